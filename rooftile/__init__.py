@@ -1,0 +1,40 @@
+"""Rooftile: exact, hardware-aware attention for PyTorch.
+
+    import rooftile as rt
+    o = rt.attention(q, k, v, rt.CAUSAL)    # q (B, T, H, D), k and v (B, S, Hk, D)
+
+`rooftile.explain(q, k, v)` says which backend would run and why each other one would not.
+"""
+
+from rooftile.api import (
+    attention,
+    attention_packed,
+    attention_packed_with_lse,
+    attention_with_lse,
+    explain,
+    merge,
+)
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.integrations import disable, enable
+from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CAUSAL",
+    "FULL",
+    "Chunk",
+    "InvalidInput",
+    "Mask",
+    "Prefix",
+    "Unsupported",
+    "Window",
+    "attention",
+    "attention_packed",
+    "attention_packed_with_lse",
+    "attention_with_lse",
+    "disable",
+    "enable",
+    "explain",
+    "merge",
+]

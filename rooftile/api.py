@@ -1,0 +1,293 @@
+"""The public functions: exact attention on whatever backend runs it fastest.
+
+A call goes `attention -> validate.spec_code -> dispatch.choose -> ops.attention -> backends.X.forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from rooftile import dispatch, ops, reference, validate
+from rooftile.backends import eager
+from rooftile.errors import InvalidInput
+from rooftile.masks import FULL, Mask
+from rooftile.spec import Options, decode
+
+
+def attention(
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, S, Hk, D)
+    v: Tensor,  # (B, S, Hk, Dv)
+    mask: Mask = FULL,
+    *,
+    alibi: Tensor | None = None,
+    backend: str | None = None,
+    bias: Tensor | None = None,
+    deterministic: bool | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    seed: int | Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Exact attention, softmax(scale q k^T) v, in tiles that never hold a T x S matrix.
+
+    Args:
+        q: queries (B, T, H, D), float32, bfloat16 or float16, any strides: `x.transpose(1, 2)` of (B, H, T, D) costs no copy.
+        k: keys (B, S, Hk, D). Hk divides H; each key head serves H / Hk query heads (MQA, GQA).
+        v: values (B, S, Hk, Dv). Dv may differ from D.
+        mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`. Aligned bottom-right when T != S.
+        alibi: slopes (H,) or (B, H); adds -slope |i - j| to the scores.
+        backend: "triton", "sdpa", "tiled" or "eager"; None takes the fastest that runs the problem (see `explain`).
+        bias: added to the scores; broadcasts to (B, H, T, S). Differentiable.
+        deterministic: bit-equal gradients from run to run. None follows torch.use_deterministic_algorithms.
+        dropout: probability in [0, 1) of dropping a weight.
+        scale: of the scores; 1 / sqrt(D) if None.
+        seed: for dropout: an int, or an int64 tensor of one element (CUDA graphs); None draws one from torch's generator.
+            The same seed gives the same mask on every backend.
+        sinks: a logit per head (H,) that takes part in the softmax with a value of zero. Differentiable.
+        softcap: scores become softcap * tanh(scores / softcap), before bias. None or 0 for none.
+
+    Returns:
+        o (B, T, H, Dv), contiguous, in the dtype of q. A row that sees no key is 0.
+
+    Raises:
+        InvalidInput: an argument is wrong; says what came and what is due.
+        Unsupported: the named backend, or every backend, refuses; lists the reasons.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 128, 8, 64) for _ in range(3))
+        >>> attention(q, k, v, CAUSAL & Window(64)).shape
+        torch.Size([1, 128, 8, 64])
+
+    Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.08691.
+    """
+    options = Options(_dense_bias(bias), alibi, sinks)
+    return _attend(
+        q, k, v, mask, options, False, backend, deterministic, dropout, scale, seed, softcap
+    )[0]  # fmt: skip
+
+
+def attention_with_lse(
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, S, Hk, D)
+    v: Tensor,  # (B, S, Hk, Dv)
+    mask: Mask = FULL,
+    *,
+    alibi: Tensor | None = None,
+    backend: str | None = None,
+    bias: Tensor | None = None,
+    deterministic: bool | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    seed: int | Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and the log-sum-exp of each row's scores; gradients flow through both.
+
+    Takes what `attention` takes. Returns o (B, T, H, Dv) and lse (B, H, T), fp32, natural log, the sink included,
+    -inf for a row that sees nothing.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 128, 8, 64) for _ in range(3))
+        >>> near = attention_with_lse(q, k[:, 64:], v[:, 64:])
+        >>> far = attention_with_lse(q, k[:, :64], v[:, :64])
+        >>> o, lse = merge([near, far])
+    """
+    options = Options(_dense_bias(bias), alibi, sinks)
+    return _attend(
+        q, k, v, mask, options, True, backend, deterministic, dropout, scale, seed, softcap
+    )  # fmt: skip
+
+
+def attention_packed(
+    q: Tensor,  # (total_q, H, D)
+    k: Tensor,  # (total_k, Hk, D)
+    v: Tensor,  # (total_k, Hk, Dv)
+    cu_q: Tensor,  # (B + 1,)
+    cu_k: Tensor,  # (B + 1,)
+    mask: Mask = FULL,
+    *,
+    alibi: Tensor | None = None,
+    backend: str | None = None,
+    bias: Tensor | None = None,
+    deterministic: bool | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    seed: int | Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    validate: bool = False,
+) -> Tensor:
+    """`attention` on sequences laid back to back: no padding, and no sequence sees another.
+
+    Args:
+        cu_q: offsets (B + 1,), int32 or int64: sequence b has queries cu_q[b] to cu_q[b + 1]. On the host they are checked
+            and copied over; on a GPU they are trusted, unless validate is set.
+        cu_k: the same for keys and values. A sequence may have no query, or no key.
+        bias: (1 or H, 1 or total_q, J): row t of it goes to packed query t, column j to its sequence's key j.
+        validate: read the offsets back and check them, which waits for the GPU.
+
+    The other arguments are those of `attention`; masks and ALiBi count positions within a sequence.
+
+    Returns:
+        o (total_q, H, Dv).
+
+    Example:
+        >>> q, k, v = (torch.randn(10, 4, 64) for _ in range(3))
+        >>> cu = torch.tensor([0, 3, 10])
+        >>> attention_packed(q, k, v, cu, cu, CAUSAL).shape
+        torch.Size([10, 4, 64])
+    """
+    options = _packed_options(q, k, cu_q, cu_k, bias, alibi, sinks, validate)
+    return _attend(
+        q, k, v, mask, options, False, backend, deterministic, dropout, scale, seed, softcap
+    )[0]  # fmt: skip
+
+
+def attention_packed_with_lse(
+    q: Tensor,  # (total_q, H, D)
+    k: Tensor,  # (total_k, Hk, D)
+    v: Tensor,  # (total_k, Hk, Dv)
+    cu_q: Tensor,  # (B + 1,)
+    cu_k: Tensor,  # (B + 1,)
+    mask: Mask = FULL,
+    *,
+    alibi: Tensor | None = None,
+    backend: str | None = None,
+    bias: Tensor | None = None,
+    deterministic: bool | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    seed: int | Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    validate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`attention_packed`, and lse (H, total_q); gradients flow through both."""
+    options = _packed_options(q, k, cu_q, cu_k, bias, alibi, sinks, validate)
+    return _attend(
+        q, k, v, mask, options, True, backend, deterministic, dropout, scale, seed, softcap
+    )  # fmt: skip
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys, from its (o, lse) over each. Exact and differentiable.
+
+    Args:
+        parts: pairs of o (B, T, H, Dv) and lse (B, H, T), or packed (total, H, Dv) and (H, total), on the same queries.
+
+    Returns:
+        o in the dtype of the first part, and lse.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 128, 8, 64) for _ in range(3))
+        >>> o, lse = merge([attention_with_lse(q, k[:, s], v[:, s]) for s in (slice(0, 50), slice(50, 128))])
+    """
+    parts = list(parts)
+    if not parts:
+        raise InvalidInput("merge got no parts; needs at least one pair (o, lse)")
+    for n, part in enumerate(parts):
+        if len(part) != 2 or not all(isinstance(x, Tensor) for x in part):
+            raise InvalidInput(f"merge: part {n} must be a pair of tensors (o, lse), as attention_with_lse returns")
+        o, lse = part
+        if o.shape != parts[0][0].shape:
+            raise InvalidInput(f"merge: o of part {n} is {tuple(o.shape)}; part 0 has {tuple(parts[0][0].shape)}")
+        if lse.mT.shape != o.shape[:-1]:
+            raise InvalidInput(f"merge: lse of part {n} is {tuple(lse.shape)}; o is {tuple(o.shape)}, so it must be (B, H, T)")
+    return reference.merge(parts)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = FULL,
+    *,
+    alibi: Tensor | None = None,
+    bias: Tensor | None = None,
+    deterministic: bool | None = None,
+    dropout: float = 0.0,
+    needs_lse: bool = False,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> str:
+    """Which backend `attention` would run on these arguments, and every reason why each other one would not. Runs nothing.
+
+    Example:
+        >>> print(explain(q, k, v, CAUSAL))
+    """
+    seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout else None
+    options = Options(_dense_bias(bias), alibi, sinks, seed)
+    code = _spec_code(q, k, v, mask, options, needs_lse, deterministic, dropout, scale, softcap)
+    return dispatch.explain(decode(code))
+
+
+def _attend(
+    q, k, v, mask, options: Options, needs_lse, backend, deterministic, dropout, scale, seed, softcap
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if torch.is_autocast_enabled(getattr(getattr(q, "device", None), "type", "cpu")):
+        q, k, v = (_autocast(x) for x in (q, k, v))
+    if dropout or seed is not None:
+        options = options._replace(seed=validate.check_seed(seed, dropout, q.device))
+    code = _spec_code(q, k, v, mask, options, needs_lse, deterministic, dropout, scale, softcap)
+    chosen = _choose(code, backend)
+    if chosen == eager.NAME:
+        return eager.attend(q, k, v, options, decode(code))
+    return ops.attention(q, k, v, ops.listed_options(options), code, chosen)
+
+
+def _spec_code(q, k, v, mask, options: Options, needs_lse, deterministic, dropout, scale, softcap) -> str:
+    return validate.spec_code(
+        q,
+        k,
+        v,
+        mask,
+        options,
+        scale=scale,
+        softcap=softcap,
+        dropout=dropout,
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        needs_lse=needs_lse,
+        forward_mode=_carries_tangent(q, k, v, *options),
+    )
+
+
+@torch.compiler.assume_constant_result
+def _choose(code: str, backend: str | None) -> str:
+    return dispatch.choose(code, backend)
+
+
+def _carries_tangent(*tensors: Tensor | None) -> bool:
+    """Whether forward-mode differentiation is under way through one of these."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors if x is not None and x.is_floating_point())
+
+
+def _autocast(x: Tensor) -> Tensor:
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _dense_bias(bias: Tensor | None) -> Tensor | None:
+    """The bias with its leading axes written out; what is wrong with it is said by `validate`."""
+    return bias[(None,) * (4 - bias.ndim)] if isinstance(bias, Tensor) and bias.ndim < 4 else bias
+
+
+def _packed_options(q, k, cu_q, cu_k, bias, alibi, sinks, read: bool) -> Options:
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            raise InvalidInput(f"{name} must be a tensor (total, H, D) of sequences back to back; got {validate.shown(x)}")
+    cu_q = validate.check_offsets("cu_q", cu_q, q.shape[0], "queries", q.device, read)
+    cu_k = validate.check_offsets("cu_k", cu_k, k.shape[0], "keys", k.device, read)
+    if cu_q.shape != cu_k.shape:
+        raise InvalidInput(f"cu_q has {len(cu_q) - 1} sequences and cu_k has {len(cu_k) - 1}; they must agree")
+    return Options(bias, alibi, sinks, None, cu_q, cu_k)

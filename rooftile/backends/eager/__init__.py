@@ -1,0 +1,73 @@
+"""The definition as a backend: any problem, O(T S) memory, plain torch operations.
+
+It is also the only one with double backward and forward-mode derivatives: `rooftile.api` runs `attend` outside the
+operator, so that autograd sees every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rooftile import reference
+from rooftile.spec import Grads, Options, Spec, option_names
+
+NAME = "eager"
+
+
+def refusals(spec: Spec) -> Iterator[str]:
+    if spec.layout == "paged":
+        yield "layout 'paged'; has 'dense', 'packed'"
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o and lse by operations that autograd can differentiate as often as asked."""
+    # half precision is computed in fp32 and rounded once
+    wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
+    shared = {
+        "scale": spec.scale,
+        "softcap": spec.softcap,
+        "bias": options.bias,
+        "alibi": options.alibi,
+        "sinks": options.sinks,
+        "dropout": spec.dropout,
+        "seed": options.seed,
+    }
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = (x.to(wide) for x in (q, k, v))
+        if spec.layout == "packed":
+            o, lse = reference.attention_packed(q, k, v, options.cu_q, options.cu_k, spec.mask, **shared)
+        else:
+            o, lse = reference.attention(q, k, v, spec.mask, **shared)
+    return o.to(spec.dtype).contiguous(), lse.contiguous()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return attend(q, k, v, options, spec)
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+    spec: Spec,
+) -> Grads:
+    wanted = [name for name in option_names(spec) if name == "sinks" or (name == "bias" and spec.bias_grad)]
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        extra = {name: getattr(options, name).detach().requires_grad_() for name in wanted}
+        outputs = attend(*leaves, options._replace(**extra), spec)
+        given = [(x, g) for x, g in zip(outputs, (do, dlse), strict=True) if g is not None]
+        found = torch.autograd.grad(
+            [x for x, _ in given], [*leaves, *extra.values()], [g for _, g in given], materialize_grads=True
+        )
+    by_name = {f"d{name}": g for name, g in zip(extra, found[3:], strict=True)}
+    return Grads(*(g.contiguous() for g in found[:3]), **by_name)

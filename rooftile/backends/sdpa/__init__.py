@@ -1,0 +1,8 @@
+"""Being written."""
+from collections.abc import Iterator
+from rooftile.spec import Spec
+NAME = "sdpa"
+
+
+def refusals(spec: Spec) -> Iterator[str]:
+    yield "being written"

@@ -1,0 +1,227 @@
+"""Which keys a query sees.
+
+Every mask here lets a query see one *interval* of keys, and both ends of that interval rise with the query's position.
+Intersections keep that property. It is all that a tiled kernel needs: the tiles that hold visible pairs follow from two
+numbers per query, no mask is ever stored, and the backward finds the queries of a key the same way.
+
+Positions are on the key axis. A query's position is `t + S - T` (aligned bottom-right: the last query sees the last key);
+it is negative for the first queries when T > S.
+
+    FULL                  every key
+    CAUSAL                j <= i
+    Window(left, right)   i - left <= j <= i + right, both inclusive; None for no bound
+    Prefix(n)             j < n or j <= i
+    Chunk(n)              j // n == i // n
+    a & b                 what both let through
+
+`python -m rooftile.masks "CAUSAL & Window(4)"` draws a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rooftile.errors import InvalidInput
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """An intersection of window, prefix and chunk conditions in normal form: equal masks compare equal.
+
+    Make one with FULL, CAUSAL, Window, Prefix, Chunk and `&`, not by calling this class.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    prefix: int | None = None
+    chunks: tuple[int, ...] = ()
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        chunks = {*self.chunks, *other.chunks}
+        # a chunk size that another one divides adds nothing
+        chunks = {n for n in chunks if not any(m != n and n % m == 0 for m in chunks)}
+        right = _least(self.right, other.right)
+        # the prefix of a causal mask adds nothing: j <= i already holds
+        prefix = None if right == 0 else _least(self.prefix, other.prefix)
+        return Mask(_least(self.left, other.left), right, prefix, tuple(sorted(chunks)))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every query sees every key."""
+        return self == FULL
+
+    def first_key(self, i: Any) -> Any:
+        """The first key that position `i` sees, before clipping to the keys there are. Ints or integer tensors."""
+        low = -UNBOUNDED + 0 * i
+        if self.left is not None:
+            low = i - self.left
+        for n in self.chunks:
+            low = _max(low, i // n * n)
+        return low
+
+    def last_key(self, i: Any) -> Any:
+        """The last key that position `i` sees, before clipping; less than `first_key` if there is none."""
+        high = UNBOUNDED + 0 * i
+        if self.right is not None:
+            high = i + self.right
+        if self.prefix is not None:
+            high = _min(high, _max(i, self.prefix - 1 + 0 * i))
+        for n in self.chunks:
+            high = _min(high, i // n * n + n - 1)
+        return high
+
+    def first_query(self, j: int) -> int:
+        """The first position whose `last_key` reaches key `j`."""
+        low = -UNBOUNDED
+        if self.right is not None:
+            low = j - self.right
+        if self.prefix is not None and j >= self.prefix:
+            low = max(low, j)
+        for n in self.chunks:
+            low = max(low, j // n * n)
+        return low
+
+    def last_query(self, j: int) -> int:
+        """The last position whose `first_key` does not pass key `j`."""
+        high = UNBOUNDED
+        if self.left is not None:
+            high = j + self.left
+        for n in self.chunks:
+            high = min(high, j // n * n + n - 1)
+        return high
+
+    def __str__(self) -> str:
+        words = []
+        if self.right == 0:
+            words.append("causal")
+        if self.left is not None or self.right not in (None, 0):
+            words.append(f"window({self.left}, {self.right})" if self.right != 0 else f"window({self.left})")
+        if self.prefix is not None:
+            words.append(f"prefix({self.prefix})")
+        words += [f"chunk({n})" for n in self.chunks]
+        return " & ".join(words) or "full"
+
+
+# beyond any position, and small enough that sums of a few stay within int32
+UNBOUNDED = 1 << 29
+
+FULL = Mask()
+CAUSAL = Mask(right=0)
+
+
+def Window(left: int | None, right: int | None = None) -> Mask:  # noqa: N802 - reads as a noun beside CAUSAL
+    """Sees i - left <= j <= i + right, both ends inclusive; None leaves a side open.
+
+    >>> str(CAUSAL & Window(1024))
+    'causal & window(1024)'
+    """
+    return Mask(left=_bound(left, "Window: left"), right=_bound(right, "Window: right"))
+
+
+def Prefix(n: int) -> Mask:  # noqa: N802
+    """Sees j < n or j <= i: a prefix that all queries see, causal after it."""
+    # no prefix at all is causal
+    n = _size(n, "Prefix: n", 0)
+    return Mask(prefix=n) if n else CAUSAL
+
+
+def Chunk(n: int) -> Mask:  # noqa: N802
+    """Sees j // n == i // n: blocks of n tokens that do not see one another."""
+    return Mask(chunks=(_size(n, "Chunk: n", 1),))
+
+
+def materialise(mask: Mask, T: int, S: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """The mask as a boolean matrix (T, S), True where visible. For definitions and pictures only: kernels never make it."""
+    import torch
+
+    i = torch.arange(T, device=device)[:, None] + (S - T)  # (T, 1)
+    j = torch.arange(S, device=device)[None, :]  # (1, S)
+    return (j >= mask.first_key(i)) & (j <= mask.last_key(i))
+
+
+def visible(mask: Mask, t: int, T: int, S: int) -> tuple[int, int]:
+    """The keys [start, stop) that query `t` sees; start == stop if none."""
+    i = t + S - T
+    start = max(mask.first_key(i), 0)
+    return start, max(min(mask.last_key(i) + 1, S), start)
+
+
+def key_range(mask: Mask, t_start: int, t_stop: int, T: int, S: int) -> tuple[int, int]:
+    """The keys [start, stop) that hold every key some query in [t_start, t_stop) sees; start == stop if none."""
+    if t_stop <= t_start:
+        return 0, 0
+    start = max(mask.first_key(t_start + S - T), 0)
+    return start, max(min(mask.last_key(t_stop - 1 + S - T) + 1, S), start)
+
+
+def query_range(mask: Mask, s_start: int, s_stop: int, T: int, S: int) -> tuple[int, int]:
+    """The queries [start, stop) that hold every query which sees some key in [s_start, s_stop); start == stop if none."""
+    if s_stop <= s_start:
+        return 0, 0
+    start = max(mask.first_query(s_start) - (S - T), 0)
+    return start, max(min(mask.last_query(s_stop - 1) - (S - T) + 1, T), start)
+
+
+def sees_all(mask: Mask, t_start: int, t_stop: int, s_start: int, s_stop: int, T: int, S: int) -> bool:
+    """Whether every query in [t_start, t_stop) sees every key in [s_start, s_stop): such a tile needs no mask."""
+    return mask.first_key(t_stop - 1 + S - T) <= s_start and s_stop - 1 <= mask.last_key(t_start + S - T)
+
+
+def pairs(mask: Mask, T: int, S: int) -> int:
+    """How many (query, key) pairs are visible: what attention's FLOPs are counted from."""
+    if mask.is_full or T == 0 or S == 0:
+        return T * S
+    import numpy as np
+
+    i = np.arange(T, dtype=np.int64) + (S - T)
+    low = np.maximum(mask.first_key(i), 0)
+    high = np.minimum(mask.last_key(i), S - 1)
+    return int(np.maximum(high - low + 1, 0).sum())
+
+
+def draw(mask: Mask, T: int = 16, S: int = 16) -> str:
+    """The mask as text, one row a query: `#` visible, `.` hidden."""
+    rows = ((visible(mask, t, T, S)) for t in range(T))
+    return "\n".join("." * a + "#" * (b - a) + "." * (S - b) for a, b in rows)
+
+
+def _bound(value: int | None, word: str) -> int | None:
+    """A window's side or a size, checked; None for no bound, also for one past every position."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise InvalidInput(f"{word} is {value!r}; must be an integer of at least 0, or None for no bound")
+    # keeps sums of positions and bounds within the kernels' int32
+    return value if value is not None and value < UNBOUNDED else None
+
+
+def _size(value: int, word: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInput(f"{word} is {value!r}; must be an integer of at least {least}")
+    return min(value, UNBOUNDED)
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _max(a: Any, b: Any) -> Any:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else a * (a >= b) + b * (b > a)
+
+
+def _min(a: Any, b: Any) -> Any:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else a * (a <= b) + b * (b < a)
+
+
+if __name__ == "__main__":
+    import sys
+
+    names = {"FULL": FULL, "CAUSAL": CAUSAL, "Window": Window, "Prefix": Prefix, "Chunk": Chunk}
+    expression = sys.argv[1] if len(sys.argv) > 1 else "CAUSAL"
+    # the user's own words on the user's own terminal
+    shown = eval(expression, {"__builtins__": {}}, names)  # noqa: S307
+    print(f"{expression}: {shown}\n{draw(shown)}")  # noqa: T201

@@ -1,0 +1,129 @@
+"""Attention as it is defined.
+
+    x_ij = scale q_i . k_j                     and softcap * tanh(x / softcap) if there is a softcap
+    x_ij += bias_ij - slope |i - j|            and -inf where the mask hides j from i
+    lse_i = log(sum_j exp x_ij + exp sink)     the sink is a key with a score of its own and a value of zero
+    p_ij = exp(x_ij - lse_i)                   dropped with probability d, else divided by 1 - d
+    o_i = sum_j p_ij v_j
+
+A row with no visible key (and no sink) gives 0 and lse = -inf. What is behind the mask does not exist: a NaN there
+reaches nothing, which is why non-finite inputs are set aside first and put back only where they are seen.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rooftile.masks import FULL, Mask, materialise
+from rooftile.reference.philox import keep_mask
+
+
+def attention(
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, S, Hk, D)
+    v: Tensor,  # (B, S, Hk, Dv)
+    mask: Mask = FULL,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,  # broadcasts to (B, H, T, S)
+    alibi: Tensor | None = None,  # (H,) or (B, H)
+    sinks: Tensor | None = None,  # (H,)
+    dropout: float = 0.0,
+    seed: Tensor | None = None,  # (1,) int64
+    batch: int = 0,  # the index of the first sequence, for dropout
+) -> tuple[Tensor, Tensor]:
+    """Returns o (B, T, H, Dv) and lse (B, H, T), in the dtype of the inputs. Differentiable, also twice and forward."""
+    B, T, H, D = q.shape
+    S, Hk = k.shape[1:3]
+    visible = None if mask.is_full else materialise(mask, T, S, q.device)  # (T, S)
+    if visible is not None:
+        q, lost_q = _set_aside(q)
+        k, lost_k = _set_aside(k)
+        v, lost_v = _set_aside(v)
+    k, v = (x.repeat_interleave(H // Hk, dim=2) for x in (k, v))
+
+    x = torch.einsum("bthd,bshd->bhts", q, k) * (D**-0.5 if scale is None else scale)  # (B, H, T, S)
+    if visible is not None:
+        x = x + _poison(lost_q.any(-1)).mT[..., None]  # (B, H, T, 1)
+        x = x + _poison(lost_k.any(-1)).mT.repeat_interleave(H // Hk, dim=1)[:, :, None]  # (B, H, 1, S)
+    if softcap:
+        x = softcap * torch.tanh(x / softcap)
+    if bias is not None:
+        x = x + bias.to(x.dtype)
+    if alibi is not None:
+        distance = (torch.arange(T, device=q.device)[:, None] + (S - T) - torch.arange(S, device=q.device)).abs()
+        x = x - alibi.to(x.dtype).reshape(-1, H, 1, 1) * distance.to(x.dtype)
+    if visible is not None:
+        x = x.masked_fill(~visible, -math.inf)
+
+    terms = x if sinks is None else torch.cat([x, sinks.to(x.dtype).reshape(1, H, 1, 1).expand(B, H, T, 1)], dim=-1)
+    lse = _logsumexp(terms)  # (B, H, T)
+    p = torch.exp(x - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    if dropout:
+        index = [torch.arange(n, device=q.device) for n in (B, H, T, S)]
+        kept = keep_mask(
+            seed, dropout, index[0][:, None, None, None] + batch, index[1][:, None, None], index[2][:, None], index[3]
+        )
+        p = torch.where(kept, p / (1 - dropout), 0.0)
+    o = torch.einsum("bhts,bshd->bthd", p, v)
+    if visible is not None:
+        seen = torch.einsum("ts,bshd->bthd", visible.to(v.dtype), lost_v.to(v.dtype))
+        o = o + _poison(seen > 0).repeat_interleave(H // Hk, dim=2)
+    return o, lse
+
+
+def attention_packed(
+    q: Tensor,  # (total_q, H, D)
+    k: Tensor,  # (total_k, Hk, D)
+    v: Tensor,  # (total_k, Hk, Dv)
+    cu_q: Tensor,  # (B + 1,)
+    cu_k: Tensor,  # (B + 1,)
+    mask: Mask = FULL,
+    *,
+    bias: Tensor | None = None,  # broadcasts to (1, H, total_q, J), J at least the longest key sequence
+    alibi: Tensor | None = None,  # (H,) or (B, H)
+    **options,
+) -> tuple[Tensor, Tensor]:
+    """`attention` on each sequence by itself. Returns o (total_q, H, Dv) and lse (H, total_q)."""
+    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
+    outs, lses = [], []
+    for b in range(len(ends_q) - 1):
+        rows, keys = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
+        here = bias
+        if bias is not None:
+            here = bias if bias.shape[-2] == 1 else bias[..., rows, :]
+            here = here[..., : ends_k[b + 1] - ends_k[b]]
+        slopes = alibi[b] if alibi is not None and alibi.ndim == 2 and alibi.shape[0] > 1 else alibi
+        o, lse = attention(
+            q[None, rows], k[None, keys], v[None, keys], mask, bias=here, alibi=slopes, batch=b, **options
+        )
+        outs.append(o[0])
+        lses.append(lse[0])
+    if not outs:
+        return q.new_zeros((0, q.shape[1], v.shape[-1])), q.new_zeros((q.shape[1], 0))
+    return torch.cat(outs), torch.cat(lses, dim=-1)
+
+
+def _logsumexp(x: Tensor) -> Tensor:
+    """log sum exp over the last axis; -inf, with zero gradients, where there is nothing to sum."""
+    if x.shape[-1] == 0:
+        return x.sum(-1) - math.inf
+    pivot = x.detach().amax(-1)
+    pivot = torch.where(pivot == -math.inf, 0.0, pivot)
+    total = torch.exp(x - pivot[..., None]).sum(-1)
+    return torch.where(total > 0, torch.log(torch.where(total == 0, 1.0, total)), -math.inf * (total == 0)) + pivot
+
+
+def _set_aside(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x with 0 for each NaN and infinity, and where they were."""
+    lost = ~torch.isfinite(x)
+    return torch.where(lost, 0.0, x), lost
+
+
+def _poison(lost: Tensor) -> Tensor:
+    """NaN where something was set aside, 0 elsewhere."""
+    return torch.where(lost, math.nan, 0.0)

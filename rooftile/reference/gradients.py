@@ -1,0 +1,77 @@
+"""The gradients of attention as formulas: the definition that the backward kernels follow.
+
+    D_i  = sum_c dO_ic O_ic - dL_i             dL is the gradient that comes in through lse
+    dV_j = sum_i P~_ij dO_i                    P~ is P after dropout
+    dP_ij = dO_i . V_j                         through dropout
+    dX_ij = P_ij (dP_ij - D_i)                 the gradient of the scores, bias and ALiBi included
+    dS_ij = dX_ij (1 - (s_ij / softcap)^2)     before bias, through the softcap
+    dQ_i = scale sum_j dS_ij K_j               dK_j = scale sum_i dS_ij Q_i
+    dbias = dX summed over what was broadcast  dsink_h = sum_i -exp(sink_h - L_i) D_i
+
+Dao et al., FlashAttention, arXiv:2205.14135, appendix B; the term dL makes merging by lse differentiable.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rooftile.masks import FULL, Mask, materialise
+from rooftile.reference.attention import attention
+from rooftile.reference.philox import keep_mask
+from rooftile.spec import Grads
+
+
+def gradients(
+    do: Tensor,  # (B, T, H, Dv)
+    dlse: Tensor,  # (B, H, T)
+    q: Tensor,  # (B, T, H, D)
+    k: Tensor,  # (B, S, Hk, D)
+    v: Tensor,  # (B, S, Hk, Dv)
+    mask: Mask = FULL,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    alibi: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> Grads:
+    """The gradients for finite inputs. Same shapes as `rooftile.reference.attention`; dbias has bias's own shape."""
+    B, T, H, D = q.shape
+    S, Hk = k.shape[1:3]
+    scale = D**-0.5 if scale is None else scale
+    o, lse = attention(
+        q, k, v, mask,
+        scale=scale, softcap=softcap, bias=bias, alibi=alibi, sinks=sinks, dropout=dropout, seed=seed,
+    )  # fmt: skip
+    keys, values = (x.repeat_interleave(H // Hk, dim=2) for x in (k, v))
+    s = torch.einsum("bthd,bshd->bhts", q, keys) * scale
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    x = s if bias is None else s + bias
+    if alibi is not None:
+        distance = (torch.arange(T)[:, None] + (S - T) - torch.arange(S)).abs().to(x)
+        x = x - alibi.reshape(-1, H, 1, 1) * distance
+    x = x.masked_fill(~materialise(mask, T, S, q.device), -math.inf)
+    pivot = torch.where(lse == -math.inf, 0.0, lse)
+    p = torch.exp(x - pivot[..., None])  # (B, H, T, S)
+
+    kept = 1.0
+    if dropout:
+        b, h, t, j = (torch.arange(n, device=q.device) for n in (B, H, T, S))
+        kept = keep_mask(seed, dropout, b[:, None, None, None], h[:, None, None], t[:, None], j).to(q.dtype) / (1 - dropout)
+    D_i = torch.einsum("bthd,bthd->bht", do, o) - dlse
+    dP = torch.einsum("bthd,bshd->bhts", do, values) * kept
+    dX = p * (dP - D_i[..., None])
+    dS = dX * (1 - (s / softcap) ** 2) if softcap else dX
+
+    dv = torch.einsum("bhts,bthd->bshd", p * kept, do).unflatten(2, (Hk, -1)).sum(3)
+    dq = torch.einsum("bhts,bshd->bthd", dS, keys) * scale
+    dk = (torch.einsum("bhts,bthd->bshd", dS, q) * scale).unflatten(2, (Hk, -1)).sum(3)
+    dbias = dX.sum_to_size(bias.shape) if bias is not None else None
+    dsinks = -(torch.exp(sinks[:, None] - pivot) * D_i).sum((0, 2)) if sinks is not None else None
+    return Grads(dq, dk, dv, dbias, dsinks)

@@ -1,0 +1,183 @@
+"""What is computed (Spec), how big it is (Sizes), and both (Problem).
+
+A Spec is static: it never holds a length, so a new sequence length recompiles nothing. It crosses the operators' schema
+as a short string, `Spec.code`, and is decoded once per distinct string.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile import masks
+from rooftile.masks import FULL, Mask
+
+Layout = Literal["dense", "packed", "paged"]
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """One attention problem without its lengths. Frozen and hashable; prints on one line."""
+
+    dtype: torch.dtype
+    dim: int  # of a query and a key
+    dim_v: int  # of a value and an output
+    group: int = 1  # query heads per key/value head
+    mask: Mask = FULL
+    layout: Layout = "dense"
+    scale: float  # of the scores, q . k * scale
+    softcap: float = 0.0  # scores become softcap * tanh(scores / softcap); 0: off
+    dropout: float = 0.0  # probability that a weight is dropped
+    has_bias: bool = False
+    has_alibi: bool = False
+    has_sinks: bool = False
+    needs_grad: bool = False
+    bias_grad: bool = False  # the bias itself wants a gradient
+    needs_lse: bool = False  # the caller takes lse, so a gradient may come in through it
+    forward_mode: bool = False  # an input carries a tangent
+    deterministic: bool = False  # bit-equal gradients from run to run, and no word from neighbours in the batch
+    device: str = "cpu"  # "cpu", "sm80", "sm90", "sm100", ...
+
+    @property
+    def code(self) -> str:
+        """The spec as the string that crosses the operators' schema: `decode(spec.code) == spec`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return encode(**values)
+
+    def __str__(self) -> str:
+        heads = "mha" if self.group == 1 else f"gqa{self.group}"
+        dims = f"d{self.dim}" if self.dim == self.dim_v else f"d{self.dim}/{self.dim_v}"
+        words = [DTYPE_NAMES[self.dtype], dims, heads, str(self.mask), self.layout]
+        words += [f"softcap({self.softcap:g})"] * bool(self.softcap) + [f"dropout({self.dropout:g})"] * bool(self.dropout)
+        words += [w for w in ("bias", "alibi", "sinks") if getattr(self, f"has_{w}")]
+        words += ["fwd+bwd" if self.needs_grad else "fwd"]
+        words += ["lse"] * self.needs_lse + ["bias-grad"] * self.bias_grad + ["jvp"] * self.forward_mode
+        words += ["deterministic"] * self.deterministic
+        return " ".join([*words, f"on {self.device}"])
+
+
+class Options(NamedTuple):
+    """The tensors that an attention call may carry beside q, k and v. Absent ones are None.
+
+    bias is dense (1|B, 1|H, 1|T, S) or packed (1, 1|H, 1|total_q, J), alibi (1|B, H) slopes, sinks (H,), seed (1,) int64,
+    cu_q and cu_k (B + 1,) int32 or int64 offsets of packed sequences.
+    """
+
+    bias: Tensor | None = None
+    alibi: Tensor | None = None
+    sinks: Tensor | None = None
+    seed: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+
+
+def option_names(spec: Spec) -> tuple[str, ...]:
+    """Which Options a spec's calls carry, in their order."""
+    present = {
+        "bias": spec.has_bias,
+        "alibi": spec.has_alibi,
+        "sinks": spec.has_sinks,
+        "seed": spec.dropout > 0,
+        "cu_q": spec.layout == "packed",
+        "cu_k": spec.layout == "packed",
+    }
+    return tuple(name for name, there in present.items() if there)
+
+
+class Grads(NamedTuple):
+    """What a backward returns: shapes and dtypes of q, k, v, and of bias and sinks where the spec asks for them."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None = None
+    dsinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How big a problem is. For packed sequences, `lengths` holds each (queries, keys), and T and S are their sums."""
+
+    B: int
+    T: int
+    S: int
+    H: int
+    Hk: int
+    lengths: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """Each sequence's (queries, keys): B equal ones unless packed."""
+        return self.lengths or ((self.T, self.S),) * self.B
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A spec and its sizes: what the cost model, the benchmarks and the diagnosis take."""
+
+    spec: Spec
+    sizes: Sizes
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs of one head, over the whole batch."""
+        counts: dict[tuple[int, int], int] = {}
+        total = 0
+        for lengths in self.sizes.sequences:
+            if lengths not in counts:
+                counts[lengths] = masks.pairs(self.spec.mask, *lengths)
+            total += counts[lengths]
+        return total
+
+
+def encode(
+    *, dtype, dim, dim_v, group, mask, layout, scale, softcap, dropout, has_bias, has_alibi, has_sinks,
+    needs_grad, bias_grad, needs_lse, forward_mode, deterministic, device,
+) -> str:  # fmt: skip
+    """A Spec's string. Plain f-strings of plain values, so that Dynamo can trace it."""
+    chunks = ",".join([f"{n}" for n in mask.chunks])
+    return (
+        f"{DTYPE_NAMES[dtype]} {dim} {dim_v} {group} {mask.left} {mask.right} {mask.prefix} [{chunks}] {layout} "
+        f"{scale} {softcap} {dropout} {has_bias:d}{has_alibi:d}{has_sinks:d}{needs_grad:d}{bias_grad:d}{needs_lse:d}"
+        f"{forward_mode:d}{deterministic:d} {device}"
+    )
+
+
+@lru_cache(maxsize=None)
+def decode(code: str) -> Spec:
+    """The Spec behind its string."""
+    dtype, dim, dim_v, group, left, right, prefix, chunks, layout, scale, softcap, dropout, flags, device = code.split(" ")
+    bound = {word: None if word == "None" else int(word) for word in (left, right, prefix)}
+    bias, alibi, sinks, needs_grad, bias_grad, needs_lse, forward_mode, deterministic = (f == "1" for f in flags)
+    return Spec(
+        dtype=DTYPES[dtype],
+        dim=int(dim),
+        dim_v=int(dim_v),
+        group=int(group),
+        mask=Mask(bound[left], bound[right], bound[prefix], tuple(int(n) for n in chunks[1:-1].split(",") if n)),
+        layout=layout,
+        scale=float(scale),
+        softcap=float(softcap),
+        dropout=float(dropout),
+        has_bias=bias,
+        has_alibi=alibi,
+        has_sinks=sinks,
+        needs_grad=needs_grad,
+        bias_grad=bias_grad,
+        needs_lse=needs_lse,
+        forward_mode=forward_mode,
+        deterministic=deterministic,
+        device=device,
+    )

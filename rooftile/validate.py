@@ -1,0 +1,215 @@
+"""From a caller's arguments to a spec, or one clear sentence: what came, what is due.
+
+Nothing here reads device memory of a GPU, so nothing waits for it; what can only be known from data (the offsets of packed
+sequences) is checked where the data is on the host, or when the caller asks with validate=True.
+
+The checks run on every call and inside torch.compile's tracing: plain attribute reads and f-strings.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.hardware.arch import arch
+from rooftile.masks import Mask
+from rooftile.spec import DTYPE_NAMES, Options, Problem, Sizes, decode, encode
+
+DENSE = ("B", "T", "H", "D")
+PACKED = ("total", "H", "D")
+
+
+def spec_code(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    options: Options,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    dropout: float,
+    deterministic: bool,
+    needs_lse: bool,
+    forward_mode: bool,
+) -> str:
+    """The code of the Spec of this call (`rooftile.spec.decode` reads it). Raises InvalidInput."""
+    packed = options.cu_q is not None
+    _check_tensors(q, k, v, PACKED if packed else DENSE)
+    H, D = q.shape[-2], q.shape[-1]
+    Hk, Dv = k.shape[-2], v.shape[-1]
+    if not isinstance(mask, Mask):
+        raise InvalidInput(
+            f"mask is {shown(mask)}; must be a rooftile mask: FULL, CAUSAL, Window, Prefix, Chunk, or some of them joined by &"
+        )
+    bias, alibi, sinks = options.bias, options.alibi, options.sinks
+    if bias is not None:
+        _check_bias(bias, q, k, packed)
+    if alibi is not None:
+        B = options.cu_q.shape[0] - 1 if packed else q.shape[0]
+        _check_vector("alibi", alibi, q, ((H,), (B, H)), f"(H,) = ({H},) or (B, H) = ({B}, {H})")
+        if alibi.requires_grad:
+            raise InvalidInput("alibi requires a gradient and has none; pass alibi.detach(), or the slopes' effect as bias")
+    if sinks is not None:
+        _check_vector("sinks", sinks, q, ((H,),), f"(H,) = ({H},)")
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
+    )
+    return encode(
+        dtype=q.dtype,
+        dim=D,
+        dim_v=Dv,
+        group=H // Hk,
+        mask=mask,
+        layout="packed" if packed else "dense",
+        scale=D**-0.5 if scale is None else _number("scale", scale, -math.inf, math.inf),
+        softcap=0.0 if softcap is None else _number("softcap", softcap, 0.0, math.inf),
+        dropout=_probability(dropout),
+        has_bias=bias is not None,
+        has_alibi=alibi is not None,
+        has_sinks=sinks is not None,
+        needs_grad=needs_grad,
+        bias_grad=needs_grad and bias is not None and bias.requires_grad,
+        needs_lse=needs_lse,
+        forward_mode=forward_mode,
+        deterministic=deterministic,
+        device=arch(q.device),
+    )
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, code: str, options: Options) -> Problem:
+    """The Problem of a call whose spec's code is known. Reads packed offsets, so it may wait for the GPU."""
+    if options.cu_q is None:
+        B, T, H, _ = q.shape
+        return Problem(spec=decode(code), sizes=Sizes(B=B, T=T, S=k.shape[1], H=H, Hk=k.shape[2]))
+    lengths = zip(options.cu_q.diff().tolist(), options.cu_k.diff().tolist(), strict=True)
+    sizes = Sizes(
+        B=options.cu_q.shape[0] - 1,
+        T=q.shape[0],
+        S=k.shape[0],
+        H=q.shape[1],
+        Hk=k.shape[1],
+        lengths=tuple(lengths),
+    )
+    return Problem(spec=decode(code), sizes=sizes)
+
+
+def check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.device, read: bool) -> Tensor:
+    """Packed offsets on the tensors' device, checked as far as can be known without waiting for the GPU.
+
+    read: check the values too, wherever they are.
+    """
+    if not isinstance(cu, Tensor):
+        raise InvalidInput(f"{name} is {shown(cu)}; must be a tensor (B + 1,) of int32 or int64 offsets")
+    if cu.ndim != 1 or cu.shape[0] < 1 or cu.dtype not in (torch.int32, torch.int64):
+        raise InvalidInput(f"{name} is {cu.dtype} {tuple(cu.shape)}; must be int32 or int64 of shape (B + 1,)")
+    if (cu.device.type == "cpu" or read) and not torch.compiler.is_compiling():
+        offsets = cu.tolist()
+        if offsets[0] != 0:
+            raise InvalidInput(f"{name} starts at {offsets[0]}; must start at 0")
+        if any(b < a for a, b in zip(offsets, offsets[1:], strict=False)):
+            raise InvalidInput(f"{name} falls somewhere; must never fall: {shown(offsets)}")
+        if offsets[-1] != total:
+            raise InvalidInput(f"{name} ends at {offsets[-1]}; must end at {total}, the number of {what}")
+    return cu if cu.device == device else cu.to(device, non_blocking=True)
+
+
+def check_seed(seed: int | Tensor | None, dropout: float, device: torch.device) -> Tensor | None:
+    """The seed as an int64 tensor (1,) on the device, drawn from torch's generator if none was given; None without dropout."""
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.dtype != torch.int64:
+            raise InvalidInput(f"seed is {seed.dtype} of {seed.numel()} elements; must be an int, or an int64 tensor of one")
+    elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise InvalidInput(f"seed is {seed!r}; must be an int, or an int64 tensor of one element")
+    elif seed is not None and not -(2**63) <= seed < 2**63:
+        raise InvalidInput(f"seed is {seed}; must fit in 64 bits")
+    if _probability(dropout) == 0.0:
+        return None
+    if seed is None:
+        return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
+    if isinstance(seed, Tensor):
+        return seed.reshape(1).to(device)
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise InvalidInput(f"{name} is {shown(x)}; must be a tensor ({', '.join(axes)})")
+        if x.ndim != len(axes):
+            raise InvalidInput(f"{name} is {tuple(x.shape)}; must have {len(axes)} axes ({', '.join(axes)})")
+        if x.dtype != q.dtype:
+            raise InvalidInput(f"{name} is {x.dtype}; q is {q.dtype}, and q, k and v must share one dtype")
+        if x.device != q.device:
+            raise InvalidInput(f"{name} is on {x.device}; q is on {q.device}, and all inputs must be on one device")
+    if q.dtype not in DTYPE_NAMES:
+        raise InvalidInput(f"q is {q.dtype}; must be float32, bfloat16 or float16 (float64 in the definition)")
+    H, D = q.shape[-2], q.shape[-1]
+    Hk = k.shape[-2]
+    if D == 0 or v.shape[-1] == 0:
+        raise InvalidInput(f"head dim is {D} for q and {v.shape[-1]} for v; must be at least 1")
+    if k.shape[-1] != D:
+        raise InvalidInput(f"k has head dim {k.shape[-1]}; q has {D}, and they must agree")
+    if len(axes) == 4 and k.shape[0] != q.shape[0]:
+        raise InvalidInput(f"k has batch {k.shape[0]}; q has {q.shape[0]}, and they must agree")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise InvalidInput(f"v is {tuple(v.shape)}; must be like k, {tuple(k.shape)}, in all but the last axis")
+    if H == 0 or Hk == 0 or H % Hk:
+        raise InvalidInput(f"q has {H} heads and k has {Hk}; k's must divide q's (each serves a group of query heads)")
+
+
+def _check_bias(bias: Tensor, q: Tensor, k: Tensor, packed: bool) -> None:
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        raise InvalidInput(f"bias is {shown(bias)}; must be a floating-point tensor")
+    _check_device("bias", bias, q)
+    if packed:
+        due, word = (q.shape[1], q.shape[0]), f"(H, total_q, J), ({q.shape[1]}, {q.shape[0]}, J >= the longest key sequence)"
+        fits = bias.ndim == 3 and all(n in (1, m) for n, m in zip(bias.shape, due, strict=False))
+    else:
+        due = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        word = f"(B, H, T, S), {due}"
+        fits = bias.ndim <= 4 and all(n in (1, m) for n, m in zip(bias.shape[::-1], due[::-1], strict=False))
+    if not fits:
+        raise InvalidInput(f"bias is {tuple(bias.shape)}; must broadcast to {word}")
+
+
+def _check_vector(name: str, x: Tensor, q: Tensor, shapes: tuple[tuple[int, ...], ...], due: str) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise InvalidInput(f"{name} is {shown(x)}; must be a floating-point tensor {due}")
+    if tuple(x.shape) not in shapes:
+        raise InvalidInput(f"{name} is {tuple(x.shape)}; must be {due}")
+    _check_device(name, x, q)
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise InvalidInput(f"{name} is on {x.device}; q is on {q.device}, and all inputs must be on one device")
+
+
+def _number(name: str, value: float, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidInput(f"{name} is {shown(value)}; must be a number")
+    if math.isnan(value) or math.isinf(value) or not least <= value <= most:
+        raise InvalidInput(f"{name} is {value}; must be finite" + (f" and at least {least:g}" if math.isfinite(least) else ""))
+    return float(value)
+
+
+def _probability(dropout: float) -> float:
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+        raise InvalidInput(f"dropout is {shown(dropout)}; must be a probability in [0, 1)")
+    return float(dropout)
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: tensors and long things by what they are."""
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
