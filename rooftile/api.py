@@ -259,9 +259,12 @@ def _spec_code(q, k, v, mask, options: Options, needs_lse, deterministic, dropou
     )
 
 
-@torch.compiler.assume_constant_result
 def _choose(code: str, backend: str | None) -> str:
     return dispatch.choose(code, backend)
+
+
+# what torch.compiler.assume_constant_result sets; calling it would import Dynamo, over a second
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _carries_tangent(*tensors: Tensor | None) -> bool:

@@ -7,7 +7,6 @@ import torch
 _KNOWN: dict[torch.device, str] = {}
 
 
-@torch.compiler.assume_constant_result
 def arch(device: torch.device) -> str:
     """"cpu", "sm80", "sm90", "sm100", ...; for other devices their type ("mps", "xpu")."""
     word = _KNOWN.get(device)
@@ -20,3 +19,7 @@ def arch(device: torch.device) -> str:
             word = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         _KNOWN[device] = word
     return word
+
+
+# what torch.compiler.assume_constant_result sets; calling it would import Dynamo, over a second
+arch._dynamo_marked_constant = True  # type: ignore[attr-defined]

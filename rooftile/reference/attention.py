@@ -48,8 +48,8 @@ def attention(
 
     x = torch.einsum("bthd,bshd->bhts", q, k) * (D**-0.5 if scale is None else scale)  # (B, H, T, S)
     if visible is not None:
-        x = x + _poison(lost_q.any(-1)).mT[..., None]  # (B, H, T, 1)
-        x = x + _poison(lost_k.any(-1)).mT.repeat_interleave(H // Hk, dim=1)[:, :, None]  # (B, H, 1, S)
+        x = x + _poison(lost_q.any(-1), x.dtype).mT[..., None]  # (B, H, T, 1)
+        x = x + _poison(lost_k.any(-1), x.dtype).mT.repeat_interleave(H // Hk, dim=1)[:, :, None]  # (B, H, 1, S)
     if softcap:
         x = softcap * torch.tanh(x / softcap)
     if bias is not None:
@@ -72,7 +72,7 @@ def attention(
     o = torch.einsum("bhts,bshd->bthd", p, v)
     if visible is not None:
         seen = torch.einsum("ts,bshd->bthd", visible.to(v.dtype), lost_v.to(v.dtype))
-        o = o + _poison(seen > 0).repeat_interleave(H // Hk, dim=2)
+        o = o + _poison(seen > 0, o.dtype).repeat_interleave(H // Hk, dim=2)
     return o, lse
 
 
@@ -115,7 +115,7 @@ def _logsumexp(x: Tensor) -> Tensor:
     pivot = x.detach().amax(-1)
     pivot = torch.where(pivot == -math.inf, 0.0, pivot)
     total = torch.exp(x - pivot[..., None]).sum(-1)
-    return torch.where(total > 0, torch.log(torch.where(total == 0, 1.0, total)), -math.inf * (total == 0)) + pivot
+    return torch.where(total == 0, -math.inf, torch.log(torch.where(total == 0, 1.0, total))) + pivot
 
 
 def _set_aside(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,6 +124,6 @@ def _set_aside(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(lost, 0.0, x), lost
 
 
-def _poison(lost: Tensor) -> Tensor:
+def _poison(lost: Tensor, dtype: torch.dtype) -> Tensor:
     """NaN where something was set aside, 0 elsewhere."""
-    return torch.where(lost, math.nan, 0.0)
+    return torch.where(lost, math.nan, 0.0).to(dtype)
