@@ -1,0 +1,146 @@
+"""What "exact" means: a backend is at most twice as wrong as the plain definition in the same precision, plus rounding.
+
+    max|x - exact|  <=  2 max|plain - exact| + 8 ulp        and the same for the mean
+
+`exact` is the definition in fp64, `plain` is the definition in the case's dtype, and x is o, lse or a gradient. There is
+no table of tolerances: each case brings its own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import rooftile as rt
+from rooftile import dispatch, reference
+from rooftile.cases import Case
+from rooftile.hardware.arch import arch
+from rooftile.spec import DTYPES, Spec
+
+# what is asked for: `attention` or `attention_with_lse`, alone or with gradients of all that comes out
+PHASES = ("forward", "forward-lse", "backward", "backward-lse")
+
+
+def check(case: Case, phase: str, backend: str, device: torch.device) -> None:
+    """The backend equals the definition on this case, or it refuses, and says why."""
+    reasons = tuple(dispatch.BACKENDS[backend].refusals(spec_of(case, phase, device)))
+    if not reasons:
+        assert_exact(case, answer(case, phase, backend, device), definition(case, phase, device, torch.float64),
+                     definition(case, phase, device, DTYPES[case.dtype]))  # fmt: skip
+        return
+    with pytest.raises(rt.Unsupported) as refused:
+        answer(case, phase, backend, device)
+    for reason in reasons:
+        assert reason.strip()
+        assert reason in str(refused.value)
+
+
+def spec_of(case: Case, phase: str, device: torch.device) -> Spec:
+    needs_grad, needs_lse = phase.startswith("backward"), phase.endswith("lse")
+    return case.problem(arch(device), needs_grad=needs_grad, needs_lse=needs_lse).spec
+
+
+def answer(case: Case, phase: str, backend: str | None, device: torch.device) -> dict[str, Tensor]:
+    """What rooftile returns: o, lse, dq, dk, dv, dbias, dsinks, as far as the phase and the case have them."""
+    backward, with_lse = phase.startswith("backward"), phase.endswith("lse")
+    tensors, mask, options = case.inputs(device, requires_grad=backward)
+    words = ("packed",) * bool(case.lengths) + ("with_lse",) * with_lse
+    attention = getattr(rt, "_".join(["attention", *words]))
+    # the spec of the cases leaves determinism to the default
+    found = attention(*tensors, mask, **options, backend=backend, deterministic=False)
+    outputs = dict(zip(("o", "lse"), found, strict=True)) if with_lse else {"o": found}
+    leaves = _leaves(tensors, options)
+    grads = _gradients(case, outputs, leaves) if backward else {}
+    _assert_contract(outputs, grads, leaves)
+    return outputs | grads
+
+
+def definition(case: Case, phase: str, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same by the definition in a dtype, differentiated by autograd."""
+    backward = phase.startswith("backward")
+    tensors, mask, options = case.inputs(device)
+    tensors = tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
+    for name in ("bias", "alibi", "sinks"):
+        if name in options:
+            options[name] = options[name].to(dtype)
+    leaves = _leaves(tensors, options)
+    for x in leaves.values():
+        x.requires_grad_(backward)
+    if "seed" in options:
+        options["seed"] = torch.tensor([options["seed"]], device=device)
+    attention = reference.attention_packed if case.lengths else reference.attention
+    o, lse = attention(*tensors, mask, **options | {"softcap": case.softcap})
+    outputs = {"o": o, "lse": lse} if phase.endswith("lse") else {"o": o}
+    return outputs | (_gradients(case, outputs, leaves) if backward else {})
+
+
+def assert_exact(case: Case, found: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    """`found` keeps the tolerance that `exact` and `plain` set, tensor by tensor."""
+    assert found.keys() == exact.keys() == plain.keys()
+    dtype = DTYPES[case.dtype]
+    largest = max((_magnitude(x) for x in exact.values()), default=0.0)
+    # where terms cancel, what is left is the rounding of the terms, and every backend sums them in fp32 at best
+    floor = ulp(torch.float64 if dtype == torch.float64 else torch.float32, largest)
+    for name, due in exact.items():
+        x = found[name].detach().to(torch.float64)
+        assert x.shape == due.shape, name
+        assert torch.equal(x == -math.inf, due == -math.inf), f"{name}: -inf in other places"
+        seen = due != -math.inf
+        wrong, usual = ((y[seen].to(torch.float64) - due[seen]).abs() for y in (x, plain[name].detach()))
+        assert usual.isfinite().all(), f"{name}: the definition overflows {dtype} here, so this case shows nothing"
+        if not seen.any():
+            continue
+        slack = 8 * max(ulp(dtype, _magnitude(due)), floor)
+        for word, size in (("max", torch.amax), ("mean", torch.mean)):
+            got, most = size(wrong).item(), 2 * size(usual).item() + slack
+            # written so that NaN fails
+            assert got <= most, f"{name}: {word} error {got:.3g}; due {most:.3g}, at magnitude {_magnitude(due):.3g}"
+
+
+def ulp(dtype: torch.dtype, magnitude: float) -> float:
+    """The spacing of a dtype's numbers at a magnitude."""
+    info = torch.finfo(dtype)
+    return info.eps * 2.0 ** math.floor(math.log2(max(magnitude, info.tiny)))
+
+
+def _magnitude(x: Tensor) -> float:
+    x = x.detach()[x.detach().isfinite()]
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _leaves(tensors: tuple[Tensor, ...], options: dict) -> dict[str, Tensor]:
+    """What gradients are taken of, by name."""
+    named = dict(zip(("q", "k", "v"), tensors[:3], strict=True))
+    return named | {name: options[name] for name in ("bias", "sinks") if name in options}
+
+
+def _gradients(case: Case, outputs: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    # "hot" values are near the largest of fp16, and so are gradients: of larger ones, dk would overflow
+    size = 1e-6 if case.scatter == "hot" else 1.0
+    incoming = {}
+    for name, x in outputs.items():
+        drawn = torch.randn(x.shape, generator=generator) * size
+        # both see the same numbers: those of the case's dtype
+        incoming[name] = drawn.to(DTYPES[case.dtype]).to(x.device, x.dtype)
+    grads = torch.autograd.grad(list(outputs.values()), list(leaves.values()), list(incoming.values()))
+    return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def _assert_contract(outputs: dict[str, Tensor], grads: dict[str, Tensor], leaves: dict[str, Tensor]) -> None:
+    """Shapes, dtypes and strides that the backends promise."""
+    q, v = leaves["q"], leaves["v"]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    assert outputs["o"].shape == (*q.shape[:-1], v.shape[-1])
+    assert outputs["o"].dtype == q.dtype
+    if "lse" in outputs:
+        assert outputs["lse"].mT.shape == q.shape[:-1]
+        assert outputs["lse"].dtype == wide
+    assert all(x.is_contiguous() for x in outputs.values())
+    for name, x in leaves.items():
+        if grads:
+            assert grads[f"d{name}"].shape == x.shape, name
+            assert grads[f"d{name}"].dtype == x.dtype, name

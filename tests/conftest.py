@@ -1,0 +1,89 @@
+"""What every test shares: the device, seeds, threads, NaN in memory that nobody wrote, and no network."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rooftile import dispatch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the conformance suite runs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # under xdist every worker gets its share of the cores
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    has_gpu = torch.cuda.is_available()
+    has_hopper = has_gpu and torch.cuda.get_device_capability() == (9, 0)
+    if config.getoption("device") == "cuda" and not has_gpu:
+        raise pytest.UsageError("--device cuda: torch finds no CUDA device here")
+    for item in items:
+        if not has_gpu and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if not has_hopper and "sm90" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `backend` runs once for every backend there is."""
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", [backend.NAME for backend in dispatch.ORDER])
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where this run's tensors live: --device."""
+    return torch.device(request.config.getoption("device"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty and its kin return NaN, so an output that a kernel forgot to write does not pass for zero."""
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, _filled(getattr(owner, name)))
+
+
+def _filled(allocate):
+    def allocate_nan(*args, **kwargs):
+        x = allocate(*args, **kwargs)
+        # a compiled program's memory is the compiler's business
+        if torch.compiler.is_compiling() or not x.is_floating_point():
+            return x
+        return x.fill_(float("nan"))
+
+    return allocate_nan
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that reaches beyond this machine fails."""
+    connect = socket.socket.connect
+
+    def connect_here(self: socket.socket, address):
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise AssertionError(f"a test tried to reach {address}; tests use this machine only")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect_here)
+    yield
