@@ -1,0 +1,47 @@
+# make help lists what there is. Needs make and python3 (3.11 or newer, with venv); PY names another Python.
+PY ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu check bench tables wheel clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+$(READY): pyproject.toml constraints-cpu.txt scripts/setup.sh
+	@PY="$(PY)" VENV="$(VENV)" sh scripts/setup.sh
+	@touch $@
+
+setup: $(READY) ## make the virtual environment (.venv) that the others use
+
+demo: $(READY) ## the main job: measure this machine and write the report page, then print where it is
+	$(BIN)/rooftile report $(ARGS)
+
+test: $(READY) ## every test that needs no GPU
+	$(BIN)/python -m pytest -n 2 --ignore tests/interpreter $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter $(ARGS)
+
+test-gpu: $(READY) ## the conformance suite and the GPU tests on this machine's GPU
+	$(BIN)/python -m pytest --device cuda tests/conformance tests/gpu $(ARGS)
+
+check: $(READY) ## lint, types and the unit tests: the quick look before a commit
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit
+
+bench: $(READY) ## time attention against the peers installed here, e.g. make bench ARGS="--case d128-causal-4k"
+	$(BIN)/rooftile bench attention $(ARGS)
+
+tables: $(READY) ## rewrite the generated tables of the README and docs/reference
+	$(BIN)/python scripts/write_tables.py
+	$(BIN)/python scripts/write_reference.py
+
+wheel: $(READY) ## build the wheel into dist/
+	$(BIN)/python -m pip wheel . --no-deps --wheel-dir dist
+
+clean: ## remove what was built; the virtual environment stays
+	rm -rf build dist report .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find rooftile tests examples scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,96 @@
+#!/bin/sh
+# Makes $VENV (.venv) ready to run Rooftile from this folder. Called by make; safe to run again.
+#
+#   PY                     the Python to start from (python3)
+#   VENV                   the virtual environment to make (.venv)
+#   ROOFTILE_TORCH_INDEX   where pip finds PyTorch, if not in its usual index: on a machine without a GPU,
+#                          the index of PyTorch's CPU builds saves some gigabytes
+#
+# A torch that PY already has is used where it lies. Otherwise pip installs one: the build for CUDA where nvidia-smi
+# lists a GPU, else a build for the CPU. What is installed already is never looked up again, so a machine that has
+# everything needs no network.
+set -eu
+
+PY="${PY:-python3}"
+VENV="${VENV:-.venv}"
+CPU_TORCH="torch==2.13.0"
+
+say() { printf '>> %s\n' "$*"; }
+stop() { printf '>> setup stopped: %s\n' "$*" >&2; exit 1; }
+
+command -v "$PY" >/dev/null 2>&1 ||
+    stop "there is no '$PY'; install Python 3.11 or newer, or name one: make PY=/path/to/python3 ..."
+"$PY" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    stop "'$PY' is $("$PY" --version 2>&1); Rooftile needs Python 3.11 or newer: make PY=/path/to/python3 ..."
+"$PY" -c 'import ensurepip, venv' 2>/dev/null ||
+    stop "'$PY' has no venv module; on Debian and Ubuntu: apt install python3-venv"
+
+BIN="$VENV/bin/python"
+if ! "$BIN" -m pip --version >/dev/null 2>&1; then
+    say "making $VENV with $("$PY" --version)"
+    "$PY" -m venv --clear "$VENV" || stop "'$PY' could not make a virtual environment in $VENV"
+fi
+SITE=$("$BIN" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+
+pip_install() { "$BIN" -m pip install --quiet --disable-pip-version-check --retries 2 "$@"; }
+has() { "$BIN" -c "import $1" >/dev/null 2>&1; }
+# what pyproject.toml requires (or, named, some extras of it require) and is not here: only that is looked up
+missing() {
+    "$BIN" - "$@" <<'PYTHON'
+import sys, tomllib
+from importlib import metadata
+from pip._vendor.packaging.requirements import Requirement
+
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+extras = [line for extra in sys.argv[1:] for line in project["optional-dependencies"][extra]]
+here = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
+for need in map(Requirement, extras or project["dependencies"]):
+    if need.marker is None or need.marker.evaluate():
+        if not need.specifier.contains(here.get(need.name.lower(), "0"), prereleases=True) or need.name.lower() not in here:
+            print(f"{need.name}{need.specifier}")
+PYTHON
+}
+add() { # pins, then what is missing
+    pins="$1"
+    shift
+    # each line of missing() is one word
+    [ $# = 0 ] || { say "installing $*"; pip_install ${pins:+-c "$pins"} "$@"; }
+}
+
+# --system-site-packages would not do: where PY is itself a virtual environment, it shows that one's parent
+if ! has torch && "$PY" -c 'import torch' >/dev/null 2>&1; then
+    say "using the torch of $(command -v "$PY")"
+    "$PY" - >"$SITE/_rooftile_parent.pth" <<'PYTHON'
+import sys
+for path in sys.path:
+    if path.endswith(("site-packages", "dist-packages")):
+        # addsitedir also follows the .pth files there, as an editable install needs
+        print(f"import site; site.addsitedir({path!r})")
+PYTHON
+fi
+
+if ! has torch; then
+    if nvidia-smi -L >/dev/null 2>&1; then
+        what="torch>=2.11"
+        say "installing PyTorch for the GPU that nvidia-smi lists"
+    else
+        what="$CPU_TORCH"
+        say "installing PyTorch for the CPU (nvidia-smi lists no GPU)"
+    fi
+    pip_install ${ROOFTILE_TORCH_INDEX:+--index-url "$ROOFTILE_TORCH_INDEX"} "$what" ||
+        stop "pip could not install $what; is there a network? A Python that has torch needs none: make PY=/path/to/python3 ..."
+fi
+
+# torch for CUDA brings the triton that it was built with; torch for the CPU names none
+pins=""
+has triton || pins="constraints-cpu.txt"
+add "$pins" $(missing) || stop "pip could not install $(missing | tr '\n' ' '); is there a network?"
+add "$pins" $(missing test dev) ||
+    say "carrying on without $(missing test dev | tr '\n' ' ')(is there a network?): what needs them fails and names them"
+
+# this folder on the path and the command beside it: an editable install that needs no build tool
+pwd >"$SITE/_rooftile.pth"
+printf '#!%s\nimport sys\n\nfrom rooftile.cli import main\n\nsys.exit(main())\n' "$(cd "$VENV/bin" && pwd)/python" >"$VENV/bin/rooftile"
+chmod +x "$VENV/bin/rooftile"
+say "ready: $("$BIN" -c 'import platform, torch; print("Python", platform.python_version(), "torch", torch.__version__)')"
