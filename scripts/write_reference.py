@@ -1,0 +1,91 @@
+"""Writes docs/reference/api.md from the docstrings and signatures of the public names."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rooftile import FULL
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "api.md"
+
+# a section of the page: its title, the module, and the names in the order in which a reader needs them
+SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "Functions",
+        "rooftile",
+        (
+            "attention", "attention_with_lse", "attention_packed", "attention_packed_with_lse", "merge", "explain",
+            "enable", "disable",
+        ),
+    ),
+    ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
+    ("Errors", "rooftile", ("InvalidInput", "Unsupported")),
+)  # fmt: skip
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    head = "# Reference\n\nWritten by `scripts/write_reference.py` from the docstrings; `make tables` writes it anew."
+    return "\n\n".join([head, *(part for section in SECTIONS for part in section_text(*section))]) + "\n"
+
+
+def section_text(title: str, module: str, names: tuple[str, ...]) -> Iterator[str]:
+    yield f"## {title}"
+    if module != "rooftile":
+        yield f"In `{module}`."
+    for name in names:
+        yield from entry(name, getattr(importlib.import_module(module), name))
+
+
+def entry(name: str, thing: object) -> Iterator[str]:
+    """One name: its heading, its signature, and what its docstring says."""
+    yield f"### `{name}`"
+    if not callable(thing):
+        yield f"The mask `{thing}`: see the table of masks in [masks as intervals](../concepts/masks-as-intervals.md)."
+        return
+    if not (inspect.isclass(thing) and issubclass(thing, Exception)):
+        yield f"```text\n{signature(name, thing)}\n```"
+    yield from docstring(inspect.getdoc(thing) or "")
+
+
+def signature(name: str, thing: object) -> str:
+    """The signature on one line if it fits, else an argument a line."""
+    found = inspect.signature(thing)
+    arguments = [str(p) for p in found.parameters.values()]
+    kinds = [p.kind for p in found.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        arguments.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    arguments = [re.sub(r"'([^']*)'", r"\1", argument).replace(repr(FULL), "FULL") for argument in arguments]
+    returned = found.return_annotation
+    tail = "" if returned is inspect.Signature.empty or inspect.isclass(thing) else f" -> {returned}".replace("'", "")
+    line = f"{name}({', '.join(arguments)}){tail}"
+    return line if len(line) <= 100 else f"{name}(\n" + "".join(f"    {a},\n" for a in arguments) + f"){tail}"
+
+
+def docstring(text: str) -> Iterator[str]:
+    """A docstring's paragraphs; `Args:` and `Raises:` become lists and an `Example:` a fence."""
+    for block in re.split(r"\n\n(?=\S)", text):
+        title, _, body = block.partition("\n")
+        if title == "Example:":
+            yield "```pycon\n" + inspect.cleandoc(body) + "\n```"
+        elif title in ("Args:", "Raises:"):
+            items = re.findall(r"^(\w+): (.*?)(?=^\w+: |\Z)", inspect.cleandoc(body), re.DOTALL | re.MULTILINE)
+            word = "Arguments" if title == "Args:" else "Raises"
+            yield f"{word}:\n\n" + "\n".join(f"- `{name}`: {' '.join(words.split())}" for name, words in items)
+        elif title == "Returns:":
+            yield "Returns " + " ".join(body.split())
+        else:
+            yield block
+
+
+if __name__ == "__main__":
+    due = page()
+    if "--check" in sys.argv:
+        sys.exit(0 if PAGE.exists() and PAGE.read_text(encoding="utf-8") == due else f"{PAGE.name} is out of date")
+    PAGE.write_text(due, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(PAGE.parents[2])}")

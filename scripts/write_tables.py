@@ -1,0 +1,84 @@
+"""Writes the generated tables of README.md between their markers: `<!-- features -->` ... `<!-- /features -->`.
+
+The table of features is what the backends' own refusals say: a cell is a yes if the backend refuses nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from rooftile import CAUSAL, Chunk, Prefix, Window, dispatch
+from rooftile.spec import Spec
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+# a column is a backend on the kind of device it is asked about
+COLUMNS = (
+    ("triton", "sm90", "triton (GPU)"),
+    ("sdpa", "sm90", "sdpa (GPU)"),
+    ("sdpa", "cpu", "sdpa (CPU)"),
+    ("tiled", "cpu", "tiled (CPU)"),
+    ("eager", "cpu", "eager"),
+)
+PLAIN = {"dtype": torch.bfloat16, "dim": 64, "dim_v": 64, "scale": 0.125}
+FEATURES: tuple[tuple[str, dict[str, object]], ...] = (
+    ("bf16", {}),
+    ("fp16", {"dtype": torch.float16}),
+    ("fp32", {"dtype": torch.float32}),
+    ("fp64", {"dtype": torch.float64}),
+    ("head dim 80", {"dim": 80, "dim_v": 80}),
+    ("head dim 256", {"dim": 256, "dim_v": 256}),
+    ("head dim 192, values 128", {"dim": 192, "dim_v": 128}),
+    ("grouped heads (GQA, MQA)", {"group": 4}),
+    ("`CAUSAL`", {"mask": CAUSAL}),
+    ("`Window`", {"mask": CAUSAL & Window(1024)}),
+    ("`Prefix`", {"mask": Prefix(16)}),
+    ("`Chunk`", {"mask": Chunk(64)}),
+    ("packed sequences", {"layout": "packed"}),
+    ("`softcap`", {"softcap": 30.0}),
+    ("`bias`", {"has_bias": True}),
+    ("`alibi`", {"has_alibi": True}),
+    ("`sinks`", {"has_sinks": True}),
+    ("`dropout`", {"dropout": 0.1}),
+    ("lse", {"needs_lse": True}),
+    ("gradients", {"needs_grad": True}),
+    ("gradient of `bias`", {"has_bias": True, "needs_grad": True, "bias_grad": True}),
+    ("gradient through lse", {"needs_lse": True, "needs_grad": True}),
+    ("`deterministic` gradients", {"needs_grad": True, "deterministic": True}),
+    ("forward-mode derivatives", {"forward_mode": True}),
+)
+
+
+def features() -> str:
+    """The table of features x backends, in Markdown."""
+    lines = ["| | " + " | ".join(title for _, _, title in COLUMNS) + " |", "|---|" + ":-:|" * len(COLUMNS)]
+    for words, what in FEATURES:
+        cells = []
+        for name, device, _ in COLUMNS:
+            spec = replace(Spec(**PLAIN), device=device, **what)
+            cells.append("yes" if next(dispatch.BACKENDS[name].refusals(spec), None) is None else "–")
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def written(text: str, name: str, body: str) -> str:
+    """`text` with what stands between the markers of `name` replaced by `body`."""
+    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+    found, count = re.subn(pattern, lambda m: f"{m[1]}{body}\n{m[2]}", text, flags=re.DOTALL)
+    if count != 1:
+        raise SystemExit(f"{README.name} has {count} places marked {name}; needs one")
+    return found
+
+
+if __name__ == "__main__":
+    now = README.read_text(encoding="utf-8")
+    due = written(now, "features", features())
+    if "--check" in sys.argv:
+        sys.exit(0 if now == due else f"{README.name}: the table of features is out of date")
+    README.write_text(due, encoding="utf-8")
+    print(f"wrote the table of features in {README.name}")

@@ -1,0 +1,47 @@
+"""What the pages show runs: every Python fence, every example, and the examples in the public docstrings."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+
+import rooftile
+from tests.docs.pages import NAMES, ROOT, program, run
+
+WITH_CODE = [name for name in NAMES if program(ROOT / name)]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+DOCUMENTED = [name for name in rooftile.__all__ if ">>>" in (getattr(rooftile, name).__doc__ or "")]
+
+
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_the_fences_of_a_page_run_in_order(name, tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text(program(ROOT / name), encoding="utf-8")
+    done = run([str(script)], tmp_path)
+    assert done.returncode == 0, f"{name} (line numbers are the page's):\n{done.stderr}"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_and_says_something(name, tmp_path):
+    done = run([str(ROOT / "examples" / name)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_docstring_example_runs(name):
+    q, k, v = (torch.randn(1, 16, 2, 32) for _ in range(3))
+    scope = {"torch": torch, "rooftile": rooftile, "q": q, "k": k, "v": v}
+    scope |= {public: getattr(rooftile, public) for public in rooftile.__all__}
+    for example in doctest.DocTestParser().get_examples(getattr(rooftile, name).__doc__):
+        if example.want:
+            assert repr(eval(example.source, scope)) == example.want.strip()
+        else:
+            exec(example.source, scope)
+
+
+def test_the_readme_shows_python_before_its_fifteenth_line():
+    first = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:14]
+    assert "```python" in first

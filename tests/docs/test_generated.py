@@ -1,0 +1,28 @@
+"""What a script writes is what is committed, and pyproject says what the package says."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+import rooftile
+from tests.docs.pages import ROOT, run
+
+
+@pytest.mark.parametrize(
+    ("script", "page"), [("write_tables.py", "README.md"), ("write_reference.py", "docs/reference/api.md")]
+)
+def test_running_the_script_changes_nothing(script, page):
+    before = (ROOT / page).read_text(encoding="utf-8")
+    done = run([str(ROOT / "scripts" / script), "--check"], ROOT)
+    assert done.returncode == 0, f"{done.stderr}\nrun: make tables"
+    assert (ROOT / page).read_text(encoding="utf-8") == before
+
+
+def test_the_version_and_the_python_are_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == rooftile.__version__
+    assert project["requires-python"] == ">=3.11"
+    assert "(3, 11)" in (ROOT / "scripts" / "setup.sh").read_text(encoding="utf-8")
+    assert f"## {rooftile.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -1,0 +1,66 @@
+"""What the pages name exists: paths, links, make targets, commands and the public names."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import rooftile
+from tests.docs.pages import NAMES, ROOT, fences, run
+
+WORDS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
+# `folder/file.ext` or `folder/`, in backticks
+PATH = re.compile(r"`((?:rooftile|tests|docs|examples|scripts|benchmarks|\.ci)/[\w./*-]*)`")
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]+)(?:#[^)]*)?\)")
+MAKE = re.compile(r"\bmake ([a-z][a-z-]*)")
+COMMAND = re.compile(r"^(?:\$ )?(?:\.venv/bin/)?rooftile ([a-z]+)|`rooftile ([a-z]+)", re.MULTILINE)
+PUBLIC = re.compile(r"\b(?:rt|rooftile)\.([A-Za-z_]+)\b(?!/)")
+
+
+def code_and_ticks(name: str) -> str:
+    """What a page sets as code: its fences and what is in backticks."""
+    blocks = [code for language in ("sh", "python") for _, code in fences(ROOT / name, language)]
+    return "\n".join([*blocks, *re.findall(r"`[^`\n]+`", WORDS[name])])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_path_named_exists(name):
+    missing = [path for path in PATH.findall(WORDS[name]) if not list(ROOT.glob(path.rstrip("/")))]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_leads_somewhere(name):
+    folder = (ROOT / name).parent
+    broken = [link for link in LINK.findall(WORDS[name]) if not (folder / link).exists()]
+    assert not broken
+
+
+def test_every_make_target_named_exists():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {target for name in NAMES for target in MAKE.findall(code_and_ticks(name))}
+    assert named
+    assert {target for target in named if not re.search(rf"^{target}:", makefile, re.MULTILINE)} == set()
+
+
+COMMANDS = sorted({a or b for name in NAMES for a, b in COMMAND.findall(code_and_ticks(name))})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_named_exists_and_has_help(command):
+    done = run(["-c", "import sys; from rooftile.cli import main; sys.exit(main())", command, "--help"], ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_used_exists(name):
+    named = set(PUBLIC.findall("\n".join(code for _, code in fences(ROOT / name, "python"))))
+    package = {path.stem for path in (ROOT / "rooftile").iterdir()}
+    assert {word for word in named if not hasattr(rooftile, word) and word not in package} == set()
+
+
+def test_this_repository_names_no_registry_host():
+    pattern = re.compile(r"pypi\.org|pythonhosted|download\.pytorch|huggingface\.co/")
+    files = [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "scripts" / "setup.sh", *map(ROOT.joinpath, NAMES)]
+    assert [path.name for path in files if pattern.search(path.read_text(encoding="utf-8"))] == []
