@@ -8,8 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from rooftile import dispatch
+
+# the same examples on every run, and no clock: a slow machine is not a failing one
+settings.register_profile("rooftile", deadline=None, derandomize=True)
+settings.load_profile("rooftile")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

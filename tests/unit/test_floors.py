@@ -1,0 +1,97 @@
+"""The order of the house: imports go down, nothing is named utils, and importing rooftile stays cheap."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rooftile
+
+PACKAGE = Path(rooftile.__file__).parent
+
+# the first part of a module's name below rooftile, and the floor it lives on
+FLOORS = {
+    # `errors` lies below the ground: every floor may raise one
+    "errors": -1,
+    "hardware": 0,
+    "masks": 1,
+    "spec": 2,
+    "validate": 3, "cases": 3, "reference": 3, "cost": 3, "numerics": 3, "sparsity": 3, "kvcache": 3,
+    "backends": 4,
+    "dispatch": 5,
+    "ops": 6,
+    "api": 7,
+    "nn": 8, "integrations": 8, "approximate": 8, "parallel": 8, "models": 8,
+    "serve": 9,
+    "diagnose": 10, "bench": 10,
+    "report": 11,
+    "cli": 12, "__main__": 12,
+}  # fmt: skip
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def place(module: str) -> str:
+    """`rooftile.backends.tiled.forward` lives in `backends`."""
+    return module.split(".")[1]
+
+
+def imports(path: Path) -> list[str]:
+    """Every rooftile module that a file imports, at its top, inside functions or for types, by full name."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import, line {node.lineno}"
+            found += [f"{node.module}.{name.name}" for name in node.names]
+        elif isinstance(node, ast.Import):
+            found += [name.name if "." in name.name else f"{name.name}.attention" for name in node.names]
+    return [module for module in found if module.startswith("rooftile.")]
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_imports_go_down(path: Path) -> None:
+    own = place(name_of(path))
+    assert own in FLOORS, f"{path.name} lives on no floor; give `{own}` one in design and here"
+    for module in imports(path):
+        other = place(module)
+        # what comes through the package's front door is the public API
+        floor = FLOORS.get(other, FLOORS["api"])
+        lower = other == own or floor < FLOORS[own]
+        assert lower, f"{name_of(path)} (floor {FLOORS[own]}) imports {module} (floor {floor})"
+
+
+def test_no_backend_imports_another() -> None:
+    for path in (PACKAGE / "backends").glob("*/**/*.py"):
+        own = path.relative_to(PACKAGE / "backends").parts[0]
+        for module in imports(path):
+            if place(module) == "backends":
+                assert module.split(".")[2] == own, f"{path} imports {module}"
+
+
+def test_no_drawer_for_everything() -> None:
+    drawers = {"utils", "common", "helpers", "util", "misc"}
+    assert [path for path in PACKAGE.rglob("*") if path.stem in drawers] == []
+
+
+def test_importing_rooftile_brings_no_kernel_language_and_no_optional_package() -> None:
+    program = (
+        "import sys, torch; before = set(sys.modules); import rooftile; "
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}), 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    *brought, dynamo = done.stdout.split()
+    heavy = {"triton", "transformers", "matplotlib", "jinja2", "typer", "rich", "fastapi", "sympy", "hypothesis", "pytest"}
+    assert "rooftile" in brought
+    assert heavy.isdisjoint(brought)
+    assert dynamo == "False"
