@@ -1,13 +1,40 @@
-"""Rooftile inside other libraries, without a changed line of model code."""
+"""Rooftile inside other libraries, without a changed line of model code.
+
+    torch_sdpa      F.scaled_dot_product_attention, and with it nn.MultiheadAttention, timm, diffusers, compiled graphs
+    transformers    attn_implementation="rooftile"
+    flash_attn      the functions of the flash-attn package, under their names and in their argument order
+"""
 
 from __future__ import annotations
 
 
-def enable() -> None:
-    """Let F.scaled_dot_product_attention and Transformers (attn_implementation="rooftile") run on Rooftile."""
-    raise NotImplementedError
+def enable(*, backend: str | None = None) -> None:
+    """Let F.scaled_dot_product_attention and Transformers (attn_implementation="rooftile") run on Rooftile.
+
+    What Rooftile refuses, or would hand to PyTorch's own kernel anyway, stays with that kernel: see
+    `rooftile.integrations.torch_sdpa`. Calling it again changes nothing but the backend.
+
+    Args:
+        backend: the backend for F.scaled_dot_product_attention; None takes the fastest for each problem.
+
+    Raises:
+        InvalidInput: no backend has that name.
+        Unsupported: this PyTorch has no hook for flash-attention implementations.
+
+    Example:
+        >>> rooftile.enable()
+        >>> o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> rooftile.disable()
+    """
+    from rooftile.integrations import torch_sdpa, transformers
+
+    torch_sdpa.enable(backend)
+    transformers.enable()
 
 
 def disable() -> None:
-    """Undo `enable`."""
-    raise NotImplementedError
+    """Undo `enable`; harmless without one."""
+    from rooftile.integrations import torch_sdpa, transformers
+
+    transformers.disable()
+    torch_sdpa.disable()

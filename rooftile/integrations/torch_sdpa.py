@@ -1,0 +1,323 @@
+"""F.scaled_dot_product_attention on Rooftile: its flash operators, forward and backward, on CUDA and on the CPU.
+
+PyTorch decides first, as always: a call reaches these operators when its own rules pick flash attention (no attn_mask on
+CUDA, fp16 or bf16 there). Then Rooftile runs it, unless one of these holds and the stock kernel does, as if Rooftile were
+not there:
+
+- dropout, because its mask comes from PyTorch's generator state, which the backward must find again;
+- attn_mask, ALiBi, paged keys, a debug mask: what the operators carry and this module does not translate;
+- is_causal with more queries than keys (SDPA aligns it top-left, Rooftile bottom-right; fewer queries than keys is the
+  same as leaving the last keys out, and runs);
+- no backend gains anything: the one that would run is the stock kernel itself ("sdpa") or the definition ("eager"). On the
+  CPU PyTorch's kernel is often the fastest, so there this is the rule unless `enable(backend="tiled")` asks;
+- the backend that `enable` named refuses the problem.
+
+On Hopper PyTorch would rather pick cuDNN than flash, so `enable` switches cuDNN attention off, and `disable` restores it.
+
+Strides and the unused outputs are part of each operator's contract: Inductor asserts the strides of the stock kernel's
+fake. CUDA: out and gradients are laid out like their inputs and lse is contiguous. CPU: lse is a view of (B, T, H), the
+gradients are views of (B, T, H, D).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile import dispatch, validate
+from rooftile.backends import eager, sdpa
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.masks import CAUSAL, FULL, Mask, Window
+from rooftile.spec import DTYPE_NAMES, Options, Spec, decode
+
+NAME = "rooftile"
+
+# these would run the stock kernel itself, or the O(T S) definition
+_NO_GAIN = (sdpa.NAME, eager.NAME)
+
+_backend: str | None = None
+_before: tuple[str | None, bool] | None = None
+
+
+def enable(backend: str | None = None) -> None:
+    """Put Rooftile behind SDPA's flash operators. See `rooftile.enable`."""
+    global _backend, _before
+    names = [name for name in dispatch.BACKENDS if name != eager.NAME]
+    if backend is not None and backend not in names:
+        raise InvalidInput(
+            f"backend is {backend!r}; has {', '.join(names)}, or None for the fastest that runs "
+            "(for the definition call rooftile.attention(..., backend='eager'))"
+        )
+    registry = _registry()
+    _backend = backend
+    if registry.current_flash_attention_impl() == NAME:
+        return
+    _before = (registry.current_flash_attention_impl(), torch.backends.cuda.cudnn_sdp_enabled())
+    registry.register_flash_attention_impl(NAME, register_fn=_register)
+    registry.activate_flash_attention_impl(NAME)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def disable() -> None:
+    """Put back what was there before `enable`."""
+    global _backend, _before
+    if _before is None:
+        return
+    registry = _registry()
+    previous, cudnn = _before
+    _backend = _before = None
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    # somebody may have activated another implementation since: it stays
+    if registry.current_flash_attention_impl() == NAME:
+        registry.restore_flash_attention_impl()
+        if previous is not None:
+            registry.activate_flash_attention_impl(previous)
+
+
+def _registry() -> ModuleType:
+    import torch.nn.attention as registry
+
+    if not hasattr(registry, "register_flash_attention_impl") or not hasattr(torch.library, "get_kernel"):
+        raise Unsupported(
+            f"torch {torch.__version__} has no register_flash_attention_impl or no library.get_kernel; rooftile.enable() "
+            "needs torch >= 2.11: upgrade it, or call rooftile.attention"
+        )
+    return registry
+
+
+class _Handle:
+    """Keeps the overrides in place until PyTorch's registry removes them."""
+
+    def __init__(self, library: torch.library.Library) -> None:
+        self.library: torch.library.Library | None = library
+
+    def remove(self) -> None:
+        self.library = None
+
+
+def _register() -> _Handle:
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # PyTorch warns that a kernel is overridden, which is what the caller asked for
+        warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
+        _override(library)
+    return _Handle(library)
+
+
+def _override(library: torch.library.Library) -> None:
+    for key, operators in (("CPU", _CPU), ("CUDA", _CUDA)):
+        if key == "CUDA" and not torch.backends.cuda.is_built():
+            continue
+        for name, override in operators.items():
+            if hasattr(torch.ops.aten, name):
+                library.impl(name, _or_stock(f"aten::{name}", key, override), key, with_keyset=True)
+
+
+def _or_stock(name: str, key: str, override: Callable[..., Any]) -> Callable[..., Any]:
+    """The override, which returns None for what is not Rooftile's to run, and then the stock kernel."""
+    # fetched before the override is there: redispatching would find the override again
+    stock = torch.library.get_kernel(name, key)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        found = override(*args, **kwargs)
+        return stock.call_boxed(keyset, *args, **kwargs) if found is None else found
+
+    return kernel
+
+
+@lru_cache(maxsize=None)
+def _route(code: str, backend: str | None, needs_grad: bool) -> tuple[ModuleType, Spec] | None:
+    """Who runs the spec of this code, or None for the stock kernel."""
+    spec = replace(decode(code), needs_grad=needs_grad)
+    chosen = dispatch.select(spec) if backend is None else dispatch.BACKENDS[backend]
+    if chosen.NAME in _NO_GAIN or next(chosen.refusals(spec), None) is not None:
+        return None
+    return chosen, spec
+
+
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, needs_grad: bool, options: Options
+) -> tuple[ModuleType, Spec] | None:
+    """Who runs attention on these (B, T, H, D) or (total, H, D) tensors, or None for the stock kernel."""
+    if q.dtype not in DTYPE_NAMES or not q.numel() or not k.numel() or q.shape[-2] % k.shape[-2]:
+        return None
+    code = validate.spec_code(
+        q.detach(),
+        k.detach(),
+        v.detach(),
+        mask,
+        options,
+        scale=scale,
+        softcap=None,
+        dropout=0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        needs_lse=False,
+        forward_mode=False,
+    )
+    return _route(code, _backend, needs_grad)
+
+
+def _forward(q, k, v, mask, scale, options: Options) -> tuple[Tensor, Tensor] | None:
+    plan = _plan(q, k, v, mask, scale, False, options)
+    return plan and plan[0].forward(q, k, v, options, plan[1])
+
+
+def _backward(do, q, k, v, o, lse, mask, scale, options: Options):
+    plan = _plan(q, k, v, mask, scale, True, options)
+    if plan is None:
+        return None
+    return plan[0].backward(do, None, q, k, v, o, lse.contiguous(), options, plan[1])[:3]
+
+
+# dense: (B, H, T, D) in and out
+
+
+def _is_ours(query: Tensor, key: Tensor, dropout_p: float, is_causal: bool) -> bool:
+    return dropout_p == 0.0 and not (is_causal and query.shape[2] > key.shape[2])
+
+
+def _visible(query: Tensor, is_causal: bool, *pair: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values as (B, S, Hk, D), those left out that no query sees when causal is aligned top-left."""
+    pair = tuple(x.transpose(1, 2) for x in pair)
+    return tuple(x[:, : query.shape[2]] for x in pair) if is_causal else pair
+
+
+def _dense_forward(query, key, value, dropout_p, is_causal, scale) -> tuple[Tensor, Tensor] | None:
+    """o (B, T, H, D) and lse (B, H, T)."""
+    if not _is_ours(query, key, dropout_p, is_causal):
+        return None
+    k, v = _visible(query, is_causal, key, value)
+    return _forward(query.transpose(1, 2), k, v, CAUSAL if is_causal else FULL, scale, Options())
+
+
+def _dense_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale):
+    """dq, dk, dv as (B, T, H, D)."""
+    if not _is_ours(query, key, dropout_p, is_causal):
+        return None
+    k, v = _visible(query, is_causal, key, value)
+    do, q, o = (x.transpose(1, 2) for x in (grad_out, query, out))
+    grads = _backward(do, q, k, v, o, logsumexp, CAUSAL if is_causal else FULL, scale, Options())
+    if grads is None:
+        return None
+    hidden = key.shape[2] - k.shape[1]
+    dk, dv = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, hidden)) if hidden else x for x in grads[1:])
+    return grads[0], dk, dv
+
+
+def _laid_out_like(x: Tensor, like: Tensor) -> Tensor:
+    """x with the strides that empty_like(like) has: what the operator's fake promises."""
+    due = torch.empty_like(like)
+    return x if x.stride() == due.stride() else due.copy_(x)
+
+
+def _cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+    if attn_mask is not None:
+        return None
+    found = _dense_forward(query, key, value, dropout_p, is_causal, scale)
+    if found is None:
+        return None
+    o, lse = found
+    return _laid_out_like(o.transpose(1, 2), query), lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _cpu_backward(
+    grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
+):  # fmt: skip
+    if attn_mask is not None:
+        return None
+    grads = _dense_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale)
+    return grads and tuple(x.transpose(1, 2) for x in grads)
+
+
+def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The generator's state, its offset and the debug mask of a call without dropout."""
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
+
+
+def _cuda_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    found = None if return_debug_mask else _dense_forward(query, key, value, dropout_p, is_causal, scale)
+    if found is None:
+        return None
+    o, lse = found
+    o = _laid_out_like(o.transpose(1, 2), query)
+    return o, lse, None, None, query.shape[2], key.shape[2], *_unused(query)
+
+
+def _cuda_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+    philox_seed, philox_offset, *, scale=None,
+):  # fmt: skip
+    grads = _dense_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale)
+    if grads is None:
+        return None
+    return tuple(_laid_out_like(x.transpose(1, 2), like) for x, like in zip(grads, (query, key, value), strict=True))
+
+
+# the operators under SDPA's, which torch.nn.attention.varlen calls: (B, T, H, D), or (total, H, D) with offsets. Causal and
+# windows are aligned bottom-right here
+
+
+def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
+    """-1 and None leave a side open."""
+    left, right = (None if side is None or side < 0 else int(side) for side in (left, right))
+    return Window(left, right) & (CAUSAL if is_causal else FULL)
+
+
+def _varlen_forward(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+    scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
+    **newer,
+):  # fmt: skip
+    untranslated = (seqused_k, alibi_slopes, block_table, *newer.values())
+    if dropout_p or return_debug_mask or any(x is not None for x in untranslated):
+        return None
+    if (cum_seq_q is None) != (cum_seq_k is None):
+        return None
+    mask = _window(is_causal, window_size_left, window_size_right)
+    found = _forward(query, key, value, mask, scale, Options(cu_q=cum_seq_q, cu_k=cum_seq_k))
+    if found is None:
+        return None
+    return _laid_out_like(found[0], query), found[1], *_unused(query)
+
+
+def _varlen_forward_inplace(out, *args, **kwargs):
+    found = _varlen_forward(*args, **kwargs)
+    if found is None:
+        return None
+    out.copy_(found[0])
+    return found[1]
+
+
+def _varlen_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused,
+    *, scale=None, window_size_left=None, window_size_right=None, **newer,
+):  # fmt: skip
+    if dropout_p or any(x is not None for x in newer.values()) or (cum_seq_q is None) != (cum_seq_k is None):
+        return None
+    mask = _window(is_causal, window_size_left, window_size_right)
+    options = Options(cu_q=cum_seq_q, cu_k=cum_seq_k)
+    grads = _backward(grad_out, query, key, value, out, logsumexp, mask, scale, options)
+    if grads is None:
+        return None
+    return tuple(_laid_out_like(x, like) for x, like in zip(grads, (query, key, value), strict=True))
+
+
+_CPU: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _cpu_forward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_backward,
+}
+_CUDA: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention": _cuda_forward,
+    "_scaled_dot_product_flash_attention_backward": _cuda_backward,
+    "_flash_attention_forward": _varlen_forward,
+    "_flash_attention_backward": _varlen_backward,
+    "_flash_attention_forward_no_dropout_inplace": _varlen_forward_inplace,
+}

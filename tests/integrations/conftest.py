@@ -1,0 +1,56 @@
+"""A backend of formulas, first in the order, that counts its calls: whether Rooftile really ran is then a number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import rooftile
+from rooftile import dispatch, reference
+from rooftile.integrations import torch_sdpa
+from rooftile.spec import Grads
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
+    """How often Rooftile ran, by "forward" and "backward", once it is enabled; disabled again afterwards.
+
+    The dense problems without bias run on the definition and on its gradients as formulas, in fp64.
+    """
+    counted: Counter = Counter()
+
+    def refusals(spec):
+        if spec.layout != "dense" or spec.has_bias or spec.dropout:
+            yield "a backend of the tests; has dense problems without bias and dropout"
+
+    def settings(options, spec):
+        return {"scale": spec.scale, "softcap": spec.softcap, "alibi": options.alibi, "sinks": options.sinks}
+
+    def forward(q, k, v, options, spec):
+        counted["forward"] += 1
+        q, k, v = (x.detach().double() for x in (q, k, v))
+        o, lse = reference.attention(q, k, v, spec.mask, **settings(options, spec))
+        return o.to(spec.dtype).contiguous(), lse.float().contiguous()
+
+    def backward(do, dlse, q, k, v, o, lse, options, spec):
+        counted["backward"] += 1
+        assert spec.needs_grad
+        do, q, k, v = (x.detach().double() for x in (do, q, k, v))
+        dlse = lse.new_zeros(lse.shape).double() if dlse is None else dlse.double()
+        grads = reference.gradients(do, dlse, q, k, v, spec.mask, **settings(options, spec))
+        return Grads(*(None if g is None else g.to(spec.dtype).contiguous() for g in grads))
+
+    formulas = SimpleNamespace(NAME="formulas", refusals=refusals, forward=forward, backward=backward)
+    monkeypatch.setattr(dispatch, "ORDER", (formulas, *dispatch.ORDER))
+    monkeypatch.setattr(dispatch, "BACKENDS", {"formulas": formulas, **dispatch.BACKENDS})
+    dispatch.choose.cache_clear()
+    torch_sdpa._route.cache_clear()
+    yield counted
+    rooftile.disable()
+    torch._dynamo.reset()
+    dispatch.choose.cache_clear()
+    torch_sdpa._route.cache_clear()

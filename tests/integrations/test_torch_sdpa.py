@@ -1,0 +1,269 @@
+"""F.scaled_dot_product_attention, and what is built on it, runs on Rooftile and gives what it gave before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
+
+import rooftile
+from rooftile import InvalidInput, Unsupported
+from rooftile.integrations import torch_sdpa
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def tensors(T=33, S=None, H=4, Hk=None, D=16, dtype=torch.float32):
+    shapes = ((2, H, T, D), (2, Hk or H, S or T, D), (2, Hk or H, S or T, D))
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def sdpa_and_gradients(q, k, v, **options):
+    o = F.scaled_dot_product_attention(q, k, v, **options)
+    do = torch.linspace(-1, 1, o.numel(), dtype=torch.float32).reshape(o.shape).to(o.dtype)
+    return [o, *torch.autograd.grad(o, (q, k, v), do)]
+
+
+def assert_same(found, due, atol=2e-5):
+    for x, y in zip(found, due, strict=True):
+        torch.testing.assert_close(x, y, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({}, {}),
+        ({}, {"is_causal": True}),
+        ({"T": 20, "S": 45}, {}),
+        ({"T": 45, "S": 20}, {}),
+        ({"T": 20, "S": 45}, {"is_causal": True}),
+        ({"H": 6, "Hk": 2}, {"is_causal": True, "enable_gqa": True}),
+        ({"T": 20, "S": 45, "Hk": 1}, {"is_causal": True, "enable_gqa": True}),
+        ({}, {"scale": 0.3, "is_causal": True}),
+        ({"T": 1, "S": 17}, {}),
+    ],
+    ids=str,
+)
+def test_sdpa_runs_on_rooftile_and_gives_the_same(calls, sizes, options):
+    inputs = tensors(**sizes)
+    with sdpa_kernel(SDPBackend.MATH):
+        due = sdpa_and_gradients(*inputs, **options)
+    rooftile.enable()
+    found = sdpa_and_gradients(*inputs, **options)
+    assert calls == {"forward": 1, "backward": 1}
+    assert_same(found, due)
+
+
+def test_bf16_keeps_its_dtype(calls):
+    inputs = tensors(dtype=torch.bfloat16)
+    due = sdpa_and_gradients(*inputs, is_causal=True)
+    rooftile.enable()
+    found = sdpa_and_gradients(*inputs, is_causal=True)
+    assert calls == {"forward": 1, "backward": 1}
+    assert all(x.dtype == torch.bfloat16 for x in found)
+    assert_same([x.float() for x in found], [x.float() for x in due], atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"T": 45, "S": 20}, {"is_causal": True}),
+        ({}, {"attn_mask": torch.ones(33, 33, dtype=torch.bool).tril(3)}),
+    ],
+    ids=("causal, more queries than keys", "attn_mask"),
+)
+def test_what_rooftile_leaves_to_the_stock_kernel(calls, sizes, options):
+    inputs = tensors(**sizes)
+    with sdpa_kernel(SDPBackend.MATH):
+        due = sdpa_and_gradients(*inputs, **options)
+    rooftile.enable()
+    assert_same(sdpa_and_gradients(*inputs, **options), due)
+    assert not calls
+
+
+def test_a_backend_without_gain_is_left_to_the_stock_kernel(calls):
+    rooftile.enable(backend="sdpa")
+    q, k, v = tensors()
+    due = FLASH(q, k, v)[0]
+    assert torch.equal(F.scaled_dot_product_attention(q, k, v), due)
+    assert not calls
+
+
+def test_dropout_stays_with_the_stock_path(calls):
+    q, k, v = tensors()
+    torch.manual_seed(3)
+    due = sdpa_and_gradients(q, k, v, dropout_p=0.4)
+    rooftile.enable()
+    torch.manual_seed(3)
+    assert_same(sdpa_and_gradients(q, k, v, dropout_p=0.4), due)
+    assert not calls
+
+
+def layouts():
+    x = torch.randn(2, 24, 3, 4, 16)
+    return {
+        "contiguous": tuple(torch.randn(2, 4, 24, 16) for _ in range(3)),
+        "transposed": tuple(torch.randn(2, 24, 4, 16).transpose(1, 2) for _ in range(3)),
+        "qkv in one": tuple(x[:, :, n].transpose(1, 2) for n in range(3)),
+        "expanded": tuple(torch.randn(1, 4, 24, 16).expand(2, -1, -1, -1) for _ in range(3)),
+    }
+
+
+@pytest.mark.parametrize("layout", layouts())
+def test_strides_are_those_of_the_fake(calls, layout):
+    """Inductor asserts them; an eager run never looks."""
+    q, k, v = layouts()[layout]
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v)]
+        o, lse = FLASH(*fakes, is_causal=True)
+        grads = FLASH_BACKWARD(torch.empty_like(o), *fakes, o, lse, 0.0, True)
+        due = [(x.shape, x.stride(), x.dtype) for x in (o, lse, *grads)]
+    rooftile.enable()
+    o, lse = FLASH(q, k, v, is_causal=True)
+    grads = FLASH_BACKWARD(torch.ones_like(o), q, k, v, o, lse, 0.0, True)
+    assert calls == {"forward": 1, "backward": 1}
+    assert [(x.shape, x.stride(), x.dtype) for x in (o, lse, *grads)] == due
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_compiled_graphs_call_it(calls):
+    inputs = tensors()
+    due = sdpa_and_gradients(*inputs, is_causal=True)
+    rooftile.enable()
+
+    @torch.compile(fullgraph=True)
+    def doubled(q, k, v):
+        return 2 * F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    o = doubled(*inputs)
+    do = torch.linspace(-1, 1, o.numel()).reshape(o.shape)
+    found = [o / 2, *(g / 2 for g in torch.autograd.grad(o, inputs, do))]
+    assert calls == {"forward": 1, "backward": 1}
+    assert_same(found, due)
+
+
+def test_multihead_attention_runs_on_it(calls):
+    layer = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+    x = torch.randn(2, 10, 64, requires_grad=True)
+    due = layer(x, x, x, need_weights=False)[0]
+    due = [due, *torch.autograd.grad(due.sum(), [x, *layer.parameters()])]
+    rooftile.enable()
+    found = layer(x, x, x, need_weights=False)[0]
+    found = [found, *torch.autograd.grad(found.sum(), [x, *layer.parameters()])]
+    assert calls == {"forward": 1, "backward": 1}
+    assert_same(found, due, atol=1e-4)
+
+
+def test_the_math_context_goes_round_it(calls):
+    rooftile.enable()
+    q, k, v = tensors()
+    with sdpa_kernel(SDPBackend.MATH):
+        F.scaled_dot_product_attention(q, k, v)
+    assert not calls
+    F.scaled_dot_product_attention(q, k, v)
+    assert calls["forward"] == 1
+
+
+def test_enabling_and_disabling_in_any_order(calls):
+    q, k, v = tensors()
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    rooftile.disable()
+    for _ in range(2):
+        rooftile.enable()
+        rooftile.enable()
+        assert current_flash_attention_impl() == "rooftile"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        F.scaled_dot_product_attention(q, k, v)
+        assert calls.pop("forward") == 1
+        rooftile.disable()
+        rooftile.disable()
+        F.scaled_dot_product_attention(q, k, v)
+        assert current_flash_attention_impl() is None
+        assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
+        assert not calls
+
+
+def test_another_implementation_comes_back(calls):
+    from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl, restore_flash_attention_impl
+
+    register_flash_attention_impl("another", register_fn=lambda: torch_sdpa._Handle(None))
+    activate_flash_attention_impl("another")
+    rooftile.enable()
+    assert current_flash_attention_impl() == "rooftile"
+    rooftile.disable()
+    assert current_flash_attention_impl() == "another"
+    restore_flash_attention_impl()
+
+
+def test_who_runs_afterwards_wins(calls):
+    """disable() takes away only what enable() put there."""
+    from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl, restore_flash_attention_impl
+
+    register_flash_attention_impl("later", register_fn=lambda: torch_sdpa._Handle(None))
+    rooftile.enable()
+    activate_flash_attention_impl("later")
+    rooftile.disable()
+    assert current_flash_attention_impl() == "later"
+    restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("name", ["fast", "eager"])
+def test_a_backend_that_sdpa_cannot_run_on(calls, name):
+    with pytest.raises(InvalidInput, match=f"backend is '{name}'; has .*tiled.*None for the fastest"):
+        rooftile.enable(backend=name)
+    assert current_flash_attention_impl() is None
+
+
+def test_a_pytorch_without_the_hook_says_so(calls, monkeypatch):
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
+    with pytest.raises(Unsupported, match="needs torch >= 2.11"):
+        rooftile.enable()
+
+
+def packed(*lengths, Hk=2, D=16):
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    total = int(cu[-1])
+    return torch.randn(total, 4, D), torch.randn(total, Hk, D), torch.randn(total, Hk, D), cu
+
+
+@pytest.mark.parametrize(("causal", "left", "right"), [(False, None, None), (True, -1, -1), (True, 3, None), (False, 3, 2)])
+def test_the_varlen_operators(monkeypatch, causal, left, right):
+    """They are CUDA's; what stands behind them is checked here on CPU tensors, on the definition."""
+    monkeypatch.setattr(torch_sdpa, "_NO_GAIN", ())
+    torch_sdpa._route.cache_clear()
+    q, k, v, cu = packed(5, 0, 30)
+    mask = rooftile.Window(*(None if n in (None, -1) else n for n in (left, right)))
+    mask = mask & rooftile.CAUSAL if causal else mask
+    due, lse_due = rooftile.attention_packed_with_lse(q, k, v, cu, cu, mask, scale=0.2, backend="eager")
+    windows = {"window_size_left": left, "window_size_right": right}
+    operands = (q, k, v, cu, cu, 30, 30, 0.0, causal)
+    o, lse, state, offset, debug = torch_sdpa._varlen_forward(*operands, False, scale=0.2, num_splits=None, **windows)
+    torch.testing.assert_close(o, due)
+    torch.testing.assert_close(lse, lse_due)
+    assert (state.shape, state.dtype, offset.shape, debug.shape) == ((2,), torch.uint64, (), (0,))
+
+    out = torch.empty_like(q)
+    torch_sdpa._varlen_forward_inplace(out, *operands, False, scale=0.2, **windows)
+    torch.testing.assert_close(out, due)
+
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    o = rooftile.attention_packed(q, k, v, cu, cu, mask, scale=0.2, backend="eager")
+    do = torch.randn_like(o)
+    grads_due = torch.autograd.grad(o, (q, k, v), do)
+    grads = torch_sdpa._varlen_backward(do, q, k, v, o, lse, *operands[3:], state, offset, scale=0.2, **windows)
+    assert_same(grads, grads_due)
+    torch_sdpa._route.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "untranslated",
+    [{"seqused_k": 1}, {"alibi_slopes": 1}, {"block_table": 1}, {"num_splits": 2}, {"something_newer": 1}],
+    ids=lambda x: next(iter(x)),
+)
+def test_what_the_varlen_operators_leave_to_the_stock_kernel(untranslated):
+    q, k, v, cu = packed(5, 30)
+    assert torch_sdpa._varlen_forward(q, k, v, cu, cu, 30, 30, 0.0, True, False, **untranslated) is None
+    assert torch_sdpa._varlen_forward(q, k, v, cu, cu, 30, 30, 0.1, True, False) is None
+    assert torch_sdpa._varlen_forward(q, k, v, cu, None, 30, 30, 0.0, True, False) is None
