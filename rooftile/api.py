@@ -66,7 +66,7 @@ def attention(
 
     Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.08691.
     """
-    options = Options(_dense_bias(bias), alibi, sinks)
+    options = Options(bias, alibi, sinks)
     return _attend(
         q, k, v, mask, options, False, backend, deterministic, dropout, scale, seed, softcap
     )[0]  # fmt: skip
@@ -99,7 +99,7 @@ def attention_with_lse(
         >>> far = attention_with_lse(q, k[:, :64], v[:, :64])
         >>> o, lse = merge([near, far])
     """
-    options = Options(_dense_bias(bias), alibi, sinks)
+    options = Options(bias, alibi, sinks)
     return _attend(
         q, k, v, mask, options, True, backend, deterministic, dropout, scale, seed, softcap
     )  # fmt: skip
@@ -189,18 +189,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         >>> q, k, v = (torch.randn(1, 128, 8, 64) for _ in range(3))
         >>> o, lse = merge([attention_with_lse(q, k[:, s], v[:, s]) for s in (slice(0, 50), slice(50, 128))])
     """
-    parts = list(parts)
-    if not parts:
-        raise InvalidInput("merge got no parts; needs at least one pair (o, lse)")
-    for n, part in enumerate(parts):
-        if len(part) != 2 or not all(isinstance(x, Tensor) for x in part):
-            raise InvalidInput(f"merge: part {n} must be a pair of tensors (o, lse), as attention_with_lse returns")
-        o, lse = part
-        if o.shape != parts[0][0].shape:
-            raise InvalidInput(f"merge: o of part {n} is {tuple(o.shape)}; part 0 has {tuple(parts[0][0].shape)}")
-        if lse.mT.shape != o.shape[:-1]:
-            raise InvalidInput(f"merge: lse of part {n} is {tuple(lse.shape)}; o is {tuple(o.shape)}, so it must be (B, H, T)")
-    return reference.merge(parts)
+    return reference.merge(validate.check_parts(parts))
 
 
 def explain(
@@ -223,8 +212,9 @@ def explain(
     Example:
         >>> print(explain(q, k, v, CAUSAL))
     """
+    validate.check_query(q)
     seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout else None
-    options = Options(_dense_bias(bias), alibi, sinks, seed)
+    options = Options(bias, alibi, sinks, seed)
     code = _spec_code(q, k, v, mask, options, needs_lse, deterministic, dropout, scale, softcap)
     return dispatch.explain(decode(code))
 
@@ -232,12 +222,15 @@ def explain(
 def _attend(
     q, k, v, mask, options: Options, needs_lse, backend, deterministic, dropout, scale, seed, softcap
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if torch.is_autocast_enabled(getattr(getattr(q, "device", None), "type", "cpu")):
+    validate.check_query(q)
+    if torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(x) for x in (q, k, v))
     if dropout or seed is not None:
         options = options._replace(seed=validate.check_seed(seed, dropout, q.device))
     code = _spec_code(q, k, v, mask, options, needs_lse, deterministic, dropout, scale, softcap)
     chosen = _choose(code, backend)
+    if options.bias is not None and q.ndim == 4:
+        options = options._replace(bias=_dense_bias(options.bias))
     if chosen == eager.NAME:
         return eager.attend(q, k, v, options, decode(code))
     return ops.attention(q, k, v, ops.listed_options(options), code, chosen)
@@ -280,15 +273,17 @@ def _autocast(x: Tensor) -> Tensor:
     return x
 
 
-def _dense_bias(bias: Tensor | None) -> Tensor | None:
-    """The bias with its leading axes written out; what is wrong with it is said by `validate`."""
-    return bias[(None,) * (4 - bias.ndim)] if isinstance(bias, Tensor) and bias.ndim < 4 else bias
+def _dense_bias(bias: Tensor) -> Tensor:
+    """The bias with all its four axes written out."""
+    return bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
 
 
 def _packed_options(q, k, cu_q, cu_k, bias, alibi, sinks, read: bool) -> Options:
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise InvalidInput(f"{name} must be a tensor (total, H, D) of sequences back to back; got {validate.shown(x)}")
+    if isinstance(bias, Tensor):
+        validate.check_bias_columns(bias, cu_k, read)
     cu_q = validate.check_offsets("cu_q", cu_q, q.shape[0], "queries", q.device, read)
     cu_k = validate.check_offsets("cu_k", cu_k, k.shape[0], "keys", k.device, read)
     if cu_q.shape != cu_k.shape:

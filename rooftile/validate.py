@@ -9,6 +9,7 @@ The checks run on every call and inside torch.compile's tracing: plain attribute
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,6 +56,8 @@ def spec_code(
             raise InvalidInput("alibi requires a gradient and has none; pass alibi.detach(), or the slopes' effect as bias")
     if sinks is not None:
         _check_vector("sinks", sinks, q, ((H,),), f"(H,) = ({H},)")
+    if not isinstance(deterministic, bool):
+        raise InvalidInput(f"deterministic is {shown(deterministic)}; must be True, False, or None to follow torch")
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -121,6 +124,44 @@ def check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.de
     return cu if cu.device == device else cu.to(device, non_blocking=True)
 
 
+def check_bias_columns(bias: Tensor, cu_k: Tensor, read: bool) -> None:
+    """A packed bias has a column for every key of the longest sequence, as far as that can be known without waiting."""
+    known = isinstance(cu_k, Tensor) and cu_k.ndim == 1 and (cu_k.device.type == "cpu" or read)
+    if not known or cu_k.shape[0] < 2 or bias.ndim == 0 or torch.compiler.is_compiling():
+        return
+    longest = int(cu_k.diff().max())
+    if bias.shape[-1] < longest:
+        raise InvalidInput(f"bias has {bias.shape[-1]} columns; the longest key sequence has {longest} keys")
+
+
+def check_parts(parts: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The parts of a merge, as pairs (o, lse) that fit together."""
+    parts = list(parts) if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else parts
+    if not isinstance(parts, list) or not parts:
+        raise InvalidInput(f"merge got {shown(parts)}; needs a list of at least one pair (o, lse)")
+    for n, part in enumerate(parts):
+        pair = isinstance(part, (tuple, list)) and len(part) == 2 and all(isinstance(x, Tensor) for x in part)
+        if not pair or not all(x.is_floating_point() for x in part):
+            raise InvalidInput(f"merge: part {n} must be a pair of tensors (o, lse), as attention_with_lse returns")
+        (o, lse), first = part, parts[0][0]
+        if o.shape != first.shape:
+            raise InvalidInput(f"merge: o of part {n} is {tuple(o.shape)}; part 0 has {tuple(first.shape)}")
+        if lse.ndim < 2 or lse.mT.shape != o.shape[:-1]:
+            due = (*o.shape[:-3], o.shape[-2], o.shape[-3]) if o.ndim > 2 else "(B, H, T)"
+            raise InvalidInput(f"merge: lse of part {n} is {tuple(lse.shape)}; o is {tuple(o.shape)}, so it must be {due}")
+        if o.device != first.device or lse.device != first.device:
+            raise InvalidInput(f"merge: part {n} is on {o.device} and {lse.device}; part 0 is on {first.device}")
+    return parts
+
+
+def check_query(q: Tensor) -> None:
+    """What must hold before anything asks for q's device."""
+    if not isinstance(q, Tensor):
+        raise InvalidInput(f"q is {shown(q)}; must be a tensor")
+    if q.device.type == "meta":
+        raise InvalidInput("q is on meta; must be on a device that holds data")
+
+
 def check_seed(seed: int | Tensor | None, dropout: float, device: torch.device) -> Tensor | None:
     """The seed as an int64 tensor (1,) on the device, drawn from torch's generator if none was given; None without dropout."""
     if isinstance(seed, Tensor):
@@ -143,6 +184,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise InvalidInput(f"{name} is {shown(x)}; must be a tensor ({', '.join(axes)})")
+        if x.is_nested or x.layout != torch.strided:
+            raise InvalidInput(f"{name} is nested or sparse; must be dense (attention_packed takes ragged batches)")
         if x.ndim != len(axes):
             raise InvalidInput(f"{name} is {tuple(x.shape)}; must have {len(axes)} axes ({', '.join(axes)})")
         if x.dtype != q.dtype:
