@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -81,7 +80,7 @@ def _filled(allocate):
 
 
 @pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that reaches beyond this machine fails."""
     connect = socket.socket.connect
 
@@ -91,4 +90,3 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", connect_here)
-    yield

@@ -2,8 +2,8 @@
 
     max|x - exact|  <=  2 max|plain - exact| + 8 ulp        and the same for the mean
 
-`exact` is the definition in fp64, `plain` is the definition in the case's dtype, and x is o, lse or a gradient. There is
-no table of tolerances: each case brings its own.
+`exact` is the definition in fp64, `plain` is the definition in the case's dtype, and x is o, lse or a gradient. There
+is no table of tolerances: each case brings its own.
 """
 
 from __future__ import annotations

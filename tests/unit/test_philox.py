@@ -1,4 +1,4 @@
-"""The dropout generator is Philox4x32-10: its published answers, and a mask that depends on nothing but place and seed."""
+"""The dropout generator is Philox4x32-10, and its mask depends on nothing but place and seed."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_the_counter_is_column_row_head_batch_and_the_key_is_the_seed() -> None:
 
 @pytest.mark.parametrize("dropout", [0.05, 0.5, 0.9])
 def test_drops_as_often_as_asked_everywhere(dropout: float) -> None:
-    index = [torch.arange(n) for n in (3, 4, 100, 200)]
-    kept = keep_mask(torch.tensor([11]), dropout, index[0][:, None, None, None], index[1][:, None, None], index[2][:, None], index[3])
+    batch, head, row, column = torch.meshgrid(*(torch.arange(n) for n in (3, 4, 100, 200)), indexing="ij")
+    kept = keep_mask(torch.tensor([11]), dropout, batch, head, row, column)
     dropped = (~kept).double()
     # five standard deviations of a mean of n independent draws
     for means, n in ((dropped.mean(), kept.numel()), (dropped.mean((0, 1, 3)), 2400), (dropped.mean((0, 1, 2)), 1200)):
