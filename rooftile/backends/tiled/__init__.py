@@ -1,8 +1,80 @@
-"""Being written."""
+"""Exact attention on the CPU in tiles that stay in cache: vectorised torch, forward and backward, O(T + S) memory.
+
+Each sequence is taken by itself and its heads in blocks, in a fixed order, so a sequence's bits depend neither on the run
+nor on its neighbours in the batch, whether or not that was asked for.
+"""
+
+from __future__ import annotations
+
 from collections.abc import Iterator
-from rooftile.spec import Spec
+
+import torch
+from torch import Tensor
+
+from rooftile.spec import Grads, Options, Spec
+
 NAME = "tiled"
 
 
 def refusals(spec: Spec) -> Iterator[str]:
-    yield "being written"
+    if spec.device != "cpu":
+        yield f"tensors are on {spec.device}; has cpu"
+    if spec.layout == "paged":
+        yield "layout 'paged'; has 'dense', 'packed'"
+    if spec.forward_mode:
+        yield "forward-mode derivatives; has reverse mode (use backend='eager')"
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    from rooftile.backends.tiled import flash_fwd
+    from rooftile.backends.tiled.heads import blocks
+
+    # (B, H, T) or (H, total): the rows' axis goes from before the heads to behind them
+    shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
+    for heads in blocks(q, k, v, options, spec):
+        flash_fwd.run(heads, heads.place.of_queries(o), heads.place.of_rows(lse))
+    return o, lse
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+    spec: Spec,
+) -> Grads:
+    from rooftile.backends.tiled import flash_bwd
+    from rooftile.backends.tiled.heads import blocks
+
+    wide = lse.dtype
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    # what many rows add to is summed in the wide type and rounded once
+    dbias = torch.zeros(options.bias.shape, dtype=wide) if spec.bias_grad else None
+    dsinks = torch.zeros(options.sinks.shape, dtype=wide) if spec.has_sinks else None
+    for heads in blocks(q, k, v, options, spec):
+        place = heads.place
+        incoming = flash_bwd.Incoming(
+            do=None if do is None else place.of_queries(do),
+            dlse=None if dlse is None else place.of_rows(dlse),
+            o=place.of_queries(o),
+            lse=place.of_rows(lse),
+        )
+        grads = Grads(
+            place.of_queries(dq),
+            place.of_keys(dk),
+            place.of_keys(dv),
+            None if dbias is None else place.of_bias(dbias),
+            None if dsinks is None else place.of_heads(dsinks),
+        )
+        flash_bwd.run(heads, incoming, grads)
+    if dbias is not None:
+        dbias = dbias.to(options.bias.dtype)
+    if dsinks is not None:
+        dsinks = dsinks.to(options.sinks.dtype)
+    return Grads(dq, dk, dv, dbias, dsinks)

@@ -1,0 +1,126 @@
+"""FlashAttention-2 backward on the CPU: weights recomputed from lse, one walk over the tiles for all gradients.
+
+    D  = rowsum(dO * O) - dL          dL is the gradient that comes in through lse
+    P  = exp(X - lse)                 dV_j += P~^T dO
+    dP = dO V_j^T                     through dropout
+    dX = P * (dP - D)                 the gradient of bias
+    dS = dX (1 - tanh^2)              before the softcap
+    dQ += dS K_j                      dK_j += dS^T Q
+    dsink = -sum exp(sink - lse) D
+
+Rows that see nothing, or whose lse is NaN, get the weights 0 here by an lse of +inf.
+
+Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile.backends.tiled.heads import Heads, strip
+from rooftile.backends.tiled.tiles import Tile, key_tiles, query_tiles
+from rooftile.reference.nonfinite import all_finite, seeing_keys, set_aside
+from rooftile.spec import Grads
+
+
+class Incoming(NamedTuple):
+    """What the forward left and what comes in, (heads, G, T, Dv) and (heads, G, T)."""
+
+    do: Tensor | None
+    dlse: Tensor | None
+    o: Tensor
+    lse: Tensor
+
+
+class Rows(NamedTuple):
+    """Strips of what the backward needs of each row, finite but for the +inf of rows without weights."""
+
+    do: Tensor  # (heads, G, T, Dv)
+    D: Tensor  # (heads, G, T, 1)
+    lse: Tensor  # (heads, G, T, 1)
+    lost: tuple[Tensor, Tensor, Tensor] | None  # rows whose P is lost, elements of do, rows whose dX is lost
+
+
+def run(heads: Heads, incoming: Incoming, grads: Grads) -> None:
+    """Writes dq (heads, G, T, D), dk (heads, S, D), dv (heads, S, Dv); adds to dbias and dsinks."""
+    rows = _prepare(heads, incoming, grads)
+    dk, dv = torch.zeros_like(heads.k), torch.zeros_like(heads.v)
+    for t, t_stop in query_tiles(heads.T, heads.spec.group):
+        q, do, D, lse = (heads.rows(x, t, t_stop) for x in (heads.q, rows.do, rows.D, rows.lse))
+        dq = torch.zeros_like(q)
+        for tile in key_tiles(heads.spec.mask, t, t_stop, heads.T, heads.S):
+            keys = slice(tile.s, tile.s_stop)
+            x, capped = heads.scores(q, tile)
+            p, dx = _weights(heads, x.sub_(lse).exp_(), torch.bmm(do, heads.v[:, keys].mT), D, tile, rows)
+            dv[:, keys].baddbmm_(p.mT, do)
+            if grads.dbias is not None:
+                heads.add_to_bias(grads.dbias, _shown(heads, dx, tile, rows), tile)
+            if capped is not None:
+                dx.mul_(capped.square_().neg_().add_(1))
+            dq.baddbmm_(dx, heads.k[:, keys])
+            dk[:, keys].baddbmm_(dx.mT, q)
+        grads.dq[:, :, t:t_stop] = dq.mul_(heads.spec.scale).unflatten(1, (heads.spec.group, -1))
+    # the strip of q holds the scale already
+    grads.dk.copy_(dk)
+    grads.dv.copy_(dv)
+    if rows.lost is not None:
+        _show_lost(heads, rows, grads)
+
+
+def _weights(heads: Heads, p: Tensor, dp: Tensor, D: Tensor, tile: Tile, rows: Rows) -> tuple[Tensor, Tensor]:
+    """A tile's weights after dropout, and the gradient of its scores. Writes over p and dp."""
+    if rows.lost is not None:
+        p.nan_to_num_(nan=0.0)
+    dropped = p
+    if heads.spec.dropout:
+        kept = heads.kept(tile)
+        dropped = p * kept
+        dp.mul_(kept)
+    dx = dp.sub_(D).mul_(p)
+    if tile.partial:
+        # 0 * inf: a hidden value may be so large that dP overflows
+        heads.unstacked(dx, tile).masked_fill_(heads.hidden(tile), 0.0)
+    return dropped, dx
+
+
+def _prepare(heads: Heads, incoming: Incoming, grads: Grads) -> Rows:
+    wide = heads.q.dtype
+    lse = strip(incoming.lse[..., None], wide)
+    do = lse.new_zeros(incoming.o.shape) if incoming.do is None else strip(incoming.do, wide)
+    D = (do * incoming.o).sum(-1, keepdim=True)
+    if incoming.dlse is not None:
+        D -= incoming.dlse[..., None]
+    empty = lse == -math.inf
+    D.masked_fill_(empty, 0.0)
+    lse.masked_fill_(empty, math.inf)
+    if grads.dsinks is not None:
+        grads.dsinks.sub_((torch.exp(heads.sinks[..., None, None] - lse) * D).sum((2, 3)))
+    if heads.lost is None and all_finite(D, torch.where(empty, 0.0, lse)):
+        return Rows(do, D, lse, None)
+    lost_p = ~torch.isfinite(lse) & ~empty
+    do, lost_do = set_aside(do)
+    D, lost_D = set_aside(D)
+    return Rows(do, D, lse.masked_fill(lost_p, math.inf), (lost_p, lost_do, lost_p | lost_D))
+
+
+def _shown(heads: Heads, dx: Tensor, tile: Tile, rows: Rows) -> Tensor:
+    """dx with NaN where it is lost: a bias has an element, and so a gradient, for each pair."""
+    if rows.lost is None:
+        return dx
+    lost = rows.lost[2][:, :, tile.t : tile.t_stop]  # (heads, G, rows, 1)
+    if tile.partial:
+        lost = lost & ~heads.hidden(tile)
+    return heads.unstacked(dx, tile).masked_fill(lost, math.nan).view(dx.shape)
+
+
+def _show_lost(heads: Heads, rows: Rows, grads: Grads) -> None:
+    """NaN for the gradients that a lost row, or a lost element of do, reaches through a visible pair."""
+    lost_p, lost_do, lost_x = rows.lost
+    mask, S = heads.spec.mask, heads.S
+    grads.dq.masked_fill_(lost_x, math.nan)
+    grads.dk.masked_fill_(seeing_keys(lost_x, mask, S).any(1), math.nan)
+    grads.dv.masked_fill_(seeing_keys(lost_p | lost_do, mask, S).any(1), math.nan)

@@ -1,0 +1,72 @@
+"""FlashAttention-2 forward on the CPU.
+
+For each tile of queries, over the tiles of keys that it sees:
+
+    X  = scale Q K_j^T            softcap, bias, ALiBi and the mask included
+    m' = max(m, rowmax X)
+    P  = exp(X - m')
+    l  = exp(m - m') l + rowsum P
+    O  = exp(m - m') O + P~ V_j   P~ is P after dropout
+
+and at the end O / l and lse = m + log l. A sink is where m and l begin: a score of its own whose value is zero.
+
+Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rooftile.backends.tiled.heads import Heads
+from rooftile.backends.tiled.tiles import key_tiles, query_tiles
+from rooftile.reference.nonfinite import seen_by_rows
+
+
+def run(heads: Heads, o: Tensor, lse: Tensor) -> None:
+    """Writes o (heads, G, T, Dv) and lse (heads, G, T)."""
+    for t, t_stop in query_tiles(heads.T, heads.spec.group):
+        acc, L = _rows(heads, t, t_stop)
+        o[:, :, t:t_stop] = acc.unflatten(1, (heads.spec.group, -1))
+        lse[:, :, t:t_stop] = L.view(*lse.shape[:2], -1)
+    if heads.lost is not None:
+        _show_lost(heads, o, lse)
+
+
+def _rows(heads: Heads, t: int, t_stop: int) -> tuple[Tensor, Tensor]:
+    """o (heads, G * rows, Dv) and lse (heads, G * rows, 1) of the queries [t, t_stop)."""
+    q = heads.rows(heads.q, t, t_stop)  # (heads, G * rows, D)
+    acc = q.new_zeros((*q.shape[:2], heads.v.shape[-1]))
+    m = q.new_full((*q.shape[:2], 1), -math.inf)
+    if heads.sinks is not None:
+        m = heads.sinks.repeat_interleave(t_stop - t, dim=1)[..., None]
+    l = (m > -math.inf).to(m.dtype)
+    for tile in key_tiles(heads.spec.mask, t, t_stop, heads.T, heads.S):
+        x, _ = heads.scores(q, tile)
+        m_new = torch.maximum(m, x.amax(-1, keepdim=True))
+        pivot = _finite_pivot(m_new)
+        alpha = torch.exp(m - pivot)
+        p = x.sub_(pivot).exp_()
+        l = l * alpha + p.sum(-1, keepdim=True)
+        if heads.spec.dropout:
+            p.mul_(heads.kept(tile))
+        acc.mul_(alpha).baddbmm_(p, heads.v[:, tile.s : tile.s_stop])
+        m = m_new
+    empty = l == 0
+    return acc.div_(l.masked_fill(empty, 1.0)), (_finite_pivot(m) + l.log()).masked_fill_(empty, -math.inf)
+
+
+def _finite_pivot(m: Tensor) -> Tensor:
+    """m, or 0 in a row that has met no key yet: -inf - -inf is NaN."""
+    return m.masked_fill(m == -math.inf, 0.0)
+
+
+def _show_lost(heads: Heads, o: Tensor, lse: Tensor) -> None:
+    """NaN for what sees a number that is not finite, and for nothing else."""
+    lost_q, lost_k, lost_v = heads.lost
+    mask, T = heads.spec.mask, heads.T
+    rows = lost_q.any(-1, keepdim=True) | seen_by_rows(lost_k.any(-1, keepdim=True), mask, T)[:, None]
+    lse.masked_fill_(rows[..., 0], math.nan)
+    o.masked_fill_(rows | seen_by_rows(lost_v, mask, T)[:, None], math.nan)

@@ -1,0 +1,189 @@
+"""The work in portions: some key heads of one sequence, with the query heads that share them.
+
+A portion's queries, keys and values are copied once into contiguous strips in the precision of the computation, scaled
+and free of NaN: so half precision is widened a few heads at a time, and no repeated key or value is ever made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile.backends.tiled.tiles import Tile, heads_for, hidden_pairs
+from rooftile.reference.nonfinite import all_finite, set_aside
+from rooftile.reference.philox import keep_mask
+from rooftile.spec import Options, Spec
+
+
+class Place(NamedTuple):
+    """Where a portion lies in a call's tensors. Every method returns a view, to be read or written."""
+
+    b: int  # the sequence
+    rows: slice | int  # of packed queries, or the sequence again
+    keys: slice | int
+    S: int
+    h: int  # its first key head
+    h_stop: int
+    group: int
+
+    @property
+    def query_heads(self) -> slice:
+        return slice(self.h * self.group, self.h_stop * self.group)
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """(heads, group, T, D) of something laid out like q."""
+        return x[self.rows, ..., self.query_heads, :].unflatten(-2, (-1, self.group)).permute(1, 2, 0, 3)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """(heads, S, D) of something laid out like k."""
+        return x[self.keys, ..., self.h : self.h_stop, :].transpose(0, 1)
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """(heads, group, T) of something laid out like lse."""
+        x = x[self.rows] if isinstance(self.rows, int) else x[:, self.rows]
+        return x[self.query_heads].unflatten(0, (-1, self.group))
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """(heads, group) of one number per query head."""
+        return x[self.query_heads].unflatten(0, (-1, self.group))
+
+    def of_bias(self, x: Tensor) -> Tensor:
+        """(1 | heads, 1 | group, 1 | T, 1 | S) of something laid out like bias."""
+        if x.ndim == 4:
+            x = x[self.b if x.shape[0] > 1 else 0]
+        elif x.shape[1] > 1:
+            x = x[:, self.rows]
+        x = x[..., : self.S]
+        return x[:, None] if x.shape[0] == 1 else self.of_heads(x)
+
+
+@dataclass(slots=True)
+class Heads:
+    """One portion: G query heads for each of its key heads."""
+
+    spec: Spec
+    place: Place
+    q: Tensor  # (heads, G, T, D), times scale
+    k: Tensor  # (heads, S, D)
+    v: Tensor  # (heads, S, Dv)
+    lost: tuple[Tensor, Tensor, Tensor] | None  # where q, k and v were not finite
+    bias: Tensor | None  # (1 | heads, 1 | G, 1 | T, 1 | S)
+    slopes: Tensor | None  # (heads, G, 1, 1)
+    sinks: Tensor | None  # (heads, G)
+    seed: Tensor | None
+
+    @property
+    def T(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def S(self) -> int:
+        return self.k.shape[1]
+
+    def rows(self, x: Tensor, t: int, t_stop: int) -> Tensor:
+        """The rows [t, t_stop) of (heads, G, T, ...), the query heads of a key head stacked: (heads, G * rows, C)."""
+        return x[:, :, t:t_stop].reshape(x.shape[0], x.shape[1] * (t_stop - t), -1)
+
+    def scores(self, q: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None]:
+        """A tile of scores (heads, G * rows, keys), -inf where hidden; and tanh(scores / softcap) if there is a softcap."""
+        x = torch.bmm(q, self.k[:, tile.s : tile.s_stop].mT)
+        capped = None
+        if self.spec.softcap:
+            capped = torch.tanh(x.div_(self.spec.softcap))
+            x = capped * self.spec.softcap
+        shaped = self.unstacked(x, tile)
+        if self.bias is not None:
+            shaped.add_(_part(self.bias, tile))
+        if self.slopes is not None:
+            i = torch.arange(tile.t, tile.t_stop)[:, None] + (self.S - self.T)
+            distance = (i - torch.arange(tile.s, tile.s_stop)).abs().to(x.dtype)  # (rows, keys)
+            shaped.addcmul_(self.slopes, distance, value=-1)
+        if tile.partial:
+            shaped.masked_fill_(self.hidden(tile), -torch.inf)
+        return x, capped
+
+    def hidden(self, tile: Tile) -> Tensor:
+        """Where a tile's rows do not see its keys (rows, keys)."""
+        return hidden_pairs(self.spec.mask, tile, self.T, self.S)
+
+    def unstacked(self, x: Tensor, tile: Tile) -> Tensor:
+        """(heads, G * rows, keys) as (heads, G, rows, keys)."""
+        return x.unflatten(1, (self.spec.group, tile.t_stop - tile.t))
+
+    def kept(self, tile: Tile) -> Tensor:
+        """What dropout multiplies a tile's weights by: 0 or 1 / (1 - dropout), (heads, G * rows, keys)."""
+        heads = torch.arange(self.place.query_heads.start, self.place.query_heads.stop)
+        kept = keep_mask(
+            self.seed,
+            self.spec.dropout,
+            torch.tensor(self.place.b),
+            heads[:, None, None],
+            torch.arange(tile.t, tile.t_stop)[:, None],
+            torch.arange(tile.s, tile.s_stop),
+        )  # (heads * G, rows, keys)
+        return kept.view(self.k.shape[0], -1, tile.s_stop - tile.s) * self.q.new_tensor(1 / (1 - self.spec.dropout))
+
+    def add_to_bias(self, dbias: Tensor, dx: Tensor, tile: Tile) -> None:
+        """Adds the gradient of a tile's scores to the gradient of what the bias was broadcast from."""
+        part = _part(dbias, tile)
+        part.add_(self.unstacked(dx, tile).sum_to_size(part.shape))
+
+
+def blocks(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Iterator[Heads]:
+    """A call's portions, sequence by sequence."""
+    if spec.layout == "packed":
+        ends_q, ends_k = options.cu_q.tolist(), options.cu_k.tolist()
+        sequences = [
+            (slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])) for b in range(len(ends_q) - 1)
+        ]
+    else:
+        sequences = [(b, b) for b in range(q.shape[0])]
+    Hk = k.shape[-2]
+    for b, (rows, keys) in enumerate(sequences):
+        T, S = q[rows].shape[0], k[keys].shape[0]
+        step = heads_for(spec.group, T, S, Hk)
+        for h in range(0, Hk, step):
+            place = Place(b, rows, keys, S, h, min(h + step, Hk), spec.group)
+            yield _heads(q, k, v, options, spec, place)
+
+
+def strip(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous copy in a dtype."""
+    return torch.empty(x.shape, dtype=dtype).copy_(x)
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, place: Place) -> Heads:
+    wide = torch.promote_types(spec.dtype, torch.float32)
+    strips = [strip(x, wide) for x in (place.of_queries(q), place.of_keys(k), place.of_keys(v))]
+    lost = None
+    if not all_finite(*strips):
+        strips, lost = zip(*(set_aside(x) for x in strips), strict=True)
+    bias, alibi, sinks = options.bias, options.alibi, options.sinks
+    if alibi is not None:
+        alibi = alibi[place.b] if alibi.ndim == 2 else alibi
+        alibi = place.of_heads(alibi).to(wide)[..., None, None]
+    return Heads(
+        spec=spec,
+        place=place,
+        q=strips[0].mul_(spec.scale),
+        k=strips[1],
+        v=strips[2],
+        lost=lost,
+        bias=None if bias is None else place.of_bias(bias),
+        slopes=alibi,
+        sinks=None if sinks is None else place.of_heads(sinks).to(wide),
+        seed=options.seed,
+    )
+
+
+def _part(x: Tensor, tile: Tile) -> Tensor:
+    """A tile's part of something laid out like the bias."""
+    if x.shape[-2] > 1:
+        x = x[..., tile.t : tile.t_stop, :]
+    if x.shape[-1] > 1:
+        x = x[..., tile.s : tile.s_stop]
+    return x
