@@ -1,0 +1,125 @@
+"""Time and peak memory of a call, on CUDA and on the CPU.
+
+CUDA: events around each call, the L2 cache flushed before it. The stream is first kept busy long enough for the host to
+queue every call, so that what is timed is the device and not Python. Peak memory is the caching allocator's.
+
+CPU: the host's clock around each call. Peak memory is what torch's allocator handed out and had not got back, from the
+profiler's allocation events; scratch space that a library takes for itself (MKL, oneDNN) is not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+Work = Callable[[], Any]
+
+
+class Clock(Protocol):
+    """How one kind of device is timed. The work has run before: compiling is not a clock's business."""
+
+    peak_kind: str
+
+    def samples(self, work: Work) -> list[float]:
+        """Times of single calls in µs: as many as fit the time that a round has, at least one."""
+
+    def peak_bytes(self, work: Work) -> int:
+        """The most memory that a call holds beyond what was held before it, its results included."""
+
+
+def clock_for(device: torch.device, budget_ms: float = 25.0) -> Clock:
+    """The clock of a device; a round of one call's samples takes about budget_ms."""
+    return CudaClock(device, budget_ms) if device.type == "cuda" else HostClock(budget_ms)
+
+
+class HostClock:
+    """perf_counter around each call."""
+
+    peak_kind = "torch allocator, by the profiler's allocation events"
+
+    def __init__(self, budget_ms: float) -> None:
+        self._budget_us = budget_ms * 1e3
+
+    def samples(self, work: Work) -> list[float]:
+        first = self._once(work)
+        if first > self._budget_us:
+            return [first]
+        # the first found cold caches
+        return [self._once(work) for _ in range(_fitting(self._budget_us, first))]
+
+    def peak_bytes(self, work: Work) -> int:
+        from torch.profiler import ProfilerActivity, profile
+
+        # else the profiler writes of its own start and stop on stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            kept = work()
+        del kept
+        events = seen.profiler.kineto_results.events()
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        held = peak = 0
+        for _, change in changes:
+            held += change
+            peak = max(peak, held)
+        return peak
+
+    @staticmethod
+    def _once(work: Work) -> float:
+        start = time.perf_counter()
+        work()
+        return (time.perf_counter() - start) * 1e6
+
+
+class CudaClock:
+    """Events around each call, on the current stream of a device."""
+
+    peak_kind = "torch.cuda.max_memory_allocated"
+    # the launch queue holds about a thousand entries; past it the host waits
+    _MOST = 50
+
+    def __init__(self, device: torch.device, budget_ms: float) -> None:
+        self._device = device
+        self._budget_us = budget_ms * 1e3
+        l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+        self._flushed = torch.empty(max(2 * l2_bytes, 1 << 28) // 4, dtype=torch.int32, device=device)
+
+    def samples(self, work: Work) -> list[float]:
+        work()
+        torch.cuda.synchronize(self._device)
+        start = time.perf_counter()
+        work()
+        # the host's part of a call, with the flush and two events that come on top
+        queueing_us = (time.perf_counter() - start) * 1e6 + 30.0
+        torch.cuda.synchronize(self._device)
+        usual_us = min(self._timed(work, 2, 2 * queueing_us))
+        count = min(_fitting(self._budget_us, usual_us), self._MOST)
+        return self._timed(work, count, count * queueing_us)
+
+    def peak_bytes(self, work: Work) -> int:
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        kept = work()
+        torch.cuda.synchronize(self._device)
+        del kept
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+    def _timed(self, work: Work, count: int, busy_us: float) -> list[float]:
+        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        # about two cycles a nanosecond on the GPUs of the day
+        torch.cuda._sleep(int(min(busy_us, 20e3) * 2000))
+        for start, stop in marks:
+            self._flushed.zero_()
+            start.record()
+            work()
+            stop.record()
+        torch.cuda.synchronize(self._device)
+        return [start.elapsed_time(stop) * 1e3 for start, stop in marks]
+
+
+def _fitting(budget_us: float, usual_us: float) -> int:
+    return max(int(budget_us / max(usual_us, 1.0)), 1)

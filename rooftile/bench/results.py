@@ -1,0 +1,147 @@
+"""One measured line (Row), its JSON, and the tables that are written from such lines into Markdown.
+
+Published numbers come from `benchmarks/results/*.jsonl`, one Row a line. A table in a Markdown file sits between
+
+    <!-- table: benchmarks/results/h200.jsonl phase=fwd metric=tflops cases=d128-* backends=rooftile,torch-flash -->
+    <!-- /table -->
+
+and `python -m rooftile.bench.results README.md` writes what is between the two (metric: tflops, us, percent, mib,
+error).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatch
+from pathlib import Path
+
+from rooftile.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One case on one backend in one phase, or why it was not timed."""
+
+    case: str
+    backend: str  # as asked: "rooftile" for the automatic choice, a backend's or a peer's name
+    ran: str  # the backend that ran: for "rooftile" the one that was chosen; "" if none
+    phase: str  # "fwd" without gradients, "bwd" the backward alone
+    problem: str  # the spec and sizes in words
+    median_us: float | None = None
+    low_us: float | None = None  # quartiles
+    high_us: float | None = None
+    samples: int = 0
+    tflops: float | None = None
+    gbs: float | None = None  # compulsory bytes over the time
+    roofline_percent: float | None = None
+    binds: str = ""  # the roof that is met first: "compute" or "memory"
+    error: float | None = None  # |x - exact| / |exact|, Frobenius, against fp64; the worst of dq, dk, dv in "bwd"
+    peak_bytes: int | None = None  # beyond the inputs; in "bwd" of a forward and backward together
+    peak_kind: str = ""  # how it was measured
+    device: str
+    arch: str
+    driver: str
+    torch: str
+    triton: str
+    commit: str
+    date: str  # when the run began: the same for all lines of a run
+    copy_gbs: float  # the ceilings that the percentage refers to
+    matmul_tflops: float | None
+    reason: str = ""  # why there is no time
+
+    def json(self) -> str:
+        """The row as one line."""
+        return json.dumps(asdict(self))
+
+
+METRICS: dict[str, tuple[str, Callable[[Row], str]]] = {
+    "tflops": ("TFLOP/s", lambda row: f"{row.tflops:.1f}" if (row.tflops or 0) < 10 else f"{row.tflops:.0f}"),
+    "us": ("µs", lambda row: f"{row.median_us:,.0f}"),
+    "percent": ("% of roofline", lambda row: f"{row.roofline_percent:.0f}"),
+    "mib": ("MiB at peak", lambda row: f"{(row.peak_bytes or 0) / 2**20:,.1f}"),
+    "error": ("error", lambda row: f"{row.error:.1e}" if row.error is not None else "-"),
+}
+
+
+def read(path: str | Path) -> list[Row]:
+    """The rows of a JSON-lines file. Raises InvalidInput for a file that is absent or holds something else."""
+    path = Path(path)
+    if not path.exists():
+        raise InvalidInput(f"{path} does not exist; `rooftile bench attention --json {path}` writes such a file")
+    known = {field.name for field in fields(Row)}
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip():
+            values = json.loads(line)
+            if not isinstance(values, dict) or not values.keys() <= known:
+                raise InvalidInput(
+                    f"{path}, line {number} is no benchmark row; `rooftile bench attention --json` writes them"
+                )
+            rows.append(Row(**values))
+    return rows
+
+
+def append(path: str | Path, rows: Iterable[Row]) -> None:
+    """Adds rows to the end of a JSON-lines file, and makes it if there is none."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as out:
+        out.writelines(row.json() + "\n" for row in rows)
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """For each (case, backend, phase, device) the row with the last date; of equal dates, the later line."""
+    last: dict[tuple[str, str, str, str], Row] = {}
+    for row in rows:
+        key = (row.case, row.backend, row.phase, row.device)
+        if key not in last or row.date >= last[key].date:
+            last[key] = row
+    return list(last.values())
+
+
+def table(rows: Sequence[Row], *, phase: str, metric: str = "tflops", backends: Sequence[str] = ()) -> str:
+    """A Markdown table of one phase: cases down, backends across; a dash where there is no number."""
+    if metric not in METRICS:
+        raise InvalidInput(f"metric is {metric!r}; has {', '.join(METRICS)}")
+    unit, shown = METRICS[metric]
+    rows = [row for row in latest(rows) if row.phase == phase]
+    columns = list(backends) or list(dict.fromkeys(row.backend for row in rows))
+    cells = {(row.case, row.backend): shown(row) for row in rows if row.median_us is not None}
+    lines = [f"| {phase}, {unit} | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
+    for case in dict.fromkeys(row.case for row in rows):
+        lines.append(f"| {case} | {' | '.join(cells.get((case, name), '-') for name in columns)} |")
+    sources = sorted({f"{row.device}, torch {row.torch}, {row.date[:10]}, commit {row.commit}" for row in rows})
+    return "\n".join([*lines, "", *(f"{source}." for source in sources)])
+
+
+_MARKED = re.compile(r"(<!-- table: (?P<what>[^>]*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+def write_tables(text: str, folder: Path) -> str:
+    """The text with each marked table written anew. Files are sought from `folder`."""
+
+    def fill(found: re.Match[str]) -> str:
+        source, *words = found["what"].split()
+        asked = dict(word.split("=", 1) for word in words)
+        rows = [row for row in read(folder / source) if fnmatch(row.case, asked.get("cases", "*"))]
+        backends = [name for name in asked.get("backends", "").split(",") if name]
+        made = table(rows, phase=asked.get("phase", "fwd"), metric=asked.get("metric", "tflops"), backends=backends)
+        return f"{found[1]}{made}\n{found[3]}"
+
+    return _MARKED.sub(fill, text)
+
+
+def main(paths: Sequence[str]) -> None:
+    """Writes the marked tables of each Markdown file in place."""
+    for name in paths:
+        path = Path(name)
+        path.write_text(write_tables(path.read_text(), Path.cwd()))
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])

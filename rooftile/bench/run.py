@@ -1,0 +1,300 @@
+"""Times one case on its providers, interleaved, each checked first.
+
+    rows = measure(CASES["cpu-causal-1024"], providers=("rooftile", "standard"))
+
+A provider that cannot run a case, fails, runs out of memory or computes something else gives rows with a reason and no
+time; the others go on.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import quantiles
+
+import torch
+from torch import Tensor
+
+from rooftile.bench import peers
+from rooftile.bench.check import Conformance
+from rooftile.bench.clock import Clock, clock_for
+from rooftile.bench.results import Row
+from rooftile.cases import Case, Inputs
+from rooftile.cost import roof
+from rooftile.cost.flops import check_phase
+from rooftile.errors import InvalidInput
+from rooftile.hardware import ceilings
+from rooftile.hardware.ceilings import Ceilings
+from rooftile.hardware.device import Device, describe
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the rows of one run share: the machine, its ceilings, the commit, when it began."""
+
+    device: torch.device
+    machine: Device
+    ceilings: Ceilings
+    commit: str
+    date: str
+
+
+@dataclass(slots=True)
+class _Contestant:
+    """A provider on one case, and what was learned of it."""
+
+    name: str
+    ran: dict[str, str] = field(default_factory=dict)  # by phase
+    forward: Callable[[], Tensor] | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
+
+
+def open_session(device: torch.device | str = "cpu", *, refresh: bool = False, commit: str = "") -> Session:
+    """Describes the machine and takes its ceilings: from the cache, or measured now with `refresh`."""
+    device = torch.device(device)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return Session(device, describe(device), ceilings.measure(device, refresh=refresh), commit or _commit(), date)
+
+
+def measure(
+    case: Case,
+    providers: Sequence[str] = ("rooftile", "standard"),
+    phases: Sequence[str] = ("fwd", "bwd"),
+    device: torch.device | str = "cpu",
+    rounds: int = 5,
+    check: bool = True,
+    on_progress: Progress | None = None,
+    session: Session | None = None,
+) -> list[Row]:
+    """One Row a provider and phase, in that order.
+
+    Args:
+        case: of `rooftile.cases`, or made on the spot.
+        providers: names of `bench.peers.names()`; "rooftile" is the automatic choice.
+        phases: "fwd" is timed without gradients; "bwd" is the backward alone, by torch.autograd.grad on a kept graph.
+        rounds: how often all providers take turns. A turn is about 25 ms of calls, at least one.
+        check: compare with the fp64 definition first, and time nothing that differs.
+        on_progress: called with a few words before each step.
+        session: the run that the rows belong to; by default a new one on `device`.
+
+    Example:
+        >>> rows = measure(CASES["cpu-causal-256"], ("rooftile", "standard"), phases=("fwd",))
+        >>> print(rows[0].median_us, rows[0].roofline_percent)
+    """
+    for phase in phases:
+        check_phase(phase)
+    if rounds < 1:
+        raise InvalidInput(f"rounds is {rounds}; must be at least 1")
+    chosen = [peers.provider_named(name) for name in providers]
+    session = session or open_session(device)
+    clock = clock_for(session.device)
+    with torch.cuda.device(session.device) if session.device.type == "cuda" else nullcontext():
+        contestants = _contest(
+            case, chosen, phases, rounds, check, on_progress or (lambda words: None), clock, session.device
+        )
+    return [_row(contestant, phase, case, session, clock) for contestant in contestants for phase in phases]
+
+
+def _contest(
+    case: Case,
+    chosen: Sequence[peers.Provider],
+    phases: Sequence[str],
+    rounds: int,
+    check: bool,
+    say: Progress,
+    clock: Clock,
+    device: torch.device,
+) -> list[_Contestant]:
+    needs_grad = "bwd" in phases
+    say(f"{case.name}: the definition" if check else f"{case.name}: inputs")
+    inputs = case.inputs(device, requires_grad=needs_grad)
+    q, v = inputs.tensors[0], inputs.tensors[2]
+    do = torch.randn((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=device) if needs_grad else None
+    conformance = Conformance(case, inputs, needs_grad=needs_grad) if check else None
+    contestants = []
+    for provider in chosen:
+        say(f"{case.name}: {provider.name}")
+        contestants.append(_ready(provider, case, inputs, do, phases, conformance, clock))
+    for turn in range(rounds):
+        say(f"{case.name}: round {turn + 1} of {rounds}")
+        for contestant in contestants:
+            _take_turn(contestant, inputs, do, phases, clock)
+    return contestants
+
+
+def _ready(
+    provider: peers.Provider,
+    case: Case,
+    inputs: Inputs,
+    do: Tensor | None,
+    phases: Sequence[str],
+    conformance: Conformance | None,
+    clock: Clock,
+) -> _Contestant:
+    """Prepares, checks and measures the memory of a provider; what goes wrong becomes its reason."""
+    found, device = _Contestant(provider.name), inputs.tensors[0].device
+
+    def prepare() -> None:
+        for phase in phases:
+            reason = provider.reason(case, device, phase == "bwd")
+            if reason is not None:
+                found.reasons[phase] = f"refused: {reason}"
+            else:
+                found.ran[phase] = peers.backend_that_runs(provider.name, case, device, phase == "bwd")
+        if not found.ran:
+            return
+        found.forward = provider.prepare(case, inputs)
+        for phase in phases:
+            if phase not in found.reasons:
+                _examine(found, phase, inputs, do, conformance, clock)
+
+    _guarded(found, phases, prepare)
+    return found
+
+
+def _examine(
+    found: _Contestant, phase: str, inputs: Inputs, do: Tensor | None, conformance: Conformance | None, clock: Clock
+) -> None:
+    """Checks one phase against the definition and takes its peak memory."""
+    assert found.forward is not None
+    step = _step(found.forward, inputs, phase)
+    if conformance is None:
+        step(do)
+    else:
+        answer = step(conformance.do)
+        errors = conformance.errors(answer)
+        found.errors[phase] = max(errors[name] for name in (("o",) if phase == "fwd" else ("dq", "dk", "dv")))
+        complaint = conformance.complaint(answer)
+        if complaint is not None:
+            found.reasons[phase] = f"wrong: {complaint}"
+            return
+        del answer
+    found.peaks[phase] = clock.peak_bytes(lambda: step(do))
+
+
+def _step(forward: Callable[[], Tensor], inputs: Inputs, phase: str) -> Callable[[Tensor | None], dict[str, Tensor]]:
+    """A phase as a program runs it, given do: the forward without gradients, or forward and backward."""
+
+    def alone(do: Tensor | None) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"o": forward()}
+
+    def both(do: Tensor | None) -> dict[str, Tensor]:
+        o = forward()
+        grads = torch.autograd.grad(o, inputs.tensors[:3], do)
+        return {"o": o.detach()} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+    return alone if phase == "fwd" else both
+
+
+def _take_turn(contestant: _Contestant, inputs: Inputs, do: Tensor | None, phases: Sequence[str], clock: Clock) -> None:
+    """One round of samples in each phase. The backward's graph is made and let go: one is held at a time."""
+    for phase in phases:
+
+        def turn(phase: str = phase) -> None:
+            assert contestant.forward is not None
+            work = _timed_work(contestant.forward, inputs, do, phase)
+            contestant.times.setdefault(phase, []).extend(clock.samples(work))
+
+        if phase not in contestant.reasons:
+            _guarded(contestant, (phase,), turn)
+
+
+def _timed_work(forward: Callable[[], Tensor], inputs: Inputs, do: Tensor | None, phase: str) -> Callable[[], object]:
+    if phase == "fwd":
+
+        def alone() -> Tensor:
+            with torch.no_grad():
+                return forward()
+
+        return alone
+    o = forward()
+    return lambda: torch.autograd.grad(o, inputs.tensors[:3], do, retain_graph=True)
+
+
+def _guarded(contestant: _Contestant, phases: Sequence[str], work: Callable[[], None]) -> None:
+    """Runs work; an error becomes the reason of every phase that has none, and the run goes on.
+
+    This is the one place that catches whatever a provider raises: peers are other people's programs, and a table of
+    thirty cases should not end at the first that runs out of memory. The reason goes into the row, with the warnings
+    that came before it (torch says there why no kernel was taken).
+    """
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            work()
+        except Exception as error:
+            words = [f"{type(error).__name__}: {error}", *(str(warning.message) for warning in seen)]
+            reason = "failed: " + " ".join("; ".join(words).split())[:600]
+            for phase in phases:
+                contestant.reasons.setdefault(phase, reason)
+            seen.clear()
+    if torch.cuda.is_available():
+        # what this provider had reserved would make the next one's memory run short
+        torch.cuda.empty_cache()
+    for warning in seen:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _row(contestant: _Contestant, phase: str, case: Case, session: Session, clock: Clock) -> Row:
+    machine = session.machine
+    problem = case.problem(machine.arch, needs_grad=phase == "bwd")
+    sizes = problem.sizes
+    floor = roof(problem, session.ceilings, phase)
+    row = Row(
+        case=case.name,
+        backend=contestant.name,
+        ran=contestant.ran.get(phase, ""),
+        phase=phase,
+        problem=f"{problem.spec}, B {sizes.B} T {sizes.T} S {sizes.S} H {sizes.H} Hk {sizes.Hk}",
+        binds=floor.binds,
+        error=contestant.errors.get(phase),
+        peak_bytes=contestant.peaks.get(phase),
+        peak_kind=clock.peak_kind,
+        device=machine.name,
+        arch=machine.arch,
+        driver=machine.driver,
+        torch=machine.torch,
+        triton=machine.triton,
+        commit=session.commit,
+        date=session.date,
+        copy_gbs=session.ceilings.copy_gbs,
+        matmul_tflops=session.ceilings.matmul_tflops.get(case.dtype),
+        reason=contestant.reasons.get(phase, ""),
+    )
+    times = contestant.times.get(phase, [])
+    if row.reason or not times:
+        return row
+    low, median, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    return replace(
+        row,
+        median_us=round(median, 3),
+        low_us=round(low, 3),
+        high_us=round(high, 3),
+        samples=len(times),
+        tflops=round(floor.flops / median / 1e6, 4),
+        gbs=round(floor.bytes_moved / median / 1e3, 3),
+        roofline_percent=round(floor.percent(median), 2),
+    )
+
+
+def _commit() -> str:
+    """The commit of the checkout that this code runs from, "+" after it if files changed; "" outside a checkout."""
+    folder = Path(__file__).parents[2]
+    if not (folder / ".git").exists():
+        return ""
+    asked = [
+        subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False).stdout.strip()
+        for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+    ]
+    return asked[0] + "+" * bool(asked[1])

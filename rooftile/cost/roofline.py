@@ -1,0 +1,69 @@
+"""The least time that a machine allows a problem: its arithmetic at the matrix rate, its bytes at the copy rate.
+
+    time = max(FLOPs / rate, compulsory bytes / bandwidth)
+
+Whichever is larger binds. Exponentials, launches and imperfect overlap come on top, so real programs stay below 100 %.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rooftile.cost import flops, io
+from rooftile.hardware.chips import Rates
+from rooftile.spec import DTYPE_NAMES, Problem
+
+
+class Machine(Protocol):
+    """What has roofs: measured `Ceilings`, or a datasheet's `Chip`."""
+
+    def rates(self, dtype: str) -> Rates: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roof:
+    """A problem's floor in time on one machine."""
+
+    flops: int
+    bytes_moved: int  # compulsory, through device memory
+    compute_us: float
+    memory_us: float
+
+    @property
+    def time_us(self) -> float:
+        """The least time."""
+        return max(self.compute_us, self.memory_us)
+
+    @property
+    def binds(self) -> str:
+        """Which roof is met first: "compute" or "memory"."""
+        return "compute" if self.compute_us >= self.memory_us else "memory"
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per compulsory byte."""
+        return self.flops / self.bytes_moved if self.bytes_moved else 0.0
+
+    def percent(self, measured_us: float) -> float:
+        """How much of the roofline a measured time reaches, in %."""
+        return 100 * self.time_us / measured_us
+
+
+def roof(problem: Problem, machine: Machine, phase: str = "fwd") -> Roof:
+    """The roofline of a problem's phase, "fwd" or "bwd" (the backward alone).
+
+    machine: `hardware.ceilings.measure(device)` for what was measured here, or a `Chip` of `hardware.chips`.
+
+    Example:
+        >>> roof(CASES["d128-causal-4k"].problem(), chip_named("NVIDIA H200")).binds
+        'compute'
+    """
+    rates = machine.rates(DTYPE_NAMES[problem.spec.dtype])
+    work, moved = flops.count(problem, phase), io.compulsory(problem, phase).total
+    return Roof(
+        flops=work,
+        bytes_moved=moved,
+        compute_us=work / rates.flops_per_s * 1e6,
+        memory_us=moved / rates.bytes_per_s * 1e6,
+    )
