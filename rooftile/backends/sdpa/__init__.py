@@ -1,8 +1,95 @@
-"""Being written."""
+"""Torch's own fused kernels: the fast path on the CPU, and something to compare with on a GPU.
+
+On the CPU it takes FULL and CAUSAL attention of any lengths; on a GPU, FULL only. What torch's kernels get wrong by
+Rooftile's contract is refused, or put right around them (`cpu.py`).
+"""
+
+from __future__ import annotations
+
 from collections.abc import Iterator
-from rooftile.spec import Spec
+
+import torch
+from torch import Tensor
+
+from rooftile.masks import CAUSAL, FULL
+from rooftile.spec import DTYPE_NAMES, Grads, Options, Spec
+
 NAME = "sdpa"
 
 
 def refusals(spec: Spec) -> Iterator[str]:
-    yield "being written"
+    if spec.layout != "dense":
+        yield f"layout {spec.layout!r}; has 'dense'"
+    if spec.dim != spec.dim_v:
+        yield f"head dims {spec.dim} and {spec.dim_v}; has equal ones"
+    for word, present in (
+        ("softcap", spec.softcap > 0),
+        ("bias", spec.has_bias),
+        ("alibi", spec.has_alibi),
+        ("sinks", spec.has_sinks),
+        ("dropout", spec.dropout > 0),
+    ):
+        if present:
+            yield f"{word}; has none"
+    if spec.needs_grad and spec.needs_lse:
+        yield "gradients through lse; has gradients through the output only"
+    if spec.forward_mode:
+        yield "forward-mode derivatives; has reverse mode (use backend='eager')"
+    yield from _cpu_refusals(spec) if spec.device == "cpu" else _cuda_refusals(spec)
+
+
+def _cpu_refusals(spec: Spec) -> Iterator[str]:
+    if spec.mask not in (FULL, CAUSAL):
+        yield f"mask {spec.mask}; has full, causal"
+    if spec.scale <= 0:
+        # it multiplies by the scale after it has set what is hidden to -inf
+        yield f"scale {spec.scale:g}; has positive ones"
+    if spec.deterministic:
+        # in half precision it decides by the size of the batch whether to pack keys, and that changes the bits
+        yield "deterministic=True; its sums depend on the size of the batch"
+
+
+def _cuda_refusals(spec: Spec) -> Iterator[str]:
+    if not spec.device.startswith("sm") or int(spec.device[2:]) < 80:
+        yield f"tensors are on {spec.device}; has cpu, sm80 and newer"
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        yield f"{DTYPE_NAMES[spec.dtype]}; has fp16, bf16"
+    if spec.dim % 8 or spec.dim > 256:
+        yield f"head dim {spec.dim}; has multiples of 8 up to 256"
+    if spec.mask != FULL:
+        yield f"mask {spec.mask}; has full (what a causal mask hides may leak NaN)"
+    if spec.deterministic:
+        yield "deterministic=True; its gradients are summed in any order"
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    if spec.device == "cpu":
+        from rooftile.backends.sdpa import cpu
+
+        return cpu.forward(q, k, v, spec)
+    from rooftile.backends.sdpa import cuda
+
+    return cuda.forward(q, k, v, spec)
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+    spec: Spec,
+) -> Grads:
+    assert dlse is None, "a spec with a gradient through lse is refused"
+    if do is None:
+        return Grads(*(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
+    if spec.device == "cpu":
+        from rooftile.backends.sdpa import cpu
+
+        return cpu.backward(do, q, k, v, o, lse, spec)
+    from rooftile.backends.sdpa import cuda
+
+    return cuda.backward(do, q, k, v, o, lse, spec)
