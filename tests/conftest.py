@@ -32,9 +32,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("device") == "cuda" and not has_gpu:
         raise pytest.UsageError("--device cuda: torch finds no CUDA device here")
     for item in items:
-        if not has_gpu and "gpu" in item.keywords:
+        if not has_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if not has_hopper and "sm90" in item.keywords:
+        if not has_hopper and item.get_closest_marker("sm90"):
             item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU"))
 
 
