@@ -1,8 +1,72 @@
-"""Being written."""
+"""Portable GPU kernels in Triton: FlashAttention-2's algorithm, forward and backward, on Ampere and newer.
+
+    flash_fwd      o and lse
+    delta          the row sums that the backward starts from
+    flash_bwd_kv   dk and dv, and dq by atomic adds
+    flash_bwd_q    dq with one owner a sum: the deterministic backward
+    flash_bwd_bias the bias's gradient, summed over whatever was broadcast
+"""
+
+from __future__ import annotations
+
+import os
 from collections.abc import Iterator
-from rooftile.spec import Spec
+
+import torch
+from torch import Tensor
+
+from rooftile.spec import Grads, Options, Spec
+
 NAME = "triton"
+
+# Triton's interpreter runs the same kernels on CPU tensors, for tests
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+LARGEST_DIM = 256
 
 
 def refusals(spec: Spec) -> Iterator[str]:
-    yield "being written"
+    if not _runs_on(spec.device):
+        yield f"tensors are on {spec.device}; needs a CUDA GPU of sm80 (Ampere) or newer"
+    if spec.dtype not in DTYPES:
+        yield f"{str(spec.dtype).removeprefix('torch.')}; has {', '.join(DTYPES.values())}"
+    if max(spec.dim, spec.dim_v) > LARGEST_DIM:
+        yield f"head dims {spec.dim}, {spec.dim_v}; has up to {LARGEST_DIM}"
+    if len(spec.mask.chunks) > 1:
+        yield f"chunk sizes {', '.join(map(str, spec.mask.chunks))} at once; has one"
+    if spec.layout == "paged":
+        yield "layout 'paged'; has 'dense', 'packed'"
+    if spec.forward_mode:
+        yield "forward-mode derivatives; only backend='eager' has them"
+
+
+def _runs_on(device: str) -> bool:
+    if device == "cpu":
+        return INTERPRETED
+    # AMD's words are gfx90a, gfx942, ...
+    return device.startswith("gfx") or (device.startswith("sm") and int(device[2:]) >= 80)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    from rooftile.backends.triton import flash_fwd
+    from rooftile.backends.triton.arguments import call_of
+    from rooftile.backends.triton.tiles import forward_tile
+
+    return flash_fwd.launch(call_of(q, k, v, options, spec), forward_tile(spec))
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+    spec: Spec,
+) -> Grads:
+    from rooftile.backends.triton.flash_bwd import launch
+
+    return launch(do, dlse, q, k, v, o, lse, options, spec)

@@ -1,0 +1,149 @@
+"""What every kernel here takes, from a call's tensors and spec: strides, numbers and compile-time constants."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile.spec import Options, Spec
+
+# keys and values of the heads that run together should stay in the L2 cache: half of an H200's 60 MB, most of an A100's 40 MB
+WAVE_BYTES = 30 * 2**20
+
+
+class Constants(NamedTuple):
+    """What follows from a spec alone; computed once a spec."""
+
+    numbers: tuple[float | int, ...]  # scale, softcap, left, right, prefix, chunk, threshold, keep_scale
+    flags: dict[str, Any]  # constexpr arguments
+
+
+class Call(NamedTuple):
+    """One attention call as the launchers see it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: Options
+    spec: Spec
+    B: int
+    H: int
+    Hk: int
+    T: int  # packed: the total
+    S: int  # packed: the total
+    numbers: tuple[float | int, ...]
+    constants: dict[str, Any]
+
+    @property
+    def packed(self) -> bool:
+        return self.spec.layout == "packed"
+
+    @property
+    def half(self) -> bool:
+        """Whether the gradients of the scores have fp16's narrow range."""
+        return self.spec.dtype == torch.float16
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """The shape of lse."""
+        return (self.H, self.T) if self.packed else (self.B, self.H, self.T)
+
+    @property
+    def wave(self) -> int:
+        """How many query heads run together (see `schedule`)."""
+        head = self.S * (self.spec.dim + self.spec.dim_v) * self.k.element_size()
+        return max(WAVE_BYTES // max(head, 1), 1) * self.spec.group
+
+    def programs(self, length: int, block: int, heads: int) -> tuple[int, int]:
+        """How many programs cover `length` rows of `heads` heads, and how many tiles a dense head has."""
+        if self.packed:
+            return (length // block + self.B) * heads, 0
+        tiles = -(-length // block)
+        return tiles * heads * self.B, tiles
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """(batch, position, head) of q, k and v, then bias's four and alibi's two."""
+        return (*_strides(self.q), *_strides(self.k), *_strides(self.v), *self.bias_strides, *self.alibi_strides)
+
+    @property
+    def bias_strides(self) -> tuple[int, ...]:
+        """(batch, head, row, column), 0 along what is broadcast."""
+        bias = self.options.bias
+        if bias is None:
+            return (0, 0, 0, 0)
+        strides = tuple(0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True))
+        return (0, *strides) if self.packed else strides
+
+    @property
+    def alibi_strides(self) -> tuple[int, int]:
+        alibi = self.options.alibi
+        if alibi is None:
+            return (0, 0)
+        return (0, alibi.stride(0)) if alibi.ndim == 1 else (alibi.stride(0), alibi.stride(1))
+
+    @property
+    def option_tensors(self) -> tuple[Tensor, ...]:
+        """bias, alibi, sinks, seed, cu_q, cu_k; q stands in for an absent one, which no kernel reads."""
+        return tuple(self.q if x is None else x for x in self.options)
+
+
+def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Call:
+    """The call; copies a tensor only if its last axis is not contiguous."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    options = options._replace(sinks=None if options.sinks is None else options.sinks.contiguous())
+    if spec.layout == "packed":
+        B, (T, H), (S, Hk) = options.cu_q.shape[0] - 1, q.shape[:2], k.shape[:2]
+    else:
+        (B, T, H), (S, Hk) = q.shape[:3], k.shape[1:3]
+    constants = constants_of(spec)
+    return Call(q, k, v, options, spec, B, H, Hk, T, S, constants.numbers, constants.flags)
+
+
+@lru_cache(maxsize=None)
+def constants_of(spec: Spec) -> Constants:
+    """The numbers and flags that every kernel takes for this spec."""
+    mask = spec.mask
+    (chunk,) = mask.chunks or (0,)
+    # dropped when 32 random bits, as an unsigned integer, are below it; crosses as a signed one so that its type never varies
+    threshold = min(round(spec.dropout * 2**32), 2**32 - 1)
+    threshold -= 2**32 * (threshold >= 2**31)
+    numbers = (
+        spec.scale, spec.softcap, mask.left or 0, mask.right or 0, mask.prefix or 0, chunk,
+        threshold, 1.0 / (1.0 - spec.dropout),
+    )  # fmt: skip
+    plain = not (spec.softcap or spec.has_bias or spec.has_alibi)
+    flags = {
+        "GROUP": spec.group,
+        "D": spec.dim,
+        "DV": spec.dim_v,
+        "PACKED": spec.layout == "packed",
+        "LEFT": mask.left is not None,
+        "RIGHT": mask.right is not None,
+        "PREFIX": mask.prefix is not None,
+        "CHUNK": bool(chunk),
+        # the scale can ride in the exponential's multiply-add when nothing else touches the scores
+        "FOLD": plain and spec.scale > 0,
+        "SOFTCAP": spec.softcap > 0,
+        "BIAS": spec.has_bias,
+        "ALIBI": spec.has_alibi,
+        "DROPOUT": spec.dropout > 0,
+        # three tf32 products carry fp32's precision through the tensor cores
+        "PRECISION": "tf32x3" if spec.dtype.itemsize == 4 else "tf32",
+        "BLOCK_D": padded(spec.dim),
+        "BLOCK_DV": padded(spec.dim_v),
+    }
+    return Constants(numbers, flags)
+
+
+def padded(dim: int) -> int:
+    """A head dim as the kernels hold it: a power of two, at least the 16 that a matrix instruction takes."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """(batch, position, head)."""
+    return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])

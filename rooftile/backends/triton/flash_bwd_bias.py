@@ -1,0 +1,157 @@
+"""The gradient of the bias, portable Triton.
+
+    dbias = sum over what was broadcast of dX,    dX = P (dO V^T - D)
+
+Each program owns one tile of the bias and walks every batch row, head, query tile and key tile that was added to it, making
+P and dP again. One owner a sum: no atomics, no T x S matrix but the bias's own gradient, the same bits every time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.backends.triton.arguments import Call
+from rooftile.backends.triton.schedule import packed_tile
+from rooftile.backends.triton.scores import LOG2E, capped, kept, shifted
+from rooftile.backends.triton.tiles import Tile
+from rooftile.backends.triton.visibility import visible
+
+
+# fmt: off
+@triton.jit(do_not_specialize=[
+    "B", "H", "T", "S", "slots", "left", "right", "prefix", "chunk", "threshold", "rows", "columns", "BIAS_B", "BIAS_H",
+])
+def _backward_bias(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr,  # tensors
+    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
+    q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
+    k_stride_b, k_stride_s, k_stride_h,
+    v_stride_b, v_stride_s, v_stride_h,
+    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
+    alibi_stride_b, alibi_stride_h,
+    do_stride_b, do_stride_t, do_stride_h,
+    B, H, T, S, slots, rows, columns, BIAS_B, BIAS_H,           # sizes; the bias is (BIAS_B, BIAS_H, rows, columns)
+    scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
+    STAGES: tl.constexpr,
+):
+    # fmt: on
+    total = T
+    own_s = tl.program_id(0)
+    own_t = tl.program_id(1)
+    bias_b = tl.program_id(2) // BIAS_H
+    bias_h = tl.program_id(2) % BIAS_H
+    over_b = B // BIAS_B if not PACKED else 1
+    over_h = H // BIAS_H
+    over_t = slots if ONE_ROW else 1
+    over_s = tl.cdiv(S, BLOCK_S) if ONE_COLUMN else 1
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)
+    row_out = own_t * BLOCK_T
+    length_out = rows
+    for n in range(0, over_b * over_h * over_t * over_s):
+        i_s = own_s + n % over_s
+        i_t = own_t + n // over_s % over_t
+        h = bias_h + n // (over_s * over_t) % over_h
+        b = bias_b + n // (over_s * over_t * over_h)
+        row_0 = tl.cast(0, tl.int64)
+        key_0 = tl.cast(0, tl.int64)
+        length = T
+        keys = S
+        if PACKED:
+            b, i_t = packed_tile(i_t, cu_q_ptr, B, BLOCK_T)
+            row_0 = tl.load(cu_q_ptr + b).to(tl.int64)
+            key_0 = tl.load(cu_k_ptr + b).to(tl.int64)
+            length = (tl.load(cu_q_ptr + b + 1) - row_0).to(tl.int32)
+            keys = (tl.load(cu_k_ptr + b + 1) - key_0).to(tl.int32)
+            lse_row = h.to(tl.int64) * total + row_0
+            if not ONE_ROW:
+                row_out = row_0.to(tl.int32) + i_t * BLOCK_T
+                length_out = row_0.to(tl.int32) + length
+        else:
+            lse_row = (b.to(tl.int64) * H + h) * T
+        batch = tl.cast(b, tl.int64) * (0 if PACKED else 1)
+        offset = keys - length
+        t = i_t * BLOCK_T + tl.arange(0, BLOCK_T)
+        j = i_s * BLOCK_S + tl.arange(0, BLOCK_S)
+        here = (t < length)[:, None]
+        there = (j < keys)[:, None]
+        row = (row_0 + t)[:, None]
+        key = (key_0 + j)[:, None]
+        hk = (h // GROUP).to(tl.int64)
+        q_tile = q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h + row * q_stride_t + d[None, :]
+        k_tile = k_ptr + batch * k_stride_b + hk * k_stride_h + key * k_stride_s + d[None, :]
+        v_tile = v_ptr + batch * v_stride_b + hk * v_stride_h + key * v_stride_s + dv[None, :]
+        do_tile = do_ptr + batch * do_stride_b + h.to(tl.int64) * do_stride_h + row * do_stride_t + dv[None, :]
+        q = tl.load(q_tile, mask=here & (d < D)[None, :], other=0.0)
+        k = tl.load(k_tile, mask=there & (d < D)[None, :], other=0.0)
+        v = tl.load(v_tile, mask=there & (dv < DV)[None, :], other=0.0)
+        do = tl.load(do_tile, mask=here & (dv < DV)[None, :], other=0.0)
+        lse = tl.load(lse_ptr + lse_row + t, mask=t < length, other=float("inf"))
+        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+        delta = tl.load(delta_ptr + lse_row + t, mask=t < length, other=0.0)
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SOFTCAP:
+            x = capped(x, scale, softcap) * (softcap * LOG2E)
+        else:
+            x = x * (scale * LOG2E)
+        first = bias_ptr + batch * bias_stride_b + h.to(tl.int64) * bias_stride_h + row_0 * bias_stride_t
+        x = shifted(
+            x, t[:, None], j[None, :], length, keys, offset, first, bias_stride_t, bias_stride_s, slope, True, ALIBI
+        )
+        p = tl.exp2(x - lse[:, None])
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        if DROPOUT:
+            dp = tl.where(kept(seed, threshold, b, h, t[:, None], j[None, :]), dp * keep_scale, 0.0)
+        sees = visible(
+            t[:, None] + offset, j[None, :], keys, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK
+        )
+        acc += tl.where(sees & here, p * (dp - delta[:, None]), 0.0)
+
+    # what was broadcast along the tile itself is summed up here; the bias's gradient is contiguous
+    t = row_out + tl.arange(0, BLOCK_T)
+    j = own_s * BLOCK_S + tl.arange(0, BLOCK_S)
+    out = dbias_ptr + tl.program_id(2).to(tl.int64) * rows * columns
+    if ONE_ROW and ONE_COLUMN:
+        tl.store(out, tl.sum(tl.sum(acc, 1), 0).to(dbias_ptr.dtype.element_ty))
+    elif ONE_ROW:
+        tl.store(out + j, tl.sum(acc, 0).to(dbias_ptr.dtype.element_ty), mask=j < columns)
+    elif ONE_COLUMN:
+        tl.store(out + t, tl.sum(acc, 1).to(dbias_ptr.dtype.element_ty), mask=t < length_out)
+    else:
+        tile = out + t.to(tl.int64)[:, None] * columns + j[None, :]
+        tl.store(tile, acc.to(dbias_ptr.dtype.element_ty), mask=(t < length_out)[:, None] & (j < columns)[None, :])
+
+
+def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], lse: Tensor, delta: Tensor) -> Tensor:
+    """Returns the gradient in the shape and dtype of the bias."""
+    bias = call.options.bias
+    heads = bias.shape[:-2] if not call.packed else (1, bias.shape[0])
+    rows, columns = bias.shape[-2:]
+    empty = torch.empty if min(call.T, call.S, call.B) else torch.zeros
+    dbias = empty(bias.shape, dtype=bias.dtype, device=bias.device)
+    if not (dbias.numel() and min(call.T, call.S, call.B)):
+        return dbias
+    slots, _ = call.programs(call.T, tile.BLOCK_T, 1)
+    slots = slots if call.packed else -(-call.T // tile.BLOCK_T)
+    # an axis of one that is not broadcast is a tile like any other
+    one_row, one_column = rows == 1, columns == 1
+    grid = (1 if one_column else -(-columns // tile.BLOCK_S), 1 if one_row else slots, heads[0] * heads[1])
+    _backward_bias[grid](
+        call.q, call.k, call.v, do, lse, delta, dbias, *call.option_tensors, *call.strides, *do_strides,
+        call.B, call.H, call.T, call.S, slots, rows, columns, heads[0], heads[1], *call.numbers,
+        **call.constants, ONE_ROW=one_row, ONE_COLUMN=one_column, **tile.constants,
+    )  # fmt: skip
+    return dbias

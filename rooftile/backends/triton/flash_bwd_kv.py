@@ -1,0 +1,288 @@
+"""FlashAttention-2 backward for keys and values, portable Triton; optionally for queries in the same walk.
+
+Each program owns one tile of keys and values of one key head and walks the queries that see some of them, for each query
+head of its group in turn. P is recomputed from lse, nothing of size T x S is ever stored. Tiles are held transposed:
+
+    P^T  = exp(scale K Q_i^T - L_i)           softcap, bias, ALiBi, mask as in the forward
+    dV  += P^T dO_i                           P after dropout
+    dP^T = V dO_i^T                           through dropout
+    dS^T = P^T (dP^T - D_i)                   and the derivative of the softcap
+    dK  += dS^T Q_i
+    dQ_i += dS K                              with ADD_DQ: fp32 atomic adds, five products a tile instead of seven
+
+Adding dQ atomically is the faster way, and its order differs from run to run; the deterministic backward leaves dQ to
+`flash_bwd_q`.
+
+A product with a weight of 0 is not harmless when the other factor is NaN, as in the forward. A row that sees a NaN has one
+in lse or D already, so non-finite numbers can simply be set aside, but only where there are some: a program whose keys hold
+one (they would leak into dQ), or whose result does (by a query that sees none of these keys), walks with care.
+
+Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.backends.triton.arguments import Call
+from rooftile.backends.triton.schedule import dense_tile, packed_tile
+from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, poison, shifted
+from rooftile.backends.triton.tiles import Tile
+from rooftile.backends.triton.visibility import first_position, last_position, visible
+
+# queries a step of the second walk: small, since it is rare and must not cost the first one registers
+CAREFUL_T = tl.constexpr(32)
+
+
+# fmt: off
+@triton.jit
+def _walk(
+    dk, dv, k, v, j, first, second, turn, count, add_dq,        # the sums, the keys and values, the queries to visit
+    q_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, q_stride_t, do_stride_t, dq_stride_t,
+    T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
+    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, ADD_DQ: tl.constexpr, FOLD: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HALF: tl.constexpr, STAGES: tl.constexpr,
+):
+    # fmt: on
+    rows = tl.arange(0, BLOCK_T)
+    d = tl.arange(0, BLOCK_D)
+    dv_ = tl.arange(0, BLOCK_DV)
+    q_offsets = rows[:, None] * q_stride_t + d[None, :]
+    do_offsets = rows[:, None] * do_stride_t + dv_[None, :]
+    dq_offsets = rows[:, None] * dq_stride_t + d[None, :]
+    for n in tl.range(0, count, num_stages=STAGES):
+        # `turn` tiles from `first` on, the others from `second` on
+        t_0 = tl.where(n < turn, first + n * BLOCK_T, second + (n - turn) * BLOCK_T)
+        t = t_0 + rows
+        there = t < T
+        # int64: position times stride passes 2**31 in a long context
+        q_tile = q_ptr + tl.cast(t_0, tl.int64) * q_stride_t + q_offsets
+        do_tile = do_ptr + tl.cast(t_0, tl.int64) * do_stride_t + do_offsets
+        if MASKED:
+            q = tl.load(q_tile, mask=there[:, None] & (d < D)[None, :], other=0.0)
+        elif D < BLOCK_D:
+            q = tl.load(q_tile, mask=(d < D)[None, :], other=0.0)
+        else:
+            q = tl.load(q_tile)
+        lse = tl.load(lse_ptr + t, mask=there, other=float("inf"))
+        # a row that sees nothing has no weight: exp(x - inf) is 0
+        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+        if CAREFUL:
+            q = finite(q)
+        x = tl.dot(finite(k) if CAREFUL else k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_S, BLOCK_T)
+        if SOFTCAP:
+            cap = capped(x, scale, softcap)
+            x = cap * (softcap * LOG2E)
+        elif not FOLD:
+            x = x * (scale * LOG2E)
+        x = shifted(
+            x, t[None, :], j[:, None], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, BIAS, ALIBI
+        )
+        p = tl.exp2(x * factor - lse[None, :])
+        if MASKED:
+            i = t[None, :] + offset
+            sees = visible(i, j[:, None], S, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+            p = tl.where(sees, p, 0.0)
+        if MASKED:
+            do = tl.load(do_tile, mask=there[:, None] & (dv_ < DV)[None, :], other=0.0)
+        elif DV < BLOCK_DV:
+            do = tl.load(do_tile, mask=(dv_ < DV)[None, :], other=0.0)
+        else:
+            do = tl.load(do_tile)
+        delta = tl.load(delta_ptr + t, mask=there, other=0.0)
+        weight = p
+        if DROPOUT:
+            keep = kept(seed, threshold, b, h, t[None, :], j[:, None])
+            weight = tl.where(keep, p * keep_scale, 0.0)
+        if CAREFUL:
+            weight = tl.where(sees, weight + poison(do, 1)[None, :], 0.0)
+            do = finite(do)
+        dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        if DROPOUT:
+            dp = tl.where(keep, dp * keep_scale, 0.0)
+        # fp16 ends at 65,504: the scale comes in before the rounding rather than after the sum
+        if HALF:
+            p = p * scale
+        ds = p * (dp - delta[None, :])
+        if SOFTCAP:
+            ds = ds * (1 - cap * cap)
+        if MASKED:
+            ds = tl.where(sees, ds, 0.0)
+        ds = ds.to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        if ADD_DQ:
+            dq_tile = dq_ptr + tl.cast(t_0, tl.int64) * dq_stride_t + dq_offsets
+            dq = tl.dot(tl.trans(ds), finite(k) if CAREFUL else k, input_precision=PRECISION)
+            if MASKED or D < BLOCK_D:
+                tl.atomic_add(dq_tile, dq, mask=there[:, None] & (d < D)[None, :] & add_dq, sem="relaxed")
+            else:
+                tl.atomic_add(dq_tile, dq, sem="relaxed")
+    return dk, dv
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
+def _backward_kv(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,                # tensors
+    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
+    q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
+    k_stride_b, k_stride_s, k_stride_h,
+    v_stride_b, v_stride_s, v_stride_h,
+    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
+    alibi_stride_b, alibi_stride_h,
+    do_stride_b, do_stride_t, do_stride_h,
+    B, H, T, S, tiles, wave,                                    # sizes; packed: T and S are totals
+    scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, HALF: tl.constexpr, ADD_DQ: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
+    STAGES: tl.constexpr,
+):
+    # fmt: on
+    total = T
+    HK = H // GROUP
+    if PACKED:
+        slot = tl.program_id(0) // HK
+        hk = tl.program_id(0) % HK
+        b, i_s = packed_tile(slot, cu_k_ptr, B, BLOCK_S)
+        row_0 = tl.load(cu_q_ptr + b).to(tl.int64)
+        key_0 = tl.load(cu_k_ptr + b).to(tl.int64)
+        T = (tl.load(cu_q_ptr + b + 1) - row_0).to(tl.int32)
+        S = (tl.load(cu_k_ptr + b + 1) - key_0).to(tl.int32)
+        if i_s * BLOCK_S >= S:
+            return
+        batch = tl.cast(0, tl.int64)
+        lse_row = row_0
+    else:
+        bh, i_s = dense_tile(tl.program_id(0), tiles, B * HK, wave, False)
+        b = bh // HK
+        hk = bh % HK
+        row_0 = b.to(tl.int64) * T
+        key_0 = b.to(tl.int64) * S
+        batch = b.to(tl.int64)
+        lse_row = b.to(tl.int64) * H * T
+    # a sequence's first query and key: by the batch stride if dense, by the row stride if packed
+    q_row = row_0 * q_stride_t if PACKED else batch * q_stride_b
+    do_row = row_0 * do_stride_t if PACKED else batch * do_stride_b
+    k_row = key_0 * k_stride_s if PACKED else batch * k_stride_b
+    v_row = key_0 * v_stride_s if PACKED else batch * v_stride_b
+    bias_row = row_0 * bias_stride_t if PACKED else batch * bias_stride_b
+
+    j_0 = i_s * BLOCK_S
+    j = j_0 + tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    dv_ = tl.arange(0, BLOCK_DV)
+    k_tile = k_ptr + k_row + hk.to(tl.int64) * k_stride_h + j.to(tl.int64)[:, None] * k_stride_s + d[None, :]
+    v_tile = v_ptr + v_row + hk.to(tl.int64) * v_stride_h + j.to(tl.int64)[:, None] * v_stride_s + dv_[None, :]
+    k = tl.load(k_tile, mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)
+    v = tl.load(v_tile, mask=(j < S)[:, None] & (dv_ < DV)[None, :], other=0.0)
+    HIDES: tl.constexpr = LEFT or RIGHT or PREFIX or CHUNK
+    careful = False
+    if HIDES and ADD_DQ:
+        careful = tl.max(tl.max(tl.where(tl.abs(k.to(tl.float32)) < float("inf"), 0, 1), 1), 0) > 0
+
+    # the queries that see some of these keys, [start, stop), and within them those that see all
+    offset = S - T
+    j_1 = tl.minimum(j_0 + BLOCK_S, S) - 1
+    start = first_position(j_0, right, prefix, chunk, RIGHT, PREFIX, CHUNK) - offset
+    stop = tl.minimum(last_position(j_1, left, chunk, LEFT, CHUNK) - offset + 1, T)
+    clear_start = first_position(j_1, right, prefix, chunk, RIGHT, PREFIX, CHUNK) - offset
+    clear_stop = last_position(j_0, left, chunk, LEFT, CHUNK) - offset + 1
+    start = tl.maximum(start, 0) // BLOCK_T * BLOCK_T
+    stop = tl.maximum(stop, start)
+    clear_start = tl.minimum(tl.cdiv(tl.maximum(clear_start, 0), BLOCK_T), tl.cdiv(stop, BLOCK_T)) * BLOCK_T
+    clear_stop = tl.minimum(tl.maximum(clear_stop, 0), T) // BLOCK_T * BLOCK_T
+    # keys past the end would weigh something: a ragged tile of keys is masked throughout
+    clear_stop = tl.where(j_0 + BLOCK_S > S, clear_start, tl.maximum(clear_stop, clear_start))
+
+    early_tiles = (clear_start - start) // BLOCK_T
+    clear_tiles = (clear_stop - clear_start) // BLOCK_T
+    masked_tiles = early_tiles + tl.cdiv(tl.maximum(stop - clear_stop, 0), BLOCK_T)
+    if careful:
+        clear_tiles = 0
+        masked_tiles = 0
+
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+    factor = scale * LOG2E if FOLD else 1.0
+    slope = 0.0
+
+    dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
+    # fmt: off
+    for g in range(0, GROUP):
+        h = hk * GROUP + g
+        q_h = q_ptr + q_row + h.to(tl.int64) * q_stride_h
+        do_h = do_ptr + do_row + h.to(tl.int64) * do_stride_h
+        dq_h = dq_ptr + (row_0 * H + h) * D
+        lse_h = lse_ptr + lse_row + h.to(tl.int64) * total
+        delta_h = delta_ptr + lse_row + h.to(tl.int64) * total
+        bias_h = bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h
+        if ALIBI:
+            slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
+        dk, dv = _walk(
+            dk, dv, k, v, j, clear_start, clear_start, 0, clear_tiles, True,
+            q_h, do_h, dq_h, lse_h, delta_h, q_stride_t, do_stride_t, H * D,
+            T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
+            bias_h, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, LEFT, RIGHT, PREFIX, CHUNK,
+            False, False, ADD_DQ, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
+        dk, dv = _walk(
+            dk, dv, k, v, j, start, clear_stop, early_tiles, masked_tiles, True,
+            q_h, do_h, dq_h, lse_h, delta_h, q_stride_t, do_stride_t, H * D,
+            T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
+            bias_h, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, LEFT, RIGHT, PREFIX, CHUNK,
+            True, False, ADD_DQ, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
+    if HIDES:
+        lost = tl.max(tl.max(tl.where(dk == dk, 0, 1), 1), 0) + tl.max(tl.max(tl.where(dv == dv, 0, 1), 1), 0)
+        if careful or lost > 0:
+            dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+            dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
+            for g in range(0, GROUP):
+                h = hk * GROUP + g
+                if ALIBI:
+                    slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
+                dk, dv = _walk(
+                    dk, dv, k, v, j, start, start, 0, tl.cdiv(stop - start, CAREFUL_T), careful,
+                    q_ptr + q_row + h.to(tl.int64) * q_stride_h, do_ptr + do_row + h.to(tl.int64) * do_stride_h,
+                    dq_ptr + (row_0 * H + h) * D,
+                    lse_ptr + lse_row + h.to(tl.int64) * total, delta_ptr + lse_row + h.to(tl.int64) * total,
+                    q_stride_t, do_stride_t, H * D,
+                    T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
+                    bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h, bias_stride_t, bias_stride_s,
+                    slope, seed, threshold, keep_scale,
+                    D, DV, BLOCK_D, BLOCK_DV, CAREFUL_T, LEFT, RIGHT, PREFIX, CHUNK,
+                    True, True, ADD_DQ, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, 1)
+    # fmt: on
+
+    dk_tile = dk_ptr + (key_0 + j)[:, None] * (HK * D) + hk * D + d[None, :]
+    dv_tile = dv_ptr + (key_0 + j)[:, None] * (HK * DV) + hk * DV + dv_[None, :]
+    tl.store(dk_tile, (dk if HALF else dk * scale).to(dk_ptr.dtype.element_ty), mask=(j < S)[:, None] & (d < D)[None, :])
+    tl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=(j < S)[:, None] & (dv_ < DV)[None, :])
+
+
+def launch(
+    call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], lse: Tensor, delta: Tensor, dq: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns dk and dv in the shapes of k and v; adds scale-free dQ to dq, fp32 (B, T, H, D), if it is given."""
+    k, v = call.k, call.v
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    programs, tiles = call.programs(call.S, tile.BLOCK_S, call.Hk)
+    if programs:
+        _backward_kv[(programs,)](
+            call.q, k, v, do, lse, delta, delta if dq is None else dq, dk, dv, *call.option_tensors,
+            *call.strides, *do_strides, call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers,
+            **call.constants, HALF=call.half, ADD_DQ=dq is not None, **tile.constants,
+        )  # fmt: skip
+    return dk, dv

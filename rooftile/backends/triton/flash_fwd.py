@@ -1,0 +1,246 @@
+"""FlashAttention-2 forward, portable Triton.
+
+Each program owns one tile of queries of one head and walks the keys that some of them see:
+
+    X  = scale * Q K_j^T                     softcap, bias, ALiBi; -inf behind the mask
+    m' = max(m, rowmax X)
+    P  = exp(X - m')
+    O  = exp(m - m') O + P V_j
+    l  = exp(m - m') l + rowsum P
+
+and writes O / l and lse = m + log l. Exponentials are base 2; log2(e) rides in the scale.
+
+A query sees an interval of keys (`visibility`), so the walk has at most three parts: keys that only some of the tile's
+queries see on the left, keys that all see, where no mask is computed, and keys that only some see on the right.
+
+A product with a weight of 0 is not harmless when the value is NaN. A tile whose result holds a NaN is therefore computed
+again with the non-finite inputs set aside and a NaN score in their place, which reaches exactly the rows that see them.
+
+Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.backends.triton.arguments import Call
+from rooftile.backends.triton.schedule import dense_tile, packed_tile
+from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, kept, poison, shifted
+from rooftile.backends.triton.tiles import Tile
+from rooftile.backends.triton.visibility import first_key, last_key, visible
+
+# keys a step of the second walk: small, since it is rare and must not cost the first one registers
+CAREFUL_S = tl.constexpr(32)
+
+
+# fmt: off
+@triton.jit
+def _walk(
+    acc, m, l, q, first, second, turn, count,                   # the running softmax, the queries, the keys to visit
+    k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk,
+    t, T, S, offset, b, h, factor, scale, softcap,
+    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, FOLD: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # fmt: on
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    k_offsets = s[:, None] * k_stride_s + d[None, :]
+    v_offsets = s[:, None] * v_stride_s + dv[None, :]
+    for n in tl.range(0, count, num_stages=STAGES):
+        # `turn` tiles from `first` on, the others from `second` on
+        j_0 = tl.where(n < turn, first + n * BLOCK_S, second + (n - turn) * BLOCK_S)
+        # int64: position times stride passes 2**31 in a long context
+        k_tile = k_ptr + tl.cast(j_0, tl.int64) * k_stride_s + k_offsets
+        v_tile = v_ptr + tl.cast(j_0, tl.int64) * v_stride_s + v_offsets
+        j = j_0 + s
+        if MASKED:
+            k = tl.load(k_tile, mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)
+        elif D < BLOCK_D:
+            k = tl.load(k_tile, mask=(d < D)[None, :], other=0.0)
+        else:
+            k = tl.load(k_tile)
+        if CAREFUL:
+            x = tl.dot(q, tl.trans(finite(k)), input_precision=PRECISION) + poison(k, 1)[None, :]
+        else:
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_T, BLOCK_S)
+        if SOFTCAP:
+            x = capped(x, scale, softcap) * (softcap * LOG2E)
+        elif not FOLD:
+            x = x * (scale * LOG2E)
+        x = shifted(
+            x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, BIAS, ALIBI
+        )
+        if MASKED:
+            v = tl.load(v_tile, mask=(j < S)[:, None] & (dv < DV)[None, :], other=0.0)
+        elif DV < BLOCK_DV:
+            v = tl.load(v_tile, mask=(dv < DV)[None, :], other=0.0)
+        else:
+            v = tl.load(v_tile)
+        if MASKED:
+            sees = visible(t[:, None] + offset, j[None, :], S, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+            x = tl.where(sees, x, float("-inf"))
+
+        m_new = tl.maximum(m, tl.max(x, 1))
+        if MASKED or BIAS:
+            # a row that has met no key yet: -inf - -inf is nan
+            pivot = tl.where(m_new == float("-inf"), 0.0, m_new) * factor
+        else:
+            pivot = m_new * factor
+        p = tl.exp2(x * factor - pivot[:, None])
+        alpha = tl.exp2(m * factor - pivot)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if DROPOUT:
+            p = tl.where(kept(seed, threshold, b, h, t[:, None], j[None, :]), p * keep_scale, 0.0)
+        if CAREFUL:
+            p = tl.where(sees, p + poison(v, 1)[None, :], 0.0)
+            v = finite(v)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = m_new
+    return acc, m, l
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
+def _forward(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,                        # tensors
+    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
+    q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
+    k_stride_b, k_stride_s, k_stride_h,
+    v_stride_b, v_stride_s, v_stride_h,
+    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
+    alibi_stride_b, alibi_stride_h,
+    B, H, T, S, tiles, wave,                                    # sizes; packed: T and S are totals
+    scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
+    STAGES: tl.constexpr,
+):
+    # fmt: on
+    total = T
+    if PACKED:
+        slot = tl.program_id(0) // H
+        h = tl.program_id(0) % H
+        b, i_t = packed_tile(slot, cu_q_ptr, B, BLOCK_T)
+        row_0 = tl.load(cu_q_ptr + b).to(tl.int64)
+        key_0 = tl.load(cu_k_ptr + b).to(tl.int64)
+        T = (tl.load(cu_q_ptr + b + 1) - row_0).to(tl.int32)
+        S = (tl.load(cu_k_ptr + b + 1) - key_0).to(tl.int32)
+        if i_t * BLOCK_T >= T:
+            return
+        q_ptr += row_0 * q_stride_t
+        k_ptr += key_0 * k_stride_s
+        v_ptr += key_0 * v_stride_s
+        o_ptr += (row_0 * H + h) * DV
+        lse_ptr += h.to(tl.int64) * total + row_0
+        bias_ptr += row_0 * bias_stride_t
+    else:
+        bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, wave, RIGHT)
+        b = bh // H
+        h = bh % H
+        q_ptr += b.to(tl.int64) * q_stride_b
+        k_ptr += b.to(tl.int64) * k_stride_b
+        v_ptr += b.to(tl.int64) * v_stride_b
+        o_ptr += (b.to(tl.int64) * T * H + h) * DV
+        lse_ptr += bh.to(tl.int64) * T
+        bias_ptr += b.to(tl.int64) * bias_stride_b
+    q_ptr += h.to(tl.int64) * q_stride_h
+    k_ptr += (h // GROUP).to(tl.int64) * k_stride_h
+    v_ptr += (h // GROUP).to(tl.int64) * v_stride_h
+    bias_ptr += h.to(tl.int64) * bias_stride_h
+
+    t_0 = i_t * BLOCK_T
+    t = t_0 + tl.arange(0, BLOCK_T)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    # int64: position times stride passes 2**31 in a long context
+    q_tile = q_ptr + t.to(tl.int64)[:, None] * q_stride_t + d[None, :]
+    q = tl.load(q_tile, mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
+
+    # the keys that some row sees, [start, stop), and within them those that every row sees
+    offset = S - T
+    top = t_0 + offset
+    bottom = tl.minimum(t_0 + BLOCK_T, T) - 1 + offset
+    start = first_key(top, left, chunk, LEFT, CHUNK) // BLOCK_S * BLOCK_S
+    stop = last_key(bottom, S, right, prefix, chunk, RIGHT, PREFIX, CHUNK) + 1
+    clear_start = tl.cdiv(first_key(bottom, left, chunk, LEFT, CHUNK), BLOCK_S) * BLOCK_S
+    clear_stop = tl.maximum(last_key(top, S, right, prefix, chunk, RIGHT, PREFIX, CHUNK) + 1, 0) // BLOCK_S * BLOCK_S
+    stop = tl.maximum(stop, start)
+    clear_start = tl.minimum(clear_start, tl.cdiv(stop, BLOCK_S) * BLOCK_S)
+    clear_stop = tl.maximum(clear_stop, clear_start)
+
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
+    factor = scale * LOG2E if FOLD else 1.0
+
+    m = tl.full((BLOCK_T,), float("-inf"), tl.float32)
+    l = tl.zeros((BLOCK_T,), tl.float32)
+    acc = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)
+    # fmt: off
+    left_tiles = (clear_start - start) // BLOCK_S
+    right_tiles = tl.cdiv(tl.maximum(stop - clear_stop, 0), BLOCK_S)
+    acc, m, l = _walk(
+        acc, m, l, q, clear_start, clear_start, 0, (clear_stop - clear_start) // BLOCK_S,
+        k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h,
+        factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, False, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, STAGES)
+    acc, m, l = _walk(
+        acc, m, l, q, start, clear_stop, left_tiles, left_tiles + right_tiles,
+        k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h,
+        factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, True, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, STAGES)
+    if LEFT or RIGHT or PREFIX or CHUNK:
+        if tl.max(tl.max(tl.where(acc == acc, 0, 1), 1), 0) > 0:
+            m = tl.full((BLOCK_T,), float("-inf"), tl.float32)
+            l = tl.zeros((BLOCK_T,), tl.float32)
+            acc = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)
+            acc, m, l = _walk(
+                acc, m, l, q, start, start, 0, tl.cdiv(stop - start, CAREFUL_S),
+                k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h,
+                factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
+                D, DV, BLOCK_D, BLOCK_DV, CAREFUL_S, LEFT, RIGHT, PREFIX, CHUNK, True, True, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, 1)
+    # fmt: on
+
+    m = m * factor
+    if SINKS:
+        sink = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
+        m_new = tl.maximum(m, sink)
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha + tl.exp2(sink - m_new)
+        acc = acc * alpha[:, None]
+        m = m_new
+    nothing = l == 0.0
+    l = tl.where(nothing, 1.0, l)
+    lse = tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2)
+    tl.store(lse_ptr + t, lse, mask=t < T)
+    o_tile = o_ptr + t.to(tl.int64)[:, None] * (H * DV) + dv[None, :]
+    tl.store(o_tile, (acc / l[:, None]).to(o_ptr.dtype.element_ty), mask=(t < T)[:, None] & (dv < DV)[None, :])
+
+
+def launch(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Returns o (B, T, H, Dv) and lse (B, H, T), or packed (total_q, H, Dv) and (H, total_q)."""
+    q, v = call.q, call.v
+    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse = torch.empty(call.rows_shape, dtype=torch.float32, device=q.device)
+    programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
+    if programs:
+        _forward[(programs,)](
+            q, call.k, v, o, lse, *call.option_tensors, *call.strides,
+            call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers,
+            **call.constants, SINKS=call.spec.has_sinks, **tile.constants,
+        )  # fmt: skip
+    return o, lse

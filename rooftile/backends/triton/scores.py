@@ -1,0 +1,52 @@
+"""From the products of a tile of queries and keys to its scores, and dropout: shared by forward and backward.
+
+Scores are in units of log2, so that exponentials are single instructions. Positions come as broadcastable tensors, one
+along each axis of the tile, so the same code serves a tile and its transpose.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def capped(x, scale, softcap):
+    """tanh(scale x / softcap), by one exponential that saturates at both ends."""
+    return 1 - 2 / (tl.exp2(x * (2 * LOG2E * scale / softcap)) + 1)
+
+
+@triton.jit
+def shifted(
+    x, t, j, T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope,
+    BIAS: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Scores (log2) with bias and ALiBi added; t and j are a query's and a key's index, t + offset the query's position."""
+    if BIAS:
+        there = (t < T) & (j < S)
+        x += tl.load(bias_ptr + t * bias_stride_t + j * bias_stride_s, mask=there, other=0.0).to(tl.float32) * LOG2E
+    if ALIBI:
+        x -= tl.abs(t + offset - j).to(tl.float32) * (slope * LOG2E)
+    return x
+
+
+@triton.jit
+def kept(seed, threshold, b, h, t, j):
+    """Which weights dropout keeps: Philox4x32-10 on the counter (column, row, head, batch), keyed by the seed."""
+    zero = (t * 0 + j * 0).to(tl.uint32)
+    bits, _, _, _ = tl.philox(seed, zero + j.to(tl.uint32), zero + t.to(tl.uint32), zero + h.to(tl.uint32), zero + b.to(tl.uint32))
+    return bits >= threshold.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def finite(x):
+    """x with 0 for each NaN and infinity."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
+
+
+@triton.jit
+def poison(x, axis: tl.constexpr):
+    """NaN where x holds a NaN or an infinity anywhere along an axis, else 0."""
+    bad = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), 0, 1)
+    return tl.where(tl.max(bad, axis) > 0, float("nan"), 0.0)
