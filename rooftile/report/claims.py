@@ -1,0 +1,132 @@
+"""The sentences that stand over the charts, made from the numbers in them: if the data says slower, they say slower."""
+
+from __future__ import annotations
+
+from rooftile.report.comparison import OURS, STANDARD, Comparison
+from rooftile.report.tiles import TileMap
+from rooftile.report.training import Run, Training
+from rooftile.report.units import percent, power, times, tokens
+
+# two medians closer than this are the same for a reader
+ALIKE = 0.05
+
+WHAT = {
+    "forward_us": ("faster", "slower", "as fast"),
+    "backward_us": ("faster", "slower", "as fast"),
+    "step_us": ("faster", "slower", "as fast"),
+    "step_ms": ("less time", "more time", "the same time"),
+    "peak_bytes": ("less memory", "more memory", "the same memory"),
+    "forward_peak_bytes": ("less memory", "more memory", "the same memory"),
+    "training_peak_bytes": ("less memory", "more memory", "the same memory"),
+}
+
+
+def against(ours: float, theirs: float, less: str, more: str, alike: str) -> str:
+    """How ours stands to theirs, where less is better.
+
+    >>> against(2.0, 46.0, "less memory", "more memory", "the same memory")
+    '23× less memory'
+    """
+    if ours == theirs or (min(ours, theirs) > 0 and max(ours, theirs) / min(ours, theirs) < 1 + ALIKE):
+        return alike
+    if min(ours, theirs) <= 0:
+        return less if ours < theirs else more
+    return f"{times(theirs / ours)} {less}" if ours < theirs else f"{times(ours / theirs)} {more}"
+
+
+def common_length(comparison: Comparison, ours: str = OURS) -> int:
+    """The longest sequence that both sides finished."""
+    return max(set(comparison.of(ours)) & set(comparison.of(STANDARD)))
+
+
+def standing(comparison: Comparison, what: str) -> str:
+    """Ours against standard attention in one quantity at the common length: "23× less memory"."""
+    N = common_length(comparison)
+    ours, theirs = (getattr(comparison.of(side)[N], what) for side in (OURS, STANDARD))
+    return against(ours, theirs, *WHAT[what])
+
+
+def headline(comparison: Comparison) -> str:
+    """The page's first sentence."""
+    N = common_length(comparison)
+    ours, theirs = comparison.of(OURS)[N], comparison.of(STANDARD)[N]
+    memory = standing(comparison, "training_peak_bytes")
+    speed = against(
+        ours.step_us, theirs.step_us, "less time", "more time", "the same time"
+    )
+    return f"At {N:,} tokens exact attention needs {memory} and {speed} than standard attention".replace(
+        "the same time than", "the same time as"
+    )
+
+
+def time_claim(comparison: Comparison, what: str) -> str:
+    """Over a chart of times: what is "forward_us" or "backward_us"."""
+    N = common_length(comparison)
+    return f"{what.removesuffix('_us').capitalize()}, {N:,} tokens: {standing(comparison, what)}"
+
+
+def memory_claim(comparison: Comparison, what: str) -> str:
+    """Over a chart of peak memory."""
+    N = common_length(comparison)
+    phase = {"forward_peak_bytes": "Forward", "training_peak_bytes": "Forward and backward"}[what]
+    return f"{phase}, {N:,} tokens: {standing(comparison, what)}"
+
+
+def error_claim(comparison: Comparison, what: str) -> str:
+    """Over a chart of errors."""
+    N = common_length(comparison)
+    ours, theirs = (getattr(comparison.of(side)[N], what) for side in (OURS, STANDARD))
+    which = {"forward_error": "output", "backward_error": "gradient"}[what]
+    words = against(ours, theirs, "closer to fp64 than standard", "further from fp64 than standard", "as exact as standard")
+    return f"The {which} is {words}, {power(ours)} off"
+
+
+def traffic_claim(comparison: Comparison) -> str:
+    """Over the chart of the cost model's bytes, at the longest length counted."""
+    last = comparison.traffic[-1]
+    least = against(last.compulsory, last.standard, "fewer bytes", "more bytes", "as many bytes")
+    tiled = against(last.tiled, last.standard, "fewer", "more", "as many")
+    return f"The model counts {least} through memory at {tokens(last.N)} tokens, {tiled} even if no cache helps"
+
+
+def scaling_claim(comparison: Comparison) -> str:
+    """How far each side came."""
+    ours, theirs = (max(comparison.of(side)) for side in (OURS, STANDARD))
+    if ours == theirs:
+        return f"Both reached {ours:,} tokens"
+    return f"Standard attention stopped at {theirs:,} tokens, exact attention at {ours:,}"
+
+
+def loss_claim(training: Training) -> str:
+    """Over the loss curves."""
+    apart = training.furthest_apart
+    words = "never differ" if apart == 0 else f"never differ by more than {short(apart)}"
+    return f"Over {len(training.runs[0].losses)} steps the two losses {words}"
+
+
+def standing_of_step(training: Training, what: str) -> str:
+    """The second run against the first in one quantity, "step_ms" or "peak_bytes"."""
+    eager, ours = (getattr(run, what) for run in training.runs)
+    return against(ours, eager, *WHAT[what])
+
+
+def learning(run: Run) -> tuple[float, float]:
+    """The first loss and the mean of the last tenth."""
+    tail = run.losses[-max(len(run.losses) // 10, 1) :]
+    return run.losses[0], sum(tail) / len(tail)
+
+
+def tiles_claim(maps: tuple[TileMap, ...]) -> str:
+    """Over the pictures of the masks."""
+    most = max(maps, key=lambda tile_map: tile_map.saved)
+    return f"Tiles that nobody sees are skipped: {most.mask} leaves out {percent(most.saved)} of the scores"
+
+
+def tile_time_claim(tile_map: TileMap, full: TileMap) -> str:
+    """Under a mask's picture: its time against attention without a mask."""
+    return f"{percent(tile_map.forward_us / full.forward_us)} of the time of full attention"
+
+
+def short(value: float) -> str:
+    """A small difference in two digits."""
+    return f"{value:.2g}" if value >= 1e-3 else power(value)

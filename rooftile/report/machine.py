@@ -1,0 +1,111 @@
+"""This machine in plain values: what it is, what it reaches, which backends run here and why the others do not."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import rooftile
+from rooftile import dispatch
+from rooftile.cases import Case
+from rooftile.hardware import ceilings
+from rooftile.hardware.arch import arch
+from rooftile.hardware.chips import GENERIC_CPU, Chip, chip_named
+from rooftile.hardware.device import describe
+from rooftile.masks import CAUSAL
+from rooftile.report.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roof:
+    """One ceiling: measured here, and the datasheet's number if there is one."""
+
+    what: str
+    measured: float
+    datasheet: float | None
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the first section of the page shows."""
+
+    device: dict[str, Any]
+    datasheet: str  # whose numbers stand beside the measured ones
+    roofs: tuple[Roof, ...]
+    measured_on: str
+    problem: str  # the spec that the verdicts are about
+    chosen: str
+    verdicts: dict[str, tuple[str, ...]]
+
+
+def survey(plan: Plan, device: str) -> Machine:
+    """Measures the ceilings (or reads them from the cache) and asks every backend about a causal training step."""
+    seen = describe(device)
+    measured = ceilings.measure(device)
+    chip = chip_named(seen.name) if seen.type == "cuda" else GENERIC_CPU
+    spec = _training_case(plan).problem(arch_of(device)).spec
+    verdicts = dispatch.verdicts(spec)
+    return Machine(
+        device=seen.json(),
+        datasheet=f"{chip.name} ({chip.kind})" if chip else "",
+        roofs=tuple(_roofs(measured, chip, seen.cores if seen.type == "cpu" else 1)),
+        measured_on=measured.date,
+        problem=str(spec),
+        chosen=str(dispatch.select(spec).NAME),
+        verdicts=verdicts,
+    )
+
+
+def _training_case(plan: Plan) -> Case:
+    sizes = {"B": plan.batch, "T": plan.lengths[0], "S": plan.lengths[0], "H": plan.heads, "Hk": plan.heads}
+    return Case(name="report", tags=frozenset(), **sizes, dim=plan.dim, dtype=plan.dtype, mask=CAUSAL)
+
+
+def arch_of(device: str) -> str:
+    """A Spec's word for a torch device's name."""
+    import torch
+
+    return arch(torch.device(device))
+
+
+def _roofs(measured: ceilings.Ceilings, chip: Chip | None, cores: int) -> list[Roof]:
+    roofs = [Roof(what="memory copy", measured=measured.copy_gbs, datasheet=chip and chip.bandwidth_gbs, unit="GB/s")]
+    for dtype, tflops in measured.matmul_tflops.items():
+        sheet = getattr(chip, f"{dtype}_tflops", None)
+        roofs.append(
+            Roof(
+                what=f"{dtype} matrix product",
+                measured=tflops,
+                datasheet=sheet * cores if sheet else None,
+                unit="TFLOP/s",
+            )
+        )
+    return roofs
+
+
+def reproduction(command: str) -> dict[str, str]:
+    """What a reader needs to run this again: the command, the commit if there is one, the date."""
+    return {
+        "command": command,
+        "rooftile": rooftile.__version__,
+        "commit": _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _commit() -> str:
+    """The commit of the checkout that this package lies in, `+` for changes on top; "" outside a checkout."""
+    root = Path(rooftile.__file__).parents[1]
+    git = shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return ""
+    asked = subprocess.run(
+        [git, "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"],
+        capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    return asked.stdout.strip() if asked.returncode == 0 else ""

@@ -1,0 +1,122 @@
+"""How much the report does on a machine: the one place where sizes and budgets are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlan:
+    """The small Llama that is trained twice."""
+
+    hidden: int
+    layers: int
+    heads: int
+    length: int  # tokens of a sequence
+    batch: int
+    steps: int
+    learning_rate: float
+    dtype: str  # autocast to this; "fp32" for none
+    written: int  # bytes of text sampled at the end
+
+    @property
+    def width(self) -> int:
+        """Of the MLP: eight thirds of the hidden size, as Llama has it, in multiples of 16."""
+        return self.hidden * 8 // 3 // 16 * 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the report measures. Two CPU cores finish the whole of it in under five minutes, a GPU in under two."""
+
+    device: str  # "cpu" or "cuda"
+    dtype: str  # of the comparison
+    batch: int
+    heads: int
+    dim: int
+    lengths: tuple[int, ...]  # rising; each side stops earlier where its next step passes a limit below
+    memory_limit: int  # bytes that one step may be expected to need
+    patience: float  # seconds that one forward and backward may be expected to take
+    rounds: int  # timed calls; the median counts
+    tile_length: int  # tokens in the pictures of the masks
+    model: ModelPlan
+    seconds: dict[str, float]  # expected, by experiment: only the progress line reads it
+    is_quick: bool = False
+
+
+def plan_for(device: str, *, quick: bool = False) -> Plan:
+    """The plan for "cpu" or "cuda"; quick: small enough for a test, and the page says so."""
+    return {("cpu", False): CPU, ("cpu", True): CPU_QUICK, ("cuda", False): GPU, ("cuda", True): GPU_QUICK}[device, quick]
+
+
+CPU = Plan(
+    device="cpu",
+    dtype="fp32",
+    batch=1,
+    heads=4,
+    dim=64,
+    lengths=(256, 512, 1024, 2048, 4096, 8192, 16384),
+    memory_limit=2 * GIB,
+    patience=6.0,
+    rounds=5,
+    tile_length=2048,
+    model=ModelPlan(
+        hidden=128, layers=2, heads=4, length=512, batch=2, steps=300, learning_rate=3e-3, dtype="fp32", written=400
+    ),
+    seconds={"machine": 15, "comparison": 60, "tiling": 5, "training": 120},
+)
+
+CPU_QUICK = Plan(
+    device="cpu",
+    dtype="fp32",
+    batch=1,
+    heads=2,
+    dim=32,
+    lengths=(256, 512),
+    memory_limit=GIB // 4,
+    patience=2.0,
+    rounds=2,
+    tile_length=512,
+    model=ModelPlan(
+        hidden=32, layers=1, heads=2, length=64, batch=1, steps=6, learning_rate=3e-3, dtype="fp32", written=24
+    ),
+    seconds={"machine": 5, "comparison": 5, "tiling": 1, "training": 10},
+    is_quick=True,
+)
+
+GPU = Plan(
+    device="cuda",
+    dtype="bf16",
+    batch=1,
+    heads=16,
+    dim=128,
+    lengths=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+    memory_limit=48 * GIB,
+    patience=10.0,
+    rounds=20,
+    tile_length=8192,
+    model=ModelPlan(
+        hidden=512, layers=6, heads=8, length=2048, batch=8, steps=300, learning_rate=1e-3, dtype="bf16", written=600
+    ),
+    seconds={"machine": 15, "comparison": 30, "tiling": 10, "training": 80},
+)
+
+GPU_QUICK = Plan(
+    device="cuda",
+    dtype="bf16",
+    batch=1,
+    heads=4,
+    dim=64,
+    lengths=(256, 1024),
+    memory_limit=2 * GIB,
+    patience=2.0,
+    rounds=3,
+    tile_length=1024,
+    model=ModelPlan(
+        hidden=64, layers=1, heads=2, length=256, batch=2, steps=6, learning_rate=1e-3, dtype="bf16", written=24
+    ),
+    seconds={"machine": 5, "comparison": 5, "tiling": 2, "training": 15},
+    is_quick=True,
+)

@@ -1,0 +1,184 @@
+"""Which tiles a kernel computes, masks and skips under each mask: the walk that the kernel makes, and its time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+import rooftile
+from rooftile import masks
+from rooftile.bench.clock import clock_for
+from rooftile.cases import Case
+from rooftile.hardware.arch import arch
+from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.report.plan import Plan
+
+
+class Visit(NamedTuple):
+    """One tile that is computed: queries [t, t_stop) against keys [s, s_stop)."""
+
+    t: int
+    t_stop: int
+    s: int
+    s_stop: int
+    is_masked: bool  # some of its pairs are hidden, so the mask is applied; else it costs a comparison less
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileMap:
+    """A mask's walk over N queries and N keys."""
+
+    mask: str
+    N: int
+    visits: tuple[Visit, ...]
+    full_visits: int  # what attention without a mask computes
+    visible_pairs: int
+    forward_us: float
+
+    @property
+    def masked(self) -> int:
+        return sum(visit.is_masked for visit in self.visits)
+
+    @property
+    def skipped(self) -> int:
+        return max(self.full_visits - len(self.visits), 0)
+
+    @property
+    def saved(self) -> float:
+        """The share of the N x N scores that is never computed."""
+        computed = sum((visit.t_stop - visit.t) * (visit.s_stop - visit.s) for visit in self.visits)
+        return 1 - computed / self.N**2
+
+    def json(self) -> dict[str, object]:
+        """The counts, without the list of tiles."""
+        return {
+            "mask": self.mask, "N": self.N, "computed": len(self.visits), "masked": self.masked, "skipped": self.skipped,
+            "saved": self.saved, "visible_pairs": self.visible_pairs, "forward_us": self.forward_us,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineStep:
+    """The running values of one row's softmax after a tile."""
+
+    scores: tuple[float, ...]  # of the tile
+    largest: float
+    rescale: float  # what the sum so far was multiplied by
+    sum: float  # of exp(score - largest)
+
+
+def online_softmax(tiles: tuple[tuple[float, ...], ...]) -> list[OnlineStep]:
+    """Walks one row of scores tile by tile, as the kernels do.
+
+    >>> [round(step.sum, 3) for step in online_softmax(((1.0, 2.0), (4.0, 0.0)))]
+    [1.368, 1.203]
+    """
+    largest, total = -math.inf, 0.0
+    steps = []
+    for scores in tiles:
+        raised = max(largest, *scores)
+        rescale = math.exp(largest - raised)
+        total = total * rescale + sum(math.exp(score - raised) for score in scores)
+        largest = raised
+        steps.append(OnlineStep(scores=scores, largest=largest, rescale=rescale, sum=total))
+    return steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """Every example mask on one backend."""
+
+    backend: str
+    block_t: int
+    block_s: int
+    maps: tuple[TileMap, ...]
+
+    def json(self) -> dict[str, object]:
+        """The counts of every mask."""
+        sizes = {"backend": self.backend, "block_t": self.block_t, "block_s": self.block_s}
+        return {**sizes, "maps": [tile_map.json() for tile_map in self.maps]}
+
+
+def examples(N: int) -> tuple[Mask, ...]:
+    """One mask of each kind, in proportion to a length."""
+    eighth = N // 8
+    return FULL, CAUSAL, Window(eighth, eighth), Prefix(3 * eighth), Chunk(2 * eighth), CAUSAL & Window(eighth)
+
+
+def tile_masks(plan: Plan, device: str, on_step: Callable[[float, str], None]) -> Tiling:
+    """Walks and times each example; on_step is called with the share done and what comes next."""
+    N = plan.tile_length
+    backend = "tiled" if device == "cpu" else "triton"
+    block_t, block_s = _blocks(plan, device)
+    walk = _tiled_walk if backend == "tiled" else lambda mask, N: aligned_walk(mask, N, block_t, block_s)
+    full = sum(1 for _ in walk(FULL, N))
+    maps = []
+    for n, mask in enumerate(examples(N)):
+        on_step(n / len(examples(N)), f"{mask} attention, {N:,} tokens")
+        maps.append(
+            TileMap(
+                mask=str(mask),
+                N=N,
+                visits=tuple(walk(mask, N)),
+                full_visits=full,
+                visible_pairs=masks.pairs(mask, N, N),
+                forward_us=_forward_us(plan, mask, backend, device),
+            )
+        )
+    return Tiling(backend=backend, block_t=block_t, block_s=block_s, maps=tuple(maps))
+
+
+def aligned_walk(mask: Mask, N: int, block_t: int, block_s: int) -> Iterator[Visit]:
+    """The tiles of a grid that hold a visible pair, as the GPU kernels walk them."""
+    for t in range(0, N, block_t):
+        t_stop = min(t + block_t, N)
+        start, stop = masks.key_range(mask, t, t_stop, N, N)
+        for s in range(start // block_s * block_s, stop, block_s):
+            s_stop = min(s + block_s, N)
+            yield Visit(t, t_stop, s, s_stop, not masks.sees_all(mask, t, t_stop, s, s_stop, N, N))
+
+
+def _tiled_walk(mask: Mask, N: int) -> Iterator[Visit]:
+    """The CPU backend's own walk."""
+    from rooftile.backends.tiled.tiles import key_tiles, query_tiles
+
+    for t, t_stop in query_tiles(N, 1):
+        for tile in key_tiles(mask, t, t_stop, N, N):
+            yield Visit(*tile)
+
+
+def _blocks(plan: Plan, device: str) -> tuple[int, int]:
+    if device == "cpu":
+        from rooftile.backends.tiled.tiles import KEYS, ROWS
+
+        return ROWS, KEYS
+    from rooftile.backends.triton.tiles import forward_tile
+
+    tile = forward_tile(_case(plan, FULL).problem(arch(torch.device(device)), needs_grad=False).spec)
+    return tile.BLOCK_T, tile.BLOCK_S
+
+
+def _case(plan: Plan, mask: Mask) -> Case:
+    N = plan.tile_length
+    return Case(
+        name="report-mask", tags=frozenset(), B=plan.batch, T=N, S=N, H=plan.heads, Hk=plan.heads, dim=plan.dim,
+        dtype=plan.dtype, mask=mask,
+    )  # fmt: skip
+
+
+def _forward_us(plan: Plan, mask: Mask, backend: str, device: str) -> float:
+    """The median time of a forward."""
+    inputs = _case(plan, mask).inputs(device)
+    clock = clock_for(torch.device(device))
+
+    def forward() -> object:
+        return rooftile.attention(*inputs.tensors, mask, backend=backend)
+
+    # the first call finds cold caches, or compiles
+    forward()
+    return median(sample for _ in range(plan.rounds) for sample in clock.samples(forward))

@@ -1,0 +1,77 @@
+"""How numbers are written on the page: a few digits, and a unit that a reader knows. Decimal units: 1 MB is 1e6 bytes."""
+
+from __future__ import annotations
+
+import math
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def size(count: float) -> str:
+    """Bytes.
+
+    >>> size(268435456)
+    '268 MB'
+    """
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
+
+
+def duration(us: float) -> str:
+    """Microseconds.
+
+    >>> duration(1530)
+    '1.53 ms'
+    """
+    return _scaled(us, ("µs", "ms", "s")) if us >= 1 else f"{_digits(us * 1e3)} ns"
+
+
+def tokens(count: float) -> str:
+    """A length on an axis.
+
+    >>> tokens(16384)
+    '16k'
+    """
+    return f"{count / 1024:g}k" if count >= 1024 and count % 1024 == 0 else f"{count:,.0f}"
+
+
+def power(value: float) -> str:
+    """A small number by its power of ten.
+
+    >>> power(3.4e-7)
+    '3.4 × 10⁻⁷'
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    exponent = math.floor(math.log10(abs(value)))
+    mantissa = f"{value / 10.0**exponent:.2g}"
+    ten = f"10{str(exponent).translate(_SUPERSCRIPT)}"
+    return ten if mantissa == "1" else f"{mantissa} × {ten}"
+
+
+def times(ratio: float) -> str:
+    """A ratio.
+
+    >>> times(23.4), times(1.62)
+    ('23×', '1.6×')
+    """
+    return f"{ratio:,.0f}×" if ratio >= 9.95 else f"{ratio:.1f}×"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    step = 0
+    # 999.5 would be written as 1000
+    while value >= 999.5 and step < len(units) - 1:
+        value, step = value / 1000, step + 1
+    return f"{_digits(value)} {units[step]}"
+
+
+def _digits(value: float) -> str:
+    """Three digits, without an exponent and without trailing zeros."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    text = f"{value:.2f}" if value < 10 else f"{value:.1f}"
+    return text.rstrip("0").rstrip(".")
