@@ -1,18 +1,18 @@
 """F.scaled_dot_product_attention on Rooftile: its flash operators, forward and backward, on CUDA and on the CPU.
 
-PyTorch decides first, as always: a call reaches these operators when its own rules pick flash attention (no attn_mask on
-CUDA, fp16 or bf16 there). Then Rooftile runs it, unless one of these holds and the stock kernel does, as if Rooftile were
+PyTorch decides first, as always: a call reaches these operators when its own rules pick flash attention (on CUDA: fp16
+or bf16, no attn_mask). Then Rooftile runs it, unless one of these holds and the stock kernel does, as if Rooftile were
 not there:
 
 - dropout, because its mask comes from PyTorch's generator state, which the backward must find again;
 - attn_mask, ALiBi, paged keys, a debug mask: what the operators carry and this module does not translate;
-- is_causal with more queries than keys (SDPA aligns it top-left, Rooftile bottom-right; fewer queries than keys is the
-  same as leaving the last keys out, and runs);
-- no backend gains anything: the one that would run is the stock kernel itself ("sdpa") or the definition ("eager"). On the
-  CPU PyTorch's kernel is often the fastest, so there this is the rule unless `enable(backend="tiled")` asks;
+- is_causal with more queries than keys, which SDPA aligns top-left and Rooftile bottom-right (fewer queries than keys
+  means leaving the last keys out, and runs on the CPU; on CUDA PyTorch does not pick flash for either);
+- no backend gains anything: the one that would run is the stock kernel itself ("sdpa") or the definition ("eager"). On
+  the CPU PyTorch's kernel is often the fastest, so there this is the rule unless `enable(backend="tiled")` asks;
 - the backend that `enable` named refuses the problem.
 
-On Hopper PyTorch would rather pick cuDNN than flash, so `enable` switches cuDNN attention off, and `disable` restores it.
+On Hopper PyTorch prefers cuDNN to flash, so `enable` switches cuDNN attention off and `disable` restores it.
 
 Strides and the unused outputs are part of each operator's contract: Inductor asserts the strides of the stock kernel's
 fake. CUDA: out and gradients are laid out like their inputs and lse is contiguous. CPU: lse is a view of (B, T, H), the
@@ -24,7 +24,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from rooftile import dispatch, validate
 from rooftile.backends import eager, sdpa
+from rooftile.backends.sdpa import stock
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.masks import CAUSAL, FULL, Mask, Window
 from rooftile.spec import DTYPE_NAMES, Options, Spec, decode
@@ -86,8 +87,8 @@ def _registry() -> ModuleType:
 
     if not hasattr(registry, "register_flash_attention_impl") or not hasattr(torch.library, "get_kernel"):
         raise Unsupported(
-            f"torch {torch.__version__} has no register_flash_attention_impl or no library.get_kernel; rooftile.enable() "
-            "needs torch >= 2.11: upgrade it, or call rooftile.attention"
+            f"torch {torch.__version__} lacks register_flash_attention_impl or library.get_kernel, which "
+            "rooftile.enable() needs; use torch >= 2.11, or call rooftile.attention"
         )
     return registry
 
@@ -117,22 +118,22 @@ def _override(library: torch.library.Library) -> None:
             continue
         for name, override in operators.items():
             if hasattr(torch.ops.aten, name):
-                library.impl(name, _or_stock(f"aten::{name}", key, override), key, with_keyset=True)
+                library.impl(name, _or_stock(f"aten::{name}", key, override), key)
 
 
 def _or_stock(name: str, key: str, override: Callable[..., Any]) -> Callable[..., Any]:
     """The override, which returns None for what is not Rooftile's to run, and then the stock kernel."""
-    # fetched before the override is there: redispatching would find the override again
-    stock = torch.library.get_kernel(name, key)
+    # fetched before the override is there
+    kernel_of_torch = stock.kernel(name, key)
 
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         found = override(*args, **kwargs)
-        return stock.call_boxed(keyset, *args, **kwargs) if found is None else found
+        return kernel_of_torch(*args, **kwargs) if found is None else found
 
     return kernel
 
 
-@lru_cache(maxsize=None)
+@cache
 def _route(code: str, backend: str | None, needs_grad: bool) -> tuple[ModuleType, Spec] | None:
     """Who runs the spec of this code, or None for the stock kernel."""
     spec = replace(decode(code), needs_grad=needs_grad)
@@ -243,7 +244,9 @@ def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _cuda_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    found = None if return_debug_mask else _dense_forward(query, key, value, dropout_p, is_causal, scale)
+    if return_debug_mask or (is_causal and query.shape[2] != key.shape[2]):
+        return None
+    found = _dense_forward(query, key, value, dropout_p, is_causal, scale)
     if found is None:
         return None
     o, lse = found
@@ -255,14 +258,16 @@ def _cuda_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
     philox_seed, philox_offset, *, scale=None,
 ):  # fmt: skip
+    if is_causal and query.shape[2] != key.shape[2]:
+        return None
     grads = _dense_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale)
     if grads is None:
         return None
     return tuple(_laid_out_like(x.transpose(1, 2), like) for x, like in zip(grads, (query, key, value), strict=True))
 
 
-# the operators under SDPA's, which torch.nn.attention.varlen calls: (B, T, H, D), or (total, H, D) with offsets. Causal and
-# windows are aligned bottom-right here
+# the operators under SDPA's, which torch.nn.attention.varlen calls: (B, T, H, D), or (total, H, D) with offsets.
+# Causal and windows are aligned bottom-right here
 
 
 def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
@@ -297,8 +302,8 @@ def _varlen_forward_inplace(out, *args, **kwargs):
 
 
 def _varlen_backward(
-    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused,
-    *, scale=None, window_size_left=None, window_size_right=None, **newer,
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+    rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None, **newer,
 ):  # fmt: skip
     if dropout_p or any(x is not None for x in newer.values()) or (cum_seq_q is None) != (cum_seq_k is None):
         return None

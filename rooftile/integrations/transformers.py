@@ -1,2 +1,280 @@
-def enable(): pass
-def disable(): pass
+"""Attention of Hugging Face Transformers: attn_implementation="rooftile".
+
+    rooftile.enable()    # or rooftile.integrations.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="rooftile")
+
+`attention` here runs what `transformers_mask.mask` prepared: padding is gathered away before and comes back as zeros,
+sequences packed in one row do not see one another, and a dense mask becomes a bias on the scores. Weights are never
+formed, so output_attentions is refused.
+
+The GPU is waited for once per forward to learn whether there is padding (as in Transformers' own masks), or whether
+position_ids restart, and again if so; every layer after the first finds the answer on the mask. Single queries without
+attention_mask, and whatever is compiled, never wait.
+
+Transformers itself drops the padding mask for an implementation whose name has no mask function, without a word; and it
+takes a name with "flash" in it for its own. So both are registered, as "rooftile".
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile import api
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.integrations import transformers_mask
+from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Window
+
+NAME = "rooftile"
+
+# arguments that change who sees whom, or what comes back, in ways that nothing here expresses
+_REFUSED = {
+    "block_indices": "sparse attention by block_indices",
+    "block_table": "a paged cache",
+    "cache": "continuous batching",
+    "head_mask": "head_mask",
+    "indices": "sparse attention by indices",
+    "output_attentions": "output_attentions=True (the weights are never formed)",
+}
+_NOT_PASSED: Any = object()
+_SOURCE = "transformers.modeling_utils"
+
+
+def register() -> None:
+    """Make attn_implementation="rooftile" known to Transformers, importing it. Again is harmless."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, transformers_mask.mask)
+
+
+def unregister() -> None:
+    """Undo `register`."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(NAME, None)
+
+
+def enable() -> None:
+    """`register` now if Transformers' models are imported already, else once they are: importing costs seconds."""
+    if _SOURCE in sys.modules:
+        register()
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def disable() -> None:
+    """Undo `enable`."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
+    if _SOURCE in sys.modules:
+        unregister()
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds nothing by itself; registers once `transformers.modeling_utils` has been executed."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _SOURCE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: Any) -> None:
+            execute(module)
+            register()
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,  # (B, H, T, D)
+    key: Tensor,  # (B, Hk, S, D)
+    value: Tensor,  # (B, Hk, S, Dv)
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_k: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = _NOT_PASSED,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What Transformers' models call. Returns o (B, T, H, Dv), and None for the weights.
+
+    Raises:
+        Unsupported: an argument asks for what Rooftile does not do.
+        InvalidInput: the mask has no meaning here.
+    """
+    for name, what in _REFUSED.items():
+        if others.get(name) is not None and others[name] is not False:
+            raise Unsupported(f'{what} is not for attn_implementation="rooftile"; use "sdpa" or "eager" here')
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    options = {"dropout": dropout, "scale": scaling, "sinks": s_aux, "softcap": softcap}
+    if attention_mask is not None and attention_mask.ndim == 4:
+        return api.attention(q, k, v, bias=_added(attention_mask, position_bias, q.dtype), **options), None
+
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None:
+        causal = _check_mask(attention_mask, causal, q, k)
+    config = getattr(module, "config", None)
+    pattern = _pattern_of(config, getattr(module, "layer_idx", None), causal, sliding_window, k.shape[1])
+    packing = None
+    if attention_mask is not None:
+        packing = _unpadding(attention_mask, q.shape[1], pattern, config)
+    elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        packing = _Packing(None, None, cu_seq_lens_q, cu_seq_lens_k)
+    elif causal and position_ids is not None:
+        packing = _restarts(position_ids, q, k)
+    if packing is None:
+        return api.attention(q, k, v, pattern, bias=position_bias, **options), None
+    if position_bias is not None:
+        raise Unsupported(
+            'position_bias came with padding or packed sequences to attn_implementation="rooftile", which takes it for '
+            'batches without padding; use "sdpa" or "eager" here'
+        )
+    return _packed(q, k, v, pattern, packing, options), None
+
+
+def _check_mask(attention_mask: Tensor, causal: bool, q: Tensor, k: Tensor) -> bool:
+    """Whether this mask of two axes means causal attention."""
+    due = (k.shape[0], k.shape[1])
+    if attention_mask.dtype not in (torch.bool, torch.int32) or tuple(attention_mask.shape) != due:
+        raise InvalidInput(
+            f"attention_mask is {attention_mask.dtype} {tuple(attention_mask.shape)}; must have 4 axes, or be {due} "
+            'and made by Transformers\' mask functions; use attn_implementation="sdpa" for a model that makes its own'
+        )
+    if attention_mask.dtype == torch.bool and causal and q.shape[1] > 1:
+        raise InvalidInput(
+            "attention_mask is bidirectional and the attention module is causal; set is_causal of the module to False, "
+            'or use attn_implementation="sdpa"'
+        )
+    return attention_mask.dtype == torch.int32
+
+
+def _pattern_of(config: Any, layer: int | None, causal: bool, sliding_window: int | None, S: int) -> Mask:
+    """Who sees whom, by the arguments of the call and the type of its layer."""
+    types = getattr(config, "layer_types", None)
+    kind = types[layer] if types is not None and layer is not None and layer < len(types) else None
+    pattern = CAUSAL if causal else FULL
+    if kind == "chunked_attention":
+        pattern = pattern & Chunk(config.attention_chunk_size)
+    if sliding_window is _NOT_PASSED:
+        has_window = causal and kind in (None, "sliding_attention")
+        sliding_window = getattr(config, "sliding_window", None) if has_window else None
+        if sliding_window and kind is None and sliding_window < S:
+            raise Unsupported(
+                f"config.sliding_window is {sliding_window}, and this model does not say which layers have it; use "
+                'attn_implementation="sdpa"'
+            )
+    if not sliding_window:
+        return pattern
+    # Transformers counts the query itself; encoders see as far ahead
+    return pattern & Window(sliding_window - 1, None if causal else sliding_window - 1)
+
+
+def _added(attention_mask: Tensor, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A dense mask (1|B, 1|H, T, S), bool or additive, and the bias, as one bias."""
+    if attention_mask.dtype == torch.bool:
+        hidden = ~attention_mask
+        attention_mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        attention_mask = attention_mask.masked_fill_(hidden, torch.finfo(dtype).min)
+    return attention_mask if position_bias is None else attention_mask + position_bias
+
+
+class _Packing(NamedTuple):
+    """The queries and keys that a padded batch has, as indices into (B T,) and (B S,), None for all; their offsets."""
+
+    queries: Tensor | None
+    keys: Tensor | None
+    cu_q: Tensor
+    cu_k: Tensor
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, pattern: Mask, packing: _Packing, options: dict[str, Any]) -> Tensor:
+    """Attention (B, T, H, Dv) on the tokens that are there; zeros for the queries that are not."""
+    B, T = q.shape[:2]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    if packing.queries is not None:
+        q = q.index_select(0, packing.queries)
+    if packing.keys is not None:
+        k, v = (x.index_select(0, packing.keys) for x in (k, v))
+    o = api.attention_packed(q, k, v, packing.cu_q, packing.cu_k, pattern, **options)
+    if packing.queries is not None:
+        o = o.new_zeros((B * T, *o.shape[1:])).index_copy(0, packing.queries, o)
+    return o.unflatten(0, (B, T))
+
+
+def _unpadding(attention_mask: Tensor, T: int, pattern: Mask, config: Any) -> _Packing:
+    """The packing of a mask of two axes, made by the first layer of a forward and kept on the mask for the others."""
+    B, S = attention_mask.shape
+    is_bool = attention_mask.dtype == torch.bool
+    of_keys_only = is_bool and (T != S or (pattern == FULL and not _only_attends_to_itself(config)))
+    kept = attention_mask.__dict__.setdefault("_rooftile", {})
+    if (T, of_keys_only) not in kept:
+        sequences = attention_mask
+        if is_bool:
+            rows = torch.arange(1, B + 1, dtype=torch.int32, device=attention_mask.device)
+            sequences = rows[:, None] * attention_mask
+        packing = _packing_of(sequences, T)
+        if of_keys_only:
+            cu_q = T * torch.arange(B + 1, dtype=torch.int32, device=attention_mask.device)
+            packing = packing._replace(queries=None, cu_q=cu_q)
+        kept[T, of_keys_only] = packing
+    return kept[T, of_keys_only]
+
+
+def _packing_of(sequences: Tensor, T: int) -> _Packing:
+    """From the sequence of each key slot (B, S), as `transformers_mask` numbers them, and the number of queries."""
+    slots = (sequences >= 0).sum(1, keepdim=True) - T + torch.arange(T, device=sequences.device)
+    of_queries = sequences.gather(1, slots.clamp(min=0))  # (B, T)
+    count = int(sequences.max()) if sequences.numel() else 0
+    indices, offsets = [], []
+    for numbers in (of_queries, sequences):
+        there = numbers.flatten().clamp(min=0)
+        lengths = torch.bincount(there, minlength=count + 1)[1:]
+        indices.append(there.nonzero()[:, 0])
+        offsets.append(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32))
+    return _Packing(*indices, *offsets)
+
+
+def _restarts(position_ids: Tensor, q: Tensor, k: Tensor) -> _Packing | None:
+    """The packing of rows (B, T) whose position_ids start anew, or None if none does.
+
+    Transformers looks for these itself when there is no cache, and then the mask says so; with a cache it does not.
+    """
+    B, T = q.shape[:2]
+    if T == 1 or k.shape[1] != T or position_ids.shape not in ((1, T), (B, T)) or torch.compiler.is_compiling():
+        return None
+    kept = position_ids.__dict__.setdefault("_rooftile", {})
+    if (B, position_ids._version) not in kept:
+        first = position_ids[:, :1]
+        starts = torch.diff(position_ids, prepend=first - 1, dim=-1) != 1
+        # positions that jump otherwise (images in text) are one sequence
+        found = bool((starts & (position_ids == first)).any()) and bool((position_ids == first)[starts].all())
+        rows = starts.cumsum(1).expand(B, T)
+        kept[B, position_ids._version] = _packing_of(transformers_mask.numbered(rows), T) if found else None
+    return kept[B, position_ids._version]
+
+
+def _only_attends_to_itself(config: Any) -> bool:
+    """Whether a model has no cross-attention, where the keys' padding would say nothing about the queries."""
+    said = (getattr(config, name, None) for name in ("is_decoder", "add_cross_attention", "is_encoder_decoder"))
+    return all(value is False for value in said)
