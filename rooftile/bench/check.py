@@ -76,7 +76,7 @@ class Conformance:
         ]
 
     def errors(self, found: dict[str, Tensor]) -> dict[str, float]:
-        """|x - exact| / |exact| (Frobenius) of "o", "dq", "dk", "dv": the worst of the parts. NaN counts as infinite."""
+        """|x - exact| / |exact| (Frobenius) of "o", "dq", "dk", "dv": the worst part's. NaN counts as infinite."""
         worst: dict[str, float] = {}
         for part, (exact, _) in zip(self.parts, self._answers, strict=True):
             for name, x in _cut(part, found).items():
@@ -162,11 +162,12 @@ def _definition(case: Case, inputs: Inputs, part: Part, do: Tensor | None, dtype
     outs, dqs = [], []
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows in part.rows:
-        leaves = [x.clone().requires_grad_(do is not None) for x in (q[:, rows], k, v)]
+        leaves = q_rows, keys, values = [x.clone().requires_grad_(do is not None) for x in (q[:, rows], k, v)]
         with torch.set_grad_enabled(do is not None):
             o, _ = reference.attention(
-                *leaves, FULL, scale=case.scale, softcap=case.softcap, bias=_added(case, inputs, part, rows, dtype),
-                sinks=sinks, dropout=case.dropout, seed=seed, batch=part.batch,
+                q_rows, keys, values, FULL,
+                scale=case.scale, softcap=case.softcap, bias=_added(case, inputs, part, rows, dtype), sinks=sinks,
+                dropout=case.dropout, seed=seed, batch=part.batch,
             )  # fmt: skip
         outs.append(o.detach())
         if do is not None:

@@ -99,13 +99,17 @@ def _heads_first(inputs: Inputs) -> tuple[Tensor, ...]:
     return tuple(x.transpose(1, 2) for x in inputs.tensors)  # (B, H, T, D)
 
 
+def _grouped(case: Case) -> bool:
+    return case.H // case.Hk > 1
+
+
 def _prepare_standard(case: Case, inputs: Inputs) -> Forward:
     q, k, v = _heads_first(inputs)
     scale = case.dim**-0.5 if case.scale is None else case.scale
     hidden = None if case.mask.is_full else ~materialise(case.mask, case.T, case.S, q.device)  # (T, S)
 
     def forward() -> Tensor:
-        keys, values = (x.repeat_interleave(case.H // case.Hk, dim=1) if case.H > case.Hk else x for x in (k, v))
+        keys, values = (x.repeat_interleave(case.H // case.Hk, dim=1) if _grouped(case) else x for x in (k, v))
         x = q @ keys.mT * scale  # (B, H, T, S)
         if case.softcap:
             x = case.softcap * torch.tanh(x / case.softcap)
@@ -128,7 +132,7 @@ def _torch_sdpa(name: str, kernel: str) -> Provider:
             yield "tensors are on cpu; is for CUDA"
         if device.type == "cuda" and kernel in ("FLASH_ATTENTION", "CUDNN_ATTENTION") and case.dtype == "fp32":
             yield "dtype fp32; has bf16, fp16"
-        if device.type == "cuda" and kernel == "EFFICIENT_ATTENTION" and case.H > case.Hk:
+        if device.type == "cuda" and kernel == "EFFICIENT_ATTENTION" and _grouped(case):
             yield f"groups of {case.H // case.Hk} query heads a key head; has one"
         if device.type == "cuda" and kernel == "FLASH_ATTENTION" and not _torch_names_mask(case):
             yield f"mask {case.mask} with T = {case.T}, S = {case.S}; has full, and causal with T = S"
@@ -137,7 +141,7 @@ def _torch_sdpa(name: str, kernel: str) -> Provider:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         q, k, v = _heads_first(inputs)
-        options: dict[str, Any] = {"scale": case.scale, "enable_gqa": case.H > case.Hk}
+        options: dict[str, Any] = {"scale": case.scale, "enable_gqa": _grouped(case)}
         if _torch_names_mask(case):
             # torch aligns its causal mask top-left, which is ours where T = S
             options["is_causal"] = case.mask == CAUSAL
@@ -174,7 +178,8 @@ def _prepare_flex(case: Case, inputs: Inputs) -> Forward:
     slopes = inputs.options.get("alibi")
 
     def sees(b: Tensor, h: Tensor, t: Tensor, j: Tensor) -> Tensor:
-        return (j >= case.mask.first_key(t + shift)) & (j <= case.mask.last_key(t + shift))
+        seen: Tensor = (j >= case.mask.first_key(t + shift)) & (j <= case.mask.last_key(t + shift))
+        return seen
 
     def score(x: Tensor, b: Tensor, h: Tensor, t: Tensor, j: Tensor) -> Tensor:
         if case.softcap:
@@ -189,7 +194,7 @@ def _prepare_flex(case: Case, inputs: Inputs) -> Forward:
         # one compilation a shape: a table of shapes passes Dynamo's usual limit of 8
         with config.patch({"recompile_limit": 1000}):
             o: Tensor = compiled(
-                q, k, v, score_mod=score_mod, block_mask=blocks, scale=case.scale, enable_gqa=case.H > case.Hk
+                q, k, v, score_mod=score_mod, block_mask=blocks, scale=case.scale, enable_gqa=_grouped(case)
             )
         return o.transpose(1, 2)
 
@@ -211,7 +216,7 @@ def _flash_attn(name: str, module: str) -> Provider:
         from importlib import import_module
 
         function = import_module(module).flash_attn_func
-        options = {"causal": case.mask == CAUSAL, "softmax_scale": case.scale}
+        options: dict[str, Any] = {"causal": case.mask == CAUSAL, "softmax_scale": case.scale}
 
         def forward() -> Tensor:
             result = function(*inputs.tensors, **options)

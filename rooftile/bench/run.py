@@ -34,6 +34,9 @@ from rooftile.hardware.device import Device, describe
 
 Progress = Callable[[str], None]
 
+# a call that has taken so long in all takes no further turns
+PATIENCE_US = 10e6
+
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -206,7 +209,7 @@ def _take_turn(contestant: _Contestant, inputs: Inputs, do: Tensor | None, phase
             work = _timed_work(contestant.forward, inputs, do, phase)
             contestant.times.setdefault(phase, []).extend(clock.samples(work))
 
-        if phase not in contestant.reasons:
+        if phase not in contestant.reasons and sum(contestant.times.get(phase, [])) < PATIENCE_US:
             _guarded(contestant, (phase,), turn)
 
 

@@ -163,13 +163,13 @@ def _cuda_seconds(work: Callable[[], Any], rounds: int = 10) -> float:
     """The median of single runs between CUDA events, after warm-up."""
     for _ in range(3):
         work()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]  # type: ignore[no-untyped-call]
     for start, stop in marks:
         start.record()
         work()
         stop.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in marks) / 1e3
+    return float(statistics.median(start.elapsed_time(stop) for start, stop in marks)) / 1e3
 
 
 def _host_seconds(work: Callable[[], Any], rounds: int = 5) -> float:

@@ -1,0 +1,51 @@
+"""`rooftile explain`: what a case costs here at least, and which backend would run it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from rooftile import dispatch
+from rooftile.bench.run import open_session
+from rooftile.cases import CASES
+from rooftile.cli.output import DeviceOption, JsonOption, chosen_cases, print_json, print_table
+from rooftile.cost import io, roof
+from rooftile.hardware.device import device_of
+
+
+def explain(
+    case: Annotated[str, typer.Option("--case", help="A case's name; `rooftile bench list` prints them.")],
+    device: DeviceOption = "auto",
+    json: JsonOption = False,
+) -> None:
+    """Which backend runs a case, why each other one does not, and the least that the case costs on this machine.
+
+    Example: rooftile explain --case d128-causal-4k
+    """
+    (chosen,) = chosen_cases([case], "", "")
+    session = open_session(device_of(device))
+    problem = CASES[chosen.name].problem(session.machine.arch)
+    costs = {}
+    for phase in ("fwd", "bwd"):
+        floor = roof(problem, session.ceilings, phase)
+        costs[phase] = {
+            "flops": floor.flops,
+            "compulsory_bytes": floor.bytes_moved,
+            "l2_bytes": io.tiles(problem, phase).total,
+            "standard_bytes": io.standard(problem, phase).total,
+            "flops_per_byte": floor.intensity,
+            "least_us": floor.time_us,
+            "bound": floor.binds,
+        }
+    if json:
+        verdicts = {name: list(reasons) for name, reasons in dispatch.verdicts(problem.spec).items()}
+        print_json({"case": chosen.name, "problem": str(problem.spec), "backends": verdicts, "cost": costs})
+        return
+    print(dispatch.explain(problem.spec) + "\n")
+    lines = [(name, *(_shown(costs[phase][name]) for phase in costs)) for name in costs["fwd"]]
+    print_table("Least cost, by the measured ceilings", ("", *costs), lines)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"

@@ -1,0 +1,64 @@
+"""What every command shares: the options that all have, progress on stderr, tables and JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from rooftile.bench.run import Progress
+from rooftile.cases import CASES, Case, tagged
+from rooftile.errors import InvalidInput
+
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N; auto takes CUDA where there is one.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
+CaseOption = Annotated[list[str] | None, typer.Option("--case", help="A case's name; may be given several times.")]
+TagOption = Annotated[
+    str, typer.Option("--tag", help="Every case with this tag: conformance, gpu-bench, cpu-bench, ...")
+]
+
+
+def chosen_cases(names: Sequence[str] | None, tag: str, otherwise: str) -> list[Case]:
+    """The cases that --case and --tag name, or those tagged `otherwise` where neither was given."""
+    unknown = [name for name in names or () if name not in CASES]
+    if unknown:
+        raise InvalidInput(f"no case is called {unknown[0]!r}; `rooftile bench list` prints the cases there are")
+    if tag and not tagged(tag):
+        tags = sorted({word for case in CASES.values() for word in case.tags})
+        raise InvalidInput(f"no case has the tag {tag!r}; has {', '.join(tags)}")
+    named = [CASES[name] for name in names or ()]
+    return named + (tagged(tag) if tag else []) or tagged(otherwise)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """A line on stderr that says what is being done, where stderr is a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda words: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        yield lambda words: status.update(words)
+
+
+def print_json(value: Any) -> None:
+    """A value as JSON on stdout."""
+    print(json.dumps(value, indent=2))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+    """A table on stdout: the first `left` columns flush left, the others right. Wide ones are never cut when piped."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False).print(table)
