@@ -231,7 +231,8 @@ def _attend(
     chosen = _choose(code, backend)
     if options.bias is not None and q.ndim == 4:
         options = options._replace(bias=_dense_bias(options.bias))
-    if chosen == eager.NAME:
+    # a compiled graph has no second derivative to offer, so there eager is an operator like the others
+    if chosen == eager.NAME and not torch.compiler.is_compiling():
         return eager.attend(q, k, v, options, decode(code))
     return ops.attention(q, k, v, ops.listed_options(options), code, chosen)
 

@@ -7,6 +7,7 @@ operator, so that autograd sees every step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def backward(
     spec: Spec,
 ) -> Grads:
     wanted = [name for name in option_names(spec) if name == "sinks" or (name == "bias" and spec.bias_grad)]
-    with torch.enable_grad():
+    with torch.enable_grad(), _autograd_again():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         extra = {name: getattr(options, name).detach().requires_grad_() for name in wanted}
         outputs = attend(*leaves, options._replace(**extra), spec)
@@ -69,5 +70,13 @@ def backward(
         found = torch.autograd.grad(
             [x for x, _ in given], [*leaves, *extra.values()], [g for _, g in given], materialize_grads=True
         )
-    by_name = {f"d{name}": g for name, g in zip(extra, found[3:], strict=True)}
+    by_name = {f"d{name}": g.contiguous() for name, g in zip(extra, found[3:], strict=True)}
     return Grads(*(g.contiguous() for g in found[:3]), **by_name)
+
+
+def _autograd_again() -> AbstractContextManager[object]:
+    """An operator runs below autograd, where nothing is recorded: what it excluded is let in again."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
