@@ -160,7 +160,13 @@ def test_packed_equals_dense(mask: Mask, dropout: float, backend: str, device: t
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize(
     ("mask", "T", "S"),
-    [(CAUSAL & Window(10), 40, 130), (CAUSAL, 130, 70), (Window(5, 0), 33, 100), (Chunk(32), 40, 100), (Prefix(9), 70, 30)],
+    [
+        (CAUSAL & Window(10), 40, 130),
+        (CAUSAL, 130, 70),
+        (Window(5, 0), 33, 100),
+        (Chunk(32), 40, 100),
+        (Prefix(9) & Window(12, 20), 70, 30),
+    ],
     ids=str,
 )
 def test_what_the_mask_hides_does_not_leak(
