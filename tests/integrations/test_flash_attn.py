@@ -1,0 +1,162 @@
+"""Code written for flash-attn runs by changing its import."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from rooftile import CAUSAL, FULL, InvalidInput, Unsupported, Window, reference
+from rooftile.integrations import flash_attn
+
+COMMON = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+VARLEN = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+# as in flash_attn_interface.py of version 2
+SIGNATURES = {
+    "flash_attn_func": f"q, k, v, {COMMON}",
+    "flash_attn_kvpacked_func": f"q, kv, {COMMON}",
+    "flash_attn_qkvpacked_func": f"qkv, {COMMON}",
+    "flash_attn_varlen_func": f"q, k, v, {VARLEN}, {COMMON}, block_table=None",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {VARLEN}, {COMMON}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {COMMON}",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_names_order_and_defaults(name):
+    parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    shown = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters)
+    assert shown == SIGNATURES[name]
+    assert sorted(flash_attn.__all__) == sorted(SIGNATURES)
+
+
+def inputs(T=9, S=13, H=4, Hk=2, D=8):
+    return tuple(torch.randn(2, n, h, D, requires_grad=True) for n, h in ((T, H), (S, Hk), (S, Hk)))
+
+
+def exact(q, k, v, mask=FULL, **options):
+    o, lse = reference.attention(*(x.double() for x in (q, k, v)), mask, **options)
+    return o.to(q.dtype), lse.to(q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("given", "mask", "due"),
+    [
+        ({}, FULL, {}),
+        ({"causal": True}, CAUSAL, {}),
+        ({"causal": True, "window_size": (3, -1)}, CAUSAL & Window(3), {}),
+        ({"causal": True, "window_size": (3, 5)}, CAUSAL & Window(3), {}),
+        ({"window_size": (3, 0)}, Window(3, 0), {}),
+        ({"window_size": (-1, 2)}, Window(None, 2), {}),
+        ({"window_size": [2, 2]}, Window(2, 2), {}),
+        ({"softmax_scale": 0.5, "softcap": 2.0}, FULL, {"scale": 0.5, "softcap": 2.0}),
+        ({"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}, FULL, {"alibi": torch.tensor([0.1, 0.2, 0.3, 0.4])}),
+        ({"deterministic": True}, FULL, {}),
+    ],
+    ids=str,
+)
+def test_arguments_mean_what_they_mean_there(given, mask, due):
+    q, k, v = inputs()
+    o = flash_attn.flash_attn_func(q, k, v, **given)
+    exact_o, exact_lse = exact(q, k, v, mask, **due)
+    torch.testing.assert_close(o, exact_o)
+    do = torch.randn_like(o)
+    found, expected = (torch.autograd.grad(x, (q, k, v), do) for x in (o, exact_o))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    o, lse, weights = flash_attn.flash_attn_func(q, k, v, **given, return_attn_probs=True)
+    torch.testing.assert_close((o, lse), (exact_o, exact_lse))
+    assert lse.shape == (2, 4, 9)
+    assert weights is None
+
+
+def test_rows_that_see_nothing_are_zero():
+    q, k, v = inputs(T=5, S=2)
+    o = flash_attn.flash_attn_func(q, k, v, causal=True)
+    assert not o[:, :3].any()
+    torch.testing.assert_close(o[:, 3], v[:, 0].repeat_interleave(2, dim=1))
+
+
+def test_everything_by_position():
+    q, k, v = inputs()
+    slopes = torch.rand(2, 4)
+    found = flash_attn.flash_attn_func(q, k, v, 0.0, 0.3, True, (4, -1), 5.0, slopes, True, True)
+    due = exact(q, k, v, CAUSAL & Window(4), scale=0.3, softcap=5.0, alibi=slopes)
+    torch.testing.assert_close(found[:2], due)
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_packed_tensors(probabilities):
+    q, k, v = inputs(T=7, S=7, Hk=4)
+    arguments = (0.0, None, True, (3, -1), 2.0, None, False, probabilities)
+    due = flash_attn.flash_attn_func(q, k, v, *arguments)
+    torch.testing.assert_close(flash_attn.flash_attn_kvpacked_func(q, torch.stack((k, v), 2), *arguments), due)
+    torch.testing.assert_close(flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), *arguments), due)
+
+
+def test_sequences_back_to_back():
+    cu_q = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
+    cu_k = torch.tensor([0, 6, 9, 20], dtype=torch.int32)
+    q, k, v = torch.randn(11, 4, 8), torch.randn(20, 2, 8), torch.randn(20, 2, 8)
+    arguments = (cu_q, cu_k, 7, 11, 0.0, 0.4, True, (5, -1), 0.0, None, False, True)
+    o, lse, weights = flash_attn.flash_attn_varlen_func(q, k, v, *arguments)
+    due = reference.attention_packed(q, k, v, cu_q, cu_k, CAUSAL & Window(5), scale=0.4)
+    torch.testing.assert_close((o, lse), due)
+    assert lse.shape == (4, 11)
+    assert weights is None
+    found = flash_attn.flash_attn_varlen_kvpacked_func(q, torch.stack((k, v), 1), *arguments)
+    torch.testing.assert_close(found[:2], due)
+
+
+def test_sequences_back_to_back_in_one_tensor():
+    cu = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
+    qkv = torch.randn(11, 3, 4, 8, requires_grad=True)
+    o = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu, 7, causal=True)
+    due = reference.attention_packed(*qkv.unbind(1), cu, cu, CAUSAL)[0]
+    torch.testing.assert_close(o, due)
+    do = torch.randn_like(o)
+    found, expected = (torch.autograd.grad(x, qkv, do)[0] for x in (o, due))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_dropout_drops():
+    q, k, v = inputs(T=64, S=64)
+    torch.manual_seed(0)
+    o = flash_attn.flash_attn_func(q, k, v, dropout_p=0.5)
+    assert not torch.equal(o, flash_attn.flash_attn_func(q, k, v, dropout_p=0.5))
+    torch.manual_seed(0)
+    assert torch.equal(o, flash_attn.flash_attn_func(q, k, v, dropout_p=0.5))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda q: flash_attn.flash_attn_varlen_func(
+                q[0], q[0], q[0], *[torch.tensor([0, 9])] * 2, 9, 9, block_table=torch.zeros(1, 1, dtype=torch.int32)
+            ),
+            Unsupported,
+            r"block_table is a torch\.int32 tensor \(1, 1\); .* gather them into k and v",
+        ),
+        (lambda q: flash_attn.flash_attn_func(q, q, q, window_size=3), InvalidInput, "window_size is 3; must be a pair"),
+        (
+            lambda q: flash_attn.flash_attn_qkvpacked_func(q),
+            InvalidInput,
+            r"qkv is a torch\.float32 tensor \(2, 9, 4, 8\); must be a tensor \(B, T, 3, H, D\)",
+        ),
+        (
+            lambda q: flash_attn.flash_attn_kvpacked_func(q, torch.randn(2, 9, 3, 4, 8)),
+            InvalidInput,
+            r"kv is .* must be a tensor \(B, S, 2, Hk, D\)",
+        ),
+        (lambda q: flash_attn.flash_attn_func(q, q, q, dropout_p=1.0), InvalidInput, "dropout is 1.0"),
+    ],
+    ids=["block_table", "window_size", "qkv", "kv", "dropout"],
+)
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call(torch.randn(2, 9, 4, 8))
