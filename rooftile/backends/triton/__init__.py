@@ -1,10 +1,12 @@
 """Portable GPU kernels in Triton: FlashAttention-2's algorithm, forward and backward, on Ampere and newer.
 
     flash_fwd      o and lse
-    delta          the row sums that the backward starts from
-    flash_bwd_kv   dk and dv, and dq by atomic adds
-    flash_bwd_q    dq with one owner a sum: the deterministic backward
-    flash_bwd_bias the bias's gradient, summed over whatever was broadcast
+    row_stats      what the backward needs of each row
+    flash_bwd_kv   dk and dv
+    flash_bwd_q    dq
+    flash_bwd_bias the gradient of the bias, summed over what was broadcast
+
+Every sum has one owner and one order: gradients are the same bits from run to run, at no price.
 """
 
 from __future__ import annotations

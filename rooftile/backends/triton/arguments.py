@@ -13,6 +13,9 @@ from rooftile.spec import Options, Spec
 # keys and values of the heads that run together should stay in the L2 cache: half of an H200's 60 MB, most of an A100's 40 MB
 WAVE_BYTES = 30 * 2**20
 
+# every tile of queries divides this
+ROWS_PADDED = 128
+
 
 class Constants(NamedTuple):
     """What follows from a spec alone; computed once a spec."""
@@ -45,6 +48,11 @@ class Call(NamedTuple):
     def half(self) -> bool:
         """Whether the gradients of the scores have fp16's narrow range."""
         return self.spec.dtype == torch.float16
+
+    @property
+    def padded_T(self) -> int:
+        """The rows of a head in the backward's row statistics: whole tiles if dense, so that they need no bounds."""
+        return self.T if self.packed else -(-self.T // ROWS_PADDED) * ROWS_PADDED
 
     @property
     def rows_shape(self) -> tuple[int, ...]:

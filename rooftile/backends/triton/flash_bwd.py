@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.backends.triton import delta as row_sums
-from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q
+from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
 from rooftile.backends.triton.arguments import call_of
 from rooftile.backends.triton.tiles import backward_bias_tile, backward_kv_tile, backward_q_tile
 from rooftile.spec import Grads, Options, Spec
@@ -30,15 +29,10 @@ def launch(
     strides = do.stride()[:3] if do.ndim == 4 else (0, *do.stride()[:2])
     # contiguous, as a kernel adds it up row by row; a gradient may come in expanded
     dlse = None if dlse is None else dlse.contiguous()
-    delta = row_sums.launch(call, o, do, dlse, strides)
-    if spec.deterministic:
-        dk, dv = flash_bwd_kv.launch(call, backward_kv_tile(spec), do, strides, lse, delta, None)
-        dq = flash_bwd_q.launch(call, backward_q_tile(spec), do, strides, lse, delta)
-    else:
-        sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        dk, dv = flash_bwd_kv.launch(call, backward_kv_tile(spec), do, strides, lse, delta, sums)
-        dq = torch.mul(sums, 1.0 if call.half else spec.scale, out=torch.empty(q.shape, dtype=q.dtype, device=q.device))
-    dbias = flash_bwd_bias.launch(call, backward_bias_tile(spec), do, strides, lse, delta) if spec.bias_grad else None
+    delta, stats = row_stats.launch(call, o, lse, do, dlse, strides)
+    dk, dv = flash_bwd_kv.launch(call, backward_kv_tile(spec), do, strides, stats)
+    dq = flash_bwd_q.launch(call, backward_q_tile(spec), do, strides, stats)
+    dbias = flash_bwd_bias.launch(call, backward_bias_tile(spec), do, strides, stats) if spec.bias_grad else None
     return Grads(dq, dk, dv, dbias, _sinks_gradient(options.sinks, lse, delta))
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.backends.triton.arguments import Call
+from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, kept, shifted
 from rooftile.backends.triton.tiles import Tile
@@ -23,7 +24,7 @@ from rooftile.backends.triton.visibility import visible
     "B", "H", "T", "S", "slots", "left", "right", "prefix", "chunk", "threshold", "rows", "columns", "BIAS_B", "BIAS_H",
 ])
 def _backward_bias(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dbias_ptr,  # tensors
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dbias_ptr,          # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
     q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
     k_stride_b, k_stride_s, k_stride_h,
@@ -31,7 +32,7 @@ def _backward_bias(
     bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
     alibi_stride_b, alibi_stride_h,
     do_stride_b, do_stride_t, do_stride_h,
-    B, H, T, S, slots, rows, columns, BIAS_B, BIAS_H,           # sizes; the bias is (BIAS_B, BIAS_H, rows, columns)
+    B, H, T, S, padded_T, slots, rows, columns, BIAS_B, BIAS_H,           # sizes; the bias is (BIAS_B, BIAS_H, rows, columns)
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
@@ -41,7 +42,6 @@ def _backward_bias(
     STAGES: tl.constexpr,
 ):
     # fmt: on
-    total = T
     own_s = tl.program_id(0)
     own_t = tl.program_id(1)
     bias_b = tl.program_id(2) // BIAS_H
@@ -73,12 +73,12 @@ def _backward_bias(
             key_0 = tl.load(cu_k_ptr + b).to(tl.int64)
             length = (tl.load(cu_q_ptr + b + 1) - row_0).to(tl.int32)
             keys = (tl.load(cu_k_ptr + b + 1) - key_0).to(tl.int32)
-            lse_row = h.to(tl.int64) * total + row_0
+            stats_h = stats_ptr + h.to(tl.int64) * padded_T + row_0
             if not ONE_ROW:
                 row_out = row_0.to(tl.int32) + i_t * BLOCK_T
                 length_out = row_0.to(tl.int32) + length
         else:
-            lse_row = (b.to(tl.int64) * H + h) * T
+            stats_h = stats_ptr + (b.to(tl.int64) * H + h) * padded_T
         batch = tl.cast(b, tl.int64) * (0 if PACKED else 1)
         offset = keys - length
         t = i_t * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -96,9 +96,7 @@ def _backward_bias(
         k = tl.load(k_tile, mask=there & (d < D)[None, :], other=0.0)
         v = tl.load(v_tile, mask=there & (dv < DV)[None, :], other=0.0)
         do = tl.load(do_tile, mask=here & (dv < DV)[None, :], other=0.0)
-        lse = tl.load(lse_ptr + lse_row + t, mask=t < length, other=float("inf"))
-        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-        delta = tl.load(delta_ptr + lse_row + t, mask=t < length, other=0.0)
+        lse, delta = unpair(tl.load(stats_h + t, mask=t < length, other=0))
         slope = 0.0
         if ALIBI:
             slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
@@ -135,7 +133,7 @@ def _backward_bias(
         tl.store(tile, acc.to(dbias_ptr.dtype.element_ty), mask=(t < length_out)[:, None] & (j < columns)[None, :])
 
 
-def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], lse: Tensor, delta: Tensor) -> Tensor:
+def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stats: Tensor) -> Tensor:
     """Returns the gradient in the shape and dtype of the bias."""
     bias = call.options.bias
     heads = bias.shape[:-2] if not call.packed else (1, bias.shape[0])
@@ -150,8 +148,8 @@ def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], lse:
     one_row, one_column = rows == 1, columns == 1
     grid = (1 if one_column else -(-columns // tile.BLOCK_S), 1 if one_row else slots, heads[0] * heads[1])
     _backward_bias[grid](
-        call.q, call.k, call.v, do, lse, delta, dbias, *call.option_tensors, *call.strides, *do_strides,
-        call.B, call.H, call.T, call.S, slots, rows, columns, heads[0], heads[1], *call.numbers,
+        call.q, call.k, call.v, do, stats, dbias, *call.option_tensors, *call.strides, *do_strides,
+        call.B, call.H, call.T, call.S, call.padded_T, slots, rows, columns, heads[0], heads[1], *call.numbers,
         **call.constants, ONE_ROW=one_row, ONE_COLUMN=one_column, **tile.constants,
     )  # fmt: skip
     return dbias

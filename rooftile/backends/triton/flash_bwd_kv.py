@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward for keys and values, portable Triton; optionally for queries in the same walk.
+"""FlashAttention-2 backward for keys and values, portable Triton.
 
 Each program owns one tile of keys and values of one key head and walks the queries that see some of them, for each query
 head of its group in turn. P is recomputed from lse, nothing of size T x S is ever stored. Tiles are held transposed:
@@ -8,14 +8,14 @@ head of its group in turn. P is recomputed from lse, nothing of size T x S is ev
     dP^T = V dO_i^T                           through dropout
     dS^T = P^T (dP^T - D_i)                   and the derivative of the softcap
     dK  += dS^T Q_i
-    dQ_i += dS K                              with ADD_DQ: fp32 atomic adds, five products a tile instead of seven
 
-Adding dQ atomically is the faster way, and its order differs from run to run; the deterministic backward leaves dQ to
-`flash_bwd_q`.
+dQ is left to `flash_bwd_q`, so every sum has one owner and one order and two runs agree bit for bit. Adding dQ up here with
+atomics would save two of the seven products a tile; measured, it cost more than they do (H200, 2026-11-21: 0.7 to 0.9 of the
+speed of two kernels).
 
-A product with a weight of 0 is not harmless when the other factor is NaN, as in the forward. A row that sees a NaN has one
-in lse or D already, so non-finite numbers can simply be set aside, but only where there are some: a program whose keys hold
-one (they would leak into dQ), or whose result does (by a query that sees none of these keys), walks with care.
+A product with a weight of 0 is not harmless when the other factor is NaN. A row that sees a NaN has one in lse or D already,
+so non-finite queries and gradients can simply be set aside, but only where there are some: a tile whose result holds a NaN
+is computed again with care, as in the forward.
 
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.backends.triton.arguments import Call
+from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, poison, shifted
 from rooftile.backends.triton.tiles import Tile
@@ -38,13 +39,13 @@ CAREFUL_T = tl.constexpr(32)
 # fmt: off
 @triton.jit
 def _walk(
-    dk, dv, k, v, j, first, second, turn, count, add_dq,        # the sums, the keys and values, the queries to visit
-    q_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, q_stride_t, do_stride_t, dq_stride_t,
+    dk, dv, k, v, j, first, second, turn, count,                # the sums, the keys and values, the queries to visit
+    q_ptr, do_ptr, stats_ptr, q_stride_t, do_stride_t,
     T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
     bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, ADD_DQ: tl.constexpr, FOLD: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, PACKED: tl.constexpr, FOLD: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     HALF: tl.constexpr, STAGES: tl.constexpr,
 ):
@@ -54,7 +55,6 @@ def _walk(
     dv_ = tl.arange(0, BLOCK_DV)
     q_offsets = rows[:, None] * q_stride_t + d[None, :]
     do_offsets = rows[:, None] * do_stride_t + dv_[None, :]
-    dq_offsets = rows[:, None] * dq_stride_t + d[None, :]
     for n in tl.range(0, count, num_stages=STAGES):
         # `turn` tiles from `first` on, the others from `second` on
         t_0 = tl.where(n < turn, first + n * BLOCK_T, second + (n - turn) * BLOCK_T)
@@ -69,12 +69,11 @@ def _walk(
             q = tl.load(q_tile, mask=(d < D)[None, :], other=0.0)
         else:
             q = tl.load(q_tile)
-        lse = tl.load(lse_ptr + t, mask=there, other=float("inf"))
-        # a row that sees nothing has no weight: exp(x - inf) is 0
-        lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+        # dense rows past the end weigh nothing; packed ones are another sequence's
+        lse, delta = unpair(tl.load(stats_ptr + t, mask=there, other=0) if PACKED else tl.load(stats_ptr + t))
         if CAREFUL:
             q = finite(q)
-        x = tl.dot(finite(k) if CAREFUL else k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_S, BLOCK_T)
+        x = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_S, BLOCK_T)
         if SOFTCAP:
             cap = capped(x, scale, softcap)
             x = cap * (softcap * LOG2E)
@@ -87,6 +86,8 @@ def _walk(
         if MASKED:
             i = t[None, :] + offset
             sees = visible(i, j[:, None], S, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+            if PACKED:
+                sees = sees & there[None, :]
             p = tl.where(sees, p, 0.0)
         if MASKED:
             do = tl.load(do_tile, mask=there[:, None] & (dv_ < DV)[None, :], other=0.0)
@@ -94,7 +95,6 @@ def _walk(
             do = tl.load(do_tile, mask=(dv_ < DV)[None, :], other=0.0)
         else:
             do = tl.load(do_tile)
-        delta = tl.load(delta_ptr + t, mask=there, other=0.0)
         weight = p
         if DROPOUT:
             keep = kept(seed, threshold, b, h, t[None, :], j[:, None])
@@ -112,24 +112,17 @@ def _walk(
         ds = p * (dp - delta[None, :])
         if SOFTCAP:
             ds = ds * (1 - cap * cap)
-        if MASKED:
+        if CAREFUL:
             ds = tl.where(sees, ds, 0.0)
         ds = ds.to(q.dtype)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        if ADD_DQ:
-            dq_tile = dq_ptr + tl.cast(t_0, tl.int64) * dq_stride_t + dq_offsets
-            dq = tl.dot(tl.trans(ds), finite(k) if CAREFUL else k, input_precision=PRECISION)
-            if MASKED or D < BLOCK_D:
-                tl.atomic_add(dq_tile, dq, mask=there[:, None] & (d < D)[None, :] & add_dq, sem="relaxed")
-            else:
-                tl.atomic_add(dq_tile, dq, sem="relaxed")
     return dk, dv
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
 def _backward_kv(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,                # tensors
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,     # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
     q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
     k_stride_b, k_stride_s, k_stride_h,
@@ -137,17 +130,16 @@ def _backward_kv(
     bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
     alibi_stride_b, alibi_stride_h,
     do_stride_b, do_stride_t, do_stride_h,
-    B, H, T, S, tiles, wave,                                    # sizes; packed: T and S are totals
+    B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, HALF: tl.constexpr, ADD_DQ: tl.constexpr,
+    PRECISION: tl.constexpr, HALF: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
     STAGES: tl.constexpr,
 ):
     # fmt: on
-    total = T
     HK = H // GROUP
     if PACKED:
         slot = tl.program_id(0) // HK
@@ -160,7 +152,7 @@ def _backward_kv(
         if i_s * BLOCK_S >= S:
             return
         batch = tl.cast(0, tl.int64)
-        lse_row = row_0
+        stats_ptr += row_0
     else:
         bh, i_s = dense_tile(tl.program_id(0), tiles, B * HK, wave, False)
         b = bh // HK
@@ -168,7 +160,7 @@ def _backward_kv(
         row_0 = b.to(tl.int64) * T
         key_0 = b.to(tl.int64) * S
         batch = b.to(tl.int64)
-        lse_row = b.to(tl.int64) * H * T
+        stats_ptr += b.to(tl.int64) * H * padded_T
     # a sequence's first query and key: by the batch stride if dense, by the row stride if packed
     q_row = row_0 * q_stride_t if PACKED else batch * q_stride_b
     do_row = row_0 * do_stride_t if PACKED else batch * do_stride_b
@@ -185,9 +177,6 @@ def _backward_kv(
     k = tl.load(k_tile, mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)
     v = tl.load(v_tile, mask=(j < S)[:, None] & (dv_ < DV)[None, :], other=0.0)
     HIDES: tl.constexpr = LEFT or RIGHT or PREFIX or CHUNK
-    careful = False
-    if HIDES and ADD_DQ:
-        careful = tl.max(tl.max(tl.where(tl.abs(k.to(tl.float32)) < float("inf"), 0, 1), 1), 0) > 0
 
     # the queries that see some of these keys, [start, stop), and within them those that see all
     offset = S - T
@@ -206,9 +195,6 @@ def _backward_kv(
     early_tiles = (clear_start - start) // BLOCK_T
     clear_tiles = (clear_stop - clear_start) // BLOCK_T
     masked_tiles = early_tiles + tl.cdiv(tl.maximum(stop - clear_stop, 0), BLOCK_T)
-    if careful:
-        clear_tiles = 0
-        masked_tiles = 0
 
     seed = 0
     if DROPOUT:
@@ -223,29 +209,27 @@ def _backward_kv(
         h = hk * GROUP + g
         q_h = q_ptr + q_row + h.to(tl.int64) * q_stride_h
         do_h = do_ptr + do_row + h.to(tl.int64) * do_stride_h
-        dq_h = dq_ptr + (row_0 * H + h) * D
-        lse_h = lse_ptr + lse_row + h.to(tl.int64) * total
-        delta_h = delta_ptr + lse_row + h.to(tl.int64) * total
+        stats_h = stats_ptr + h.to(tl.int64) * padded_T
         bias_h = bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h
         if ALIBI:
             slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
         dk, dv = _walk(
-            dk, dv, k, v, j, clear_start, clear_start, 0, clear_tiles, True,
-            q_h, do_h, dq_h, lse_h, delta_h, q_stride_t, do_stride_t, H * D,
+            dk, dv, k, v, j, clear_start, clear_start, 0, clear_tiles,
+            q_h, do_h, stats_h, q_stride_t, do_stride_t,
             T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
             bias_h, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, LEFT, RIGHT, PREFIX, CHUNK,
-            False, False, ADD_DQ, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
+            False, False, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
         dk, dv = _walk(
-            dk, dv, k, v, j, start, clear_stop, early_tiles, masked_tiles, True,
-            q_h, do_h, dq_h, lse_h, delta_h, q_stride_t, do_stride_t, H * D,
+            dk, dv, k, v, j, start, clear_stop, early_tiles, masked_tiles,
+            q_h, do_h, stats_h, q_stride_t, do_stride_t,
             T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
             bias_h, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, LEFT, RIGHT, PREFIX, CHUNK,
-            True, False, ADD_DQ, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
+            True, False, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
     if HIDES:
         lost = tl.max(tl.max(tl.where(dk == dk, 0, 1), 1), 0) + tl.max(tl.max(tl.where(dv == dv, 0, 1), 1), 0)
-        if careful or lost > 0:
+        if lost > 0:
             dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
             dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
             for g in range(0, GROUP):
@@ -253,16 +237,14 @@ def _backward_kv(
                 if ALIBI:
                     slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
                 dk, dv = _walk(
-                    dk, dv, k, v, j, start, start, 0, tl.cdiv(stop - start, CAREFUL_T), careful,
+                    dk, dv, k, v, j, start, start, 0, tl.cdiv(stop - start, CAREFUL_T),
                     q_ptr + q_row + h.to(tl.int64) * q_stride_h, do_ptr + do_row + h.to(tl.int64) * do_stride_h,
-                    dq_ptr + (row_0 * H + h) * D,
-                    lse_ptr + lse_row + h.to(tl.int64) * total, delta_ptr + lse_row + h.to(tl.int64) * total,
-                    q_stride_t, do_stride_t, H * D,
+                    stats_ptr + h.to(tl.int64) * padded_T, q_stride_t, do_stride_t,
                     T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
                     bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h, bias_stride_t, bias_stride_s,
                     slope, seed, threshold, keep_scale,
                     D, DV, BLOCK_D, BLOCK_DV, CAREFUL_T, LEFT, RIGHT, PREFIX, CHUNK,
-                    True, True, ADD_DQ, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, 1)
+                    True, True, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, 1)
     # fmt: on
 
     dk_tile = dk_ptr + (key_0 + j)[:, None] * (HK * D) + hk * D + d[None, :]
@@ -271,18 +253,16 @@ def _backward_kv(
     tl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=(j < S)[:, None] & (dv_ < DV)[None, :])
 
 
-def launch(
-    call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], lse: Tensor, delta: Tensor, dq: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns dk and dv in the shapes of k and v; adds scale-free dQ to dq, fp32 (B, T, H, D), if it is given."""
+def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stats: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns dk and dv in the shapes of k and v."""
     k, v = call.k, call.v
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     programs, tiles = call.programs(call.S, tile.BLOCK_S, call.Hk)
     if programs:
         _backward_kv[(programs,)](
-            call.q, k, v, do, lse, delta, delta if dq is None else dq, dk, dv, *call.option_tensors,
-            *call.strides, *do_strides, call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers,
-            **call.constants, HALF=call.half, ADD_DQ=dq is not None, **tile.constants,
+            call.q, k, v, do, stats, dk, dv, *call.option_tensors, *call.strides, *do_strides,
+            call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave // call.spec.group, *call.numbers,
+            **call.constants, HALF=call.half, **tile.constants,
         )  # fmt: skip
     return dk, dv

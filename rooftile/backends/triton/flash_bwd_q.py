@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward for queries, portable Triton: the deterministic way.
+"""FlashAttention-2 backward for queries, portable Triton.
 
 Each program owns one tile of queries and walks their keys as the forward does:
 
@@ -6,8 +6,7 @@ Each program owns one tile of queries and walks their keys as the forward does:
     dS  = P (dO V_j^T - D)                    through dropout, mask and softcap
     dQ += dS K_j
 
-Every sum has one owner and one order, so two runs agree bit for bit; the price is two more products a tile than adding dQ
-up in `flash_bwd_kv`.
+Every sum has one owner and one order, so two runs agree bit for bit.
 
 A row that sees a NaN has a NaN in lse or D already. A NaN that a row does not see can only leak through 0 * K; a tile whose
 result holds a NaN is computed again with non-finite keys stripped.
@@ -21,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.backends.triton.arguments import Call
+from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, shifted
 from rooftile.backends.triton.tiles import Tile
@@ -71,6 +71,9 @@ def _walk(
             x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, BIAS, ALIBI
         )
         p = tl.exp2(x * factor - lse[:, None])
+        if MASKED:
+            sees = visible(t[:, None] + offset, j[None, :], S, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+            p = tl.where(sees, p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
             dp = tl.where(kept(seed, threshold, b, h, t[:, None], j[None, :]), dp * keep_scale, 0.0)
@@ -80,10 +83,8 @@ def _walk(
         ds = p * (dp - delta[:, None])
         if SOFTCAP:
             ds = ds * (1 - cap * cap)
-        if MASKED:
-            sees = visible(t[:, None] + offset, j[None, :], S, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
-            ds = tl.where(sees, ds, 0.0)
         if CAREFUL:
+            ds = tl.where(sees, ds, 0.0)
             k = finite(k)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
@@ -92,7 +93,7 @@ def _walk(
 # fmt: off
 @triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
 def _backward_q(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,    # tensors
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr,             # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
     q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
     k_stride_b, k_stride_s, k_stride_h,
@@ -100,7 +101,7 @@ def _backward_q(
     bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
     alibi_stride_b, alibi_stride_h,
     do_stride_b, do_stride_t, do_stride_h,
-    B, H, T, S, tiles, wave,                                    # sizes; packed: T and S are totals
+    B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
@@ -110,7 +111,6 @@ def _backward_q(
     STAGES: tl.constexpr,
 ):
     # fmt: on
-    total = T
     if PACKED:
         slot = tl.program_id(0) // H
         h = tl.program_id(0) % H
@@ -125,7 +125,7 @@ def _backward_q(
         k_ptr += key_0 * k_stride_s
         v_ptr += key_0 * v_stride_s
         do_ptr += row_0 * do_stride_t
-        rows = h.to(tl.int64) * total + row_0
+        stats_ptr += h.to(tl.int64) * padded_T + row_0
         bias_ptr += row_0 * bias_stride_t
     else:
         bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, wave, RIGHT)
@@ -136,7 +136,7 @@ def _backward_q(
         k_ptr += b.to(tl.int64) * k_stride_b
         v_ptr += b.to(tl.int64) * v_stride_b
         do_ptr += b.to(tl.int64) * do_stride_b
-        rows = bh.to(tl.int64) * T
+        stats_ptr += bh.to(tl.int64) * padded_T
         bias_ptr += b.to(tl.int64) * bias_stride_b
     q_ptr += h.to(tl.int64) * q_stride_h
     do_ptr += h.to(tl.int64) * do_stride_h
@@ -153,10 +153,7 @@ def _backward_q(
     do_tile = do_ptr + t.to(tl.int64)[:, None] * do_stride_t + dv[None, :]
     q = tl.load(q_tile, mask=there[:, None] & (d < D)[None, :], other=0.0)
     do = tl.load(do_tile, mask=there[:, None] & (dv < DV)[None, :], other=0.0)
-    lse = tl.load(lse_ptr + rows + t, mask=there, other=float("inf"))
-    # a row that sees nothing has no weight: exp(x - inf) is 0
-    lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-    delta = tl.load(delta_ptr + rows + t, mask=there, other=0.0)
+    lse, delta = unpair(tl.load(stats_ptr + t, mask=there, other=0) if PACKED else tl.load(stats_ptr + t))
 
     # the keys that some row sees, [start, stop), and within them those that every row sees
     offset = S - T
@@ -205,14 +202,15 @@ def _backward_q(
     tl.store(dq_tile, (dq if HALF else dq * scale).to(dq_ptr.dtype.element_ty), mask=there[:, None] & (d < D)[None, :])
 
 
-def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], lse: Tensor, delta: Tensor) -> Tensor:
+def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stats: Tensor) -> Tensor:
     """Returns dq in the shape of q."""
     q = call.q
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
     if programs:
         _backward_q[(programs,)](
-            q, call.k, call.v, do, lse, delta, dq, *call.option_tensors, *call.strides, *do_strides,
-            call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers, **call.constants, HALF=call.half, **tile.constants,
+            q, call.k, call.v, do, stats, dq, *call.option_tensors, *call.strides, *do_strides,
+            call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave, *call.numbers,
+            **call.constants, HALF=call.half, **tile.constants,
         )  # fmt: skip
     return dq
