@@ -8,7 +8,7 @@ back here for ever, so each kernel is looked up once and called past the dispatc
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ CUDA_FORWARD = "aten::_scaled_dot_product_flash_attention"
 CUDA_BACKWARD = "aten::_scaled_dot_product_flash_attention_backward"
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(operator: str, key: str) -> Callable[..., Any]:
     """The kernel behind an operator of torch for a dispatch key ("CPU", "CUDA"), as it was at the first call.
 

@@ -67,6 +67,8 @@ def _show_lost(heads: Heads, o: Tensor, lse: Tensor) -> None:
     """NaN for what sees a number that is not finite, and for nothing else."""
     lost_q, lost_k, lost_v = heads.lost
     mask, T = heads.spec.mask, heads.T
-    rows = lost_q.any(-1, keepdim=True) | seen_by_rows(lost_k.any(-1, keepdim=True), mask, T)[:, None]
+    # a row that sees no key uses its query for nothing
+    sees = seen_by_rows(torch.ones(heads.S, 1, dtype=torch.bool), mask, T)  # (T, 1)
+    rows = lost_q.any(-1, keepdim=True) & sees | seen_by_rows(lost_k.any(-1, keepdim=True), mask, T)[:, None]
     lse.masked_fill_(rows[..., 0], math.nan)
     o.masked_fill_(rows | seen_by_rows(lost_v, mask, T)[:, None], math.nan)
