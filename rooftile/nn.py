@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -67,7 +69,7 @@ class Attention(torch.nn.Module):
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.mask, self.dropout, self.softcap, self.backend = mask, dropout, softcap, backend
         context_dim = dim if context_dim is None else context_dim
-        made = {"bias": bias, "device": device, "dtype": dtype}
+        made: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.q = torch.nn.Linear(dim, heads * head_dim, **made)
         self.k = torch.nn.Linear(context_dim, kv_heads * head_dim, **made)
         self.v = torch.nn.Linear(context_dim, kv_heads * head_dim, **made)

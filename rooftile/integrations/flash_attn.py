@@ -211,7 +211,8 @@ def _options(
         "deterministic": deterministic or None,
         "dropout": dropout_p,
         "scale": softmax_scale,
-        "softcap": softcap,
+        # anything up to 0 is none in flash-attn
+        "softcap": softcap if softcap > 0 else None,
     }
 
 

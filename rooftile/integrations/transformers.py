@@ -94,7 +94,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             execute(module)
             register()
 
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_register
         return spec
 
 

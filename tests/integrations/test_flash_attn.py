@@ -56,7 +56,7 @@ def exact(q, k, v, mask=FULL, **options):
         ({"window_size": [2, 2]}, Window(2, 2), {}),
         ({"softmax_scale": 0.5, "softcap": 2.0}, FULL, {"scale": 0.5, "softcap": 2.0}),
         ({"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}, FULL, {"alibi": torch.tensor([0.1, 0.2, 0.3, 0.4])}),
-        ({"deterministic": True}, FULL, {}),
+        ({"deterministic": True, "softcap": -1.0}, FULL, {}),
     ],
     ids=str,
 )
