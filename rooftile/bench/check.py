@@ -144,7 +144,8 @@ def _parts(case: Case, device: torch.device) -> list[Part]:
 def _row_blocks(T: int, S: int, heads: int, whole: int, case: Case) -> tuple[slice, ...]:
     if T * S * heads <= whole:
         step = T if case.dropout else max(CHUNK // max(S * heads, 1), 1)
-        return tuple(slice(t, min(t + step, T)) for t in range(0, T, max(step, 1)))
+        # a sequence without queries has one empty block
+        return tuple(slice(t, min(t + step, T)) for t in range(0, max(T, 1), max(step, 1)))
     if case.dropout:
         raise Unsupported(f"{case.name} has dropout and {T * S * heads:,} scores a sequence; its check takes {whole:,}")
     middle = T // 2 - BLOCK // 2 + 1
@@ -175,8 +176,8 @@ def _definition(case: Case, inputs: Inputs, part: Part, do: Tensor | None, dtype
             dqs.append(found[0])
             dk += found[1]
             dv += found[2]
-    answer = {"o": torch.cat(outs, dim=1)} if outs else {"o": q.new_zeros((1, 0, q.shape[2], v.shape[-1]))}
-    return answer | ({"dq": torch.cat(dqs, dim=1) if dqs else q[:, :0], "dk": dk, "dv": dv} if do is not None else {})
+    answer = {"o": torch.cat(outs, dim=1)}
+    return answer if do is None else answer | {"dq": torch.cat(dqs, dim=1), "dk": dk, "dv": dv}
 
 
 def _added(case: Case, inputs: Inputs, part: Part, rows: slice, dtype: torch.dtype) -> Tensor:

@@ -114,7 +114,7 @@ class CudaClock:
     def _timed(self, work: Work, count: int, busy_us: float) -> list[float]:
         marks = [(_event(), _event()) for _ in range(count)]
         # about two cycles a nanosecond on the GPUs of the day
-        torch.cuda._sleep(int(min(busy_us, 20e3) * 2000))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(min(busy_us, 20e3) * 2000))
         for start, stop in marks:
             self._flushed.zero_()
             start.record()
@@ -125,4 +125,4 @@ class CudaClock:
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)

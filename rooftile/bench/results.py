@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -71,16 +71,15 @@ def read(path: str | Path) -> list[Row]:
     path = Path(path)
     if not path.exists():
         raise InvalidInput(f"{path} does not exist; `rooftile bench attention --json {path}` writes such a file")
-    known = {field.name for field in fields(Row)}
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.strip():
-            values = json.loads(line)
-            if not isinstance(values, dict) or not values.keys() <= known:
+            try:
+                rows.append(Row(**json.loads(line)))
+            except (json.JSONDecodeError, TypeError) as error:
                 raise InvalidInput(
-                    f"{path}, line {number} is no benchmark row; `rooftile bench attention --json` writes them"
-                )
-            rows.append(Row(**values))
+                    f"{path}, line {number} is no benchmark row ({error}); `rooftile bench attention --json` writes them"
+                ) from error
     return rows
 
 

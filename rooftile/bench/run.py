@@ -281,14 +281,19 @@ def _row(contestant: _Contestant, phase: str, case: Case, session: Session, cloc
     low, median, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     return replace(
         row,
-        median_us=round(median, 3),
-        low_us=round(low, 3),
-        high_us=round(high, 3),
+        median_us=_figures(median),
+        low_us=_figures(low),
+        high_us=_figures(high),
         samples=len(times),
-        tflops=round(floor.flops / median / 1e6, 4),
-        gbs=round(floor.bytes_moved / median / 1e3, 3),
-        roofline_percent=round(floor.percent(median), 2),
+        tflops=_figures(floor.flops / median / 1e6),
+        gbs=_figures(floor.bytes_moved / median / 1e3),
+        roofline_percent=_figures(floor.percent(median)),
     )
+
+
+def _figures(value: float) -> float:
+    """Six significant figures: more are noise in a line that people read."""
+    return float(f"{value:.6g}")
 
 
 def _commit() -> str:

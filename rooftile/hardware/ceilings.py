@@ -14,7 +14,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,19 @@ def cache_directory() -> Path:
 
 def _path(device: torch.device) -> Path:
     here = describe(device)
-    words = [here.name, here.uuid, here.torch, str(torch.get_num_threads()) if device.type == "cpu" else ""]
+    threads = str(torch.get_num_threads()) if device.type == "cpu" else ""
+    # the fields too: another version of this class reads no file of this one
+    words = [here.name, here.uuid, here.torch, threads, *(field.name for field in fields(Ceilings))]
     return cache_directory() / f"ceilings-{hashlib.sha256('|'.join(words).encode()).hexdigest()[:16]}.json"
 
 
 def _keep(path: Path, ceilings: Ceilings) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(ceilings.json()) + "\n")
+        # a reader at the same time sees the old file or the new one, never half of it
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(ceilings.json()) + "\n")
+        unfinished.replace(path)
     except OSError as error:
         warnings.warn(f"the measured ceilings could not be kept: {error}", stacklevel=3)
 
@@ -163,7 +168,7 @@ def _cuda_seconds(work: Callable[[], Any], rounds: int = 10) -> float:
     """The median of single runs between CUDA events, after warm-up."""
     for _ in range(3):
         work()
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]  # type: ignore[no-untyped-call]
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
     for start, stop in marks:
         start.record()
         work()

@@ -1,0 +1,181 @@
+"""The command line: what it prints, what it refuses, and that it is silent when piped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rooftile.bench import results
+from rooftile.cli import main
+from rooftile.hardware import ceilings
+
+CEILINGS = ceilings.Ceilings(
+    device="d", copy_gbs=10.0, matmul_tflops={"fp32": 0.1, "bf16": 0.1, "fp16": 0.1}, launch_us=1.0, date="2026-01-01"
+)
+
+
+@pytest.fixture(autouse=True)
+def _known_ceilings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(ceilings, "_MEASURED", {})
+    monkeypatch.setattr(ceilings, "_measure", lambda device: CEILINGS)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    """Runs a command line; returns its exit code, stdout and stderr."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            main(list(words))
+        out = capsys.readouterr()
+        return int(left.value.code or 0), out.out, out.err
+
+    return call
+
+
+COMMANDS = [
+    ("doctor",), ("explain",), ("warmup",), ("report",), ("bench", "attention"), ("bench", "list"), ("bench", "compare"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example_and_json(run, words: tuple[str, ...]) -> None:
+    code, out, _ = run(*words, "--help")
+    assert code == 0
+    assert f"Example: rooftile {' '.join(words)}" in " ".join(out.split())
+    assert "--json" in out
+    assert ("--device" in out) == (words != ("bench", "compare"))
+
+
+def test_doctor_as_json_says_what_is_here(run) -> None:
+    code, out, err = run("doctor", "--device", "cpu", "--json")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert found["machine"]["torch"] == torch.__version__
+    assert found["measured"]["memory_gbs"] == 10.0
+    assert found["backends"]["eager"] == {"problem": found["backends"]["tiled"]["problem"], "runs": True, "reasons": []}
+    assert found["backends"]["triton"]["reasons"]
+
+
+def test_doctor_as_text_names_each_backend_and_the_caches(run) -> None:
+    code, out, err = run("doctor", "--device", "cpu")
+    assert (code, err) == (0, "")
+    for word in ("Ceilings", "fp32 matmul, TFLOP/s", "tiled    runs", "triton   no: tensors are on cpu", "kept in"):
+        assert word in out
+
+
+def test_bench_attention_prints_a_table_and_appends_lines(run, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    words = (
+        "bench",
+        "attention",
+        "--device",
+        "cpu",
+        "--case",
+        "causal",
+        "--backend",
+        "eager",
+        "--peers",
+        "flex,standard",
+    )
+    code, out, err = run(*words, "--rounds", "1", "--json", str(file))
+    assert (code, err) == (0, "")
+    assert [(row.backend, row.phase) for row in results.read(file)] == [
+        (name, phase) for name in ("eager", "flex", "standard") for phase in ("fwd", "bwd")
+    ]
+    lines = out.splitlines()
+    assert sum(line.startswith("causal ") for line in lines) == 4
+    assert "Ceilings of this run: copy 10 GB/s" in out
+    assert "flex: refused: tensors are on cpu" in out
+
+
+def test_bench_attention_prints_json_lines_on_stdout(run) -> None:
+    words = ("bench", "attention", "--device", "cpu", "--case", "one-by-one", "--backend", "eager", "--peers", "")
+    code, out, _ = run(*words, "--phase", "fwd", "--rounds", "1", "--json", "-", "--commit", "c0ffee")
+    (line,) = out.splitlines()
+    assert code == 0
+    assert json.loads(line)["commit"] == "c0ffee"
+
+
+def test_bench_list_knows_cases_and_providers(run) -> None:
+    code, out, _ = run("bench", "list", "--tag", "cpu-bench", "--device", "cpu", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["cases"][0]["case"] == "cpu-full-256"
+    assert found["providers"]["eager"] == "runs"
+    assert "cpu" in found["providers"]["flex"]
+
+
+def test_bench_compare_states_the_bar(run, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    shared = {
+        "case": "c", "ran": "", "phase": "fwd", "problem": "", "device": "", "arch": "", "driver": "", "torch": "",
+        "triton": "", "commit": "", "date": "", "copy_gbs": 1.0, "matmul_tflops": 1.0,
+    }  # fmt: skip
+    results.append(file, [results.Row(backend=name, median_us=us, **shared) for name, us in (("a", 10.0), ("b", 15.0))])
+    code, out, _ = run("bench", "compare", str(file), "--backend", "a", "--peer", "b")
+    assert (code, out) == (0, "fwd: a is 1.50x b over 1 cases (worst 1.50x at c, best 1.50x at c)\n")
+
+
+def test_explain_gives_backends_and_costs(run) -> None:
+    code, out, _ = run("explain", "--case", "causal", "--device", "cpu", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["backends"]["eager"] == []
+    assert found["cost"]["fwd"]["flops"] == 4 * 2 * 2 * (128 * 129 // 2) * 64
+
+
+def test_warmup_runs_each_case_once(run) -> None:
+    code, out, _ = run("warmup", "--case", "causal", "--case", "packed", "--device", "cpu", "--json")
+    assert code == 0
+    assert list(json.loads(out)) == ["causal", "packed"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("explain", "--case", "nope"), "no case is called 'nope'; `rooftile bench list` prints the cases there are"),
+        (("bench", "attention", "--tag", "nope"), "no case has the tag 'nope'; has conformance, cpu-bench"),
+        (
+            ("bench", "attention", "--case", "mha", "--backend", "nope"),
+            "no backend or peer is called 'nope'; has rooftile",
+        ),
+        (("bench", "attention", "--case", "mha", "--phase", "both"), "phase is 'both'; must be fwd or bwd"),
+        (("bench", "attention", "--case", "mha", "--rounds", "0"), "rounds is 0; must be at least 1"),
+        (("bench", "attention", "--backend", "", "--peers", ""), "bench got nothing to time"),
+        (("bench", "compare", "no-such-file.jsonl"), "no-such-file.jsonl does not exist"),
+        (("doctor", "--device", "tpu"), "device is 'tpu'; must be cpu, cuda or cuda:N"),
+        (("warmup",), "warmup got no case; name some with --case or --tag"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_a_users_mistake_is_one_sentence_and_exit_code_2(run, words: tuple[str, ...], sentence: str) -> None:
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"rooftile: {sentence}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_no_cuda_is_one_sentence_and_exit_code_2(run) -> None:
+    code, _, err = run("bench", "attention", "--device", "cuda")
+    assert code == 2
+    assert err.startswith("rooftile: device is 'cuda', and torch finds no CUDA device here; use cpu")
+
+
+def test_the_module_is_the_command() -> None:
+    ran = subprocess.run([sys.executable, "-m", "rooftile", "--help"], capture_output=True, text=True, check=True)
+    assert "doctor" in ran.stdout
+    assert ran.stderr == ""
+
+
+def test_importing_rooftile_imports_no_command_line() -> None:
+    program = "import sys, rooftile; print([name for name in ('typer', 'rich', 'click') if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
