@@ -51,12 +51,14 @@ def headline(comparison: Comparison) -> str:
     N = common_length(comparison)
     ours, theirs = comparison.of(OURS)[N], comparison.of(STANDARD)[N]
     memory = standing(comparison, "training_peak_bytes")
-    speed = against(
-        ours.step_us, theirs.step_us, "less time", "more time", "the same time"
-    )
-    return f"At {N:,} tokens exact attention needs {memory} and {speed} than standard attention".replace(
-        "the same time than", "the same time as"
-    )
+    speed = against(ours.step_us, theirs.step_us, "less time", "more time", "the same time")
+    return f"At {N:,} tokens exact attention needs {memory} and {speed}"
+
+
+def split(standing: str) -> tuple[str, str]:
+    """A standing as a figure and its words: ("43×", "less memory")."""
+    figure, _, words = standing.partition(" ")
+    return (figure, words) if figure[0].isdigit() else ("equal", standing)
 
 
 def time_claim(comparison: Comparison, what: str) -> str:
@@ -77,7 +79,9 @@ def error_claim(comparison: Comparison, what: str) -> str:
     N = common_length(comparison)
     ours, theirs = (getattr(comparison.of(side)[N], what) for side in (OURS, STANDARD))
     which = {"forward_error": "output", "backward_error": "gradient"}[what]
-    words = against(ours, theirs, "closer to fp64 than standard", "further from fp64 than standard", "as exact as standard")
+    words = against(
+        ours, theirs, "closer to fp64 than standard", "further from fp64 than standard", "as exact as standard"
+    )
     return f"The {which} is {words}, {power(ours)} off"
 
 

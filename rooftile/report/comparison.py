@@ -138,7 +138,9 @@ def too_much(plan: Plan, side: str, problem: Problem, earlier: list[Reading], li
         expected = last.step_us * (N / last.N) ** 2
         if expected > plan.patience * 1e6:
             waits = duration(plan.patience * 1e6)
-            return f"at {N:,} tokens a forward and backward would take about {duration(expected)}; this page waits {waits}"
+            return (
+                f"at {N:,} tokens a forward and backward would take about {duration(expected)}; this page waits {waits}"
+            )
     return ""
 
 
@@ -153,9 +155,23 @@ def _sides(plan: Plan, device: str) -> dict[str, str]:
 
 
 def _reading(side: str, N: int, forward: Row, backward: Row) -> Reading:
-    values = (forward.median_us, backward.median_us, forward.peak_bytes, backward.peak_bytes, forward.error, backward.error)
+    values = (
+        forward.median_us,
+        backward.median_us,
+        forward.peak_bytes,
+        backward.peak_bytes,
+        forward.error,
+        backward.error,
+    )
     assert all(value is not None for value in values)
-    names = ("forward_us", "backward_us", "forward_peak_bytes", "training_peak_bytes", "forward_error", "backward_error")
+    names = (
+        "forward_us",
+        "backward_us",
+        "forward_peak_bytes",
+        "training_peak_bytes",
+        "forward_error",
+        "backward_error",
+    )
     return Reading(side=side, N=N, **dict(zip(names, values, strict=True)))  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 from rooftile.report.tiles import TileMap
 from rooftile.report.units import size, tokens
@@ -63,7 +64,9 @@ class Axis:
         return self.start + (value - low) / (high - low) * (self.stop - self.start)
 
 
-def log_chart(series: Sequence[Series], *, title: str, y_name: str, write: Write, bracket: tuple[float, str] | None = None) -> str:
+def log_chart(
+    series: Sequence[Series], *, title: str, y_name: str, write: Write, bracket: tuple[float, str] | None = None
+) -> str:
     """Lines over sequence length, both axes logarithmic.
 
     bracket: a length, and words to put there between the first two series: the ratio that the title claims.
@@ -71,9 +74,13 @@ def log_chart(series: Sequence[Series], *, title: str, y_name: str, write: Write
     series = [line for line in series if line.points]
     lengths = sorted({x for line in series for x, _ in line.points})
     values = [y for line in series for _, y in line.points if y > 0]
-    x_axis = Axis(low=lengths[0] / 1.12, high=max(lengths[-1], 2 * lengths[0]) * 1.12, start=LEFT, stop=WIDTH - RIGHT, log=True)
+    x_axis = Axis(
+        low=lengths[0] / 1.12, high=max(lengths[-1], 2 * lengths[0]) * 1.12, start=LEFT, stop=WIDTH - RIGHT, log=True
+    )
     y_axis = Axis(low=min(values) / 2, high=max(values) * 2.4, start=HEIGHT - BOTTOM, stop=TOP, log=True)
-    placed = {line.name: [(x_axis.place(x), y_axis.place(max(y, y_axis.low))) for x, y in line.points] for line in series}
+    placed = {
+        line.name: [(x_axis.place(x), y_axis.place(max(y, y_axis.low))) for x, y in line.points] for line in series
+    }
     taken: list[Box] = []
     parts = [_y_grid(y_axis, decades(y_axis.low, y_axis.high), write), _x_ticks(x_axis, lengths)]
     parts += [_line(line, placed[line.name], write) for line in series]
@@ -83,7 +90,9 @@ def log_chart(series: Sequence[Series], *, title: str, y_name: str, write: Write
     return _svg(title, f"{y_name} over sequence length", parts)
 
 
-def line_chart(series: Sequence[Series], *, title: str, x_name: str, y_name: str, write: Write, log: bool = False) -> str:
+def line_chart(
+    series: Sequence[Series], *, title: str, x_name: str, y_name: str, write: Write, log: bool = False
+) -> str:
     """Curves over steps; the first is drawn broad, so that one on top of it still shows."""
     xs = [x for line in series for x, _ in line.points]
     ys = [y for line in series for _, y in line.points if not log or y > 0] or [1.0]
@@ -132,7 +141,9 @@ def mask_tiles(tile_map: TileMap, *, title: str, side: float = 160) -> str:
     for t, t_stop, s, s_stop, is_masked in tile_map.visits:
         x, y, width, height = (value * scale for value in (s, t, s_stop - s, t_stop - t))
         gap = min(0.8, width / 8, height / 8)
-        paths[is_masked].append(f"M{x + gap / 2:.2f} {y + gap / 2:.2f}h{width - gap:.2f}v{height - gap:.2f}h{gap - width:.2f}z")
+        paths[is_masked].append(
+            f"M{x + gap / 2:.2f} {y + gap / 2:.2f}h{width - gap:.2f}v{height - gap:.2f}h{gap - width:.2f}z"
+        )
         if is_masked:
             # colour alone would not tell a masked tile from a whole one
             hatch.append(f"M{x + gap:.2f} {y + height - gap:.2f}L{x + width - gap:.2f} {y + gap:.2f}")
@@ -154,7 +165,9 @@ def size_ladder(rows: Sequence[tuple[str, float, str]], *, title: str) -> str:
     for n, (what, value, kind) in enumerate(rows):
         y = 6 + 42 * n
         parts.append(_text(0, y + 9, what, "tick", "start"))
-        parts.append(f'<rect class="bar {kind}" x="0" y="{y + 15}" width="{max(axis.place(value), 2):.1f}" height="12" rx="3"/>')
+        parts.append(
+            f'<rect class="bar {kind}" x="0" y="{y + 15}" width="{max(axis.place(value), 2):.1f}" height="12" rx="3"/>'
+        )
         parts.append(_text(max(axis.place(value), 2) + 8, y + 26, size(value), f"label {kind}", "start"))
     return _svg(title, "sizes on a logarithmic scale", parts, height=42 * len(rows) + 2)
 
@@ -237,7 +250,9 @@ def _bracket(series: Sequence[Series], x_axis: Axis, y_axis: Axis, length: float
         return ""
     y = (top + bottom) / 2
     taken.append(Box(x - 8 - LETTER * 1.3 * len(words), y - 10, x, y + 10))
-    return f'<path class="bracket" d="M {x:.1f} {top + 7:.1f} V {bottom - 7:.1f}"/>' + _text(x - 6, y + 5, words, "ratio", "end")
+    return f'<path class="bracket" d="M {x:.1f} {top + 7:.1f} V {bottom - 7:.1f}"/>' + _text(
+        x - 6, y + 5, words, "ratio", "end"
+    )
 
 
 def _label(line: Series, placed: dict[str, list[Point]], taken: list[Box]) -> str:
@@ -264,7 +279,7 @@ def _label(line: Series, placed: dict[str, list[Point]], taken: list[Box]) -> st
 def _along(points: Sequence[Point]) -> list[Point]:
     """Points every few units along a polyline."""
     dense = list(points)
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(points):
         count = max(int(math.hypot(x1 - x0, y1 - y0) / 3), 1)
         dense += [(x0 + (x1 - x0) * n / count, y0 + (y1 - y0) * n / count) for n in range(count)]
     return dense

@@ -69,7 +69,9 @@ def run(plan: Plan, device: str, command: str, progress: Progress) -> Report:
     attempt("comparison", lambda: comparison.compare(plan, device, step("comparison")))
     attempt("tiling", lambda: tiles.tile_masks(plan, device, step("tiling")))
     if find_spec("transformers") is None:
-        report.missing["training"] = "The package transformers is not installed: pip install 'rooftile[report]' adds this part."
+        report.missing["training"] = (
+            "The package transformers is not installed: pip install 'rooftile[report]' adds this part."
+        )
     else:
         attempt("training", lambda: training.train_twice(plan.model, device, step("training")))
     progress.clear()

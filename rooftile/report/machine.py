@@ -13,9 +13,8 @@ import rooftile
 from rooftile import dispatch
 from rooftile.cases import Case
 from rooftile.hardware import ceilings
-from rooftile.hardware.arch import arch
 from rooftile.hardware.chips import GENERIC_CPU, Chip, chip_named
-from rooftile.hardware.device import describe
+from rooftile.hardware.device import Device, describe
 from rooftile.masks import CAUSAL
 from rooftile.report.plan import Plan
 
@@ -44,15 +43,15 @@ class Machine:
 
 
 def survey(plan: Plan, device: str) -> Machine:
-    """Measures the ceilings (or reads them from the cache) and asks every backend about a causal training step."""
+    """Measures the ceilings anew (a quick plan takes the cached ones) and asks every backend about a training step."""
     seen = describe(device)
-    measured = ceilings.measure(device)
+    measured = ceilings.measure(device, refresh=not plan.is_quick)
     chip = chip_named(seen.name) if seen.type == "cuda" else GENERIC_CPU
-    spec = _training_case(plan).problem(arch_of(device)).spec
+    spec = _training_case(plan).problem(seen.arch).spec
     verdicts = dispatch.verdicts(spec)
     return Machine(
         device=seen.json(),
-        datasheet=f"{chip.name} ({chip.kind})" if chip else "",
+        datasheet=_source(chip, seen),
         roofs=tuple(_roofs(measured, chip, seen.cores if seen.type == "cpu" else 1)),
         measured_on=measured.date,
         problem=str(spec),
@@ -61,16 +60,16 @@ def survey(plan: Plan, device: str) -> Machine:
     )
 
 
+def _source(chip: Chip | None, seen: Device) -> str:
+    """Where the second column's numbers come from; "" if the chip is in no table."""
+    if chip is None:
+        return ""
+    return f"{chip.kind}, times {seen.cores}" if chip is GENERIC_CPU else f"{chip.name} ({chip.kind})"
+
+
 def _training_case(plan: Plan) -> Case:
     sizes = {"B": plan.batch, "T": plan.lengths[0], "S": plan.lengths[0], "H": plan.heads, "Hk": plan.heads}
     return Case(name="report", tags=frozenset(), **sizes, dim=plan.dim, dtype=plan.dtype, mask=CAUSAL)
-
-
-def arch_of(device: str) -> str:
-    """A Spec's word for a torch device's name."""
-    import torch
-
-    return arch(torch.device(device))
 
 
 def _roofs(measured: ceilings.Ceilings, chip: Chip | None, cores: int) -> list[Roof]:

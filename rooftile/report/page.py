@@ -7,38 +7,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.resources import files
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 from rooftile.errors import InvalidInput
-from rooftile.report import claims, draw
-from rooftile.report.comparison import OURS, STANDARD, TILED, Comparison, Reading
-from rooftile.report.draw import Series
+from rooftile.report import claims, draw, figures
+from rooftile.report.comparison import OURS, Comparison
 from rooftile.report.experiments import Report
 from rooftile.report.machine import Machine
 from rooftile.report.tiles import Tiling, online_softmax
 from rooftile.report.training import Training
 from rooftile.report.units import duration, percent, power, size, times
 
-KINDS = {OURS: "ours", STANDARD: "standard", TILED: "other"}
-NAMES = {OURS: "exact", STANDARD: "standard", TILED: "exact, Rooftile's tiles"}
 ONLINE_ROW = ((0.5, 2.0, 1.0), (3.0, 0.0, 2.5))
-
-
-class Table(NamedTuple):
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-class Chart(NamedTuple):
-    """A picture with the claim over it, words under it, and its numbers."""
-
-    title: str
-    picture: Any  # SVG, marked as safe
-    note: str = ""
-    table: Table | None = None
 
 
 def check_ready() -> None:
@@ -54,7 +37,7 @@ def render(report: Report) -> str:
     here = files("rooftile.report")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((here / "page.html").read_text()).render(
-        css=_safe((here / "page.css").read_text()),
+        css=figures.safe((here / "page.css").read_text()),
         report={
             "failures": report.failures,
             "missing": report.missing,
@@ -62,7 +45,9 @@ def render(report: Report) -> str:
             "quick": report.plan.is_quick,
         },
         device_name=report.machine.device["name"] if report.machine else report.plan.device,
-        headline=claims.headline(report.comparison) if report.comparison else "Exact attention, measured on this machine",
+        headline=claims.headline(report.comparison)
+        if report.comparison
+        else "Exact attention, measured on this machine",
         tiles_of_numbers=_numbers(report),
         comparison=report.comparison and _comparison(report.comparison),
         why=_why(report),
@@ -72,14 +57,8 @@ def render(report: Report) -> str:
         not_shown=_not_shown(report),
         environment=_environment(report),
         # `<` would let a string in the data end the script element
-        numbers=_safe(json.dumps(report.json(), allow_nan=True).replace("<", "\\u003c")),
+        numbers=figures.safe(json.dumps(report.json(), allow_nan=True).replace("<", "\\u003c")),
     )
-
-
-def _safe(text: str) -> Any:
-    from markupsafe import Markup
-
-    return Markup(text)  # noqa: S704 - our own SVG, CSS and JSON
 
 
 def _numbers(report: Report) -> list[dict[str, str]]:
@@ -87,23 +66,29 @@ def _numbers(report: Report) -> list[dict[str, str]]:
     shown = []
     if report.comparison:
         N = claims.common_length(report.comparison)
-        memory, *less = claims.standing(report.comparison, "training_peak_bytes").split(" ", 1)
-        speed, *faster = claims.standing(report.comparison, "step_us").split(" ", 1)
-        shown.append({"big": memory, "small": f"{' '.join(less)}, forward and backward at {N:,} tokens"})
-        shown.append({"big": speed, "small": f"{' '.join(faster)}, forward and backward at {N:,} tokens"})
+        for what in ("training_peak_bytes", "step_us"):
+            big, small = claims.split(claims.standing(report.comparison, what))
+            shown.append({"big": big, "small": f"{small}, forward and backward at {N:,} tokens"})
     if report.tiling:
         most = max(report.tiling.maps, key=lambda tile_map: tile_map.saved)
         shown.append({"big": percent(most.saved), "small": f"of the scores never computed under {most.mask}"})
     if report.training:
         apart = report.training.furthest_apart
-        shown.append({"big": claims.short(apart), "small": "the most that two Llamas' losses ever differ, eager and Rooftile"})
+        shown.append(
+            {"big": claims.short(apart), "small": "the most that two Llamas' losses ever differ, eager and Rooftile"}
+        )
     return shown
 
 
 def _comparison(comparison: Comparison) -> dict[str, Any]:
-    def chart(what: str, title: str, y_name: str, write: Callable[[float], str], note: str = "") -> Chart:
-        return _length_chart(comparison, what, title, y_name, write, note)
-
+    charts: tuple[tuple[str, Callable[[Comparison, str], str], str, Callable[[float], str]], ...] = (
+        ("forward_us", claims.time_claim, "time", duration),
+        ("backward_us", claims.time_claim, "time", duration),
+        ("forward_peak_bytes", claims.memory_claim, "peak memory", size),
+        ("training_peak_bytes", claims.memory_claim, "peak memory", size),
+        ("forward_error", claims.error_claim, "relative error", power),
+        ("backward_error", claims.error_claim, "relative error", power),
+    )
     fused = {
         "sdpa": "On this machine dispatch hands this problem to PyTorch's own fused kernel; Rooftile's own tiles run beside it.",
         "eager": "On this machine only the definition runs this problem.",
@@ -117,14 +102,9 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
             "precision, no mask, so that neither gains by skipping."
         ),
         "reach": claims.scaling_claim(comparison) + ".",
-        "stops": [f"{NAMES[side].capitalize()}: {reason}." for side, reason in comparison.stopped.items()],
+        "stops": [f"{figures.NAMES[side][0].upper()}{figures.NAMES[side][1:]}: {reason}." for side, reason in comparison.stopped.items()],
         "charts": [
-            chart("forward_us", claims.time_claim(comparison, "forward_us"), "time", duration),
-            chart("backward_us", claims.time_claim(comparison, "backward_us"), "time", duration),
-            chart("forward_peak_bytes", claims.memory_claim(comparison, "forward_peak_bytes"), "peak memory", size),
-            chart("training_peak_bytes", claims.memory_claim(comparison, "training_peak_bytes"), "peak memory", size),
-            chart("forward_error", claims.error_claim(comparison, "forward_error"), "relative error", power),
-            chart("backward_error", claims.error_claim(comparison, "backward_error"), "relative error", power),
+            figures.length_chart(comparison, what, claim(comparison, what), y_name, write) for what, claim, y_name, write in charts
         ],
         "method": (
             f"Times are medians of calls taken in turns, after a check against the definition. Memory is measured ({comparison.peak_kind}), "
@@ -132,48 +112,6 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
             "gradient's is the worst of dq, dk and dv."
         ),
     }  # fmt: skip
-
-
-def _length_chart(
-    comparison: Comparison, what: str, title: str, y_name: str, write: Callable[[float], str], note: str
-) -> Chart:
-    series = [
-        Series(name=NAMES[side], kind=KINDS[side], points=_points(comparison.of(side), what)) for side in comparison.sides
-    ]
-    N = claims.common_length(comparison)
-    ours, theirs = (getattr(comparison.of(side)[N], what) for side in (OURS, STANDARD))
-    ratio = times(max(ours, theirs) / min(ours, theirs)) if min(ours, theirs) > 0 else ""
-    lengths = sorted({reading.N for reading in comparison.readings})
-    rows = []
-    for length in lengths:
-        readings = [comparison.of(side).get(length) for side in comparison.sides]
-        rows.append([f"{length:,}", *(write(getattr(reading, what)) if reading else "–" for reading in readings)])
-    table = Table(["tokens", *(NAMES[side] for side in comparison.sides)], rows)
-    picture = draw.log_chart(series, title=title, y_name=y_name, write=write, bracket=(N, ratio) if ratio else None)
-    return Chart(title, _safe(picture), note, table)
-
-
-def _points(readings: dict[int, Reading], what: str) -> tuple[tuple[float, float], ...]:
-    return tuple((float(N), float(getattr(reading, what))) for N, reading in sorted(readings.items()))
-
-
-def _traffic_chart(comparison: Comparison) -> Chart:
-    lines = (("exact, at least", "ours", "compulsory"), ("standard", "standard", "standard"), ("exact, no cache", "other", "tiled"))
-    series = [
-        Series(name=name, kind=kind, points=tuple((float(row.N), float(getattr(row, what))) for row in comparison.traffic))
-        for name, kind, what in lines
-    ]
-    rows = [[f"{row.N:,}", *(size(getattr(row, what)) for *_, what in lines)] for row in comparison.traffic]
-    title = claims.traffic_claim(comparison)
-    last = comparison.traffic[-1]
-    picture = draw.log_chart(
-        series, title=title, y_name="bytes", write=size, bracket=(last.N, times(last.standard / last.compulsory))
-    )
-    note = (
-        "Forward and backward, from the cost model. At least: each input read once, each output written once. "
-        "No cache: every tile read again from memory."
-    )
-    return Chart(title, _safe(picture), note, Table(["tokens", *(name for name, *_ in lines)], rows))
 
 
 def _why(report: Report) -> dict[str, Any]:
@@ -184,9 +122,9 @@ def _why(report: Report) -> dict[str, Any]:
     element = {"fp32": 4, "bf16": 2, "fp16": 2}[report.plan.dtype]
     return {
         "N": N,
-        "matrix": size(N * N * element),
-        "ladder": _ladder(report, N, element),
-        "traffic": report.comparison and _traffic_chart(report.comparison),
+        "matrix": _matrix_words(report, N * N * element),
+        "ladder": figures.size_ladder(report, N, element),
+        "traffic": report.comparison and figures.traffic_chart(report.comparison),
         "online": [
             {
                 "after": f"tile {n + 1}",
@@ -201,40 +139,30 @@ def _why(report: Report) -> dict[str, Any]:
     }
 
 
-def _ladder(report: Report, N: int, element: int) -> Chart | None:
-    """What fits where, with the sizes of this run."""
-    rows = []
-    if report.tiling:
-        tile = report.tiling.block_t * report.tiling.block_s * 4
-        rows.append((f"one tile of scores, {report.tiling.block_t} × {report.tiling.block_s}", tile, "ours"))
-    if report.machine and report.machine.device["l2_bytes"]:
-        rows.append(("this machine's L2 cache", report.machine.device["l2_bytes"], "plain"))
-    rows.append((f"one head's score matrix at {N:,} tokens", N * N * element, "standard"))
-    if report.comparison:
-        peak = report.comparison.of(STANDARD)[N].training_peak_bytes
-        rows.append((f"all that standard attention held at {N:,}, measured", peak, "standard"))
-        peak = report.comparison.of(OURS)[N].training_peak_bytes
-        rows.append((f"all that exact attention held at {N:,}, measured", peak, "ours"))
-    if report.machine:
-        rows.append(("this machine's memory", report.machine.device["memory_bytes"], "plain"))
-    rows.sort(key=lambda row: row[1])
-    title = "What fits where"
-    return Chart(title, _safe(draw.size_ladder(rows, title=title)), "Each bar's length grows with the logarithm of its size.")
+def _matrix_words(report: Report, matrix: int) -> str:
+    """What one head's matrix weighs, against the cache where that is known and smaller."""
+    cache = report.machine.device["l2_bytes"] if report.machine else 0
+    words = f"one such matrix takes {size(matrix)} a head"
+    if 0 < cache < matrix:
+        return f"{words}, {times(matrix / cache)} this machine's L2 cache of {size(cache)}, so the processor waits for memory"
+    return f"{words}, and four times as much at twice the length: soon more than any cache holds"
 
 
 def _masks(tiling: Tiling) -> dict[str, Any]:
     full = tiling.maps[0]
     maps = []
     for tile_map in tiling.maps:
-        skipped = f", {tile_map.skipped:,} skipped" if tile_map.skipped else ""
-        time = claims.tile_time_claim(tile_map, full) if tile_map is not full else duration(full.forward_us)
+        is_full = tile_map is full
+        saved = f"{tile_map.skipped:,} skipped; {percent(tile_map.saved)} of the scores left out"
         maps.append(
             {
                 "name": tile_map.mask,
-                "picture": _safe(draw.mask_tiles(tile_map, title=tile_map.mask)),
-                "counts": f"{len(tile_map.visits):,} tiles computed, {tile_map.masked:,} of them masked{skipped}; "
-                f"{percent(tile_map.saved)} of the scores left out",
-                "time": time,
+                "picture": figures.safe(draw.mask_tiles(tile_map, title=tile_map.mask)),
+                "counts": f"{len(tile_map.visits):,} tiles computed, {tile_map.masked or 'none'} of them masked, "
+                + ("none skipped" if is_full else saved),
+                "time": f"forward in {duration(full.forward_us)}"
+                if is_full
+                else claims.tile_time_claim(tile_map, full),
             }
         )
     rows = [
@@ -252,70 +180,30 @@ def _masks(tiling: Tiling) -> dict[str, Any]:
             f"the {tiling.backend} backend walks, and the time of its forward on this machine."
         ),
         "maps": maps,
-        "table": Table(["mask", "computed", "masked", "skipped", "left out", "visible pairs", "forward"], rows),
+        "table": figures.Table(["mask", "computed", "masked", "skipped", "left out", "visible pairs", "forward"], rows),
     }  # fmt: skip
 
 
 def _model(training: Training, report: Report) -> dict[str, Any]:
-    plan = report.plan.model
+    plan, steps = report.plan.model, len(training.runs[0].losses)
     first, last = claims.learning(training.runs[1])
     return {
         "claim": claims.loss_claim(training),
         "setup": (
             f"A Llama of Hugging Face Transformers with {training.parameters:,} random weights learns English from Python's own "
-            f"language reference (pydoc_data.topics, {training.text_bytes:,} bytes, one token a byte): {plan.steps} steps of "
+            f"language reference (pydoc_data.topics, {training.text_bytes:,} bytes, one token a byte): {steps:,} steps of "
             f"{plan.batch} × {plan.length:,} tokens. It is trained twice, from the same weights on the same batches. One word differs."
+            + f" It was to be {plan.steps:,} steps; this machine's time ran out." * (steps < plan.steps)
         ),
-        "charts": [_loss_chart(training, first, last), _difference_chart(training), *_step_charts(training)],
+        "charts": [figures.loss_chart(training, first, last), figures.difference_chart(training), *figures.step_charts(training)],
         "written_title": "Then it writes",
         "prompt": training.prompt,
         "written": training.written,
         "written_note": (
             f"{len(training.written)} characters sampled from the model trained with Rooftile, through generate and its key/value "
-            f"cache. {plan.steps} steps teach a small model letters and layout, not sense."
+            f"cache. {steps:,} steps teach a small model letters and layout, not sense."
         ),
     }  # fmt: skip
-
-
-def _loss_chart(training: Training, first: float, last: float) -> Chart:
-    title = f"Both learn: the loss falls from {first:.2f} to {last:.2f} nats a byte"
-    names = ("eager", "Rooftile")
-    series = [
-        Series(name=name, kind=kind, points=tuple((float(n + 1), loss) for n, loss in enumerate(run.losses)))
-        for name, kind, run in zip(names, ("standard", "ours"), training.runs, strict=True)
-    ]
-    every = max(len(training.runs[0].losses) // 10, 1)
-    steps = [*range(0, len(training.runs[0].losses), every), len(training.runs[0].losses) - 1]
-    rows = [
-        [f"{n + 1}", *(f"{run.losses[n]:.5f}" for run in training.runs), claims.short(abs(training.runs[0].losses[n] - training.runs[1].losses[n]))]
-        for n in sorted(set(steps))
-    ]  # fmt: skip
-    picture = draw.line_chart(series, title=title, x_name="step", y_name="loss", write=lambda y: f"{y:g}")
-    return Chart(title, _safe(picture), "The broad line is eager, the thin one Rooftile.", Table(["step", *names, "apart"], rows))
-
-
-def _difference_chart(training: Training) -> Chart:
-    eager, ours = (run.losses for run in training.runs)
-    apart = [abs(a - b) for a, b in zip(eager, ours, strict=True)]
-    title = f"The two losses differ by {claims.short(sorted(apart)[len(apart) // 2])} at the median step"
-    series = [
-        Series(name="apart", kind="other", points=tuple((float(n + 1), d) for n, d in enumerate(apart)))
-    ]
-    picture = draw.line_chart(series, title=title, x_name="step", y_name="difference", write=power, log=True)
-    note = "Both sum in another order, so they round differently, and training makes small differences grow."
-    return Chart(title, _safe(picture), note)
-
-
-def _step_charts(training: Training) -> list[Chart]:
-    eager, ours = training.runs
-    charts = []
-    for what, words, write in (("step_ms", "Time of a step", lambda ms: duration(ms * 1e3)), ("peak_bytes", "Peak memory of a step", size)):
-        values = [getattr(run, what) for run in (eager, ours)]
-        title = f"{words}: {claims.standing_of_step(training, what)}"
-        rows = [(name, kind, value, write(value)) for name, kind, value in zip(("eager", "Rooftile"), ("standard", "ours"), values, strict=True)]
-        note = "The median over the run." if what == "step_ms" else "Measured in one step, beyond weights and optimiser state."
-        charts.append(Chart(title, _safe(draw.bars(rows, title=title)), note))
-    return charts
 
 
 def _machine(machine: Machine) -> dict[str, Any]:
@@ -350,14 +238,14 @@ def _best(machine: Machine) -> str:
 
 def _not_shown(report: Report) -> str:
     sentences = [
-        "One machine, one run, one shape of problem: other head dimensions, other lengths of batch and other machines differ.",
-        "Standard attention here is written in three plain operations, without torch.compile; other fused kernels are not raced, "
-        "rooftile bench attention does that.",
+        "One machine, one run, one shape of problem: other head dimensions, other batches and other machines differ.",
+        "Standard attention here is written in three plain operations, without torch.compile; other fused kernels are not "
+        "raced here: `rooftile bench attention` does that.",
         "Bytes moved are counted by a model, not read from hardware counters.",
         "The Llama is tiny and its training short: the curves show that nothing changes, not what a large model would gain.",
     ]
     if report.plan.device == "cpu":
-        sentences.append("Nothing here ran on a GPU, where the gap in time is larger than on a CPU's few cores.")
+        sentences.append("Nothing here ran on a GPU.")
     sentences.append("Other programs that ran at the same time are in the times, and cannot be told apart from them.")
     return " ".join(sentences)
 
@@ -369,6 +257,8 @@ def _environment(report: Report) -> str:
     for name in ("torch", "triton", "python"):
         if device.get(name):
             words.append(f"{name} {device[name]}")
-    words += [f"{device['name']}, driver or kernel {device['driver']}"] * bool(device)
+    if device:
+        driver = "driver" if device["type"] == "cuda" else "kernel"
+        words.append(f"{device['name']} ({driver} {device['driver']})")
     taken = sum(report.seconds.values())
     return f"{', '.join(words)}. {report.reproduction['date']}. The experiments took {taken:,.0f} s."

@@ -17,6 +17,7 @@ class ModelPlan:
     length: int  # tokens of a sequence
     batch: int
     steps: int
+    patience: float  # seconds; both runs end after it, wherever they are
     learning_rate: float
     dtype: str  # autocast to this; "fp32" for none
     written: int  # bytes of text sampled at the end
@@ -48,7 +49,9 @@ class Plan:
 
 def plan_for(device: str, *, quick: bool = False) -> Plan:
     """The plan for "cpu" or "cuda"; quick: small enough for a test, and the page says so."""
-    return {("cpu", False): CPU, ("cpu", True): CPU_QUICK, ("cuda", False): GPU, ("cuda", True): GPU_QUICK}[device, quick]
+    return {("cpu", False): CPU, ("cpu", True): CPU_QUICK, ("cuda", False): GPU, ("cuda", True): GPU_QUICK}[
+        device, quick
+    ]
 
 
 CPU = Plan(
@@ -60,10 +63,19 @@ CPU = Plan(
     lengths=(256, 512, 1024, 2048, 4096, 8192, 16384),
     memory_limit=2 * GIB,
     patience=6.0,
-    rounds=5,
-    tile_length=2048,
+    rounds=4,
+    tile_length=4096,
     model=ModelPlan(
-        hidden=128, layers=2, heads=4, length=512, batch=2, steps=300, learning_rate=3e-3, dtype="fp32", written=400
+        hidden=192,
+        layers=2,
+        heads=6,
+        length=512,
+        batch=2,
+        steps=400,
+        patience=130.0,
+        learning_rate=3e-3,
+        dtype="fp32",
+        written=400,
     ),
     seconds={"machine": 15, "comparison": 60, "tiling": 5, "training": 120},
 )
@@ -80,7 +92,16 @@ CPU_QUICK = Plan(
     rounds=2,
     tile_length=512,
     model=ModelPlan(
-        hidden=32, layers=1, heads=2, length=64, batch=1, steps=6, learning_rate=3e-3, dtype="fp32", written=24
+        hidden=32,
+        layers=1,
+        heads=2,
+        length=64,
+        batch=1,
+        steps=6,
+        patience=60.0,
+        learning_rate=3e-3,
+        dtype="fp32",
+        written=24,
     ),
     seconds={"machine": 5, "comparison": 5, "tiling": 1, "training": 10},
     is_quick=True,
@@ -98,7 +119,16 @@ GPU = Plan(
     rounds=20,
     tile_length=8192,
     model=ModelPlan(
-        hidden=512, layers=6, heads=8, length=2048, batch=8, steps=300, learning_rate=1e-3, dtype="bf16", written=600
+        hidden=512,
+        layers=6,
+        heads=8,
+        length=2048,
+        batch=8,
+        steps=300,
+        patience=90.0,
+        learning_rate=1e-3,
+        dtype="bf16",
+        written=600,
     ),
     seconds={"machine": 15, "comparison": 30, "tiling": 10, "training": 80},
 )
@@ -115,7 +145,16 @@ GPU_QUICK = Plan(
     rounds=3,
     tile_length=1024,
     model=ModelPlan(
-        hidden=64, layers=1, heads=2, length=256, batch=2, steps=6, learning_rate=1e-3, dtype="bf16", written=24
+        hidden=64,
+        layers=1,
+        heads=2,
+        length=256,
+        batch=2,
+        steps=6,
+        patience=60.0,
+        learning_rate=1e-3,
+        dtype="bf16",
+        written=24,
     ),
     seconds={"machine": 5, "comparison": 5, "tiling": 2, "training": 15},
     is_quick=True,

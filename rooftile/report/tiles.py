@@ -115,22 +115,24 @@ def tile_masks(plan: Plan, device: str, on_step: Callable[[float, str], None]) -
     N = plan.tile_length
     backend = "tiled" if device == "cpu" else "triton"
     block_t, block_s = _blocks(plan, device)
-    walk = _tiled_walk if backend == "tiled" else lambda mask, N: aligned_walk(mask, N, block_t, block_s)
-    full = sum(1 for _ in walk(FULL, N))
-    maps = []
-    for n, mask in enumerate(examples(N)):
-        on_step(n / len(examples(N)), f"{mask} attention, {N:,} tokens")
-        maps.append(
-            TileMap(
-                mask=str(mask),
-                N=N,
-                visits=tuple(walk(mask, N)),
-                full_visits=full,
-                visible_pairs=masks.pairs(mask, N, N),
-                forward_us=_forward_us(plan, mask, backend, device),
-            )
+    walks = {mask: tuple(_walk(backend, mask, N, block_t, block_s)) for mask in examples(N)}
+    times = _forward_us(plan, backend, device, on_step)
+    maps = [
+        TileMap(
+            mask=str(mask),
+            N=N,
+            visits=visits,
+            full_visits=len(walks[FULL]),
+            visible_pairs=masks.pairs(mask, N, N),
+            forward_us=times[mask],
         )
+        for mask, visits in walks.items()
+    ]
     return Tiling(backend=backend, block_t=block_t, block_s=block_s, maps=tuple(maps))
+
+
+def _walk(backend: str, mask: Mask, N: int, block_t: int, block_s: int) -> Iterator[Visit]:
+    return tiled_walk(mask, N) if backend == "tiled" else aligned_walk(mask, N, block_t, block_s)
 
 
 def aligned_walk(mask: Mask, N: int, block_t: int, block_s: int) -> Iterator[Visit]:
@@ -143,7 +145,7 @@ def aligned_walk(mask: Mask, N: int, block_t: int, block_s: int) -> Iterator[Vis
             yield Visit(t, t_stop, s, s_stop, not masks.sees_all(mask, t, t_stop, s, s_stop, N, N))
 
 
-def _tiled_walk(mask: Mask, N: int) -> Iterator[Visit]:
+def tiled_walk(mask: Mask, N: int) -> Iterator[Visit]:
     """The CPU backend's own walk."""
     from rooftile.backends.tiled.tiles import key_tiles, query_tiles
 
@@ -171,14 +173,18 @@ def _case(plan: Plan, mask: Mask) -> Case:
     )  # fmt: skip
 
 
-def _forward_us(plan: Plan, mask: Mask, backend: str, device: str) -> float:
-    """The median time of a forward."""
-    inputs = _case(plan, mask).inputs(device)
+def _forward_us(plan: Plan, backend: str, device: str, on_step: Callable[[float, str], None]) -> dict[Mask, float]:
+    """The median time of a forward under each example, taken in turns."""
+    masks_here = examples(plan.tile_length)
+    inputs = _case(plan, FULL).inputs(device)
     clock = clock_for(torch.device(device))
-
-    def forward() -> object:
-        return rooftile.attention(*inputs.tensors, mask, backend=backend)
-
-    # the first call finds cold caches, or compiles
-    forward()
-    return median(sample for _ in range(plan.rounds) for sample in clock.samples(forward))
+    taken: dict[Mask, list[float]] = {mask: [] for mask in masks_here}
+    for turn in range(1 + plan.rounds):
+        for n, mask in enumerate(masks_here):
+            on_step((turn + n / len(masks_here)) / (1 + plan.rounds), f"{mask} attention, {plan.tile_length:,} tokens")
+            samples = clock.samples(
+                lambda mask=mask: rooftile.attention(*inputs.tensors, mask, backend=backend)
+            )  # fmt: skip
+            # the first turn finds cold caches, or compiles
+            taken[mask] += samples if turn else []
+    return {mask: median(samples) for mask, samples in taken.items()}

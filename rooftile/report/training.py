@@ -6,7 +6,6 @@ Python's own language reference (`pydoc_data.topics`), one token a byte.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +32,6 @@ class Run:
     attention: str  # what attn_implementation said
     losses: tuple[float, ...]  # nats a byte, one a step
     step_ms: float  # the median step
-    seconds: float  # all steps
     peak_bytes: int  # of one step, beyond what was live before it
 
 
@@ -62,27 +60,35 @@ def corpus() -> Tensor:
 
 
 def train_twice(plan: ModelPlan, device: str, on_step: Callable[[float, str], None]) -> Training:
-    """Trains with eager attention, then with Rooftile's, then lets the second model write.
+    """Trains both models in turns, step by step, so that whatever else the machine does meets both; then the second writes.
 
-    on_step is called with the share done and what comes next. Needs transformers.
+    Stops before the plan's steps are done where they would take longer than its patience. on_step is called with the share
+    done and what comes next. Needs transformers.
     """
     import rooftile
 
     text = corpus().to(device)
     rooftile.enable()
     try:
-        eager, _ = _train(plan, "eager", text, device, lambda n: on_step(0.5 * n / plan.steps, f"eager Llama, step {n}"))
-        ours, model = _train(
-            plan, "rooftile", text, device, lambda n: on_step(0.5 + 0.45 * n / plan.steps, f"Rooftile's Llama, step {n}")
-        )
+        began = time.monotonic()
+        students = [Student(plan, attention, device) for attention in ("eager", "rooftile")]
+        for n, batch in enumerate(batches(plan, text)):
+            if n > WARM_UP + 1 and time.monotonic() - began > plan.patience:
+                break
+            on_step(0.95 * n / plan.steps, f"training two Llamas, step {n + 1} of {plan.steps}")
+            for student in students:
+                student.learn(batch)
         on_step(0.95, "the Llama writes")
-        written = write(model, PROMPT, plan.written, device)
+        written = write(students[1].model, PROMPT, plan.written, device)
     finally:
         rooftile.disable()
-    parameters = sum(p.numel() for p in model.parameters())
     return Training(
-        parameters=parameters, text_bytes=len(text), runs=(eager, ours), prompt=PROMPT, written=written
-    )  # fmt: skip
+        parameters=sum(p.numel() for p in students[0].model.parameters()),
+        text_bytes=len(text),
+        runs=(students[0].run(), students[1].run()),
+        prompt=PROMPT,
+        written=written,
+    )
 
 
 def llama(plan: ModelPlan, attention: str) -> Any:
@@ -99,6 +105,8 @@ def llama(plan: ModelPlan, attention: str) -> Any:
             num_attention_heads=plan.heads,
             num_key_value_heads=max(plan.heads // 2, 1),
             max_position_embeddings=4 * plan.length,
+            # a small model learns sooner from weights of about 1 / sqrt(hidden)
+            initializer_range=plan.hidden**-0.5,
             bos_token_id=None,
             eos_token_id=None,
             attn_implementation=attention,
@@ -106,46 +114,50 @@ def llama(plan: ModelPlan, attention: str) -> Any:
     )
 
 
-def _train(
-    plan: ModelPlan, attention: str, text: Tensor, device: str, on_step: Callable[[int], None]
-) -> tuple[Run, Any]:
-    model = llama(plan, attention).to(device)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimiser, plan.learning_rate, total_steps=plan.steps, pct_start=0.1
-    )
-    losses: list[Tensor] = []
+class Student:
+    """One model on its way: its weights, its optimiser, and what was measured."""
 
-    def step(batch: Tensor) -> None:
-        with _autocast(plan, device):
-            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        schedule.step()
-        optimiser.zero_grad()
-        losses.append(loss.detach())
+    def __init__(self, plan: ModelPlan, attention: str, device: str) -> None:
+        self.attention = attention
+        self.device = torch.device(device)
+        self.dtype = DTYPES[plan.dtype]
+        self.model = llama(plan, attention).to(device)
+        rate = plan.learning_rate
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.1)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimiser, rate, total_steps=plan.steps, pct_start=0.1)
+        self.losses: list[Tensor] = []
+        self.taken_ms: list[float] = []
+        self.peak_bytes = 0
 
-    taken, most = [], 0
-    began = time.perf_counter()
-    for n, batch in enumerate(batches(plan, text)):
+    def learn(self, batch: Tensor) -> None:
+        """One measured step: its time, and in one of the first its peak memory instead."""
+        if len(self.losses) == WARM_UP - 1:
+            self.peak_bytes = clock_for(self.device).peak_bytes(lambda: self._step(batch))
+            return
         start = time.perf_counter()
-        if n == WARM_UP - 1:
-            most = clock_for(torch.device(device)).peak_bytes(lambda batch=batch: step(batch))
-        else:
-            step(batch)
-        if device != "cpu":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-        on_step(n + 1)
-    run = Run(
-        attention=attention,
-        losses=tuple(loss.item() for loss in losses),
-        step_ms=statistics.median(taken[WARM_UP:]) * 1e3,
-        seconds=time.perf_counter() - began,
-        peak_bytes=most,
-    )
-    return run, model
+        self._step(batch)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if len(self.losses) > WARM_UP:
+            self.taken_ms.append((time.perf_counter() - start) * 1e3)
+
+    def _step(self, batch: Tensor) -> None:
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimiser.step()
+        self.schedule.step()
+        self.optimiser.zero_grad()
+        self.losses.append(loss.detach())
+
+    def run(self) -> Run:
+        return Run(
+            attention=self.attention,
+            losses=tuple(loss.item() for loss in self.losses),
+            step_ms=statistics.median(self.taken_ms),
+            peak_bytes=self.peak_bytes,
+        )
 
 
 def batches(plan: ModelPlan, text: Tensor) -> Iterator[Tensor]:
@@ -165,9 +177,3 @@ def write(model: Any, prompt: str, count: int, device: str) -> str:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=True, temperature=0.7, top_k=20, pad_token_id=0
         )  # fmt: skip
     return bytes(out[0].tolist()).decode(errors="replace")[len(prompt) :]
-
-
-def _autocast(plan: ModelPlan, device: str) -> contextlib.AbstractContextManager[Any]:
-    if plan.dtype == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast(torch.device(device).type, DTYPES[plan.dtype])

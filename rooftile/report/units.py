@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+# a number and its unit stay on one line
+SPACE = "\N{NO-BREAK SPACE}"
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -11,7 +13,7 @@ def size(count: float) -> str:
     """Bytes.
 
     >>> size(268435456)
-    '268 MB'
+    '268\xa0MB'
     """
     return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
 
@@ -20,9 +22,9 @@ def duration(us: float) -> str:
     """Microseconds.
 
     >>> duration(1530)
-    '1.53 ms'
+    '1.53\xa0ms'
     """
-    return _scaled(us, ("µs", "ms", "s")) if us >= 1 else f"{_digits(us * 1e3)} ns"
+    return _scaled(us, ("µs", "ms", "s")) if us >= 1 else f"{_digits(us * 1e3)}{SPACE}ns"
 
 
 def tokens(count: float) -> str:
@@ -38,14 +40,14 @@ def power(value: float) -> str:
     """A small number by its power of ten.
 
     >>> power(3.4e-7)
-    '3.4 × 10⁻⁷'
+    '3.4\xa0×\xa010⁻⁷'
     """
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     exponent = math.floor(math.log10(abs(value)))
     mantissa = f"{value / 10.0**exponent:.2g}"
     ten = f"10{str(exponent).translate(_SUPERSCRIPT)}"
-    return ten if mantissa == "1" else f"{mantissa} × {ten}"
+    return ten if mantissa == "1" else f"{mantissa}{SPACE}×{SPACE}{ten}"
 
 
 def times(ratio: float) -> str:
@@ -58,7 +60,7 @@ def times(ratio: float) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{100 * share:.0f}{SPACE}%"
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:
@@ -66,7 +68,7 @@ def _scaled(value: float, units: tuple[str, ...]) -> str:
     # 999.5 would be written as 1000
     while value >= 999.5 and step < len(units) - 1:
         value, step = value / 1000, step + 1
-    return f"{_digits(value)} {units[step]}"
+    return f"{_digits(value)}{SPACE}{units[step]}"
 
 
 def _digits(value: float) -> str:

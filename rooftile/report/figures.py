@@ -1,0 +1,157 @@
+"""The page's figures: each a picture with the claim over it, words under it, and its numbers as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from rooftile.report import claims, draw
+from rooftile.report.comparison import OURS, STANDARD, TILED, Comparison, Reading
+from rooftile.report.draw import Series
+from rooftile.report.experiments import Report
+from rooftile.report.training import Training
+from rooftile.report.units import duration, power, size, times
+
+KINDS = {OURS: "ours", STANDARD: "standard", TILED: "other"}
+NAMES = {OURS: "exact", STANDARD: "standard", TILED: "Rooftile's tiles"}
+
+
+class Table(NamedTuple):
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Chart(NamedTuple):
+    """A picture with the claim over it, words under it, and its numbers."""
+
+    title: str
+    picture: Any  # SVG, marked as safe
+    note: str = ""
+    table: Table | None = None
+
+
+def safe(text: str) -> Any:
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+def length_chart(comparison: Comparison, what: str, title: str, y_name: str, write: Callable[[float], str]) -> Chart:
+    series = [
+        Series(name=NAMES[side], kind=KINDS[side], points=_points(comparison.of(side), what))
+        for side in comparison.sides
+    ]
+    N = claims.common_length(comparison)
+    ours, theirs = (getattr(comparison.of(side)[N], what) for side in (OURS, STANDARD))
+    ratio = times(max(ours, theirs) / min(ours, theirs)) if min(ours, theirs) > 0 else ""
+    lengths = sorted({reading.N for reading in comparison.readings})
+    rows = []
+    for length in lengths:
+        readings = [comparison.of(side).get(length) for side in comparison.sides]
+        rows.append([f"{length:,}", *(write(getattr(reading, what)) if reading else "–" for reading in readings)])
+    table = Table(["tokens", *(NAMES[side] for side in comparison.sides)], rows)
+    picture = draw.log_chart(series, title=title, y_name=y_name, write=write, bracket=(N, ratio) if ratio else None)
+    return Chart(title, safe(picture), table=table)
+
+
+def _points(readings: dict[int, Reading], what: str) -> tuple[tuple[float, float], ...]:
+    return tuple((float(N), float(getattr(reading, what))) for N, reading in sorted(readings.items()))
+
+
+def traffic_chart(comparison: Comparison) -> Chart:
+    lines = (
+        ("exact, at least", "ours", "compulsory"),
+        ("standard", "standard", "standard"),
+        ("exact, no cache", "other", "tiled"),
+    )
+    series = [
+        Series(
+            name=name, kind=kind, points=tuple((float(row.N), float(getattr(row, what))) for row in comparison.traffic)
+        )
+        for name, kind, what in lines
+    ]
+    rows = [[f"{row.N:,}", *(size(getattr(row, what)) for *_, what in lines)] for row in comparison.traffic]
+    title = claims.traffic_claim(comparison)
+    last = comparison.traffic[-1]
+    picture = draw.log_chart(
+        series, title=title, y_name="bytes", write=size, bracket=(last.N, times(last.standard / last.compulsory))
+    )
+    note = (
+        "Forward and backward, from the cost model. At least: each input read once, each output written once. "
+        "No cache: every tile read again from memory."
+    )
+    return Chart(title, safe(picture), note, Table(["tokens", *(name for name, *_ in lines)], rows))
+
+
+def size_ladder(report: Report, N: int, element: int) -> Chart | None:
+    """What fits where, with the sizes of this run."""
+    rows = []
+    if report.tiling:
+        tile = report.tiling.block_t * report.tiling.block_s * 4
+        rows.append((f"one tile of scores, {report.tiling.block_t} × {report.tiling.block_s}", tile, "ours"))
+    if report.machine and report.machine.device["l2_bytes"]:
+        rows.append(("this machine's L2 cache", report.machine.device["l2_bytes"], "plain"))
+    rows.append((f"one head's score matrix at {N:,} tokens", N * N * element, "standard"))
+    if report.comparison:
+        peak = report.comparison.of(STANDARD)[N].training_peak_bytes
+        rows.append((f"all that standard attention held at {N:,}, measured", peak, "standard"))
+        peak = report.comparison.of(OURS)[N].training_peak_bytes
+        rows.append((f"all that exact attention held at {N:,}, measured", peak, "ours"))
+    if report.machine:
+        rows.append(("this machine's memory", report.machine.device["memory_bytes"], "plain"))
+    rows.sort(key=lambda row: row[1])
+    title = "What fits where"
+    return Chart(
+        title, safe(draw.size_ladder(rows, title=title)), "Each bar's length grows with the logarithm of its size."
+    )
+
+
+def loss_chart(training: Training, first: float, last: float) -> Chart:
+    title = f"Both learn: the loss falls from {first:.2f} to {last:.2f} nats a byte"
+    names = ("eager", "Rooftile")
+    series = [
+        Series(name=name, kind=kind, points=tuple((float(n + 1), loss) for n, loss in enumerate(run.losses)))
+        for name, kind, run in zip(names, ("standard", "ours"), training.runs, strict=True)
+    ]
+    every = max(len(training.runs[0].losses) // 10, 1)
+    steps = [*range(0, len(training.runs[0].losses), every), len(training.runs[0].losses) - 1]
+    rows = [
+        [f"{n + 1}", *(f"{run.losses[n]:.5f}" for run in training.runs), claims.short(abs(training.runs[0].losses[n] - training.runs[1].losses[n]))]
+        for n in sorted(set(steps))
+    ]  # fmt: skip
+    picture = draw.line_chart(series, title=title, x_name="step", y_name="loss", write=lambda y: f"{y:g}")
+    return Chart(
+        title, safe(picture), "The broad line is eager, the thin one Rooftile.", Table(["step", *names, "apart"], rows)
+    )
+
+
+def difference_chart(training: Training) -> Chart:
+    eager, ours = (run.losses for run in training.runs)
+    apart = [abs(a - b) for a, b in zip(eager, ours, strict=True)]
+    title = f"The two losses differ by {claims.short(sorted(apart)[len(apart) // 2])} at the median step"
+    series = [Series(name="apart", kind="other", points=tuple((float(n + 1), d) for n, d in enumerate(apart)))]
+    picture = draw.line_chart(series, title=title, x_name="step", y_name="difference", write=power, log=True)
+    note = "The two sum in another order, so they round differently, and training makes small differences grow. Equal losses lie on the floor."
+    return Chart(title, safe(picture), note)
+
+
+def step_charts(training: Training) -> list[Chart]:
+    eager, ours = training.runs
+    charts = []
+    for what, words, write in (
+        ("step_ms", "Time of a step", lambda ms: duration(ms * 1e3)),
+        ("peak_bytes", "Peak memory of a step", size),
+    ):
+        values = [getattr(run, what) for run in (eager, ours)]
+        title = f"{words}: {claims.standing_of_step(training, what)}"
+        rows = [
+            (name, kind, value, write(value))
+            for name, kind, value in zip(("eager", "Rooftile"), ("standard", "ours"), values, strict=True)
+        ]
+        note = (
+            "The median over the run."
+            if what == "step_ms"
+            else "Measured in one step, beyond weights and optimiser state."
+        )
+        charts.append(Chart(title, safe(draw.bars(rows, title=title)), note))
+    return charts

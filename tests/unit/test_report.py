@@ -1,0 +1,275 @@
+"""The report's page: built by the command in quick mode, self-contained, well formed, and its titles true to its data."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from rooftile import masks
+from rooftile.masks import CAUSAL, FULL, Window
+from rooftile.report import claims, draw, page
+from rooftile.report.comparison import OURS, STANDARD, Comparison, Reading, Traffic, too_much
+from rooftile.report.experiments import Report
+from rooftile.report.plan import CPU, plan_for
+from rooftile.report.progress import Progress
+from rooftile.report.tiles import TileMap, Tiling, aligned_walk, examples, online_softmax, tiled_walk
+from rooftile.report.training import Run, Training
+
+VOID = {"meta", "link", "br", "img", "hr", "input", "source", "path", "rect", "circle", "polyline"}
+
+
+class Page(HTMLParser):
+    """A page's elements; complains of one that is closed out of turn."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
+        self.texts.setdefault(tag, [])
+        if tag not in VOID:
+            self.open.append(tag)
+            self.texts[tag].append("")
+
+    def handle_startendtag(self, tag, attrs):
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        if tag in VOID:
+            return
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}> closes another element, near line {self.getpos()[0]}"
+
+    def handle_data(self, data):
+        for tag in set(self.open):
+            self.texts[tag][-1] += data
+
+
+def numbers_of(text: str) -> dict:
+    """The raw numbers that a page carries."""
+    found = re.search(r'<script type="application/json" id="numbers">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """The page that the command writes with --quick, and how the command ended."""
+    out = tmp_path_factory.mktemp("report") / "deep" / "page.html"
+    command = [sys.executable, "-m", "rooftile", "report", "--quick", "--device", "cpu", "--out", str(out)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(out.parent.parent), "TRANSFORMERS_VERBOSITY": "error"}
+    return out, subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_the_command_ends_with_the_path_and_is_quiet_when_piped(made):
+    out, done = made
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(out.resolve())
+    assert "\r" not in done.stderr
+    assert "left" not in done.stderr
+    assert out.exists()
+
+
+def test_the_page_is_well_formed_and_loads_nothing(made):
+    text = made[0].read_text(encoding="utf-8")
+    parsed = Page(text)
+    assert parsed.open == []
+    assert set(parsed.addresses) <= {"#numbers"}
+    outside = [address for address in re.findall(r"https?://[^\s\"'<]+", text) if "www.w3.org/2000/svg" not in address]
+    assert outside == []
+    assert "@import" not in text
+    assert "url(" not in text
+
+
+def test_every_experiment_ran_and_the_quick_page_says_that_it_is_quick(made):
+    text = made[0].read_text(encoding="utf-8")
+    numbers = numbers_of(text)
+    assert numbers["failures"] == {}
+    assert all(numbers[name] for name in ("machine", "comparison", "tiling", "training"))
+    assert "This is a quick run" in text
+    assert numbers["reproduction"]["command"].startswith("rooftile report --out")
+
+
+def test_titles_say_what_the_data_says(made):
+    text = made[0].read_text(encoding="utf-8")
+    parsed, numbers = Page(text), numbers_of(text)
+    readings = numbers["comparison"]["readings"]
+    lengths = {side: {r["N"]: r for r in readings if r["side"] == side} for side in (OURS, STANDARD)}
+    N = max(lengths[OURS].keys() & lengths[STANDARD].keys())
+    titles = [" ".join(title.split()) for title in parsed.texts["h3"]]
+    for what, less, more in (
+        ("forward_us", "faster", "slower"),
+        ("training_peak_bytes", "less memory", "more memory"),
+    ):
+        ours, theirs = (lengths[side][N][what] for side in (OURS, STANDARD))
+        ratio = max(ours, theirs) / min(ours, theirs)
+        word = less if ours < theirs else more
+        written = f"{ratio:,.0f}×" if ratio >= 9.95 else f"{ratio:.1f}×"
+        due = f"{written} {word}" if ratio >= 1.05 else "as fast" if what == "forward_us" else "the same memory"
+        assert any(title.endswith(f"{N:,} tokens: {due}") for title in titles), (due, titles)
+    eager, ours = (run["losses"] for run in numbers["training"]["runs"])
+    apart = max(abs(a - b) for a, b in zip(eager, ours, strict=True))
+    assert claims.short(apart) in " ".join(parsed.texts["h2"])
+    assert apart < 0.05
+
+
+def reading(side: str, N: int, us: float, peak: int) -> Reading:
+    return Reading(
+        side=side, N=N, forward_us=us, backward_us=2 * us, forward_peak_bytes=peak, training_peak_bytes=2 * peak,
+        forward_error=3e-7, backward_error=4e-7,
+    )  # fmt: skip
+
+
+def comparison(ours_us: float, ours_peak: int) -> Comparison:
+    """Standard attention takes 100 us and 1 MB at 256 tokens, 400 us and 4 MB at 512."""
+    readings = [
+        reading(OURS, 256, ours_us / 4, ours_peak // 4), reading(STANDARD, 256, 100, 10**6),
+        reading(OURS, 512, ours_us, ours_peak), reading(STANDARD, 512, 400, 4 * 10**6),
+        reading(OURS, 1024, 3 * ours_us, ours_peak),
+    ]  # fmt: skip
+    return Comparison(
+        dtype="fp32", batch=1, heads=2, dim=32, backends={OURS: "tiled", STANDARD: "plain torch"}, peak_kind="counted",
+        readings=tuple(readings), traffic=tuple(Traffic(N=N, standard=N * N, tiled=N * 99, compulsory=N) for N in (256, 512)),
+        stopped={STANDARD: "at 1,024 tokens it got bored"},
+    )  # fmt: skip
+
+
+def report(**parts) -> Report:
+    return Report(plan=CPU, reproduction={"command": "rooftile report", "rooftile": "0", "commit": "", "date": "today"}, **parts)
+
+
+@pytest.mark.parametrize(
+    ("ours_us", "ours_peak", "due"),
+    [
+        (100.0, 10**5, "At 512 tokens exact attention needs 40× less memory and 4.0× less time"),
+        (1000.0, 8 * 10**6, "At 512 tokens exact attention needs 2.0× more memory and 2.5× more time"),
+        (401.0, 4 * 10**6, "At 512 tokens exact attention needs the same memory and the same time"),
+    ],
+)
+def test_the_headline_follows_the_numbers_also_where_they_are_against_us(ours_us, ours_peak, due):
+    found = report(comparison=comparison(ours_us, ours_peak))
+    assert claims.headline(found.comparison) == due
+    assert Page(page.render(found)).texts["h1"] == [due]
+
+
+def test_a_slower_kernel_is_called_slower():
+    slow = comparison(1000.0, 10**5)
+    assert claims.time_claim(slow, "forward_us") == "Forward, 512 tokens: 2.5× slower"
+    assert claims.memory_claim(slow, "forward_peak_bytes") == "Forward, 512 tokens: 40× less memory"
+
+
+def test_what_failed_or_is_missing_is_said_in_words():
+    found = report(failures={"comparison": "RuntimeError: <no luck>"}, missing={"training": "transformers is not installed"})
+    text = page.render(found)
+    assert Page(text).open == []
+    assert "The comparison failed" in text
+    assert "RuntimeError: &lt;no luck&gt;" in text
+    assert "transformers is not installed" in text
+    assert numbers_of(text)["failures"] == {"comparison": "RuntimeError: <no luck>"}
+
+
+def test_a_string_in_the_data_cannot_end_the_script():
+    run = Run(attention="eager", losses=(5.0, 4.0), step_ms=1.0, peak_bytes=10)
+    hostile = Training(parameters=1, text_bytes=1, runs=(run, run), prompt="The ", written="</script><b>loud</b>")
+    text = page.render(report(training=hostile))
+    assert numbers_of(text)["training"]["written"] == "</script><b>loud</b>"
+    assert "<b>loud" not in text
+    assert "never differ" in text
+
+
+@pytest.mark.parametrize("walk", [lambda mask, N: aligned_walk(mask, N, 64, 32), tiled_walk], ids=["aligned", "tiled"])
+@pytest.mark.parametrize("mask", examples(1024), ids=str)
+def test_the_walk_visits_every_visible_pair_and_masks_where_one_is_hidden(mask, walk):
+    N = 1024
+    visible = masks.materialise(mask, N, N)
+    covered = 0
+    for visit in walk(mask, N):
+        tile = visible[visit.t : visit.t_stop, visit.s : visit.s_stop]
+        assert visit.is_masked == (not bool(tile.all()))
+        covered += int(tile.sum())
+    assert covered == masks.pairs(mask, N, N)
+
+
+def tile_map(mask, N: int) -> TileMap:
+    return TileMap(
+        mask=str(mask), N=N, visits=tuple(aligned_walk(mask, N, N // 4, N // 4)), full_visits=16,
+        visible_pairs=masks.pairs(mask, N, N), forward_us=1.0 + masks.pairs(mask, N, N) / N**2,
+    )  # fmt: skip
+
+
+def test_saved_work_is_counted_in_scores():
+    causal = tile_map(CAUSAL, 256)
+    assert (len(causal.visits), causal.masked, causal.skipped) == (10, 4, 6)
+    assert causal.saved == pytest.approx(6 / 16)
+    maps = tuple(tile_map(mask, 256) for mask in (FULL, CAUSAL, CAUSAL & Window(0)))
+    assert claims.tiles_claim(maps).startswith("Tiles that nobody sees are skipped: causal & window(0) leaves out 75")
+    text = page.render(report(tiling=Tiling(backend="tiled", block_t=64, block_s=64, maps=maps)))
+    assert "10 tiles computed, 4 of them masked, 6 skipped" in text
+
+
+def test_online_softmax_ends_where_softmax_does():
+    import torch
+
+    row = ((0.5, 2.0, 1.0), (3.0, 0.0, 2.5), (-4.0,))
+    last = online_softmax(row)[-1]
+    whole = torch.tensor([score for tile in row for score in tile], dtype=torch.float64)
+    assert last.largest == whole.max().item()
+    assert last.sum == pytest.approx((whole - whole.max()).exp().sum().item(), rel=1e-12)
+
+
+def test_the_sweep_stops_before_memory_and_before_patience():
+    from rooftile.report.comparison import case_of
+
+    long = case_of(CPU, 8192).problem()
+    assert "score matrices alone would need 3.22\xa0GB" in too_much(CPU, STANDARD, long, [], 2 * 2**30)
+    assert too_much(CPU, OURS, long, [], 2 * 2**30) == ""
+    slow = [replace(reading(OURS, 4096, 1.0, 1), forward_us=1e6, backward_us=2e6)]
+    assert "would take about 12\xa0s" in too_much(CPU, OURS, long, slow, 2 * 2**30)
+
+
+def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, due in ((io.StringIO(), False), (Terminal(), True)):
+        progress = Progress({"machine": 10.0, "training": 30.0}, stream)
+        progress.show("training", 0.5, "training two Llamas")
+        assert ("training two Llamas" in stream.getvalue()) is due
+        assert "\n" not in stream.getvalue()
+    assert progress.share("training", 0.5) == pytest.approx(25 / 40)
+
+
+def test_labels_do_not_lie_on_one_another():
+    lines = [
+        draw.Series(name=name, kind="ours", points=((256, y), (512, 2 * y), (1024, 4 * y)))
+        for name, y in (("one", 1.0), ("two", 1.05))
+    ]
+    picture = draw.log_chart(lines, title="t", y_name="y", write=str)
+    places = re.findall(r'<text class="label ours" x="([\d.]+)" y="([\d.]+)"', picture)
+    (x0, y0), (x1, y1) = ((float(x), float(y)) for x, y in places)
+    assert abs(y0 - y1) >= 12 or abs(x0 - x1) >= 18
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plan_rises_in_length_and_names_every_experiment(device, quick):
+    plan = plan_for(device, quick=quick)
+    assert list(plan.lengths) == sorted(set(plan.lengths))
+    assert set(plan.seconds) == {"machine", "comparison", "tiling", "training"}
+    assert plan.model.hidden % plan.model.heads == 0
+    assert (plan.device, plan.is_quick) == (device, quick)
