@@ -105,7 +105,47 @@ def test_dropout_stays_with_the_stock_path(calls):
     rooftile.enable()
     torch.manual_seed(3)
     assert_same(sdpa_and_gradients(q, k, v, dropout_p=0.4), due)
+    # on the CPU PyTorch does not even ask
+    assert torch_sdpa._cpu_forward(q, k, v, 0.4) is None
+    assert torch_sdpa._cuda_forward(q, k, v, 0.4) is None
     assert not calls
+
+
+@pytest.mark.parametrize("sizes", [{"T": 20, "S": 45}, {"T": 45, "S": 20}], ids=str)
+def test_on_cuda_causal_attention_is_square(calls, sizes):
+    """The operator's own alignment is neither SDPA's nor asked for by SDPA: the stock kernel keeps it."""
+    q, k, v = (x.detach() for x in tensors(**sizes))
+    assert torch_sdpa._cuda_forward(q, k, v, 0.0, True) is None
+    assert torch_sdpa._cuda_backward(q, q, k, v, q, q, None, None, 20, 20, 0.0, True, None, None) is None
+    assert torch_sdpa._cuda_forward(q, k, v, 0.0, False, True) is None
+    assert torch_sdpa._cuda_forward(q, k, v) is not None
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "qkv in one", "expanded"])
+def test_what_cuda_would_get(calls, layout):
+    """The CUDA operators' answers, made of CPU tensors, beside their fakes."""
+    q, k, v = layouts()[layout]
+    flash, flash_backward = (
+        getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{end}") for end in ("", "_backward")
+    )
+
+    def described(*outputs):
+        return [(x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in outputs]
+
+    fakes = [torch.empty_strided(x.shape, x.stride(), device="meta") for x in (q, k, v)]
+    due = flash(*fakes, 0.0, True, False)
+    rest = (None, None, 24, 24, 0.0, True)
+    due_grads = flash_backward(torch.empty_like(due[0]), *fakes, due[0], due[1], *rest, due[6], due[7])
+
+    found = torch_sdpa._cuda_forward(q, k, v, 0.0, True, scale=0.2)
+    do = torch.randn(q.shape)
+    grads = torch_sdpa._cuda_backward(do, q, k, v, *found[:2], *rest, *found[6:8], scale=0.2)
+    assert described(*found, *grads) == described(*due, *due_grads)
+    assert calls == {"forward": 1, "backward": 1}
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(SDPBackend.MATH):
+        o = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=0.2)
+    assert_same([found[0], *grads], [o, *torch.autograd.grad(o, leaves, do)])
 
 
 def layouts():
@@ -175,9 +215,10 @@ def test_the_math_context_goes_round_it(calls):
 
 def test_enabling_and_disabling_in_any_order(calls):
     q, k, v = tensors()
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    cudnn_was = torch.backends.cuda.cudnn_sdp_enabled()
     rooftile.disable()
-    for _ in range(2):
+    for cudnn in (True, False, True):
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         rooftile.enable()
         rooftile.enable()
         assert current_flash_attention_impl() == "rooftile"
@@ -190,6 +231,7 @@ def test_enabling_and_disabling_in_any_order(calls):
         assert current_flash_attention_impl() is None
         assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
         assert not calls
+    torch.backends.cuda.enable_cudnn_sdp(cudnn_was)
 
 
 def test_another_implementation_comes_back(calls):
