@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
 from rooftile.backends.triton.arguments import call_of
-from rooftile.backends.triton.tiles import backward_bias_tile, backward_kv_tile, backward_q_tile
+from rooftile.backends.triton.tiles import backward_bias_tile, backward_kv_walks, backward_q_tile
 from rooftile.spec import Grads, Options, Spec
 
 
@@ -30,7 +30,7 @@ def launch(
     # contiguous, as a kernel adds it up row by row; a gradient may come in expanded
     dlse = None if dlse is None else dlse.contiguous()
     delta, stats = row_stats.launch(call, o, lse, do, dlse, strides)
-    dk, dv = flash_bwd_kv.launch(call, backward_kv_tile(spec), do, strides, stats)
+    dk, dv = flash_bwd_kv.launch(call, backward_kv_walks(spec), do, strides, stats)
     dq = flash_bwd_q.launch(call, backward_q_tile(spec), do, strides, stats)
     dbias = flash_bwd_bias.launch(call, backward_bias_tile(spec), do, strides, stats) if spec.bias_grad else None
     return Grads(dq, dk, dv, dbias, _sinks_gradient(options.sinks, lse, delta))

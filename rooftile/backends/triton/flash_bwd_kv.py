@@ -13,6 +13,9 @@ dQ is left to `flash_bwd_q`, so every sum has one owner and one order and two ru
 atomics would save two of the seven products a tile; measured, it cost more than they do (H200, 2026-11-21: 0.7 to 0.9 of the
 speed of two kernels).
 
+Wide heads are walked twice, once for dV and once for dK: two accumulators of 256 columns do not fit in the registers, and
+the eighth product is cheaper than spilling or halving the tile (H200, 2026-11-21).
+
 A product with a weight of 0 is not harmless when the other factor is NaN. A row that sees a NaN has one in lse or D already,
 so non-finite queries and gradients can simply be set aside, but only where there are some: a tile whose result holds a NaN
 is computed again with care, as in the forward.
@@ -29,11 +32,11 @@ from rooftile.backends.triton.arguments import Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, poison, shifted
-from rooftile.backends.triton.tiles import Tile
+from rooftile.backends.triton.tiles import Walk
 from rooftile.backends.triton.visibility import first_position, last_position, visible
 
 # queries a step of the second walk: small, since it is rare and must not cost the first one registers
-CAREFUL_T = tl.constexpr(32)
+CAREFUL_T = tl.constexpr(16)
 
 
 # fmt: off
@@ -45,6 +48,7 @@ def _walk(
     bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, PACKED: tl.constexpr, FOLD: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     HALF: tl.constexpr, STAGES: tl.constexpr,
@@ -95,27 +99,26 @@ def _walk(
             do = tl.load(do_tile, mask=(dv_ < DV)[None, :], other=0.0)
         else:
             do = tl.load(do_tile)
-        weight = p
         if DROPOUT:
             keep = kept(seed, threshold, b, h, t[None, :], j[:, None])
-            weight = tl.where(keep, p * keep_scale, 0.0)
-        if CAREFUL:
-            weight = tl.where(sees, weight + poison(do, 1)[None, :], 0.0)
-            do = finite(do)
-        dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        if DROPOUT:
-            dp = tl.where(keep, dp * keep_scale, 0.0)
-        # fp16 ends at 65,504: the scale comes in before the rounding rather than after the sum
-        if HALF:
-            p = p * scale
-        ds = p * (dp - delta[None, :])
-        if SOFTCAP:
-            ds = ds * (1 - cap * cap)
-        if CAREFUL:
-            ds = tl.where(sees, ds, 0.0)
-        ds = ds.to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        if WANT_DV:
+            weight = tl.where(keep, p * keep_scale, 0.0) if DROPOUT else p
+            values = do
+            if CAREFUL:
+                weight = tl.where(sees, weight + poison(do, 1)[None, :], 0.0)
+                values = finite(do)
+            dv = tl.dot(weight.to(do.dtype), values, dv, input_precision=PRECISION)
+        if WANT_DK:
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            if DROPOUT:
+                dp = tl.where(keep, dp * keep_scale, 0.0)
+            # fp16 ends at 65,504: the scale comes in before the rounding rather than after the sum
+            ds = (p * scale if HALF else p) * (dp - delta[None, :])
+            if SOFTCAP:
+                ds = ds * (1 - cap * cap)
+            if CAREFUL:
+                ds = tl.where(sees, ds, 0.0)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -135,7 +138,7 @@ def _backward_kv(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, HALF: tl.constexpr,
+    PRECISION: tl.constexpr, HALF: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
     STAGES: tl.constexpr,
 ):
@@ -175,7 +178,14 @@ def _backward_kv(
     k_tile = k_ptr + k_row + hk.to(tl.int64) * k_stride_h + j.to(tl.int64)[:, None] * k_stride_s + d[None, :]
     v_tile = v_ptr + v_row + hk.to(tl.int64) * v_stride_h + j.to(tl.int64)[:, None] * v_stride_s + dv_[None, :]
     k = tl.load(k_tile, mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)
-    v = tl.load(v_tile, mask=(j < S)[:, None] & (dv_ < DV)[None, :], other=0.0)
+    v = k
+    dk = 0.0
+    dv = 0.0
+    if WANT_DK:
+        v = tl.load(v_tile, mask=(j < S)[:, None] & (dv_ < DV)[None, :], other=0.0)
+        dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    if WANT_DV:
+        dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
     HIDES: tl.constexpr = LEFT or RIGHT or PREFIX or CHUNK
 
     # the queries that see some of these keys, [start, stop), and within them those that see all
@@ -202,8 +212,6 @@ def _backward_kv(
     factor = scale * LOG2E if FOLD else 1.0
     slope = 0.0
 
-    dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
-    dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
     # fmt: off
     for g in range(0, GROUP):
         h = hk * GROUP + g
@@ -218,20 +226,25 @@ def _backward_kv(
             q_h, do_h, stats_h, q_stride_t, do_stride_t,
             T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
             bias_h, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, LEFT, RIGHT, PREFIX, CHUNK,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, LEFT, RIGHT, PREFIX, CHUNK, WANT_DK, WANT_DV,
             False, False, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
         dk, dv = _walk(
             dk, dv, k, v, j, start, clear_stop, early_tiles, masked_tiles,
             q_h, do_h, stats_h, q_stride_t, do_stride_t,
             T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
             bias_h, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, LEFT, RIGHT, PREFIX, CHUNK,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, LEFT, RIGHT, PREFIX, CHUNK, WANT_DK, WANT_DV,
             True, False, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
     if HIDES:
-        lost = tl.max(tl.max(tl.where(dk == dk, 0, 1), 1), 0) + tl.max(tl.max(tl.where(dv == dv, 0, 1), 1), 0)
+        lost = 0
+        if WANT_DK:
+            lost += tl.max(tl.where(dk == dk, 0, 1))
+        if WANT_DV:
+            lost += tl.max(tl.where(dv == dv, 0, 1))
         if lost > 0:
-            dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
-            dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
+            # the sums are NaN in places: start again from zeros of their shape
+            dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32) if WANT_DK else 0.0
+            dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32) if WANT_DV else 0.0
             for g in range(0, GROUP):
                 h = hk * GROUP + g
                 if ALIBI:
@@ -243,26 +256,32 @@ def _backward_kv(
                     T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
                     bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h, bias_stride_t, bias_stride_s,
                     slope, seed, threshold, keep_scale,
-                    D, DV, BLOCK_D, BLOCK_DV, CAREFUL_T, LEFT, RIGHT, PREFIX, CHUNK,
+                    D, DV, BLOCK_D, BLOCK_DV, CAREFUL_T, LEFT, RIGHT, PREFIX, CHUNK, WANT_DK, WANT_DV,
                     True, True, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, 1)
     # fmt: on
 
-    dk_tile = dk_ptr + (key_0 + j)[:, None] * (HK * D) + hk * D + d[None, :]
-    dv_tile = dv_ptr + (key_0 + j)[:, None] * (HK * DV) + hk * DV + dv_[None, :]
-    tl.store(dk_tile, (dk if HALF else dk * scale).to(dk_ptr.dtype.element_ty), mask=(j < S)[:, None] & (d < D)[None, :])
-    tl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=(j < S)[:, None] & (dv_ < DV)[None, :])
+    if WANT_DK:
+        dk_tile = dk_ptr + (key_0 + j)[:, None] * (HK * D) + hk * D + d[None, :]
+        dk = dk if HALF else dk * scale
+        tl.store(dk_tile, dk.to(dk_ptr.dtype.element_ty), mask=(j < S)[:, None] & (d < D)[None, :])
+    if WANT_DV:
+        dv_tile = dv_ptr + (key_0 + j)[:, None] * (HK * DV) + hk * DV + dv_[None, :]
+        tl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=(j < S)[:, None] & (dv_ < DV)[None, :])
 
 
-def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stats: Tensor) -> tuple[Tensor, Tensor]:
+def launch(
+    call: Call, walks: tuple[Walk, ...], do: Tensor, do_strides: tuple[int, ...], stats: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns dk and dv in the shapes of k and v."""
     k, v = call.k, call.v
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    programs, tiles = call.programs(call.S, tile.BLOCK_S, call.Hk)
-    if programs:
-        _backward_kv[(programs,)](
-            call.q, k, v, do, stats, dk, dv, *call.option_tensors, *call.strides, *do_strides,
-            call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave // call.spec.group, *call.numbers,
-            **call.constants, HALF=call.half, **tile.constants,
-        )  # fmt: skip
+    for tile, wants_dk, wants_dv in walks:
+        programs, tiles = call.programs(call.S, tile.BLOCK_S, call.Hk)
+        if programs:
+            _backward_kv[(programs,)](
+                call.q, k, v, do, stats, dk, dv, *call.option_tensors, *call.strides, *do_strides,
+                call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave // call.spec.group, *call.numbers,
+                **call.constants, HALF=call.half, WANT_DK=wants_dk, WANT_DV=wants_dv, **tile.constants,
+            )  # fmt: skip
     return dk, dv

@@ -27,7 +27,7 @@ from rooftile.backends.triton.tiles import Tile
 from rooftile.backends.triton.visibility import first_key, last_key, visible
 
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
-CAREFUL_S = tl.constexpr(32)
+CAREFUL_S = tl.constexpr(16)
 
 
 # fmt: off
@@ -78,9 +78,7 @@ def _walk(
         if DROPOUT:
             dp = tl.where(kept(seed, threshold, b, h, t[:, None], j[None, :]), dp * keep_scale, 0.0)
         # fp16 ends at 65,504: the scale comes in before the rounding rather than after the sum
-        if HALF:
-            p = p * scale
-        ds = p * (dp - delta[:, None])
+        ds = (p * scale if HALF else p) * (dp - delta[:, None])
         if SOFTCAP:
             ds = ds * (1 - cap * cap)
         if CAREFUL:
@@ -190,7 +188,7 @@ def _backward_q(
         b, h, factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
         D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, True, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
     if LEFT or RIGHT or PREFIX or CHUNK:
-        if tl.max(tl.max(tl.where(dq == dq, 0, 1), 1), 0) > 0:
+        if tl.max(tl.where(dq == dq, 0, 1)) > 0:
             dq = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
             dq = _walk(
                 dq, q, do, lse, delta, start, start, 0, tl.cdiv(stop - start, CAREFUL_S),

@@ -31,7 +31,7 @@ from rooftile.backends.triton.tiles import Tile
 from rooftile.backends.triton.visibility import first_key, last_key, visible
 
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
-CAREFUL_S = tl.constexpr(32)
+CAREFUL_S = tl.constexpr(16)
 
 
 # fmt: off
@@ -204,7 +204,7 @@ def _forward(
         factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
         D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, True, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, STAGES)
     if LEFT or RIGHT or PREFIX or CHUNK:
-        if tl.max(tl.max(tl.where(acc == acc, 0, 1), 1), 0) > 0:
+        if tl.max(tl.where(acc == acc, 0, 1)) > 0:
             m = tl.full((BLOCK_T,), float("-inf"), tl.float32)
             l = tl.zeros((BLOCK_T,), tl.float32)
             acc = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)

@@ -26,12 +26,22 @@ class Tile(NamedTuple):
         }
 
 
+class Walk(NamedTuple):
+    """One walk over the queries for a tile of keys, and which of the two gradients it sums."""
+
+    tile: Tile
+    wants_dk: bool = True
+    wants_dv: bool = True
+
+
 def forward_tile(spec: Spec) -> Tile:
     return Tile(128, 64, 8, 3) if padded(max(spec.dim, spec.dim_v)) > 64 else Tile(128, 128, 8, 3)
 
 
-def backward_kv_tile(spec: Spec) -> Tile:
-    return Tile(64, 128, 8, 2)
+def backward_kv_walks(spec: Spec) -> tuple[Walk, ...]:
+    if padded(max(spec.dim, spec.dim_v)) > 128:
+        return Walk(Tile(32, 128, 8, 2), wants_dv=False), Walk(Tile(32, 128, 8, 2), wants_dk=False)
+    return (Walk(Tile(64, 128, 8, 2)),)
 
 
 def backward_q_tile(spec: Spec) -> Tile:
