@@ -200,6 +200,20 @@ def test_the_definition_as_a_backend_passes_the_check_of_every_kind_of_case(name
         assert row.reason == ""
 
 
+@pytest.mark.parametrize("name", ["one-key", "d80", "bf16"])
+def test_a_right_backend_with_other_rounding_passes_too(name: str) -> None:
+    # with one key dq is zero, but for what is left of terms that cancel
+    for row in quick(CASES[name], ("tiled",)):
+        assert row.reason == ""
+
+
+def test_the_longest_of_packed_sequences_is_checked_with_its_own_rows_of_bias() -> None:
+    case = replace(CASES["packed-everything"], lengths=((20, 30), (60, 90), (33, 10)), dropout=0.0)
+    (part,) = check.Conformance(case, case.inputs(), needs_grad=False).parts
+    assert (part.batch, part.queries, part.keys) == (1, slice(20, 80), slice(30, 120))
+    assert [row.reason for row in quick(case, ("eager",))] == ["", ""]
+
+
 @pytest.mark.parametrize("whole", [1 << 30, 100])
 @pytest.mark.parametrize("name", ["causal-window", "packed-uneven", "alibi-full"])
 def test_a_sample_of_rows_finds_what_the_whole_finds(monkeypatch, name: str, whole: int) -> None:
