@@ -56,6 +56,9 @@ def mask(
         return dense()
     if packed is not None and (pattern.chunks or packed.shape != (batch_size, kv_length)):
         return dense()
+    # without causality only a window minds where the queries are
+    if not causal and pattern != FULL and (q_length, q_offset) != (kv_length, kv_offset):
+        return dense()
     # chunks count from the first key, and `attention` learns their size by the layer's type
     if pattern.chunks and (kv_offset or not hasattr(settings.get("config"), "layer_types")):
         return dense()
@@ -75,7 +78,7 @@ def mask(
     if q_length == 1 or (pattern not in (FULL, CAUSAL) and _has_holes(keys[:, :written])):
         return dense()
     if not causal:
-        return keys if pattern == FULL or q_length == kv_length else dense()
+        return keys
     sequences = numbered(torch.zeros_like(keys, dtype=torch.int32) if packed is None else packed) * keys
     sequences[:, written:] = -1
     return sequences

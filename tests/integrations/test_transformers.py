@@ -391,6 +391,66 @@ def test_a_pattern_that_is_not_recognised_is_evaluated(ran):
     assert ran == {"bias": 1}
 
 
+PATTERNS = {
+    "causal": (masking_utils.causal_mask_function, {}),
+    "window": (masking_utils.sliding_window_causal_mask_function(4), {"sliding_window": 4}),
+    "chunks": (masking_utils.chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.int64)), {}),
+    "full": (masking_utils.bidirectional_mask_function, {"is_causal": False}),
+    "window both ways": (
+        masking_utils.sliding_window_bidirectional_mask_function(3),
+        {"sliding_window": 4, "is_causal": False},
+    ),
+    "custom": (lambda b, h, i, j: (j <= i) & ((i - j) % 2 == 0), {}),
+}
+
+
+@pytest.mark.parametrize("seen", ["all", "padded left", "padded right", "holes"])
+@pytest.mark.parametrize(
+    ("T", "S", "q_offset", "kv_offset"),
+    [(9, 9, 0, 0), (3, 9, 6, 0), (9, 14, 0, 0), (3, 14, 6, 0), (1, 9, 8, 0), (1, 14, 8, 0), (3, 6, 6, 3), (9, 12, 0, 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_masks_say_what_transformers_own_say(ran, name, T, S, q_offset, kv_offset, seen):
+    """Whatever form a mask takes, attention under it is attention under the dense one, for the tokens that there are."""
+    function, given = PATTERNS[name]
+    config = transformers.Llama4TextConfig(
+        **DECODER, **HEADS, **EXPERTS, attention_chunk_size=5, layer_types=["chunked_attention", "full_attention"]
+    )
+    there = torch.ones(2, q_offset + T, dtype=torch.bool)
+    if seen != "all":
+        there[0, {"padded left": slice(0, 4), "padded right": slice(-2, None), "holes": slice(2, 4)}[seen]] = False
+    if name == "chunks" and seen == "padded left":
+        function = masking_utils.chunked_causal_mask_function(5, torch.tensor([4, 0]))
+    sizes = {"batch_size": 2, "q_length": T, "kv_length": S, "q_offset": q_offset, "kv_offset": kv_offset}
+    sizes |= {"mask_function": function, "attention_mask": None if seen == "all" else there, "config": config}
+    due_mask = masking_utils.eager_mask(**sizes)
+    mine = transformers_mask.mask(**sizes)
+
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (T, S, S))
+    module = torch.nn.Module()
+    module.config, module.layer_idx = config, 0 if name == "chunks" else 1
+    found = integration.attention(module, q, k, v, mine, **({"sliding_window": None} | given))[0].transpose(1, 2)
+    assert ran.total() == 1
+    due = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=due_mask)
+    real = there[:, q_offset:] & (due_mask[:, 0] == 0).any(-1)
+    torch.testing.assert_close(found.transpose(1, 2)[real], due.transpose(1, 2)[real])
+
+
+def test_the_dense_form_is_the_exception():
+    sizes = {"batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": PATTERNS["window"][0]}
+    there = torch.ones(2, 9, dtype=torch.bool)
+    assert transformers_mask.mask(**sizes) is None
+    assert transformers_mask.mask(**sizes, attention_mask=there) is None
+    there[0, :4] = False
+    assert transformers_mask.mask(**sizes, attention_mask=there).tolist() == [[0] * 4 + [1] * 5, [2] * 9]
+    static = sizes | {"kv_length": 11}
+    assert transformers_mask.mask(**static, attention_mask=there)[1].tolist() == [2] * 9 + [-1] * 2
+    assert transformers_mask.mask(**static)[0].tolist() == [1] * 9 + [-1] * 2
+    full = sizes | {"mask_function": masking_utils.bidirectional_mask_function}
+    assert torch.equal(transformers_mask.mask(**full, attention_mask=there), there)
+
+
 def test_dropout_is_on_in_training_only(ran):
     config = transformers.LlamaConfig(**DECODER, attention_dropout=0.5)
     model = build(config)
