@@ -18,7 +18,7 @@ from rooftile.report.units import size, tokens
 
 WIDTH, HEIGHT = 400, 270
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 14, 38
-LETTER = 6.4  # the width of a letter of a label
+LETTER = 7.4  # the width of a label's letter on a phone, where letters are drawn larger
 Write = Callable[[float], str]
 Point = tuple[float, float]
 

@@ -149,7 +149,7 @@ def step_charts(training: Training) -> list[Chart]:
             for name, kind, value in zip(("eager", "Rooftile"), ("standard", "ours"), values, strict=True)
         ]
         note = (
-            "The median over the run."
+            "The median over the run. The two took turns, step by step."
             if what == "step_ms"
             else "Measured in one step, beyond weights and optimiser state."
         )

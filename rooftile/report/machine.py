@@ -73,12 +73,12 @@ def _training_case(plan: Plan) -> Case:
 
 
 def _roofs(measured: ceilings.Ceilings, chip: Chip | None, cores: int) -> list[Roof]:
-    roofs = [Roof(what="memory copy", measured=measured.copy_gbs, datasheet=chip and chip.bandwidth_gbs, unit="GB/s")]
+    roofs = [Roof(what="copy", measured=measured.copy_gbs, datasheet=chip and chip.bandwidth_gbs, unit="GB/s")]
     for dtype, tflops in measured.matmul_tflops.items():
         sheet = getattr(chip, f"{dtype}_tflops", None)
         roofs.append(
             Roof(
-                what=f"{dtype} matrix product",
+                what=f"{dtype} product",
                 measured=tflops,
                 datasheet=sheet * cores if sheet else None,
                 unit="TFLOP/s",

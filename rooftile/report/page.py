@@ -57,7 +57,7 @@ def render(report: Report) -> str:
         not_shown=_not_shown(report),
         environment=_environment(report),
         # `<` would let a string in the data end the script element
-        numbers=figures.safe(json.dumps(report.json(), allow_nan=True).replace("<", "\\u003c")),
+        numbers=figures.safe(json.dumps(report.json(), allow_nan=False).replace("<", "\\u003c")),
     )
 
 
@@ -218,7 +218,7 @@ def _machine(machine: Machine) -> dict[str, Any]:
         "claim": f"It copies {machine.roofs[0].measured:,.0f} GB/s and multiplies {_best(machine)}",
         "sheet_word": "datasheet" if "datasheet" in machine.datasheet else "assumed" if machine.datasheet else "datasheet",
         "roofs": [
-            (roof.what, f"{roof.measured:,.3g} {roof.unit}", f"{roof.datasheet:,.3g} {roof.unit}" if roof.datasheet else "–")
+            (f"{roof.what}, {roof.unit}", f"{roof.measured:,.3g}", f"{roof.datasheet:,.3g}" if roof.datasheet else "–")
             for roof in machine.roofs
         ],
         "roofs_note": (
@@ -240,7 +240,7 @@ def _not_shown(report: Report) -> str:
     sentences = [
         "One machine, one run, one shape of problem: other head dimensions, other batches and other machines differ.",
         "Standard attention here is written in three plain operations, without torch.compile; other fused kernels are not "
-        "raced here: `rooftile bench attention` does that.",
+        "raced here: rooftile bench attention does that.",
         "Bytes moved are counted by a model, not read from hardware counters.",
         "The Llama is tiny and its training short: the curves show that nothing changes, not what a large model would gain.",
     ]

@@ -6,6 +6,7 @@ Python's own language reference (`pydoc_data.topics`), one token a byte.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -152,9 +153,13 @@ class Student:
         self.losses.append(loss.detach())
 
     def run(self) -> Run:
+        """What was measured. Raises ArithmeticError where the loss left the numbers."""
+        losses = tuple(loss.item() for loss in self.losses)
+        if not all(map(math.isfinite, losses)):
+            raise ArithmeticError(f"the loss with {self.attention} attention is not finite after {len(losses)} steps")
         return Run(
             attention=self.attention,
-            losses=tuple(loss.item() for loss in self.losses),
+            losses=losses,
             step_ms=statistics.median(self.taken_ms),
             peak_bytes=self.peak_bytes,
         )
@@ -176,4 +181,5 @@ def write(model: Any, prompt: str, count: int, device: str) -> str:
         out = model.eval().generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=True, temperature=0.7, top_k=20, pad_token_id=0
         )  # fmt: skip
-    return bytes(out[0].tolist()).decode(errors="replace")[len(prompt) :]
+    # the last byte may have cut a letter in two
+    return bytes(out[0].tolist()).decode(errors="replace")[len(prompt) :].rstrip("\N{REPLACEMENT CHARACTER}")
