@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -31,12 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile import dispatch, validate
+from rooftile import dispatch
 from rooftile.backends import eager, sdpa
 from rooftile.backends.sdpa import stock
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.hardware.arch import arch
 from rooftile.masks import CAUSAL, FULL, Mask, Window
-from rooftile.spec import DTYPE_NAMES, Options, Spec, decode
+from rooftile.spec import DTYPE_NAMES, Options, Spec
 
 NAME = "rooftile"
 
@@ -134,9 +134,9 @@ def _or_stock(name: str, key: str, override: Callable[..., Any]) -> Callable[...
 
 
 @cache
-def _route(code: str, backend: str | None, needs_grad: bool) -> tuple[ModuleType, Spec] | None:
-    """Who runs the spec of this code, or None for the stock kernel."""
-    spec = replace(decode(code), needs_grad=needs_grad)
+def _route(backend: str | None, **problem: Any) -> tuple[ModuleType, Spec] | None:
+    """Who runs a problem, given as the fields of its Spec, and that Spec; None for the stock kernel."""
+    spec = Spec(**problem)
     chosen = dispatch.select(spec) if backend is None else dispatch.BACKENDS[backend]
     if chosen.NAME in _NO_GAIN or next(chosen.refusals(spec), None) is not None:
         return None
@@ -149,20 +149,20 @@ def _plan(
     """Who runs attention on these (B, T, H, D) or (total, H, D) tensors, or None for the stock kernel."""
     if q.dtype not in DTYPE_NAMES or not q.numel() or not k.numel() or q.shape[-2] % k.shape[-2]:
         return None
-    code = validate.spec_code(
-        q.detach(),
-        k.detach(),
-        v.detach(),
-        mask,
-        options,
-        scale=scale,
-        softcap=None,
-        dropout=0.0,
+    # the operators have checked the shapes
+    return _route(
+        _backend,
+        dtype=q.dtype,
+        dim=q.shape[-1],
+        dim_v=v.shape[-1],
+        group=q.shape[-2] // k.shape[-2],
+        mask=mask,
+        layout="dense" if options.cu_q is None else "packed",
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        needs_grad=needs_grad,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        needs_lse=False,
-        forward_mode=False,
+        device=arch(q.device),
     )
-    return _route(code, _backend, needs_grad)
 
 
 def _forward(q, k, v, mask, scale, options: Options) -> tuple[Tensor, Tensor] | None:

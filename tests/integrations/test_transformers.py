@@ -407,7 +407,17 @@ PATTERNS = {
 @pytest.mark.parametrize("seen", ["all", "padded left", "padded right", "holes"])
 @pytest.mark.parametrize(
     ("T", "S", "q_offset", "kv_offset"),
-    [(9, 9, 0, 0), (3, 9, 6, 0), (9, 14, 0, 0), (3, 14, 6, 0), (1, 9, 8, 0), (1, 14, 8, 0), (3, 6, 6, 3), (9, 12, 0, 2)],
+    [
+        (9, 9, 0, 0),
+        (3, 9, 6, 0),
+        (9, 14, 0, 0),
+        (3, 14, 6, 0),
+        (1, 9, 8, 0),
+        (1, 14, 8, 0),
+        (3, 6, 6, 3),
+        (3, 6, 6, 0),
+        (9, 12, 0, 2),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", PATTERNS)
