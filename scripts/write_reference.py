@@ -25,6 +25,15 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
     ("Errors", "rooftile", ("InvalidInput", "Unsupported")),
+    ("As a module", "rooftile.nn", ("Attention",)),
+    (
+        "Under the names of flash-attn",
+        "rooftile.integrations.flash_attn",
+        (
+            "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+            "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
+        ),
+    ),
 )  # fmt: skip
 
 
@@ -37,7 +46,7 @@ def page() -> str:
 def section_text(title: str, module: str, names: tuple[str, ...]) -> Iterator[str]:
     yield f"## {title}"
     if module != "rooftile":
-        yield f"In `{module}`."
+        yield f"In `{module}`, which is imported by that name."
     for name in names:
         yield from entry(name, getattr(importlib.import_module(module), name))
 
@@ -74,11 +83,13 @@ def docstring(text: str) -> Iterator[str]:
         if title == "Example:":
             yield "```pycon\n" + inspect.cleandoc(body) + "\n```"
         elif title in ("Args:", "Raises:"):
-            items = re.findall(r"^(\w+): (.*?)(?=^\w+: |\Z)", inspect.cleandoc(body), re.DOTALL | re.MULTILINE)
+            items = re.findall(r"^(\w[\w, ]*): (.*?)(?=^\w[\w, ]*: |\Z)", inspect.cleandoc(body), re.DOTALL | re.MULTILINE)
             word = "Arguments" if title == "Args:" else "Raises"
             yield f"{word}:\n\n" + "\n".join(f"- `{name}`: {' '.join(words.split())}" for name, words in items)
         elif title == "Returns:":
             yield "Returns " + " ".join(body.split())
+        elif block.startswith(">>>"):
+            yield f"```pycon\n{block}\n```"
         else:
             yield block
 

@@ -8,11 +8,18 @@ import pytest
 import torch
 
 import rooftile
+import rooftile.nn
+from rooftile.integrations import flash_attn
 from tests.docs.pages import NAMES, ROOT, program, run
 
 WITH_CODE = [name for name in NAMES if program(ROOT / name)]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
-DOCUMENTED = [name for name in rooftile.__all__ if ">>>" in (getattr(rooftile, name).__doc__ or "")]
+DOCUMENTED = {
+    name: thing
+    for module, names in ((rooftile, rooftile.__all__), (rooftile.nn, ["Attention"]), (flash_attn, flash_attn.__all__))
+    for name in names
+    if ">>>" in (thing := getattr(module, name)).__doc__
+}
 
 
 @pytest.mark.parametrize("name", WITH_CODE)
@@ -34,8 +41,8 @@ def test_an_example_runs_and_says_something(name, tmp_path):
 def test_a_docstring_example_runs(name):
     q, k, v = (torch.randn(1, 16, 2, 32) for _ in range(3))
     scope = {"torch": torch, "rooftile": rooftile, "q": q, "k": k, "v": v}
-    scope |= {public: getattr(rooftile, public) for public in rooftile.__all__}
-    for example in doctest.DocTestParser().get_examples(getattr(rooftile, name).__doc__):
+    scope |= {public: getattr(rooftile, public) for public in rooftile.__all__} | DOCUMENTED
+    for example in doctest.DocTestParser().get_examples(DOCUMENTED[name].__doc__):
         if example.want:
             assert repr(eval(example.source, scope)) == example.want.strip()
         else:
