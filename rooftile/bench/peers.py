@@ -15,15 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile import api, dispatch
+from rooftile.backends import eager
 from rooftile.cases import Case, Inputs
+from rooftile.cost import io
 from rooftile.errors import InvalidInput
 from rooftile.hardware.arch import arch
+from rooftile.hardware.device import describe
 from rooftile.masks import CAUSAL, FULL, materialise, query_range
 
 Forward = Callable[[], Tensor]
@@ -65,7 +69,8 @@ def _rooftile(name: str) -> Provider:
     def reason(case: Case, device: torch.device, needs_grad: bool) -> str | None:
         verdicts = dispatch.verdicts(case.problem(arch(device), needs_grad=needs_grad).spec)
         if backend is not None:
-            return "; ".join(verdicts[backend]) or None
+            held = _matrices(case, device) if backend == eager.NAME else ()
+            return "; ".join((*verdicts[backend], *held)) or None
         return None if () in verdicts.values() else "every backend refuses it"
 
     def prepare(case: Case, inputs: Inputs) -> Forward:
@@ -88,6 +93,15 @@ def _beyond(case: Case, *taken: str) -> Iterator[str]:
             yield f"{option}; is run without it here"
     if "mask" not in taken and case.mask not in (FULL, CAUSAL):
         yield f"mask {case.mask}; has full and causal"
+
+
+def _matrices(case: Case, device: torch.device) -> Iterator[str]:
+    """Why a host cannot hold the T x S matrices: there, running out of memory is no exception that a run survives."""
+    # scores, weights, their gradients and some of the way between: three to five are held at once
+    needed = 2 * io.standard_peak(case.problem(), "bwd")
+    if device.type == "cpu" and needed > 0.75 * describe(device).memory_bytes:
+        has = describe(device).memory_bytes
+        yield f"about {needed / 2**30:.0f} GiB of T x S matrices; the machine has {has / 2**30:.0f} GiB"
 
 
 def _blind_rows(case: Case) -> Iterator[str]:
@@ -121,13 +135,15 @@ def _prepare_standard(case: Case, inputs: Inputs) -> Forward:
 
 
 def _standard_reason(case: Case, device: torch.device, needs_grad: bool) -> str | None:
-    return _first(_beyond(case, "mask", "softcap")) or _first(_blind_rows(case))
+    return _first(chain(_beyond(case, "mask", "softcap"), _blind_rows(case), _matrices(case, device)))
 
 
 def _torch_sdpa(name: str, kernel: str) -> Provider:
     def reasons(case: Case, device: torch.device) -> Iterator[str]:
         yield from _beyond(case, "mask")
         yield from _blind_rows(case)
+        if kernel == "MATH":
+            yield from _matrices(case, device)
         if device.type == "cpu" and kernel not in ("MATH", "FLASH_ATTENTION"):
             yield "tensors are on cpu; is for CUDA"
         if device.type == "cuda" and kernel in ("FLASH_ATTENTION", "CUDNN_ATTENTION") and case.dtype == "fp32":
@@ -201,11 +217,18 @@ def _prepare_flex(case: Case, inputs: Inputs) -> Forward:
     return forward
 
 
+def _absence(module: str) -> Iterator[str]:
+    """Why a module of flash-attn is not to be had. Looking for a submodule imports its parent, which may be broken."""
+    try:
+        if find_spec("flash_attn") is None or find_spec(module) is None:
+            yield f"{module} is not installed"
+    except ImportError as error:
+        yield f"{module} cannot be imported: {error}"
+
+
 def _flash_attn(name: str, module: str) -> Provider:
     def reasons(case: Case, device: torch.device) -> Iterator[str]:
-        # find_spec of a submodule imports its parent, so the parent is asked for first
-        if find_spec("flash_attn") is None or find_spec(module) is None:
-            yield f"{module} cannot be imported"
+        yield from _absence(module)
         if device.type != "cuda":
             yield "tensors are on cpu; is for CUDA"
         if case.dtype not in ("bf16", "fp16"):

@@ -8,13 +8,10 @@ time; the others go on.
 
 from __future__ import annotations
 
-import subprocess
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from pathlib import Path
 from statistics import quantiles
 
 import torch
@@ -24,29 +21,18 @@ from rooftile.bench import peers
 from rooftile.bench.check import Conformance
 from rooftile.bench.clock import Clock, clock_for
 from rooftile.bench.results import Row
+from rooftile.bench.session import Session, open_session
 from rooftile.cases import Case, Inputs
 from rooftile.cost import roof
 from rooftile.cost.flops import check_phase
 from rooftile.errors import InvalidInput
-from rooftile.hardware import ceilings
-from rooftile.hardware.ceilings import Ceilings
-from rooftile.hardware.device import Device, describe
+
+__all__ = ["Progress", "Session", "measure", "open_session"]
 
 Progress = Callable[[str], None]
 
 # a call that has taken so long in all takes no further turns
 PATIENCE_US = 10e6
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """What the rows of one run share: the machine, its ceilings, the commit, when it began."""
-
-    device: torch.device
-    machine: Device
-    ceilings: Ceilings
-    commit: str
-    date: str
 
 
 @dataclass(slots=True)
@@ -60,13 +46,6 @@ class _Contestant:
     errors: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)
-
-
-def open_session(device: torch.device | str = "cpu", *, refresh: bool = False, commit: str = "") -> Session:
-    """Describes the machine and takes its ceilings: from the cache, or measured now with `refresh`."""
-    device = torch.device(device)
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    return Session(device, describe(device), ceilings.measure(device, refresh=refresh), commit or _commit(), date)
 
 
 def measure(
@@ -242,9 +221,9 @@ def _guarded(contestant: _Contestant, phases: Sequence[str], work: Callable[[], 
             for phase in phases:
                 contestant.reasons.setdefault(phase, reason)
             seen.clear()
-    if torch.cuda.is_available():
-        # what this provider had reserved would make the next one's memory run short
-        torch.cuda.empty_cache()
+            if torch.cuda.is_available():
+                # what it had reserved would make the next one's memory run short
+                torch.cuda.empty_cache()
     for warning in seen:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
@@ -294,15 +273,3 @@ def _row(contestant: _Contestant, phase: str, case: Case, session: Session, cloc
 def _figures(value: float) -> float:
     """Six significant figures: more are noise in a line that people read."""
     return float(f"{value:.6g}")
-
-
-def _commit() -> str:
-    """The commit of the checkout that this code runs from, "+" after it if files changed; "" outside a checkout."""
-    folder = Path(__file__).parents[2]
-    if not (folder / ".git").exists():
-        return ""
-    asked = [
-        subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False).stdout.strip()
-        for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-    ]
-    return asked[0] + "+" * bool(asked[1])

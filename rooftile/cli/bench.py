@@ -10,7 +10,8 @@ import typer
 from rooftile.bench import compare as comparison
 from rooftile.bench import peers, results
 from rooftile.bench.results import Row
-from rooftile.bench.run import measure, open_session
+from rooftile.bench.run import measure
+from rooftile.bench.session import open_session
 from rooftile.cases import CASES
 from rooftile.cli.output import (
     CaseOption,

@@ -10,7 +10,7 @@ import typer
 from torch.nn import attention
 
 from rooftile import dispatch
-from rooftile.bench.run import open_session
+from rooftile.bench.session import open_session
 from rooftile.cli.output import DeviceOption, JsonOption, print_json, print_table, progress
 from rooftile.hardware.ceilings import Ceilings, cache_directory
 from rooftile.hardware.chips import Chip, chip_named

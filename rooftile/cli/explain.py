@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from rooftile import dispatch
-from rooftile.bench.run import open_session
+from rooftile.bench.session import open_session
 from rooftile.cases import CASES
 from rooftile.cli.output import DeviceOption, JsonOption, chosen_cases, print_json, print_table
 from rooftile.cost import io, roof

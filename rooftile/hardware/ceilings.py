@@ -107,7 +107,9 @@ def _measure(device: torch.device) -> Ceilings:
 def _measure_current(device: torch.device) -> Ceilings:
     seconds = _cuda_seconds if device.type == "cuda" else _host_seconds
     rates = {name: _matmul(dtype, device, seconds) for name, dtype in DTYPES.items()}
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+    # AMD's first fp8 is another format
+    has_fp8 = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    if has_fp8:
         rates["fp8"] = _fp8_matmul(device, seconds)
     return Ceilings(
         device=describe(device).name,

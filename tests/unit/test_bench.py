@@ -13,7 +13,8 @@ from rooftile import InvalidInput, api, cost
 from rooftile.bench import check, compare, peers, results
 from rooftile.bench.clock import HostClock
 from rooftile.bench.results import Row
-from rooftile.bench.run import Session, measure
+from rooftile.bench.run import measure
+from rooftile.bench.session import Session
 from rooftile.cases import CASES, Case
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.hardware.device import describe
@@ -308,6 +309,14 @@ def test_peers_refuse_what_they_would_get_wrong() -> None:
     }
     # torch aligns its causal mask to the other corner
     assert peers.provider_named("torch-flash").reason(CASES["causal-more-keys"], torch.device("cuda"), True) is not None
+
+
+@pytest.mark.parametrize("name", ["standard", "torch-math", "eager"])
+def test_what_would_fill_the_memory_of_a_host_is_refused(name: str) -> None:
+    huge = replace(SMALL, name="huge", T=1 << 20, S=1 << 20)
+    reason = peers.provider_named(name).reason(huge, torch.device("cpu"), True)
+    assert reason.startswith("about 196608 GiB of T x S matrices; the machine has")
+    assert peers.provider_named("torch-flash").reason(huge, torch.device("cpu"), True) is None
 
 
 # rows, tables, comparisons

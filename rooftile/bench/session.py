@@ -1,0 +1,45 @@
+"""What the rows of one run share: the machine, its ceilings, the commit, and when it began."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from rooftile.hardware import ceilings
+from rooftile.hardware.ceilings import Ceilings
+from rooftile.hardware.device import Device, describe
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One run. Rows of one session share their date, and only such rows are compared."""
+
+    device: torch.device
+    machine: Device
+    ceilings: Ceilings
+    commit: str
+    date: str
+
+
+def open_session(device: torch.device | str = "cpu", *, refresh: bool = False, commit: str = "") -> Session:
+    """Describes the machine and takes its ceilings: from the cache, or measured now with `refresh`."""
+    device = torch.device(device)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return Session(device, describe(device), ceilings.measure(device, refresh=refresh), commit or _commit(), date)
+
+
+def _commit() -> str:
+    """The commit of the checkout that this code runs from, "+" after it if files changed; "" where git cannot say."""
+    folder = Path(__file__).parents[2]
+    if not (folder / ".git").exists() or shutil.which("git") is None:
+        return ""
+    asked = [
+        subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False).stdout.strip()
+        for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+    ]
+    return asked[0] + "+" * bool(asked[1])
