@@ -3,6 +3,8 @@
     torch_sdpa      F.scaled_dot_product_attention, and with it nn.MultiheadAttention, timm, diffusers, compiled graphs
     transformers    attn_implementation="rooftile"
     flash_attn      the functions of the flash-attn package, under their names and in their argument order
+
+The first two wait for `enable`; the last one is imported in flash-attn's place.
 """
 
 from __future__ import annotations

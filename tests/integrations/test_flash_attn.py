@@ -142,7 +142,11 @@ def test_dropout_drops():
             Unsupported,
             r"block_table is a torch\.int32 tensor \(1, 1\); .* gather them into k and v",
         ),
-        (lambda q: flash_attn.flash_attn_func(q, q, q, window_size=3), InvalidInput, "window_size is 3; must be a pair"),
+        (
+            lambda q: flash_attn.flash_attn_func(q, q, q, window_size=3),
+            InvalidInput,
+            "window_size is 3; must be a pair",
+        ),
         (
             lambda q: flash_attn.flash_attn_qkvpacked_func(q),
             InvalidInput,
