@@ -29,7 +29,8 @@ FLOORS = {
     "serve": 9,
     "diagnose": 10, "bench": 10,
     "report": 11,
-    "cli": 12, "__main__": 12,
+    "cli": 12,
+    "__main__": 13,
 }  # fmt: skip
 
 

@@ -1,0 +1,20 @@
+"""The Triton kernels on the CPU, in Triton's interpreter: TRITON_INTERPRET=1 pytest tests/interpreter.
+
+The variable must be set before a kernel is imported, and then nothing else compiles in that process, so these tests run
+in one of their own and are not collected in any other.
+"""
+
+from __future__ import annotations
+
+import os
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
+
+if INTERPRETED:
+    import triton
+
+    from tests.interpreter.mend import mend
+
+    if tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 7):
+        mend()

@@ -1,0 +1,49 @@
+"""The conformance suite on the interpreted Triton kernels, on the cases small enough for an interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rooftile import dispatch
+from rooftile.cases import CASES, Case, tagged
+from tests.conformance.exact import check
+from tests.conformance.test_invariance import (  # noqa: F401 - collected here
+    test_a_nan_in_one_packed_sequence_stays_there,
+    test_a_nan_that_is_seen_shows_exactly_where_it_is_seen,
+    test_every_backend_drops_the_same_weights,
+    test_rows_that_see_nothing_are_zero_and_give_nothing,
+    test_what_the_mask_hides_does_not_leak,
+)
+
+# numpy warns where a GPU does not: of a NaN that a test put there, of a number too large in a row that is then masked
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+# the interpreter takes about 10 ms for a tile, whatever its size
+MOST_TILES = 40
+
+
+def tiles(case: Case) -> int:
+    """How many tiles of 64 by 64 a case has, about."""
+    sizes = case.problem().sizes
+    return sizes.H * sum((T // 64 + 1) * (S // 64 + 1) for T, S in sizes.sequences)
+
+
+def small() -> list[Case]:
+    return [case for case in tagged("conformance") if tiles(case) <= MOST_TILES]
+
+
+def test_the_kernels_run_here() -> None:
+    assert not list(dispatch.BACKENDS["triton"].refusals(tagged("conformance")[0].problem().spec))
+    assert len(small()) > len(tagged("conformance")) * 0.7
+
+
+@pytest.mark.parametrize("case", small(), ids=lambda case: case.name)
+def test_equals_the_definition(case: Case) -> None:
+    check(case, "backward-lse", "triton", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["one-query", "no-key", "bias-keys", "sinks-more-queries", "packed-empty"])
+@pytest.mark.parametrize("phase", ["forward", "forward-lse", "backward"])
+def test_equals_the_definition_when_less_is_asked_for(name: str, phase: str) -> None:
+    check(CASES[name], phase, "triton", torch.device("cpu"))
