@@ -294,6 +294,18 @@ def test_the_peers_of_a_cpu_are_right(name: str, case: str) -> None:
     assert [row.reason for row in quick(CASES[case], (name,))] == ["", ""]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["mha", "causal-more-keys", "causal-window", "prefix", "two-chunks", "softcap", "alibi"])
+def test_flex_is_asked_for_the_same_problem(monkeypatch, name: str) -> None:
+    # uncompiled it runs anywhere, and its masks and scores are the same functions
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    case = CASES[name]
+    inputs = case.inputs()
+    with torch.no_grad():
+        found = peers.provider_named("flex").prepare(case, inputs)()
+        torch.testing.assert_close(found, eager(inputs), atol=1e-5, rtol=1e-5)
+
+
 def test_peers_refuse_what_they_would_get_wrong() -> None:
     cpu = torch.device("cpu")
     reasons = {
