@@ -167,6 +167,10 @@ _LIST = (
     _conformance("t65", T=65, S=65),
     _conformance("t129", T=129, S=129, mask=CAUSAL),
     _conformance("t191", T=191, S=191),
+    # more keys, and more queries, than any backend's tile holds
+    _conformance("long", B=1, T=600, S=600, H=2, Hk=1, dim=16, mask=CAUSAL),
+    _conformance("long-keys", B=1, T=70, S=1100, dim=16),
+    _conformance("long-window", B=1, T=40, S=1300, dim=16, mask=CAUSAL & Window(700), sinks=True),
     _conformance("window", T=200, S=200, mask=Window(17)),
     _conformance("window-both", T=150, S=190, mask=Window(30, 5)),
     _conformance("window-zero", T=70, S=70, mask=Window(0, 0)),
@@ -235,6 +239,7 @@ _LIST = (
         "packed-everything", lengths=((60, 60), (33, 90)), H=4, Hk=2, mask=CAUSAL & Window(50), softcap=4.0, bias="HTS",
         alibi=True, sinks=True, dropout=0.1,
     ),
+    _conformance("packed-long", lengths=((20, 700), (540, 530)), dim=16, mask=CAUSAL, dtype="bf16"),
     _conformance("packed-192-128", lengths=((60, 60), (33, 90)), dim=192, dim_v=128, mask=CAUSAL),
     *(
         _gpu_bench(dim, causal, length)
