@@ -147,7 +147,8 @@ def _gradients_beside_nan(
     lost_x = lost_p | (lost_do | lost_o.transpose(1, 2)).any(-1, keepdim=True)
     S, Hk = k.shape[1:3]
     dk, dv = (
-        seeing_keys(lost, CAUSAL, S).unflatten(1, (Hk, -1)).any(2).transpose(1, 2) for lost in (lost_x, lost_p | lost_do)
+        seeing_keys(lost, CAUSAL, S).unflatten(1, (Hk, -1)).any(2).transpose(1, 2)
+        for lost in (lost_x, lost_p | lost_do)
     )
     masks = (lost_x.transpose(1, 2), dk, dv)
     dq, dk, dv = (grad.masked_fill(lost, math.nan) for grad, lost in zip(grads, masks, strict=True))

@@ -137,9 +137,7 @@ def blocks(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Ite
     """A call's portions, sequence by sequence."""
     if spec.layout == "packed":
         ends_q, ends_k = options.cu_q.tolist(), options.cu_k.tolist()
-        sequences = [
-            (slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])) for b in range(len(ends_q) - 1)
-        ]
+        sequences = [(slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])) for b in range(len(ends_q) - 1)]
     else:
         sequences = [(b, b) for b in range(q.shape[0])]
     Hk = k.shape[-2]
