@@ -46,12 +46,12 @@ def test_every_make_target_named_exists():
     assert {target for target in named if not re.search(rf"^{target}:", makefile, re.MULTILINE)} == set()
 
 
-COMMANDS = sorted({match[0] for name in NAMES for match in COMMAND.finditer(code_and_ticks(name))})
+COMMANDS = sorted({match[0].strip("` ") for name in NAMES for match in COMMAND.finditer(code_and_ticks(name))})
 
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_every_command_named_exists_and_has_its_options(line):
-    words = line.strip("`").removeprefix(".venv/bin/").split()[1:]
+    words = line.removeprefix(".venv/bin/").split()[1:]
     options = {word for word in words if word.startswith("--")} - {"--help"}
     # a command's name and its subcommand's, not what follows the first option or file
     names = [word for word in words[:2] if re.fullmatch("[a-z]+", word)]
