@@ -18,7 +18,7 @@ from rooftile.report.units import size, tokens
 
 WIDTH, HEIGHT = 400, 270
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 14, 38
-LETTER = 7.4  # the width of a label's letter on a phone, where letters are drawn larger
+LETTER = 8.2  # the width of a label's letter on a phone, where letters are drawn larger
 Write = Callable[[float], str]
 Point = tuple[float, float]
 
@@ -263,7 +263,7 @@ def _label(line: Series, placed: dict[str, list[Point]], taken: list[Box]) -> st
     for n, (x, y) in enumerate(reversed(placed[line.name])):
         for dy in (-12, 20, -22, 30):
             left = min(max(x - width / 2, LEFT + 2), WIDTH - RIGHT - width)
-            box = Box(left, y + dy - 10, left + width, y + dy + 4)
+            box = Box(left, y + dy - 12, left + width, y + dy + 4)
             if box.top < 0 or box.bottom > HEIGHT - BOTTOM:
                 continue
             cost = sum(box.holds(point) for point in drawn) + 40 * sum(box.meets(other) for other in taken)

@@ -49,7 +49,7 @@ def run(plan: Plan, device: str, command: str, progress: Progress) -> Report:
     report = Report(plan=plan, reproduction=machine.reproduction(command))
     if plan.device == "cuda":
         # Triton launches on the current device
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(torch.device(device).index or 0)
 
     def attempt(name: str, experiment: Callable[[], Any]) -> None:
         # the one place that catches whatever an experiment raises: a page that says what broke is worth more than none
