@@ -1,8 +1,14 @@
-"""Tile sizes: decisions with their reasons, as pure functions of the spec."""
+"""Tile sizes: decisions with their reasons, as pure functions of the spec.
+
+Measured on an H200 (2026-11-21, benchmarks/results/tiles.jsonl) for bf16; the Ampere column and the busy and fp32 rows are
+the largest tiles that the compiler keeps in registers (tests/unit/test_triton_compiles.py holds them to it).
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+import torch
 
 from rooftile.backends.triton.arguments import padded
 from rooftile.spec import Spec
@@ -34,19 +40,73 @@ class Walk(NamedTuple):
     wants_dv: bool = True
 
 
+# kernel, chip, kind of problem -> a tile for head dims up to 64, 128 and 256
+TILES: dict[tuple[str, str, str], tuple[Tile, Tile, Tile]] = {
+    ("forward", "hopper", "full"): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+    # more and smaller programs fill the chip at the end of a triangle
+    ("forward", "hopper", "masked"): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3)),
+    ("forward", "hopper", "busy"): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)),
+    ("forward", "hopper", "fp32"): (Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+    ("forward", "ampere", "full"): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
+    ("forward", "ampere", "masked"): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
+    ("forward", "ampere", "busy"): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)),
+    ("forward", "ampere", "fp32"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+    ("kv", "hopper", "full"): (Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(32, 128, 8, 3)),
+    ("kv", "hopper", "masked"): (Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(32, 128, 8, 3)),
+    ("kv", "hopper", "busy"): (Tile(32, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 64, 8, 2)),
+    ("kv", "hopper", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
+    ("kv", "ampere", "full"): (Tile(32, 64, 4, 3), Tile(32, 64, 4, 2), Tile(16, 64, 8, 2)),
+    ("kv", "ampere", "masked"): (Tile(32, 64, 4, 3), Tile(32, 64, 4, 2), Tile(16, 64, 8, 2)),
+    ("kv", "ampere", "busy"): (Tile(32, 64, 4, 2), Tile(32, 64, 4, 2), Tile(16, 64, 8, 2)),
+    ("kv", "ampere", "fp32"): (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
+    ("q", "hopper", "full"): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
+    ("q", "hopper", "masked"): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
+    ("q", "hopper", "busy"): (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 2)),
+    ("q", "hopper", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    ("q", "ampere", "full"): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 1)),
+    ("q", "ampere", "masked"): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 1)),
+    ("q", "ampere", "busy"): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 1)),
+    ("q", "ampere", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    ("bias", "hopper", "busy"): (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+    ("bias", "hopper", "fp32"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+    ("bias", "ampere", "busy"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+    ("bias", "ampere", "fp32"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+}
+
+
 def forward_tile(spec: Spec) -> Tile:
-    return Tile(128, 64, 8, 3) if padded(max(spec.dim, spec.dim_v)) > 64 else Tile(128, 128, 8, 3)
+    return _tile("forward", spec)
 
 
 def backward_kv_walks(spec: Spec) -> tuple[Walk, ...]:
-    if padded(max(spec.dim, spec.dim_v)) > 128:
-        return Walk(Tile(32, 128, 8, 2), wants_dv=False), Walk(Tile(32, 128, 8, 2), wants_dk=False)
-    return (Walk(Tile(64, 128, 8, 2)),)
+    tile = _tile("kv", spec)
+    if _width(spec) == 2:
+        return Walk(tile, wants_dv=False), Walk(tile, wants_dk=False)
+    return (Walk(tile),)
 
 
 def backward_q_tile(spec: Spec) -> Tile:
-    return Tile(128, 64, 8, 2)
+    return _tile("q", spec)
 
 
 def backward_bias_tile(spec: Spec) -> Tile:
-    return Tile(64, 64, 4, 1)
+    return _tile("bias", spec)
+
+
+def _tile(kernel: str, spec: Spec) -> Tile:
+    # 227 KiB of shared memory and matrix units that read it: Hopper, and Blackwell's data-centre chips
+    chip = "hopper" if spec.device in ("sm90", "sm100", "sm103") else "ampere"
+    return TILES[kernel, chip, _kind(spec)][_width(spec)]
+
+
+def _kind(spec: Spec) -> str:
+    if spec.dtype == torch.float32:
+        return "fp32"
+    # what is added to a tile's scores, and the random bits of dropout, take registers that a large tile needs
+    if spec.has_bias or spec.has_alibi or spec.dropout or spec.mask.prefix is not None or spec.mask.chunks:
+        return "busy"
+    return "full" if spec.mask.is_full else "masked"
+
+
+def _width(spec: Spec) -> int:
+    return {64: 0, 128: 1, 256: 2}[max(64, padded(max(spec.dim, spec.dim_v)))]
