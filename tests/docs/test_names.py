@@ -65,9 +65,3 @@ def test_every_public_name_used_exists(name):
     named = set(PUBLIC.findall("\n".join(code for _, code in fences(ROOT / name, "python"))))
     package = {path.stem for path in (ROOT / "rooftile").iterdir()}
     assert {word for word in named if not hasattr(rooftile, word) and word not in package} == set()
-
-
-def test_this_repository_names_no_registry_host():
-    pattern = re.compile(r"pypi\.org|pythonhosted|download\.pytorch|huggingface\.co/")
-    files = [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "scripts" / "setup.sh", *map(ROOT.joinpath, NAMES)]
-    assert [path.name for path in files if pattern.search(path.read_text(encoding="utf-8"))] == []
