@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 
 import pytest
 
 import rooftile
-from tests.docs.pages import ROOT, run
+from rooftile.bench.results import write_tables
+from tests.docs.pages import NAMES, ROOT, run
+
+TABLE = re.compile(r"<!-- table: (\S+) [^>]*-->\n(.*?)<!-- /table -->", re.DOTALL)
 
 
 @pytest.mark.parametrize(
@@ -18,6 +22,15 @@ def test_running_the_script_changes_nothing(script, page):
     done = run([str(ROOT / "scripts" / script), "--check"], ROOT)
     assert done.returncode == 0, f"{done.stderr}\nrun: make tables"
     assert (ROOT / page).read_text(encoding="utf-8") == before
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if TABLE.search((ROOT / name).read_text(encoding="utf-8"))])
+def test_tables_of_results_are_what_their_lines_say(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    absent = [body for source, body in TABLE.findall(text) if not (ROOT / source).exists()]
+    # no number without a line
+    assert "".join(absent) == ""
+    assert absent or write_tables(text, ROOT) == text
 
 
 def test_the_version_and_the_python_are_the_same_everywhere():
