@@ -12,8 +12,10 @@ from hypothesis import settings
 from rooftile import dispatch
 
 # the same examples on every run, and no clock: a slow machine is not a failing one
-settings.register_profile("rooftile", deadline=None, derandomize=True)
-settings.load_profile("rooftile")
+settings.register_profile("cpu", deadline=None, derandomize=True)
+# every example may compile kernels of its own
+settings.register_profile("cuda", parent=settings.get_profile("cpu"), max_examples=10)
+settings.load_profile("cpu")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile(config.getoption("device"))
     # under xdist every worker gets its share of the cores
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))

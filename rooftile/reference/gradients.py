@@ -54,7 +54,8 @@ def gradients(
         s = softcap * torch.tanh(s / softcap)
     x = s if bias is None else s + bias
     if alibi is not None:
-        distance = (torch.arange(T)[:, None] + (S - T) - torch.arange(S)).abs().to(x)
+        i = torch.arange(T, device=q.device)[:, None] + (S - T)
+        distance = (i - torch.arange(S, device=q.device)).abs().to(x)
         x = x - alibi.reshape(-1, H, 1, 1) * distance
     x = x.masked_fill(~materialise(mask, T, S, q.device), -math.inf)
     pivot = torch.where(lse == -math.inf, 0.0, lse)

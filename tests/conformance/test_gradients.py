@@ -136,11 +136,11 @@ def test_the_others_refuse_double_backward_and_name_eager(backend: str, device: 
 
 
 @pytest.mark.parametrize("case", [c for c in tagged("conformance") if not c.lengths], ids=lambda case: case.name)
-def test_the_formulas_equal_autograd(case: Case) -> None:
-    (q, k, v), mask, options = case.inputs()
+def test_the_formulas_equal_autograd(case: Case, device: torch.device) -> None:
+    (q, k, v), mask, options = case.inputs(device)
     options["softcap"] = case.softcap
     if "seed" in options:
-        options["seed"] = torch.tensor([options["seed"]])
+        options["seed"] = torch.tensor([options["seed"]], device=device)
     # of values near the largest of fp16, differences of products lose their digits
     q, k, v = ((x if case.scatter != "hot" else x / 1e3).double().requires_grad_() for x in (q, k, v))
     leaves = {"q": q, "k": k, "v": v}

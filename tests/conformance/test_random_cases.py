@@ -14,7 +14,7 @@ from tests.conformance.random_cases import draw_case
 
 
 # the fixtures hold constants, which no example changes
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 32))
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_random_problem_equals_the_definition(phase: str, backend: str, device: torch.device, seed: int) -> None:
