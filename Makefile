@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-$(READY): pyproject.toml constraints-cpu.txt scripts/setup.sh
+$(READY): pyproject.toml constraints.txt scripts/setup.sh
 	@PY="$(PY)" VENV="$(VENV)" sh scripts/setup.sh
 	@touch $@
 

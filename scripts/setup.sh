@@ -51,11 +51,8 @@ for need in map(Requirement, extras or project["dependencies"]):
             print(f"{need.name}{need.specifier}")
 PYTHON
 }
-add() { # pins, then what is missing
-    pins="$1"
-    shift
-    # each line of missing() is one word
-    [ $# = 0 ] || { say "installing $*"; pip_install ${pins:+-c "$pins"} "$@"; }
+add() { # what is missing, a word each
+    [ $# = 0 ] || { say "installing $*"; pip_install -c constraints.txt "$@"; }
 }
 
 # --system-site-packages would not do: where PY is itself a virtual environment, it shows that one's parent
@@ -82,11 +79,8 @@ if ! has torch; then
         stop "pip could not install $what; is there a network? A Python that has torch needs none: make PY=/path/to/python3 ..."
 fi
 
-# torch for CUDA brings the triton that it was built with; torch for the CPU names none
-pins=""
-has triton || pins="constraints-cpu.txt"
-add "$pins" $(missing) || stop "pip could not install $(missing | tr '\n' ' '); is there a network?"
-add "$pins" $(missing test dev) ||
+add $(missing) || stop "pip could not install $(missing | tr '\n' ' '); is there a network?"
+add $(missing test dev) ||
     say "carrying on without $(missing test dev | tr '\n' ' ')(is there a network?): what needs them fails and names them"
 
 # this folder on the path and the command beside it: an editable install that needs no build tool
