@@ -33,7 +33,7 @@ fi
 SITE=$("$BIN" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 pip_install() { "$BIN" -m pip install --quiet --disable-pip-version-check --retries 2 "$@"; }
-has() { "$BIN" -c "import $1" >/dev/null 2>&1; }
+has_torch() { "$1" -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' >/dev/null 2>&1; }
 # what pyproject.toml requires (or, named, some extras of it require) and is not here: only that is looked up
 missing() {
     "$BIN" - "$@" <<'PYTHON'
@@ -56,7 +56,7 @@ add() { # what is missing, a word each
 }
 
 # --system-site-packages would not do: where PY is itself a virtual environment, it shows that one's parent
-if ! has torch && "$PY" -c 'import torch' >/dev/null 2>&1; then
+if ! has_torch "$BIN" && has_torch "$PY"; then
     say "using the torch of $(command -v "$PY")"
     "$PY" - >"$SITE/_rooftile_parent.pth" <<'PYTHON'
 import sys
@@ -67,7 +67,7 @@ for path in sys.path:
 PYTHON
 fi
 
-if ! has torch; then
+if ! has_torch "$BIN"; then
     if nvidia-smi -L >/dev/null 2>&1; then
         what="torch>=2.11"
         say "installing PyTorch for the GPU that nvidia-smi lists"
@@ -85,6 +85,6 @@ add $(missing test dev) ||
 
 # this folder on the path and the command beside it: an editable install that needs no build tool
 pwd >"$SITE/_rooftile.pth"
-printf '#!%s\nimport sys\n\nfrom rooftile.cli import main\n\nsys.exit(main())\n' "$(cd "$VENV/bin" && pwd)/python" >"$VENV/bin/rooftile"
+printf '#!/bin/sh\nexec "%s" -m rooftile "$@"\n' "$(cd "$VENV/bin" && pwd)/python" >"$VENV/bin/rooftile"
 chmod +x "$VENV/bin/rooftile"
 say "ready: $("$BIN" -c 'import platform, torch; print("Python", platform.python_version(), "torch", torch.__version__)')"
