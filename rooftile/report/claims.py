@@ -90,7 +90,7 @@ def traffic_claim(comparison: Comparison) -> str:
     last = comparison.traffic[-1]
     least = against(last.compulsory, last.standard, "fewer bytes", "more bytes", "as many bytes")
     tiled = against(last.tiled, last.standard, "fewer", "more", "as many")
-    return f"The model counts {least} through memory at {tokens(last.N)} tokens, {tiled} even if no cache helps"
+    return f"The model counts {least} through memory at {tokens(last.N)} tokens; without any cache, {tiled}"
 
 
 def scaling_claim(comparison: Comparison) -> str:

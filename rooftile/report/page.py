@@ -19,7 +19,7 @@ from rooftile.report.experiments import Report
 from rooftile.report.machine import Machine
 from rooftile.report.tiles import Tiling, online_softmax
 from rooftile.report.training import Training
-from rooftile.report.units import duration, percent, power, size, times
+from rooftile.report.units import duration, number, percent, power, size, times
 
 ONLINE_ROW = ((0.5, 2.0, 1.0), (3.0, 0.0, 2.5))
 
@@ -186,13 +186,14 @@ def _masks(tiling: Tiling) -> dict[str, Any]:
 
 def _model(training: Training, report: Report) -> dict[str, Any]:
     plan, steps = report.plan.model, len(training.runs[0].losses)
+    precision = "single precision" if plan.dtype == "fp32" else f"{plan.dtype} autocast"
     first, last = claims.learning(training.runs[1])
     return {
         "claim": claims.loss_claim(training),
         "setup": (
             f"A Llama of Hugging Face Transformers with {training.parameters:,} random weights learns English from Python's own "
-            f"language reference (pydoc_data.topics, {training.text_bytes:,} bytes, one token a byte): {steps:,} steps of "
-            f"{plan.batch} × {plan.length:,} tokens. It is trained twice, from the same weights on the same batches. One word differs."
+            f"language reference (pydoc_data.topics, {training.text_bytes:,} bytes, a paragraph a line, one token a byte): {steps:,} steps of "
+            f"{plan.batch} × {plan.length:,} tokens. It is trained twice, from the same weights on the same batches, in {precision}. One word differs."
             + f" It was to be {plan.steps:,} steps; this machine's time ran out." * (steps < plan.steps)
         ),
         "charts": [figures.loss_chart(training, first, last), figures.difference_chart(training), *figures.step_charts(training)],
@@ -201,7 +202,7 @@ def _model(training: Training, report: Report) -> dict[str, Any]:
         "written": training.written,
         "written_note": (
             f"{len(training.written)} characters sampled from the model trained with Rooftile, through generate and its key/value "
-            f"cache. {steps:,} steps teach a small model letters and layout, not sense."
+            f"cache. {steps:,} steps teach a small model letters, words and layout, not sense."
         ),
     }  # fmt: skip
 
@@ -215,17 +216,17 @@ def _machine(machine: Machine) -> dict[str, Any]:
         backends.append((name, "runs, and is chosen" if name == machine.chosen else words))
     unit = "cores" if device["type"] == "cpu" else "multiprocessors"
     return {
-        "claim": f"It copies {machine.roofs[0].measured:,.0f} GB/s and multiplies {_best(machine)}",
+        "claim": f"It copies {number(machine.roofs[0].measured)} GB/s and multiplies {_best(machine)}",
         "sheet_word": "datasheet" if "datasheet" in machine.datasheet else "assumed" if machine.datasheet else "datasheet",
         "roofs": [
-            (f"{roof.what}, {roof.unit}", f"{roof.measured:,.3g}", f"{roof.datasheet:,.3g}" if roof.datasheet else "–")
+            (f"{roof.what}, {roof.unit}", number(roof.measured), number(roof.datasheet) if roof.datasheet else "–")
             for roof in machine.roofs
         ],
         "roofs_note": (
             f"{device['name']}, {device['cores']} {unit}, {size(device['memory_bytes'])} of memory. "
             f"Measured {machine.measured_on[:10]} on random data; right column: {machine.datasheet or 'this chip is not in the table'}."
         ),
-        "backends_claim": f"{len(able)} of {len(machine.verdicts)} backends run here",
+        "backends_claim": f"{len(able)} of {len(machine.verdicts)} backends run a causal training step here",
         "backends": backends,
         "problem": machine.problem,
     }  # fmt: skip
@@ -233,7 +234,7 @@ def _machine(machine: Machine) -> dict[str, Any]:
 
 def _best(machine: Machine) -> str:
     best = max(machine.roofs[1:], key=lambda roof: roof.measured)
-    return f"{best.measured:,.3g} {best.unit} in {best.what.split()[0]}"
+    return f"{number(best.measured)} {best.unit} in {best.what.split()[0]}"
 
 
 def _not_shown(report: Report) -> str:

@@ -69,8 +69,8 @@ CPU = Plan(
         hidden=192,
         layers=2,
         heads=6,
-        length=512,
-        batch=2,
+        length=1024,
+        batch=1,
         steps=500,
         patience=130.0,
         # at twice the rate rounding grows until the two losses part by 0.1
@@ -78,7 +78,7 @@ CPU = Plan(
         dtype="fp32",
         written=400,
     ),
-    seconds={"machine": 15, "comparison": 60, "tiling": 5, "training": 120},
+    seconds={"machine": 4, "comparison": 100, "tiling": 4, "training": 55},
 )
 
 CPU_QUICK = Plan(
@@ -118,7 +118,7 @@ GPU = Plan(
     memory_limit=48 * GIB,
     patience=10.0,
     rounds=20,
-    tile_length=8192,
+    tile_length=4096,
     model=ModelPlan(
         hidden=512,
         layers=6,
@@ -131,7 +131,7 @@ GPU = Plan(
         dtype="bf16",
         written=600,
     ),
-    seconds={"machine": 15, "comparison": 30, "tiling": 10, "training": 80},
+    seconds={"machine": 4, "comparison": 40, "tiling": 8, "training": 40},
 )
 
 GPU_QUICK = Plan(

@@ -53,10 +53,11 @@ class Training:
 
 
 def corpus() -> Tensor:
-    """The text as byte values, one long row of int64."""
+    """The text as byte values, one long row of int64. Each paragraph on one line: indentation teaches a model only spaces."""
     from pydoc_data.topics import topics
 
-    text = "\n\n".join(topics[name].strip() for name in sorted(topics))
+    paragraphs = [paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n")]
+    text = "\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 
 

@@ -24,7 +24,7 @@ def duration(us: float) -> str:
     >>> duration(1530)
     '1.53\xa0ms'
     """
-    return _scaled(us, ("µs", "ms", "s")) if us >= 1 else f"{_digits(us * 1e3)}{SPACE}ns"
+    return _scaled(us, ("µs", "ms", "s")) if us >= 1 else f"{number(us * 1e3)}{SPACE}ns"
 
 
 def tokens(count: float) -> str:
@@ -68,12 +68,16 @@ def _scaled(value: float, units: tuple[str, ...]) -> str:
     # 999.5 would be written as 1000
     while value >= 999.5 and step < len(units) - 1:
         value, step = value / 1000, step + 1
-    return f"{_digits(value)}{SPACE}{units[step]}"
+    return f"{number(value)}{SPACE}{units[step]}"
 
 
-def _digits(value: float) -> str:
-    """Three digits, without an exponent and without trailing zeros."""
+def number(value: float) -> str:
+    """Three digits or all before the point, without an exponent and without trailing zeros.
+
+    >>> number(1471.3), number(0.4591)
+    ('1,471', '0.459')
+    """
     if value >= 100:
         return f"{value:,.0f}"
-    text = f"{value:.2f}" if value < 10 else f"{value:.1f}"
+    text = f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
     return text.rstrip("0").rstrip(".")

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from rooftile import masks
+from rooftile.cli import main
 from rooftile.masks import CAUSAL, FULL, Window
-from rooftile.report import claims, draw, page
+from rooftile.report import claims, draw, experiments, page
 from rooftile.report.comparison import OURS, STANDARD, Comparison, Reading, Traffic, too_much
 from rooftile.report.experiments import Report
 from rooftile.report.plan import CPU, plan_for
@@ -180,6 +181,27 @@ def test_what_failed_or_is_missing_is_said_in_words():
     assert "RuntimeError: &lt;no luck&gt;" in text
     assert "transformers is not installed" in text
     assert numbers_of(text)["failures"] == {"comparison": "RuntimeError: <no luck>"}
+
+
+def test_a_failed_experiment_ends_the_command_with_1_after_the_page(monkeypatch, tmp_path, capsys):
+    found = report(comparison=comparison(100.0, 10**5), failures={"training": "RuntimeError: no luck"})
+    monkeypatch.setattr(experiments, "run", lambda plan, device, command, progress: found)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "--device", "cpu", "--json", "--out", str(tmp_path / "page.html")])
+    shown = capsys.readouterr()
+    assert ended.value.code == 1
+    assert "the experiment 'training' failed: RuntimeError: no luck" in shown.err
+    told = json.loads(shown.out)
+    assert told["page"] == str(tmp_path / "page.html")
+    assert told["comparison"]["stopped"] == {STANDARD: "at 1,024 tokens it got bored"}
+    assert "The training failed" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_folder_as_out_is_refused_in_a_sentence(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "--device", "cpu", "--out", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "which is a folder; give the name of a file" in capsys.readouterr().err
 
 
 def test_a_string_in_the_data_cannot_end_the_script():
