@@ -59,7 +59,8 @@ class HostClock:
 
         # else the profiler writes of its own start and stop on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        # acc_events: torch 2.11 warns on every use without it
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
             kept = work()
         del kept
         events = seen.profiler.kineto_results.events()
