@@ -7,7 +7,7 @@ refuses is never replaced.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 
 from rooftile.backends import eager, sdpa, tiled, triton
@@ -39,7 +39,7 @@ def select(spec: Spec, backend: str | None = None) -> ModuleType:
     raise Unsupported(_refusal(spec, backend))
 
 
-@lru_cache(maxsize=None)
+@cache
 def choose(code: str, backend: str | None) -> str:
     """`select` by a spec's string, for the operators: the name of the backend that runs it."""
     return str(select(decode(code), backend).NAME)

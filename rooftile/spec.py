@@ -7,7 +7,7 @@ as a short string, `Spec.code`, and is decoded once per distinct string.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -155,7 +155,7 @@ def encode(
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def decode(code: str) -> Spec:
     """The Spec behind its string."""
     dtype, dim, dim_v, group, left, right, prefix, chunks, layout, scale, softcap, dropout, flags, device = code.split(" ")

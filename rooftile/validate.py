@@ -8,6 +8,7 @@ The checks run on every call and inside torch.compile's tracing: plain attribute
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -117,7 +118,7 @@ def check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.de
         offsets = cu.tolist()
         if offsets[0] != 0:
             raise InvalidInput(f"{name} starts at {offsets[0]}; must start at 0")
-        if any(b < a for a, b in zip(offsets, offsets[1:], strict=False)):
+        if any(b < a for a, b in itertools.pairwise(offsets)):
             raise InvalidInput(f"{name} falls somewhere; must never fall: {shown(offsets)}")
         if offsets[-1] != total:
             raise InvalidInput(f"{name} ends at {offsets[-1]}; must end at {total}, the number of {what}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Ca
     return Call(q, k, v, options, spec, B, H, Hk, T, S, constants.numbers, constants.flags)
 
 
-@lru_cache(maxsize=None)
+@cache
 def constants_of(spec: Spec) -> Constants:
     """The numbers and flags that every kernel takes for this spec."""
     mask = spec.mask

@@ -17,6 +17,7 @@ from torch import Tensor
 from rooftile.backends.triton.arguments import Call
 from rooftile.backends.triton.scores import LOG2E
 
+
 @triton.jit
 def pair(lse, delta):
     """Two fp32 numbers as one word."""
