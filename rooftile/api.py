@@ -1,6 +1,6 @@
 """The public functions: exact attention on whatever backend runs it fastest.
 
-A call goes `attention -> validate.spec_code -> dispatch.choose -> ops.attention -> backends.X.forward`.
+A call goes `attention -> validate.spec_code -> dispatch.choose -> ops.attend -> backends.X.forward`.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _attend(
     # a compiled graph has no second derivative to offer, so there eager is an operator like the others
     if chosen == eager.NAME and not torch.compiler.is_compiling():
         return eager.attend(q, k, v, options, decode(code))
-    return ops.attention(q, k, v, ops.listed_options(options), code, chosen)
+    return ops.attend(q, k, v, options, code, chosen)
 
 
 def _spec_code(q, k, v, mask, options: Options, needs_lse, deterministic, dropout, scale, softcap) -> str:

@@ -32,14 +32,30 @@ attention_backward = torch.ops.rooftile.attention_backward.default
 _BELOW_AUTOGRAD = torch._C._AutoDispatchBelowAutograd
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
+    """The operator, or what it would run where nobody watches: two trips through the dispatcher cost some 30 us a call."""
+    listed = [x for x in options if x is not None]
+    if torch.compiler.is_compiling() or _watched(q, k, v, *listed):
+        return attention(q, k, v, listed, spec, backend)
+    return _autograd(q, k, v, listed, spec, backend)
+
+
+def _watched(*tensors: Tensor | None) -> bool:
+    """Whether something has to see the operator itself: a mode, a transform, a tensor subclass or the profiler."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+        or not all(x is None or type(x) in _PLAIN for x in tensors)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def named_options(spec: Spec, options: list[Tensor]) -> Options:
     """The list that crossed the schema, by name."""
     return Options(**dict(zip(option_names(spec), options, strict=True)))
-
-
-def listed_options(options: Options) -> list[Tensor]:
-    """The options that are there, in the order in which they cross the schema."""
-    return [x for x in options if x is not None]
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
@@ -75,8 +91,7 @@ def _differentiable(spec: Spec) -> tuple[str, ...]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, spec, backend, *options):
-        with _BELOW_AUTOGRAD():
-            o, lse = attention(q, k, v, options, spec, backend)
+        o, lse = _forward(q, k, v, options, spec, backend)
         ctx.save_for_backward(q, k, v, o, lse, *options)
         ctx.spec, ctx.backend = spec, backend
         ctx.set_materialize_grads(False)
@@ -85,7 +100,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse):
         q, k, v, o, lse, *options = ctx.saved_tensors
-        found = attention_backward(do, dlse, q, k, v, o, lse, options, ctx.spec, ctx.backend)
+        watched = torch.is_grad_enabled() or _watched(do, dlse, q, k, v, o, lse, *options)
+        run = attention_backward if watched else _run_backward
+        found = run(do, dlse, q, k, v, o, lse, options, ctx.spec, ctx.backend)
         spec = decode(ctx.spec)
         extra = dict(zip(_differentiable(spec), found[3:], strict=True))
         return *found[:3], None, None, *(extra.get(name) for name in option_names(spec))
@@ -111,6 +128,13 @@ class _AttentionBackward(torch.autograd.Function):
 def _autograd(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *options)):
         return _Attention.apply(q, k, v, spec, backend, *options)
+    return _forward(q, k, v, options, spec, backend)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
+    """The operator below autograd, or its kernel at once."""
+    if not _watched(q, k, v, *options):
+        return _run(q, k, v, options, spec, backend)
     with _BELOW_AUTOGRAD():
         return attention(q, k, v, options, spec, backend)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
     from rooftile.backends.triton.arguments import call_of
     from rooftile.backends.triton.tiles import forward_tile
 
-    return flash_fwd.launch(call_of(q, k, v, options, spec), forward_tile(spec))
+    with _device_of(q):
+        return flash_fwd.launch(call_of(q, k, v, options, spec), forward_tile(spec))
 
 
 def backward(
@@ -71,4 +73,12 @@ def backward(
 ) -> Grads:
     from rooftile.backends.triton.flash_bwd import launch
 
-    return launch(do, dlse, q, k, v, o, lse, options, spec)
+    with _device_of(q):
+        return launch(do, dlse, q, k, v, o, lse, options, spec)
+
+
+def _device_of(q: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        return torch.cuda.device(q.device)
+    return nullcontext()

@@ -46,31 +46,33 @@ TILES: dict[tuple[str, str, str], tuple[Tile, Tile, Tile]] = {
     # more and smaller programs fill the chip at the end of a triangle
     ("forward", "hopper", "masked"): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3)),
     ("forward", "hopper", "busy"): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)),
-    ("forward", "hopper", "fp32"): (Tile(64, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+    ("forward", "hopper", "fp32"): (Tile(64, 32, 4, 2), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
     ("forward", "ampere", "full"): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
     ("forward", "ampere", "masked"): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
-    ("forward", "ampere", "busy"): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)),
-    ("forward", "ampere", "fp32"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+    ("forward", "ampere", "busy"): (Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+    ("forward", "ampere", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
     ("kv", "hopper", "full"): (Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(32, 128, 8, 3)),
     ("kv", "hopper", "masked"): (Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(32, 128, 8, 3)),
-    ("kv", "hopper", "busy"): (Tile(32, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 64, 8, 2)),
-    ("kv", "hopper", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
-    ("kv", "ampere", "full"): (Tile(32, 64, 4, 3), Tile(32, 64, 4, 2), Tile(16, 64, 8, 2)),
-    ("kv", "ampere", "masked"): (Tile(32, 64, 4, 3), Tile(32, 64, 4, 2), Tile(16, 64, 8, 2)),
-    ("kv", "ampere", "busy"): (Tile(32, 64, 4, 2), Tile(32, 64, 4, 2), Tile(16, 64, 8, 2)),
-    ("kv", "ampere", "fp32"): (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
+    ("kv", "hopper", "busy"): (Tile(32, 64, 8, 2), Tile(16, 64, 8, 2), Tile(16, 64, 8, 2)),
+    ("kv", "hopper", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
+    ("kv", "blackwell", "full"): (Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(32, 128, 8, 2)),
+    ("kv", "blackwell", "masked"): (Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(32, 128, 8, 2)),
+    ("kv", "ampere", "full"): (Tile(32, 64, 4, 3), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
+    ("kv", "ampere", "masked"): (Tile(32, 64, 4, 3), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
+    ("kv", "ampere", "busy"): (Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
+    ("kv", "ampere", "fp32"): (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
     ("q", "hopper", "full"): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
     ("q", "hopper", "masked"): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
-    ("q", "hopper", "busy"): (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 2)),
-    ("q", "hopper", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    ("q", "hopper", "busy"): (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
+    ("q", "hopper", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ("q", "ampere", "full"): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 1)),
     ("q", "ampere", "masked"): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 1)),
-    ("q", "ampere", "busy"): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 1)),
-    ("q", "ampere", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
-    ("bias", "hopper", "busy"): (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
-    ("bias", "hopper", "fp32"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
-    ("bias", "ampere", "busy"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    ("bias", "ampere", "fp32"): (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+    ("q", "ampere", "busy"): (Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 16, 4, 1)),
+    ("q", "ampere", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    ("bias", "hopper", "busy"): (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
+    ("bias", "hopper", "fp32"): (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
+    ("bias", "ampere", "busy"): (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 64, 8, 1)),
+    ("bias", "ampere", "fp32"): (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
 }
 
 
@@ -94,9 +96,11 @@ def backward_bias_tile(spec: Spec) -> Tile:
 
 
 def _tile(kernel: str, spec: Spec) -> Tile:
+    kind, width = _kind(spec), _width(spec)
     # 227 KiB of shared memory and matrix units that read it: Hopper, and Blackwell's data-centre chips
-    chip = "hopper" if spec.device in ("sm90", "sm100", "sm103") else "ampere"
-    return TILES[kernel, chip, _kind(spec)][_width(spec)]
+    if spec.device in ("sm100", "sm103"):
+        return TILES.get((kernel, "blackwell", kind), TILES[kernel, "hopper", kind])[width]
+    return TILES[kernel, "hopper" if spec.device == "sm90" else "ampere", kind][width]
 
 
 def _kind(spec: Spec) -> str:
