@@ -50,6 +50,9 @@ def run(plan: Plan, device: str, command: str, progress: Progress) -> Report:
     if plan.device == "cuda":
         # Triton launches on the current device
         torch.cuda.set_device(torch.device(device).index or 0)
+        # autograd's own thread takes the device here; its first matrix product would otherwise warn that it has none
+        x = torch.ones((), device=device, requires_grad=True)
+        (x * x).backward()
 
     def attempt(name: str, experiment: Callable[[], Any]) -> None:
         # the one place that catches whatever an experiment raises: a page that says what broke is worth more than none

@@ -150,7 +150,9 @@ def comparison(ours_us: float, ours_peak: int) -> Comparison:
 
 
 def report(**parts) -> Report:
-    return Report(plan=CPU, reproduction={"command": "rooftile report", "rooftile": "0", "commit": "", "date": "today"}, **parts)
+    return Report(
+        plan=CPU, reproduction={"command": "rooftile report", "rooftile": "0", "commit": "", "date": "today"}, **parts
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,9 @@ def test_a_slower_kernel_is_called_slower():
 
 
 def test_what_failed_or_is_missing_is_said_in_words():
-    found = report(failures={"comparison": "RuntimeError: <no luck>"}, missing={"training": "transformers is not installed"})
+    found = report(
+        failures={"comparison": "RuntimeError: <no luck>"}, missing={"training": "transformers is not installed"}
+    )
     text = page.render(found)
     assert Page(text).open == []
     assert "The comparison failed" in text
