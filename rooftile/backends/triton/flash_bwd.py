@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
-from rooftile.backends.triton.arguments import call_of
+from rooftile.backends.triton.arguments import call_of, strides_of
 from rooftile.backends.triton.tiles import backward_bias_tile, backward_kv_walks, backward_q_tile
 from rooftile.spec import Grads, Options, Spec
 
@@ -25,10 +25,10 @@ def launch(
     call = call_of(q, k, v, options, spec)
     if do is None:
         do = torch.zeros_like(o)
-    do = do if do.stride(-1) == 1 else do.contiguous()
-    strides = do.stride()[:3] if do.ndim == 4 else (0, *do.stride()[:2])
-    # contiguous, as a kernel adds it up row by row; a gradient may come in expanded
-    dlse = None if dlse is None else dlse.contiguous()
+    # a gradient may come in expanded, and an output in the layout of another operator
+    o, do = (x if x.stride(-1) == 1 else x.contiguous() for x in (o, do))
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+    strides = strides_of(do)
     delta, stats = row_stats.launch(call, o, lse, do, dlse, strides)
     dk, dv = flash_bwd_kv.launch(call, backward_kv_walks(spec), do, strides, stats)
     dq = flash_bwd_q.launch(call, backward_q_tile(spec), do, strides, stats)

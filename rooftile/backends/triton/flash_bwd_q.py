@@ -126,7 +126,7 @@ def _backward_q(
         stats_ptr += h.to(tl.int64) * padded_T + row_0
         bias_ptr += row_0 * bias_stride_t
     else:
-        bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, wave, RIGHT)
+        bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, wave, RIGHT or PREFIX)
         b = bh // H
         h = bh % H
         row_0 = b.to(tl.int64) * T

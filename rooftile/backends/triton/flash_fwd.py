@@ -145,7 +145,7 @@ def _forward(
         lse_ptr += h.to(tl.int64) * total + row_0
         bias_ptr += row_0 * bias_stride_t
     else:
-        bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, wave, RIGHT)
+        bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, wave, RIGHT or PREFIX)
         b = bh // H
         h = bh % H
         q_ptr += b.to(tl.int64) * q_stride_b

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.triton.arguments import Call
+from rooftile.backends.triton.arguments import Call, strides_of
 from rooftile.backends.triton.scores import LOG2E
 
 
@@ -38,6 +38,7 @@ def unpair(word):
 @triton.jit(do_not_specialize=["H", "T"])
 def _row_stats(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, stats_ptr,
+    o_stride_b, o_stride_t, o_stride_h,
     do_stride_b, do_stride_t, do_stride_h,
     H, T, padded_T,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_ROWS: tl.constexpr, DO: tl.constexpr, DLSE: tl.constexpr,
@@ -52,7 +53,8 @@ def _row_stats(
     delta = tl.zeros((BLOCK_ROWS,), tl.float32)
     if DO:
         mask = there[:, None] & (c < DV)[None, :]
-        o_tile = o_ptr + ((b.to(tl.int64) * T + t) * H + h)[:, None] * DV + c[None, :]
+        o_head = o_ptr + b.to(tl.int64) * o_stride_b + h.to(tl.int64) * o_stride_h
+        o_tile = o_head + t.to(tl.int64)[:, None] * o_stride_t + c[None, :]
         do_head = do_ptr + b.to(tl.int64) * do_stride_b + h.to(tl.int64) * do_stride_h
         do_tile = do_head + t.to(tl.int64)[:, None] * do_stride_t + c[None, :]
         o = tl.load(o_tile, mask=mask, other=0.0).to(tl.float32)
@@ -76,7 +78,7 @@ def launch(
     sequences = 1 if call.packed else call.B
     if stats.numel():
         _row_stats[(-(-padded_T // block), call.H, sequences)](
-            o, o if do is None else do, lse, delta if dlse is None else dlse, delta, stats, *do_strides,
+            o, o if do is None else do, lse, delta if dlse is None else dlse, delta, stats, *strides_of(o), *do_strides,
             call.H, call.T, padded_T, DV=call.spec.dim_v, BLOCK_DV=call.constants["BLOCK_DV"], BLOCK_ROWS=block,
             DO=do is not None, DLSE=dlse is not None, num_warps=4,
         )  # fmt: skip

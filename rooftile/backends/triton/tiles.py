@@ -46,29 +46,29 @@ TILES: dict[tuple[str, str, str], tuple[Tile, Tile, Tile]] = {
     # more and smaller programs fill the chip at the end of a triangle
     ("forward", "hopper", "masked"): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(128, 32, 8, 3)),
     ("forward", "hopper", "busy"): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 2)),
-    ("forward", "hopper", "fp32"): (Tile(64, 32, 4, 2), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
+    ("forward", "hopper", "fp32"): (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
     ("forward", "ampere", "full"): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
     ("forward", "ampere", "masked"): (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
     ("forward", "ampere", "busy"): (Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
-    ("forward", "ampere", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
+    ("forward", "ampere", "fp32"): (Tile(32, 32, 4, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 1)),
     ("kv", "hopper", "full"): (Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(32, 128, 8, 3)),
     ("kv", "hopper", "masked"): (Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(32, 128, 8, 3)),
     ("kv", "hopper", "busy"): (Tile(32, 64, 8, 2), Tile(16, 64, 8, 2), Tile(16, 64, 8, 2)),
-    ("kv", "hopper", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
+    ("kv", "hopper", "fp32"): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ("kv", "blackwell", "full"): (Tile(64, 64, 4, 3), Tile(64, 128, 8, 3), Tile(32, 128, 8, 2)),
     ("kv", "blackwell", "masked"): (Tile(64, 64, 4, 3), Tile(32, 64, 4, 3), Tile(32, 128, 8, 2)),
     ("kv", "ampere", "full"): (Tile(32, 64, 4, 3), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
     ("kv", "ampere", "masked"): (Tile(32, 64, 4, 3), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
     ("kv", "ampere", "busy"): (Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2)),
-    ("kv", "ampere", "fp32"): (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
+    ("kv", "ampere", "fp32"): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ("q", "hopper", "full"): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
     ("q", "hopper", "masked"): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
     ("q", "hopper", "busy"): (Tile(64, 32, 4, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2)),
-    ("q", "hopper", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    ("q", "hopper", "fp32"): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ("q", "ampere", "full"): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 1)),
     ("q", "ampere", "masked"): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 1)),
     ("q", "ampere", "busy"): (Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 16, 4, 1)),
-    ("q", "ampere", "fp32"): (Tile(32, 32, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    ("q", "ampere", "fp32"): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
     ("bias", "hopper", "busy"): (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
     ("bias", "hopper", "fp32"): (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
     ("bias", "ampere", "busy"): (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 64, 8, 1)),
@@ -82,7 +82,7 @@ def forward_tile(spec: Spec) -> Tile:
 
 def backward_kv_walks(spec: Spec) -> tuple[Walk, ...]:
     tile = _tile("kv", spec)
-    if _width(spec) == 2:
+    if _width(spec) + (spec.dtype == torch.float32) >= 2:
         return Walk(tile, wants_dv=False), Walk(tile, wants_dk=False)
     return (Walk(tile),)
 
@@ -107,7 +107,7 @@ def _kind(spec: Spec) -> str:
     if spec.dtype == torch.float32:
         return "fp32"
     # what is added to a tile's scores, and the random bits of dropout, take registers that a large tile needs
-    if spec.has_bias or spec.has_alibi or spec.dropout or spec.mask.prefix is not None or spec.mask.chunks:
+    if spec.has_bias or spec.has_alibi or spec.dropout:
         return "busy"
     return "full" if spec.mask.is_full else "masked"
 
