@@ -76,6 +76,7 @@ def test_the_same_tokens(static):
     assert torch.equal(*tokens)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_attention_waits_for_nothing(without_waiting):
     """No padding: never. Padding: only the first layer of a forward, which leaves what it found on the mask."""
     q, k, v = (torch.randn(2, 4, 50, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))

@@ -134,7 +134,9 @@ def constants_of(spec: Spec) -> Constants:
         "PREFIX": mask.prefix is not None,
         "CHUNK": bool(chunk),
         # the scale can ride in the exponential's multiply-add when nothing else touches the scores
-        "FOLD": plain and spec.scale > 0,
+        "FOLD": plain and spec.scale > 0 and spec.dtype.itemsize == 2,
+        # scores in units of log2, or natural where every bit of lse counts
+        "NATURAL": spec.dtype.itemsize == 4,
         "SOFTCAP": spec.softcap > 0,
         "BIAS": spec.has_bias,
         "ALIBI": spec.has_alibi,

@@ -14,7 +14,7 @@ from torch import Tensor
 from rooftile.backends.triton.arguments import Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import packed_tile
-from rooftile.backends.triton.scores import LOG2E, capped, kept, shifted
+from rooftile.backends.triton.scores import LOG2E, capped, kept, shifted, weight
 from rooftile.backends.triton.tiles import Tile
 from rooftile.backends.triton.visibility import visible
 
@@ -37,11 +37,12 @@ def _backward_bias(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr,
+    NATURAL: tl.constexpr, PRECISION: tl.constexpr, ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
     STAGES: tl.constexpr,
 ):
     # fmt: on
+    UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
     own_s = tl.program_id(0)
     own_t = tl.program_id(1)
     bias_b = tl.program_id(2) // BIAS_H
@@ -102,14 +103,14 @@ def _backward_bias(
             slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFTCAP:
-            x = capped(x, scale, softcap) * (softcap * LOG2E)
+            x = capped(x, scale, softcap) * (softcap * UNIT)
         else:
-            x = x * (scale * LOG2E)
+            x = x * (scale * UNIT)
         first = bias_ptr + batch * bias_stride_b + h.to(tl.int64) * bias_stride_h + row_0 * bias_stride_t
         x = shifted(
-            x, t[:, None], j[None, :], length, keys, offset, first, bias_stride_t, bias_stride_s, slope, True, ALIBI
+            x, t[:, None], j[None, :], length, keys, offset, first, bias_stride_t, bias_stride_s, slope, True, ALIBI, UNIT
         )
-        p = tl.exp2(x - lse[:, None])
+        p = weight(x, lse[:, None], 1.0, NATURAL)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
             dp = tl.where(kept(seed, threshold, b, h, t[:, None], j[None, :]), dp * keep_scale, 0.0)

@@ -31,7 +31,7 @@ from torch import Tensor
 from rooftile.backends.triton.arguments import Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
-from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, poison, shifted
+from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, poison, shifted, weight
 from rooftile.backends.triton.tiles import Walk
 from rooftile.backends.triton.visibility import first_position, last_position, visible
 
@@ -50,10 +50,11 @@ def _walk(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, PACKED: tl.constexpr, FOLD: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
     HALF: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
+    UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
     rows = tl.arange(0, BLOCK_T)
     d = tl.arange(0, BLOCK_D)
     dv_ = tl.arange(0, BLOCK_DV)
@@ -80,13 +81,13 @@ def _walk(
         x = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_S, BLOCK_T)
         if SOFTCAP:
             cap = capped(x, scale, softcap)
-            x = cap * (softcap * LOG2E)
+            x = cap * (softcap * UNIT)
         elif not FOLD:
-            x = x * (scale * LOG2E)
+            x = x * (scale * UNIT)
         x = shifted(
-            x, t[None, :], j[:, None], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, BIAS, ALIBI
+            x, t[None, :], j[:, None], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, BIAS, ALIBI, UNIT
         )
-        p = tl.exp2(x * factor - lse[None, :])
+        p = weight(x, lse[None, :], factor, NATURAL)
         if MASKED:
             i = t[None, :] + offset
             sees = visible(i, j[:, None], S, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
@@ -102,12 +103,12 @@ def _walk(
         if DROPOUT:
             keep = kept(seed, threshold, b, h, t[None, :], j[:, None])
         if WANT_DV:
-            weight = tl.where(keep, p * keep_scale, 0.0) if DROPOUT else p
+            kept_p = tl.where(keep, p * keep_scale, 0.0) if DROPOUT else p
             values = do
             if CAREFUL:
-                weight = tl.where(sees, weight + poison(do, 1)[None, :], 0.0)
+                kept_p = tl.where(sees, kept_p + poison(do, 1)[None, :], 0.0)
                 values = finite(do)
-            dv = tl.dot(weight.to(do.dtype), values, dv, input_precision=PRECISION)
+            dv = tl.dot(kept_p.to(do.dtype), values, dv, input_precision=PRECISION)
         if WANT_DK:
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
             if DROPOUT:
@@ -138,7 +139,7 @@ def _backward_kv(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, HALF: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+    NATURAL: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
     STAGES: tl.constexpr,
 ):
@@ -227,14 +228,14 @@ def _backward_kv(
             T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
             bias_h, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, LEFT, RIGHT, PREFIX, CHUNK, WANT_DK, WANT_DV,
-            False, False, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
+            False, False, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF, STAGES)
         dk, dv = _walk(
             dk, dv, k, v, j, start, clear_stop, early_tiles, masked_tiles,
             q_h, do_h, stats_h, q_stride_t, do_stride_t,
             T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
             bias_h, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, LEFT, RIGHT, PREFIX, CHUNK, WANT_DK, WANT_DV,
-            True, False, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
+            True, False, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF, STAGES)
     if HIDES:
         lost = 0
         if WANT_DK:
@@ -257,7 +258,7 @@ def _backward_kv(
                     bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h, bias_stride_t, bias_stride_s,
                     slope, seed, threshold, keep_scale,
                     D, DV, BLOCK_D, BLOCK_DV, CAREFUL_T, LEFT, RIGHT, PREFIX, CHUNK, WANT_DK, WANT_DV,
-                    True, True, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, 1)
+                    True, True, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF, 1)
     # fmt: on
 
     if WANT_DK:

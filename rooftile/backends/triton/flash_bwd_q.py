@@ -22,7 +22,7 @@ from torch import Tensor
 from rooftile.backends.triton.arguments import Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
-from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, shifted
+from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, shifted, weight
 from rooftile.backends.triton.tiles import Tile
 from rooftile.backends.triton.visibility import first_key, last_key, visible
 
@@ -39,10 +39,11 @@ def _walk(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, FOLD: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
     HALF: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
+    UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -64,13 +65,13 @@ def _walk(
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_T, BLOCK_S)
         if SOFTCAP:
             cap = capped(x, scale, softcap)
-            x = cap * (softcap * LOG2E)
+            x = cap * (softcap * UNIT)
         elif not FOLD:
-            x = x * (scale * LOG2E)
+            x = x * (scale * UNIT)
         x = shifted(
-            x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, BIAS, ALIBI
+            x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, BIAS, ALIBI, UNIT
         )
-        p = tl.exp2(x * factor - lse[:, None])
+        p = weight(x, lse[:, None], factor, NATURAL)
         if MASKED:
             sees = visible(t[:, None] + offset, j[None, :], S, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
             p = tl.where(sees, p, 0.0)
@@ -104,7 +105,7 @@ def _backward_q(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, HALF: tl.constexpr,
+    NATURAL: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
     STAGES: tl.constexpr,
 ):
@@ -181,12 +182,12 @@ def _backward_q(
         dq, q, do, lse, delta, clear_start, clear_start, 0, (clear_stop - clear_start) // BLOCK_S,
         k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset,
         b, h, factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, False, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, False, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF, STAGES)
     dq = _walk(
         dq, q, do, lse, delta, start, clear_stop, left_tiles, left_tiles + right_tiles,
         k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset,
         b, h, factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, True, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, STAGES)
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, True, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF, STAGES)
     if LEFT or RIGHT or PREFIX or CHUNK:
         if tl.max(tl.where(dq == dq, 0, 1)) > 0:
             dq = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
@@ -194,7 +195,7 @@ def _backward_q(
                 dq, q, do, lse, delta, start, start, 0, tl.cdiv(stop - start, CAREFUL_S),
                 k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset,
                 b, h, factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-                D, DV, BLOCK_D, BLOCK_DV, CAREFUL_S, LEFT, RIGHT, PREFIX, CHUNK, True, True, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, HALF, 1)
+                D, DV, BLOCK_D, BLOCK_DV, CAREFUL_S, LEFT, RIGHT, PREFIX, CHUNK, True, True, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF, 1)
     # fmt: on
     dq_tile = dq_ptr + (row_0 + t)[:, None] * (H * D) + h * D + d[None, :]
     tl.store(dq_tile, (dq if HALF else dq * scale).to(dq_ptr.dtype.element_ty), mask=there[:, None] & (d < D)[None, :])

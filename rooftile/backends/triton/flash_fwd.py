@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rooftile.backends.triton.arguments import Call
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
-from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, kept, poison, shifted
+from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, kept, poison, shifted, weight
 from rooftile.backends.triton.tiles import Tile
 from rooftile.backends.triton.visibility import first_key, last_key, visible
 
@@ -44,10 +44,11 @@ def _walk(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, FOLD: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # fmt: on
+    UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -71,11 +72,11 @@ def _walk(
         else:
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_T, BLOCK_S)
         if SOFTCAP:
-            x = capped(x, scale, softcap) * (softcap * LOG2E)
+            x = capped(x, scale, softcap) * (softcap * UNIT)
         elif not FOLD:
-            x = x * (scale * LOG2E)
+            x = x * (scale * UNIT)
         x = shifted(
-            x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, BIAS, ALIBI
+            x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, BIAS, ALIBI, UNIT
         )
         if MASKED:
             v = tl.load(v_tile, mask=(j < S)[:, None] & (dv < DV)[None, :], other=0.0)
@@ -93,8 +94,8 @@ def _walk(
             pivot = tl.where(m_new == float("-inf"), 0.0, m_new) * factor
         else:
             pivot = m_new * factor
-        p = tl.exp2(x * factor - pivot[:, None])
-        alpha = tl.exp2(m * factor - pivot)
+        p = weight(x, pivot[:, None], factor, NATURAL)
+        alpha = weight(m, pivot, factor, NATURAL)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if DROPOUT:
@@ -122,7 +123,7 @@ def _forward(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
     STAGES: tl.constexpr,
 ):
@@ -197,12 +198,12 @@ def _forward(
         acc, m, l, q, clear_start, clear_start, 0, (clear_stop - clear_start) // BLOCK_S,
         k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h,
         factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, False, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, STAGES)
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, False, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, STAGES)
     acc, m, l = _walk(
         acc, m, l, q, start, clear_stop, left_tiles, left_tiles + right_tiles,
         k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h,
         factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, True, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, STAGES)
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, True, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, STAGES)
     if LEFT or RIGHT or PREFIX or CHUNK:
         if tl.max(tl.where(acc == acc, 0, 1)) > 0:
             m = tl.full((BLOCK_T,), float("-inf"), tl.float32)
@@ -212,21 +213,21 @@ def _forward(
                 acc, m, l, q, start, start, 0, tl.cdiv(stop - start, CAREFUL_S),
                 k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h,
                 factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-                D, DV, BLOCK_D, BLOCK_DV, CAREFUL_S, LEFT, RIGHT, PREFIX, CHUNK, True, True, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, PRECISION, 1)
+                D, DV, BLOCK_D, BLOCK_DV, CAREFUL_S, LEFT, RIGHT, PREFIX, CHUNK, True, True, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, 1)
     # fmt: on
 
     m = m * factor
     if SINKS:
-        sink = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
+        sink = tl.load(sinks_ptr + h).to(tl.float32) * (1.0 if NATURAL else LOG2E)
         m_new = tl.maximum(m, sink)
-        alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.exp2(sink - m_new)
+        alpha = weight(m, m_new, 1.0, NATURAL)
+        l = l * alpha + weight(sink, m_new, 1.0, NATURAL)
         acc = acc * alpha[:, None]
         m = m_new
     nothing = l == 0.0
     l = tl.where(nothing, 1.0, l)
-    lse = tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2)
-    tl.store(lse_ptr + t, lse, mask=t < T)
+    lse = m * (1.0 if NATURAL else LN2) + tl.log2(l) * LN2
+    tl.store(lse_ptr + t, tl.where(nothing, float("-inf"), lse), mask=t < T)
     o_tile = o_ptr + t.to(tl.int64)[:, None] * (H * DV) + dv[None, :]
     tl.store(o_tile, (acc / l[:, None]).to(o_ptr.dtype.element_ty), mask=(t < T)[:, None] & (dv < DV)[None, :])
 

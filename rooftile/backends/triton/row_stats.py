@@ -1,4 +1,4 @@
-"""What the backward needs of each row, in one 64-bit word: its lse in log2, and
+"""What the backward needs of each row, in one 64-bit word: its lse in the unit of the scores (see `scores`), and
 
     D_i = sum_c dO_ic O_ic - dL_i             dL is the gradient that comes in through lse: dS = P (dP - D) then carries it
 
@@ -28,7 +28,7 @@ def pair(lse, delta):
 
 @triton.jit
 def unpair(word):
-    """lse (log2) and delta."""
+    """lse and delta."""
     word = word.to(tl.uint64, bitcast=True)
     lse = (word >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
     return lse, word.to(tl.uint32).to(tl.float32, bitcast=True)
@@ -42,6 +42,7 @@ def _row_stats(
     do_stride_b, do_stride_t, do_stride_h,
     H, T, padded_T,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_ROWS: tl.constexpr, DO: tl.constexpr, DLSE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     # fmt: on
     h = tl.program_id(1)
@@ -62,7 +63,7 @@ def _row_stats(
     if DLSE:
         delta -= tl.load(dlse_ptr + row, mask=there, other=0.0)
     tl.store(delta_ptr + row, delta, mask=there)
-    lse = tl.load(lse_ptr + row, mask=there, other=float("inf")) * LOG2E
+    lse = tl.load(lse_ptr + row, mask=there, other=float("inf")) * UNIT
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     tl.store(stats_ptr + (b.to(tl.int64) * H + h) * padded_T + t, pair(lse, delta), mask=t < padded_T)
 
@@ -80,6 +81,6 @@ def launch(
         _row_stats[(-(-padded_T // block), call.H, sequences)](
             o, o if do is None else do, lse, delta if dlse is None else dlse, delta, stats, *strides_of(o), *do_strides,
             call.H, call.T, padded_T, DV=call.spec.dim_v, BLOCK_DV=call.constants["BLOCK_DV"], BLOCK_ROWS=block,
-            DO=do is not None, DLSE=dlse is not None, num_warps=4,
+            DO=do is not None, DLSE=dlse is not None, UNIT=1.0 if call.constants["NATURAL"] else LOG2E.value, num_warps=4,
         )  # fmt: skip
     return delta, stats

@@ -1,6 +1,7 @@
 """From the products of a tile of queries and keys to its scores, and dropout: shared by forward and backward.
 
-Scores are in units of log2, so that exponentials are single instructions. Positions come as broadcastable tensors, one
+Scores are in units of log2, so that an exponential is one multiply-add and one instruction. For fp32 they stay natural: a
+row's lse, rounded once more in another unit, would cost as many bits as its magnitude has. Positions come as broadcastable tensors, one
 along each axis of the tile, so the same code serves a tile and its transpose.
 """
 
@@ -12,6 +13,14 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def weight(x, reference, factor, NATURAL: tl.constexpr):
+    """exp(x - reference): x times factor and the reference in log2, or both natural."""
+    if NATURAL:
+        return tl.exp2((x - reference) * LOG2E)
+    return tl.exp2(x * factor - reference)
+
+
+@triton.jit
 def capped(x, scale, softcap):
     """tanh(scale x / softcap), by one exponential that saturates at both ends."""
     return 1 - 2 / (tl.exp2(x * (2 * LOG2E * scale / softcap)) + 1)
@@ -20,14 +29,14 @@ def capped(x, scale, softcap):
 @triton.jit
 def shifted(
     x, t, j, T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope,
-    BIAS: tl.constexpr, ALIBI: tl.constexpr,
+    BIAS: tl.constexpr, ALIBI: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Scores (log2) with bias and ALiBi added; t and j are a query's and a key's index, t + offset the query's position."""
+    """Scores with bias and ALiBi added; t and j are a query's and a key's index, t + offset the query's position."""
     if BIAS:
         there = (t < T) & (j < S)
-        x += tl.load(bias_ptr + t * bias_stride_t + j * bias_stride_s, mask=there, other=0.0).to(tl.float32) * LOG2E
+        x += tl.load(bias_ptr + t * bias_stride_t + j * bias_stride_s, mask=there, other=0.0).to(tl.float32) * UNIT
     if ALIBI:
-        x -= tl.abs(t + offset - j).to(tl.float32) * (slope * LOG2E)
+        x -= tl.abs(t + offset - j).to(tl.float32) * (slope * UNIT)
     return x
 
 

@@ -109,7 +109,9 @@ def _kind(spec: Spec) -> str:
     # what is added to a tile's scores, and the random bits of dropout, take registers that a large tile needs
     if spec.has_bias or spec.has_alibi or spec.dropout:
         return "busy"
-    return "full" if spec.mask.is_full else "masked"
+    # a head dim between two powers of two is a masked one
+    whole = all(dim >= 16 and dim & (dim - 1) == 0 for dim in (spec.dim, spec.dim_v))
+    return "full" if spec.mask.is_full and whole else "masked"
 
 
 def _width(spec: Spec) -> int:
