@@ -21,8 +21,10 @@ demo: $(READY) ## the main job: measure this machine and write the report page, 
 	$(BIN)/rooftile report $(ARGS)
 
 test: $(READY) ## every test that needs no GPU
-	$(BIN)/python -m pytest -n 2 --ignore tests/interpreter $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter $(ARGS)
+	@failed=0; set -x; \
+	$(BIN)/python -m pytest -n 2 --ignore tests/interpreter $(ARGS) || failed=1; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter $(ARGS) || failed=1; \
+	exit $$failed
 
 test-gpu: $(READY) ## the conformance suite and the GPU tests on this machine's GPU
 	$(BIN)/python -m pytest --device cuda tests/conformance tests/gpu $(ARGS)
