@@ -37,20 +37,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend
     listed = [x for x in options if x is not None]
     if torch.compiler.is_compiling() or _watched(q, k, v, *listed):
         return attention(q, k, v, listed, spec, backend)
-    return _autograd(q, k, v, listed, spec, backend)
+    if _wants_grad(q, k, v, *listed):
+        return _Attention.apply(q, k, v, spec, backend, *listed)
+    return dispatch.BACKENDS[backend].forward(q, k, v, options, decode(spec))
+
+
+def _wants_grad(*tensors: Tensor) -> bool:
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x.requires_grad:
+                return True
+    return False
 
 
 def _watched(*tensors: Tensor | None) -> bool:
     """Whether something has to see the operator itself: a mode, a transform, a tensor subclass or the profiler."""
+    for x in tensors:
+        if type(x) not in _PLAIN:
+            return True
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd._profiler_enabled()
-        or not all(x is None or type(x) in _PLAIN for x in tensors)
     )
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def named_options(spec: Spec, options: list[Tensor]) -> Options:
@@ -126,7 +138,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def _autograd(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *options)):
+    if _wants_grad(q, k, v, *options):
         return _Attention.apply(q, k, v, spec, backend, *options)
     return _forward(q, k, v, options, spec, backend)
 

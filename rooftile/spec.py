@@ -6,9 +6,9 @@ as a short string, `Spec.code`, and is decoded once per distinct string.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,12 +49,22 @@ class Spec:
     forward_mode: bool = False  # an input carries a tangent
     deterministic: bool = False  # bit-equal gradients from run to run, and no word from neighbours in the batch
     device: str = "cpu"  # "cpu", "sm80", "sm90", "sm100", ...
+    # a spec is looked up several times a call, and twenty fields take as long to hash as a small kernel runs
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(tuple(self._values().values())))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def _values(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
 
     @property
     def code(self) -> str:
         """The spec as the string that crosses the operators' schema: `decode(spec.code) == spec`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return encode(**values)
+        return encode(**self._values())
 
     def __str__(self) -> str:
         heads = "mha" if self.group == 1 else f"gqa{self.group}"

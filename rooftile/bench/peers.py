@@ -204,6 +204,8 @@ def _prepare_flex(case: Case, inputs: Inputs) -> Forward:
 
     blocks = None if case.mask.is_full else create_block_mask(sees, None, None, case.T, case.S, device=q.device)
     score_mod = score if case.softcap or case.alibi else None
+    # the backward is timed alone, again and again on one graph, which donated buffers forbid
+    torch._functorch.config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def forward() -> Tensor:

@@ -12,8 +12,9 @@ Every sum has one owner and one order: gradients are the same bits from run to r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LARGEST_DIM = 256
+
+_HERE = nullcontext()
 
 
 def refusals(spec: Spec) -> Iterator[str]:
@@ -51,13 +54,17 @@ def _runs_on(device: str) -> bool:
     return device.startswith("gfx") or (device.startswith("sm") and int(device[2:]) >= 80)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
-    from rooftile.backends.triton import flash_fwd
-    from rooftile.backends.triton.arguments import call_of
-    from rooftile.backends.triton.tiles import forward_tile
+@cache
+def _launchers() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Grads]]:
+    """Forward and backward; imports Triton at the first call."""
+    from rooftile.backends.triton import flash_bwd, flash_fwd
 
+    return flash_fwd.forward, flash_bwd.backward
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     with _device_of(q):
-        return flash_fwd.launch(call_of(q, k, v, options, spec), forward_tile(spec))
+        return _launchers()[0](q, k, v, options, spec)
 
 
 def backward(
@@ -71,14 +78,12 @@ def backward(
     options: Options,
     spec: Spec,
 ) -> Grads:
-    from rooftile.backends.triton.flash_bwd import launch
-
     with _device_of(q):
-        return launch(do, dlse, q, k, v, o, lse, options, spec)
+        return _launchers()[1](do, dlse, q, k, v, o, lse, options, spec)
 
 
 def _device_of(q: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensors'."""
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return torch.cuda.device(q.device)
-    return nullcontext()
+    return _HERE

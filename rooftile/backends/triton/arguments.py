@@ -101,8 +101,10 @@ class Call(NamedTuple):
 
 def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Call:
     """The call; copies a tensor only if its last axis is not contiguous."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    options = options._replace(sinks=None if options.sinks is None else options.sinks.contiguous())
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if options.sinks is not None:
+        options = options._replace(sinks=options.sinks.contiguous())
     if spec.layout == "packed":
         B, (T, H), (S, Hk) = options.cu_q.shape[0] - 1, q.shape[:2], k.shape[:2]
     else:

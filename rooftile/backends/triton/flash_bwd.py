@@ -11,7 +11,7 @@ from rooftile.backends.triton.tiles import backward_bias_tile, backward_kv_walks
 from rooftile.spec import Grads, Options, Spec
 
 
-def launch(
+def backward(
     do: Tensor | None,
     dlse: Tensor | None,
     q: Tensor,

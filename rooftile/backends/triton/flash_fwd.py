@@ -24,11 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.triton.arguments import Call
+from rooftile.backends.triton.arguments import Call, call_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, kept, poison, shifted, weight
-from rooftile.backends.triton.tiles import Tile
+from rooftile.backends.triton.tiles import Tile, forward_tile
 from rooftile.backends.triton.visibility import first_key, last_key, visible
+from rooftile.spec import Options, Spec
 
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
 CAREFUL_S = tl.constexpr(16)
@@ -230,6 +231,11 @@ def _forward(
     tl.store(lse_ptr + t, tl.where(nothing, float("-inf"), lse), mask=t < T)
     o_tile = o_ptr + t.to(tl.int64)[:, None] * (H * DV) + dv[None, :]
     tl.store(o_tile, (acc / l[:, None]).to(o_ptr.dtype.element_ty), mask=(t < T)[:, None] & (dv < DV)[None, :])
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The forward of a call, in the tile for its spec."""
+    return launch(call_of(q, k, v, options, spec), forward_tile(spec))
 
 
 def launch(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:

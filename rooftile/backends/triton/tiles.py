@@ -6,6 +6,7 @@ the largest tiles that the compiler keeps in registers (tests/unit/test_triton_c
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -76,10 +77,12 @@ TILES: dict[tuple[str, str, str], tuple[Tile, Tile, Tile]] = {
 }
 
 
+@cache
 def forward_tile(spec: Spec) -> Tile:
     return _tile("forward", spec)
 
 
+@cache
 def backward_kv_walks(spec: Spec) -> tuple[Walk, ...]:
     tile = _tile("kv", spec)
     if _width(spec) + (spec.dtype == torch.float32) >= 2:
@@ -87,10 +90,12 @@ def backward_kv_walks(spec: Spec) -> tuple[Walk, ...]:
     return (Walk(tile),)
 
 
+@cache
 def backward_q_tile(spec: Spec) -> Tile:
     return _tile("q", spec)
 
 
+@cache
 def backward_bias_tile(spec: Spec) -> Tile:
     return _tile("bias", spec)
 
