@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,8 +35,8 @@ def cases(*, packed: bool) -> list[Case]:
 def refused(case: Case, backend: str, device: torch.device, **options: Any) -> bool:
     """Whether the backend refuses the case with gradients and lse; if so, that it says so is asserted."""
     spec = case.problem(arch(device), needs_lse=True).spec
-    code = type(spec)(**{name: getattr(spec, name) for name in spec.__slots__} | {"deterministic": True} | options)
-    if not tuple(dispatch.BACKENDS[backend].refusals(code)):
+    spec = replace(spec, **{"deterministic": True} | options)
+    if not tuple(dispatch.BACKENDS[backend].refusals(spec)):
         return False
     with pytest.raises(rt.Unsupported):
         run(case.inputs(device, requires_grad=True), backend)
