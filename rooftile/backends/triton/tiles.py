@@ -1,7 +1,8 @@
 """Tile sizes: decisions with their reasons, as pure functions of the spec.
 
-Measured on an H200 (2026-11-21, benchmarks/results/tiles.jsonl) for bf16; the Ampere column and the busy and fp32 rows are
-the largest tiles that the compiler keeps in registers (tests/unit/test_triton_compiles.py holds them to it).
+The Hopper rows for bf16 were the fastest of some eight a kernel on an H200 (2026-11-21); what they reach stands in
+benchmarks/results/h200.jsonl. The other rows are the largest tiles that the compiler keeps in registers
+(tests/unit/test_triton_compiles.py holds all of them to it), and nobody has timed them.
 """
 
 from __future__ import annotations
