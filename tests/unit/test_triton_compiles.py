@@ -87,9 +87,10 @@ def launches(spec: Spec) -> list[tuple[Any, dict[str, Any], Any]]:
     from rooftile.backends.triton.arguments import constants_of
 
     flags = constants_of(spec).flags
+    pieces = constants_of(spec).pieces
     half = {"HALF": spec.dtype == torch.float16}
     found = [
-        (flash_fwd._forward, {"SINKS": spec.has_sinks}, tiles.forward_tile(spec)),
+        (flash_fwd._forward, {"SINKS": spec.has_sinks, **pieces}, tiles.forward_tile(spec)),
         (flash_bwd_q._backward_q, half, tiles.backward_q_tile(spec)),
     ]
     for tile, wants_dk, wants_dv in tiles.backward_kv_walks(spec):

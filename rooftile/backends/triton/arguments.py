@@ -22,6 +22,7 @@ class Constants(NamedTuple):
 
     numbers: tuple[float | int, ...]  # scale, softcap, left, right, prefix, chunk, threshold, keep_scale
     flags: dict[str, Any]  # constexpr arguments
+    pieces: dict[str, int]  # the head dims as the forward holds them
 
 
 class Call(NamedTuple):
@@ -39,6 +40,7 @@ class Call(NamedTuple):
     S: int  # packed: the total
     numbers: tuple[float | int, ...]
     constants: dict[str, Any]
+    pieces: dict[str, int]
 
     @property
     def packed(self) -> bool:
@@ -63,7 +65,7 @@ class Call(NamedTuple):
     def wave(self) -> int:
         """How many query heads run together (see `schedule`)."""
         head = self.S * (self.spec.dim + self.spec.dim_v) * self.k.element_size()
-        return max(WAVE_BYTES // max(head, 1), 1) * self.spec.group
+        return min(max(WAVE_BYTES // max(head, 1), 1) * self.spec.group, self.B * self.H)
 
     def programs(self, length: int, block: int, heads: int) -> tuple[int, int]:
         """How many programs cover `length` rows of `heads` heads, and how many tiles a dense head has."""
@@ -110,7 +112,7 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Ca
     else:
         (B, T, H), (S, Hk) = q.shape[:3], k.shape[1:3]
     constants = constants_of(spec)
-    return Call(q, k, v, options, spec, B, H, Hk, T, S, constants.numbers, constants.flags)
+    return Call(q, k, v, options, spec, B, H, Hk, T, S, constants.numbers, constants.flags, constants.pieces)
 
 
 @cache
@@ -148,12 +150,22 @@ def constants_of(spec: Spec) -> Constants:
         "BLOCK_D": padded(spec.dim),
         "BLOCK_DV": padded(spec.dim_v),
     }
-    return Constants(numbers, flags)
+    (block, rest), (block_v, rest_v) = split(spec.dim), split(spec.dim_v)
+    return Constants(numbers, flags, {"BLOCK_D": block, "REST_D": rest, "BLOCK_DV": block_v, "REST_DV": rest_v})
 
 
 def padded(dim: int) -> int:
     """A head dim as the kernels hold it: a power of two, at least the 16 that a matrix instruction takes."""
     return max(16, 1 << (dim - 1).bit_length())
+
+
+def split(dim: int) -> tuple[int, int]:
+    """A head dim as two powers of two that add up to it (80 = 64 + 16), or as one padded one and nothing."""
+    block = 1 << (dim.bit_length() - 1)
+    rest = dim - block
+    if rest >= 16 and rest & (rest - 1) == 0:
+        return block, rest
+    return padded(dim), 0
 
 
 def strides_of(x: Tensor) -> tuple[int, int, int]:

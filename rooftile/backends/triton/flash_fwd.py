@@ -16,6 +16,8 @@ queries see on the left, keys that all see, where no mask is computed, and keys 
 A product with a weight of 0 is not harmless when the value is NaN. A tile whose result holds a NaN is therefore computed
 again with the non-finite inputs set aside and a NaN score in their place, which reaches exactly the rows that see them.
 
+A head dim that is the sum of two powers of two (80, 96, 192) is held in two pieces, so nothing is multiplied by padding.
+
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 """
 
@@ -38,11 +40,12 @@ CAREFUL_S = tl.constexpr(16)
 # fmt: off
 @triton.jit
 def _walk(
-    acc, m, l, q, first, second, turn, count,                   # the running softmax, the queries, the keys to visit
+    acc, acc_rest, m, l, q, q_rest, first, second, turn, count, # the running softmax, the queries, the keys to visit
     k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk,
     t, T, S, offset, b, h, factor, scale, softcap,
     bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    REST_D: tl.constexpr, REST_DV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, FOLD: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -55,6 +58,10 @@ def _walk(
     dv = tl.arange(0, BLOCK_DV)
     k_offsets = s[:, None] * k_stride_s + d[None, :]
     v_offsets = s[:, None] * v_stride_s + dv[None, :]
+    if REST_D:
+        k_rest_offsets = s[:, None] * k_stride_s + (BLOCK_D + tl.arange(0, REST_D))[None, :]
+    if REST_DV:
+        v_rest_offsets = s[:, None] * v_stride_s + (BLOCK_DV + tl.arange(0, REST_DV))[None, :]
     for n in tl.range(0, count, num_stages=STAGES):
         # `turn` tiles from `first` on, the others from `second` on
         j_0 = tl.where(n < turn, first + n * BLOCK_S, second + (n - turn) * BLOCK_S)
@@ -72,6 +79,13 @@ def _walk(
             x = tl.dot(q, tl.trans(finite(k)), input_precision=PRECISION) + poison(k, 1)[None, :]
         else:
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_T, BLOCK_S)
+        if REST_D:
+            k_rest_tile = k_ptr + tl.cast(j_0, tl.int64) * k_stride_s + k_rest_offsets
+            k_rest = tl.load(k_rest_tile, mask=(j < S)[:, None], other=0.0) if MASKED else tl.load(k_rest_tile)
+            if CAREFUL:
+                x += poison(k_rest, 1)[None, :]
+                k_rest = finite(k_rest)
+            x = tl.dot(q_rest, tl.trans(k_rest), x, input_precision=PRECISION)
         if SOFTCAP:
             x = capped(x, scale, softcap) * (softcap * UNIT)
         elif not FOLD:
@@ -104,9 +118,16 @@ def _walk(
         if CAREFUL:
             p = tl.where(sees, p + poison(v, 1)[None, :], 0.0)
             v = finite(v)
+        if REST_DV:
+            v_rest_tile = v_ptr + tl.cast(j_0, tl.int64) * v_stride_s + v_rest_offsets
+            v_rest = tl.load(v_rest_tile, mask=(j < S)[:, None], other=0.0) if MASKED else tl.load(v_rest_tile)
+            if CAREFUL:
+                p = tl.where(sees, p + poison(v_rest, 1)[None, :], 0.0)
+                v_rest = finite(v_rest)
+            acc_rest = tl.dot(p.to(v.dtype), v_rest, acc_rest * alpha[:, None], input_precision=PRECISION)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         m = m_new
-    return acc, m, l
+    return acc, acc_rest, m, l
 
 
 # fmt: off
@@ -125,8 +146,8 @@ def _forward(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
     FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
     DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
-    STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_D: tl.constexpr, REST_DV: tl.constexpr,     # the tile
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     total = T
@@ -169,6 +190,11 @@ def _forward(
     q_tile = q_ptr + t.to(tl.int64)[:, None] * q_stride_t + d[None, :]
     q = tl.load(q_tile, mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
 
+    q_rest = 0.0
+    if REST_D:
+        q_rest_tile = q_ptr + t.to(tl.int64)[:, None] * q_stride_t + (BLOCK_D + tl.arange(0, REST_D))[None, :]
+        q_rest = tl.load(q_rest_tile, mask=(t < T)[:, None], other=0.0)
+
     # the keys that some row sees, [start, stop), and within them those that every row sees
     offset = S - T
     top = t_0 + offset
@@ -192,29 +218,37 @@ def _forward(
     m = tl.full((BLOCK_T,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_T,), tl.float32)
     acc = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)
+    acc_rest = 0.0
+    if REST_DV:
+        acc_rest = tl.zeros((BLOCK_T, REST_DV), tl.float32)
     # fmt: off
     left_tiles = (clear_start - start) // BLOCK_S
     right_tiles = tl.cdiv(tl.maximum(stop - clear_stop, 0), BLOCK_S)
-    acc, m, l = _walk(
-        acc, m, l, q, clear_start, clear_start, 0, (clear_stop - clear_start) // BLOCK_S,
+    acc, acc_rest, m, l = _walk(
+        acc, acc_rest, m, l, q, q_rest, clear_start, clear_start, 0, (clear_stop - clear_start) // BLOCK_S,
         k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h,
         factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, False, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, STAGES)
-    acc, m, l = _walk(
-        acc, m, l, q, start, clear_stop, left_tiles, left_tiles + right_tiles,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, REST_D, REST_DV, LEFT, RIGHT, PREFIX, CHUNK, False, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, STAGES)
+    acc, acc_rest, m, l = _walk(
+        acc, acc_rest, m, l, q, q_rest, start, clear_stop, left_tiles, left_tiles + right_tiles,
         k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h,
         factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, True, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, STAGES)
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, REST_D, REST_DV, LEFT, RIGHT, PREFIX, CHUNK, True, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, STAGES)
     if LEFT or RIGHT or PREFIX or CHUNK:
-        if tl.max(tl.where(acc == acc, 0, 1)) > 0:
+        lost = tl.max(tl.where(acc == acc, 0, 1))
+        if REST_DV:
+            lost += tl.max(tl.where(acc_rest == acc_rest, 0, 1))
+        if lost > 0:
             m = tl.full((BLOCK_T,), float("-inf"), tl.float32)
             l = tl.zeros((BLOCK_T,), tl.float32)
             acc = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)
-            acc, m, l = _walk(
-                acc, m, l, q, start, start, 0, tl.cdiv(stop - start, CAREFUL_S),
+            if REST_DV:
+                acc_rest = tl.zeros((BLOCK_T, REST_DV), tl.float32)
+            acc, acc_rest, m, l = _walk(
+                acc, acc_rest, m, l, q, q_rest, start, start, 0, tl.cdiv(stop - start, CAREFUL_S),
                 k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h,
                 factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-                D, DV, BLOCK_D, BLOCK_DV, CAREFUL_S, LEFT, RIGHT, PREFIX, CHUNK, True, True, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, 1)
+                D, DV, BLOCK_D, BLOCK_DV, CAREFUL_S, REST_D, REST_DV, LEFT, RIGHT, PREFIX, CHUNK, True, True, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, 1)
     # fmt: on
 
     m = m * factor
@@ -224,6 +258,7 @@ def _forward(
         alpha = weight(m, m_new, 1.0, NATURAL)
         l = l * alpha + weight(sink, m_new, 1.0, NATURAL)
         acc = acc * alpha[:, None]
+        acc_rest = acc_rest * alpha[:, None] if REST_DV else acc_rest
         m = m_new
     nothing = l == 0.0
     l = tl.where(nothing, 1.0, l)
@@ -231,6 +266,9 @@ def _forward(
     tl.store(lse_ptr + t, tl.where(nothing, float("-inf"), lse), mask=t < T)
     o_tile = o_ptr + t.to(tl.int64)[:, None] * (H * DV) + dv[None, :]
     tl.store(o_tile, (acc / l[:, None]).to(o_ptr.dtype.element_ty), mask=(t < T)[:, None] & (dv < DV)[None, :])
+    if REST_DV:
+        rest_tile = o_ptr + t.to(tl.int64)[:, None] * (H * DV) + (BLOCK_DV + tl.arange(0, REST_DV))[None, :]
+        tl.store(rest_tile, (acc_rest / l[:, None]).to(o_ptr.dtype.element_ty), mask=(t < T)[:, None])
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -248,6 +286,6 @@ def launch(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
         _forward[(programs,)](
             q, call.k, v, o, lse, *call.option_tensors, *call.strides,
             call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers,
-            **call.constants, SINKS=call.spec.has_sinks, **tile.constants,
+            **{**call.constants, **call.pieces}, SINKS=call.spec.has_sinks, **tile.constants,
         )  # fmt: skip
     return o, lse
