@@ -157,11 +157,14 @@ def encode(
     needs_grad, bias_grad, needs_lse, forward_mode, deterministic, device,
 ) -> str:  # fmt: skip
     """A Spec's string. Plain f-strings of plain values, so that Dynamo can trace it."""
-    chunks = ",".join([f"{n}" for n in mask.chunks])
+    chunks = ",".join([f"{n}" for n in mask.chunks]) if mask.chunks else ""
+    flags = (
+        has_bias + 2 * has_alibi + 4 * has_sinks + 8 * needs_grad + 16 * bias_grad + 32 * needs_lse + 64 * forward_mode
+        + 128 * deterministic
+    )  # fmt: skip
     return (
         f"{DTYPE_NAMES[dtype]} {dim} {dim_v} {group} {mask.left} {mask.right} {mask.prefix} [{chunks}] {layout} "
-        f"{scale} {softcap} {dropout} {has_bias:d}{has_alibi:d}{has_sinks:d}{needs_grad:d}{bias_grad:d}{needs_lse:d}"
-        f"{forward_mode:d}{deterministic:d} {device}"
+        f"{scale} {softcap} {dropout} {flags} {device}"
     )
 
 
@@ -170,7 +173,7 @@ def decode(code: str) -> Spec:
     """The Spec behind its string."""
     dtype, dim, dim_v, group, left, right, prefix, chunks, layout, scale, softcap, dropout, flags, device = code.split(" ")
     bound = {word: None if word == "None" else int(word) for word in (left, right, prefix)}
-    bias, alibi, sinks, needs_grad, bias_grad, needs_lse, forward_mode, deterministic = (f == "1" for f in flags)
+    bias, alibi, sinks, needs_grad, bias_grad, needs_lse, forward_mode, deterministic = (bool(int(flags) >> n & 1) for n in range(8))
     return Spec(
         dtype=DTYPES[dtype],
         dim=int(dim),

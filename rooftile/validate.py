@@ -185,11 +185,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise InvalidInput(f"{name} is {shown(x)}; must be a tensor ({', '.join(axes)})")
-        if x.is_nested or x.layout != torch.strided:
+        if x.is_nested or x.layout is not torch.strided:
             raise InvalidInput(f"{name} is nested or sparse; must be dense (attention_packed takes ragged batches)")
         if x.ndim != len(axes):
             raise InvalidInput(f"{name} is {tuple(x.shape)}; must have {len(axes)} axes ({', '.join(axes)})")
-        if x.dtype != q.dtype:
+        if x.dtype is not q.dtype:
             raise InvalidInput(f"{name} is {x.dtype}; q is {q.dtype}, and q, k and v must share one dtype")
         if x.device != q.device:
             raise InvalidInput(f"{name} is on {x.device}; q is on {q.device}, and all inputs must be on one device")

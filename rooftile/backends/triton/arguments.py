@@ -40,7 +40,6 @@ class Call(NamedTuple):
     S: int  # packed: the total
     numbers: tuple[float | int, ...]
     constants: dict[str, Any]
-    pieces: dict[str, int]
 
     @property
     def packed(self) -> bool:
@@ -112,7 +111,7 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Ca
     else:
         (B, T, H), (S, Hk) = q.shape[:3], k.shape[1:3]
     constants = constants_of(spec)
-    return Call(q, k, v, options, spec, B, H, Hk, T, S, constants.numbers, constants.flags, constants.pieces)
+    return Call(q, k, v, options, spec, B, H, Hk, T, S, constants.numbers, constants.flags)
 
 
 @cache

@@ -21,12 +21,15 @@ A head dim that is the sum of two powers of two (80, 96, 192) is held in two pie
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 """
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.triton.arguments import Call, call_of
+from rooftile.backends.triton.arguments import Call, call_of, constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, kept, poison, shifted, weight
 from rooftile.backends.triton.tiles import Tile, forward_tile
@@ -285,7 +288,13 @@ def launch(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
     if programs:
         _forward[(programs,)](
             q, call.k, v, o, lse, *call.option_tensors, *call.strides,
-            call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers,
-            **{**call.constants, **call.pieces}, SINKS=call.spec.has_sinks, **tile.constants,
+            call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers, **_constants(call.spec, tile),
         )  # fmt: skip
     return o, lse
+
+
+@cache
+def _constants(spec: Spec, tile: Tile) -> dict[str, Any]:
+    """The compile-time arguments, put together once."""
+    known = constants_of(spec)
+    return {**known.flags, **known.pieces, "SINKS": spec.has_sinks, **tile.constants}

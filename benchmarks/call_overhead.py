@@ -1,0 +1,77 @@
+"""What a call costs on the host: the public function, the launcher that allocates the outputs, and the bare kernel launch.
+
+    PYTHONPATH=. python benchmarks/call_overhead.py >> benchmarks/results/h200-overhead.jsonl
+
+Small tensors, so the GPU is never what is waited for; medians of several rounds, garbage collection off; PyTorch's own
+flash attention beside it.
+"""
+
+# ruff: noqa: T201 - what it prints is what it is for
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import rooftile as rt
+from rooftile import validate
+from rooftile.backends.triton import flash_fwd
+from rooftile.backends.triton.arguments import call_of
+from rooftile.backends.triton.tiles import forward_tile
+from rooftile.spec import Options, decode
+
+CALLS, ROUNDS = 1000, 9
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """Median microseconds of host time a call."""
+    rounds = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        rounds.append((time.perf_counter() - start) / CALLS * 1e6)
+    torch.cuda.synchronize()
+    return round(statistics.median(rounds), 2)
+
+
+def main(commit: str) -> None:
+    gc.disable()
+    q, k, v = (torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    wants_grad = q.detach().requires_grad_()
+    o = rt.attention(wants_grad, k, v, rt.CAUSAL)
+    plain = {"scale": None, "softcap": None, "dropout": 0.0, "deterministic": False, "needs_lse": False}
+    spec = decode(validate.spec_code(q, k, v, rt.CAUSAL, Options(), forward_mode=False, **plain))
+    call, tile = call_of(q, k, v, Options(), spec), forward_tile(spec)
+    out, lse = flash_fwd.launch(call, tile)
+    arguments = (q, k, v, out, lse, *call.option_tensors, *call.strides)
+    sizes = (call.B, call.H, call.T, call.S, 1, call.wave, *call.numbers)
+    constants = flash_fwd._constants(spec, tile)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        measured = {
+            "public": lambda: rt.attention(q, k, v, rt.CAUSAL),
+            "public, with gradients": lambda: rt.attention(wants_grad, k, v, rt.CAUSAL),
+            "backward": lambda: torch.autograd.grad(o, wants_grad, q, retain_graph=True),
+            "launch": lambda: flash_fwd.launch(call, tile),
+            "bare kernel": lambda: flash_fwd._forward[(2,)](*arguments, *sizes, **constants),
+            "torch flash": lambda: F.scaled_dot_product_attention(*heads_first, is_causal=True),
+        }
+        for step in measured.values():
+            host_us(step)
+        found = {name: host_us(step) for name, step in measured.items()}
+    where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit}
+    print(json.dumps({"host_us": found, **where, "date": datetime.now(UTC).isoformat(timespec="seconds")}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "")
