@@ -173,7 +173,8 @@ def decode(code: str) -> Spec:
     """The Spec behind its string."""
     dtype, dim, dim_v, group, left, right, prefix, chunks, layout, scale, softcap, dropout, flags, device = code.split(" ")
     bound = {word: None if word == "None" else int(word) for word in (left, right, prefix)}
-    bias, alibi, sinks, needs_grad, bias_grad, needs_lse, forward_mode, deterministic = (bool(int(flags) >> n & 1) for n in range(8))
+    bits = (bool(int(flags) >> n & 1) for n in range(8))
+    bias, alibi, sinks, needs_grad, bias_grad, needs_lse, forward_mode, deterministic = bits
     return Spec(
         dtype=DTYPES[dtype],
         dim=int(dim),
