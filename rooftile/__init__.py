@@ -6,6 +6,7 @@
 `rooftile.explain(q, k, v)` says which backend would run and why each other one would not.
 """
 
+from rooftile import nn
 from rooftile.api import (
     attention,
     attention_packed,
@@ -37,4 +38,5 @@ __all__ = [
     "enable",
     "explain",
     "merge",
+    "nn",
 ]
