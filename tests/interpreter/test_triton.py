@@ -15,6 +15,12 @@ from tests.conformance.test_invariance import (  # noqa: F401 - collected here
     test_rows_that_see_nothing_are_zero_and_give_nothing,
     test_what_the_mask_hides_does_not_leak,
 )
+from tests.conformance.test_repeated_calls import (  # noqa: F401 - collected here
+    test_a_repeated_call_reads_its_own_data,
+    test_a_wrong_call_is_refused_after_right_ones,
+    test_gradients_flow_after_calls_without,
+    test_what_differs_from_an_earlier_call_counts,
+)
 
 # numpy warns where a GPU does not: of a NaN that a test put there, of a number too large in a row that is then masked
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -1,0 +1,98 @@
+"""A call like one made before skips the checks; it must not skip anything else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rooftile as rt
+from rooftile import dispatch
+from rooftile.cases import Case
+from rooftile.hardware.arch import arch
+from rooftile.masks import CAUSAL, FULL
+
+CASE = Case(name="repeated", tags=frozenset(), T=70, S=70, dim=32)
+
+
+def refused(backend: str, device: torch.device) -> bool:
+    """Whether the backend refuses these calls; if so, that it says so is asserted."""
+    if not dispatch.verdicts(CASE.problem(arch(device)).spec)[backend]:
+        return False
+    with pytest.raises(rt.Unsupported):
+        rt.attention(*inputs(device), backend=backend)
+    return True
+
+
+def inputs(device: torch.device, *shape: int) -> list[torch.Tensor]:
+    return [torch.randn(shape or (2, 70, 2, 32), device=device) for _ in range(3)]
+
+
+def assert_right(o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask=FULL, **options) -> None:
+    due = rt.attention(q.double(), k.double(), v.double(), mask, backend="eager", **options)
+    assert (o.double() - due).abs().max() < 1e-5
+
+
+def test_a_repeated_call_reads_its_own_data(backend: str, device: torch.device) -> None:
+    if refused(backend, device):
+        return
+    for _ in range(3):
+        q, k, v = inputs(device)
+        assert_right(rt.attention(q, k, v, backend=backend), q, k, v)
+        o, lse = rt.attention_with_lse(q, k, v, backend=backend)
+        assert_right(o, q, k, v)
+        assert torch.allclose(lse, torch.logsumexp(torch.einsum("bthd,bshd->bhts", q, k) * 32**-0.5, -1), atol=1e-5)
+
+
+def test_what_differs_from_an_earlier_call_counts(backend: str, device: torch.device) -> None:
+    if refused(backend, device):
+        return
+    q, k, v = inputs(device)
+    rt.attention(q, k, v, backend=backend)
+    assert_right(rt.attention(q, k, v, backend=backend, scale=0.7), q, k, v, scale=0.7)
+    if backend != "sdpa" or device.type == "cpu":
+        assert_right(rt.attention(q, k, v, CAUSAL, backend=backend), q, k, v, CAUSAL)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert_right(rt.attention(*heads_first, backend=backend), *heads_first)
+    mixed = (q, heads_first[1], v)
+    assert_right(rt.attention(*mixed, backend=backend), *mixed)
+    longer = inputs(device, 2, 71, 2, 32)
+    assert_right(rt.attention(*longer, backend=backend), *longer)
+    sliced = [torch.cat([x, x], dim=-1)[..., ::2] for x in inputs(device)]
+    assert_right(rt.attention(*sliced, backend=backend), *sliced)
+
+
+def test_gradients_flow_after_calls_without(backend: str, device: torch.device) -> None:
+    if refused(backend, device):
+        return
+    q, k, v = inputs(device)
+    for _ in range(2):
+        rt.attention(q, k, v, backend=backend)
+    q.requires_grad_()
+    rt.attention(q, k, v, backend=backend).sum().backward()
+    assert q.grad is not None
+    assert q.grad.isfinite().all()
+    with torch.no_grad():
+        assert not rt.attention(q, k, v, backend=backend).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_wrong_call_is_refused_after_right_ones(backend: str, device: torch.device) -> None:
+    if refused(backend, device):
+        return
+    q, k, v = inputs(device)
+    for _ in range(2):
+        rt.attention(q, k, v, scale=1.0, backend=backend)
+    with pytest.raises(rt.InvalidInput, match="scale is True; must be a number"):
+        rt.attention(q, k, v, scale=True, backend=backend)
+    with pytest.raises(rt.InvalidInput, match=r"k is torch\.float16; q is torch\.float32"):
+        rt.attention(q, k.half(), v, scale=1.0, backend=backend)
+    with pytest.raises(rt.InvalidInput, match="v is nested or sparse"):
+        rt.attention(q, k, v.to_sparse(), scale=1.0, backend=backend)
+    with pytest.raises(rt.InvalidInput, match="k is None"):
+        rt.attention(q, None, v, scale=1.0, backend=backend)
+    with pytest.raises(rt.InvalidInput, match="mask is"):
+        rt.attention(q, k, v, [], scale=1.0, backend=backend)
+    with pytest.raises(rt.InvalidInput, match="dropout is None"):
+        rt.attention(q, k, v, scale=1.0, dropout=None, backend=backend)
+    with pytest.raises(rt.InvalidInput, match="scale is"):
+        rt.attention(q, k, v, scale=[1.0], backend=backend)
