@@ -97,7 +97,7 @@ def _wants_grad(*tensors: Tensor) -> bool:
 
 
 def _watched(*tensors: Tensor | None) -> bool:
-    """Whether something has to see the operator itself: a mode, a transform, a tensor subclass or the profiler."""
+    """Whether something has to see the operator itself: a mode, a transform, a tensor subclass, the profiler or torch.jit.trace."""
     for x in tensors:
         if type(x) not in _PLAIN:
             return True
@@ -105,6 +105,7 @@ def _watched(*tensors: Tensor | None) -> bool:
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
     )
 
 

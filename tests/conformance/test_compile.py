@@ -230,3 +230,12 @@ def test_an_input_that_is_wrong_is_refused_while_tracing(device: torch.device) -
     compiled = torch.compile(lambda q, k: rt.attention(q, k, k), backend="aot_eager")
     with pytest.raises(rt.InvalidInput, match="q has 4 heads and k has 3"):
         compiled(q, k)
+
+
+# tracing warns of every size that it takes for a constant
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_records_the_operator() -> None:
+    q, k, v = (torch.randn(1, 20, 2, 16) for _ in range(3))
+    traced = torch.jit.trace(lambda q, k, v: rt.attention(q, k, v, rt.CAUSAL), (q, k, v))
+    assert "rooftile::attention" in str(traced.graph)
+    assert torch.equal(traced(q + 1, k, v), rt.attention(q + 1, k, v, rt.CAUSAL))
