@@ -97,7 +97,7 @@ def _wants_grad(*tensors: Tensor) -> bool:
 
 
 def _watched(*tensors: Tensor | None) -> bool:
-    """Whether something has to see the operator itself: a mode, a transform, a tensor subclass, the profiler or torch.jit.trace."""
+    """Whether something has to see the operator: a mode, a transform, a tensor subclass, the profiler, torch.jit.trace."""
     for x in tensors:
         if type(x) not in _PLAIN:
             return True
