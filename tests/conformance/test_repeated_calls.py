@@ -1,4 +1,4 @@
-"""A call like one made before skips the checks; it must not skip anything else."""
+"""A call like one made before is checked and answered as the first was: nothing that is remembered may show."""
 
 from __future__ import annotations
 

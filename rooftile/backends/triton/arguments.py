@@ -144,7 +144,7 @@ def constants_of(spec: Spec) -> Constants:
         "BIAS": spec.has_bias,
         "ALIBI": spec.has_alibi,
         "DROPOUT": spec.dropout > 0,
-        # fp32 means fp32: three tf32 products on the tensor cores lose two bits on long sums (H200, 2026-11-21)
+        # fp32 means fp32: three tf32 products on the tensor cores miss the tolerance on long sums
         "PRECISION": "ieee" if spec.dtype.itemsize == 4 else "tf32",
         "BLOCK_D": padded(spec.dim),
         "BLOCK_DV": padded(spec.dim_v),

@@ -10,11 +10,10 @@ head of its group in turn. P is recomputed from lse, nothing of size T x S is ev
     dK  += dS^T Q_i
 
 dQ is left to `flash_bwd_q`, so every sum has one owner and one order and two runs agree bit for bit. Adding dQ up here with
-atomics would save two of the seven products a tile; measured, it cost more than they do (H200, 2026-11-21: 0.7 to 0.9 of the
-speed of two kernels).
+atomics would save two of the seven products a tile; tried on an H200 in 2026-11, it was slower all the same.
 
 Wide heads are walked twice, once for dV and once for dK: two accumulators of 256 columns do not fit in the registers, and
-the eighth product is cheaper than spilling or halving the tile (H200, 2026-11-21).
+the eighth product was cheaper than spilling or halving the tile (tried on an H200 in 2026-11).
 
 A product with a weight of 0 is not harmless when the other factor is NaN. A row that sees a NaN has one in lse or D already,
 so non-finite queries and gradients can simply be set aside, but only where there are some: a tile whose result holds a NaN

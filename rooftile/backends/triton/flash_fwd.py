@@ -21,7 +21,6 @@ A head dim that is the sum of two powers of two (80, 96, 192) is held in two pie
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -292,25 +291,6 @@ def launch(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
             call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers, **_constants(call.spec, tile),
         )  # fmt: skip
     return o, lse
-
-
-def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The forward for tensors like these and no options, with all but the outputs and the launch done beforehand."""
-    call, tile = call_of(q, k, v, Options(), spec), forward_tile(spec)
-    programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
-    numbers = (*call.strides, call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers)
-    shape, rows, constants = (*q.shape[:-1], v.shape[-1]), call.rows_shape, _constants(spec, tile)
-    dtype, device = q.dtype, q.device
-    kernel = _forward[(programs,)]
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        o = torch.empty(shape, dtype=dtype, device=device)
-        lse = torch.empty(rows, dtype=torch.float32, device=device)
-        if programs:
-            kernel(q, k, v, o, lse, q, q, q, q, q, q, *numbers, **constants)
-        return o, lse
-
-    return run
 
 
 @cache

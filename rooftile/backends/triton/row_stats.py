@@ -3,7 +3,7 @@
     D_i = sum_c dO_ic O_ic - dL_i             dL is the gradient that comes in through lse: dS = P (dP - D) then carries it
 
 The walks read a word of every row of a tile in each of their threads. One load of two words for what would be four loads is
-what lets the walk over queries keep up with its matrix products (H200, 2026-11-21).
+what lets the walk over queries keep up with its matrix products (tried on an H200 in 2026-11).
 
 A row that sees nothing gets lse = +inf: exp(x - inf) is 0, so it weighs nothing. Dense heads are padded to whole tiles with
 such rows, which spares the walks their bounds.
