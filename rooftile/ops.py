@@ -9,11 +9,16 @@ by pytree on each call that wants gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rooftile import dispatch
 from rooftile.errors import Unsupported
+from rooftile.masks import Mask
 from rooftile.spec import Options, Spec, decode, option_names
 
 _LIBRARY = torch.library.Library("rooftile", "DEF")
@@ -40,6 +45,48 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend
     if _wants_grad(q, k, v, *listed):
         return _Attention.apply(q, k, v, spec, backend, *listed)
     return dispatch.BACKENDS[backend].forward(q, k, v, options, decode(spec))
+
+
+# calls seen before, by all that a plain forward depends on; emptied when full, as a growing cache has a length a step
+_PREPARED: dict[tuple[Any, ...], Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
+_MOST = 1024
+_WORDS = frozenset((type(None), bool, int, float, str))
+
+
+def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *words: object) -> tuple[Any, ...] | None:
+    """What a forward without options or gradients depends on; None for a call that is not as plain as that.
+
+    A call with a known signature was checked when it was first made, and costs an allocation and a launch.
+    """
+    if torch.compiler.is_compiling() or type(mask) is not Mask or k is None or v is None or _watched(q, k, v):
+        return None
+    for word in words:
+        if type(word) not in _WORDS:
+            return None
+    if _wants_grad(q, k, v) or forward_ad._current_level >= 0 or torch.is_autocast_enabled(q.device.type):
+        return None
+    for x in (q, k, v):
+        if x.is_nested or x.layout is not torch.strided:
+            return None
+    return (
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, mask,
+        torch.are_deterministic_algorithms_enabled(), *words, *map(type, words),
+    )  # fmt: skip
+
+
+def prepared(key: tuple[Any, ...]) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    return _PREPARED.get(key)
+
+
+def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, spec: str, backend: str) -> None:
+    """Lets the backend prepare calls like this one, if it can."""
+    prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
+    ready = prepare(q, k, v, decode(spec)) if prepare is not None else None
+    if ready is not None:
+        if len(_PREPARED) >= _MOST:
+            _PREPARED.clear()
+        _PREPARED[key] = ready
 
 
 def _wants_grad(*tensors: Tensor) -> bool:

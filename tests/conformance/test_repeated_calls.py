@@ -57,6 +57,8 @@ def test_what_differs_from_an_earlier_call_counts(backend: str, device: torch.de
     assert_right(rt.attention(*mixed, backend=backend), *mixed)
     longer = inputs(device, 2, 71, 2, 32)
     assert_right(rt.attention(*longer, backend=backend), *longer)
+    misaligned = [torch.randn(q.numel() + 1, device=device)[1:].view(q.shape) for _ in range(3)]
+    assert_right(rt.attention(*misaligned, backend=backend), *misaligned)
     sliced = [torch.cat([x, x], dim=-1)[..., ::2] for x in inputs(device)]
     assert_right(rt.attention(*sliced, backend=backend), *sliced)
 

@@ -93,6 +93,7 @@ def test_a_captured_graph_replays_on_new_data(name: str) -> None:
         options["seed"].add_(1)
     graph.replay()
     found = [x.clone() for x in captured]
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         again = step()
     torch.cuda.current_stream().wait_stream(stream)

@@ -21,6 +21,7 @@ A head dim that is the sum of two powers of two (80, 96, 192) is held in two pie
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.backends.triton.arguments import Call, call_of, constants_of
+from rooftile.backends.triton.repeat import repeated
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, kept, poison, shifted, weight
 from rooftile.backends.triton.tiles import Tile, forward_tile
@@ -291,6 +293,25 @@ def launch(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
             call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers, **_constants(call.spec, tile),
         )  # fmt: skip
     return o, lse
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The forward for tensors like these and no options, with all but the outputs and the launch done beforehand."""
+    call, tile = call_of(q, k, v, Options(), spec), forward_tile(spec)
+    programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
+    shape, rows = (*q.shape[:-1], v.shape[-1]), call.rows_shape
+    dtype, device = q.dtype, q.device
+    numbers = (*call.strides, call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers)
+    launch = repeated(_forward, programs, numbers, _constants(spec, tile)) if programs else None
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o = torch.empty(shape, dtype=dtype, device=device)
+        lse = torch.empty(rows, dtype=torch.float32, device=device)
+        if launch is not None:
+            launch(q, k, v, o, lse, q, q, q, q, q, q)
+        return o, lse
+
+    return run
 
 
 @cache
