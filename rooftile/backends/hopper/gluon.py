@@ -1,0 +1,42 @@
+"""The names of Gluon that differ between Triton releases, in one place.
+
+Gluon is Triton's lower dialect: the program says which threads hold what, and issues the chip's asynchronous copies and
+matrix products itself. Triton 3.6 is the oldest that this backend compiles with; 3.9 renamed some functions.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+try:
+    from triton.experimental.gluon import aggregate
+except ImportError:  # before 3.7
+    from triton.language.core import _aggregate as aggregate
+
+__all__ = [
+    "TensorDescriptor",
+    "aggregate",
+    "barrier",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "tma_load",
+    "tma_store",
+    "tma_store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+# 3.9 keeps the old names only to say that they are gone
+tma_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
+tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
+tma_store_wait = tma.store_wait
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier

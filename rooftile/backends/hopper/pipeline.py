@@ -1,0 +1,74 @@
+"""How the warp roles of a program hand buffers to each other: rings of shared memory with a pair of barriers a slot.
+
+A filler waits until a slot is `empty`, fills it, and its bytes' arrival makes it `full`; readers wait for that and give the
+slot back. The turn counts all fills since the kernel began: its slot is turn % slots, and the barriers' phase flips each
+time around. A barrier starts in phase 0, so the first wait on `empty`, for the phase before it, passes at once.
+"""
+
+from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier
+
+
+@aggregate
+class Ring:
+    """`slots` buffers and the barriers that say whose turn each is."""
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    slots: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty, slots):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+        self.slots = gl.constexpr(slots)
+
+    @gluon.jit
+    def buffer(self, turn):
+        return self.buffers.index(turn % self.slots)
+
+    @gluon.jit
+    def wait_empty(self, turn):
+        mbarrier.wait(self.empty.index(turn % self.slots), ((turn // self.slots) & 1) ^ 1)
+
+    @gluon.jit
+    def wait_full(self, turn, there=True):
+        """`there` false: passes at once."""
+        mbarrier.wait(self.full.index(turn % self.slots), (turn // self.slots) & 1, pred=there)
+
+    @gluon.jit
+    def filled(self, turn):
+        """The barrier that counts what arrives in the slot of a turn."""
+        return self.full.index(turn % self.slots)
+
+    @gluon.jit
+    def give_back(self, turn):
+        mbarrier.arrive(self.empty.index(turn % self.slots), count=1)
+
+
+@gluon.jit
+def ring(buffers, slots: gl.constexpr, readers: gl.constexpr):
+    """A ring over `slots` buffers, each given back by `readers` roles; `fence_async_shared` must follow."""
+    full = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(slots):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=readers)
+    return Ring(buffers, full, empty, slots)
+
+
+@gluon.jit
+def take_turn(mine: gl.constexpr, threads: gl.constexpr):
+    """Waits until it is this warpgroup's turn to issue matrix products (a named barrier; 0 to 8 are Triton's own)."""
+    gl.inline_asm_elementwise(
+        "{ mov.u32 $0, 0; bar.sync " + mine + ", " + threads + "; }", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def pass_turn(other: gl.constexpr, threads: gl.constexpr):
+    """Lets another warpgroup's `take_turn` pass, without waiting."""
+    gl.inline_asm_elementwise(
+        "{ mov.u32 $0, 0; bar.arrive " + other + ", " + threads + "; }", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )

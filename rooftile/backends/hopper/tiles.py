@@ -1,0 +1,47 @@
+"""Tile sizes: decisions with their reasons, as pure functions of the problem."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from rooftile.masks import FULL
+from rooftile.spec import Spec
+
+# queries of a warpgroup: what one wgmma has
+WARPGROUP = 64
+
+
+class Tile(NamedTuple):
+    """How a program of the forward is staffed and what it holds in shared memory."""
+
+    KEYS: int  # of a block
+    CREW: int  # warpgroups, of 64 queries each
+    Q_SLOTS: int
+    KV_SLOTS: int
+    COMPUTE_REGISTERS: int
+    COPY_REGISTERS: int
+
+    @property
+    def rows(self) -> int:
+        return self.CREW * WARPGROUP
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+TWO = Tile(KEYS=128, CREW=2, Q_SLOTS=2, KV_SLOTS=2, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+# at D = 64 a third warpgroup has room, and shares each block of keys among more queries
+THREE = Tile(KEYS=128, CREW=3, Q_SLOTS=2, KV_SLOTS=2, COMPUTE_REGISTERS=160, COPY_REGISTERS=32)
+# at D = 256 the accumulator takes half of the registers, and a tile of queries 64 KiB
+WIDE = Tile(KEYS=64, CREW=2, Q_SLOTS=1, KV_SLOTS=2, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+
+
+def forward_tile(spec: Spec, T: int) -> Tile:
+    """The forward's tile for T queries a sequence."""
+    if spec.dim > 128:
+        return WIDE
+    if spec.dim > 64:
+        return TWO
+    longest = 1024 if spec.mask == FULL else 8192
+    return THREE if T >= longest else TWO
