@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import cache
 from types import ModuleType
 
-from rooftile.backends import eager, sdpa, tiled, triton
+from rooftile.backends import eager, hopper, sdpa, tiled, triton
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.spec import Spec, decode
 
-ORDER: tuple[ModuleType, ...] = (triton, sdpa, tiled, eager)
+ORDER: tuple[ModuleType, ...] = (hopper, triton, sdpa, tiled, eager)
 BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in ORDER}
 
 

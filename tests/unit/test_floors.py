@@ -76,7 +76,8 @@ def test_no_backend_imports_another() -> None:
     for path in (PACKAGE / "backends").glob("*/**/*.py"):
         own = path.relative_to(PACKAGE / "backends").parts[0]
         for module in imports(path):
-            if place(module) == "backends":
+            # what starts kernels belongs to no backend
+            if place(module) == "backends" and not module.startswith("rooftile.backends.launch."):
                 assert module.split(".")[2] == own, f"{path} imports {module}"
 
 

@@ -1,0 +1,99 @@
+"""Kernels for Hopper GPUs (H100, H200) in Gluon: asynchronous copies and matrix products, warp specialisation.
+
+    flash_fwd    o and lse
+    pipeline     how warp roles hand buffers to each other
+    schedule     which tile a program takes next
+
+Shah et al., FlashAttention-3, arXiv:2407.08608.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import metadata, util
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from rooftile.backends.launch import device_of
+from rooftile.spec import Grads, Options, Spec
+
+NAME = "hopper"
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+DIMS = (64, 128, 256)
+
+
+def refusals(spec: Spec) -> Iterator[str]:
+    if spec.device != "sm90":
+        yield f"tensors are on {spec.device}; needs sm90 (Hopper)"
+    elif (missing := _missing()) is not None:
+        yield missing
+    if spec.dtype not in DTYPES:
+        yield f"{str(spec.dtype).removeprefix('torch.')}; has {', '.join(DTYPES.values())}"
+    if spec.dim not in DIMS or spec.dim_v != spec.dim:
+        dims = f"{spec.dim}" if spec.dim == spec.dim_v else f"{spec.dim} and {spec.dim_v}"
+        yield f"head dim {dims}; has {', '.join(map(str, DIMS))}, the same for keys and values"
+    if spec.needs_grad:
+        yield "gradients wanted; has the forward only"
+    for name, there in (("bias", spec.has_bias), ("alibi", spec.has_alibi), ("dropout", spec.dropout > 0)):
+        if there:
+            yield f"{name}; has softcap and sinks"
+    if not spec.scale > 0:
+        yield f"scale {spec.scale:g}; has positive scales"
+    if len(spec.mask.chunks) > 1:
+        yield f"chunk sizes {', '.join(map(str, spec.mask.chunks))} at once; has one"
+    if spec.layout == "paged":
+        yield "layout 'paged'; has 'dense', 'packed'"
+    if spec.forward_mode:
+        yield "forward-mode derivatives; only backend='eager' has them"
+
+
+@cache
+def _missing() -> str | None:
+    """Why Gluon cannot be imported here, found without importing Triton."""
+    found = util.find_spec("triton")
+    if found is None or found.origin is None:
+        return "Triton is not installed; needs 3.6 or newer"
+    version = metadata.version("triton")
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    gluon = Path(found.origin).parent / "experimental" / "gluon" / "language" / "nvidia" / "hopper"
+    if numbers < (3, 6) or not gluon.exists():
+        return f"Triton {version}; needs 3.6 or newer with Gluon for Hopper"
+    return None
+
+
+@cache
+def _flash_fwd() -> ModuleType:
+    """Imports Gluon at the first call."""
+    from rooftile.backends.hopper import flash_fwd
+
+    return flash_fwd
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    with device_of(q):
+        return _flash_fwd().forward(q, k, v, options, spec)
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """A forward ready to run on tensors of just these shapes and strides; None if it would have to copy one of them."""
+    run = _flash_fwd().prepare(q, k, v, spec)
+    if run is None:
+        return None
+
+    def on_its_device(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with device_of(q):
+            return run(q, k, v)
+
+    return on_its_device
+
+
+def backward(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    options: Options, spec: Spec,
+) -> Grads:  # fmt: skip
+    raise NotImplementedError("the Hopper backend refuses problems that want gradients")

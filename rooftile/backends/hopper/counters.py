@@ -14,9 +14,10 @@ def counter(device: torch.device) -> Tensor:
     Kernels of one stream run one after the other, so they share a pair. A graph being captured gets its own, since it may
     be replayed on any stream.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    # the public ways to ask make objects, and cost as much host time as all else in a call
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     found = _OF_STREAM.get(key)
     if found is None:
         found = _OF_STREAM[key] = torch.zeros(2, dtype=torch.int32, device=device)

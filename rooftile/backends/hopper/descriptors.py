@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -12,13 +13,17 @@ from rooftile.backends.hopper.gluon import TensorDescriptor, gl
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
+def is_readable(x: Tensor) -> bool:
+    """Whether the copy engine can read x in place: its last axis is contiguous, and all else a multiple of 16 bytes."""
+    if x.stride(-1) != 1 or x.data_ptr() % 16:
+        return False
+    unit = 16 // x.element_size()
+    return all(n == 1 or (stride > 0 and stride % unit == 0) for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+
+
 def readable(x: Tensor) -> Tensor:
-    """x, or a copy if the copy engine cannot read it: its last axis is contiguous, and all else a multiple of 16 bytes."""
-    strides = x.stride()
-    fits = strides[-1] == 1 and x.data_ptr() % 16 == 0
-    for n, stride in zip(x.shape[:-1], strides[:-1], strict=True):
-        fits = fits and (n == 1 or (stride > 0 and stride * x.element_size() % 16 == 0))
-    return x if fits else x.contiguous()
+    """x, or a copy that the copy engine can read."""
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -33,6 +38,19 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     b, t, h = (stride if n > 1 else 16 for n, stride in zip(shape[:3], strides[:3], strict=True))
     box = [1, 1, rows, columns]
     return TensorDescriptor(x, [shape[0], shape[2], shape[1], shape[3]], [b, h, t, 1], box, _layout(rows, columns, x.dtype))
+
+
+def template(x: Tensor, rows: int, columns: int) -> Callable[[Tensor], TensorDescriptor]:
+    """What makes the descriptors of tensors with x's sizes and strides, whose checks x has passed."""
+    fields = vars(descriptor(x, rows, columns)) | {"base": None}
+
+    def fill(x: Tensor) -> TensorDescriptor:
+        made = TensorDescriptor.__new__(TensorDescriptor)
+        made.__dict__.update(fields)
+        made.base = x
+        return made
+
+    return fill
 
 
 @cache

@@ -17,6 +17,7 @@ asynchronous too (wgmma), and three overlaps keep the tensor cores busy while th
 Shah et al., FlashAttention-3, arXiv:2407.08608; Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.hopper.counters import counter
-from rooftile.backends.hopper.descriptors import descriptor, readable
+from rooftile.backends.hopper.descriptors import descriptor, is_readable, readable, template
 from rooftile.backends.hopper.gluon import (
     aggregate,
     barrier,
@@ -38,16 +39,41 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from rooftile.backends.hopper.pipeline import Ring, pass_turn, ring, take_turn
+from rooftile.backends.hopper.pipeline import Ring, named_barrier, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, take
-from rooftile.backends.hopper.tiles import Tile, forward_tile
+from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile
+from rooftile.backends.launch import repeated
 from rooftile.masks import FULL
-from rooftile.spec import Options, Spec
+from rooftile.spec import Options, Sizes, Spec
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 # queries of a warpgroup: what one wgmma has
-WG_ROWS = gl.constexpr(64)
+WG_ROWS = gl.constexpr(WARPGROUP)
+# the first of the warpgroups' named barriers, by which they take turns
+TURNS = gl.constexpr(9)
+
+
+@aggregate
+class Rows:
+    """Where a tensor's rows are, for reading it without the copy engine."""
+
+    pointer: gl.tensor
+    stride_b: gl.tensor
+    stride_t: gl.tensor
+    stride_h: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, pointer, stride_b, stride_t, stride_h):
+        self.pointer = pointer
+        self.stride_b = stride_b
+        self.stride_t = stride_t
+        self.stride_h = stride_h
+
+    @gluon.jit
+    def head(self, b, t, h):
+        """The pointer to row t of a head."""
+        return self.pointer + b.to(gl.int64) * self.stride_b + t.to(gl.int64) * self.stride_t + h.to(gl.int64) * self.stride_h
 
 
 @aggregate
@@ -139,13 +165,35 @@ def _load(
     gl.store(counter_ptr + 1, 0, mask=finished == programs - 1)
 
 
+@aggregate
+class Scoring:
+    """From the products of queries and keys to the exponents of 2."""
+
+    mask: Mask
+    scale: gl.tensor
+    softcap: gl.tensor
+    factor: gl.tensor  # what a score is still to be multiplied with
+
+    @gluon.constexpr_function
+    def __init__(self, mask, scale, softcap, factor):
+        self.mask = mask
+        self.scale = scale
+        self.softcap = softcap
+        self.factor = factor
+
+    @gluon.jit
+    def capped(self, s):
+        """softcap tanh(scale s / softcap) in units of log2: tanh by one exponential that saturates at both ends."""
+        return self.softcap * LOG2E * (1 - 2 / (gl.exp2(s * (2 * LOG2E * self.scale / self.softcap)) + 1))
+
+
 @gluon.jit
-def _scores(s, row, column, plan, mask: Mask, scale, softcap, shape: Shape, CHECK: gl.constexpr):
+def _scores(s, row, column, plan, scoring: Scoring, shape: Shape, CHECK: gl.constexpr):
     """The products of queries and keys, capped, and -inf where the mask or the end of the keys hides one."""
     if shape.SOFTCAP:
-        # tanh by one exponential that saturates at both ends
-        s = softcap * LOG2E * (1 - 2 / (gl.exp2(s * (2 * LOG2E * scale / softcap)) + 1))
+        s = scoring.capped(s)
     if CHECK:
+        mask = scoring.mask
         i = row + plan.S - plan.T + gl.arange(0, WG_ROWS, gl.SliceLayout(1, shape.s_layout))
         j = column + gl.arange(0, shape.KEYS, gl.SliceLayout(0, shape.s_layout))
         sees = gl.expand_dims(j, 0) <= gl.expand_dims(mask.last_key(i, plan.S), 1)
@@ -206,13 +254,13 @@ def _issue(q, keys: Ring, values: Ring, p, acc, turn, there, MINE: gl.constexpr,
     `there` false: there is no such block, and the scores are of a buffer's old keys, for nobody to read.
     """
     keys.wait_full(turn, there)
-    take_turn(MINE, "256")
+    named_barrier("sync", MINE)
     none = gl.zeros([WG_ROWS, shape.KEYS], gl.float32, shape.s_layout)
     s = warpgroup_mma(q, keys.buffer(turn).reshape([shape.KEYS, shape.D]).permute((1, 0)), none, use_acc=False, is_async=True)
     values.wait_full(turn - 1)
     weights = _unpacked(p, values.buffers.dtype, shape.p_layout)
     acc = warpgroup_mma(weights, values.buffer(turn - 1).reshape([shape.KEYS, shape.DV]), acc, is_async=True)
-    pass_turn(OTHER, "256")
+    named_barrier("arrive", OTHER)
     return s, acc
 
 
@@ -227,13 +275,16 @@ def _opaque(x):
 
 
 @gluon.jit
-def _step(q, keys: Ring, values: Ring, p, acc, m, l, turn, row, column, plan, mask: Mask, scale, softcap, factor,
-          MINE: gl.constexpr, OTHER: gl.constexpr, shape: Shape, CHECK: gl.constexpr):
+def _step(
+    q, keys: Ring, values: Ring, p, acc, m, l, turn, row, column, plan, scoring: Scoring,
+    MINE: gl.constexpr, OTHER: gl.constexpr, shape: Shape, CHECK: gl.constexpr,
+):  # fmt: skip
+    """One block: its scores and weights, and the block before it into the output."""
     s, acc = _issue(q, keys, values, p, acc, turn, True, MINE, OTHER, shape)
     s = warpgroup_mma_wait(1, deps=(s,))
     keys.give_back(turn)
-    s = _scores(s, row, column, plan, mask, scale, softcap, shape, CHECK)
-    weights, m, l, alpha = _softmax(s, m, l, factor, shape, False)
+    s = _scores(s, row, column, plan, scoring, shape, CHECK)
+    weights, m, l, alpha = _softmax(s, m, l, scoring.factor, shape, False)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     values.give_back(turn - 1)
     p = _packed(weights, keys.buffers.dtype)
@@ -243,67 +294,71 @@ def _step(q, keys: Ring, values: Ring, p, acc, m, l, turn, row, column, plan, ma
 
 @gluon.jit
 def _compute(
-    WG: gl.constexpr, plans: Ring, queries: Ring, keys: Ring, values: Ring, outputs, mask: Mask,
-    o_desc, o_ptr, lse_ptr, sinks_ptr, H, total, scale, softcap, shape: Shape,
+    WG: gl.constexpr, plans: Ring, queries: Ring, keys: Ring, values: Ring, outputs, o_desc, q_rows: Rows, k_rows: Rows,
+    v_rows: Rows, o_ptr, lse_ptr, sinks_ptr, H, total, scoring: Scoring, shape: Shape,
 ):  # fmt: skip
     """A warpgroup's role: 64 queries of every tile."""
     # the named barriers of the ping-pong, one a warpgroup
-    MINE: gl.constexpr = "9" if WG == 0 else ("10" if WG == 1 else "11")
-    OTHER: gl.constexpr = "9" if WG == shape.CREW - 1 else ("10" if WG == 0 else "11")
+    MINE: gl.constexpr = TURNS + WG
+    OTHER: gl.constexpr = TURNS + (WG + 1) % shape.CREW
     dtype: gl.constexpr = queries.buffers.dtype
     row_layout: gl.constexpr = gl.SliceLayout(1, shape.s_layout)
-    factor = scale * LOG2E
-    if shape.SOFTCAP:
-        factor = 1.0
+    mask = scoring.mask
     none = gl.full([WG_ROWS], float("-inf"), gl.float32, row_layout)
     output = outputs.index(WG)
 
     if WG == shape.CREW - 1:
-        pass_turn("9", "256")
+        named_barrier("arrive", TURNS)
     tile = 0
     turn = 0
     plan = take(plans, 0)
     # the first block of the first tile has nothing to overlap with
     queries.wait_full(0, plan.live != 0)
     keys.wait_full(0, plan.live != 0)
-    take_turn(MINE, "256")
+    named_barrier("sync", MINE)
     q = queries.buffers.index(WG).reshape([WG_ROWS, shape.D])
     zeros = gl.zeros([WG_ROWS, shape.KEYS], gl.float32, shape.s_layout)
     s = warpgroup_mma(q, keys.buffer(0).reshape([shape.KEYS, shape.D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    pass_turn(OTHER, "256")
+    named_barrier("arrive", OTHER)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.give_back(0)
-    s = _scores(s, plan.t + WG * WG_ROWS, plan.last * shape.KEYS, plan, mask, scale, softcap, shape, True)
-    p, m, l, alpha = _softmax(s, none, none, factor, shape, True)
-    p = _packed(p, dtype)
+    s = _scores(s, plan.t + WG * WG_ROWS, plan.last * shape.KEYS, plan, scoring, shape, True)
+    weights, m, l, _ = _softmax(s, none, none, scoring.factor, shape, True)
+    p = _packed(weights, dtype)
 
     while plan.live != 0:
         acc = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
-        q = queries.buffers.index(tile % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
         row = plan.t + WG * WG_ROWS
-        # blocks from last down to first: some at the right end that the mask cuts, clear ones, some at the left end
         i_0 = row + plan.S - plan.T
+        # blocks from last down to first: some at the right end that the mask cuts, clear ones, some at the left end
         blocks = plan.last - plan.first + 1
         right = 1
         left = blocks
         if shape.MASKED:
             clear_stop = (mask.last_key(i_0, plan.S) + 1) // shape.KEYS
             right = gl.minimum(gl.maximum(plan.last + 1 - clear_stop, 1), blocks)
+            q = queries.buffers.index(tile % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
             for i in range(1, right):
                 turn += 1
-                p, acc, m, l = _step(q, keys, values, p, acc, m, l, turn, row, (plan.last - i) * shape.KEYS, plan, mask, scale, softcap, factor, MINE, OTHER, shape, True)
-            if mask.LEFT or mask.CHUNK:
-                clear_first = gl.maximum(mask.first_key(i_0 + (WG_ROWS - 1)) + (shape.KEYS - 1), 0) // shape.KEYS
-                left = gl.maximum(gl.minimum(plan.last + 1 - clear_first, blocks), right)
+                column = (plan.last - i) * shape.KEYS
+                p, acc, m, l = _step(
+                    q, keys, values, p, acc, m, l, turn, row, column, plan, scoring, MINE, OTHER, shape, True
+                )  # fmt: skip
+        if mask.LEFT or mask.CHUNK:
+            clear_first = gl.maximum(mask.first_key(i_0 + (WG_ROWS - 1)) + (shape.KEYS - 1), 0) // shape.KEYS
+            left = gl.maximum(gl.minimum(plan.last + 1 - clear_first, blocks), right)
         q = queries.buffers.index(_opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
-        for i in range(right, left):
+        for _ in range(right, left):
             turn += 1
-            p, acc, m, l = _step(q, keys, values, p, acc, m, l, turn, row, (plan.last - i) * shape.KEYS, plan, mask, scale, softcap, factor, MINE, OTHER, shape, False)
+            p, acc, m, l = _step(q, keys, values, p, acc, m, l, turn, row, 0, plan, scoring, MINE, OTHER, shape, False)
         if mask.LEFT or mask.CHUNK:
             q = queries.buffers.index(_opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
             for i in range(left, blocks):
                 turn += 1
-                p, acc, m, l = _step(q, keys, values, p, acc, m, l, turn, row, (plan.last - i) * shape.KEYS, plan, mask, scale, softcap, factor, MINE, OTHER, shape, True)
+                column = (plan.last - i) * shape.KEYS
+                p, acc, m, l = _step(
+                    q, keys, values, p, acc, m, l, turn, row, column, plan, scoring, MINE, OTHER, shape, True
+                )  # fmt: skip
         queries.give_back(tile)
 
         # the last product of this tile, together with the first scores of the next
@@ -314,7 +369,7 @@ def _compute(
         queries.wait_full(tile, there)
         q = queries.buffers.index(tile % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
         s, acc = _issue(q, keys, values, p, acc, turn, there, MINE, OTHER, shape)
-        m = m * factor
+        m = m * scoring.factor
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
         share = 1.0
         if shape.SINKS:
@@ -330,18 +385,70 @@ def _compute(
         share = gl.where(l == 0.0, 0.0, share / l)
         s = warpgroup_mma_wait(1, deps=(s,))
         keys.give_back(turn)
-        s = _scores(s, after.t + WG * WG_ROWS, after.last * shape.KEYS, after, mask, scale, softcap, shape, True)
-        weights, m, l, alpha = _softmax(s, none, none, factor, shape, True)
+        s = _scores(s, after.t + WG * WG_ROWS, after.last * shape.KEYS, after, scoring, shape, True)
+        weights, m, l, _ = _softmax(s, none, none, scoring.factor, shape, True)
         _wait_for_store()
         acc = warpgroup_mma_wait(0, deps=(acc,))
         values.give_back(turn - 1)
         p = _packed(weights, dtype)
         acc = acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, shape.o_layout)), 1)
-        _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
+        if shape.MASKED or shape.PACKED:
+            # a weight of zero does not hide a NaN or an infinity among the values
+            if gl.max(gl.max((acc != acc).to(gl.int32), 1), 0) != 0:
+                _with_care(q_rows, k_rows, v_rows, o_ptr, lse_ptr, plan, row, H, total, scoring, shape)
+            else:
+                _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
+        else:
+            _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
         plan = after
     tma_store_wait(0)
     if WG == 0:
-        take_turn("9", "256")
+        named_barrier("sync", TURNS)
+
+
+@gluon.jit
+def _with_care(
+    q_rows: Rows, k_rows: Rows, v_rows: Rows, o_ptr, lse_ptr, plan, row, H, total, scoring: Scoring, shape: Shape,
+):  # fmt: skip
+    """The rows of a warpgroup once more, key by key, with nothing taken from a key that a row does not see.
+
+    For tiles whose output holds a NaN: it may have come from behind the mask, or from the sequence next door. Their lse,
+    which no value touches, is known by now.
+    """
+    ROWS: gl.constexpr = 16
+    layout: gl.constexpr = gl.BlockedLayout([1, shape.D // 32], [1, 32], [4, 1], [1, 0])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    e = gl.arange(0, shape.D, gl.SliceLayout(0, layout))
+    q_head = q_rows.head(plan.b, plan.row, plan.h)
+    k_head = k_rows.head(plan.b, plan.key, plan.h // shape.GROUP)
+    v_head = v_rows.head(plan.b, plan.key, plan.h // shape.GROUP)
+    line = plan.b * H + plan.h
+    barrier()
+    for r in range(0, WG_ROWS, ROWS):
+        t = row + r + gl.arange(0, ROWS, row_layout)
+        there = t < plan.T
+        lse = gl.load(lse_ptr + line.to(gl.int64) * total + plan.row + t, mask=there, other=0.0) * LOG2E
+        lse = gl.where(lse == float("-inf"), 0.0, lse)
+        lines = gl.expand_dims(t.to(gl.int64) * q_rows.stride_t, 1) + gl.expand_dims(e, 0)
+        q = gl.load(q_head + lines, mask=gl.expand_dims(there, 1), other=0.0).to(gl.float32)
+        i = t + plan.S - plan.T
+        first = scoring.mask.first_key(i)
+        last = scoring.mask.last_key(i, plan.S)
+        o = gl.zeros([ROWS, shape.DV], gl.float32, layout)
+        for j in range(plan.first * shape.KEYS, gl.minimum((plan.last + 1) * shape.KEYS, plan.S)):
+            k = gl.load(k_head + j.to(gl.int64) * k_rows.stride_t + e).to(gl.float32)
+            v = gl.load(v_head + j.to(gl.int64) * v_rows.stride_t + e).to(gl.float32)
+            s = gl.sum(q * gl.expand_dims(k, 0), 1)
+            if shape.SOFTCAP:
+                s = scoring.capped(s)
+            p = gl.exp2(s * scoring.factor - lse)
+            sees = gl.expand_dims((first <= j) & (j <= last), 1)
+            o += gl.where(sees, gl.expand_dims(p, 1) * gl.expand_dims(v, 0), 0.0)
+        base = plan.row if shape.PACKED else plan.b * total
+        lines = ((base + t).to(gl.int64) * H + plan.h) * shape.DV
+        gl.store(
+            o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), o.to(o_ptr.dtype.element_ty), mask=gl.expand_dims(there, 1)
+        )
 
 
 @gluon.jit
@@ -384,7 +491,10 @@ def _store_columns(output, o, column: gl.constexpr, o_desc, o_ptr, plan, row, H,
 # fmt: off
 @gluon.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "tail", "total", "left", "right", "prefix", "chunk"])
 def _forward(
-    q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
+    q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
+    q_stride_b, q_stride_t, q_stride_h,
+    k_stride_b, k_stride_t, k_stride_h,
+    v_stride_b, v_stride_t, v_stride_h,
     B, H, T, S, tiles, tail, total, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
@@ -392,7 +502,6 @@ def _forward(
     KEYS: gl.constexpr, CREW: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
-    # fmt: on
     dtype: gl.constexpr = q_desc.dtype
     shape = Shape(GROUP, D, DV, KEYS, CREW, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, SINKS)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
@@ -407,7 +516,17 @@ def _forward(
         plans, queries, keys, values, mask, q_desc, k_desc, v_desc,
         B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape,
     )
-    args = (plans, queries, keys, values, outputs, mask, o_desc, o_ptr, lse_ptr, sinks_ptr, H, total, scale, softcap, shape)
+    q_rows = Rows(q_ptr, q_stride_b, q_stride_t, q_stride_h)
+    k_rows = Rows(k_ptr, k_stride_b, k_stride_t, k_stride_h)
+    v_rows = Rows(v_ptr, v_stride_b, v_stride_t, v_stride_h)
+    factor = scale * LOG2E
+    if SOFTCAP:
+        factor = scale * 0.0 + 1.0
+    scoring = Scoring(mask, scale, softcap, factor)
+    args = (
+        plans, queries, keys, values, outputs, o_desc, q_rows, k_rows, v_rows, o_ptr, lse_ptr, sinks_ptr, H, total, scoring,
+        shape,
+    )
     if CREW == 2:
         gl.warp_specialize(
             [(_compute, (0,) + args), (_compute, (1,) + args), (_load, load)],
@@ -422,40 +541,84 @@ def _forward(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """Returns o (B, T, H, Dv) and lse (B, H, T), or packed (total_q, H, Dv) and (H, total_q)."""
-    packed = spec.layout == "packed"
-    if packed:
-        B, (T, H), S = options.cu_q.shape[0] - 1, q.shape[:2], k.shape[0]
-    else:
-        (B, T, H), S = q.shape[:3], k.shape[1]
-    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = torch.empty((H, T) if packed else (B, H, T), dtype=torch.float32, device=q.device)
+    sizes = _sizes(q, k, options)
+    o, lse = _outputs(q, v, sizes)
     if lse.numel() == 0:
         return o, lse
-    if S == 0:
-        # a descriptor needs an element; the kernel sees that none is visible
+    if sizes.S == 0:
+        # a descriptor needs an element; the kernel is told that there is none
         k, v = (x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:])) for x in (k, v))
-    tile = forward_tile(spec, T)
-    tiles = T // tile.rows + B if packed else -(-T // tile.rows)
-    programs = min(tiles * (H if packed else B * H), processors(q.device))
-    columns = min(spec.dim_v, 128)
-    none = lse
+    q, k, v = readable(q), readable(k), readable(v)
+    tile = forward_tile(spec, sizes.T)
+    programs, numbers = _numbers(q, k, v, sizes, tile, spec)
+    described = (descriptor(x, *box) for x, box in zip((q, k, v, o), _boxes(spec, tile), strict=True))
+    sinks, cu_q, cu_k = (lse if x is None else x for x in (options.sinks, options.cu_q, options.cu_k))
     _forward[(programs,)](
-        descriptor(readable(q), tile.rows // tile.CREW, spec.dim), descriptor(readable(k), tile.KEYS, spec.dim),
-        descriptor(readable(v), tile.KEYS, spec.dim_v), descriptor(o, tile.rows // tile.CREW, columns), o, lse,
-        *(none if x is None else x for x in (options.sinks, options.cu_q, options.cu_k)), counter(q.device),
-        B, H, T, S, tiles, tail(spec, tiles, programs, H if packed else B * H), T, *_numbers(spec), **_constants(spec, tile),
-    )  # fmt: skip
+        *described, q, k, v, o, lse, sinks, cu_q, cu_k, counter(q.device), *numbers, **_constants(spec, tile)
+    )
     return o, lse
 
 
-def tail(spec: Spec, tiles: int, programs: int, heads: int) -> int:
-    """How many heads are taken together at the end: enough for the programs to even out what tiles of many lengths left."""
-    if spec.mask == FULL:
-        return 0
-    return min(-(-TAIL * programs // tiles), heads)
+def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """The forward for tensors like these and no options, with all but the outputs and the launch done beforehand."""
+    sizes = _sizes(q, k, Options())
+    if not q.numel() or not k.numel() or not all(is_readable(x) for x in (q, k, v)):
+        return None
+    tile = forward_tile(spec, sizes.T)
+    programs, numbers = _numbers(q, k, v, sizes, tile, spec)
+    launch = repeated(_forward, programs, numbers, _constants(spec, tile))
+    o, _ = _outputs(q, v, sizes)
+    fill_q, fill_k, fill_v, fill_o = (template(x, *box) for x, box in zip((q, k, v, o), _boxes(spec, tile), strict=True))
+    shape, rows, dtype, device = o.shape, (sizes.B, sizes.H, sizes.T), q.dtype, q.device
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o = torch.empty(shape, dtype=dtype, device=device)
+        lse = torch.empty(rows, dtype=torch.float32, device=device)
+        launch(fill_q(q), fill_k(k), fill_v(v), fill_o(o), q, k, v, o, lse, lse, lse, lse, counter(device))
+        return o, lse
+
+    return run
 
 
+def _sizes(q: Tensor, k: Tensor, options: Options) -> Sizes:
+    if options.cu_q is not None:
+        return Sizes(B=options.cu_q.shape[0] - 1, T=q.shape[0], S=k.shape[0], H=q.shape[1], Hk=k.shape[1])
+    return Sizes(B=q.shape[0], T=q.shape[1], S=k.shape[1], H=q.shape[2], Hk=k.shape[2])
+
+
+def _outputs(q: Tensor, v: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Empty o and lse."""
+    rows = (sizes.H, sizes.T) if q.ndim == 3 else (sizes.B, sizes.H, sizes.T)
+    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    return o, torch.empty(rows, dtype=torch.float32, device=q.device)
+
+
+def _boxes(spec: Spec, tile: Tile) -> tuple[tuple[int, int], ...]:
+    """What one copy takes of q, k, v and o: positions and elements."""
+    return (
+        (WARPGROUP, spec.dim), (tile.KEYS, spec.dim), (tile.KEYS, spec.dim_v), (WARPGROUP, min(spec.dim_v, 128)),
+    )  # fmt: skip
+
+
+# tiles a program, on average, that the heads taken together at the end have
 TAIL = 2
+
+
+def _numbers(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, tile: Tile, spec: Spec) -> tuple[int, tuple[float, ...]]:
+    """How many programs run, and the kernel's numbers from strides to mask."""
+    packed = spec.layout == "packed"
+    heads = sizes.H if packed else sizes.B * sizes.H
+    tiles = sizes.T // tile.rows + sizes.B if packed else -(-sizes.T // tile.rows)
+    programs = min(tiles * heads, processors(q.device))
+    # with a full mask every tile has the same length, and there is nothing to even out
+    tail = 0 if spec.mask == FULL else min(-(-TAIL * programs // tiles), heads)
+    strides = tuple(n for x in (q, k, v) for n in ((0, *x.stride()[:2]) if packed else x.stride()[:3]))
+    mask = spec.mask
+    (chunk,) = mask.chunks or (0,)
+    return programs, (
+        *strides, sizes.B, sizes.H, sizes.T, sizes.S, tiles, tail, sizes.T,
+        spec.scale, spec.softcap, mask.left or 0, mask.right or 0, mask.prefix or 0, chunk,
+    )  # fmt: skip
 
 
 @cache
@@ -464,14 +627,8 @@ def processors(device: torch.device) -> int:
 
 
 @cache
-def _numbers(spec: Spec) -> tuple[float, ...]:
-    mask = spec.mask
-    (chunk,) = mask.chunks or (0,)
-    return (spec.scale, spec.softcap, mask.left or 0, mask.right or 0, mask.prefix or 0, chunk)
-
-
-@cache
 def _constants(spec: Spec, tile: Tile) -> dict[str, Any]:
+    """The compile-time arguments, put together once."""
     mask = spec.mask
     return {
         "GROUP": spec.group,

@@ -58,17 +58,15 @@ def ring(buffers, slots: gl.constexpr, readers: gl.constexpr):
     return Ring(buffers, full, empty, slots)
 
 
-@gluon.jit
-def take_turn(mine: gl.constexpr, threads: gl.constexpr):
-    """Waits until it is this warpgroup's turn to issue matrix products (a named barrier; 0 to 8 are Triton's own)."""
-    gl.inline_asm_elementwise(
-        "{ mov.u32 $0, 0; bar.sync " + mine + ", " + threads + "; }", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
+@gluon.constexpr_function
+def _barrier_text(verb, name):
+    return f"{{ bar.{verb} {name}, 256; mov.u32 $0, 0; }}"
 
 
 @gluon.jit
-def pass_turn(other: gl.constexpr, threads: gl.constexpr):
-    """Lets another warpgroup's `take_turn` pass, without waiting."""
-    gl.inline_asm_elementwise(
-        "{ mov.u32 $0, 0; bar.arrive " + other + ", " + threads + "; }", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
+def named_barrier(verb: gl.constexpr, name: gl.constexpr):
+    """Two warpgroups meet at one of the 16 named barriers: `sync` waits until both have come, `arrive` comes and goes on.
+
+    Triton takes 0 and 1, and then one a warp role.
+    """
+    gl.inline_asm_elementwise(_barrier_text(verb, name), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)

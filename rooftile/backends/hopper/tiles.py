@@ -43,5 +43,5 @@ def forward_tile(spec: Spec, T: int) -> Tile:
         return WIDE
     if spec.dim > 64:
         return TWO
-    longest = 1024 if spec.mask == FULL else 8192
-    return THREE if T >= longest else TWO
+    long = 1024 if spec.mask == FULL else 8192
+    return TWO if long > T else THREE

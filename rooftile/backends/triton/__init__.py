@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from rooftile.backends.launch import device_of
 from rooftile.spec import Grads, Options, Spec
 
 NAME = "triton"
@@ -28,8 +28,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LARGEST_DIM = 256
-
-_HERE = nullcontext()
 
 
 def refusals(spec: Spec) -> Iterator[str]:
@@ -63,7 +61,7 @@ def _launchers() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Gr
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
-    with _device_of(q):
+    with device_of(q):
         return _launchers()[0](q, k, v, options, spec)
 
 
@@ -76,7 +74,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
     run = flash_fwd.prepare(q, k, v, spec)
 
     def on_its_device(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        with _device_of(q):
+        with device_of(q):
             return run(q, k, v)
 
     return on_its_device
@@ -93,12 +91,6 @@ def backward(
     options: Options,
     spec: Spec,
 ) -> Grads:
-    with _device_of(q):
+    with device_of(q):
         return _launchers()[1](do, dlse, q, k, v, o, lse, options, spec)
 
-
-def _device_of(q: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensors'."""
-    if q.is_cuda and q.device.index != torch.cuda.current_device():
-        return torch.cuda.device(q.device)
-    return _HERE

@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.backends.launch import repeated
 from rooftile.backends.triton.arguments import Call, call_of, constants_of
-from rooftile.backends.triton.repeat import repeated
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, kept, poison, shifted, weight
 from rooftile.backends.triton.tiles import Tile, forward_tile

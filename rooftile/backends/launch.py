@@ -1,11 +1,22 @@
-"""Launching a kernel again without looking it up again."""
+"""Launching Triton and Gluon kernels: on the tensors' own device, and again without looking the kernel up again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
+
+_HERE = nullcontext()
+
+
+def device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return _HERE
 
 
 def repeated(kernel: Any, programs: int, numbers: tuple[float, ...], constants: dict[str, Any]) -> Callable[..., None]:
@@ -14,11 +25,11 @@ def repeated(kernel: Any, programs: int, numbers: tuple[float, ...], constants: 
     The first launch goes Triton's usual way, which specialises on every argument to find the compiled kernel; the ones
     after it hand their arguments to that compiled kernel.
     """
-    compiled = None
+    compiled: Any = None
     grid = (programs, 1, 1)
     fixed = (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
 
-    def launch(*tensors: Tensor) -> None:
+    def launch(*tensors: Any) -> None:
         nonlocal compiled
         if compiled is None:
             # None under Triton's interpreter, which compiles nothing
