@@ -1,5 +1,5 @@
-"""What a call costs on the host: the public function, the launcher that allocates the outputs, and the bare kernel launch
-(by Triton's lookup, and of the compiled kernel).
+"""What a call costs on the host: the public function (on the automatic choice, and on Triton), and of the Triton backend
+the launcher that allocates the outputs and the bare kernel launch (by Triton's lookup, and of the compiled kernel).
 
     PYTHONPATH=. python benchmarks/call_overhead.py >> benchmarks/results/h200-overhead.jsonl
 
@@ -63,6 +63,7 @@ def main(commit: str) -> None:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         measured = {
             "public": lambda: rt.attention(q, k, v, rt.CAUSAL),
+            "public, triton": lambda: rt.attention(q, k, v, rt.CAUSAL, backend="triton"),
             "public, with gradients": lambda: rt.attention(wants_grad, k, v, rt.CAUSAL),
             "backward": lambda: torch.autograd.grad(o, wants_grad, q, retain_graph=True),
             "launch": lambda: flash_fwd.launch(call, tile),

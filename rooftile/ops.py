@@ -50,28 +50,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend
 # calls seen before, by all that a plain forward depends on; emptied when full, as a growing cache has a length a step
 _PREPARED: dict[tuple[Any, ...], Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
 _MOST = 1024
-_WORDS = frozenset((type(None), bool, int, float, str))
+_NUMBERS = frozenset((type(None), int, float))
 
 
-def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *words: object) -> tuple[Any, ...] | None:
+def signature(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale, softcap, dropout, deterministic, needs_lse: bool, backend
+) -> tuple[Any, ...] | None:  # fmt: skip
     """What a forward without options or gradients depends on; None for a call that is not as plain as that.
 
     A call with a known signature was checked when it was first made, and costs an allocation and a launch.
     """
-    if torch.compiler.is_compiling() or type(mask) is not Mask or k is None or v is None or _watched(q, k, v):
+    if type(mask) is not Mask or k is None or v is None or torch.compiler.is_compiling() or _watched(q, k, v):
         return None
-    for word in words:
-        if type(word) not in _WORDS:
-            return None
+    # True equals 1, and a list has no hash
+    plain = type(scale) in _NUMBERS and type(softcap) in _NUMBERS and type(dropout) in _NUMBERS
+    if not plain or type(deterministic) is not bool or (backend is not None and type(backend) is not str):
+        return None
     if _wants_grad(q, k, v) or forward_ad._current_level >= 0 or torch.is_autocast_enabled(q.device.type):
         return None
-    for x in (q, k, v):
-        if x.is_nested or x.layout is not torch.strided:
-            return None
+    if q.is_nested or k.is_nested or v.is_nested or not q.layout is k.layout is v.layout is torch.strided:
+        return None
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, mask,
-        torch.are_deterministic_algorithms_enabled(), *words, *map(type, words),
+        torch.are_deterministic_algorithms_enabled(), scale, softcap, dropout, deterministic, needs_lse, backend,
     )  # fmt: skip
 
 

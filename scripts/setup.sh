@@ -83,6 +83,14 @@ add $(missing) || stop "pip could not install $(missing | tr '\n' ' '); is there
 add $(missing test dev) ||
     say "carrying on without $(missing test dev | tr '\n' ' ')(is there a network?): what needs them fails and names them"
 
+# a second Triton, the newest that the Hopper kernels are known to compile with; only a test looks at it
+other="$VENV/triton-3.9"
+if [ "$(uname -sm)" = "Linux x86_64" ] && [ ! -d "$other" ]; then
+    say "installing Triton 3.9 beside the other, for a test"
+    pip_install --no-deps --target "$other.part" triton==3.9.0 && mv "$other.part" "$other" ||
+        say "carrying on without Triton 3.9 (is there a network?): the test that needs it is skipped"
+fi
+
 # this folder on the path and the command beside it: an editable install that needs no build tool
 pwd >"$SITE/_rooftile.pth"
 printf '#!/bin/sh\nexec "%s" -m rooftile "$@"\n' "$(cd "$VENV/bin" && pwd)/python" >"$VENV/bin/rooftile"

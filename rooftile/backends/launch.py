@@ -25,16 +25,17 @@ def repeated(kernel: Any, programs: int, numbers: tuple[float, ...], constants: 
     The first launch goes Triton's usual way, which specialises on every argument to find the compiled kernel; the ones
     after it hand their arguments to that compiled kernel.
     """
-    compiled: Any = None
+    again: Any = None
     grid = (programs, 1, 1)
     fixed = (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
 
     def launch(*tensors: Any) -> None:
-        nonlocal compiled
-        if compiled is None:
-            # None under Triton's interpreter, which compiles nothing
+        nonlocal again
+        if again is None:
             compiled = kernel[grid](*tensors, *numbers, **constants)
+            # Triton's interpreter compiles nothing
+            again = None if compiled is None else compiled[grid]
         else:
-            compiled[grid](*tensors, *fixed)
+            again(*tensors, *fixed)
 
     return launch

@@ -60,20 +60,20 @@ class Rows:
 
     pointer: gl.tensor
     stride_b: gl.tensor
-    stride_t: gl.tensor
     stride_h: gl.tensor
+    stride_t: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, pointer, stride_b, stride_t, stride_h):
+    def __init__(self, pointer, stride_b, stride_h, stride_t):
         self.pointer = pointer
         self.stride_b = stride_b
-        self.stride_t = stride_t
         self.stride_h = stride_h
+        self.stride_t = stride_t
 
     @gluon.jit
     def head(self, b, t, h):
         """The pointer to row t of a head."""
-        return self.pointer + b.to(gl.int64) * self.stride_b + t.to(gl.int64) * self.stride_t + h.to(gl.int64) * self.stride_h
+        return self.pointer + b * self.stride_b + h * self.stride_h + t * self.stride_t
 
 
 @aggregate
@@ -429,22 +429,22 @@ def _with_care(
         there = t < plan.T
         lse = gl.load(lse_ptr + line.to(gl.int64) * total + plan.row + t, mask=there, other=0.0) * LOG2E
         lse = gl.where(lse == float("-inf"), 0.0, lse)
-        lines = gl.expand_dims(t.to(gl.int64) * q_rows.stride_t, 1) + gl.expand_dims(e, 0)
+        lines = gl.expand_dims(t * q_rows.stride_t, 1) + gl.expand_dims(e, 0)
         q = gl.load(q_head + lines, mask=gl.expand_dims(there, 1), other=0.0).to(gl.float32)
         i = t + plan.S - plan.T
         first = scoring.mask.first_key(i)
         last = scoring.mask.last_key(i, plan.S)
         o = gl.zeros([ROWS, shape.DV], gl.float32, layout)
         for j in range(plan.first * shape.KEYS, gl.minimum((plan.last + 1) * shape.KEYS, plan.S)):
-            k = gl.load(k_head + j.to(gl.int64) * k_rows.stride_t + e).to(gl.float32)
-            v = gl.load(v_head + j.to(gl.int64) * v_rows.stride_t + e).to(gl.float32)
+            k = gl.load(k_head + j * k_rows.stride_t + e).to(gl.float32)
+            v = gl.load(v_head + j * v_rows.stride_t + e).to(gl.float32)
             s = gl.sum(q * gl.expand_dims(k, 0), 1)
             if shape.SOFTCAP:
                 s = scoring.capped(s)
             p = gl.exp2(s * scoring.factor - lse)
             sees = gl.expand_dims((first <= j) & (j <= last), 1)
             o += gl.where(sees, gl.expand_dims(p, 1) * gl.expand_dims(v, 0), 0.0)
-        base = plan.row if shape.PACKED else plan.b * total
+        base = plan.row if shape.PACKED else plan.b.to(gl.int64) * total
         lines = ((base + t).to(gl.int64) * H + plan.h) * shape.DV
         gl.store(
             o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), o.to(o_ptr.dtype.element_ty), mask=gl.expand_dims(there, 1)
@@ -489,13 +489,10 @@ def _store_columns(output, o, column: gl.constexpr, o_desc, o_ptr, plan, row, H,
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "tail", "total", "left", "right", "prefix", "chunk"])
+@gluon.jit(do_not_specialize=["B", "S", "tiles", "tail", "left", "right", "prefix", "chunk"])
 def _forward(
     q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
-    q_stride_b, q_stride_t, q_stride_h,
-    k_stride_b, k_stride_t, k_stride_h,
-    v_stride_b, v_stride_t, v_stride_h,
-    B, H, T, S, tiles, tail, total, scale, softcap, left, right, prefix, chunk,
+    B, S, tiles, tail, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
@@ -512,19 +509,22 @@ def _forward(
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, CREW)
     fence_async_shared()
+    # packed: one sequence, of all queries
+    H = q_desc.shape[1].to(gl.int32)
+    T = q_desc.shape[2].to(gl.int32)
     load = (
         plans, queries, keys, values, mask, q_desc, k_desc, v_desc,
         B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape,
     )
-    q_rows = Rows(q_ptr, q_stride_b, q_stride_t, q_stride_h)
-    k_rows = Rows(k_ptr, k_stride_b, k_stride_t, k_stride_h)
-    v_rows = Rows(v_ptr, v_stride_b, v_stride_t, v_stride_h)
+    q_rows = Rows(q_ptr, q_desc.strides[0], q_desc.strides[1], q_desc.strides[2])
+    k_rows = Rows(k_ptr, k_desc.strides[0], k_desc.strides[1], k_desc.strides[2])
+    v_rows = Rows(v_ptr, v_desc.strides[0], v_desc.strides[1], v_desc.strides[2])
     factor = scale * LOG2E
     if SOFTCAP:
         factor = scale * 0.0 + 1.0
     scoring = Scoring(mask, scale, softcap, factor)
     args = (
-        plans, queries, keys, values, outputs, o_desc, q_rows, k_rows, v_rows, o_ptr, lse_ptr, sinks_ptr, H, total, scoring,
+        plans, queries, keys, values, outputs, o_desc, q_rows, k_rows, v_rows, o_ptr, lse_ptr, sinks_ptr, H, T, scoring,
         shape,
     )
     if CREW == 2:
@@ -550,7 +550,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
         k, v = (x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:])) for x in (k, v))
     q, k, v = readable(q), readable(k), readable(v)
     tile = forward_tile(spec, sizes.T)
-    programs, numbers = _numbers(q, k, v, sizes, tile, spec)
+    programs, numbers = _numbers(q.device, sizes, tile, spec)
     described = (descriptor(x, *box) for x, box in zip((q, k, v, o), _boxes(spec, tile), strict=True))
     sinks, cu_q, cu_k = (lse if x is None else x for x in (options.sinks, options.cu_q, options.cu_k))
     _forward[(programs,)](
@@ -565,7 +565,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
     if not q.numel() or not k.numel() or not all(is_readable(x) for x in (q, k, v)):
         return None
     tile = forward_tile(spec, sizes.T)
-    programs, numbers = _numbers(q, k, v, sizes, tile, spec)
+    programs, numbers = _numbers(q.device, sizes, tile, spec)
     launch = repeated(_forward, programs, numbers, _constants(spec, tile))
     o, _ = _outputs(q, v, sizes)
     fill_q, fill_k, fill_v, fill_o = (template(x, *box) for x, box in zip((q, k, v, o), _boxes(spec, tile), strict=True))
@@ -604,19 +604,18 @@ def _boxes(spec: Spec, tile: Tile) -> tuple[tuple[int, int], ...]:
 TAIL = 2
 
 
-def _numbers(q: Tensor, k: Tensor, v: Tensor, sizes: Sizes, tile: Tile, spec: Spec) -> tuple[int, tuple[float, ...]]:
-    """How many programs run, and the kernel's numbers from strides to mask."""
+def _numbers(device: torch.device, sizes: Sizes, tile: Tile, spec: Spec) -> tuple[int, tuple[float, ...]]:
+    """How many programs run, and the kernel's numbers."""
     packed = spec.layout == "packed"
     heads = sizes.H if packed else sizes.B * sizes.H
     tiles = sizes.T // tile.rows + sizes.B if packed else -(-sizes.T // tile.rows)
-    programs = min(tiles * heads, processors(q.device))
+    programs = min(tiles * heads, processors(device))
     # with a full mask every tile has the same length, and there is nothing to even out
     tail = 0 if spec.mask == FULL else min(-(-TAIL * programs // tiles), heads)
-    strides = tuple(n for x in (q, k, v) for n in ((0, *x.stride()[:2]) if packed else x.stride()[:3]))
     mask = spec.mask
     (chunk,) = mask.chunks or (0,)
     return programs, (
-        *strides, sizes.B, sizes.H, sizes.T, sizes.S, tiles, tail, sizes.T,
+        sizes.B, sizes.S, tiles, tail,
         spec.scale, spec.softcap, mask.left or 0, mask.right or 0, mask.prefix or 0, chunk,
     )  # fmt: skip
 

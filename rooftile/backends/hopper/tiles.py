@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rooftile.masks import FULL
+from rooftile.masks import CAUSAL, FULL
 from rooftile.spec import Spec
 
 # queries of a warpgroup: what one wgmma has
@@ -43,5 +43,7 @@ def forward_tile(spec: Spec, T: int) -> Tile:
         return WIDE
     if spec.dim > 64:
         return TWO
-    long = 1024 if spec.mask == FULL else 8192
-    return TWO if long > T else THREE
+    # short sequences, and masks that cut both ends, keep smaller tiles busier; 160 registers hold no more than this
+    plain = not (spec.softcap or spec.has_sinks)
+    long = {FULL: 1024, CAUSAL: 8192}.get(spec.mask)
+    return THREE if plain and long is not None and T >= long else TWO

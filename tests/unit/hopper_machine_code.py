@@ -1,0 +1,170 @@
+"""Compiles the Hopper kernels without a GPU and reads the machine code.
+
+    python -m tests.unit.hopper_machine_code            the table of docs/reference/hopper-kernels.md
+    python -m tests.unit.hopper_machine_code NAME ...   these configurations, a JSON line each
+"""
+
+# ruff: noqa: T201 - what it prints is what it is for
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from rooftile.backends.hopper import flash_fwd
+from rooftile.backends.hopper.descriptors import _layout
+from rooftile.backends.hopper.tiles import THREE, TWO, WIDE, Tile
+from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.spec import Spec
+
+EVERYTHING = Window(100, 7) & Chunk(64) & Prefix(8)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A kernel that we ship, as one kind of call compiles it."""
+
+    dim: int
+    tile: Tile
+    mask: Mask = FULL
+    layout: str = "dense"
+    extras: bool = False  # softcap and sinks
+    dtype: str = "bf16"
+
+    @property
+    def spec(self) -> Spec:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
+        softcap = 20.0 if self.extras else 0.0
+        return Spec(
+            dtype=dtype, dim=self.dim, dim_v=self.dim, scale=1.0, mask=self.mask, layout=self.layout, softcap=softcap,
+            has_sinks=self.extras, device="sm90",
+        )  # fmt: skip
+
+
+CONFIGURATIONS: dict[str, Configuration] = {
+    f"d{dim}-{name}{'-3' if tile is THREE else ''}": Configuration(dim, tile, **what)
+    for dim, tile in ((64, TWO), (64, THREE), (128, TWO), (256, WIDE))
+    for name, what in {
+        "full": {},
+        "causal": {"mask": CAUSAL},
+        "window": {"mask": CAUSAL & Window(100)},
+        "everything": {"mask": EVERYTHING, "layout": "packed", "extras": True},
+        "packed": {"layout": "packed"},
+        "packed-causal": {"mask": CAUSAL, "layout": "packed"},
+    }.items()
+    # what `forward_tile` gives to three warpgroups
+    if tile is not THREE or what.get("mask", FULL) in (FULL, CAUSAL)
+    if tile is not THREE or not what.get("extras")
+} | {"d128-fp16": Configuration(128, TWO, CAUSAL, dtype="fp16")}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a kernel's machine code says of it."""
+
+    registers: int
+    stack: int  # bytes
+    shared: int  # bytes
+    hot_spills: int  # accesses to local memory in loops with matrix products
+    loop: int  # instructions of the shortest loop with matrix products: the one over clear blocks
+    products: int  # HGMMA instructions
+    serialised: bool  # the assembler warned that it takes matrix products one by one
+
+
+def compiled(configuration: Configuration) -> Found:
+    kernel = flash_fwd._forward
+    spec = configuration.spec
+    constants = {name: value for name, value in flash_fwd._constants(spec, configuration.tile).items() if name != "num_warps"}
+    boxes = dict(zip(("q_desc", "k_desc", "v_desc", "o_desc"), flash_fwd._boxes(spec, configuration.tile), strict=True))
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in boxes:
+            rows, columns = boxes[name]
+            return f"tensordesc<{configuration.dtype}{[1, 1, rows, columns]},{_layout(rows, columns, spec.dtype)!r}>"
+        if name.endswith("_ptr"):
+            other = {"lse_ptr": "fp32", "sinks_ptr": "fp32", "cu_q_ptr": "i32", "cu_k_ptr": "i32", "counter_ptr": "i32"}
+            return "*" + other.get(name, configuration.dtype)
+        return "fp32" if name in ("scale", "softcap") else "i32"
+
+    names = kernel.arg_names
+    source = GluonASTSource(
+        kernel,
+        {name: kind(name) for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name.endswith("_ptr")},
+    )
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, ptx = Path(folder, "k.cubin"), Path(folder, "k.ptx")
+        cubin.write_bytes(built.asm["cubin"])
+        ptx.write_text(built.asm["ptx"])
+        words = _run(tools / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", Path(folder, "k.o"))
+        usage = _run(tools / "cuobjdump", "--dump-resource-usage", cubin)
+        code = _run(tools / "nvdisasm", "-c", cubin)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    loops = _loops(code)
+    return Found(
+        registers=int(registers),
+        stack=int(stack),
+        shared=built.metadata.shared,
+        hot_spills=sum(bool(re.search(r"\b(LDL|STL)", line)) for body in loops for line in body),
+        loop=min(len(body) for body in loops),
+        products=code.count("HGMMA"),
+        serialised="C75" in words,
+    )
+
+
+def _run(*command: Any) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _loops(code: str) -> list[list[str]]:
+    """The innermost loops with matrix products."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    spans = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            lines.append(instruction[1])
+            back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
+            # what comes after the last exit waits for a barrier and goes back to where it came from
+            if back and back[1] in labels:
+                spans.append((labels[back[1]], len(lines)))
+    end = max(n for n, line in enumerate(lines) if "EXIT" in line)
+    spans = [(a, b) for a, b in spans if b <= end and any("HGMMA" in line for line in lines[a:b])]
+    inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
+    return [lines[a:b] for a, b in inner]
+
+
+def table() -> str:
+    """All configurations, as a Markdown table."""
+    rows = ["| kernel | registers | stack | shared | instructions a clear block | HGMMA |", "|---|--:|--:|--:|--:|--:|"]
+    for name, configuration in CONFIGURATIONS.items():
+        found = compiled(configuration)
+        rows.append(
+            f"| `{name}` | {found.registers} | {found.stack} | {found.shared:,} | {found.loop} | {found.products} |"
+        )
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        print(table())
+    for name in sys.argv[1:]:
+        print(json.dumps({"name": name, "triton": triton.__version__, **asdict(compiled(CONFIGURATIONS[name]))}))

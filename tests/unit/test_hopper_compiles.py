@@ -1,0 +1,84 @@
+"""Every Hopper configuration we ship compiles without a GPU, on the oldest and the newest Triton that we know.
+
+`make tables` writes what they compile to into docs/reference/hopper-kernels.md, so that a regression shows in review.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+from tests.unit.hopper_machine_code import CONFIGURATIONS, Configuration, compiled  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/reference/hopper-kernels.md"
+# scripts/setup.sh puts it there
+NEWEST = Path(sys.prefix) / "triton-3.9"
+SHARED = 227 * 1024
+# bytes outside registers, none of them in a loop over blocks: what lives across the rare walk with care
+STACK = 128
+
+
+@cache
+def found(name: str):
+    return compiled(CONFIGURATIONS[name])
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_configuration_fits_the_chip_and_keeps_its_loops_in_registers(name: str) -> None:
+    kernel = found(name)
+    assert kernel.shared <= SHARED
+    assert kernel.hot_spills == 0
+    assert kernel.stack <= STACK
+    assert kernel.products > 0, "no wgmma"
+    assert not kernel.serialised, "ptxas takes the matrix products one by one (a C75xx warning)"
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the page was written with Triton 3.6")
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_page_says_what_the_configuration_compiles_to(name: str) -> None:
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |")]
+    kernel = found(name)
+    cells = [cell.strip().replace(",", "") for cell in row.strip("|").split("|")[1:]]
+    assert cells == [
+        str(n) for n in (kernel.registers, kernel.stack, kernel.shared, kernel.loop, kernel.products)
+    ], "what the kernel compiles to has changed: `make tables` rewrites the page"
+
+
+@pytest.mark.skipif(not NEWEST.exists(), reason="Triton 3.9 could not be installed when this environment was made")
+def test_newest_triton_compiles_the_kernels() -> None:
+    names = ["d64-full-3", "d128-causal", "d128-everything", "d256-packed-causal"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(NEWEST), str(ROOT)))}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.hopper_machine_code", *names],
+        capture_output=True, text=True, env=environment, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [kernel["name"] for kernel in kernels] == names
+    for kernel in kernels:
+        assert kernel["triton"].startswith("3.9.")
+        assert kernel["shared"] <= SHARED
+        assert kernel["hot_spills"] == 0
+        assert kernel["products"] > 0
+        assert not kernel["serialised"]
+
+
+def test_three_warpgroups_go_to_what_was_compiled_for_them() -> None:
+    """No call takes a tile that is not on the list above."""
+    from rooftile.backends.hopper.tiles import forward_tile
+
+    listed = {(c.dim, c.tile, c.mask, c.layout, c.extras) for c in CONFIGURATIONS.values()}
+    for dim in (64, 128, 256):
+        for one in CONFIGURATIONS.values():
+            for T in (1, 1024, 100_000):
+                spec = Configuration(dim, one.tile, one.mask, one.layout, one.extras).spec
+                assert (dim, forward_tile(spec, T), one.mask, one.layout, one.extras) in listed
