@@ -51,6 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend
 _PREPARED: dict[tuple[Any, ...], Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
 _MOST = 1024
 _NUMBERS = frozenset((type(None), int, float))
+_FLAGS = frozenset((type(None), bool))
 
 
 def signature(
@@ -64,7 +65,7 @@ def signature(
         return None
     # True equals 1, and a list has no hash
     plain = type(scale) in _NUMBERS and type(softcap) in _NUMBERS and type(dropout) in _NUMBERS
-    if not plain or type(deterministic) is not bool or (backend is not None and type(backend) is not str):
+    if not plain or type(deterministic) not in _FLAGS or (backend is not None and type(backend) is not str):
         return None
     if _wants_grad(q, k, v) or forward_ad._current_level >= 0 or torch.is_autocast_enabled(q.device.type):
         return None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile import dispatch
+from rooftile import dispatch, ops
 from rooftile.cases import Case
 from rooftile.hardware.arch import arch
 from rooftile.masks import CAUSAL, FULL
@@ -41,6 +41,17 @@ def test_a_repeated_call_reads_its_own_data(backend: str, device: torch.device) 
         o, lse = rt.attention_with_lse(q, k, v, backend=backend)
         assert_right(o, q, k, v)
         assert torch.allclose(lse, torch.logsumexp(torch.einsum("bthd,bshd->bhts", q, k) * 32**-0.5, -1), atol=1e-5)
+
+
+def test_a_plain_call_can_be_remembered(device: torch.device) -> None:
+    """Otherwise every call would be checked anew, right and slow."""
+    q, k, v = inputs(device)
+    plain = {"scale": None, "softcap": None, "dropout": 0.0, "deterministic": None, "needs_lse": False, "backend": None}
+    key = ops.signature(q, k, v, CAUSAL, **plain)
+    assert key is not None
+    assert ops.signature(*inputs(device), CAUSAL, **plain) == key
+    assert ops.signature(q, k, v, CAUSAL, **(plain | {"deterministic": True})) not in (None, key)
+    assert ops.signature(q.requires_grad_(), k, v, CAUSAL, **plain) is None
 
 
 def test_what_differs_from_an_earlier_call_counts(backend: str, device: torch.device) -> None:

@@ -179,7 +179,7 @@ def test_progress_names_the_case_the_provider_and_the_round() -> None:
 
 
 def test_users_mistakes_are_sentences() -> None:
-    with pytest.raises(InvalidInput, match="no backend or peer is called 'fast'; has rooftile, triton"):
+    with pytest.raises(InvalidInput, match="no backend or peer is called 'fast'; has rooftile, hopper, triton"):
         quick(SMALL, ("fast",))
     with pytest.raises(InvalidInput, match="phase is 'both'; must be fwd or bwd"):
         quick(SMALL, ("eager",), phases=("both",))

@@ -45,5 +45,6 @@ def forward_tile(spec: Spec, T: int) -> Tile:
         return TWO
     # short sequences, and masks that cut both ends, keep smaller tiles busier; 160 registers hold no more than this
     plain = not (spec.softcap or spec.has_sinks)
-    long = {FULL: 1024, CAUSAL: 8192}.get(spec.mask)
-    return THREE if plain and long is not None and T >= long else TWO
+    if plain and ((spec.mask == FULL and T >= 1024) or (spec.mask == CAUSAL and T >= 8192)):
+        return THREE
+    return TWO
