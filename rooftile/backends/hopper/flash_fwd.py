@@ -193,14 +193,49 @@ def _scores(s, row, column, plan, scoring: Scoring, shape: Shape, CHECK: gl.cons
     if shape.SOFTCAP:
         s = scoring.capped(s)
     if CHECK:
-        mask = scoring.mask
-        i = row + plan.S - plan.T + gl.arange(0, WG_ROWS, gl.SliceLayout(1, shape.s_layout))
-        j = column + gl.arange(0, shape.KEYS, gl.SliceLayout(0, shape.s_layout))
-        sees = gl.expand_dims(j, 0) <= gl.expand_dims(mask.last_key(i, plan.S), 1)
-        if mask.LEFT or mask.CHUNK:
-            sees = sees & (gl.expand_dims(j, 0) >= gl.expand_dims(mask.first_key(i), 1))
-        s = gl.where(sees, s, float("-inf"))
+        if shape.MASKED:
+            s = _hidden(s, row, column, plan, scoring.mask, shape)
+        elif column + shape.KEYS > plan.S:
+            s = _hidden(s, row, column, plan, scoring.mask, shape)
     return s
+
+
+@gluon.jit
+def _hidden(s, row, column, plan, mask: Mask, shape: Shape):
+    """Scores with -inf for each key that its row does not see."""
+    # columns as (eights, lane of four, pair): what a thread holds differs by constants, and a lane shifts its limits
+    parts = s.reshape([WG_ROWS, shape.KEYS // 8, 4, 2])
+    layout: gl.constexpr = parts.type.layout
+    i = row + plan.S - plan.T + gl.arange(0, WG_ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    eights = gl.arange(0, shape.KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    j = _column(eights * 8) + _pair(pair)
+    start = column + _lane(lane * 2)
+    sees = j <= _row(mask.last_key(i, plan.S)) - start
+    if mask.LEFT or mask.CHUNK:
+        sees = sees & (j >= _row(mask.first_key(i)) - start)
+    return gl.convert_layout(gl.where(sees, parts, float("-inf")).reshape([WG_ROWS, shape.KEYS]), s.type.layout)
+
+
+@gluon.jit
+def _row(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 1), 2), 3)
+
+
+@gluon.jit
+def _column(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 2), 3)
+
+
+@gluon.jit
+def _lane(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 3)
+
+
+@gluon.jit
+def _pair(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 2)
 
 
 @gluon.jit
@@ -394,7 +429,7 @@ def _compute(
         acc = acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, shape.o_layout)), 1)
         if shape.MASKED or shape.PACKED:
             # a weight of zero does not hide a NaN or an infinity among the values
-            if gl.max(gl.max((acc != acc).to(gl.int32), 1), 0) != 0:
+            if _holds_nan(acc):
                 _with_care(q_rows, k_rows, v_rows, o_ptr, lse_ptr, plan, row, H, total, scoring, shape)
             else:
                 _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
@@ -404,6 +439,13 @@ def _compute(
     tma_store_wait(0)
     if WG == 0:
         named_barrier("sync", TURNS)
+
+
+@gluon.jit
+def _holds_nan(acc):
+    """Whether an accumulator holds a NaN: its sum is one then. Each thread sums what it has before any two meet."""
+    sums = gl.sum(gl.sum(gl.sum(acc.reshape([4, 2, 8, acc.shape[1] // 8, 4, 2]), 5), 3), 1).reshape([128])
+    return gl.max((sums != sums).to(gl.int32), 0) != 0
 
 
 @gluon.jit
