@@ -54,26 +54,31 @@ WG_ROWS = gl.constexpr(WARPGROUP)
 TURNS = gl.constexpr(9)
 
 
-@aggregate
-class Rows:
-    """Where a tensor's rows are, for reading it without the copy engine."""
+@gluon.jit
+def _note(notes, i: gl.constexpr, pointer, desc):
+    """Puts down where a tensor is, and its strides."""
+    _note_word(notes, 4 * i, pointer.to(gl.int64, bitcast=True))
+    _note_word(notes, 4 * i + 1, desc.strides[0])
+    _note_word(notes, 4 * i + 2, desc.strides[1])
+    _note_word(notes, 4 * i + 3, desc.strides[2])
 
-    pointer: gl.tensor
-    stride_b: gl.tensor
-    stride_h: gl.tensor
-    stride_t: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, pointer, stride_b, stride_h, stride_t):
-        self.pointer = pointer
-        self.stride_b = stride_b
-        self.stride_h = stride_h
-        self.stride_t = stride_t
+@gluon.jit
+def _note_word(notes, i: gl.constexpr, value):
+    notes.index(i).store(gl.full([1], 0, gl.int64, gl.BlockedLayout([1], [32], [4], [0])) + value)
 
-    @gluon.jit
-    def head(self, b, t, h):
-        """The pointer to row t of a head."""
-        return self.pointer + b * self.stride_b + h * self.stride_h + t * self.stride_t
+
+@gluon.jit
+def _noted(notes, i: gl.constexpr):
+    return gl.max(notes.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _noted_rows(notes, i: gl.constexpr, b, t, h, dtype: gl.constexpr):
+    """The pointer to row t of a head, and the stride from row to row."""
+    stride_t = _noted(notes, 4 * i + 3)
+    offset = b * _noted(notes, 4 * i + 1) + h * _noted(notes, 4 * i + 2) + t * stride_t
+    return _noted(notes, 4 * i).to(gl.pointer_type(dtype), bitcast=True) + offset, stride_t
 
 
 @aggregate
@@ -329,8 +334,8 @@ def _step(
 
 @gluon.jit
 def _compute(
-    WG: gl.constexpr, plans: Ring, queries: Ring, keys: Ring, values: Ring, outputs, o_desc, q_rows: Rows, k_rows: Rows,
-    v_rows: Rows, o_ptr, lse_ptr, sinks_ptr, H, total, scoring: Scoring, shape: Shape,
+    WG: gl.constexpr, plans: Ring, queries: Ring, keys: Ring, values: Ring, outputs, notes, o_desc,
+    o_ptr, lse_ptr, sinks_ptr, H, total, scoring: Scoring, shape: Shape,
 ):  # fmt: skip
     """A warpgroup's role: 64 queries of every tile."""
     # the named barriers of the ping-pong, one a warpgroup
@@ -430,7 +435,7 @@ def _compute(
         if shape.MASKED or shape.PACKED:
             # a weight of zero does not hide a NaN or an infinity among the values
             if _holds_nan(acc):
-                _with_care(q_rows, k_rows, v_rows, o_ptr, lse_ptr, plan, row, H, total, scoring, shape)
+                _with_care(notes, o_ptr, lse_ptr, plan, row, H, total, scoring, shape)
             else:
                 _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
         else:
@@ -450,20 +455,22 @@ def _holds_nan(acc):
 
 @gluon.jit
 def _with_care(
-    q_rows: Rows, k_rows: Rows, v_rows: Rows, o_ptr, lse_ptr, plan, row, H, total, scoring: Scoring, shape: Shape,
+    notes, o_ptr, lse_ptr, plan, row, H, total, scoring: Scoring, shape: Shape,
 ):  # fmt: skip
     """The rows of a warpgroup once more, key by key, with nothing taken from a key that a row does not see.
 
     For tiles whose output holds a NaN: it may have come from behind the mask, or from the sequence next door. Their lse,
-    which no value touches, is known by now.
+    which no value touches, is known by now. Where q, k and v are is read from shared memory: in registers it would weigh on
+    the walk that everybody takes.
     """
     ROWS: gl.constexpr = 16
     layout: gl.constexpr = gl.BlockedLayout([1, shape.D // 32], [1, 32], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     e = gl.arange(0, shape.D, gl.SliceLayout(0, layout))
-    q_head = q_rows.head(plan.b, plan.row, plan.h)
-    k_head = k_rows.head(plan.b, plan.key, plan.h // shape.GROUP)
-    v_head = v_rows.head(plan.b, plan.key, plan.h // shape.GROUP)
+    dtype: gl.constexpr = o_ptr.dtype.element_ty
+    q_head, q_stride = _noted_rows(notes, 0, plan.b, plan.row, plan.h, dtype)
+    k_head, k_stride = _noted_rows(notes, 1, plan.b, plan.key, plan.h // shape.GROUP, dtype)
+    v_head, v_stride = _noted_rows(notes, 2, plan.b, plan.key, plan.h // shape.GROUP, dtype)
     line = plan.b * H + plan.h
     barrier()
     for r in range(0, WG_ROWS, ROWS):
@@ -471,15 +478,15 @@ def _with_care(
         there = t < plan.T
         lse = gl.load(lse_ptr + line.to(gl.int64) * total + plan.row + t, mask=there, other=0.0) * LOG2E
         lse = gl.where(lse == float("-inf"), 0.0, lse)
-        lines = gl.expand_dims(t * q_rows.stride_t, 1) + gl.expand_dims(e, 0)
+        lines = gl.expand_dims(t * q_stride, 1) + gl.expand_dims(e, 0)
         q = gl.load(q_head + lines, mask=gl.expand_dims(there, 1), other=0.0).to(gl.float32)
         i = t + plan.S - plan.T
         first = scoring.mask.first_key(i)
         last = scoring.mask.last_key(i, plan.S)
         o = gl.zeros([ROWS, shape.DV], gl.float32, layout)
         for j in range(plan.first * shape.KEYS, gl.minimum((plan.last + 1) * shape.KEYS, plan.S)):
-            k = gl.load(k_head + j * k_rows.stride_t + e).to(gl.float32)
-            v = gl.load(v_head + j * v_rows.stride_t + e).to(gl.float32)
+            k = gl.load(k_head + j * k_stride + e).to(gl.float32)
+            v = gl.load(v_head + j * v_stride + e).to(gl.float32)
             s = gl.sum(q * gl.expand_dims(k, 0), 1)
             if shape.SOFTCAP:
                 s = scoring.capped(s)
@@ -489,7 +496,7 @@ def _with_care(
         base = plan.row if shape.PACKED else plan.b.to(gl.int64) * total
         lines = ((base + t).to(gl.int64) * H + plan.h) * shape.DV
         gl.store(
-            o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), o.to(o_ptr.dtype.element_ty), mask=gl.expand_dims(there, 1)
+            o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), o.to(dtype), mask=gl.expand_dims(there, 1)
         )
 
 
@@ -550,6 +557,10 @@ def _forward(
     outputs = gl.allocate_shared_memory(dtype, [CREW, 1, 1, WG_ROWS, min(DV, 128)], o_desc.layout)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, CREW)
+    notes = gl.allocate_shared_memory(gl.int64, [16, 1], words)
+    _note(notes, 0, q_ptr, q_desc)
+    _note(notes, 1, k_ptr, k_desc)
+    _note(notes, 2, v_ptr, v_desc)
     fence_async_shared()
     # packed: one sequence, of all queries
     H = q_desc.shape[1].to(gl.int32)
@@ -558,16 +569,12 @@ def _forward(
         plans, queries, keys, values, mask, q_desc, k_desc, v_desc,
         B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape,
     )
-    q_rows = Rows(q_ptr, q_desc.strides[0], q_desc.strides[1], q_desc.strides[2])
-    k_rows = Rows(k_ptr, k_desc.strides[0], k_desc.strides[1], k_desc.strides[2])
-    v_rows = Rows(v_ptr, v_desc.strides[0], v_desc.strides[1], v_desc.strides[2])
     factor = scale * LOG2E
     if SOFTCAP:
         factor = scale * 0.0 + 1.0
     scoring = Scoring(mask, scale, softcap, factor)
     args = (
-        plans, queries, keys, values, outputs, o_desc, q_rows, k_rows, v_rows, o_ptr, lse_ptr, sinks_ptr, H, T, scoring,
-        shape,
+        plans, queries, keys, values, outputs, notes, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring, shape,
     )
     if CREW == 2:
         gl.warp_specialize(
