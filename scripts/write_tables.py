@@ -19,6 +19,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 # a column is a backend on the kind of device it is asked about
 COLUMNS = (
+    ("hopper", "sm90", "hopper (H100, H200)"),
     ("triton", "sm90", "triton (GPU)"),
     ("sdpa", "sm90", "sdpa (GPU)"),
     ("sdpa", "cpu", "sdpa (CPU)"),

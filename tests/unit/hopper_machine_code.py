@@ -131,8 +131,7 @@ def _assembler() -> str:
     """The ptxas that this Triton itself calls: newer ones carry two."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    found = get_ptxas(90)
-    return found[0].path if isinstance(found, tuple) else found.path
+    return str(get_ptxas(90).path)
 
 
 def _run(*command: Any) -> str:
