@@ -17,6 +17,14 @@ from rooftile.spec import Spec, decode
 ORDER: tuple[ModuleType, ...] = (hopper, triton, sdpa, tiled, eager)
 BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in ORDER}
 
+# whose backward follows a backend's forward, where that is another's: o and lse mean the same to all of them
+BACKWARD: dict[str, str] = {hopper.NAME: triton.NAME}
+
+
+def backward_of(name: str) -> ModuleType:
+    """The backend that runs the backward of what `name` ran forward."""
+    return BACKENDS[BACKWARD.get(name, name)]
+
 
 def verdicts(spec: Spec) -> dict[str, tuple[str, ...]]:
     """Every backend's reasons against running `spec`, in ORDER; none for one that runs it."""
@@ -52,7 +60,8 @@ def explain(spec: Spec) -> str:
     lines = [f"problem  {spec}"]
     for name, against in reasons.items():
         if name == chosen:
-            lines.append(f"{name:8} runs it")
+            follows = f", and {BACKWARD[name]} its backward" if spec.needs_grad and name in BACKWARD else ""
+            lines.append(f"{name:8} runs it{follows}")
         else:
             lines += _reasons(name, against) or [f"{name:8} could, but {chosen} comes first"]
     return "\n".join(lines)

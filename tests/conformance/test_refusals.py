@@ -180,3 +180,14 @@ def noting(ran: list[str], name: str, function):
         return function(*args)
 
     return run
+
+
+def test_a_forward_without_a_backward_is_followed_by_anothers() -> None:
+    spec = Spec(dtype=torch.bfloat16, dim=64, dim_v=64, scale=0.125, needs_grad=True, device="sm90")
+    assert dispatch.select(spec).NAME == "hopper"
+    assert dispatch.backward_of("hopper").NAME == "triton"
+    assert "hopper   runs it, and triton its backward" in dispatch.explain(spec)
+    for name, follower in dispatch.BACKWARD.items():
+        assert not hasattr(dispatch.BACKENDS[name], "backward")
+        assert hasattr(dispatch.BACKENDS[follower], "backward")
+        assert dispatch.verdicts(spec)[follower] == (), f"{follower} refuses what {name} runs"

@@ -4,6 +4,8 @@
     pipeline     how warp roles hand buffers to each other
     schedule     which tile a program takes next
 
+The backward of what they ran is another backend's (`dispatch.BACKWARD`).
+
 Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
 
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.launch import device_of
-from rooftile.spec import Grads, Options, Spec
+from rooftile.spec import Options, Spec
 
 NAME = "hopper"
 
@@ -37,8 +39,6 @@ def refusals(spec: Spec) -> Iterator[str]:
     if spec.dim not in DIMS or spec.dim_v != spec.dim:
         dims = f"{spec.dim}" if spec.dim == spec.dim_v else f"{spec.dim} and {spec.dim_v}"
         yield f"head dim {dims}; has {', '.join(map(str, DIMS))}, the same for keys and values"
-    if spec.needs_grad:
-        yield "gradients wanted; has the forward only"
     for name, there in (("bias", spec.has_bias), ("alibi", spec.has_alibi), ("dropout", spec.dropout > 0)):
         if there:
             yield f"{name}; has softcap and sinks"
@@ -91,9 +91,3 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
 
     return on_its_device
 
-
-def backward(
-    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-    options: Options, spec: Spec,
-) -> Grads:  # fmt: skip
-    raise NotImplementedError("the Hopper backend refuses problems that want gradients")
