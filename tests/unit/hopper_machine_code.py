@@ -23,10 +23,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from rooftile.backends.hopper import flash_fwd
 from rooftile.backends.hopper.descriptors import _layout
-from rooftile.backends.hopper.tiles import THREE, TWO, WIDE, Tile
+from rooftile.backends.hopper.tiles import NARROW, SHORT, THREE, TWO, WIDE, Tile
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.spec import Spec
 
+SUFFIX = {THREE: "-3", SHORT: "-short"}
 EVERYTHING = Window(100, 7) & Chunk(64) & Prefix(8)
 
 
@@ -52,8 +53,8 @@ class Configuration:
 
 
 CONFIGURATIONS: dict[str, Configuration] = {
-    f"d{dim}-{name}{'-3' if tile is THREE else ''}": Configuration(dim, tile, **what)
-    for dim, tile in ((64, TWO), (64, THREE), (128, TWO), (256, WIDE))
+    f"d{dim}-{name}{SUFFIX.get(tile, '')}": Configuration(dim, tile, **what)
+    for dim, tile in ((64, NARROW), (64, SHORT), (64, THREE), (128, TWO), (256, WIDE))
     for name, what in {
         "full": {},
         "causal": {"mask": CAUSAL},
@@ -62,9 +63,9 @@ CONFIGURATIONS: dict[str, Configuration] = {
         "packed": {"layout": "packed"},
         "packed-causal": {"mask": CAUSAL, "layout": "packed"},
     }.items()
-    # what `forward_tile` gives to three warpgroups
-    if tile is not THREE or what.get("mask", FULL) in (FULL, CAUSAL)
-    if tile is not THREE or not what.get("extras")
+    # what `forward_tile` gives these to
+    if tile is not THREE or (what.get("mask", FULL) in (FULL, CAUSAL) and not what.get("extras"))
+    if tile is not SHORT or (what.get("mask", FULL) == CAUSAL)
 } | {"d128-fp16": Configuration(128, TWO, CAUSAL, dtype="fp16")}
 
 

@@ -31,6 +31,9 @@ class Tile(NamedTuple):
 
 
 TWO = Tile(KEYS=128, CREW=2, Q_SLOTS=2, KV_SLOTS=2, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+# at D = 64 there is room to run three blocks ahead, and short causal sequences waste less of smaller blocks
+NARROW = TWO._replace(KV_SLOTS=3)
+SHORT = TWO._replace(KEYS=64, KV_SLOTS=4)
 # at D = 64 a third warpgroup has room, and shares each block of keys among more queries
 THREE = Tile(KEYS=128, CREW=3, Q_SLOTS=2, KV_SLOTS=2, COMPUTE_REGISTERS=160, COPY_REGISTERS=32)
 # at D = 256 the accumulator takes half of the registers, and a tile of queries 64 KiB
@@ -47,4 +50,4 @@ def forward_tile(spec: Spec, T: int) -> Tile:
     plain = not (spec.softcap or spec.has_sinks)
     if plain and ((spec.mask == FULL and T >= 1024) or (spec.mask == CAUSAL and T >= 8192)):
         return THREE
-    return TWO
+    return SHORT if spec.mask == CAUSAL and T <= 512 else NARROW
