@@ -21,11 +21,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from rooftile.backends.hopper import flash_fwd
+from rooftile.backends.hopper import flash_fwd, launch
 from rooftile.backends.hopper.descriptors import _layout
 from rooftile.backends.hopper.tiles import NARROW, SHORT, THREE, TWO, WIDE, Tile
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.spec import Spec
+from tests.unit.undefined_registers import undefined_reads
 
 SUFFIX = {THREE: "-3", SHORT: "-short"}
 EVERYTHING = Window(100, 7) & Chunk(64) & Prefix(8)
@@ -79,14 +80,15 @@ class Found:
     hot_spills: int  # accesses to local memory in loops with matrix products
     loop: int  # instructions of the shortest loop with matrix products: the one over clear blocks
     products: int  # HGMMA instructions
+    undefined: int  # reads of registers that nothing may have written
     serialised: bool  # the assembler warned that it takes matrix products one by one
 
 
 def compiled(configuration: Configuration) -> Found:
-    kernel = flash_fwd._forward
+    kernel = flash_fwd.kernel
     spec = configuration.spec
-    constants = {name: value for name, value in flash_fwd._constants(spec, configuration.tile).items() if name != "num_warps"}
-    boxes = dict(zip(("q_desc", "k_desc", "v_desc", "o_desc"), flash_fwd._boxes(spec, configuration.tile), strict=True))
+    constants = {name: value for name, value in launch.constants(spec, configuration.tile).items() if name != "num_warps"}
+    boxes = dict(zip(("q_desc", "k_desc", "v_desc", "o_desc"), launch.boxes(spec, configuration.tile), strict=True))
 
     def kind(name: str) -> str:
         if name in constants:
@@ -124,6 +126,7 @@ def compiled(configuration: Configuration) -> Found:
         hot_spills=sum(bool(re.search(r"\b(LDL|STL)", line)) for body in loops for line in body),
         loop=min(len(body) for body in loops),
         products=code.count("HGMMA"),
+        undefined=len(undefined_reads(code)),
         serialised="C75" in words,
     )
 

@@ -17,6 +17,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from tests.unit.hopper_machine_code import CONFIGURATIONS, Configuration, compiled  # noqa: E402
+from tests.unit.undefined_registers import undefined_reads  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/reference/hopper-kernels.md"
@@ -40,6 +41,7 @@ def test_configuration_fits_the_chip_and_keeps_its_loops_in_registers(name: str)
     assert kernel.hot_spills <= (4 if name == "d256-everything" else 0)
     assert kernel.stack <= STACK
     assert kernel.products > 0, "no wgmma"
+    assert kernel.undefined == 0, "ptxas reads registers that nothing wrote"
     assert not kernel.serialised, "ptxas takes the matrix products one by one (a C75xx warning)"
 
 
@@ -71,7 +73,26 @@ def test_newest_triton_compiles_the_kernels() -> None:
         # the tiles were chosen with Triton 3.6
         assert kernel["hot_spills"] <= 8
         assert kernel["products"] > 0
+        assert kernel["undefined"] == 0
         assert not kernel["serialised"]
+
+
+LOOPS = """
+        /*0000*/                   UMOV UR4, URZ ;
+        /*0010*/              @!P0 BRA `(.L_x_2) ;
+        /*0020*/                   UIADD3 UR40, UP0, UR4, 0x2, URZ ;
+.L_x_1:
+        /*0030*/                   UIADD3 UR41, UP0, UR40, 0x4, URZ ;
+        /*0040*/               @P1 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0050*/                   UIADD3 UR20, UP0, UR40, 0x2, URZ ;
+        /*0060*/                   EXIT ;
+"""
+
+
+def test_a_register_that_one_way_leaves_unwritten_is_found() -> None:
+    assert undefined_reads(LOOPS) == ["UIADD3 UR20, UP0, UR40, 0x2, URZ"]
+    assert undefined_reads(LOOPS.replace("@!P0 BRA `(.L_x_2)", "UMOV UR5, URZ")) == []
 
 
 def test_three_warpgroups_go_to_what_was_compiled_for_them() -> None:

@@ -1,8 +1,11 @@
 """Kernels for Hopper GPUs (H100, H200) in Gluon: asynchronous copies and matrix products, warp specialisation.
 
-    flash_fwd    o and lse
-    pipeline     how warp roles hand buffers to each other
+    flash_fwd    o and lse: the warp roles
+    softmax      scores, mask and weights of a block
+    care         keeping a NaN behind the mask where it is
     schedule     which tile a program takes next
+    pipeline     how warp roles hand buffers to each other
+    launch       outputs, descriptors and numbers, and the start
 
 The backward of what they ran is another backend's (`dispatch.BACKWARD`).
 
@@ -67,21 +70,21 @@ def _missing() -> str | None:
 
 
 @cache
-def _flash_fwd() -> ModuleType:
+def _launch() -> ModuleType:
     """Imports Gluon at the first call."""
-    from rooftile.backends.hopper import flash_fwd
+    from rooftile.backends.hopper import launch
 
-    return flash_fwd
+    return launch
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     with device_of(q):
-        return _flash_fwd().forward(q, k, v, options, spec)
+        return _launch().forward(q, k, v, options, spec)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """A forward ready to run on tensors of just these shapes and strides; None if it would have to copy one of them."""
-    run = _flash_fwd().prepare(q, k, v, spec)
+    run = _launch().prepare(q, k, v, spec)
     if run is None:
         return None
 

@@ -1,0 +1,89 @@
+"""Keeping what a mask hides out of the output, also where it is a NaN: a second walk for the tiles that hold one.
+
+A weight of zero does not hide a NaN or an infinity among the values, and 0 x NaN is what a matrix product makes of it.
+"""
+
+from rooftile.backends.hopper.gluon import barrier, gl, gluon
+from rooftile.backends.hopper.shape import LOG2E, WG_ROWS, Shape
+from rooftile.backends.hopper.softmax import Scoring
+
+
+@gluon.jit
+def note(notes, i: gl.constexpr, pointer, desc):
+    """Puts down where a tensor is, and its strides."""
+    _note_word(notes, 4 * i, pointer.to(gl.int64, bitcast=True))
+    _note_word(notes, 4 * i + 1, desc.strides[0])
+    _note_word(notes, 4 * i + 2, desc.strides[1])
+    _note_word(notes, 4 * i + 3, desc.strides[2])
+
+
+@gluon.jit
+def _note_word(notes, i: gl.constexpr, value):
+    notes.index(i).store(gl.full([1], 0, gl.int64, gl.BlockedLayout([1], [32], [4], [0])) + value)
+
+
+@gluon.jit
+def _noted(notes, i: gl.constexpr):
+    return gl.max(notes.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _noted_rows(notes, i: gl.constexpr, b, t, h, dtype: gl.constexpr):
+    """The pointer to row t of a head, and the stride from row to row."""
+    stride_t = _noted(notes, 4 * i + 3)
+    offset = b * _noted(notes, 4 * i + 1) + h * _noted(notes, 4 * i + 2) + t * stride_t
+    return _noted(notes, 4 * i).to(gl.pointer_type(dtype), bitcast=True) + offset, stride_t
+
+
+@gluon.jit
+def holds_nan(acc):
+    """Whether an accumulator holds a NaN: its sum is one then. Each thread sums what it has before any two meet."""
+    sums = gl.sum(gl.sum(gl.sum(acc.reshape([4, 2, 8, acc.shape[1] // 8, 4, 2]), 5), 3), 1).reshape([128])
+    return gl.max((sums != sums).to(gl.int32), 0) != 0
+
+
+@gluon.jit
+def with_care(
+    notes, o_ptr, lse_ptr, plan, row, H, total, scoring: Scoring, shape: Shape,
+):  # fmt: skip
+    """The rows of a warpgroup once more, key by key, with nothing taken from a key that a row does not see.
+
+    For tiles whose output holds a NaN: it may have come from behind the mask, or from the sequence next door. Their lse,
+    which no value touches, is known by now. Where q, k and v are is read from shared memory: in registers it would weigh on
+    the walk that everybody takes.
+    """
+    ROWS: gl.constexpr = 16
+    layout: gl.constexpr = gl.BlockedLayout([1, shape.D // 32], [1, 32], [4, 1], [1, 0])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    e = gl.arange(0, shape.D, gl.SliceLayout(0, layout))
+    dtype: gl.constexpr = o_ptr.dtype.element_ty
+    q_head, q_stride = _noted_rows(notes, 0, plan.b, plan.row, plan.h, dtype)
+    k_head, k_stride = _noted_rows(notes, 1, plan.b, plan.key, plan.h // shape.GROUP, dtype)
+    v_head, v_stride = _noted_rows(notes, 2, plan.b, plan.key, plan.h // shape.GROUP, dtype)
+    line = plan.b * H + plan.h
+    barrier()
+    for r in range(0, WG_ROWS, ROWS):
+        t = row + r + gl.arange(0, ROWS, row_layout)
+        there = t < plan.T
+        lse = gl.load(lse_ptr + line.to(gl.int64) * total + plan.row + t, mask=there, other=0.0) * LOG2E
+        lse = gl.where(lse == float("-inf"), 0.0, lse)
+        lines = gl.expand_dims(t * q_stride, 1) + gl.expand_dims(e, 0)
+        q = gl.load(q_head + lines, mask=gl.expand_dims(there, 1), other=0.0).to(gl.float32)
+        i = t + plan.S - plan.T
+        first = scoring.mask.first_key(i)
+        last = scoring.mask.last_key(i, plan.S)
+        o = gl.zeros([ROWS, shape.DV], gl.float32, layout)
+        for j in range(plan.first * shape.KEYS, gl.minimum((plan.last + 1) * shape.KEYS, plan.S)):
+            k = gl.load(k_head + j * k_stride + e).to(gl.float32)
+            v = gl.load(v_head + j * v_stride + e).to(gl.float32)
+            s = gl.sum(q * gl.expand_dims(k, 0), 1)
+            if shape.SOFTCAP:
+                s = scoring.capped(s)
+            p = gl.exp2(s * scoring.factor - lse)
+            sees = gl.expand_dims((first <= j) & (j <= last), 1)
+            o += gl.where(sees, gl.expand_dims(p, 1) * gl.expand_dims(v, 0), 0.0)
+        base = plan.row if shape.PACKED else plan.b.to(gl.int64) * total
+        lines = ((base + t).to(gl.int64) * H + plan.h) * shape.DV
+        gl.store(
+            o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), o.to(dtype), mask=gl.expand_dims(there, 1)
+        )

@@ -1,0 +1,124 @@
+"""Starts the forward: outputs, descriptors, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.backends.hopper import flash_fwd
+from rooftile.backends.hopper.counters import counter
+from rooftile.backends.hopper.descriptors import descriptor, is_readable, readable, template
+from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile
+from rooftile.backends.launch import repeated
+from rooftile.masks import FULL
+from rooftile.spec import Options, Sizes, Spec
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Returns o (B, T, H, Dv) and lse (B, H, T), or packed (total_q, H, Dv) and (H, total_q)."""
+    sizes = _sizes(q, k, options)
+    o, lse = _outputs(q, v, sizes)
+    if lse.numel() == 0:
+        return o, lse
+    if sizes.S == 0:
+        # a descriptor needs an element; the kernel is told that there is none
+        k, v = (x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:])) for x in (k, v))
+    q, k, v = readable(q), readable(k), readable(v)
+    tile = forward_tile(spec, sizes.T)
+    programs, numbers = _numbers(q.device, sizes, tile, spec)
+    described = (descriptor(x, *box) for x, box in zip((q, k, v, o), boxes(spec, tile), strict=True))
+    sinks, cu_q, cu_k = (lse if x is None else x for x in (options.sinks, options.cu_q, options.cu_k))
+    flash_fwd.kernel[(programs,)](
+        *described, q, k, v, o, lse, sinks, cu_q, cu_k, counter(q.device), *numbers, **constants(spec, tile)
+    )
+    return o, lse
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """The forward for tensors like these and no options, with all but the outputs and the launch done beforehand."""
+    sizes = _sizes(q, k, Options())
+    if not q.numel() or not k.numel() or not all(is_readable(x) for x in (q, k, v)):
+        return None
+    tile = forward_tile(spec, sizes.T)
+    programs, numbers = _numbers(q.device, sizes, tile, spec)
+    launch = repeated(flash_fwd.kernel, programs, numbers, constants(spec, tile))
+    o, _ = _outputs(q, v, sizes)
+    fill_q, fill_k, fill_v, fill_o = (template(x, *box) for x, box in zip((q, k, v, o), boxes(spec, tile), strict=True))
+    shape, rows, dtype, device = o.shape, (sizes.B, sizes.H, sizes.T), q.dtype, q.device
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o = torch.empty(shape, dtype=dtype, device=device)
+        lse = torch.empty(rows, dtype=torch.float32, device=device)
+        launch(fill_q(q), fill_k(k), fill_v(v), fill_o(o), q, k, v, o, lse, lse, lse, lse, counter(device))
+        return o, lse
+
+    return run
+
+
+def _sizes(q: Tensor, k: Tensor, options: Options) -> Sizes:
+    if options.cu_q is not None:
+        return Sizes(B=options.cu_q.shape[0] - 1, T=q.shape[0], S=k.shape[0], H=q.shape[1], Hk=k.shape[1])
+    return Sizes(B=q.shape[0], T=q.shape[1], S=k.shape[1], H=q.shape[2], Hk=k.shape[2])
+
+
+def _outputs(q: Tensor, v: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Empty o and lse."""
+    rows = (sizes.H, sizes.T) if q.ndim == 3 else (sizes.B, sizes.H, sizes.T)
+    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    return o, torch.empty(rows, dtype=torch.float32, device=q.device)
+
+
+def boxes(spec: Spec, tile: Tile) -> tuple[tuple[int, int], ...]:
+    """What one copy takes of q, k, v and o: positions and elements."""
+    return (
+        (WARPGROUP, spec.dim), (tile.KEYS, spec.dim), (tile.KEYS, spec.dim_v), (WARPGROUP, min(spec.dim_v, 128)),
+    )  # fmt: skip
+
+
+# tiles a program, on average, that the heads taken together at the end have
+TAIL = 2
+
+
+def _numbers(device: torch.device, sizes: Sizes, tile: Tile, spec: Spec) -> tuple[int, tuple[float, ...]]:
+    """How many programs run, and the kernel's numbers."""
+    packed = spec.layout == "packed"
+    heads = sizes.H if packed else sizes.B * sizes.H
+    tiles = sizes.T // tile.rows + sizes.B if packed else -(-sizes.T // tile.rows)
+    programs = min(tiles * heads, processors(device))
+    # with a full mask every tile has the same length, and there is nothing to even out
+    tail = 0 if spec.mask == FULL else min(-(-TAIL * programs // tiles), heads)
+    mask = spec.mask
+    (chunk,) = mask.chunks or (0,)
+    return programs, (
+        sizes.B, sizes.S, tiles, tail,
+        spec.scale, spec.softcap, mask.left or 0, mask.right or 0, mask.prefix or 0, chunk,
+    )  # fmt: skip
+
+
+@cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def constants(spec: Spec, tile: Tile) -> dict[str, Any]:
+    """The compile-time arguments, put together once."""
+    mask = spec.mask
+    return {
+        "GROUP": spec.group,
+        "D": spec.dim,
+        "DV": spec.dim_v,
+        "PACKED": spec.layout == "packed",
+        "LEFT": mask.left is not None,
+        "RIGHT": mask.right is not None,
+        "PREFIX": mask.prefix is not None,
+        "CHUNK": bool(mask.chunks),
+        "SOFTCAP": spec.softcap > 0,
+        "SINKS": spec.has_sinks,
+        **tile.constants,
+        "num_warps": 4,
+    }

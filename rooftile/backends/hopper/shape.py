@@ -1,0 +1,43 @@
+"""What the parts of the forward know of it when it is compiled."""
+
+from rooftile.backends.hopper.gluon import aggregate, gl, gluon
+from rooftile.backends.hopper.tiles import WARPGROUP
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+# queries of a warpgroup: what one wgmma has
+WG_ROWS = gl.constexpr(WARPGROUP)
+
+
+@aggregate
+class Shape:
+    """What is known when the kernel is compiled."""
+
+    GROUP: gl.constexpr
+    D: gl.constexpr
+    DV: gl.constexpr
+    KEYS: gl.constexpr  # of a block
+    CREW: gl.constexpr  # warpgroups that compute
+    PACKED: gl.constexpr
+    MASKED: gl.constexpr  # anything but a full mask
+    SOFTCAP: gl.constexpr
+    SINKS: gl.constexpr
+    s_layout: gl.constexpr
+    o_layout: gl.constexpr
+    p_layout: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, GROUP, D, DV, KEYS, CREW, PACKED, MASKED, SOFTCAP, SINKS):
+        self.GROUP = gl.constexpr(GROUP)
+        self.D = gl.constexpr(D)
+        self.DV = gl.constexpr(DV)
+        self.KEYS = gl.constexpr(KEYS)
+        self.CREW = gl.constexpr(CREW)
+        self.PACKED = gl.constexpr(PACKED)
+        self.MASKED = gl.constexpr(MASKED)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.SINKS = gl.constexpr(SINKS)
+        o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+        self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
+        self.o_layout = gl.constexpr(o_layout)
+        self.p_layout = gl.constexpr(gl.DotOperandLayout(0, o_layout, 2))

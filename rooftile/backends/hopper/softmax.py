@@ -1,0 +1,125 @@
+"""From products of queries and keys to weights, a block at a time: scores, mask, online softmax.
+
+Scores are in units of log2, so that an exponential is one multiply-add and one instruction.
+"""
+
+from rooftile.backends.hopper.gluon import aggregate, gl, gluon
+from rooftile.backends.hopper.schedule import Mask
+from rooftile.backends.hopper.shape import LOG2E, WG_ROWS, Shape
+
+
+@aggregate
+class Scoring:
+    """From the products of queries and keys to the exponents of 2."""
+
+    mask: Mask
+    scale: gl.tensor
+    softcap: gl.tensor
+    factor: gl.tensor  # what a score is still to be multiplied with
+
+    @gluon.constexpr_function
+    def __init__(self, mask, scale, softcap, factor):
+        self.mask = mask
+        self.scale = scale
+        self.softcap = softcap
+        self.factor = factor
+
+    @gluon.jit
+    def capped(self, s):
+        """softcap tanh(scale s / softcap) in units of log2: tanh by one exponential that saturates at both ends."""
+        return self.softcap * LOG2E * (1 - 2 / (gl.exp2(s * (2 * LOG2E * self.scale / self.softcap)) + 1))
+
+
+@gluon.jit
+def scores(s, row, column, plan, scoring: Scoring, shape: Shape, CHECK: gl.constexpr):
+    """The products of queries and keys, capped, and -inf where the mask or the end of the keys hides one."""
+    if shape.SOFTCAP:
+        s = scoring.capped(s)
+    if CHECK:
+        if shape.MASKED:
+            s = hidden(s, row, column, plan, scoring.mask, shape)
+        elif column + shape.KEYS > plan.S:
+            s = hidden(s, row, column, plan, scoring.mask, shape)
+    return s
+
+
+@gluon.jit
+def hidden(s, row, column, plan, mask: Mask, shape: Shape):
+    """Scores with -inf for each key that its row does not see."""
+    # columns as (eights, lane of four, pair): what a thread holds differs by constants, and a lane shifts its limits
+    parts = s.reshape([WG_ROWS, shape.KEYS // 8, 4, 2])
+    layout: gl.constexpr = parts.type.layout
+    i = row + plan.S - plan.T + gl.arange(0, WG_ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    eights = gl.arange(0, shape.KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    j = _column(eights * 8) + _pair(pair)
+    start = column + _lane(lane * 2)
+    sees = j <= _row(mask.last_key(i, plan.S)) - start
+    if mask.LEFT or mask.CHUNK:
+        sees = sees & (j >= _row(mask.first_key(i)) - start)
+    return gl.convert_layout(gl.where(sees, parts, float("-inf")).reshape([WG_ROWS, shape.KEYS]), s.type.layout)
+
+
+@gluon.jit
+def _row(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 1), 2), 3)
+
+
+@gluon.jit
+def _column(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 2), 3)
+
+
+@gluon.jit
+def _lane(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 3)
+
+
+@gluon.jit
+def _pair(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 2)
+
+
+@gluon.jit
+def softmax(s, m, l, factor, shape: Shape, FIRST: gl.constexpr):
+    """Online softmax: the block's weights, and the rows' maximum, sum and the factor for what was summed before.
+
+    The sum is kept in four parts a row, one a thread, and added up once a tile.
+    """
+    m_new = gl.maximum(m, gl.max(s, 1))
+    # a row that has seen no key yet: exp2(-inf - 0) is 0
+    reference = gl.where(m_new == float("-inf"), 0.0, m_new * factor)
+    alpha = gl.exp2(m * factor - reference)
+    p = gl.exp2(s * factor - gl.expand_dims(reference, 1))
+    parts = gl.sum(gl.sum(gl.reshape(p, [WG_ROWS, shape.KEYS // 8, 4, 2]), 3), 1)
+    if FIRST:
+        l = parts
+    else:
+        l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, parts.type.layout)), 1) + parts
+    return p, m_new, l, alpha
+
+
+@gluon.jit
+def packed(p, dtype: gl.constexpr):
+    """A block's weights in 16 bits, two to a register.
+
+    They live from one turn of a loop to the next, and as tensors of 16 bits the compiler would take the pairs apart and
+    put them together again each time around.
+    """
+    even, odd = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
+    kind: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + kind + ".f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpacked(p, dtype: gl.constexpr, layout: gl.constexpr):
+    """The weights of `packed` as the left side of a product: no instruction, only another name for the registers."""
+    twice = gl.join(p, p).reshape([p.shape[0], p.shape[1] * 2])
+    if dtype == gl.bfloat16:
+        weights = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        weights = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], dtype=gl.float16, is_pure=True, pack=2)
+    return gl.convert_layout(weights, layout)

@@ -1,0 +1,86 @@
+"""Finds uniform registers that machine code reads on a way where nothing wrote them.
+
+ptxas 12.8 makes such code of two loops in a row over the same operand (docs/concepts/asynchrony.md). It runs, and what
+it computes depends on what ran before.
+"""
+
+from __future__ import annotations
+
+import re
+
+
+def undefined_reads(code: str) -> list[str]:
+    """The instructions of `nvdisasm -c` that read a uniform register which some way from the kernel's start leaves unwritten.
+
+    What runs under a predicate is taken at its word: it writes what it may write, and reads nothing.
+    """
+    lines, ways = _flow(code)
+    reads, writes = zip(*(_registers(line) for line in lines), strict=True)
+    written: list[frozenset[int] | None] = [None] * len(lines)
+    written[0] = frozenset()
+    todo = [0]
+    while todo:
+        here = todo.pop()
+        after = written[here] | writes[here]
+        if (copy := re.fullmatch(r"UMOV UR(\d+), UR(\d+)", lines[here])) and int(copy[2]) not in written[here] | {63}:
+            # half of a pair is often copied along and never used: a copy of nothing is nothing
+            after -= {int(copy[1])}
+        for there in ways[here]:
+            before = after if written[there] is None else written[there] & after
+            if before != written[there]:
+                written[there] = before
+                todo.append(there)
+    return [
+        line
+        for line, read, known in zip(lines, reads, written, strict=True)
+        if known is not None and read - known and not re.fullmatch(r"UMOV UR\d+, UR\d+", line)
+    ]
+
+
+def _flow(code: str) -> tuple[list[str], list[list[int]]]:
+    """The instructions, and where each may go on."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    targets: list[list[str]] = []
+    for text in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", text):
+            labels[label[1]] = len(lines)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);(.*)", text):
+            lines.append(instruction[1].strip())
+            targets.append(re.findall(r"\.L_x_\d+", text))
+    ways = []
+    for n, line in enumerate(lines):
+        predicate, name, operands = _parts(line)
+        jumps = name.startswith(("BRA", "BRX"))
+        ends = jumps or name.startswith(("EXIT", "RET"))
+        # a branch may also hang on a predicate among its operands
+        goes_on = not ends or predicate or re.match(r"!?U?P\d", operands)
+        ways.append([labels[t] for t in targets[n] if jumps and t in labels] + [n + 1] * bool(goes_on and n + 1 < len(lines)))
+    return lines, ways
+
+
+def _parts(line: str) -> tuple[bool, str, str]:
+    """Whether it has a predicate, its name, its operands."""
+    predicate = re.match(r"@!?U?P\w+\s+", line)
+    name, _, operands = line[predicate.end() if predicate else 0 :].partition(" ")
+    return bool(predicate), name, operands
+
+
+def _registers(line: str) -> tuple[frozenset[int], frozenset[int]]:
+    """The uniform registers that an instruction reads, and those that it writes."""
+    predicate, name, operands = _parts(line)
+    pair = ".64" in name
+    words = [word.strip() for word in operands.split(",")]
+    # predicates that it writes come first
+    first = next((n for n, word in enumerate(words) if not re.fullmatch(r"U?P\w+", word)), 0)
+    writes: frozenset[int] = frozenset()
+    uniform = name.startswith(("U", "R2UR", "S2UR", "VOTEU", "REDUX")) and not name.startswith(("UTMA", "UBLK", "USETMAXREG"))
+    if uniform and (found := re.fullmatch(r"UR(\d+)", words[first])):
+        writes = frozenset(range(int(found[1]), int(found[1]) + 1 + (pair or "WIDE" in name)))
+        del words[first]
+    if (matrix := re.search(r"gdesc\[UR(\d+)\]", operands)) and name.startswith("HGMMA"):
+        # a group of four: where the left side is, unless it lies in registers, and where the right side is
+        base = int(matrix[1]) + (0 if words[1].startswith("gdesc") else 2)
+        return frozenset() if predicate else frozenset(range(base, int(matrix[1]) + 4)), frozenset()
+    reads = {int(n) + more for word in words for n in re.findall(r"\bUR(\d+)\b", word) for more in range(1 + (pair and uniform))}
+    return frozenset() if predicate else frozenset(reads - {63}), writes
