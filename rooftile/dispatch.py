@@ -7,23 +7,25 @@ refuses is never replaced.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from types import ModuleType
 
 from rooftile.backends import eager, hopper, sdpa, tiled, triton
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.spec import Spec, decode
+from rooftile.spec import Grads, Spec, decode
 
 ORDER: tuple[ModuleType, ...] = (hopper, triton, sdpa, tiled, eager)
 BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in ORDER}
 
-# whose backward follows a backend's forward, where that is another's: o and lse mean the same to all of them
-BACKWARD: dict[str, str] = {hopper.NAME: triton.NAME}
+# who computes a backend's gradients again where its own lost to a NaN what the mask should hide
+REPAIR: dict[str, Callable[..., None]] = {hopper.NAME: triton.repair}
 
 
-def backward_of(name: str) -> ModuleType:
-    """The backend that runs the backward of what `name` ran forward."""
-    return BACKENDS[BACKWARD.get(name, name)]
+def backward_of(name: str) -> Callable[..., Grads]:
+    """The backward of what `name` ran forward."""
+    backward: Callable[..., Grads] = BACKENDS[name].backward
+    return partial(backward, repair=REPAIR[name]) if name in REPAIR else backward
 
 
 def verdicts(spec: Spec) -> dict[str, tuple[str, ...]]:
@@ -60,8 +62,7 @@ def explain(spec: Spec) -> str:
     lines = [f"problem  {spec}"]
     for name, against in reasons.items():
         if name == chosen:
-            follows = f", and {BACKWARD[name]} its backward" if spec.needs_grad and name in BACKWARD else ""
-            lines.append(f"{name:8} runs it{follows}")
+            lines.append(f"{name:8} runs it")
         else:
             lines += _reasons(name, against) or [f"{name:8} could, but {chosen} comes first"]
     return "\n".join(lines)

@@ -129,7 +129,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, back
 def _run_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: str) -> list[Tensor]:
     problem = decode(spec)
     named = named_options(problem, options)
-    grads = dispatch.backward_of(backend).backward(do, dlse, q, k, v, o, lse, named, problem)
+    grads = dispatch.backward_of(backend)(do, dlse, q, k, v, o, lse, named, problem)
     return [grad for grad in grads if grad is not None]
 
 

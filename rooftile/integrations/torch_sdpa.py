@@ -174,7 +174,7 @@ def _backward(do, q, k, v, o, lse, mask, scale, options: Options):
     plan = _plan(q, k, v, mask, scale, True, options)
     if plan is None:
         return None
-    return dispatch.backward_of(plan[0].NAME).backward(do, None, q, k, v, o, lse.contiguous(), options, plan[1])[:3]
+    return dispatch.backward_of(plan[0].NAME)(do, None, q, k, v, o, lse.contiguous(), options, plan[1])[:3]
 
 
 # dense: (B, H, T, D) in and out

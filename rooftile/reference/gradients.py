@@ -76,3 +76,12 @@ def gradients(
     dbias = dX.sum_to_size(bias.shape) if bias is not None else None
     dsinks = -(torch.exp(sinks[:, None] - pivot) * D_i).sum((0, 2)) if sinks is not None else None
     return Grads(dq, dk, dv, dbias, dsinks)
+
+
+def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """dsink_h = sum_i -exp(sink_h - L_i) D_i, from rows (B, H, T) or packed (H, total_q).
+
+    A sink is part of every row, so lse is finite.
+    """
+    rows = (torch.exp(sinks.float()[:, None] - lse) * delta).sum(-1)
+    return -(rows.sum(0) if rows.ndim == 2 else rows).to(sinks.dtype)

@@ -182,12 +182,10 @@ def noting(ran: list[str], name: str, function):
     return run
 
 
-def test_a_forward_without_a_backward_is_followed_by_anothers() -> None:
+def test_who_repairs_a_backends_gradients_runs_what_it_runs() -> None:
     spec = Spec(dtype=torch.bfloat16, dim=64, dim_v=64, scale=0.125, needs_grad=True, device="sm90")
     assert dispatch.select(spec).NAME == "hopper"
-    assert dispatch.backward_of("hopper").NAME == "triton"
-    assert "hopper   runs it, and triton its backward" in dispatch.explain(spec)
-    for name, follower in dispatch.BACKWARD.items():
-        assert not hasattr(dispatch.BACKENDS[name], "backward")
-        assert hasattr(dispatch.BACKENDS[follower], "backward")
-        assert dispatch.verdicts(spec)[follower] == (), f"{follower} refuses what {name} runs"
+    for name, repair in dispatch.REPAIR.items():
+        assert dispatch.backward_of(name).keywords == {"repair": repair}
+        owner = repair.__module__.rsplit(".", 1)[-1]
+        assert dispatch.verdicts(spec)[owner] == (), f"{owner} refuses what {name} runs"

@@ -21,9 +21,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from rooftile.backends.hopper import flash_fwd, launch
-from rooftile.backends.hopper.descriptors import _layout
-from rooftile.backends.hopper.tiles import NARROW, SHORT, THREE, TWO, WIDE, Tile
+from rooftile.backends.hopper import flash_bwd, flash_bwd_kv, flash_bwd_q, flash_fwd, launch, launch_bwd, work
+from rooftile.backends.hopper.descriptors import LINE, _layout
+from rooftile.backends.hopper.tiles import (
+    NARROW,
+    SHORT,
+    THREE,
+    TWO,
+    WIDE,
+    Tile,
+    backward_kv_tile,
+    backward_q_tile,
+    backward_tile,
+)
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.spec import Spec
 from tests.unit.undefined_registers import undefined_reads
@@ -37,11 +47,13 @@ class Configuration:
     """A kernel that we ship, as one kind of call compiles it."""
 
     dim: int
-    tile: Tile
+    tile: Tile | None  # of the forward
     mask: Mask = FULL
     layout: str = "dense"
     extras: bool = False  # softcap and sinks
     dtype: str = "bf16"
+    kernel: str = "flash_fwd"
+    add: bool = False  # flash_bwd: dq too
 
     @property
     def spec(self) -> Spec:
@@ -52,22 +64,62 @@ class Configuration:
             has_sinks=self.extras, device="sm90",
         )  # fmt: skip
 
+    @property
+    def function(self) -> Any:
+        modules = {"flash_fwd": flash_fwd, "flash_bwd": flash_bwd, "flash_bwd_kv": flash_bwd_kv, "flash_bwd_q": flash_bwd_q}
+        return getattr(modules[self.kernel], self.kernel)
 
-CONFIGURATIONS: dict[str, Configuration] = {
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The compile-time arguments, as the launchers give them."""
+        if self.tile is not None:
+            return {name: value for name, value in launch.constants(self.spec, self.tile).items() if name != "num_warps"}
+        tile = {"flash_bwd": backward_tile, "flash_bwd_kv": backward_kv_tile, "flash_bwd_q": backward_q_tile}[self.kernel]
+        found = launch_bwd._constants(self.spec) | tile(self.spec).constants
+        return found | {"ADD": self.add} if self.kernel == "flash_bwd" else found
+
+    def descriptor(self, name: str) -> str:
+        """The type of a descriptor, in Triton's words."""
+        if name in ("lse_desc", "delta_desc"):
+            return f"tensordesc<fp32[64],{LINE!r}>"
+        if name == "work_desc":
+            return f"tensordesc<fp32[{work.UNIT_ROWS.value}, {work.UNIT_COLUMNS.value}],{work.LAYOUT!r}>"
+        rows, columns = 64, self.dim
+        if self.tile is not None:
+            rows, columns = dict(zip("qkvo", launch.boxes(self.spec, self.tile), strict=True))[name[0]]
+        return f"tensordesc<{self.dtype}{[1, 1, rows, columns]},{_layout(rows, columns, self.spec.dtype)!r}>"
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask": CAUSAL},
+    "window": {"mask": CAUSAL & Window(100)},
+    "everything": {"mask": EVERYTHING, "layout": "packed", "extras": True},
+    "packed": {"layout": "packed"},
+    "packed-causal": {"mask": CAUSAL, "layout": "packed"},
+}
+FORWARD = {
     f"d{dim}-{name}{SUFFIX.get(tile, '')}": Configuration(dim, tile, **what)
     for dim, tile in ((64, NARROW), (64, SHORT), (64, THREE), (128, TWO), (256, WIDE))
-    for name, what in {
-        "full": {},
-        "causal": {"mask": CAUSAL},
-        "window": {"mask": CAUSAL & Window(100)},
-        "everything": {"mask": EVERYTHING, "layout": "packed", "extras": True},
-        "packed": {"layout": "packed"},
-        "packed-causal": {"mask": CAUSAL, "layout": "packed"},
-    }.items()
+    for name, what in CASES.items()
     # what `forward_tile` gives these to
     if tile is not THREE or (what.get("mask", FULL) in (FULL, CAUSAL) and not what.get("extras"))
     if tile is not SHORT or (what.get("mask", FULL) == CAUSAL)
 } | {"d128-fp16": Configuration(128, TWO, CAUSAL, dtype="fp16")}
+BACKWARD = {
+    f"bwd-{part}d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel=kernel, add=part == "")
+    for kernel, part, dims, names in (
+        ("flash_bwd", "", (64, 128), tuple(CASES)),
+        # in a fixed order, without dq
+        ("flash_bwd", "ordered-", (64, 128), ("full", "causal")),
+        ("flash_bwd_kv", "kv-", (256,), tuple(CASES)),
+        ("flash_bwd_q", "q-", (256,), tuple(CASES)),
+        ("flash_bwd_q", "q-", (64, 128), ("full", "causal")),
+    )
+    for dim in dims
+    for name in names
+} | {"bwd-d128-fp16": Configuration(128, None, CAUSAL, dtype="fp16", kernel="flash_bwd", add=True)}
+CONFIGURATIONS: dict[str, Configuration] = FORWARD | BACKWARD
 
 
 @dataclass(frozen=True)
@@ -85,20 +137,18 @@ class Found:
 
 
 def compiled(configuration: Configuration) -> Found:
-    kernel = flash_fwd.kernel
-    spec = configuration.spec
-    constants = {name: value for name, value in launch.constants(spec, configuration.tile).items() if name != "num_warps"}
-    boxes = dict(zip(("q_desc", "k_desc", "v_desc", "o_desc"), launch.boxes(spec, configuration.tile), strict=True))
+    kernel = configuration.function
+    constants = configuration.constants
+    words = {"lse_ptr", "sinks_ptr", "delta_ptr"}
+    numbers = {"cu_q_ptr", "cu_k_ptr", "counter_ptr", "lost_ptr"}
 
     def kind(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name in boxes:
-            rows, columns = boxes[name]
-            return f"tensordesc<{configuration.dtype}{[1, 1, rows, columns]},{_layout(rows, columns, spec.dtype)!r}>"
+        if name.endswith("_desc"):
+            return configuration.descriptor(name)
         if name.endswith("_ptr"):
-            other = {"lse_ptr": "fp32", "sinks_ptr": "fp32", "cu_q_ptr": "i32", "cu_k_ptr": "i32", "counter_ptr": "i32"}
-            return "*" + other.get(name, configuration.dtype)
+            return "*" + ("fp32" if name in words else "i32" if name in numbers else configuration.dtype)
         return "fp32" if name in ("scale", "softcap") else "i32"
 
     names = kernel.arg_names

@@ -16,7 +16,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from tests.unit.hopper_machine_code import CONFIGURATIONS, Configuration, compiled  # noqa: E402
+from tests.unit.hopper_machine_code import BACKWARD, CONFIGURATIONS, FORWARD, Configuration, compiled  # noqa: E402
 from tests.unit.undefined_registers import undefined_reads  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +37,11 @@ def found(name: str):
 def test_configuration_fits_the_chip_and_keeps_its_loops_in_registers(name: str) -> None:
     kernel = found(name)
     assert kernel.shared <= SHARED
-    # with every option at once the widest kernel has no register to spare
-    assert kernel.hot_spills <= (4 if name == "d256-everything" else 0)
-    assert kernel.stack <= STACK
+    # a word or two outside registers in the backward's loop under a mask; more with every option at once
+    everything = name.endswith("everything")
+    backward = name in BACKWARD
+    assert kernel.hot_spills <= ((48 if everything else 8) if backward else (4 if everything else 0))
+    assert kernel.stack <= (STACK + 64 if everything else STACK)
     assert kernel.products > 0, "no wgmma"
     assert kernel.undefined == 0, "ptxas reads registers that nothing wrote"
     assert not kernel.serialised, "ptxas takes the matrix products one by one (a C75xx warning)"
@@ -58,7 +60,10 @@ def test_page_says_what_the_configuration_compiles_to(name: str) -> None:
 
 @pytest.mark.skipif(not NEWEST.exists(), reason="Triton 3.9 could not be installed when this environment was made")
 def test_newest_triton_compiles_the_kernels() -> None:
-    names = ["d64-full-3", "d128-causal", "d128-everything", "d256-packed-causal"]
+    names = [
+        "d64-full-3", "d128-causal", "d128-everything", "d256-packed-causal",
+        "bwd-d64-causal", "bwd-d128-full", "bwd-kv-d256-causal", "bwd-q-d256-full",
+    ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(NEWEST), str(ROOT)))}
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.hopper_machine_code", *names],
@@ -71,7 +76,7 @@ def test_newest_triton_compiles_the_kernels() -> None:
         assert kernel["triton"].startswith("3.9.")
         assert kernel["shared"] <= SHARED
         # the tiles were chosen with Triton 3.6
-        assert kernel["hot_spills"] <= 8
+        assert kernel["hot_spills"] <= (80 if kernel["name"] in BACKWARD else 8)
         assert kernel["products"] > 0
         assert kernel["undefined"] == 0
         assert not kernel["serialised"]
@@ -99,9 +104,9 @@ def test_three_warpgroups_go_to_what_was_compiled_for_them() -> None:
     """No call takes a tile that is not on the list above."""
     from rooftile.backends.hopper.tiles import forward_tile
 
-    listed = {(c.dim, c.tile, c.mask, c.layout, c.extras) for c in CONFIGURATIONS.values()}
+    listed = {(c.dim, c.tile, c.mask, c.layout, c.extras) for c in FORWARD.values()}
     for dim in (64, 128, 256):
-        for one in CONFIGURATIONS.values():
+        for one in FORWARD.values():
             for T in (1, 1024, 100_000):
                 spec = Configuration(dim, one.tile, one.mask, one.layout, one.extras).spec
                 assert (dim, forward_tile(spec, T), one.mask, one.layout, one.extras) in listed

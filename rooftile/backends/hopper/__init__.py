@@ -7,7 +7,13 @@
     pipeline     how warp roles hand buffers to each other
     launch       outputs, descriptors and numbers, and the start
 
-The backward of what they ran is another backend's (`dispatch.BACKWARD`).
+    flash_bwd    dk and dv, and dq added up in memory, for head dims up to 128
+    flash_bwd_kv dk and dv of wider heads, by twin warpgroups
+    flash_bwd_q  dq in a fixed order: of wider heads, and where an order is asked for
+    gradients    what these share
+    row_words    what they need of each row
+    work         the sum of dq in memory
+    launch_bwd   which of them run, and their start
 
 Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
@@ -24,7 +30,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.launch import device_of
-from rooftile.spec import Options, Spec
+from rooftile.spec import Grads, Options, Spec
 
 NAME = "hopper"
 
@@ -94,3 +100,23 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
 
     return on_its_device
 
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+    spec: Spec,
+    *,
+    repair: Callable[..., None],
+) -> Grads:
+    """`repair` (see `dispatch.REPAIR`) sets right what a NaN behind the mask spoiled."""
+    from rooftile.backends.hopper import launch_bwd
+
+    with device_of(q):
+        return launch_bwd.backward(do, dlse, q, k, v, o, lse, options, spec, repair)

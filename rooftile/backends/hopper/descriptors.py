@@ -10,6 +10,9 @@ from torch import Tensor
 
 from rooftile.backends.hopper.gluon import TensorDescriptor, gl
 
+# of a line of fp32 words in shared memory
+LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -38,6 +41,11 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     b, t, h = (stride if n > 1 else 16 for n, stride in zip(shape[:3], strides[:3], strict=True))
     box = [1, 1, rows, columns]
     return TensorDescriptor(x, [shape[0], shape[2], shape[1], shape[3]], [b, h, t, 1], box, _layout(rows, columns, x.dtype))
+
+
+def line(x: Tensor, count: int) -> TensorDescriptor:
+    """A contiguous tensor as one line of elements, copied `count` at a time."""
+    return TensorDescriptor(x, [x.numel()], [1], [count], LINE)
 
 
 def template(x: Tensor, rows: int, columns: int) -> Callable[[Tensor], TensorDescriptor]:

@@ -30,7 +30,7 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from rooftile.backends.hopper.pipeline import Ring, named_barrier, ring
+from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS, Shape
 from rooftile.backends.hopper.softmax import Scoring, packed, scores, softmax, unpacked
@@ -112,16 +112,6 @@ def _issue(q, keys: Ring, values: Ring, p, acc, turn, there, MINE: gl.constexpr,
 
 
 @gluon.jit
-def _opaque(x):
-    """x, in a way that the assembler cannot tell: what follows from it is computed anew.
-
-    ptxas 12.8 keeps what two loops in a row have in common where it was computed for the first, and then runs the second
-    with nothing there when the first made no turn.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _step(
     q, keys: Ring, values: Ring, p, acc, m, l, turn, row, column, plan, scoring: Scoring,
     MINE: gl.constexpr, OTHER: gl.constexpr, shape: Shape, CHECK: gl.constexpr,
@@ -194,12 +184,12 @@ def _compute(
         if mask.LEFT or mask.CHUNK:
             clear_first = gl.maximum(mask.first_key(i_0 + (WG_ROWS - 1)) + (shape.KEYS - 1), 0) // shape.KEYS
             left = gl.maximum(gl.minimum(plan.last + 1 - clear_first, blocks), right)
-        q = queries.buffers.index(_opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
+        q = queries.buffers.index(opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
         for _ in range(right, left):
             turn += 1
             p, acc, m, l = _step(q, keys, values, p, acc, m, l, turn, row, 0, plan, scoring, MINE, OTHER, shape, False)
         if mask.LEFT or mask.CHUNK:
-            q = queries.buffers.index(_opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
+            q = queries.buffers.index(opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
             for i in range(left, blocks):
                 turn += 1
                 column = (plan.last - i) * shape.KEYS
@@ -292,7 +282,7 @@ def _store_columns(output, o, column: gl.constexpr, o_desc, o_ptr, plan, row, H,
 
 # fmt: off
 @gluon.jit(do_not_specialize=["B", "S", "tiles", "tail", "left", "right", "prefix", "chunk"])
-def kernel(
+def flash_fwd(
     q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, S, tiles, tail, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr,

@@ -4,8 +4,10 @@ Gluon is Triton's lower dialect: the program says which threads hold what, and i
 matrix products itself. Triton 3.6 is the oldest that this backend compiles with; 3.9 renamed some functions.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -28,6 +30,7 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "tma_add",
     "tma_load",
     "tma_store",
     "tma_store_wait",
@@ -39,4 +42,14 @@ __all__ = [
 tma_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
 tma_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
 tma_store_wait = tma.store_wait
+
+
+@builtin
+def _tma_add(tensor_desc, coord, src, _semantic=None):
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+# adds shared memory to memory; before 3.7 the compiler has it and the language no name for it
+tma_add = getattr(tma, "async_atomic_add", _tma_add)
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier

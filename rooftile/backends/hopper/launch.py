@@ -20,7 +20,7 @@ from rooftile.spec import Options, Sizes, Spec
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """Returns o (B, T, H, Dv) and lse (B, H, T), or packed (total_q, H, Dv) and (H, total_q)."""
-    sizes = _sizes(q, k, options)
+    sizes = sizes_of(q, k, options)
     o, lse = _outputs(q, v, sizes)
     if lse.numel() == 0:
         return o, lse
@@ -32,7 +32,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
     programs, numbers = _numbers(q.device, sizes, tile, spec)
     described = (descriptor(x, *box) for x, box in zip((q, k, v, o), boxes(spec, tile), strict=True))
     sinks, cu_q, cu_k = (lse if x is None else x for x in (options.sinks, options.cu_q, options.cu_k))
-    flash_fwd.kernel[(programs,)](
+    flash_fwd.flash_fwd[(programs,)](
         *described, q, k, v, o, lse, sinks, cu_q, cu_k, counter(q.device), *numbers, **constants(spec, tile)
     )
     return o, lse
@@ -40,12 +40,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """The forward for tensors like these and no options, with all but the outputs and the launch done beforehand."""
-    sizes = _sizes(q, k, Options())
+    sizes = sizes_of(q, k, Options())
     if not q.numel() or not k.numel() or not all(is_readable(x) for x in (q, k, v)):
         return None
     tile = forward_tile(spec, sizes.T)
     programs, numbers = _numbers(q.device, sizes, tile, spec)
-    launch = repeated(flash_fwd.kernel, programs, numbers, constants(spec, tile))
+    launch = repeated(flash_fwd.flash_fwd, programs, numbers, constants(spec, tile))
     o, _ = _outputs(q, v, sizes)
     fill_q, fill_k, fill_v, fill_o = (template(x, *box) for x, box in zip((q, k, v, o), boxes(spec, tile), strict=True))
     shape, rows, dtype, device = o.shape, (sizes.B, sizes.H, sizes.T), q.dtype, q.device
@@ -59,7 +59,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
     return run
 
 
-def _sizes(q: Tensor, k: Tensor, options: Options) -> Sizes:
+def sizes_of(q: Tensor, k: Tensor, options: Options) -> Sizes:
     if options.cu_q is not None:
         return Sizes(B=options.cu_q.shape[0] - 1, T=q.shape[0], S=k.shape[0], H=q.shape[1], Hk=k.shape[1])
     return Sizes(B=q.shape[0], T=q.shape[1], S=k.shape[1], H=q.shape[2], Hk=k.shape[2])
@@ -85,18 +85,26 @@ TAIL = 2
 
 def _numbers(device: torch.device, sizes: Sizes, tile: Tile, spec: Spec) -> tuple[int, tuple[float, ...]]:
     """How many programs run, and the kernel's numbers."""
-    packed = spec.layout == "packed"
-    heads = sizes.H if packed else sizes.B * sizes.H
-    tiles = sizes.T // tile.rows + sizes.B if packed else -(-sizes.T // tile.rows)
-    programs = min(tiles * heads, processors(device))
-    # with a full mask every tile has the same length, and there is nothing to even out
-    tail = 0 if spec.mask == FULL else min(-(-TAIL * programs // tiles), heads)
+    tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, tile.rows, sizes, device, spec)
     mask = spec.mask
     (chunk,) = mask.chunks or (0,)
     return programs, (
         sizes.B, sizes.S, tiles, tail,
         spec.scale, spec.softcap, mask.left or 0, mask.right or 0, mask.prefix or 0, chunk,
     )  # fmt: skip
+
+
+def programs_and_tail(
+    length: int, heads: int, rows: int, sizes: Sizes, device: torch.device, spec: Spec
+) -> tuple[int, int, int]:
+    """Tiles of `rows` in a head of `length` rows, how many programs share them, and how many heads are taken together last."""
+    packed = spec.layout == "packed"
+    tiles = length // rows + sizes.B if packed else -(-length // rows)
+    heads = heads if packed else sizes.B * heads
+    programs = min(tiles * heads, processors(device))
+    # with a full mask every tile has the same length, and there is nothing to even out
+    tail = 0 if spec.mask == FULL else min(-(-TAIL * programs // tiles), heads)
+    return tiles, programs, tail
 
 
 @cache

@@ -48,12 +48,12 @@ class Ring:
 
 
 @gluon.jit
-def ring(buffers, slots: gl.constexpr, readers: gl.constexpr):
-    """A ring over `slots` buffers, each given back by `readers` roles; `fence_async_shared` must follow."""
+def ring(buffers, slots: gl.constexpr, readers: gl.constexpr, fillers: gl.constexpr = 1):
+    """A ring over `slots` buffers, filled by `fillers` roles and given back by `readers`; `fence_async_shared` must follow."""
     full = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(slots):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=fillers)
         mbarrier.init(empty.index(i), count=readers)
     return Ring(buffers, full, empty, slots)
 
@@ -70,3 +70,13 @@ def named_barrier(verb: gl.constexpr, name: gl.constexpr):
     Triton takes 0 and 1, and then one a warp role.
     """
     gl.inline_asm_elementwise(_barrier_text(verb, name), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque(x):
+    """x, in a way that the assembler cannot tell: what follows from it is computed anew.
+
+    ptxas 12.8 keeps what two loops in a row have in common where it was computed for the first, and then runs the second
+    with nothing there when the first made no turn.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

@@ -11,10 +11,12 @@ sum and no word from the host; a slot past a sequence's end is skipped.
 
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier
 from rooftile.backends.hopper.pipeline import Ring
-from rooftile.backends.hopper.visibility import first_key, last_key
+from rooftile.backends.hopper.visibility import first_key, first_position, last_key, last_position
 
 # int32s of shared memory for a plan: a power of two, as every shape here
 WORDS = gl.constexpr(16)
+# what the backward pads sequences of queries to: the largest of its blocks
+PADDED = gl.constexpr(128)
 
 
 @aggregate
@@ -29,11 +31,12 @@ class Plan:
     S: gl.tensor
     row: gl.tensor  # packed: where the sequence begins among the queries and the keys
     key: gl.tensor
-    first: gl.tensor  # the blocks of keys it walks: from last down to first, both included
+    padded: gl.tensor  # packed: where it begins when each sequence's queries are padded to a multiple of 128
+    first: gl.tensor  # the blocks it walks: for queries those of keys, from last down to first, both included
     last: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, live, b, h, t, T, S, row, key, first, last):
+    def __init__(self, live, b, h, t, T, S, row, key, padded, first, last):
         self.live = live
         self.b = b
         self.h = h
@@ -42,6 +45,7 @@ class Plan:
         self.S = S
         self.row = row
         self.key = key
+        self.padded = padded
         self.first = first
         self.last = last
 
@@ -78,6 +82,14 @@ class Mask:
     def last_key(self, i, S):
         return last_key(i, S, self.right, self.prefix, self.chunk, self.RIGHT, self.PREFIX, self.CHUNK)
 
+    @gluon.jit
+    def first_position(self, j):
+        return first_position(j, self.right, self.prefix, self.chunk, self.RIGHT, self.PREFIX, self.CHUNK)
+
+    @gluon.jit
+    def last_position(self, j):
+        return last_position(j, self.left, self.chunk, self.LEFT, self.CHUNK)
+
 
 @gluon.jit
 def dense_tile(n, tiles, heads, tail):
@@ -105,6 +117,12 @@ def packed_tile(slot, cu_ptr, B, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def padded_row(i_b, row):
+    """Where sequence i_b begins if each one's queries are padded: at least where those before it end."""
+    return (row // PADDED + i_b) * PADDED
+
+
+@gluon.jit
 def make_plan(
     n, B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, ROWS: gl.constexpr, KEYS: gl.constexpr, PACKED: gl.constexpr
 ):  # fmt: skip
@@ -118,12 +136,14 @@ def make_plan(
         T = gl.load(cu_q_ptr + i_b + 1).to(gl.int32) - row
         S = gl.load(cu_k_ptr + i_b + 1).to(gl.int32) - key
         b = zero
+        padded = padded_row(i_b, row)
     else:
         i_bh, i_tile = dense_tile(n, tiles, B * H, tail)
         b = i_bh // H
         h = i_bh % H
         row = zero
         key = zero
+        padded = zero
         T = zero + T
         S = zero + S
     t = i_tile * ROWS
@@ -133,7 +153,7 @@ def make_plan(
     # a tile that sees nothing walks one block and finds nothing there
     first = gl.maximum(gl.minimum(start // KEYS, (stop - 1) // KEYS), 0)
     last = gl.maximum((stop - 1) // KEYS, first)
-    return Plan((t < T).to(gl.int32), b, h, t, T, S, row, key, first, last)
+    return Plan((t < T).to(gl.int32), b, h, t, T, S, row, key, padded, first, last)
 
 
 @gluon.jit
@@ -160,8 +180,9 @@ def publish(plans: Ring, turn, plan: Plan):
     _put(plans, turn, 5, plan.S)
     _put(plans, turn, 6, plan.row)
     _put(plans, turn, 7, plan.key)
-    _put(plans, turn, 8, plan.first)
-    _put(plans, turn, 9, plan.last)
+    _put(plans, turn, 8, plan.padded)
+    _put(plans, turn, 9, plan.first)
+    _put(plans, turn, 10, plan.last)
     mbarrier.arrive(plans.filled(turn), count=1)
 
 
@@ -180,6 +201,7 @@ def take(plans: Ring, turn):
     plan = Plan(
         _get(plans, turn, 0), _get(plans, turn, 1), _get(plans, turn, 2), _get(plans, turn, 3), _get(plans, turn, 4),
         _get(plans, turn, 5), _get(plans, turn, 6), _get(plans, turn, 7), _get(plans, turn, 8), _get(plans, turn, 9),
+        _get(plans, turn, 10),
     )  # fmt: skip
     plans.give_back(turn)
     return plan

@@ -37,20 +37,21 @@ def scores(s, row, column, plan, scoring: Scoring, shape: Shape, CHECK: gl.const
         s = scoring.capped(s)
     if CHECK:
         if shape.MASKED:
-            s = hidden(s, row, column, plan, scoring.mask, shape)
+            s = hidden(s, row, column, plan, scoring.mask)
         elif column + shape.KEYS > plan.S:
-            s = hidden(s, row, column, plan, scoring.mask, shape)
+            s = hidden(s, row, column, plan, scoring.mask)
     return s
 
 
 @gluon.jit
-def hidden(s, row, column, plan, mask: Mask, shape: Shape):
+def hidden(s, row, column, plan, mask: Mask):
     """Scores with -inf for each key that its row does not see."""
+    KEYS: gl.constexpr = s.shape[1]
     # columns as (eights, lane of four, pair): what a thread holds differs by constants, and a lane shifts its limits
-    parts = s.reshape([WG_ROWS, shape.KEYS // 8, 4, 2])
+    parts = s.reshape([WG_ROWS, KEYS // 8, 4, 2])
     layout: gl.constexpr = parts.type.layout
     i = row + plan.S - plan.T + gl.arange(0, WG_ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    eights = gl.arange(0, shape.KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    eights = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
     j = _column(eights * 8) + _pair(pair)
@@ -58,7 +59,7 @@ def hidden(s, row, column, plan, mask: Mask, shape: Shape):
     sees = j <= _row(mask.last_key(i, plan.S)) - start
     if mask.LEFT or mask.CHUNK:
         sees = sees & (j >= _row(mask.first_key(i)) - start)
-    return gl.convert_layout(gl.where(sees, parts, float("-inf")).reshape([WG_ROWS, shape.KEYS]), s.type.layout)
+    return gl.convert_layout(gl.where(sees, parts, float("-inf")).reshape([WG_ROWS, KEYS]), s.type.layout)
 
 
 @gluon.jit

@@ -30,6 +30,45 @@ class Tile(NamedTuple):
         return self._asdict()
 
 
+class BackwardTile(NamedTuple):
+    """How a program of `flash_bwd` is staffed, for 128 keys, and how far it runs ahead."""
+
+    SLOTS: int  # blocks of 64 queries
+    LATE: bool
+    COMPUTE_REGISTERS: int
+    DQ_REGISTERS: int  # of the warpgroup that multiplies dq, at D = 64
+    COPY_REGISTERS: int
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+class BackwardKeysTile(NamedTuple):
+    """`flash_bwd_kv`, for 64 keys."""
+
+    SLOTS: int
+    COMPUTE_REGISTERS: int
+    COPY_REGISTERS: int
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+class BackwardQueriesTile(NamedTuple):
+    """`flash_bwd_q`, for 128 queries."""
+
+    K_SLOTS: int  # blocks of 64 keys
+    V_SLOTS: int
+    COMPUTE_REGISTERS: int
+    COPY_REGISTERS: int
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return self._asdict()
+
+
 TWO = Tile(KEYS=128, CREW=2, Q_SLOTS=2, KV_SLOTS=2, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
 # at D = 64 there is room to run three blocks ahead, and short causal sequences waste less of smaller blocks
 NARROW = TWO._replace(KV_SLOTS=3)
@@ -51,3 +90,23 @@ def forward_tile(spec: Spec, T: int) -> Tile:
     if plain and ((spec.mask == FULL and T >= 1024) or (spec.mask == CAUSAL and T >= 8192)):
         return THREE
     return SHORT if spec.mask == CAUSAL and T <= 512 else NARROW
+
+
+def backward_tile(spec: Spec) -> BackwardTile:
+    # a softcap needs registers
+    if spec.dim > 64:
+        late = spec.softcap > 0
+        return BackwardTile(SLOTS=3, LATE=late, COMPUTE_REGISTERS=240, DQ_REGISTERS=0, COPY_REGISTERS=24)
+    # without a mask the warpgroups fall into step, and one more product to wait for keeps them out of it
+    late = spec.mask == FULL or spec.softcap > 0
+    return BackwardTile(SLOTS=2, LATE=late, COMPUTE_REGISTERS=208, DQ_REGISTERS=72, COPY_REGISTERS=24)
+
+
+def backward_kv_tile(spec: Spec) -> BackwardKeysTile:
+    return BackwardKeysTile(SLOTS=2, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+
+
+def backward_q_tile(spec: Spec) -> BackwardQueriesTile:
+    # at D = 256 the queries and the gradients of their outputs take 128 KiB
+    slots = 1 if spec.dim > 128 else 2
+    return BackwardQueriesTile(K_SLOTS=2, V_SLOTS=slots, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)

@@ -1,4 +1,4 @@
-"""Masks on the device: the interval of keys that a position sees.
+"""Masks on the device: the interval of keys that a position sees, and of positions that see a key.
 
 `rooftile.masks` in Gluon, for scalars and for vectors of positions alike. A mask's numbers are runtime integers, so a new
 window compiles nothing. Positions are on the key axis and may be negative (T > S); division truncates, hence the care
@@ -6,6 +6,9 @@ below zero.
 """
 
 from rooftile.backends.hopper.gluon import gl, gluon
+
+# beyond any position; positions and bounds stay below it, so their sums fit in int32
+FAR = gl.constexpr(1 << 29)
 
 
 @gluon.jit
@@ -30,4 +33,28 @@ def last_key(i, S, right, prefix, chunk, RIGHT: gl.constexpr, PREFIX: gl.constex
     if CHUNK:
         # a position before the first key is in no key's chunk
         high = gl.minimum(high, gl.where(i < 0, -1, i // chunk * chunk + (chunk - 1)))
+    return high
+
+
+@gluon.jit
+def first_position(j, right, prefix, chunk, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr):
+    """The first position whose `last_key` reaches key j."""
+    low = j * 0 - FAR
+    if RIGHT:
+        low = gl.maximum(low, j - right)
+    if PREFIX:
+        low = gl.maximum(low, gl.where(j < prefix, -FAR, j))
+    if CHUNK:
+        low = gl.maximum(low, j // chunk * chunk)
+    return low
+
+
+@gluon.jit
+def last_position(j, left, chunk, LEFT: gl.constexpr, CHUNK: gl.constexpr):
+    """The last position whose `first_key` does not pass key j."""
+    high = j * 0 + FAR
+    if LEFT:
+        high = gl.minimum(high, j + left)
+    if CHUNK:
+        high = gl.minimum(high, j // chunk * chunk + (chunk - 1))
     return high

@@ -94,3 +94,11 @@ def backward(
     with device_of(q):
         return _launchers()[1](do, dlse, q, k, v, o, lse, options, spec)
 
+
+def repair(
+    lost: Tensor, grads: Grads, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, options: Options, spec: Spec
+) -> None:
+    """Computes gradients once more, in place, if `lost` is not zero when the kernels run (see `flash_bwd.repair`)."""
+    from rooftile.backends.triton import flash_bwd
+
+    flash_bwd.repair(lost, grads, do, q, k, v, stats, options, spec)

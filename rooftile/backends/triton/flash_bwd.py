@@ -8,6 +8,7 @@ from torch import Tensor
 from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
 from rooftile.backends.triton.arguments import call_of, strides_of
 from rooftile.backends.triton.tiles import backward_bias_tile, backward_kv_walks, backward_q_tile
+from rooftile.reference.gradients import sinks_gradient
 from rooftile.spec import Grads, Options, Spec
 
 
@@ -30,16 +31,23 @@ def backward(
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     strides = strides_of(do)
     delta, stats = row_stats.launch(call, o, lse, do, dlse, strides)
-    dk, dv = flash_bwd_kv.launch(call, backward_kv_walks(spec), do, strides, stats)
-    dq = flash_bwd_q.launch(call, backward_q_tile(spec), do, strides, stats)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    flash_bwd_kv.launch(call, backward_kv_walks(spec), do, strides, stats, dk, dv)
+    flash_bwd_q.launch(call, backward_q_tile(spec), do, strides, stats, dq)
     dbias = flash_bwd_bias.launch(call, backward_bias_tile(spec), do, strides, stats) if spec.bias_grad else None
-    return Grads(dq, dk, dv, dbias, _sinks_gradient(options.sinks, lse, delta))
+    dsinks = None if options.sinks is None else sinks_gradient(options.sinks, lse, delta)
+    return Grads(dq, dk, dv, dbias, dsinks)
 
 
-def _sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
-    """dsink_h = sum_i -exp(sink_h - L_i) D_i. A sink is part of every row, so lse is finite."""
-    if sinks is None:
-        return None
-    weight = torch.exp(sinks.float()[:, None] - lse)  # (B, H, T) or (H, total_q)
-    rows = (weight * delta).sum(-1)
-    return -(rows.sum(0) if rows.ndim == 2 else rows).to(sinks.dtype)
+def repair(
+    lost: Tensor, grads: Grads, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, options: Options, spec: Spec
+) -> None:
+    """Computes dq, dk and dv once more if `lost`, one int32, is not zero when the kernels run.
+
+    For backends whose gradients lost what a mask should hide: the kernels here set non-finite rows aside where they must.
+    `stats` are the words of `row_stats`.
+    """
+    call = call_of(q, k, v, options, spec)
+    strides = strides_of(do)
+    flash_bwd_kv.launch(call, backward_kv_walks(spec), do, strides, stats, grads.dk, grads.dv, lost)
+    flash_bwd_q.launch(call, backward_q_tile(spec), do, strides, stats, grads.dq, lost)

@@ -22,12 +22,11 @@ is computed again with care, as in the forward.
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.triton.arguments import Call
+from rooftile.backends.triton.arguments import REPAIRERS, Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, poison, shifted, weight
@@ -123,8 +122,9 @@ def _walk(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
-def _backward_kv(
+@triton.jit
+def _tile(
+    n,
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,     # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
     q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
@@ -143,21 +143,22 @@ def _backward_kv(
     STAGES: tl.constexpr,
 ):
     # fmt: on
+    """Tile number n of keys and values."""
     HK = H // GROUP
     if PACKED:
-        slot = tl.program_id(0) // HK
-        hk = tl.program_id(0) % HK
+        slot = n // HK
+        hk = n % HK
         b, i_s = packed_tile(slot, cu_k_ptr, B, BLOCK_S)
         row_0 = tl.load(cu_q_ptr + b).to(tl.int64)
         key_0 = tl.load(cu_k_ptr + b).to(tl.int64)
         T = (tl.load(cu_q_ptr + b + 1) - row_0).to(tl.int32)
         S = (tl.load(cu_k_ptr + b + 1) - key_0).to(tl.int32)
-        if i_s * BLOCK_S >= S:
-            return
+        # a slot past the end: its keys are nobody's, and nothing is stored
+        T = tl.where(i_s * BLOCK_S < S, T, 0)
         batch = tl.cast(0, tl.int64)
         stats_ptr += row_0
     else:
-        bh, i_s = dense_tile(tl.program_id(0), tiles, B * HK, wave, False)
+        bh, i_s = dense_tile(n, tiles, B * HK, wave, False)
         b = bh // HK
         hk = bh % HK
         row_0 = b.to(tl.int64) * T
@@ -269,19 +270,65 @@ def _backward_kv(
         tl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=(j < S)[:, None] & (dv_ < DV)[None, :])
 
 
+# fmt: off
+@triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold", "total"])
+def _backward_kv(
+    lost_ptr, total,                                            # REPAIR: whether to, and how many tiles there are
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,     # tensors
+    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
+    q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
+    k_stride_b, k_stride_s, k_stride_h,
+    v_stride_b, v_stride_s, v_stride_h,
+    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
+    alibi_stride_b, alibi_stride_h,
+    do_stride_b, do_stride_t, do_stride_h,
+    B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
+    scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    NATURAL: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
+    STAGES: tl.constexpr,
+    REPAIR: tl.constexpr,
+):
+    # fmt: on
+    if REPAIR:
+        # everything once more, where another backend's gradients lost what a mask should hide; else nothing
+        stop = tl.where(tl.load(lost_ptr) != 0, total, 0)
+        for n in range(tl.program_id(0), stop, tl.num_programs(0)):
+            _tile(
+                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
+                cu_k_ptr, q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+                bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s, alibi_stride_b, alibi_stride_h, do_stride_b, do_stride_t,
+                do_stride_h, B, H, T, S, padded_T, tiles, wave, scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+                GROUP, D, DV, PACKED, LEFT, RIGHT, PREFIX, CHUNK, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF,
+                WANT_DK, WANT_DV, BLOCK_D, BLOCK_DV, BLOCK_T, BLOCK_S, STAGES,
+            )  # fmt: skip
+    else:
+        _tile(
+            tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr,
+            cu_q_ptr, cu_k_ptr, q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+            bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s, alibi_stride_b, alibi_stride_h, do_stride_b, do_stride_t,
+            do_stride_h, B, H, T, S, padded_T, tiles, wave, scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+            GROUP, D, DV, PACKED, LEFT, RIGHT, PREFIX, CHUNK, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF,
+            WANT_DK, WANT_DV, BLOCK_D, BLOCK_DV, BLOCK_T, BLOCK_S, STAGES,
+        )  # fmt: skip
+
+
 def launch(
-    call: Call, walks: tuple[Walk, ...], do: Tensor, do_strides: tuple[int, ...], stats: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns dk and dv in the shapes of k and v."""
+    call: Call, walks: tuple[Walk, ...], do: Tensor, do_strides: tuple[int, ...], stats: Tensor,
+    dk: Tensor, dv: Tensor, lost: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fills dk and dv; if `lost` is given, only where that is not zero when the kernel runs."""
     k, v = call.k, call.v
-    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     for tile, wants_dk, wants_dv in walks:
         programs, tiles = call.programs(call.S, tile.BLOCK_S, call.Hk)
         if programs:
-            _backward_kv[(programs,)](
+            _backward_kv[(programs if lost is None else min(programs, REPAIRERS),)](
+                stats if lost is None else lost, programs,
                 call.q, k, v, do, stats, dk, dv, *call.option_tensors, *call.strides, *do_strides,
                 call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave // call.spec.group, *call.numbers,
                 **call.constants, HALF=call.half, WANT_DK=wants_dk, WANT_DV=wants_dv, **tile.constants,
+                REPAIR=lost is not None,
             )  # fmt: skip
-    return dk, dv

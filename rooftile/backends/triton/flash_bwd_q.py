@@ -14,12 +14,11 @@ result holds a NaN is computed again with non-finite keys stripped.
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.triton.arguments import Call
+from rooftile.backends.triton.arguments import REPAIRERS, Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, shifted, weight
@@ -90,8 +89,9 @@ def _walk(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
-def _backward_q(
+@triton.jit
+def _tile(
+    n,
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr,             # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
     q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
@@ -110,16 +110,17 @@ def _backward_q(
     STAGES: tl.constexpr,
 ):
     # fmt: on
+    """Tile number n of queries."""
     if PACKED:
-        slot = tl.program_id(0) // H
-        h = tl.program_id(0) % H
+        slot = n // H
+        h = n % H
         b, i_t = packed_tile(slot, cu_q_ptr, B, BLOCK_T)
         row_0 = tl.load(cu_q_ptr + b).to(tl.int64)
         key_0 = tl.load(cu_k_ptr + b).to(tl.int64)
         T = (tl.load(cu_q_ptr + b + 1) - row_0).to(tl.int32)
         S = (tl.load(cu_k_ptr + b + 1) - key_0).to(tl.int32)
-        if i_t * BLOCK_T >= T:
-            return
+        # a slot past the end: its queries are nobody's, and nothing is stored
+        S = tl.where(i_t * BLOCK_T < T, S, 0)
         q_ptr += row_0 * q_stride_t
         k_ptr += key_0 * k_stride_s
         v_ptr += key_0 * v_stride_s
@@ -127,7 +128,7 @@ def _backward_q(
         stats_ptr += h.to(tl.int64) * padded_T + row_0
         bias_ptr += row_0 * bias_stride_t
     else:
-        bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, wave, RIGHT or PREFIX)
+        bh, i_t = dense_tile(n, tiles, B * H, wave, RIGHT or PREFIX)
         b = bh // H
         h = bh % H
         row_0 = b.to(tl.int64) * T
@@ -201,15 +202,63 @@ def _backward_q(
     tl.store(dq_tile, (dq if HALF else dq * scale).to(dq_ptr.dtype.element_ty), mask=there[:, None] & (d < D)[None, :])
 
 
-def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stats: Tensor) -> Tensor:
-    """Returns dq in the shape of q."""
+# fmt: off
+@triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold", "total"])
+def _backward_q(
+    lost_ptr, total,                                            # REPAIR: whether to, and how many tiles there are
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr,             # tensors
+    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
+    q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
+    k_stride_b, k_stride_s, k_stride_h,
+    v_stride_b, v_stride_s, v_stride_h,
+    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
+    alibi_stride_b, alibi_stride_h,
+    do_stride_b, do_stride_t, do_stride_h,
+    B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
+    scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
+    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    NATURAL: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
+    STAGES: tl.constexpr,
+    REPAIR: tl.constexpr,
+):
+    # fmt: on
+    if REPAIR:
+        # everything once more, where another backend's gradients lost what a mask should hide; else nothing
+        stop = tl.where(tl.load(lost_ptr) != 0, total, 0)
+        for n in range(tl.program_id(0), stop, tl.num_programs(0)):
+            _tile(
+                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
+                q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+                bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s, alibi_stride_b, alibi_stride_h, do_stride_b, do_stride_t,
+                do_stride_h, B, H, T, S, padded_T, tiles, wave, scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+                GROUP, D, DV, PACKED, LEFT, RIGHT, PREFIX, CHUNK, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF,
+                BLOCK_D, BLOCK_DV, BLOCK_T, BLOCK_S, STAGES,
+            )  # fmt: skip
+    else:
+        _tile(
+            tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr,
+            cu_q_ptr, cu_k_ptr,
+            q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+            bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s, alibi_stride_b, alibi_stride_h, do_stride_b, do_stride_t,
+            do_stride_h, B, H, T, S, padded_T, tiles, wave, scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+            GROUP, D, DV, PACKED, LEFT, RIGHT, PREFIX, CHUNK, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF,
+            BLOCK_D, BLOCK_DV, BLOCK_T, BLOCK_S, STAGES,
+        )  # fmt: skip
+
+
+def launch(
+    call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stats: Tensor, dq: Tensor, lost: Tensor | None = None
+) -> None:
+    """Fills dq; if `lost` is given, only where that is not zero when the kernel runs."""
     q = call.q
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
     if programs:
-        _backward_q[(programs,)](
+        _backward_q[(programs if lost is None else min(programs, REPAIRERS),)](
+            stats if lost is None else lost, programs,
             q, call.k, call.v, do, stats, dq, *call.option_tensors, *call.strides, *do_strides,
             call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave, *call.numbers,
-            **call.constants, HALF=call.half, **tile.constants,
+            **call.constants, HALF=call.half, **tile.constants, REPAIR=lost is not None,
         )  # fmt: skip
-    return dq

@@ -1,0 +1,274 @@
+"""The backward for keys and values of wide heads on Hopper: dk and dv.
+
+At D = 256 a warpgroup's registers hold one accumulator of 64 rows and no second one. So two warpgroups are twins: they share
+a tile of 64 keys and walk the same blocks of queries, one sums dv, the other dk, and half of the work is each one's alone:
+
+    load     one warp: draws the next tile of keys, has its keys and values copied in, then the queries and the gradients
+             of the output that they meet, block by block
+    values   S^T = K Q^T,  P = exp(scale S - L),  dV += P^T dO     and hands P^T to its twin
+    keys     dP^T = V dO^T,  dS = P (dP - D),     dK += dS^T Q
+
+A twin issues its next scores before its last product, so its softmax runs while that is multiplied, and under the products
+of the other one besides. dq is left to `flash_bwd_q`: that costs two products more than adding it up here, but a tile's part
+of dq in fp32 is as many bytes as all else that crosses shared memory, which is what such a tile is bound by. Every sum has
+one owner and one order, so two runs agree bit for bit.
+"""
+
+from rooftile.backends.hopper.gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from rooftile.backends.hopper.gradients import (
+    BLOCK,
+    Backward,
+    capped_again,
+    clear_queries,
+    exchanged,
+    head_of_walk,
+    hidden_queries,
+    in_walk,
+    load_rows_and_words,
+    make_plan_of_keys,
+    note_nan,
+    received,
+    score_gradients,
+    store_rows,
+    wait_for_store,
+)
+from rooftile.backends.hopper.pipeline import Ring, ring
+from rooftile.backends.hopper.schedule import WORDS, Mask, publish, publish_end, take
+from rooftile.backends.hopper.shape import LOG2E
+from rooftile.backends.hopper.softmax import Scoring, packed, unpacked
+
+
+@gluon.jit
+def _load(
+    plans: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, mask: Mask,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+    B, T, S, padded_T, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape: Backward,
+):  # fmt: skip
+    """The role that draws tiles and has them copied in (see the forward's)."""
+    Hk = k_desc.shape[1].to(gl.int32)
+    H = Hk * shape.GROUP
+    total = tiles * (Hk if shape.PACKED else B * Hk)
+    programs = gl.num_programs(0)
+    n = gl.program_id(0)
+    tile = 0
+    turn = 0
+    while n < total:
+        plan = make_plan_of_keys(n, B, Hk, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, BLOCK, shape.PACKED)
+        if plan.live != 0:
+            publish(plans, tile, plan)
+            blocks = plan.last - plan.first + 1
+            walk = blocks * shape.GROUP
+            for i in range(walk):
+                h = plan.h * shape.GROUP + head_of_walk(i, blocks, shape)
+                t = (plan.first + in_walk(i, blocks, shape)) * BLOCK
+                word = (plan.b * H + h) * padded_T + plan.padded + t
+                if i == 0:
+                    keys.wait_empty(tile)
+                    mbarrier.expect(keys.filled(tile), k_desc.block_type.nbytes)
+                    tma_load(k_desc, [plan.b, plan.h, plan.key + plan.t, 0], keys.filled(tile), keys.buffer(tile))
+                load_rows_and_words(queries, lses, turn, q_desc, lse_desc, plan.b, h, plan.row + t, word)
+                if i == 0:
+                    values.wait_empty(tile)
+                    mbarrier.expect(values.filled(tile), v_desc.block_type.nbytes)
+                    tma_load(v_desc, [plan.b, plan.h, plan.key + plan.t, 0], values.filled(tile), values.buffer(tile))
+                load_rows_and_words(grads, deltas, turn, do_desc, delta_desc, plan.b, h, plan.row + t, word)
+                turn += 1
+            tile += 1
+        n = gl.atomic_add(counter_ptr, 1) + programs
+    publish_end(plans, tile)
+    finished = gl.atomic_add(counter_ptr + 1, 1)
+    gl.store(counter_ptr, 0, mask=finished == programs - 1)
+    gl.store(counter_ptr + 1, 0, mask=finished == programs - 1)
+
+
+@gluon.jit
+def _products(a: gl.shared_memory_descriptor, rows: Ring, turn, shape: Backward):
+    """Issues a tile's 64 rows times a block's 64, over the head dim."""
+    none = gl.zeros([64, 64], gl.float32, shape.s_layout)
+    block = rows.buffer(turn).reshape([64, shape.D]).permute((1, 0))
+    return warpgroup_mma(a, block, none, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weights(s, lses, turn, i, blocks, plan, low, high, weights: Ring, scoring: Scoring, shape: Backward):
+    """A block's weights, for this warpgroup in 16 bits and for its twin."""
+    if shape.SOFTCAP:
+        s = scoring.capped(s)
+    t = (plan.first + in_walk(i, blocks, shape)) * BLOCK
+    if (t < low) | (t + (BLOCK - 1) > high):
+        s = hidden_queries(s, plan.t, t, plan, scoring.mask)
+    lse = lses.load(gl.SliceLayout(0, shape.s_layout))
+    p = gl.exp2(s * scoring.factor - gl.expand_dims(lse, 0))
+    weights.wait_empty(turn)
+    weights.buffer(turn).store(exchanged(p))
+    mbarrier.arrive(weights.filled(turn), count=1)
+    return p
+
+
+@gluon.jit
+def _values(
+    plans: Ring, keys: Ring, queries: Ring, grads: Ring, weights: Ring, lses, dv_desc, dv_ptr, lost_ptr,
+    scoring: Scoring, shape: Backward,
+):  # fmt: skip
+    """The role that sums dv."""
+    dtype: gl.constexpr = keys.buffers.dtype
+    tile = 0
+    turn = 0
+    plan = take(plans, 0)
+    Hk = dv_desc.shape[1].to(gl.int32)
+    while plan.live != 0:
+        blocks = plan.last - plan.first + 1
+        walk = blocks * shape.GROUP
+        low, high = clear_queries(plan, plan.t, BLOCK, scoring.mask)
+        keys.wait_full(tile)
+        k = keys.buffer(tile).reshape([64, shape.D])
+        queries.wait_full(turn)
+        s = _products(k, queries, turn, shape)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        queries.give_back(turn)
+        weight = _weights(s, lses.index(turn % queries.slots), turn, 0, blocks, plan, low, high, weights, scoring, shape)
+        p = packed(weight, dtype)
+        dv = gl.zeros([64, shape.D], gl.float32, shape.acc_layout)
+        for i in range(1, walk):
+            turn += 1
+            queries.wait_full(turn)
+            s = _products(k, queries, turn, shape)
+            grads.wait_full(turn - 1)
+            dv = warpgroup_mma(
+                unpacked(p, dtype, shape.a_layout), grads.buffer(turn - 1).reshape([64, shape.D]), dv, is_async=True
+            )
+            s = warpgroup_mma_wait(1, deps=(s,))
+            queries.give_back(turn)
+            weight = _weights(s, lses.index(turn % queries.slots), turn, i, blocks, plan, low, high, weights, scoring, shape)
+            dv = warpgroup_mma_wait(0, deps=(dv,))
+            grads.give_back(turn - 1)
+            p = packed(weight, dtype)
+        grads.wait_full(turn)
+        dv = warpgroup_mma(
+            unpacked(p, dtype, shape.a_layout), grads.buffer(turn).reshape([64, shape.D]), dv, is_async=True
+        )
+        dv = warpgroup_mma_wait(0, deps=(dv,))
+        grads.give_back(turn)
+        note_nan(lost_ptr, dv, shape)
+        # nobody else reads the keys
+        store_rows(keys.buffer(tile), dv.to(dtype), dv_desc, dv_ptr, plan, Hk, plan.t, plan.key, plan.S, shape)
+        wait_for_store()
+        keys.give_back(tile)
+        tile += 1
+        turn += 1
+        plan = take(plans, tile)
+
+
+@gluon.jit
+def _keys(
+    plans: Ring, values: Ring, queries: Ring, grads: Ring, weights: Ring, lses, deltas, dk_desc, dk_ptr, lost_ptr,
+    scoring: Scoring, shape: Backward,
+):  # fmt: skip
+    """The role that sums dk."""
+    dtype: gl.constexpr = values.buffers.dtype
+    tile = 0
+    turn = 0
+    plan = take(plans, 0)
+    Hk = dk_desc.shape[1].to(gl.int32)
+    while plan.live != 0:
+        walk = (plan.last - plan.first + 1) * shape.GROUP
+        values.wait_full(tile)
+        v = values.buffer(tile).reshape([64, shape.D])
+        grads.wait_full(turn)
+        dp = _products(v, grads, turn, shape)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        ds = packed(_score_gradients(dp, lses, deltas, queries, grads, weights, turn, scoring, shape), dtype)
+        dk = gl.zeros([64, shape.D], gl.float32, shape.acc_layout)
+        for _ in range(1, walk):
+            turn += 1
+            # first the product that gives queries back: they are the next to be filled, and their copy takes a while
+            queries.wait_full(turn - 1)
+            dk = warpgroup_mma(
+                unpacked(ds, dtype, shape.a_layout), queries.buffer(turn - 1).reshape([64, shape.D]), dk, is_async=True
+            )
+            grads.wait_full(turn)
+            dp = _products(v, grads, turn, shape)
+            dk = warpgroup_mma_wait(1, deps=(dk,))
+            queries.give_back(turn - 1)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            gradient = _score_gradients(dp, lses, deltas, queries, grads, weights, turn, scoring, shape)
+            ds = packed(gradient, dtype)
+        queries.wait_full(turn)
+        dk = warpgroup_mma(
+            unpacked(ds, dtype, shape.a_layout), queries.buffer(turn).reshape([64, shape.D]), dk, is_async=True
+        )
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        queries.give_back(turn)
+        if not shape.HALF:
+            dk = dk * scoring.scale
+        note_nan(lost_ptr, dk, shape)
+        # nobody else reads the values
+        store_rows(values.buffer(tile), dk.to(dtype), dk_desc, dk_ptr, plan, Hk, plan.t, plan.key, plan.S, shape)
+        wait_for_store()
+        values.give_back(tile)
+        tile += 1
+        turn += 1
+        plan = take(plans, tile)
+
+
+@gluon.jit
+def _score_gradients(dp, lses, deltas, queries, grads: Ring, weights: Ring, turn, scoring: Scoring, shape: Backward):
+    delta = deltas.index(turn % grads.slots).load(gl.SliceLayout(0, shape.s_layout))
+    grads.give_back(turn)
+    weights.wait_full(turn)
+    p = received(weights.buffer(turn).load(gl.BlockedLayout([4], [32], [4], [0])), shape.s_layout)
+    weights.give_back(turn)
+    if shape.SOFTCAP:
+        queries.wait_full(turn)
+    s = capped_again(p, lses, turn, queries.slots, shape)
+    return score_gradients(p, dp, gl.expand_dims(delta, 0), s, scoring, shape)
+
+
+# fmt: off
+@gluon.jit(do_not_specialize=["B", "T", "S", "padded_T", "tiles", "tail", "left", "right", "prefix", "chunk"])
+def flash_bwd_kv(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc,
+    dk_ptr, dv_ptr, lost_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
+    B, T, S, padded_T, tiles, tail, scale, softcap, left, right, prefix, chunk,
+    GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
+    SOFTCAP: gl.constexpr, HALF: gl.constexpr,
+    SLOTS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    shape = Backward(GROUP, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF)
+    mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    keys = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK, D], k_desc.layout), 1, 1)
+    values = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK, D], v_desc.layout), 1, 1)
+    queries = ring(gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK, D], q_desc.layout), SLOTS, 2)
+    grads = ring(gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK, D], do_desc.layout), SLOTS, 2)
+    weights = ring(gl.allocate_shared_memory(gl.int32, [2, 2048], words), 2, 1)
+    lses = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK], lse_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK], delta_desc.layout)
+    plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, 2)
+    fence_async_shared()
+    factor = scale * LOG2E
+    if SOFTCAP:
+        factor = scale * 0.0 + 1.0
+    scoring = Scoring(mask, scale, softcap, factor)
+    gl.warp_specialize(
+        [
+            (_values, (plans, keys, queries, grads, weights, lses, dv_desc, dv_ptr, lost_ptr, scoring, shape)),
+            (_keys, (plans, values, queries, grads, weights, lses, deltas, dk_desc, dk_ptr, lost_ptr, scoring, shape)),
+            (_load, (
+                plans, keys, values, queries, grads, lses, deltas, mask,
+                q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+                B, T, S, padded_T, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape,
+            )),
+        ],
+        [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS],
+    )

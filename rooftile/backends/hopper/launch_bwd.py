@@ -1,0 +1,152 @@
+"""Starts the backward: which kernels a problem needs, their outputs, descriptors and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile.backends.hopper import flash_bwd, flash_bwd_kv, flash_bwd_q, work
+from rooftile.backends.hopper.counters import counter
+from rooftile.backends.hopper.descriptors import descriptor, line, readable
+from rooftile.backends.hopper.launch import programs_and_tail, sizes_of
+from rooftile.backends.hopper.row_words import Words, row_words
+from rooftile.backends.hopper.tiles import WARPGROUP, backward_kv_tile, backward_q_tile, backward_tile
+from rooftile.masks import FULL
+from rooftile.reference.gradients import sinks_gradient
+from rooftile.spec import Grads, Options, Sizes, Spec
+
+
+class _Call(NamedTuple):
+    """What every kernel here takes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    words: Words
+    cu_q: Tensor
+    cu_k: Tensor
+    sizes: Sizes
+    spec: Spec
+
+    @property
+    def lost(self) -> Tensor:
+        """Where a NaN is noted; any tensor if none is."""
+        return self.words.lse if self.words.lost is None else self.words.lost
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+    spec: Spec,
+    repair: Callable[..., None],
+) -> Grads:
+    """Gradients in the shapes of q, k and v, and of the sinks.
+
+    Head dims above 128, and whoever asks for an order of every sum, get two kernels of seven products in all, and dq is
+    `flash_bwd_q`'s; the others one of five that adds dq up in memory. Where a mask, or another sequence, may hide a NaN that
+    came through all the same, `repair` is told where one would be noted, and computes everything again if it was.
+    """
+    sizes = sizes_of(q, k, options)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if lse.numel() == 0:
+        dsinks = None if options.sinks is None else torch.zeros_like(options.sinks)
+        return Grads(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+    q, k, v, o = readable(q), readable(k), readable(v), readable(o)
+    care = spec.mask != FULL or spec.layout == "packed"
+    words = row_words(o, None if do is None else readable(do), lse, dlse, options.cu_q, care=care, sinks=spec.has_sinks)
+    dsinks = None if words.rows is None else sinks_gradient(options.sinks, lse, words.rows)
+    if sizes.S == 0:
+        return Grads(dq.zero_(), dk, dv, None, dsinks)
+    do = torch.zeros_like(o) if do is None else readable(do)
+    cu_q, cu_k = (lse if x is None else x for x in (options.cu_q, options.cu_k))
+    call = _Call(q, k, v, do, words, cu_q, cu_k, sizes, spec)
+    if spec.dim > 128:
+        _keys(dk, dv, call)
+        _queries(dq, call)
+    elif spec.deterministic:
+        _together(dk, dv, None, call)
+        _queries(dq, call)
+    else:
+        sum_of_dq = work.zeros(words.lse.numel(), spec.dim, q.device)
+        _together(dk, dv, sum_of_dq, call)
+        scale = 1.0 if spec.dtype == torch.float16 else spec.scale
+        work.finish(sum_of_dq, dq, words.lost, options.cu_q, words.padded_T, scale)
+    grads = Grads(dq, dk, dv, None, dsinks)
+    if words.lost is not None:
+        repair(words.lost, grads, do, q, k, v, words.stats, options, spec)
+    return grads
+
+
+def _together(dk: Tensor, dv: Tensor, sum_of_dq: Tensor | None, call: _Call) -> None:
+    """dk and dv, and dq added up if there is a sum."""
+    spec, sizes, words = call.spec, call.sizes, call.words
+    tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk, 2 * WARPGROUP, sizes, call.q.device, spec)
+    flash_bwd.flash_bwd[(programs,)](
+        *(_rows(x) for x in (call.q, call.k, call.v, call.do)), line(words.lse, WARPGROUP), line(words.delta, WARPGROUP),
+        work.descriptor(words.lse.new_empty(work.UNIT_ROWS.value, work.UNIT_COLUMNS.value) if sum_of_dq is None else sum_of_dq),
+        _rows(dk), _rows(dv), dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device),
+        sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *_numbers(spec), **_constants(spec),
+        **backward_tile(spec).constants, ADD=sum_of_dq is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def _keys(dk: Tensor, dv: Tensor, call: _Call) -> None:
+    spec, sizes, words = call.spec, call.sizes, call.words
+    tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk, WARPGROUP, sizes, call.q.device, spec)
+    flash_bwd_kv.flash_bwd_kv[(programs,)](
+        *(_rows(x) for x in (call.q, call.k, call.v, call.do)), line(words.lse, WARPGROUP), line(words.delta, WARPGROUP),
+        _rows(dk), _rows(dv), dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device),
+        sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *_numbers(spec), **_constants(spec),
+        **backward_kv_tile(spec).constants, num_warps=4,
+    )  # fmt: skip
+
+
+def _queries(dq: Tensor, call: _Call) -> None:
+    spec, sizes, words = call.spec, call.sizes, call.words
+    tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, 2 * WARPGROUP, sizes, call.q.device, spec)
+    flash_bwd_q.flash_bwd_q[(programs,)](
+        *(_rows(x) for x in (call.q, call.k, call.v, call.do, dq)), dq, call.lost, words.lse, words.delta,
+        call.cu_q, call.cu_k, counter(call.q.device),
+        sizes.B, sizes.S, words.padded_T, tiles, tail, *_numbers(spec), **_constants(spec),
+        **backward_q_tile(spec).constants, num_warps=4,
+    )  # fmt: skip
+
+
+def _rows(x: Tensor) -> Any:
+    """64 rows of a head, as every kernel here copies them."""
+    return descriptor(x, WARPGROUP, x.shape[-1])
+
+
+@cache
+def _numbers(spec: Spec) -> tuple[float, ...]:
+    mask = spec.mask
+    (chunk,) = mask.chunks or (0,)
+    return spec.scale, spec.softcap, mask.left or 0, mask.right or 0, mask.prefix or 0, chunk
+
+
+@cache
+def _constants(spec: Spec) -> dict[str, Any]:
+    mask = spec.mask
+    return {
+        "GROUP": spec.group,
+        "D": spec.dim,
+        "PACKED": spec.layout == "packed",
+        "LEFT": mask.left is not None,
+        "RIGHT": mask.right is not None,
+        "PREFIX": mask.prefix is not None,
+        "CHUNK": bool(mask.chunks),
+        "SOFTCAP": spec.softcap > 0,
+        "HALF": spec.dtype == torch.float16,
+    }
