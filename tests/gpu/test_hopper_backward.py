@@ -163,7 +163,9 @@ def test_gradients_that_the_copy_engine_cannot_read_are_copied() -> None:
     assert all(torch.equal(x, y) for x, y in zip(gradients(q, k, v, CAUSAL, odd, deterministic=True), due, strict=True))
     one = randn(1, 1, 1, 64).expand(2, 130, 2, 64)
     for x, y in zip(
-        gradients(q, k, v, CAUSAL, one, deterministic=True), gradients(q, k, v, CAUSAL, one.clone(), deterministic=True), strict=True
+        gradients(q, k, v, CAUSAL, one, deterministic=True),
+        gradients(q, k, v, CAUSAL, one.clone(), deterministic=True),
+        strict=True,
     ):
         assert torch.equal(x, y)
 
