@@ -28,7 +28,7 @@ TOKENS, DENSE, ROUNDS = 16384, 8192, 3
 
 
 def packed_lengths(seed: int) -> list[int]:
-    draw = random.Random(seed)  # noqa: S311 - lengths, not secrets
+    draw = random.Random(seed)
     lengths: list[int] = []
     while sum(lengths) < TOKENS:
         lengths.append(min(draw.randint(64, 8192), TOKENS - sum(lengths)))

@@ -33,11 +33,10 @@ from rooftile.backends.hopper.gradients import (
     Backward,
     capped_again,
     clear_queries,
-    head_of_walk,
     hidden_queries,
-    in_walk,
     load_rows_and_words,
     make_plan_of_keys,
+    next_block,
     note_nan,
     score_gradients,
     store_rows,
@@ -62,7 +61,7 @@ def _load(
     B, T, S, padded_T, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape: Backward,
 ):  # fmt: skip
     """The role that draws tiles and has them copied in (see the forward's)."""
-    Hk = k_desc.shape[1].to(gl.int32)
+    Hk = k_desc.shape[1].to(gl.int32) * shape.PARTS
     H = Hk * shape.GROUP
     total = tiles * (Hk if shape.PACKED else B * Hk)
     programs = gl.num_programs(0)
@@ -75,17 +74,19 @@ def _load(
             publish(plans, tile, plan)
             blocks = plan.last - plan.first + 1
             walk = blocks * shape.GROUP
+            h = plan.h * shape.GROUP
+            block = plan.first
             for i in range(walk):
-                h = plan.h * shape.GROUP + head_of_walk(i, blocks, shape)
-                t = (plan.first + in_walk(i, blocks, shape)) * BLOCK
+                t = block * BLOCK
                 word = (plan.b * H + h) * padded_T + plan.padded + t
                 if i == 0:
-                    _load_rows_of_crew(keys, tile, k_desc, plan)
+                    _load_rows_of_crew(keys, tile, k_desc, plan, shape)
                 load_rows_and_words(queries, lses, turn, q_desc, lse_desc, plan.b, h, plan.row + t, word)
                 if i == 0:
-                    _load_rows_of_crew(values, tile, v_desc, plan)
+                    _load_rows_of_crew(values, tile, v_desc, plan, shape)
                 load_rows_and_words(grads, deltas, turn, do_desc, delta_desc, plan.b, h, plan.row + t, word)
                 turn += 1
+                h, block = next_block(h, block, plan, shape)
             tile += 1
         n = gl.atomic_add(counter_ptr, 1) + programs
     publish_end(plans, tile)
@@ -95,13 +96,13 @@ def _load(
 
 
 @gluon.jit
-def _load_rows_of_crew(rows: Ring, tile, desc, plan):
+def _load_rows_of_crew(rows: Ring, tile, desc, plan, shape: Backward):
     """A tile's keys or values, 64 for each warpgroup."""
     rows.wait_empty(tile)
     mbarrier.expect(rows.filled(tile), CREW * desc.block_type.nbytes)
     for i in gl.static_range(CREW):
         tma_load(
-            desc, [plan.b, plan.h, plan.key + plan.t + i * WG_ROWS, 0], rows.filled(tile), rows.buffers.index(i)
+            desc, [plan.b, plan.h // shape.PARTS, plan.key + plan.t + i * WG_ROWS, 0], rows.filled(tile), rows.buffers.index(i)
         )  # fmt: skip
 
 
@@ -114,10 +115,11 @@ def _add(plans: Ring, staged: Ring, work_desc, H, padded_T, shape: Backward):
     plan = take(plans, 0)
     while plan.live != 0:
         blocks = plan.last - plan.first + 1
-        for i in range(blocks * shape.GROUP):
-            h = plan.h * shape.GROUP + head_of_walk(i, blocks, shape)
+        h = plan.h * shape.GROUP
+        block = plan.first
+        for _ in range(blocks * shape.GROUP):
             row = (plan.b * H + h) * padded_T + plan.padded
-            unit = UNITS * (row // BLOCK + plan.first + in_walk(i, blocks, shape))
+            unit = UNITS * (row // BLOCK + block)
             for c in gl.static_range(UNITS):
                 staged.wait_full(turn)
                 tma_add(work_desc, [(unit + c) * UNIT_ROWS, 0], staged.buffer(turn))
@@ -126,6 +128,7 @@ def _add(plans: Ring, staged: Ring, work_desc, H, padded_T, shape: Backward):
                 if turn > 0:
                     staged.give_back(turn - 1)
                 turn += 1
+            h, block = next_block(h, block, plan, shape)
         tile += 1
         plan = take(plans, tile)
     tma_store_wait(0)
@@ -273,13 +276,14 @@ def _compute(
             low, high, scoring, WG, True, shape,
         )  # fmt: skip
         turn += 1
-        for i in range(1, blocks * shape.GROUP):
-            t = (plan.first + in_walk(i, blocks, shape)) * BLOCK
+        h, block = next_block(plan.h, plan.first, plan, shape)
+        for _ in range(1, blocks * shape.GROUP):
             dk, dv = _step(
-                dk, dv, keys, values, k, v, queries, grads, lses, deltas, parts, staged, turn, t, plan,
+                dk, dv, keys, values, k, v, queries, grads, lses, deltas, parts, staged, turn, block * BLOCK, plan,
                 low, high, scoring, WG, False, shape,
             )  # fmt: skip
             turn += 1
+            h, block = next_block(h, block, plan, shape)
         if shape.ADD and not shape.SPARE:
             dq = _issue_dq(keys, parts, turn - 1, WG * UNIT, shape)
             _finish_dq(dq, staged, (turn - 1) * CREW + WG)
@@ -306,14 +310,14 @@ def flash_bwd(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, work_desc, dk_desc, dv_desc,
     dk_ptr, dv_ptr, lost_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, T, S, padded_T, tiles, tail, scale, softcap, left, right, prefix, chunk,
-    GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr,
     SLOTS: gl.constexpr, LATE: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Backward(GROUP, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF, ADD, LATE)
+    shape = Backward(GROUP, PARTS, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF, ADD, LATE)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ROLE: gl.constexpr = ADD and shape.SPARE

@@ -29,11 +29,10 @@ from rooftile.backends.hopper.gradients import (
     capped_again,
     clear_queries,
     exchanged,
-    head_of_walk,
     hidden_queries,
-    in_walk,
     load_rows_and_words,
     make_plan_of_keys,
+    next_block,
     note_nan,
     received,
     score_gradients,
@@ -53,7 +52,7 @@ def _load(
     B, T, S, padded_T, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape: Backward,
 ):  # fmt: skip
     """The role that draws tiles and has them copied in (see the forward's)."""
-    Hk = k_desc.shape[1].to(gl.int32)
+    Hk = k_desc.shape[1].to(gl.int32) * shape.PARTS
     H = Hk * shape.GROUP
     total = tiles * (Hk if shape.PACKED else B * Hk)
     programs = gl.num_programs(0)
@@ -66,21 +65,23 @@ def _load(
             publish(plans, tile, plan)
             blocks = plan.last - plan.first + 1
             walk = blocks * shape.GROUP
+            h = plan.h * shape.GROUP
+            block = plan.first
             for i in range(walk):
-                h = plan.h * shape.GROUP + head_of_walk(i, blocks, shape)
-                t = (plan.first + in_walk(i, blocks, shape)) * BLOCK
+                t = block * BLOCK
                 word = (plan.b * H + h) * padded_T + plan.padded + t
                 if i == 0:
                     keys.wait_empty(tile)
                     mbarrier.expect(keys.filled(tile), k_desc.block_type.nbytes)
-                    tma_load(k_desc, [plan.b, plan.h, plan.key + plan.t, 0], keys.filled(tile), keys.buffer(tile))
+                    tma_load(k_desc, [plan.b, plan.h // shape.PARTS, plan.key + plan.t, 0], keys.filled(tile), keys.buffer(tile))
                 load_rows_and_words(queries, lses, turn, q_desc, lse_desc, plan.b, h, plan.row + t, word)
                 if i == 0:
                     values.wait_empty(tile)
                     mbarrier.expect(values.filled(tile), v_desc.block_type.nbytes)
-                    tma_load(v_desc, [plan.b, plan.h, plan.key + plan.t, 0], values.filled(tile), values.buffer(tile))
+                    tma_load(v_desc, [plan.b, plan.h // shape.PARTS, plan.key + plan.t, 0], values.filled(tile), values.buffer(tile))
                 load_rows_and_words(grads, deltas, turn, do_desc, delta_desc, plan.b, h, plan.row + t, word)
                 turn += 1
+                h, block = next_block(h, block, plan, shape)
             tile += 1
         n = gl.atomic_add(counter_ptr, 1) + programs
     publish_end(plans, tile)
@@ -98,11 +99,11 @@ def _products(a: gl.shared_memory_descriptor, rows: Ring, turn, shape: Backward)
 
 
 @gluon.jit
-def _weights(s, lses, turn, i, blocks, plan, low, high, weights: Ring, scoring: Scoring, shape: Backward):
+def _weights(s, lses, turn, block, plan, low, high, weights: Ring, scoring: Scoring, shape: Backward):
     """A block's weights, for this warpgroup in 16 bits and for its twin."""
     if shape.SOFTCAP:
         s = scoring.capped(s)
-    t = (plan.first + in_walk(i, blocks, shape)) * BLOCK
+    t = block * BLOCK
     if (t < low) | (t + (BLOCK - 1) > high):
         s = hidden_queries(s, plan.t, t, plan, scoring.mask)
     lse = lses.load(gl.SliceLayout(0, shape.s_layout))
@@ -134,11 +135,14 @@ def _values(
         s = _products(k, queries, turn, shape)
         s = warpgroup_mma_wait(0, deps=(s,))
         queries.give_back(turn)
-        weight = _weights(s, lses.index(turn % queries.slots), turn, 0, blocks, plan, low, high, weights, scoring, shape)
+        weight = _weights(s, lses.index(turn % queries.slots), turn, plan.first, plan, low, high, weights, scoring, shape)
         p = packed(weight, dtype)
         dv = gl.zeros([64, shape.D], gl.float32, shape.acc_layout)
-        for i in range(1, walk):
+        h = plan.h
+        block = plan.first
+        for _ in range(1, walk):
             turn += 1
+            h, block = next_block(h, block, plan, shape)
             queries.wait_full(turn)
             s = _products(k, queries, turn, shape)
             grads.wait_full(turn - 1)
@@ -147,7 +151,7 @@ def _values(
             )
             s = warpgroup_mma_wait(1, deps=(s,))
             queries.give_back(turn)
-            weight = _weights(s, lses.index(turn % queries.slots), turn, i, blocks, plan, low, high, weights, scoring, shape)
+            weight = _weights(s, lses.index(turn % queries.slots), turn, block, plan, low, high, weights, scoring, shape)
             dv = warpgroup_mma_wait(0, deps=(dv,))
             grads.give_back(turn - 1)
             p = packed(weight, dtype)
@@ -238,13 +242,13 @@ def flash_bwd_kv(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc,
     dk_ptr, dv_ptr, lost_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, T, S, padded_T, tiles, tail, scale, softcap, left, right, prefix, chunk,
-    GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, HALF: gl.constexpr,
     SLOTS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Backward(GROUP, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF)
+    shape = Backward(GROUP, PARTS, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     keys = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK, D], k_desc.layout), 1, 1)

@@ -34,7 +34,8 @@ BLOCK = gl.constexpr(64)
 class Backward:
     """What is known when a backward kernel is compiled."""
 
-    GROUP: gl.constexpr
+    GROUP: gl.constexpr  # query heads that a tile of keys walks
+    PARTS: gl.constexpr  # tiles that share a key head's group, each with its own sum
     D: gl.constexpr
     PACKED: gl.constexpr
     MASKED: gl.constexpr  # anything but a full mask
@@ -48,8 +49,9 @@ class Backward:
     a_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, PACKED, MASKED, SOFTCAP, HALF, ADD=False, LATE=False):
+    def __init__(self, GROUP, PARTS, D, PACKED, MASKED, SOFTCAP, HALF, ADD=False, LATE=False):
         self.GROUP = gl.constexpr(GROUP)
+        self.PARTS = gl.constexpr(PARTS)
         self.D = gl.constexpr(D)
         self.PACKED = gl.constexpr(PACKED)
         self.MASKED = gl.constexpr(MASKED)
@@ -68,7 +70,7 @@ class Backward:
 def make_plan_of_keys(
     n, B, Hk, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask: Mask, KEYS: gl.constexpr, PACKED: gl.constexpr
 ):  # fmt: skip
-    """The plan of tile number n of keys: `t` is its first key, `h` its key head, and `first` to `last` are blocks
+    """The plan of tile number n of keys: `t` is its first key, `h` its key head, or part of one, and `first` to `last` are blocks
    of queries.
 
     The tiles with the most work are the first keys, which all queries see under a causal mask.
@@ -105,21 +107,14 @@ def make_plan_of_keys(
 
 
 @gluon.jit
-def head_of_walk(i, blocks, shape: Backward):
-    """The query head, within its group, of block number i of a walk over `blocks` blocks of each."""
-    head = i * 0
+def next_block(h, block, plan: Plan, shape: Backward):
+    """The query head and the block of queries that a tile of keys meets next: block by block, then the next head."""
+    block += 1
     if shape.GROUP > 1:
-        head = i // blocks
-    return head
-
-
-@gluon.jit
-def in_walk(i, blocks, shape: Backward):
-    """Block number i of a walk, within its head."""
-    block = i
-    if shape.GROUP > 1:
-        block = i % blocks
-    return block
+        over = block > plan.last
+        h = gl.where(over, h + 1, h)
+        block = gl.where(over, plan.first, block)
+    return h, block
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 from rooftile.backends.hopper import flash_bwd, flash_bwd_kv, flash_bwd_q, work
 from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.descriptors import descriptor, line, readable
-from rooftile.backends.hopper.launch import programs_and_tail, sizes_of
+from rooftile.backends.hopper.launch import processors, programs_and_tail, sizes_of
 from rooftile.backends.hopper.row_words import Words, row_words
 from rooftile.backends.hopper.tiles import WARPGROUP, backward_kv_tile, backward_q_tile, backward_tile
 from rooftile.masks import FULL
@@ -72,43 +72,69 @@ def backward(
     do = torch.zeros_like(o) if do is None else readable(do)
     cu_q, cu_k = (lse if x is None else x for x in (options.cu_q, options.cu_k))
     call = _Call(q, k, v, do, words, cu_q, cu_k, sizes, spec)
+    parts = parts_of_group(spec, sizes, q.device)
+    if parts > 1:
+        # a key head's group in parts, each with sums of its own
+        dk_parts, dv_parts = (x.new_empty((*x.shape[:-2], sizes.Hk * parts, spec.dim)) for x in (k, v))
+    else:
+        dk_parts, dv_parts = dk, dv
     if spec.dim > 128:
-        _keys(dk, dv, call)
+        _keys(dk_parts, dv_parts, parts, call)
         _queries(dq, call)
     elif spec.deterministic:
-        _together(dk, dv, None, call)
+        _together(dk_parts, dv_parts, parts, None, call)
         _queries(dq, call)
     else:
         sum_of_dq = work.zeros(words.lse.numel(), spec.dim, q.device)
-        _together(dk, dv, sum_of_dq, call)
+        _together(dk_parts, dv_parts, parts, sum_of_dq, call)
         scale = 1.0 if spec.dtype == torch.float16 else spec.scale
         work.finish(sum_of_dq, dq, words.lost, options.cu_q, words.padded_T, scale)
+    if parts > 1:
+        for whole, each in ((dk, dk_parts), (dv, dv_parts)):
+            torch.sum(each.unflatten(-2, (sizes.Hk, parts)), -2, out=whole)
     grads = Grads(dq, dk, dv, None, dsinks)
     if words.lost is not None:
         repair(words.lost, grads, do, q, k, v, words.stats, options, spec)
     return grads
 
 
-def _together(dk: Tensor, dv: Tensor, sum_of_dq: Tensor | None, call: _Call) -> None:
+# tiles a program, at least, so that none is left with a long one at the end
+SHARE = 4
+
+
+def parts_of_group(spec: Spec, sizes: Sizes, device: torch.device) -> int:
+    """Into how many parts a key head's group of query heads is cut, where there are too few tiles of keys to go round."""
+    rows = WARPGROUP if spec.dim > 128 else 2 * WARPGROUP
+    parts = 1
+    while spec.group % (2 * parts) == 0:
+        # packed slots that end up empty count too: a guess then
+        tiles = sizes.S // rows + sizes.B if spec.layout == "packed" else -(-sizes.S // rows) * sizes.B
+        if tiles * sizes.Hk * parts >= SHARE * processors(device):
+            break
+        parts *= 2
+    return parts
+
+
+def _together(dk: Tensor, dv: Tensor, parts: int, sum_of_dq: Tensor | None, call: _Call) -> None:
     """dk and dv, and dq added up if there is a sum."""
     spec, sizes, words = call.spec, call.sizes, call.words
-    tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk, 2 * WARPGROUP, sizes, call.q.device, spec)
+    tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk * parts, 2 * WARPGROUP, sizes, call.q.device, spec)
     flash_bwd.flash_bwd[(programs,)](
         *(_rows(x) for x in (call.q, call.k, call.v, call.do)), line(words.lse, WARPGROUP), line(words.delta, WARPGROUP),
         work.descriptor(words.lse.new_empty(work.UNIT_ROWS.value, work.UNIT_COLUMNS.value) if sum_of_dq is None else sum_of_dq),
         _rows(dk), _rows(dv), dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device),
-        sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *_numbers(spec), **_constants(spec),
+        sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *_numbers(spec), **_constants(spec, parts),
         **backward_tile(spec).constants, ADD=sum_of_dq is not None, num_warps=4,
     )  # fmt: skip
 
 
-def _keys(dk: Tensor, dv: Tensor, call: _Call) -> None:
+def _keys(dk: Tensor, dv: Tensor, parts: int, call: _Call) -> None:
     spec, sizes, words = call.spec, call.sizes, call.words
-    tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk, WARPGROUP, sizes, call.q.device, spec)
+    tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk * parts, WARPGROUP, sizes, call.q.device, spec)
     flash_bwd_kv.flash_bwd_kv[(programs,)](
         *(_rows(x) for x in (call.q, call.k, call.v, call.do)), line(words.lse, WARPGROUP), line(words.delta, WARPGROUP),
         _rows(dk), _rows(dv), dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device),
-        sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *_numbers(spec), **_constants(spec),
+        sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *_numbers(spec), **_constants(spec, parts),
         **backward_kv_tile(spec).constants, num_warps=4,
     )  # fmt: skip
 
@@ -119,7 +145,7 @@ def _queries(dq: Tensor, call: _Call) -> None:
     flash_bwd_q.flash_bwd_q[(programs,)](
         *(_rows(x) for x in (call.q, call.k, call.v, call.do, dq)), dq, call.lost, words.lse, words.delta,
         call.cu_q, call.cu_k, counter(call.q.device),
-        sizes.B, sizes.S, words.padded_T, tiles, tail, *_numbers(spec), **_constants(spec),
+        sizes.B, sizes.S, words.padded_T, tiles, tail, *_numbers(spec), **_constants(spec, 0),
         **backward_q_tile(spec).constants, num_warps=4,
     )  # fmt: skip
 
@@ -137,10 +163,11 @@ def _numbers(spec: Spec) -> tuple[float, ...]:
 
 
 @cache
-def _constants(spec: Spec) -> dict[str, Any]:
+def _constants(spec: Spec, parts: int) -> dict[str, Any]:
+    """Compile-time arguments; `parts` 0: of the kernel for queries, which knows of none."""
     mask = spec.mask
-    return {
-        "GROUP": spec.group,
+    heads = {"GROUP": spec.group // parts, "PARTS": parts} if parts else {"GROUP": spec.group}
+    return heads | {
         "D": spec.dim,
         "PACKED": spec.layout == "packed",
         "LEFT": mask.left is not None,
