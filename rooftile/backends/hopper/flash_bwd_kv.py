@@ -65,6 +65,7 @@ def _load(
             publish(plans, tile, plan)
             blocks = plan.last - plan.first + 1
             walk = blocks * shape.GROUP
+            hk = plan.h // shape.PARTS
             h = plan.h * shape.GROUP
             block = plan.first
             for i in range(walk):
@@ -73,12 +74,12 @@ def _load(
                 if i == 0:
                     keys.wait_empty(tile)
                     mbarrier.expect(keys.filled(tile), k_desc.block_type.nbytes)
-                    tma_load(k_desc, [plan.b, plan.h // shape.PARTS, plan.key + plan.t, 0], keys.filled(tile), keys.buffer(tile))
+                    tma_load(k_desc, [plan.b, hk, plan.key + plan.t, 0], keys.filled(tile), keys.buffer(tile))
                 load_rows_and_words(queries, lses, turn, q_desc, lse_desc, plan.b, h, plan.row + t, word)
                 if i == 0:
                     values.wait_empty(tile)
                     mbarrier.expect(values.filled(tile), v_desc.block_type.nbytes)
-                    tma_load(v_desc, [plan.b, plan.h // shape.PARTS, plan.key + plan.t, 0], values.filled(tile), values.buffer(tile))
+                    tma_load(v_desc, [plan.b, hk, plan.key + plan.t, 0], values.filled(tile), values.buffer(tile))
                 load_rows_and_words(grads, deltas, turn, do_desc, delta_desc, plan.b, h, plan.row + t, word)
                 turn += 1
                 h, block = next_block(h, block, plan, shape)
