@@ -1,0 +1,1 @@
+"""From standard attention to the Hopper kernel, one technique at a time."""
