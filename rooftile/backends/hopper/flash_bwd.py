@@ -23,7 +23,6 @@ from rooftile.backends.hopper.gluon import (
     gluon,
     mbarrier,
     tma_add,
-    tma_load,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -34,8 +33,7 @@ from rooftile.backends.hopper.gradients import (
     capped_again,
     clear_queries,
     hidden_queries,
-    load_rows_and_words,
-    make_plan_of_keys,
+    load_walks,
     next_block,
     note_nan,
     score_gradients,
@@ -43,67 +41,15 @@ from rooftile.backends.hopper.gradients import (
     wait_for_store,
 )
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
-from rooftile.backends.hopper.schedule import WORDS, Mask, publish, publish_end, take
+from rooftile.backends.hopper.schedule import WORDS, Mask, take
 from rooftile.backends.hopper.shape import LOG2E, WG_ROWS
 from rooftile.backends.hopper.softmax import Scoring
 from rooftile.backends.hopper.work import UNIT, UNIT_COLUMNS, UNIT_ROWS, in_order_of_threads
 
+# warpgroups that compute, of 64 keys each
 CREW = gl.constexpr(2)
-KEYS = gl.constexpr(128)
 # the first of the warpgroups' named barriers, by which they take turns at D = 64
 TURNS = gl.constexpr(9)
-
-
-@gluon.jit
-def _load(
-    plans: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, mask: Mask,
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-    B, T, S, padded_T, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape: Backward,
-):  # fmt: skip
-    """The role that draws tiles and has them copied in (see the forward's)."""
-    Hk = k_desc.shape[1].to(gl.int32) * shape.PARTS
-    H = Hk * shape.GROUP
-    total = tiles * (Hk if shape.PACKED else B * Hk)
-    programs = gl.num_programs(0)
-    n = gl.program_id(0)
-    tile = 0
-    turn = 0
-    while n < total:
-        plan = make_plan_of_keys(n, B, Hk, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, KEYS, shape.PACKED)
-        if plan.live != 0:
-            publish(plans, tile, plan)
-            blocks = plan.last - plan.first + 1
-            walk = blocks * shape.GROUP
-            h = plan.h * shape.GROUP
-            block = plan.first
-            for i in range(walk):
-                t = block * BLOCK
-                word = (plan.b * H + h) * padded_T + plan.padded + t
-                if i == 0:
-                    _load_rows_of_crew(keys, tile, k_desc, plan, shape)
-                load_rows_and_words(queries, lses, turn, q_desc, lse_desc, plan.b, h, plan.row + t, word)
-                if i == 0:
-                    _load_rows_of_crew(values, tile, v_desc, plan, shape)
-                load_rows_and_words(grads, deltas, turn, do_desc, delta_desc, plan.b, h, plan.row + t, word)
-                turn += 1
-                h, block = next_block(h, block, plan, shape)
-            tile += 1
-        n = gl.atomic_add(counter_ptr, 1) + programs
-    publish_end(plans, tile)
-    finished = gl.atomic_add(counter_ptr + 1, 1)
-    gl.store(counter_ptr, 0, mask=finished == programs - 1)
-    gl.store(counter_ptr + 1, 0, mask=finished == programs - 1)
-
-
-@gluon.jit
-def _load_rows_of_crew(rows: Ring, tile, desc, plan, shape: Backward):
-    """A tile's keys or values, 64 for each warpgroup."""
-    rows.wait_empty(tile)
-    mbarrier.expect(rows.filled(tile), CREW * desc.block_type.nbytes)
-    for i in gl.static_range(CREW):
-        tma_load(
-            desc, [plan.b, plan.h // shape.PARTS, plan.key + plan.t + i * WG_ROWS, 0], rows.filled(tile), rows.buffers.index(i)
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -317,7 +263,7 @@ def flash_bwd(
     COMPUTE_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Backward(GROUP, PARTS, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF, ADD, LATE)
+    shape = Backward(GROUP, PARTS, CREW, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF, ADD, LATE)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ROLE: gl.constexpr = ADD and shape.SPARE
@@ -351,7 +297,7 @@ def flash_bwd(
         gl.warp_specialize(
             [
                 (_compute, (0,) + args), (_compute, (1,) + args), (_dq, (plans, keys, parts, staged, shape)),
-                (_load, load), (_add, (plans, staged, work_desc, H, padded_T, shape)),
+                (load_walks, load), (_add, (plans, staged, work_desc, H, padded_T, shape)),
             ],
             [4, 4, 1, 1], [COMPUTE_REGISTERS, DQ_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
         )
@@ -359,12 +305,12 @@ def flash_bwd(
         gl.warp_specialize(
             [
                 (_compute, (0,) + args), (_compute, (1,) + args),
-                (_load, load), (_add, (plans, staged, work_desc, H, padded_T, shape)),
+                (load_walks, load), (_add, (plans, staged, work_desc, H, padded_T, shape)),
             ],
             [4, 1, 1], [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
         )
     else:
         gl.warp_specialize(
-            [(_compute, (0,) + args), (_compute, (1,) + args), (_load, load)],
+            [(_compute, (0,) + args), (_compute, (1,) + args), (load_walks, load)],
             [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS],
         )

@@ -19,7 +19,6 @@ from rooftile.backends.hopper.gluon import (
     gl,
     gluon,
     mbarrier,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -30,8 +29,7 @@ from rooftile.backends.hopper.gradients import (
     clear_queries,
     exchanged,
     hidden_queries,
-    load_rows_and_words,
-    make_plan_of_keys,
+    load_walks,
     next_block,
     note_nan,
     received,
@@ -40,55 +38,9 @@ from rooftile.backends.hopper.gradients import (
     wait_for_store,
 )
 from rooftile.backends.hopper.pipeline import Ring, ring
-from rooftile.backends.hopper.schedule import WORDS, Mask, publish, publish_end, take
+from rooftile.backends.hopper.schedule import WORDS, Mask, take
 from rooftile.backends.hopper.shape import LOG2E
 from rooftile.backends.hopper.softmax import Scoring, packed, unpacked
-
-
-@gluon.jit
-def _load(
-    plans: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, mask: Mask,
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-    B, T, S, padded_T, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape: Backward,
-):  # fmt: skip
-    """The role that draws tiles and has them copied in (see the forward's)."""
-    Hk = k_desc.shape[1].to(gl.int32) * shape.PARTS
-    H = Hk * shape.GROUP
-    total = tiles * (Hk if shape.PACKED else B * Hk)
-    programs = gl.num_programs(0)
-    n = gl.program_id(0)
-    tile = 0
-    turn = 0
-    while n < total:
-        plan = make_plan_of_keys(n, B, Hk, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, BLOCK, shape.PACKED)
-        if plan.live != 0:
-            publish(plans, tile, plan)
-            blocks = plan.last - plan.first + 1
-            walk = blocks * shape.GROUP
-            hk = plan.h // shape.PARTS
-            h = plan.h * shape.GROUP
-            block = plan.first
-            for i in range(walk):
-                t = block * BLOCK
-                word = (plan.b * H + h) * padded_T + plan.padded + t
-                if i == 0:
-                    keys.wait_empty(tile)
-                    mbarrier.expect(keys.filled(tile), k_desc.block_type.nbytes)
-                    tma_load(k_desc, [plan.b, hk, plan.key + plan.t, 0], keys.filled(tile), keys.buffer(tile))
-                load_rows_and_words(queries, lses, turn, q_desc, lse_desc, plan.b, h, plan.row + t, word)
-                if i == 0:
-                    values.wait_empty(tile)
-                    mbarrier.expect(values.filled(tile), v_desc.block_type.nbytes)
-                    tma_load(v_desc, [plan.b, hk, plan.key + plan.t, 0], values.filled(tile), values.buffer(tile))
-                load_rows_and_words(grads, deltas, turn, do_desc, delta_desc, plan.b, h, plan.row + t, word)
-                turn += 1
-                h, block = next_block(h, block, plan, shape)
-            tile += 1
-        n = gl.atomic_add(counter_ptr, 1) + programs
-    publish_end(plans, tile)
-    finished = gl.atomic_add(counter_ptr + 1, 1)
-    gl.store(counter_ptr, 0, mask=finished == programs - 1)
-    gl.store(counter_ptr + 1, 0, mask=finished == programs - 1)
 
 
 @gluon.jit
@@ -249,7 +201,7 @@ def flash_bwd_kv(
     SLOTS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Backward(GROUP, PARTS, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF)
+    shape = Backward(GROUP, PARTS, 1, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     keys = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK, D], k_desc.layout), 1, 1)
@@ -269,7 +221,7 @@ def flash_bwd_kv(
         [
             (_values, (plans, keys, queries, grads, weights, lses, dv_desc, dv_ptr, lost_ptr, scoring, shape)),
             (_keys, (plans, values, queries, grads, weights, lses, deltas, dk_desc, dk_ptr, lost_ptr, scoring, shape)),
-            (_load, (
+            (load_walks, (
                 plans, keys, values, queries, grads, lses, deltas, mask,
                 q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
                 B, T, S, padded_T, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape,

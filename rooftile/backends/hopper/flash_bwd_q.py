@@ -29,10 +29,11 @@ from rooftile.backends.hopper.gradients import (
     wait_for_store,
 )
 from rooftile.backends.hopper.pipeline import Ring, opaque, ring
-from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, take
+from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LOG2E, WG_ROWS
 from rooftile.backends.hopper.softmax import Scoring, hidden
 
+# warpgroups that compute, of 64 queries each
 CREW = gl.constexpr(2)
 
 
@@ -66,9 +67,7 @@ def _load(
                 turn += 1
         n = gl.atomic_add(counter_ptr, 1) + programs
     publish_end(plans, tile)
-    finished = gl.atomic_add(counter_ptr + 1, 1)
-    gl.store(counter_ptr, 0, mask=finished == programs - 1)
-    gl.store(counter_ptr + 1, 0, mask=finished == programs - 1)
+    put_back(counter_ptr)
 
 
 @gluon.jit
@@ -175,7 +174,7 @@ def flash_bwd_q(
     K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Backward(GROUP, 1, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF)
+    shape = Backward(GROUP, 1, CREW, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = ring(gl.allocate_shared_memory(dtype, [CREW, 1, 1, WG_ROWS, D], q_desc.layout), CREW, 1)

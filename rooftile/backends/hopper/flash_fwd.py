@@ -31,7 +31,7 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
-from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, take
+from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS, Shape
 from rooftile.backends.hopper.softmax import Scoring, packed, scores, softmax, unpacked
 
@@ -89,9 +89,7 @@ def _load(
         else:
             n = gl.atomic_add(counter_ptr, 1) + programs
     publish_end(plans, tile)
-    finished = gl.atomic_add(counter_ptr + 1, 1)
-    gl.store(counter_ptr, 0, mask=finished == programs - 1)
-    gl.store(counter_ptr + 1, 0, mask=finished == programs - 1)
+    put_back(counter_ptr)
 
 
 @gluon.jit

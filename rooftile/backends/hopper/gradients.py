@@ -21,7 +21,16 @@ from rooftile.backends.hopper.gluon import (
     tma_store_wait,
 )
 from rooftile.backends.hopper.pipeline import Ring
-from rooftile.backends.hopper.schedule import Mask, Plan, dense_tile, packed_tile, padded_row
+from rooftile.backends.hopper.schedule import (
+    Mask,
+    Plan,
+    dense_tile,
+    packed_tile,
+    padded_row,
+    publish,
+    publish_end,
+    put_back,
+)
 from rooftile.backends.hopper.shape import LOG2E, WG_ROWS
 from rooftile.backends.hopper.softmax import Scoring
 from rooftile.backends.hopper.visibility import FAR
@@ -36,6 +45,7 @@ class Backward:
 
     GROUP: gl.constexpr  # query heads that a tile of keys walks
     PARTS: gl.constexpr  # tiles that share a key head's group, each with its own sum
+    CREW: gl.constexpr  # rows of 64 keys, or queries, in a tile
     D: gl.constexpr
     PACKED: gl.constexpr
     MASKED: gl.constexpr  # anything but a full mask
@@ -49,9 +59,10 @@ class Backward:
     a_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, PARTS, D, PACKED, MASKED, SOFTCAP, HALF, ADD=False, LATE=False):
+    def __init__(self, GROUP, PARTS, CREW, D, PACKED, MASKED, SOFTCAP, HALF, ADD=False, LATE=False):
         self.GROUP = gl.constexpr(GROUP)
         self.PARTS = gl.constexpr(PARTS)
+        self.CREW = gl.constexpr(CREW)
         self.D = gl.constexpr(D)
         self.PACKED = gl.constexpr(PACKED)
         self.MASKED = gl.constexpr(MASKED)
@@ -193,12 +204,66 @@ def load_rows(ring: Ring, turn, desc, b, h, row):
 
 
 @gluon.jit
-def load_rows_and_words(ring: Ring, words, turn, desc, words_desc, b, h, row, word):
+def _load_rows_and_words(ring: Ring, words, turn, desc, words_desc, b, h, row, word):
     """As `load_rows`, with one fp32 word a row from a line of them."""
     ring.wait_empty(turn)
     mbarrier.expect(ring.filled(turn), desc.block_type.nbytes + words_desc.block_type.nbytes)
     tma_load(desc, [b, h, row, 0], ring.filled(turn), ring.buffer(turn))
     tma_load(words_desc, [word], ring.filled(turn), words.index(turn % ring.slots))
+
+
+@gluon.jit
+def load_walks(
+    plans: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, mask: Mask,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+    B, T, S, padded_T, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape: Backward,
+):  # fmt: skip
+    """The role that draws tiles of keys, 64 a crew member, and has them copied in, then the queries and the gradients of the
+    output that they meet.
+
+    The first block's queries are asked for between the keys and the values: who waits for the keys needs them next.
+    """
+    Hk = k_desc.shape[1].to(gl.int32) * shape.PARTS
+    H = Hk * shape.GROUP
+    total = tiles * (Hk if shape.PACKED else B * Hk)
+    programs = gl.num_programs(0)
+    n = gl.program_id(0)
+    tile = 0
+    turn = 0
+    while n < total:
+        plan = make_plan_of_keys(n, B, Hk, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, shape.CREW * BLOCK, shape.PACKED)
+        if plan.live != 0:
+            publish(plans, tile, plan)
+            blocks = plan.last - plan.first + 1
+            walk = blocks * shape.GROUP
+            h = plan.h * shape.GROUP
+            block = plan.first
+            for i in range(walk):
+                t = block * BLOCK
+                word = (plan.b * H + h) * padded_T + plan.padded + t
+                if i == 0:
+                    _load_rows_of_crew(keys, tile, k_desc, plan, shape)
+                _load_rows_and_words(queries, lses, turn, q_desc, lse_desc, plan.b, h, plan.row + t, word)
+                if i == 0:
+                    _load_rows_of_crew(values, tile, v_desc, plan, shape)
+                _load_rows_and_words(grads, deltas, turn, do_desc, delta_desc, plan.b, h, plan.row + t, word)
+                turn += 1
+                h, block = next_block(h, block, plan, shape)
+            tile += 1
+        n = gl.atomic_add(counter_ptr, 1) + programs
+    publish_end(plans, tile)
+    put_back(counter_ptr)
+
+
+@gluon.jit
+def _load_rows_of_crew(rows: Ring, tile, desc, plan, shape: Backward):
+    """A tile's keys or values, 64 for each member of the crew."""
+    rows.wait_empty(tile)
+    mbarrier.expect(rows.filled(tile), shape.CREW * desc.block_type.nbytes)
+    for i in gl.static_range(shape.CREW):
+        tma_load(
+            desc, [plan.b, plan.h // shape.PARTS, plan.key + plan.t + i * WG_ROWS, 0], rows.filled(tile), rows.buffers.index(i)
+        )  # fmt: skip
 
 
 @gluon.jit
