@@ -10,14 +10,19 @@ PAGE = ROOT / "docs/reference/hopper-kernels.md"
 
 HEAD = """# What the Hopper kernels compile to
 
-Each row is a configuration of the forward, compiled for sm90 with Triton 3.6 and read from its machine code. Nothing here needs a
-GPU, and a test holds every row to the page, so a change of a kernel shows what it did to the code.
+Each row is a configuration of the forward or, from `bwd-` on, of a backward kernel, compiled for sm90 with Triton 3.6 and
+read from its machine code. Nothing here needs a GPU, and a test holds every row to the page, so a change of a kernel shows
+what it did to the code.
 
+- *kernel*: head dim and problem; `-3` and `-short` are other tiles. `bwd-` alone adds dq up in memory, `bwd-ordered-` leaves it
+  to `bwd-q-`, and `bwd-kv-` is the twins' of wide heads.
 - *registers*: a thread's share at the start; the warp roles then trade them (`setmaxnreg`), and a warpgroup that computes
-  gets 240, or 160 where there are three.
-- *stack*: bytes kept outside registers, none of them inside a loop over blocks of keys.
+  gets 240, 208 in the backward at D = 64, or 160 where there are three.
+- *stack*: bytes kept outside registers. The forward's loops over blocks touch none of them, the backward's a word or two under
+  a mask, and more with every option at once.
 - *shared*: bytes of shared memory; a Hopper multiprocessor gives a program at most 232,448.
-- *instructions a clear block*: the loop over blocks that no mask cuts, 64 queries a warpgroup.
+- *instructions a block*: the forward's loop over blocks that no mask cuts, 64 queries a warpgroup; the loop of the backward's
+  longest role, with the branch that masks.
 - *HGMMA*: matrix instructions in the whole kernel.
 
 Written by `make tables`.

@@ -50,6 +50,6 @@ def _tma_add(tensor_desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
-# adds shared memory to memory; before 3.7 the compiler has it and the language no name for it
+# adds shared memory to memory; in 3.6 the compiler has it, and the language no name for it
 tma_add = getattr(tma, "async_atomic_add", _tma_add)
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
