@@ -54,7 +54,7 @@ def checked(work: Work, due: Tensor) -> Work:
 
 
 def main(commit: str) -> None:
-    session = open_session(torch.device("cuda"))
+    session = open_session(torch.device("cuda"), refresh=True)
     clock = clock_for(torch.device("cuda"))
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit}
     about |= {"date": datetime.now(UTC).isoformat(), "matmul_tflops": session.ceilings.matmul_tflops["bf16"]}

@@ -75,7 +75,7 @@ class Configuration:
         if self.tile is not None:
             return {name: value for name, value in launch.constants(self.spec, self.tile).items() if name != "num_warps"}
         tile = {"flash_bwd": backward_tile, "flash_bwd_kv": backward_kv_tile, "flash_bwd_q": backward_q_tile}[self.kernel]
-        found = launch_bwd._constants(self.spec, 0 if self.kernel == "flash_bwd_q" else 1) | tile(self.spec).constants
+        found = launch_bwd._constants(self.spec, 0 if self.kernel == "flash_bwd_q" else 1) | tile(self.spec)._asdict()
         return found | {"ADD": self.add} if self.kernel == "flash_bwd" else found
 
     def descriptor(self, name: str) -> str:

@@ -18,9 +18,9 @@ def undefined_reads(code: str) -> list[str]:
     reads, writes = zip(*(_registers(line) for line in lines), strict=True)
     written: list[frozenset[int] | None] = [None] * len(lines)
     written[0] = frozenset()
-    todo = [0]
-    while todo:
-        here = todo.pop()
+    pending = [0]
+    while pending:
+        here = pending.pop()
         after = written[here] | writes[here]
         if (copy := re.fullmatch(r"UMOV UR(\d+), UR(\d+)", lines[here])) and int(copy[2]) not in written[here] | {63}:
             # half of a pair is often copied along and never used: a copy of nothing is nothing
@@ -29,7 +29,7 @@ def undefined_reads(code: str) -> list[str]:
             before = after if written[there] is None else written[there] & after
             if before != written[there]:
                 written[there] = before
-                todo.append(there)
+                pending.append(there)
     return [
         line
         for line, read, known in zip(lines, reads, written, strict=True)

@@ -42,8 +42,8 @@ from rooftile.backends.hopper.gradients import (
 )
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, take
-from rooftile.backends.hopper.shape import LOG2E, WG_ROWS
-from rooftile.backends.hopper.softmax import Scoring
+from rooftile.backends.hopper.shape import WG_ROWS
+from rooftile.backends.hopper.softmax import Scoring, make_scoring
 from rooftile.backends.hopper.work import UNIT, UNIT_COLUMNS, UNIT_ROWS, in_order_of_threads
 
 # warpgroups that compute, of 64 keys each
@@ -281,10 +281,7 @@ def flash_bwd(
     plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, CREW + ROLE + ADD)
     fence_async_shared()
     H = q_desc.shape[1].to(gl.int32)
-    factor = scale * LOG2E
-    if SOFTCAP:
-        factor = scale * 0.0 + 1.0
-    scoring = Scoring(mask, scale, softcap, factor)
+    scoring = make_scoring(mask, scale, softcap, SOFTCAP)
     args = (
         plans, keys, values, queries, grads, lses, deltas, parts, staged, dk_desc, dv_desc, dk_ptr, dv_ptr, lost_ptr,
         scoring, shape,

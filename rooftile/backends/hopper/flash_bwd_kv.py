@@ -32,6 +32,7 @@ from rooftile.backends.hopper.gradients import (
     load_walks,
     next_block,
     note_nan,
+    products,
     received,
     score_gradients,
     store_rows,
@@ -39,16 +40,7 @@ from rooftile.backends.hopper.gradients import (
 )
 from rooftile.backends.hopper.pipeline import Ring, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, take
-from rooftile.backends.hopper.shape import LOG2E
-from rooftile.backends.hopper.softmax import Scoring, packed, unpacked
-
-
-@gluon.jit
-def _products(a: gl.shared_memory_descriptor, rows: Ring, turn, shape: Backward):
-    """Issues a tile's 64 rows times a block's 64, over the head dim."""
-    none = gl.zeros([64, 64], gl.float32, shape.s_layout)
-    block = rows.buffer(turn).reshape([64, shape.D]).permute((1, 0))
-    return warpgroup_mma(a, block, none, use_acc=False, is_async=True)
+from rooftile.backends.hopper.softmax import Scoring, make_scoring, packed, unpacked
 
 
 @gluon.jit
@@ -59,6 +51,7 @@ def _weights(s, lses, turn, block, plan, low, high, weights: Ring, scoring: Scor
     t = block * BLOCK
     if (t < low) | (t + (BLOCK - 1) > high):
         s = hidden_queries(s, plan.t, t, plan, scoring.mask)
+    # the queries are given back by now, yet their words stay: the twin gives back only after it has these weights
     lse = lses.load(gl.SliceLayout(0, shape.s_layout))
     p = gl.exp2(s * scoring.factor - gl.expand_dims(lse, 0))
     weights.wait_empty(turn)
@@ -84,8 +77,7 @@ def _values(
         low, high = clear_queries(plan, plan.t, BLOCK, scoring.mask)
         keys.wait_full(tile)
         k = keys.buffer(tile).reshape([64, shape.D])
-        queries.wait_full(turn)
-        s = _products(k, queries, turn, shape)
+        s = products(k, queries, turn, shape)
         s = warpgroup_mma_wait(0, deps=(s,))
         queries.give_back(turn)
         weight = _weights(s, lses.index(turn % queries.slots), turn, plan.first, plan, low, high, weights, scoring, shape)
@@ -96,8 +88,7 @@ def _values(
         for _ in range(1, walk):
             turn += 1
             h, block = next_block(h, block, plan, shape)
-            queries.wait_full(turn)
-            s = _products(k, queries, turn, shape)
+            s = products(k, queries, turn, shape)
             grads.wait_full(turn - 1)
             dv = warpgroup_mma(
                 unpacked(p, dtype, shape.a_layout), grads.buffer(turn - 1).reshape([64, shape.D]), dv, is_async=True
@@ -139,8 +130,7 @@ def _keys(
         walk = (plan.last - plan.first + 1) * shape.GROUP
         values.wait_full(tile)
         v = values.buffer(tile).reshape([64, shape.D])
-        grads.wait_full(turn)
-        dp = _products(v, grads, turn, shape)
+        dp = products(v, grads, turn, shape)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         ds = packed(_score_gradients(dp, lses, deltas, queries, grads, weights, turn, scoring, shape), dtype)
         dk = gl.zeros([64, shape.D], gl.float32, shape.acc_layout)
@@ -151,8 +141,7 @@ def _keys(
             dk = warpgroup_mma(
                 unpacked(ds, dtype, shape.a_layout), queries.buffer(turn - 1).reshape([64, shape.D]), dk, is_async=True
             )
-            grads.wait_full(turn)
-            dp = _products(v, grads, turn, shape)
+            dp = products(v, grads, turn, shape)
             dk = warpgroup_mma_wait(1, deps=(dk,))
             queries.give_back(turn - 1)
             dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -213,10 +202,7 @@ def flash_bwd_kv(
     deltas = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK], delta_desc.layout)
     plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, 2)
     fence_async_shared()
-    factor = scale * LOG2E
-    if SOFTCAP:
-        factor = scale * 0.0 + 1.0
-    scoring = Scoring(mask, scale, softcap, factor)
+    scoring = make_scoring(mask, scale, softcap, SOFTCAP)
     gl.warp_specialize(
         [
             (_values, (plans, keys, queries, grads, weights, lses, dv_desc, dv_ptr, lost_ptr, scoring, shape)),

@@ -24,14 +24,15 @@ from rooftile.backends.hopper.gradients import (
     Backward,
     load_rows,
     note_nan,
+    products,
     score_gradients,
     store_rows,
     wait_for_store,
 )
 from rooftile.backends.hopper.pipeline import Ring, opaque, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, put_back, take
-from rooftile.backends.hopper.shape import LOG2E, WG_ROWS
-from rooftile.backends.hopper.softmax import Scoring, hidden
+from rooftile.backends.hopper.shape import WG_ROWS
+from rooftile.backends.hopper.softmax import Scoring, hidden, make_scoring
 
 # warpgroups that compute, of 64 queries each
 CREW = gl.constexpr(2)
@@ -90,15 +91,6 @@ def _mine(rows: Ring, WG: gl.constexpr, shape: Backward):
 
 
 @gluon.jit
-def _products(a, rows: Ring, turn, shape: Backward):
-    """Issues a warpgroup's 64 rows times a block's 64, over the head dim."""
-    rows.wait_full(turn)
-    none = gl.zeros([64, 64], gl.float32, shape.s_layout)
-    block = rows.buffer(turn).reshape([64, shape.D]).permute((1, 0))
-    return warpgroup_mma(a, block, none, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _weights(s, lse, row, column, plan, first_clear, last_clear, scoring: Scoring, shape: Backward):
     """A block's capped scores and its weights."""
     if shape.SOFTCAP:
@@ -138,8 +130,8 @@ def _compute(
         grads.wait_full(mine)
         dq = gl.zeros([64, shape.D], gl.float32, shape.acc_layout)
         for _ in range(plan.last - plan.first + 1):
-            s = _products(_mine(queries, WG, shape), keys, turn, shape)
-            dp = _products(_mine(grads, WG, shape), values, turn, shape)
+            s = products(_mine(queries, WG, shape), keys, turn, shape)
+            dp = products(_mine(grads, WG, shape), values, turn, shape)
             s = warpgroup_mma_wait(1, deps=(s,))
             s, p = _weights(s, lse, row, column, plan, first_clear, last_clear, scoring, shape)
             dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -186,10 +178,7 @@ def flash_bwd_q(
     H = q_desc.shape[1].to(gl.int32)
     T = q_desc.shape[2].to(gl.int32)
     fence_async_shared()
-    factor = scale * LOG2E
-    if SOFTCAP:
-        factor = scale * 0.0 + 1.0
-    scoring = Scoring(mask, scale, softcap, factor)
+    scoring = make_scoring(mask, scale, softcap, SOFTCAP)
     args = (plans, queries, grads, keys, values, dq_desc, dq_ptr, lost_ptr, lse_ptr, delta_ptr, H, padded_T, scoring, shape)
     gl.warp_specialize(
         [

@@ -33,7 +33,7 @@ from rooftile.backends.hopper.gluon import (
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS, Shape
-from rooftile.backends.hopper.softmax import Scoring, packed, scores, softmax, unpacked
+from rooftile.backends.hopper.softmax import Scoring, make_scoring, packed, scores, softmax, unpacked
 
 # the first of the warpgroups' named barriers, by which they take turns
 TURNS = gl.constexpr(9)
@@ -310,10 +310,7 @@ def flash_fwd(
         plans, queries, keys, values, mask, q_desc, k_desc, v_desc,
         B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape,
     )
-    factor = scale * LOG2E
-    if SOFTCAP:
-        factor = scale * 0.0 + 1.0
-    scoring = Scoring(mask, scale, softcap, factor)
+    scoring = make_scoring(mask, scale, softcap, SOFTCAP)
     args = (
         plans, queries, keys, values, outputs, notes, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring, shape,
     )

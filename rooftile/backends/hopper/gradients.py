@@ -19,6 +19,7 @@ from rooftile.backends.hopper.gluon import (
     tma_load,
     tma_store,
     tma_store_wait,
+    warpgroup_mma,
 )
 from rooftile.backends.hopper.pipeline import Ring
 from rooftile.backends.hopper.schedule import (
@@ -81,8 +82,8 @@ class Backward:
 def make_plan_of_keys(
     n, B, Hk, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask: Mask, KEYS: gl.constexpr, PACKED: gl.constexpr
 ):  # fmt: skip
-    """The plan of tile number n of keys: `t` is its first key, `h` its key head, or part of one, and `first` to `last` are blocks
-   of queries.
+    """The plan of tile number n of keys: `t` is its first key, `h` its key head, or part of one, and `first` to `last` are
+    blocks of queries.
 
     The tiles with the most work are the first keys, which all queries see under a causal mask.
     """
@@ -138,6 +139,15 @@ def clear_queries(plan: Plan, s, KEYS: gl.constexpr, mask: Mask):
     low = mask.first_position(s + (KEYS - 1)) - offset
     high = mask.last_position(s) - offset
     return low, gl.where(s + KEYS > plan.S, -FAR, high)
+
+
+@gluon.jit
+def products(a, rows: Ring, turn, shape: Backward):
+    """Issues 64 rows times a block's 64, over the head dim, once the block is there."""
+    rows.wait_full(turn)
+    none = gl.zeros([64, 64], gl.float32, shape.s_layout)
+    block = rows.buffer(turn).reshape([64, shape.D]).permute((1, 0))
+    return warpgroup_mma(a, block, none, use_acc=False, is_async=True)
 
 
 @gluon.jit

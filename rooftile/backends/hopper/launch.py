@@ -86,12 +86,15 @@ TAIL = 2
 def _numbers(device: torch.device, sizes: Sizes, tile: Tile, spec: Spec) -> tuple[int, tuple[float, ...]]:
     """How many programs run, and the kernel's numbers."""
     tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, tile.rows, sizes, device, spec)
+    return programs, (sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
+
+
+@cache
+def numbers_of(spec: Spec) -> tuple[float, ...]:
+    """scale, softcap, left, right, prefix, chunk."""
     mask = spec.mask
     (chunk,) = mask.chunks or (0,)
-    return programs, (
-        sizes.B, sizes.S, tiles, tail,
-        spec.scale, spec.softcap, mask.left or 0, mask.right or 0, mask.prefix or 0, chunk,
-    )  # fmt: skip
+    return spec.scale, spec.softcap, mask.left or 0, mask.right or 0, mask.prefix or 0, chunk
 
 
 def programs_and_tail(
@@ -113,20 +116,21 @@ def processors(device: torch.device) -> int:
 
 
 @cache
-def constants(spec: Spec, tile: Tile) -> dict[str, Any]:
-    """The compile-time arguments, put together once."""
+def flags_of(spec: Spec) -> dict[str, Any]:
+    """What every kernel is compiled for: the mask's kind and the options."""
     mask = spec.mask
     return {
-        "GROUP": spec.group,
-        "D": spec.dim,
-        "DV": spec.dim_v,
         "PACKED": spec.layout == "packed",
         "LEFT": mask.left is not None,
         "RIGHT": mask.right is not None,
         "PREFIX": mask.prefix is not None,
         "CHUNK": bool(mask.chunks),
         "SOFTCAP": spec.softcap > 0,
-        "SINKS": spec.has_sinks,
-        **tile.constants,
-        "num_warps": 4,
     }
+
+
+@cache
+def constants(spec: Spec, tile: Tile) -> dict[str, Any]:
+    """The forward's compile-time arguments, put together once."""
+    own = {"GROUP": spec.group, "D": spec.dim, "DV": spec.dim_v, "SINKS": spec.has_sinks, "num_warps": 4}
+    return flags_of(spec) | own | tile._asdict()

@@ -12,7 +12,7 @@ from torch import Tensor
 from rooftile.backends.hopper import flash_bwd, flash_bwd_kv, flash_bwd_q, work
 from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.descriptors import descriptor, line, readable
-from rooftile.backends.hopper.launch import processors, programs_and_tail, sizes_of
+from rooftile.backends.hopper.launch import flags_of, numbers_of, processors, programs_and_tail, sizes_of
 from rooftile.backends.hopper.row_words import Words, row_words
 from rooftile.backends.hopper.tiles import WARPGROUP, backward_kv_tile, backward_q_tile, backward_tile
 from rooftile.masks import FULL
@@ -65,11 +65,12 @@ def backward(
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     q, k, v, o = readable(q), readable(k), readable(v), readable(o)
     care = spec.mask != FULL or spec.layout == "packed"
-    words = row_words(o, None if do is None else readable(do), lse, dlse, options.cu_q, care=care, sinks=spec.has_sinks)
+    do = None if do is None else readable(do)
+    words = row_words(o, do, lse, dlse, options.cu_q, care=care, sinks=spec.has_sinks)
     dsinks = None if words.rows is None else sinks_gradient(options.sinks, lse, words.rows)
     if sizes.S == 0:
         return Grads(dq.zero_(), dk, dv, None, dsinks)
-    do = torch.zeros_like(o) if do is None else readable(do)
+    do = torch.zeros_like(o) if do is None else do
     cu_q, cu_k = (lse if x is None else x for x in (options.cu_q, options.cu_k))
     call = _Call(q, k, v, do, words, cu_q, cu_k, sizes, spec)
     parts = parts_of_group(spec, sizes, q.device)
@@ -128,8 +129,8 @@ def _together(dk: Tensor, dv: Tensor, parts: int, sum_of_dq: Tensor | None, call
         *(_rows(x) for x in (call.q, call.k, call.v, call.do)), line(words.lse, WARPGROUP), line(words.delta, WARPGROUP),
         work.descriptor(words.lse.new_empty(work.UNIT_ROWS.value, work.UNIT_COLUMNS.value) if sum_of_dq is None else sum_of_dq),
         _rows(dk), _rows(dv), dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device),
-        sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *_numbers(spec), **_constants(spec, parts),
-        **backward_tile(spec).constants, ADD=sum_of_dq is not None, num_warps=4,
+        sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec), **_constants(spec, parts),
+        **backward_tile(spec)._asdict(), ADD=sum_of_dq is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -139,8 +140,8 @@ def _keys(dk: Tensor, dv: Tensor, parts: int, call: _Call) -> None:
     flash_bwd_kv.flash_bwd_kv[(programs,)](
         *(_rows(x) for x in (call.q, call.k, call.v, call.do)), line(words.lse, WARPGROUP), line(words.delta, WARPGROUP),
         _rows(dk), _rows(dv), dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device),
-        sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *_numbers(spec), **_constants(spec, parts),
-        **backward_kv_tile(spec).constants, num_warps=4,
+        sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec), **_constants(spec, parts),
+        **backward_kv_tile(spec)._asdict(), num_warps=4,
     )  # fmt: skip
 
 
@@ -150,8 +151,8 @@ def _queries(dq: Tensor, call: _Call) -> None:
     flash_bwd_q.flash_bwd_q[(programs,)](
         *(_rows(x) for x in (call.q, call.k, call.v, call.do, dq)), dq, call.lost, words.lse, words.delta,
         call.cu_q, call.cu_k, counter(call.q.device),
-        sizes.B, sizes.S, words.padded_T, tiles, tail, *_numbers(spec), **_constants(spec, 0),
-        **backward_q_tile(spec).constants, num_warps=4,
+        sizes.B, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec), **_constants(spec, 0),
+        **backward_q_tile(spec)._asdict(), num_warps=4,
     )  # fmt: skip
 
 
@@ -161,24 +162,7 @@ def _rows(x: Tensor) -> Any:
 
 
 @cache
-def _numbers(spec: Spec) -> tuple[float, ...]:
-    mask = spec.mask
-    (chunk,) = mask.chunks or (0,)
-    return spec.scale, spec.softcap, mask.left or 0, mask.right or 0, mask.prefix or 0, chunk
-
-
-@cache
 def _constants(spec: Spec, parts: int) -> dict[str, Any]:
     """Compile-time arguments; `parts` 0: of the kernel for queries, which knows of none."""
-    mask = spec.mask
     heads = {"GROUP": spec.group // parts, "PARTS": parts} if parts else {"GROUP": spec.group}
-    return heads | {
-        "D": spec.dim,
-        "PACKED": spec.layout == "packed",
-        "LEFT": mask.left is not None,
-        "RIGHT": mask.right is not None,
-        "PREFIX": mask.prefix is not None,
-        "CHUNK": bool(mask.chunks),
-        "SOFTCAP": spec.softcap > 0,
-        "HALF": spec.dtype == torch.float16,
-    }
+    return flags_of(spec) | heads | {"D": spec.dim, "HALF": spec.dtype == torch.float16}

@@ -31,6 +31,15 @@ class Scoring:
 
 
 @gluon.jit
+def make_scoring(mask: Mask, scale, softcap, SOFTCAP: gl.constexpr):
+    factor = scale * LOG2E
+    if SOFTCAP:
+        # capped scores have their unit already
+        factor = scale * 0.0 + 1.0
+    return Scoring(mask, scale, softcap, factor)
+
+
+@gluon.jit
 def scores(s, row, column, plan, scoring: Scoring, shape: Shape, CHECK: gl.constexpr):
     """The products of queries and keys, capped, and -inf where the mask or the end of the keys hides one."""
     if shape.SOFTCAP:

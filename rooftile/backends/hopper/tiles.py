@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rooftile.masks import CAUSAL, FULL
 from rooftile.spec import Spec
@@ -25,10 +25,6 @@ class Tile(NamedTuple):
     def rows(self) -> int:
         return self.CREW * WARPGROUP
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        return self._asdict()
-
 
 class BackwardTile(NamedTuple):
     """How a program of `flash_bwd` is staffed, for 128 keys, and how far it runs ahead."""
@@ -39,10 +35,6 @@ class BackwardTile(NamedTuple):
     DQ_REGISTERS: int  # of the warpgroup that multiplies dq, at D = 64
     COPY_REGISTERS: int
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        return self._asdict()
-
 
 class BackwardKeysTile(NamedTuple):
     """`flash_bwd_kv`, for 64 keys."""
@@ -50,10 +42,6 @@ class BackwardKeysTile(NamedTuple):
     SLOTS: int
     COMPUTE_REGISTERS: int
     COPY_REGISTERS: int
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return self._asdict()
 
 
 class BackwardQueriesTile(NamedTuple):
@@ -63,10 +51,6 @@ class BackwardQueriesTile(NamedTuple):
     V_SLOTS: int
     COMPUTE_REGISTERS: int
     COPY_REGISTERS: int
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return self._asdict()
 
 
 TWO = Tile(KEYS=128, CREW=2, Q_SLOTS=2, KV_SLOTS=2, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
