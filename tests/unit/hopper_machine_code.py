@@ -33,6 +33,7 @@ from rooftile.backends.hopper.tiles import (
     backward_kv_tile,
     backward_q_tile,
     backward_tile,
+    padded,
 )
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.spec import Spec
@@ -54,13 +55,14 @@ class Configuration:
     dtype: str = "bf16"
     kernel: str = "flash_fwd"
     add: bool = False  # flash_bwd: dq too
+    values: int = 0  # the head dim of values, where it is another
 
     @property
     def spec(self) -> Spec:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
         softcap = 20.0 if self.extras else 0.0
         return Spec(
-            dtype=dtype, dim=self.dim, dim_v=self.dim, scale=1.0, mask=self.mask, layout=self.layout, softcap=softcap,
+            dtype=dtype, dim=self.dim, dim_v=self.values or self.dim, scale=1.0, mask=self.mask, layout=self.layout, softcap=softcap,
             has_sinks=self.extras, device="sm90",
         )  # fmt: skip
 
@@ -84,7 +86,7 @@ class Configuration:
             return f"tensordesc<fp32[64],{LINE!r}>"
         if name == "work_desc":
             return f"tensordesc<fp32[{work.UNIT_ROWS.value}, {work.UNIT_COLUMNS.value}],{work.LAYOUT!r}>"
-        rows, columns = 64, self.dim
+        rows, columns = 64, padded(self.dim)
         if self.tile is not None:
             rows, columns = dict(zip("qkvo", launch.boxes(self.spec, self.tile), strict=True))[name[0]]
         return f"tensordesc<{self.dtype}{[1, 1, rows, columns]},{_layout(rows, columns, self.spec.dtype)!r}>"
@@ -105,7 +107,15 @@ FORWARD = {
     # what `forward_tile` gives these to
     if tile is not THREE or (what.get("mask", FULL) in (FULL, CAUSAL) and not what.get("extras"))
     if tile is not SHORT or (what.get("mask", FULL) == CAUSAL)
-} | {"d128-fp16": Configuration(128, TWO, CAUSAL, dtype="fp16")}
+} | {
+    "d128-fp16": Configuration(128, TWO, CAUSAL, dtype="fp16"),
+    # between two powers of two, padded to the next
+    **{f"d96-{name}": Configuration(96, TWO, **CASES[name]) for name in ("full", "causal", "packed-causal")},
+    **{
+        f"d192-v128-{name}": Configuration(192, WIDE, **CASES[name], values=128)
+        for name in ("full", "causal", "packed-causal")
+    },
+}
 BACKWARD = {
     f"bwd-{part}d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel=kernel, add=part == "")
     for kernel, part, dims, names in (
@@ -118,7 +128,12 @@ BACKWARD = {
     )
     for dim in dims
     for name in names
-} | {"bwd-d128-fp16": Configuration(128, None, CAUSAL, dtype="fp16", kernel="flash_bwd", add=True)}
+} | {
+    "bwd-d128-fp16": Configuration(128, None, CAUSAL, dtype="fp16", kernel="flash_bwd", add=True),
+    "bwd-d96-packed-causal": Configuration(96, None, CAUSAL, "packed", kernel="flash_bwd", add=True),
+    "bwd-kv-d192-v128-packed-causal": Configuration(192, None, CAUSAL, "packed", kernel="flash_bwd_kv", values=128),
+    "bwd-q-d192-v128-packed-causal": Configuration(192, None, CAUSAL, "packed", kernel="flash_bwd_q", values=128),
+}
 CONFIGURATIONS: dict[str, Configuration] = FORWARD | BACKWARD
 
 

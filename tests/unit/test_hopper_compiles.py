@@ -104,9 +104,10 @@ def test_three_warpgroups_go_to_what_was_compiled_for_them() -> None:
     """No call takes a tile that is not on the list above."""
     from rooftile.backends.hopper.tiles import forward_tile
 
-    listed = {(c.dim, c.tile, c.mask, c.layout, c.extras) for c in FORWARD.values()}
+    ours = [c for c in FORWARD.values() if c.dim in (64, 128, 256)]
+    listed = {(c.dim, c.tile, c.mask, c.layout, c.extras) for c in ours}
     for dim in (64, 128, 256):
-        for one in FORWARD.values():
+        for one in ours:
             for T in (1, 1024, 100_000):
                 spec = Configuration(dim, one.tile, one.mask, one.layout, one.extras).spec
                 assert (dim, forward_tile(spec, T), one.mask, one.layout, one.extras) in listed

@@ -35,7 +35,8 @@ from rooftile.spec import Grads, Options, Spec
 NAME = "hopper"
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-DIMS = (64, 128, 256)
+# of queries and keys, and of values
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
 def refusals(spec: Spec) -> Iterator[str]:
@@ -45,9 +46,10 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield missing
     if spec.dtype not in DTYPES:
         yield f"{str(spec.dtype).removeprefix('torch.')}; has {', '.join(DTYPES.values())}"
-    if spec.dim not in DIMS or spec.dim_v != spec.dim:
-        dims = f"{spec.dim}" if spec.dim == spec.dim_v else f"{spec.dim} and {spec.dim_v}"
-        yield f"head dim {dims}; has {', '.join(map(str, DIMS))}, the same for keys and values"
+    if (spec.dim, spec.dim_v) not in DIMS:
+        came = f"{spec.dim}" if spec.dim == spec.dim_v else f"{spec.dim} and {spec.dim_v}"
+        has = ", ".join(str(dim) if dim == dim_v else f"{dim} with values of {dim_v}" for dim, dim_v in DIMS)
+        yield f"head dim {came}; has {has}"
     for name, there in (("bias", spec.has_bias), ("alibi", spec.has_alibi), ("dropout", spec.dropout > 0)):
         if there:
             yield f"{name}; has softcap and sinks"

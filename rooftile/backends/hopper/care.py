@@ -56,6 +56,7 @@ def with_care(
     layout: gl.constexpr = gl.BlockedLayout([1, shape.D // 32], [1, 32], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     e = gl.arange(0, shape.D, gl.SliceLayout(0, layout))
+    c = gl.arange(0, shape.DV, gl.SliceLayout(0, layout))
     dtype: gl.constexpr = o_ptr.dtype.element_ty
     q_head, q_stride = _noted_rows(notes, 0, plan.b, plan.row, plan.h, dtype)
     k_head, k_stride = _noted_rows(notes, 1, plan.b, plan.key, plan.h // shape.GROUP, dtype)
@@ -68,14 +69,14 @@ def with_care(
         lse = gl.load(lse_ptr + line.to(gl.int64) * total + plan.row + t, mask=there, other=0.0) * LOG2E
         lse = gl.where(lse == float("-inf"), 0.0, lse)
         lines = gl.expand_dims(t * q_stride, 1) + gl.expand_dims(e, 0)
-        q = gl.load(q_head + lines, mask=gl.expand_dims(there, 1), other=0.0).to(gl.float32)
+        q = gl.load(q_head + lines, mask=gl.expand_dims(there, 1) & gl.expand_dims(e < shape.DIM, 0), other=0.0).to(gl.float32)
         i = t + plan.S - plan.T
         first = scoring.mask.first_key(i)
         last = scoring.mask.last_key(i, plan.S)
         o = gl.zeros([ROWS, shape.DV], gl.float32, layout)
         for j in range(plan.first * shape.KEYS, gl.minimum((plan.last + 1) * shape.KEYS, plan.S)):
-            k = gl.load(k_head + j * k_stride + e).to(gl.float32)
-            v = gl.load(v_head + j * v_stride + e).to(gl.float32)
+            k = gl.load(k_head + j * k_stride + e, mask=e < shape.DIM, other=0.0).to(gl.float32)
+            v = gl.load(v_head + j * v_stride + c, mask=c < shape.DIM_V, other=0.0).to(gl.float32)
             s = gl.sum(q * gl.expand_dims(k, 0), 1)
             if shape.SOFTCAP:
                 s = scoring.capped(s)
@@ -83,7 +84,8 @@ def with_care(
             sees = gl.expand_dims((first <= j) & (j <= last), 1)
             o += gl.where(sees, gl.expand_dims(p, 1) * gl.expand_dims(v, 0), 0.0)
         base = plan.row if shape.PACKED else plan.b.to(gl.int64) * total
-        lines = ((base + t).to(gl.int64) * H + plan.h) * shape.DV
+        lines = ((base + t).to(gl.int64) * H + plan.h) * shape.DIM_V
         gl.store(
-            o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), o.to(dtype), mask=gl.expand_dims(there, 1)
+            o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(c, 0), o.to(dtype),
+            mask=gl.expand_dims(there, 1) & gl.expand_dims(c < shape.DIM_V, 0),
         )

@@ -239,9 +239,9 @@ def _compute(
         note_nan(lost_ptr, dk, shape)
         note_nan(lost_ptr, dv, shape)
         # nobody else reads these values
-        store_rows(room, dv.to(dtype), dv_desc, dv_ptr, plan, Hk, s_0, plan.key, plan.S, shape)
+        store_rows(room, dv.to(dtype), dv_desc, dv_ptr, plan, Hk, s_0, plan.key, plan.S, shape.DIM_V, shape)
         wait_for_store()
-        store_rows(room, dk.to(dtype), dk_desc, dk_ptr, plan, Hk, s_0, plan.key, plan.S, shape)
+        store_rows(room, dk.to(dtype), dk_desc, dk_ptr, plan, Hk, s_0, plan.key, plan.S, shape.DIM, shape)
         wait_for_store()
         values.give_back(tile)
         tile += 1
@@ -256,14 +256,14 @@ def flash_bwd(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, work_desc, dk_desc, dv_desc,
     dk_ptr, dv_ptr, lost_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, T, S, padded_T, tiles, tail, scale, softcap, left, right, prefix, chunk,
-    GROUP: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr,
     SLOTS: gl.constexpr, LATE: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Backward(GROUP, PARTS, CREW, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF, ADD, LATE)
+    shape = Backward(GROUP, PARTS, CREW, D, DIM, DIM_V, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF, ADD, LATE)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ROLE: gl.constexpr = ADD and shape.SPARE

@@ -107,7 +107,7 @@ def _values(
         grads.give_back(turn)
         note_nan(lost_ptr, dv, shape)
         # nobody else reads the keys
-        store_rows(keys.buffer(tile), dv.to(dtype), dv_desc, dv_ptr, plan, Hk, plan.t, plan.key, plan.S, shape)
+        store_rows(keys.buffer(tile), dv.to(dtype), dv_desc, dv_ptr, plan, Hk, plan.t, plan.key, plan.S, shape.DIM_V, shape)
         wait_for_store()
         keys.give_back(tile)
         tile += 1
@@ -157,7 +157,7 @@ def _keys(
             dk = dk * scoring.scale
         note_nan(lost_ptr, dk, shape)
         # nobody else reads the values
-        store_rows(values.buffer(tile), dk.to(dtype), dk_desc, dk_ptr, plan, Hk, plan.t, plan.key, plan.S, shape)
+        store_rows(values.buffer(tile), dk.to(dtype), dk_desc, dk_ptr, plan, Hk, plan.t, plan.key, plan.S, shape.DIM, shape)
         wait_for_store()
         values.give_back(tile)
         tile += 1
@@ -184,13 +184,13 @@ def flash_bwd_kv(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc,
     dk_ptr, dv_ptr, lost_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, T, S, padded_T, tiles, tail, scale, softcap, left, right, prefix, chunk,
-    GROUP: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, HALF: gl.constexpr,
     SLOTS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Backward(GROUP, PARTS, 1, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF)
+    shape = Backward(GROUP, PARTS, 1, D, DIM, DIM_V, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     keys = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK, D], k_desc.layout), 1, 1)

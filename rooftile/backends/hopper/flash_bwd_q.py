@@ -148,7 +148,7 @@ def _compute(
             dq = dq * scoring.scale
         note_nan(lost_ptr, dq, shape)
         # the queries have been read for the last time
-        store_rows(queries.buffer(mine), dq.to(dtype), dq_desc, dq_ptr, plan, H, row, plan.row, plan.T, shape)
+        store_rows(queries.buffer(mine), dq.to(dtype), dq_desc, dq_ptr, plan, H, row, plan.row, plan.T, shape.DIM, shape)
         wait_for_store()
         queries.give_back(mine)
         tile += 1
@@ -160,13 +160,13 @@ def _compute(
 def flash_bwd_q(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dq_ptr, lost_ptr, lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, S, padded_T, tiles, tail, scale, softcap, left, right, prefix, chunk,
-    GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, HALF: gl.constexpr,
     K_SLOTS: gl.constexpr, V_SLOTS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Backward(GROUP, 1, CREW, D, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF)
+    shape = Backward(GROUP, 1, CREW, D, DIM, DIM_V, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = ring(gl.allocate_shared_memory(dtype, [CREW, 1, 1, WG_ROWS, D], q_desc.layout), CREW, 1)

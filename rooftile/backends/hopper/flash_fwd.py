@@ -270,8 +270,8 @@ def _store_columns(output, o, column: gl.constexpr, o_desc, o_ptr, plan, row, H,
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
         t = row + gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
         e = column + gl.arange(0, columns, gl.SliceLayout(0, layout))
-        lines = ((plan.row + t).to(gl.int64) * H + plan.h) * shape.DV
-        there = gl.expand_dims(t < plan.T, 1)
+        lines = ((plan.row + t).to(gl.int64) * H + plan.h) * shape.DIM_V
+        there = gl.expand_dims(t < plan.T, 1) & gl.expand_dims(e < shape.DIM_V, 0)
         gl.store(o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=there)
     else:
         fence_async_shared()
@@ -283,14 +283,14 @@ def _store_columns(output, o, column: gl.constexpr, o_desc, o_ptr, plan, row, H,
 def flash_fwd(
     q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, S, tiles, tail, scale, softcap, left, right, prefix, chunk,
-    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
     KEYS: gl.constexpr, CREW: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Shape(GROUP, D, DV, KEYS, CREW, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, SINKS)
+    shape = Shape(GROUP, D, DV, DIM, DIM_V, KEYS, CREW, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, SINKS)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     queries = ring(gl.allocate_shared_memory(dtype, [Q_SLOTS * CREW, 1, 1, WG_ROWS, D], q_desc.layout), Q_SLOTS, CREW)
     keys = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, KEYS, D], k_desc.layout), KV_SLOTS, CREW)

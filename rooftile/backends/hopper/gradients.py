@@ -47,7 +47,9 @@ class Backward:
     GROUP: gl.constexpr  # query heads that a tile of keys walks
     PARTS: gl.constexpr  # tiles that share a key head's group, each with its own sum
     CREW: gl.constexpr  # rows of 64 keys, or queries, in a tile
-    D: gl.constexpr
+    D: gl.constexpr  # of all rows in shared memory, padded with zeros to a power of two
+    DIM: gl.constexpr  # of queries and keys in memory
+    DIM_V: gl.constexpr  # of values and outputs
     PACKED: gl.constexpr
     MASKED: gl.constexpr  # anything but a full mask
     SOFTCAP: gl.constexpr
@@ -60,11 +62,13 @@ class Backward:
     a_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, PARTS, CREW, D, PACKED, MASKED, SOFTCAP, HALF, ADD=False, LATE=False):
+    def __init__(self, GROUP, PARTS, CREW, D, DIM, DIM_V, PACKED, MASKED, SOFTCAP, HALF, ADD=False, LATE=False):
         self.GROUP = gl.constexpr(GROUP)
         self.PARTS = gl.constexpr(PARTS)
         self.CREW = gl.constexpr(CREW)
         self.D = gl.constexpr(D)
+        self.DIM = gl.constexpr(DIM)
+        self.DIM_V = gl.constexpr(DIM_V)
         self.PACKED = gl.constexpr(PACKED)
         self.MASKED = gl.constexpr(MASKED)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
@@ -288,7 +292,7 @@ def note_nan(lost_ptr, acc, shape: Backward):
 
 
 @gluon.jit
-def store_rows(buffer, x, desc, ptr, plan: Plan, heads, start, base, length, shape: Backward):
+def store_rows(buffer, x, desc, ptr, plan: Plan, heads, start, base, length, dim: gl.constexpr, shape: Backward):
     """64 rows, from `start` of a sequence on, to memory by way of shared memory; `wait_for_store` must follow.
 
     A packed sequence may end inside the tile, where the copy engine would not stop: its rows are stored one by one.
@@ -301,8 +305,8 @@ def store_rows(buffer, x, desc, ptr, plan: Plan, heads, start, base, length, sha
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
         t = start + gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
         e = gl.arange(0, shape.D, gl.SliceLayout(0, layout))
-        lines = ((base + t).to(gl.int64) * heads + plan.h) * shape.D
-        there = gl.expand_dims(t < length, 1)
+        lines = ((base + t).to(gl.int64) * heads + plan.h) * dim
+        there = gl.expand_dims(t < length, 1) & gl.expand_dims(e < dim, 0)
         gl.store(ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=there)
     else:
         tma_store(desc, [plan.b, plan.h, start, 0], buffer)

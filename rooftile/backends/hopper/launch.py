@@ -12,7 +12,7 @@ from torch import Tensor
 from rooftile.backends.hopper import flash_fwd
 from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.descriptors import descriptor, is_readable, readable, template
-from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile
+from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile, padded
 from rooftile.backends.launch import repeated
 from rooftile.masks import FULL
 from rooftile.spec import Options, Sizes, Spec
@@ -73,9 +73,10 @@ def _outputs(q: Tensor, v: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
 
 
 def boxes(spec: Spec, tile: Tile) -> tuple[tuple[int, int], ...]:
-    """What one copy takes of q, k, v and o: positions and elements."""
+    """What one copy takes of q, k, v and o: positions and elements. What there is not comes as zeros, and is not stored."""
+    dim, dim_v = padded(spec.dim), padded(spec.dim_v)
     return (
-        (WARPGROUP, spec.dim), (tile.KEYS, spec.dim), (tile.KEYS, spec.dim_v), (WARPGROUP, min(spec.dim_v, 128)),
+        (WARPGROUP, dim), (tile.KEYS, dim), (tile.KEYS, dim_v), (WARPGROUP, min(dim_v, 128)),
     )  # fmt: skip
 
 
@@ -117,9 +118,11 @@ def processors(device: torch.device) -> int:
 
 @cache
 def flags_of(spec: Spec) -> dict[str, Any]:
-    """What every kernel is compiled for: the mask's kind and the options."""
+    """What every kernel is compiled for: head dims, the mask's kind and the options."""
     mask = spec.mask
     return {
+        "DIM": spec.dim,
+        "DIM_V": spec.dim_v,
         "PACKED": spec.layout == "packed",
         "LEFT": mask.left is not None,
         "RIGHT": mask.right is not None,
@@ -132,5 +135,5 @@ def flags_of(spec: Spec) -> dict[str, Any]:
 @cache
 def constants(spec: Spec, tile: Tile) -> dict[str, Any]:
     """The forward's compile-time arguments, put together once."""
-    own = {"GROUP": spec.group, "D": spec.dim, "DV": spec.dim_v, "SINKS": spec.has_sinks, "num_warps": 4}
+    own = {"GROUP": spec.group, "D": padded(spec.dim), "DV": padded(spec.dim_v), "SINKS": spec.has_sinks, "num_warps": 4}
     return flags_of(spec) | own | tile._asdict()

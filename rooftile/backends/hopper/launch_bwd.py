@@ -14,7 +14,7 @@ from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.descriptors import descriptor, line, readable
 from rooftile.backends.hopper.launch import flags_of, numbers_of, processors, programs_and_tail, sizes_of
 from rooftile.backends.hopper.row_words import Words, row_words
-from rooftile.backends.hopper.tiles import WARPGROUP, backward_kv_tile, backward_q_tile, backward_tile
+from rooftile.backends.hopper.tiles import WARPGROUP, backward_kv_tile, backward_q_tile, backward_tile, padded
 from rooftile.masks import FULL
 from rooftile.reference.gradients import sinks_gradient
 from rooftile.spec import Grads, Options, Sizes, Spec
@@ -76,17 +76,17 @@ def backward(
     parts = parts_of_group(spec, sizes, q.device)
     if parts > 1:
         # a key head's group in parts, each with sums of its own
-        dk_parts, dv_parts = (x.new_empty((*x.shape[:-2], sizes.Hk * parts, spec.dim)) for x in (k, v))
+        dk_parts, dv_parts = (x.new_empty((*x.shape[:-2], sizes.Hk * parts, x.shape[-1])) for x in (k, v))
     else:
         dk_parts, dv_parts = dk, dv
-    if spec.dim > 128:
+    if padded(max(spec.dim, spec.dim_v)) > 128:
         _keys(dk_parts, dv_parts, parts, call)
         _queries(dq, call)
     elif spec.deterministic:
         _together(dk_parts, dv_parts, parts, None, call)
         _queries(dq, call)
     else:
-        sum_of_dq = work.zeros(words.lse.numel(), spec.dim, q.device)
+        sum_of_dq = work.zeros(words.lse.numel(), padded(spec.dim), q.device)
         _together(dk_parts, dv_parts, parts, sum_of_dq, call)
         scale = 1.0 if spec.dtype == torch.float16 else spec.scale
         work.finish(sum_of_dq, dq, words.lost, options.cu_q, words.padded_T, scale)
@@ -110,7 +110,7 @@ def parts_of_group(spec: Spec, sizes: Sizes, device: torch.device) -> int:
     """
     if spec.deterministic:
         return 1
-    rows = WARPGROUP if spec.dim > 128 else 2 * WARPGROUP
+    rows = WARPGROUP if padded(max(spec.dim, spec.dim_v)) > 128 else 2 * WARPGROUP
     parts = 1
     while spec.group % (2 * parts) == 0:
         # packed slots that end up empty count too: a guess then
@@ -126,9 +126,9 @@ def _together(dk: Tensor, dv: Tensor, parts: int, sum_of_dq: Tensor | None, call
     spec, sizes, words = call.spec, call.sizes, call.words
     tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk * parts, 2 * WARPGROUP, sizes, call.q.device, spec)
     flash_bwd.flash_bwd[(programs,)](
-        *(_rows(x) for x in (call.q, call.k, call.v, call.do)), line(words.lse, WARPGROUP), line(words.delta, WARPGROUP),
+        *(_rows(x, spec) for x in (call.q, call.k, call.v, call.do)), line(words.lse, WARPGROUP), line(words.delta, WARPGROUP),
         work.descriptor(words.lse.new_empty(work.UNIT_ROWS.value, work.UNIT_COLUMNS.value) if sum_of_dq is None else sum_of_dq),
-        _rows(dk), _rows(dv), dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device),
+        _rows(dk, spec), _rows(dv, spec), dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device),
         sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec), **_constants(spec, parts),
         **backward_tile(spec)._asdict(), ADD=sum_of_dq is not None, num_warps=4,
     )  # fmt: skip
@@ -138,8 +138,8 @@ def _keys(dk: Tensor, dv: Tensor, parts: int, call: _Call) -> None:
     spec, sizes, words = call.spec, call.sizes, call.words
     tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk * parts, WARPGROUP, sizes, call.q.device, spec)
     flash_bwd_kv.flash_bwd_kv[(programs,)](
-        *(_rows(x) for x in (call.q, call.k, call.v, call.do)), line(words.lse, WARPGROUP), line(words.delta, WARPGROUP),
-        _rows(dk), _rows(dv), dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device),
+        *(_rows(x, spec) for x in (call.q, call.k, call.v, call.do)), line(words.lse, WARPGROUP), line(words.delta, WARPGROUP),
+        _rows(dk, spec), _rows(dv, spec), dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device),
         sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec), **_constants(spec, parts),
         **backward_kv_tile(spec)._asdict(), num_warps=4,
     )  # fmt: skip
@@ -149,20 +149,20 @@ def _queries(dq: Tensor, call: _Call) -> None:
     spec, sizes, words = call.spec, call.sizes, call.words
     tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, 2 * WARPGROUP, sizes, call.q.device, spec)
     flash_bwd_q.flash_bwd_q[(programs,)](
-        *(_rows(x) for x in (call.q, call.k, call.v, call.do, dq)), dq, call.lost, words.lse, words.delta,
+        *(_rows(x, spec) for x in (call.q, call.k, call.v, call.do, dq)), dq, call.lost, words.lse, words.delta,
         call.cu_q, call.cu_k, counter(call.q.device),
         sizes.B, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec), **_constants(spec, 0),
         **backward_q_tile(spec)._asdict(), num_warps=4,
     )  # fmt: skip
 
 
-def _rows(x: Tensor) -> Any:
-    """64 rows of a head, as every kernel here copies them."""
-    return descriptor(x, WARPGROUP, x.shape[-1])
+def _rows(x: Tensor, spec: Spec) -> Any:
+    """64 rows of a head, as every kernel here copies them: what they lack in columns comes as zeros, and is not stored."""
+    return descriptor(x, WARPGROUP, padded(max(spec.dim, spec.dim_v)))
 
 
 @cache
 def _constants(spec: Spec, parts: int) -> dict[str, Any]:
     """Compile-time arguments; `parts` 0: of the kernel for queries, which knows of none."""
     heads = {"GROUP": spec.group // parts, "PARTS": parts} if parts else {"GROUP": spec.group}
-    return flags_of(spec) | heads | {"D": spec.dim, "HALF": spec.dtype == torch.float16}
+    return flags_of(spec) | heads | {"D": padded(max(spec.dim, spec.dim_v)), "HALF": spec.dtype == torch.float16}

@@ -14,6 +14,7 @@ from torch import Tensor
 from rooftile.backends.hopper.gluon import gl, gluon
 from rooftile.backends.hopper.schedule import PADDED, packed_tile
 from rooftile.backends.hopper.shape import LOG2E
+from rooftile.backends.hopper.tiles import padded
 
 ROWS = gl.constexpr(32)
 
@@ -48,7 +49,8 @@ def row_words_of(
     o_stride_b, o_stride_t, o_stride_h,
     do_stride_b, do_stride_t, do_stride_h,
     B, H, T, padded_T,
-    D: gl.constexpr, DO: gl.constexpr, DLSE: gl.constexpr, SINKS: gl.constexpr, CARE: gl.constexpr, PACKED: gl.constexpr,
+    D: gl.constexpr, DIM: gl.constexpr,
+    DO: gl.constexpr, DLSE: gl.constexpr, SINKS: gl.constexpr, CARE: gl.constexpr, PACKED: gl.constexpr,
 ):
     # fmt: on
     tile: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -56,20 +58,20 @@ def row_words_of(
     h = gl.program_id(1)
     b = gl.program_id(2).to(gl.int64)
     first = gl.program_id(0) * ROWS
-    padded = first + gl.arange(0, ROWS, line)
-    t = padded
+    place = first + gl.arange(0, ROWS, line)
+    t = place
     there = t < T
     if PACKED:
         i_b, _ = packed_tile(first // PADDED, cu_ptr, B, PADDED)
         row_0 = gl.load(cu_ptr + i_b).to(gl.int32)
-        t = row_0 + padded - (row_0 // PADDED + i_b) * PADDED
+        t = row_0 + place - (row_0 // PADDED + i_b) * PADDED
         there = t < gl.load(cu_ptr + i_b + 1).to(gl.int32)
     delta = gl.zeros([ROWS], gl.float32, line)
     if DO:
         c = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, tile)), 0)
         o_rows = b * o_stride_b + h.to(gl.int64) * o_stride_h + t.to(gl.int64) * o_stride_t
         do_rows = b * do_stride_b + h.to(gl.int64) * do_stride_h + t.to(gl.int64) * do_stride_t
-        mask = gl.expand_dims(there, 1)
+        mask = gl.expand_dims(there, 1) & (c < DIM)
         o = gl.load(o_ptr + gl.expand_dims(o_rows, 1) + c, mask=mask, other=0.0).to(gl.float32)
         do = gl.load(do_ptr + gl.expand_dims(do_rows, 1) + c, mask=mask, other=0.0).to(gl.float32)
         delta += gl.sum(o * do, 1)
@@ -78,7 +80,7 @@ def row_words_of(
         delta -= gl.load(dlse_ptr + row, mask=there, other=0.0)
     lse = gl.load(lse_ptr + row, mask=there, other=float("inf")) * LOG2E
     lse = gl.where(lse == float("-inf"), float("inf"), lse)
-    word = (b * H + h) * padded_T + padded
+    word = (b * H + h) * padded_T + place
     gl.store(words_ptr + word, lse)
     gl.store(delta_ptr + word, delta)
     if SINKS:
@@ -112,7 +114,7 @@ def row_words(
     row_words_of[(padded_T // ROWS.value, H, B if cu_q is None else 1)](
         o, *(lse if x is None else x for x in (do, lse, dlse, words, delta, rows, stats, lost, cu_q)),
         *_strides(o), *_strides(o if do is None else do), B, H, T, padded_T,
-        D=o.shape[-1], DO=do is not None, DLSE=dlse is not None, SINKS=sinks, CARE=care,
+        D=padded(o.shape[-1]), DIM=o.shape[-1], DO=do is not None, DLSE=dlse is not None, SINKS=sinks, CARE=care,
         PACKED=cu_q is not None, num_warps=4,
     )  # fmt: skip
     return Words(words, delta, rows, stats, lost)

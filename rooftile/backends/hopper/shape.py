@@ -14,8 +14,10 @@ class Shape:
     """What is known when the kernel is compiled."""
 
     GROUP: gl.constexpr
-    D: gl.constexpr
-    DV: gl.constexpr
+    D: gl.constexpr  # of a query and a key in shared memory, padded with zeros to a power of two
+    DV: gl.constexpr  # of a value and an output
+    DIM: gl.constexpr  # the same two in memory
+    DIM_V: gl.constexpr
     KEYS: gl.constexpr  # of a block
     CREW: gl.constexpr  # warpgroups that compute
     PACKED: gl.constexpr
@@ -27,10 +29,12 @@ class Shape:
     p_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, DV, KEYS, CREW, PACKED, MASKED, SOFTCAP, SINKS):
+    def __init__(self, GROUP, D, DV, DIM, DIM_V, KEYS, CREW, PACKED, MASKED, SOFTCAP, SINKS):
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
         self.DV = gl.constexpr(DV)
+        self.DIM = gl.constexpr(DIM)
+        self.DIM_V = gl.constexpr(DIM_V)
         self.KEYS = gl.constexpr(KEYS)
         self.CREW = gl.constexpr(CREW)
         self.PACKED = gl.constexpr(PACKED)

@@ -11,6 +11,11 @@ from rooftile.spec import Spec
 WARPGROUP = 64
 
 
+def padded(dim: int) -> int:
+    """A head dim as the kernels hold it."""
+    return max(64, 1 << (dim - 1).bit_length())
+
+
 class Tile(NamedTuple):
     """How a program of the forward is staffed and what it holds in shared memory."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rooftile.backends.hopper.gluon import TensorDescriptor, gl, gluon
 from rooftile.backends.hopper.schedule import PADDED, packed_tile
+from rooftile.backends.hopper.tiles import padded
 
 # queries, and columns, of a unit; then its words as the copy engine sees them
 UNIT = gl.constexpr(64)
@@ -37,7 +38,7 @@ def descriptor(work: Tensor) -> TensorDescriptor:
 @gluon.jit(do_not_specialize=["B", "H", "T", "padded_T"])
 def finish_dq(
     work_ptr, dq_ptr, lost_ptr, cu_ptr, B, H, T, padded_T, scale,
-    D: gl.constexpr, PACKED: gl.constexpr, CARE: gl.constexpr,
+    D: gl.constexpr, DIM: gl.constexpr, PACKED: gl.constexpr, CARE: gl.constexpr,
 ):
     # fmt: on
     tile: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -60,15 +61,17 @@ def finish_dq(
     x = x.reshape([4, 2, 4, 8, 4, 2, 2]).permute((2, 1, 3, 0, 5, 4, 6)).reshape([UNIT, UNIT])
     x = gl.convert_layout(x.to(dq_ptr.dtype.element_ty), tile)
     column = unit % (D // UNIT) * UNIT + gl.arange(0, UNIT, gl.SliceLayout(0, tile))
-    line = ((b * T + t) * H + h) * D
-    gl.store(dq_ptr + gl.expand_dims(line, 1) + gl.expand_dims(column, 0), x, mask=gl.expand_dims(there, 1))
+    line = ((b * T + t) * H + h) * DIM
+    mask = gl.expand_dims(there, 1) & gl.expand_dims(column < DIM, 0)
+    gl.store(dq_ptr + gl.expand_dims(line, 1) + gl.expand_dims(column, 0), x, mask=mask)
 
 
 def finish(work: Tensor, dq: Tensor, lost: Tensor | None, cu_q: Tensor | None, padded_T: int, scale: float) -> None:
     """dq from its sum; notes a NaN in `lost`."""
-    T, H, D = dq.shape[-3:] if cu_q is None else dq.shape
+    T, H, dim = dq.shape[-3:]
+    D = padded(dim)
     B = dq.shape[0] if cu_q is None else cu_q.shape[0] - 1
     finish_dq[(padded_T // UNIT.value * (D // UNIT.value), H, B if cu_q is None else 1)](
         work, dq, dq if lost is None else lost, dq if cu_q is None else cu_q, B, H, T, padded_T, scale,
-        D=D, PACKED=cu_q is not None, CARE=lost is not None, num_warps=4,
+        D=D, DIM=dim, PACKED=cu_q is not None, CARE=lost is not None, num_warps=4,
     )  # fmt: skip
