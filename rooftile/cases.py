@@ -137,13 +137,14 @@ def _conformance(name: str, **what: Any) -> Case:
     return Case(name=name, tags=frozenset({"conformance"}), **what)
 
 
-def _gpu_bench(dim: int, causal: bool, length: int) -> Case:
+def _gpu_bench(dim: int, causal: bool, length: int, dim_v: int | None = None) -> Case:
     # 16,384 tokens and 2,048 / D heads throughout: the same FLOPs at each length of a row of the table
     size = f"{length // 1024}k" if length >= 1024 else f"{length}"
-    name = f"d{dim}-{'causal' if causal else 'full'}-{size}"
+    tag = f"d{dim}" if dim_v is None else f"d{dim}-{dim_v}"
+    name = f"{tag}-{'causal' if causal else 'full'}-{size}"
     sizes = {"B": 16384 // length, "T": length, "S": length, "H": 2048 // dim, "Hk": 2048 // dim}
-    tags = frozenset({"gpu-bench", f"d{dim}"})
-    return Case(name=name, tags=tags, **sizes, dim=dim, dtype="bf16", mask=CAUSAL if causal else FULL)
+    tags = frozenset({"gpu-bench", tag})
+    return Case(name=name, tags=tags, **sizes, dim=dim, dim_v=dim_v, dtype="bf16", mask=CAUSAL if causal else FULL)
 
 
 def _cpu_bench(causal: bool, length: int) -> Case:
@@ -248,6 +249,7 @@ _LIST = (
         for length in (512, 1024, 2048, 4096, 8192, 16384)
         if length >= 1024 or dim in (64, 128, 256)
     ),
+    *(_gpu_bench(192, causal, length, 128) for causal in (False, True) for length in (1024, 2048, 4096, 8192, 16384)),
     *(_cpu_bench(causal, length) for causal in (False, True) for length in (256, 512, 1024, 2048, 4096, 8192)),
 )  # fmt: skip
 

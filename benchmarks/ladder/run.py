@@ -1,7 +1,7 @@
 """Times every rung of the ladder on one problem, all in turns, each checked first: a JSON line a rung.
 
     PYTHONPATH=. python -m benchmarks.ladder.run COMMIT >> benchmarks/results/h200-ladder.jsonl
-    PYTHONPATH=. ncu ... python -m benchmarks.ladder.run --once RUNG      one run of one rung, for a profiler
+    PYTHONPATH=. ncu --profile-from-start off ... python -m benchmarks.ladder.run --once RUNG [causal]
 
 bf16, D = 128, 16 heads, 4 sequences of 4,096, full and causal. The share is of the matrix product that the same run measured.
 """
@@ -25,6 +25,8 @@ from rooftile.bench.session import open_session
 
 B, T, H, D, ROUNDS = 4, 4096, 16, 128, 3
 
+RUNGS = ("standard", "flash-1", "flash-2", "plain", "specialised", "overlapped", "ping-pong", "hopper")
+
 Work = Callable[[], Tensor]
 
 
@@ -35,7 +37,7 @@ def rungs(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Work]:
         "flash-1": lambda: first.forward(q, k, v, causal)[0],
         "flash-2": lambda: rt.attention(q, k, v, mask, backend="triton"),
     }
-    for rung in ("plain", "specialised", "overlapped", "ping-pong"):
+    for rung in RUNGS[3:7]:
         ours[rung] = lambda rung=rung: kernels.forward(q, k, v, causal, rung)[0]
     ours["hopper"] = lambda: rt.attention(q, k, v, mask, backend="hopper")
     return ours
@@ -73,9 +75,19 @@ def main(commit: str) -> None:
             print(json.dumps(row | {"tflops": round(flops / us / 1e6, 1)} | about), flush=True)
 
 
+def once(rung: str, causal: bool) -> None:
+    """A warm run that a profiler may look at."""
+    work = rungs(*inputs(), causal)[rung]
+    work()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStart()
+    work()
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaProfilerStop()
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--once"]:
-        rungs(*inputs(), causal=sys.argv[3:] == ["causal"])[sys.argv[2]]()
-        torch.cuda.synchronize()
+        once(sys.argv[2], causal=sys.argv[3:] == ["causal"])
     else:
         main(sys.argv[1] if len(sys.argv) > 1 else "unknown")

@@ -10,6 +10,8 @@ from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
+# of queries and keys, and of values
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 MASKS = [FULL, CAUSAL, Window(100, 7), CAUSAL & Window(300), Prefix(70) & Window(500), Chunk(90)]
 
 
@@ -30,11 +32,11 @@ def poison() -> None:
     del del_me
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(("T", "S"), [(1, 300), (257, 257), (1153, 640), (640, 1153), (2049, 2049)])
-def test_ragged_lengths_write_every_row_and_no_other(dim: int, mask: Mask, T: int, S: int) -> None:
-    q, k, v = randn(2, T, 4, dim), randn(2, S, 2, dim), randn(2, S, 2, dim)
+def test_ragged_lengths_write_every_row_and_no_other(dim: int, dim_v: int, mask: Mask, T: int, S: int) -> None:
+    q, k, v = randn(2, T, 4, dim), randn(2, S, 2, dim), randn(2, S, 2, dim_v)
     poison()
     o, lse = rt.attention_with_lse(q, k, v, mask, backend="hopper")
     assert o.isfinite().all()
@@ -42,12 +44,12 @@ def test_ragged_lengths_write_every_row_and_no_other(dim: int, mask: Mask, T: in
     assert_as_defined(o, q, k, v, mask)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
-def test_repeated_runs_are_bit_equal(dim: int, mask: Mask) -> None:
+def test_repeated_runs_are_bit_equal(dim: int, dim_v: int, mask: Mask) -> None:
     """The tiles go to other programs each time."""
     for B, T in ((16, 512), (4, 1000), (1, 8192)):
-        q, k, v = (randn(B, T, 4, dim) for _ in range(3))
+        q, k, v = (randn(B, T, 4, d) for d in (dim, dim, dim_v))
         first, first_lse = rt.attention_with_lse(q, k, v, mask, backend="hopper")
         for _ in range(20):
             o, lse = rt.attention_with_lse(q, k, v, mask, backend="hopper")
@@ -55,10 +57,10 @@ def test_repeated_runs_are_bit_equal(dim: int, mask: Mask) -> None:
             assert torch.equal(lse, first_lse)
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_values_behind_the_mask_do_not_leak(dim: int, bad: float) -> None:
-    q, k, v = (randn(1, 400, 2, dim) for _ in range(3))
+def test_values_behind_the_mask_do_not_leak(dim: int, dim_v: int, bad: float) -> None:
+    q, k, v = (randn(1, 400, 2, d) for d in (dim, dim, dim_v))
     due = rt.attention(q, k, v, CAUSAL, backend="hopper")
     k[:, 301:] = bad
     v[:, 301:] = bad

@@ -10,7 +10,8 @@ from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
-DIMS = [64, 128, 256]
+# of queries and keys, and of values
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 MASKS = [FULL, CAUSAL, Window(100, 7), CAUSAL & Window(300), Prefix(70) & Window(500), Chunk(90)]
 
 
@@ -45,23 +46,23 @@ def poison() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_ragged_lengths(dim: int, mask: Mask, deterministic: bool) -> None:
+def test_ragged_lengths(dim: int, dim_v: int, mask: Mask, deterministic: bool) -> None:
     for T, S in ((1, 300), (257, 257), (640, 333), (333, 640)):
-        q, k, v = randn(2, T, 4, dim), randn(2, S, 2, dim), randn(2, S, 2, dim)
-        do = randn(2, T, 4, dim)
+        q, k, v = randn(2, T, 4, dim), randn(2, S, 2, dim), randn(2, S, 2, dim_v)
+        do = randn(2, T, 4, dim_v)
         poison()
         found = gradients(q, k, v, mask, do, deterministic=deterministic)
         assert_as_defined(found, q, k, v, mask, do)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, CAUSAL & Window(300)], ids=str)
-def test_repeated_runs(dim: int, mask: Mask) -> None:
+def test_repeated_runs(dim: int, dim_v: int, mask: Mask) -> None:
     """With an order asked for all gradients have the same bits; without, dk and dv do and dq nearly."""
-    q, k, v = (randn(4, 2048, h, dim) for h in (8, 2, 2))
-    do = randn(4, 2048, 8, dim)
+    q, k, v = randn(4, 2048, 8, dim), randn(4, 2048, 2, dim), randn(4, 2048, 2, dim_v)
+    do = randn(4, 2048, 8, dim_v)
     first = gradients(q, k, v, mask, do, deterministic=True)
     for _ in range(5):
         assert all(torch.equal(x, y) for x, y in zip(first, gradients(q, k, v, mask, do, deterministic=True), strict=True))
@@ -73,31 +74,31 @@ def test_repeated_runs(dim: int, mask: Mask) -> None:
         torch.testing.assert_close(dq_2, dq, rtol=0.02, atol=0.002)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 @pytest.mark.parametrize("batch", [1, 16, 48])
-def test_groups_whole_and_in_parts(dim: int, batch: int) -> None:
+def test_groups_whole_and_in_parts(dim: int, dim_v: int, batch: int) -> None:
     """Where there are few tiles of keys a group is cut into parts, each with sums of its own."""
-    q, k, v = randn(batch, 700, 8, dim), randn(batch, 1100, 2, dim), randn(batch, 1100, 2, dim)
-    do = randn(batch, 700, 8, dim)
+    q, k, v = randn(batch, 700, 8, dim), randn(batch, 1100, 2, dim), randn(batch, 1100, 2, dim_v)
+    do = randn(batch, 700, 8, dim_v)
     found = gradients(q, k, v, CAUSAL, do)
     due = gradients(q, k, v, CAUSAL, do, "triton")
     for name, x, y in zip(("dq", "dk", "dv"), found, due, strict=True):
         assert (x - y).abs().max() <= 0.02 * y.abs().max(), name
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_a_gradient_through_lse(dim: int) -> None:
-    q, k, v = randn(2, 300, 4, dim), randn(2, 500, 4, dim), randn(2, 500, 4, dim)
-    do, dlse = randn(2, 300, 4, dim), randn(2, 4, 300, dtype=torch.float32)
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
+def test_a_gradient_through_lse(dim: int, dim_v: int) -> None:
+    q, k, v = randn(2, 300, 4, dim), randn(2, 500, 4, dim), randn(2, 500, 4, dim_v)
+    do, dlse = randn(2, 300, 4, dim_v), randn(2, 4, 300, dtype=torch.float32)
     assert_as_defined(gradients(q, k, v, CAUSAL, do, dlse=dlse), q, k, v, CAUSAL, do, dlse)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_the_mask_hides_stays_hidden(dim: int, deterministic: bool, bad: float) -> None:
+def test_what_the_mask_hides_stays_hidden(dim: int, dim_v: int, deterministic: bool, bad: float) -> None:
     """Keys and values after 300 are seen by later queries only; gradients of outputs before 100 reach early keys only."""
-    q, k, v, do = (randn(1, 400, 2, dim) for _ in range(4))
+    q, k, v, do = (randn(1, 400, 2, d) for d in (dim, dim, dim_v, dim_v))
     due = gradients(q, k, v, CAUSAL, do, deterministic=deterministic)
     k_bad, v_bad = k.clone(), v.clone()
     k_bad[:, 301:] = bad
@@ -112,11 +113,11 @@ def test_what_the_mask_hides_stays_hidden(dim: int, deterministic: bool, bad: fl
         torch.testing.assert_close(x[:, 100:], y[:, 100:], rtol=0.02, atol=0.02, msg=name)
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_gradients_next_door_do_not_leak(dim: int) -> None:
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
+def test_gradients_next_door_do_not_leak(dim: int, dim_v: int) -> None:
     cu = torch.tensor([0, 100, 100, 333, 500], dtype=torch.int32, device="cuda")
-    q, k, v = randn(500, 4, dim), randn(500, 2, dim), randn(500, 2, dim)
-    do = randn(500, 4, dim)
+    q, k, v = randn(500, 4, dim), randn(500, 2, dim), randn(500, 2, dim_v)
+    do = randn(500, 4, dim_v)
 
     def packed(q, k, v, do):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -151,10 +152,10 @@ def test_streams_side_by_side() -> None:
             assert all(torch.equal(x, y) for x, y in zip(grads, due[n], strict=True))
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_a_graph_replays(dim: int) -> None:
-    q, k, v = (randn(2, 700, 4, dim).requires_grad_() for _ in range(3))
-    do = randn(2, 700, 4, dim)
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
+def test_a_graph_replays(dim: int, dim_v: int) -> None:
+    q, k, v = (randn(2, 700, 4, d).requires_grad_() for d in (dim, dim, dim_v))
+    do = randn(2, 700, 4, dim_v)
     due = gradients(q, k, v, CAUSAL, do, deterministic=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

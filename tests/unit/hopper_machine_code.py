@@ -62,8 +62,8 @@ class Configuration:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
         softcap = 20.0 if self.extras else 0.0
         return Spec(
-            dtype=dtype, dim=self.dim, dim_v=self.values or self.dim, scale=1.0, mask=self.mask, layout=self.layout, softcap=softcap,
-            has_sinks=self.extras, device="sm90",
+            dtype=dtype, dim=self.dim, dim_v=self.values or self.dim, scale=1.0, mask=self.mask, layout=self.layout,
+            softcap=softcap, has_sinks=self.extras, device="sm90",
         )  # fmt: skip
 
     @property
