@@ -196,6 +196,8 @@ _LIST = (
     _conformance("d192", dim=192, T=70, S=70),
     _conformance("d192-128", dim=192, dim_v=128, T=70, S=90, mask=CAUSAL),
     _conformance("d256", dim=256, T=70, S=70, mask=CAUSAL),
+    _conformance("d96-bf16", dim=96, dtype="bf16", T=150, S=190, H=4, Hk=2, mask=CAUSAL),
+    _conformance("d192-128-bf16", dim=192, dim_v=128, dtype="bf16", T=190, S=150, H=4, Hk=2, mask=CAUSAL),
     _conformance("d32-64", dim=32, dim_v=64, T=70, S=70),
     _conformance("d320", dim=320, T=40, S=40),
     _conformance("bf16", dtype="bf16", T=150, S=150, mask=CAUSAL),
@@ -242,6 +244,8 @@ _LIST = (
     ),
     _conformance("packed-long", lengths=((20, 700), (540, 530)), dim=16, mask=CAUSAL, dtype="bf16"),
     _conformance("packed-192-128", lengths=((60, 60), (33, 90)), dim=192, dim_v=128, mask=CAUSAL),
+    _conformance("packed-192-128-bf16", lengths=((60, 60), (133, 90)), dim=192, dim_v=128, dtype="bf16", mask=CAUSAL),
+    _conformance("packed-96-bf16", lengths=((60, 60), (133, 90)), dim=96, dtype="bf16", mask=CAUSAL),
     *(
         _gpu_bench(dim, causal, length)
         for dim in (64, 128, 256, 80, 96)
