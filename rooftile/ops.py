@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rooftile import dispatch
+from rooftile.backends import launch
 from rooftile.errors import Unsupported
 from rooftile.masks import Mask
 from rooftile.spec import Options, Spec, decode, option_names
@@ -47,9 +48,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend
     return dispatch.BACKENDS[backend].forward(q, k, v, options, decode(spec))
 
 
-# calls seen before, by all that a plain forward depends on; emptied when full, as a growing cache has a length a step
+# calls seen before, by all that a plain forward depends on
 _PREPARED: dict[tuple[Any, ...], Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
-_MOST = 1024
 _NUMBERS = frozenset((type(None), int, float))
 _FLAGS = frozenset((type(None), bool))
 
@@ -71,10 +71,13 @@ def signature(
         return None
     if q.is_nested or k.is_nested or v.is_nested or not q.layout is k.layout is v.layout is torch.strided:
         return None
+    # a kernel compiled for aligned addresses may be given no others
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        return None
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, mask,
-        torch.are_deterministic_algorithms_enabled(), scale, softcap, dropout, deterministic, needs_lse, backend,
+        q.device, k.device, v.device, mask, torch.are_deterministic_algorithms_enabled(),
+        scale, softcap, dropout, deterministic, needs_lse, backend,
     )  # fmt: skip
 
 
@@ -87,9 +90,7 @@ def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, spec: str, b
     prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
     ready = prepare(q, k, v, decode(spec)) if prepare is not None else None
     if ready is not None:
-        if len(_PREPARED) >= _MOST:
-            _PREPARED.clear()
-        _PREPARED[key] = ready
+        launch.remember(_PREPARED, key, ready)
 
 
 def _wants_grad(*tensors: Tensor) -> bool:

@@ -122,6 +122,7 @@ def check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.de
             raise InvalidInput(f"{name} falls somewhere; must never fall: {shown(offsets)}")
         if offsets[-1] != total:
             raise InvalidInput(f"{name} ends at {offsets[-1]}; must end at {total}, the number of {what}")
+    cu = cu.contiguous()
     return cu if cu.device == device else cu.to(device, non_blocking=True)
 
 

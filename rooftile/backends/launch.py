@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _HERE = nullcontext()
+_MOST = 1024
 
 
 def device_of(x: Tensor) -> AbstractContextManager[object]:
@@ -39,3 +40,10 @@ def repeated(kernel: Any, programs: int, numbers: tuple[float, ...], constants: 
             again(*tensors, *fixed)
 
     return launch
+
+
+def remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """known[key] = value; a full dictionary is emptied, as a growing cache has a length a step."""
+    if len(known) >= _MOST:
+        known.clear()
+    known[key] = value

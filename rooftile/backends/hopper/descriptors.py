@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -18,10 +17,14 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32
 
 def is_readable(x: Tensor) -> bool:
     """Whether the copy engine can read x in place: its last axis is contiguous, and all else a multiple of 16 bytes."""
-    if x.stride(-1) != 1 or x.data_ptr() % 16:
-        return False
-    unit = 16 // x.element_size()
-    return all(n == 1 or (stride > 0 and stride % unit == 0) for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    return x.data_ptr() % 16 == 0 and _is_readable(x.shape, x.stride(), x.element_size())
+
+
+@lru_cache(maxsize=1024)
+def _is_readable(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
+    unit = 16 // size
+    outer = zip(shape[:-1], strides[:-1], strict=True)
+    return strides[-1] == 1 and all(n == 1 or (stride > 0 and stride % unit == 0) for n, stride in outer)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -46,19 +49,6 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def line(x: Tensor, count: int) -> TensorDescriptor:
     """A contiguous tensor as one line of elements, copied `count` at a time."""
     return TensorDescriptor(x, [x.numel()], [1], [count], LINE)
-
-
-def template(x: Tensor, rows: int, columns: int) -> Callable[[Tensor], TensorDescriptor]:
-    """What makes the descriptors of tensors with x's sizes and strides, whose checks x has passed."""
-    fields = vars(descriptor(x, rows, columns)) | {"base": None}
-
-    def fill(x: Tensor) -> TensorDescriptor:
-        made = TensorDescriptor.__new__(TensorDescriptor)
-        made.__dict__.update(fields)
-        made.base = x
-        return made
-
-    return fill
 
 
 @cache

@@ -251,7 +251,10 @@ def _compute(
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["B", "T", "S", "padded_T", "tiles", "tail", "left", "right", "prefix", "chunk"])
+@gluon.jit(
+    do_not_specialize=["B", "T", "S", "padded_T", "tiles", "tail", "left", "right", "prefix", "chunk"],
+    do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"],
+)
 def flash_bwd(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, work_desc, dk_desc, dv_desc,
     dk_ptr, dv_ptr, lost_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,

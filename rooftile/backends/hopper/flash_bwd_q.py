@@ -156,7 +156,10 @@ def _compute(
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["B", "S", "padded_T", "tiles", "tail", "left", "right", "prefix", "chunk"])
+@gluon.jit(
+    do_not_specialize=["B", "S", "padded_T", "tiles", "tail", "left", "right", "prefix", "chunk"],
+    do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"],
+)
 def flash_bwd_q(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dq_ptr, lost_ptr, lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, S, padded_T, tiles, tail, scale, softcap, left, right, prefix, chunk,

@@ -279,7 +279,10 @@ def _store_columns(output, o, column: gl.constexpr, o_desc, o_ptr, plan, row, H,
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["B", "S", "tiles", "tail", "left", "right", "prefix", "chunk"])
+@gluon.jit(
+    do_not_specialize=["B", "S", "tiles", "tail", "left", "right", "prefix", "chunk"],
+    do_not_specialize_on_alignment=["sinks_ptr", "cu_q_ptr", "cu_k_ptr"],
+)
 def flash_fwd(
     q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, S, tiles, tail, scale, softcap, left, right, prefix, chunk,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rooftile.backends.hopper import flash_fwd
 from rooftile.backends.hopper.counters import counter
-from rooftile.backends.hopper.descriptors import descriptor, is_readable, readable, template
+from rooftile.backends.hopper.descriptors import descriptor, is_readable, readable
+from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile, padded
-from rooftile.backends.launch import repeated
 from rooftile.masks import FULL
 from rooftile.spec import Options, Sizes, Spec
 
@@ -29,12 +29,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
         k, v = (x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:])) for x in (k, v))
     q, k, v = readable(q), readable(k), readable(v)
     tile = forward_tile(spec, sizes.T)
-    programs, numbers = _numbers(q.device, sizes, tile, spec)
-    described = (descriptor(x, *box) for x, box in zip((q, k, v, o), boxes(spec, tile), strict=True))
-    sinks, cu_q, cu_k = (lse if x is None else x for x in (options.sinks, options.cu_q, options.cu_k))
-    flash_fwd.flash_fwd[(programs,)](
-        *described, q, k, v, o, lse, sinks, cu_q, cu_k, counter(q.device), *numbers, **constants(spec, tile)
-    )
+    grid, numbers = _numbers(q.device, sizes, tile, spec)
+    sinks, cu_q, cu_k = (lse if x is None else x.contiguous() for x in (options.sinks, options.cu_q, options.cu_k))
+    tensors = (q, k, v, o, lse, sinks, cu_q, cu_k, counter(q.device))
+    _launcher(spec, tile, q.device)(grid, (q, k, v, o), tensors, numbers)
     return o, lse
 
 
@@ -44,19 +42,24 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
     if not q.numel() or not k.numel() or not all(is_readable(x) for x in (q, k, v)):
         return None
     tile = forward_tile(spec, sizes.T)
-    programs, numbers = _numbers(q.device, sizes, tile, spec)
-    launch = repeated(flash_fwd.flash_fwd, programs, numbers, constants(spec, tile))
-    o, _ = _outputs(q, v, sizes)
-    fill_q, fill_k, fill_v, fill_o = (template(x, *box) for x, box in zip((q, k, v, o), boxes(spec, tile), strict=True))
-    shape, rows, dtype, device = o.shape, (sizes.B, sizes.H, sizes.T), q.dtype, q.device
+    grid, numbers = _numbers(q.device, sizes, tile, spec)
+    launch = _launcher(spec, tile, q.device)
+    shape, rows = (*q.shape[:-1], v.shape[-1]), (sizes.B, sizes.H, sizes.T)
+    dtype, device = q.dtype, q.device
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         o = torch.empty(shape, dtype=dtype, device=device)
         lse = torch.empty(rows, dtype=torch.float32, device=device)
-        launch(fill_q(q), fill_k(k), fill_v(v), fill_o(o), q, k, v, o, lse, lse, lse, lse, counter(device))
+        launch(grid, (q, k, v, o), (q, k, v, o, lse, lse, lse, lse, counter(device)), numbers)
         return o, lse
 
     return run
+
+
+@cache
+def _launcher(spec: Spec, tile: Tile, device: torch.device) -> Launcher:
+    describe = tuple(partial(descriptor, rows=rows, columns=columns) for rows, columns in boxes(spec, tile))
+    return Launcher(flash_fwd.flash_fwd, constants(spec, tile), device, describe)
 
 
 def sizes_of(q: Tensor, k: Tensor, options: Options) -> Sizes:
@@ -84,10 +87,10 @@ def boxes(spec: Spec, tile: Tile) -> tuple[tuple[int, int], ...]:
 TAIL = 2
 
 
-def _numbers(device: torch.device, sizes: Sizes, tile: Tile, spec: Spec) -> tuple[int, tuple[float, ...]]:
-    """How many programs run, and the kernel's numbers."""
+def _numbers(device: torch.device, sizes: Sizes, tile: Tile, spec: Spec) -> tuple[tuple[int, int, int], tuple[float, ...]]:
+    """The grid and the kernel's numbers."""
     tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, tile.rows, sizes, device, spec)
-    return programs, (sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
+    return (programs, 1, 1), (sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
 
 
 @cache

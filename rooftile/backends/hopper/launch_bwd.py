@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from rooftile.backends.hopper import flash_bwd, flash_bwd_kv, flash_bwd_q, work
 from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.descriptors import descriptor, line, readable
 from rooftile.backends.hopper.launch import flags_of, numbers_of, processors, programs_and_tail, sizes_of
+from rooftile.backends.hopper.launcher import Describe, Launcher
 from rooftile.backends.hopper.row_words import Words, row_words
 from rooftile.backends.hopper.tiles import WARPGROUP, backward_kv_tile, backward_q_tile, backward_tile, padded
 from rooftile.masks import FULL
@@ -125,40 +126,64 @@ def _together(dk: Tensor, dv: Tensor, parts: int, sum_of_dq: Tensor | None, call
     """dk and dv, and dq added up if there is a sum."""
     spec, sizes, words = call.spec, call.sizes, call.words
     tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk * parts, 2 * WARPGROUP, sizes, call.q.device, spec)
-    flash_bwd.flash_bwd[(programs,)](
-        *(_rows(x, spec) for x in (call.q, call.k, call.v, call.do)), line(words.lse, WARPGROUP), line(words.delta, WARPGROUP),
-        work.descriptor(words.lse.new_empty(work.UNIT_ROWS.value, work.UNIT_COLUMNS.value) if sum_of_dq is None else sum_of_dq),
-        _rows(dk, spec), _rows(dv, spec), dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device),
-        sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec), **_constants(spec, parts),
-        **backward_tile(spec)._asdict(), ADD=sum_of_dq is not None, num_warps=4,
-    )  # fmt: skip
+    nowhere = words.lse.new_empty(work.UNIT_ROWS.value, work.UNIT_COLUMNS.value) if sum_of_dq is None else sum_of_dq
+    _launcher_of_both(spec, parts, sum_of_dq is not None, call.q.device)(
+        (programs, 1, 1),
+        (call.q, call.k, call.v, call.do, words.lse, words.delta, nowhere, dk, dv),
+        (dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device)),
+        (sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec)),
+    )
 
 
 def _keys(dk: Tensor, dv: Tensor, parts: int, call: _Call) -> None:
     spec, sizes, words = call.spec, call.sizes, call.words
     tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk * parts, WARPGROUP, sizes, call.q.device, spec)
-    flash_bwd_kv.flash_bwd_kv[(programs,)](
-        *(_rows(x, spec) for x in (call.q, call.k, call.v, call.do)), line(words.lse, WARPGROUP), line(words.delta, WARPGROUP),
-        _rows(dk, spec), _rows(dv, spec), dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device),
-        sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec), **_constants(spec, parts),
-        **backward_kv_tile(spec)._asdict(), num_warps=4,
-    )  # fmt: skip
+    _launcher_of_keys(spec, parts, call.q.device)(
+        (programs, 1, 1),
+        (call.q, call.k, call.v, call.do, words.lse, words.delta, dk, dv),
+        (dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device)),
+        (sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec)),
+    )
 
 
 def _queries(dq: Tensor, call: _Call) -> None:
     spec, sizes, words = call.spec, call.sizes, call.words
     tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, 2 * WARPGROUP, sizes, call.q.device, spec)
-    flash_bwd_q.flash_bwd_q[(programs,)](
-        *(_rows(x, spec) for x in (call.q, call.k, call.v, call.do, dq)), dq, call.lost, words.lse, words.delta,
-        call.cu_q, call.cu_k, counter(call.q.device),
-        sizes.B, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec), **_constants(spec, 0),
-        **backward_q_tile(spec)._asdict(), num_warps=4,
-    )  # fmt: skip
+    _launcher_of_queries(spec, call.q.device)(
+        (programs, 1, 1),
+        (call.q, call.k, call.v, call.do, dq),
+        (dq, call.lost, words.lse, words.delta, call.cu_q, call.cu_k, counter(call.q.device)),
+        (sizes.B, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec)),
+    )
 
 
-def _rows(x: Tensor, spec: Spec) -> Any:
+@cache
+def _launcher_of_both(spec: Spec, parts: int, add: bool, device: torch.device) -> Launcher:
+    rows = rows_of(spec)
+    constants = _constants(spec, parts) | backward_tile(spec)._asdict() | {"ADD": add, "num_warps": 4}
+    return Launcher(flash_bwd.flash_bwd, constants, device, (rows, rows, rows, rows, WORDS, WORDS, work.descriptor, rows, rows))
+
+
+@cache
+def _launcher_of_keys(spec: Spec, parts: int, device: torch.device) -> Launcher:
+    rows = rows_of(spec)
+    constants = _constants(spec, parts) | backward_kv_tile(spec)._asdict() | {"num_warps": 4}
+    return Launcher(flash_bwd_kv.flash_bwd_kv, constants, device, (rows, rows, rows, rows, WORDS, WORDS, rows, rows))
+
+
+@cache
+def _launcher_of_queries(spec: Spec, device: torch.device) -> Launcher:
+    constants = _constants(spec, 0) | backward_q_tile(spec)._asdict() | {"num_warps": 4}
+    return Launcher(flash_bwd_q.flash_bwd_q, constants, device, (rows_of(spec),) * 5)
+
+
+# 64 words of rows, as the kernels copy them
+WORDS = partial(line, count=WARPGROUP)
+
+
+def rows_of(spec: Spec) -> Describe:
     """64 rows of a head, as every kernel here copies them: what they lack in columns comes as zeros, and is not stored."""
-    return descriptor(x, WARPGROUP, padded(max(spec.dim, spec.dim_v)))
+    return partial(descriptor, rows=WARPGROUP, columns=padded(max(spec.dim, spec.dim_v)))
 
 
 @cache

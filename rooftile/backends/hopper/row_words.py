@@ -6,12 +6,14 @@ A row that sees nothing gets lse = +inf: exp(x - inf) is 0, so it weighs nothing
 128 with such rows, packed ones too: the copy engine cannot begin at any word of a line, only at one of four.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rooftile.backends.hopper.gluon import gl, gluon
+from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.schedule import PADDED, packed_tile
 from rooftile.backends.hopper.shape import LOG2E
 from rooftile.backends.hopper.tiles import padded
@@ -43,11 +45,16 @@ def _word(lse, delta):
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["B", "H", "T", "padded_T"])
+@gluon.jit(
+    do_not_specialize=[
+        "o_unit_b", "o_unit_t", "o_unit_h", "do_unit_b", "do_unit_t", "do_unit_h", "B", "H", "T", "padded_T",
+    ],
+    do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_ptr"],
+)
 def row_words_of(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, words_ptr, delta_ptr, rows_ptr, stats_ptr, lost_ptr, cu_ptr,
-    o_stride_b, o_stride_t, o_stride_h,
-    do_stride_b, do_stride_t, do_stride_h,
+    o_unit_b, o_unit_t, o_unit_h,                       # strides, in units of 8 elements
+    do_unit_b, do_unit_t, do_unit_h,
     B, H, T, padded_T,
     D: gl.constexpr, DIM: gl.constexpr,
     DO: gl.constexpr, DLSE: gl.constexpr, SINKS: gl.constexpr, CARE: gl.constexpr, PACKED: gl.constexpr,
@@ -69,8 +76,8 @@ def row_words_of(
     delta = gl.zeros([ROWS], gl.float32, line)
     if DO:
         c = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, tile)), 0)
-        o_rows = b * o_stride_b + h.to(gl.int64) * o_stride_h + t.to(gl.int64) * o_stride_t
-        do_rows = b * do_stride_b + h.to(gl.int64) * do_stride_h + t.to(gl.int64) * do_stride_t
+        o_rows = (b * o_unit_b + h.to(gl.int64) * o_unit_h + t.to(gl.int64) * o_unit_t) * 8
+        do_rows = (b * do_unit_b + h.to(gl.int64) * do_unit_h + t.to(gl.int64) * do_unit_t) * 8
         mask = gl.expand_dims(there, 1) & (c < DIM)
         o = gl.load(o_ptr + gl.expand_dims(o_rows, 1) + c, mask=mask, other=0.0).to(gl.float32)
         do = gl.load(do_ptr + gl.expand_dims(do_rows, 1) + c, mask=mask, other=0.0).to(gl.float32)
@@ -111,15 +118,23 @@ def row_words(
     rows = new(*lse.shape) if sinks else None
     stats = new(*outer, padded_T if cu_q is None else T, dtype=torch.int64) if care else None
     lost = new(1, dtype=torch.int32) if care else None
-    row_words_of[(padded_T // ROWS.value, H, B if cu_q is None else 1)](
-        o, *(lse if x is None else x for x in (do, lse, dlse, words, delta, rows, stats, lost, cu_q)),
-        *_strides(o), *_strides(o if do is None else do), B, H, T, padded_T,
-        D=padded(o.shape[-1]), DIM=o.shape[-1], DO=do is not None, DLSE=dlse is not None, SINKS=sinks, CARE=care,
-        PACKED=cu_q is not None, num_warps=4,
-    )  # fmt: skip
+    grid = (padded_T // ROWS.value, H, B if cu_q is None else 1)
+    tensors = (o, *(lse if x is None else x for x in (do, lse, dlse, words, delta, rows, stats, lost, cu_q)))
+    numbers = (*_units(o), *_units(o if do is None else do), B, H, T, padded_T)
+    launch = _launcher(o.shape[-1], do is not None, dlse is not None, sinks, care, cu_q is not None, lse.device)
+    launch(grid, (), tensors, numbers)
     return Words(words, delta, rows, stats, lost)
 
 
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """(batch, position, head)."""
-    return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])
+@cache
+def _launcher(
+    dim: int, do: bool, dlse: bool, sinks: bool, care: bool, packed: bool, device: torch.device
+) -> Launcher:
+    constants = {"D": padded(dim), "DIM": dim, "DO": do, "DLSE": dlse, "SINKS": sinks, "CARE": care, "PACKED": packed}
+    return Launcher(row_words_of, constants | {"num_warps": 4}, device)
+
+
+def _units(x: Tensor) -> tuple[int, ...]:
+    """(batch, position, head) strides of what the copy engine can read, in units of 8 elements."""
+    b, t, h = x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])
+    return b // 8, t // 8, h // 8

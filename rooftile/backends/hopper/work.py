@@ -4,10 +4,15 @@ A unit in that order goes through shared memory without a conflict between banks
 and columns in their places, scales, and rounds.
 """
 
+from __future__ import annotations
+
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from rooftile.backends.hopper.gluon import TensorDescriptor, gl, gluon
+from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.schedule import PADDED, packed_tile
 from rooftile.backends.hopper.tiles import padded
 
@@ -35,7 +40,7 @@ def descriptor(work: Tensor) -> TensorDescriptor:
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["B", "H", "T", "padded_T"])
+@gluon.jit(do_not_specialize=["B", "H", "T", "padded_T"], do_not_specialize_on_alignment=["cu_ptr"])
 def finish_dq(
     work_ptr, dq_ptr, lost_ptr, cu_ptr, B, H, T, padded_T, scale,
     D: gl.constexpr, DIM: gl.constexpr, PACKED: gl.constexpr, CARE: gl.constexpr,
@@ -69,9 +74,13 @@ def finish_dq(
 def finish(work: Tensor, dq: Tensor, lost: Tensor | None, cu_q: Tensor | None, padded_T: int, scale: float) -> None:
     """dq from its sum; notes a NaN in `lost`."""
     T, H, dim = dq.shape[-3:]
-    D = padded(dim)
     B = dq.shape[0] if cu_q is None else cu_q.shape[0] - 1
-    finish_dq[(padded_T // UNIT.value * (D // UNIT.value), H, B if cu_q is None else 1)](
-        work, dq, dq if lost is None else lost, dq if cu_q is None else cu_q, B, H, T, padded_T, scale,
-        D=D, DIM=dim, PACKED=cu_q is not None, CARE=lost is not None, num_warps=4,
-    )  # fmt: skip
+    grid = (padded_T // UNIT.value * (padded(dim) // UNIT.value), H, B if cu_q is None else 1)
+    tensors = (work, dq, dq if lost is None else lost, dq if cu_q is None else cu_q)
+    launch = _launcher(dim, cu_q is not None, lost is not None, dq.device)
+    launch(grid, (), tensors, (B, H, T, padded_T, scale))
+
+
+@cache
+def _launcher(dim: int, packed: bool, care: bool, device: torch.device) -> Launcher:
+    return Launcher(finish_dq, {"D": padded(dim), "DIM": dim, "PACKED": packed, "CARE": care, "num_warps": 4}, device)

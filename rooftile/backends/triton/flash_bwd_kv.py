@@ -22,10 +22,12 @@ is computed again with care, as in the forward.
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from rooftile.backends.launch import repeated
 from rooftile.backends.triton.arguments import REPAIRERS, Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
@@ -273,7 +275,7 @@ def _tile(
 # fmt: off
 @triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold", "total"])
 def _backward_kv(
-    lost_ptr, total,                                            # REPAIR: whether to, and how many tiles there are
+    lost_ptr,                                                   # REPAIR: whether to
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,     # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
     q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
@@ -282,6 +284,7 @@ def _backward_kv(
     bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
     alibi_stride_b, alibi_stride_h,
     do_stride_b, do_stride_t, do_stride_h,
+    total,                                                      # REPAIR: how many tiles there are
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
@@ -316,19 +319,22 @@ def _backward_kv(
         )  # fmt: skip
 
 
-def launch(
-    call: Call, walks: tuple[Walk, ...], do: Tensor, do_strides: tuple[int, ...], stats: Tensor,
-    dk: Tensor, dv: Tensor, lost: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Fills dk and dv; if `lost` is given, only where that is not zero when the kernel runs."""
-    k, v = call.k, call.v
+def launchers(
+    call: Call, walks: tuple[Walk, ...], do_strides: tuple[int, ...], *, repair: bool = False
+) -> list[Callable[..., None]]:
+    """What fills dk and dv, given lost, q, k, v, do, stats, dk, dv and the options.
+
+    repair: only where `lost`, one int32, is not zero when the kernels run; else it may be any tensor.
+    """
+    found = []
     for tile, wants_dk, wants_dv in walks:
         programs, tiles = call.programs(call.S, tile.BLOCK_S, call.Hk)
+        numbers = (
+            *call.strides, *do_strides, programs, call.B, call.H, call.T, call.S, call.padded_T, tiles,
+            call.wave // call.spec.group, *call.numbers,
+        )  # fmt: skip
+        own = {"HALF": call.half, "WANT_DK": wants_dk, "WANT_DV": wants_dv, "REPAIR": repair}
         if programs:
-            _backward_kv[(programs if lost is None else min(programs, REPAIRERS),)](
-                stats if lost is None else lost, programs,
-                call.q, k, v, do, stats, dk, dv, *call.option_tensors, *call.strides, *do_strides,
-                call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave // call.spec.group, *call.numbers,
-                **call.constants, HALF=call.half, WANT_DK=wants_dk, WANT_DV=wants_dv, **tile.constants,
-                REPAIR=lost is not None,
-            )  # fmt: skip
+            grid = min(programs, REPAIRERS) if repair else programs
+            found.append(repeated(_backward_kv, grid, numbers, call.constants | own | tile.constants))
+    return found

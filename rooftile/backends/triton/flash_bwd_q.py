@@ -14,10 +14,12 @@ result holds a NaN is computed again with non-finite keys stripped.
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from rooftile.backends.launch import repeated
 from rooftile.backends.triton.arguments import REPAIRERS, Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
@@ -205,7 +207,7 @@ def _tile(
 # fmt: off
 @triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold", "total"])
 def _backward_q(
-    lost_ptr, total,                                            # REPAIR: whether to, and how many tiles there are
+    lost_ptr,                                                   # REPAIR: whether to
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr,             # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
     q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
@@ -214,6 +216,7 @@ def _backward_q(
     bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
     alibi_stride_b, alibi_stride_h,
     do_stride_b, do_stride_t, do_stride_h,
+    total,                                                      # REPAIR: how many tiles there are
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
@@ -249,16 +252,16 @@ def _backward_q(
         )  # fmt: skip
 
 
-def launch(
-    call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stats: Tensor, dq: Tensor, lost: Tensor | None = None
-) -> None:
-    """Fills dq; if `lost` is given, only where that is not zero when the kernel runs."""
-    q = call.q
+def launchers(call: Call, tile: Tile, do_strides: tuple[int, ...], *, repair: bool = False) -> list[Callable[..., None]]:
+    """What fills dq, given lost, q, k, v, do, stats, dq and the options.
+
+    repair: only where `lost`, one int32, is not zero when the kernel runs; else it may be any tensor.
+    """
     programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
-    if programs:
-        _backward_q[(programs if lost is None else min(programs, REPAIRERS),)](
-            stats if lost is None else lost, programs,
-            q, call.k, call.v, do, stats, dq, *call.option_tensors, *call.strides, *do_strides,
-            call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave, *call.numbers,
-            **call.constants, HALF=call.half, **tile.constants, REPAIR=lost is not None,
-        )  # fmt: skip
+    if not programs:
+        return []
+    numbers = (
+        *call.strides, *do_strides, programs, call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave, *call.numbers,
+    )  # fmt: skip
+    constants = call.constants | {"HALF": call.half, "REPAIR": repair} | tile.constants
+    return [repeated(_backward_q, min(programs, REPAIRERS) if repair else programs, numbers, constants)]

@@ -1,0 +1,84 @@
+"""Launching a kernel with as little host time as it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.nvidia.driver import make_tensordesc_arg
+from triton.runtime import driver
+
+from rooftile.backends.hopper.gluon import TensorDescriptor
+from rooftile.backends.launch import remember
+
+Describe = Callable[[Tensor], TensorDescriptor]
+
+
+class Launcher:
+    """A kernel with its compile-time arguments, on one device.
+
+    Triton's own launch looks at every argument to find the compiled kernel, and encodes every descriptor anew, some 3 us each.
+    Here the first launch goes that way. Later ones hand addresses to the compiled kernel, and descriptors encoded before: one
+    depends on an address, sizes and strides only, and PyTorch gives out the same addresses again and again.
+
+    The kernel takes first what `describe` describes, then tensors, then numbers, and is specialised on none of the numbers. Its
+    tensors must be aligned to 16 bytes, unless the kernel is not specialised on that.
+    """
+
+    def __init__(self, kernel: Any, constants: dict[str, Any], device: torch.device, describe: tuple[Describe, ...] = ()):
+        self._kernel = kernel
+        self._constants = constants
+        self._device = device.index
+        self._describe = describe
+        self._encoded: tuple[dict[tuple[Any, ...], list[Any]], ...] = tuple({} for _ in describe)
+        # by the tensors' dtypes
+        self._quick: dict[tuple[torch.dtype, ...], tuple[Any, Any]] = {}
+        # a compiled kernel is given its constants too, and does not read them
+        self._rest = (None,) * sum(name in constants for name in kernel.arg_names)
+
+    def __call__(
+        self, grid: tuple[int, int, int], described: tuple[Tensor, ...], tensors: tuple[Tensor, ...], numbers: tuple[float, ...]
+    ) -> None:
+        dtypes = tuple([x.dtype for x in tensors])
+        known = self._quick.get(dtypes)
+        if known is None or knobs.runtime.launch_enter_hook.calls:
+            made = [describe(x) for describe, x in zip(self._describe, described, strict=True)]
+            compiled = self._kernel[grid](*made, *tensors, *numbers, **self._constants)
+            if _QUICK:
+                self._quick[dtypes] = compiled, _launch_of(compiled)
+            return
+        compiled, launch = known
+        words: list[Any] = []
+        for n, x in enumerate(described):
+            key = (x.data_ptr(), x.shape, x.stride())
+            found = self._encoded[n].get(key)
+            if found is None:
+                found = make_tensordesc_arg(self._describe[n](x), compiled.metadata.tensordesc_meta[n])
+                remember(self._encoded[n], key, found)
+            words += found
+        launch(
+            *grid, torch._C._cuda_getCurrentRawStream(self._device), compiled.function, compiled.packed_metadata,
+            None, None, None, *words, *[x.data_ptr() for x in tensors], *numbers, *self._rest,
+        )  # fmt: skip
+
+
+# the release whose launch takes what `_launch_of` makes for it
+_QUICK = triton.__version__.split(".")[:2] == ["3", "6"]
+
+
+def _launch_of(compiled: Any) -> Any:
+    """Triton's launch of a compiled kernel, for descriptors that are encoded already."""
+    signature: list[Any] = []
+    for kind in compiled.src.signature.values():
+        if isinstance(kind, str) and kind.startswith("tensordesc"):
+            rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
+            signature += ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank]
+        else:
+            signature.append(kind)
+    source = SimpleNamespace(fn=compiled.src.fn, constants={}, signature=dict(enumerate(signature)))
+    return driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
