@@ -30,14 +30,15 @@ def repeated(kernel: Any, programs: int, numbers: tuple[float, ...], constants: 
     grid = (programs, 1, 1)
     fixed = (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
 
-    def launch(*tensors: Any) -> None:
+    def launch(*tensors: Tensor) -> None:
         nonlocal again
         if again is None:
             compiled = kernel[grid](*tensors, *numbers, **constants)
             # Triton's interpreter compiles nothing
             again = None if compiled is None else compiled[grid]
         else:
-            again(*tensors, *fixed)
+            # an address is taken as it is; of a tensor the launch asks where it lies
+            again(*[x.data_ptr() for x in tensors], *fixed)
 
     return launch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,7 +37,7 @@ class Launcher:
         self._describe = describe
         self._encoded: tuple[dict[tuple[Any, ...], list[Any]], ...] = tuple({} for _ in describe)
         # by the tensors' dtypes
-        self._quick: dict[tuple[torch.dtype, ...], tuple[Any, Any]] = {}
+        self._quick: dict[tuple[torch.dtype, ...], _Launch] = {}
         # a compiled kernel is given its constants too, and does not read them
         self._rest = (None,) * sum(name in constants for name in kernel.arg_names)
 
@@ -50,29 +50,34 @@ class Launcher:
             made = [describe(x) for describe, x in zip(self._describe, described, strict=True)]
             compiled = self._kernel[grid](*made, *tensors, *numbers, **self._constants)
             if _QUICK:
-                self._quick[dtypes] = compiled, _launch_of(compiled)
+                self._quick[dtypes] = _launch_of(compiled)
             return
-        compiled, launch = known
+        launch, fixed, described_as = known
         words: list[Any] = []
         for n, x in enumerate(described):
             key = (x.data_ptr(), x.shape, x.stride())
             found = self._encoded[n].get(key)
             if found is None:
-                found = make_tensordesc_arg(self._describe[n](x), compiled.metadata.tensordesc_meta[n])
+                found = make_tensordesc_arg(self._describe[n](x), described_as[n])
                 remember(self._encoded[n], key, found)
             words += found
-        launch(
-            *grid, torch._C._cuda_getCurrentRawStream(self._device), compiled.function, compiled.packed_metadata,
-            None, None, None, *words, *[x.data_ptr() for x in tensors], *numbers, *self._rest,
-        )  # fmt: skip
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        launch(*grid, stream, *fixed, *words, *[x.data_ptr() for x in tensors], *numbers, *self._rest)
 
 
 # the release whose launch takes what `_launch_of` makes for it
 _QUICK = triton.__version__.split(".")[:2] == ["3", "6"]
 
 
-def _launch_of(compiled: Any) -> Any:
+class _Launch(NamedTuple):
     """Triton's launch of a compiled kernel, for descriptors that are encoded already."""
+
+    launch: Callable[..., None]
+    fixed: tuple[Any, ...]  # what it takes between the stream and the arguments
+    described_as: list[dict[str, Any]]  # how the kernel wants each descriptor
+
+
+def _launch_of(compiled: Any) -> _Launch:
     signature: list[Any] = []
     for kind in compiled.src.signature.values():
         if isinstance(kind, str) and kind.startswith("tensordesc"):
@@ -81,4 +86,10 @@ def _launch_of(compiled: Any) -> Any:
         else:
             signature.append(kind)
     source = SimpleNamespace(fn=compiled.src.fn, constants={}, signature=dict(enumerate(signature)))
-    return driver.active.launcher_cls(source, compiled.metadata._replace(tensordesc_meta=None))
+    about = compiled.metadata
+    made = driver.active.launcher_cls(source, about._replace(tensordesc_meta=None))
+    scratch = hooks = (None, None)
+    fixed = (
+        compiled.function, about.launch_cooperative_grid, about.launch_pdl, *scratch, compiled.packed_metadata, None, *hooks,
+    )  # fmt: skip
+    return _Launch(made.launch, fixed, about.tensordesc_meta)

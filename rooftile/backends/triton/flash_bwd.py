@@ -36,17 +36,10 @@ def backward(
     strides = strides_of(do)
     delta, stats = row_stats.launch(call, o, lse, do, dlse, strides)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    tensors = (stats, call.q, call.k, call.v, do, stats)
-    for fill in flash_bwd_kv.launchers(call, backward_kv_walks(spec), strides):
-        fill(*tensors, dk, dv, *call.option_tensors)
-    for fill in flash_bwd_q.launchers(call, backward_q_tile(spec), strides):
-        fill(*tensors, dq, *call.option_tensors)
+    _fill(stats, call, do, stats, dq, dk, dv, repair=False)
     dbias = flash_bwd_bias.launch(call, backward_bias_tile(spec), do, strides, stats) if spec.bias_grad else None
     dsinks = None if options.sinks is None else sinks_gradient(options.sinks, lse, delta)
     return Grads(dq, dk, dv, dbias, dsinks)
-
-
-_REPAIRS: dict[tuple[Any, ...], Callable[..., None]] = {}
 
 
 def repair(
@@ -55,31 +48,32 @@ def repair(
     """Computes dq, dk and dv once more if `lost`, one int32, is not zero when the kernels run.
 
     For backends whose gradients lost what a mask should hide: the kernels here set non-finite rows aside where they must.
-    `stats` are the words of `row_stats`, and `q`, `k`, `v` and `do` have a contiguous last axis.
+    `stats` are the words of `row_stats`, and `do` has a contiguous last axis.
     """
-    # most repairs find nothing to do, so that finding the kernels would be what they cost
-    tensors = (lost, q, k, v, do, stats, grads.dk, grads.dv, grads.dq, *(q if x is None else x for x in options))
-    aligned = tuple([x.data_ptr() % 16 == 0 for x in tensors])
-    dtypes = tuple([x.dtype for x in tensors[9:]])
+    _fill(lost, call_of(q, k, v, options, spec), do, stats, grads.dq, grads.dk, grads.dv, repair=True)
+
+
+_FILLS: dict[tuple[Any, ...], tuple[list[Callable[..., None]], list[Callable[..., None]]]] = {}
+
+
+def _fill(
+    lost: Tensor, call: Call, do: Tensor, stats: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *, repair: bool
+) -> None:
+    """Fills dk and dv, then dq, by kernels that are looked up once for tensors like these."""
+    q, k, v = call.q, call.k, call.v
+    options, strides = call.option_tensors, strides_of(do)
     key = (
-        spec, aligned, dtypes,
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), do.stride(), options.cu_q is not None and options.cu_q.shape,
+        call.spec, repair, q.shape, k.shape, call.B, call.strides, strides, tuple([x.dtype for x in options]),
+        tuple([x.data_ptr() % 16 for x in (lost, q, k, v, do, stats, dq, dk, dv, *options)]),
     )  # fmt: skip
-    ready = _REPAIRS.get(key)
+    ready = _FILLS.get(key)
     if ready is None:
-        ready = _repairing(call_of(q, k, v, options, spec), strides_of(do))
-        remember(_REPAIRS, key, ready)
-    ready(*tensors)
-
-
-def _repairing(call: Call, do_strides: tuple[int, ...]) -> Callable[..., None]:
-    fill_keys = flash_bwd_kv.launchers(call, backward_kv_walks(call.spec), do_strides, repair=True)
-    fill_queries = flash_bwd_q.launchers(call, backward_q_tile(call.spec), do_strides, repair=True)
-
-    def run(lost, q, k, v, do, stats, dk, dv, dq, *options) -> None:
-        for fill in fill_keys:
-            fill(lost, q, k, v, do, stats, dk, dv, *options)
-        for fill in fill_queries:
-            fill(lost, q, k, v, do, stats, dq, *options)
-
-    return run
+        ready = (
+            flash_bwd_kv.launchers(call, backward_kv_walks(call.spec), strides, repair=repair),
+            flash_bwd_q.launchers(call, backward_q_tile(call.spec), strides, repair=repair),
+        )
+        remember(_FILLS, key, ready)
+    for fill in ready[0]:
+        fill(lost, q, k, v, do, stats, dk, dv, *options)
+    for fill in ready[1]:
+        fill(lost, q, k, v, do, stats, dq, *options)

@@ -320,7 +320,7 @@ def _backward_kv(
 
 
 def launchers(
-    call: Call, walks: tuple[Walk, ...], do_strides: tuple[int, ...], *, repair: bool = False
+    call: Call, walks: tuple[Walk, ...], do_strides: tuple[int, ...], *, repair: bool
 ) -> list[Callable[..., None]]:
     """What fills dk and dv, given lost, q, k, v, do, stats, dk, dv and the options.
 

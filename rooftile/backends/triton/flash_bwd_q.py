@@ -252,7 +252,7 @@ def _backward_q(
         )  # fmt: skip
 
 
-def launchers(call: Call, tile: Tile, do_strides: tuple[int, ...], *, repair: bool = False) -> list[Callable[..., None]]:
+def launchers(call: Call, tile: Tile, do_strides: tuple[int, ...], *, repair: bool) -> list[Callable[..., None]]:
     """What fills dq, given lost, q, k, v, do, stats, dq and the options.
 
     repair: only where `lost`, one int32, is not zero when the kernel runs; else it may be any tensor.
