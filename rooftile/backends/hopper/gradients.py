@@ -23,6 +23,7 @@ from rooftile.backends.hopper.gluon import (
 )
 from rooftile.backends.hopper.pipeline import Ring
 from rooftile.backends.hopper.schedule import (
+    MOST_SORTED,
     Mask,
     Plan,
     dense_tile,
@@ -31,6 +32,7 @@ from rooftile.backends.hopper.schedule import (
     publish,
     publish_end,
     put_back,
+    tile_by_work,
 )
 from rooftile.backends.hopper.shape import LOG2E, WG_ROWS
 from rooftile.backends.hopper.softmax import Scoring
@@ -95,12 +97,16 @@ def make_plan_of_keys(
     if PACKED:
         h, slot = dense_tile(n, tiles, Hk, tail)
         slot = tiles - 1 - slot
-        i_b, _ = packed_tile(slot, cu_k_ptr, B, KEYS)
+        if (n >= (Hk - tail) * tiles) & (B <= MOST_SORTED):
+            i_b, i_tile = tile_by_work(slot, cu_k_ptr, cu_q_ptr, B, KEYS, mask.SLOPED)
+            i_tile = gl.where(i_tile < 0, tiles, i_tile)
+        else:
+            i_b, _ = packed_tile(slot, cu_k_ptr, B, KEYS)
+            i_tile = slot - gl.load(cu_k_ptr + i_b).to(gl.int32) // KEYS - i_b
         row = gl.load(cu_q_ptr + i_b).to(gl.int32)
         key = gl.load(cu_k_ptr + i_b).to(gl.int32)
         T = gl.load(cu_q_ptr + i_b + 1).to(gl.int32) - row
         S = gl.load(cu_k_ptr + i_b + 1).to(gl.int32) - key
-        i_tile = slot - key // KEYS - i_b
         b = zero
         padded = padded_row(i_b, row)
     else:

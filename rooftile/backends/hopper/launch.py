@@ -83,8 +83,8 @@ def boxes(spec: Spec, tile: Tile) -> tuple[tuple[int, int], ...]:
     )  # fmt: skip
 
 
-# tiles a program, on average, that the heads taken together at the end have
-TAIL = 2
+# tiles a program, on average, that the heads taken together at the end have; packed ones are less alike
+TAIL, PACKED_TAIL = 2, 3
 
 
 def _numbers(device: torch.device, sizes: Sizes, tile: Tile, spec: Spec) -> tuple[tuple[int, int, int], tuple[float, ...]]:
@@ -109,8 +109,9 @@ def programs_and_tail(
     tiles = length // rows + sizes.B if packed else -(-length // rows)
     heads = heads if packed else sizes.B * heads
     programs = min(tiles * heads, processors(device))
-    # with a full mask every tile has the same length, and there is nothing to even out
-    tail = 0 if spec.mask == FULL else min(-(-TAIL * programs // tiles), heads)
+    # with a full mask every tile of a dense head has the same length, and there is nothing to even out
+    together = PACKED_TAIL if packed else 0 if spec.mask == FULL else TAIL
+    tail = min(-(-together * programs // tiles), heads)
     return tiles, programs, tail
 
 

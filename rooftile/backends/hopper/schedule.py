@@ -6,7 +6,8 @@ values are read from memory once and then found in the L2 cache. The last heads 
 work first, so that at the end no program is left with a long one.
 
 Packed sequences: sequence b owns the slots from cu[b] // ROWS + b on. That is never fewer than its tiles, and needs no prefix
-sum and no word from the host; a slot past a sequence's end is skipped.
+sum and no word from the host; a slot past a sequence's end is skipped. Which of the last tiles has how much work is found by
+the warp that draws it, from the lengths of all sequences, a lane each.
 """
 
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier
@@ -15,6 +16,8 @@ from rooftile.backends.hopper.visibility import first_key, first_position, last_
 
 # int32s of shared memory for a plan: a power of two, as every shape here
 WORDS = gl.constexpr(16)
+# the most packed sequences whose tiles are put in the order of their work: a lane each
+MOST_SORTED = gl.constexpr(32)
 # what the backward pads sequences of queries to: the largest of its blocks
 PADDED = gl.constexpr(128)
 
@@ -62,6 +65,7 @@ class Mask:
     RIGHT: gl.constexpr
     PREFIX: gl.constexpr
     CHUNK: gl.constexpr
+    SLOPED: gl.constexpr  # whether queries see more the later they come
 
     @gluon.constexpr_function
     def __init__(self, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK):
@@ -73,6 +77,7 @@ class Mask:
         self.RIGHT = gl.constexpr(RIGHT)
         self.PREFIX = gl.constexpr(PREFIX)
         self.CHUNK = gl.constexpr(CHUNK)
+        self.SLOPED = gl.constexpr(RIGHT and not (LEFT or CHUNK))
 
     @gluon.jit
     def first_key(self, i):
@@ -117,6 +122,51 @@ def packed_tile(slot, cu_ptr, B, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _at_least(work, tiles, top, SLOPED: gl.constexpr):
+    """How many tiles of each sequence have at least so much work."""
+    if SLOPED:
+        found = gl.minimum(gl.maximum(top - work + 1, 0), tiles)
+    else:
+        found = gl.where(top >= work, tiles, 0)
+    return gl.where(work <= 0, tiles, found)
+
+
+@gluon.jit
+def tile_by_work(rank, cu_own_ptr, cu_walked_ptr, B, ROWS: gl.constexpr, SLOPED: gl.constexpr):
+    """The (sequence, rank within it) of the tile with that rank by work, the most first; a rank of -1 past the last.
+
+    Own is what tiles of ROWS are cut from, and the walked is what each one walks. SLOPED: the first in its sequence walks all of
+    it, and every next one ROWS fewer; else all the same. For at most MOST_SORTED sequences, by one warp.
+    """
+    lane = gl.arange(0, MOST_SORTED, gl.BlockedLayout([1], [32], [1], [0]))
+    there = lane < B
+    own = gl.load(cu_own_ptr + lane + 1, mask=there, other=0) - gl.load(cu_own_ptr + lane, mask=there, other=0)
+    walked = gl.load(cu_walked_ptr + lane + 1, mask=there, other=0) - gl.load(cu_walked_ptr + lane, mask=there, other=0)
+    tiles = (own.to(gl.int32) + (ROWS - 1)) // ROWS
+    top = (walked.to(gl.int32) + (ROWS - 1)) // ROWS
+    # the most work that more than `rank` tiles have
+    work = 0
+    high = gl.max(top, 0) + 1
+    while high - work > 1:
+        middle = (work + high) // 2
+        if gl.sum(_at_least(middle, tiles, top, SLOPED), 0) > rank:
+            work = middle
+        else:
+            high = middle
+    before = _at_least(work + 1, tiles, top, SLOPED)
+    equal = _at_least(work, tiles, top, SLOPED) - before
+    rest = rank - gl.sum(before, 0)
+    skipped = gl.associative_scan(equal, 0, _add) - equal
+    mine = (rest >= skipped) & (rest < skipped + equal)
+    return gl.sum(gl.where(mine, lane, 0), 0), gl.sum(gl.where(mine, before + rest - skipped + 1, 0), 0) - 1
+
+
+@gluon.jit
 def padded_row(i_b, row):
     """Where sequence i_b begins if each one's queries are padded: at least where those before it end."""
     return (row // PADDED + i_b) * PADDED
@@ -130,7 +180,12 @@ def make_plan(
     zero = n * 0
     if PACKED:
         h, slot = dense_tile(n, tiles, H, tail)
-        i_b, i_tile = packed_tile(tiles - 1 - slot, cu_q_ptr, B, ROWS)
+        if (n >= (H - tail) * tiles) & (B <= MOST_SORTED):
+            i_b, rank = tile_by_work(tiles - 1 - slot, cu_q_ptr, cu_k_ptr, B, ROWS, mask.SLOPED)
+            last = (gl.load(cu_q_ptr + i_b + 1).to(gl.int32) - gl.load(cu_q_ptr + i_b).to(gl.int32) - 1) // ROWS
+            i_tile = gl.where(rank < 0, last + 1, last - rank)
+        else:
+            i_b, i_tile = packed_tile(tiles - 1 - slot, cu_q_ptr, B, ROWS)
         row = gl.load(cu_q_ptr + i_b).to(gl.int32)
         key = gl.load(cu_k_ptr + i_b).to(gl.int32)
         T = gl.load(cu_q_ptr + i_b + 1).to(gl.int32) - row
