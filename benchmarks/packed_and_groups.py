@@ -24,7 +24,7 @@ import rooftile as rt
 from rooftile.bench.clock import clock_for
 from rooftile.masks import CAUSAL, FULL, Mask
 
-TOKENS, DENSE, ROUNDS = 16384, 8192, 3
+TOKENS, DENSE, ROUNDS = 16384, 8192, 4
 
 
 def packed_lengths(seed: int) -> list[int]:
@@ -78,9 +78,10 @@ def main(commit: str) -> None:
                 runs[f"packed {seed}"] = (lengths, works(packed, [(TOKENS, heads, dim)] * 3))
             for phase in ("fwd", "bwd"):
                 taken: dict[str, list[float]] = {name: [] for name in runs}
-                for _ in range(ROUNDS):
-                    for name, (_, work) in runs.items():
-                        taken[name] += clock.samples(work[phase])
+                for n in range(ROUNDS):
+                    # back and forth, as a chip that has been busy for a while clocks lower
+                    for name in list(runs)[:: -1 if n % 2 else 1]:
+                        taken[name] += clock.samples(runs[name][1][phase])
                 speed = {
                     name: flops(lengths, heads, dim, mask, phase) / statistics.median(taken[name]) / 1e6
                     for name, (lengths, _) in runs.items()

@@ -40,6 +40,7 @@ from rooftile.backends.hopper.gradients import (
     store_rows,
     wait_for_store,
 )
+from rooftile.backends.hopper.over_dim import product_over_dim
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, take
 from rooftile.backends.hopper.shape import WG_ROWS
@@ -139,7 +140,7 @@ def _step(
     else:
         # the assembler cannot tell where the keys are, else it would keep the addresses of all their columns in registers
         kb = keys.buffers.index(opaque(WG)).reshape([WG_ROWS, shape.D])
-        s = warpgroup_mma(kb, q.permute((1, 0)), none, use_acc=False, is_async=True)
+        s = product_over_dim(kb, q, shape.DIM, shape.s_layout)
     if shape.ADD and not shape.SPARE and not FIRST:
         dq = _issue_dq(keys, parts, turn - 1, WG * UNIT, shape)
         s = warpgroup_mma_wait(2, deps=(s,))
@@ -158,7 +159,7 @@ def _step(
         dp = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
     else:
         vb = values.buffers.index(opaque(WG)).reshape([WG_ROWS, shape.D])
-        dp = warpgroup_mma(vb, do.permute((1, 0)), none, use_acc=False, is_async=True)
+        dp = product_over_dim(vb, do, shape.DIM_V, shape.s_layout)
     weights = gl.convert_layout(p.to(dtype), shape.a_layout)
     delta = deltas.index(turn % grads.slots).load(column)
     if shape.LATE:

@@ -77,7 +77,7 @@ def _values(
         low, high = clear_queries(plan, plan.t, BLOCK, scoring.mask)
         keys.wait_full(tile)
         k = keys.buffer(tile).reshape([64, shape.D])
-        s = products(k, queries, turn, shape)
+        s = products(k, queries, turn, shape.DIM, shape)
         s = warpgroup_mma_wait(0, deps=(s,))
         queries.give_back(turn)
         weight = _weights(s, lses.index(turn % queries.slots), turn, plan.first, plan, low, high, weights, scoring, shape)
@@ -88,7 +88,7 @@ def _values(
         for _ in range(1, walk):
             turn += 1
             h, block = next_block(h, block, plan, shape)
-            s = products(k, queries, turn, shape)
+            s = products(k, queries, turn, shape.DIM, shape)
             grads.wait_full(turn - 1)
             dv = warpgroup_mma(
                 unpacked(p, dtype, shape.a_layout), grads.buffer(turn - 1).reshape([64, shape.D]), dv, is_async=True
@@ -130,7 +130,7 @@ def _keys(
         walk = (plan.last - plan.first + 1) * shape.GROUP
         values.wait_full(tile)
         v = values.buffer(tile).reshape([64, shape.D])
-        dp = products(v, grads, turn, shape)
+        dp = products(v, grads, turn, shape.DIM_V, shape)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         ds = packed(_score_gradients(dp, lses, deltas, queries, grads, weights, turn, scoring, shape), dtype)
         dk = gl.zeros([64, shape.D], gl.float32, shape.acc_layout)
@@ -141,7 +141,7 @@ def _keys(
             dk = warpgroup_mma(
                 unpacked(ds, dtype, shape.a_layout), queries.buffer(turn - 1).reshape([64, shape.D]), dk, is_async=True
             )
-            dp = products(v, grads, turn, shape)
+            dp = products(v, grads, turn, shape.DIM_V, shape)
             dk = warpgroup_mma_wait(1, deps=(dk,))
             queries.give_back(turn - 1)
             dp = warpgroup_mma_wait(0, deps=(dp,))

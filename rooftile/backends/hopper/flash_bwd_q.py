@@ -29,6 +29,7 @@ from rooftile.backends.hopper.gradients import (
     store_rows,
     wait_for_store,
 )
+from rooftile.backends.hopper.over_dim import pieces
 from rooftile.backends.hopper.pipeline import Ring, opaque, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import WG_ROWS
@@ -130,9 +131,9 @@ def _compute(
         grads.wait_full(mine)
         dq = gl.zeros([64, shape.D], gl.float32, shape.acc_layout)
         for _ in range(plan.last - plan.first + 1):
-            s = products(_mine(queries, WG, shape), keys, turn, shape)
-            dp = products(_mine(grads, WG, shape), values, turn, shape)
-            s = warpgroup_mma_wait(1, deps=(s,))
+            s = products(_mine(queries, WG, shape), keys, turn, shape.DIM, shape)
+            dp = products(_mine(grads, WG, shape), values, turn, shape.DIM_V, shape)
+            s = warpgroup_mma_wait(pieces(shape.DIM_V), deps=(s,))
             s, p = _weights(s, lse, row, column, plan, first_clear, last_clear, scoring, shape)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             values.give_back(turn)

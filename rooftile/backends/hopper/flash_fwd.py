@@ -30,6 +30,7 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from rooftile.backends.hopper.over_dim import product_over_dim
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS, Shape
@@ -100,8 +101,7 @@ def _issue(q, keys: Ring, values: Ring, p, acc, turn, there, MINE: gl.constexpr,
     """
     keys.wait_full(turn, there)
     named_barrier("sync", MINE)
-    none = gl.zeros([WG_ROWS, shape.KEYS], gl.float32, shape.s_layout)
-    s = warpgroup_mma(q, keys.buffer(turn).reshape([shape.KEYS, shape.D]).permute((1, 0)), none, use_acc=False, is_async=True)
+    s = product_over_dim(q, keys.buffer(turn).reshape([shape.KEYS, shape.D]), shape.DIM, shape.s_layout)
     values.wait_full(turn - 1)
     weights = unpacked(p, values.buffers.dtype, shape.p_layout)
     acc = warpgroup_mma(weights, values.buffer(turn - 1).reshape([shape.KEYS, shape.DV]), acc, is_async=True)
@@ -152,8 +152,7 @@ def _compute(
     keys.wait_full(0, plan.live != 0)
     named_barrier("sync", MINE)
     q = queries.buffers.index(WG).reshape([WG_ROWS, shape.D])
-    zeros = gl.zeros([WG_ROWS, shape.KEYS], gl.float32, shape.s_layout)
-    s = warpgroup_mma(q, keys.buffer(0).reshape([shape.KEYS, shape.D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = product_over_dim(q, keys.buffer(0).reshape([shape.KEYS, shape.D]), shape.DIM, shape.s_layout)
     named_barrier("arrive", OTHER)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.give_back(0)

@@ -19,8 +19,8 @@ from rooftile.backends.hopper.gluon import (
     tma_load,
     tma_store,
     tma_store_wait,
-    warpgroup_mma,
 )
+from rooftile.backends.hopper.over_dim import product_over_dim
 from rooftile.backends.hopper.pipeline import Ring
 from rooftile.backends.hopper.schedule import (
     MOST_SORTED,
@@ -152,12 +152,10 @@ def clear_queries(plan: Plan, s, KEYS: gl.constexpr, mask: Mask):
 
 
 @gluon.jit
-def products(a, rows: Ring, turn, shape: Backward):
-    """Issues 64 rows times a block's 64, over the head dim, once the block is there."""
+def products(a, rows: Ring, turn, DIM: gl.constexpr, shape: Backward):
+    """Issues 64 rows times a block's 64, over their head dim, once the block is there."""
     rows.wait_full(turn)
-    none = gl.zeros([64, 64], gl.float32, shape.s_layout)
-    block = rows.buffer(turn).reshape([64, shape.D]).permute((1, 0))
-    return warpgroup_mma(a, block, none, use_acc=False, is_async=True)
+    return product_over_dim(a, rows.buffer(turn).reshape([64, shape.D]), DIM, shape.s_layout)
 
 
 @gluon.jit

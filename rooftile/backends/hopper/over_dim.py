@@ -1,0 +1,34 @@
+"""Products of rows with rows over a head dim that need not be a power of two.
+
+Gluon's tensors are powers of two long, so 96 and 192 lie in shared memory padded with zeros. The products over the head dim leave
+the padding out: they are issued for two powers of two that add up to it, 64 + 32 and 128 + 64.
+"""
+
+from rooftile.backends.hopper.gluon import gl, gluon, warpgroup_mma
+
+
+@gluon.constexpr_function
+def pieces(DIM):
+    """How many products are issued."""
+    return 1 if DIM & (DIM - 1) == 0 else 2
+
+
+@gluon.constexpr_function
+def _first(DIM):
+    return 1 << (DIM.bit_length() - 1)
+
+
+@gluon.jit
+def product_over_dim(a, b, DIM: gl.constexpr, layout: gl.constexpr):
+    """Issues a b^T for a (rows, D) and b (columns, D), of which DIM elements are not padding."""
+    ROWS: gl.constexpr = a.shape[0]
+    COLUMNS: gl.constexpr = b.shape[0]
+    FIRST: gl.constexpr = _first(DIM)
+    none = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    if a.shape[1] == FIRST:
+        return warpgroup_mma(a, b.permute((1, 0)), none, use_acc=False, is_async=True)
+    x = warpgroup_mma(a.slice(0, FIRST, 1), b.slice(0, FIRST, 1).permute((1, 0)), none, use_acc=False, is_async=True)
+    if FIRST < DIM:
+        REST: gl.constexpr = DIM - FIRST
+        x = warpgroup_mma(a.slice(FIRST, REST, 1), b.slice(FIRST, REST, 1).permute((1, 0)), x, is_async=True)
+    return x
