@@ -210,13 +210,11 @@ def test_every_tile_of_a_packed_batch_is_computed(dim: int, dim_v: int, mask: Ma
         total_q, total_k = (int(x.sum()) for x in lengths)
         q, k, v = randn(total_q, 4, dim), randn(total_k, 2, dim), randn(total_k, 2, dim_v)
         do = randn(total_q, 4, dim_v)
-
-        def run(backend: str) -> tuple[torch.Tensor, ...]:
+        answers = []
+        for backend in ("triton", "hopper"):
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            poison()
             o = rt.attention_packed(*leaves, cu_q, cu_k, mask, backend=backend)
-            return o, *torch.autograd.grad(o, leaves, do)
-
-        due = run("triton")
-        poison()
-        for name, x, y in zip(("o", "dq", "dk", "dv"), run("hopper"), due, strict=True):
-            assert (x - y).abs().max() <= 0.02 * y.abs().max() + 1e-3, (name, batch)
+            answers.append((o, *torch.autograd.grad(o, leaves, do)))
+        for name, due, found in zip(("o", "dq", "dk", "dv"), *answers, strict=True):
+            assert (found - due).abs().max() <= 0.02 * due.abs().max() + 1e-3, (name, batch)
