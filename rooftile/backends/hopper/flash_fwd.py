@@ -100,12 +100,14 @@ def _issue(q, keys: Ring, values: Ring, p, acc, turn, there, MINE: gl.constexpr,
     `there` false: there is no such block, and the scores are of a buffer's old keys, for nobody to read.
     """
     keys.wait_full(turn, there)
-    named_barrier("sync", MINE)
+    if shape.PING_PONG:
+        named_barrier("sync", MINE)
     s = product_over_dim(q, keys.buffer(turn).reshape([shape.KEYS, shape.D]), shape.DIM, shape.s_layout)
     values.wait_full(turn - 1)
     weights = unpacked(p, values.buffers.dtype, shape.p_layout)
     acc = warpgroup_mma(weights, values.buffer(turn - 1).reshape([shape.KEYS, shape.DV]), acc, is_async=True)
-    named_barrier("arrive", OTHER)
+    if shape.PING_PONG:
+        named_barrier("arrive", OTHER)
     return s, acc
 
 
@@ -142,7 +144,7 @@ def _compute(
     none = gl.full([WG_ROWS], float("-inf"), gl.float32, row_layout)
     output = outputs.index(WG)
 
-    if WG == shape.CREW - 1:
+    if shape.PING_PONG and WG == shape.CREW - 1:
         named_barrier("arrive", TURNS)
     tile = 0
     turn = 0
@@ -150,10 +152,12 @@ def _compute(
     # the first block of the first tile has nothing to overlap with
     queries.wait_full(0, plan.live != 0)
     keys.wait_full(0, plan.live != 0)
-    named_barrier("sync", MINE)
+    if shape.PING_PONG:
+        named_barrier("sync", MINE)
     q = queries.buffers.index(WG).reshape([WG_ROWS, shape.D])
     s = product_over_dim(q, keys.buffer(0).reshape([shape.KEYS, shape.D]), shape.DIM, shape.s_layout)
-    named_barrier("arrive", OTHER)
+    if shape.PING_PONG:
+        named_barrier("arrive", OTHER)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.give_back(0)
     s = scores(s, plan.t + WG * WG_ROWS, plan.last * shape.KEYS, plan, scoring, shape, True)
@@ -236,7 +240,7 @@ def _compute(
             _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
         plan = after
     tma_store_wait(0)
-    if WG == 0:
+    if shape.PING_PONG and WG == 0:
         named_barrier("sync", TURNS)
 
 
@@ -288,11 +292,11 @@ def flash_fwd(
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
-    KEYS: gl.constexpr, CREW: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
+    KEYS: gl.constexpr, CREW: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Shape(GROUP, D, DV, DIM, DIM_V, KEYS, CREW, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, SINKS)
+    shape = Shape(GROUP, D, DV, DIM, DIM_V, KEYS, CREW, PING_PONG, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, SINKS)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     queries = ring(gl.allocate_shared_memory(dtype, [Q_SLOTS * CREW, 1, 1, WG_ROWS, D], q_desc.layout), Q_SLOTS, CREW)
     keys = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, KEYS, D], k_desc.layout), KV_SLOTS, CREW)

@@ -20,6 +20,7 @@ class Shape:
     DIM_V: gl.constexpr
     KEYS: gl.constexpr  # of a block
     CREW: gl.constexpr  # warpgroups that compute
+    PING_PONG: gl.constexpr  # whether they take turns to issue
     PACKED: gl.constexpr
     MASKED: gl.constexpr  # anything but a full mask
     SOFTCAP: gl.constexpr
@@ -29,7 +30,7 @@ class Shape:
     p_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, DV, DIM, DIM_V, KEYS, CREW, PACKED, MASKED, SOFTCAP, SINKS):
+    def __init__(self, GROUP, D, DV, DIM, DIM_V, KEYS, CREW, PING_PONG, PACKED, MASKED, SOFTCAP, SINKS):
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
         self.DV = gl.constexpr(DV)
@@ -37,6 +38,7 @@ class Shape:
         self.DIM_V = gl.constexpr(DIM_V)
         self.KEYS = gl.constexpr(KEYS)
         self.CREW = gl.constexpr(CREW)
+        self.PING_PONG = gl.constexpr(PING_PONG)
         self.PACKED = gl.constexpr(PACKED)
         self.MASKED = gl.constexpr(MASKED)
         self.SOFTCAP = gl.constexpr(SOFTCAP)

@@ -23,6 +23,7 @@ class Tile(NamedTuple):
     CREW: int  # warpgroups, of 64 queries each
     Q_SLOTS: int
     KV_SLOTS: int
+    PING_PONG: bool  # whether the warpgroups take turns to issue
     COMPUTE_REGISTERS: int
     COPY_REGISTERS: int
 
@@ -58,14 +59,15 @@ class BackwardQueriesTile(NamedTuple):
     COPY_REGISTERS: int
 
 
-TWO = Tile(KEYS=128, CREW=2, Q_SLOTS=2, KV_SLOTS=2, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+TWO = Tile(KEYS=128, CREW=2, Q_SLOTS=2, KV_SLOTS=2, PING_PONG=True, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
 # at D = 64 there is room to run three blocks ahead, and short causal sequences waste less of smaller blocks
 NARROW = TWO._replace(KV_SLOTS=3)
 SHORT = TWO._replace(KEYS=64, KV_SLOTS=4)
 # at D = 64 a third warpgroup has room, and shares each block of keys among more queries
-THREE = Tile(KEYS=128, CREW=3, Q_SLOTS=2, KV_SLOTS=2, COMPUTE_REGISTERS=160, COPY_REGISTERS=32)
-# at D = 256 the accumulator takes half of the registers, and a tile of queries 64 KiB
-WIDE = Tile(KEYS=64, CREW=2, Q_SLOTS=1, KV_SLOTS=2, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+THREE = Tile(KEYS=128, CREW=3, Q_SLOTS=2, KV_SLOTS=2, PING_PONG=True, COMPUTE_REGISTERS=160, COPY_REGISTERS=32)
+# at D = 256 the accumulator takes half of the registers, and a tile of queries 64 KiB. The products of a block take four times as
+# long as its softmax: nothing is won by turns
+WIDE = Tile(KEYS=64, CREW=2, Q_SLOTS=1, KV_SLOTS=2, PING_PONG=False, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
 
 
 def forward_tile(spec: Spec, T: int) -> Tile:
