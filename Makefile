@@ -41,6 +41,7 @@ tables: $(READY) ## rewrite the generated tables of the README and docs/referenc
 	$(BIN)/python scripts/write_tables.py
 	$(BIN)/python scripts/write_reference.py
 	$(BIN)/python scripts/write_hopper_kernels.py
+	$(BIN)/python -m benchmarks.ladder.page
 	$(if $(wildcard benchmarks/results/h200.jsonl),$(BIN)/python -m rooftile.bench.results README.md)
 
 wheel: $(READY) ## build the wheel into dist/

@@ -21,7 +21,9 @@ from torch import Tensor
 import rooftile as rt
 from benchmarks.ladder import first, kernels
 from rooftile.bench.clock import clock_for
+from rooftile.bench.peers import provider_named
 from rooftile.bench.session import open_session
+from rooftile.cases import CASES, Inputs
 
 B, T, H, D, ROUNDS = 4, 4096, 16, 128, 6
 
@@ -31,9 +33,10 @@ Work = Callable[[], Tensor]
 
 
 def rungs(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Work]:
+    case = CASES[f"d{D}-{'causal' if causal else 'full'}-4k"]
     mask = rt.CAUSAL if causal else rt.FULL
     ours: dict[str, Work] = {
-        "standard": lambda: rt.attention(q, k, v, mask, backend="eager"),
+        "standard": provider_named("standard").prepare(case, Inputs((q, k, v), mask, {})),
         "flash-1": lambda: first.forward(q, k, v, causal)[0],
         "flash-2": lambda: rt.attention(q, k, v, mask, backend="triton"),
     }

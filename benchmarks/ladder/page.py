@@ -1,0 +1,144 @@
+"""Writes docs/concepts/ladder.md and its figure from the committed results.
+
+    python -m benchmarks.ladder.page
+"""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ladder.run import RUNGS
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMES = ROOT / "benchmarks/results/h200-ladder.jsonl"
+COUNTERS = ROOT / "benchmarks/results/h200-ladder-counters.jsonl"
+PAGE = ROOT / "docs/concepts/ladder.md"
+FIGURE = ROOT / "docs/concepts/ladder.svg"
+
+Row = dict[str, Any]
+
+# what each rung is, and what its counters say holds it back
+RUNG = {
+    "standard": (
+        "the matrices of scores and weights in memory",
+        "memory: those matrices go there and back",
+    ),
+    "flash-1": (
+        "FlashAttention-1: tiles and online softmax, keys and values in the outer loop, a program a head",
+        "64 programs for 132 multiprocessors, and each waits for the output, maximum and sum that it keeps in memory",
+    ),
+    "flash-2": (
+        "FlashAttention-2: a program a tile of queries, the output in registers (the `triton` backend)",
+        "softmax and products wait for each other",
+    ),
+    "plain": (
+        "copies by the copy engine (TMA), a block ahead; all warps do everything in turn",
+        "as before, with eight warps in step that wait for the same thing at the same time",
+    ),
+    "specialised": (
+        "a warp that asks for copies, two warpgroups that compute",
+        "within a warpgroup softmax and products still take turns",
+    ),
+    "overlapped": (
+        "a block's softmax runs under the product of the block before",
+        "the tensor cores, three quarters of the cycles; ends and starts of tiles",
+    ),
+    "ping-pong": (
+        "the two warpgroups take turns to issue",
+        "the same, and the turns cost a little here",
+    ),
+    "hopper": (
+        "programs that stay, draw tiles, longest first, and overlap one's end with the next one's start (the `hopper` backend)",
+        "the tensor cores, four fifths of the cycles",
+    ),
+}
+
+HEAD = """# A ladder, from standard attention to the Hopper kernel
+
+The same forward, each rung with one technique more than the one above it: bf16, head dim 128, 16 heads, 4 sequences of 4,096. The
+rungs from *plain* to *ping-pong* are small kernels in `benchmarks/ladder/kernels.py`, written to be compared and read.
+
+![TFLOP/s of each rung](ladder.svg)
+
+"""
+
+FOOT = """
+- *of the ceiling*: of the matrix product's TFLOP/s that the same run measured.
+- *tensor cores*, *exponentials*, *issue*: the share of cycles in which the matrix units, the unit for exponentials and the
+  instruction schedulers worked. *memory*, *L2*: the share of their peak throughput. All from the chip's counters (Nsight
+  Compute), for the full mask.
+
+What limits each rung, as the counters have it:
+
+"""
+
+LAST = """
+Written by `python -m benchmarks.ladder.page` from lines that `benchmarks/ladder/run.py` and `counters.py` measured. A rung that
+is not among them is not in the table.
+"""
+
+
+def read(path: Path) -> dict[tuple[str, str], Row]:
+    """The last row of each (rung, mask)."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {(row["rung"], row["mask"]): row for row in rows}
+
+
+def page(times: dict[tuple[str, str], Row], counters: dict[tuple[str, str], Row]) -> str:
+    there = [rung for rung in RUNGS if (rung, "full") in times]
+    lines = [
+        "| rung | full, µs | TFLOP/s | of the ceiling | causal, µs | TFLOP/s "
+        "| tensor cores | exponentials | issue | memory | L2 | DRAM, MB |",
+        "|---|" + "--:|" * 11,
+    ]
+    for rung in there:
+        full, causal, found = times[rung, "full"], times[rung, "causal"], counters[rung, "full"]
+        shares = (f"{found[f'{name}_percent']:.0f} %" for name in ("tensor", "exp", "issue", "dram", "l2"))
+        cells = (
+            rung, f"{full['median_us']:,.0f}", f"{full['tflops']:.0f}", f"{full['tflops'] / full['matmul_tflops']:.0%}",
+            f"{causal['median_us']:,.0f}", f"{causal['tflops']:.0f}", *shares, f"{found['dram_mb']:,.0f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    sources = {f"{row['device']}, torch {row['torch']}, {row['date'][:10]}, commit {row['commit']}" for row in times.values()}
+    limits = [f"- **{rung}**: {RUNG[rung][0]}. Limit: {RUNG[rung][1]}." for rung in there]
+    lines += ["", *(f"{source}." for source in sorted(sources))]
+    return HEAD + "\n".join(lines) + "\n" + FOOT + "\n".join(limits) + "\n" + LAST
+
+
+def figure(times: dict[tuple[str, str], Row]) -> str:
+    """Bars for each rung: full above causal, and the ceiling as a line."""
+    there = [rung for rung in RUNGS if (rung, "full") in times]
+    ceiling = times[there[0], "full"]["matmul_tflops"]
+    left, width, step, top = 110, 560, 46, 34
+    scale = width / ceiling
+    height = top + step * len(there) + 8
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {height}" font-family="sans-serif" font-size="13">',
+        "<title>TFLOP/s of each rung of the ladder</title>",
+        f'<rect width="760" height="{height}" fill="#ffffff"/>',
+        f'<text x="{left}" y="18" fill="#1f4e79">full</text><text x="{left + 40}" y="18" fill="#7a4a00">causal</text>',
+        f'<text x="{left + width}" y="18" fill="#555555" text-anchor="end">matrix product: {ceiling:.0f} TFLOP/s</text>',
+        f'<path d="M {left + width} {top - 8} V {height - 8}" stroke="#888888" stroke-dasharray="4 3"/>',
+    ]
+    for n, rung in enumerate(there):
+        y = top + step * n
+        parts.append(f'<text x="{left - 8}" y="{y + 22}" fill="#222222" text-anchor="end">{escape(rung)}</text>')
+        for mask, color, down in (("full", "#2f6fab", 0), ("causal", "#d08a2e", 18)):
+            tflops = times[rung, mask]["tflops"]
+            length = round(tflops * scale, 1)
+            parts.append(f'<rect x="{left}" y="{y + down}" width="{length}" height="15" rx="2" fill="{color}"/>')
+            parts.append(f'<text x="{left + length + 6}" y="{y + down + 12}" fill="#222222">{tflops:.0f}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+    times = read(TIMES)
+    PAGE.write_text(page(times, read(COUNTERS)))
+    FIGURE.write_text(figure(times))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The page of the ladder says what its results say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("triton", reason="the rungs are Triton kernels")
+
+from benchmarks.ladder import page
+from benchmarks.ladder.run import RUNGS
+
+
+def test_page_and_figure_are_what_the_results_make_them() -> None:
+    times = page.read(page.TIMES)
+    assert page.PAGE.read_text() == page.page(times, page.read(page.COUNTERS)), "`make tables` writes it"
+    assert page.FIGURE.read_text() == page.figure(times), "`make tables` writes it"
+
+
+def test_every_rung_has_a_name_for_its_limit() -> None:
+    assert set(page.RUNG) == set(RUNGS)
+
+
+def test_a_later_line_of_a_rung_counts(tmp_path) -> None:
+    lines = [{"rung": "plain", "mask": "full", "median_us": n} for n in (1.0, 2.0)]
+    path = tmp_path / "times.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert page.read(path) == {("plain", "full"): lines[1]}
