@@ -10,11 +10,15 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
-from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.runtime import driver
 
 from rooftile.backends.hopper.gluon import TensorDescriptor
 from rooftile.backends.launch import remember
+
+# the release whose launch takes what is made for it here
+QUICK = triton.__version__.split(".")[:2] == ["3", "6"]
+if QUICK:
+    from triton.backends.nvidia.driver import make_tensordesc_arg
 
 Describe = Callable[[Tensor], TensorDescriptor]
 
@@ -37,22 +41,23 @@ class Launcher:
         self._describe = describe
         self._encoded: tuple[dict[tuple[Any, ...], list[Any]], ...] = tuple({} for _ in describe)
         # by the tensors' dtypes
-        self._quick: dict[tuple[torch.dtype, ...], _Launch] = {}
-        # a compiled kernel is given its constants too, and does not read them
-        self._rest = (None,) * sum(name in constants for name in kernel.arg_names)
+        self._known: dict[tuple[torch.dtype, ...], tuple[Any, _Launch | None]] = {}
+        self._rest = tuple(constants[name] for name in kernel.arg_names if name in constants)
 
     def __call__(
         self, grid: tuple[int, int, int], described: tuple[Tensor, ...], tensors: tuple[Tensor, ...], numbers: tuple[float, ...]
     ) -> None:
         dtypes = tuple([x.dtype for x in tensors])
-        known = self._quick.get(dtypes)
-        if known is None or knobs.runtime.launch_enter_hook.calls:
+        compiled, quick = self._known.get(dtypes, (None, None))
+        if quick is None or knobs.runtime.launch_enter_hook.calls:
             made = [describe(x) for describe, x in zip(self._describe, described, strict=True)]
+            if compiled is not None:
+                compiled[grid](*made, *tensors, *numbers, *self._rest)
+                return
             compiled = self._kernel[grid](*made, *tensors, *numbers, **self._constants)
-            if _QUICK:
-                self._quick[dtypes] = _launch_of(compiled)
+            self._known[dtypes] = compiled, _launch_of(compiled) if QUICK else None
             return
-        launch, fixed, described_as = known
+        launch, fixed, described_as = quick
         words: list[Any] = []
         for n, x in enumerate(described):
             key = (x.data_ptr(), x.shape, x.stride())
@@ -65,10 +70,6 @@ class Launcher:
         launch(*grid, stream, *fixed, *words, *[x.data_ptr() for x in tensors], *numbers, *self._rest)
 
 
-# the release whose launch takes what `_launch_of` makes for it
-_QUICK = triton.__version__.split(".")[:2] == ["3", "6"]
-
-
 class _Launch(NamedTuple):
     """Triton's launch of a compiled kernel, for descriptors that are encoded already."""
 
@@ -78,18 +79,23 @@ class _Launch(NamedTuple):
 
 
 def _launch_of(compiled: Any) -> _Launch:
-    signature: list[Any] = []
-    for kind in compiled.src.signature.values():
-        if isinstance(kind, str) and kind.startswith("tensordesc"):
-            rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
-            signature += ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank]
-        else:
-            signature.append(kind)
-    source = SimpleNamespace(fn=compiled.src.fn, constants={}, signature=dict(enumerate(signature)))
     about = compiled.metadata
+    source = SimpleNamespace(fn=compiled.src.fn, constants={}, signature=expanded(compiled.src.signature))
     made = driver.active.launcher_cls(source, about._replace(tensordesc_meta=None))
     scratch = hooks = (None, None)
     fixed = (
         compiled.function, about.launch_cooperative_grid, about.launch_pdl, *scratch, compiled.packed_metadata, None, *hooks,
     )  # fmt: skip
     return _Launch(made.launch, fixed, about.tensordesc_meta)
+
+
+def expanded(signature: dict[Any, Any]) -> dict[int, Any]:
+    """A kernel's signature with what each descriptor is passed as: the encoded words, its sizes and its strides."""
+    found: list[Any] = []
+    for kind in signature.values():
+        if isinstance(kind, str) and kind.startswith("tensordesc"):
+            rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
+            found += ["nvTmaDesc", *["i32"] * rank, *["i64"] * rank]
+        else:
+            found.append(kind)
+    return dict(enumerate(found))
