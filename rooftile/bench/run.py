@@ -64,7 +64,7 @@ def measure(
         case: of `rooftile.cases`, or made on the spot.
         providers: names of `bench.peers.names()`; "rooftile" is the automatic choice.
         phases: "fwd" is timed without gradients; "bwd" is the backward alone, by torch.autograd.grad on a kept graph.
-        rounds: how often all providers take turns. A turn is about 25 ms of calls, at least one.
+        rounds: how often all providers take turns, back and forth. A turn is about 25 ms of calls, at least one.
         check: compare with the fp64 definition first, and time nothing that differs.
         on_progress: called with a few words before each step.
         session: the run that the rows belong to; by default a new one on `device`.
@@ -109,7 +109,8 @@ def _contest(
         contestants.append(_ready(provider, case, inputs, do, phases, conformance, clock))
     for turn in range(rounds):
         say(f"{case.name}: round {turn + 1} of {rounds}")
-        for contestant in contestants:
+        # back and forth: a chip clocks lower after a busy neighbour, and nobody should always come after the same one
+        for contestant in contestants[:: -1 if turn % 2 else 1]:
             _take_turn(contestant, inputs, do, phases, clock)
     return contestants
 
