@@ -43,14 +43,14 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
         return None
     tile = forward_tile(spec, sizes.T)
     grid, numbers = _numbers(q.device, sizes, tile, spec)
-    launch = _launcher(spec, tile, q.device)
+    launch = _launcher(spec, tile, q.device).repeated(grid, numbers)
     shape, rows = (*q.shape[:-1], v.shape[-1]), (sizes.B, sizes.H, sizes.T)
     dtype, device = q.dtype, q.device
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         o = torch.empty(shape, dtype=dtype, device=device)
         lse = torch.empty(rows, dtype=torch.float32, device=device)
-        launch(grid, (q, k, v, o), (q, k, v, o, lse, lse, lse, lse, counter(device)), numbers)
+        launch((q, k, v, o, lse, lse, lse, lse, counter(device)))
         return o, lse
 
     return run
