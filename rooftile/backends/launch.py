@@ -20,6 +20,16 @@ def device_of(x: Tensor) -> AbstractContextManager[object]:
     return _HERE
 
 
+def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` on the device of its first tensor."""
+
+    def guarded(x: Tensor, *others: Tensor) -> Any:
+        with device_of(x):
+            return run(x, *others)
+
+    return guarded
+
+
 def repeated(kernel: Any, programs: int, numbers: tuple[float, ...], constants: dict[str, Any]) -> Callable[..., None]:
     """`kernel` on `programs` programs, ready for tensors of the same dtypes and alignment: all else is fixed.
 

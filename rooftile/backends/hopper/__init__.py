@@ -29,7 +29,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rooftile.backends.launch import device_of
+from rooftile.backends.launch import device_of, on_its_device
 from rooftile.spec import Grads, Options, Spec
 
 NAME = "hopper"
@@ -93,14 +93,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """A forward ready to run on tensors of just these shapes and strides; None if it would have to copy one of them."""
     run = _launch().prepare(q, k, v, spec)
-    if run is None:
-        return None
-
-    def on_its_device(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        with device_of(q):
-            return run(q, k, v)
-
-    return on_its_device
+    return None if run is None else on_its_device(run)
 
 
 

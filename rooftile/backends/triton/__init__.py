@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rooftile.backends.launch import device_of
+from rooftile.backends.launch import device_of, on_its_device
 from rooftile.spec import Grads, Options, Spec
 
 NAME = "triton"
@@ -71,13 +71,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
         return None
     from rooftile.backends.triton import flash_fwd
 
-    run = flash_fwd.prepare(q, k, v, spec)
-
-    def on_its_device(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        with device_of(q):
-            return run(q, k, v)
-
-    return on_its_device
+    return on_its_device(flash_fwd.prepare(q, k, v, spec))
 
 
 def backward(
