@@ -98,7 +98,7 @@ def page(times: dict[tuple[str, str], Row], counters: dict[tuple[str, str], Row]
         full, causal, found = times[rung, "full"], times[rung, "causal"], counters[rung, "full"]
         shares = (f"{found[f'{name}_percent']:.0f} %" for name in ("tensor", "exp", "issue", "dram", "l2"))
         cells = (
-            rung, f"{full['median_us']:,.0f}", f"{full['tflops']:.0f}", f"{full['tflops'] / full['matmul_tflops']:.0%}",
+            rung, f"{full['median_us']:,.0f}", f"{full['tflops']:.0f}", f"{100 * full['tflops'] / full['matmul_tflops']:.0f} %",
             f"{causal['median_us']:,.0f}", f"{causal['tflops']:.0f}", *shares, f"{found['dram_mb']:,.0f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
