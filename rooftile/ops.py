@@ -48,7 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend
     return dispatch.BACKENDS[backend].forward(q, k, v, options, decode(spec))
 
 
-# calls seen before, by all that a plain forward depends on
+# calls seen before, by all that a plain call depends on
 _PREPARED: dict[tuple[Any, ...], Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
 _NUMBERS = frozenset((type(None), int, float))
 _FLAGS = frozenset((type(None), bool))
@@ -57,9 +57,9 @@ _FLAGS = frozenset((type(None), bool))
 def signature(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale, softcap, dropout, deterministic, needs_lse: bool, backend
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """What a forward without options or gradients depends on; None for a call that is not as plain as that.
+    """What a call without options depends on; None for one that is not as plain as that.
 
-    A call with a known signature was checked when it was first made, and costs an allocation and a launch.
+    A call with a known signature was checked when it was first made. Without gradients it costs an allocation and a launch.
     """
     if type(mask) is not Mask or k is None or v is None or torch.compiler.is_compiling() or _watched(q, k, v):
         return None
@@ -67,7 +67,7 @@ def signature(
     plain = type(scale) in _NUMBERS and type(softcap) in _NUMBERS and type(dropout) in _NUMBERS
     if not plain or type(deterministic) not in _FLAGS or (backend is not None and type(backend) is not str):
         return None
-    if _wants_grad(q, k, v) or forward_ad._current_level >= 0 or torch.is_autocast_enabled(q.device.type):
+    if forward_ad._current_level >= 0 or torch.is_autocast_enabled(q.device.type):
         return None
     if q.is_nested or k.is_nested or v.is_nested or not q.layout is k.layout is v.layout is torch.strided:
         return None
@@ -77,7 +77,7 @@ def signature(
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, mask, torch.are_deterministic_algorithms_enabled(),
-        scale, softcap, dropout, deterministic, needs_lse, backend,
+        scale, softcap, dropout, deterministic, needs_lse, backend, _wants_grad(q, k, v),
     )  # fmt: skip
 
 
@@ -86,7 +86,10 @@ def prepared(key: tuple[Any, ...]) -> Callable[[Tensor, Tensor, Tensor], tuple[T
 
 
 def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, spec: str, backend: str) -> None:
-    """Lets the backend prepare calls like this one, if it can."""
+    """Lets the backend prepare calls like this one, if it can; with gradients, only the checks are done beforehand."""
+    if _wants_grad(q, k, v):
+        launch.remember(_PREPARED, key, lambda q, k, v: _Attention.apply(q, k, v, spec, backend))
+        return
     prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
     ready = prepare(q, k, v, decode(spec)) if prepare is not None else None
     if ready is not None:

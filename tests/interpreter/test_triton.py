@@ -16,6 +16,7 @@ from tests.conformance.test_invariance import (  # noqa: F401 - collected here
     test_what_the_mask_hides_does_not_leak,
 )
 from tests.conformance.test_repeated_calls import (  # noqa: F401 - collected here
+    test_a_repeated_call_has_its_own_gradients,
     test_a_repeated_call_reads_its_own_data,
     test_a_wrong_call_is_refused_after_right_ones,
     test_gradients_flow_after_calls_without,
