@@ -31,7 +31,7 @@ def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def repeated(kernel: Any, programs: int, numbers: tuple[float, ...], constants: dict[str, Any]) -> Callable[..., None]:
-    """`kernel` on `programs` programs, ready for tensors of the same dtypes and alignment: all else is fixed.
+    """`kernel` on `programs` programs, ready for tensors of one device, dtypes and alignment: all else is fixed.
 
     The first launch goes Triton's usual way, which specialises on every argument to find the compiled kernel; the ones
     after it hand their arguments to that compiled kernel.

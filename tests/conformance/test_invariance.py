@@ -224,6 +224,21 @@ def test_a_nan_in_one_packed_sequence_stays_there(backend: str, device: torch.de
         torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-5)
 
 
+def test_offsets_and_sinks_may_be_every_other_word(backend: str, device: torch.device) -> None:
+    what: dict[str, Any] = {"dim": 64, "mask": CAUSAL, "dtype": "bf16", "lengths": ((40, 40), (33, 50), (20, 20))}
+    case = Case(name="", tags=frozenset(), H=4, Hk=2, sinks=True, **what)
+    if refused(case, backend, device):
+        return
+    (q, k, v, *offsets), mask, options = case.inputs(device)
+    due = run(((*fresh(q, k, v), *offsets), mask, options), backend)
+    spread = [torch.stack([x, x + 7], 1)[:, 0] for x in offsets]
+    sinks = torch.stack([options["sinks"], options["sinks"] + 7], 1)[:, 0]
+    assert not any(x.is_contiguous() for x in (*spread, sinks))
+    found = run(((*fresh(q, k, v), *spread), mask, options | {"sinks": sinks}), backend)
+    for x, y in zip(found, due, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.002)
+
+
 def test_rows_that_see_nothing_are_zero_and_give_nothing(backend: str, device: torch.device) -> None:
     case = CASES["causal-more-queries"]
     if refused(case, backend, device):

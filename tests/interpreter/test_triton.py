@@ -12,6 +12,7 @@ from tests.conformance.test_invariance import (  # noqa: F401 - collected here
     test_a_nan_in_one_packed_sequence_stays_there,
     test_a_nan_that_is_seen_shows_exactly_where_it_is_seen,
     test_every_backend_drops_the_same_weights,
+    test_offsets_and_sinks_may_be_every_other_word,
     test_rows_that_see_nothing_are_zero_and_give_nothing,
     test_what_the_mask_hides_does_not_leak,
 )

@@ -63,7 +63,7 @@ def _fill(
     q, k, v = call.q, call.k, call.v
     options, strides = call.option_tensors, strides_of(do)
     key = (
-        call.spec, repair, q.shape, k.shape, call.B, call.strides, strides, tuple([x.dtype for x in options]),
+        call.spec, repair, q.device, q.shape, k.shape, call.B, call.strides, strides, tuple([x.dtype for x in options]),
         tuple([x.data_ptr() % 16 for x in (lost, q, k, v, do, stats, dq, dk, dv, *options)]),
     )  # fmt: skip
     ready = _FILLS.get(key)
