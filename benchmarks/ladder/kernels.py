@@ -30,6 +30,8 @@ from rooftile.backends.hopper.gluon import (
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, ring
 from rooftile.backends.hopper.shape import LN2, LOG2E
 
+RUNGS = ("plain", "specialised", "overlapped", "ping-pong")
+
 ROWS = gl.constexpr(128)  # queries of a program
 KEYS = gl.constexpr(128)  # of a block
 SLOTS = gl.constexpr(2)

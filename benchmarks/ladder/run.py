@@ -27,7 +27,7 @@ from rooftile.cases import CASES, Inputs
 
 B, T, H, D, ROUNDS = 4, 4096, 16, 128, 6
 
-RUNGS = ("standard", "flash-1", "flash-2", "plain", "specialised", "overlapped", "ping-pong", "hopper")
+RUNGS = ("standard", "flash-1", "flash-2", *kernels.RUNGS, "hopper")
 
 Work = Callable[[], Tensor]
 
@@ -40,7 +40,7 @@ def rungs(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Work]:
         "flash-1": lambda: first.forward(q, k, v, causal)[0],
         "flash-2": lambda: rt.attention(q, k, v, mask, backend="triton"),
     }
-    for rung in RUNGS[3:7]:
+    for rung in kernels.RUNGS:
         ours[rung] = lambda rung=rung: kernels.forward(q, k, v, causal, rung)[0]
     ours["hopper"] = lambda: rt.attention(q, k, v, mask, backend="hopper")
     return ours

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import rooftile as rt
+from rooftile.backends.hopper import DIMS
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
-# of queries and keys, and of values
-DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]
 MASKS = [FULL, CAUSAL, Window(100, 7), CAUSAL & Window(300), Prefix(70) & Window(500), Chunk(90)]
 
 

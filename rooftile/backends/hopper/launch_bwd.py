@@ -80,7 +80,7 @@ def backward(
         dk_parts, dv_parts = (x.new_empty((*x.shape[:-2], sizes.Hk * parts, x.shape[-1])) for x in (k, v))
     else:
         dk_parts, dv_parts = dk, dv
-    if padded(max(spec.dim, spec.dim_v)) > 128:
+    if _width(spec) > 128:
         _keys(dk_parts, dv_parts, parts, call)
         _queries(dq, call)
     elif spec.deterministic:
@@ -111,7 +111,7 @@ def parts_of_group(spec: Spec, sizes: Sizes, device: torch.device) -> int:
     """
     if spec.deterministic:
         return 1
-    rows = WARPGROUP if padded(max(spec.dim, spec.dim_v)) > 128 else 2 * WARPGROUP
+    rows = WARPGROUP if _width(spec) > 128 else 2 * WARPGROUP
     parts = 1
     while spec.group % (2 * parts) == 0:
         # packed slots that end up empty count too: a guess then
@@ -159,35 +159,40 @@ def _queries(dq: Tensor, call: _Call) -> None:
 
 @cache
 def _launcher_of_both(spec: Spec, parts: int, add: bool, device: torch.device) -> Launcher:
-    rows = rows_of(spec)
+    rows = _rows_of(spec)
     constants = _constants(spec, parts) | backward_tile(spec)._asdict() | {"ADD": add, "num_warps": 4}
-    return Launcher(flash_bwd.flash_bwd, constants, device, (rows, rows, rows, rows, WORDS, WORDS, work.descriptor, rows, rows))
+    return Launcher(flash_bwd.flash_bwd, constants, device, (rows, rows, rows, rows, _WORDS, _WORDS, work.descriptor, rows, rows))
 
 
 @cache
 def _launcher_of_keys(spec: Spec, parts: int, device: torch.device) -> Launcher:
-    rows = rows_of(spec)
+    rows = _rows_of(spec)
     constants = _constants(spec, parts) | backward_kv_tile(spec)._asdict() | {"num_warps": 4}
-    return Launcher(flash_bwd_kv.flash_bwd_kv, constants, device, (rows, rows, rows, rows, WORDS, WORDS, rows, rows))
+    return Launcher(flash_bwd_kv.flash_bwd_kv, constants, device, (rows, rows, rows, rows, _WORDS, _WORDS, rows, rows))
 
 
 @cache
 def _launcher_of_queries(spec: Spec, device: torch.device) -> Launcher:
     constants = _constants(spec, 0) | backward_q_tile(spec)._asdict() | {"num_warps": 4}
-    return Launcher(flash_bwd_q.flash_bwd_q, constants, device, (rows_of(spec),) * 5)
+    return Launcher(flash_bwd_q.flash_bwd_q, constants, device, (_rows_of(spec),) * 5)
 
 
 # 64 words of rows, as the kernels copy them
-WORDS = partial(line, count=WARPGROUP)
+_WORDS = partial(line, count=WARPGROUP)
 
 
-def rows_of(spec: Spec) -> Describe:
+def _width(spec: Spec) -> int:
+    """Columns of all rows in shared memory."""
+    return padded(max(spec.dim, spec.dim_v))
+
+
+def _rows_of(spec: Spec) -> Describe:
     """64 rows of a head, as every kernel here copies them: what they lack in columns comes as zeros, and is not stored."""
-    return partial(descriptor, rows=WARPGROUP, columns=padded(max(spec.dim, spec.dim_v)))
+    return partial(descriptor, rows=WARPGROUP, columns=_width(spec))
 
 
 @cache
 def _constants(spec: Spec, parts: int) -> dict[str, Any]:
     """Compile-time arguments; `parts` 0: of the kernel for queries, which knows of none."""
     heads = {"GROUP": spec.group // parts, "PARTS": parts} if parts else {"GROUP": spec.group}
-    return flags_of(spec) | heads | {"D": padded(max(spec.dim, spec.dim_v)), "HALF": spec.dtype == torch.float16}
+    return flags_of(spec) | heads | {"D": _width(spec), "HALF": spec.dtype == torch.float16}

@@ -26,7 +26,7 @@ Describe = Callable[[Tensor], TensorDescriptor]
 class Launcher:
     """A kernel with its compile-time arguments, on one device.
 
-    Triton's own launch looks at every argument to find the compiled kernel, and encodes every descriptor anew, some 3 us each.
+    Triton's own launch looks at every argument to find the compiled kernel, and encodes every descriptor anew.
     Here the first launch goes that way. Later ones hand addresses to the compiled kernel, and descriptors encoded before: one
     depends on an address, sizes and strides only, and PyTorch gives out the same addresses again and again.
 
@@ -49,7 +49,7 @@ class Launcher:
     ) -> None:
         dtypes = tuple([x.dtype for x in tensors])
         compiled, quick = self._known.get(dtypes, (None, None))
-        if quick is None or _watched():
+        if quick is None or _hooked():
             made = [describe(x) for describe, x in zip(self._describe, described, strict=True)]
             if compiled is not None:
                 compiled[grid](*made, *tensors, *numbers, *self._rest)
@@ -60,13 +60,15 @@ class Launcher:
         words: list[Any] = []
         for n, x in enumerate(described):
             key = (x.data_ptr(), x.shape, x.stride())
-            found = self._encoded[n].get(key)
-            if found is None:
-                found = make_tensordesc_arg(self._describe[n](x), quick.described_as[n])
-                remember(self._encoded[n], key, found)
-            words += found
+            words += self._encoded[n].get(key) or self._encode(n, x, quick, self._encoded[n], key)
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         quick.launch(*grid, stream, *quick.fixed, *words, *[x.data_ptr() for x in tensors], *numbers, *self._rest)
+
+    def _encode(self, n: int, x: Tensor, quick: _Launch, known: dict[Any, list[Any]], key: Any) -> list[Any]:
+        """What the n-th described tensor is passed as, and from now on known by `key`."""
+        words: list[Any] = make_tensordesc_arg(self._describe[n](x), quick.described_as[n])
+        remember(known, key, words)
+        return words
 
     def repeated(self, grid: tuple[int, int, int], numbers: tuple[float, ...]) -> Callable[[tuple[Tensor, ...]], None]:
         """The launch for tensors that never change their sizes, strides and dtypes, and of which the first are the described."""
@@ -77,25 +79,21 @@ class Launcher:
 
         def launch(tensors: tuple[Tensor, ...]) -> None:
             nonlocal quick
-            if quick is None or _watched():
+            if quick is None or _hooked():
                 self(grid, tensors[:count], tensors, numbers)
                 quick = self._known[tuple([x.dtype for x in tensors])][1]
                 return
             addresses = [x.data_ptr() for x in tensors]
             words: list[Any] = []
             for n, known in enumerate(encoded):
-                found = known.get(addresses[n])
-                if found is None:
-                    found = make_tensordesc_arg(self._describe[n](tensors[n]), quick.described_as[n])
-                    remember(known, addresses[n], found)
-                words += found
+                words += known.get(addresses[n]) or self._encode(n, tensors[n], quick, known, addresses[n])
             stream = torch._C._cuda_getCurrentRawStream(self._device)
             quick.launch(*grid, stream, *quick.fixed, *words, *addresses, *rest)
 
         return launch
 
 
-def _watched() -> bool:
+def _hooked() -> bool:
     """Whether somebody, a profiler, has a hook in Triton's launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
