@@ -1,6 +1,6 @@
 """Packed sequences beside dense ones, and groups beside as many heads without: TFLOP/s, forward and backward.
 
-    PYTHONPATH=. python benchmarks/packed_and_groups.py >> benchmarks/results/h200-packed-groups.jsonl
+    PYTHONPATH=. python benchmarks/packed_and_groups.py COMMIT [fwd|bwd] >> benchmarks/results/h200-packed-groups.jsonl
 
 16,384 tokens and 2,048 / D heads, bf16. The packed lengths are drawn between 64 and 8,192 from a fixed seed; dense is two
 sequences of 8,192. What is compared takes turns, and each number is the median of all its samples.
@@ -49,7 +49,7 @@ def works(forward: Callable[..., Tensor], shapes: list[tuple[int, ...]]) -> dict
     return {"fwd": lambda: forward(q, k, v), "bwd": lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)}
 
 
-def main(commit: str) -> None:
+def main(commit: str, phases: tuple[str, ...]) -> None:
     clock = clock_for(torch.device("cuda"))
     device = torch.cuda.get_device_name()
     about = {"device": device, "torch": torch.__version__, "commit": commit, "date": datetime.now(UTC).isoformat()}
@@ -76,7 +76,7 @@ def main(commit: str) -> None:
                     return rt.attention_packed(q, k, v, cu, cu, mask)
 
                 runs[f"packed {seed}"] = (lengths, works(packed, [(TOKENS, heads, dim)] * 3))
-            for phase in ("fwd", "bwd"):
+            for phase in phases:
                 taken: dict[str, list[float]] = {name: [] for name in runs}
                 for n in range(ROUNDS):
                     # back and forth, as a chip that has been busy for a while clocks lower
@@ -93,4 +93,4 @@ def main(commit: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "unknown")
+    main(sys.argv[1] if len(sys.argv) > 1 else "unknown", tuple(sys.argv[2:]) or ("fwd", "bwd"))

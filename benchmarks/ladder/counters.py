@@ -1,6 +1,6 @@
 """What the chip's counters say of every rung of the ladder: a JSON line a rung. Needs Nsight Compute (ncu).
 
-    PYTHONPATH=. python -m benchmarks.ladder.counters COMMIT >> benchmarks/results/h200-ladder-counters.jsonl
+    PYTHONPATH=. python -m benchmarks.ladder.counters COMMIT [RUNG ...] >> benchmarks/results/h200-ladder-counters.jsonl
 
 One warm run of each rung, all its kernels; shares of a peak are means over the kernels by their time. A stall is a reason for
 which warps, on average over a cycle in which one issues, could not.
@@ -75,12 +75,12 @@ def found(rung: str, causal: bool) -> dict[str, object]:
     }
 
 
-def main(commit: str) -> None:
+def main(commit: str, rungs: tuple[str, ...]) -> None:
     about = {"device": torch.cuda.get_device_name(), "commit": commit, "date": datetime.now(UTC).isoformat()}
     for causal in (False, True):
-        for rung in RUNGS:
+        for rung in rungs:
             print(json.dumps(found(rung, causal) | about), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "unknown")
+    main(sys.argv[1] if len(sys.argv) > 1 else "unknown", tuple(sys.argv[2:]) or RUNGS)

@@ -57,6 +57,33 @@ def test_repeated_runs_are_bit_equal(dim: int, dim_v: int, mask: Mask) -> None:
 
 
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rise", [0.5, 4.0, 9.0])
+def test_scores_that_rise_along_the_walk(dim: int, dim_v: int, mask: Mask, dtype: torch.dtype, rise: float) -> None:
+    """Keys are walked from the last to the first; each 64 have scores above all before them, in some rows more than in others."""
+    q, k, v = (randn(2, 1100, 2, d, dtype=dtype) for d in (dim, dim, dim_v))
+    q[..., 0] = dim**0.5 * (torch.arange(1100, device="cuda") % 7 / 3)[None, :, None]
+    k[..., 0] = rise * (torch.arange(1100, 0, -1, device="cuda") / 64)[None, :, None]
+    o, lse = rt.attention_with_lse(q, k, v, mask, backend="hopper")
+    assert_as_defined(o, q, k, v, mask)
+    due = rt.attention_with_lse(*(x.double() for x in (q, k, v)), mask, backend="eager")[1]
+    torch.testing.assert_close(lse.double(), due, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
+def test_a_nan_stays_in_its_row(dim: int, dim_v: int) -> None:
+    """Under a mask the rows beside it are computed once more, in another order."""
+    q, k, v = (randn(1, 2100, 2, d) for d in (dim, dim, dim_v))
+    due = rt.attention(q, k, v, backend="hopper")
+    q[:, 1000, 1, 3] = float("nan")
+    o = rt.attention(q, k, v, backend="hopper")
+    assert o[:, 1000, 1].isnan().all()
+    o[:, 1000, 1] = due[:, 1000, 1]
+    assert torch.equal(o, due)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_values_behind_the_mask_do_not_leak(dim: int, dim_v: int, bad: float) -> None:
     q, k, v = (randn(1, 400, 2, d) for d in (dim, dim, dim_v))

@@ -24,6 +24,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from rooftile.backends.hopper import flash_bwd, flash_bwd_kv, flash_bwd_q, flash_fwd, launch, launch_bwd, work
 from rooftile.backends.hopper.descriptors import LINE, _layout
 from rooftile.backends.hopper.tiles import (
+    LONG,
+    MASKED,
     NARROW,
     SHORT,
     THREE,
@@ -39,7 +41,7 @@ from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.spec import Spec
 from tests.unit.undefined_registers import undefined_reads
 
-SUFFIX = {THREE: "-3", SHORT: "-short"}
+SUFFIX = {THREE: "-3", SHORT: "-short", LONG: "-long"}
 EVERYTHING = Window(100, 7) & Chunk(64) & Prefix(8)
 
 
@@ -100,17 +102,23 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"layout": "packed"},
     "packed-causal": {"mask": CAUSAL, "layout": "packed"},
 }
+
 FORWARD = {
     f"d{dim}-{name}{SUFFIX.get(tile, '')}": Configuration(dim, tile, **what)
-    for dim, tile in ((64, NARROW), (64, SHORT), (64, THREE), (128, TWO), (256, WIDE))
+    for dim, tile in ((64, NARROW), (64, SHORT), (64, THREE), (128, TWO), (128, LONG), (128, MASKED), (256, WIDE))
     for name, what in CASES.items()
     # what `forward_tile` gives these to
     if tile is not THREE or (what.get("mask", FULL) in (FULL, CAUSAL) and not what.get("extras"))
     if tile is not SHORT or (what.get("mask", FULL) == CAUSAL)
+    if tile not in (TWO, LONG, MASKED) or (tile is MASKED) == (what.get("mask", FULL) != FULL)
+    if tile is not LONG or "layout" not in what
 } | {
-    "d128-fp16": Configuration(128, TWO, CAUSAL, dtype="fp16"),
+    "d128-fp16": Configuration(128, MASKED, CAUSAL, dtype="fp16"),
     # between two powers of two, padded to the next
-    **{f"d96-{name}": Configuration(96, TWO, **CASES[name]) for name in ("full", "causal", "packed-causal")},
+    **{
+        f"d96-{name}": Configuration(96, tile._replace(HELD=64), **CASES[name])
+        for name, tile in (("full", LONG), ("causal", MASKED), ("packed-causal", MASKED))
+    },
     **{
         f"d192-v128-{name}": Configuration(192, WIDE, **CASES[name], values=128)
         for name in ("full", "causal", "packed-causal")

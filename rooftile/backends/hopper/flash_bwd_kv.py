@@ -61,6 +61,23 @@ def _weights(s, lses, turn, block, plan, low, high, weights: Ring, scoring: Scor
 
 
 @gluon.jit
+def _columns(rows, shape: Backward):
+    """The columns of 64 rows of dO that are not padding."""
+    rows = rows.reshape([64, shape.D])
+    if shape.DV < shape.D:
+        rows = rows.slice(0, shape.DV, 1)
+    return rows
+
+
+@gluon.jit
+def _padded(dv, shape: Backward):
+    """Rows of dv as wide as those in shared memory; the padding is not stored."""
+    if shape.DV < shape.D:
+        dv = gl.join(dv, gl.zeros_like(dv)).permute((0, 2, 1)).reshape([64, shape.D])
+    return dv
+
+
+@gluon.jit
 def _values(
     plans: Ring, keys: Ring, queries: Ring, grads: Ring, weights: Ring, lses, dv_desc, dv_ptr, lost_ptr,
     scoring: Scoring, shape: Backward,
@@ -82,7 +99,7 @@ def _values(
         queries.give_back(turn)
         weight = _weights(s, lses.index(turn % queries.slots), turn, plan.first, plan, low, high, weights, scoring, shape)
         p = packed(weight, dtype)
-        dv = gl.zeros([64, shape.D], gl.float32, shape.acc_layout)
+        dv = gl.zeros([64, shape.DV], gl.float32, shape.dv_layout)
         h = plan.h
         block = plan.first
         for _ in range(1, walk):
@@ -91,7 +108,7 @@ def _values(
             s = products(k, queries, turn, shape.DIM, shape)
             grads.wait_full(turn - 1)
             dv = warpgroup_mma(
-                unpacked(p, dtype, shape.a_layout), grads.buffer(turn - 1).reshape([64, shape.D]), dv, is_async=True
+                unpacked(p, dtype, shape.p_layout), _columns(grads.buffer(turn - 1), shape), dv, is_async=True
             )
             s = warpgroup_mma_wait(1, deps=(s,))
             queries.give_back(turn)
@@ -101,13 +118,14 @@ def _values(
             p = packed(weight, dtype)
         grads.wait_full(turn)
         dv = warpgroup_mma(
-            unpacked(p, dtype, shape.a_layout), grads.buffer(turn).reshape([64, shape.D]), dv, is_async=True
+            unpacked(p, dtype, shape.p_layout), _columns(grads.buffer(turn), shape), dv, is_async=True
         )
         dv = warpgroup_mma_wait(0, deps=(dv,))
         grads.give_back(turn)
         note_nan(lost_ptr, dv, shape)
         # nobody else reads the keys
-        store_rows(keys.buffer(tile), dv.to(dtype), dv_desc, dv_ptr, plan, Hk, plan.t, plan.key, plan.S, shape.DIM_V, shape)
+        dv = _padded(dv.to(dtype), shape)
+        store_rows(keys.buffer(tile), dv, dv_desc, dv_ptr, plan, Hk, plan.t, plan.key, plan.S, shape.DIM_V, shape)
         wait_for_store()
         keys.give_back(tile)
         tile += 1

@@ -34,7 +34,7 @@ from rooftile.backends.hopper.over_dim import product_over_dim
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS, Shape
-from rooftile.backends.hopper.softmax import Scoring, make_scoring, packed, scores, softmax, unpacked
+from rooftile.backends.hopper.softmax import Scoring, make_scoring, packed, rescaled, scores, settled, softmax, unpacked
 
 # the first of the warpgroups' named barriers, by which they take turns
 TURNS = gl.constexpr(9)
@@ -94,7 +94,10 @@ def _load(
 
 
 @gluon.jit
-def _issue(q, keys: Ring, values: Ring, p, acc, turn, there, MINE: gl.constexpr, OTHER: gl.constexpr, shape: Shape):
+def _issue(
+    q, held, keys: Ring, values: Ring, p, acc, turn, there,
+    MINE: gl.constexpr, OTHER: gl.constexpr, shape: Shape, HELD: gl.constexpr,
+):  # fmt: skip
     """Issues the scores of block `turn` and the product of the block before it with its values; waits for neither.
 
     `there` false: there is no such block, and the scores are of a buffer's old keys, for nobody to read.
@@ -102,7 +105,8 @@ def _issue(q, keys: Ring, values: Ring, p, acc, turn, there, MINE: gl.constexpr,
     keys.wait_full(turn, there)
     if shape.PING_PONG:
         named_barrier("sync", MINE)
-    s = product_over_dim(q, keys.buffer(turn).reshape([shape.KEYS, shape.D]), shape.DIM, shape.s_layout)
+    k = keys.buffer(turn).reshape([shape.KEYS, shape.D])
+    s = product_over_dim(q, k, shape.DIM, shape.s_layout, held, HELD)
     values.wait_full(turn - 1)
     weights = unpacked(p, values.buffers.dtype, shape.p_layout)
     acc = warpgroup_mma(weights, values.buffer(turn - 1).reshape([shape.KEYS, shape.DV]), acc, is_async=True)
@@ -113,19 +117,21 @@ def _issue(q, keys: Ring, values: Ring, p, acc, turn, there, MINE: gl.constexpr,
 
 @gluon.jit
 def _step(
-    q, keys: Ring, values: Ring, p, acc, m, l, turn, row, column, plan, scoring: Scoring,
+    q, held, keys: Ring, values: Ring, p, acc, m, l, turn, row, column, plan, scoring: Scoring,
     MINE: gl.constexpr, OTHER: gl.constexpr, shape: Shape, CHECK: gl.constexpr,
 ):  # fmt: skip
     """One block: its scores and weights, and the block before it into the output."""
-    s, acc = _issue(q, keys, values, p, acc, turn, True, MINE, OTHER, shape)
+    s, acc = _issue(q, held, keys, values, p, acc, turn, True, MINE, OTHER, shape, shape.HELD)
     s = warpgroup_mma_wait(1, deps=(s,))
     keys.give_back(turn)
     s = scores(s, row, column, plan, scoring, shape, CHECK)
     weights, m, l, alpha = softmax(s, m, l, scoring.factor, shape, False)
+    if shape.SOFTMAX_FIRST:
+        l = settled(l)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     values.give_back(turn - 1)
     p = packed(weights, keys.buffers.dtype)
-    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, shape.o_layout)), 1)
+    acc = rescaled(acc, alpha, shape)
     return p, acc, m, l
 
 
@@ -166,6 +172,10 @@ def _compute(
 
     while plan.live != 0:
         acc = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
+        held = 0
+        if shape.HELD > 0:
+            q = queries.buffers.index(opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
+            held = q.slice(0, shape.HELD, 1).load(gl.DotOperandLayout(0, shape.s_layout, 2))
         row = plan.t + WG * WG_ROWS
         i_0 = row + plan.S - plan.T
         # blocks from last down to first: some at the right end that the mask cuts, clear ones, some at the left end
@@ -180,7 +190,7 @@ def _compute(
                 turn += 1
                 column = (plan.last - i) * shape.KEYS
                 p, acc, m, l = _step(
-                    q, keys, values, p, acc, m, l, turn, row, column, plan, scoring, MINE, OTHER, shape, True
+                    q, held, keys, values, p, acc, m, l, turn, row, column, plan, scoring, MINE, OTHER, shape, True
                 )  # fmt: skip
         if mask.LEFT or mask.CHUNK:
             clear_first = gl.maximum(mask.first_key(i_0 + (WG_ROWS - 1)) + (shape.KEYS - 1), 0) // shape.KEYS
@@ -188,14 +198,14 @@ def _compute(
         q = queries.buffers.index(opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
         for _ in range(right, left):
             turn += 1
-            p, acc, m, l = _step(q, keys, values, p, acc, m, l, turn, row, 0, plan, scoring, MINE, OTHER, shape, False)
+            p, acc, m, l = _step(q, held, keys, values, p, acc, m, l, turn, row, 0, plan, scoring, MINE, OTHER, shape, False)
         if mask.LEFT or mask.CHUNK:
             q = queries.buffers.index(opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
             for i in range(left, blocks):
                 turn += 1
                 column = (plan.last - i) * shape.KEYS
                 p, acc, m, l = _step(
-                    q, keys, values, p, acc, m, l, turn, row, column, plan, scoring, MINE, OTHER, shape, True
+                    q, held, keys, values, p, acc, m, l, turn, row, column, plan, scoring, MINE, OTHER, shape, True
                 )  # fmt: skip
         queries.give_back(tile)
 
@@ -206,7 +216,7 @@ def _compute(
         there = after.live != 0
         queries.wait_full(tile, there)
         q = queries.buffers.index(tile % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
-        s, acc = _issue(q, keys, values, p, acc, turn, there, MINE, OTHER, shape)
+        s, acc = _issue(q, 0, keys, values, p, acc, turn, there, MINE, OTHER, shape, 0)
         m = m * scoring.factor
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
         share = 1.0
@@ -292,11 +302,13 @@ def flash_fwd(
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
-    KEYS: gl.constexpr, CREW: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr, PING_PONG: gl.constexpr,
+    KEYS: gl.constexpr, CREW: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
+    PING_PONG: gl.constexpr, HELD: gl.constexpr, LAZY: gl.constexpr, SOFTMAX_FIRST: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Shape(GROUP, D, DV, DIM, DIM_V, KEYS, CREW, PING_PONG, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, SINKS)
+    masked: gl.constexpr = LEFT or RIGHT or PREFIX or CHUNK
+    shape = Shape(GROUP, D, DV, DIM, DIM_V, KEYS, CREW, PING_PONG, HELD, LAZY, SOFTMAX_FIRST, PACKED, masked, SOFTCAP, SINKS)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     queries = ring(gl.allocate_shared_memory(dtype, [Q_SLOTS * CREW, 1, 1, WG_ROWS, D], q_desc.layout), Q_SLOTS, CREW)
     keys = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, KEYS, D], k_desc.layout), KV_SLOTS, CREW)

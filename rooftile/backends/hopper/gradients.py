@@ -61,6 +61,9 @@ class Backward:
     SPARE: gl.constexpr  # at D = 64: keys and values stay in registers, and dq has a warpgroup of its own
     s_layout: gl.constexpr  # a warpgroup's scores of a block, either way round
     acc_layout: gl.constexpr
+    DV: gl.constexpr  # columns of dv
+    dv_layout: gl.constexpr
+    p_layout: gl.constexpr  # of weights on its left
     a_layout: gl.constexpr
 
     @gluon.constexpr_function
@@ -82,6 +85,11 @@ class Backward:
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
         self.acc_layout = gl.constexpr(acc_layout)
         self.a_layout = gl.constexpr(gl.DotOperandLayout(0, acc_layout, 2))
+        DV = D // 2 if DIM_V <= D // 2 else D
+        dv_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+        self.DV = gl.constexpr(DV)
+        self.dv_layout = gl.constexpr(dv_layout)
+        self.p_layout = gl.constexpr(gl.DotOperandLayout(0, dv_layout, 2))
 
 
 @gluon.jit

@@ -19,12 +19,21 @@ def _first(DIM):
 
 
 @gluon.jit
-def product_over_dim(a, b, DIM: gl.constexpr, layout: gl.constexpr):
-    """Issues a b^T for a (rows, D) and b (columns, D), of which DIM elements are not padding."""
+def product_over_dim(a, b, DIM: gl.constexpr, layout: gl.constexpr, held=0, HELD: gl.constexpr = 0):
+    """Issues a b^T for a (rows, D) and b (columns, D), of which DIM elements are not padding.
+
+    `held` has the first HELD columns of a in registers.
+    """
     ROWS: gl.constexpr = a.shape[0]
     COLUMNS: gl.constexpr = b.shape[0]
     FIRST: gl.constexpr = _first(DIM)
     none = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    if HELD > 0:
+        x = warpgroup_mma(held, b.slice(0, HELD, 1).permute((1, 0)), none, use_acc=False, is_async=True)
+        if HELD < DIM:
+            LATER: gl.constexpr = DIM - HELD
+            x = warpgroup_mma(a.slice(HELD, LATER, 1), b.slice(HELD, LATER, 1).permute((1, 0)), x, is_async=True)
+        return x
     if a.shape[1] == FIRST:
         return warpgroup_mma(a, b.permute((1, 0)), none, use_acc=False, is_async=True)
     x = warpgroup_mma(a.slice(0, FIRST, 1), b.slice(0, FIRST, 1).permute((1, 0)), none, use_acc=False, is_async=True)

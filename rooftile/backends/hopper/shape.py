@@ -21,6 +21,9 @@ class Shape:
     KEYS: gl.constexpr  # of a block
     CREW: gl.constexpr  # warpgroups that compute
     PING_PONG: gl.constexpr  # whether they take turns to issue
+    HELD: gl.constexpr  # columns of its queries that each holds in registers
+    LAZY: gl.constexpr  # whether outputs are rescaled only when they must be
+    SOFTMAX_FIRST: gl.constexpr  # whether they wait for the product with the values only after the softmax
     PACKED: gl.constexpr
     MASKED: gl.constexpr  # anything but a full mask
     SOFTCAP: gl.constexpr
@@ -30,7 +33,9 @@ class Shape:
     p_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, DV, DIM, DIM_V, KEYS, CREW, PING_PONG, PACKED, MASKED, SOFTCAP, SINKS):
+    def __init__(
+        self, GROUP, D, DV, DIM, DIM_V, KEYS, CREW, PING_PONG, HELD, LAZY, SOFTMAX_FIRST, PACKED, MASKED, SOFTCAP, SINKS,
+    ):  # fmt: skip
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
         self.DV = gl.constexpr(DV)
@@ -39,6 +44,9 @@ class Shape:
         self.KEYS = gl.constexpr(KEYS)
         self.CREW = gl.constexpr(CREW)
         self.PING_PONG = gl.constexpr(PING_PONG)
+        self.HELD = gl.constexpr(HELD)
+        self.LAZY = gl.constexpr(LAZY)
+        self.SOFTMAX_FIRST = gl.constexpr(SOFTMAX_FIRST)
         self.PACKED = gl.constexpr(PACKED)
         self.MASKED = gl.constexpr(MASKED)
         self.SOFTCAP = gl.constexpr(SOFTCAP)

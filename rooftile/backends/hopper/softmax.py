@@ -7,6 +7,9 @@ from rooftile.backends.hopper.gluon import aggregate, gl, gluon
 from rooftile.backends.hopper.schedule import Mask
 from rooftile.backends.hopper.shape import LOG2E, WG_ROWS, Shape
 
+# how far, in powers of 2, a row's largest score may be above what its weights refer to
+LAG = gl.constexpr(8.0)
+
 
 @aggregate
 class Scoring:
@@ -93,21 +96,81 @@ def _pair(x):
 
 @gluon.jit
 def softmax(s, m, l, factor, shape: Shape, FIRST: gl.constexpr):
-    """Online softmax: the block's weights, and the rows' maximum, sum and the factor for what was summed before.
+    """Online softmax: the block's weights, and the rows' reference, sum and the factor for what was summed before.
+
+    Weights are powers of 2 of how far a score is above its row's reference m, which is the largest score so far. Any reference
+    gives the same quotients in the end; a LAZY one stays until the largest score is more than LAG above it: weights stay below
+    2**LAG, far from the largest number of 16 bits, and the factor is exactly 1 for nearly every block.
 
     The sum is kept in four parts a row, one a thread, and added up once a tile.
     """
-    m_new = gl.maximum(m, gl.max(s, 1))
+    top = gl.maximum(m, gl.max(s, 1))
+    m_new = top
+    if shape.LAZY and not FIRST:
+        m_new = gl.where((top - m) * factor > LAG, top, m)
     # a row that has seen no key yet: exp2(-inf - 0) is 0
-    reference = gl.where(m_new == float("-inf"), 0.0, m_new * factor)
-    alpha = gl.exp2(m * factor - reference)
-    p = gl.exp2(s * factor - gl.expand_dims(reference, 1))
+    reference = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = gl.exp2((m - reference) * factor)
+    p = gl.exp2(s * factor - gl.expand_dims(reference * factor, 1))
     parts = gl.sum(gl.sum(gl.reshape(p, [WG_ROWS, shape.KEYS // 8, 4, 2]), 3), 1)
     if FIRST:
         l = parts
     else:
         l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, parts.type.layout)), 1) + parts
     return p, m_new, l, alpha
+
+
+# a NaN may wait early
+_BRANCH = gl.constexpr(
+    "{ .reg .pred nan; setp.nan.f32 nan, $0, $0; setp.nan.or.f32 nan, $1, $1, nan; vote.sync.any.pred nan, nan, -1; "
+    "@!nan bra number; wgmma.wait_group.sync.aligned 0; number: }"
+)
+
+
+@gluon.jit
+def settled(l):
+    """l, known before anything that follows is waited for.
+
+    The assembler moves a wait for matrix products up as far as it can, here above the exponentials that were to run meanwhile. It
+    moves none across a branch.
+    """
+    return gl.inline_asm_elementwise(_BRANCH, "=f,=f,0,1", [l], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.constexpr_function
+def _rescaling(n):
+    """Multiplies registers 0 to n - 1 with n to 2 n - 1, unless those are all 1 in the whole warp. Rows take turns by pairs."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    one = "0f3F800000"
+    return (
+        f"{{ .reg .pred moved; setp.neu.f32 moved, ${2 * n}, {one}; setp.neu.or.f32 moved, ${2 * n + 2}, {one}, moved; "
+        f"vote.sync.any.pred moved, moved, -1; @!moved bra unmoved; {products} unmoved: }}"
+    )
+
+
+@gluon.constexpr_function
+def _in_place(n):
+    """The constraints of n registers that are read and written, and n that are read."""
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def rescaled(acc, alpha, shape: Shape):
+    """Each row of an accumulator times its factor.
+
+    LAZY: a warp whose 16 rows all have a factor of 1 does nothing, and the result is the same to the bit.
+    Zadouri et al., FlashAttention-4, rescale as seldom.
+    """
+    WORDS: gl.constexpr = shape.DV // 2
+    alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, shape.o_layout)), 1)
+    if shape.LAZY:
+        acc, alpha = gl.broadcast(acc, alpha)
+        acc = gl.inline_asm_elementwise(
+            _rescaling(WORDS), _in_place(WORDS), [acc, alpha], dtype=gl.float32, is_pure=False, pack=WORDS
+        )
+    else:
+        acc = acc * alpha
+    return acc
 
 
 @gluon.jit

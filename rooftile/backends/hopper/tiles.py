@@ -24,6 +24,9 @@ class Tile(NamedTuple):
     Q_SLOTS: int
     KV_SLOTS: int
     PING_PONG: bool  # whether the warpgroups take turns to issue
+    HELD: int  # columns of its queries that a warpgroup holds in registers: they need not be read again for every block
+    SOFTMAX_FIRST: bool  # whether the product with the values is waited for only after the softmax
+    LAZY: bool  # whether outputs are rescaled only when a row's weights have outgrown what they refer to
     COMPUTE_REGISTERS: int
     COPY_REGISTERS: int
 
@@ -59,15 +62,21 @@ class BackwardQueriesTile(NamedTuple):
     COPY_REGISTERS: int
 
 
-TWO = Tile(KEYS=128, CREW=2, Q_SLOTS=2, KV_SLOTS=2, PING_PONG=True, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+TWO = Tile(
+    KEYS=128, CREW=2, Q_SLOTS=2, KV_SLOTS=2, PING_PONG=True, HELD=128, SOFTMAX_FIRST=False, LAZY=False,
+    COMPUTE_REGISTERS=240, COPY_REGISTERS=24,
+)  # fmt: skip
+# a branch in the loop pays under a mask, and two of them in long sequences that are not packed, which takes registers
+MASKED = TWO._replace(LAZY=True)
+LONG = MASKED._replace(SOFTMAX_FIRST=True)
 # at D = 64 there is room to run three blocks ahead, and short causal sequences waste less of smaller blocks
-NARROW = TWO._replace(KV_SLOTS=3)
-SHORT = TWO._replace(KEYS=64, KV_SLOTS=4)
+NARROW = TWO._replace(KV_SLOTS=3, HELD=64)
+SHORT = NARROW._replace(KEYS=64, KV_SLOTS=4)
 # at D = 64 a third warpgroup has room, and shares each block of keys among more queries
-THREE = Tile(KEYS=128, CREW=3, Q_SLOTS=2, KV_SLOTS=2, PING_PONG=True, COMPUTE_REGISTERS=160, COPY_REGISTERS=32)
+THREE = TWO._replace(CREW=3, HELD=0, LAZY=True, COMPUTE_REGISTERS=160, COPY_REGISTERS=32)
 # at D = 256 the accumulator takes half of the registers, and a tile of queries 64 KiB. The products of a block take four times as
-# long as its softmax: nothing is won by turns
-WIDE = Tile(KEYS=64, CREW=2, Q_SLOTS=1, KV_SLOTS=2, PING_PONG=False, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+# long as its softmax: nothing is won by turns, and much by leaving out 128 multiplications a thread
+WIDE = TWO._replace(KEYS=64, Q_SLOTS=1, PING_PONG=False, HELD=0, LAZY=True)
 
 
 def forward_tile(spec: Spec, T: int) -> Tile:
@@ -75,7 +84,9 @@ def forward_tile(spec: Spec, T: int) -> Tile:
     if spec.dim > 128:
         return WIDE
     if spec.dim > 64:
-        return TWO
+        tile = MASKED if spec.mask != FULL else LONG if T >= 2048 and spec.layout == "dense" else TWO
+        # of 96 columns the first power of two is held
+        return tile if spec.dim == 128 else tile._replace(HELD=64)
     # short sequences, and masks that cut both ends, keep smaller tiles busier; 160 registers hold no more than this
     plain = not (spec.softcap or spec.has_sinks)
     if plain and ((spec.mask == FULL and T >= 1024) or (spec.mask == CAUSAL and T >= 8192)):
