@@ -51,7 +51,8 @@ RUNG = {
         "the same, and the turns cost a little here",
     ),
     "hopper": (
-        "programs that stay, draw tiles, longest first, and overlap one's end with the next one's start (the `hopper` backend)",
+        "programs that stay, draw tiles, longest first, and overlap one's end with the next one's start; queries in registers, "
+        "outputs rescaled only when they must be (the `hopper` backend)",
         "the tensor cores, four fifths of the cycles",
     ),
 }
