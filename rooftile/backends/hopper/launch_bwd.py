@@ -188,7 +188,7 @@ def _width(spec: Spec) -> int:
 
 def _rows_of(spec: Spec) -> Describe:
     """64 rows of a head, as every kernel here copies them: what they lack in columns comes as zeros, and is not stored."""
-    return partial(descriptor, rows=WARPGROUP, columns=_width(spec))
+    return partial(descriptor, box=(1, WARPGROUP, _width(spec)))
 
 
 @cache

@@ -21,6 +21,7 @@ class Tile(NamedTuple):
 
     KEYS: int  # of a block
     CREW: int  # warpgroups, of 64 queries each
+    TOGETHER: int  # query heads of a group that share a warpgroup's 64
     Q_SLOTS: int
     KV_SLOTS: int
     PING_PONG: bool  # whether the warpgroups take turns to issue
@@ -32,7 +33,8 @@ class Tile(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return self.CREW * WARPGROUP
+        """Of a query head."""
+        return self.CREW * WARPGROUP // self.TOGETHER
 
 
 class BackwardTile(NamedTuple):
@@ -63,7 +65,7 @@ class BackwardQueriesTile(NamedTuple):
 
 
 TWO = Tile(
-    KEYS=128, CREW=2, Q_SLOTS=2, KV_SLOTS=2, PING_PONG=True, HELD=128, SOFTMAX_FIRST=False, LAZY=False,
+    KEYS=128, CREW=2, TOGETHER=1, Q_SLOTS=2, KV_SLOTS=2, PING_PONG=True, HELD=128, SOFTMAX_FIRST=False, LAZY=False,
     COMPUTE_REGISTERS=240, COPY_REGISTERS=24,
 )  # fmt: skip
 # a branch in the loop pays under a mask, and two of them in long sequences that are not packed, which takes registers
