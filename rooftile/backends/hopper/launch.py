@@ -14,6 +14,7 @@ from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.descriptors import descriptor, is_readable, readable
 from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile, padded
+from rooftile.backends.launch import empties
 from rooftile.masks import FULL
 from rooftile.spec import Options, Sizes, Spec
 
@@ -44,12 +45,12 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
     tile = tile_of(spec, sizes, q.device)
     grid, numbers = _numbers(q.device, sizes, tile, spec)
     launch = _launcher(spec, tile, q.device).repeated(grid, numbers)
-    shape, rows = (*q.shape[:-1], v.shape[-1]), (sizes.B, sizes.H, sizes.T)
-    dtype, device = q.dtype, q.device
+    new_o = empties((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
+    new_lse = empties((sizes.B, sizes.H, sizes.T), torch.float32, q.device)
+    device = q.device
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        o = torch.empty(shape, dtype=dtype, device=device)
-        lse = torch.empty(rows, dtype=torch.float32, device=device)
+        o, lse = new_o(), new_lse()
         launch((q, k, v, o, lse, lse, lse, lse, counter(device)))
         return o, lse
 
