@@ -8,7 +8,7 @@
                  dP^T = V dO^T,  dS = P (dP - D),     dK += dS^T Q
              and hand on dS through shared memory
     dq       dQ = dS K. At D = 64 a warpgroup of its own. At D = 128 there are no registers for one: both compute warpgroups
-             multiply half of the columns each, a block late, so that neither waits for the other's dS
+             multiply half of the columns each, behind the next block's scores, so that neither waits for the other's dS
     add      one warp: has each block's part of dq added to the sum in memory
 
 The sum is in fp32 (see `work`), and its parts come in any order: dq differs in its last bits from run to run. Asked for an
@@ -40,7 +40,7 @@ from rooftile.backends.hopper.gradients import (
     store_rows,
     wait_for_store,
 )
-from rooftile.backends.hopper.over_dim import product_over_dim
+from rooftile.backends.hopper.over_dim import pieces, product_over_dim
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, take
 from rooftile.backends.hopper.shape import WG_ROWS
@@ -122,72 +122,122 @@ def _dq(plans: Ring, keys: Ring, parts: Ring, staged: Ring, shape: Backward):
 
 
 @gluon.jit
-def _step(
-    dk, dv, keys: Ring, values: Ring, k, v, queries: Ring, grads: Ring, lses, deltas, parts: Ring, staged: Ring, turn, t, plan,
-    low, high, scoring: Scoring, WG: gl.constexpr, FIRST: gl.constexpr, shape: Backward,
+def _weights(s, lses, turn, t, queries: Ring, plan, low, high, scoring: Scoring, WG: gl.constexpr, shape: Backward):
+    """The weights of 64 keys and a block of queries."""
+    if shape.SOFTCAP:
+        s = scoring.capped(s)
+    if (t < low) | (t + (BLOCK - 1) > high):
+        s = hidden_queries(s, plan.t + WG * WG_ROWS, t, plan, scoring.mask)
+    lse = lses.index(turn % queries.slots).load(gl.SliceLayout(0, shape.s_layout))
+    return gl.exp2(s * scoring.factor - gl.expand_dims(lse, 0))
+
+
+@gluon.jit
+def _give_part(ds, parts: Ring, turn, WG: gl.constexpr):
+    """Hands a warpgroup's gradients of the scores to whoever multiplies dq."""
+    parts.buffers.index(turn % parts.slots * CREW + WG).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(parts.filled(turn), count=1)
+
+
+@gluon.jit
+def _step_by_turns(
+    dk, dv, k, v, queries: Ring, grads: Ring, lses, deltas, parts: Ring, turn, t, plan,
+    low, high, scoring: Scoring, WG: gl.constexpr, shape: Backward,
 ):  # fmt: skip
-    """One block of queries: its part of dk and dv, and at D = 128 dq of the block before it."""
-    dtype: gl.constexpr = keys.buffers.dtype
-    column: gl.constexpr = gl.SliceLayout(0, shape.s_layout)
+    """One block of queries at D = 64: its part of dk and dv. The warpgroups take turns to issue their scores."""
+    dtype: gl.constexpr = queries.buffers.dtype
     none = gl.zeros([WG_ROWS, BLOCK], gl.float32, shape.s_layout)
     q = queries.buffer(turn).reshape([BLOCK, shape.D])
     do = grads.buffer(turn).reshape([BLOCK, shape.D])
 
     queries.wait_full(turn)
-    if shape.SPARE:
-        named_barrier("sync", TURNS + WG)
-        s = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
-    else:
-        # the assembler cannot tell where the keys are, else it would keep the addresses of all their columns in registers
-        kb = keys.buffers.index(opaque(WG)).reshape([WG_ROWS, shape.D])
-        s = product_over_dim(kb, q, shape.DIM, shape.s_layout)
-    if shape.ADD and not shape.SPARE and not FIRST:
-        dq = _issue_dq(keys, parts, turn - 1, WG * UNIT, shape)
-        s = warpgroup_mma_wait(2, deps=(s,))
-    else:
-        s = warpgroup_mma_wait(0, deps=(s,))
-    if shape.SOFTCAP:
-        s = scoring.capped(s)
-    if (t < low) | (t + (BLOCK - 1) > high):
-        s = hidden_queries(s, plan.t + WG * WG_ROWS, t, plan, scoring.mask)
-    lse = lses.index(turn % queries.slots).load(column)
-    p = gl.exp2(s * scoring.factor - gl.expand_dims(lse, 0))
-    if shape.ADD and not shape.SPARE and not FIRST:
-        _finish_dq(dq, staged, (turn - 1) * CREW + WG)
+    named_barrier("sync", TURNS + WG)
+    s = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    p = _weights(s, lses, turn, t, queries, plan, low, high, scoring, WG, shape)
     grads.wait_full(turn)
-    if shape.SPARE:
-        dp = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
-    else:
-        vb = values.buffers.index(opaque(WG)).reshape([WG_ROWS, shape.D])
-        dp = product_over_dim(vb, do, shape.DIM_V, shape.s_layout)
+    dp = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
     weights = gl.convert_layout(p.to(dtype), shape.a_layout)
-    delta = deltas.index(turn % grads.slots).load(column)
+    delta = deltas.index(turn % grads.slots).load(gl.SliceLayout(0, shape.s_layout))
     if shape.LATE:
-        if shape.SPARE:
-            named_barrier("arrive", TURNS + 1 - WG)
+        named_barrier("arrive", TURNS + 1 - WG)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         s = capped_again(p, lses, turn, queries.slots, shape)
         ds = score_gradients(p, dp, gl.expand_dims(delta, 0), s, scoring, shape).to(dtype)
         dv = warpgroup_mma(weights, do, dv, is_async=True)
     else:
         dv = warpgroup_mma(weights, do, dv, is_async=True)
-        if shape.SPARE:
-            named_barrier("arrive", TURNS + 1 - WG)
+        named_barrier("arrive", TURNS + 1 - WG)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         s = capped_again(p, lses, turn, queries.slots, shape)
         ds = score_gradients(p, dp, gl.expand_dims(delta, 0), s, scoring, shape).to(dtype)
     if shape.ADD:
-        if shape.SPARE:
-            parts.wait_empty(turn)
-        parts.buffers.index(turn % parts.slots * CREW + WG).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(parts.filled(turn), count=1)
+        parts.wait_empty(turn)
+        _give_part(ds, parts, turn, WG)
     dk = warpgroup_mma(gl.convert_layout(ds, shape.a_layout), q, dk, is_async=True)
     dv = warpgroup_mma_wait(1, deps=(dv,))
     grads.give_back(turn)
     dk = warpgroup_mma_wait(0, deps=(dk,))
     queries.give_back(turn)
     return dk, dv
+
+
+@gluon.jit
+def _issue_scores(keys: Ring, queries: Ring, turn, WG: gl.constexpr, shape: Backward):
+    """Issues the scores of a block of queries, once it is there."""
+    queries.wait_full(turn)
+    # the assembler cannot tell where the keys are, else it would keep the addresses of all their columns in registers
+    k = keys.buffers.index(opaque(WG)).reshape([WG_ROWS, shape.D])
+    return product_over_dim(k, queries.buffer(turn).reshape([BLOCK, shape.D]), shape.DIM, shape.s_layout)
+
+
+@gluon.jit
+def _step_ahead(
+    dk, dv, p, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, parts: Ring, staged: Ring, turn, t, plan,
+    low, high, scoring: Scoring, WG: gl.constexpr, MORE: gl.constexpr, shape: Backward,
+):  # fmt: skip
+    """One block of queries at D = 128, from its weights on: its part of dk, dv and dq; and the weights of the next, at t.
+
+    The next block's scores are issued right behind the product for dk, and dq behind both.
+    """
+    dtype: gl.constexpr = keys.buffers.dtype
+    AFTER: gl.constexpr = (pieces(shape.DIM) if MORE else 0) + (CREW if shape.ADD else 0)
+    q = queries.buffer(turn).reshape([BLOCK, shape.D])
+    do = grads.buffer(turn).reshape([BLOCK, shape.D])
+    grads.wait_full(turn)
+    v = values.buffers.index(opaque(WG)).reshape([WG_ROWS, shape.D])
+    dp = product_over_dim(v, do, shape.DIM_V, shape.s_layout)
+    weights = gl.convert_layout(p.to(dtype), shape.a_layout)
+    delta = deltas.index(turn % grads.slots).load(gl.SliceLayout(0, shape.s_layout))
+    if shape.LATE:
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        s = capped_again(p, lses, turn, queries.slots, shape)
+        ds = score_gradients(p, dp, gl.expand_dims(delta, 0), s, scoring, shape).to(dtype)
+        dv = warpgroup_mma(weights, do, dv, is_async=True)
+    else:
+        dv = warpgroup_mma(weights, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        s = capped_again(p, lses, turn, queries.slots, shape)
+        ds = score_gradients(p, dp, gl.expand_dims(delta, 0), s, scoring, shape).to(dtype)
+    if shape.ADD:
+        _give_part(ds, parts, turn, WG)
+    # what has been waited for needs no registers
+    dv = warpgroup_mma_wait(0, deps=(dv,))
+    grads.give_back(turn)
+    dk = warpgroup_mma(gl.convert_layout(ds, shape.a_layout), q, dk, is_async=True)
+    if MORE:
+        s = _issue_scores(keys, queries, turn + 1, WG, shape)
+    if shape.ADD:
+        dq = _issue_dq(keys, parts, turn, WG * UNIT, shape)
+    dk = warpgroup_mma_wait(AFTER, deps=(dk,))
+    queries.give_back(turn)
+    if MORE:
+        s = warpgroup_mma_wait(CREW if shape.ADD else 0, deps=(s,))
+        p = _weights(s, lses, turn + 1, t, queries, plan, low, high, scoring, WG, shape)
+    if shape.ADD:
+        _finish_dq(dq, staged, turn * CREW + WG)
+    return dk, dv, p
 
 
 @gluon.jit
@@ -213,27 +263,33 @@ def _compute(
         dv = gl.zeros([WG_ROWS, shape.D], gl.float32, shape.acc_layout)
         keys.wait_full(tile)
         values.wait_full(tile)
-        k = 0
-        v = 0
+        h = plan.h
+        block = plan.first
         if shape.SPARE:
             k = keys.buffers.index(WG).reshape([WG_ROWS, shape.D]).load(left)
             v = room.reshape([WG_ROWS, shape.D]).load(left)
-        dk, dv = _step(
-            dk, dv, keys, values, k, v, queries, grads, lses, deltas, parts, staged, turn, plan.first * BLOCK, plan,
-            low, high, scoring, WG, True, shape,
-        )  # fmt: skip
-        turn += 1
-        h, block = next_block(plan.h, plan.first, plan, shape)
-        for _ in range(1, blocks * shape.GROUP):
-            dk, dv = _step(
-                dk, dv, keys, values, k, v, queries, grads, lses, deltas, parts, staged, turn, block * BLOCK, plan,
+            for _ in range(blocks * shape.GROUP):
+                dk, dv = _step_by_turns(
+                    dk, dv, k, v, queries, grads, lses, deltas, parts, turn, block * BLOCK, plan, low, high, scoring, WG, shape
+                )
+                turn += 1
+                h, block = next_block(h, block, plan, shape)
+        else:
+            s = _issue_scores(keys, queries, turn, WG, shape)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            p = _weights(s, lses, turn, block * BLOCK, queries, plan, low, high, scoring, WG, shape)
+            for _ in range(1, blocks * shape.GROUP):
+                h, block = next_block(h, block, plan, shape)
+                dk, dv, p = _step_ahead(
+                    dk, dv, p, keys, values, queries, grads, lses, deltas, parts, staged, turn, block * BLOCK, plan,
+                    low, high, scoring, WG, True, shape,
+                )  # fmt: skip
+                turn += 1
+            dk, dv, p = _step_ahead(
+                dk, dv, p, keys, values, queries, grads, lses, deltas, parts, staged, turn, 0, plan,
                 low, high, scoring, WG, False, shape,
             )  # fmt: skip
             turn += 1
-            h, block = next_block(h, block, plan, shape)
-        if shape.ADD and not shape.SPARE:
-            dq = _issue_dq(keys, parts, turn - 1, WG * UNIT, shape)
-            _finish_dq(dq, staged, (turn - 1) * CREW + WG)
         keys.give_back(tile)
         if not shape.HALF:
             dk = dk * scoring.scale
