@@ -40,7 +40,7 @@ def test_configuration_fits_the_chip_and_keeps_its_loops_in_registers(name: str)
     # a word or two outside registers in the backward's loop under a mask; more with every option at once
     everything = "everything" in name
     backward = name in BACKWARD
-    assert kernel.hot_spills <= ((48 if everything else 8) if backward else (4 if everything else 0))
+    assert kernel.hot_spills <= ((48 if everything else 10) if backward else (4 if everything else 0))
     assert kernel.stack <= (STACK + 64 if everything else STACK)
     assert kernel.products > 0, "no wgmma"
     assert kernel.undefined == 0, "ptxas reads registers that nothing wrote"
