@@ -82,6 +82,36 @@ def test_newest_triton_compiles_the_kernels() -> None:
         assert not kernel["serialised"]
 
 
+WORDS = {"D": 128, "DIM": 96, "DO": True, "DLSE": True, "SINKS": True, "CARE": True}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "constants"),
+    [
+        ("row_words", "row_words_of", WORDS | {"PACKED": False, "SUM": 128}),
+        ("row_words", "row_words_of", WORDS | {"PACKED": True, "SUM": 0}),
+        ("work", "finish_dq", {"D": 128, "DIM": 96, "PACKED": False, "CARE": True}),
+        ("work", "finish_dq", {"D": 64, "DIM": 64, "PACKED": True, "CARE": False}),
+    ],
+    ids=str,
+)
+def test_kernels_before_and_after_the_products_compile(module: str, name: str, constants: dict[str, int]) -> None:
+    from importlib import import_module
+
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = getattr(import_module(f"rooftile.backends.hopper.{module}"), name)
+    kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr"), "*bf16") | {"scale": "fp32", "stats_ptr": "*i64"}
+    kinds |= dict.fromkeys(("lost_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr")
+    signature = {arg: kinds.get(arg, "*fp32" if arg.endswith("_ptr") else "i32") for arg in kernel.arg_names}
+    places = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}
+    source = GluonASTSource(kernel, signature, places)
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert built.asm["cubin"]
+    assert "st.local" not in built.asm["ptx"]
+
+
 LOOPS = """
         /*0000*/                   UMOV UR4, URZ ;
         /*0010*/              @!P0 BRA `(.L_x_2) ;

@@ -99,11 +99,13 @@ def make_plan_of_keys(
     """The plan of tile number n of keys: `t` is its first key, `h` its key head, or part of one, and `first` to `last` are
     blocks of queries.
 
-    The tiles with the most work are the first keys, which all queries see under a causal mask.
+    The tiles with the most work are the first keys, which all queries see under a causal mask. Heads come from the last down:
+    what `row_words` read and wrote last is still in the L2 cache, and what comes last here is what the kernel for dq begins with.
     """
     zero = n * 0
     if PACKED:
         h, slot = dense_tile(n, tiles, Hk, tail)
+        h = Hk - 1 - h
         slot = tiles - 1 - slot
         if (n >= (Hk - tail) * tiles) & (B <= MOST_SORTED):
             i_b, i_tile = tile_by_work(slot, cu_k_ptr, cu_q_ptr, B, KEYS, mask.SLOPED)
@@ -119,6 +121,7 @@ def make_plan_of_keys(
         padded = padded_row(i_b, row)
     else:
         i_bh, i_tile = dense_tile(n, tiles, B * Hk, tail)
+        i_bh = B * Hk - 1 - i_bh
         i_tile = tiles - 1 - i_tile
         b = i_bh // Hk
         h = i_bh % Hk
