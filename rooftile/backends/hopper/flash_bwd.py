@@ -220,12 +220,12 @@ def _step_ahead(
         dp = warpgroup_mma_wait(1, deps=(dp,))
         s = capped_again(p, lses, turn, queries.slots, shape)
         ds = score_gradients(p, dp, gl.expand_dims(delta, 0), s, scoring, shape).to(dtype)
+    dk = warpgroup_mma(gl.convert_layout(ds, shape.a_layout), q, dk, is_async=True)
     if shape.ADD:
         _give_part(ds, parts, turn, WG)
     # what has been waited for needs no registers
-    dv = warpgroup_mma_wait(0, deps=(dv,))
+    dv = warpgroup_mma_wait(1, deps=(dv,))
     grads.give_back(turn)
-    dk = warpgroup_mma(gl.convert_layout(ds, shape.a_layout), q, dk, is_async=True)
     if MORE:
         s = _issue_scores(keys, queries, turn + 1, WG, shape)
     if shape.ADD:
