@@ -172,10 +172,10 @@ def _step_by_turns(
         dp = warpgroup_mma_wait(1, deps=(dp,))
         s = capped_again(p, lses, turn, queries.slots, shape)
         ds = score_gradients(p, dp, gl.expand_dims(delta, 0), s, scoring, shape).to(dtype)
+    dk = warpgroup_mma(gl.convert_layout(ds, shape.a_layout), q, dk, is_async=True)
     if shape.ADD:
         parts.wait_empty(turn)
         _give_part(ds, parts, turn, WG)
-    dk = warpgroup_mma(gl.convert_layout(ds, shape.a_layout), q, dk, is_async=True)
     dv = warpgroup_mma_wait(1, deps=(dv,))
     grads.give_back(turn)
     dk = warpgroup_mma_wait(0, deps=(dk,))
