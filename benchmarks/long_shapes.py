@@ -10,7 +10,6 @@ hands out, bytes out of L2, and the share of cycles in which the tensor cores wo
 # ruff: noqa: T201 - what it prints is what it is for
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import ncu
 from rooftile.bench.peers import provider_named
 from rooftile.cases import CASES
 from rooftile.cost import flops
@@ -58,14 +58,17 @@ def sustained(name: str, work: Callable[[], object]) -> dict[str, float]:
     torch.cuda.synchronize()
     command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader,nounits", "-lms", "50"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watch, torch.no_grad():
-        calls, start = 0, time.perf_counter()
-        while time.perf_counter() - start < SECONDS:
-            for _ in range(10):
-                work()
-            torch.cuda.synchronize()
-            calls += 10
-        took = time.perf_counter() - start
-        watch.terminate()
+        try:
+            calls, start = 0, time.perf_counter()
+            while time.perf_counter() - start < SECONDS:
+                for _ in range(10):
+                    work()
+                torch.cuda.synchronize()
+                calls += 10
+            took = time.perf_counter() - start
+        finally:
+            # it would report for ever, and leaving the block waits for it
+            watch.terminate()
         lines = watch.communicate()[0].splitlines()
     seen = [[float(x) for x in line.split(",")] for line in lines[len(lines) // 2 :] if line.count(",") == 1]
     count = flops.count(CASES[name].problem("sm90"), "fwd")
@@ -74,35 +77,17 @@ def sustained(name: str, work: Callable[[], object]) -> dict[str, float]:
 
 
 def counted(name: str, provider: str) -> dict[str, float]:
-    command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off"]
-    command += ["--metrics", ",".join(COUNTERS.values())]
-    command += [sys.executable, "-m", "benchmarks.long_shapes", "--once", name, provider]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ncu failed on {name}, {provider}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    rows = list(csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"')))[1:]
-
-    def number(row: dict[str, str], metric: str) -> float:
-        text = row[metric].replace(",", "")
-        return float(text) if text not in ("", "n/a") else float("nan")
-
+    kernels = ncu.kernels(tuple(COUNTERS.values()), "benchmarks.long_shapes", "--once", name, provider, clocks="base")
     # the longest kernel is the attention itself
-    row = max(rows, key=lambda row: number(row, COUNTERS["cycles"]))
-    return {what: number(row, metric) for what, metric in COUNTERS.items()}
+    longest = max(kernels, key=lambda kernel: kernel[COUNTERS["cycles"]])
+    return {what: longest[metric] for what, metric in COUNTERS.items()}
 
 
 def once(name: str, provider: str) -> None:
-    """A warm run that a profiler may look at."""
     work = prepared(name, provider)
     if work is None:
         raise SystemExit(1)
-    for _ in range(2):
-        work()
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStart()
-    work()
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStop()
+    ncu.show_once(work)
 
 
 def main(commit: str, names: tuple[str, ...]) -> None:

@@ -9,14 +9,13 @@ which warps, on average over a cycle in which one issues, could not.
 # ruff: noqa: T201 - what it prints is what it is for
 from __future__ import annotations
 
-import csv
 import json
-import subprocess
 import sys
 from datetime import UTC, datetime
 
 import torch
 
+from benchmarks import ncu
 from benchmarks.ladder.run import RUNGS
 
 TIME, BYTES = "gpu__time_duration.sum", "dram__bytes.sum"
@@ -35,41 +34,22 @@ REASONS = (
 )  # fmt: skip
 
 
-def profiled(rung: str, causal: bool) -> list[dict[str, str]]:
-    """The metrics of each kernel of one run."""
-    metrics = [TIME, BYTES, *SHARES.values(), *(STALL.format(reason) for reason in REASONS)]
-    command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off"]
-    # the clocks as they are when the rungs are timed
-    command += ["--clock-control", "none", "--metrics", ",".join(metrics)]
-    command += [sys.executable, "-m", "benchmarks.ladder.run", "--once", rung, *(["causal"] if causal else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ncu failed on {rung}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
-    rows = list(csv.DictReader(lines))
-    # the first row under the header has the units
-    return rows[1:]
-
-
-def number(text: str) -> float:
-    return float(text.replace(",", ""))
-
-
 def found(rung: str, causal: bool) -> dict[str, object]:
-    kernels = profiled(rung, causal)
-    times = [number(kernel[TIME]) for kernel in kernels]
+    metrics = [TIME, BYTES, *SHARES.values(), *(STALL.format(reason) for reason in REASONS)]
+    arguments = ("--once", rung, *(["causal"] if causal else []))
+    kernels = ncu.kernels(metrics, "benchmarks.ladder.run", *arguments, clocks="none")
+    time = sum(kernel[TIME] for kernel in kernels)
 
     def mean(metric: str) -> float:
-        weighed = sum(time * number(kernel[metric]) for time, kernel in zip(times, kernels, strict=True))
-        return round(weighed / sum(times), 2)
+        return round(sum(kernel[TIME] * kernel[metric] for kernel in kernels) / time, 2)
 
     stalls = {reason: mean(STALL.format(reason)) for reason in REASONS}
     return {
         "rung": rung,
         "mask": "causal" if causal else "full",
         "kernels": len(kernels),
-        "us": round(sum(times) / 1e3, 1),
-        "dram_mb": round(sum(number(kernel[BYTES]) for kernel in kernels) / 1e6, 1),
+        "us": round(time / 1e3, 1),
+        "dram_mb": round(sum(kernel[BYTES] for kernel in kernels) / 1e6, 1),
         **{f"{name}_percent": mean(metric) for name, metric in SHARES.items()},
         "stalls": dict(sorted(stalls.items(), key=lambda item: -item[1])[:4]),
     }

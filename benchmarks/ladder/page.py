@@ -103,9 +103,14 @@ def page(times: dict[tuple[str, str], Row], counters: dict[tuple[str, str], Row]
             f"{causal['median_us']:,.0f}", f"{causal['tflops']:.0f}", *shares, f"{found['dram_mb']:,.0f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
-    sources = {f"{row['device']}, torch {row['torch']}, {row['date'][:10]}, commit {row['commit']}" for row in times.values()}
+    sources = {
+        f"{what}: {row['device']}, {row['date'][:10]}, commit {row['commit']}"
+        for what, rows in (("Times", times), ("Counters", counters))
+        for (rung, _), row in rows.items()
+        if rung in there
+    }
     limits = [f"- **{rung}**: {RUNG[rung][0]}. Limit: {RUNG[rung][1]}." for rung in there]
-    lines += ["", *(f"{source}." for source in sorted(sources))]
+    lines += ["", " ".join(f"{source}." for source in sorted(sources, reverse=True))]
     return HEAD + "\n".join(lines) + "\n" + FOOT + "\n".join(limits) + "\n" + LAST
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
+from benchmarks import ncu
 from benchmarks.ladder import first, kernels
 from rooftile.bench.clock import clock_for
 from rooftile.bench.peers import provider_named
@@ -80,14 +81,7 @@ def main(commit: str) -> None:
 
 
 def once(rung: str, causal: bool) -> None:
-    """A warm run that a profiler may look at."""
-    work = rungs(*inputs(), causal)[rung]
-    work()
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStart()
-    work()
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaProfilerStop()
+    ncu.show_once(rungs(*inputs(), causal)[rung])
 
 
 if __name__ == "__main__":

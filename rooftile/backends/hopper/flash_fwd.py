@@ -11,7 +11,8 @@ asynchronous too (wgmma), and three overlaps keep the tensor cores busy while th
 
     in a warpgroup   the scores of the next block are issued before this block's product with the values, so the softmax
                      of the one runs while the other is multiplied
-    across them      the warpgroups take turns to issue (ping-pong), so one's softmax runs under the other's products
+    across them      the warpgroups take turns to issue (ping-pong), so one's softmax runs under the other's products; not
+                     where a tile says that they run as they come
     across tiles     the last product of a tile is issued together with the first scores of the next tile
 
 Shah et al., FlashAttention-3, arXiv:2407.08608; Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.

@@ -121,7 +121,7 @@ def softmax(s, m, l, factor, shape: Shape, FIRST: gl.constexpr):
     return p, m_new, l, alpha
 
 
-# a NaN may wait early
+# taken only where a sum is a NaN, which then waits early and is none the worse for it
 _BRANCH = gl.constexpr(
     "{ .reg .pred nan; setp.nan.f32 nan, $0, $0; setp.nan.or.f32 nan, $1, $1, nan; vote.sync.any.pred nan, nan, -1; "
     "@!nan bra number; wgmma.wait_group.sync.aligned 0; number: }"
