@@ -39,7 +39,7 @@ from rooftile.backends.hopper.tiles import (
 )
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.spec import Spec
-from tests.unit.undefined_registers import undefined_reads
+from tests.unit.register_flow import overwritten_operands, undefined_reads
 
 SUFFIX = {THREE: "-3", SHORT: "-short", LONG: "-long"}
 EVERYTHING = Window(100, 7) & Chunk(64) & Prefix(8)
@@ -111,8 +111,8 @@ FORWARD = {
     # what `forward_tile` gives these to
     if tile is not THREE or (what.get("mask", FULL) in (FULL, CAUSAL) and not what.get("extras"))
     if tile is not SHORT or (what.get("mask", FULL) == CAUSAL)
-    if tile not in (TWO, LONG, MASKED) or (tile is MASKED) == (what.get("mask", FULL) != FULL)
-    if tile is not LONG or "layout" not in what
+    if tile not in (TWO, MASKED) or (tile is MASKED) == (what.get("mask", FULL) != FULL)
+    if tile is not LONG or (what.get("mask", FULL) in (FULL, CAUSAL) and "layout" not in what)
 } | {
     # the heads of a group together
     **{
@@ -164,6 +164,7 @@ class Found:
     loop: int  # instructions a block: the forward's loop over clear ones; the backward's longest role, with its mask
     products: int  # HGMMA instructions
     undefined: int  # reads of registers that nothing may have written
+    overwritten: int  # products whose left side is held in registers, and is overwritten there
     serialised: bool  # the assembler warned that it takes matrix products one by one
 
 
@@ -208,6 +209,7 @@ def compiled(configuration: Configuration) -> Found:
         loop=(min if configuration.kernel == "flash_fwd" else max)(len(body) for body in loops),
         products=code.count("HGMMA"),
         undefined=len(undefined_reads(code)),
+        overwritten=len(overwritten_operands(code)),
         serialised="C75" in words,
     )
 

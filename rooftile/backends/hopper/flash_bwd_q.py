@@ -102,34 +102,6 @@ def _weights(s, lse, row, column, plan, first_clear, last_clear, scoring: Scorin
 
 
 @gluon.jit
-def _issue(queries: Ring, grads: Ring, keys: Ring, values: Ring, turn, WG: gl.constexpr, shape: Backward):
-    """Issues a block's scores, and the products of the gradients of the output with its values."""
-    s = products(_mine(queries, WG, shape), keys, turn, shape.DIM, shape)
-    dp = products(_mine(grads, WG, shape), values, turn, shape.DIM_V, shape)
-    return s, dp
-
-
-@gluon.jit
-def _finish(
-    s, dp, values: Ring, turn, lse, row, column, plan, first_clear, last_clear, scoring: Scoring, shape: Backward
-):  # fmt: skip
-    """What was issued, once it is there, with the weights."""
-    s = warpgroup_mma_wait(pieces(shape.DIM_V), deps=(s,))
-    s, p = _weights(s, lse, row, column, plan, first_clear, last_clear, scoring, shape)
-    dp = warpgroup_mma_wait(0, deps=(dp,))
-    values.give_back(turn)
-    return s, p, dp
-
-
-@gluon.jit
-def _issue_dq(dq, s, p, dp, delta, keys: Ring, turn, scoring: Scoring, shape: Backward):
-    """Issues a block's part of dq."""
-    ds = score_gradients(p, dp, gl.expand_dims(delta, 1), s, scoring, shape).to(keys.buffers.dtype)
-    ds = gl.convert_layout(ds, shape.a_layout)
-    return warpgroup_mma(ds, keys.buffer(turn).reshape([64, shape.D]), dq, is_async=True)
-
-
-@gluon.jit
 def _compute(
     WG: gl.constexpr, plans: Ring, queries: Ring, grads: Ring, keys: Ring, values: Ring, dq_desc, dq_ptr, lost_ptr,
     lse_ptr, delta_ptr, H, padded_T, scoring: Scoring, shape: Backward,
@@ -158,21 +130,20 @@ def _compute(
         queries.wait_full(mine)
         grads.wait_full(mine)
         dq = gl.zeros([64, shape.D], gl.float32, shape.acc_layout)
-        s, dp = _issue(queries, grads, keys, values, turn, WG, shape)
-        s, p, dp = _finish(s, dp, values, turn, lse, row, column, plan, first_clear, last_clear, scoring, shape)
-        for _ in range(plan.last - plan.first):
-            dq = _issue_dq(dq, s, p, dp, delta, keys, turn, scoring, shape)
-            # behind it the next block's scores, so that the tensor cores do not wait for the wait
-            s, dp = _issue(queries, grads, keys, values, turn + 1, WG, shape)
-            dq = warpgroup_mma_wait(pieces(shape.DIM) + pieces(shape.DIM_V), deps=(dq,))
+        for _ in range(plan.last - plan.first + 1):
+            s = products(_mine(queries, WG, shape), keys, turn, shape.DIM, shape)
+            dp = products(_mine(grads, WG, shape), values, turn, shape.DIM_V, shape)
+            s = warpgroup_mma_wait(pieces(shape.DIM_V), deps=(s,))
+            s, p = _weights(s, lse, row, column, plan, first_clear, last_clear, scoring, shape)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            values.give_back(turn)
+            ds = score_gradients(p, dp, gl.expand_dims(delta, 1), s, scoring, shape).to(dtype)
+            ds = gl.convert_layout(ds, shape.a_layout)
+            dq = warpgroup_mma(ds, keys.buffer(turn).reshape([64, shape.D]), dq, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
             keys.give_back(turn)
-            turn += 1
             column -= BLOCK
-            s, p, dp = _finish(s, dp, values, turn, lse, row, column, plan, first_clear, last_clear, scoring, shape)
-        dq = _issue_dq(dq, s, p, dp, delta, keys, turn, scoring, shape)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        keys.give_back(turn)
-        turn += 1
+            turn += 1
         grads.give_back(mine)
         if not shape.HALF:
             dq = dq * scoring.scale

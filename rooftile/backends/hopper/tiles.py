@@ -68,9 +68,10 @@ TWO = Tile(
     KEYS=128, CREW=2, TOGETHER=1, Q_SLOTS=2, KV_SLOTS=2, PING_PONG=True, HELD=128, SOFTMAX_FIRST=False, LAZY=False,
     COMPUTE_REGISTERS=240, COPY_REGISTERS=24,
 )  # fmt: skip
-# a branch in the loop pays under a mask, and two of them in long sequences that are not packed, which takes registers
+# a branch in the loop pays under a mask. Two of them, which take registers, pay in long sequences that are not packed: there each
+# warpgroup overlaps its own products with its own softmax, and turns cost more than they bring
 MASKED = TWO._replace(LAZY=True)
-LONG = MASKED._replace(SOFTMAX_FIRST=True)
+LONG = MASKED._replace(SOFTMAX_FIRST=True, PING_PONG=False)
 # at D = 64 there is room to run three blocks ahead, and short causal sequences waste less of smaller blocks
 NARROW = TWO._replace(KV_SLOTS=3, HELD=64)
 SHORT = NARROW._replace(KEYS=64, KV_SLOTS=4)
@@ -86,7 +87,8 @@ def forward_tile(spec: Spec, T: int) -> Tile:
     if spec.dim > 128:
         return WIDE
     if spec.dim > 64:
-        tile = MASKED if spec.mask != FULL else LONG if T >= 2048 and spec.layout == "dense" else TWO
+        long = spec.layout == "dense" and ((spec.mask == FULL and T >= 2048) or (spec.mask == CAUSAL and T >= 4096))
+        tile = LONG if long else TWO if spec.mask == FULL else MASKED
         # of 96 columns the first power of two is held
         return tile if spec.dim == 128 else tile._replace(HELD=64)
     # short sequences, and masks that cut both ends, keep smaller tiles busier; 160 registers hold no more than this
