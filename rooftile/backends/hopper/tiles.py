@@ -41,7 +41,8 @@ class BackwardTile(NamedTuple):
     """How a program of `flash_bwd` is staffed, for 128 keys, and how far it runs ahead."""
 
     SLOTS: int  # blocks of 64 queries
-    LATE: bool
+    LATE: bool  # whether a block's product with dO is issued after its gradients of the scores are known
+    AHEAD: bool  # whether the next block's scores are issued before this one is done
     COMPUTE_REGISTERS: int
     DQ_REGISTERS: int  # of the warpgroup that multiplies dq, at D = 64
     COPY_REGISTERS: int
@@ -102,10 +103,12 @@ def backward_tile(spec: Spec) -> BackwardTile:
     # a softcap needs registers
     if spec.dim > 64:
         late = spec.softcap > 0
-        return BackwardTile(SLOTS=3, LATE=late, COMPUTE_REGISTERS=240, DQ_REGISTERS=0, COPY_REGISTERS=24)
+        # a mask keeps the two warpgroups out of step, and then each would wait for the other
+        ahead = spec.mask == FULL
+        return BackwardTile(SLOTS=3, LATE=late, AHEAD=ahead, COMPUTE_REGISTERS=240, DQ_REGISTERS=0, COPY_REGISTERS=24)
     # without a mask the warpgroups fall into step, and one more product to wait for keeps them out of it
     late = spec.mask == FULL or spec.softcap > 0
-    return BackwardTile(SLOTS=2, LATE=late, COMPUTE_REGISTERS=208, DQ_REGISTERS=72, COPY_REGISTERS=24)
+    return BackwardTile(SLOTS=2, LATE=late, AHEAD=False, COMPUTE_REGISTERS=208, DQ_REGISTERS=72, COPY_REGISTERS=24)
 
 
 def backward_kv_tile(spec: Spec) -> BackwardKeysTile:
