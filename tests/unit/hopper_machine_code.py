@@ -146,6 +146,7 @@ BACKWARD = {
     for name in names
 } | {
     "bwd-d128-fp16": Configuration(128, None, CAUSAL, dtype="fp16", kernel="flash_bwd", add=True),
+    "bwd-d128-full-group-4": Configuration(128, None, kernel="flash_bwd", add=True, group=4),
     "bwd-d96-packed-causal": Configuration(96, None, CAUSAL, "packed", kernel="flash_bwd", add=True),
     "bwd-kv-d192-v128-packed-causal": Configuration(192, None, CAUSAL, "packed", kernel="flash_bwd_kv", values=128),
     "bwd-q-d192-v128-packed-causal": Configuration(192, None, CAUSAL, "packed", kernel="flash_bwd_q", values=128),

@@ -218,8 +218,8 @@ def _step_ahead(
 ):  # fmt: skip
     """One block of queries at D = 128, from its weights on: its part of dk, dv and dq; and the weights of the next, at t.
 
-    The next block's scores are issued right behind the product for dk, and dq behind both: the tensor cores always have the next
-    product, but both warpgroups need each other's part of the same block, and a mask holds now the one up and now the other.
+    The next block's scores are issued right behind the product for dk, and dq behind both: the tensor cores always have a next
+    product, but each warpgroup waits for the other's part of the same block. That pays where both have the same to do.
     """
     dtype: gl.constexpr = keys.buffers.dtype
     AFTER: gl.constexpr = (pieces(shape.DIM) if MORE else 0) + (CREW if shape.ADD else 0)

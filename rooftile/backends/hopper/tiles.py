@@ -103,8 +103,8 @@ def backward_tile(spec: Spec) -> BackwardTile:
     # a softcap needs registers
     if spec.dim > 64:
         late = spec.softcap > 0
-        # a mask keeps the two warpgroups out of step, and then each would wait for the other
-        ahead = spec.mask == FULL
+        # whatever keeps the two warpgroups out of step makes each wait for the other then
+        ahead = spec.mask == FULL and spec.layout == "dense" and spec.group == 1
         return BackwardTile(SLOTS=3, LATE=late, AHEAD=ahead, COMPUTE_REGISTERS=240, DQ_REGISTERS=0, COPY_REGISTERS=24)
     # without a mask the warpgroups fall into step, and one more product to wait for keeps them out of it
     late = spec.mask == FULL or spec.softcap > 0
