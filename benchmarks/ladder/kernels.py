@@ -248,7 +248,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, rung: str) -> tuple[T
     o = torch.empty_like(q)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=q.device)
     rows = 128 if rung == "plain" else 64
-    described = (descriptor(q, rows, D), descriptor(k, 128, D), descriptor(v, 128, D), descriptor(o, rows, D))
+    described = (descriptor(q, (1, rows, D)), descriptor(k, (1, 128, D)), descriptor(v, (1, 128, D)), descriptor(o, (1, rows, D)))
     tiles = T // 128
     numbers = (lse, D**-0.5 * LOG2E.value, tiles)
     if rung == "plain":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +53,18 @@ def repeated(kernel: Any, programs: int, numbers: tuple[float, ...], constants: 
             again(*[x.data_ptr() for x in tensors], *fixed)
 
     return launch
+
+
+def empties(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """Makes empty contiguous tensors of one shape on the current device, which is to be `device`.
+
+    On CUDA as the code that torch.compile writes does, past the dispatcher: in half the time of torch.empty.
+    """
+    quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    if device.type != "cuda" or quick is None:
+        return partial(torch.empty, shape, dtype=dtype, device=device)
+    strides = tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
+    return partial(quick, shape, strides, dtype)
 
 
 def remember(known: dict[Any, Any], key: Any, value: Any) -> None:

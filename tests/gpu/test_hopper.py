@@ -7,7 +7,9 @@ import torch
 
 import rooftile as rt
 from rooftile.backends.hopper import DIMS
+from rooftile.backends.hopper.launch import tile_of
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.spec import Sizes, Spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -69,6 +71,33 @@ def test_scores_that_rise_along_the_walk(dim: int, dim_v: int, mask: Mask, dtype
     assert_as_defined(o, q, k, v, mask)
     due = rt.attention_with_lse(*(x.double() for x in (q, k, v)), mask, backend="eager")[1]
     torch.testing.assert_close(lse.double(), due, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), DIMS)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(("T", "Hk", "packed"), [(1, 2, False), (1, 1, True), (5, 1, False), (37, 2, False), (37, 4, True)])
+def test_heads_of_a_group_share_tiles(dim: int, dim_v: int, mask: Mask, T: int, Hk: int, packed: bool) -> None:
+    B, H, S = 50, 16, 333
+    q, k, v = randn(B, T, H, dim), randn(B, S, Hk, dim), randn(B, S, Hk, dim_v)
+    options = {"softcap": 30.0, "sinks": torch.randn(H, device="cuda")}
+    layout = "packed" if packed else "dense"
+    spec = Spec(dtype=q.dtype, dim=dim, dim_v=dim_v, mask=mask, scale=1.0, group=H // Hk, layout=layout, device="sm90")
+    sizes = Sizes(B=B, T=B * T if packed else T, S=S, H=H, Hk=Hk)
+    assert tile_of(spec, sizes, q.device).TOGETHER > 1
+    # behind the mask of some: those tiles are walked again with care
+    v[3, S - 2] = float("nan")
+    poison()
+    if packed:
+        cu = [torch.arange(0, B * n + 1, n, dtype=torch.int32, device="cuda") for n in (T, S)]
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        o, lse = rt.attention_packed_with_lse(*flat, *cu, mask, backend="hopper", **options)
+        o, lse = o.unflatten(0, (B, T)), lse.unflatten(1, (B, T)).transpose(0, 1)
+    else:
+        o, lse = rt.attention_with_lse(q, k, v, mask, backend="hopper", **options)
+    due, due_lse = rt.attention_with_lse(*(x.double() for x in (q, k, v)), mask, backend="eager", **options)
+    assert torch.equal(o.isnan(), due.isnan())
+    torch.testing.assert_close(o.double(), due, rtol=0.02, atol=0.02, equal_nan=True)
+    torch.testing.assert_close(lse.double(), due_lse, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from rooftile.backends.hopper import flash_bwd, flash_bwd_kv, flash_bwd_q, flash_fwd, launch, launch_bwd, work
-from rooftile.backends.hopper.descriptors import LINE, _layout
+from rooftile.backends.hopper.descriptors import LINE, layout
 from rooftile.backends.hopper.tiles import (
     LONG,
     MASKED,
@@ -39,7 +39,7 @@ from rooftile.backends.hopper.tiles import (
 )
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.spec import Spec
-from tests.unit.undefined_registers import undefined_reads
+from tests.unit.register_flow import overwritten_operands, undefined_reads
 
 SUFFIX = {THREE: "-3", SHORT: "-short", LONG: "-long"}
 EVERYTHING = Window(100, 7) & Chunk(64) & Prefix(8)
@@ -58,6 +58,7 @@ class Configuration:
     kernel: str = "flash_fwd"
     add: bool = False  # flash_bwd: dq too
     values: int = 0  # the head dim of values, where it is another
+    group: int = 1
 
     @property
     def spec(self) -> Spec:
@@ -65,7 +66,7 @@ class Configuration:
         softcap = 20.0 if self.extras else 0.0
         return Spec(
             dtype=dtype, dim=self.dim, dim_v=self.values or self.dim, scale=1.0, mask=self.mask, layout=self.layout,
-            softcap=softcap, has_sinks=self.extras, device="sm90",
+            softcap=softcap, has_sinks=self.extras, group=self.group, device="sm90",
         )  # fmt: skip
 
     @property
@@ -88,10 +89,10 @@ class Configuration:
             return f"tensordesc<fp32[64],{LINE!r}>"
         if name == "work_desc":
             return f"tensordesc<fp32[{work.UNIT_ROWS.value}, {work.UNIT_COLUMNS.value}],{work.LAYOUT!r}>"
-        rows, columns = 64, padded(self.dim)
+        box = (1, 64, padded(self.dim))
         if self.tile is not None:
-            rows, columns = dict(zip("qkvo", launch.boxes(self.spec, self.tile), strict=True))[name[0]]
-        return f"tensordesc<{self.dtype}{[1, 1, rows, columns]},{_layout(rows, columns, self.spec.dtype)!r}>"
+            box = dict(zip("qkvo", launch.boxes(self.spec, self.tile), strict=True))[name[0]]
+        return f"tensordesc<{self.dtype}{[1, *box]},{layout(box, self.spec.dtype)!r}>"
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -110,9 +111,16 @@ FORWARD = {
     # what `forward_tile` gives these to
     if tile is not THREE or (what.get("mask", FULL) in (FULL, CAUSAL) and not what.get("extras"))
     if tile is not SHORT or (what.get("mask", FULL) == CAUSAL)
-    if tile not in (TWO, LONG, MASKED) or (tile is MASKED) == (what.get("mask", FULL) != FULL)
-    if tile is not LONG or "layout" not in what
+    if tile not in (TWO, MASKED) or (tile is MASKED) == (what.get("mask", FULL) != FULL)
+    if tile is not LONG or (what.get("mask", FULL) in (FULL, CAUSAL) and "layout" not in what)
 } | {
+    # the heads of a group together
+    **{
+        f"d{dim}-{name}-group-8": Configuration(dim, tile._replace(TOGETHER=8), **CASES[name], group=8)
+        for dim, tile in ((64, SHORT), (128, MASKED), (256, WIDE))
+        for name in ("causal", "everything", "packed-causal")
+    },
+    "d128-causal-group-64": Configuration(128, MASKED._replace(TOGETHER=64), CAUSAL, group=64),
     "d128-fp16": Configuration(128, MASKED, CAUSAL, dtype="fp16"),
     # between two powers of two, padded to the next
     **{
@@ -138,6 +146,7 @@ BACKWARD = {
     for name in names
 } | {
     "bwd-d128-fp16": Configuration(128, None, CAUSAL, dtype="fp16", kernel="flash_bwd", add=True),
+    "bwd-d128-full-group-4": Configuration(128, None, kernel="flash_bwd", add=True, group=4),
     "bwd-d96-packed-causal": Configuration(96, None, CAUSAL, "packed", kernel="flash_bwd", add=True),
     "bwd-kv-d192-v128-packed-causal": Configuration(192, None, CAUSAL, "packed", kernel="flash_bwd_kv", values=128),
     "bwd-q-d192-v128-packed-causal": Configuration(192, None, CAUSAL, "packed", kernel="flash_bwd_q", values=128),
@@ -156,6 +165,7 @@ class Found:
     loop: int  # instructions a block: the forward's loop over clear ones; the backward's longest role, with its mask
     products: int  # HGMMA instructions
     undefined: int  # reads of registers that nothing may have written
+    overwritten: int  # products whose left side is held in registers, and is overwritten there
     serialised: bool  # the assembler warned that it takes matrix products one by one
 
 
@@ -200,6 +210,7 @@ def compiled(configuration: Configuration) -> Found:
         loop=(min if configuration.kernel == "flash_fwd" else max)(len(body) for body in loops),
         products=code.count("HGMMA"),
         undefined=len(undefined_reads(code)),
+        overwritten=len(overwritten_operands(code)),
         serialised="C75" in words,
     )
 

@@ -1,4 +1,4 @@
-"""How the Hopper backward cuts a key head's group where there are few tiles of keys."""
+"""How the Hopper kernels divide a group: the backward cuts it if tiles of keys are few, the forward takes short heads at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 import torch
 
-from rooftile.backends.hopper import launch_bwd
+from rooftile.backends.hopper import launch, launch_bwd
 from rooftile.masks import CAUSAL
 from rooftile.spec import Sizes, Spec
 
@@ -25,7 +25,9 @@ def parts(group: int, *, B: int, S: int, Hk: int, dim: int = 128, layout: str = 
 
 @pytest.fixture(autouse=True)
 def _a_chip_of_132(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_bwd, "processors", lambda device: 132)
+    for module in (launch, launch_bwd):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    launch.tile_of.cache_clear()
 
 
 def test_enough_tiles_leave_a_group_whole() -> None:
@@ -51,3 +53,26 @@ def test_packed_sequences_count_by_their_total() -> None:
 def test_an_order_of_the_sums_does_not_depend_on_the_batch() -> None:
     for B in (1, 64):
         assert parts(8, B=B, S=128, Hk=1, deterministic=True) == 1
+
+
+def together(group: int, *, B: int, T: int, Hk: int = 8, layout: str = "dense") -> int:
+    spec = Spec(dtype=torch.bfloat16, dim=128, dim_v=128, scale=1.0, group=group, mask=CAUSAL, layout=layout, device="sm90")
+    return launch.tile_of(spec, Sizes(B=B, T=T, S=8192, H=group * Hk, Hk=Hk), DEVICE).TOGETHER
+
+
+def test_heads_of_a_group_share_tiles_where_that_saves_rounds() -> None:
+    # 4,096 tiles of a query or two become 512
+    assert together(8, B=64, T=1) == 8
+    assert together(8, B=64, T=2) == 8
+    assert together(8, B=64, T=64, layout="packed") == 8
+    # 1,024 tiles of 100 queries, in rounds of 132: 8, or 7 of tiles with 16 positions of 8 heads
+    assert together(8, B=16, T=100) == 8
+
+
+def test_heads_stay_alone_where_it_saves_little() -> None:
+    assert together(8, B=4, T=4096) == 1
+    # no more tiles than multiprocessors: each walks its keys at the same time
+    assert together(8, B=1, T=1) == 1
+    # nothing that a group of 7 could be cut into
+    assert together(7, B=64, T=1) == 1
+    assert together(6, B=64, T=1) == 2

@@ -23,7 +23,7 @@ def test_rung_compiles(rung: str, causal: bool) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from benchmarks.ladder import kernels
-    from rooftile.backends.hopper.descriptors import _layout
+    from rooftile.backends.hopper.descriptors import layout
 
     kernel = kernels.plain if rung == "plain" else kernels.specialised
     constants = {"D": 128, "CAUSAL": causal, **RUNGS[rung]}
@@ -33,7 +33,7 @@ def test_rung_compiles(rung: str, causal: bool) -> None:
             return "constexpr"
         if name.endswith("_desc"):
             rows = 64 if name[0] in "qo" and rung != "plain" else 128
-            return f"tensordesc<bf16{[1, 1, rows, 128]},{_layout(rows, 128, torch.bfloat16)!r}>"
+            return f"tensordesc<bf16{[1, 1, rows, 128]},{layout((1, rows, 128), torch.bfloat16)!r}>"
         return {"lse_ptr": "*fp32", "factor": "fp32"}.get(name, "i32")
 
     names = kernel.arg_names

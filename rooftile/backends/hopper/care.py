@@ -4,7 +4,7 @@ A weight of zero does not hide a NaN or an infinity among the values, and 0 x Na
 """
 
 from rooftile.backends.hopper.gluon import barrier, gl, gluon
-from rooftile.backends.hopper.shape import LOG2E, WG_ROWS, Shape
+from rooftile.backends.hopper.shape import LOG2E, WG_ROWS, Shape, position
 from rooftile.backends.hopper.softmax import Scoring
 
 
@@ -29,10 +29,11 @@ def _noted(notes, i: gl.constexpr):
 
 @gluon.jit
 def _noted_rows(notes, i: gl.constexpr, b, t, h, dtype: gl.constexpr):
-    """The pointer to row t of a head, and the stride from row to row."""
+    """The pointer to row t of a head, and the strides from head to head and from row to row."""
+    stride_h = _noted(notes, 4 * i + 2)
     stride_t = _noted(notes, 4 * i + 3)
-    offset = b * _noted(notes, 4 * i + 1) + h * _noted(notes, 4 * i + 2) + t * stride_t
-    return _noted(notes, 4 * i).to(gl.pointer_type(dtype), bitcast=True) + offset, stride_t
+    offset = b * _noted(notes, 4 * i + 1) + h * stride_h + t * stride_t
+    return _noted(notes, 4 * i).to(gl.pointer_type(dtype), bitcast=True) + offset, stride_h, stride_t
 
 
 @gluon.jit
@@ -58,17 +59,20 @@ def with_care(
     e = gl.arange(0, shape.D, gl.SliceLayout(0, layout))
     c = gl.arange(0, shape.DV, gl.SliceLayout(0, layout))
     dtype: gl.constexpr = o_ptr.dtype.element_ty
-    q_head, q_stride = _noted_rows(notes, 0, plan.b, plan.row, plan.h, dtype)
-    k_head, k_stride = _noted_rows(notes, 1, plan.b, plan.key, plan.h // shape.GROUP, dtype)
-    v_head, v_stride = _noted_rows(notes, 2, plan.b, plan.key, plan.h // shape.GROUP, dtype)
-    line = plan.b * H + plan.h
+    first_head = plan.h * shape.TOGETHER
+    q_head, q_head_stride, q_stride = _noted_rows(notes, 0, plan.b, plan.row, first_head, dtype)
+    k_head, _, k_stride = _noted_rows(notes, 1, plan.b, plan.key, first_head // shape.GROUP, dtype)
+    v_head, _, v_stride = _noted_rows(notes, 2, plan.b, plan.key, first_head // shape.GROUP, dtype)
     barrier()
     for r in range(0, WG_ROWS, ROWS):
-        t = row + r + gl.arange(0, ROWS, row_layout)
+        rows = r + gl.arange(0, ROWS, row_layout)
+        t = row + position(rows, shape.ROWS)
+        h = shape.head(rows, plan)
         there = t < plan.T
+        line = plan.b * H + h
         lse = gl.load(lse_ptr + line.to(gl.int64) * total + plan.row + t, mask=there, other=0.0) * LOG2E
         lse = gl.where(lse == float("-inf"), 0.0, lse)
-        lines = gl.expand_dims(t * q_stride, 1) + gl.expand_dims(e, 0)
+        lines = gl.expand_dims(t * q_stride + (h - first_head) * q_head_stride, 1) + gl.expand_dims(e, 0)
         q = gl.load(q_head + lines, mask=gl.expand_dims(there, 1) & gl.expand_dims(e < shape.DIM, 0), other=0.0).to(gl.float32)
         i = t + plan.S - plan.T
         first = scoring.mask.first_key(i)
@@ -84,7 +88,7 @@ def with_care(
             sees = gl.expand_dims((first <= j) & (j <= last), 1)
             o += gl.where(sees, gl.expand_dims(p, 1) * gl.expand_dims(v, 0), 0.0)
         base = plan.row if shape.PACKED else plan.b.to(gl.int64) * total
-        lines = ((base + t).to(gl.int64) * H + plan.h) * shape.DIM_V
+        lines = ((base + t).to(gl.int64) * H + h) * shape.DIM_V
         gl.store(
             o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(c, 0), o.to(dtype),
             mask=gl.expand_dims(there, 1) & gl.expand_dims(c < shape.DIM_V, 0),

@@ -32,8 +32,8 @@ def readable(x: Tensor) -> Tensor:
     return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """(batch, head, position, element) of a dense or packed tensor, copied `rows` positions and `columns` elements at a time.
+def descriptor(x: Tensor, box: tuple[int, int, int]) -> TensorDescriptor:
+    """(batch, head, position, element) of a dense or packed tensor, copied a box of heads, positions and elements at a time.
 
     What a box covers past the end is zero when read and left alone when written.
     """
@@ -42,8 +42,7 @@ def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
         shape, strides = (1, *shape), (0, *strides)
     # an axis of one element is never stepped over, and may have any stride
     b, t, h = (stride if n > 1 else 16 for n, stride in zip(shape[:3], strides[:3], strict=True))
-    box = [1, 1, rows, columns]
-    return TensorDescriptor(x, [shape[0], shape[2], shape[1], shape[3]], [b, h, t, 1], box, _layout(rows, columns, x.dtype))
+    return TensorDescriptor(x, [shape[0], shape[2], shape[1], shape[3]], [b, h, t, 1], [1, *box], layout(box, x.dtype))
 
 
 def line(x: Tensor, count: int) -> TensorDescriptor:
@@ -52,5 +51,6 @@ def line(x: Tensor, count: int) -> TensorDescriptor:
 
 
 @cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], _DTYPES[dtype])
+def layout(box: tuple[int, int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Of a box in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([1, *box], _DTYPES[dtype])

@@ -8,7 +8,7 @@
                  dP^T = V dO^T,  dS = P (dP - D),     dK += dS^T Q
              and hand on dS through shared memory
     dq       dQ = dS K. At D = 64 a warpgroup of its own. At D = 128 there are no registers for one: both compute warpgroups
-             multiply half of the columns each, a block late, so that neither waits for the other's dS
+             multiply half of the columns each, behind the next block's scores
     add      one warp: has each block's part of dq added to the sum in memory
 
 The sum is in fp32 (see `work`), and its parts come in any order: dq differs in its last bits from run to run. Asked for an
@@ -40,7 +40,7 @@ from rooftile.backends.hopper.gradients import (
     store_rows,
     wait_for_store,
 )
-from rooftile.backends.hopper.over_dim import product_over_dim
+from rooftile.backends.hopper.over_dim import pieces, product_over_dim
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, take
 from rooftile.backends.hopper.shape import WG_ROWS
@@ -122,37 +122,61 @@ def _dq(plans: Ring, keys: Ring, parts: Ring, staged: Ring, shape: Backward):
 
 
 @gluon.jit
+def _weights(s, lses, turn, t, queries: Ring, plan, low, high, scoring: Scoring, WG: gl.constexpr, shape: Backward):
+    """The weights of 64 keys and a block of queries."""
+    if shape.SOFTCAP:
+        s = scoring.capped(s)
+    if (t < low) | (t + (BLOCK - 1) > high):
+        s = hidden_queries(s, plan.t + WG * WG_ROWS, t, plan, scoring.mask)
+    lse = lses.index(turn % queries.slots).load(gl.SliceLayout(0, shape.s_layout))
+    return gl.exp2(s * scoring.factor - gl.expand_dims(lse, 0))
+
+
+@gluon.jit
+def _give_part(ds, parts: Ring, turn, WG: gl.constexpr, shape: Backward):
+    """Hands a warpgroup's gradients of the scores to whoever multiplies dq."""
+    if shape.ADD:
+        if shape.SPARE:
+            parts.wait_empty(turn)
+        parts.buffers.index(turn % parts.slots * CREW + WG).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(parts.filled(turn), count=1)
+
+
+@gluon.jit
+def _issue_scores(keys: Ring, queries: Ring, turn, WG: gl.constexpr, shape: Backward):
+    """Issues the scores of a block of queries, once it is there."""
+    queries.wait_full(turn)
+    # the assembler cannot tell where the keys are, else it would keep the addresses of all their columns in registers
+    k = keys.buffers.index(opaque(WG)).reshape([WG_ROWS, shape.D])
+    return product_over_dim(k, queries.buffer(turn).reshape([BLOCK, shape.D]), shape.DIM, shape.s_layout)
+
+
+@gluon.jit
 def _step(
     dk, dv, keys: Ring, values: Ring, k, v, queries: Ring, grads: Ring, lses, deltas, parts: Ring, staged: Ring, turn, t, plan,
     low, high, scoring: Scoring, WG: gl.constexpr, FIRST: gl.constexpr, shape: Backward,
 ):  # fmt: skip
     """One block of queries: its part of dk and dv, and at D = 128 dq of the block before it."""
     dtype: gl.constexpr = keys.buffers.dtype
-    column: gl.constexpr = gl.SliceLayout(0, shape.s_layout)
+    DQ: gl.constexpr = shape.ADD and not shape.SPARE and not FIRST
     none = gl.zeros([WG_ROWS, BLOCK], gl.float32, shape.s_layout)
     q = queries.buffer(turn).reshape([BLOCK, shape.D])
     do = grads.buffer(turn).reshape([BLOCK, shape.D])
 
-    queries.wait_full(turn)
     if shape.SPARE:
+        queries.wait_full(turn)
         named_barrier("sync", TURNS + WG)
         s = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
     else:
-        # the assembler cannot tell where the keys are, else it would keep the addresses of all their columns in registers
-        kb = keys.buffers.index(opaque(WG)).reshape([WG_ROWS, shape.D])
-        s = product_over_dim(kb, q, shape.DIM, shape.s_layout)
-    if shape.ADD and not shape.SPARE and not FIRST:
+        s = _issue_scores(keys, queries, turn, WG, shape)
+    if DQ:
         dq = _issue_dq(keys, parts, turn - 1, WG * UNIT, shape)
-        s = warpgroup_mma_wait(2, deps=(s,))
+        s = warpgroup_mma_wait(CREW, deps=(s,))
     else:
         s = warpgroup_mma_wait(0, deps=(s,))
-    if shape.SOFTCAP:
-        s = scoring.capped(s)
-    if (t < low) | (t + (BLOCK - 1) > high):
-        s = hidden_queries(s, plan.t + WG * WG_ROWS, t, plan, scoring.mask)
-    lse = lses.index(turn % queries.slots).load(column)
-    p = gl.exp2(s * scoring.factor - gl.expand_dims(lse, 0))
-    if shape.ADD and not shape.SPARE and not FIRST:
+    p = _weights(s, lses, turn, t, queries, plan, low, high, scoring, WG, shape)
+    if DQ:
         _finish_dq(dq, staged, (turn - 1) * CREW + WG)
     grads.wait_full(turn)
     if shape.SPARE:
@@ -161,7 +185,7 @@ def _step(
         vb = values.buffers.index(opaque(WG)).reshape([WG_ROWS, shape.D])
         dp = product_over_dim(vb, do, shape.DIM_V, shape.s_layout)
     weights = gl.convert_layout(p.to(dtype), shape.a_layout)
-    delta = deltas.index(turn % grads.slots).load(column)
+    delta = deltas.index(turn % grads.slots).load(gl.SliceLayout(0, shape.s_layout))
     if shape.LATE:
         if shape.SPARE:
             named_barrier("arrive", TURNS + 1 - WG)
@@ -169,6 +193,8 @@ def _step(
         s = capped_again(p, lses, turn, queries.slots, shape)
         ds = score_gradients(p, dp, gl.expand_dims(delta, 0), s, scoring, shape).to(dtype)
         dv = warpgroup_mma(weights, do, dv, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, shape.a_layout), q, dk, is_async=True)
+        _give_part(ds, parts, turn, WG, shape)
     else:
         dv = warpgroup_mma(weights, do, dv, is_async=True)
         if shape.SPARE:
@@ -176,18 +202,61 @@ def _step(
         dp = warpgroup_mma_wait(1, deps=(dp,))
         s = capped_again(p, lses, turn, queries.slots, shape)
         ds = score_gradients(p, dp, gl.expand_dims(delta, 0), s, scoring, shape).to(dtype)
-    if shape.ADD:
-        if shape.SPARE:
-            parts.wait_empty(turn)
-        parts.buffers.index(turn % parts.slots * CREW + WG).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(parts.filled(turn), count=1)
-    dk = warpgroup_mma(gl.convert_layout(ds, shape.a_layout), q, dk, is_async=True)
+        _give_part(ds, parts, turn, WG, shape)
+        dk = warpgroup_mma(gl.convert_layout(ds, shape.a_layout), q, dk, is_async=True)
     dv = warpgroup_mma_wait(1, deps=(dv,))
     grads.give_back(turn)
     dk = warpgroup_mma_wait(0, deps=(dk,))
     queries.give_back(turn)
     return dk, dv
+
+
+@gluon.jit
+def _step_ahead(
+    dk, dv, p, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, parts: Ring, staged: Ring, turn, t, plan,
+    low, high, scoring: Scoring, WG: gl.constexpr, MORE: gl.constexpr, shape: Backward,
+):  # fmt: skip
+    """One block of queries at D = 128, from its weights on: its part of dk, dv and dq; and the weights of the next, at t.
+
+    The next block's scores are issued right behind the product for dk, and dq behind both: the tensor cores always have a next
+    product, but each warpgroup waits for the other's part of the same block. That pays where both have the same to do.
+    """
+    dtype: gl.constexpr = keys.buffers.dtype
+    AFTER: gl.constexpr = (pieces(shape.DIM) if MORE else 0) + (CREW if shape.ADD else 0)
+    q = queries.buffer(turn).reshape([BLOCK, shape.D])
+    do = grads.buffer(turn).reshape([BLOCK, shape.D])
+    grads.wait_full(turn)
+    v = values.buffers.index(opaque(WG)).reshape([WG_ROWS, shape.D])
+    dp = product_over_dim(v, do, shape.DIM_V, shape.s_layout)
+    weights = gl.convert_layout(p.to(dtype), shape.a_layout)
+    delta = deltas.index(turn % grads.slots).load(gl.SliceLayout(0, shape.s_layout))
+    if shape.LATE:
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        s = capped_again(p, lses, turn, queries.slots, shape)
+        ds = score_gradients(p, dp, gl.expand_dims(delta, 0), s, scoring, shape).to(dtype)
+        dv = warpgroup_mma(weights, do, dv, is_async=True)
+    else:
+        dv = warpgroup_mma(weights, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        s = capped_again(p, lses, turn, queries.slots, shape)
+        ds = score_gradients(p, dp, gl.expand_dims(delta, 0), s, scoring, shape).to(dtype)
+    dk = warpgroup_mma(gl.convert_layout(ds, shape.a_layout), q, dk, is_async=True)
+    _give_part(ds, parts, turn, WG, shape)
+    # what has been waited for needs no registers
+    dv = warpgroup_mma_wait(1, deps=(dv,))
+    grads.give_back(turn)
+    if MORE:
+        s = _issue_scores(keys, queries, turn + 1, WG, shape)
+    if shape.ADD:
+        dq = _issue_dq(keys, parts, turn, WG * UNIT, shape)
+    dk = warpgroup_mma_wait(AFTER, deps=(dk,))
+    queries.give_back(turn)
+    if MORE:
+        s = warpgroup_mma_wait(CREW if shape.ADD else 0, deps=(s,))
+        p = _weights(s, lses, turn + 1, t, queries, plan, low, high, scoring, WG, shape)
+    if shape.ADD:
+        _finish_dq(dq, staged, turn * CREW + WG)
+    return dk, dv, p
 
 
 @gluon.jit
@@ -213,27 +282,48 @@ def _compute(
         dv = gl.zeros([WG_ROWS, shape.D], gl.float32, shape.acc_layout)
         keys.wait_full(tile)
         values.wait_full(tile)
-        k = 0
-        v = 0
-        if shape.SPARE:
-            k = keys.buffers.index(WG).reshape([WG_ROWS, shape.D]).load(left)
-            v = room.reshape([WG_ROWS, shape.D]).load(left)
-        dk, dv = _step(
-            dk, dv, keys, values, k, v, queries, grads, lses, deltas, parts, staged, turn, plan.first * BLOCK, plan,
-            low, high, scoring, WG, True, shape,
-        )  # fmt: skip
-        turn += 1
-        h, block = next_block(plan.h, plan.first, plan, shape)
-        for _ in range(1, blocks * shape.GROUP):
-            dk, dv = _step(
-                dk, dv, keys, values, k, v, queries, grads, lses, deltas, parts, staged, turn, block * BLOCK, plan,
+        if shape.AHEAD:
+            h = plan.h
+            block = plan.first
+            s = _issue_scores(keys, queries, turn, WG, shape)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            p = _weights(s, lses, turn, block * BLOCK, queries, plan, low, high, scoring, WG, shape)
+            for _ in range(1, blocks * shape.GROUP):
+                h, block = next_block(h, block, plan, shape)
+                dk, dv, p = _step_ahead(
+                    dk, dv, p, keys, values, queries, grads, lses, deltas, parts, staged, turn, block * BLOCK, plan,
+                    low, high, scoring, WG, True, shape,
+                )  # fmt: skip
+                turn += 1
+            dk, dv, p = _step_ahead(
+                dk, dv, p, keys, values, queries, grads, lses, deltas, parts, staged, turn, 0, plan,
                 low, high, scoring, WG, False, shape,
             )  # fmt: skip
             turn += 1
-            h, block = next_block(h, block, plan, shape)
-        if shape.ADD and not shape.SPARE:
-            dq = _issue_dq(keys, parts, turn - 1, WG * UNIT, shape)
-            _finish_dq(dq, staged, (turn - 1) * CREW + WG)
+        else:
+            k = 0
+            v = 0
+            if shape.SPARE:
+                k = keys.buffers.index(WG).reshape([WG_ROWS, shape.D]).load(left)
+                v = room.reshape([WG_ROWS, shape.D]).load(left)
+            # the first on its own, also at D = 64: of one loop over all, ptxas makes code that loses the keys (see the tests'
+            # `overwritten_operands`)
+            dk, dv = _step(
+                dk, dv, keys, values, k, v, queries, grads, lses, deltas, parts, staged, turn, plan.first * BLOCK, plan,
+                low, high, scoring, WG, True, shape,
+            )  # fmt: skip
+            turn += 1
+            h, block = next_block(plan.h, plan.first, plan, shape)
+            for _ in range(1, blocks * shape.GROUP):
+                dk, dv = _step(
+                    dk, dv, keys, values, k, v, queries, grads, lses, deltas, parts, staged, turn, block * BLOCK, plan,
+                    low, high, scoring, WG, False, shape,
+                )  # fmt: skip
+                turn += 1
+                h, block = next_block(h, block, plan, shape)
+            if shape.ADD and not shape.SPARE:
+                dq = _issue_dq(keys, parts, turn - 1, WG * UNIT, shape)
+                _finish_dq(dq, staged, (turn - 1) * CREW + WG)
         keys.give_back(tile)
         if not shape.HALF:
             dk = dk * scoring.scale
@@ -263,11 +353,11 @@ def flash_bwd(
     GROUP: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, HALF: gl.constexpr, ADD: gl.constexpr,
-    SLOTS: gl.constexpr, LATE: gl.constexpr,
+    SLOTS: gl.constexpr, LATE: gl.constexpr, AHEAD: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Backward(GROUP, PARTS, CREW, D, DIM, DIM_V, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF, ADD, LATE)
+    shape = Backward(GROUP, PARTS, CREW, D, DIM, DIM_V, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF, ADD, LATE, AHEAD)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ROLE: gl.constexpr = ADD and shape.SPARE

@@ -34,7 +34,7 @@ from rooftile.backends.hopper.gluon import (
 from rooftile.backends.hopper.over_dim import product_over_dim
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, put_back, take
-from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS, Shape
+from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS, Shape, position
 from rooftile.backends.hopper.softmax import Scoring, make_scoring, packed, rescaled, scores, settled, softmax, unpacked
 
 # the first of the warpgroups' named barriers, by which they take turns
@@ -44,7 +44,7 @@ TURNS = gl.constexpr(9)
 @gluon.jit
 def _load_block(keys: Ring, values: Ring, k_desc, v_desc, turn, plan, block, shape: Shape):
     """Has one block of keys and values copied in."""
-    h = plan.h // shape.GROUP
+    h = plan.h * shape.TOGETHER // shape.GROUP
     row = plan.key + block * shape.KEYS
     keys.wait_empty(turn)
     mbarrier.expect(keys.filled(turn), k_desc.block_type.nbytes)
@@ -65,20 +65,23 @@ def _load(
     asked for: late, so that no program holds a tile that an idle one could start, and early enough to hide the wait.
     The counter is left at zero for the next launch by whoever finishes last.
     """
-    total = tiles * (H if shape.PACKED else B * H)
+    heads = H // shape.TOGETHER
+    total = tiles * (heads if shape.PACKED else B * heads)
     programs = gl.num_programs(0)
     n = gl.program_id(0)
     tile = 0
     turn = 0
     while n < total:
-        plan = make_plan(n, B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, shape.CREW * WG_ROWS, shape.KEYS, shape.PACKED)
+        plan = make_plan(
+            n, B, heads, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, shape.CREW * shape.ROWS, shape.KEYS, shape.PACKED
+        )
         if plan.live != 0:
             publish(plans, tile, plan)
             queries.wait_empty(tile)
             mbarrier.expect(queries.filled(tile), q_desc.block_type.nbytes * shape.CREW)
             for i in gl.static_range(shape.CREW):
                 tma_load(
-                    q_desc, [plan.b, plan.h, plan.row + plan.t + i * WG_ROWS, 0], queries.filled(tile),
+                    q_desc, [plan.b, plan.h * shape.TOGETHER, plan.row + plan.t + i * shape.ROWS, 0], queries.filled(tile),
                     queries.buffers.index(tile % queries.slots * shape.CREW + i),
                 )  # fmt: skip
             tile += 1
@@ -167,7 +170,7 @@ def _compute(
         named_barrier("arrive", OTHER)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.give_back(0)
-    s = scores(s, plan.t + WG * WG_ROWS, plan.last * shape.KEYS, plan, scoring, shape, True)
+    s = scores(s, plan.t + WG * shape.ROWS, plan.last * shape.KEYS, plan, scoring, shape, True)
     weights, m, l, _ = softmax(s, none, none, scoring.factor, shape, True)
     p = packed(weights, dtype)
 
@@ -177,7 +180,7 @@ def _compute(
         if shape.HELD > 0:
             q = queries.buffers.index(opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
             held = q.slice(0, shape.HELD, 1).load(gl.DotOperandLayout(0, shape.s_layout, 2))
-        row = plan.t + WG * WG_ROWS
+        row = plan.t + WG * shape.ROWS
         i_0 = row + plan.S - plan.T
         # blocks from last down to first: some at the right end that the mask cuts, clear ones, some at the left end
         blocks = plan.last - plan.first + 1
@@ -194,7 +197,7 @@ def _compute(
                     q, held, keys, values, p, acc, m, l, turn, row, column, plan, scoring, MINE, OTHER, shape, True
                 )  # fmt: skip
         if mask.LEFT or mask.CHUNK:
-            clear_first = gl.maximum(mask.first_key(i_0 + (WG_ROWS - 1)) + (shape.KEYS - 1), 0) // shape.KEYS
+            clear_first = gl.maximum(mask.first_key(i_0 + (shape.ROWS - 1)) + (shape.KEYS - 1), 0) // shape.KEYS
             left = gl.maximum(gl.minimum(plan.last + 1 - clear_first, blocks), right)
         q = queries.buffers.index(opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
         for _ in range(right, left):
@@ -220,21 +223,22 @@ def _compute(
         s, acc = _issue(q, 0, keys, values, p, acc, turn, there, MINE, OTHER, shape, 0)
         m = m * scoring.factor
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
+        rows = gl.arange(0, WG_ROWS, row_layout)
         share = 1.0
         if shape.SINKS:
-            sink = gl.load(sinks_ptr + plan.h).to(gl.float32) * LOG2E
+            sink = gl.load(sinks_ptr + shape.head(rows, plan)).to(gl.float32) * LOG2E
             m_new = gl.maximum(m, sink)
             reference = gl.where(m_new == float("-inf"), 0.0, m_new)
             share = gl.exp2(m - reference)
             l = l * share + gl.exp2(sink - reference)
             m = m_new
-        t = row + gl.arange(0, WG_ROWS, row_layout)
-        line = plan.b * H + plan.h
+        t = row + position(rows, shape.ROWS)
+        line = plan.b * H + shape.head(rows, plan)
         gl.store(lse_ptr + line.to(gl.int64) * total + plan.row + t, (m + gl.log2(l)) * LN2, mask=t < plan.T)
         share = gl.where(l == 0.0, 0.0, share / l)
         s = warpgroup_mma_wait(1, deps=(s,))
         keys.give_back(turn)
-        s = scores(s, after.t + WG * WG_ROWS, after.last * shape.KEYS, after, scoring, shape, True)
+        s = scores(s, after.t + WG * shape.ROWS, after.last * shape.KEYS, after, scoring, shape, True)
         weights, m, l, _ = softmax(s, none, none, scoring.factor, shape, True)
         _wait_for_store()
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -282,14 +286,15 @@ def _store_columns(output, o, column: gl.constexpr, o_desc, o_ptr, plan, row, H,
     staged.store(o)
     if shape.PACKED:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
-        t = row + gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
+        rows = gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
+        t = row + position(rows, shape.ROWS)
         e = column + gl.arange(0, columns, gl.SliceLayout(0, layout))
-        lines = ((plan.row + t).to(gl.int64) * H + plan.h) * shape.DIM_V
+        lines = ((plan.row + t).to(gl.int64) * H + shape.head(rows, plan)) * shape.DIM_V
         there = gl.expand_dims(t < plan.T, 1) & gl.expand_dims(e < shape.DIM_V, 0)
         gl.store(o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=there)
     else:
         fence_async_shared()
-        tma_store(o_desc, [plan.b, plan.h, row, column], output)
+        tma_store(o_desc, [plan.b, plan.h * shape.TOGETHER, row, column], output)
 
 
 # fmt: off
@@ -303,18 +308,20 @@ def flash_fwd(
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
-    KEYS: gl.constexpr, CREW: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
+    KEYS: gl.constexpr, CREW: gl.constexpr, TOGETHER: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
     PING_PONG: gl.constexpr, HELD: gl.constexpr, LAZY: gl.constexpr, SOFTMAX_FIRST: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     masked: gl.constexpr = LEFT or RIGHT or PREFIX or CHUNK
-    shape = Shape(GROUP, D, DV, DIM, DIM_V, KEYS, CREW, PING_PONG, HELD, LAZY, SOFTMAX_FIRST, PACKED, masked, SOFTCAP, SINKS)
+    shape = Shape(
+        GROUP, D, DV, DIM, DIM_V, KEYS, CREW, TOGETHER, PING_PONG, HELD, LAZY, SOFTMAX_FIRST, PACKED, masked, SOFTCAP, SINKS,
+    )
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
-    queries = ring(gl.allocate_shared_memory(dtype, [Q_SLOTS * CREW, 1, 1, WG_ROWS, D], q_desc.layout), Q_SLOTS, CREW)
+    queries = ring(gl.allocate_shared_memory(dtype, [Q_SLOTS * CREW, 1, TOGETHER, shape.ROWS, D], q_desc.layout), Q_SLOTS, CREW)
     keys = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, KEYS, D], k_desc.layout), KV_SLOTS, CREW)
     values = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, KEYS, DV], v_desc.layout), KV_SLOTS, CREW)
-    outputs = gl.allocate_shared_memory(dtype, [CREW, 1, 1, WG_ROWS, min(DV, 128)], o_desc.layout)
+    outputs = gl.allocate_shared_memory(dtype, [CREW, 1, TOGETHER, shape.ROWS, min(DV, 128)], o_desc.layout)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, CREW)
     notes = gl.allocate_shared_memory(gl.int64, [16, 1], words)

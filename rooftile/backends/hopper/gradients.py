@@ -58,6 +58,7 @@ class Backward:
     HALF: gl.constexpr  # fp16: gradients of scores are scaled before they are rounded, for its range is narrow
     ADD: gl.constexpr  # dq is added up in memory
     LATE: gl.constexpr  # a block's product with dO is issued after its gradients of the scores are known
+    AHEAD: gl.constexpr  # the next block's scores are issued before this one is done
     SPARE: gl.constexpr  # at D = 64: keys and values stay in registers, and dq has a warpgroup of its own
     s_layout: gl.constexpr  # a warpgroup's scores of a block, either way round
     acc_layout: gl.constexpr
@@ -67,7 +68,7 @@ class Backward:
     a_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, PARTS, CREW, D, DIM, DIM_V, PACKED, MASKED, SOFTCAP, HALF, ADD=False, LATE=False):
+    def __init__(self, GROUP, PARTS, CREW, D, DIM, DIM_V, PACKED, MASKED, SOFTCAP, HALF, ADD=False, LATE=False, AHEAD=False):
         self.GROUP = gl.constexpr(GROUP)
         self.PARTS = gl.constexpr(PARTS)
         self.CREW = gl.constexpr(CREW)
@@ -80,6 +81,7 @@ class Backward:
         self.HALF = gl.constexpr(HALF)
         self.ADD = gl.constexpr(ADD)
         self.LATE = gl.constexpr(LATE)
+        self.AHEAD = gl.constexpr(AHEAD)
         self.SPARE = gl.constexpr(D <= 64)
         acc_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -99,11 +101,13 @@ def make_plan_of_keys(
     """The plan of tile number n of keys: `t` is its first key, `h` its key head, or part of one, and `first` to `last` are
     blocks of queries.
 
-    The tiles with the most work are the first keys, which all queries see under a causal mask.
+    The tiles with the most work are the first keys, which all queries see under a causal mask. Heads come from the last down:
+    what `row_words` read and wrote last is still in the L2 cache, and what comes last here is what the kernel for dq begins with.
     """
     zero = n * 0
     if PACKED:
         h, slot = dense_tile(n, tiles, Hk, tail)
+        h = Hk - 1 - h
         slot = tiles - 1 - slot
         if (n >= (Hk - tail) * tiles) & (B <= MOST_SORTED):
             i_b, i_tile = tile_by_work(slot, cu_k_ptr, cu_q_ptr, B, KEYS, mask.SLOPED)
@@ -119,6 +123,7 @@ def make_plan_of_keys(
         padded = padded_row(i_b, row)
     else:
         i_bh, i_tile = dense_tile(n, tiles, B * Hk, tail)
+        i_bh = B * Hk - 1 - i_bh
         i_tile = tiles - 1 - i_tile
         b = i_bh // Hk
         h = i_bh % Hk

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.descriptors import descriptor, is_readable, readable
 from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile, padded
+from rooftile.backends.launch import empties
 from rooftile.masks import FULL
 from rooftile.spec import Options, Sizes, Spec
 
@@ -28,7 +29,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
         # a descriptor needs an element; the kernel is told that there is none
         k, v = (x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:])) for x in (k, v))
     q, k, v = readable(q), readable(k), readable(v)
-    tile = forward_tile(spec, sizes.T)
+    tile = tile_of(spec, sizes, q.device)
     grid, numbers = _numbers(q.device, sizes, tile, spec)
     sinks, cu_q, cu_k = (lse if x is None else x.contiguous() for x in (options.sinks, options.cu_q, options.cu_k))
     tensors = (q, k, v, o, lse, sinks, cu_q, cu_k, counter(q.device))
@@ -41,24 +42,39 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
     sizes = sizes_of(q, k, Options())
     if not q.numel() or not k.numel() or not all(is_readable(x) for x in (q, k, v)):
         return None
-    tile = forward_tile(spec, sizes.T)
+    tile = tile_of(spec, sizes, q.device)
     grid, numbers = _numbers(q.device, sizes, tile, spec)
     launch = _launcher(spec, tile, q.device).repeated(grid, numbers)
-    shape, rows = (*q.shape[:-1], v.shape[-1]), (sizes.B, sizes.H, sizes.T)
-    dtype, device = q.dtype, q.device
+    new_o = empties((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
+    new_lse = empties((sizes.B, sizes.H, sizes.T), torch.float32, q.device)
+    device = q.device
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        o = torch.empty(shape, dtype=dtype, device=device)
-        lse = torch.empty(rows, dtype=torch.float32, device=device)
+        o, lse = new_o(), new_lse()
         launch((q, k, v, o, lse, lse, lse, lse, counter(device)))
         return o, lse
 
     return run
 
 
+@lru_cache(maxsize=1024)
+def tile_of(spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
+    """The tile, with as many query heads of a group together as save rounds of tiles, if that is a tenth of them or more."""
+    alone = forward_tile(spec, sizes.T)
+    if spec.group == 1:
+        return alone
+
+    def rounds(tile: Tile) -> int:
+        tiles, heads = tiles_and_heads(sizes.T, sizes.H // tile.TOGETHER, tile.rows, sizes, spec)
+        return -(-tiles * heads // processors(device))
+
+    best = min((alone._replace(TOGETHER=2**i) for i in range(7) if spec.group % 2**i == 0), key=rounds)
+    return best if 10 * rounds(best) <= 9 * rounds(alone) else alone
+
+
 @cache
 def _launcher(spec: Spec, tile: Tile, device: torch.device) -> Launcher:
-    describe = tuple(partial(descriptor, rows=rows, columns=columns) for rows, columns in boxes(spec, tile))
+    describe = tuple(partial(descriptor, box=box) for box in boxes(spec, tile))
     return Launcher(flash_fwd.flash_fwd, constants(spec, tile), device, describe)
 
 
@@ -75,12 +91,11 @@ def _outputs(q: Tensor, v: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
     return o, torch.empty(rows, dtype=torch.float32, device=q.device)
 
 
-def boxes(spec: Spec, tile: Tile) -> tuple[tuple[int, int], ...]:
-    """What one copy takes of q, k, v and o: positions and elements. What there is not comes as zeros, and is not stored."""
+def boxes(spec: Spec, tile: Tile) -> tuple[tuple[int, int, int], ...]:
+    """What one copy takes of q, k, v and o: heads, positions, elements. What there is not comes as zeros, and is not stored."""
     dim, dim_v = padded(spec.dim), padded(spec.dim_v)
-    return (
-        (WARPGROUP, dim), (tile.KEYS, dim), (tile.KEYS, dim_v), (WARPGROUP, min(dim_v, 128)),
-    )  # fmt: skip
+    heads, rows = tile.TOGETHER, WARPGROUP // tile.TOGETHER
+    return (heads, rows, dim), (1, tile.KEYS, dim), (1, tile.KEYS, dim_v), (heads, rows, min(dim_v, 128))
 
 
 # tiles a program, on average, that the heads taken together at the end have; packed ones are less alike
@@ -89,7 +104,7 @@ TAIL, PACKED_TAIL = 2, 3
 
 def _numbers(device: torch.device, sizes: Sizes, tile: Tile, spec: Spec) -> tuple[tuple[int, int, int], tuple[float, ...]]:
     """The grid and the kernel's numbers."""
-    tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, tile.rows, sizes, device, spec)
+    tiles, programs, tail = programs_and_tail(sizes.T, sizes.H // tile.TOGETHER, tile.rows, sizes, device, spec)
     return (programs, 1, 1), (sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
 
 
@@ -105,14 +120,19 @@ def programs_and_tail(
     length: int, heads: int, rows: int, sizes: Sizes, device: torch.device, spec: Spec
 ) -> tuple[int, int, int]:
     """Tiles of `rows` in a head of `length` rows, how many programs share them, and how many heads are taken together last."""
-    packed = spec.layout == "packed"
-    tiles = length // rows + sizes.B if packed else -(-length // rows)
-    heads = heads if packed else sizes.B * heads
+    tiles, heads = tiles_and_heads(length, heads, rows, sizes, spec)
     programs = min(tiles * heads, processors(device))
     # with a full mask every tile of a dense head has the same length, and there is nothing to even out
-    together = PACKED_TAIL if packed else 0 if spec.mask == FULL else TAIL
+    together = PACKED_TAIL if spec.layout == "packed" else 0 if spec.mask == FULL else TAIL
     tail = min(-(-together * programs // tiles), heads)
     return tiles, programs, tail
+
+
+def tiles_and_heads(length: int, heads: int, rows: int, sizes: Sizes, spec: Spec) -> tuple[int, int]:
+    """Tiles in a head, and heads in all. Packed sequences are one; what is counted then are slots, of which some stay empty."""
+    if spec.layout == "packed":
+        return length // rows + sizes.B, heads
+    return -(-length // rows), sizes.B * heads
 
 
 @cache

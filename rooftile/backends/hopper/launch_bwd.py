@@ -67,7 +67,8 @@ def backward(
     q, k, v, o = readable(q), readable(k), readable(v), readable(o)
     care = spec.mask != FULL or spec.layout == "packed"
     do = None if do is None else readable(do)
-    words = row_words(o, do, lse, dlse, options.cu_q, care=care, sinks=spec.has_sinks)
+    columns = padded(spec.dim) if _adds_up(spec) else 0
+    words = row_words(o, do, lse, dlse, options.cu_q, care=care, sinks=spec.has_sinks, columns=columns)
     dsinks = None if words.rows is None else sinks_gradient(options.sinks, lse, words.rows)
     if sizes.S == 0:
         return Grads(dq.zero_(), dk, dv, None, dsinks)
@@ -83,14 +84,13 @@ def backward(
     if _width(spec) > 128:
         _keys(dk_parts, dv_parts, parts, call)
         _queries(dq, call)
-    elif spec.deterministic:
-        _together(dk_parts, dv_parts, parts, None, call)
-        _queries(dq, call)
     else:
-        sum_of_dq = work.zeros(words.lse.numel(), padded(spec.dim), q.device)
-        _together(dk_parts, dv_parts, parts, sum_of_dq, call)
-        scale = 1.0 if spec.dtype == torch.float16 else spec.scale
-        work.finish(sum_of_dq, dq, words.lost, options.cu_q, words.padded_T, scale)
+        _together(dk_parts, dv_parts, parts, call)
+        if words.sum_of_dq is None:
+            _queries(dq, call)
+        else:
+            scale = 1.0 if spec.dtype == torch.float16 else spec.scale
+            work.finish(words.sum_of_dq, dq, words.lost, options.cu_q, words.padded_T, scale)
     if parts > 1:
         for whole, each in ((dk, dk_parts), (dv, dv_parts)):
             torch.sum(each.unflatten(-2, (sizes.Hk, parts)), -2, out=whole)
@@ -122,9 +122,15 @@ def parts_of_group(spec: Spec, sizes: Sizes, device: torch.device) -> int:
     return parts
 
 
-def _together(dk: Tensor, dv: Tensor, parts: int, sum_of_dq: Tensor | None, call: _Call) -> None:
+def _adds_up(spec: Spec) -> bool:
+    """Whether dq is added up in memory, in any order."""
+    return _width(spec) <= 128 and not spec.deterministic
+
+
+def _together(dk: Tensor, dv: Tensor, parts: int, call: _Call) -> None:
     """dk and dv, and dq added up if there is a sum."""
     spec, sizes, words = call.spec, call.sizes, call.words
+    sum_of_dq = words.sum_of_dq
     tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk * parts, 2 * WARPGROUP, sizes, call.q.device, spec)
     nowhere = words.lse.new_empty(work.UNIT_ROWS.value, work.UNIT_COLUMNS.value) if sum_of_dq is None else sum_of_dq
     _launcher_of_both(spec, parts, sum_of_dq is not None, call.q.device)(
@@ -188,7 +194,7 @@ def _width(spec: Spec) -> int:
 
 def _rows_of(spec: Spec) -> Describe:
     """64 rows of a head, as every kernel here copies them: what they lack in columns comes as zeros, and is not stored."""
-    return partial(descriptor, rows=WARPGROUP, columns=_width(spec))
+    return partial(descriptor, box=(1, WARPGROUP, _width(spec)))
 
 
 @cache

@@ -3,7 +3,8 @@
     D_i = sum_c dO_ic O_ic - dL_i             dL is the gradient that comes in through lse: dS = P (dP - D) then carries it
 
 A row that sees nothing gets lse = +inf: exp(x - inf) is 0, so it weighs nothing. Each sequence is padded to a multiple of
-128 with such rows, packed ones too: the copy engine cannot begin at any word of a line, only at one of four.
+128 with such rows, packed ones too: the copy engine cannot begin at any word of a line, only at one of four. And where dq is
+added up in memory, the zeros that its sum begins with.
 """
 
 from functools import cache
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rooftile.backends.hopper import work
 from rooftile.backends.hopper.gluon import gl, gluon
 from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.schedule import PADDED, packed_tile
@@ -30,6 +32,8 @@ class Words(NamedTuple):
     rows: Tensor | None
     stats: Tensor | None
     lost: Tensor | None
+    # zeros to add dq to (see `work`)
+    sum_of_dq: Tensor | None
 
     @property
     def padded_T(self) -> int:
@@ -52,12 +56,13 @@ def _word(lse, delta):
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_ptr"],
 )
 def row_words_of(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, words_ptr, delta_ptr, rows_ptr, stats_ptr, lost_ptr, cu_ptr,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, words_ptr, delta_ptr, rows_ptr, stats_ptr, lost_ptr, sum_ptr, cu_ptr,
     o_unit_b, o_unit_t, o_unit_h,                       # strides, in units of 8 elements
     do_unit_b, do_unit_t, do_unit_h,
     B, H, T, padded_T,
     D: gl.constexpr, DIM: gl.constexpr,
     DO: gl.constexpr, DLSE: gl.constexpr, SINKS: gl.constexpr, CARE: gl.constexpr, PACKED: gl.constexpr,
+    SUM: gl.constexpr,                                  # columns of the sum of dq, 0 if there is none
 ):
     # fmt: on
     tile: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -98,12 +103,19 @@ def row_words_of(
         else:
             gl.store(stats_ptr + word, _word(lse, delta))
         gl.store(lost_ptr, 0, mask=(first == 0) & (h == 0) & (gl.program_id(2) == 0))
+    if SUM:
+        flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        start = ((b * H + h) * padded_T + first) * SUM
+        for i in gl.static_range(ROWS * SUM // 512):
+            gl.store(sum_ptr + start + i * 512 + gl.arange(0, 512, flat), gl.zeros([512], gl.float32, flat))
 
 
 def row_words(
-    o: Tensor, do: Tensor | None, lse: Tensor, dlse: Tensor | None, cu_q: Tensor | None, *, care: bool, sinks: bool
-) -> Words:
-    """The words of all rows; with `care` what a repair needs too, with `sinks` what their gradient needs."""
+    o: Tensor, do: Tensor | None, lse: Tensor, dlse: Tensor | None, cu_q: Tensor | None, *,
+    care: bool, sinks: bool, columns: int,
+) -> Words:  # fmt: skip
+    """The words of all rows; with `care` what a repair needs too, with `sinks` what their gradient needs, with `columns` zeros of
+    so many for each row."""
     H, T = lse.shape[-2:]
     if cu_q is None:
         B, padded_T = lse.shape[0], -(-T // PADDED.value) * PADDED.value
@@ -118,20 +130,21 @@ def row_words(
     rows = new(*lse.shape) if sinks else None
     stats = new(*outer, padded_T if cu_q is None else T, dtype=torch.int64) if care else None
     lost = new(1, dtype=torch.int32) if care else None
+    sum_of_dq = work.empty(words.numel(), columns, lse.device) if columns else None
     grid = (padded_T // ROWS.value, H, B if cu_q is None else 1)
-    tensors = (o, *(lse if x is None else x for x in (do, lse, dlse, words, delta, rows, stats, lost, cu_q)))
+    tensors = (o, *(lse if x is None else x for x in (do, lse, dlse, words, delta, rows, stats, lost, sum_of_dq, cu_q)))
     numbers = (*_units(o), *_units(o if do is None else do), B, H, T, padded_T)
-    launch = _launcher(o.shape[-1], do is not None, dlse is not None, sinks, care, cu_q is not None, lse.device)
+    launch = _launcher(o.shape[-1], do is not None, dlse is not None, sinks, care, cu_q is not None, columns, lse.device)
     launch(grid, (), tensors, numbers)
-    return Words(words, delta, rows, stats, lost)
+    return Words(words, delta, rows, stats, lost, sum_of_dq)
 
 
 @cache
 def _launcher(
-    dim: int, do: bool, dlse: bool, sinks: bool, care: bool, packed: bool, device: torch.device
+    dim: int, do: bool, dlse: bool, sinks: bool, care: bool, packed: bool, columns: int, device: torch.device
 ) -> Launcher:
     constants = {"D": padded(dim), "DIM": dim, "DO": do, "DLSE": dlse, "SINKS": sinks, "CARE": care, "PACKED": packed}
-    return Launcher(row_words_of, constants | {"num_warps": 4}, device)
+    return Launcher(row_words_of, constants | {"SUM": columns, "num_warps": 4}, device)
 
 
 def _units(x: Tensor) -> tuple[int, ...]:

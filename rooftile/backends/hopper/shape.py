@@ -9,6 +9,14 @@ LN2 = gl.constexpr(0.6931471805599453)
 WG_ROWS = gl.constexpr(WARPGROUP)
 
 
+@gluon.jit
+def position(row, ROWS: gl.constexpr):
+    """How far a warpgroup's row is from its first position, if there are ROWS of them."""
+    if ROWS < WG_ROWS:
+        row = row % ROWS
+    return row
+
+
 @aggregate
 class Shape:
     """What is known when the kernel is compiled."""
@@ -20,6 +28,8 @@ class Shape:
     DIM_V: gl.constexpr
     KEYS: gl.constexpr  # of a block
     CREW: gl.constexpr  # warpgroups that compute
+    TOGETHER: gl.constexpr  # query heads of a group that share each one's rows
+    ROWS: gl.constexpr  # of each one, those of one head
     PING_PONG: gl.constexpr  # whether they take turns to issue
     HELD: gl.constexpr  # columns of its queries that each holds in registers
     LAZY: gl.constexpr  # whether outputs are rescaled only when they must be
@@ -34,7 +44,8 @@ class Shape:
 
     @gluon.constexpr_function
     def __init__(
-        self, GROUP, D, DV, DIM, DIM_V, KEYS, CREW, PING_PONG, HELD, LAZY, SOFTMAX_FIRST, PACKED, MASKED, SOFTCAP, SINKS,
+        self, GROUP, D, DV, DIM, DIM_V, KEYS, CREW, TOGETHER, PING_PONG, HELD, LAZY, SOFTMAX_FIRST,
+        PACKED, MASKED, SOFTCAP, SINKS,
     ):  # fmt: skip
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
@@ -43,6 +54,8 @@ class Shape:
         self.DIM_V = gl.constexpr(DIM_V)
         self.KEYS = gl.constexpr(KEYS)
         self.CREW = gl.constexpr(CREW)
+        self.TOGETHER = gl.constexpr(TOGETHER)
+        self.ROWS = gl.constexpr(WARPGROUP // TOGETHER)
         self.PING_PONG = gl.constexpr(PING_PONG)
         self.HELD = gl.constexpr(HELD)
         self.LAZY = gl.constexpr(LAZY)
@@ -55,3 +68,11 @@ class Shape:
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
         self.o_layout = gl.constexpr(o_layout)
         self.p_layout = gl.constexpr(gl.DotOperandLayout(0, o_layout, 2))
+
+    @gluon.jit
+    def head(self, row, plan):
+        """The query head of a warpgroup's row; a plan's heads are numbered as they are taken together."""
+        h = plan.h
+        if self.TOGETHER > 1:
+            h = plan.h * self.TOGETHER + row // self.ROWS
+        return h

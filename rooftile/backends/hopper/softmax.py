@@ -5,7 +5,7 @@ Scores are in units of log2, so that an exponential is one multiply-add and one 
 
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon
 from rooftile.backends.hopper.schedule import Mask
-from rooftile.backends.hopper.shape import LOG2E, WG_ROWS, Shape
+from rooftile.backends.hopper.shape import LOG2E, WG_ROWS, Shape, position
 
 # how far, in powers of 2, a row's largest score may be above what its weights refer to
 LAG = gl.constexpr(8.0)
@@ -49,20 +49,21 @@ def scores(s, row, column, plan, scoring: Scoring, shape: Shape, CHECK: gl.const
         s = scoring.capped(s)
     if CHECK:
         if shape.MASKED:
-            s = hidden(s, row, column, plan, scoring.mask)
+            s = hidden(s, row, column, plan, scoring.mask, shape.ROWS)
         elif column + shape.KEYS > plan.S:
-            s = hidden(s, row, column, plan, scoring.mask)
+            s = hidden(s, row, column, plan, scoring.mask, shape.ROWS)
     return s
 
 
 @gluon.jit
-def hidden(s, row, column, plan, mask: Mask):
+def hidden(s, row, column, plan, mask: Mask, ROWS: gl.constexpr = WG_ROWS):
     """Scores with -inf for each key that its row does not see."""
     KEYS: gl.constexpr = s.shape[1]
     # columns as (eights, lane of four, pair): what a thread holds differs by constants, and a lane shifts its limits
     parts = s.reshape([WG_ROWS, KEYS // 8, 4, 2])
     layout: gl.constexpr = parts.type.layout
-    i = row + plan.S - plan.T + gl.arange(0, WG_ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    rows = gl.arange(0, WG_ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    i = row + plan.S - plan.T + position(rows, ROWS)
     eights = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))

@@ -21,6 +21,7 @@ class Tile(NamedTuple):
 
     KEYS: int  # of a block
     CREW: int  # warpgroups, of 64 queries each
+    TOGETHER: int  # query heads of a group that share a warpgroup's 64
     Q_SLOTS: int
     KV_SLOTS: int
     PING_PONG: bool  # whether the warpgroups take turns to issue
@@ -32,14 +33,16 @@ class Tile(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return self.CREW * WARPGROUP
+        """Of a query head."""
+        return self.CREW * WARPGROUP // self.TOGETHER
 
 
 class BackwardTile(NamedTuple):
     """How a program of `flash_bwd` is staffed, for 128 keys, and how far it runs ahead."""
 
     SLOTS: int  # blocks of 64 queries
-    LATE: bool
+    LATE: bool  # whether a block's product with dO is issued after its gradients of the scores are known
+    AHEAD: bool  # whether the next block's scores are issued before this one is done
     COMPUTE_REGISTERS: int
     DQ_REGISTERS: int  # of the warpgroup that multiplies dq, at D = 64
     COPY_REGISTERS: int
@@ -63,12 +66,13 @@ class BackwardQueriesTile(NamedTuple):
 
 
 TWO = Tile(
-    KEYS=128, CREW=2, Q_SLOTS=2, KV_SLOTS=2, PING_PONG=True, HELD=128, SOFTMAX_FIRST=False, LAZY=False,
+    KEYS=128, CREW=2, TOGETHER=1, Q_SLOTS=2, KV_SLOTS=2, PING_PONG=True, HELD=128, SOFTMAX_FIRST=False, LAZY=False,
     COMPUTE_REGISTERS=240, COPY_REGISTERS=24,
 )  # fmt: skip
-# a branch in the loop pays under a mask, and two of them in long sequences that are not packed, which takes registers
+# a branch in the loop pays under a mask. Two of them, which take registers, pay in long sequences that are not packed: there each
+# warpgroup overlaps its own products with its own softmax, and turns cost more than they bring
 MASKED = TWO._replace(LAZY=True)
-LONG = MASKED._replace(SOFTMAX_FIRST=True)
+LONG = MASKED._replace(SOFTMAX_FIRST=True, PING_PONG=False)
 # at D = 64 there is room to run three blocks ahead, and short causal sequences waste less of smaller blocks
 NARROW = TWO._replace(KV_SLOTS=3, HELD=64)
 SHORT = NARROW._replace(KEYS=64, KV_SLOTS=4)
@@ -84,7 +88,8 @@ def forward_tile(spec: Spec, T: int) -> Tile:
     if spec.dim > 128:
         return WIDE
     if spec.dim > 64:
-        tile = MASKED if spec.mask != FULL else LONG if T >= 2048 and spec.layout == "dense" else TWO
+        long = spec.layout == "dense" and ((spec.mask == FULL and T >= 2048) or (spec.mask == CAUSAL and T >= 4096))
+        tile = LONG if long else TWO if spec.mask == FULL else MASKED
         # of 96 columns the first power of two is held
         return tile if spec.dim == 128 else tile._replace(HELD=64)
     # short sequences, and masks that cut both ends, keep smaller tiles busier; 160 registers hold no more than this
@@ -98,10 +103,12 @@ def backward_tile(spec: Spec) -> BackwardTile:
     # a softcap needs registers
     if spec.dim > 64:
         late = spec.softcap > 0
-        return BackwardTile(SLOTS=3, LATE=late, COMPUTE_REGISTERS=240, DQ_REGISTERS=0, COPY_REGISTERS=24)
+        # whatever keeps the two warpgroups out of step makes each wait for the other then
+        ahead = spec.mask == FULL and spec.layout == "dense" and spec.group == 1
+        return BackwardTile(SLOTS=3, LATE=late, AHEAD=ahead, COMPUTE_REGISTERS=240, DQ_REGISTERS=0, COPY_REGISTERS=24)
     # without a mask the warpgroups fall into step, and one more product to wait for keeps them out of it
     late = spec.mask == FULL or spec.softcap > 0
-    return BackwardTile(SLOTS=2, LATE=late, COMPUTE_REGISTERS=208, DQ_REGISTERS=72, COPY_REGISTERS=24)
+    return BackwardTile(SLOTS=2, LATE=late, AHEAD=False, COMPUTE_REGISTERS=208, DQ_REGISTERS=72, COPY_REGISTERS=24)
 
 
 def backward_kv_tile(spec: Spec) -> BackwardKeysTile:

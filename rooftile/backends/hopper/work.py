@@ -31,8 +31,8 @@ def in_order_of_threads(x):
     return words.reshape([UNIT_ROWS, UNIT_COLUMNS])
 
 
-def zeros(rows: int, D: int, device: torch.device) -> Tensor:
-    return torch.zeros((rows * D // UNIT_COLUMNS.value, UNIT_COLUMNS.value), dtype=torch.float32, device=device)
+def empty(rows: int, D: int, device: torch.device) -> Tensor:
+    return torch.empty((rows * D // UNIT_COLUMNS.value, UNIT_COLUMNS.value), dtype=torch.float32, device=device)
 
 
 def descriptor(work: Tensor) -> TensorDescriptor:

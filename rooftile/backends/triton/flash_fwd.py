@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.launch import repeated
+from rooftile.backends.launch import empties, repeated
 from rooftile.backends.triton.arguments import Call, call_of, constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, kept, poison, shifted, weight
@@ -299,14 +299,13 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
     """The forward for tensors like these and no options, with all but the outputs and the launch done beforehand."""
     call, tile = call_of(q, k, v, Options(), spec), forward_tile(spec)
     programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
-    shape, rows = (*q.shape[:-1], v.shape[-1]), call.rows_shape
-    dtype, device = q.dtype, q.device
+    new_o = empties((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
+    new_lse = empties(call.rows_shape, torch.float32, q.device)
     numbers = (*call.strides, call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers)
     launch = repeated(_forward, programs, numbers, _constants(spec, tile)) if programs else None
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        o = torch.empty(shape, dtype=dtype, device=device)
-        lse = torch.empty(rows, dtype=torch.float32, device=device)
+        o, lse = new_o(), new_lse()
         if launch is not None:
             launch(q, k, v, o, lse, q, q, q, q, q, q)
         return o, lse

@@ -1,7 +1,7 @@
-"""Finds uniform registers that machine code reads on a way where nothing wrote them.
+"""Finds what ptxas 12.8 silently does wrong with registers (docs/concepts/asynchrony.md): follows them through machine code.
 
-ptxas 12.8 makes such code of two loops in a row over the same operand (docs/concepts/asynchrony.md). It runs, and what
-it computes depends on what ran before.
+Of two loops in a row over the same operand it makes code that reads uniform registers which nothing wrote. And what a loop's
+matrix products hold in registers it may overwrite in the loop, as if nobody came round again.
 """
 
 from __future__ import annotations
@@ -35,6 +35,59 @@ def undefined_reads(code: str) -> list[str]:
         for line, read, known in zip(lines, reads, written, strict=True)
         if known is not None and read - known and not re.fullmatch(r"UMOV UR\d+, UR\d+", line)
     ]
+
+
+def overwritten_operands(code: str) -> list[str]:
+    """The matrix products of `nvdisasm -c` whose left side was loaded from shared memory, but not on every way."""
+    lines, ways = _flow(code)
+    come_from: list[list[int]] = [[] for _ in lines]
+    for n, there in enumerate(ways):
+        for m in there:
+            come_from[m].append(n)
+    writes = [_vector_writes(line) for line in lines]
+    found = []
+    for n, line in enumerate(lines):
+        left = re.match(r"HGMMA\S* R\d+, R(\d+),", line)
+        for register in range(int(left[1]), int(left[1]) + 4) if left else ():
+            loaded = {lines[w].partition("LDSM")[1] != "" for w in _writers(register, n, lines, come_from, writes)}
+            if len(loaded) > 1:
+                found.append(line)
+                break
+    return found
+
+
+def _writers(
+    register: int, reader: int, lines: list[str], come_from: list[list[int]], writes: list[range]
+) -> set[int]:  # fmt: skip
+    """The instructions whose result a reader may find in a register."""
+    found = set()
+    seen: set[int] = set()
+    pending = list(come_from[reader])
+    while pending:
+        here = pending.pop()
+        if here in seen:
+            continue
+        seen.add(here)
+        if register in writes[here]:
+            found.add(here)
+            if not _parts(lines[here])[0]:
+                continue
+        pending += come_from[here]
+    return found
+
+
+def _vector_writes(line: str) -> range:
+    """The registers, a word a thread, that an instruction writes."""
+    _, name, operands = _parts(line)
+    words = [word.strip() for word in operands.split(",")]
+    first = next((word for word in words if not re.fullmatch(r"U?P\w+", word)), "")
+    target = re.fullmatch(r"R(\d+)", first)
+    if not target or name.startswith(("BRX", "BAR", "RET", "WARPSYNC", "NANOSLEEP")):
+        return range(0)
+    count = 4 if ".128" in name or re.match(r"LDSM.*\.4$", name) else 2 if re.search(r"\.64|WIDE|CS2R", name) else 1
+    if tile := re.match(r"HGMMA\.64x(\d+)", name):
+        count = int(tile[1]) // 2
+    return range(int(target[1]), int(target[1]) + count)
 
 
 def _flow(code: str) -> tuple[list[str], list[list[int]]]:

@@ -1,0 +1,49 @@
+"""Small calls of every Hopper kernel, for NVIDIA's compute-sanitizer to watch.
+
+    compute-sanitizer --tool memcheck python scripts/sanitize.py
+
+The same calls without it beforehand fill Triton's cache, and it then has only kernels to watch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import rooftile as rt
+from rooftile.masks import Mask
+
+
+def dense(dim: int, mask: Mask, deterministic: bool = False, heads_kv: int = 4) -> None:
+    heads = (4, heads_kv, heads_kv)
+    q, k, v = (torch.randn(1, 200, H, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for H in heads)
+    o = rt.attention(q, k, v, mask, backend="hopper", deterministic=deterministic)
+    o.backward(torch.randn_like(o))
+
+
+def packed(dim: int) -> None:
+    cu = torch.tensor([0, 70, 200], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(200, 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    o = rt.attention_packed(q, k, v, cu, cu, rt.CAUSAL, backend="hopper")
+    o.backward(torch.randn_like(o))
+
+
+def short_queries(dim: int) -> None:
+    """Enough of them that the heads of a group share tiles."""
+    q, k, v = (torch.randn(64, T, heads, dim, device="cuda", dtype=torch.bfloat16) for T, heads in ((5, 32), (200, 4), (200, 4)))
+    rt.attention(q, k, v, rt.CAUSAL, backend="hopper")
+
+
+def main() -> None:
+    for dim in (64, 128, 256):
+        for mask in (rt.FULL, rt.CAUSAL):
+            dense(dim, mask)
+            dense(dim, mask, deterministic=True)
+        dense(dim, rt.CAUSAL, heads_kv=1)
+        packed(dim)
+        short_queries(dim)
+    torch.cuda.synchronize()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()
