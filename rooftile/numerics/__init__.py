@@ -1,0 +1,12 @@
+"""Number formats of few bits: how numbers become them, with which scales, and what is lost."""
+
+from rooftile.numerics.block_floating import BLOCK_FORMATS, BlockScaled, quantise_blocks
+from rooftile.numerics.fake_quant import fake_quantise
+from rooftile.numerics.formats import FORMATS, Format, decode, encode
+from rooftile.numerics.hadamard import hadamard, inverse_hadamard, signs_of
+from rooftile.numerics.scaling import BLOCK, GRANULARITIES, Granularity, Scaled, quantise
+
+__all__ = [
+    "BLOCK", "BLOCK_FORMATS", "FORMATS", "GRANULARITIES", "BlockScaled", "Format", "Granularity", "Scaled", "decode", "encode",
+    "fake_quantise", "hadamard", "inverse_hadamard", "quantise", "quantise_blocks", "signs_of",
+]  # fmt: skip

@@ -1,0 +1,99 @@
+"""Block floating point: 32 neighbours of a row share a power of two (OCP Microscaling Formats, MX, 1.0).
+
+The scale is a power of two, stored as its exponent and a bias in one byte (E8M0); 255 says that the block is NaN. Elements are
+8-bit floats (MXFP8) or 4-bit ones (MXFP4). A block with anything that is not finite is NaN: MXFP4 could not say which one it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.numerics.formats import FP4_E2M1, FP8_E4M3, FP8_E5M2, Format, decode, encode
+
+Rule = Literal["floor", "round_up"]
+RULES = get_args(Rule)
+BLOCK_FORMATS = {"mxfp8_e4m3": FP8_E4M3, "mxfp8_e5m2": FP8_E5M2, "mxfp4": FP4_E2M1}
+
+# elements that share a scale
+SHARED = 32
+_BIAS, _NAN = 127, 255
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScaled:
+    """A tensor in block floating point: `values` in the shape of the original, and uint8 `exponents` (..., D / 32)."""
+
+    values: Tensor
+    exponents: Tensor
+    format: Format
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Each element times its block's power of two."""
+        numbers = decode(self.values, self.format).unflatten(-1, (-1, SHARED))
+        # in two halves: the smallest power of two has no fp32 of its own on every device
+        exponents = self.exponents.to(torch.int32) - _BIAS
+        half = exponents // 2
+        scaled = numbers * _power(half).unsqueeze(-1) * _power(exponents - half).unsqueeze(-1)
+        return scaled.masked_fill((self.exponents == _NAN).unsqueeze(-1), torch.nan).flatten(-2).to(dtype)
+
+
+def quantise_blocks(x: Tensor, format: str = "mxfp8_e4m3", *, rule: Rule = "floor") -> BlockScaled:
+    """A tensor in block floating point, by blocks of 32 along its last axis.
+
+    Args:
+        x: (..., D), float, D a multiple of 32; computed in fp32.
+        format: mxfp8_e4m3, mxfp8_e5m2 or mxfp4.
+        rule: how a block's scale follows from its largest size. "floor", the standard's: 2^(floor(log2 size) - exponent of the
+            format's largest power of two), under which the largest numbers may saturate. "round_up": the smallest power of two
+            under which none does.
+
+    Raises:
+        InvalidInput: no such format or rule, or D is no multiple of 32.
+
+    Example:
+        >>> quantise_blocks(torch.randn(4, 128), "mxfp4", rule="round_up").exponents.shape
+        torch.Size([4, 4])
+    """
+    if format not in BLOCK_FORMATS:
+        raise InvalidInput(f"format is {format!r}; has {', '.join(BLOCK_FORMATS)}")
+    if rule not in RULES:
+        raise InvalidInput(f"rule is {rule!r}; has {', '.join(RULES)}")
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim == 0 or x.shape[-1] % SHARED:
+        what = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInput(f"x is {what}; must be a float tensor whose last axis is a multiple of {SHARED}")
+    kind = BLOCK_FORMATS[format]
+    blocks = x.float().unflatten(-1, (-1, SHARED))
+    size = blocks.abs().amax(-1)
+    exponents = _floor_exponent(size, kind) if rule == "floor" else _round_up_exponent(size, kind)
+    exponents = exponents.clamp(-_BIAS, _BIAS)
+    half = exponents // 2
+    scaled = blocks * _power(-half).unsqueeze(-1) * _power(half - exponents).unsqueeze(-1)
+    lost = ~size.isfinite()
+    stored = (exponents + _BIAS).masked_fill(lost, _NAN).to(torch.uint8)
+    return BlockScaled(encode(scaled, kind).flatten(-2), stored, kind)
+
+
+def _floor_exponent(size: Tensor, kind: Format) -> Tensor:
+    _, exponent = torch.frexp(size)
+    # frexp's fraction is below 1: of 1 the exponent is 1
+    return _of_zero(size, exponent - 1 - kind.largest_exponent)
+
+
+def _round_up_exponent(size: Tensor, kind: Format) -> Tensor:
+    fraction, exponent = torch.frexp(size / kind.largest)
+    return _of_zero(size, exponent - (fraction == 0.5).int())
+
+
+def _of_zero(size: Tensor, exponent: Tensor) -> Tensor:
+    """A block of zeros takes the smallest scale."""
+    return exponent.masked_fill(size == 0, -_BIAS)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^exponent by its bits, for normal numbers: exact on every device."""
+    return ((exponent + 127) << 23).view(torch.float32)

@@ -1,0 +1,59 @@
+"""Fake quantisation: a forward that rounds, and a backward that looks through it.
+
+A network that will run in few bits is trained with its tensors rounded as they will be. Rounding has no gradient; the
+straight-through estimator takes that of the identity, and none where a number saturated.
+
+Bengio et al., arXiv:1308.3432; Jacob et al., arXiv:1712.05877.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.numerics.formats import encode, format_of
+from rooftile.numerics.scaling import Granularity, Scaled, quantise
+
+
+def fake_quantise(
+    x: Tensor, format: str = "int8", *, granularity: Granularity = "tensor", scales: Tensor | None = None
+) -> Tensor:
+    """x as it would come back from `quantise(x).dequantise()`, in the dtype of x, with a straight-through gradient.
+
+    Args:
+        x: (..., T, H, D), float.
+        format: fp8_e4m3, fp8_e5m2, int8 or int4.
+        granularity: as in `quantise`.
+        scales: to be used as they are, in the shape that `quantise` gives them; None: the largest size in each part decides, and
+            nothing saturates. With scales of one's own, numbers beyond the format's largest saturate and get no gradient.
+
+    Example:
+        >>> w = torch.randn(64, 1, 64, requires_grad=True)
+        >>> fake_quantise(w, "int4", granularity="row").sum().backward()
+        >>> w.grad.unique()
+        tensor([1.])
+    """
+    if scales is None:
+        rounded = quantise(x.detach(), format, granularity=granularity).dequantise(x.dtype)
+        inside = torch.ones_like(x, dtype=torch.bool)
+    else:
+        kind = format_of(format)
+        steps = x.detach().float() / Scaled(x, scales, kind, granularity).row_scales()
+        rounded = Scaled(encode(steps, kind), scales, kind, granularity).dequantise(x.dtype)
+        inside = steps.abs() <= kind.largest
+    through: Tensor = _StraightThrough.apply(x, rounded, inside)
+    return through
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Tensor, inside: Tensor) -> Tensor:
+        ctx.save_for_backward(inside)
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (inside,) = ctx.saved_tensors
+        return dy * inside, None, None

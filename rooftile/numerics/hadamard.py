@@ -1,0 +1,90 @@
+"""The signed Hadamard transform: spreads an outlier over a whole row without changing a product of two rows.
+
+    M = diag(signs) H / sqrt(n)        M M^T = 1, so (q M)(k M)^T = q k^T
+
+H is Sylvester's matrix of ones and minus ones; a row is multiplied by it in log2 n steps of sums and differences. Without the
+signs, a row of equal numbers would become a single spike: with signs drawn at random it does not.
+
+Tseng et al., QuIP#, arXiv:2402.04396; Shah et al., FlashAttention-3, arXiv:2407.08608, section 3.3.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+
+# the longest row that is transformed in one piece
+LONGEST = 512
+SHORTEST = 16
+
+
+def hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
+    """Rows times the signed Hadamard matrix, in fp32.
+
+    Args:
+        x: (..., D), float. D a multiple of 16: a power of two up to 512 is one transform, others are several side by side (96 is
+            64 and 32).
+        signs: (D,), 1 or -1 each; `signs_of(D)` if None.
+
+    Raises:
+        InvalidInput: D has no transform, or signs is not (D,).
+
+    Example:
+        >>> q, k = torch.randn(2, 10, 64).unbind()
+        >>> error = hadamard(q) @ hadamard(k).mT - q @ k.mT        # rounding
+    """
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim == 0:
+        raise InvalidInput(f"x is {x.dtype if isinstance(x, Tensor) else type(x).__name__}; must be a float tensor (..., D)")
+    D = x.shape[-1]
+    signs = signs_of(D).to(x.device) if signs is None else signs
+    if signs.shape != (D,):
+        raise InvalidInput(f"signs is {tuple(signs.shape)}; must be (D,) = ({D},)")
+    x = x.float() * signs
+    return torch.cat([_transformed(piece) for piece in x.split(pieces(D), dim=-1)], dim=-1)
+
+
+def inverse_hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
+    """What `hadamard` turned into x: H is its own inverse, and the signs come last."""
+    D = x.shape[-1]
+    signs = signs_of(D).to(x.device) if signs is None else signs
+    return hadamard(x, torch.ones_like(signs)) * signs
+
+
+def pieces(D: int) -> list[int]:
+    """The lengths of the transforms that a row of D numbers takes, the longest first."""
+    if D < SHORTEST or D % SHORTEST:
+        raise InvalidInput(f"head dim {D} has no Hadamard transform; must be a multiple of {SHORTEST}, or take incoherent=False")
+    found = []
+    while D:
+        found.append(min(1 << (D.bit_length() - 1), LONGEST))
+        D -= found[-1]
+    return found
+
+
+@cache
+def signs_of(D: int, seed: int = 0) -> Tensor:
+    """D signs, fp32, the same for a seed on every machine."""
+    return torch.tensor([1.0 if _mixed(seed * 2**32 + n) >> 63 else -1.0 for n in range(D)])
+
+
+def _mixed(n: int) -> int:
+    """64 bits that look random (SplitMix64), and that no release of PyTorch can draw differently."""
+    z = (n + 1) * 0x9E3779B97F4A7C15 % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def _transformed(x: Tensor) -> Tensor:
+    """Sums and differences of neighbours at distance 1, 2, 4, ..., then 1 / sqrt(n): the order that every device keeps."""
+    n = x.shape[-1]
+    step = 1
+    while step < n:
+        a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
+        step *= 2
+    return x * n**-0.5

@@ -1,0 +1,114 @@
+"""Scaled tensors: values in a format of few bits, times scales that each cover a part of the tensor.
+
+A scale is the largest size in its part over the format's largest number, so that nothing saturates. What is not finite takes no
+part in it, and becomes a NaN where it stands. A part of zeros has scale 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.numerics.formats import Format, decode, encode, format_of
+
+Granularity = Literal["tensor", "head", "block", "row", "channel"]
+GRANULARITIES = get_args(Granularity)
+
+# positions that share a scale under granularity "block"
+BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A quantised tensor: `values` in the shape of the original, in the format's storage type, and fp32 `scales`.
+
+    scales have the shape of the original with 1 along what they cover; under "block" their axis of positions has one for each
+    128 positions, the last of which may be fewer.
+    """
+
+    values: Tensor
+    scales: Tensor
+    format: Format
+    granularity: Granularity
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """values times scales."""
+        return (decode(self.values, self.format) * self.row_scales()).to(dtype)
+
+    def row_scales(self) -> Tensor:
+        """The scales, one for each position if they are by blocks: they broadcast over the values then."""
+        if self.granularity != "block":
+            return self.scales
+        return self.scales.repeat_interleave(BLOCK, dim=-3)[..., : self.values.shape[-3], :, :]
+
+
+def quantise(x: Tensor, format: str = "fp8_e4m3", *, granularity: Granularity = "tensor") -> Scaled:
+    """A tensor in few bits and scales.
+
+    Args:
+        x: (..., T, H, D), float; computed in fp32.
+        format: fp8_e4m3, fp8_e5m2, int8 or int4.
+        granularity: what shares a scale: all of the "tensor"; a "head", over all positions and channels; a "block" of 128
+            positions of a head; a "row", one position of a head; a "channel" of a head, over all positions.
+
+    Raises:
+        InvalidInput: no such format or granularity, or x lacks an axis for it.
+
+    Example:
+        >>> scaled = quantise(torch.randn(2, 300, 8, 64), "int8", granularity="row")
+        >>> scaled.scales.shape
+        torch.Size([2, 300, 8, 1])
+        >>> error = scaled.dequantise() - x
+    """
+    kind = format_of(format)
+    if granularity not in GRANULARITIES:
+        raise InvalidInput(f"granularity is {granularity!r}; has {', '.join(GRANULARITIES)}")
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise InvalidInput(f"x is {type(x).__name__ if not isinstance(x, Tensor) else x.dtype}; must be a float tensor")
+    if x.ndim < 3:
+        raise InvalidInput(f"x is {tuple(x.shape)}; must have at least three axes (..., T, H, D)")
+    x = set_aside(x.float())
+    scales, inverse = scales_of(sizes(x, granularity), kind)
+    rows = Scaled(x, inverse, kind, granularity).row_scales()
+    return Scaled(encode(x * rows, kind), scales, kind, granularity)
+
+
+def scales_of(size: Tensor, kind: Format) -> tuple[Tensor, Tensor]:
+    """The scales for parts whose largest sizes these are, and what their numbers are multiplied by.
+
+    A division a scale and a multiplication a number, on every device: the same bits everywhere, and those of torchao.
+    """
+    size = size.masked_fill(size == 0, kind.largest)
+    scales = size / kind.largest
+    return scales, 1.0 / scales if kind.is_integer else kind.largest / size
+
+
+def set_aside(x: Tensor) -> Tensor:
+    """x with a NaN for everything that is not finite."""
+    return torch.where(x.isfinite(), x, torch.nan)
+
+
+def sizes(x: Tensor, granularity: Granularity) -> Tensor:
+    """The largest size of a number in each part, NaNs left out; 0 if there is none."""
+    size = x.abs().nan_to_num(nan=0.0)
+    if granularity == "tensor":
+        return _largest(size, tuple(range(x.ndim)))
+    if granularity == "head":
+        return _largest(size, (-3, -1))
+    if granularity == "row":
+        return _largest(size, (-1,))
+    if granularity == "channel":
+        return _largest(size, (-3,))
+    blocks = -(-x.shape[-3] // BLOCK)
+    padded = torch.nn.functional.pad(size, (0, 0, 0, 0, 0, blocks * BLOCK - x.shape[-3]))
+    return _largest(padded.unflatten(-3, (blocks, BLOCK)), (-3, -1)).squeeze(-3)
+
+
+def _largest(size: Tensor, axes: tuple[int, ...]) -> Tensor:
+    if 0 in (size.shape[axis] for axis in axes):
+        return size.sum(axes, keepdim=True)
+    return size.amax(axes, keepdim=True)

@@ -1,0 +1,67 @@
+"""Writes tests/unit/format_vectors.json: what torchao makes of a few hundred numbers, bit for bit.
+
+    pip install torchao==0.18.0; python scripts/write_format_vectors.py
+
+The tests hold `rooftile.numerics` against these vectors, and against torchao itself where it is installed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VECTORS = Path(__file__).parents[1] / "tests/unit/format_vectors.json"
+
+
+def inputs() -> Tensor:
+    """(rows, 64): sizes far apart, zeros, ties, numbers at the ends of the formats."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randn(8, 64, generator=generator) * torch.exp2(torch.arange(-40, 40, 10.0))[:, None]
+    outlier = torch.randn(2, 64, generator=generator)
+    outlier[:, 5] = torch.tensor([100.0, -1e4])
+    steps = torch.arange(64.0)
+    ends = torch.tensor([448.0, 57344.0, 6.0, 127.0, 3e38])[:, None] * torch.linspace(-1, 1, 64)
+    return torch.cat([spread, outlier, torch.zeros(1, 64), steps[None] / 16, -steps[None] * 3.5, ends])
+
+
+def by_torchao(x: Tensor) -> dict[str, dict[str, list[list[int]]]]:
+    """For each format the codes, and the bits of the scales, of rows."""
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+    from torchao.prototype.mx_formats.kernels import unpack_uint4
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+    from torchao.quantization import MappingType
+    from torchao.quantization.quant_primitives import choose_qparams_affine, quantize_affine
+
+    found = {}
+    for rule, mode in (("floor", ScaleCalculationMode.FLOOR), ("round_up", ScaleCalculationMode.RCEIL)):
+        for name, dtype in (
+            ("mxfp8_e4m3", torch.float8_e4m3fn),
+            ("mxfp8_e5m2", torch.float8_e5m2),
+            ("mxfp4", torch.float4_e2m1fn_x2),
+        ):
+            scales, values = to_mx(x, dtype, 32, mode)
+            codes = unpack_uint4(values.contiguous()) if name == "mxfp4" else values.view(torch.uint8)
+            found[f"{name} {rule}"] = {"codes": codes.tolist(), "scales": scales.view(torch.uint8).tolist()}
+    for name, dtype in (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)):
+        rows = [to_fp8_saturated(row * tensor_to_scale(row, dtype), dtype) for row in x]
+        found[name] = {"codes": torch.stack(rows).view(torch.uint8).tolist()}
+    for name, largest in (("int8", 127), ("int4", 7)):
+        block = (1, x.shape[1])
+        scales, zeros = choose_qparams_affine(
+            x, MappingType.SYMMETRIC, block, torch.int8, -largest, largest, eps=1e-30, scale_dtype=torch.float32
+        )
+        codes = quantize_affine(x, block, scales, zeros, torch.int8, -largest, largest)
+        found[name] = {"codes": codes.tolist(), "scales": scales.view(torch.int32).tolist()}
+    return found
+
+
+def main() -> None:
+    x = inputs()
+    VECTORS.write_text(json.dumps({"inputs": x.view(torch.int32).tolist(), "formats": by_torchao(x)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
