@@ -11,13 +11,17 @@ from rooftile.api import (
     attention,
     attention_packed,
     attention_packed_with_lse,
+    attention_quantised,
+    attention_quantised_with_lse,
     attention_with_lse,
     explain,
     merge,
+    quantise_qkv,
 )
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import disable, enable
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.precision import Precision
 
 __version__ = "0.1.0"
 
@@ -27,16 +31,20 @@ __all__ = [
     "Chunk",
     "InvalidInput",
     "Mask",
+    "Precision",
     "Prefix",
     "Unsupported",
     "Window",
     "attention",
     "attention_packed",
     "attention_packed_with_lse",
+    "attention_quantised",
+    "attention_quantised_with_lse",
     "attention_with_lse",
     "disable",
     "enable",
     "explain",
     "merge",
     "nn",
+    "quantise_qkv",
 ]

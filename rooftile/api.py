@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rooftile import dispatch, ops, reference, validate
+from rooftile import dispatch, numerics, ops, reference, validate
 from rooftile.backends import eager
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.masks import FULL, Mask
+from rooftile.numerics import QuantisedQKV
+from rooftile.precision import Precision, recipe_of
 from rooftile.spec import Options, decode
 
 
@@ -29,6 +31,7 @@ def attention(
     bias: Tensor | None = None,
     deterministic: bool | None = None,
     dropout: float = 0.0,
+    precision: str | Precision = "native",
     scale: float | None = None,
     seed: int | Tensor | None = None,
     sinks: Tensor | None = None,
@@ -46,6 +49,9 @@ def attention(
         bias: added to the scores; broadcasts to (B, H, T, S). Differentiable.
         deterministic: bit-equal gradients from run to run. None follows torch.use_deterministic_algorithms.
         dropout: probability in [0, 1) of dropping a weight.
+        precision: formats of the two products: "native", that of the inputs; "fp8"; "int8" (of queries and keys; weights and
+            values are FP8 then); or a `Precision`. Gradients are those of native attention on the same inputs: its forward is run
+            again for them.
         scale: of the scores; 1 / sqrt(D) if None.
         seed: for dropout: an int, or an int64 tensor of one element (CUDA graphs); None draws one from torch's generator.
             The same seed gives the same mask on every backend.
@@ -68,7 +74,7 @@ def attention(
     """
     options = _NONE if bias is None and alibi is None and sinks is None else Options(bias, alibi, sinks)
     return _attend(
-        q, k, v, mask, options, False, backend, deterministic, dropout, scale, seed, softcap
+        q, k, v, mask, options, False, backend, deterministic, dropout, precision, scale, seed, softcap
     )[0]  # fmt: skip
 
 
@@ -83,6 +89,7 @@ def attention_with_lse(
     bias: Tensor | None = None,
     deterministic: bool | None = None,
     dropout: float = 0.0,
+    precision: str | Precision = "native",
     scale: float | None = None,
     seed: int | Tensor | None = None,
     sinks: Tensor | None = None,
@@ -101,7 +108,7 @@ def attention_with_lse(
     """
     options = _NONE if bias is None and alibi is None and sinks is None else Options(bias, alibi, sinks)
     return _attend(
-        q, k, v, mask, options, True, backend, deterministic, dropout, scale, seed, softcap
+        q, k, v, mask, options, True, backend, deterministic, dropout, precision, scale, seed, softcap
     )  # fmt: skip
 
 
@@ -118,6 +125,7 @@ def attention_packed(
     bias: Tensor | None = None,
     deterministic: bool | None = None,
     dropout: float = 0.0,
+    precision: str | Precision = "native",
     scale: float | None = None,
     seed: int | Tensor | None = None,
     sinks: Tensor | None = None,
@@ -146,7 +154,7 @@ def attention_packed(
     """
     options = _packed_options(q, k, cu_q, cu_k, bias, alibi, sinks, validate)
     return _attend(
-        q, k, v, mask, options, False, backend, deterministic, dropout, scale, seed, softcap
+        q, k, v, mask, options, False, backend, deterministic, dropout, precision, scale, seed, softcap
     )[0]  # fmt: skip
 
 
@@ -163,6 +171,7 @@ def attention_packed_with_lse(
     bias: Tensor | None = None,
     deterministic: bool | None = None,
     dropout: float = 0.0,
+    precision: str | Precision = "native",
     scale: float | None = None,
     seed: int | Tensor | None = None,
     sinks: Tensor | None = None,
@@ -172,8 +181,81 @@ def attention_packed_with_lse(
     """`attention_packed`, and lse (H, total_q); gradients flow through both."""
     options = _packed_options(q, k, cu_q, cu_k, bias, alibi, sinks, validate)
     return _attend(
-        q, k, v, mask, options, True, backend, deterministic, dropout, scale, seed, softcap
+        q, k, v, mask, options, True, backend, deterministic, dropout, precision, scale, seed, softcap
     )  # fmt: skip
+
+
+def quantise_qkv(
+    q: Tensor,  # (B, T, H, D), or packed (total_q, H, D)
+    k: Tensor,  # (B, S, Hk, D), or (total_k, Hk, D)
+    v: Tensor,  # (B, S, Hk, Dv), or (total_k, Hk, Dv)
+    precision: str | Precision = "fp8",
+    *,
+    cu_k: Tensor | None = None,
+    cu_q: Tensor | None = None,
+) -> QuantisedQKV:
+    """Queries, keys and values in the formats of a recipe, for those who keep them so; `attention_quantised` takes them.
+
+    Args:
+        precision: "fp8", "int8" or a `Precision`.
+        cu_q, cu_k: offsets (B + 1,) of packed sequences, as in `attention_packed`.
+
+    Nothing of it has a gradient; `attention(..., precision=...)` has.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 300, 8, 64) for _ in range(3))
+        >>> qkv = quantise_qkv(q, k, v, "int8")
+        >>> qkv.q.dtype, qkv.v.dtype
+        (torch.int8, torch.float8_e4m3fn)
+        >>> o = attention_quantised(qkv, CAUSAL)
+    """
+    validate.check_query(q)
+    recipe = recipe_of(precision)
+    if recipe is None:
+        raise InvalidInput("precision is native; must be one that quantises: 'fp8', 'int8' or a rooftile.Precision")
+    if (cu_q is None) != (cu_k is None):
+        raise InvalidInput("cu_q and cu_k must both be given (packed sequences), or neither")
+    options = _NONE if cu_q is None else _packed_options(q, k, cu_q, cu_k, None, None, None, False)
+    with torch.no_grad():
+        code = _spec_code(q, k, v, FULL, options, False, False, 0.0, recipe, None, None)
+        spec = decode(code)
+        if reasons := list(eager.refusals(spec)):
+            raise Unsupported(f"cannot quantise this: {'; '.join(reasons)}")
+        return numerics.quantise_qkv(q, k, v, recipe, options.cu_q, options.cu_k)
+
+
+def attention_quantised(
+    qkv: QuantisedQKV,
+    mask: Mask = FULL,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attention` on what `quantise_qkv` made: o (B, T, H, Dv), or packed (total_q, H, Dv), in the dtype of the original.
+
+    Example:
+        >>> qkv = quantise_qkv(*(torch.randn(1, 300, 8, 64) for _ in range(3)))
+        >>> attention_quantised(qkv, CAUSAL & Window(64)).shape
+        torch.Size([1, 300, 8, 64])
+    """
+    return attention_quantised_with_lse(qkv, mask, scale=scale, sinks=sinks, softcap=softcap)[0]
+
+
+def attention_quantised_with_lse(
+    qkv: QuantisedQKV,
+    mask: Mask = FULL,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention_quantised`, and lse (B, H, T), or packed (H, total_q): of the original keys, also where they were smoothed."""
+    if not isinstance(qkv, QuantisedQKV):
+        raise InvalidInput(f"qkv is {validate.shown(qkv)}; must be what quantise_qkv returns")
+    numbers = validate.check_scoring(qkv.q, mask, scale, softcap, sinks)
+    with torch.no_grad(), torch.autocast(qkv.q.device.type, enabled=False):
+        return eager.attend_quantised(qkv, mask, scale=numbers.scale, softcap=numbers.softcap, sinks=sinks)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -203,6 +285,7 @@ def explain(
     deterministic: bool | None = None,
     dropout: float = 0.0,
     needs_lse: bool = False,
+    precision: str | Precision = "native",
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
@@ -215,7 +298,8 @@ def explain(
     validate.check_query(q)
     seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout else None
     options = Options(bias, alibi, sinks, seed)
-    code = _spec_code(q, k, v, mask, options, needs_lse, deterministic, dropout, scale, softcap)
+    recipe = recipe_of(precision)
+    code = _spec_code(q, k, v, mask, options, needs_lse, deterministic, dropout, recipe, scale, softcap)
     return dispatch.explain(decode(code))
 
 
@@ -223,11 +307,12 @@ _NONE = Options()
 
 
 def _attend(
-    q, k, v, mask, options: Options, needs_lse, backend, deterministic, dropout, scale, seed, softcap
+    q, k, v, mask, options: Options, needs_lse, backend, deterministic, dropout, precision, scale, seed, softcap
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     validate.check_query(q)
     key = None
-    if options is _NONE and seed is None and not dropout:
+    recipe = None if precision == "native" else recipe_of(precision)
+    if options is _NONE and recipe is None and seed is None and not dropout:
         key = ops.signature(q, k, v, mask, scale, softcap, dropout, deterministic, needs_lse, backend)
         ready = None if key is None else ops.prepared(key)
         if ready is not None:
@@ -236,12 +321,12 @@ def _attend(
         q, k, v = (_autocast(x) for x in (q, k, v))
     if dropout or seed is not None:
         options = options._replace(seed=validate.check_seed(seed, dropout, q.device))
-    code = _spec_code(q, k, v, mask, options, needs_lse, deterministic, dropout, scale, softcap)
+    code = _spec_code(q, k, v, mask, options, needs_lse, deterministic, dropout, recipe, scale, softcap)
     chosen = _choose(code, backend)
     if options.bias is not None and q.ndim == 4:
         options = options._replace(bias=_dense_bias(options.bias))
     # a compiled graph has no second derivative to offer, so there eager is an operator like the others
-    if chosen == eager.NAME and not torch.compiler.is_compiling():
+    if chosen == eager.NAME and recipe is None and not torch.compiler.is_compiling():
         return eager.attend(q, k, v, options, decode(code))
     answer = ops.attend(q, k, v, options, code, chosen)
     if key is not None:
@@ -249,7 +334,7 @@ def _attend(
     return answer
 
 
-def _spec_code(q, k, v, mask, options: Options, needs_lse, deterministic, dropout, scale, softcap) -> str:
+def _spec_code(q, k, v, mask, options: Options, needs_lse, deterministic, dropout, recipe, scale, softcap) -> str:
     return validate.spec_code(
         q,
         k,
@@ -262,6 +347,7 @@ def _spec_code(q, k, v, mask, options: Options, needs_lse, deterministic, dropou
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         needs_lse=needs_lse,
         forward_mode=_carries_tangent(q, k, v, *options),
+        precision=recipe,
     )
 
 

@@ -10,6 +10,7 @@ by pytree on each call that wants gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -133,6 +134,10 @@ def _run(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, back
 def _run_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: str) -> list[Tensor]:
     problem = decode(spec)
     named = named_options(problem, options)
+    if problem.precision is not None:
+        # rounding has no gradient: that of attention in the inputs' dtype is taken, which needs its own output and lse
+        problem = replace(problem, precision=None)
+        o, lse = dispatch.BACKENDS[backend].forward(q, k, v, named, problem)
     grads = dispatch.backward_of(backend)(do, dlse, q, k, v, o, lse, named, problem)
     return [grad for grad in grads if grad is not None]
 

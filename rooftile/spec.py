@@ -15,6 +15,8 @@ from torch import Tensor
 
 from rooftile import masks
 from rooftile.masks import FULL, Mask
+from rooftile.precision import Precision
+from rooftile.precision import decode as decode_precision
 
 Layout = Literal["dense", "packed", "paged"]
 
@@ -48,8 +50,9 @@ class Spec:
     needs_lse: bool = False  # the caller takes lse, so a gradient may come in through it
     forward_mode: bool = False  # an input carries a tangent
     deterministic: bool = False  # bit-equal gradients from run to run, and no word from neighbours in the batch
+    precision: Precision | None = None  # formats of the forward's products; None: that of the inputs
     device: str = "cpu"  # "cpu", "sm80", "sm90", "sm100", ...
-    # a spec is looked up several times a call, and twenty fields take as long to hash as a small kernel runs
+    # a spec is looked up several times a call, and so many fields take as long to hash as a small kernel runs
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,13 +67,16 @@ class Spec:
     @property
     def code(self) -> str:
         """The spec as the string that crosses the operators' schema: `decode(spec.code) == spec`."""
-        return encode(**self._values())
+        values = self._values()
+        precision = values.pop("precision")
+        return encode(**values, precision="native" if precision is None else precision.code)
 
     def __str__(self) -> str:
         heads = "mha" if self.group == 1 else f"gqa{self.group}"
         dims = f"d{self.dim}" if self.dim == self.dim_v else f"d{self.dim}/{self.dim_v}"
         words = [DTYPE_NAMES[self.dtype], dims, heads, str(self.mask), self.layout]
         words += [f"softcap({self.softcap:g})"] * bool(self.softcap) + [f"dropout({self.dropout:g})"] * bool(self.dropout)
+        words += [str(self.precision)] * (self.precision is not None)
         words += [w for w in ("bias", "alibi", "sinks") if getattr(self, f"has_{w}")]
         words += ["fwd+bwd" if self.needs_grad else "fwd"]
         words += ["lse"] * self.needs_lse + ["bias-grad"] * self.bias_grad + ["jvp"] * self.forward_mode
@@ -154,7 +160,7 @@ class Problem:
 
 def encode(
     *, dtype, dim, dim_v, group, mask, layout, scale, softcap, dropout, has_bias, has_alibi, has_sinks,
-    needs_grad, bias_grad, needs_lse, forward_mode, deterministic, device,
+    needs_grad, bias_grad, needs_lse, forward_mode, deterministic, precision, device,
 ) -> str:  # fmt: skip
     """A Spec's string. Plain f-strings of plain values, so that Dynamo can trace it."""
     chunks = ",".join([f"{n}" for n in mask.chunks]) if mask.chunks else ""
@@ -164,14 +170,15 @@ def encode(
     )  # fmt: skip
     return (
         f"{DTYPE_NAMES[dtype]} {dim} {dim_v} {group} {mask.left} {mask.right} {mask.prefix} [{chunks}] {layout} "
-        f"{scale} {softcap} {dropout} {flags} {device}"
+        f"{scale} {softcap} {dropout} {flags} {precision} {device}"
     )
 
 
 @cache
 def decode(code: str) -> Spec:
     """The Spec behind its string."""
-    dtype, dim, dim_v, group, left, right, prefix, chunks, layout, scale, softcap, dropout, flags, device = code.split(" ")
+    dtype, dim, dim_v, group, left, right, prefix, chunks, *rest = code.split(" ")
+    layout, scale, softcap, dropout, flags, precision, device = rest
     bound = {word: None if word == "None" else int(word) for word in (left, right, prefix)}
     bits = (bool(int(flags) >> n & 1) for n in range(8))
     bias, alibi, sinks, needs_grad, bias_grad, needs_lse, forward_mode, deterministic = bits
@@ -193,5 +200,6 @@ def decode(code: str) -> Spec:
         needs_lse=needs_lse,
         forward_mode=forward_mode,
         deterministic=deterministic,
+        precision=None if precision == "native" else decode_precision(precision),
         device=device,
     )

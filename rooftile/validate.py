@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.hardware.arch import arch
 from rooftile.masks import Mask
+from rooftile.precision import Precision
 from rooftile.spec import DTYPE_NAMES, Options, Problem, Sizes, decode, encode
 
 DENSE = ("B", "T", "H", "D")
@@ -37,16 +39,14 @@ def spec_code(
     deterministic: bool,
     needs_lse: bool,
     forward_mode: bool,
+    precision: Precision | None = None,
 ) -> str:
     """The code of the Spec of this call (`rooftile.spec.decode` reads it). Raises InvalidInput."""
     packed = options.cu_q is not None
     _check_tensors(q, k, v, PACKED if packed else DENSE)
     H, D = q.shape[-2], q.shape[-1]
     Hk, Dv = k.shape[-2], v.shape[-1]
-    if not isinstance(mask, Mask):
-        raise InvalidInput(
-            f"mask is {shown(mask)}; must be a rooftile mask: FULL, CAUSAL, Window, Prefix, Chunk, or some of them joined by &"
-        )
+    _check_mask(mask)
     bias, alibi, sinks = options.bias, options.alibi, options.sinks
     if bias is not None:
         _check_bias(bias, q, k, packed)
@@ -73,8 +73,8 @@ def spec_code(
         group=H // Hk,
         mask=mask,
         layout="packed" if packed else "dense",
-        scale=D**-0.5 if scale is None else _number("scale", scale, -math.inf, math.inf),
-        softcap=0.0 if softcap is None else _number("softcap", softcap, 0.0, math.inf),
+        scale=_scale(scale, D),
+        softcap=_softcap(softcap),
         dropout=_probability(dropout),
         has_bias=bias is not None,
         has_alibi=alibi is not None,
@@ -84,8 +84,26 @@ def spec_code(
         needs_lse=needs_lse,
         forward_mode=forward_mode,
         deterministic=deterministic,
+        precision="native" if precision is None else precision.code,
         device=arch(q.device),
     )
+
+
+class Scoring(NamedTuple):
+    """What scores are multiplied by, and where they are capped; 0 for nowhere."""
+
+    scale: float
+    softcap: float
+
+
+def check_scoring(
+    q: Tensor, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None
+) -> Scoring:  # fmt: skip
+    """What of a call says how queries and keys make weights."""
+    _check_mask(mask)
+    if sinks is not None:
+        _check_vector("sinks", sinks, q, ((q.shape[-2],),), f"(H,) = ({q.shape[-2]},)")
+    return Scoring(_scale(scale, q.shape[-1]), _softcap(softcap))
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, code: str, options: Options) -> Problem:
@@ -236,6 +254,21 @@ def _check_vector(name: str, x: Tensor, q: Tensor, shapes: tuple[tuple[int, ...]
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise InvalidInput(f"{name} is on {x.device}; q is on {q.device}, and all inputs must be on one device")
+
+
+def _check_mask(mask: Mask) -> None:
+    if not isinstance(mask, Mask):
+        raise InvalidInput(
+            f"mask is {shown(mask)}; must be a rooftile mask: FULL, CAUSAL, Window, Prefix, Chunk, or some of them joined by &"
+        )
+
+
+def _scale(scale: float | None, D: int) -> float:
+    return D**-0.5 if scale is None else _number("scale", scale, -math.inf, math.inf)
+
+
+def _softcap(softcap: float | None) -> float:
+    return 0.0 if softcap is None else _number("softcap", softcap, 0.0, math.inf)
 
 
 def _number(name: str, value: float, least: float, most: float) -> float:

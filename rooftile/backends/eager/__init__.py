@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from rooftile import reference
+from rooftile.backends.eager.low_precision import attend_quantised
+from rooftile.numerics.hadamard import SHORTEST
+from rooftile.numerics.recipe import quantise_qkv
 from rooftile.spec import Grads, Options, Spec, option_names
+
+__all__ = ["NAME", "attend", "attend_quantised", "backward", "forward", "refusals"]
 
 NAME = "eager"
 
@@ -21,6 +26,18 @@ NAME = "eager"
 def refusals(spec: Spec) -> Iterator[str]:
     if spec.layout == "paged":
         yield "layout 'paged'; has 'dense', 'packed'"
+    if spec.precision is not None:
+        for name in ("bias", "alibi"):
+            if getattr(spec, f"has_{name}"):
+                yield f"{name} with precision {spec.precision}; has masks, groups, softcap and sinks with it"
+        if spec.dropout:
+            yield f"dropout with precision {spec.precision}; has none with it"
+        if spec.forward_mode:
+            yield f"forward-mode derivatives with precision {spec.precision}; has gradients"
+        if spec.dtype == torch.float64:
+            yield f"float64 with precision {spec.precision}; has float32, bfloat16, float16"
+        if spec.precision.incoherent and spec.precision.qk != "native" and spec.dim % SHORTEST:
+            yield f"head dim {spec.dim} has no Hadamard transform; has multiples of {SHORTEST}, or Precision(incoherent=False)"
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -47,7 +64,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tup
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        return attend(q, k, v, options, spec)
+        if spec.precision is None:
+            return attend(q, k, v, options, spec)
+        with torch.autocast(q.device.type, enabled=False):
+            qkv = quantise_qkv(q, k, v, spec.precision, options.cu_q, options.cu_k)
+            return attend_quantised(qkv, spec.mask, scale=spec.scale, softcap=spec.softcap, sinks=options.sinks)
 
 
 def backward(

@@ -50,6 +50,8 @@ def refusals(spec: Spec) -> Iterator[str]:
         came = f"{spec.dim}" if spec.dim == spec.dim_v else f"{spec.dim} and {spec.dim_v}"
         has = ", ".join(str(dim) if dim == dim_v else f"{dim} with values of {dim_v}" for dim, dim_v in DIMS)
         yield f"head dim {came}; has {has}"
+    if spec.precision is not None:
+        yield f"precision {spec.precision}; computes in the dtype of its inputs"
     for name, there in (("bias", spec.has_bias), ("alibi", spec.has_alibi), ("dropout", spec.dropout > 0)):
         if there:
             yield f"{name}; has softcap and sinks"

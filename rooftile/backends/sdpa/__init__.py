@@ -22,6 +22,8 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield f"layout {spec.layout!r}; has 'dense'"
     if spec.dim != spec.dim_v:
         yield f"head dims {spec.dim} and {spec.dim_v}; has equal ones"
+    if spec.precision is not None:
+        yield f"precision {spec.precision}; computes in the dtype of its inputs"
     for word, present in (
         ("softcap", spec.softcap > 0),
         ("bias", spec.has_bias),

@@ -21,6 +21,8 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield f"tensors are on {spec.device}; has cpu"
     if spec.layout == "paged":
         yield "layout 'paged'; has 'dense', 'packed'"
+    if spec.precision is not None:
+        yield f"precision {spec.precision}; computes in the dtype of its inputs"
     if spec.forward_mode:
         yield "forward-mode derivatives; has reverse mode (use backend='eager')"
 

@@ -41,6 +41,8 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield f"chunk sizes {', '.join(map(str, spec.mask.chunks))} at once; has one"
     if spec.layout == "paged":
         yield "layout 'paged'; has 'dense', 'packed'"
+    if spec.precision is not None:
+        yield f"precision {spec.precision}; computes in the dtype of its inputs"
     if spec.forward_mode:
         yield "forward-mode derivatives; only backend='eager' has them"
 

@@ -1,0 +1,98 @@
+"""Attention on quantised tensors, as the kernels compute it, in plain operations: blocks of 128 keys, weights in FP8.
+
+    S = (s_q s_k) Q_8 K_8^T + shift        the products of codes, their scales, what smoothing took
+    P = 2^8 exp(scale S - m), in e4m3      at most 256, which keeps small weights out of the format's subnormals
+    O = exp(m - m') O + s_v P_8 V_8        summed block by block in fp32
+
+The codes of queries, keys and values are the kernels' bit for bit; the output is theirs within the rounding of sums, and of a
+weight that falls on the other side of a tie.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rooftile.masks import Mask, materialise
+from rooftile.numerics.formats import FP8_E4M3, decode, encode
+from rooftile.numerics.recipe import QuantisedQKV, codes, scales_of_rows
+from rooftile.numerics.scaling import BLOCK
+
+# weights are multiplied by 2^8
+RAISED = 8.0
+_LOG2E = math.log2(math.e)
+
+
+def attend_quantised(
+    qkv: QuantisedQKV, mask: Mask, *, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """o in the original's dtype, and lse, fp32, of a recipe's tensors."""
+    by = qkv.precision.granularity
+    q_rows = scales_of_rows(qkv.q, qkv.q_scales, by, qkv.cu_q)
+    k_rows = scales_of_rows(qkv.k, qkv.k_scales, by, qkv.cu_k)
+    v_rows = scales_of_rows(qkv.v, qkv.v_scales, by, qkv.cu_k)
+    shift = qkv.shift if qkv.shift is not None else q_rows.new_zeros(()).expand(qkv.q.shape[:-1])
+    queries = (codes(qkv.q), q_rows, shift.unsqueeze(-1))
+    keys = (codes(qkv.k), k_rows, codes(qkv.v), v_rows)
+    numbers = (mask, scale, softcap, sinks, qkv.precision.pv == "fp8")
+    if qkv.cu_q is None or qkv.cu_k is None:
+        o, lse = _walk(*queries, *keys, *numbers)
+        return o.to(qkv.dtype).contiguous(), lse.contiguous()
+    o = qkv.v.new_zeros((*qkv.q.shape[:-1], qkv.v.shape[-1]), dtype=qkv.dtype)
+    lse = q_rows.new_full((qkv.q.shape[1], qkv.q.shape[0]), -torch.inf)
+    ends_q, ends_k = qkv.cu_q.tolist(), qkv.cu_k.tolist()
+    for b in range(len(ends_q) - 1):
+        t, s = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
+        part, part_lse = _walk(*(x[None, t] for x in queries), *(x[None, s] for x in keys), *numbers)
+        o[t], lse[:, t] = part[0].to(qkv.dtype), part_lse[0]
+    return o, lse
+
+
+def _walk(
+    q: Tensor, q_scales: Tensor, shift: Tensor, k: Tensor, k_scales: Tensor, v: Tensor, v_scales: Tensor,
+    mask: Mask, scale: float, softcap: float, sinks: Tensor | None, round_weights: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """fp32 o (B, T, H, Dv) and lse (B, H, T), from codes and scales, block by block from the last keys to the first."""
+    (B, T, H, _), (S, Hk), Dv = q.shape, k.shape[1:3], v.shape[-1]
+    group = H // Hk
+
+    def heads_first(x: Tensor) -> Tensor:
+        """(B, rows, heads, n) as (B, Hk, group or 1, rows, n)."""
+        return x.unflatten(2, (Hk, -1)).permute(0, 2, 3, 1, 4)
+
+    q, q_scales, shift, k, k_scales, v, v_scales = (heads_first(x) for x in (q, q_scales, shift, k, k_scales, v, v_scales))
+    visible = materialise(mask, T, S).to(q.device)
+    lost_values = v.isnan()
+    clean_v = v.nan_to_num(nan=0.0)
+    m = q.new_full((B, Hk, group, T, 1), -torch.inf)
+    if sinks is not None:
+        m = (sinks.float() * _LOG2E).view(1, Hk, group, 1, 1).expand_as(m)
+    l = torch.exp2(m - _finite(m) + RAISED)
+    o = q.new_zeros(B, Hk, group, T, Dv)
+    for start in range((S - 1) // BLOCK * BLOCK, -1, -BLOCK) if S else ():
+        j = slice(start, min(start + BLOCK, S))
+        x = (q @ k[:, :, :, j].mT * (q_scales * k_scales[:, :, :, j].mT) + shift) * scale
+        if softcap:
+            x = softcap * torch.tanh(x / softcap)
+        x = torch.where(visible[:, j], x * _LOG2E, -torch.inf)
+        top = torch.maximum(m, x.amax(-1, keepdim=True))
+        alpha = torch.exp2(m - _finite(top))
+        p = torch.exp2(x - _finite(top) + RAISED)
+        l = l * alpha + p.sum(-1, keepdim=True)
+        if round_weights:
+            p = decode(encode(p, FP8_E4M3), FP8_E4M3)
+        # one scale for the block, or one a channel
+        part = p @ clean_v[:, :, :, j] * v_scales[:, :, :, start : start + 1]
+        lost = visible[:, j].float() @ lost_values[:, :, :, j].float() > 0
+        o = (o * alpha + part).masked_fill(lost, torch.nan)
+        m = top
+    lse = (m + torch.log2(l) - RAISED) / _LOG2E
+    o = torch.where(l == 0, 0.0, o / l)
+    return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, Dv), lse.squeeze(-1).reshape(B, H, T)
+
+
+def _finite(m: Tensor) -> Tensor:
+    """A row that has seen nothing yet: exp2(-inf - 0) is 0."""
+    return m.masked_fill(m == -torch.inf, 0.0)

@@ -1,0 +1,157 @@
+"""Queries, keys and values in the formats of a recipe: what the attention kernels multiply, bit for bit.
+
+Every step is one that all devices do alike: fp32 sums and products of two numbers in a fixed order, an exact mean, and rounding
+to the nearest. So a CPU and a GPU give the same integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rooftile.numerics.formats import FP8_E4M3, INT8, Format, decode, encode
+from rooftile.numerics.hadamard import hadamard, signs_of
+from rooftile.numerics.scaling import BLOCK, scales_of, set_aside
+from rooftile.precision import Precision
+
+_FORMATS = {"fp8": FP8_E4M3, "int8": INT8}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedQKV:
+    """Queries, keys and values as `quantise_qkv` makes them, for `attention_quantised`.
+
+    q (B, T, H, D), k (B, S, Hk, D) and v (B, S, Hk, Dv), or packed (total, heads, dim), are float8_e4m3fn, int8, or in the dtype
+    of the original where the recipe leaves them so. A number is its code times a scale: the fp32 scales are (parts, heads, 1), or
+    (parts, Hk, Dv) for v under granularity "row"; a row's part is `part_of_rows`. Queries and keys are rotated and smoothed as
+    the recipe says: `shift` (B, T, H) is what smoothing took from all of a query's products, `signs` (D,) are the rotation's.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_scales: Tensor | None
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+    shift: Tensor | None
+    signs: Tensor | None
+    precision: Precision
+    dtype: torch.dtype
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three tensors and their scales."""
+        held = (self.q, self.k, self.v, self.q_scales, self.k_scales, self.v_scales, self.shift)
+        return sum(x.nbytes for x in held if x is not None)
+
+
+def quantise_qkv(
+    q: Tensor, k: Tensor, v: Tensor, precision: Precision, cu_q: Tensor | None = None, cu_k: Tensor | None = None
+) -> QuantisedQKV:
+    """Queries, keys and values, dense or packed, by a recipe."""
+    dtype = q.dtype
+    shift = signs = q_scales = k_scales = v_scales = None
+    q, k, v = set_aside(q), set_aside(k), set_aside(v)
+    if precision.qk != "native":
+        q, k = q.float(), k.float()
+        if precision.smooth_k:
+            mean = mean_key(k, cu_k)
+            shift = _shift(q, mean, cu_q)
+            k = k - _of_rows(mean, k, cu_k)
+        if precision.incoherent:
+            signs = signs_of(q.shape[-1]).to(q.device)
+            q, k = hadamard(q, signs), hadamard(k, signs)
+        q, q_scales = _by_parts(q, precision, _FORMATS[precision.qk], cu_q)
+        k, k_scales = _by_parts(k, precision, _FORMATS[precision.qk], cu_k)
+    if precision.pv != "native":
+        by_channel = precision.granularity == "row"
+        v, v_scales = _by_parts(v.float(), precision, FP8_E4M3, cu_k, by_channel)
+    return QuantisedQKV(q, k, v, q_scales, k_scales, v_scales, shift, signs, precision, dtype, cu_q, cu_k)
+
+
+def mean_key(k: Tensor, cu: Tensor | None) -> Tensor:
+    """The mean key of each sequence and head, fp32 (B, Hk, D); what is not finite counts as zero.
+
+    Summed in fp64, where a sum of 16-bit numbers comes out the same in any order.
+    """
+    numbers = k.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    if cu is None:
+        return (numbers.sum(1) / max(k.shape[1], 1)).float()
+    B = cu.shape[0] - 1
+    sums = numbers.new_zeros(B, *k.shape[1:]).index_add_(0, sequence_of_rows(cu, k.shape[0]), numbers)
+    return (sums / cu.diff().clamp(min=1).view(-1, 1, 1)).float()
+
+
+def _shift(q: Tensor, mean: Tensor, cu_q: Tensor | None) -> Tensor:
+    """q . mean for each query and head."""
+    means = _of_rows(mean, q, cu_q).repeat_interleave(q.shape[-2] // mean.shape[-2], dim=-2)
+    return (q * means).sum(-1)
+
+
+def _of_rows(of_sequences: Tensor, x: Tensor, cu: Tensor | None) -> Tensor:
+    """(B, ...) spread over the rows of x."""
+    return of_sequences[:, None] if cu is None else of_sequences[sequence_of_rows(cu, x.shape[0])]
+
+
+def sequence_of_rows(cu: Tensor, rows: int) -> Tensor:
+    """Which sequence each packed row belongs to."""
+    return torch.searchsorted(cu[1:].long(), torch.arange(rows, device=cu.device), right=True)
+
+
+def part_of_rows(x: Tensor, granularity: str, cu: Tensor | None) -> tuple[Tensor, int]:
+    """Which part of a granularity each row belongs to, and how many parts there are.
+
+    Dense rows are numbered through the batch. Blocks count from a sequence's start, so that a sequence's bits do not depend on
+    what is packed with it: those of sequence b begin with part cu[b] // 128 + b.
+    """
+    rows = x.shape[0] if cu is not None else x.shape[0] * x.shape[1]
+    row = torch.arange(rows, device=x.device)
+    if granularity == "tensor":
+        return torch.zeros_like(row), 1
+    if granularity == "row":
+        return row, rows
+    if cu is None:
+        T = max(x.shape[1], 1)
+        blocks = -(-T // BLOCK) if granularity == "block" else 1
+        return row // T * blocks + (row % T // BLOCK if granularity == "block" else 0), x.shape[0] * blocks
+    sequence = sequence_of_rows(cu, rows)
+    if granularity == "head":
+        return sequence, cu.shape[0] - 1
+    start = cu.long()[sequence]
+    return start // BLOCK + sequence + (row - start) // BLOCK, rows // BLOCK + cu.shape[0] - 1
+
+
+def _by_parts(
+    x: Tensor, precision: Precision, kind: Format, cu: Tensor | None, by_channel: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Codes in the shape of x, and scales (parts, heads, 1 or dim)."""
+    rows = x if cu is not None else x.flatten(0, 1)
+    part, parts = part_of_rows(x, "head" if by_channel else precision.granularity, cu)
+    size = rows.abs().nan_to_num(nan=0.0)
+    if not by_channel:
+        size = size.amax(-1, keepdim=True)
+    index = part.view(-1, 1, 1).expand_as(size)
+    sizes = size.new_zeros(parts, *size.shape[1:]).scatter_reduce_(0, index, size, "amax")
+    if precision.granularity == "tensor":
+        sizes = sizes.amax(1, keepdim=True).expand_as(sizes)
+    scales, inverse = scales_of(sizes, kind)
+    return encode(rows * inverse[part], kind).view(x.shape), scales.contiguous()
+
+
+def codes(x: Tensor) -> Tensor:
+    """What the codes of a part of QuantisedQKV mean without their scales, fp32."""
+    kind = {FP8_E4M3.dtype: FP8_E4M3, INT8.dtype: INT8}.get(x.dtype)
+    return x.float() if kind is None else decode(x, kind)
+
+
+def scales_of_rows(x: Tensor, scales: Tensor | None, granularity: str, cu: Tensor | None) -> Tensor:
+    """The scale of each row and head (…, heads, 1), or channel, of a part of QuantisedQKV."""
+    if scales is None:
+        return x.new_ones((), dtype=torch.float32).expand(*x.shape[:-1], 1)
+    by_channel = scales.shape[-1] > 1
+    part, _ = part_of_rows(x, "head" if by_channel else granularity, cu)
+    return scales[part].view(*x.shape[:-1], scales.shape[-1])
