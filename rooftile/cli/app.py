@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rooftile.cli import bench, doctor, explain, report, warmup
+from rooftile.cli import accuracy, bench, doctor, explain, report, warmup
 
 app = typer.Typer(
     name="rooftile",
@@ -17,5 +17,6 @@ app = typer.Typer(
 app.command("doctor")(doctor.doctor)
 app.command("explain")(explain.explain)
 app.command("warmup")(warmup.warmup)
+app.command("accuracy")(accuracy.accuracy)
 app.command("report")(report.report)
 app.add_typer(bench.app, name="bench")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rooftile.report.comparison import OURS, STANDARD, Comparison
+from rooftile.report.few_bits import FewBits
 from rooftile.report.tiles import TileMap
 from rooftile.report.training import Run, Training
 from rooftile.report.units import percent, power, times, tokens
@@ -124,6 +125,20 @@ def tiles_claim(maps: tuple[TileMap, ...]) -> str:
     """Over the pictures of the masks."""
     most = max(maps, key=lambda tile_map: tile_map.saved)
     return f"Tiles that nobody sees are skipped: {most.mask} leaves out {percent(most.saved)} of the scores"
+
+
+def few_bits_claim(bits: FewBits) -> str:
+    """Over the section on number formats."""
+    fp8, int8 = (bits.of("outliers", name).better for name in ("fp8", "int8"))
+    words = [against(1.0, ratio, "closer", "further off", "as close") for ratio in (fp8, int8)]
+    return f"Few bits, well chosen: with outliers fp8 is {words[0]}, int8 {words[1]}, beside FP8 with one scale"
+
+
+def distribution_claim(bits: FewBits, distribution: str) -> str:
+    """Over a distribution's chart."""
+    best = min((loss for loss in bits.losses[distribution] if loss.precision != "native"), key=lambda loss: loss.rmse)
+    words = {"outliers": "With outliers", "gaussian": "Without outliers", "sink": "With a sink"}[distribution]
+    return f"{words} the best of these is {best.recipe}"
 
 
 def tile_time_claim(tile_map: TileMap, full: TileMap) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rooftile.report import comparison, machine, tiles, training
+from rooftile.report import comparison, few_bits, machine, tiles, training
 from rooftile.report.plan import Plan
 from rooftile.report.progress import Progress
 
@@ -24,6 +24,7 @@ class Report:
     machine: machine.Machine | None = None
     comparison: comparison.Comparison | None = None
     tiling: tiles.Tiling | None = None
+    few_bits: few_bits.FewBits | None = None
     training: training.Training | None = None
     missing: dict[str, str] = field(default_factory=dict)  # an optional package is not there
     failures: dict[str, str] = field(default_factory=dict)  # an experiment broke
@@ -37,6 +38,7 @@ class Report:
             "machine": self.machine and asdict(self.machine),
             "comparison": self.comparison and asdict(self.comparison),
             "tiling": self.tiling and self.tiling.json(),
+            "few_bits": self.few_bits and asdict(self.few_bits),
             "training": self.training and asdict(self.training),
             "missing": self.missing,
             "failures": self.failures,
@@ -71,6 +73,7 @@ def run(plan: Plan, device: str, command: str, progress: Progress) -> Report:
     attempt("machine", lambda: machine.survey(plan, device))
     attempt("comparison", lambda: comparison.compare(plan, device, step("comparison")))
     attempt("tiling", lambda: tiles.tile_masks(plan, device, step("tiling")))
+    attempt("few_bits", lambda: few_bits.measure(plan, device, step("few_bits")))
     if find_spec("transformers") is None:
         report.missing["training"] = (
             "The package transformers is not installed: pip install 'rooftile[report]' adds this part."

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from rooftile.bench.accuracy import PLAINEST
 from rooftile.report import claims, draw
 from rooftile.report.comparison import OURS, STANDARD, TILED, Comparison, Reading
 from rooftile.report.draw import Series
 from rooftile.report.experiments import Report
+from rooftile.report.few_bits import FewBits
 from rooftile.report.training import Training
 from rooftile.report.units import duration, power, size, times
 
@@ -133,6 +135,28 @@ def difference_chart(training: Training) -> Chart:
     picture = draw.line_chart(series, title=title, x_name="step", y_name="difference", write=power, log=True)
     note = "The two sum in another order, so they round differently, and training makes small differences grow. Equal losses lie on the floor."
     return Chart(title, safe(picture), note)
+
+
+def loss_bars(bits: FewBits, distribution: str) -> Chart:
+    """What each recipe loses on a distribution."""
+    title = claims.distribution_claim(bits, distribution)
+    found = bits.losses[distribution]
+    kinds = {"native": "plain", PLAINEST: "standard", "fp8": "ours", "int8": "ours"}
+    names = {"native": f"{bits.dtype}, for comparison"}
+    rows = [
+        (names.get(loss.recipe, loss.recipe), kinds.get(loss.recipe, "other"), loss.rmse, power(loss.rmse)) for loss in found
+    ]  # fmt: skip
+    table = Table(
+        ["recipe", "RMSE", "better", "largest error", "1 − cosine", "largest error of lse", "forward"],
+        [
+            [
+                loss.recipe, power(loss.rmse), times(loss.better), power(loss.largest), power(1 - loss.cosine), power(loss.lse),
+                duration(loss.time_us) + " (plain operations)" * (loss.ran == "eager"),
+            ]
+            for loss in found
+        ],
+    )  # fmt: skip
+    return Chart(title, safe(draw.bars(rows, title=title)), "Root of the mean squared error against fp64: shorter is better.", table)
 
 
 def step_charts(training: Training) -> list[Chart]:

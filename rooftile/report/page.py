@@ -16,6 +16,7 @@ from rooftile.errors import InvalidInput
 from rooftile.report import claims, draw, figures
 from rooftile.report.comparison import OURS, Comparison
 from rooftile.report.experiments import Report
+from rooftile.report.few_bits import FewBits
 from rooftile.report.machine import Machine
 from rooftile.report.tiles import Tiling, online_softmax
 from rooftile.report.training import Training
@@ -52,6 +53,7 @@ def render(report: Report) -> str:
         comparison=report.comparison and _comparison(report.comparison),
         why=_why(report),
         masks=report.tiling and _masks(report.tiling),
+        few_bits=report.few_bits and _few_bits(report.few_bits),
         model=report.training and _model(report.training, report),
         machine=report.machine and _machine(report.machine),
         not_shown=_not_shown(report),
@@ -181,6 +183,21 @@ def _masks(tiling: Tiling) -> dict[str, Any]:
         ),
         "maps": maps,
         "table": figures.Table(["mask", "computed", "masked", "skipped", "left out", "visible pairs", "forward"], rows),
+    }  # fmt: skip
+
+
+def _few_bits(bits: FewBits) -> dict[str, Any]:
+    return {
+        "claim": claims.few_bits_claim(bits),
+        "setup": (
+            f"Queries, keys and values of {bits.length:,} tokens, {bits.heads} heads of {bits.dim} numbers, are rounded to 8 bits, and so "
+            "are the weights. With outliers, one entry in a thousand is ten times as large: one scale for a whole tensor then spends "
+            "its bits on them. A rotation of queries and keys alike leaves every score as it is and spreads each outlier over its row; a "
+            "scale a block, or INT8 for the scores, does the rest. rooftile.attention(..., precision=\"fp8\") is all that a program "
+            "changes, and rooftile accuracy --tensors FILE shows the same for tensors of your own."
+        ),
+        "charts": [figures.loss_bars(bits, distribution) for distribution in bits.losses],
+        "note": f"Means over {bits.draws} draws. Where a time says plain operations, no kernel of this machine computes the recipe: it shows the numbers, not the speed.",
     }  # fmt: skip
 
 

@@ -42,6 +42,9 @@ class Plan:
     patience: float  # seconds that one forward and backward may be expected to take
     rounds: int  # timed calls; the median counts
     tile_length: int  # tokens in the pictures of the masks
+    bits_length: int  # tokens in the experiment on number formats
+    bits_dim: int
+    bits_draws: int
     model: ModelPlan
     seconds: dict[str, float]  # expected, by experiment: only the progress line reads it
     is_quick: bool = False
@@ -65,6 +68,9 @@ CPU = Plan(
     patience=4.0,
     rounds=4,
     tile_length=4096,
+    bits_length=1024,
+    bits_dim=128,
+    bits_draws=3,
     model=ModelPlan(
         hidden=192,
         layers=2,
@@ -78,7 +84,7 @@ CPU = Plan(
         dtype="fp32",
         written=400,
     ),
-    seconds={"machine": 4, "comparison": 80, "tiling": 4, "training": 95},
+    seconds={"machine": 4, "comparison": 80, "tiling": 4, "few_bits": 12, "training": 95},
 )
 
 CPU_QUICK = Plan(
@@ -92,6 +98,9 @@ CPU_QUICK = Plan(
     patience=2.0,
     rounds=2,
     tile_length=512,
+    bits_length=200,
+    bits_dim=32,
+    bits_draws=1,
     model=ModelPlan(
         hidden=32,
         layers=1,
@@ -104,7 +113,7 @@ CPU_QUICK = Plan(
         dtype="fp32",
         written=24,
     ),
-    seconds={"machine": 5, "comparison": 5, "tiling": 1, "training": 10},
+    seconds={"machine": 5, "comparison": 5, "tiling": 1, "few_bits": 1, "training": 10},
     is_quick=True,
 )
 
@@ -119,6 +128,9 @@ GPU = Plan(
     patience=10.0,
     rounds=20,
     tile_length=4096,
+    bits_length=2048,
+    bits_dim=128,
+    bits_draws=6,
     model=ModelPlan(
         hidden=512,
         layers=6,
@@ -131,7 +143,7 @@ GPU = Plan(
         dtype="bf16",
         written=600,
     ),
-    seconds={"machine": 4, "comparison": 40, "tiling": 8, "training": 40},
+    seconds={"machine": 4, "comparison": 40, "tiling": 8, "few_bits": 5, "training": 40},
 )
 
 GPU_QUICK = Plan(
@@ -145,6 +157,9 @@ GPU_QUICK = Plan(
     patience=2.0,
     rounds=3,
     tile_length=1024,
+    bits_length=512,
+    bits_dim=64,
+    bits_draws=1,
     model=ModelPlan(
         hidden=64,
         layers=1,
@@ -157,6 +172,6 @@ GPU_QUICK = Plan(
         dtype="bf16",
         written=24,
     ),
-    seconds={"machine": 5, "comparison": 5, "tiling": 2, "training": 15},
+    seconds={"machine": 5, "comparison": 5, "tiling": 2, "few_bits": 3, "training": 15},
     is_quick=True,
 )

@@ -1,0 +1,179 @@
+"""What each recipe of few bits loses, on tensors that are hard to round: beside the exact result, and timed."""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rooftile import api, dispatch, validate
+from rooftile.bench.clock import clock_for
+from rooftile.errors import InvalidInput
+from rooftile.masks import Mask
+from rooftile.precision import PRESETS, Precision, recipe_of
+from rooftile.spec import Options, decode
+
+# from the plainest to the most careful
+RECIPES: dict[str, str | Precision] = {
+    "native": "native",
+    "fp8, a scale a tensor": Precision(granularity="tensor", incoherent=False, smooth_k=False),
+    "fp8, a scale a block": Precision(incoherent=False, smooth_k=False),
+    "fp8, rotated": Precision(smooth_k=False),
+    "fp8": PRESETS["fp8"],
+    "fp8, a scale a row": Precision(granularity="row"),
+    "int8, not rotated": Precision(qk="int8", incoherent=False),
+    "int8": PRESETS["int8"],
+    "int8, a scale a row": Precision(qk="int8", granularity="row"),
+}
+# what the ratio is taken against
+PLAINEST = "fp8, a scale a tensor"
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What one recipe loses, means over the draws: of o - exact the root of the mean square and the largest, and the cosine."""
+
+    recipe: str
+    precision: str
+    rmse: float
+    largest: float
+    cosine: float
+    better: float  # rmse of a scale a tensor over this one's, mean over the draws
+    lse: float  # the largest error of lse
+    time_us: float
+    ran: str  # the backend
+
+
+def outliers(shape: tuple[int, ...], generator: torch.Generator) -> QKV:
+    """N(0, 1), and N(0, 100) on top of one entry in a thousand: the test of FlashAttention-3's paper."""
+
+    def draw() -> Tensor:
+        rare = torch.rand(shape, generator=generator) < 1e-3
+        return torch.randn(shape, generator=generator) + 10 * torch.randn(shape, generator=generator) * rare
+
+    return draw(), draw(), draw()
+
+
+def gaussian(shape: tuple[int, ...], generator: torch.Generator) -> QKV:
+    """N(0, 1)."""
+    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    return q, k, v
+
+
+def sink(shape: tuple[int, ...], generator: torch.Generator) -> QKV:
+    """Queries that agree on the first key, whose score is about 10 above the others and whose value is nearly zero.
+
+    It takes most of a row's weight, and what matters is in the small weights beside it.
+    """
+    q, k, v = gaussian(shape, generator)
+    towards = torch.randn(shape[-1], generator=generator)
+    towards = towards / towards.norm() * shape[-1] ** 0.5
+    q = q + towards
+    k[:, 0] = towards * 10 / shape[-1] ** 0.5
+    v[:, 0] *= 0.01
+    return q, k, v
+
+
+DISTRIBUTIONS: dict[str, Callable[[tuple[int, ...], torch.Generator], QKV]] = {
+    "outliers": outliers,
+    "gaussian": gaussian,
+    "sink": sink,
+}
+
+
+def draws(distribution: str, shape: tuple[int, ...], count: int, dtype: torch.dtype, device: torch.device) -> Iterator[QKV]:
+    """Draws number 0, 1, ... of a distribution: the same on every machine."""
+    if distribution not in DISTRIBUTIONS:
+        raise InvalidInput(f"distribution is {distribution!r}; has {', '.join(DISTRIBUTIONS)}")
+    for seed in range(count):
+        q, k, v = DISTRIBUTIONS[distribution](shape, torch.Generator().manual_seed(seed))
+        yield q.to(device, dtype), k.to(device, dtype), v.to(device, dtype)
+
+
+def saved(path: Path, device: torch.device) -> QKV:
+    """Tensors q, k and v from a file of one's own: .safetensors, or .pt with a dictionary of tensors and nothing else."""
+    if not path.is_file():
+        raise InvalidInput(f"--tensors is {path}, which is no file")
+    if path.suffix == ".safetensors":
+        try:
+            from safetensors.torch import load_file
+        except ImportError:
+            raise InvalidInput("reading .safetensors needs the package safetensors; pip install safetensors") from None
+        found = load_file(path)
+    else:
+        # a pickle may run anything: only tensors are read
+        try:
+            found = torch.load(path, weights_only=True, map_location="cpu")
+        except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError):
+            raise InvalidInput(f"{path} is no file of tensors; save a dictionary of q, k and v with torch.save") from None
+    missing = [name for name in ("q", "k", "v") if not isinstance(found, dict) or not isinstance(found.get(name), Tensor)]
+    if missing:
+        raise InvalidInput(f"{path} has no tensor {missing[0]!r}; it must hold q (B, T, H, D), k and v (B, S, Hk, D)")
+    return found["q"].to(device), found["k"].to(device), found["v"].to(device)
+
+
+def losses(
+    inputs: Iterator[QKV], mask: Mask, say: Callable[[str], None], recipes: dict[str, str | Precision] | None = None
+) -> list[Loss]:
+    """What each recipe loses on these tensors. The last of them are timed."""
+    recipes = RECIPES if recipes is None else recipes
+    errors: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in recipes}
+    tensors: QKV | None = None
+    for number, tensors in enumerate(inputs, 1):
+        q, k, v = tensors
+        say(f"tensors {number}: exact")
+        exact, exact_lse = _exact(q, k, v, mask)
+        for name, precision in recipes.items():
+            say(f"tensors {number}: {name}")
+            o, lse = api.attention_with_lse(q, k, v, mask, precision=precision)
+            error = o.double() - exact
+            cosine = torch.nn.functional.cosine_similarity(o.double().flatten(), exact.flatten(), dim=0)
+            off = (lse - exact_lse).abs().nan_to_num(nan=0.0).max()
+            errors[name].append((error.square().mean().sqrt().item(), error.abs().max().item(), cosine.item(), off.item()))
+    if tensors is None:
+        return []
+    found = []
+    for name, precision in recipes.items():
+        say(f"time: {name}")
+        rmse, largest, cosines, off_lse = (list(column) for column in zip(*errors[name], strict=True))
+        plainest = [row[0] for row in errors.get(PLAINEST, errors[name])]
+        time_us, ran = _time(*tensors, mask, precision)
+        found.append(
+            Loss(
+                recipe=name,
+                precision=precision if isinstance(precision, str) else precision.code,
+                rmse=statistics.mean(rmse),
+                largest=statistics.mean(largest),
+                cosine=statistics.mean(cosines),
+                better=statistics.mean(a / b if b else 1.0 for a, b in zip(plainest, rmse, strict=True)),
+                lse=statistics.mean(off_lse),
+                time_us=time_us,
+                ran=ran,
+            )
+        )
+    return found
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    return api.attention_with_lse(q.double(), k.double(), v.double(), mask)
+
+
+def _time(q: Tensor, k: Tensor, v: Tensor, mask: Mask, precision: str | Precision) -> tuple[float, str]:
+    """Median time of a forward, and the backend that ran it."""
+
+    def work() -> Tensor:
+        return api.attention(q, k, v, mask, precision=precision)
+
+    work()
+    code = validate.spec_code(
+        q, k, v, mask, Options(), scale=None, softcap=None, dropout=0.0, deterministic=False, needs_lse=False,
+        forward_mode=False, precision=recipe_of(precision),
+    )  # fmt: skip
+    return statistics.median(clock_for(q.device).samples(work)), str(dispatch.select(decode(code)).NAME)

@@ -1,0 +1,44 @@
+"""The experiment on number formats: what attention in FP8 and INT8 loses on tensors that are easy and hard to round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rooftile.bench.accuracy import DISTRIBUTIONS, Loss, draws, losses
+from rooftile.masks import FULL
+from rooftile.report.plan import Plan
+from rooftile.spec import DTYPES
+
+HEADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewBits:
+    """What each recipe loses, by distribution."""
+
+    length: int
+    heads: int
+    dim: int
+    draws: int
+    dtype: str
+    losses: dict[str, list[Loss]]
+
+    def of(self, distribution: str, recipe: str) -> Loss:
+        (found,) = [loss for loss in self.losses[distribution] if loss.recipe == recipe]
+        return found
+
+
+def measure(plan: Plan, device: str, step: Callable[[float, str], None]) -> FewBits:
+    """The recipes of `rooftile accuracy` on every distribution that it has."""
+    shape = (1, plan.bits_length, HEADS, plan.bits_dim)
+    found = {}
+    for number, name in enumerate(DISTRIBUTIONS):
+        step(number / len(DISTRIBUTIONS), f"rounding to few bits: {name}")
+        inputs = draws(name, shape, plan.bits_draws, DTYPES["bf16"], torch.device(device))
+        found[name] = losses(inputs, FULL, lambda words: None)
+    return FewBits(
+        length=plan.bits_length, heads=HEADS, dim=plan.bits_dim, draws=plan.bits_draws, dtype="bf16", losses=found
+    )
