@@ -31,7 +31,7 @@ class Precision:
             is given it back.
 
     Example:
-        >>> rt.attention(q, k, v, rt.CAUSAL, precision=rt.Precision(qk="int8", granularity="row"))
+        >>> o = attention(*torch.randn(3, 1, 40, 2, 64), CAUSAL, precision=Precision(qk="int8", granularity="row"))
 
     Shah et al., FlashAttention-3, arXiv:2407.08608; Zhang et al., SageAttention, arXiv:2410.02367.
     """
