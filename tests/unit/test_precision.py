@@ -100,11 +100,11 @@ def test_smoothing_takes_what_keys_share() -> None:
     assert errors[1] < 0.6 * errors[0]
 
 
-@recipes
+# one scale for all that is packed is another one
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.granularity != "tensor"])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_packing_changes_no_bit(precision: rt.Precision, mask: Mask) -> None:
-    if precision.granularity == "tensor":
-        pytest.skip("one scale for all that is packed")
+def test_packing_changes_no_bit(name: str, mask: Mask) -> None:
+    precision = RECIPES[name]
     lengths = [(130, 200), (1, 5), (0, 7), (300, 300)]
     parts = [inputs(T, S, 4, 2, 32, B=1) for T, S in lengths]
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0) for n in zip(*lengths, strict=True))
