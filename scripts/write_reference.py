@@ -23,6 +23,12 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "enable", "disable",
         ),
     ),
+    ("In few bits", "rooftile", ("Precision", "quantise_qkv", "attention_quantised", "attention_quantised_with_lse")),
+    (
+        "Number formats",
+        "rooftile.numerics",
+        ("quantise", "quantise_blocks", "fake_quantise", "hadamard", "inverse_hadamard", "Scaled", "BlockScaled", "QuantisedQKV"),
+    ),
     ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
     ("Errors", "rooftile", ("InvalidInput", "Unsupported")),
     ("As a module", "rooftile.nn", ("Attention",)),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 import rooftile as rt
 from rooftile import numerics
+from rooftile.backends import eager
 from rooftile.masks import Mask
 from rooftile.numerics.recipe import codes, mean_key, scales_of_rows
 from rooftile.precision import decode
@@ -100,11 +103,11 @@ def test_smoothing_takes_what_keys_share() -> None:
     assert errors[1] < 0.6 * errors[0]
 
 
-@recipes
+# one scale for all that is packed is another one
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.granularity != "tensor"])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_packing_changes_no_bit(precision: rt.Precision, mask: Mask) -> None:
-    if precision.granularity == "tensor":
-        pytest.skip("one scale for all that is packed")
+def test_packing_changes_no_bit(name: str, mask: Mask) -> None:
+    precision = RECIPES[name]
     lengths = [(130, 200), (1, 5), (0, 7), (300, 300)]
     parts = [inputs(T, S, 4, 2, 32, B=1) for T, S in lengths]
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0) for n in zip(*lengths, strict=True))
@@ -174,6 +177,36 @@ def test_gradients_are_those_of_native_attention() -> None:
         found[precision] = torch.autograd.grad(outputs, (q, k, v, sinks), (do, dlse))
     for a, b in zip(found["native"], found["fp8"], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+def test_a_backward_is_given_what_native_attention_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's backward recomputes weights from lse: those of rounded scores would not sum to one."""
+    given = {}
+
+    def backward(do, dlse, q, k, v, o, lse, options, spec):
+        given.update(o=o, lse=lse, precision=spec.precision)
+        return real(do, dlse, q, k, v, o, lse, options, spec)
+
+    real = eager.backward
+    monkeypatch.setattr(eager, "backward", backward)
+    q, k, v = (x.requires_grad_() for x in inputs(30, 30, 2, 2, 16))
+    o, lse = rt.attention_with_lse(q, k, v, backend="eager")
+    rt.attention(q, k, v, precision="fp8").sum().backward()
+    assert torch.equal(given["o"], o)
+    assert torch.equal(given["lse"], lse)
+    assert given["precision"] is None
+
+
+def test_weights_are_rounded_as_the_kernels_round_them() -> None:
+    """Two keys of weights 1 and 0.3: 256 times the second lies between the codes 72 and 80."""
+    q, k = torch.zeros(1, 1, 1, 16), torch.zeros(1, 2, 1, 16)
+    q[..., 0], k[0, 1, 0, 0] = 1.0, math.log(0.3)
+    v = torch.zeros(1, 2, 1, 16)
+    v[0, 1] = 1.0
+    recipe = rt.Precision(qk="native")
+    o, lse = rt.attention_with_lse(q, k, v, precision=recipe, scale=1.0)
+    torch.testing.assert_close(o, torch.full_like(o, 80 / 256 / 1.3))
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(1.3)))
 
 
 def test_a_compiled_call_is_the_same() -> None:
