@@ -43,7 +43,7 @@ def hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
     signs = signs_of(D).to(x.device) if signs is None else signs
     if signs.shape != (D,):
         raise InvalidInput(f"signs is {tuple(signs.shape)}; must be (D,) = ({D},)")
-    x = x.float() * signs
+    x = x.float() * (signs * _norms(D).to(x.device))
     return torch.cat([_transformed(piece) for piece in x.split(pieces(D), dim=-1)], dim=-1)
 
 
@@ -79,12 +79,18 @@ def _mixed(n: int) -> int:
     return z ^ z >> 31
 
 
+@cache
+def _norms(D: int) -> Tensor:
+    """1 / sqrt(n) for each number of a row, n the length of its transform."""
+    return torch.cat([torch.full((n,), n**-0.5) for n in pieces(D)])
+
+
 def _transformed(x: Tensor) -> Tensor:
-    """Sums and differences of neighbours at distance 1, 2, 4, ..., then 1 / sqrt(n): the order that every device keeps."""
+    """Sums and differences of neighbours at distance 1, 2, 4, ...: the order that every device keeps."""
     n = x.shape[-1]
     step = 1
     while step < n:
         a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
         x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         step *= 2
-    return x * n**-0.5
+    return x
