@@ -1,0 +1,216 @@
+"""Queries, keys and values in 8 bits, each read once: the integers of `rooftile.numerics.recipe`, bit for bit.
+
+Three kernels, a program a block of 128 positions of a head:
+
+    sum_keys         the sum of each head's keys in fp64, which comes out the same in any order
+    quantise_rows    queries or keys: less the mean key, times signs, through the butterfly of the Hadamard transform, scaled, rounded
+    quantise_values  values, transposed, and the keys of each 16 in the order in which `flash_fwd_8bit` holds weights
+
+A row lies in one thread by 64 columns: the butterfly's first six steps stay there, and what is left goes from lane to lane.
+"""
+
+from rooftile.backends.hopper.gluon import barrier, fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, tma_store_wait
+from rooftile.backends.hopper.schedule import PADDED, packed_tile
+
+BLOCK = gl.constexpr(128)
+# columns of a row that a thread holds
+OWN = gl.constexpr(64)
+LARGEST_FP8 = gl.constexpr(448.0)
+LARGEST_INT8 = gl.constexpr(127.0)
+
+
+@gluon.jit
+def _block_of(slot, cu_ptr, B, T, blocks, PACKED: gl.constexpr):
+    """Of a slot: its batch, where its sequence begins, its first position there, the sequence's length, and its part."""
+    if PACKED:
+        # a sequence's slots are its parts, counted from its end
+        i_b, i_tile = packed_tile(slot, cu_ptr, B, BLOCK)
+        start = gl.load(cu_ptr + i_b).to(gl.int32)
+        T = gl.load(cu_ptr + i_b + 1).to(gl.int32) - start
+        b = slot * 0
+        part = start // PADDED + i_b + i_tile
+    else:
+        b = slot // blocks
+        i_tile = slot % blocks
+        start = slot * 0
+        i_b = b
+        part = slot
+    return b, i_b, start, i_tile * BLOCK, T, part
+
+
+@gluon.jit
+def _loaded(desc, tile, ready, b, h, row):
+    """Has a block copied into shared memory, and waits for it."""
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    tma_load(desc, [b, h, row, 0], ready, tile)
+    mbarrier.wait(ready, 0)
+
+
+@gluon.jit
+def _finite(x):
+    """16-bit numbers in fp32, with a NaN for everything that is not finite: 0 x + x is x otherwise. Two at a time."""
+    kind: gl.constexpr = "bf16x2" if x.dtype == gl.bfloat16 else "f16x2"
+    words: gl.constexpr = "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn." + kind + " $0, $1, zero, $1; }"
+    return gl.inline_asm_elementwise(words, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2).to(gl.float32)
+
+
+# fmt: off
+@gluon.jit(do_not_specialize=["B", "H", "S", "blocks"], do_not_specialize_on_alignment=["cu_ptr"])
+def sum_keys(k_desc, sums_ptr, cu_ptr, B, H, S, blocks, D: gl.constexpr, PACKED: gl.constexpr):
+    # fmt: on
+    """Adds a block's keys to the sum (B, H, D) of its sequence; what is not finite counts as zero."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16] if D == 64 else [1, 32], [4, 1], [1, 0])
+    tile = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK, D], k_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    fence_async_shared()
+    h = gl.program_id(1)
+    b, i_b, start, t, length, _ = _block_of(gl.program_id(0), cu_ptr, B, S, blocks, PACKED)
+    _loaded(k_desc, tile, ready, b, h, start + t)
+    x = tile.reshape([BLOCK, D]).load(layout).to(gl.float32)
+    row = t + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    x = gl.where((gl.abs(x) < float("inf")) & gl.expand_dims(row < length, 1), x, 0.0)
+    sums = gl.sum(x.to(gl.float64), 0)
+    column = gl.arange(0, D, gl.SliceLayout(0, layout))
+    gl.atomic_add(sums_ptr + (i_b * H + h).to(gl.int64) * D + column, sums)
+
+
+@gluon.jit
+def _in_thread(x, step: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    """One step of the butterfly between columns `step` apart that one thread holds."""
+    layout: gl.constexpr = x.type.layout
+    a, b = x.reshape([ROWS, D // (2 * step), 2, step]).permute((0, 1, 3, 2)).split()
+    y = gl.join(a + b, a - b).permute((0, 1, 3, 2)).reshape([ROWS, D])
+    return gl.convert_layout(y, layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _exchange(lanes):
+    return f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;"
+
+
+@gluon.jit
+def _across_lanes(x, column, lanes: gl.constexpr):
+    """One step between columns that lanes `lanes` apart hold."""
+    other = gl.inline_asm_elementwise(_exchange(lanes), "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+    # the first of two gets their sum, the second the first less the second
+    sign = gl.where((column // (OWN * lanes)) % 2 == 0, 1.0, -1.0)
+    return other + gl.expand_dims(sign, 0) * x
+
+
+@gluon.jit
+def _rotated(x, column, signs_ptr, D: gl.constexpr):
+    """Rows times the signed Hadamard matrix, in the order of `rooftile.numerics.hadamard`; signs have its norm in them."""
+    x = x * gl.expand_dims(gl.load(signs_ptr + column), 0)
+    x = _in_thread(x, 1, BLOCK, D)
+    x = _in_thread(x, 2, BLOCK, D)
+    x = _in_thread(x, 4, BLOCK, D)
+    x = _in_thread(x, 8, BLOCK, D)
+    x = _in_thread(x, 16, BLOCK, D)
+    x = _in_thread(x, 32, BLOCK, D)
+    if D >= 128:
+        x = _across_lanes(x, column, 1)
+    if D >= 256:
+        x = _across_lanes(x, column, 2)
+    return x
+
+
+@gluon.jit
+def _size(x):
+    """The largest size of what is finite; NaNs lose against any number."""
+    return gl.max(gl.max(gl.abs(x), 1), 0)
+
+
+@gluon.jit
+def _rounded(x):
+    """To the nearest integer, ties to even; -128 for a NaN."""
+    near = gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.where(x == x, near, -128).to(gl.int8)
+
+
+# fmt: off
+@gluon.jit(
+    do_not_specialize=["B", "H", "T", "blocks", "rows"], do_not_specialize_on_alignment=["cu_ptr", "scales_ptr", "shift_ptr"],
+)
+def quantise_rows(
+    x_desc, out_ptr, scales_ptr, shift_ptr, mean_ptr, signs_ptr, cu_ptr, B, H, T, blocks, rows,
+    GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr, INTEGER: gl.constexpr,
+    ROTATE: gl.constexpr, SMOOTH: gl.constexpr, SHIFT: gl.constexpr,
+):
+    # fmt: on
+    """A block of queries or keys. SMOOTH: keys less their mean. SHIFT: queries times the mean key, for lse."""
+    LANES: gl.constexpr = D // OWN
+    layout: gl.constexpr = gl.BlockedLayout([1, OWN], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    tile = gl.allocate_shared_memory(x_desc.dtype, [1, 1, BLOCK, D], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    fence_async_shared()
+    h = gl.program_id(1)
+    b, i_b, start, t, length, part = _block_of(gl.program_id(0), cu_ptr, B, T, blocks, PACKED)
+    if t < length:
+        _loaded(x_desc, tile, ready, b, h, start + t)
+        x = _finite(tile.reshape([BLOCK, D]).load(layout))
+        row = t + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+        column = gl.arange(0, D, gl.SliceLayout(0, layout))
+        there = row < length
+        if PACKED:
+            # what is past the end of a dense head comes as zeros
+            x = gl.where(gl.expand_dims(there, 1), x, 0.0)
+        place = (b.to(gl.int64) * rows + start + row) * H + h
+        if SMOOTH or SHIFT:
+            mean = gl.expand_dims(gl.load(mean_ptr + (i_b * (H // GROUP) + h // GROUP).to(gl.int64) * D + column), 0)
+            if SHIFT:
+                gl.store(shift_ptr + place, gl.sum(x * mean, 1), mask=there)
+            else:
+                x = gl.where(gl.expand_dims(there, 1), x - mean, 0.0)
+        if ROTATE:
+            x = _rotated(x, column, signs_ptr, D)
+        size = _size(x)
+        LARGEST: gl.constexpr = LARGEST_INT8 if INTEGER else LARGEST_FP8
+        size = gl.where(size > 0.0, size, LARGEST)
+        scale = gl.div_rn(size, LARGEST)
+        lines = out_ptr + gl.expand_dims(place * D, 1) + gl.expand_dims(column, 0)
+        if INTEGER:
+            # nothing is larger than the size, so nothing rounds to more than 127
+            gl.store(lines, _rounded(x * gl.div_rn(1.0, scale)), mask=gl.expand_dims(there, 1))
+        else:
+            y = x * gl.div_rn(LARGEST, size)
+            gl.store(lines, y.to(gl.float8e4nv), mask=gl.expand_dims(there, 1))
+        gl.store(scales_ptr + part * H + h, scale)
+
+
+# fmt: off
+@gluon.jit(do_not_specialize=["B", "H", "S", "blocks"], do_not_specialize_on_alignment=["cu_ptr", "scales_ptr"])
+def quantise_values(
+    v_desc, out_desc, scales_ptr, cu_ptr, B, H, S, blocks, DV: gl.constexpr, PACKED: gl.constexpr,
+):
+    # fmt: on
+    """A block of values, transposed: (DV, 128), its keys by 16 in the order of a matrix instruction's left side."""
+    # of each 16 keys a lane gets 2l, 2l + 1, 2l + 8 and 2l + 9, as it holds weights
+    layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8]), 2)
+    tile = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BLOCK, DV], v_desc.layout)
+    staged = gl.allocate_shared_memory(out_desc.dtype, [1, 1, DV, BLOCK], out_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    fence_async_shared()
+    h = gl.program_id(1)
+    b, _, start, t, length, part = _block_of(gl.program_id(0), cu_ptr, B, S, blocks, PACKED)
+    if t < length:
+        _loaded(v_desc, tile, ready, b, h, start + t)
+        x = _finite(tile.reshape([BLOCK, DV]).permute((1, 0)).load(layout))
+        if PACKED:
+            key = t + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+            x = gl.where(gl.expand_dims(key < length, 0), x, 0.0)
+        size = _size(x)
+        size = gl.where(size > 0.0, size, LARGEST_FP8)
+        y = (x * gl.div_rn(LARGEST_FP8, size)).to(gl.float8e4nv)
+        # neighbours of every eight become quads of every 16 (see `flash_fwd_8bit`)
+        y = y.reshape([DV, BLOCK // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([DV, BLOCK])
+        staged.reshape([DV, BLOCK]).store(y)
+        fence_async_shared()
+        barrier()
+        # packed: each sequence is padded to whole blocks
+        column = part * BLOCK if PACKED else t
+        tma_store(out_desc, [b, h, 0, column], staged)
+        gl.store(scales_ptr + part * H + h, gl.div_rn(size, LARGEST_FP8))
+        tma_store_wait(0)
