@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rooftile import dispatch, numerics, ops, reference, validate
+from rooftile import dispatch, ops, reference, validate
 from rooftile.backends import eager
-from rooftile.errors import InvalidInput, Unsupported
+from rooftile.errors import InvalidInput
 from rooftile.masks import FULL, Mask
 from rooftile.numerics import QuantisedQKV
 from rooftile.precision import Precision, recipe_of
@@ -191,6 +191,7 @@ def quantise_qkv(
     v: Tensor,  # (B, S, Hk, Dv), or (total_k, Hk, Dv)
     precision: str | Precision = "fp8",
     *,
+    backend: str | None = None,
     cu_k: Tensor | None = None,
     cu_q: Tensor | None = None,
 ) -> QuantisedQKV:
@@ -198,6 +199,7 @@ def quantise_qkv(
 
     Args:
         precision: "fp8", "int8" or a `Precision`.
+        backend: who will attend to them; None takes the fastest that has the recipe. "eager" leaves every option open.
         cu_q, cu_k: offsets (B + 1,) of packed sequences, as in `attention_packed`.
 
     Nothing of it has a gradient; `attention(..., precision=...)` has.
@@ -218,10 +220,8 @@ def quantise_qkv(
     options = _NONE if cu_q is None else _packed_options(q, k, cu_q, cu_k, None, None, None, False)
     with torch.no_grad():
         code = _spec_code(q, k, v, FULL, options, False, False, 0.0, recipe, None, None)
-        spec = decode(code)
-        if reasons := list(eager.refusals(spec)):
-            raise Unsupported(f"cannot quantise this: {'; '.join(reasons)}")
-        return numerics.quantise_qkv(q, k, v, recipe, options.cu_q, options.cu_k)
+        made: QuantisedQKV = dispatch.BACKENDS[_choose(code, backend)].quantise(q, k, v, options, decode(code))
+    return made
 
 
 def attention_quantised(
@@ -253,9 +253,11 @@ def attention_quantised_with_lse(
     """`attention_quantised`, and lse (B, H, T), or packed (H, total_q): of the original keys, also where they were smoothed."""
     if not isinstance(qkv, QuantisedQKV):
         raise InvalidInput(f"qkv is {validate.shown(qkv)}; must be what quantise_qkv returns")
-    numbers = validate.check_scoring(qkv.q, mask, scale, softcap, sinks)
-    with torch.no_grad(), torch.autocast(qkv.q.device.type, enabled=False):
-        return eager.attend_quantised(qkv, mask, scale=numbers.scale, softcap=numbers.softcap, sinks=sinks)
+    code = validate.quantised_code(qkv, mask, scale, softcap, sinks)
+    with torch.no_grad():
+        backend = dispatch.BACKENDS[_choose(code, qkv.backend)]
+        found: tuple[Tensor, Tensor] = backend.attend_quantised(qkv, Options(sinks=sinks), decode(code))
+    return found
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

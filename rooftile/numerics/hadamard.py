@@ -43,7 +43,7 @@ def hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
     signs = signs_of(D).to(x.device) if signs is None else signs
     if signs.shape != (D,):
         raise InvalidInput(f"signs is {tuple(signs.shape)}; must be (D,) = ({D},)")
-    x = x.float() * (signs * _norms(D).to(x.device))
+    x = x.float() * (signs * norms(D).to(x.device))
     return torch.cat([_transformed(piece) for piece in x.split(pieces(D), dim=-1)], dim=-1)
 
 
@@ -80,7 +80,7 @@ def _mixed(n: int) -> int:
 
 
 @cache
-def _norms(D: int) -> Tensor:
+def norms(D: int) -> Tensor:
     """1 / sqrt(n) for each number of a row, n the length of its transform."""
     return torch.cat([torch.full((n,), n**-0.5) for n in pieces(D)])
 

@@ -27,11 +27,14 @@ class QuantisedQKV:
     of the original where the recipe leaves them so. A number is its code times a scale: the fp32 scales are (parts, heads, 1), or
     (parts, Hk, Dv) for v under granularity "row"; a row's part is `part_of_rows`. Queries and keys are rotated and smoothed as
     the recipe says: `shift` (B, T, H) is what smoothing took from all of a query's products, `signs` (D,) are the rotation's.
+
+    `backend` made it and can attend to it. Made for `hopper`, v is None and values are `v_columns`: transposed, (B, Hk, Dv, S)
+    with S padded to whole blocks of 128, or packed (1, Hk, Dv, parts x 128), and each 16 keys in the order of `COLUMN_ORDER`.
     """
 
     q: Tensor
     k: Tensor
-    v: Tensor
+    v: Tensor | None
     q_scales: Tensor | None
     k_scales: Tensor | None
     v_scales: Tensor | None
@@ -41,12 +44,38 @@ class QuantisedQKV:
     dtype: torch.dtype
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
+    v_columns: Tensor | None = None
+    backend: str = "eager"
+
+    @property
+    def dim_v(self) -> int:
+        """Of a value and an output."""
+        return (self.v if self.v_columns is None else self.v_columns.mT).shape[-1]  # type: ignore[union-attr]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the three tensors and their scales."""
-        held = (self.q, self.k, self.v, self.q_scales, self.k_scales, self.v_scales, self.shift)
+        held = (self.q, self.k, self.v, self.v_columns, self.q_scales, self.k_scales, self.v_scales, self.shift)
         return sum(x.nbytes for x in held if x is not None)
+
+
+# which key of each 16 comes at each place of `v_columns`: as a thread of a matrix instruction holds weights
+COLUMN_ORDER = tuple(8 * eight + 2 * lane + one for lane in range(4) for eight in range(2) for one in range(2))
+
+
+def columns_of(v: Tensor, cu: Tensor | None) -> Tensor:
+    """Codes of values as `v_columns`; what no key fills is zero."""
+    if cu is None:
+        columns = torch.nn.functional.pad(v.permute(0, 2, 3, 1).contiguous().view(torch.int8), (0, -v.shape[1] % BLOCK))
+    else:
+        sequence = sequence_of_rows(cu, v.shape[0])
+        start = cu.long()[sequence]
+        place = (start // BLOCK + sequence) * BLOCK + torch.arange(v.shape[0], device=v.device) - start
+        parts = v.shape[0] // BLOCK + cu.shape[0] - 1
+        columns = torch.zeros(1, *v.shape[1:], parts * BLOCK, dtype=torch.int8, device=v.device)
+        columns[0].index_copy_(-1, place, v.permute(1, 2, 0).contiguous().view(torch.int8))
+    ordered = columns.unflatten(-1, (-1, 16))[..., list(COLUMN_ORDER)].flatten(-2)
+    return ordered.contiguous().view(v.dtype)
 
 
 def quantise_qkv(

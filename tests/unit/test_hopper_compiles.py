@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -87,9 +88,18 @@ def test_newest_triton_compiles_the_kernels() -> None:
 WORDS = {"D": 128, "DIM": 96, "DO": True, "DLSE": True, "SINKS": True, "CARE": True}
 
 
+ROWS = {"GROUP": 4, "ROTATE": True}
+
+
 @pytest.mark.parametrize(
     ("module", "name", "constants"),
     [
+        ("quantise", "sum_keys", {"D": 64, "PACKED": False}),
+        ("quantise", "sum_keys", {"D": 128, "PACKED": True}),
+        ("quantise", "quantise_rows", ROWS | {"D": 64, "PACKED": False, "INTEGER": False, "SMOOTH": False, "SHIFT": True}),
+        ("quantise", "quantise_rows", ROWS | {"D": 128, "PACKED": True, "INTEGER": True, "SMOOTH": True, "SHIFT": False}),
+        ("quantise", "quantise_values", {"DV": 64, "PACKED": False}),
+        ("quantise", "quantise_values", {"DV": 128, "PACKED": True}),
         ("row_words", "row_words_of", WORDS | {"PACKED": False, "SUM": 128}),
         ("row_words", "row_words_of", WORDS | {"PACKED": True, "SUM": 0}),
         ("work", "finish_dq", {"D": 128, "DIM": 96, "PACKED": False, "CARE": True}),
@@ -103,13 +113,23 @@ def test_kernels_before_and_after_the_products_compile(module: str, name: str, c
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from rooftile.backends.hopper.descriptors import layout
+
     kernel = getattr(import_module(f"rooftile.backends.hopper.{module}"), name)
     kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr"), "*bf16") | {"scale": "fp32", "stats_ptr": "*i64"}
-    kinds |= dict.fromkeys(("lost_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr")
+    kinds |= dict.fromkeys(("lost_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr") | {"sums_ptr": "*fp64"}
+    kinds |= {"out_ptr": "*i8" if constants.get("INTEGER") else "*fp8e4nv"}
+    dim = constants.get("D", constants.get("DV", 64))
+    for desc, box, dtype, word in (
+        *((desc, (1, 128, dim), torch.bfloat16, "bf16") for desc in ("x_desc", "k_desc", "v_desc")),
+        ("out_desc", (1, dim, 128), torch.float8_e4m3fn, "fp8e4nv"),
+    ):
+        kinds[desc] = f"tensordesc<{word}{[1, *box]},{layout(box, dtype)!r}>"
+    warps = 4 * dim // 64 if name == "quantise_rows" else 8 if name == "quantise_values" else 4
     signature = {arg: kinds.get(arg, "*fp32" if arg.endswith("_ptr") else "i32") for arg in kernel.arg_names}
     places = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}
     source = GluonASTSource(kernel, signature, places)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     assert built.asm["cubin"]
     assert "st.local" not in built.asm["ptx"]
 

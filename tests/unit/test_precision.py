@@ -12,7 +12,7 @@ import rooftile as rt
 from rooftile import numerics
 from rooftile.backends import eager
 from rooftile.masks import Mask
-from rooftile.numerics.recipe import codes, mean_key, scales_of_rows
+from rooftile.numerics.recipe import codes, columns_of, mean_key, scales_of_rows
 from rooftile.precision import decode
 from rooftile.spec import Spec
 from rooftile.spec import decode as decode_spec
@@ -236,6 +236,21 @@ def test_integers_are_what_the_formats_say() -> None:
             assert torch.equal(codes(qkv.v), numerics.decode(values.values, values.format))
 
 
+def test_columns_are_values_in_the_order_of_weights() -> None:
+    """Within 16 keys a lane of four has its two of the first eight, then its two of the second."""
+    v = torch.randn(2, 200, 3, 32).to(torch.float8_e4m3fn)
+    columns = columns_of(v, None)
+    assert columns.shape == (2, 3, 32, 256)
+    for place, key in ((0, 0), (1, 1), (2, 8), (3, 9), (4, 2), (7, 11), (12, 6), (15, 15), (16 + 6, 16 + 10)):
+        assert torch.equal(columns[..., place].float(), v[:, key].float())
+    assert not columns[..., 208:].float().any()
+    cu = torch.tensor([0, 130, 130, 200])
+    packed = columns_of(v[0], cu).float()
+    assert packed.shape == (1, 3, 32, 128 * (200 // 128 + 3))
+    # the third sequence's part: 130 // 128 + 2
+    assert torch.equal(packed[0, :, :, 3 * 128 + 2], v[0, 138].float())
+
+
 def test_memory_is_a_quarter_of_fp32() -> None:
     q, k, v = inputs(1024, 1024, 2, 2, 64)
     qkv = rt.quantise_qkv(q, k, v)
@@ -296,6 +311,6 @@ def test_a_head_dim_without_a_transform_is_refused() -> None:
     q = torch.randn(1, 8, 2, 20)
     with pytest.raises(rt.Unsupported, match=r"head dim 20 has no Hadamard transform; has multiples of 16, or Precision"):
         rt.attention(q, q, q, precision="fp8")
-    with pytest.raises(rt.Unsupported, match="cannot quantise this: head dim 20"):
+    with pytest.raises(rt.Unsupported, match="head dim 20 has no Hadamard transform"):
         rt.quantise_qkv(q, q, q)
     assert rt.attention(q, q, q, precision=rt.Precision(incoherent=False)).shape == q.shape

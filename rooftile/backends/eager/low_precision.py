@@ -25,11 +25,12 @@ RAISED = 8.0
 _LOG2E = math.log2(math.e)
 
 
-def attend_quantised(
+def attend(
     qkv: QuantisedQKV, mask: Mask, *, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """o in the original's dtype, and lse, fp32, of a recipe's tensors."""
     by = qkv.precision.granularity
+    assert qkv.v is not None
     q_rows = scales_of_rows(qkv.q, qkv.q_scales, by, qkv.cu_q)
     k_rows = scales_of_rows(qkv.k, qkv.k_scales, by, qkv.cu_k)
     v_rows = scales_of_rows(qkv.v, qkv.v_scales, by, qkv.cu_k)

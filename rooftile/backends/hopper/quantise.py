@@ -3,13 +3,23 @@
 Three kernels, a program a block of 128 positions of a head:
 
     sum_keys         the sum of each head's keys in fp64, which comes out the same in any order
-    quantise_rows    queries or keys: less the mean key, times signs, through the butterfly of the Hadamard transform, scaled, rounded
+    quantise_rows    queries or keys: less the mean key, times signs, through the butterfly of the Hadamard transform, scaled and
+                     rounded
     quantise_values  values, transposed, and the keys of each 16 in the order in which `flash_fwd_8bit` holds weights
 
 A row lies in one thread by 64 columns: the butterfly's first six steps stay there, and what is left goes from lane to lane.
 """
 
-from rooftile.backends.hopper.gluon import barrier, fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, tma_store_wait
+from rooftile.backends.hopper.gluon import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
 from rooftile.backends.hopper.schedule import PADDED, packed_tile
 
 BLOCK = gl.constexpr(128)
