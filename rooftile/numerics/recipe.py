@@ -94,11 +94,11 @@ def quantise_qkv(
         if precision.incoherent:
             signs = signs_of(q.shape[-1]).to(q.device)
             q, k = hadamard(q, signs), hadamard(k, signs)
-        q, q_scales = _by_parts(q, precision, _FORMATS[precision.qk], cu_q)
-        k, k_scales = _by_parts(k, precision, _FORMATS[precision.qk], cu_k)
+        q, q_scales = _by_parts(q, precision, _FORMATS[precision.qk], cu_q, of_products=True)
+        k, k_scales = _by_parts(k, precision, _FORMATS[precision.qk], cu_k, of_products=True)
     if precision.pv != "native":
         by_channel = precision.granularity == "row"
-        v, v_scales = _by_parts(v.float(), precision, FP8_E4M3, cu_k, by_channel)
+        v, v_scales = _by_parts(v.float(), precision, FP8_E4M3, cu_k, of_products=False, by_channel=by_channel)
     return QuantisedQKV(q, k, v, q_scales, k_scales, v_scales, shift, signs, precision, dtype, cu_q, cu_k)
 
 
@@ -155,14 +155,16 @@ def part_of_rows(x: Tensor, granularity: str, cu: Tensor | None) -> tuple[Tensor
 
 
 def _by_parts(
-    x: Tensor, precision: Precision, kind: Format, cu: Tensor | None, by_channel: bool = False
+    x: Tensor, precision: Precision, kind: Format, cu: Tensor | None, *, of_products: bool, by_channel: bool = False
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes in the shape of x, and scales (parts, heads, 1 or dim)."""
+    """Codes in the shape of x, and scales (parts, heads, 1 or dim). of_products: of queries or keys, of which rows are summed."""
     rows = x if cu is not None else x.flatten(0, 1)
     part, parts = part_of_rows(x, "head" if by_channel else precision.granularity, cu)
-    size = rows.abs().nan_to_num(nan=0.0)
+    size = rows.abs()
     if not by_channel:
-        size = size.amax(-1, keepdim=True)
+        # a row with a NaN takes no part: all that meets it is NaN, whatever its other numbers become
+        size = (size if of_products else size.nan_to_num(nan=0.0)).amax(-1, keepdim=True)
+    size = size.nan_to_num(nan=0.0)
     index = part.view(-1, 1, 1).expand_as(size)
     sizes = size.new_zeros(parts, *size.shape[1:]).scatter_reduce_(0, index, size, "amax")
     if precision.granularity == "tensor":

@@ -94,12 +94,12 @@ ROWS = {"GROUP": 4, "ROTATE": True}
 @pytest.mark.parametrize(
     ("module", "name", "constants"),
     [
-        ("quantise", "sum_keys", {"D": 64, "PACKED": False}),
-        ("quantise", "sum_keys", {"D": 128, "PACKED": True}),
-        ("quantise", "quantise_rows", ROWS | {"D": 64, "PACKED": False, "INTEGER": False, "SMOOTH": False, "SHIFT": True}),
-        ("quantise", "quantise_rows", ROWS | {"D": 128, "PACKED": True, "INTEGER": True, "SMOOTH": True, "SHIFT": False}),
-        ("quantise", "quantise_values", {"DV": 64, "PACKED": False}),
-        ("quantise", "quantise_values", {"DV": 128, "PACKED": True}),
+        ("quantisation", "sum_keys", {"D": 64, "PACKED": False}),
+        ("quantisation", "sum_keys", {"D": 128, "PACKED": True}),
+        ("quantisation", "quantise_rows", ROWS | {"D": 64, "PACKED": False, "INTEGER": False, "SMOOTH": False, "SHIFT": True}),
+        ("quantisation", "quantise_rows", ROWS | {"D": 128, "PACKED": True, "INTEGER": True, "SMOOTH": True, "SHIFT": False}),
+        ("quantisation", "quantise_values", {"DV": 64, "PACKED": False}),
+        ("quantisation", "quantise_values", {"DV": 128, "PACKED": True}),
         ("row_words", "row_words_of", WORDS | {"PACKED": False, "SUM": 128}),
         ("row_words", "row_words_of", WORDS | {"PACKED": True, "SUM": 0}),
         ("work", "finish_dq", {"D": 128, "DIM": 96, "PACKED": False, "CARE": True}),

@@ -8,7 +8,7 @@
     launch       outputs, descriptors and numbers, and the start
 
     flash_fwd_8bit  o and lse of tensors in FP8 and INT8
-    quantise        what makes them, each tensor read once
+    quantisation    what makes them, each tensor read once
     launch_8bit     the start of both
 
     flash_bwd    dk and dv, and dq added up in memory, for head dims up to 128

@@ -6,7 +6,7 @@ different in 8 bits:
     scales    a tile is 128 queries and a block 128 keys, so each meets one scale: s_q s_k rides in the exponent's factor, and s_v
               comes where a block's product with the values is added to the sum
     values    matrix instructions of 8 bits read both sides along the summed axis, so values come transposed, (Dv, S); and within
-              each 16 keys in the order in which a thread holds weights (`quantise`), so that these are never exchanged
+              each 16 keys in the order in which a thread holds weights (`quantisation`), so that these are never exchanged
     sums      the tensor cores add 8-bit products in fewer bits than fp32 has. Each block's product begins at zero, and is added
               to the output in fp32
     weights   are multiplied by 2^8, which takes them out of the format's subnormals and cancels in o
@@ -14,6 +14,8 @@ different in 8 bits:
 Shah et al., FlashAttention-3, arXiv:2407.08608, section 3.3; Zhang et al., SageAttention2, arXiv:2411.10958.
 """
 
+from rooftile.backends.hopper.care import holds_nan, note, note_word
+from rooftile.backends.hopper.care_8bit import with_care_8bit
 from rooftile.backends.hopper.gluon import (
     aggregate,
     barrier,
@@ -101,6 +103,15 @@ def _put_word(words, slot, value):
 @gluon.jit
 def _word(words, slot):
     return gl.max(words.index(slot).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def _scale(words, slot, shape: Shape8):
+    """A block's scale; of INT8 with a NaN among them a NaN, as their codes are numbers (see `with_care_8bit`)."""
+    scale = _word(words, slot)
+    if shape.INTEGER:
+        scale = gl.where(scale < 0.0, float("nan"), scale)
+    return scale
 
 
 @gluon.jit
@@ -256,7 +267,7 @@ def _step(
 ):  # fmt: skip
     """One block: its scores and weights, and the block before it into the output."""
     s, part = _issue(q, keys, values, p, turn, True, MINE, OTHER, shape)
-    factor = q_factor * _word(scales.k, turn % keys.slots)
+    factor = q_factor * _scale(scales.k, turn % keys.slots, shape)
     v_scale = _word(scales.v, (turn - 1) % values.slots)
     s = warpgroup_mma_wait(1, deps=(s,))
     keys.give_back(turn)
@@ -270,7 +281,7 @@ def _step(
 
 @gluon.jit
 def _compute(
-    WG: gl.constexpr, plans: Ring, queries: Ring, keys: Ring, values: Ring, scales: Scales, outputs, o_desc,
+    WG: gl.constexpr, plans: Ring, queries: Ring, keys: Ring, values: Ring, scales: Scales, outputs, notes, o_desc,
     o_ptr, lse_ptr, shift_ptr, H, total, scale, mask: Mask, shape: Shape8,
 ):  # fmt: skip
     """A warpgroup's role: 64 queries of every tile."""
@@ -292,8 +303,8 @@ def _compute(
     s = _issue_scores(queries.buffers.index(WG).reshape([WG_ROWS, shape.D]), keys, 0, shape)
     if shape.PING_PONG:
         named_barrier("arrive", OTHER)
-    q_factor = scale * LOG2E * _word(scales.q, 0)
-    factor = q_factor * _word(scales.k, 0)
+    q_factor = scale * LOG2E * _scale(scales.q, 0, shape)
+    factor = q_factor * _scale(scales.k, 0, shape)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.give_back(0)
     weights, m, l, _ = _softmax(
@@ -356,8 +367,8 @@ def _compute(
         gl.store(lse_ptr + line, lse, mask=t < plan.T)
         v_scale = _word(scales.v, (turn - 1) % values.slots)
         share = gl.where(l == 0.0, 0.0, 1.0 / l)
-        q_factor = scale * LOG2E * _word(scales.q, tile % queries.slots)
-        factor = q_factor * _word(scales.k, turn % keys.slots)
+        q_factor = scale * LOG2E * _scale(scales.q, tile % queries.slots, shape)
+        factor = q_factor * _scale(scales.k, turn % keys.slots, shape)
         s = warpgroup_mma_wait(1, deps=(s,))
         keys.give_back(turn)
         weights, m, l, _ = _softmax(
@@ -370,7 +381,13 @@ def _compute(
         p = _packed(weights, shape)
         acc = _added(acc, part, gl.full([WG_ROWS], 1.0, gl.float32, row_layout), v_scale, shape)
         acc = acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, shape.o_layout)), 1)
-        _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
+        if shape.MASKED or shape.PACKED or shape.INTEGER:
+            if holds_nan(acc):
+                with_care_8bit(notes, scales, o_ptr, lse_ptr, plan, row, H, total, scale, mask, shape)
+            else:
+                _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
+        else:
+            _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
         plan = after
     tma_store_wait(0)
     if shape.PING_PONG and WG == 0:
@@ -401,7 +418,7 @@ def _store(output, o, o_desc, o_ptr, plan, row, H, shape: Shape8):
     do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr", "shift_ptr"],
 )
 def flash_fwd_8bit(
-    q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr, shift_ptr,
+    q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr, shift_ptr,
     cu_q_ptr, cu_k_ptr, counter_ptr,
     B, S, tiles, tail, scale, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr,
@@ -425,6 +442,12 @@ def flash_fwd_8bit(
         gl.allocate_shared_memory(gl.float32, [Q_SLOTS, 1], words), gl.allocate_shared_memory(gl.float32, [KV_SLOTS, 1], words),
         gl.allocate_shared_memory(gl.float32, [KV_SLOTS, 1], words),
     )
+    notes = gl.allocate_shared_memory(gl.int64, [16, 1], words)
+    note(notes, 0, q_ptr, q_desc)
+    note(notes, 1, k_ptr, k_desc)
+    note(notes, 2, v_ptr, v_desc)
+    note_word(notes, 12, shift_ptr.to(gl.int64, bitcast=True))
+    note_word(notes, 13, tiles)
     fence_async_shared()
     # packed: one sequence, of all queries
     H = q_desc.shape[1].to(gl.int32)
@@ -434,7 +457,7 @@ def flash_fwd_8bit(
         B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape,
     )
     args = (
-        plans, queries, keys, values, scales, outputs, o_desc, o_ptr, lse_ptr, shift_ptr, H, T, scale, mask, shape,
+        plans, queries, keys, values, scales, outputs, notes, o_desc, o_ptr, lse_ptr, shift_ptr, H, T, scale, mask, shape,
     )
     gl.warp_specialize(
         [(_compute, (0,) + args), (_compute, (1,) + args), (_load, load)],

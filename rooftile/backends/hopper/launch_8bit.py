@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.backends.hopper import flash_fwd_8bit, quantise
+from rooftile.backends.hopper import flash_fwd_8bit, quantisation
 from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.descriptors import descriptor, readable
 from rooftile.backends.hopper.launch import numbers_of, programs_and_tail, sizes_of
@@ -155,7 +155,7 @@ def attend(qkv: QuantisedQKV, spec: Spec) -> tuple[Tensor, Tensor]:
     _launcher(spec, q.device)(
         (programs, 1, 1),
         (q, k, columns.transpose(1, 2), o),
-        (o, lse, qkv.q_scales, qkv.k_scales, qkv.v_scales, shift, cu_q, cu_k, counter(q.device)),
+        (q, k, columns, o, lse, qkv.q_scales, qkv.k_scales, qkv.v_scales, shift, cu_q, cu_k, counter(q.device)),
         (sizes.B, sizes.S, tiles, tail, scale, *mask),
     )
     return o, lse
@@ -186,16 +186,16 @@ def constants(spec: Spec) -> dict[str, int]:
 @cache
 def _launcher_of_sum(dim: int, packed: bool, device: torch.device) -> Launcher:
     block = partial(descriptor, box=(1, BLOCK, dim))
-    return Launcher(quantise.sum_keys, {"D": dim, "PACKED": packed, "num_warps": 4}, device, (block,))
+    return Launcher(quantisation.sum_keys, {"D": dim, "PACKED": packed, "num_warps": 4}, device, (block,))
 
 
 @cache
 def _launcher_of_rows(constants: tuple[tuple[str, int], ...], device: torch.device) -> Launcher:
     block = partial(descriptor, box=(1, BLOCK, dict(constants)["D"]))
-    return Launcher(quantise.quantise_rows, dict(constants), device, (block,))
+    return Launcher(quantisation.quantise_rows, dict(constants), device, (block,))
 
 
 @cache
 def _launcher_of_values(dim: int, packed: bool, device: torch.device) -> Launcher:
     describe = (partial(descriptor, box=(1, BLOCK, dim)), partial(descriptor, box=(1, dim, BLOCK)))
-    return Launcher(quantise.quantise_values, {"DV": dim, "PACKED": packed, "num_warps": 8}, device, describe)
+    return Launcher(quantisation.quantise_values, {"DV": dim, "PACKED": packed, "num_warps": 8}, device, describe)

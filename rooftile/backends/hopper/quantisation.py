@@ -10,6 +10,8 @@ Three kernels, a program a block of 128 positions of a head:
 A row lies in one thread by 64 columns: the butterfly's first six steps stay there, and what is left goes from lane to lane.
 """
 
+from triton.language import PropagateNan
+
 from rooftile.backends.hopper.gluon import (
     barrier,
     fence_async_shared,
@@ -25,6 +27,7 @@ from rooftile.backends.hopper.schedule import PADDED, packed_tile
 BLOCK = gl.constexpr(128)
 # columns of a row that a thread holds
 OWN = gl.constexpr(64)
+EVERY_NAN = gl.constexpr(PropagateNan.ALL)
 LARGEST_FP8 = gl.constexpr(448.0)
 LARGEST_INT8 = gl.constexpr(127.0)
 
@@ -132,6 +135,11 @@ def _size(x):
 
 
 @gluon.jit
+def _larger_or_nan(a, b):
+    return gl.maximum(a, b, propagate_nan=EVERY_NAN)
+
+
+@gluon.jit
 def _rounded(x):
     """To the nearest integer, ties to even; -128 for a NaN."""
     near = gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
@@ -175,7 +183,10 @@ def quantise_rows(
                 x = gl.where(gl.expand_dims(there, 1), x - mean, 0.0)
         if ROTATE:
             x = _rotated(x, column, signs_ptr, D)
-        size = _size(x)
+        # a row with a NaN takes no part in the scale: whatever its numbers become, all that meets it is NaN
+        largest = gl.reduce(gl.abs(x), 1, _larger_or_nan)
+        is_lost = largest != largest
+        size = gl.max(gl.where(is_lost, 0.0, largest), 0)
         LARGEST: gl.constexpr = LARGEST_INT8 if INTEGER else LARGEST_FP8
         size = gl.where(size > 0.0, size, LARGEST)
         scale = gl.div_rn(size, LARGEST)
@@ -186,6 +197,9 @@ def quantise_rows(
         else:
             y = x * gl.div_rn(LARGEST, size)
             gl.store(lines, y.to(gl.float8e4nv), mask=gl.expand_dims(there, 1))
+        if INTEGER:
+            # negative: some code stands for a NaN
+            scale = gl.where(gl.max(is_lost.to(gl.int32), 0) != 0, -scale, scale)
         gl.store(scales_ptr + part * H + h, scale)
 
 
