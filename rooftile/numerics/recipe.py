@@ -25,8 +25,9 @@ class QuantisedQKV:
 
     q (B, T, H, D), k (B, S, Hk, D) and v (B, S, Hk, Dv), or packed (total, heads, dim), are float8_e4m3fn, int8, or in the dtype
     of the original where the recipe leaves them so. A number is its code times a scale: the fp32 scales are (parts, heads, 1), or
-    (parts, Hk, Dv) for v under granularity "row"; a row's part is `part_of_rows`. Queries and keys are rotated and smoothed as
-    the recipe says: `shift` (B, T, H) is what smoothing took from all of a query's products, `signs` (D,) are the rotation's.
+    (parts, Hk, Dv) for v under granularity "row"; a row's part is `part_of_rows`. A scale of INT8 is negative if some code of its
+    part stands for a NaN. Queries and keys are rotated and smoothed as the recipe says: `shift` (B, T, H) is what smoothing took
+    from all of a query's products, `signs` (D,) are the rotation's.
 
     `backend` made it and can attend to it. Made for `hopper`, v is None and values are `v_columns`: transposed, (B, Hk, Dv, S)
     with S padded to whole blocks of 128, or packed (1, Hk, Dv, parts x 128), and each 16 keys in the order of `COLUMN_ORDER`.
@@ -170,6 +171,9 @@ def _by_parts(
     if precision.granularity == "tensor":
         sizes = sizes.amax(1, keepdim=True).expand_as(sizes)
     scales, inverse = scales_of(sizes, kind)
+    if kind.is_integer:
+        lost = rows.isnan().any(-1, keepdim=True).float()
+        scales = scales * (1 - 2 * torch.zeros_like(sizes).scatter_reduce_(0, index, lost, "amax"))
     return encode(rows * inverse[part], kind).view(x.shape), scales.contiguous()
 
 
@@ -185,4 +189,4 @@ def scales_of_rows(x: Tensor, scales: Tensor | None, granularity: str, cu: Tenso
         return x.new_ones((), dtype=torch.float32).expand(*x.shape[:-1], 1)
     by_channel = scales.shape[-1] > 1
     part, _ = part_of_rows(x, "head" if by_channel else granularity, cu)
-    return scales[part].view(*x.shape[:-1], scales.shape[-1])
+    return scales[part].abs().view(*x.shape[:-1], scales.shape[-1])
