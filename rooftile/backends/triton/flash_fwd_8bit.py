@@ -26,7 +26,8 @@ from rooftile.spec import Options, Spec
 
 # weights are multiplied by 2^8
 RAISED = tl.constexpr(8.0)
-TILE = {"BLOCK_T": 64, "BLOCK_S": BLOCK}
+# keys a step of the second walk: small, since it is rare and must not cost the first one registers
+CAREFUL_S = tl.constexpr(16)
 
 
 @triton.jit
@@ -176,7 +177,7 @@ def _forward(
         acc, m, l = _walk(
             q, tl.abs(q_scale), shift, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, part_k_ptr, Hk * D, Hk * DV, Hk,
             start, stop, t, T, S, offset, sink, scale, softcap, left, right, prefix, chunk,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, INTEGER, SCALED, ROUND, BY_CHANNEL, True)
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, CAREFUL_S, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, INTEGER, SCALED, ROUND, BY_CHANNEL, True)
     # fmt: on
     nothing = l == 0.0
     l = tl.where(nothing, 1.0, l)
@@ -195,8 +196,9 @@ def attend(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Ten
     T, H = q.shape[-3:-1]
     o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=qkv.dtype, device=q.device)
     lse = torch.empty((H, T) if packed else (B, H, T), dtype=torch.float32, device=q.device)
-    tiles = -(-T // TILE["BLOCK_T"])
-    programs = (T // TILE["BLOCK_T"] + B) * H if packed else tiles * B * H
+    rows = _tile(spec)["BLOCK_T"]
+    tiles = -(-T // rows)
+    programs = (T // rows + B) * H if packed else tiles * B * H
     if not lse.numel():
         return o, lse
     part_q, part_k = (part_of_rows(x, recipe.granularity, cu)[0].int() for x, cu in ((q, qkv.cu_q), (k, qkv.cu_k)))
@@ -210,6 +212,13 @@ def attend(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Ten
     return o, lse
 
 
+def _tile(spec: Spec) -> dict[str, int]:
+    """Keys by the block that shares a scale; of wide heads, what fits in an Ada's shared memory."""
+    if max(spec.dim, spec.dim_v) > 128:
+        return {"BLOCK_T": 32, "BLOCK_S": 32, "num_warps": 4, "num_stages": 1}
+    return {"BLOCK_T": 64, "BLOCK_S": BLOCK, "num_warps": 4, "num_stages": 2}
+
+
 def _values(qkv: QuantisedQKV) -> Tensor:
     assert qkv.v is not None
     return qkv.v
@@ -218,7 +227,7 @@ def _values(qkv: QuantisedQKV) -> Tensor:
 def _constants(spec: Spec, qkv: QuantisedQKV) -> dict[str, Any]:
     flags = constants_of(spec).flags
     shared = {name: flags[name] for name in ("GROUP", "D", "DV", "PACKED", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SOFTCAP")}
-    return shared | TILE | {
+    return shared | _tile(spec) | {
         "SINKS": spec.has_sinks, "INTEGER": qkv.q.dtype == torch.int8, "SCALED": qkv.q_scales is not None,
         "ROUND": qkv.v_scales is not None, "BY_CHANNEL": qkv.v_scales is not None and qkv.v_scales.shape[-1] > 1,
         "SHIFT": qkv.shift is not None, "BLOCK_D": flags["BLOCK_D"], "BLOCK_DV": flags["BLOCK_DV"],
