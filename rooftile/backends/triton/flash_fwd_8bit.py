@@ -213,9 +213,10 @@ def attend(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Ten
 
 
 def _tile(spec: Spec) -> dict[str, int]:
-    """Keys by the block that shares a scale; of wide heads, what fits in an Ada's shared memory."""
+    """Keys by the block that shares a scale; of wide heads what fits, and on Hopper the 64 rows of its matrix instructions."""
     if max(spec.dim, spec.dim_v) > 128:
-        return {"BLOCK_T": 32, "BLOCK_S": 32, "num_warps": 4, "num_stages": 1}
+        rows = 64 if spec.device == "sm90" else 32
+        return {"BLOCK_T": rows, "BLOCK_S": rows, "num_warps": 4, "num_stages": 1}
     return {"BLOCK_T": 64, "BLOCK_S": BLOCK, "num_warps": 4, "num_stages": 2}
 
 
