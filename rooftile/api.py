@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rooftile import dispatch, numerics, ops, reference, validate
+from rooftile import dispatch, ops, reference, validate
 from rooftile.backends import eager
-from rooftile.errors import InvalidInput, Unsupported
+from rooftile.errors import InvalidInput
 from rooftile.masks import FULL, Mask
 from rooftile.numerics import QuantisedQKV
 from rooftile.precision import Precision, recipe_of
@@ -45,7 +45,7 @@ def attention(
         v: values (B, S, Hk, Dv). Dv may differ from D.
         mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`. Aligned bottom-right when T != S.
         alibi: slopes (H,) or (B, H); adds -slope |i - j| to the scores.
-        backend: "triton", "sdpa", "tiled" or "eager"; None takes the fastest that runs the problem (see `explain`).
+        backend: "hopper", "triton", "sdpa", "tiled" or "eager"; None takes the fastest that runs the problem (see `explain`).
         bias: added to the scores; broadcasts to (B, H, T, S). Differentiable.
         deterministic: bit-equal gradients from run to run. None follows torch.use_deterministic_algorithms.
         dropout: probability in [0, 1) of dropping a weight.
@@ -218,10 +218,8 @@ def quantise_qkv(
     options = _NONE if cu_q is None else _packed_options(q, k, cu_q, cu_k, None, None, None, False)
     with torch.no_grad():
         code = _spec_code(q, k, v, FULL, options, False, False, 0.0, recipe, None, None)
-        spec = decode(code)
-        if reasons := list(eager.refusals(spec)):
-            raise Unsupported(f"cannot quantise this: {'; '.join(reasons)}")
-        return numerics.quantise_qkv(q, k, v, recipe, options.cu_q, options.cu_k)
+        made: QuantisedQKV = dispatch.BACKENDS[_choose(code, None)].quantise(q, k, v, options, decode(code))
+    return made
 
 
 def attention_quantised(
@@ -253,9 +251,11 @@ def attention_quantised_with_lse(
     """`attention_quantised`, and lse (B, H, T), or packed (H, total_q): of the original keys, also where they were smoothed."""
     if not isinstance(qkv, QuantisedQKV):
         raise InvalidInput(f"qkv is {validate.shown(qkv)}; must be what quantise_qkv returns")
-    numbers = validate.check_scoring(qkv.q, mask, scale, softcap, sinks)
-    with torch.no_grad(), torch.autocast(qkv.q.device.type, enabled=False):
-        return eager.attend_quantised(qkv, mask, scale=numbers.scale, softcap=numbers.softcap, sinks=sinks)
+    code = validate.quantised_code(qkv, mask, scale, softcap, sinks)
+    with torch.no_grad():
+        backend = dispatch.BACKENDS[_choose(code, None)]
+        found: tuple[Tensor, Tensor] = backend.attend_quantised(qkv, Options(sinks=sinks), decode(code))
+    return found
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

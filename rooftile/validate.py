@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,21 +89,35 @@ def spec_code(
     )
 
 
-class Scoring(NamedTuple):
-    """What scores are multiplied by, and where they are capped; 0 for nowhere."""
-
-    scale: float
-    softcap: float
-
-
-def check_scoring(
-    q: Tensor, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None
-) -> Scoring:  # fmt: skip
-    """What of a call says how queries and keys make weights."""
+def quantised_code(
+    qkv: Any, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None
+) -> str:  # fmt: skip
+    """The code of the Spec of attention to what `quantise_qkv` made."""
     _check_mask(mask)
+    H, D = qkv.q.shape[-2:]
     if sinks is not None:
-        _check_vector("sinks", sinks, q, ((q.shape[-2],),), f"(H,) = ({q.shape[-2]},)")
-    return Scoring(_scale(scale, q.shape[-1]), _softcap(softcap))
+        _check_vector("sinks", sinks, qkv.q, ((H,),), f"(H,) = ({H},)")
+    return encode(
+        dtype=qkv.dtype,
+        dim=D,
+        dim_v=qkv.v.shape[-1],
+        group=H // qkv.k.shape[-2],
+        mask=mask,
+        layout="dense" if qkv.cu_q is None else "packed",
+        scale=_scale(scale, D),
+        softcap=_softcap(softcap),
+        dropout=0.0,
+        has_bias=False,
+        has_alibi=False,
+        has_sinks=sinks is not None,
+        needs_grad=False,
+        bias_grad=False,
+        needs_lse=False,
+        forward_mode=False,
+        deterministic=False,
+        precision=qkv.precision.code,
+        device=arch(qkv.q.device),
+    )
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, code: str, options: Options) -> Problem:

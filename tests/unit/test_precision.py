@@ -146,6 +146,9 @@ def test_sinks_and_softcap_see_true_scores() -> None:
     for options in ({"sinks": sinks}, {"softcap": 5.0}, {"sinks": sinks, "softcap": 5.0, "scale": 0.3}):
         exact, exact_lse = rt.attention_with_lse(q, k, v, rt.CAUSAL, **options)
         o, lse = rt.attention_with_lse(q, k, v, rt.CAUSAL, precision="int8", **options)
+        kept = rt.attention_quantised_with_lse(rt.quantise_qkv(q, k, v, "int8"), rt.CAUSAL, **options)
+        assert torch.equal(kept[0], o)
+        assert torch.equal(kept[1], lse)
         assert (lse - exact_lse).abs().max() < 0.2
         assert rmse(o, exact.double()) < 0.06
 
@@ -296,6 +299,6 @@ def test_a_head_dim_without_a_transform_is_refused() -> None:
     q = torch.randn(1, 8, 2, 20)
     with pytest.raises(rt.Unsupported, match=r"head dim 20 has no Hadamard transform; has multiples of 16, or Precision"):
         rt.attention(q, q, q, precision="fp8")
-    with pytest.raises(rt.Unsupported, match="cannot quantise this: head dim 20"):
+    with pytest.raises(rt.Unsupported, match="head dim 20 has no Hadamard transform"):
         rt.quantise_qkv(q, q, q)
     assert rt.attention(q, q, q, precision=rt.Precision(incoherent=False)).shape == q.shape

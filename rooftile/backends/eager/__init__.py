@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from rooftile import reference
-from rooftile.backends.eager.low_precision import attend_quantised
+from rooftile.backends.eager import low_precision
 from rooftile.numerics.hadamard import SHORTEST
-from rooftile.numerics.recipe import quantise_qkv
+from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
 from rooftile.spec import Grads, Options, Spec, option_names
-
-__all__ = ["NAME", "attend", "attend_quantised", "backward", "forward", "refusals"]
 
 NAME = "eager"
 
@@ -67,8 +65,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
         if spec.precision is None:
             return attend(q, k, v, options, spec)
         with torch.autocast(q.device.type, enabled=False):
-            qkv = quantise_qkv(q, k, v, spec.precision, options.cu_q, options.cu_k)
-            return attend_quantised(qkv, spec.mask, scale=spec.scale, softcap=spec.softcap, sinks=options.sinks)
+            return attend_quantised(quantise(q, k, v, options, spec), options, spec)
+
+
+def quantise(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> QuantisedQKV:
+    """The tensors of the spec's recipe."""
+    assert spec.precision is not None
+    return quantise_qkv(q, k, v, spec.precision, options.cu_q, options.cu_k)
+
+
+def attend_quantised(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o and lse of what `quantise` made."""
+    with torch.autocast(qkv.q.device.type, enabled=False):
+        return low_precision.attend(qkv, spec.mask, scale=spec.scale, softcap=spec.softcap, sinks=options.sinks)
 
 
 def backward(

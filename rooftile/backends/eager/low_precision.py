@@ -25,7 +25,7 @@ RAISED = 8.0
 _LOG2E = math.log2(math.e)
 
 
-def attend_quantised(
+def attend(
     qkv: QuantisedQKV, mask: Mask, *, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """o in the original's dtype, and lse, fp32, of a recipe's tensors."""
