@@ -45,7 +45,7 @@ def attention(
         v: values (B, S, Hk, Dv). Dv may differ from D.
         mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`. Aligned bottom-right when T != S.
         alibi: slopes (H,) or (B, H); adds -slope |i - j| to the scores.
-        backend: "triton", "sdpa", "tiled" or "eager"; None takes the fastest that runs the problem (see `explain`).
+        backend: "hopper", "triton", "sdpa", "tiled" or "eager"; None takes the fastest that runs the problem (see `explain`).
         bias: added to the scores; broadcasts to (B, H, T, S). Differentiable.
         deterministic: bit-equal gradients from run to run. None follows torch.use_deterministic_algorithms.
         dropout: probability in [0, 1) of dropping a weight.

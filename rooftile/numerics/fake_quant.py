@@ -40,7 +40,7 @@ def fake_quantise(
         inside = torch.ones_like(x, dtype=torch.bool)
     else:
         kind = format_of(format)
-        steps = x.detach().float() / Scaled(x, scales, kind, granularity).row_scales()
+        steps = x.detach().float() * Scaled(x, 1.0 / scales, kind, granularity).row_scales()
         rounded = Scaled(encode(steps, kind), scales, kind, granularity).dequantise(x.dtype)
         inside = steps.abs() <= kind.largest
     through: Tensor = _StraightThrough.apply(x, rounded, inside)

@@ -80,9 +80,11 @@ def quantise(x: Tensor, format: str = "fp8_e4m3", *, granularity: Granularity = 
 def scales_of(size: Tensor, kind: Format) -> tuple[Tensor, Tensor]:
     """The scales for parts whose largest sizes these are, and what their numbers are multiplied by.
 
-    A division a scale and a multiplication a number, on every device: the same bits everywhere, and those of torchao.
+    A division a scale and a multiplication a number, on every device: the same bits everywhere, and those of torchao. No scale is
+    below 2^-126, and that of zeros is 1.
     """
-    size = size.masked_fill(size == 0, kind.largest)
+    # a scale below the normal numbers has no inverse, and a zero times that would be a NaN
+    size = size.clamp(min=kind.largest * 2.0**-126).masked_fill(size == 0, kind.largest)
     scales = size / kind.largest
     return scales, 1.0 / scales if kind.is_integer else kind.largest / size
 

@@ -156,6 +156,15 @@ def test_the_error_is_at_most_half_a_step(name: str, granularity: numerics.Granu
     assert (error <= step * 0.5 * (1 + 1e-5) + 1e-45).all()
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [1e-45, 1e-42, 1e-38, 3e38])
+def test_the_smallest_and_the_largest_numbers_leave_zeros_alone(name: str, size: float) -> None:
+    x = torch.tensor([size, 0.0, -size / 3]).view(3, 1, 1)
+    found = quantise(x, name).dequantise()
+    assert found[1] == 0
+    assert ((found - x).abs() <= size / 7 + 2.0**-126).all()
+
+
 @pytest.mark.parametrize("granularity", numerics.GRANULARITIES)
 def test_scales_cover_what_they_say(granularity: numerics.Granularity) -> None:
     x = torch.randn(2, 300, 3, 16)

@@ -63,6 +63,13 @@ def test_own_scales_saturate_and_stop_gradients_there() -> None:
     assert x.grad.flatten().tolist() == [1, 0, 1, 0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_scales_of_quantise_round_as_quantise_does(format: str) -> None:
+    x = torch.randn(300, 2, 64)
+    made = quantise(x, format, granularity="row")
+    assert torch.equal(fake_quantise(x, format, granularity="row", scales=made.scales), made.dequantise())
+
+
 def test_what_is_representable_comes_back_and_the_dtype_stays() -> None:
     x = quantise(torch.randn(1, 5, 2, 16), "int4", granularity="row").dequantise().requires_grad_()
     torch.testing.assert_close(fake_quantise(x, "int4", granularity="row"), x, rtol=1e-6, atol=0)

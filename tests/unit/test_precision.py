@@ -146,6 +146,9 @@ def test_sinks_and_softcap_see_true_scores() -> None:
     for options in ({"sinks": sinks}, {"softcap": 5.0}, {"sinks": sinks, "softcap": 5.0, "scale": 0.3}):
         exact, exact_lse = rt.attention_with_lse(q, k, v, rt.CAUSAL, **options)
         o, lse = rt.attention_with_lse(q, k, v, rt.CAUSAL, precision="int8", **options)
+        kept = rt.attention_quantised_with_lse(rt.quantise_qkv(q, k, v, "int8"), rt.CAUSAL, **options)
+        assert torch.equal(kept[0], o)
+        assert torch.equal(kept[1], lse)
         assert (lse - exact_lse).abs().max() < 0.2
         assert rmse(o, exact.double()) < 0.06
 

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from rooftile.masks import Mask, materialise
+from rooftile.masks import Mask
 from rooftile.numerics.formats import FP8_E4M3, decode, encode
 from rooftile.numerics.recipe import QuantisedQKV, codes, scales_of_rows
 from rooftile.numerics.scaling import BLOCK
@@ -64,7 +64,8 @@ def _walk(
         return x.unflatten(2, (Hk, -1)).permute(0, 2, 3, 1, 4)
 
     q, q_scales, shift, k, k_scales, v, v_scales = (heads_first(x) for x in (q, q_scales, shift, k, k_scales, v, v_scales))
-    visible = materialise(mask, T, S).to(q.device)
+    i = torch.arange(T, device=q.device)[:, None] + (S - T)
+    first, last = mask.first_key(i), mask.last_key(i)
     lost_values = v.isnan()
     clean_v = v.nan_to_num(nan=0.0)
     m = q.new_full((B, Hk, group, T, 1), -torch.inf)
@@ -74,10 +75,12 @@ def _walk(
     o = q.new_zeros(B, Hk, group, T, Dv)
     for start in range((S - 1) // BLOCK * BLOCK, -1, -BLOCK) if S else ():
         j = slice(start, min(start + BLOCK, S))
+        keys = torch.arange(j.start, j.stop, device=q.device)
+        sees = (keys >= first) & (keys <= last)
         x = (q @ k[:, :, :, j].mT * (q_scales * k_scales[:, :, :, j].mT) + shift) * scale
         if softcap:
             x = softcap * torch.tanh(x / softcap)
-        x = torch.where(visible[:, j], x * _LOG2E, -torch.inf)
+        x = torch.where(sees, x * _LOG2E, -torch.inf)
         top = torch.maximum(m, x.amax(-1, keepdim=True))
         alpha = torch.exp2(m - _finite(top))
         p = torch.exp2(x - _finite(top) + RAISED)
@@ -86,7 +89,7 @@ def _walk(
             p = decode(encode(p, FP8_E4M3), FP8_E4M3)
         # one scale for the block, or one a channel
         part = p @ clean_v[:, :, :, j] * v_scales[:, :, :, start : start + 1]
-        lost = visible[:, j].float() @ lost_values[:, :, :, j].float() > 0
+        lost = sees.float() @ lost_values[:, :, :, j].float() > 0
         o = (o * alpha + part).masked_fill(lost, torch.nan)
         m = top
     lse = (m + torch.log2(l) - RAISED) / _LOG2E

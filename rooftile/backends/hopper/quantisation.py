@@ -28,6 +28,8 @@ BLOCK = gl.constexpr(128)
 # columns of a row that a thread holds
 OWN = gl.constexpr(64)
 EVERY_NAN = gl.constexpr(PropagateNan.ALL)
+# below it a scale has no inverse
+LEAST = gl.constexpr(2.0**-126)
 LARGEST_FP8 = gl.constexpr(448.0)
 LARGEST_INT8 = gl.constexpr(127.0)
 
@@ -188,7 +190,7 @@ def quantise_rows(
         is_lost = largest != largest
         size = gl.max(gl.where(is_lost, 0.0, largest), 0)
         LARGEST: gl.constexpr = LARGEST_INT8 if INTEGER else LARGEST_FP8
-        size = gl.where(size > 0.0, size, LARGEST)
+        size = gl.where(size > 0.0, gl.maximum(size, LARGEST * LEAST), LARGEST)
         scale = gl.div_rn(size, LARGEST)
         lines = out_ptr + gl.expand_dims(place * D, 1) + gl.expand_dims(column, 0)
         if INTEGER:
@@ -226,7 +228,7 @@ def quantise_values(
             key = t + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
             x = gl.where(gl.expand_dims(key < length, 0), x, 0.0)
         size = _size(x)
-        size = gl.where(size > 0.0, size, LARGEST_FP8)
+        size = gl.where(size > 0.0, gl.maximum(size, LARGEST_FP8 * LEAST), LARGEST_FP8)
         y = (x * gl.div_rn(LARGEST_FP8, size)).to(gl.float8e4nv)
         # neighbours of every eight become quads of every 16 (see `flash_fwd_8bit`)
         y = y.reshape([DV, BLOCK // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([DV, BLOCK])
