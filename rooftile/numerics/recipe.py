@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rooftile.numerics.formats import FP8_E4M3, INT8, Format, decode, encode
 from rooftile.numerics.hadamard import hadamard, signs_of
-from rooftile.numerics.scaling import BLOCK, scales_of, set_aside
+from rooftile.numerics.scaling import BLOCK, divided, scales_of, set_aside
 from rooftile.precision import Precision
 
 _FORMATS = {"fp8": FP8_E4M3, "int8": INT8}
@@ -110,7 +110,7 @@ def mean_key(k: Tensor, cu: Tensor | None) -> Tensor:
     """
     numbers = k.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     if cu is None:
-        return (numbers.sum(1) / max(k.shape[1], 1)).float()
+        return divided(numbers.sum(1), max(k.shape[1], 1)).float()
     B = cu.shape[0] - 1
     sums = numbers.new_zeros(B, *k.shape[1:]).index_add_(0, sequence_of_rows(cu, k.shape[0]), numbers)
     return (sums / cu.diff().clamp(min=1).view(-1, 1, 1)).float()

@@ -32,7 +32,7 @@ from rooftile.backends.hopper.gluon import (
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import PADDED, WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS
-from rooftile.backends.hopper.softmax import hidden
+from rooftile.backends.hopper.softmax import hidden, settled
 
 CREW = gl.constexpr(2)
 # queries of a tile, and keys of a block: what shares a scale
@@ -54,12 +54,13 @@ class Shape8:
     INTEGER: gl.constexpr  # scores in INT8
     SMOOTHED: gl.constexpr  # rows have a shift
     PING_PONG: gl.constexpr
+    SOFTMAX_FIRST: gl.constexpr  # the wait for values comes after the exponentials
     s_layout: gl.constexpr
     o_layout: gl.constexpr
     p_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, DV, PACKED, MASKED, INTEGER, SMOOTHED, PING_PONG):
+    def __init__(self, GROUP, D, DV, PACKED, MASKED, INTEGER, SMOOTHED, PING_PONG, SOFTMAX_FIRST):
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
         self.DV = gl.constexpr(DV)
@@ -68,6 +69,7 @@ class Shape8:
         self.INTEGER = gl.constexpr(INTEGER)
         self.SMOOTHED = gl.constexpr(SMOOTHED)
         self.PING_PONG = gl.constexpr(PING_PONG)
+        self.SOFTMAX_FIRST = gl.constexpr(SOFTMAX_FIRST)
         o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 32])
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
         self.o_layout = gl.constexpr(o_layout)
@@ -248,9 +250,9 @@ def _packed(p, shape: Shape8):
 def _weights(p, shape: Shape8):
     """The weights of `_packed` as the left side of a product: no instruction, only another name for the registers."""
     twice = gl.join(p, p)
-    four = gl.join(twice, twice).reshape([WG_ROWS, BLOCK])
-    weights = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [four], dtype=gl.float8e4nv, is_pure=True, pack=4)
-    return gl.convert_layout(weights, shape.p_layout)
+    # the four copies of a word must be a thread's neighbours before one is taken of them
+    four = gl.convert_layout(gl.join(twice, twice).reshape([WG_ROWS, BLOCK]), shape.p_layout, assert_trivial=True)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [four], dtype=gl.float8e4nv, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -272,6 +274,8 @@ def _step(
     s = warpgroup_mma_wait(1, deps=(s,))
     keys.give_back(turn)
     weights, m, l, alpha = _softmax(s, m, l, factor, row, column, plan, mask, CHECK, False, shape)
+    if shape.SOFTMAX_FIRST:
+        l = settled(l)
     part = warpgroup_mma_wait(0, deps=(part,))
     values.give_back(turn - 1)
     p = _packed(weights, shape)
@@ -423,12 +427,12 @@ def flash_fwd_8bit(
     B, S, tiles, tail, scale, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
-    SMOOTHED: gl.constexpr, PING_PONG: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
+    SMOOTHED: gl.constexpr, PING_PONG: gl.constexpr, SOFTMAX_FIRST: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     shape = Shape8(
-        GROUP, D, DV, PACKED, LEFT or RIGHT or PREFIX or CHUNK, dtype == gl.int8, SMOOTHED, PING_PONG,
+        GROUP, D, DV, PACKED, LEFT or RIGHT or PREFIX or CHUNK, dtype == gl.int8, SMOOTHED, PING_PONG, SOFTMAX_FIRST,
     )
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     queries = ring(gl.allocate_shared_memory(dtype, [Q_SLOTS * CREW, 1, 1, WG_ROWS, D], q_desc.layout), Q_SLOTS, CREW)

@@ -16,7 +16,7 @@ from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.tiles import WARPGROUP
 from rooftile.numerics.hadamard import norms, signs_of
 from rooftile.numerics.recipe import QuantisedQKV
-from rooftile.numerics.scaling import BLOCK
+from rooftile.numerics.scaling import BLOCK, divided
 from rooftile.precision import Precision
 from rooftile.spec import Options, Sizes, Spec
 
@@ -27,13 +27,14 @@ class Tile8(NamedTuple):
     """How `flash_fwd_8bit` is staffed, for 128 queries and blocks of 128 keys."""
 
     PING_PONG: bool
+    SOFTMAX_FIRST: bool
     Q_SLOTS: int
     KV_SLOTS: int
     COMPUTE_REGISTERS: int
     COPY_REGISTERS: int
 
 
-TILE = Tile8(PING_PONG=False, Q_SLOTS=2, KV_SLOTS=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+TILE = Tile8(PING_PONG=True, SOFTMAX_FIRST=True, Q_SLOTS=2, KV_SLOTS=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -111,8 +112,9 @@ def _mean(k: Tensor, keys: _Blocks, spec: Spec) -> Tensor:
     launch = _launcher_of_sum(spec.dim, keys.cu is not None, k.device)
     cu = sums if keys.cu is None else keys.cu
     launch(keys.grid, (k,), (sums, cu), (keys.B, keys.heads, keys.length, keys.each))
-    lengths = keys.length if keys.cu is None else keys.cu.diff().clamp(min=1).view(-1, 1, 1)
-    return (sums / lengths).float()
+    if keys.cu is None:
+        return divided(sums, keys.length).float()
+    return (sums / keys.cu.diff().clamp(min=1).view(-1, 1, 1)).float()
 
 
 def _rows(
@@ -120,10 +122,11 @@ def _rows(
 ) -> None:  # fmt: skip
     """Queries, which have a shift if keys are smoothed, or keys, which have none."""
     D = x.shape[-1]
+    # a product and a sum in one instruction would be rounded once, and the recipe's are rounded twice
     constants = {
         "GROUP": 1 if mean is None else blocks.heads // mean.shape[1], "D": D, "PACKED": blocks.cu is not None,
         "INTEGER": out.dtype == torch.int8, "ROTATE": signs is not None, "SMOOTH": mean is not None and shift is None,
-        "SHIFT": mean is not None and shift is not None, "num_warps": 4 * D // 64,
+        "SHIFT": mean is not None and shift is not None, "num_warps": 4 * D // 64, "enable_fp_fusion": False,
     }  # fmt: skip
     tensors = (out, *(scales if t is None else t for t in (scales, shift, mean, signs, blocks.cu)))
     launch = _launcher_of_rows(tuple(constants.items()), x.device)

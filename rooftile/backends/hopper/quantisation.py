@@ -197,7 +197,7 @@ def quantise_rows(
             # nothing is larger than the size, so nothing rounds to more than 127
             gl.store(lines, _rounded(x * gl.div_rn(1.0, scale)), mask=gl.expand_dims(there, 1))
         else:
-            y = x * gl.div_rn(LARGEST, size)
+            y = x * (gl.div_rn(1.0, size) * LARGEST)
             gl.store(lines, y.to(gl.float8e4nv), mask=gl.expand_dims(there, 1))
         if INTEGER:
             # negative: some code stands for a NaN
@@ -229,7 +229,7 @@ def quantise_values(
             x = gl.where(gl.expand_dims(key < length, 0), x, 0.0)
         size = _size(x)
         size = gl.where(size > 0.0, gl.maximum(size, LARGEST_FP8 * LEAST), LARGEST_FP8)
-        y = (x * gl.div_rn(LARGEST_FP8, size)).to(gl.float8e4nv)
+        y = (x * (gl.div_rn(1.0, size) * LARGEST_FP8)).to(gl.float8e4nv)
         # neighbours of every eight become quads of every 16 (see `flash_fwd_8bit`)
         y = y.reshape([DV, BLOCK // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([DV, BLOCK])
         staged.reshape([DV, BLOCK]).store(y)
