@@ -78,11 +78,15 @@ def test_packed_integers_are_those_of_the_cpu(precision: rt.Precision, dim: int)
     same(found, rt.quantise_qkv(q.cpu(), k.cpu(), v.cpu(), precision, cu_q=cu_q, cu_k=cu_k))
 
 
-def assert_as_emulated(found: tuple[Tensor, Tensor], due: tuple[Tensor, Tensor], exact: Tensor) -> None:
+def assert_as_emulated(
+    found: tuple[Tensor, Tensor], due: tuple[Tensor, Tensor], exact: Tensor, precision: rt.Precision
+) -> None:
     """Closer to the definition of the recipe than that is to exact attention, by far; the same lse."""
     (o, lse), (emulated, due_lse) = found, due
     assert o.isfinite().all()
-    torch.testing.assert_close(lse, due_lse, rtol=1e-5, atol=2e-3)
+    # products of integers are exact; sums of products in FP8 are cut to 14 bits of the largest
+    close = {"rtol": 1e-5, "atol": 1e-5} if precision.qk == "int8" else {"rtol": 1e-3, "atol": 5e-3}
+    torch.testing.assert_close(lse, due_lse, **close)
     apart = (o.double() - emulated.double()).square().mean().sqrt()
     lost = (emulated.double() - exact).square().mean().sqrt()
     assert apart <= 0.2 * lost + 4e-3 * exact.abs().mean()
@@ -97,7 +101,7 @@ def test_output_is_the_definitions(precision: rt.Precision, dim: int, mask: Mask
     found = rt.attention_with_lse(q, k, v, mask, precision=precision, backend="hopper")
     due = rt.attention_with_lse(q, k, v, mask, precision=precision, backend="eager")
     exact = rt.attention(q.double(), k.double(), v.double(), mask)
-    assert_as_emulated(found, due, exact)
+    assert_as_emulated(found, due, exact, precision)
 
 
 @recipes
@@ -110,7 +114,7 @@ def test_packed_output_is_the_definitions(precision: rt.Precision, dim: int, mas
     found = rt.attention_packed_with_lse(*call, precision=precision, backend="hopper")
     due = rt.attention_packed_with_lse(*call, precision=precision, backend="eager")
     exact = rt.attention_packed(q.double(), k.double(), v.double(), cu_q, cu_k, mask)
-    assert_as_emulated(found, due, exact)
+    assert_as_emulated(found, due, exact, precision)
 
 
 @pytest.mark.parametrize(("dim", "fp8", "int8"), [(64, 1.5, 2.6), (128, 1.7, 2.6)])

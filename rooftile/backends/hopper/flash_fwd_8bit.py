@@ -32,7 +32,7 @@ from rooftile.backends.hopper.gluon import (
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import PADDED, WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS
-from rooftile.backends.hopper.softmax import hidden, settled
+from rooftile.backends.hopper.softmax import hidden
 
 CREW = gl.constexpr(2)
 # queries of a tile, and keys of a block: what shares a scale
@@ -54,13 +54,12 @@ class Shape8:
     INTEGER: gl.constexpr  # scores in INT8
     SMOOTHED: gl.constexpr  # rows have a shift
     PING_PONG: gl.constexpr
-    SOFTMAX_FIRST: gl.constexpr  # the wait for values comes after the exponentials
     s_layout: gl.constexpr
     o_layout: gl.constexpr
     p_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, DV, PACKED, MASKED, INTEGER, SMOOTHED, PING_PONG, SOFTMAX_FIRST):
+    def __init__(self, GROUP, D, DV, PACKED, MASKED, INTEGER, SMOOTHED, PING_PONG):
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
         self.DV = gl.constexpr(DV)
@@ -69,7 +68,6 @@ class Shape8:
         self.INTEGER = gl.constexpr(INTEGER)
         self.SMOOTHED = gl.constexpr(SMOOTHED)
         self.PING_PONG = gl.constexpr(PING_PONG)
-        self.SOFTMAX_FIRST = gl.constexpr(SOFTMAX_FIRST)
         o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 32])
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
         self.o_layout = gl.constexpr(o_layout)
@@ -188,24 +186,20 @@ def _issue_scores(q, keys: Ring, turn, shape: Shape8):
 
 
 @gluon.jit
-def _issue(q, keys: Ring, values: Ring, p, turn, there, MINE: gl.constexpr, OTHER: gl.constexpr, shape: Shape8):
+def _issue(q, keys: Ring, values: Ring, p, turn, there, shape: Shape8):
     """Issues the scores of block `turn` and the product of the block before it with its values; waits for neither."""
     keys.wait_full(turn, there)
-    if shape.PING_PONG:
-        named_barrier("sync", MINE)
     s = _issue_scores(q, keys, turn, shape)
     values.wait_full(turn - 1)
     v = values.buffer(turn - 1).reshape([shape.DV, BLOCK])
     none = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
     part = warpgroup_mma(_weights(p, shape), v.permute((1, 0)), none, use_acc=False, is_async=True)
-    if shape.PING_PONG:
-        named_barrier("arrive", OTHER)
     return s, part
 
 
 @gluon.jit
-def _softmax(s, m, l, factor, row, column, plan, mask: Mask, CHECK: gl.constexpr, FIRST: gl.constexpr, shape: Shape8):
-    """A block's weights, raised, and the rows' largest score in units of log2, sum and factor for what was summed before.
+def _largest(s, m, factor, row, column, plan, mask: Mask, CHECK: gl.constexpr, MINE: gl.constexpr, shape: Shape8):
+    """A block's scores as numbers, and the rows' largest score so far and their reference, in units of log2.
 
     `factor` is the block's own, so that the largest scores of blocks compare only once they are multiplied.
     """
@@ -216,9 +210,37 @@ def _softmax(s, m, l, factor, row, column, plan, mask: Mask, CHECK: gl.constexpr
             s = hidden(s, row, column, plan, mask)
         elif column + BLOCK > plan.S:
             s = hidden(s, row, column, plan, mask)
-    top = gl.max(s, 1) * factor
-    m_new = gl.maximum(m, top)
-    reference = gl.where(m_new == float("-inf"), 0.0, m_new)
+    # a thread's numbers first, by pairs: chains of a quarter of the length
+    top = gl.max(gl.max(gl.max(gl.reshape(s, [WG_ROWS, BLOCK // 8, 4, 2]), 3), 1), 1)
+    m = gl.maximum(m, gl.convert_layout(top, m.type.layout) * factor)
+    reference = gl.where(m == float("-inf"), 0.0, m)
+    if shape.PING_PONG:
+        reference = _turn("sync", MINE, reference)
+    return s, m, reference
+
+
+@gluon.constexpr_function
+def _turn_text(verb, name):
+    branch = (
+        "{ .reg .pred nan; setp.nan.f32 nan, $0, $0; setp.nan.or.f32 nan, $1, $1, nan; vote.sync.any.pred nan, nan, -1; "
+        "@!nan bra number; wgmma.wait_group.sync.aligned 0; number: }"
+    )
+    meet = f"bar.{verb} {name}, 256;"
+    return f"{{ {meet} {branch} }}" if verb == "sync" else f"{{ {branch} {meet} }}"
+
+
+@gluon.jit
+def _turn(verb: gl.constexpr, name: gl.constexpr, x):
+    """x, two registers a thread: what it comes from is computed before the barrier, and what comes from it after.
+
+    The assembler moves arithmetic across a barrier as it likes, but not across a branch.
+    """
+    return gl.inline_asm_elementwise(_turn_text(verb, name), "=f,=f,0,1", [x], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def _softmax(s, m, reference, l, factor, FIRST: gl.constexpr, shape: Shape8):
+    """A block's weights, raised, and the rows' sum and factor for what was summed before."""
     alpha = gl.exp2(m - reference)
     p = gl.exp2(s * factor - gl.expand_dims(reference - RAISED, 1))
     parts = gl.sum(gl.sum(gl.reshape(p, [WG_ROWS, BLOCK // 8, 4, 2]), 3), 1)
@@ -226,7 +248,7 @@ def _softmax(s, m, l, factor, row, column, plan, mask: Mask, CHECK: gl.constexpr
         l = parts
     else:
         l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, parts.type.layout)), 1) + parts
-    return p, m_new, l, alpha
+    return p, l, alpha
 
 
 @gluon.jit
@@ -268,19 +290,20 @@ def _step(
     MINE: gl.constexpr, OTHER: gl.constexpr, shape: Shape8, CHECK: gl.constexpr,
 ):  # fmt: skip
     """One block: its scores and weights, and the block before it into the output."""
-    s, part = _issue(q, keys, values, p, turn, True, MINE, OTHER, shape)
+    s, part = _issue(q, keys, values, p, turn, True, shape)
     factor = q_factor * _scale(scales.k, turn % keys.slots, shape)
     v_scale = _word(scales.v, (turn - 1) % values.slots)
     s = warpgroup_mma_wait(1, deps=(s,))
-    keys.give_back(turn)
-    weights, m, l, alpha = _softmax(s, m, l, factor, row, column, plan, mask, CHECK, False, shape)
-    if shape.SOFTMAX_FIRST:
-        l = settled(l)
+    s, m_new, reference = _largest(s, m, factor, row, column, plan, mask, CHECK, MINE, shape)
     part = warpgroup_mma_wait(0, deps=(part,))
+    weights, l, alpha = _softmax(s, m, reference, l, factor, False, shape)
+    acc = _added(acc, part, alpha, v_scale, shape)
+    if shape.PING_PONG:
+        l = _turn("arrive", OTHER, l)
+    keys.give_back(turn)
     values.give_back(turn - 1)
     p = _packed(weights, shape)
-    acc = _added(acc, part, alpha, v_scale, shape)
-    return p, acc, m, l
+    return p, acc, m_new, l
 
 
 @gluon.jit
@@ -302,18 +325,15 @@ def _compute(
     plan = take(plans, 0)
     queries.wait_full(0, plan.live != 0)
     keys.wait_full(0, plan.live != 0)
-    if shape.PING_PONG:
-        named_barrier("sync", MINE)
     s = _issue_scores(queries.buffers.index(WG).reshape([WG_ROWS, shape.D]), keys, 0, shape)
-    if shape.PING_PONG:
-        named_barrier("arrive", OTHER)
     q_factor = scale * LOG2E * _scale(scales.q, 0, shape)
     factor = q_factor * _scale(scales.k, 0, shape)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.give_back(0)
-    weights, m, l, _ = _softmax(
-        s, none, none, factor, plan.t + WG * WG_ROWS, plan.last * BLOCK, plan, mask, True, True, shape
-    )  # fmt: skip
+    s, m, reference = _largest(s, none, factor, plan.t + WG * WG_ROWS, plan.last * BLOCK, plan, mask, True, MINE, shape)
+    weights, l, _ = _softmax(s, none, reference, none, factor, True, shape)
+    if shape.PING_PONG:
+        l = _turn("arrive", OTHER, l)
     p = _packed(weights, shape)
 
     while plan.live != 0:
@@ -359,7 +379,7 @@ def _compute(
         there = after.live != 0
         queries.wait_full(tile, there)
         q = queries.buffers.index(tile % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
-        s, part = _issue(q, keys, values, p, turn, there, MINE, OTHER, shape)
+        s, part = _issue(q, keys, values, p, turn, there, shape)
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
         t = row + gl.arange(0, WG_ROWS, row_layout)
         line = (plan.b * H + plan.h).to(gl.int64) * total + plan.row + t
@@ -375,9 +395,11 @@ def _compute(
         factor = q_factor * _scale(scales.k, turn % keys.slots, shape)
         s = warpgroup_mma_wait(1, deps=(s,))
         keys.give_back(turn)
-        weights, m, l, _ = _softmax(
-            s, none, none, factor, after.t + WG * WG_ROWS, after.last * BLOCK, after, mask, True, True, shape
-        )  # fmt: skip
+        row_after = after.t + WG * WG_ROWS
+        s, m, reference = _largest(s, none, factor, row_after, after.last * BLOCK, after, mask, True, MINE, shape)
+        weights, l, _ = _softmax(s, none, reference, none, factor, True, shape)
+        if shape.PING_PONG:
+            l = _turn("arrive", OTHER, l)
         tma_store_wait(0)
         barrier()
         part = warpgroup_mma_wait(0, deps=(part,))
@@ -427,12 +449,12 @@ def flash_fwd_8bit(
     B, S, tiles, tail, scale, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
-    SMOOTHED: gl.constexpr, PING_PONG: gl.constexpr, SOFTMAX_FIRST: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
+    SMOOTHED: gl.constexpr, PING_PONG: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     shape = Shape8(
-        GROUP, D, DV, PACKED, LEFT or RIGHT or PREFIX or CHUNK, dtype == gl.int8, SMOOTHED, PING_PONG, SOFTMAX_FIRST,
+        GROUP, D, DV, PACKED, LEFT or RIGHT or PREFIX or CHUNK, dtype == gl.int8, SMOOTHED, PING_PONG,
     )
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     queries = ring(gl.allocate_shared_memory(dtype, [Q_SLOTS * CREW, 1, 1, WG_ROWS, D], q_desc.layout), Q_SLOTS, CREW)
