@@ -1,8 +1,11 @@
 """Attention on quantised tensors, as the kernels compute it, in plain operations: blocks of 128 keys, weights in FP8.
 
     S = (s_q s_k) Q_8 K_8^T + shift        the products of codes, their scales, what smoothing took
-    P = 2^8 exp(scale S - m), in e4m3      at most 256, which keeps small weights out of the format's subnormals
+    P = 2^6 exp(scale S - m), in e4m3      below 432, which keeps small weights out of the format's subnormals
     O = exp(m - m') O + s_v P_8 V_8        summed block by block in fp32
+
+m, a row's reference, is a score of its own: at first the largest of the first block that it sees, and later the largest of a
+block in which a weight would come to 432 or more. So it seldom moves, and what was summed is seldom multiplied anew.
 
 The codes of queries, keys and values are the kernels' bit for bit; the output is theirs within the rounding of sums, and of a
 weight that falls on the other side of a tie.
@@ -20,8 +23,10 @@ from rooftile.numerics.formats import FP8_E4M3, decode, encode
 from rooftile.numerics.recipe import QuantisedQKV, codes, scales_of_rows
 from rooftile.numerics.scaling import BLOCK
 
-# weights are multiplied by 2^8
-RAISED = 8.0
+# weights are multiplied by 2^6
+RAISED = 6.0
+# a weight of 432 rounds to 448, the format's largest
+LAG = math.log2(432) - RAISED
 _LOG2E = math.log2(math.e)
 
 
@@ -81,7 +86,8 @@ def _walk(
         if softcap:
             x = softcap * torch.tanh(x / softcap)
         x = torch.where(sees, x * _LOG2E, -torch.inf)
-        top = torch.maximum(m, x.amax(-1, keepdim=True))
+        top = x.amax(-1, keepdim=True)
+        top = torch.where((top - m >= LAG) | (m == -torch.inf), top, m)
         alpha = torch.exp2(m - _finite(top))
         p = torch.exp2(x - _finite(top) + RAISED)
         l = l * alpha + p.sum(-1, keepdim=True)

@@ -29,17 +29,15 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
+from rooftile.backends.hopper.pipeline import Ring, opaque, ring
 from rooftile.backends.hopper.schedule import PADDED, WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS
 from rooftile.backends.hopper.softmax import hidden
+from rooftile.backends.hopper.weights_8bit import RAISED, by_thread, kept, rescaled, weights_of
 
 CREW = gl.constexpr(2)
 # queries of a tile, and keys of a block: what shares a scale
 BLOCK = gl.constexpr(128)
-# weights are multiplied by 2^8
-RAISED = gl.constexpr(8.0)
-TURNS = gl.constexpr(9)
 
 
 @aggregate
@@ -53,13 +51,12 @@ class Shape8:
     MASKED: gl.constexpr
     INTEGER: gl.constexpr  # scores in INT8
     SMOOTHED: gl.constexpr  # rows have a shift
-    PING_PONG: gl.constexpr
     s_layout: gl.constexpr
     o_layout: gl.constexpr
     p_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, DV, PACKED, MASKED, INTEGER, SMOOTHED, PING_PONG):
+    def __init__(self, GROUP, D, DV, PACKED, MASKED, INTEGER, SMOOTHED):
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
         self.DV = gl.constexpr(DV)
@@ -67,7 +64,6 @@ class Shape8:
         self.MASKED = gl.constexpr(MASKED)
         self.INTEGER = gl.constexpr(INTEGER)
         self.SMOOTHED = gl.constexpr(SMOOTHED)
-        self.PING_PONG = gl.constexpr(PING_PONG)
         o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 32])
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
         self.o_layout = gl.constexpr(o_layout)
@@ -198,11 +194,8 @@ def _issue(q, keys: Ring, values: Ring, p, turn, there, shape: Shape8):
 
 
 @gluon.jit
-def _largest(s, m, factor, row, column, plan, mask: Mask, CHECK: gl.constexpr, MINE: gl.constexpr, shape: Shape8):
-    """A block's scores as numbers, and the rows' largest score so far and their reference, in units of log2.
-
-    `factor` is the block's own, so that the largest scores of blocks compare only once they are multiplied.
-    """
+def _numbers(s, row, column, plan, mask: Mask, CHECK: gl.constexpr, shape: Shape8):
+    """The products of queries and keys as numbers, -inf where the mask or the end of the keys hides one."""
     if shape.INTEGER:
         s = s.to(gl.float32)
     if CHECK:
@@ -210,62 +203,7 @@ def _largest(s, m, factor, row, column, plan, mask: Mask, CHECK: gl.constexpr, M
             s = hidden(s, row, column, plan, mask)
         elif column + BLOCK > plan.S:
             s = hidden(s, row, column, plan, mask)
-    # a thread's numbers first, by pairs: chains of a quarter of the length
-    top = gl.max(gl.max(gl.max(gl.reshape(s, [WG_ROWS, BLOCK // 8, 4, 2]), 3), 1), 1)
-    m = gl.maximum(m, gl.convert_layout(top, m.type.layout) * factor)
-    reference = gl.where(m == float("-inf"), 0.0, m)
-    if shape.PING_PONG:
-        reference = _turn("sync", MINE, reference)
-    return s, m, reference
-
-
-@gluon.constexpr_function
-def _turn_text(verb, name):
-    branch = (
-        "{ .reg .pred nan; setp.nan.f32 nan, $0, $0; setp.nan.or.f32 nan, $1, $1, nan; vote.sync.any.pred nan, nan, -1; "
-        "@!nan bra number; wgmma.wait_group.sync.aligned 0; number: }"
-    )
-    meet = f"bar.{verb} {name}, 256;"
-    return f"{{ {meet} {branch} }}" if verb == "sync" else f"{{ {branch} {meet} }}"
-
-
-@gluon.jit
-def _turn(verb: gl.constexpr, name: gl.constexpr, x):
-    """x, two registers a thread: what it comes from is computed before the barrier, and what comes from it after.
-
-    The assembler moves arithmetic across a barrier as it likes, but not across a branch.
-    """
-    return gl.inline_asm_elementwise(_turn_text(verb, name), "=f,=f,0,1", [x], dtype=gl.float32, is_pure=False, pack=2)
-
-
-@gluon.jit
-def _softmax(s, m, reference, l, factor, FIRST: gl.constexpr, shape: Shape8):
-    """A block's weights, raised, and the rows' sum and factor for what was summed before."""
-    alpha = gl.exp2(m - reference)
-    p = gl.exp2(s * factor - gl.expand_dims(reference - RAISED, 1))
-    parts = gl.sum(gl.sum(gl.reshape(p, [WG_ROWS, BLOCK // 8, 4, 2]), 3), 1)
-    if FIRST:
-        l = parts
-    else:
-        l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, parts.type.layout)), 1) + parts
-    return p, l, alpha
-
-
-@gluon.jit
-def _packed(p, shape: Shape8):
-    """Weights in FP8, four to a register, as a matrix instruction takes them on its left.
-
-    A thread holds two neighbours of every eight; four that it holds become neighbours, and values are stored in that order.
-    """
-    quads = p.reshape([WG_ROWS, BLOCK // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
-    low, high = quads.permute((0, 1, 2, 4, 3)).split()
-    a, b = low.split()
-    c, d = high.split()
-    words: gl.constexpr = (
-        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
-        "mov.b32 $0, {low, high}; }"
-    )
-    return gl.inline_asm_elementwise(words, "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
+    return s
 
 
 @gluon.jit
@@ -278,32 +216,24 @@ def _weights(p, shape: Shape8):
 
 
 @gluon.jit
-def _added(acc, part, alpha, v_scale, shape: Shape8):
-    """The output with a block's product, both in terms of the new largest score."""
-    alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, shape.o_layout)), 1)
-    return acc * alpha + part * (alpha * v_scale)
-
-
-@gluon.jit
 def _step(
     q, keys: Ring, values: Ring, scales: Scales, p, acc, m, l, turn, row, column, plan, mask: Mask, q_factor,
-    MINE: gl.constexpr, OTHER: gl.constexpr, shape: Shape8, CHECK: gl.constexpr,
+    shape: Shape8, CHECK: gl.constexpr,
 ):  # fmt: skip
     """One block: its scores and weights, and the block before it into the output."""
     s, part = _issue(q, keys, values, p, turn, True, shape)
     factor = q_factor * _scale(scales.k, turn % keys.slots, shape)
     v_scale = _word(scales.v, (turn - 1) % values.slots)
-    s = warpgroup_mma_wait(1, deps=(s,))
-    s, m_new, reference = _largest(s, m, factor, row, column, plan, mask, CHECK, MINE, shape)
-    part = warpgroup_mma_wait(0, deps=(part,))
-    weights, l, alpha = _softmax(s, m, reference, l, factor, False, shape)
-    acc = _added(acc, part, alpha, v_scale, shape)
-    if shape.PING_PONG:
-        l = _turn("arrive", OTHER, l)
+    s, part = warpgroup_mma_wait(0, deps=(s, part))
     keys.give_back(turn)
     values.give_back(turn - 1)
-    p = _packed(weights, shape)
-    return p, acc, m_new, l
+    s = _numbers(s, row, column, plan, mask, CHECK, shape)
+    # in terms of the references that this block's weights begin with
+    acc = kept(acc + part * v_scale)
+    p, sums, m_new = weights_of(s, m, factor, shape.s_layout)
+    alpha = gl.exp2(m - gl.where(m_new == float("-inf"), 0.0, m_new))
+    acc = rescaled(acc, alpha, shape.o_layout)
+    return p, acc, m_new, l * alpha + sums
 
 
 @gluon.jit
@@ -312,14 +242,10 @@ def _compute(
     o_ptr, lse_ptr, shift_ptr, H, total, scale, mask: Mask, shape: Shape8,
 ):  # fmt: skip
     """A warpgroup's role: 64 queries of every tile."""
-    MINE: gl.constexpr = TURNS + WG
-    OTHER: gl.constexpr = TURNS + (WG + 1) % CREW
     dtype: gl.constexpr = o_desc.dtype
     row_layout: gl.constexpr = gl.SliceLayout(1, shape.s_layout)
-    none = gl.full([WG_ROWS], float("-inf"), gl.float32, row_layout)
+    none = by_thread(float("-inf"), shape.s_layout)
     output = outputs.index(WG)
-    if shape.PING_PONG and WG == CREW - 1:
-        named_barrier("arrive", TURNS)
     tile = 0
     turn = 0
     plan = take(plans, 0)
@@ -330,11 +256,8 @@ def _compute(
     factor = q_factor * _scale(scales.k, 0, shape)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.give_back(0)
-    s, m, reference = _largest(s, none, factor, plan.t + WG * WG_ROWS, plan.last * BLOCK, plan, mask, True, MINE, shape)
-    weights, l, _ = _softmax(s, none, reference, none, factor, True, shape)
-    if shape.PING_PONG:
-        l = _turn("arrive", OTHER, l)
-    p = _packed(weights, shape)
+    s = _numbers(s, plan.t + WG * WG_ROWS, plan.last * BLOCK, plan, mask, True, shape)
+    p, l, m = weights_of(s, none, factor, shape.s_layout)
 
     while plan.live != 0:
         acc = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
@@ -351,7 +274,7 @@ def _compute(
                 turn += 1
                 p, acc, m, l = _step(
                     q, keys, values, scales, p, acc, m, l, turn, row, (plan.last - i) * BLOCK, plan, mask, q_factor,
-                    MINE, OTHER, shape, True,
+                    shape, True,
                 )  # fmt: skip
         if mask.LEFT or mask.CHUNK:
             clear_first = gl.maximum(mask.first_key(i_0 + (WG_ROWS - 1)) + (BLOCK - 1), 0) // BLOCK
@@ -360,7 +283,7 @@ def _compute(
         for _ in range(right, left):
             turn += 1
             p, acc, m, l = _step(
-                q, keys, values, scales, p, acc, m, l, turn, row, 0, plan, mask, q_factor, MINE, OTHER, shape, False
+                q, keys, values, scales, p, acc, m, l, turn, row, 0, plan, mask, q_factor, shape, False
             )
         if mask.LEFT or mask.CHUNK:
             q = queries.buffers.index(opaque(tile) % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
@@ -368,7 +291,7 @@ def _compute(
                 turn += 1
                 p, acc, m, l = _step(
                     q, keys, values, scales, p, acc, m, l, turn, row, (plan.last - i) * BLOCK, plan, mask, q_factor,
-                    MINE, OTHER, shape, True,
+                    shape, True,
                 )  # fmt: skip
         queries.give_back(tile)
 
@@ -381,6 +304,7 @@ def _compute(
         q = queries.buffers.index(tile % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
         s, part = _issue(q, keys, values, p, turn, there, shape)
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
+        m = gl.convert_layout(gl.max(m, 1), row_layout)
         t = row + gl.arange(0, WG_ROWS, row_layout)
         line = (plan.b * H + plan.h).to(gl.int64) * total + plan.row + t
         lse = (m + gl.log2(l) - RAISED) * LN2
@@ -393,20 +317,15 @@ def _compute(
         share = gl.where(l == 0.0, 0.0, 1.0 / l)
         q_factor = scale * LOG2E * _scale(scales.q, tile % queries.slots, shape)
         factor = q_factor * _scale(scales.k, turn % keys.slots, shape)
-        s = warpgroup_mma_wait(1, deps=(s,))
+        s, part = warpgroup_mma_wait(0, deps=(s, part))
         keys.give_back(turn)
-        row_after = after.t + WG * WG_ROWS
-        s, m, reference = _largest(s, none, factor, row_after, after.last * BLOCK, after, mask, True, MINE, shape)
-        weights, l, _ = _softmax(s, none, reference, none, factor, True, shape)
-        if shape.PING_PONG:
-            l = _turn("arrive", OTHER, l)
+        values.give_back(turn - 1)
+        acc += part * v_scale
+        acc *= gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, shape.o_layout)), 1)
+        s = _numbers(s, after.t + WG * WG_ROWS, after.last * BLOCK, after, mask, True, shape)
+        p, l, m = weights_of(s, none, factor, shape.s_layout)
         tma_store_wait(0)
         barrier()
-        part = warpgroup_mma_wait(0, deps=(part,))
-        values.give_back(turn - 1)
-        p = _packed(weights, shape)
-        acc = _added(acc, part, gl.full([WG_ROWS], 1.0, gl.float32, row_layout), v_scale, shape)
-        acc = acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, shape.o_layout)), 1)
         if shape.MASKED or shape.PACKED or shape.INTEGER:
             if holds_nan(acc):
                 with_care_8bit(notes, scales, o_ptr, lse_ptr, plan, row, H, total, scale, mask, shape)
@@ -416,8 +335,6 @@ def _compute(
             _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
         plan = after
     tma_store_wait(0)
-    if shape.PING_PONG and WG == 0:
-        named_barrier("sync", TURNS)
 
 
 @gluon.jit
@@ -449,12 +366,12 @@ def flash_fwd_8bit(
     B, S, tiles, tail, scale, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
-    SMOOTHED: gl.constexpr, PING_PONG: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
+    SMOOTHED: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     shape = Shape8(
-        GROUP, D, DV, PACKED, LEFT or RIGHT or PREFIX or CHUNK, dtype == gl.int8, SMOOTHED, PING_PONG,
+        GROUP, D, DV, PACKED, LEFT or RIGHT or PREFIX or CHUNK, dtype == gl.int8, SMOOTHED,
     )
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     queries = ring(gl.allocate_shared_memory(dtype, [Q_SLOTS * CREW, 1, 1, WG_ROWS, D], q_desc.layout), Q_SLOTS, CREW)

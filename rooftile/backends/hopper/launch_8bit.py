@@ -26,14 +26,13 @@ _CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 class Tile8(NamedTuple):
     """How `flash_fwd_8bit` is staffed, for 128 queries and blocks of 128 keys."""
 
-    PING_PONG: bool
     Q_SLOTS: int
     KV_SLOTS: int
     COMPUTE_REGISTERS: int
     COPY_REGISTERS: int
 
 
-TILE = Tile8(PING_PONG=True, Q_SLOTS=2, KV_SLOTS=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+TILE = Tile8(Q_SLOTS=2, KV_SLOTS=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,10 @@ from rooftile.numerics.recipe import QuantisedQKV, part_of_rows
 from rooftile.numerics.scaling import BLOCK
 from rooftile.spec import Options, Spec
 
-# weights are multiplied by 2^8
-RAISED = tl.constexpr(8.0)
+# weights are multiplied by 2^6
+RAISED = tl.constexpr(6.0)
+# how far a score may be above what weights refer to: log2 432 less that
+LAG = tl.constexpr(2.754887502163468)
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
 CAREFUL_S = tl.constexpr(16)
 
@@ -54,7 +56,7 @@ def _walk(
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     m = tl.full((BLOCK_T,), 0.0, tl.float32) + sink
-    l = tl.where(m == float("-inf"), 0.0, 256.0)
+    l = tl.where(m == float("-inf"), 0.0, 64.0)
     acc = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)
     blocks = tl.cdiv(stop - start, BLOCK_S)
     for n in range(0, blocks):
@@ -78,7 +80,8 @@ def _walk(
         if SOFTCAP:
             x = capped(x, 1.0, softcap) * softcap
         x = tl.where(sees, x * LOG2E, float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, 1))
+        top = tl.max(x, 1)
+        m_new = tl.where((top - m >= LAG) | (m == float("-inf")), top, m)
         pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(x - pivot[:, None] + RAISED)
         alpha = tl.exp2(m - pivot)
