@@ -182,15 +182,11 @@ def _issue_scores(q, keys: Ring, turn, shape: Shape8):
 
 
 @gluon.jit
-def _issue(q, keys: Ring, values: Ring, p, turn, there, shape: Shape8):
-    """Issues the scores of block `turn` and the product of the block before it with its values; waits for neither."""
-    keys.wait_full(turn, there)
-    s = _issue_scores(q, keys, turn, shape)
-    values.wait_full(turn - 1)
-    v = values.buffer(turn - 1).reshape([shape.DV, BLOCK])
+def _issue_values(p, values: Ring, turn, shape: Shape8):
+    """Issues the product of a block's weights with its values."""
+    v = values.buffer(turn).reshape([shape.DV, BLOCK])
     none = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
-    part = warpgroup_mma(_weights(p, shape), v.permute((1, 0)), none, use_acc=False, is_async=True)
-    return s, part
+    return warpgroup_mma(_weights(p, shape), v.permute((1, 0)), none, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -215,25 +211,46 @@ def _weights(p, shape: Shape8):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [four], dtype=gl.float8e4nv, is_pure=True, pack=4)
 
 
+@aggregate
+class Scores:
+    """A block's scores: products of queries and keys, what they are multiplied by, and the block before it on its way out."""
+
+    s: gl.tensor
+    factor: gl.tensor
+    part: gl.tensor  # the product of the block before with its values
+    v_scale: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, s, factor, part, v_scale):
+        self.s = s
+        self.factor = factor
+        self.part = part
+        self.v_scale = v_scale
+
+
 @gluon.jit
 def _step(
-    q, keys: Ring, values: Ring, scales: Scales, p, acc, m, l, turn, row, column, plan, mask: Mask, q_factor,
+    block: Scores, q, keys: Ring, values: Ring, scales: Scales, acc, m, l, turn, there, row, column, plan, mask: Mask, q_factor,
     shape: Shape8, CHECK: gl.constexpr,
 ):  # fmt: skip
-    """One block: its scores and weights, and the block before it into the output."""
-    s, part = _issue(q, keys, values, p, turn, True, shape)
-    factor = q_factor * _scale(scales.k, turn % keys.slots, shape)
-    v_scale = _word(scales.v, (turn - 1) % values.slots)
-    s, part = warpgroup_mma_wait(0, deps=(s, part))
-    keys.give_back(turn)
-    values.give_back(turn - 1)
-    s = _numbers(s, row, column, plan, mask, CHECK, shape)
+    """The weights of block `turn` while the block before it is added to the output; then its product and the next one's scores."""
     # in terms of the references that this block's weights begin with
-    acc = kept(acc + part * v_scale)
-    p, sums, m_new = weights_of(s, m, factor, shape.s_layout)
+    acc = kept(acc + block.part * block.v_scale)
+    p, sums, m_new = weights_of(block.s, m, block.factor, shape.s_layout)
+    values.wait_full(turn)
+    part = _issue_values(p, values, turn, shape)
+    keys.wait_full(turn + 1, there)
+    s = _issue_scores(q, keys, turn + 1, shape)
     alpha = gl.exp2(m - gl.where(m_new == float("-inf"), 0.0, m_new))
     acc = rescaled(acc, alpha, shape.o_layout)
-    return p, acc, m_new, l * alpha + sums
+    l = l * alpha + sums
+    factor = q_factor * _scale(scales.k, (turn + 1) % keys.slots, shape)
+    v_scale = _word(scales.v, turn % values.slots)
+    s, part = warpgroup_mma_wait(0, deps=(s, part))
+    keys.give_back(turn + 1)
+    values.give_back(turn)
+    s = _numbers(s, row, column, plan, mask, CHECK, shape)
+    return Scores(s, factor, part, v_scale), acc, m_new, l
 
 
 @gluon.jit
@@ -244,7 +261,6 @@ def _compute(
     """A warpgroup's role: 64 queries of every tile."""
     dtype: gl.constexpr = o_desc.dtype
     row_layout: gl.constexpr = gl.SliceLayout(1, shape.s_layout)
-    none = by_thread(float("-inf"), shape.s_layout)
     output = outputs.index(WG)
     tile = 0
     turn = 0
@@ -257,10 +273,13 @@ def _compute(
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.give_back(0)
     s = _numbers(s, plan.t + WG * WG_ROWS, plan.last * BLOCK, plan, mask, True, shape)
-    p, l, m = weights_of(s, none, factor, shape.s_layout)
+    nothing = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
+    block = Scores(s, factor, nothing, scale * 0.0)
 
     while plan.live != 0:
         acc = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
+        m = by_thread(float("-inf"), shape.s_layout)
+        l = by_thread(0.0, shape.s_layout)
         row = plan.t + WG * WG_ROWS
         i_0 = row + plan.S - plan.T
         blocks = plan.last - plan.first + 1
@@ -271,38 +290,44 @@ def _compute(
             right = gl.minimum(gl.maximum(plan.last + 1 - clear_stop, 1), blocks)
             q = queries.buffers.index(tile % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
             for i in range(1, right):
-                turn += 1
-                p, acc, m, l = _step(
-                    q, keys, values, scales, p, acc, m, l, turn, row, (plan.last - i) * BLOCK, plan, mask, q_factor,
+                block, acc, m, l = _step(
+                    block, q, keys, values, scales, acc, m, l, turn, True, row, (plan.last - i) * BLOCK, plan, mask, q_factor,
                     shape, True,
                 )  # fmt: skip
+                turn += 1
         if mask.LEFT or mask.CHUNK:
             clear_first = gl.maximum(mask.first_key(i_0 + (WG_ROWS - 1)) + (BLOCK - 1), 0) // BLOCK
             left = gl.maximum(gl.minimum(plan.last + 1 - clear_first, blocks), right)
         q = queries.buffers.index(opaque(tile) % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
         for _ in range(right, left):
-            turn += 1
-            p, acc, m, l = _step(
-                q, keys, values, scales, p, acc, m, l, turn, row, 0, plan, mask, q_factor, shape, False
+            block, acc, m, l = _step(
+                block, q, keys, values, scales, acc, m, l, turn, True, row, 0, plan, mask, q_factor, shape, False
             )
+            turn += 1
         if mask.LEFT or mask.CHUNK:
             q = queries.buffers.index(opaque(tile) % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
             for i in range(left, blocks):
-                turn += 1
-                p, acc, m, l = _step(
-                    q, keys, values, scales, p, acc, m, l, turn, row, (plan.last - i) * BLOCK, plan, mask, q_factor,
+                block, acc, m, l = _step(
+                    block, q, keys, values, scales, acc, m, l, turn, True, row, (plan.last - i) * BLOCK, plan, mask, q_factor,
                     shape, True,
                 )  # fmt: skip
+                turn += 1
         queries.give_back(tile)
 
-        # the last product of this tile, together with the first scores of the next
+        # the last block of this tile, together with the first scores of the next
         tile += 1
-        turn += 1
         after = take(plans, tile)
         there = after.live != 0
         queries.wait_full(tile, there)
         q = queries.buffers.index(tile % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
-        s, part = _issue(q, keys, values, p, turn, there, shape)
+        q_factor = scale * LOG2E * _scale(scales.q, tile % queries.slots, shape)
+        block, acc, m, l = _step(
+            block, q, keys, values, scales, acc, m, l, turn, there, after.t + WG * WG_ROWS, after.last * BLOCK, after, mask,
+            q_factor, shape, True,
+        )  # fmt: skip
+        turn += 1
+        acc += block.part * block.v_scale
+        block = Scores(block.s, block.factor, nothing, scale * 0.0)
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
         m = gl.convert_layout(gl.max(m, 1), row_layout)
         t = row + gl.arange(0, WG_ROWS, row_layout)
@@ -313,17 +338,8 @@ def _compute(
             place = ((plan.b.to(gl.int64) * total + plan.row) + t) * H + plan.h
             lse += gl.load(shift_ptr + place, mask=t < plan.T, other=0.0) * scale
         gl.store(lse_ptr + line, lse, mask=t < plan.T)
-        v_scale = _word(scales.v, (turn - 1) % values.slots)
         share = gl.where(l == 0.0, 0.0, 1.0 / l)
-        q_factor = scale * LOG2E * _scale(scales.q, tile % queries.slots, shape)
-        factor = q_factor * _scale(scales.k, turn % keys.slots, shape)
-        s, part = warpgroup_mma_wait(0, deps=(s, part))
-        keys.give_back(turn)
-        values.give_back(turn - 1)
-        acc += part * v_scale
         acc *= gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, shape.o_layout)), 1)
-        s = _numbers(s, after.t + WG * WG_ROWS, after.last * BLOCK, after, mask, True, shape)
-        p, l, m = weights_of(s, none, factor, shape.s_layout)
         tma_store_wait(0)
         barrier()
         if shape.MASKED or shape.PACKED or shape.INTEGER:
