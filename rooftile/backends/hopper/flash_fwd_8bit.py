@@ -29,11 +29,11 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from rooftile.backends.hopper.pipeline import Ring, opaque, ring
+from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import PADDED, WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS
 from rooftile.backends.hopper.softmax import hidden
-from rooftile.backends.hopper.weights_8bit import RAISED, by_thread, kept, rescaled, weights_of
+from rooftile.backends.hopper.weights_8bit import RAISED, TURNS, by_thread, kept, rescaled, weights_of
 
 CREW = gl.constexpr(2)
 # queries of a tile, and keys of a block: what shares a scale
@@ -231,12 +231,12 @@ class Scores:
 @gluon.jit
 def _step(
     block: Scores, q, keys: Ring, values: Ring, scales: Scales, acc, m, l, turn, there, row, column, plan, mask: Mask, q_factor,
-    shape: Shape8, CHECK: gl.constexpr,
+    WG: gl.constexpr, shape: Shape8, CHECK: gl.constexpr,
 ):  # fmt: skip
     """The weights of block `turn` while the block before it is added to the output; then its product and the next one's scores."""
     # in terms of the references that this block's weights begin with
     acc = kept(acc + block.part * block.v_scale)
-    p, sums, m_new = weights_of(block.s, m, block.factor, shape.s_layout)
+    p, sums, m_new = weights_of(block.s, m, block.factor, WG, shape.s_layout)
     values.wait_full(turn)
     part = _issue_values(p, values, turn, shape)
     keys.wait_full(turn + 1, there)
@@ -262,6 +262,8 @@ def _compute(
     dtype: gl.constexpr = o_desc.dtype
     row_layout: gl.constexpr = gl.SliceLayout(1, shape.s_layout)
     output = outputs.index(WG)
+    if WG == CREW - 1:
+        named_barrier("arrive", TURNS)
     tile = 0
     turn = 0
     plan = take(plans, 0)
@@ -292,7 +294,7 @@ def _compute(
             for i in range(1, right):
                 block, acc, m, l = _step(
                     block, q, keys, values, scales, acc, m, l, turn, True, row, (plan.last - i) * BLOCK, plan, mask, q_factor,
-                    shape, True,
+                    WG, shape, True,
                 )  # fmt: skip
                 turn += 1
         if mask.LEFT or mask.CHUNK:
@@ -301,7 +303,7 @@ def _compute(
         q = queries.buffers.index(opaque(tile) % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
         for _ in range(right, left):
             block, acc, m, l = _step(
-                block, q, keys, values, scales, acc, m, l, turn, True, row, 0, plan, mask, q_factor, shape, False
+                block, q, keys, values, scales, acc, m, l, turn, True, row, 0, plan, mask, q_factor, WG, shape, False
             )
             turn += 1
         if mask.LEFT or mask.CHUNK:
@@ -309,7 +311,7 @@ def _compute(
             for i in range(left, blocks):
                 block, acc, m, l = _step(
                     block, q, keys, values, scales, acc, m, l, turn, True, row, (plan.last - i) * BLOCK, plan, mask, q_factor,
-                    shape, True,
+                    WG, shape, True,
                 )  # fmt: skip
                 turn += 1
         queries.give_back(tile)
@@ -323,7 +325,7 @@ def _compute(
         q_factor = scale * LOG2E * _scale(scales.q, tile % queries.slots, shape)
         block, acc, m, l = _step(
             block, q, keys, values, scales, acc, m, l, turn, there, after.t + WG * WG_ROWS, after.last * BLOCK, after, mask,
-            q_factor, shape, True,
+            q_factor, WG, shape, True,
         )  # fmt: skip
         turn += 1
         acc += block.part * block.v_scale
@@ -351,6 +353,8 @@ def _compute(
             _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
         plan = after
     tma_store_wait(0)
+    if WG == 0:
+        named_barrier("sync", TURNS)
 
 
 @gluon.jit

@@ -26,12 +26,15 @@ def _number(x: float) -> str:
     return "0f" + struct.pack(">f", x).hex().upper()
 
 
-def _text() -> str:
+def _text(mine: int, other: int) -> str:
     """PTX. A thread has two rows: of register e of 64, row e // 2 % 2, column e % 2 + 8 (e // 4) from the thread's first.
 
     $0 to $63    four weights each, where a register is used: columns 0, 1, 8 and 9 of each 16
     $64 to $127  the rows' sums at registers 0 and 2, their references at 4 and 6
     $128 on      scores, references, and what scores are multiplied by, 64 each
+
+    The warpgroups take turns, by two barriers, as what computes exponentials is busy with one of them. The assembler moves
+    arithmetic across a barrier as it likes, but not across a branch: that after the first is taken only if all references are NaN.
     """
     raised, too_large = _number(RAISED.value), _number(TOO_LARGE)
     weights = [f"fma.rn.f32 p{e}, ${128 + e}, $256, n{e // 2 % 2}; ex2.approx.ftz.f32 p{e}, p{e};" for e in range(64)]
@@ -66,13 +69,21 @@ def _text() -> str:
             f"selp.f32 m{row}, top{row}, m{row}, large; setp.eq.f32 large, m{row}, 0fFF800000;",
             f"selp.f32 t, 0f00000000, m{row}, large; sub.f32 n{row // 2}, {raised}, t;",
         ]
+    turn = (
+        "setp.nan.f32 large, $192, $194; vote.sync.all.pred large, large, -1; "
+        f"bar.sync {mine}, 256; @!large bra go; wgmma.wait_group.sync.aligned 0; go:"
+    )
     first = [f"mov.b32 m{row}, ${192 + row}; sub.f32 n{row // 2}, {raised}, m{row};" for row in (0, 2)]
     last = [f"mov.b32 ${64 + row}, l{row}; mov.b32 ${68 + row}, m{row};" for row in (0, 2)]
     registers = "{ .reg .f32 p<64>, l<3>, m<3>, top<3>, n<2>, t; .reg .b16 low, high; .reg .b32 all, some; .reg .pred large; "
-    return registers + " ".join([*first, *compute, *check, *again, *compute, "done:", *last]) + " }"
+    done = f"done: bar.arrive {other}, 256;"
+    return registers + " ".join([turn, *first, *compute, *check, *again, *compute, done, *last]) + " }"
 
 
-_TEXT = gl.constexpr(_text())
+# the first named barriers that Triton leaves
+TURNS = gl.constexpr(9)
+_TEXT_0 = gl.constexpr(_text(TURNS.value, TURNS.value + 1))
+_TEXT_1 = gl.constexpr(_text(TURNS.value + 1, TURNS.value))
 _CONSTRAINTS = gl.constexpr(",".join(["=r"] * 64 + ["=f"] * 64 + ["f"] * 192))
 
 
@@ -111,14 +122,15 @@ def spread(x, COLUMNS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(s, m, factor, s_layout: gl.constexpr):
+def weights_of(s, m, factor, WG: gl.constexpr, s_layout: gl.constexpr):
     """Words of four weights (WG_ROWS, 8, 4), and the rows' sums and references (WG_ROWS, 4), from scores s x factor.
 
     A thread holds two neighbours of every eight; four that it holds become neighbours, and values are stored in that order.
     """
     factors = gl.zeros([WG_ROWS, BLOCK], gl.float32, s_layout) + factor
+    text: gl.constexpr = _TEXT_0 if WG == 0 else _TEXT_1
     words, state = gl.inline_asm_elementwise(
-        _TEXT, _CONSTRAINTS, [s, spread(m, BLOCK, s_layout), factors],
+        text, _CONSTRAINTS, [s, spread(m, BLOCK, s_layout), factors],
         dtype=(gl.int32, gl.float32), is_pure=False, pack=64,
     )  # fmt: skip
     first, _ = words.reshape([WG_ROWS, BLOCK // 8, 4, 2]).split()
