@@ -1,9 +1,10 @@
 """From scores to weights in FP8, without knowing the rows' largest score first.
 
 Weights refer to a score of their row that may lag behind the largest so far: any reference gives the same quotients in the end.
-So a block's weights are computed from the reference at hand. Only where one comes out too large for the format, in a warp's 16
-rows, are the largest scores looked for, the references moved up where they must, and the weights computed again: in the first
-block, and seldom after it. Everything happens in a thread's registers, and lanes of a row agree by shuffles.
+So a block's weights are computed from the reference at hand. Only where they come out too large, in a warp's 16 rows, are the
+largest scores looked for, the references moved there, and the weights computed again: in the first block, and seldom after it.
+Too large is a thread's sum of its 32 weights of a row, 432 or more, so that none of them is too large for the format. Where all
+scores are the same, and the reference too, the sum is 128.
 
 Zadouri et al., FlashAttention-4, rescale as seldom.
 """
@@ -15,10 +16,10 @@ from rooftile.backends.hopper.shape import WG_ROWS
 from rooftile.backends.hopper.softmax import rescaling, scaled_in_place
 
 BLOCK = gl.constexpr(128)
-# weights are multiplied by 2^6
-RAISED = gl.constexpr(6.0)
-# log2 432: what is as large rounds to 448, the format's largest
-TOO_LARGE = 8.754887502163468
+# weights are multiplied by 2^2
+RAISED = gl.constexpr(2.0)
+# rounds to 448, the format's largest
+TOO_LARGE = 432.0
 
 
 def _number(x: float) -> str:
@@ -38,7 +39,7 @@ def _text(mine: int, other: int) -> str:
     """
     raised, too_large = _number(RAISED.value), _number(TOO_LARGE)
     weights = [f"fma.rn.f32 p{e}, ${128 + e}, $256, n{e // 2 % 2}; ex2.approx.ftz.f32 p{e}, p{e};" for e in range(64)]
-    sums, packs, words = [], [], []
+    sums, packs = [], []
     for row in (0, 2):
         pairs = [(4 * eight + row, 4 * eight + row + 1) for eight in range(16)]
         sums.append(f"add.f32 l{row}, p{row}, p{row + 1};")
@@ -46,17 +47,16 @@ def _text(mine: int, other: int) -> str:
         for sixteen in range(8):
             (a, b), (c, d) = pairs[2 * sixteen : 2 * sixteen + 2]
             word = 8 * sixteen + row
-            words.append(word)
             packs.append(
                 f"cvt.rn.satfinite.e4m3x2.f32 low, p{b}, p{a}; cvt.rn.satfinite.e4m3x2.f32 high, p{d}, p{c}; "
                 f"mov.b32 ${word}, {{low, high}};"
             )
     compute = [*weights, *sums, *packs]
-    # a byte of 0x7e or more: 448 or a NaN
-    check = [f"add.u32 all, ${words[0]}, 0x02020202;"]
-    check += [f"add.u32 some, ${word}, 0x02020202; or.b32 all, all, some;" for word in words[1:]]
-    check += ["and.b32 all, all, 0x80808080; setp.ne.b32 large, all, 0; vote.sync.any.pred large, large, -1; @!large bra done;"]
-    again = []
+    # a NaN is too large as well
+    check = [f"setp.geu.f32 large{row}, l{row}, {too_large};" for row in (0, 2)]
+    check += ["or.pred large, large0, large2; vote.sync.any.pred large, large, -1; @!large bra done;"]
+    # whether any of a row's four lanes finds it so
+    again = ["mov.u32 lane, %laneid; and.b32 lane, lane, 28;"]
     for row in (0, 2):
         own = [e for e in range(64) if e // 2 % 2 == row // 2]
         again.append(f"mul.f32 top{row}, ${128 + own[0]}, $256;")
@@ -65,7 +65,7 @@ def _text(mine: int, other: int) -> str:
             f"shfl.sync.bfly.b32 t, top{row}, {lanes}, 0x1f, -1; max.f32 top{row}, top{row}, t;" for lanes in (1, 2)
         ]
         again += [
-            f"add.f32 t, top{row}, n{row // 2}; setp.ge.f32 large, t, {too_large};",
+            f"vote.sync.ballot.b32 all, large{row}, -1; shr.b32 all, all, lane; and.b32 all, all, 15; setp.ne.b32 large, all, 0;",
             f"selp.f32 m{row}, top{row}, m{row}, large; setp.eq.f32 large, m{row}, 0fFF800000;",
             f"selp.f32 t, 0f00000000, m{row}, large; sub.f32 n{row // 2}, {raised}, t;",
         ]
@@ -75,7 +75,7 @@ def _text(mine: int, other: int) -> str:
     )
     first = [f"mov.b32 m{row}, ${192 + row}; sub.f32 n{row // 2}, {raised}, m{row};" for row in (0, 2)]
     last = [f"mov.b32 ${64 + row}, l{row}; mov.b32 ${68 + row}, m{row};" for row in (0, 2)]
-    registers = "{ .reg .f32 p<64>, l<3>, m<3>, top<3>, n<2>, t; .reg .b16 low, high; .reg .b32 all, some; .reg .pred large; "
+    registers = "{ .reg .f32 p<64>, l<3>, m<3>, top<3>, n<2>, t; .reg .b16 low, high; .reg .b32 all, lane; .reg .pred large, large0, large2; "
     done = f"done: bar.arrive {other}, 256;"
     return registers + " ".join([turn, *first, *compute, *check, *again, *compute, done, *last]) + " }"
 

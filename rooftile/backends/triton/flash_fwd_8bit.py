@@ -24,10 +24,10 @@ from rooftile.numerics.recipe import QuantisedQKV, part_of_rows
 from rooftile.numerics.scaling import BLOCK
 from rooftile.spec import Options, Spec
 
-# weights are multiplied by 2^6
-RAISED = tl.constexpr(6.0)
-# how far a score may be above what weights refer to: log2 432 less that
-LAG = tl.constexpr(2.754887502163468)
+# weights are multiplied by 2^2
+RAISED = tl.constexpr(2.0)
+# rounds to 448, FP8's largest
+TOO_LARGE = tl.constexpr(432.0)
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
 CAREFUL_S = tl.constexpr(16)
 
@@ -39,6 +39,14 @@ def _numbers(codes, INTEGER: tl.constexpr):
     if INTEGER:
         x = tl.where(x == -128.0, float("nan"), x)
     return x
+
+
+@triton.jit
+def _too_large(x, m, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Whether a row's weights of a block are, as the definition has it: sums of two of each eight keys."""
+    p = tl.exp2(x - tl.where(m == float("-inf"), 0.0, m)[:, None] + RAISED)
+    sums = tl.sum(tl.sum(tl.reshape(p, (BLOCK_T, BLOCK_S // 8, 4, 2)), 3), 1)
+    return tl.max(tl.where(sums < TOO_LARGE, 0, 1), 1) > 0
 
 
 # fmt: off
@@ -56,7 +64,7 @@ def _walk(
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     m = tl.full((BLOCK_T,), 0.0, tl.float32) + sink
-    l = tl.where(m == float("-inf"), 0.0, 64.0)
+    l = tl.where(m == float("-inf"), 0.0, 4.0)
     acc = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)
     blocks = tl.cdiv(stop - start, BLOCK_S)
     for n in range(0, blocks):
@@ -80,8 +88,7 @@ def _walk(
         if SOFTCAP:
             x = capped(x, 1.0, softcap) * softcap
         x = tl.where(sees, x * LOG2E, float("-inf"))
-        top = tl.max(x, 1)
-        m_new = tl.where((top - m >= LAG) | (m == float("-inf")), top, m)
+        m_new = tl.where((m == float("-inf")) | _too_large(x, m, BLOCK_T, BLOCK_S), tl.max(x, 1), m)
         pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(x - pivot[:, None] + RAISED)
         alpha = tl.exp2(m - pivot)
