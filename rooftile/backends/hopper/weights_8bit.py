@@ -34,8 +34,7 @@ def _text(mine: int, other: int) -> str:
     $64 to $127  the rows' sums at registers 0 and 2, their references at 4 and 6
     $128 on      scores, references, and what scores are multiplied by, 64 each
 
-    The warpgroups take turns, by two barriers, as what computes exponentials is busy with one of them. The assembler moves
-    arithmetic across a barrier as it likes, but not across a branch: that after the first is taken only if all references are NaN.
+    The warpgroups take turns at the exponentials, by two barriers: what computes them is busy with one of the two.
     """
     raised, too_large = _number(RAISED.value), _number(TOO_LARGE)
     weights = [f"fma.rn.f32 p{e}, ${128 + e}, $256, n{e // 2 % 2}; ex2.approx.ftz.f32 p{e}, p{e};" for e in range(64)]
@@ -51,7 +50,7 @@ def _text(mine: int, other: int) -> str:
                 f"cvt.rn.satfinite.e4m3x2.f32 low, p{b}, p{a}; cvt.rn.satfinite.e4m3x2.f32 high, p{d}, p{c}; "
                 f"mov.b32 ${word}, {{low, high}};"
             )
-    compute = [*weights, *sums, *packs]
+    compute = [*weights, *sums]
     # a NaN is too large as well
     check = [f"setp.geu.f32 large{row}, l{row}, {too_large};" for row in (0, 2)]
     check += ["or.pred large, large0, large2; vote.sync.any.pred large, large, -1; @!large bra done;"]
@@ -69,15 +68,12 @@ def _text(mine: int, other: int) -> str:
             f"selp.f32 m{row}, top{row}, m{row}, large; setp.eq.f32 large, m{row}, 0fFF800000;",
             f"selp.f32 t, 0f00000000, m{row}, large; sub.f32 n{row // 2}, {raised}, t;",
         ]
-    turn = (
-        "setp.nan.f32 large, $192, $194; vote.sync.all.pred large, large, -1; "
-        f"bar.sync {mine}, 256; @!large bra go; wgmma.wait_group.sync.aligned 0; go:"
-    )
+    turn = f"bar.sync {mine}, 256;"
     first = [f"mov.b32 m{row}, ${192 + row}; sub.f32 n{row // 2}, {raised}, m{row};" for row in (0, 2)]
     last = [f"mov.b32 ${64 + row}, l{row}; mov.b32 ${68 + row}, m{row};" for row in (0, 2)]
     registers = "{ .reg .f32 p<64>, l<3>, m<3>, top<3>, n<2>, t; .reg .b16 low, high; .reg .b32 all, lane; .reg .pred large, large0, large2; "
     done = f"done: bar.arrive {other}, 256;"
-    return registers + " ".join([turn, *first, *compute, *check, *again, *compute, done, *last]) + " }"
+    return registers + " ".join([turn, *first, *compute, *check, *again, *compute, done, *packs, *last]) + " }"
 
 
 # the first named barriers that Triton leaves
