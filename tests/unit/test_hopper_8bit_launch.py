@@ -47,7 +47,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...], d
     monkeypatch.setattr(launch_8bit, "Launcher", Recorder)
     monkeypatch.setattr(Recorder, "calls", [])
     monkeypatch.setattr(launch_8bit, "counter", lambda device: torch.zeros(2, dtype=torch.int32))
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    for module in (launch, launch_8bit):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
     caches = [value for value in vars(launch_8bit).values() if hasattr(value, "cache_clear")]
     for cached in caches:
         cached.cache_clear()
@@ -74,8 +75,9 @@ def test_dense(calls, qk: str, smooth: bool) -> None:
     by_queries, by_keys, by_values, attention = ({"grid": grid} | given for _, grid, given in calls[smooth:])
     assert (by_queries["SHIFT"], by_queries["SMOOTH"], by_queries["GROUP"]) == (smooth, False, 2 if smooth else 1)
     assert (by_keys["SHIFT"], by_keys["SMOOTH"], by_keys["GROUP"]) == (False, smooth, 1)
-    assert by_queries["grid"] == (2 * 3, 4, 1)
-    assert by_keys["grid"] == by_values["grid"] == (2 * 2, 2, 1)
+    assert (by_queries["grid"], by_queries["slots"]) == ((2 * 3 * 4, 1, 1), 2 * 3)
+    assert by_keys["grid"] == (2 * 2 * 2, 1, 1)
+    assert by_values["grid"] == (2 * 2, 2, 1)
     assert by_queries["out_ptr"].dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[qk]
     assert attention["SMOOTHED"] is smooth
     assert attention["q_scales_ptr"].shape == (6, 4, 1)
@@ -93,6 +95,7 @@ def test_packed_parts_are_the_recipes(calls) -> None:
     assert attention["q_scales_ptr"].shape == (parts, 4, 1)
     assert attention["v_desc"].transpose(1, 2).shape == columns_of(v.to(torch.float8_e4m3fn), cu).shape
     assert [grid for name, grid, _ in calls if name == "quantise_values"] == [(parts, 2, 1)]
+    assert [given["slots"] for name, _, given in calls if name == "quantise_rows"] == [parts, parts]
 
 
 def test_no_keys_and_no_queries(calls) -> None:

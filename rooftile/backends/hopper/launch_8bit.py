@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 from rooftile.backends.hopper import flash_fwd_8bit, quantisation
 from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.descriptors import descriptor, readable
-from rooftile.backends.hopper.launch import numbers_of, programs_and_tail, sizes_of
+from rooftile.backends.hopper.launch import numbers_of, processors, programs_and_tail, sizes_of
 from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.tiles import WARPGROUP
 from rooftile.numerics.hadamard import norms, signs_of
 from rooftile.numerics.recipe import QuantisedQKV
-from rooftile.numerics.scaling import BLOCK, divided
+from rooftile.numerics.scaling import BLOCK
 from rooftile.precision import Precision
 from rooftile.spec import Options, Sizes, Spec
 
@@ -52,7 +52,8 @@ def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) 
     columns = (1, sizes.Hk, spec.dim_v, keys.slots * BLOCK) if packed else (sizes.B, sizes.Hk, spec.dim_v, keys.each * BLOCK)
     v_columns = torch.empty(columns, dtype=torch.float8_e4m3fn, device=v.device)
     # a packed slot may stay empty
-    q_scales, k_scales, v_scales = (torch.ones(x.slots, x.heads, 1, device=q.device) for x in (queries, keys, keys))
+    made_of = torch.ones if packed else torch.empty
+    q_scales, k_scales, v_scales = (made_of(x.slots, x.heads, 1, device=q.device) for x in (queries, keys, keys))
     shift = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if precision.smooth_k else None
     signs = _signs(spec.dim, q.device) if precision.incoherent else None
     made = QuantisedQKV(
@@ -89,9 +90,14 @@ class _Blocks(NamedTuple):
         """Parts of the tensor: blocks of all sequences; packed, some stay empty."""
         return self.B * self.each if self.cu is None else self.length // BLOCK + self.B
 
+    def grid(self, dim: int, device: torch.device) -> tuple[int, int, int]:
+        """As many programs as run at once: each has two blocks in shared memory."""
+        return min(self.slots * self.heads, processors(device) * 256 // dim), 1, 1
+
     @property
-    def grid(self) -> tuple[int, int, int]:
-        return self.slots, self.heads, 1
+    def numbers(self) -> tuple[int, ...]:
+        """Arguments of the kernels; `quantise_values` needs no slots."""
+        return self.B, self.heads, self.length, self.each, self.slots
 
 
 def _recipe(spec: Spec) -> Precision:
@@ -109,10 +115,16 @@ def _mean(k: Tensor, keys: _Blocks, spec: Spec) -> Tensor:
     sums = torch.zeros(keys.B, keys.heads, spec.dim, dtype=torch.float64, device=k.device)
     launch = _launcher_of_sum(spec.dim, keys.cu is not None, k.device)
     cu = sums if keys.cu is None else keys.cu
-    launch(keys.grid, (k,), (sums, cu), (keys.B, keys.heads, keys.length, keys.each))
-    if keys.cu is None:
-        return divided(sums, keys.length).float()
-    return (sums / keys.cu.diff().clamp(min=1).view(-1, 1, 1)).float()
+    launch(keys.grid(spec.dim, k.device), (k,), (sums, cu), keys.numbers)
+    lengths = _number(keys.length, k.device) if keys.cu is None else keys.cu.diff().clamp(min=1).view(-1, 1, 1)
+    # divided as fp64, and rounded once
+    return torch.div(sums, lengths, out=torch.empty_like(sums, dtype=torch.float32))
+
+
+@lru_cache(256)
+def _number(n: int, device: torch.device) -> Tensor:
+    """On the device, where a number of the host would be divided by with its inverse."""
+    return torch.tensor(n, dtype=torch.float64, device=device)
 
 
 def _rows(
@@ -128,13 +140,13 @@ def _rows(
     }  # fmt: skip
     tensors = (out, *(scales if t is None else t for t in (scales, shift, mean, signs, blocks.cu)))
     launch = _launcher_of_rows(tuple(constants.items()), x.device)
-    launch(blocks.grid, (x,), tensors, (blocks.B, blocks.heads, blocks.length, blocks.each, blocks.length))
+    launch(blocks.grid(D, x.device), (x, out), tensors, (*blocks.numbers, blocks.length))
 
 
 def _values(v: Tensor, columns: Tensor, scales: Tensor, keys: _Blocks) -> None:
     launch = _launcher_of_values(v.shape[-1], keys.cu is not None, v.device)
     cu = scales if keys.cu is None else keys.cu
-    launch(keys.grid, (v, columns.transpose(1, 2)), (scales, cu), (keys.B, keys.heads, keys.length, keys.each))
+    launch((keys.slots, keys.heads, 1), (v, columns.transpose(1, 2)), (scales, cu), keys.numbers[:-1])
 
 
 def attend(qkv: QuantisedQKV, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -193,7 +205,7 @@ def _launcher_of_sum(dim: int, packed: bool, device: torch.device) -> Launcher:
 @cache
 def _launcher_of_rows(constants: tuple[tuple[str, int], ...], device: torch.device) -> Launcher:
     block = partial(descriptor, box=(1, BLOCK, dict(constants)["D"]))
-    return Launcher(quantisation.quantise_rows, dict(constants), device, (block,))
+    return Launcher(quantisation.quantise_rows, dict(constants), device, (block, block))
 
 
 @cache

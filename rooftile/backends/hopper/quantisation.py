@@ -1,6 +1,7 @@
 """Queries, keys and values in 8 bits, each read once: the integers of `rooftile.numerics.recipe`, bit for bit.
 
-Three kernels, a program a block of 128 positions of a head:
+Three kernels, by blocks of 128 positions of a head. Programs of the first two walk many, and have the next one copied in
+meanwhile; those of the third are small enough for others to hide the copy.
 
     sum_keys         the sum of each head's keys in fp64, which comes out the same in any order
     quantise_rows    queries or keys: less the mean key, times signs, through the butterfly of the Hadamard transform, scaled and
@@ -13,6 +14,7 @@ A row lies in one thread by 64 columns: the butterfly's first six steps stay the
 from triton.language import PropagateNan
 
 from rooftile.backends.hopper.gluon import (
+    aggregate,
     barrier,
     fence_async_shared,
     gl,
@@ -53,12 +55,40 @@ def _block_of(slot, cu_ptr, B, T, blocks, PACKED: gl.constexpr):
     return b, i_b, start, i_tile * BLOCK, T, part
 
 
+@aggregate
+class Blocks:
+    """Two blocks in shared memory, one of which is copied in while the other is read."""
+
+    tiles: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    D: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, ready, D):
+        self.tiles = tiles
+        self.ready = ready
+        self.D = gl.constexpr(D)
+
+    @gluon.jit
+    def fetch(self, desc, turn, b, h, row):
+        """Has a block copied in; all have read what was there."""
+        mbarrier.expect(self.ready.index(turn % 2), desc.block_type.nbytes)
+        tma_load(desc, [b, h, row, 0], self.ready.index(turn % 2), self.tiles.index(turn % 2))
+
+    @gluon.jit
+    def wait(self, turn):
+        mbarrier.wait(self.ready.index(turn % 2), turn // 2 & 1)
+        return self.tiles.index(turn % 2).reshape([BLOCK, self.D])
+
+
 @gluon.jit
-def _loaded(desc, tile, ready, b, h, row):
-    """Has a block copied into shared memory, and waits for it."""
-    mbarrier.expect(ready, desc.block_type.nbytes)
-    tma_load(desc, [b, h, row, 0], ready, tile)
-    mbarrier.wait(ready, 0)
+def make_blocks(desc, D: gl.constexpr):
+    tiles = gl.allocate_shared_memory(desc.dtype, [2, 1, 1, BLOCK, D], desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready.index(0), count=1)
+    mbarrier.init(ready.index(1), count=1)
+    fence_async_shared()
+    return Blocks(tiles, ready, D)
 
 
 @gluon.jit
@@ -70,24 +100,36 @@ def _finite(x):
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["B", "H", "S", "blocks"], do_not_specialize_on_alignment=["cu_ptr"])
-def sum_keys(k_desc, sums_ptr, cu_ptr, B, H, S, blocks, D: gl.constexpr, PACKED: gl.constexpr):
+@gluon.jit(do_not_specialize=["B", "H", "S", "blocks", "slots"], do_not_specialize_on_alignment=["cu_ptr"])
+def sum_keys(k_desc, sums_ptr, cu_ptr, B, H, S, blocks, slots, D: gl.constexpr, PACKED: gl.constexpr):
     # fmt: on
-    """Adds a block's keys to the sum (B, H, D) of its sequence; what is not finite counts as zero."""
+    """Adds each block's keys to the sum (B, H, D) of its sequence; what is not finite counts as zero."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16] if D == 64 else [1, 32], [4, 1], [1, 0])
-    tile = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK, D], k_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    fence_async_shared()
-    h = gl.program_id(1)
-    b, i_b, start, t, length, _ = _block_of(gl.program_id(0), cu_ptr, B, S, blocks, PACKED)
-    _loaded(k_desc, tile, ready, b, h, start + t)
-    x = tile.reshape([BLOCK, D]).load(layout).to(gl.float32)
-    row = t + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
-    x = gl.where((gl.abs(x) < float("inf")) & gl.expand_dims(row < length, 1), x, 0.0)
-    sums = gl.sum(x.to(gl.float64), 0)
-    column = gl.arange(0, D, gl.SliceLayout(0, layout))
-    gl.atomic_add(sums_ptr + (i_b * H + h).to(gl.int64) * D + column, sums)
+    pair = make_blocks(k_desc, D)
+    n = gl.program_id(0)
+    b, i_b, start, t, length, _ = _block_of(n // H, cu_ptr, B, S, blocks, PACKED)
+    pair.fetch(k_desc, 0, b, n % H, start + t)
+    turn = 0
+    while n < slots * H:
+        h = n % H
+        line = (i_b * H + h).to(gl.int64) * D
+        left = length - t
+        n += gl.num_programs(0)
+        tile = pair.wait(turn)
+        turn += 1
+        barrier()
+        if n < slots * H:
+            b, i_b, start, t, length, _ = _block_of(n // H, cu_ptr, B, S, blocks, PACKED)
+            pair.fetch(k_desc, turn, b, n % H, start + t)
+        x = _finite(tile.load(layout))
+        x = gl.where(x == x, x, 0.0)
+        if PACKED:
+            # what is past the end of a dense head comes as zeros
+            row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+            x = gl.where(gl.expand_dims(row < left, 1), x, 0.0)
+        sums = gl.sum(x.to(gl.float64), 0)
+        column = gl.arange(0, D, gl.SliceLayout(0, layout))
+        gl.atomic_add(sums_ptr + line + column, sums)
 
 
 @gluon.jit
@@ -150,35 +192,49 @@ def _rounded(x):
 
 # fmt: off
 @gluon.jit(
-    do_not_specialize=["B", "H", "T", "blocks", "rows"], do_not_specialize_on_alignment=["cu_ptr", "scales_ptr", "shift_ptr"],
+    do_not_specialize=["B", "H", "T", "blocks", "slots", "rows"],
+    do_not_specialize_on_alignment=["cu_ptr", "scales_ptr", "shift_ptr"],
 )
 def quantise_rows(
-    x_desc, out_ptr, scales_ptr, shift_ptr, mean_ptr, signs_ptr, cu_ptr, B, H, T, blocks, rows,
+    x_desc, out_desc, out_ptr, scales_ptr, shift_ptr, mean_ptr, signs_ptr, cu_ptr, B, H, T, blocks, slots, rows,
     GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr, INTEGER: gl.constexpr,
     ROTATE: gl.constexpr, SMOOTH: gl.constexpr, SHIFT: gl.constexpr,
 ):
     # fmt: on
-    """A block of queries or keys. SMOOTH: keys less their mean. SHIFT: queries times the mean key, for lse."""
+    """The blocks of queries or keys. SMOOTH: keys less their mean. SHIFT: queries times the mean key, for lse."""
     LANES: gl.constexpr = D // OWN
     layout: gl.constexpr = gl.BlockedLayout([1, OWN], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    tile = gl.allocate_shared_memory(x_desc.dtype, [1, 1, BLOCK, D], x_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    fence_async_shared()
-    h = gl.program_id(1)
-    b, i_b, start, t, length, part = _block_of(gl.program_id(0), cu_ptr, B, T, blocks, PACKED)
-    if t < length:
-        _loaded(x_desc, tile, ready, b, h, start + t)
-        x = _finite(tile.reshape([BLOCK, D]).load(layout))
-        row = t + gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
+    pair = make_blocks(x_desc, D)
+    staged = gl.allocate_shared_memory(out_desc.dtype, [1, 1, BLOCK, D], out_desc.layout)
+    n = gl.program_id(0)
+    b_next, i_b, start, t, length, part = _block_of(n // H, cu_ptr, B, T, blocks, PACKED)
+    pair.fetch(x_desc, 0, b_next, n % H, start + t)
+    turn = 0
+    while n < slots * H:
+        b = b_next
+        h = n % H
+        first = start + t
+        left = length - t
+        line = part * H + h
+        mean_line = (i_b * (H // GROUP) + h // GROUP).to(gl.int64) * D
+        n += gl.num_programs(0)
+        x = _finite(pair.wait(turn).load(layout))
+        turn += 1
+        # all have read this block, and what they staged before is on its way
+        tma_store_wait(0)
+        barrier()
+        if n < slots * H:
+            b_next, i_b, start, t, length, part = _block_of(n // H, cu_ptr, B, T, blocks, PACKED)
+            pair.fetch(x_desc, turn, b_next, n % H, start + t)
+        row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
         column = gl.arange(0, D, gl.SliceLayout(0, layout))
-        there = row < length
+        there = row < left
         if PACKED:
             # what is past the end of a dense head comes as zeros
             x = gl.where(gl.expand_dims(there, 1), x, 0.0)
-        place = (b.to(gl.int64) * rows + start + row) * H + h
+        place = (b.to(gl.int64) * rows + first + row) * H + h
         if SMOOTH or SHIFT:
-            mean = gl.expand_dims(gl.load(mean_ptr + (i_b * (H // GROUP) + h // GROUP).to(gl.int64) * D + column), 0)
+            mean = gl.expand_dims(gl.load(mean_ptr + mean_line + column), 0)
             if SHIFT:
                 gl.store(shift_ptr + place, gl.sum(x * mean, 1), mask=there)
             else:
@@ -192,17 +248,25 @@ def quantise_rows(
         LARGEST: gl.constexpr = LARGEST_INT8 if INTEGER else LARGEST_FP8
         size = gl.where(size > 0.0, gl.maximum(size, LARGEST * LEAST), LARGEST)
         scale = gl.div_rn(size, LARGEST)
-        lines = out_ptr + gl.expand_dims(place * D, 1) + gl.expand_dims(column, 0)
         if INTEGER:
             # nothing is larger than the size, so nothing rounds to more than 127
-            gl.store(lines, _rounded(x * gl.div_rn(1.0, scale)), mask=gl.expand_dims(there, 1))
-        else:
-            y = x * (gl.div_rn(1.0, size) * LARGEST)
-            gl.store(lines, y.to(gl.float8e4nv), mask=gl.expand_dims(there, 1))
-        if INTEGER:
+            codes = _rounded(x * gl.div_rn(1.0, scale))
             # negative: some code stands for a NaN
             scale = gl.where(gl.max(is_lost.to(gl.int32), 0) != 0, -scale, scale)
-        gl.store(scales_ptr + part * H + h, scale)
+        else:
+            codes = (x * (gl.div_rn(1.0, size) * LARGEST)).to(gl.float8e4nv)
+        if PACKED:
+            # a sequence may end inside the block, where the copy engine would not stop
+            lines = out_ptr + gl.expand_dims(place * D, 1) + gl.expand_dims(column, 0)
+            gl.store(lines, codes, mask=gl.expand_dims(there, 1))
+            gl.store(scales_ptr + line, scale, mask=left > 0)
+        else:
+            staged.reshape([BLOCK, D]).store(codes)
+            fence_async_shared()
+            barrier()
+            tma_store(out_desc, [b, h, first, 0], staged)
+            gl.store(scales_ptr + line, scale)
+    tma_store_wait(0)
 
 
 # fmt: off
@@ -211,7 +275,7 @@ def quantise_values(
     v_desc, out_desc, scales_ptr, cu_ptr, B, H, S, blocks, DV: gl.constexpr, PACKED: gl.constexpr,
 ):
     # fmt: on
-    """A block of values, transposed: (DV, 128), its keys by 16 in the order of a matrix instruction's left side."""
+    """A block of values a program, transposed: (DV, 128), its keys by 16 in the order of a matrix instruction's left side."""
     # of each 16 keys a lane gets 2l, 2l + 1, 2l + 8 and 2l + 9, as it holds weights
     layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8]), 2)
     tile = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BLOCK, DV], v_desc.layout)
@@ -222,7 +286,9 @@ def quantise_values(
     h = gl.program_id(1)
     b, _, start, t, length, part = _block_of(gl.program_id(0), cu_ptr, B, S, blocks, PACKED)
     if t < length:
-        _loaded(v_desc, tile, ready, b, h, start + t)
+        mbarrier.expect(ready, v_desc.block_type.nbytes)
+        tma_load(v_desc, [b, h, start + t, 0], ready, tile)
+        mbarrier.wait(ready, 0)
         x = _finite(tile.reshape([BLOCK, DV]).permute((1, 0)).load(layout))
         if PACKED:
             key = t + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
