@@ -93,7 +93,7 @@ def quantise_qkv(
             shift = _shift(q, mean, cu_q)
             k = k - _of_rows(mean, k, cu_k)
         if precision.incoherent:
-            signs = signs_of(q.shape[-1]).to(q.device)
+            signs = signs_of(q.shape[-1], device=q.device)
             q, k = hadamard(q, signs), hadamard(k, signs)
         q, q_scales = _by_parts(q, precision, _FORMATS[precision.qk], cu_q, of_products=True)
         k, k_scales = _by_parts(k, precision, _FORMATS[precision.qk], cu_k, of_products=True)

@@ -147,6 +147,19 @@ def test_repeated_runs_are_bit_equal(dim: int) -> None:
             assert torch.equal(rt.attention(q, k, v, rt.CAUSAL, precision=precision, backend="hopper"), first)
 
 
+@dims
+@pytest.mark.parametrize("backend", ["hopper", "eager"])
+def test_the_host_never_waits(dim: int, backend: str) -> None:
+    q, k, v = inputs(2, 300, 300, 4, 2, dim)
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            for precision in RECIPES.values():
+                rt.attention(q, k, v, precision=precision, backend=backend)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_gradients_are_native_attentions() -> None:
     q, k, v = (x.requires_grad_() for x in inputs(2, 300, 300, 4, 2, 64))
     do = torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16)

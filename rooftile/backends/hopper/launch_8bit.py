@@ -58,7 +58,7 @@ def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) 
     signs = _signs(spec.dim, q.device) if precision.incoherent else None
     made = QuantisedQKV(
         q=q_codes, k=k_codes, v=None, q_scales=q_scales, k_scales=k_scales, v_scales=v_scales, shift=shift,
-        signs=None if signs is None else signs_of(spec.dim).to(q.device), precision=precision, dtype=spec.dtype,
+        signs=None if signs is None else signs_of(spec.dim, device=q.device), precision=precision, dtype=spec.dtype,
         cu_q=options.cu_q, cu_k=options.cu_k, v_columns=v_columns, backend="hopper",
     )  # fmt: skip
     mean = _mean(readable(k), keys, spec) if precision.smooth_k and sizes.S else None
@@ -107,7 +107,7 @@ def _recipe(spec: Spec) -> Precision:
 
 @cache
 def _signs(dim: int, device: torch.device) -> Tensor:
-    return (signs_of(dim) * norms(dim)).to(device)
+    return signs_of(dim, device=device) * norms(dim, device)
 
 
 def _mean(k: Tensor, keys: _Blocks, spec: Spec) -> Tensor:

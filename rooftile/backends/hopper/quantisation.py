@@ -129,7 +129,8 @@ def sum_keys(k_desc, sums_ptr, cu_ptr, B, H, S, blocks, slots, D: gl.constexpr, 
             x = gl.where(gl.expand_dims(row < left, 1), x, 0.0)
         sums = gl.sum(x.to(gl.float64), 0)
         column = gl.arange(0, D, gl.SliceLayout(0, layout))
-        gl.atomic_add(sums_ptr + line + column, sums)
+        # in no order with anything: the kernel's end is soon enough
+        gl.atomic_add(sums_ptr + line + column, sums, sem="relaxed")
 
 
 @gluon.jit
@@ -229,22 +230,19 @@ def quantise_rows(
         row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
         column = gl.arange(0, D, gl.SliceLayout(0, layout))
         there = row < left
-        if PACKED:
-            # what is past the end of a dense head comes as zeros
-            x = gl.where(gl.expand_dims(there, 1), x, 0.0)
         place = (b.to(gl.int64) * rows + first + row) * H + h
         if SMOOTH or SHIFT:
             mean = gl.expand_dims(gl.load(mean_ptr + mean_line + column), 0)
             if SHIFT:
                 gl.store(shift_ptr + place, gl.sum(x * mean, 1), mask=there)
             else:
-                x = gl.where(gl.expand_dims(there, 1), x - mean, 0.0)
+                x = x - mean
         if ROTATE:
             x = _rotated(x, column, signs_ptr, D)
         # a row with a NaN takes no part in the scale: whatever its numbers become, all that meets it is NaN
         largest = gl.reduce(gl.abs(x), 1, _larger_or_nan)
         is_lost = largest != largest
-        size = gl.max(gl.where(is_lost, 0.0, largest), 0)
+        size = gl.max(gl.where(is_lost | (row >= left), 0.0, largest), 0)
         LARGEST: gl.constexpr = LARGEST_INT8 if INTEGER else LARGEST_FP8
         size = gl.where(size > 0.0, gl.maximum(size, LARGEST * LEAST), LARGEST)
         scale = gl.div_rn(size, LARGEST)
@@ -252,7 +250,7 @@ def quantise_rows(
             # nothing is larger than the size, so nothing rounds to more than 127
             codes = _rounded(x * gl.div_rn(1.0, scale))
             # negative: some code stands for a NaN
-            scale = gl.where(gl.max(is_lost.to(gl.int32), 0) != 0, -scale, scale)
+            scale = gl.where(gl.max((is_lost & there).to(gl.int32), 0) != 0, -scale, scale)
         else:
             codes = (x * (gl.div_rn(1.0, size) * LARGEST)).to(gl.float8e4nv)
         if PACKED:
