@@ -82,7 +82,8 @@ def main(commit: str) -> None:
                 for name, time in us.items():
                     row = {"what": name, "dim": dim, "mask": str(mask), "S": S, "us": round(time, 1)}
                     if name.endswith("quantising"):
-                        row |= {"gbs": round(moved / time / 1e3, 1)}
+                        gbs = moved / time / 1e3
+                        row |= {"gbs": round(gbs, 1), "of_copy": round(gbs / session.ceilings.copy_gbs, 3)}
                     else:
                         row |= {"tflops": round(flops / time / 1e6, 1), "of_best_in_16_bits": round(best / time, 3)}
                     print(json.dumps(row | about), flush=True)

@@ -148,14 +148,14 @@ def test_repeated_runs_are_bit_equal(dim: int) -> None:
 
 
 @dims
-@pytest.mark.parametrize("backend", ["hopper", "eager"])
-def test_the_host_never_waits(dim: int, backend: str) -> None:
+@pytest.mark.parametrize("who", ["hopper", "eager"])
+def test_the_host_never_waits(dim: int, who: str) -> None:
     q, k, v = inputs(2, 300, 300, 4, 2, dim)
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         try:
             for precision in RECIPES.values():
-                rt.attention(q, k, v, precision=precision, backend=backend)
+                rt.attention(q, k, v, precision=precision, backend=who)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

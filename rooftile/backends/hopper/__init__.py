@@ -8,6 +8,8 @@
     launch       outputs, descriptors and numbers, and the start
 
     flash_fwd_8bit  o and lse of tensors in FP8 and INT8
+    weights_8bit    its weights, and the references that they have
+    care_8bit       keeping a NaN where it is
     quantisation    what makes them, each tensor read once
     launch_8bit     the start of both
 

@@ -9,7 +9,8 @@ different in 8 bits:
               each 16 keys in the order in which a thread holds weights (`quantisation`), so that these are never exchanged
     sums      the tensor cores add 8-bit products in fewer bits than fp32 has. Each block's product begins at zero, and is added
               to the output in fp32
-    weights   are multiplied by 2^8, which takes them out of the format's subnormals and cancels in o
+    weights   refer to a score that may lag behind the row's largest, so that they need not wait for it (`weights_8bit`)
+    turns     the warpgroups take turns at the exponentials: one's run under the other's products
 
 Shah et al., FlashAttention-3, arXiv:2407.08608, section 3.3; Zhang et al., SageAttention2, arXiv:2411.10958.
 """
@@ -33,7 +34,7 @@ from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import PADDED, WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS
 from rooftile.backends.hopper.softmax import hidden
-from rooftile.backends.hopper.weights_8bit import RAISED, TURNS, by_thread, kept, rescaled, weights_of
+from rooftile.backends.hopper.weights_8bit import RAISED, TURNS, by_thread, rescaled, weights_of
 
 CREW = gl.constexpr(2)
 # queries of a tile, and keys of a block: what shares a scale
@@ -233,9 +234,9 @@ def _step(
     block: Scores, q, keys: Ring, values: Ring, scales: Scales, acc, m, l, turn, there, row, column, plan, mask: Mask, q_factor,
     WG: gl.constexpr, shape: Shape8, CHECK: gl.constexpr,
 ):  # fmt: skip
-    """The weights of block `turn` while the block before it is added to the output; then its product and the next one's scores."""
+    """The weights of block `turn` while the block before it is added to the output; its product, and the next one's scores."""
     # in terms of the references that this block's weights begin with
-    acc = kept(acc + block.part * block.v_scale)
+    acc += block.part * block.v_scale
     p, sums, m_new = weights_of(block.s, m, block.factor, WG, shape.s_layout)
     values.wait_full(turn)
     part = _issue_values(p, values, turn, shape)

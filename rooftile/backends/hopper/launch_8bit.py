@@ -136,7 +136,9 @@ def _rows(
     constants = {
         "GROUP": 1 if mean is None else blocks.heads // mean.shape[1], "D": D, "PACKED": blocks.cu is not None,
         "INTEGER": out.dtype == torch.int8, "ROTATE": signs is not None, "SMOOTH": mean is not None and shift is None,
-        "SHIFT": mean is not None and shift is not None, "num_warps": 4 * D // 64, "enable_fp_fusion": False,
+        "SHIFT": mean is not None and shift is not None, "enable_fp_fusion": False,
+        # two programs a multiprocessor
+        "num_warps": 4 * D // 64, "maxnreg": 128,
     }  # fmt: skip
     tensors = (out, *(scales if t is None else t for t in (scales, shift, mean, signs, blocks.cu)))
     launch = _launcher_of_rows(tuple(constants.items()), x.device)

@@ -71,9 +71,12 @@ def _text(mine: int, other: int) -> str:
     turn = f"bar.sync {mine}, 256;"
     first = [f"mov.b32 m{row}, ${192 + row}; sub.f32 n{row // 2}, {raised}, m{row};" for row in (0, 2)]
     last = [f"mov.b32 ${64 + row}, l{row}; mov.b32 ${68 + row}, m{row};" for row in (0, 2)]
-    registers = "{ .reg .f32 p<64>, l<3>, m<3>, top<3>, n<2>, t; .reg .b16 low, high; .reg .b32 all, lane; .reg .pred large, large0, large2; "
     done = f"done: bar.arrive {other}, 256;"
-    return registers + " ".join([turn, *first, *compute, *check, *again, *compute, done, *packs, *last]) + " }"
+    registers = (
+        ".reg .f32 p<64>, l<3>, m<3>, top<3>, n<2>, t;",
+        ".reg .b16 low, high; .reg .b32 all, lane; .reg .pred large, large0, large2;",
+    )
+    return " ".join(["{", *registers, turn, *first, *compute, *check, *again, *compute, done, *packs, *last, "}"])
 
 
 # the first named barriers that Triton leaves
@@ -131,19 +134,6 @@ def weights_of(s, m, factor, WG: gl.constexpr, s_layout: gl.constexpr):
     )  # fmt: skip
     first, _ = words.reshape([WG_ROWS, BLOCK // 8, 4, 2]).split()
     return _halved(first, True), _own(state, False), _own(state, True)
-
-
-@gluon.constexpr_function
-def _same(n):
-    """The constraints of n registers that stay as they are."""
-    return ",".join(["=f"] * n + [str(i) for i in range(n)])
-
-
-@gluon.jit
-def kept(acc):
-    """An accumulator, computed here: else the compiler moves that down to where it is used."""
-    WORDS: gl.constexpr = acc.shape[1] // 2
-    return gl.inline_asm_elementwise("", _same(WORDS), [acc], dtype=gl.float32, is_pure=False, pack=WORDS)
 
 
 @gluon.jit
