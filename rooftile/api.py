@@ -191,6 +191,7 @@ def quantise_qkv(
     v: Tensor,  # (B, S, Hk, Dv), or (total_k, Hk, Dv)
     precision: str | Precision = "fp8",
     *,
+    backend: str | None = None,
     cu_k: Tensor | None = None,
     cu_q: Tensor | None = None,
 ) -> QuantisedQKV:
@@ -198,6 +199,7 @@ def quantise_qkv(
 
     Args:
         precision: "fp8", "int8" or a `Precision`.
+        backend: who will attend to them; None takes the fastest that has the recipe. "eager" leaves every option open.
         cu_q, cu_k: offsets (B + 1,) of packed sequences, as in `attention_packed`.
 
     Nothing of it has a gradient; `attention(..., precision=...)` has.
@@ -218,7 +220,7 @@ def quantise_qkv(
     options = _NONE if cu_q is None else _packed_options(q, k, cu_q, cu_k, None, None, None, False)
     with torch.no_grad():
         code = _spec_code(q, k, v, FULL, options, False, False, 0.0, recipe, None, None)
-        made: QuantisedQKV = dispatch.BACKENDS[_choose(code, None)].quantise(q, k, v, options, decode(code))
+        made: QuantisedQKV = dispatch.BACKENDS[_choose(code, backend)].quantise(q, k, v, options, decode(code))
     return made
 
 
@@ -253,7 +255,7 @@ def attention_quantised_with_lse(
         raise InvalidInput(f"qkv is {validate.shown(qkv)}; must be what quantise_qkv returns")
     code = validate.quantised_code(qkv, mask, scale, softcap, sinks)
     with torch.no_grad():
-        backend = dispatch.BACKENDS[_choose(code, None)]
+        backend = dispatch.BACKENDS[_choose(code, qkv.backend)]
         found: tuple[Tensor, Tensor] = backend.attend_quantised(qkv, Options(sinks=sinks), decode(code))
     return found
 

@@ -100,7 +100,7 @@ def quantised_code(
     return encode(
         dtype=qkv.dtype,
         dim=D,
-        dim_v=qkv.v.shape[-1],
+        dim_v=qkv.dim_v,
         group=H // qkv.k.shape[-2],
         mask=mask,
         layout="dense" if qkv.cu_q is None else "packed",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.numerics.formats import FP4_E2M1, FP8_E4M3, FP8_E5M2, Format, decode, encode
+from rooftile.numerics.scaling import divided
 
 Rule = Literal["floor", "round_up"]
 RULES = get_args(Rule)
@@ -85,7 +86,7 @@ def _floor_exponent(size: Tensor, kind: Format) -> Tensor:
 
 
 def _round_up_exponent(size: Tensor, kind: Format) -> Tensor:
-    fraction, exponent = torch.frexp(size / kind.largest)
+    fraction, exponent = torch.frexp(divided(size, kind.largest))
     return _of_zero(size, exponent - (fraction == 0.5).int())
 
 

@@ -40,17 +40,17 @@ def hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim == 0:
         raise InvalidInput(f"x is {x.dtype if isinstance(x, Tensor) else type(x).__name__}; must be a float tensor (..., D)")
     D = x.shape[-1]
-    signs = signs_of(D).to(x.device) if signs is None else signs
+    signs = signs_of(D, device=x.device) if signs is None else signs
     if signs.shape != (D,):
         raise InvalidInput(f"signs is {tuple(signs.shape)}; must be (D,) = ({D},)")
-    x = x.float() * (signs * _norms(D).to(x.device))
+    x = x.float() * (signs * norms(D, x.device))
     return torch.cat([_transformed(piece) for piece in x.split(pieces(D), dim=-1)], dim=-1)
 
 
 def inverse_hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
     """What `hadamard` turned into x: H is its own inverse, and the signs come last."""
     D = x.shape[-1]
-    signs = signs_of(D).to(x.device) if signs is None else signs
+    signs = signs_of(D, device=x.device) if signs is None else signs
     return hadamard(x, torch.ones_like(signs)) * signs
 
 
@@ -66,8 +66,10 @@ def pieces(D: int) -> list[int]:
 
 
 @cache
-def signs_of(D: int, seed: int = 0) -> Tensor:
-    """D signs, fp32, the same for a seed on every machine."""
+def signs_of(D: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
+    """D signs, fp32, the same for a seed on every machine; made once, as a copy to a GPU would wait for it."""
+    if torch.device(device).type != "cpu":
+        return signs_of(D, seed).to(device)
     return torch.tensor([1.0 if _mixed(seed * 2**32 + n) >> 63 else -1.0 for n in range(D)])
 
 
@@ -80,8 +82,10 @@ def _mixed(n: int) -> int:
 
 
 @cache
-def _norms(D: int) -> Tensor:
+def norms(D: int, device: torch.device | str = "cpu") -> Tensor:
     """1 / sqrt(n) for each number of a row, n the length of its transform."""
+    if torch.device(device).type != "cpu":
+        return norms(D).to(device)
     return torch.cat([torch.full((n,), n**-0.5) for n in pieces(D)])
 
 

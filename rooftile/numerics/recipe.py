@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rooftile.numerics.formats import FP8_E4M3, INT8, Format, decode, encode
 from rooftile.numerics.hadamard import hadamard, signs_of
-from rooftile.numerics.scaling import BLOCK, scales_of, set_aside
+from rooftile.numerics.scaling import BLOCK, divided, scales_of, set_aside
 from rooftile.precision import Precision
 
 _FORMATS = {"fp8": FP8_E4M3, "int8": INT8}
@@ -25,13 +25,17 @@ class QuantisedQKV:
 
     q (B, T, H, D), k (B, S, Hk, D) and v (B, S, Hk, Dv), or packed (total, heads, dim), are float8_e4m3fn, int8, or in the dtype
     of the original where the recipe leaves them so. A number is its code times a scale: the fp32 scales are (parts, heads, 1), or
-    (parts, Hk, Dv) for v under granularity "row"; a row's part is `part_of_rows`. Queries and keys are rotated and smoothed as
-    the recipe says: `shift` (B, T, H) is what smoothing took from all of a query's products, `signs` (D,) are the rotation's.
+    (parts, Hk, Dv) for v under granularity "row"; a row's part is `part_of_rows`. A scale of INT8 is negative if some code of its
+    part stands for a NaN. Queries and keys are rotated and smoothed as the recipe says: `shift` (B, T, H) is what smoothing took
+    from all of a query's products, `signs` (D,) are the rotation's.
+
+    `backend` made it and can attend to it. Made for `hopper`, v is None and values are `v_columns`: transposed, (B, Hk, Dv, S)
+    with S padded to whole blocks of 128, or packed (1, Hk, Dv, parts x 128), and each 16 keys in the order of `COLUMN_ORDER`.
     """
 
     q: Tensor
     k: Tensor
-    v: Tensor
+    v: Tensor | None
     q_scales: Tensor | None
     k_scales: Tensor | None
     v_scales: Tensor | None
@@ -41,12 +45,38 @@ class QuantisedQKV:
     dtype: torch.dtype
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
+    v_columns: Tensor | None = None
+    backend: str = "eager"
+
+    @property
+    def dim_v(self) -> int:
+        """Of a value and an output."""
+        return (self.v if self.v_columns is None else self.v_columns.mT).shape[-1]  # type: ignore[union-attr]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the three tensors and their scales."""
-        held = (self.q, self.k, self.v, self.q_scales, self.k_scales, self.v_scales, self.shift)
+        held = (self.q, self.k, self.v, self.v_columns, self.q_scales, self.k_scales, self.v_scales, self.shift)
         return sum(x.nbytes for x in held if x is not None)
+
+
+# which key of each 16 comes at each place of `v_columns`: as a thread of a matrix instruction holds weights
+COLUMN_ORDER = tuple(8 * eight + 2 * lane + one for lane in range(4) for eight in range(2) for one in range(2))
+
+
+def columns_of(v: Tensor, cu: Tensor | None) -> Tensor:
+    """Codes of values as `v_columns`; what no key fills is zero."""
+    if cu is None:
+        columns = torch.nn.functional.pad(v.permute(0, 2, 3, 1).contiguous().view(torch.int8), (0, -v.shape[1] % BLOCK))
+    else:
+        sequence = sequence_of_rows(cu, v.shape[0])
+        start = cu.long()[sequence]
+        place = (start // BLOCK + sequence) * BLOCK + torch.arange(v.shape[0], device=v.device) - start
+        parts = v.shape[0] // BLOCK + cu.shape[0] - 1
+        columns = torch.zeros(1, *v.shape[1:], parts * BLOCK, dtype=torch.int8, device=v.device)
+        columns[0].index_copy_(-1, place, v.permute(1, 2, 0).contiguous().view(torch.int8))
+    ordered = columns.unflatten(-1, (-1, 16))[..., list(COLUMN_ORDER)].flatten(-2)
+    return ordered.contiguous().view(v.dtype)
 
 
 def quantise_qkv(
@@ -63,13 +93,13 @@ def quantise_qkv(
             shift = _shift(q, mean, cu_q)
             k = k - _of_rows(mean, k, cu_k)
         if precision.incoherent:
-            signs = signs_of(q.shape[-1]).to(q.device)
+            signs = signs_of(q.shape[-1], device=q.device)
             q, k = hadamard(q, signs), hadamard(k, signs)
-        q, q_scales = _by_parts(q, precision, _FORMATS[precision.qk], cu_q)
-        k, k_scales = _by_parts(k, precision, _FORMATS[precision.qk], cu_k)
+        q, q_scales = _by_parts(q, precision, _FORMATS[precision.qk], cu_q, of_products=True)
+        k, k_scales = _by_parts(k, precision, _FORMATS[precision.qk], cu_k, of_products=True)
     if precision.pv != "native":
         by_channel = precision.granularity == "row"
-        v, v_scales = _by_parts(v.float(), precision, FP8_E4M3, cu_k, by_channel)
+        v, v_scales = _by_parts(v.float(), precision, FP8_E4M3, cu_k, of_products=False, by_channel=by_channel)
     return QuantisedQKV(q, k, v, q_scales, k_scales, v_scales, shift, signs, precision, dtype, cu_q, cu_k)
 
 
@@ -80,7 +110,7 @@ def mean_key(k: Tensor, cu: Tensor | None) -> Tensor:
     """
     numbers = k.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     if cu is None:
-        return (numbers.sum(1) / max(k.shape[1], 1)).float()
+        return divided(numbers.sum(1), max(k.shape[1], 1)).float()
     B = cu.shape[0] - 1
     sums = numbers.new_zeros(B, *k.shape[1:]).index_add_(0, sequence_of_rows(cu, k.shape[0]), numbers)
     return (sums / cu.diff().clamp(min=1).view(-1, 1, 1)).float()
@@ -126,19 +156,24 @@ def part_of_rows(x: Tensor, granularity: str, cu: Tensor | None) -> tuple[Tensor
 
 
 def _by_parts(
-    x: Tensor, precision: Precision, kind: Format, cu: Tensor | None, by_channel: bool = False
+    x: Tensor, precision: Precision, kind: Format, cu: Tensor | None, *, of_products: bool, by_channel: bool = False
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes in the shape of x, and scales (parts, heads, 1 or dim)."""
+    """Codes in the shape of x, and scales (parts, heads, 1 or dim). of_products: of queries or keys, of which rows are summed."""
     rows = x if cu is not None else x.flatten(0, 1)
     part, parts = part_of_rows(x, "head" if by_channel else precision.granularity, cu)
-    size = rows.abs().nan_to_num(nan=0.0)
+    size = rows.abs()
     if not by_channel:
-        size = size.amax(-1, keepdim=True)
+        # a row with a NaN takes no part: all that meets it is NaN, whatever its other numbers become
+        size = (size if of_products else size.nan_to_num(nan=0.0)).amax(-1, keepdim=True)
+    size = size.nan_to_num(nan=0.0)
     index = part.view(-1, 1, 1).expand_as(size)
     sizes = size.new_zeros(parts, *size.shape[1:]).scatter_reduce_(0, index, size, "amax")
     if precision.granularity == "tensor":
         sizes = sizes.amax(1, keepdim=True).expand_as(sizes)
     scales, inverse = scales_of(sizes, kind)
+    if kind.is_integer:
+        lost = rows.isnan().any(-1, keepdim=True).float()
+        scales = scales * (1 - 2 * torch.zeros_like(sizes).scatter_reduce_(0, index, lost, "amax"))
     return encode(rows * inverse[part], kind).view(x.shape), scales.contiguous()
 
 
@@ -154,4 +189,4 @@ def scales_of_rows(x: Tensor, scales: Tensor | None, granularity: str, cu: Tenso
         return x.new_ones((), dtype=torch.float32).expand(*x.shape[:-1], 1)
     by_channel = scales.shape[-1] > 1
     part, _ = part_of_rows(x, "head" if by_channel else granularity, cu)
-    return scales[part].view(*x.shape[:-1], scales.shape[-1])
+    return scales[part].abs().view(*x.shape[:-1], scales.shape[-1])

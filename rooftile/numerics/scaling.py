@@ -85,8 +85,13 @@ def scales_of(size: Tensor, kind: Format) -> tuple[Tensor, Tensor]:
     """
     # a scale below the normal numbers has no inverse, and a zero times that would be a NaN
     size = size.clamp(min=kind.largest * 2.0**-126).masked_fill(size == 0, kind.largest)
-    scales = size / kind.largest
+    scales = divided(size, kind.largest)
     return scales, 1.0 / scales if kind.is_integer else kind.largest / size
+
+
+def divided(x: Tensor, by: float) -> Tensor:
+    """x / by, rounded once: PyTorch divides by a number on a GPU by multiplying with its inverse, which rounds twice."""
+    return x / torch.full_like(x, by)
 
 
 def set_aside(x: Tensor) -> Tensor:

@@ -1,12 +1,15 @@
-"""Two faults of Triton's interpreter before 3.7, mended for the tests: nothing of the kernels is touched.
+"""Three faults of Triton's interpreter before 3.7, mended for the tests: nothing of the kernels is touched.
 
     range(0, n) of a tensor n     numpy 2.4 and newer no longer turn an array of one element into an int
     tl.dot of bf16                the interpreter keeps bf16 as its 16 bits, and multiplies those as integers
+    fp32 to fp8e4nv and back      a mantissa that is rounded up past its last bit loses its carry, ties are rounded up, and NaN
+                                  comes back as 480
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -14,6 +17,7 @@ from triton.runtime import interpreter
 def mend() -> None:
     """Must run before the first kernel does."""
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    convert = interpreter._convert_float
 
     def patch_with_index(tensor, scope) -> None:
         patch(tensor, scope)
@@ -22,6 +26,17 @@ def mend() -> None:
     def dot_of_numbers(self, a, b, *others):
         return dot(self, _numbers(a), _numbers(b), *others)
 
+    def convert_to_nearest(x, input_dtype, output_dtype, rounding_mode):
+        wider = {tl.float32: (torch.float32, np.uint32), tl.float16: (torch.float16, np.uint16)}
+        if input_dtype == tl.float8e4nv and output_dtype in wider:
+            dtype, bits = wider[output_dtype]
+            return torch.from_numpy(np.array(x)).view(torch.float8_e4m3fn).to(dtype).numpy().view(bits)
+        if (input_dtype, output_dtype) != (tl.float32, tl.float8e4nv):
+            return convert(x, input_dtype, output_dtype, rounding_mode)
+        nearest = torch.from_numpy(np.array(x)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return nearest.view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert_to_nearest
     interpreter._patch_lang_tensor = patch_with_index
     interpreter.InterpreterBuilder.create_dot = dot_of_numbers
 

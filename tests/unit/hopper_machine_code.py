@@ -21,7 +21,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from rooftile.backends.hopper import flash_bwd, flash_bwd_kv, flash_bwd_q, flash_fwd, launch, launch_bwd, work
+from rooftile.backends.hopper import (
+    flash_bwd,
+    flash_bwd_kv,
+    flash_bwd_q,
+    flash_fwd,
+    flash_fwd_8bit,
+    launch,
+    launch_8bit,
+    launch_bwd,
+    work,
+)
 from rooftile.backends.hopper.descriptors import LINE, layout
 from rooftile.backends.hopper.tiles import (
     LONG,
@@ -38,10 +48,13 @@ from rooftile.backends.hopper.tiles import (
     padded,
 )
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.precision import PRESETS
 from rooftile.spec import Spec
 from tests.unit.register_flow import overwritten_operands, undefined_reads
 
 SUFFIX = {THREE: "-3", SHORT: "-short", LONG: "-long"}
+# of 16 bits, of FP8, of INT8
+PRODUCT = r"\b[HQI]GMMA"
 EVERYTHING = Window(100, 7) & Chunk(64) & Prefix(8)
 
 
@@ -59,6 +72,7 @@ class Configuration:
     add: bool = False  # flash_bwd: dq too
     values: int = 0  # the head dim of values, where it is another
     group: int = 1
+    precision: str = ""  # of flash_fwd_8bit
 
     @property
     def spec(self) -> Spec:
@@ -66,17 +80,20 @@ class Configuration:
         softcap = 20.0 if self.extras else 0.0
         return Spec(
             dtype=dtype, dim=self.dim, dim_v=self.values or self.dim, scale=1.0, mask=self.mask, layout=self.layout,
-            softcap=softcap, has_sinks=self.extras, group=self.group, device="sm90",
+            softcap=softcap, has_sinks=self.extras, group=self.group, precision=PRESETS.get(self.precision), device="sm90",
         )  # fmt: skip
 
     @property
     def function(self) -> Any:
-        modules = {"flash_fwd": flash_fwd, "flash_bwd": flash_bwd, "flash_bwd_kv": flash_bwd_kv, "flash_bwd_q": flash_bwd_q}
-        return getattr(modules[self.kernel], self.kernel)
+        modules = (flash_fwd, flash_fwd_8bit, flash_bwd, flash_bwd_kv, flash_bwd_q)
+        (module,) = [module for module in modules if module.__name__.endswith(f".{self.kernel}")]
+        return getattr(module, self.kernel)
 
     @property
     def constants(self) -> dict[str, Any]:
         """The compile-time arguments, as the launchers give them."""
+        if self.precision:
+            return {name: value for name, value in launch_8bit.constants(self.spec).items() if name != "num_warps"}
         if self.tile is not None:
             return {name: value for name, value in launch.constants(self.spec, self.tile).items() if name != "num_warps"}
         tile = {"flash_bwd": backward_tile, "flash_bwd_kv": backward_kv_tile, "flash_bwd_q": backward_q_tile}[self.kernel]
@@ -89,6 +106,12 @@ class Configuration:
             return f"tensordesc<fp32[64],{LINE!r}>"
         if name == "work_desc":
             return f"tensordesc<fp32[{work.UNIT_ROWS.value}, {work.UNIT_COLUMNS.value}],{work.LAYOUT!r}>"
+        if self.precision:
+            box = dict(zip("qkvo", launch_8bit.boxes(self.spec), strict=True))[name[0]]
+            codes = torch.int8 if self.precision == "int8" and name[0] in "qk" else torch.float8_e4m3fn
+            dtype = self.spec.dtype if name[0] == "o" else codes
+            words = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8"}
+            return f"tensordesc<{words[dtype]}{[1, *box]},{layout(box, dtype)!r}>"
         box = (1, 64, padded(self.dim))
         if self.tile is not None:
             box = dict(zip("qkvo", launch.boxes(self.spec, self.tile), strict=True))[name[0]]
@@ -132,6 +155,12 @@ FORWARD = {
         for name in ("full", "causal", "packed-causal")
     },
 }
+FORWARD |= {
+    f"{precision}-d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel="flash_fwd_8bit", precision=precision)
+    for precision in PRESETS
+    for dim in (64, 128)
+    for name in ("full", "causal", "window", "packed-causal")
+}
 BACKWARD = {
     f"bwd-{part}d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel=kernel, add=part == "")
     for kernel, part, dims, names in (
@@ -163,7 +192,7 @@ class Found:
     shared: int  # bytes
     hot_spills: int  # accesses to local memory in loops with matrix products
     loop: int  # instructions a block: the forward's loop over clear ones; the backward's longest role, with its mask
-    products: int  # HGMMA instructions
+    products: int  # HGMMA instructions, or those of FP8 and INT8
     undefined: int  # reads of registers that nothing may have written
     overwritten: int  # products whose left side is held in registers, and is overwritten there
     serialised: bool  # the assembler warned that it takes matrix products one by one
@@ -172,7 +201,7 @@ class Found:
 def compiled(configuration: Configuration) -> Found:
     kernel = configuration.function
     constants = configuration.constants
-    words = {"lse_ptr", "sinks_ptr", "delta_ptr"}
+    words = {"lse_ptr", "sinks_ptr", "delta_ptr", "shift_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr"}
     numbers = {"cu_q_ptr", "cu_k_ptr", "counter_ptr", "lost_ptr"}
 
     def kind(name: str) -> str:
@@ -207,8 +236,8 @@ def compiled(configuration: Configuration) -> Found:
         stack=int(stack),
         shared=built.metadata.shared,
         hot_spills=sum(bool(re.search(r"\b(LDL|STL)", line)) for body in loops for line in body),
-        loop=(min if configuration.kernel == "flash_fwd" else max)(len(body) for body in loops),
-        products=code.count("HGMMA"),
+        loop=(min if configuration.kernel.startswith("flash_fwd") else max)(len(body) for body in loops),
+        products=len(re.findall(PRODUCT, code)),
         undefined=len(undefined_reads(code)),
         overwritten=len(overwritten_operands(code)),
         serialised="C75" in words,
@@ -242,7 +271,7 @@ def _loops(code: str) -> list[list[str]]:
             if back and back[1] in labels:
                 spans.append((labels[back[1]], len(lines)))
     end = max(n for n, line in enumerate(lines) if "EXIT" in line)
-    spans = [(a, b) for a, b in spans if b <= end and any("HGMMA" in line for line in lines[a:b])]
+    spans = [(a, b) for a, b in spans if b <= end and any(re.search(PRODUCT, line) for line in lines[a:b])]
     inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
     return [lines[a:b] for a, b in inner]
 

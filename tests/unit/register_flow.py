@@ -47,7 +47,7 @@ def overwritten_operands(code: str) -> list[str]:
     writes = [_vector_writes(line) for line in lines]
     found = []
     for n, line in enumerate(lines):
-        left = re.match(r"HGMMA\S* R\d+, R(\d+),", line)
+        left = re.match(r"[HQI]GMMA\S* R\d+, R(\d+),", line)
         for register in range(int(left[1]), int(left[1]) + 4) if left else ():
             loaded = {lines[w].partition("LDSM")[1] != "" for w in _writers(register, n, lines, come_from, writes)}
             if len(loaded) > 1:
@@ -85,7 +85,7 @@ def _vector_writes(line: str) -> range:
     if not target or name.startswith(("BRX", "BAR", "RET", "WARPSYNC", "NANOSLEEP")):
         return range(0)
     count = 4 if ".128" in name or re.match(r"LDSM.*\.4$", name) else 2 if re.search(r"\.64|WIDE|CS2R", name) else 1
-    if tile := re.match(r"HGMMA\.64x(\d+)", name):
+    if tile := re.match(r"[HQI]GMMA\.64x(\d+)", name):
         count = int(tile[1]) // 2
     return range(int(target[1]), int(target[1]) + count)
 
@@ -131,7 +131,7 @@ def _registers(line: str) -> tuple[frozenset[int], frozenset[int]]:
     if uniform and (found := re.fullmatch(r"UR(\d+)", words[first])):
         writes = frozenset(range(int(found[1]), int(found[1]) + 1 + (pair or "WIDE" in name)))
         del words[first]
-    if (matrix := re.search(r"gdesc\[UR(\d+)\]", operands)) and name.startswith("HGMMA"):
+    if (matrix := re.search(r"gdesc\[UR(\d+)\]", operands)) and re.match("[HQI]GMMA", name):
         # a group of four: where the left side is, unless it lies in registers, and where the right side is
         base = int(matrix[1]) + (0 if words[1].startswith("gdesc") else 2)
         return frozenset() if predicate else frozenset(range(base, int(matrix[1]) + 4)), frozenset()

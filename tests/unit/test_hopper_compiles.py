@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -37,11 +38,12 @@ def found(name: str):
 def test_configuration_fits_the_chip_and_keeps_its_loops_in_registers(name: str) -> None:
     kernel = found(name)
     assert kernel.shared <= SHARED
-    # a word or two outside registers in the backward's loop under a mask; more with every option at once
-    everything = "everything" in name
+    # a word or two outside registers in the backward's loop under a mask, and where integers become numbers; more with every
+    # option at once
+    everything, integers = "everything" in name, name.startswith("int8")
     backward = name in BACKWARD
-    assert kernel.hot_spills <= ((48 if everything else 10) if backward else (4 if everything else 0))
-    assert kernel.stack <= (STACK + 64 if everything else STACK)
+    assert kernel.hot_spills <= ((48 if everything else 10) if backward else (4 if everything else 14 if integers else 0))
+    assert kernel.stack <= (STACK + 64 if everything or integers else STACK)
     assert kernel.products > 0, "no wgmma"
     assert kernel.undefined == 0, "ptxas reads registers that nothing wrote"
     assert kernel.overwritten == 0, "ptxas overwrites in the loop what its products hold in registers"
@@ -87,9 +89,18 @@ def test_newest_triton_compiles_the_kernels() -> None:
 WORDS = {"D": 128, "DIM": 96, "DO": True, "DLSE": True, "SINKS": True, "CARE": True}
 
 
+ROWS = {"GROUP": 4, "ROTATE": True}
+
+
 @pytest.mark.parametrize(
     ("module", "name", "constants"),
     [
+        ("quantisation", "sum_keys", {"D": 64, "PACKED": False}),
+        ("quantisation", "sum_keys", {"D": 128, "PACKED": True}),
+        ("quantisation", "quantise_rows", ROWS | {"D": 64, "PACKED": False, "INTEGER": False, "SMOOTH": False, "SHIFT": True}),
+        ("quantisation", "quantise_rows", ROWS | {"D": 128, "PACKED": True, "INTEGER": True, "SMOOTH": True, "SHIFT": False}),
+        ("quantisation", "quantise_values", {"DV": 64, "PACKED": False}),
+        ("quantisation", "quantise_values", {"DV": 128, "PACKED": True}),
         ("row_words", "row_words_of", WORDS | {"PACKED": False, "SUM": 128}),
         ("row_words", "row_words_of", WORDS | {"PACKED": True, "SUM": 0}),
         ("work", "finish_dq", {"D": 128, "DIM": 96, "PACKED": False, "CARE": True}),
@@ -103,15 +114,31 @@ def test_kernels_before_and_after_the_products_compile(module: str, name: str, c
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from rooftile.backends.hopper.descriptors import layout
+
     kernel = getattr(import_module(f"rooftile.backends.hopper.{module}"), name)
     kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr"), "*bf16") | {"scale": "fp32", "stats_ptr": "*i64"}
-    kinds |= dict.fromkeys(("lost_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr")
+    kinds |= dict.fromkeys(("lost_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr") | {"sums_ptr": "*fp64"}
+    kinds |= {"out_ptr": "*i8" if constants.get("INTEGER") else "*fp8e4nv"}
+    dim = constants.get("D", constants.get("DV", 64))
+    for desc, box, dtype, word in (
+        *((desc, (1, 128, dim), torch.bfloat16, "bf16") for desc in ("x_desc", "k_desc", "v_desc")),
+        ("out_desc", *_codes(name, dim, bool(constants.get("INTEGER")))),
+    ):
+        kinds[desc] = f"tensordesc<{word}{[1, *box]},{layout(box, dtype)!r}>"
+    warps = 4 * dim // 64 if name == "quantise_rows" else 8 if name == "quantise_values" else 4
     signature = {arg: kinds.get(arg, "*fp32" if arg.endswith("_ptr") else "i32") for arg in kernel.arg_names}
     places = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}
     source = GluonASTSource(kernel, signature, places)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     assert built.asm["cubin"]
     assert "st.local" not in built.asm["ptx"]
+
+
+def _codes(name: str, dim: int, integer: bool) -> tuple[tuple[int, int, int], torch.dtype, str]:
+    """What a quantising kernel stores at once: rows, or values transposed."""
+    box = (1, dim, 128) if name == "quantise_values" else (1, 128, dim)
+    return (box, torch.int8, "i8") if integer else (box, torch.float8_e4m3fn, "fp8e4nv")
 
 
 LOOPS = """

@@ -105,6 +105,11 @@ def test_other_dtypes_are_another_kernel(ready) -> None:
         found((1, 1, 1), (x,), (x, torch.zeros(2, dtype=dtype)), (0.5,))
     assert len(kernel.usual) == 2
     assert len(quick) == 2
+    # also of what is only described
+    n = torch.zeros(2, dtype=torch.int32)
+    for dtype in (torch.float16, torch.bfloat16):
+        found((1, 1, 1), (x.to(dtype),), (x, n), (0.5,))
+    assert len(kernel.usual) == 4
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])

@@ -12,7 +12,7 @@ import rooftile as rt
 from rooftile import numerics
 from rooftile.backends import eager
 from rooftile.masks import Mask
-from rooftile.numerics.recipe import codes, mean_key, scales_of_rows
+from rooftile.numerics.recipe import codes, columns_of, mean_key, scales_of_rows
 from rooftile.precision import decode
 from rooftile.spec import Spec
 from rooftile.spec import decode as decode_spec
@@ -212,6 +212,20 @@ def test_weights_are_rounded_as_the_kernels_round_them() -> None:
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(1.3)))
 
 
+@pytest.mark.parametrize("step", [3.0, 40.0, 2000.0])
+def test_scores_may_grow_from_block_to_block(step: float) -> None:
+    """Weights refer to scores of blocks that came before, from the last keys on: these are far above them."""
+    k = torch.zeros(1, 500, 1, 16)
+    k[0, :, 0, 0] = step * torch.arange(500).flip(0).div(128, rounding_mode="floor")
+    q, v = torch.ones(1, 5, 1, 16), torch.randn(1, 500, 1, 16)
+    # few steps of FP8 lie between scores that are alike
+    precision = rt.Precision(incoherent=False, smooth_k=False)
+    found, lse = rt.attention_with_lse(q, k, v, scale=1.0, precision=precision)
+    due, due_lse = rt.attention_with_lse(q, k, v, scale=1.0)
+    torch.testing.assert_close(found, due, rtol=0, atol=0.05)
+    torch.testing.assert_close(lse, due_lse, rtol=0.04, atol=0.1)
+
+
 def test_a_compiled_call_is_the_same() -> None:
     q, k, v = inputs(40, 40, 2, 2, 16)
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -237,6 +251,21 @@ def test_integers_are_what_the_formats_say() -> None:
             assert torch.equal(codes(qkv.q), numerics.decode(due.values, due.format))
             values = numerics.quantise(v, granularity="channel" if granularity == "row" else granularity)
             assert torch.equal(codes(qkv.v), numerics.decode(values.values, values.format))
+
+
+def test_columns_are_values_in_the_order_of_weights() -> None:
+    """Within 16 keys a lane of four has its two of the first eight, then its two of the second."""
+    v = torch.randn(2, 200, 3, 32).to(torch.float8_e4m3fn)
+    columns = columns_of(v, None)
+    assert columns.shape == (2, 3, 32, 256)
+    for place, key in ((0, 0), (1, 1), (2, 8), (3, 9), (4, 2), (7, 11), (12, 6), (15, 15), (16 + 6, 16 + 10)):
+        assert torch.equal(columns[..., place].float(), v[:, key].float())
+    assert not columns[..., 208:].float().any()
+    cu = torch.tensor([0, 130, 130, 200])
+    packed = columns_of(v[0], cu).float()
+    assert packed.shape == (1, 3, 32, 128 * (200 // 128 + 3))
+    # the third sequence's part: 130 // 128 + 2
+    assert torch.equal(packed[0, :, :, 3 * 128 + 2], v[0, 138].float())
 
 
 def test_memory_is_a_quarter_of_fp32() -> None:

@@ -1,8 +1,12 @@
 """Attention on quantised tensors, as the kernels compute it, in plain operations: blocks of 128 keys, weights in FP8.
 
     S = (s_q s_k) Q_8 K_8^T + shift        the products of codes, their scales, what smoothing took
-    P = 2^8 exp(scale S - m), in e4m3      at most 256, which keeps small weights out of the format's subnormals
+    P = 2^2 exp(scale S - m), in e4m3      below 432, the largest that the format has room for
     O = exp(m - m') O + s_v P_8 V_8        summed block by block in fp32
+
+m, a row's reference, is a score of its own: at first the largest of the first block that it sees, and later the largest of a
+block in which its weights would be too large: two of each eight keys have a sum of 432 or more (what one thread of a GPU adds).
+So it seldom moves, and what was summed is seldom multiplied anew.
 
 The codes of queries, keys and values are the kernels' bit for bit; the output is theirs within the rounding of sums, and of a
 weight that falls on the other side of a tie.
@@ -20,8 +24,10 @@ from rooftile.numerics.formats import FP8_E4M3, decode, encode
 from rooftile.numerics.recipe import QuantisedQKV, codes, scales_of_rows
 from rooftile.numerics.scaling import BLOCK
 
-# weights are multiplied by 2^8
-RAISED = 8.0
+# weights are multiplied by 2^2
+RAISED = 2.0
+# rounds to 448, the format's largest
+TOO_LARGE = 432.0
 _LOG2E = math.log2(math.e)
 
 
@@ -30,6 +36,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """o in the original's dtype, and lse, fp32, of a recipe's tensors."""
     by = qkv.precision.granularity
+    assert qkv.v is not None
     q_rows = scales_of_rows(qkv.q, qkv.q_scales, by, qkv.cu_q)
     k_rows = scales_of_rows(qkv.k, qkv.k_scales, by, qkv.cu_k)
     v_rows = scales_of_rows(qkv.v, qkv.v_scales, by, qkv.cu_k)
@@ -80,7 +87,7 @@ def _walk(
         if softcap:
             x = softcap * torch.tanh(x / softcap)
         x = torch.where(sees, x * _LOG2E, -torch.inf)
-        top = torch.maximum(m, x.amax(-1, keepdim=True))
+        top = torch.where((m == -torch.inf) | _too_large(torch.exp2(x - _finite(m) + RAISED)), x.amax(-1, keepdim=True), m)
         alpha = torch.exp2(m - _finite(top))
         p = torch.exp2(x - _finite(top) + RAISED)
         l = l * alpha + p.sum(-1, keepdim=True)
@@ -94,6 +101,12 @@ def _walk(
     lse = (m + torch.log2(l) - RAISED) / _LOG2E
     o = torch.where(l == 0, 0.0, o / l)
     return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, Dv), lse.squeeze(-1).reshape(B, H, T)
+
+
+def _too_large(p: Tensor) -> Tensor:
+    """Whether weights of a block are, of each row (..., 1)."""
+    eights = torch.nn.functional.pad(p, (0, -p.shape[-1] % 8)).unflatten(-1, (-1, 4, 2))
+    return ~(eights.sum((-3, -1)) < TOO_LARGE).all(-1, keepdim=True)
 
 
 def _finite(m: Tensor) -> Tensor:

@@ -7,6 +7,12 @@
     pipeline     how warp roles hand buffers to each other
     launch       outputs, descriptors and numbers, and the start
 
+    flash_fwd_8bit  o and lse of tensors in FP8 and INT8
+    weights_8bit    its weights, and the references that they have
+    care_8bit       keeping a NaN where it is
+    quantisation    what makes them, each tensor read once
+    launch_8bit     the start of both
+
     flash_bwd    dk and dv, and dq added up in memory, for head dims up to 128
     flash_bwd_kv dk and dv of wider heads, by twin warpgroups
     flash_bwd_q  dq in a fixed order: of wider heads, and where an order is asked for
@@ -30,12 +36,15 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.launch import device_of, on_its_device
+from rooftile.numerics.recipe import QuantisedQKV
+from rooftile.precision import Precision
 from rooftile.spec import Grads, Options, Spec
 
 NAME = "hopper"
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # of queries and keys, and of values
+DIMS_8BIT = ((64, 64), (128, 128))
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
@@ -51,7 +60,7 @@ def refusals(spec: Spec) -> Iterator[str]:
         has = ", ".join(str(dim) if dim == dim_v else f"{dim} with values of {dim_v}" for dim, dim_v in DIMS)
         yield f"head dim {came}; has {has}"
     if spec.precision is not None:
-        yield f"precision {spec.precision}; computes in the dtype of its inputs"
+        yield from _refusals_of_recipe(spec.precision, spec)
     for name, there in (("bias", spec.has_bias), ("alibi", spec.has_alibi), ("dropout", spec.dropout > 0)):
         if there:
             yield f"{name}; has softcap and sinks"
@@ -63,6 +72,17 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield "layout 'paged'; has 'dense', 'packed'"
     if spec.forward_mode:
         yield "forward-mode derivatives; only backend='eager' has them"
+
+
+def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:
+    if precision.qk == "native" or precision.pv == "native" or precision.granularity != "block":
+        yield f"precision {precision}; has 8 bits in both products, and a scale a block"
+    if (spec.dim, spec.dim_v) not in DIMS_8BIT:
+        has = ", ".join(str(dim) for dim, _ in DIMS_8BIT)
+        yield f"head dims {spec.dim} and {spec.dim_v} with precision {precision}; has {has} with it"
+    for name, there in (("softcap", spec.softcap > 0), ("sinks", spec.has_sinks)):
+        if there:
+            yield f"{name} with precision {precision}; has masks, groups and packed sequences with it"
 
 
 @cache
@@ -87,8 +107,29 @@ def _launch() -> ModuleType:
     return launch
 
 
+@cache
+def _launch_8bit() -> ModuleType:
+    from rooftile.backends.hopper import launch_8bit
+
+    return launch_8bit
+
+
+def quantise(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> QuantisedQKV:
+    """The tensors of the spec's recipe, as the kernels take them."""
+    with device_of(q):
+        return _launch_8bit().quantise_qkv(q, k, v, options, spec)
+
+
+def attend_quantised(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o and lse of what `quantise` made."""
+    with device_of(qkv.q):
+        return _launch_8bit().attend(qkv, spec)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     with device_of(q):
+        if spec.precision is not None:
+            return _launch_8bit().forward(q, k, v, options, spec)
         return _launch().forward(q, k, v, options, spec)
 
 

@@ -11,29 +11,29 @@ from rooftile.backends.hopper.softmax import Scoring
 @gluon.jit
 def note(notes, i: gl.constexpr, pointer, desc):
     """Puts down where a tensor is, and its strides."""
-    _note_word(notes, 4 * i, pointer.to(gl.int64, bitcast=True))
-    _note_word(notes, 4 * i + 1, desc.strides[0])
-    _note_word(notes, 4 * i + 2, desc.strides[1])
-    _note_word(notes, 4 * i + 3, desc.strides[2])
+    note_word(notes, 4 * i, pointer.to(gl.int64, bitcast=True))
+    note_word(notes, 4 * i + 1, desc.strides[0])
+    note_word(notes, 4 * i + 2, desc.strides[1])
+    note_word(notes, 4 * i + 3, desc.strides[2])
 
 
 @gluon.jit
-def _note_word(notes, i: gl.constexpr, value):
+def note_word(notes, i: gl.constexpr, value):
     notes.index(i).store(gl.full([1], 0, gl.int64, gl.BlockedLayout([1], [32], [4], [0])) + value)
 
 
 @gluon.jit
-def _noted(notes, i: gl.constexpr):
+def noted_word(notes, i: gl.constexpr):
     return gl.max(notes.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def _noted_rows(notes, i: gl.constexpr, b, t, h, dtype: gl.constexpr):
+def noted_rows(notes, i: gl.constexpr, b, t, h, dtype: gl.constexpr):
     """The pointer to row t of a head, and the strides from head to head and from row to row."""
-    stride_h = _noted(notes, 4 * i + 2)
-    stride_t = _noted(notes, 4 * i + 3)
-    offset = b * _noted(notes, 4 * i + 1) + h * stride_h + t * stride_t
-    return _noted(notes, 4 * i).to(gl.pointer_type(dtype), bitcast=True) + offset, stride_h, stride_t
+    stride_h = noted_word(notes, 4 * i + 2)
+    stride_t = noted_word(notes, 4 * i + 3)
+    offset = b * noted_word(notes, 4 * i + 1) + h * stride_h + t * stride_t
+    return noted_word(notes, 4 * i).to(gl.pointer_type(dtype), bitcast=True) + offset, stride_h, stride_t
 
 
 @gluon.jit
@@ -60,9 +60,9 @@ def with_care(
     c = gl.arange(0, shape.DV, gl.SliceLayout(0, layout))
     dtype: gl.constexpr = o_ptr.dtype.element_ty
     first_head = plan.h * shape.TOGETHER
-    q_head, q_head_stride, q_stride = _noted_rows(notes, 0, plan.b, plan.row, first_head, dtype)
-    k_head, _, k_stride = _noted_rows(notes, 1, plan.b, plan.key, first_head // shape.GROUP, dtype)
-    v_head, _, v_stride = _noted_rows(notes, 2, plan.b, plan.key, first_head // shape.GROUP, dtype)
+    q_head, q_head_stride, q_stride = noted_rows(notes, 0, plan.b, plan.row, first_head, dtype)
+    k_head, _, k_stride = noted_rows(notes, 1, plan.b, plan.key, first_head // shape.GROUP, dtype)
+    v_head, _, v_stride = noted_rows(notes, 2, plan.b, plan.key, first_head // shape.GROUP, dtype)
     barrier()
     for r in range(0, WG_ROWS, ROWS):
         rows = r + gl.arange(0, ROWS, row_layout)

@@ -12,7 +12,13 @@ from rooftile.backends.hopper.gluon import TensorDescriptor, gl
 # of a line of fp32 words in shared memory
 LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int8: gl.int8,
+}
 
 
 def is_readable(x: Tensor) -> bool:

@@ -40,14 +40,14 @@ class Launcher:
         self._device = device.index
         self._describe = describe
         self._encoded: tuple[dict[tuple[Any, ...], list[Any]], ...] = tuple({} for _ in describe)
-        # by the tensors' dtypes
+        # by the dtypes of what is described and of the tensors
         self._known: dict[tuple[torch.dtype, ...], tuple[Any, _Launch | None]] = {}
         self._rest = tuple(constants[name] for name in kernel.arg_names if name in constants)
 
     def __call__(
         self, grid: tuple[int, int, int], described: tuple[Tensor, ...], tensors: tuple[Tensor, ...], numbers: tuple[float, ...]
     ) -> None:
-        dtypes = tuple([x.dtype for x in tensors])
+        dtypes = tuple([x.dtype for x in (*described, *tensors)])
         compiled, quick = self._known.get(dtypes, (None, None))
         if quick is None or _hooked():
             made = [describe(x) for describe, x in zip(self._describe, described, strict=True)]
@@ -81,7 +81,7 @@ class Launcher:
             nonlocal quick
             if quick is None or _hooked():
                 self(grid, tensors[:count], tensors, numbers)
-                quick = self._known[tuple([x.dtype for x in tensors])][1]
+                quick = self._known[tuple([x.dtype for x in (*tensors[:count], *tensors)])][1]
                 return
             addresses = [x.data_ptr() for x in tensors]
             words: list[Any] = []

@@ -139,7 +139,7 @@ def settled(l):
 
 
 @gluon.constexpr_function
-def _rescaling(n):
+def rescaling(n):
     """Multiplies registers 0 to n - 1 with n to 2 n - 1, unless those are all 1 in the whole warp. Rows take turns by pairs."""
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
     one = "0f3F800000"
@@ -150,7 +150,7 @@ def _rescaling(n):
 
 
 @gluon.constexpr_function
-def _in_place(n):
+def scaled_in_place(n):
     """The constraints of n registers that are read and written, and n that are read."""
     return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
 
@@ -167,7 +167,7 @@ def rescaled(acc, alpha, shape: Shape):
     if shape.LAZY:
         acc, alpha = gl.broadcast(acc, alpha)
         acc = gl.inline_asm_elementwise(
-            _rescaling(WORDS), _in_place(WORDS), [acc, alpha], dtype=gl.float32, is_pure=False, pack=WORDS
+            rescaling(WORDS), scaled_in_place(WORDS), [acc, alpha], dtype=gl.float32, is_pure=False, pack=WORDS
         )
     else:
         acc = acc * alpha

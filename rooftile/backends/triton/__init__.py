@@ -1,6 +1,7 @@
 """Portable GPU kernels in Triton: FlashAttention-2's algorithm, forward and backward, on Ampere and newer.
 
     flash_fwd      o and lse
+    flash_fwd_8bit the same of tensors in FP8 and INT8
     row_stats      what the backward needs of each row
     flash_bwd_kv   dk and dv
     flash_bwd_q    dq
@@ -13,12 +14,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from rooftile.backends.launch import device_of, on_its_device
+from rooftile.numerics.hadamard import SHORTEST
+from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
+from rooftile.precision import Precision
 from rooftile.spec import Grads, Options, Spec
 
 NAME = "triton"
@@ -42,9 +47,21 @@ def refusals(spec: Spec) -> Iterator[str]:
     if spec.layout == "paged":
         yield "layout 'paged'; has 'dense', 'packed'"
     if spec.precision is not None:
-        yield f"precision {spec.precision}; computes in the dtype of its inputs"
+        yield from _refusals_of_recipe(spec.precision, spec)
     if spec.forward_mode:
         yield "forward-mode derivatives; only backend='eager' has them"
+
+
+def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:
+    if "fp8" in (precision.qk, precision.pv) and spec.device in ("sm80", "sm86", "sm87"):
+        yield f"precision {precision} on {spec.device}; FP8 needs sm89 (Ada) or newer"
+    for name in ("bias", "alibi"):
+        if getattr(spec, f"has_{name}"):
+            yield f"{name} with precision {precision}; has masks, groups, softcap and sinks with it"
+    if spec.dropout:
+        yield f"dropout with precision {precision}; has none with it"
+    if precision.incoherent and precision.qk != "native" and spec.dim % SHORTEST:
+        yield f"head dim {spec.dim} has no Hadamard transform; has multiples of {SHORTEST}, or Precision(incoherent=False)"
 
 
 def _runs_on(device: str) -> bool:
@@ -62,7 +79,24 @@ def _launchers() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Gr
     return flash_fwd.forward, flash_bwd.backward
 
 
+def quantise(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> QuantisedQKV:
+    """The tensors of the spec's recipe, by PyTorch's operations."""
+    assert spec.precision is not None
+    return replace(quantise_qkv(q, k, v, spec.precision, options.cu_q, options.cu_k), backend=NAME)
+
+
+def attend_quantised(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o and lse of what `quantise` made."""
+    from rooftile.backends.triton import flash_fwd_8bit
+
+    with device_of(qkv.q):
+        return flash_fwd_8bit.attend(qkv, options, spec)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    if spec.precision is not None:
+        with torch.autocast(q.device.type, enabled=False):
+            return attend_quantised(quantise(q, k, v, options, spec), options, spec)
     with device_of(q):
         return _launchers()[0](q, k, v, options, spec)
 

@@ -1,0 +1,216 @@
+"""Starts attention in 8 bits: the kernels that quantise, and the one that attends."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile.backends.hopper import flash_fwd_8bit, quantisation
+from rooftile.backends.hopper.counters import counter
+from rooftile.backends.hopper.descriptors import descriptor, readable
+from rooftile.backends.hopper.launch import numbers_of, processors, programs_and_tail, sizes_of
+from rooftile.backends.hopper.launcher import Launcher
+from rooftile.backends.hopper.tiles import WARPGROUP
+from rooftile.numerics.hadamard import norms, signs_of
+from rooftile.numerics.recipe import QuantisedQKV
+from rooftile.numerics.scaling import BLOCK
+from rooftile.precision import Precision
+from rooftile.spec import Options, Sizes, Spec
+
+_CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+class Tile8(NamedTuple):
+    """How `flash_fwd_8bit` is staffed, for 128 queries and blocks of 128 keys."""
+
+    Q_SLOTS: int
+    KV_SLOTS: int
+    COMPUTE_REGISTERS: int
+    COPY_REGISTERS: int
+
+
+TILE = Tile8(Q_SLOTS=2, KV_SLOTS=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o and lse of tensors that are quantised first."""
+    return attend(quantise_qkv(q, k, v, options, spec), spec)
+
+
+def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> QuantisedQKV:
+    """The integers of `rooftile.numerics.recipe`; values as `v_columns`."""
+    precision = _recipe(spec)
+    sizes = sizes_of(q, k, options)
+    packed = spec.layout == "packed"
+    queries = _Blocks(sizes.B, sizes.T, q.shape[-2], options.cu_q)
+    keys = _Blocks(sizes.B, sizes.S, k.shape[-2], options.cu_k)
+    q_codes, k_codes = (torch.empty(x.shape, dtype=_CODES[precision.qk], device=x.device) for x in (q, k))
+    # packed: one line of all parts
+    columns = (1, sizes.Hk, spec.dim_v, keys.slots * BLOCK) if packed else (sizes.B, sizes.Hk, spec.dim_v, keys.each * BLOCK)
+    v_columns = torch.empty(columns, dtype=torch.float8_e4m3fn, device=v.device)
+    # a packed slot may stay empty
+    made_of = torch.ones if packed else torch.empty
+    q_scales, k_scales, v_scales = (made_of(x.slots, x.heads, 1, device=q.device) for x in (queries, keys, keys))
+    shift = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if precision.smooth_k else None
+    signs = _signs(spec.dim, q.device) if precision.incoherent else None
+    made = QuantisedQKV(
+        q=q_codes, k=k_codes, v=None, q_scales=q_scales, k_scales=k_scales, v_scales=v_scales, shift=shift,
+        signs=None if signs is None else signs_of(spec.dim, device=q.device), precision=precision, dtype=spec.dtype,
+        cu_q=options.cu_q, cu_k=options.cu_k, v_columns=v_columns, backend="hopper",
+    )  # fmt: skip
+    mean = _mean(readable(k), keys, spec) if precision.smooth_k and sizes.S else None
+    if q.numel() and mean is None and shift is not None:
+        shift.zero_()
+    if q.numel():
+        _rows(readable(q), made.q, q_scales, shift, mean, signs, queries)
+    if k.numel():
+        _rows(readable(k), made.k, k_scales, None, mean, signs, keys)
+        _values(readable(v), v_columns, v_scales, keys)
+    return made
+
+
+class _Blocks(NamedTuple):
+    """A tensor as blocks of 128 positions."""
+
+    B: int
+    length: int  # packed: the total
+    heads: int
+    cu: Tensor | None
+
+    @property
+    def each(self) -> int:
+        """Blocks of a dense sequence."""
+        return -(-self.length // BLOCK)
+
+    @property
+    def slots(self) -> int:
+        """Parts of the tensor: blocks of all sequences; packed, some stay empty."""
+        return self.B * self.each if self.cu is None else self.length // BLOCK + self.B
+
+    def grid(self, dim: int, device: torch.device) -> tuple[int, int, int]:
+        """As many programs as run at once: each has two blocks in shared memory."""
+        return min(self.slots * self.heads, processors(device) * 256 // dim), 1, 1
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Arguments of the kernels; `quantise_values` needs no slots."""
+        return self.B, self.heads, self.length, self.each, self.slots
+
+
+def _recipe(spec: Spec) -> Precision:
+    assert spec.precision is not None
+    return spec.precision
+
+
+@cache
+def _signs(dim: int, device: torch.device) -> Tensor:
+    return signs_of(dim, device=device) * norms(dim, device)
+
+
+def _mean(k: Tensor, keys: _Blocks, spec: Spec) -> Tensor:
+    """The mean key (B, Hk, D), fp32."""
+    sums = torch.zeros(keys.B, keys.heads, spec.dim, dtype=torch.float64, device=k.device)
+    launch = _launcher_of_sum(spec.dim, keys.cu is not None, k.device)
+    cu = sums if keys.cu is None else keys.cu
+    launch(keys.grid(spec.dim, k.device), (k,), (sums, cu), keys.numbers)
+    lengths = _number(keys.length, k.device) if keys.cu is None else keys.cu.diff().clamp(min=1).view(-1, 1, 1)
+    # divided as fp64, and rounded once
+    return torch.div(sums, lengths, out=torch.empty_like(sums, dtype=torch.float32))
+
+
+@lru_cache(256)
+def _number(n: int, device: torch.device) -> Tensor:
+    """On the device, where a number of the host would be divided by with its inverse."""
+    return torch.tensor(n, dtype=torch.float64, device=device)
+
+
+def _rows(
+    x: Tensor, out: Tensor, scales: Tensor, shift: Tensor | None, mean: Tensor | None, signs: Tensor | None, blocks: _Blocks
+) -> None:  # fmt: skip
+    """Queries, which have a shift if keys are smoothed, or keys, which have none."""
+    D = x.shape[-1]
+    # a product and a sum in one instruction would be rounded once, and the recipe's are rounded twice
+    constants = {
+        "GROUP": 1 if mean is None else blocks.heads // mean.shape[1], "D": D, "PACKED": blocks.cu is not None,
+        "INTEGER": out.dtype == torch.int8, "ROTATE": signs is not None, "SMOOTH": mean is not None and shift is None,
+        "SHIFT": mean is not None and shift is not None, "enable_fp_fusion": False,
+        # two programs a multiprocessor
+        "num_warps": 4 * D // 64, "maxnreg": 128,
+    }  # fmt: skip
+    tensors = (out, *(scales if t is None else t for t in (scales, shift, mean, signs, blocks.cu)))
+    launch = _launcher_of_rows(tuple(constants.items()), x.device)
+    launch(blocks.grid(D, x.device), (x, out), tensors, (*blocks.numbers, blocks.length))
+
+
+def _values(v: Tensor, columns: Tensor, scales: Tensor, keys: _Blocks) -> None:
+    launch = _launcher_of_values(v.shape[-1], keys.cu is not None, v.device)
+    cu = scales if keys.cu is None else keys.cu
+    launch((keys.slots, keys.heads, 1), (v, columns.transpose(1, 2)), (scales, cu), keys.numbers[:-1])
+
+
+def attend(qkv: QuantisedQKV, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o and lse of what `quantise_qkv` made."""
+    q, k, columns = qkv.q, qkv.k, qkv.v_columns
+    assert columns is not None
+    packed = qkv.cu_q is not None
+    B = qkv.cu_q.shape[0] - 1 if qkv.cu_q is not None else q.shape[0]
+    sizes = Sizes(B=B, T=q.shape[-3], S=k.shape[-3], H=q.shape[-2], Hk=k.shape[-2])
+    o = torch.empty((*q.shape[:-1], spec.dim_v), dtype=qkv.dtype, device=q.device)
+    lse = torch.empty((sizes.H, sizes.T) if packed else (B, sizes.H, sizes.T), dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    if sizes.S == 0:
+        return o.zero_(), lse.fill_(-torch.inf)
+    tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, 2 * WARPGROUP, sizes, q.device, spec)
+    scale, _, *mask = numbers_of(spec)
+    cu_q, cu_k, shift = (lse if x is None else x for x in (qkv.cu_q, qkv.cu_k, qkv.shift))
+    _launcher(spec, q.device)(
+        (programs, 1, 1),
+        (q, k, columns.transpose(1, 2), o),
+        (q, k, columns, o, lse, qkv.q_scales, qkv.k_scales, qkv.v_scales, shift, cu_q, cu_k, counter(q.device)),
+        (sizes.B, sizes.S, tiles, tail, scale, *mask),
+    )
+    return o, lse
+
+
+@cache
+def _launcher(spec: Spec, device: torch.device) -> Launcher:
+    describe = tuple(partial(descriptor, box=box) for box in boxes(spec))
+    return Launcher(flash_fwd_8bit.flash_fwd_8bit, constants(spec), device, describe)
+
+
+def boxes(spec: Spec) -> tuple[tuple[int, int, int], ...]:
+    """What one copy takes of q, k, v_columns and o."""
+    D, DV = spec.dim, spec.dim_v
+    return (1, WARPGROUP, D), (1, BLOCK, D), (1, DV, BLOCK), (1, WARPGROUP, DV)
+
+
+def constants(spec: Spec) -> dict[str, int]:
+    """The compile-time arguments of `flash_fwd_8bit`."""
+    mask = spec.mask
+    return TILE._asdict() | {
+        "GROUP": spec.group, "D": spec.dim, "DV": spec.dim_v, "PACKED": spec.layout == "packed",
+        "LEFT": mask.left is not None, "RIGHT": mask.right is not None, "PREFIX": mask.prefix is not None,
+        "CHUNK": bool(mask.chunks), "SMOOTHED": _recipe(spec).smooth_k, "num_warps": 4,
+    }  # fmt: skip
+
+
+@cache
+def _launcher_of_sum(dim: int, packed: bool, device: torch.device) -> Launcher:
+    block = partial(descriptor, box=(1, BLOCK, dim))
+    return Launcher(quantisation.sum_keys, {"D": dim, "PACKED": packed, "num_warps": 4}, device, (block,))
+
+
+@cache
+def _launcher_of_rows(constants: tuple[tuple[str, int], ...], device: torch.device) -> Launcher:
+    block = partial(descriptor, box=(1, BLOCK, dict(constants)["D"]))
+    return Launcher(quantisation.quantise_rows, dict(constants), device, (block, block))
+
+
+@cache
+def _launcher_of_values(dim: int, packed: bool, device: torch.device) -> Launcher:
+    describe = (partial(descriptor, box=(1, BLOCK, dim)), partial(descriptor, box=(1, dim, BLOCK)))
+    return Launcher(quantisation.quantise_values, {"DV": dim, "PACKED": packed, "num_warps": 8}, device, describe)
