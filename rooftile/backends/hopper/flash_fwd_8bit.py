@@ -34,7 +34,7 @@ from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import PADDED, WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS
 from rooftile.backends.hopper.softmax import hidden
-from rooftile.backends.hopper.weights_8bit import RAISED, TURNS, by_thread, rescaled, weights_of
+from rooftile.backends.hopper.weights_8bit import RAISED, TURNS, by_thread, first_references, rescaled, weights_of
 
 CREW = gl.constexpr(2)
 # queries of a tile, and keys of a block: what shares a scale
@@ -278,10 +278,10 @@ def _compute(
     s = _numbers(s, plan.t + WG * WG_ROWS, plan.last * BLOCK, plan, mask, True, shape)
     nothing = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
     block = Scores(s, factor, nothing, scale * 0.0)
+    m = first_references(s, factor, shape.s_layout)
 
     while plan.live != 0:
         acc = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
-        m = by_thread(float("-inf"), shape.s_layout)
         l = by_thread(0.0, shape.s_layout)
         row = plan.t + WG * WG_ROWS
         i_0 = row + plan.S - plan.T
@@ -332,10 +332,11 @@ def _compute(
         acc += block.part * block.v_scale
         block = Scores(block.s, block.factor, nothing, scale * 0.0)
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
-        m = gl.convert_layout(gl.max(m, 1), row_layout)
+        m_row = gl.convert_layout(gl.max(m, 1), row_layout)
+        m = first_references(block.s, block.factor, shape.s_layout)
         t = row + gl.arange(0, WG_ROWS, row_layout)
         line = (plan.b * H + plan.h).to(gl.int64) * total + plan.row + t
-        lse = (m + gl.log2(l) - RAISED) * LN2
+        lse = (m_row + gl.log2(l) - RAISED) * LN2
         if shape.SMOOTHED:
             # (rows, H), as queries lie in memory
             place = ((plan.b.to(gl.int64) * total + plan.row) + t) * H + plan.h

@@ -2,7 +2,8 @@
 
 Weights refer to a score of their row that may lag behind the largest so far: any reference gives the same quotients in the end.
 So a block's weights are computed from the reference at hand. Only where they come out too large, in a warp's 16 rows, are the
-largest scores looked for, the references moved there, and the weights computed again: in the first block, and seldom after it.
+largest scores looked for, the references moved there, and the weights computed again, which is seldom: a tile's first references
+are the largest scores of its first block.
 Too large is a thread's sum of its 32 weights of a row, 432 or more, so that none of them is too large for the format. Where all
 scores are the same, and the reference too, the sum is 128.
 
@@ -108,6 +109,14 @@ def _own(x, SECOND: gl.constexpr):
 def by_thread(x, s_layout: gl.constexpr):
     """A number for every row and thread of it, (WG_ROWS, 4)."""
     return _own(gl.zeros([WG_ROWS, BLOCK], gl.float32, s_layout) + x, False)
+
+
+@gluon.jit
+def first_references(s, factor, s_layout: gl.constexpr):
+    """The rows' largest scores, for every thread of a row (WG_ROWS, 4)."""
+    largest = gl.max(gl.max(gl.max(gl.reshape(s, [WG_ROWS, BLOCK // 8, 4, 2]), 3), 1), 1)
+    largest = gl.convert_layout(largest, gl.SliceLayout(1, s_layout)) * factor
+    return by_thread(gl.expand_dims(largest, 1), s_layout)
 
 
 @gluon.jit
