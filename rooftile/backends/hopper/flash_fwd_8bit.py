@@ -237,7 +237,7 @@ def _step(
     """The weights of block `turn` while the block before it is added to the output; its product, and the next one's scores."""
     # in terms of the references that this block's weights begin with
     acc += block.part * block.v_scale
-    p, sums, m_new = weights_of(block.s, m, block.factor, WG, shape.s_layout)
+    p, sums, m_new = weights_of(block.s, m, block.factor, WG)
     values.wait_full(turn)
     part = _issue_values(p, values, turn, shape)
     keys.wait_full(turn + 1, there)
@@ -278,11 +278,11 @@ def _compute(
     s = _numbers(s, plan.t + WG * WG_ROWS, plan.last * BLOCK, plan, mask, True, shape)
     nothing = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
     block = Scores(s, factor, nothing, scale * 0.0)
-    m = first_references(s, factor, shape.s_layout)
+    m = first_references(s, factor)
 
     while plan.live != 0:
         acc = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
-        l = by_thread(0.0, shape.s_layout)
+        l = by_thread(0.0, BLOCK, shape.s_layout)
         row = plan.t + WG * WG_ROWS
         i_0 = row + plan.S - plan.T
         blocks = plan.last - plan.first + 1
@@ -333,7 +333,7 @@ def _compute(
         block = Scores(block.s, block.factor, nothing, scale * 0.0)
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
         m_row = gl.convert_layout(gl.max(m, 1), row_layout)
-        m = first_references(block.s, block.factor, shape.s_layout)
+        m = first_references(block.s, block.factor)
         t = row + gl.arange(0, WG_ROWS, row_layout)
         line = (plan.b * H + plan.h).to(gl.int64) * total + plan.row + t
         lse = (m_row + gl.log2(l) - RAISED) * LN2
