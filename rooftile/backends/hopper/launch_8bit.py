@@ -24,15 +24,22 @@ _CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class Tile8(NamedTuple):
-    """How `flash_fwd_8bit` is staffed, for 128 queries and blocks of 128 keys."""
+    """How `flash_fwd_8bit` is staffed, for 128 queries."""
 
+    KEYS: int  # of a block
     Q_SLOTS: int
     KV_SLOTS: int
     COMPUTE_REGISTERS: int
     COPY_REGISTERS: int
 
 
-TILE = Tile8(Q_SLOTS=2, KV_SLOTS=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+TILE = Tile8(KEYS=128, Q_SLOTS=2, KV_SLOTS=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+# what registers and shared memory hold
+WIDE = TILE._replace(KEYS=64, Q_SLOTS=1)
+
+
+def tile_of(spec: Spec) -> Tile8:
+    return WIDE if spec.dim_v > 128 else TILE
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -185,13 +192,14 @@ def _launcher(spec: Spec, device: torch.device) -> Launcher:
 def boxes(spec: Spec) -> tuple[tuple[int, int, int], ...]:
     """What one copy takes of q, k, v_columns and o."""
     D, DV = spec.dim, spec.dim_v
-    return (1, WARPGROUP, D), (1, BLOCK, D), (1, DV, BLOCK), (1, WARPGROUP, DV)
+    KEYS = tile_of(spec).KEYS
+    return (1, WARPGROUP, D), (1, KEYS, D), (1, DV, KEYS), (1, WARPGROUP, DV)
 
 
 def constants(spec: Spec) -> dict[str, int]:
     """The compile-time arguments of `flash_fwd_8bit`."""
     mask = spec.mask
-    return TILE._asdict() | {
+    return tile_of(spec)._asdict() | {
         "GROUP": spec.group, "D": spec.dim, "DV": spec.dim_v, "PACKED": spec.layout == "packed",
         "LEFT": mask.left is not None, "RIGHT": mask.right is not None, "PREFIX": mask.prefix is not None,
         "CHUNK": bool(mask.chunks), "SMOOTHED": _recipe(spec).smooth_k, "num_warps": 4,
