@@ -34,7 +34,7 @@ from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import PADDED, WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS
 from rooftile.backends.hopper.softmax import hidden
-from rooftile.backends.hopper.weights_8bit import RAISED, TURNS, by_thread, first_references, rescaled, weights_of
+from rooftile.backends.hopper.weights_8bit import RAISED, TURNS, by_thread, kept, first_references, rescaled, weights_of
 
 CREW = gl.constexpr(2)
 # queries of a tile, and keys or values, that share a scale
@@ -70,7 +70,7 @@ class Shape8:
         self.INTEGER = gl.constexpr(INTEGER)
         self.SMOOTHED = gl.constexpr(SMOOTHED)
         self.KEYS = gl.constexpr(KEYS)
-        part = min(DV, 128)
+        part = DV if DV <= 128 else 64
         self.WIDE = gl.constexpr(DV > part)
         self.PART = gl.constexpr(part)
         o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
@@ -193,23 +193,44 @@ def _issue_scores(q, keys: Ring, turn, shape: Shape8):
 
 
 @gluon.jit
-def _issue_values(p, values: Ring, turn, FROM: gl.constexpr, shape: Shape8):
-    """Issues the product of a block's weights with its values, or a half of their columns."""
+def _issue_values(p, values: Ring, turn, part, FROM: gl.constexpr, shape: Shape8):
+    """Issues the product of a block's weights with its values, or some of their columns, into the registers of `part`."""
     v = values.buffer(turn).reshape([shape.DV, shape.KEYS]).slice(FROM, shape.PART, 0)
-    none = gl.zeros([WG_ROWS, shape.PART], gl.float32, shape.o_layout)
-    return warpgroup_mma(_weights(p, shape), v.permute((1, 0)), none, use_acc=False, is_async=True)
+    return warpgroup_mma(_weights(p, shape), v.permute((1, 0)), part, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _halves(acc, COLUMNS: gl.constexpr):
+    low, high = acc.reshape([WG_ROWS, 2, COLUMNS]).permute((0, 2, 1)).split()
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    return gl.convert_layout(low, layout, assert_trivial=True), gl.convert_layout(high, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _joined(low, high, COLUMNS: gl.constexpr):
+    joined = gl.join(low, high).permute((0, 2, 1)).reshape([WG_ROWS, COLUMNS])
+    return gl.convert_layout(joined, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32]), assert_trivial=True)
+
+
+@gluon.jit
+def _quarter(acc, p, v_scale, values: Ring, turn, part, FROM: gl.constexpr, shape: Shape8):
+    part = _issue_values(p, values, turn, part, FROM, shape)
+    part = warpgroup_mma_wait(0, deps=(part,))
+    return kept(acc + part * v_scale), part
 
 
 @gluon.jit
 def _with_values(acc, p, v_scale, values: Ring, turn, shape: Shape8):
-    """A wide output with a block's product, by halves: there are registers for one."""
-    low, high = acc.reshape([WG_ROWS, 2, shape.PART]).permute((0, 2, 1)).split()
-    low = gl.convert_layout(low, shape.o_layout, assert_trivial=True)
-    high = gl.convert_layout(high, shape.o_layout, assert_trivial=True)
-    low += warpgroup_mma_wait(0, deps=(_issue_values(p, values, turn, 0, shape),)) * v_scale
-    high += warpgroup_mma_wait(0, deps=(_issue_values(p, values, turn, shape.PART, shape),)) * v_scale
-    joined = gl.join(low, high).permute((0, 2, 1)).reshape([WG_ROWS, shape.DV])
-    return gl.convert_layout(joined, shape.acc_layout, assert_trivial=True)
+    """A wide output with a block's product, by quarters, which take turns in the same registers."""
+    low, high = _halves(acc, 128)
+    a, b = _halves(low, 64)
+    c, d = _halves(high, 64)
+    part = gl.zeros([WG_ROWS, shape.PART], gl.float32, shape.o_layout)
+    a, part = _quarter(a, p, v_scale, values, turn, part, 0, shape)
+    b, part = _quarter(b, p, v_scale, values, turn, part, 64, shape)
+    c, part = _quarter(c, p, v_scale, values, turn, part, 128, shape)
+    d, part = _quarter(d, p, v_scale, values, turn, part, 192, shape)
+    return _joined(_joined(a, b, 128), _joined(c, d, 128), 256)
 
 
 @gluon.jit
@@ -275,7 +296,8 @@ def _step(
         s = warpgroup_mma_wait(0, deps=(s,))
         keys.give_back(turn + 1)
     else:
-        part = _issue_values(p, values, turn, 0, shape)
+        part = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
+        part = _issue_values(p, values, turn, part, 0, shape)
         keys.wait_full(turn + 1, there)
         s = _issue_scores(q, keys, turn + 1, shape)
         acc = rescaled(acc, alpha, shape.acc_layout)

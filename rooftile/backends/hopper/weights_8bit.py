@@ -156,6 +156,19 @@ def weights_of(s, m, factor, WG: gl.constexpr):
     return _halved(first, True), _own(state, False), _own(state, True)
 
 
+@gluon.constexpr_function
+def _same(n):
+    """The constraints of n registers that stay as they are."""
+    return ",".join(["=f"] * n + [str(i) for i in range(n)])
+
+
+@gluon.jit
+def kept(x):
+    """An accumulator, computed here: else the compiler moves that down to where it is used."""
+    WORDS: gl.constexpr = x.shape[1] // 2
+    return gl.inline_asm_elementwise("", _same(WORDS), [x], dtype=gl.float32, is_pure=False, pack=WORDS)
+
+
 @gluon.jit
 def rescaled(acc, alpha, o_layout: gl.constexpr):
     """Each row of an accumulator times its factor (WG_ROWS, 4), unless those are 1 in all rows of a warp."""
