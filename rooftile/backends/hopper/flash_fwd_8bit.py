@@ -286,15 +286,16 @@ def _step(
     part = block.part
     values.wait_full(turn)
     if shape.WIDE:
-        v_scale = _word(scales.v, turn % values.slots)
-        acc = _with_values(rescaled(acc, alpha, shape.acc_layout), p, v_scale, values, turn, shape)
-        values.give_back(turn)
+        # the next scores first: what is waited for next is the product with values
         keys.wait_full(turn + 1, there)
         s = _issue_scores(q, keys, turn + 1, shape)
-        l = l * alpha + sums
+        v_scale = _word(scales.v, turn % values.slots)
         factor = q_factor * _scale(scales.k, (turn + 1) % keys.slots, shape)
+        l = l * alpha + sums
+        acc = _with_values(rescaled(acc, alpha, shape.acc_layout), p, v_scale, values, turn, shape)
         s = warpgroup_mma_wait(0, deps=(s,))
         keys.give_back(turn + 1)
+        values.give_back(turn)
     else:
         part = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
         part = _issue_values(p, values, turn, part, 0, shape)
