@@ -82,9 +82,8 @@ _TEXT_128 = gl.constexpr(_text(64))
 
 
 @gluon.constexpr_function
-def _text_for(keys, wg):
-    text = _TEXT_64.value if keys == 64 else _TEXT_128.value
-    return text.replace("MINE", str(TURNS.value + wg)).replace("OTHER", str(TURNS.value + 1 - wg))
+def _taking_turns(text, mine, other):
+    return text.replace("MINE", str(mine)).replace("OTHER", str(other))
 
 
 @gluon.constexpr_function
@@ -147,8 +146,10 @@ def weights_of(s, m, factor, WG: gl.constexpr):
     """
     KEYS: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
+    # named here, not in a function of constants: Triton's cache would not see that it changed
+    text: gl.constexpr = _TEXT_64 if KEYS == 64 else _TEXT_128
     words, state = gl.inline_asm_elementwise(
-        _text_for(KEYS, WG), _constraints(KEYS // 2),
+        _taking_turns(text, TURNS + WG, TURNS + 1 - WG), _constraints(KEYS // 2),
         [s, spread(m, KEYS, layout), gl.zeros([WG_ROWS, KEYS], gl.float32, layout) + factor],
         dtype=(gl.int32, gl.float32), is_pure=False, pack=KEYS // 2,
     )  # fmt: skip
