@@ -146,7 +146,6 @@ def weights_of(s, m, factor, WG: gl.constexpr):
     """
     KEYS: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
-    # named here, not in a function of constants: Triton's cache would not see that it changed
     text: gl.constexpr = _TEXT_64 if KEYS == 64 else _TEXT_128
     words, state = gl.inline_asm_elementwise(
         _taking_turns(text, TURNS + WG, TURNS + 1 - WG), _constraints(KEYS // 2),
