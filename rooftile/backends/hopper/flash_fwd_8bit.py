@@ -34,7 +34,7 @@ from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import PADDED, WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS
 from rooftile.backends.hopper.softmax import hidden
-from rooftile.backends.hopper.weights_8bit import RAISED, TURNS, by_thread, kept, first_references, rescaled, weights_of
+from rooftile.backends.hopper.weights_8bit import RAISED, TURNS, by_thread, first_references, kept, rescaled, weights_of
 
 CREW = gl.constexpr(2)
 # queries of a tile, and keys or values, that share a scale
@@ -71,7 +71,7 @@ class Shape8:
         self.SMOOTHED = gl.constexpr(SMOOTHED)
         self.KEYS = gl.constexpr(KEYS)
         part = DV if DV <= 128 else 64
-        self.WIDE = gl.constexpr(DV > part)
+        self.WIDE = gl.constexpr(part < DV)
         self.PART = gl.constexpr(part)
         o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32]))
@@ -354,8 +354,8 @@ def _compute(
             q = queries.buffers.index(tile % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
             for i in range(1, right):
                 block, acc, m, l = _step(
-                    block, q, keys, values, scales, acc, m, l, turn, True, row, (plan.last - i) * shape.KEYS, plan, mask, q_factor,
-                    WG, shape, True,
+                    block, q, keys, values, scales, acc, m, l, turn, True, row, (plan.last - i) * shape.KEYS, plan, mask,
+                    q_factor, WG, shape, True,
                 )  # fmt: skip
                 turn += 1
         if mask.LEFT or mask.CHUNK:
@@ -371,8 +371,8 @@ def _compute(
             q = queries.buffers.index(opaque(tile) % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
             for i in range(left, blocks):
                 block, acc, m, l = _step(
-                    block, q, keys, values, scales, acc, m, l, turn, True, row, (plan.last - i) * shape.KEYS, plan, mask, q_factor,
-                    WG, shape, True,
+                    block, q, keys, values, scales, acc, m, l, turn, True, row, (plan.last - i) * shape.KEYS, plan, mask,
+                    q_factor, WG, shape, True,
                 )  # fmt: skip
                 turn += 1
         queries.give_back(tile)

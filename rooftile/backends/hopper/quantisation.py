@@ -1,12 +1,11 @@
 """Queries, keys and values in 8 bits, each read once: the integers of `rooftile.numerics.recipe`, bit for bit.
 
-Three kernels, by blocks of 128 positions of a head. Programs of the first two walk many, and have the next one copied in
-meanwhile; those of the third are small enough for others to hide the copy.
+Two kernels, whose programs walk blocks of 128 positions of a head. The next is copied in as soon as one is in registers.
 
-    sum_keys         the sum of each head's keys in fp64, which comes out the same in any order
-    quantise_rows    queries or keys: less the mean key, times signs, through the butterfly of the Hadamard transform, scaled and
-                     rounded
-    quantise_values  values, transposed, and the keys of each 16 in the order in which `flash_fwd_8bit` holds weights
+    sum_keys    the sum of each head's keys in fp64, which comes out the same in any order
+    quantise    queries and keys: less the mean key, times signs, through the butterfly of the Hadamard transform, scaled and
+                rounded; values: scaled, rounded, transposed, and the keys of each 16 in the order in which `flash_fwd_8bit` holds
+                weights. Half of the programs begin with the values: rows are bound by instructions, values by memory
 
 A row lies in one thread by 64 columns: the butterfly's first six steps stay there, and what is left goes from lane to lane.
 """
@@ -14,7 +13,6 @@ A row lies in one thread by 64 columns: the butterfly's first six steps stay the
 from triton.language import PropagateNan
 
 from rooftile.backends.hopper.gluon import (
-    aggregate,
     barrier,
     fence_async_shared,
     gl,
@@ -55,40 +53,11 @@ def _block_of(slot, cu_ptr, B, T, blocks, PACKED: gl.constexpr):
     return b, i_b, start, i_tile * BLOCK, T, part
 
 
-@aggregate
-class Blocks:
-    """Two blocks in shared memory, one of which is copied in while the other is read."""
-
-    tiles: gl.shared_memory_descriptor
-    ready: gl.shared_memory_descriptor
-    D: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, ready, D):
-        self.tiles = tiles
-        self.ready = ready
-        self.D = gl.constexpr(D)
-
-    @gluon.jit
-    def fetch(self, desc, turn, b, h, row):
-        """Has a block copied in; all have read what was there."""
-        mbarrier.expect(self.ready.index(turn % 2), desc.block_type.nbytes)
-        tma_load(desc, [b, h, row, 0], self.ready.index(turn % 2), self.tiles.index(turn % 2))
-
-    @gluon.jit
-    def wait(self, turn):
-        mbarrier.wait(self.ready.index(turn % 2), turn // 2 & 1)
-        return self.tiles.index(turn % 2).reshape([BLOCK, self.D])
-
-
 @gluon.jit
-def make_blocks(desc, D: gl.constexpr):
-    tiles = gl.allocate_shared_memory(desc.dtype, [2, 1, 1, BLOCK, D], desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready.index(0), count=1)
-    mbarrier.init(ready.index(1), count=1)
-    fence_async_shared()
-    return Blocks(tiles, ready, D)
+def _fetch(desc, tile, ready, b, h, row):
+    """Has a block copied in; all have read what was there."""
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    tma_load(desc, [b, h, row, 0], ready, tile)
 
 
 @gluon.jit
@@ -105,23 +74,25 @@ def sum_keys(k_desc, sums_ptr, cu_ptr, B, H, S, blocks, slots, D: gl.constexpr, 
     # fmt: on
     """Adds each block's keys to the sum (B, H, D) of its sequence; what is not finite counts as zero."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16] if D == 64 else [1, 32], [4, 1], [1, 0])
-    pair = make_blocks(k_desc, D)
+    tile = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK, D], k_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    fence_async_shared()
     n = gl.program_id(0)
     b, i_b, start, t, length, _ = _block_of(n // H, cu_ptr, B, S, blocks, PACKED)
-    pair.fetch(k_desc, 0, b, n % H, start + t)
+    _fetch(k_desc, tile, ready, b, n % H, start + t)
     turn = 0
     while n < slots * H:
-        h = n % H
-        line = (i_b * H + h).to(gl.int64) * D
+        line = (i_b * H + n % H).to(gl.int64) * D
         left = length - t
-        n += gl.num_programs(0)
-        tile = pair.wait(turn)
-        turn += 1
+        mbarrier.wait(ready, turn & 1)
+        x = _finite(tile.reshape([BLOCK, D]).load(layout))
         barrier()
+        turn += 1
+        n += gl.num_programs(0)
         if n < slots * H:
             b, i_b, start, t, length, _ = _block_of(n // H, cu_ptr, B, S, blocks, PACKED)
-            pair.fetch(k_desc, turn, b, n % H, start + t)
-        x = _finite(tile.load(layout))
+            _fetch(k_desc, tile, ready, b, n % H, start + t)
         x = gl.where(x == x, x, 0.0)
         if PACKED:
             # what is past the end of a dense head comes as zeros
@@ -153,7 +124,9 @@ def _across_lanes(x, column, lanes: gl.constexpr):
     other = gl.inline_asm_elementwise(_exchange(lanes), "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
     # the first of two gets their sum, the second the first less the second
     sign = gl.where((column // (OWN * lanes)) % 2 == 0, 1.0, -1.0)
-    return other + gl.expand_dims(sign, 0) * x
+    signs, x = gl.broadcast(gl.expand_dims(sign, 0), x)
+    # rounded once, as a sum is: the product is exact
+    return gl.fma(signs, x, other)
 
 
 @gluon.jit
@@ -191,26 +164,25 @@ def _rounded(x):
     return gl.where(x == x, near, -128).to(gl.int8)
 
 
-# fmt: off
-@gluon.jit(
-    do_not_specialize=["B", "H", "T", "blocks", "slots", "rows"],
-    do_not_specialize_on_alignment=["cu_ptr", "scales_ptr", "shift_ptr"],
-)
-def quantise_rows(
-    x_desc, out_desc, out_ptr, scales_ptr, shift_ptr, mean_ptr, signs_ptr, cu_ptr, B, H, T, blocks, slots, rows,
-    GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr, INTEGER: gl.constexpr,
+@gluon.jit
+def _rows(
+    x_desc, out_desc, out_ptr, scales_ptr, shift_ptr, mean_ptr, signs_ptr, cu_ptr, tile, staged, ready, turn,
+    B, H, T, blocks, slots, GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr, INTEGER: gl.constexpr,
     ROTATE: gl.constexpr, SMOOTH: gl.constexpr, SHIFT: gl.constexpr,
-):
-    # fmt: on
+):  # fmt: skip
     """The blocks of queries or keys. SMOOTH: keys less their mean. SHIFT: queries times the mean key, for lse."""
     LANES: gl.constexpr = D // OWN
     layout: gl.constexpr = gl.BlockedLayout([1, OWN], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    pair = make_blocks(x_desc, D)
-    staged = gl.allocate_shared_memory(out_desc.dtype, [1, 1, BLOCK, D], out_desc.layout)
     n = gl.program_id(0)
-    b_next, i_b, start, t, length, part = _block_of(n // H, cu_ptr, B, T, blocks, PACKED)
-    pair.fetch(x_desc, 0, b_next, n % H, start + t)
-    turn = 0
+    b_next = n * 0
+    i_b = b_next
+    start = b_next
+    t = b_next
+    length = b_next
+    part = b_next
+    if n < slots * H:
+        b_next, i_b, start, t, length, part = _block_of(n // H, cu_ptr, B, T, blocks, PACKED)
+        _fetch(x_desc, tile, ready, b_next, n % H, start + t)
     while n < slots * H:
         b = b_next
         h = n % H
@@ -218,19 +190,21 @@ def quantise_rows(
         left = length - t
         line = part * H + h
         mean_line = (i_b * (H // GROUP) + h // GROUP).to(gl.int64) * D
-        n += gl.num_programs(0)
-        x = _finite(pair.wait(turn).load(layout))
-        turn += 1
+        mbarrier.wait(ready, turn & 1)
+        x = _finite(tile.reshape([BLOCK, D]).load(layout))
         # all have read this block, and what they staged before is on its way
         tma_store_wait(0)
         barrier()
+        turn += 1
+        n += gl.num_programs(0)
         if n < slots * H:
             b_next, i_b, start, t, length, part = _block_of(n // H, cu_ptr, B, T, blocks, PACKED)
-            pair.fetch(x_desc, turn, b_next, n % H, start + t)
+            _fetch(x_desc, tile, ready, b_next, n % H, start + t)
         row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
         column = gl.arange(0, D, gl.SliceLayout(0, layout))
         there = row < left
-        place = (b.to(gl.int64) * rows + first + row) * H + h
+        # packed: one sequence, of all rows
+        place = (b.to(gl.int64) * T + first + row) * H + h
         if SMOOTH or SHIFT:
             mean = gl.expand_dims(gl.load(mean_ptr + mean_line + column), 0)
             if SHIFT:
@@ -264,43 +238,96 @@ def quantise_rows(
             barrier()
             tma_store(out_desc, [b, h, first, 0], staged)
             gl.store(scales_ptr + line, scale)
-    tma_store_wait(0)
+    return turn
 
 
-# fmt: off
-@gluon.jit(do_not_specialize=["B", "H", "S", "blocks"], do_not_specialize_on_alignment=["cu_ptr", "scales_ptr"])
-def quantise_values(
-    v_desc, out_desc, scales_ptr, cu_ptr, B, H, S, blocks, DV: gl.constexpr, PACKED: gl.constexpr,
-):
-    # fmt: on
-    """A block of values a program, transposed: (DV, 128), its keys by 16 in the order of a matrix instruction's left side."""
+@gluon.jit
+def _values(
+    v_desc, out_desc, scales_ptr, cu_ptr, tile, staged, ready, turn, B, H, S, blocks, slots,
+    DV: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """The blocks of values, transposed: (DV, 128), their keys by 16 in the order of a matrix instruction's left side."""
     # of each 16 keys a lane gets 2l, 2l + 1, 2l + 8 and 2l + 9, as it holds weights
     layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8]), 2)
-    tile = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BLOCK, DV], v_desc.layout)
-    staged = gl.allocate_shared_memory(out_desc.dtype, [1, 1, DV, BLOCK], out_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    fence_async_shared()
-    h = gl.program_id(1)
-    b, _, start, t, length, part = _block_of(gl.program_id(0), cu_ptr, B, S, blocks, PACKED)
-    if t < length:
-        mbarrier.expect(ready, v_desc.block_type.nbytes)
-        tma_load(v_desc, [b, h, start + t, 0], ready, tile)
-        mbarrier.wait(ready, 0)
+    n = gl.program_id(0)
+    b_next = n * 0
+    start = b_next
+    t = b_next
+    length = b_next
+    part = b_next
+    if n < slots * H:
+        b_next, _, start, t, length, part = _block_of(n // H, cu_ptr, B, S, blocks, PACKED)
+        _fetch(v_desc, tile, ready, b_next, n % H, start + t)
+    while n < slots * H:
+        b = b_next
+        h = n % H
+        left = length - t
+        line = part * H + h
+        # packed: each sequence is padded to whole blocks
+        first = part * BLOCK if PACKED else t
+        mbarrier.wait(ready, turn & 1)
         x = _finite(tile.reshape([BLOCK, DV]).permute((1, 0)).load(layout))
+        # all have read this block, and what they staged before is on its way
+        tma_store_wait(0)
+        barrier()
+        turn += 1
+        n += gl.num_programs(0)
+        if n < slots * H:
+            b_next, _, start, t, length, part = _block_of(n // H, cu_ptr, B, S, blocks, PACKED)
+            _fetch(v_desc, tile, ready, b_next, n % H, start + t)
         if PACKED:
-            key = t + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
-            x = gl.where(gl.expand_dims(key < length, 0), x, 0.0)
+            key = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+            x = gl.where(gl.expand_dims(key < left, 0), x, 0.0)
         size = _size(x)
         size = gl.where(size > 0.0, gl.maximum(size, LARGEST_FP8 * LEAST), LARGEST_FP8)
         y = (x * (gl.div_rn(1.0, size) * LARGEST_FP8)).to(gl.float8e4nv)
         # neighbours of every eight become quads of every 16 (see `flash_fwd_8bit`)
         y = y.reshape([DV, BLOCK // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([DV, BLOCK])
-        staged.reshape([DV, BLOCK]).store(y)
-        fence_async_shared()
-        barrier()
-        # packed: each sequence is padded to whole blocks
-        column = part * BLOCK if PACKED else t
-        tma_store(out_desc, [b, h, 0, column], staged)
-        gl.store(scales_ptr + part * H + h, gl.div_rn(size, LARGEST_FP8))
-        tma_store_wait(0)
+        # a packed slot past its sequence's end is nobody's part
+        if left > 0:
+            staged.reshape([DV, BLOCK]).store(y)
+            fence_async_shared()
+            barrier()
+            tma_store(out_desc, [b, h, 0, first], staged)
+            gl.store(scales_ptr + line, gl.div_rn(size, LARGEST_FP8))
+    return turn
+
+
+# fmt: off
+@gluon.jit(
+    do_not_specialize=["B", "H", "Hk", "T", "S", "q_blocks", "k_blocks", "q_slots", "k_slots"],
+    do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr", "shift_ptr"],
+)
+def quantise(
+    q_desc, k_desc, v_desc, q_out_desc, k_out_desc, v_out_desc, q_out_ptr, k_out_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr,
+    shift_ptr, mean_ptr, signs_ptr, cu_q_ptr, cu_k_ptr, B, H, Hk, T, S, q_blocks, k_blocks, q_slots, k_slots,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr, INTEGER: gl.constexpr,
+    ROTATE: gl.constexpr, SMOOTH: gl.constexpr,
+):
+    # fmt: on
+    """Queries, keys and values in 8 bits, with their scales."""
+    tile = gl.allocate_shared_memory(q_desc.dtype, [1, 1, BLOCK, D], q_desc.layout)
+    staged = gl.allocate_shared_memory(q_out_desc.dtype, [1, 1, BLOCK, D], q_out_desc.layout)
+    staged_values = gl.allocate_shared_memory(v_out_desc.dtype, [1, 1, DV, BLOCK], v_out_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    fence_async_shared()
+    turn = 0
+    values_first = gl.program_id(0) % 2
+    for role in range(4):
+        if role == (1 - values_first) * 3:
+            turn = _values(
+                v_desc, v_out_desc, v_scales_ptr, cu_k_ptr, tile, staged_values, ready, turn, B, Hk, S, k_blocks, k_slots,
+                DV, PACKED,
+            )  # fmt: skip
+        elif role == 1:
+            turn = _rows(
+                q_desc, q_out_desc, q_out_ptr, q_scales_ptr, shift_ptr, mean_ptr, signs_ptr, cu_q_ptr, tile, staged, ready, turn,
+                B, H, T, q_blocks, q_slots, GROUP, D, PACKED, INTEGER, ROTATE, False, SMOOTH,
+            )  # fmt: skip
+        elif role == 2:
+            turn = _rows(
+                k_desc, k_out_desc, k_out_ptr, k_scales_ptr, shift_ptr, mean_ptr, signs_ptr, cu_k_ptr, tile, staged, ready, turn,
+                B, Hk, S, k_blocks, k_slots, 1, D, PACKED, INTEGER, ROTATE, SMOOTH, False,
+            )  # fmt: skip
+    tma_store_wait(0)

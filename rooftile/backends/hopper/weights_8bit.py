@@ -3,9 +3,8 @@
 Weights refer to a score of their row that may lag behind the largest so far: any reference gives the same quotients in the end.
 So a block's weights are computed from the reference at hand. Only where they come out too large, in a warp's 16 rows, are the
 largest scores looked for, the references moved there, and the weights computed again, which is seldom: a tile's first references
-are the largest scores of its first block.
-Too large is a thread's sum of its weights of a row, 32 of 128 keys: 432 or more, so that none of them is too large for the format.
-Where all scores are the same, and the reference too, the sum is 128.
+are the largest scores of its first block. Too large is a thread's sum of its weights of a row, 32 of 128 keys: 432 or more, so
+that none of them is too large for the format. Where all scores are the same, and the reference too, the sum is 128.
 
 Zadouri et al., FlashAttention-4, rescale as seldom.
 """
