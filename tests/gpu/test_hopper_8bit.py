@@ -164,6 +164,27 @@ def test_repeated_runs_are_bit_equal(dim: int) -> None:
             assert torch.equal(rt.attention(q, k, v, rt.CAUSAL, precision=precision, backend="hopper"), first)
 
 
+@recipes
+@dims
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_a_nan_stays_where_it_is_seen(precision: rt.Precision, dim: int, mask: Mask) -> None:
+    q, k, v = inputs(1, 400, 400, 4, 2, dim)
+    q[0, 3, 1, 5] = torch.nan
+    k[0, 100, 0, 0] = torch.inf
+    k[0, 311, 1, 3] = torch.nan
+    v[0, 80, 0, 7] = -torch.inf
+    v[0, 299, 1, dim - 1] = torch.nan
+    cu = torch.tensor([0, 130, 400], device="cuda", dtype=torch.int32)
+    found = rt.attention_with_lse(q, k, v, mask, precision=precision, backend="hopper")
+    due = rt.attention_with_lse(q, k, v, mask, precision=precision, backend="eager")
+    packed = (q[0], k[0], v[0], cu, cu, mask)
+    found += rt.attention_packed_with_lse(*packed, precision=precision, backend="hopper")
+    due += rt.attention_packed_with_lse(*packed, precision=precision, backend="eager")
+    for a, b in zip(found, due, strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+        assert not a.isinf().any() or torch.equal(a.isinf(), b.isinf())
+
+
 @dims
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_host_never_waits(dim: int) -> None:
