@@ -1,7 +1,7 @@
 """Queries, keys and values in 8 bits: the integers of `rooftile.numerics.recipe`, bit for bit.
 
-Each is read once, and keys once more for their mean. Three kernels, by blocks of 128 positions of a head. Programs of the first two walk many, and have the next one copied in
-meanwhile; those of the third are small enough for others to hide the copy.
+Each is read once, and keys once more for their mean. Three kernels, by blocks of 128 positions of a head. Programs of the first
+two walk many, and have the next one copied in meanwhile; those of the third are small enough for others to hide the copy.
 
     sum_keys         the sum of each head's keys in fp64, which comes out the same in any order
     quantise_rows    queries or keys: less the mean key, times signs, through the butterfly of the Hadamard transform, scaled and
