@@ -65,7 +65,9 @@ def pieces(D: int) -> list[int]:
     return found
 
 
+# not tensors of inference mode, if that is where they are first asked for: a later call may need gradients through them
 @cache
+@torch.inference_mode(False)
 def signs_of(D: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
     """D signs, fp32, the same for a seed on every machine; made once, as a copy to a GPU would wait for it."""
     if torch.device(device).type != "cpu":
@@ -82,6 +84,7 @@ def _mixed(n: int) -> int:
 
 
 @cache
+@torch.inference_mode(False)
 def norms(D: int, device: torch.device | str = "cpu") -> Tensor:
     """1 / sqrt(n) for each number of a row, n the length of its transform."""
     if torch.device(device).type != "cpu":

@@ -51,7 +51,9 @@ class QuantisedQKV:
     @property
     def dim_v(self) -> int:
         """Of a value and an output."""
-        return (self.v if self.v_columns is None else self.v_columns.mT).shape[-1]  # type: ignore[union-attr]
+        values = self.v if self.v_columns is None else self.v_columns.mT
+        assert values is not None
+        return values.shape[-1]
 
     @property
     def nbytes(self) -> int:

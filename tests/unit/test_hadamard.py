@@ -74,3 +74,12 @@ def test_what_is_representable_comes_back_and_the_dtype_stays() -> None:
     x = quantise(torch.randn(1, 5, 2, 16), "int4", granularity="row").dequantise().requires_grad_()
     torch.testing.assert_close(fake_quantise(x, "int4", granularity="row"), x, rtol=1e-6, atol=0)
     assert fake_quantise(x.bfloat16(), "fp8_e4m3").dtype == torch.bfloat16
+
+
+def test_what_inference_made_first_has_gradients_later() -> None:
+    signs_of.cache_clear()
+    with torch.inference_mode():
+        hadamard(torch.randn(3, 48))
+    x = torch.randn(3, 48, requires_grad=True)
+    inverse_hadamard(hadamard(x)).sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones_like(x))

@@ -10,7 +10,7 @@
     flash_fwd_8bit  o and lse of tensors in FP8 and INT8
     weights_8bit    its weights, and the references that they have
     care_8bit       keeping a NaN where it is
-    quantisation    what makes them, each tensor read once
+    quantisation    what makes them
     launch_8bit     the start of both
 
     flash_bwd    dk and dv, and dq added up in memory, for head dims up to 128

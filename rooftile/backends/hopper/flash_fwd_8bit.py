@@ -248,7 +248,7 @@ def _numbers(s, row, column, plan, mask: Mask, CHECK: gl.constexpr, shape: Shape
 
 @gluon.jit
 def _weights(p, shape: Shape8):
-    """The weights of `_packed` as the left side of a product: no instruction, only another name for the registers."""
+    """The words of `weights_of` as the left side of a product: no instruction, only another name for the registers."""
     twice = gl.join(p, p)
     # the four copies of a word must be a thread's neighbours before one is taken of them
     four = gl.convert_layout(gl.join(twice, twice).reshape([WG_ROWS, shape.KEYS]), shape.p_layout, assert_trivial=True)

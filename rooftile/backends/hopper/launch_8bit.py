@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -117,15 +117,10 @@ def _mean(k: Tensor, keys: _Blocks, spec: Spec) -> Tensor:
     # twice as many as the next kernel has: their registers are few, and what they wait for is memory
     programs = (min(keys.slots * keys.heads, processors(k.device) * 512 // spec.dim), 1, 1)
     launch(programs, (k,), (sums, cu), (keys.B, keys.heads, keys.length, keys.each, keys.slots))
-    lengths = _number(keys.length, k.device) if keys.cu is None else keys.cu.diff().clamp(min=1).view(-1, 1, 1)
+    # a number of the host would be multiplied with, inverted (see `divided`)
+    lengths = sums.new_full((), keys.length) if keys.cu is None else keys.cu.diff().clamp(min=1).view(-1, 1, 1)
     # divided as fp64, and rounded once
     return torch.div(sums, lengths, out=torch.empty_like(sums, dtype=torch.float32))
-
-
-@lru_cache(256)
-def _number(n: int, device: torch.device) -> Tensor:
-    """On the device, where a number of the host would be divided by with its inverse."""
-    return torch.tensor(n, dtype=torch.float64, device=device)
 
 
 def _quantise(

@@ -1,6 +1,7 @@
-"""Queries, keys and values in 8 bits, each read once: the integers of `rooftile.numerics.recipe`, bit for bit.
+"""Queries, keys and values in 8 bits: the integers of `rooftile.numerics.recipe`, bit for bit.
 
-Two kernels, whose programs walk blocks of 128 positions of a head. The next is copied in as soon as one is in registers.
+Each is read once, and keys once more for their mean. Two kernels, whose programs walk blocks of 128
+positions of a head. The next is copied in as soon as one is in registers.
 
     sum_keys    the sum of each head's keys in fp64, which comes out the same in any order
     quantise    queries and keys: less the mean key, times signs, through the butterfly of the Hadamard transform, scaled and

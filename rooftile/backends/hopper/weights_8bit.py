@@ -130,10 +130,10 @@ def first_references(s, factor):
 @gluon.jit
 def spread(x, COLUMNS: gl.constexpr, layout: gl.constexpr):
     """(WG_ROWS, 4), a number a row and thread, over all columns that the thread holds."""
-    all = gl.zeros([WG_ROWS, COLUMNS], gl.float32, layout).reshape([WG_ROWS, COLUMNS // 8, 4, 2])
-    inner: gl.constexpr = gl.SliceLayout(3, all.type.layout)
+    held = gl.zeros([WG_ROWS, COLUMNS], gl.float32, layout).reshape([WG_ROWS, COLUMNS // 8, 4, 2])
+    inner: gl.constexpr = gl.SliceLayout(3, held.type.layout)
     x = gl.convert_layout(x, gl.SliceLayout(1, inner), assert_trivial=True)
-    x, _ = gl.broadcast(gl.expand_dims(gl.expand_dims(x, 1), 3), all)
+    x, _ = gl.broadcast(gl.expand_dims(gl.expand_dims(x, 1), 3), held)
     return gl.convert_layout(x.reshape([WG_ROWS, COLUMNS]), layout, assert_trivial=True)
 
 
