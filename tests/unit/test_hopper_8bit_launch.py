@@ -71,9 +71,16 @@ def test_dense(calls, qk: str, smooth: bool) -> None:
     assert o.shape == q.shape
     assert lse.shape == (2, 4, 300)
     names = [name for name, *_ in calls]
-    assert names == ["sum_keys"] * smooth + ["quantise", "flash_fwd_8bit"]
+    assert names == ["mean_keys"] * smooth + ["quantise", "flash_fwd_8bit"]
     quantising, attention = ({"grid": grid} | given for _, grid, given in calls[smooth:])
     assert (quantising["SMOOTH"], quantising["GROUP"]) == (smooth, 2)
+    # it begins before its turn, and waits, only for a kernel that lets it
+    assert quantising["launch_pdl"] is smooth
+    if smooth:
+        _, programs, given = calls[0]
+        assert programs == (2 * 2 * 64 // 16, 1, 1)
+        assert given["mean_ptr"] is quantising["mean_ptr"]
+        assert given["mean_ptr"].shape == (2, 2, 64)
     assert (quantising["H"], quantising["Hk"], quantising["T"], quantising["S"]) == (4, 2, 300, 200)
     assert (quantising["q_blocks"], quantising["k_blocks"], quantising["q_slots"], quantising["k_slots"]) == (3, 2, 2 * 3, 2 * 2)
     assert quantising["grid"] == (2 * 3 * 4, 1, 1)

@@ -96,8 +96,8 @@ QUANTISE = {"GROUP": 4, "ROTATE": True, "SMOOTH": True}
 @pytest.mark.parametrize(
     ("module", "name", "constants"),
     [
-        ("quantisation", "sum_keys", {"D": 64, "PACKED": False}),
-        ("quantisation", "sum_keys", {"D": 128, "PACKED": True}),
+        ("quantisation", "mean_keys", {"D": 64, "PACKED": False}),
+        ("quantisation", "mean_keys", {"D": 128, "PACKED": True}),
         ("quantisation", "quantise", QUANTISE | {"D": 64, "DV": 64, "PACKED": False, "INTEGER": False}),
         ("quantisation", "quantise", QUANTISE | {"D": 128, "DV": 128, "PACKED": True, "INTEGER": True}),
         ("quantisation", "quantise", QUANTISE | {"D": 256, "DV": 256, "PACKED": False, "INTEGER": False}),
@@ -117,8 +117,8 @@ def test_kernels_before_and_after_the_products_compile(module: str, name: str, c
     from rooftile.backends.hopper.descriptors import layout
 
     kernel = getattr(import_module(f"rooftile.backends.hopper.{module}"), name)
-    kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr"), "*bf16") | {"scale": "fp32", "stats_ptr": "*i64"}
-    kinds |= dict.fromkeys(("lost_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr") | {"sums_ptr": "*fp64"}
+    kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr"), "*bf16") | {"k_ptr": "*bf16", "scale": "fp32", "stats_ptr": "*i64"}
+    kinds |= dict.fromkeys(("lost_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr")
     dim = constants.get("D", 64)
     codes = (torch.int8, "i8") if constants.get("INTEGER") else (torch.float8_e4m3fn, "fp8e4nv")
     kinds |= dict.fromkeys(("q_out_ptr", "k_out_ptr"), f"*{codes[1]}") | dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32")

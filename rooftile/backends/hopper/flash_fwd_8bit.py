@@ -53,7 +53,7 @@ class Shape8:
     INTEGER: gl.constexpr  # scores in INT8
     SMOOTHED: gl.constexpr  # rows have a shift
     KEYS: gl.constexpr  # of a block: 128, or 64 of wide heads
-    WIDE: gl.constexpr  # the output is added to by halves
+    WIDE: gl.constexpr  # the output is added to by quarters
     PART: gl.constexpr  # columns of values that a product takes
     s_layout: gl.constexpr
     o_layout: gl.constexpr  # of a product with values
@@ -186,10 +186,11 @@ def _load(
 
 
 @gluon.jit
-def _issue_scores(q, keys: Ring, turn, shape: Shape8):
+def _issue_scores(q, keys: Ring, turn, into, shape: Shape8):
+    """Issues the product of queries and a block's keys, into the registers of `into`."""
     k = keys.buffer(turn).reshape([shape.KEYS, shape.D])
-    none = gl.zeros([WG_ROWS, shape.KEYS], gl.int32 if shape.INTEGER else gl.float32, shape.s_layout)
-    return warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    into = into.to(gl.int32 if shape.INTEGER else gl.float32, bitcast=True)
+    return warpgroup_mma(q, k.permute((1, 0)), into, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -213,24 +214,34 @@ def _joined(low, high, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _quarter(acc, p, v_scale, values: Ring, turn, part, FROM: gl.constexpr, shape: Shape8):
-    part = _issue_values(p, values, turn, part, FROM, shape)
-    part = warpgroup_mma_wait(0, deps=(part,))
+def _added(acc, part, v_scale):
+    """A part of the output with its product, the first of two in flight; and that product's registers."""
+    part = warpgroup_mma_wait(1, deps=(part,))
     return kept(acc + part * v_scale), part
 
 
 @gluon.jit
-def _with_values(acc, p, v_scale, values: Ring, turn, shape: Shape8):
-    """A wide output with a block's product, by quarters, which take turns in the same registers."""
-    low, high = _halves(acc, 128)
+def _with_values(acc, alpha, p, v_scale, q, keys: Ring, values: Ring, turn, there, shape: Shape8):
+    """A wide output with a block's product, by quarters, and the next block's scores.
+
+    The five products take turns in the registers of two: while one runs, the one before it is added.
+    """
+    none = gl.zeros([WG_ROWS, shape.PART], gl.float32, shape.o_layout)
+    x = _issue_values(p, values, turn, none, 0, shape)
+    y = _issue_values(p, values, turn, none, 64, shape)
+    low, high = _halves(rescaled(acc, alpha, shape.acc_layout), 128)
     a, b = _halves(low, 64)
     c, d = _halves(high, 64)
-    part = gl.zeros([WG_ROWS, shape.PART], gl.float32, shape.o_layout)
-    a, part = _quarter(a, p, v_scale, values, turn, part, 0, shape)
-    b, part = _quarter(b, p, v_scale, values, turn, part, 64, shape)
-    c, part = _quarter(c, p, v_scale, values, turn, part, 128, shape)
-    d, part = _quarter(d, p, v_scale, values, turn, part, 192, shape)
-    return _joined(_joined(a, b, 128), _joined(c, d, 128), 256)
+    keys.wait_full(turn + 1, there)
+    a, x = _added(a, x, v_scale)
+    x = _issue_values(p, values, turn, x, 128, shape)
+    b, y = _added(b, y, v_scale)
+    y = _issue_values(p, values, turn, y, 192, shape)
+    c, x = _added(c, x, v_scale)
+    s = _issue_scores(q, keys, turn + 1, x, shape)
+    d, y = _added(d, y, v_scale)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    return _joined(_joined(a, b, 128), _joined(c, d, 128), 256), s
 
 
 @gluon.jit
@@ -286,21 +297,18 @@ def _step(
     part = block.part
     values.wait_full(turn)
     if shape.WIDE:
-        # the next scores first: what is waited for next is the product with values
-        keys.wait_full(turn + 1, there)
-        s = _issue_scores(q, keys, turn + 1, shape)
         v_scale = _word(scales.v, turn % values.slots)
-        factor = q_factor * _scale(scales.k, (turn + 1) % keys.slots, shape)
         l = l * alpha + sums
-        acc = _with_values(rescaled(acc, alpha, shape.acc_layout), p, v_scale, values, turn, shape)
-        s = warpgroup_mma_wait(0, deps=(s,))
+        acc, s = _with_values(acc, alpha, p, v_scale, q, keys, values, turn, there, shape)
+        factor = q_factor * _scale(scales.k, (turn + 1) % keys.slots, shape)
         keys.give_back(turn + 1)
         values.give_back(turn)
     else:
         part = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
         part = _issue_values(p, values, turn, part, 0, shape)
         keys.wait_full(turn + 1, there)
-        s = _issue_scores(q, keys, turn + 1, shape)
+        none = gl.zeros([WG_ROWS, shape.KEYS], gl.float32, shape.s_layout)
+        s = _issue_scores(q, keys, turn + 1, none, shape)
         acc = rescaled(acc, alpha, shape.acc_layout)
         l = l * alpha + sums
         factor = q_factor * _scale(scales.k, (turn + 1) % keys.slots, shape)
@@ -328,7 +336,8 @@ def _compute(
     plan = take(plans, 0)
     queries.wait_full(0, plan.live != 0)
     keys.wait_full(0, plan.live != 0)
-    s = _issue_scores(queries.buffers.index(WG).reshape([WG_ROWS, shape.D]), keys, 0, shape)
+    none = gl.zeros([WG_ROWS, shape.KEYS], gl.float32, shape.s_layout)
+    s = _issue_scores(queries.buffers.index(WG).reshape([WG_ROWS, shape.D]), keys, 0, none, shape)
     q_factor = scale * LOG2E * _scale(scales.q, 0, shape)
     factor = q_factor * _scale(scales.k, 0, shape)
     s = warpgroup_mma_wait(0, deps=(s,))

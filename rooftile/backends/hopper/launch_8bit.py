@@ -111,16 +111,11 @@ def _signs(dim: int, device: torch.device) -> Tensor:
 
 def _mean(k: Tensor, keys: _Blocks, spec: Spec) -> Tensor:
     """The mean key (B, Hk, D), fp32."""
-    sums = torch.zeros(keys.B, keys.heads, spec.dim, dtype=torch.float64, device=k.device)
-    launch = _launcher_of_sum(spec.dim, keys.cu is not None, k.device)
-    cu = sums if keys.cu is None else keys.cu
-    # twice as many as the next kernel has: their registers are few, and what they wait for is memory
-    programs = (min(keys.slots * keys.heads, processors(k.device) * 512 // spec.dim), 1, 1)
-    launch(programs, (k,), (sums, cu), (keys.B, keys.heads, keys.length, keys.each, keys.slots))
-    # a number of the host would be multiplied with, inverted (see `divided`)
-    lengths = sums.new_full((), keys.length) if keys.cu is None else keys.cu.diff().clamp(min=1).view(-1, 1, 1)
-    # divided as fp64, and rounded once
-    return torch.div(sums, lengths, out=torch.empty_like(sums, dtype=torch.float32))
+    mean = torch.empty(keys.B, keys.heads, spec.dim, dtype=torch.float32, device=k.device)
+    programs = keys.B * keys.heads * spec.dim // quantisation.COLUMNS.value
+    cu = mean if keys.cu is None else keys.cu
+    _launcher_of_mean(spec.dim, keys.cu is not None, k.device)((programs, 1, 1), (k,), (k, mean, cu), ())
+    return mean
 
 
 def _quantise(
@@ -136,6 +131,8 @@ def _quantise(
         "INTEGER": made.q.dtype == torch.int8, "ROTATE": signs is not None, "SMOOTH": mean is not None,
         # a product and a sum in one instruction would be rounded once, and the recipe's are rounded twice
         "enable_fp_fusion": False,
+        # begins with values while `mean_keys` runs
+        "launch_pdl": mean is not None,
         # two programs a multiprocessor
         "num_warps": 4 * D // 64, "maxnreg": 128,
     }  # fmt: skip
@@ -202,9 +199,9 @@ def constants(spec: Spec) -> dict[str, int]:
 
 
 @cache
-def _launcher_of_sum(dim: int, packed: bool, device: torch.device) -> Launcher:
+def _launcher_of_mean(dim: int, packed: bool, device: torch.device) -> Launcher:
     block = partial(descriptor, box=(1, BLOCK, dim))
-    return Launcher(quantisation.sum_keys, {"D": dim, "PACKED": packed, "num_warps": 4}, device, (block,))
+    return Launcher(quantisation.mean_keys, {"D": dim, "PACKED": packed, "num_warps": 8}, device, (block,))
 
 
 @cache

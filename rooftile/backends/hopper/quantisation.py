@@ -1,12 +1,14 @@
 """Queries, keys and values in 8 bits: the integers of `rooftile.numerics.recipe`, bit for bit.
 
-Each is read once, and keys once more for their mean. Two kernels, whose programs walk blocks of 128
-positions of a head. The next is copied in as soon as one is in registers.
+Each is read once, and some of the keys before, for their mean.
 
-    sum_keys    the sum of each head's keys in fp64, which comes out the same in any order
+    mean_keys   the mean of each head's keys, or of some, summed in fp64, which comes out the same in any order
     quantise    queries and keys: less the mean key, times signs, through the butterfly of the Hadamard transform, scaled and
                 rounded; values: scaled, rounded, transposed, and the keys of each 16 in the order in which `flash_fwd_8bit` holds
-                weights. Half of the programs begin with the values: rows are bound by instructions, values by memory
+                weights
+
+The programs of `quantise` walk blocks of 128 positions of a head; the next is copied in as soon as one is in registers. Half of
+them begin with the values: rows are bound by instructions, values by memory. So they may begin while `mean_keys` runs, too.
 
 A row lies in one thread by 64 columns: the butterfly's first six steps stay there, and what is left goes from lane to lane.
 """
@@ -24,8 +26,16 @@ from rooftile.backends.hopper.gluon import (
     tma_store_wait,
 )
 from rooftile.backends.hopper.schedule import PADDED, packed_tile
+from rooftile.numerics.recipe import MEAN_OF
 
 BLOCK = gl.constexpr(128)
+# as `rooftile.numerics.recipe` has it: of so many keys, and of any less, each is in their mean
+SAMPLE = gl.constexpr(MEAN_OF)
+# that a program of `mean_keys` takes: a sector of memory
+COLUMNS = gl.constexpr(16)
+# lines of shared memory: the signs of the rotation, and the mean key
+SIGNS = gl.constexpr(0)
+MEAN = gl.constexpr(1)
 # columns of a row that a thread holds
 OWN = gl.constexpr(64)
 EVERY_NAN = gl.constexpr(PropagateNan.ALL)
@@ -55,54 +65,84 @@ def _block_of(slot, cu_ptr, B, T, blocks, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def _grid(verb: gl.constexpr):
+    """`launch_dependents`: the next kernel may begin, as far as it needs nothing of this one; it does `wait` before it does."""
+    gl.inline_asm_elementwise(
+        "{ griddepcontrol." + verb + "; mov.u32 $0, 0; }", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _next(slot, h, H):
+    """The slot and head that come after these for a program, which takes every so many."""
+    programs = gl.num_programs(0)
+    h += programs % H
+    return slot + programs // H + (h >= H).to(gl.int32), gl.where(h >= H, h - H, h)
+
+
+@gluon.jit
 def _fetch(desc, tile, ready, b, h, row):
     """Has a block copied in; all have read what was there."""
     mbarrier.expect(ready, desc.block_type.nbytes)
     tma_load(desc, [b, h, row, 0], ready, tile)
 
 
+@gluon.constexpr_function
+def _line(warps):
+    """Of a row that all threads have a part of."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.constexpr_function
+def _unpacking(kind):
+    """PTX: two 16-bit numbers as fp32, NaN where they are not finite. 0 x + x is x otherwise."""
+    finite = f".reg .b32 zero, two; mov.b32 zero, 0; fma.rn.{kind}x2 two, $2, zero, $2;"
+    if kind == "bf16":
+        return f"{{ {finite} shl.b32 $0, two, 16; and.b32 $1, two, 0xffff0000; }}"
+    return f"{{ {finite} .reg .b16 low, high; mov.b32 {{low, high}}, two; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }}"
+
+
 @gluon.jit
 def _finite(x):
-    """16-bit numbers in fp32, with a NaN for everything that is not finite: 0 x + x is x otherwise. Two at a time."""
-    kind: gl.constexpr = "bf16x2" if x.dtype == gl.bfloat16 else "f16x2"
-    words: gl.constexpr = "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn." + kind + " $0, $1, zero, $1; }"
-    return gl.inline_asm_elementwise(words, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2).to(gl.float32)
+    """16-bit numbers in fp32, with a NaN for everything that is not finite."""
+    words: gl.constexpr = _unpacking("bf16" if x.dtype == gl.bfloat16 else "f16")
+    return gl.inline_asm_elementwise(words, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["B", "H", "S", "blocks", "slots"], do_not_specialize_on_alignment=["cu_ptr"])
-def sum_keys(k_desc, sums_ptr, cu_ptr, B, H, S, blocks, slots, D: gl.constexpr, PACKED: gl.constexpr):
+@gluon.jit(do_not_specialize_on_alignment=["cu_ptr"])
+def mean_keys(k_desc, k_ptr, mean_ptr, cu_ptr, D: gl.constexpr, PACKED: gl.constexpr):
     # fmt: on
-    """Adds each block's keys to the sum (B, H, D) of its sequence; what is not finite counts as zero."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16] if D == 64 else [1, 32], [4, 1], [1, 0])
-    tile = gl.allocate_shared_memory(k_desc.dtype, [1, 1, BLOCK, D], k_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    fence_async_shared()
-    n = gl.program_id(0)
-    b, i_b, start, t, length, _ = _block_of(n // H, cu_ptr, B, S, blocks, PACKED)
-    _fetch(k_desc, tile, ready, b, n % H, start + t)
-    turn = 0
-    while n < slots * H:
-        line = (i_b * H + n % H).to(gl.int64) * D
-        left = length - t
-        mbarrier.wait(ready, turn & 1)
-        x = _finite(tile.reshape([BLOCK, D]).load(layout))
-        barrier()
-        turn += 1
-        n += gl.num_programs(0)
-        if n < slots * H:
-            b, i_b, start, t, length, _ = _block_of(n // H, cu_ptr, B, S, blocks, PACKED)
-            _fetch(k_desc, tile, ready, b, n % H, start + t)
-        x = gl.where(x == x, x, 0.0)
-        if PACKED:
-            # what is past the end of a dense head comes as zeros
-            row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
-            x = gl.where(gl.expand_dims(row < left, 1), x, 0.0)
-        sums = gl.sum(x.to(gl.float64), 0)
-        column = gl.arange(0, D, gl.SliceLayout(0, layout))
-        # in no order with anything: the kernel's end is soon enough
-        gl.atomic_add(sums_ptr + line + column, sums, sem="relaxed")
+    """The mean (B, H, D) of some of each sequence's keys (see `rooftile.numerics.recipe`); what is not finite counts as zero.
+
+    A program takes a head's next COLUMNS columns.
+    """
+    _grid("launch_dependents")
+    ROWS: gl.constexpr = 128 * gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [gl.num_warps(), 1], [1, 0])
+    column = gl.program_id(0) % (D // COLUMNS) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    H = k_desc.shape[1].to(gl.int32)
+    line = gl.program_id(0) // (D // COLUMNS)
+    b = line // H
+    if PACKED:
+        start = gl.load(cu_ptr + b)
+        length = (gl.load(cu_ptr + b + 1) - start).to(gl.int32)
+        first = start.to(gl.int64) * k_desc.strides[2]
+    else:
+        length = k_desc.shape[2].to(gl.int32)
+        first = b.to(gl.int64) * k_desc.strides[0]
+    first += (line % H).to(gl.int64) * k_desc.strides[1]
+    step = gl.maximum(length // SAMPLE, 1)
+    count = (length + step - 1) // step
+    sums = gl.zeros([COLUMNS], gl.float64, gl.SliceLayout(0, layout))
+    for n in range(0, count, ROWS):
+        row = n + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        lines = gl.expand_dims((row * step).to(gl.int64) * k_desc.strides[2], 1) + gl.expand_dims(column, 0)
+        x = _finite(gl.load(k_ptr + first + lines, mask=gl.expand_dims(row < count, 1), other=0.0))
+        sums += gl.sum(gl.where(x == x, x, 0.0).to(gl.float64), 0)
+    # divided as fp64, and rounded once
+    mean = (sums / gl.maximum(count, 1).to(gl.float64)).to(gl.float32)
+    gl.store(mean_ptr + line.to(gl.int64) * D + column, mean)
 
 
 @gluon.jit
@@ -131,9 +171,9 @@ def _across_lanes(x, column, lanes: gl.constexpr):
 
 
 @gluon.jit
-def _rotated(x, column, signs_ptr, D: gl.constexpr):
+def _rotated(x, column, signs, D: gl.constexpr):
     """Rows times the signed Hadamard matrix, in the order of `rooftile.numerics.hadamard`; signs have its norm in them."""
-    x = x * gl.expand_dims(gl.load(signs_ptr + column), 0)
+    x = x * gl.expand_dims(signs.load(column.type.layout), 0)
     x = _in_thread(x, 1, BLOCK, D)
     x = _in_thread(x, 2, BLOCK, D)
     x = _in_thread(x, 4, BLOCK, D)
@@ -145,6 +185,28 @@ def _rotated(x, column, signs_ptr, D: gl.constexpr):
     if D >= 256:
         x = _across_lanes(x, column, 2)
     return x
+
+
+@gluon.jit
+def _quarters(x, D: gl.constexpr):
+    """Of what a thread holds of a row, four parts."""
+    parts = x.reshape([x.shape[0], D // OWN, 2, 2, OWN // 4]).permute((0, 1, 4, 2, 3))
+    even, odd = parts.split()
+    a, b = even.split()
+    c, d = odd.split()
+    return a, b, c, d
+
+
+@gluon.jit
+def _products(x, mean):
+    """Each row times the mean key."""
+    D: gl.constexpr = x.shape[1]
+    mean, x = gl.broadcast(mean, x)
+    a, b, c, d = _quarters(x, D)
+    p, q, r, s = _quarters(mean, D)
+    # the products and their sums in one instruction each, which is not done by itself here
+    sums = gl.fma(d, s, gl.fma(c, r, gl.fma(b, q, a * p)))
+    return gl.convert_layout(gl.sum(gl.sum(sums, 2), 1), gl.SliceLayout(1, x.type.layout))
 
 
 @gluon.jit
@@ -167,53 +229,60 @@ def _rounded(x):
 
 @gluon.jit
 def _rows(
-    x_desc, out_desc, out_ptr, scales_ptr, shift_ptr, mean_ptr, signs_ptr, cu_ptr, tile, staged, ready, turn,
+    x_desc, out_desc, out_ptr, scales_ptr, shift_ptr, mean_ptr, cu_ptr, tile, staged, vectors, ready, turn,
     B, H, T, blocks, slots, GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr, INTEGER: gl.constexpr,
     ROTATE: gl.constexpr, SMOOTH: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
     """The blocks of queries or keys. SMOOTH: keys less their mean. SHIFT: queries times the mean key, for lse."""
     LANES: gl.constexpr = D // OWN
     layout: gl.constexpr = gl.BlockedLayout([1, OWN], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    n = gl.program_id(0)
-    b_next = n * 0
+    e = gl.arange(0, D, _line(gl.num_warps()))
+    mean_next = gl.zeros([D], gl.float32, _line(gl.num_warps()))
+    slot = gl.program_id(0) // H
+    h_next = gl.program_id(0) % H
+    b_next = slot * 0
     i_b = b_next
     start = b_next
     t = b_next
     length = b_next
     part = b_next
-    if n < slots * H:
-        b_next, i_b, start, t, length, part = _block_of(n // H, cu_ptr, B, T, blocks, PACKED)
-        _fetch(x_desc, tile, ready, b_next, n % H, start + t)
-    while n < slots * H:
+    if slot < slots:
+        b_next, i_b, start, t, length, part = _block_of(slot, cu_ptr, B, T, blocks, PACKED)
+        _fetch(x_desc, tile, ready, b_next, h_next, start + t)
+        if SMOOTH or SHIFT:
+            mean_next = gl.load(mean_ptr + (i_b * (H // GROUP) + h_next // GROUP).to(gl.int64) * D + e)
+    while slot < slots:
         b = b_next
-        h = n % H
+        h = h_next
         first = start + t
         left = length - t
         line = part * H + h
-        mean_line = (i_b * (H // GROUP) + h // GROUP).to(gl.int64) * D
         mbarrier.wait(ready, turn & 1)
         x = _finite(tile.reshape([BLOCK, D]).load(layout))
+        vectors.index(MEAN).store(mean_next)
         # all have read this block, and what they staged before is on its way
         tma_store_wait(0)
         barrier()
         turn += 1
-        n += gl.num_programs(0)
-        if n < slots * H:
-            b_next, i_b, start, t, length, part = _block_of(n // H, cu_ptr, B, T, blocks, PACKED)
-            _fetch(x_desc, tile, ready, b_next, n % H, start + t)
+        slot, h_next = _next(slot, h, H)
+        if slot < slots:
+            b_next, i_b, start, t, length, part = _block_of(slot, cu_ptr, B, T, blocks, PACKED)
+            _fetch(x_desc, tile, ready, b_next, h_next, start + t)
+            if SMOOTH or SHIFT:
+                mean_next = gl.load(mean_ptr + (i_b * (H // GROUP) + h_next // GROUP).to(gl.int64) * D + e)
         row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
         column = gl.arange(0, D, gl.SliceLayout(0, layout))
         there = row < left
         # packed: one sequence, of all rows
         place = (b.to(gl.int64) * T + first + row) * H + h
         if SMOOTH or SHIFT:
-            mean = gl.expand_dims(gl.load(mean_ptr + mean_line + column), 0)
+            mean = gl.expand_dims(vectors.index(MEAN).load(gl.SliceLayout(0, layout)), 0)
             if SHIFT:
-                gl.store(shift_ptr + place, gl.sum(x * mean, 1), mask=there)
+                gl.store(shift_ptr + place, _products(x, mean), mask=there)
             else:
                 x = x - mean
         if ROTATE:
-            x = _rotated(x, column, signs_ptr, D)
+            x = _rotated(x, column, vectors.index(SIGNS), D)
         # a row with a NaN takes no part in the scale: whatever its numbers become, all that meets it is NaN
         largest = gl.reduce(gl.abs(x), 1, _larger_or_nan)
         is_lost = largest != largest
@@ -250,18 +319,19 @@ def _values(
     """The blocks of values, transposed: (DV, 128), their keys by 16 in the order of a matrix instruction's left side."""
     # of each 16 keys a lane gets 2l, 2l + 1, 2l + 8 and 2l + 9, as it holds weights
     layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8]), 2)
-    n = gl.program_id(0)
-    b_next = n * 0
+    slot = gl.program_id(0) // H
+    h_next = gl.program_id(0) % H
+    b_next = slot * 0
     start = b_next
     t = b_next
     length = b_next
     part = b_next
-    if n < slots * H:
-        b_next, _, start, t, length, part = _block_of(n // H, cu_ptr, B, S, blocks, PACKED)
-        _fetch(v_desc, tile, ready, b_next, n % H, start + t)
-    while n < slots * H:
+    if slot < slots:
+        b_next, _, start, t, length, part = _block_of(slot, cu_ptr, B, S, blocks, PACKED)
+        _fetch(v_desc, tile, ready, b_next, h_next, start + t)
+    while slot < slots:
         b = b_next
-        h = n % H
+        h = h_next
         left = length - t
         line = part * H + h
         # packed: each sequence is padded to whole blocks
@@ -272,25 +342,30 @@ def _values(
         tma_store_wait(0)
         barrier()
         turn += 1
-        n += gl.num_programs(0)
-        if n < slots * H:
-            b_next, _, start, t, length, part = _block_of(n // H, cu_ptr, B, S, blocks, PACKED)
-            _fetch(v_desc, tile, ready, b_next, n % H, start + t)
+        slot, h_next = _next(slot, h, H)
+        if slot < slots:
+            b_next, _, start, t, length, part = _block_of(slot, cu_ptr, B, S, blocks, PACKED)
+            _fetch(v_desc, tile, ready, b_next, h_next, start + t)
         if PACKED:
             key = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
             x = gl.where(gl.expand_dims(key < left, 0), x, 0.0)
         size = _size(x)
         size = gl.where(size > 0.0, gl.maximum(size, LARGEST_FP8 * LEAST), LARGEST_FP8)
-        y = (x * (gl.div_rn(1.0, size) * LARGEST_FP8)).to(gl.float8e4nv)
+        y = x * (gl.div_rn(1.0, size) * LARGEST_FP8)
         # neighbours of every eight become quads of every 16 (see `flash_fwd_8bit`)
-        y = y.reshape([DV, BLOCK // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([DV, BLOCK])
-        # a packed slot past its sequence's end is nobody's part
-        if left > 0:
-            staged.reshape([DV, BLOCK]).store(y)
-            fence_async_shared()
-            barrier()
+        y = y.reshape([DV, BLOCK // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([DV, BLOCK]).to(gl.float8e4nv)
+        staged.reshape([DV, BLOCK]).store(y)
+        fence_async_shared()
+        barrier()
+        scale = gl.div_rn(size, LARGEST_FP8)
+        if PACKED:
+            # a slot past its sequence's end is nobody's part
+            if left > 0:
+                tma_store(out_desc, [b, h, 0, first], staged)
+            gl.store(scales_ptr + line, scale, mask=left > 0)
+        else:
             tma_store(out_desc, [b, h, 0, first], staged)
-            gl.store(scales_ptr + line, gl.div_rn(size, LARGEST_FP8))
+            gl.store(scales_ptr + line, scale)
     return turn
 
 
@@ -310,9 +385,12 @@ def quantise(
     tile = gl.allocate_shared_memory(q_desc.dtype, [1, 1, BLOCK, D], q_desc.layout)
     staged = gl.allocate_shared_memory(q_out_desc.dtype, [1, 1, BLOCK, D], q_out_desc.layout)
     staged_values = gl.allocate_shared_memory(v_out_desc.dtype, [1, 1, DV, BLOCK], v_out_desc.layout)
+    vectors = gl.allocate_shared_memory(gl.float32, [2, D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     fence_async_shared()
+    if ROTATE:
+        vectors.index(SIGNS).store(gl.load(signs_ptr + gl.arange(0, D, _line(gl.num_warps()))))
     turn = 0
     values_first = gl.program_id(0) % 2
     for role in range(4):
@@ -322,13 +400,16 @@ def quantise(
                 DV, PACKED,
             )  # fmt: skip
         elif role == 1:
+            if SMOOTH:
+                _grid("wait")
+                barrier()
             turn = _rows(
-                q_desc, q_out_desc, q_out_ptr, q_scales_ptr, shift_ptr, mean_ptr, signs_ptr, cu_q_ptr, tile, staged, ready, turn,
+                q_desc, q_out_desc, q_out_ptr, q_scales_ptr, shift_ptr, mean_ptr, cu_q_ptr, tile, staged, vectors, ready, turn,
                 B, H, T, q_blocks, q_slots, GROUP, D, PACKED, INTEGER, ROTATE, False, SMOOTH,
             )  # fmt: skip
         elif role == 2:
             turn = _rows(
-                k_desc, k_out_desc, k_out_ptr, k_scales_ptr, shift_ptr, mean_ptr, signs_ptr, cu_k_ptr, tile, staged, ready, turn,
+                k_desc, k_out_desc, k_out_ptr, k_scales_ptr, shift_ptr, mean_ptr, cu_k_ptr, tile, staged, vectors, ready, turn,
                 B, Hk, S, k_blocks, k_slots, 1, D, PACKED, INTEGER, ROTATE, SMOOTH, False,
             )  # fmt: skip
     tma_store_wait(0)
