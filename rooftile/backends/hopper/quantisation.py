@@ -33,11 +33,10 @@ BLOCK = gl.constexpr(128)
 SAMPLE = gl.constexpr(MEAN_OF)
 # that a program of `mean_keys` takes: a sector of memory
 COLUMNS = gl.constexpr(16)
-# lines of shared memory: the signs of the rotation, and the mean key
-SIGNS = gl.constexpr(0)
-MEAN = gl.constexpr(1)
 # columns of a row that a thread holds
 OWN = gl.constexpr(64)
+# of a row in shared memory, by so many columns: neighbours of a warp read different banks
+LINE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 EVERY_NAN = gl.constexpr(PropagateNan.ALL)
 # below it a scale has no inverse
 LEAST = gl.constexpr(2.0**-126)
@@ -87,10 +86,34 @@ def _fetch(desc, tile, ready, b, h, row):
     tma_load(desc, [b, h, row, 0], ready, tile)
 
 
+@gluon.jit
+def _fetch_first(walk, tile, ready, B, PACKED: gl.constexpr):
+    """Has the first block of a walk copied in, if it has any."""
+    desc, cu_ptr, n, H, T, blocks, slots = walk
+    if n // H < slots:
+        b, _, start, t, _, _ = _block_of(n // H, cu_ptr, B, T, blocks, PACKED)
+        _fetch(desc, tile, ready, b, n % H, start + t)
+
+
 @gluon.constexpr_function
 def _line(warps):
     """Of a row that all threads have a part of."""
     return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.jit
+def _keep(line, x):
+    """Puts a row (D,) into shared memory."""
+    line.store(x.reshape([line.shape[0], line.shape[1]]))
+
+
+@gluon.jit
+def _kept(line, layout: gl.constexpr):
+    """A row of shared memory as (1, D), for all rows of `layout`."""
+    LANES: gl.constexpr = line.shape[0]
+    parts: gl.constexpr = gl.BlockedLayout([1, 1, OWN], [32 // LANES, LANES, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
+    row = line.load(gl.SliceLayout(0, parts)).reshape([LANES * OWN])
+    return gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(0, layout), assert_trivial=True), 0)
 
 
 @gluon.constexpr_function
@@ -124,20 +147,24 @@ def mean_keys(k_desc, k_ptr, mean_ptr, cu_ptr, D: gl.constexpr, PACKED: gl.const
     H = k_desc.shape[1].to(gl.int32)
     line = gl.program_id(0) // (D // COLUMNS)
     b = line // H
+    # the copy engine asks as much of strides, and so a load is of 16 bytes
+    from_batch = k_desc.strides[0] // 8 * 8
+    from_head = k_desc.strides[1] // 8 * 8
+    from_key = k_desc.strides[2] // 8 * 8
     if PACKED:
         start = gl.load(cu_ptr + b)
         length = (gl.load(cu_ptr + b + 1) - start).to(gl.int32)
-        first = start.to(gl.int64) * k_desc.strides[2]
+        first = start.to(gl.int64) * from_key
     else:
         length = k_desc.shape[2].to(gl.int32)
-        first = b.to(gl.int64) * k_desc.strides[0]
-    first += (line % H).to(gl.int64) * k_desc.strides[1]
+        first = b.to(gl.int64) * from_batch
+    first += (line % H).to(gl.int64) * from_head
     step = gl.maximum(length // SAMPLE, 1)
     count = (length + step - 1) // step
     sums = gl.zeros([COLUMNS], gl.float64, gl.SliceLayout(0, layout))
     for n in range(0, count, ROWS):
         row = n + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        lines = gl.expand_dims((row * step).to(gl.int64) * k_desc.strides[2], 1) + gl.expand_dims(column, 0)
+        lines = gl.expand_dims((row * step).to(gl.int64) * from_key, 1) + gl.expand_dims(column, 0)
         x = _finite(gl.load(k_ptr + first + lines, mask=gl.expand_dims(row < count, 1), other=0.0))
         sums += gl.sum(gl.where(x == x, x, 0.0).to(gl.float64), 0)
     # divided as fp64, and rounded once
@@ -173,7 +200,8 @@ def _across_lanes(x, column, lanes: gl.constexpr):
 @gluon.jit
 def _rotated(x, column, signs, D: gl.constexpr):
     """Rows times the signed Hadamard matrix, in the order of `rooftile.numerics.hadamard`; signs have its norm in them."""
-    x = x * gl.expand_dims(signs.load(column.type.layout), 0)
+    layout: gl.constexpr = x.type.layout
+    x = x * _kept(signs, layout)
     x = _in_thread(x, 1, BLOCK, D)
     x = _in_thread(x, 2, BLOCK, D)
     x = _in_thread(x, 4, BLOCK, D)
@@ -229,17 +257,20 @@ def _rounded(x):
 
 @gluon.jit
 def _rows(
-    x_desc, out_desc, out_ptr, scales_ptr, shift_ptr, mean_ptr, cu_ptr, tile, staged, vectors, ready, turn,
-    B, H, T, blocks, slots, GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr, INTEGER: gl.constexpr,
-    ROTATE: gl.constexpr, SMOOTH: gl.constexpr, SHIFT: gl.constexpr,
+    x_desc, out_desc, out_ptr, scales_ptr, shift_ptr, mean_ptr, cu_ptr, tile, staged, signs, mean, ready, turn,
+    n, fetched, more, after, B, H, T, blocks, slots, GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr,
+    INTEGER: gl.constexpr, ROTATE: gl.constexpr, SMOOTH: gl.constexpr, SHIFT: gl.constexpr,
 ):  # fmt: skip
-    """The blocks of queries or keys. SMOOTH: keys less their mean. SHIFT: queries times the mean key, for lse."""
+    """The blocks of queries or keys. SMOOTH: keys less their mean. SHIFT: queries times the mean key, for lse.
+
+    The first is the program's n-th, and may be `fetched`. If there is `more` to do `after`, its first block is copied in early.
+    """
     LANES: gl.constexpr = D // OWN
     layout: gl.constexpr = gl.BlockedLayout([1, OWN], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     e = gl.arange(0, D, _line(gl.num_warps()))
     mean_next = gl.zeros([D], gl.float32, _line(gl.num_warps()))
-    slot = gl.program_id(0) // H
-    h_next = gl.program_id(0) % H
+    slot = n // H
+    h_next = n % H
     b_next = slot * 0
     i_b = b_next
     start = b_next
@@ -248,9 +279,12 @@ def _rows(
     part = b_next
     if slot < slots:
         b_next, i_b, start, t, length, part = _block_of(slot, cu_ptr, B, T, blocks, PACKED)
-        _fetch(x_desc, tile, ready, b_next, h_next, start + t)
+        if not fetched:
+            _fetch(x_desc, tile, ready, b_next, h_next, start + t)
         if SMOOTH or SHIFT:
             mean_next = gl.load(mean_ptr + (i_b * (H // GROUP) + h_next // GROUP).to(gl.int64) * D + e)
+    elif more:
+        _fetch_first(after, tile, ready, B, PACKED)
     while slot < slots:
         b = b_next
         h = h_next
@@ -259,7 +293,8 @@ def _rows(
         line = part * H + h
         mbarrier.wait(ready, turn & 1)
         x = _finite(tile.reshape([BLOCK, D]).load(layout))
-        vectors.index(MEAN).store(mean_next)
+        if SMOOTH or SHIFT:
+            _keep(mean, mean_next)
         # all have read this block, and what they staged before is on its way
         tma_store_wait(0)
         barrier()
@@ -270,19 +305,21 @@ def _rows(
             _fetch(x_desc, tile, ready, b_next, h_next, start + t)
             if SMOOTH or SHIFT:
                 mean_next = gl.load(mean_ptr + (i_b * (H // GROUP) + h_next // GROUP).to(gl.int64) * D + e)
+        elif more:
+            _fetch_first(after, tile, ready, B, PACKED)
         row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
         column = gl.arange(0, D, gl.SliceLayout(0, layout))
         there = row < left
         # packed: one sequence, of all rows
         place = (b.to(gl.int64) * T + first + row) * H + h
         if SMOOTH or SHIFT:
-            mean = gl.expand_dims(vectors.index(MEAN).load(gl.SliceLayout(0, layout)), 0)
+            mean_key = _kept(mean, layout)
             if SHIFT:
-                gl.store(shift_ptr + place, _products(x, mean), mask=there)
+                gl.store(shift_ptr + place, _products(x, mean_key), mask=there)
             else:
-                x = x - mean
+                x = x - mean_key
         if ROTATE:
-            x = _rotated(x, column, vectors.index(SIGNS), D)
+            x = _rotated(x, column, signs, D)
         # a row with a NaN takes no part in the scale: whatever its numbers become, all that meets it is NaN
         largest = gl.reduce(gl.abs(x), 1, _larger_or_nan)
         is_lost = largest != largest
@@ -313,14 +350,17 @@ def _rows(
 
 @gluon.jit
 def _values(
-    v_desc, out_desc, scales_ptr, cu_ptr, tile, staged, ready, turn, B, H, S, blocks, slots,
+    v_desc, out_desc, scales_ptr, cu_ptr, tile, staged, ready, turn, n, fetched, more, after, B, H, S, blocks, slots,
     DV: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """The blocks of values, transposed: (DV, 128), their keys by 16 in the order of a matrix instruction's left side."""
+    """The blocks of values, transposed: (DV, 128), their keys by 16 in the order of a matrix instruction's left side.
+
+    n and what follows are as in `_rows`.
+    """
     # of each 16 keys a lane gets 2l, 2l + 1, 2l + 8 and 2l + 9, as it holds weights
     layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8]), 2)
-    slot = gl.program_id(0) // H
-    h_next = gl.program_id(0) % H
+    slot = n // H
+    h_next = n % H
     b_next = slot * 0
     start = b_next
     t = b_next
@@ -328,7 +368,10 @@ def _values(
     part = b_next
     if slot < slots:
         b_next, _, start, t, length, part = _block_of(slot, cu_ptr, B, S, blocks, PACKED)
-        _fetch(v_desc, tile, ready, b_next, h_next, start + t)
+        if not fetched:
+            _fetch(v_desc, tile, ready, b_next, h_next, start + t)
+    elif more:
+        _fetch_first(after, tile, ready, B, PACKED)
     while slot < slots:
         b = b_next
         h = h_next
@@ -346,6 +389,8 @@ def _values(
         if slot < slots:
             b_next, _, start, t, length, part = _block_of(slot, cu_ptr, B, S, blocks, PACKED)
             _fetch(v_desc, tile, ready, b_next, h_next, start + t)
+        elif more:
+            _fetch_first(after, tile, ready, B, PACKED)
         if PACKED:
             key = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
             x = gl.where(gl.expand_dims(key < left, 0), x, 0.0)
@@ -385,31 +430,39 @@ def quantise(
     tile = gl.allocate_shared_memory(q_desc.dtype, [1, 1, BLOCK, D], q_desc.layout)
     staged = gl.allocate_shared_memory(q_out_desc.dtype, [1, 1, BLOCK, D], q_out_desc.layout)
     staged_values = gl.allocate_shared_memory(v_out_desc.dtype, [1, 1, DV, BLOCK], v_out_desc.layout)
-    vectors = gl.allocate_shared_memory(gl.float32, [2, D], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    signs = gl.allocate_shared_memory(gl.float32, [D // OWN, OWN], LINE)
+    mean = gl.allocate_shared_memory(gl.float32, [D // OWN, OWN], LINE)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     fence_async_shared()
     if ROTATE:
-        vectors.index(SIGNS).store(gl.load(signs_ptr + gl.arange(0, D, _line(gl.num_warps()))))
+        _keep(signs, gl.load(signs_ptr + gl.arange(0, D, _line(gl.num_warps()))))
     turn = 0
-    values_first = gl.program_id(0) % 2
+    values_first = gl.program_id(0) % 2 == 1
+    # of the three walks no program gets the longest always
+    n_q = gl.program_id(0)
+    n_k = (n_q + gl.num_programs(0) // 3) % gl.num_programs(0)
+    n_v = (n_k + gl.num_programs(0) // 3) % gl.num_programs(0)
     for role in range(4):
-        if role == (1 - values_first) * 3:
+        if role == gl.where(values_first, 0, 3):
             turn = _values(
-                v_desc, v_out_desc, v_scales_ptr, cu_k_ptr, tile, staged_values, ready, turn, B, Hk, S, k_blocks, k_slots,
-                DV, PACKED,
+                v_desc, v_out_desc, v_scales_ptr, cu_k_ptr, tile, staged_values, ready, turn,
+                n_v, not values_first, values_first, (q_desc, cu_q_ptr, n_q, H, T, q_blocks, q_slots),
+                B, Hk, S, k_blocks, k_slots, DV, PACKED,
             )  # fmt: skip
         elif role == 1:
             if SMOOTH:
                 _grid("wait")
                 barrier()
             turn = _rows(
-                q_desc, q_out_desc, q_out_ptr, q_scales_ptr, shift_ptr, mean_ptr, cu_q_ptr, tile, staged, vectors, ready, turn,
+                q_desc, q_out_desc, q_out_ptr, q_scales_ptr, shift_ptr, mean_ptr, cu_q_ptr, tile, staged, signs, mean, ready,
+                turn, n_q, values_first, True, (k_desc, cu_k_ptr, n_k, Hk, S, k_blocks, k_slots),
                 B, H, T, q_blocks, q_slots, GROUP, D, PACKED, INTEGER, ROTATE, False, SMOOTH,
             )  # fmt: skip
         elif role == 2:
             turn = _rows(
-                k_desc, k_out_desc, k_out_ptr, k_scales_ptr, shift_ptr, mean_ptr, cu_k_ptr, tile, staged, vectors, ready, turn,
+                k_desc, k_out_desc, k_out_ptr, k_scales_ptr, shift_ptr, mean_ptr, cu_k_ptr, tile, staged, signs, mean, ready,
+                turn, n_k, True, not values_first, (v_desc, cu_k_ptr, n_v, Hk, S, k_blocks, k_slots),
                 B, Hk, S, k_blocks, k_slots, 1, D, PACKED, INTEGER, ROTATE, SMOOTH, False,
             )  # fmt: skip
     tma_store_wait(0)
