@@ -27,8 +27,8 @@ class Precision:
             "row" values have a scale a channel of a head, since a row's scale would not come out of the sum over rows.
         incoherent: queries and keys are multiplied by one random orthogonal matrix (`rooftile.numerics.hadamard`), which spreads
             outliers and leaves their products as they are. Head dims that are multiples of 16.
-        smooth_k: the mean key is taken from every key. It adds the same to all scores of a row, which softmax does not see; lse
-            is given it back.
+        smooth_k: the mean key, of long sequences the mean of some, is taken from every key. It adds the same to all scores of a
+            row, which softmax does not see; lse is given it back.
 
     Example:
         >>> o = attention(*torch.randn(3, 1, 40, 2, 64), CAUSAL, precision=Precision(qk="int8", granularity="row"))

@@ -33,8 +33,20 @@ def short_queries(dim: int) -> None:
     rt.attention(q, k, v, rt.CAUSAL, backend="hopper")
 
 
+def few_bits(dim: int, precision: str) -> None:
+    """Dense, and packed with a NaN, which has rows looked at once more."""
+    q, k, v = (torch.randn(200, heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    cu = torch.tensor([0, 70, 200], dtype=torch.int32, device="cuda")
+    for mask in (rt.FULL, rt.CAUSAL & rt.Window(50)):
+        rt.attention(q[None], k[None], v[None], mask, precision=precision, backend="hopper")
+        k[30, 0, 0] = v[90, 1, 1] = torch.nan
+        rt.attention_packed(q, k, v, cu, cu, mask, precision=precision, backend="hopper")
+
+
 def main() -> None:
     for dim in (64, 128, 256):
+        for precision in ("fp8", "int8"):
+            few_bits(dim, precision)
         for mask in (rt.FULL, rt.CAUSAL):
             dense(dim, mask)
             dense(dim, mask, deterministic=True)

@@ -158,7 +158,7 @@ FORWARD = {
 FORWARD |= {
     f"{precision}-d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel="flash_fwd_8bit", precision=precision)
     for precision in PRESETS
-    for dim in (64, 128)
+    for dim in (64, 128, 256)
     for name in ("full", "causal", "window", "packed-causal")
 }
 BACKWARD = {

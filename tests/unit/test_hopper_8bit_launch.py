@@ -71,14 +71,25 @@ def test_dense(calls, qk: str, smooth: bool) -> None:
     assert o.shape == q.shape
     assert lse.shape == (2, 4, 300)
     names = [name for name, *_ in calls]
-    assert names == ["sum_keys"] * smooth + ["quantise_rows", "quantise_rows", "quantise_values", "flash_fwd_8bit"]
-    by_queries, by_keys, by_values, attention = ({"grid": grid} | given for _, grid, given in calls[smooth:])
-    assert (by_queries["SHIFT"], by_queries["SMOOTH"], by_queries["GROUP"]) == (smooth, False, 2 if smooth else 1)
-    assert (by_keys["SHIFT"], by_keys["SMOOTH"], by_keys["GROUP"]) == (False, smooth, 1)
-    assert (by_queries["grid"], by_queries["slots"]) == ((2 * 3 * 4, 1, 1), 2 * 3)
-    assert by_keys["grid"] == (2 * 2 * 2, 1, 1)
-    assert by_values["grid"] == (2 * 2, 2, 1)
-    assert by_queries["out_ptr"].dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[qk]
+    assert names == ["mean_keys"] * smooth + ["quantise", "flash_fwd_8bit"]
+    quantising, attention = ({"grid": grid} | given for _, grid, given in calls[smooth:])
+    assert (quantising["SMOOTH"], quantising["GROUP"]) == (smooth, 2)
+    # it begins before its turn, and waits, only for a kernel that lets it
+    assert quantising["launch_pdl"] is smooth
+    if smooth:
+        _, programs, given = calls[0]
+        assert programs == (2 * 2 * 64 // 16, 1, 1)
+        assert given["mean_ptr"] is quantising["mean_ptr"]
+        assert given["mean_ptr"].shape == (2, 2, 64)
+    assert (quantising["H"], quantising["Hk"], quantising["T"], quantising["S"]) == (4, 2, 300, 200)
+    assert (quantising["q_blocks"], quantising["k_blocks"], quantising["q_slots"], quantising["k_slots"]) == (3, 2, 2 * 3, 2 * 2)
+    assert quantising["grid"] == (2 * 3 * 4, 1, 1)
+    for name in ("q", "k"):
+        assert quantising[f"{name}_out_ptr"] is quantising[f"{name}_out_desc"] is attention[f"{name}_ptr"]
+        assert quantising[f"{name}_out_ptr"].dtype == {"fp8": torch.float8_e4m3fn, "int8": torch.int8}[qk]
+        assert quantising[f"{name}_scales_ptr"] is attention[f"{name}_scales_ptr"]
+    assert quantising["v_out_desc"].data_ptr() == attention["v_ptr"].data_ptr()
+    assert quantising["shift_ptr"] is attention["shift_ptr"] or not smooth
     assert attention["SMOOTHED"] is smooth
     assert attention["q_scales_ptr"].shape == (6, 4, 1)
     assert attention["v_desc"].shape == (2, 64, 2, 256)
@@ -94,8 +105,7 @@ def test_packed_parts_are_the_recipes(calls) -> None:
     (attention,) = [given for name, _, given in calls if name == "flash_fwd_8bit"]
     assert attention["q_scales_ptr"].shape == (parts, 4, 1)
     assert attention["v_desc"].transpose(1, 2).shape == columns_of(v.to(torch.float8_e4m3fn), cu).shape
-    assert [grid for name, grid, _ in calls if name == "quantise_values"] == [(parts, 2, 1)]
-    assert [given["slots"] for name, _, given in calls if name == "quantise_rows"] == [parts, parts]
+    assert [(given["q_slots"], given["k_slots"]) for name, _, given in calls if name == "quantise"] == [(parts, parts)]
 
 
 def test_no_keys_and_no_queries(calls) -> None:

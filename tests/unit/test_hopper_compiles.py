@@ -89,18 +89,18 @@ def test_newest_triton_compiles_the_kernels() -> None:
 WORDS = {"D": 128, "DIM": 96, "DO": True, "DLSE": True, "SINKS": True, "CARE": True}
 
 
-ROWS = {"GROUP": 4, "ROTATE": True}
+# as `launch_8bit` has it
+QUANTISE = {"GROUP": 4, "ROTATE": True, "SMOOTH": True}
 
 
 @pytest.mark.parametrize(
     ("module", "name", "constants"),
     [
-        ("quantisation", "sum_keys", {"D": 64, "PACKED": False}),
-        ("quantisation", "sum_keys", {"D": 128, "PACKED": True}),
-        ("quantisation", "quantise_rows", ROWS | {"D": 64, "PACKED": False, "INTEGER": False, "SMOOTH": False, "SHIFT": True}),
-        ("quantisation", "quantise_rows", ROWS | {"D": 128, "PACKED": True, "INTEGER": True, "SMOOTH": True, "SHIFT": False}),
-        ("quantisation", "quantise_values", {"DV": 64, "PACKED": False}),
-        ("quantisation", "quantise_values", {"DV": 128, "PACKED": True}),
+        ("quantisation", "mean_keys", {"D": 64, "PACKED": False}),
+        ("quantisation", "mean_keys", {"D": 128, "PACKED": True}),
+        ("quantisation", "quantise", QUANTISE | {"D": 64, "DV": 64, "PACKED": False, "INTEGER": False}),
+        ("quantisation", "quantise", QUANTISE | {"D": 128, "DV": 128, "PACKED": True, "INTEGER": True}),
+        ("quantisation", "quantise", QUANTISE | {"D": 256, "DV": 256, "PACKED": False, "INTEGER": False}),
         ("row_words", "row_words_of", WORDS | {"PACKED": False, "SUM": 128}),
         ("row_words", "row_words_of", WORDS | {"PACKED": True, "SUM": 0}),
         ("work", "finish_dq", {"D": 128, "DIM": 96, "PACKED": False, "CARE": True}),
@@ -117,28 +117,24 @@ def test_kernels_before_and_after_the_products_compile(module: str, name: str, c
     from rooftile.backends.hopper.descriptors import layout
 
     kernel = getattr(import_module(f"rooftile.backends.hopper.{module}"), name)
-    kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr"), "*bf16") | {"scale": "fp32", "stats_ptr": "*i64"}
-    kinds |= dict.fromkeys(("lost_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr") | {"sums_ptr": "*fp64"}
-    kinds |= {"out_ptr": "*i8" if constants.get("INTEGER") else "*fp8e4nv"}
-    dim = constants.get("D", constants.get("DV", 64))
+    kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr"), "*bf16") | {"k_ptr": "*bf16", "scale": "fp32", "stats_ptr": "*i64"}
+    kinds |= dict.fromkeys(("lost_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr")
+    dim = constants.get("D", 64)
+    codes = (torch.int8, "i8") if constants.get("INTEGER") else (torch.float8_e4m3fn, "fp8e4nv")
+    kinds |= dict.fromkeys(("q_out_ptr", "k_out_ptr"), f"*{codes[1]}") | dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32")
     for desc, box, dtype, word in (
-        *((desc, (1, 128, dim), torch.bfloat16, "bf16") for desc in ("x_desc", "k_desc", "v_desc")),
-        ("out_desc", *_codes(name, dim, bool(constants.get("INTEGER")))),
+        *((desc, (1, 128, dim), torch.bfloat16, "bf16") for desc in ("q_desc", "k_desc", "v_desc")),
+        *((desc, (1, 128, dim), *codes) for desc in ("q_out_desc", "k_out_desc")),
+        ("v_out_desc", (1, dim, 128), torch.float8_e4m3fn, "fp8e4nv"),
     ):
         kinds[desc] = f"tensordesc<{word}{[1, *box]},{layout(box, dtype)!r}>"
-    warps = 4 * dim // 64 if name == "quantise_rows" else 8 if name == "quantise_values" else 4
+    options = {"num_warps": 4 * dim // 64, "maxnreg": 128} if name == "quantise" else {"num_warps": 4}
     signature = {arg: kinds.get(arg, "*fp32" if arg.endswith("_ptr") else "i32") for arg in kernel.arg_names}
     places = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}
     source = GluonASTSource(kernel, signature, places)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert built.asm["cubin"]
     assert "st.local" not in built.asm["ptx"]
-
-
-def _codes(name: str, dim: int, integer: bool) -> tuple[tuple[int, int, int], torch.dtype, str]:
-    """What a quantising kernel stores at once: rows, or values transposed."""
-    box = (1, dim, 128) if name == "quantise_values" else (1, 128, dim)
-    return (box, torch.int8, "i8") if integer else (box, torch.float8_e4m3fn, "fp8e4nv")
 
 
 LOOPS = """

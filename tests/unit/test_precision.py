@@ -240,6 +240,21 @@ def test_the_mean_key_is_exact_in_any_order() -> None:
     torch.testing.assert_close(mean_key(k, None), k.float().mean(1), rtol=0, atol=1e-6)
 
 
+def test_the_mean_key_of_a_long_sequence_is_of_every_nth() -> None:
+    k = torch.randn(3, 3100, 2, 16).bfloat16()
+    due = k[:, ::3].float().mean(1)
+    torch.testing.assert_close(mean_key(k, None), due, rtol=0, atol=1e-6)
+    # packed: each sequence by its own length
+    lengths = torch.tensor([3100, 0, 5, 2047, 2048])
+    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    rows = torch.cat([k[0], k[1, :5], k[1, :2047], k[2, :2048]])
+    found = mean_key(rows, cu)
+    assert torch.equal(found[0], mean_key(k[:1], None)[0])
+    assert not found[1].any()
+    for n, x, step in ((2, k[1, :5], 1), (3, k[1, :2047], 1), (4, k[2, :2048], 2)):
+        torch.testing.assert_close(found[n], x[::step].float().mean(0), rtol=0, atol=1e-6)
+
+
 def test_integers_are_what_the_formats_say() -> None:
     """Without a rotation: by `rooftile.numerics.quantise`, block by block."""
     q, k, v = inputs(300, 300, 2, 2, 48)

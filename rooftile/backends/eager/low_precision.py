@@ -1,4 +1,5 @@
-"""Attention on quantised tensors, as the kernels compute it, in plain operations: blocks of 128 keys, weights in FP8.
+"""Attention on quantised tensors, as the kernels compute it, in plain operations: weights in FP8, by blocks of 128 keys, or of
+64 where values have more than 128 channels.
 
     S = (s_q s_k) Q_8 K_8^T + shift        the products of codes, their scales, what smoothing took
     P = 2^2 exp(scale S - m), in e4m3      below 432, the largest that the format has room for
@@ -79,8 +80,10 @@ def _walk(
         m = (sinks.float() * _LOG2E).view(1, Hk, group, 1, 1).expand_as(m)
     l = torch.exp2(m - _finite(m) + RAISED)
     o = q.new_zeros(B, Hk, group, T, Dv)
-    for start in range((S - 1) // BLOCK * BLOCK, -1, -BLOCK) if S else ():
-        j = slice(start, min(start + BLOCK, S))
+    # what a GPU has registers for at once
+    step = BLOCK if Dv <= 128 else BLOCK // 2
+    for start in range((S - 1) // step * step, -1, -step) if S else ():
+        j = slice(start, min(start + step, S))
         keys = torch.arange(j.start, j.stop, device=q.device)
         sees = (keys >= first) & (keys <= last)
         x = (q @ k[:, :, :, j].mT * (q_scales * k_scales[:, :, :, j].mT) + shift) * scale

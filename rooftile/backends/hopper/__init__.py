@@ -44,7 +44,7 @@ NAME = "hopper"
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # of queries and keys, and of values
-DIMS_8BIT = ((64, 64), (128, 128))
+DIMS_8BIT = ((64, 64), (128, 128), (256, 256))
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
 

@@ -64,7 +64,7 @@ def with_care_8bit(notes, scales, o_ptr, lse_ptr, plan, row, H, total, scale, ma
         m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
         l = gl.zeros([ROWS], gl.float32, row_layout)
         o = gl.zeros([ROWS, shape.DV], gl.float32, layout)
-        for j in range(plan.first * PADDED, gl.minimum((plan.last + 1) * PADDED, plan.S)):
+        for j in range(plan.first * shape.KEYS, gl.minimum((plan.last + 1) * shape.KEYS, plan.S)):
             part = (part_k + j // PADDED) * Hk + h
             k = _numbers(gl.load(k_head + j * k_stride + e), gl.abs(gl.load(scales.k_ptr + part)), shape.INTEGER)
             v = gl.load(v_head + c * v_stride + (column + _place(j))).to(gl.float32) * gl.load(scales.v_ptr + part)

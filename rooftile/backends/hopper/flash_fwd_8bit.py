@@ -34,10 +34,10 @@ from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import PADDED, WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS
 from rooftile.backends.hopper.softmax import hidden
-from rooftile.backends.hopper.weights_8bit import RAISED, TURNS, by_thread, rescaled, weights_of
+from rooftile.backends.hopper.weights_8bit import RAISED, TURNS, by_thread, first_references, kept, rescaled, weights_of
 
 CREW = gl.constexpr(2)
-# queries of a tile, and keys of a block: what shares a scale
+# queries of a tile, and keys or values, that share a scale
 BLOCK = gl.constexpr(128)
 
 
@@ -52,12 +52,16 @@ class Shape8:
     MASKED: gl.constexpr
     INTEGER: gl.constexpr  # scores in INT8
     SMOOTHED: gl.constexpr  # rows have a shift
+    KEYS: gl.constexpr  # of a block: 128, or 64 of wide heads
+    WIDE: gl.constexpr  # the output is added to by quarters
+    PART: gl.constexpr  # columns of values that a product takes
     s_layout: gl.constexpr
-    o_layout: gl.constexpr
+    o_layout: gl.constexpr  # of a product with values
+    acc_layout: gl.constexpr  # of the output
     p_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, D, DV, PACKED, MASKED, INTEGER, SMOOTHED):
+    def __init__(self, GROUP, D, DV, PACKED, MASKED, INTEGER, SMOOTHED, KEYS):
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
         self.DV = gl.constexpr(DV)
@@ -65,8 +69,13 @@ class Shape8:
         self.MASKED = gl.constexpr(MASKED)
         self.INTEGER = gl.constexpr(INTEGER)
         self.SMOOTHED = gl.constexpr(SMOOTHED)
-        o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 32])
-        self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
+        self.KEYS = gl.constexpr(KEYS)
+        part = DV if DV <= 128 else 64
+        self.WIDE = gl.constexpr(part < DV)
+        self.PART = gl.constexpr(part)
+        o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
+        self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32]))
+        self.acc_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 32]))
         self.o_layout = gl.constexpr(o_layout)
         self.p_layout = gl.constexpr(gl.DotOperandLayout(0, o_layout, 4))
 
@@ -116,18 +125,19 @@ def _load_block(keys: Ring, values: Ring, scales: Scales, k_desc, v_desc, turn, 
     """Has one block of keys and values copied in, and puts its scales beside them."""
     h = plan.h // shape.GROUP
     # asked for before the waits, known after them
-    k_scale = gl.load(scales.k_ptr + (part + block) * Hk + h)
-    v_scale = gl.load(scales.v_ptr + (part + block) * Hk + h)
+    line = (part + block * shape.KEYS // BLOCK) * Hk + h
+    k_scale = gl.load(scales.k_ptr + line)
+    v_scale = gl.load(scales.v_ptr + line)
     keys.wait_empty(turn)
     _put_word(scales.k, turn % keys.slots, k_scale)
     mbarrier.expect(keys.filled(turn), k_desc.block_type.nbytes)
-    tma_load(k_desc, [plan.b, h, plan.key + block * BLOCK, 0], keys.filled(turn), keys.buffer(turn))
+    tma_load(k_desc, [plan.b, h, plan.key + block * shape.KEYS, 0], keys.filled(turn), keys.buffer(turn))
     values.wait_empty(turn)
     _put_word(scales.v, turn % values.slots, v_scale)
     mbarrier.expect(values.filled(turn), v_desc.block_type.nbytes)
     # packed sequences' values are padded to whole blocks each, dense ones' all alike
     column = part * BLOCK if shape.PACKED else 0
-    tma_load(v_desc, [plan.b, h, 0, column + block * BLOCK], values.filled(turn), values.buffer(turn))
+    tma_load(v_desc, [plan.b, h, 0, column + block * shape.KEYS], values.filled(turn), values.buffer(turn))
 
 
 @gluon.jit
@@ -143,7 +153,7 @@ def _load(
     tile = 0
     turn = 0
     while n < total:
-        plan = make_plan(n, B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, BLOCK, BLOCK, shape.PACKED)
+        plan = make_plan(n, B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, BLOCK, shape.KEYS, shape.PACKED)
         if plan.live != 0:
             if shape.PACKED:
                 # of its sequence's queries, and of its keys
@@ -176,18 +186,62 @@ def _load(
 
 
 @gluon.jit
-def _issue_scores(q, keys: Ring, turn, shape: Shape8):
-    k = keys.buffer(turn).reshape([BLOCK, shape.D])
-    none = gl.zeros([WG_ROWS, BLOCK], gl.int32 if shape.INTEGER else gl.float32, shape.s_layout)
-    return warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+def _issue_scores(q, keys: Ring, turn, into, shape: Shape8):
+    """Issues the product of queries and a block's keys, into the registers of `into`."""
+    k = keys.buffer(turn).reshape([shape.KEYS, shape.D])
+    into = into.to(gl.int32 if shape.INTEGER else gl.float32, bitcast=True)
+    return warpgroup_mma(q, k.permute((1, 0)), into, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _issue_values(p, values: Ring, turn, shape: Shape8):
-    """Issues the product of a block's weights with its values."""
-    v = values.buffer(turn).reshape([shape.DV, BLOCK])
-    none = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
-    return warpgroup_mma(_weights(p, shape), v.permute((1, 0)), none, use_acc=False, is_async=True)
+def _issue_values(p, values: Ring, turn, part, FROM: gl.constexpr, shape: Shape8):
+    """Issues the product of a block's weights with its values, or some of their columns, into the registers of `part`."""
+    v = values.buffer(turn).reshape([shape.DV, shape.KEYS]).slice(FROM, shape.PART, 0)
+    return warpgroup_mma(_weights(p, shape), v.permute((1, 0)), part, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _halves(acc, COLUMNS: gl.constexpr):
+    low, high = acc.reshape([WG_ROWS, 2, COLUMNS]).permute((0, 2, 1)).split()
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    return gl.convert_layout(low, layout, assert_trivial=True), gl.convert_layout(high, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _joined(low, high, COLUMNS: gl.constexpr):
+    joined = gl.join(low, high).permute((0, 2, 1)).reshape([WG_ROWS, COLUMNS])
+    return gl.convert_layout(joined, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32]), assert_trivial=True)
+
+
+@gluon.jit
+def _added(acc, part, v_scale):
+    """A part of the output with its product, the first of two in flight; and that product's registers."""
+    part = warpgroup_mma_wait(1, deps=(part,))
+    return kept(acc + part * v_scale), part
+
+
+@gluon.jit
+def _with_values(acc, alpha, p, v_scale, q, keys: Ring, values: Ring, turn, there, shape: Shape8):
+    """A wide output with a block's product, by quarters, and the next block's scores.
+
+    The five products take turns in the registers of two: while one runs, the one before it is added.
+    """
+    none = gl.zeros([WG_ROWS, shape.PART], gl.float32, shape.o_layout)
+    x = _issue_values(p, values, turn, none, 0, shape)
+    y = _issue_values(p, values, turn, none, 64, shape)
+    low, high = _halves(rescaled(acc, alpha, shape.acc_layout), 128)
+    a, b = _halves(low, 64)
+    c, d = _halves(high, 64)
+    keys.wait_full(turn + 1, there)
+    a, x = _added(a, x, v_scale)
+    x = _issue_values(p, values, turn, x, 128, shape)
+    b, y = _added(b, y, v_scale)
+    y = _issue_values(p, values, turn, y, 192, shape)
+    c, x = _added(c, x, v_scale)
+    s = _issue_scores(q, keys, turn + 1, x, shape)
+    d, y = _added(d, y, v_scale)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    return _joined(_joined(a, b, 128), _joined(c, d, 128), 256), s
 
 
 @gluon.jit
@@ -198,7 +252,7 @@ def _numbers(s, row, column, plan, mask: Mask, CHECK: gl.constexpr, shape: Shape
     if CHECK:
         if shape.MASKED:
             s = hidden(s, row, column, plan, mask)
-        elif column + BLOCK > plan.S:
+        elif column + shape.KEYS > plan.S:
             s = hidden(s, row, column, plan, mask)
     return s
 
@@ -208,7 +262,7 @@ def _weights(p, shape: Shape8):
     """The words of `weights_of` as the left side of a product: no instruction, only another name for the registers."""
     twice = gl.join(p, p)
     # the four copies of a word must be a thread's neighbours before one is taken of them
-    four = gl.convert_layout(gl.join(twice, twice).reshape([WG_ROWS, BLOCK]), shape.p_layout, assert_trivial=True)
+    four = gl.convert_layout(gl.join(twice, twice).reshape([WG_ROWS, shape.KEYS]), shape.p_layout, assert_trivial=True)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [four], dtype=gl.float8e4nv, is_pure=True, pack=4)
 
 
@@ -235,21 +289,33 @@ def _step(
     WG: gl.constexpr, shape: Shape8, CHECK: gl.constexpr,
 ):  # fmt: skip
     """The weights of block `turn` while the block before it is added to the output; its product, and the next one's scores."""
-    # in terms of the references that this block's weights begin with
-    acc += block.part * block.v_scale
-    p, sums, m_new = weights_of(block.s, m, block.factor, WG, shape.s_layout)
-    values.wait_full(turn)
-    part = _issue_values(p, values, turn, shape)
-    keys.wait_full(turn + 1, there)
-    s = _issue_scores(q, keys, turn + 1, shape)
+    if not shape.WIDE:
+        # in terms of the references that this block's weights begin with
+        acc += block.part * block.v_scale
+    p, sums, m_new = weights_of(block.s, m, block.factor, WG)
     alpha = gl.exp2(m - gl.where(m_new == float("-inf"), 0.0, m_new))
-    acc = rescaled(acc, alpha, shape.o_layout)
-    l = l * alpha + sums
-    factor = q_factor * _scale(scales.k, (turn + 1) % keys.slots, shape)
-    v_scale = _word(scales.v, turn % values.slots)
-    s, part = warpgroup_mma_wait(0, deps=(s, part))
-    keys.give_back(turn + 1)
-    values.give_back(turn)
+    part = block.part
+    values.wait_full(turn)
+    if shape.WIDE:
+        v_scale = _word(scales.v, turn % values.slots)
+        l = l * alpha + sums
+        acc, s = _with_values(acc, alpha, p, v_scale, q, keys, values, turn, there, shape)
+        factor = q_factor * _scale(scales.k, (turn + 1) % keys.slots, shape)
+        keys.give_back(turn + 1)
+        values.give_back(turn)
+    else:
+        part = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
+        part = _issue_values(p, values, turn, part, 0, shape)
+        keys.wait_full(turn + 1, there)
+        none = gl.zeros([WG_ROWS, shape.KEYS], gl.float32, shape.s_layout)
+        s = _issue_scores(q, keys, turn + 1, none, shape)
+        acc = rescaled(acc, alpha, shape.acc_layout)
+        l = l * alpha + sums
+        factor = q_factor * _scale(scales.k, (turn + 1) % keys.slots, shape)
+        v_scale = _word(scales.v, turn % values.slots)
+        s, part = warpgroup_mma_wait(0, deps=(s, part))
+        keys.give_back(turn + 1)
+        values.give_back(turn)
     s = _numbers(s, row, column, plan, mask, CHECK, shape)
     return Scores(s, factor, part, v_scale), acc, m_new, l
 
@@ -270,36 +336,39 @@ def _compute(
     plan = take(plans, 0)
     queries.wait_full(0, plan.live != 0)
     keys.wait_full(0, plan.live != 0)
-    s = _issue_scores(queries.buffers.index(WG).reshape([WG_ROWS, shape.D]), keys, 0, shape)
+    none = gl.zeros([WG_ROWS, shape.KEYS], gl.float32, shape.s_layout)
+    s = _issue_scores(queries.buffers.index(WG).reshape([WG_ROWS, shape.D]), keys, 0, none, shape)
     q_factor = scale * LOG2E * _scale(scales.q, 0, shape)
     factor = q_factor * _scale(scales.k, 0, shape)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.give_back(0)
-    s = _numbers(s, plan.t + WG * WG_ROWS, plan.last * BLOCK, plan, mask, True, shape)
-    nothing = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
+    s = _numbers(s, plan.t + WG * WG_ROWS, plan.last * shape.KEYS, plan, mask, True, shape)
+    nothing = scale * 0.0
+    if not shape.WIDE:
+        nothing = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
     block = Scores(s, factor, nothing, scale * 0.0)
+    m = first_references(s, factor)
 
     while plan.live != 0:
-        acc = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
-        m = by_thread(float("-inf"), shape.s_layout)
-        l = by_thread(0.0, shape.s_layout)
+        acc = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.acc_layout)
+        l = by_thread(0.0, shape.KEYS, shape.s_layout)
         row = plan.t + WG * WG_ROWS
         i_0 = row + plan.S - plan.T
         blocks = plan.last - plan.first + 1
         right = 1
         left = blocks
         if shape.MASKED:
-            clear_stop = (mask.last_key(i_0, plan.S) + 1) // BLOCK
+            clear_stop = (mask.last_key(i_0, plan.S) + 1) // shape.KEYS
             right = gl.minimum(gl.maximum(plan.last + 1 - clear_stop, 1), blocks)
             q = queries.buffers.index(tile % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
             for i in range(1, right):
                 block, acc, m, l = _step(
-                    block, q, keys, values, scales, acc, m, l, turn, True, row, (plan.last - i) * BLOCK, plan, mask, q_factor,
-                    WG, shape, True,
+                    block, q, keys, values, scales, acc, m, l, turn, True, row, (plan.last - i) * shape.KEYS, plan, mask,
+                    q_factor, WG, shape, True,
                 )  # fmt: skip
                 turn += 1
         if mask.LEFT or mask.CHUNK:
-            clear_first = gl.maximum(mask.first_key(i_0 + (WG_ROWS - 1)) + (BLOCK - 1), 0) // BLOCK
+            clear_first = gl.maximum(mask.first_key(i_0 + (WG_ROWS - 1)) + (shape.KEYS - 1), 0) // shape.KEYS
             left = gl.maximum(gl.minimum(plan.last + 1 - clear_first, blocks), right)
         q = queries.buffers.index(opaque(tile) % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
         for _ in range(right, left):
@@ -311,8 +380,8 @@ def _compute(
             q = queries.buffers.index(opaque(tile) % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
             for i in range(left, blocks):
                 block, acc, m, l = _step(
-                    block, q, keys, values, scales, acc, m, l, turn, True, row, (plan.last - i) * BLOCK, plan, mask, q_factor,
-                    WG, shape, True,
+                    block, q, keys, values, scales, acc, m, l, turn, True, row, (plan.last - i) * shape.KEYS, plan, mask,
+                    q_factor, WG, shape, True,
                 )  # fmt: skip
                 turn += 1
         queries.give_back(tile)
@@ -325,24 +394,26 @@ def _compute(
         q = queries.buffers.index(tile % queries.slots * CREW + WG).reshape([WG_ROWS, shape.D])
         q_factor = scale * LOG2E * _scale(scales.q, tile % queries.slots, shape)
         block, acc, m, l = _step(
-            block, q, keys, values, scales, acc, m, l, turn, there, after.t + WG * WG_ROWS, after.last * BLOCK, after, mask,
+            block, q, keys, values, scales, acc, m, l, turn, there, after.t + WG * WG_ROWS, after.last * shape.KEYS, after, mask,
             q_factor, WG, shape, True,
         )  # fmt: skip
         turn += 1
-        acc += block.part * block.v_scale
+        if not shape.WIDE:
+            acc += block.part * block.v_scale
         block = Scores(block.s, block.factor, nothing, scale * 0.0)
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
-        m = gl.convert_layout(gl.max(m, 1), row_layout)
+        m_row = gl.convert_layout(gl.max(m, 1), row_layout)
+        m = first_references(block.s, block.factor)
         t = row + gl.arange(0, WG_ROWS, row_layout)
         line = (plan.b * H + plan.h).to(gl.int64) * total + plan.row + t
-        lse = (m + gl.log2(l) - RAISED) * LN2
+        lse = (m_row + gl.log2(l) - RAISED) * LN2
         if shape.SMOOTHED:
             # (rows, H), as queries lie in memory
             place = ((plan.b.to(gl.int64) * total + plan.row) + t) * H + plan.h
             lse += gl.load(shift_ptr + place, mask=t < plan.T, other=0.0) * scale
         gl.store(lse_ptr + line, lse, mask=t < plan.T)
         share = gl.where(l == 0.0, 0.0, 1.0 / l)
-        acc *= gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, shape.o_layout)), 1)
+        acc *= gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, shape.acc_layout)), 1)
         tma_store_wait(0)
         barrier()
         if shape.MASKED or shape.PACKED or shape.INTEGER:
@@ -387,17 +458,17 @@ def flash_fwd_8bit(
     B, S, tiles, tail, scale, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
-    SMOOTHED: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
+    SMOOTHED: gl.constexpr, KEYS: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     shape = Shape8(
-        GROUP, D, DV, PACKED, LEFT or RIGHT or PREFIX or CHUNK, dtype == gl.int8, SMOOTHED,
+        GROUP, D, DV, PACKED, LEFT or RIGHT or PREFIX or CHUNK, dtype == gl.int8, SMOOTHED, KEYS,
     )
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     queries = ring(gl.allocate_shared_memory(dtype, [Q_SLOTS * CREW, 1, 1, WG_ROWS, D], q_desc.layout), Q_SLOTS, CREW)
-    keys = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, BLOCK, D], k_desc.layout), KV_SLOTS, CREW)
-    values = ring(gl.allocate_shared_memory(v_desc.dtype, [KV_SLOTS, 1, 1, DV, BLOCK], v_desc.layout), KV_SLOTS, CREW)
+    keys = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, KEYS, D], k_desc.layout), KV_SLOTS, CREW)
+    values = ring(gl.allocate_shared_memory(v_desc.dtype, [KV_SLOTS, 1, 1, DV, KEYS], v_desc.layout), KV_SLOTS, CREW)
     outputs = gl.allocate_shared_memory(o_desc.dtype, [CREW, 1, 1, WG_ROWS, DV], o_desc.layout)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, CREW)

@@ -24,15 +24,22 @@ _CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class Tile8(NamedTuple):
-    """How `flash_fwd_8bit` is staffed, for 128 queries and blocks of 128 keys."""
+    """How `flash_fwd_8bit` is staffed, for 128 queries."""
 
+    KEYS: int  # of a block
     Q_SLOTS: int
     KV_SLOTS: int
     COMPUTE_REGISTERS: int
     COPY_REGISTERS: int
 
 
-TILE = Tile8(Q_SLOTS=2, KV_SLOTS=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+TILE = Tile8(KEYS=128, Q_SLOTS=2, KV_SLOTS=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+# what registers and shared memory hold
+WIDE = TILE._replace(KEYS=64, Q_SLOTS=1)
+
+
+def tile_of(spec: Spec) -> Tile8:
+    return WIDE if spec.dim_v > 128 else TILE
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -64,11 +71,8 @@ def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) 
     mean = _mean(readable(k), keys, spec) if precision.smooth_k and sizes.S else None
     if q.numel() and mean is None and shift is not None:
         shift.zero_()
-    if q.numel():
-        _rows(readable(q), made.q, q_scales, shift, mean, signs, queries)
-    if k.numel():
-        _rows(readable(k), made.k, k_scales, None, mean, signs, keys)
-        _values(readable(v), v_columns, v_scales, keys)
+    if q.numel() or k.numel():
+        _quantise((readable(q), readable(k), readable(v)), made, mean, signs, queries, keys)
     return made
 
 
@@ -90,14 +94,9 @@ class _Blocks(NamedTuple):
         """Parts of the tensor: blocks of all sequences; packed, some stay empty."""
         return self.B * self.each if self.cu is None else self.length // BLOCK + self.B
 
-    def grid(self, dim: int, device: torch.device) -> tuple[int, int, int]:
-        """As many programs as run at once: each has two blocks in shared memory."""
-        return min(self.slots * self.heads, processors(device) * 256 // dim), 1, 1
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Arguments of the kernels; `quantise_values` needs no slots."""
-        return self.B, self.heads, self.length, self.each, self.slots
+    def programs(self, dim: int, device: torch.device) -> int:
+        """As many as run at once."""
+        return min(self.slots * self.heads, processors(device) * 256 // dim)
 
 
 def _recipe(spec: Spec) -> Precision:
@@ -112,38 +111,43 @@ def _signs(dim: int, device: torch.device) -> Tensor:
 
 def _mean(k: Tensor, keys: _Blocks, spec: Spec) -> Tensor:
     """The mean key (B, Hk, D), fp32."""
-    sums = torch.zeros(keys.B, keys.heads, spec.dim, dtype=torch.float64, device=k.device)
-    launch = _launcher_of_sum(spec.dim, keys.cu is not None, k.device)
-    cu = sums if keys.cu is None else keys.cu
-    launch(keys.grid(spec.dim, k.device), (k,), (sums, cu), keys.numbers)
-    # a number of the host would be multiplied with, inverted (see `divided`)
-    lengths = sums.new_full((), keys.length) if keys.cu is None else keys.cu.diff().clamp(min=1).view(-1, 1, 1)
-    # divided as fp64, and rounded once
-    return torch.div(sums, lengths, out=torch.empty_like(sums, dtype=torch.float32))
+    mean = torch.empty(keys.B, keys.heads, spec.dim, dtype=torch.float32, device=k.device)
+    programs = keys.B * keys.heads * spec.dim // quantisation.COLUMNS.value
+    cu = mean if keys.cu is None else keys.cu
+    _launcher_of_mean(spec.dim, keys.cu is not None, k.device)((programs, 1, 1), (k,), (k, mean, cu), ())
+    return mean
 
 
-def _rows(
-    x: Tensor, out: Tensor, scales: Tensor, shift: Tensor | None, mean: Tensor | None, signs: Tensor | None, blocks: _Blocks
+def _quantise(
+    tensors: tuple[Tensor, Tensor, Tensor], made: QuantisedQKV, mean: Tensor | None, signs: Tensor | None,
+    queries: _Blocks, keys: _Blocks,
 ) -> None:  # fmt: skip
-    """Queries, which have a shift if keys are smoothed, or keys, which have none."""
-    D = x.shape[-1]
-    # a product and a sum in one instruction would be rounded once, and the recipe's are rounded twice
+    q, k, v = tensors
+    columns = made.v_columns
+    assert columns is not None
+    D, packed = q.shape[-1], keys.cu is not None
     constants = {
-        "GROUP": 1 if mean is None else blocks.heads // mean.shape[1], "D": D, "PACKED": blocks.cu is not None,
-        "INTEGER": out.dtype == torch.int8, "ROTATE": signs is not None, "SMOOTH": mean is not None and shift is None,
-        "SHIFT": mean is not None and shift is not None, "enable_fp_fusion": False,
+        "GROUP": queries.heads // keys.heads, "D": D, "DV": v.shape[-1], "PACKED": packed,
+        "INTEGER": made.q.dtype == torch.int8, "ROTATE": signs is not None, "SMOOTH": mean is not None,
+        # a product and a sum in one instruction would be rounded once, and the recipe's are rounded twice
+        "enable_fp_fusion": False,
+        # begins with values while `mean_keys` runs
+        "launch_pdl": mean is not None,
         # two programs a multiprocessor
         "num_warps": 4 * D // 64, "maxnreg": 128,
     }  # fmt: skip
-    tensors = (out, *(scales if t is None else t for t in (scales, shift, mean, signs, blocks.cu)))
-    launch = _launcher_of_rows(tuple(constants.items()), x.device)
-    launch(blocks.grid(D, x.device), (x, out), tensors, (*blocks.numbers, blocks.length))
-
-
-def _values(v: Tensor, columns: Tensor, scales: Tensor, keys: _Blocks) -> None:
-    launch = _launcher_of_values(v.shape[-1], keys.cu is not None, v.device)
-    cu = scales if keys.cu is None else keys.cu
-    launch((keys.slots, keys.heads, 1), (v, columns.transpose(1, 2)), (scales, cu), keys.numbers[:-1])
+    described = (q, k, v, made.q, made.k, columns.transpose(1, 2))
+    # what has no elements has no descriptor, and nothing reads what stands for it
+    described = tuple([x if x.numel() else x.new_empty([n or BLOCK for n in x.shape]) for x in described])
+    scales = (made.q_scales, made.k_scales, made.v_scales)
+    others = (made.shift, mean, signs, queries.cu, keys.cu)
+    launch = _launcher_of_quantise(tuple(constants.items()), q.device)
+    launch(
+        (max(queries.programs(D, q.device), keys.programs(D, q.device)), 1, 1),
+        described,
+        (made.q, made.k, *scales, *(made.q_scales if x is None else x for x in others)),
+        (keys.B, queries.heads, keys.heads, queries.length, keys.length, queries.each, keys.each, queries.slots, keys.slots),
+    )
 
 
 def attend(qkv: QuantisedQKV, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -180,13 +184,14 @@ def _launcher(spec: Spec, device: torch.device) -> Launcher:
 def boxes(spec: Spec) -> tuple[tuple[int, int, int], ...]:
     """What one copy takes of q, k, v_columns and o."""
     D, DV = spec.dim, spec.dim_v
-    return (1, WARPGROUP, D), (1, BLOCK, D), (1, DV, BLOCK), (1, WARPGROUP, DV)
+    KEYS = tile_of(spec).KEYS
+    return (1, WARPGROUP, D), (1, KEYS, D), (1, DV, KEYS), (1, WARPGROUP, DV)
 
 
 def constants(spec: Spec) -> dict[str, int]:
     """The compile-time arguments of `flash_fwd_8bit`."""
     mask = spec.mask
-    return TILE._asdict() | {
+    return tile_of(spec)._asdict() | {
         "GROUP": spec.group, "D": spec.dim, "DV": spec.dim_v, "PACKED": spec.layout == "packed",
         "LEFT": mask.left is not None, "RIGHT": mask.right is not None, "PREFIX": mask.prefix is not None,
         "CHUNK": bool(mask.chunks), "SMOOTHED": _recipe(spec).smooth_k, "num_warps": 4,
@@ -194,18 +199,14 @@ def constants(spec: Spec) -> dict[str, int]:
 
 
 @cache
-def _launcher_of_sum(dim: int, packed: bool, device: torch.device) -> Launcher:
+def _launcher_of_mean(dim: int, packed: bool, device: torch.device) -> Launcher:
     block = partial(descriptor, box=(1, BLOCK, dim))
-    return Launcher(quantisation.sum_keys, {"D": dim, "PACKED": packed, "num_warps": 4}, device, (block,))
+    return Launcher(quantisation.mean_keys, {"D": dim, "PACKED": packed, "num_warps": 8}, device, (block,))
 
 
 @cache
-def _launcher_of_rows(constants: tuple[tuple[str, int], ...], device: torch.device) -> Launcher:
-    block = partial(descriptor, box=(1, BLOCK, dict(constants)["D"]))
-    return Launcher(quantisation.quantise_rows, dict(constants), device, (block, block))
-
-
-@cache
-def _launcher_of_values(dim: int, packed: bool, device: torch.device) -> Launcher:
-    describe = (partial(descriptor, box=(1, BLOCK, dim)), partial(descriptor, box=(1, dim, BLOCK)))
-    return Launcher(quantisation.quantise_values, {"DV": dim, "PACKED": packed, "num_warps": 8}, device, describe)
+def _launcher_of_quantise(constants: tuple[tuple[str, int], ...], device: torch.device) -> Launcher:
+    dims = dict(constants)
+    rows = partial(descriptor, box=(1, BLOCK, dims["D"]))
+    columns = partial(descriptor, box=(1, dims["DV"], BLOCK))
+    return Launcher(quantisation.quantise, dims, device, (rows, rows, rows, rows, rows, columns))

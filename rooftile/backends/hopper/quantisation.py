@@ -1,12 +1,14 @@
 """Queries, keys and values in 8 bits: the integers of `rooftile.numerics.recipe`, bit for bit.
 
-Each is read once, and keys once more for their mean. Three kernels, by blocks of 128 positions of a head. Programs of the first
-two walk many, and have the next one copied in meanwhile; those of the third are small enough for others to hide the copy.
+Each is read once, and some of the keys before, for their mean.
 
-    sum_keys         the sum of each head's keys in fp64, which comes out the same in any order
-    quantise_rows    queries or keys: less the mean key, times signs, through the butterfly of the Hadamard transform, scaled and
-                     rounded
-    quantise_values  values, transposed, and the keys of each 16 in the order in which `flash_fwd_8bit` holds weights
+    mean_keys   the mean of each head's keys, or of some, summed in fp64, which comes out the same in any order
+    quantise    queries and keys: less the mean key, times signs, through the butterfly of the Hadamard transform, scaled and
+                rounded; values: scaled, rounded, transposed, and the keys of each 16 in the order in which `flash_fwd_8bit` holds
+                weights
+
+The programs of `quantise` walk blocks of 128 positions of a head; the next is copied in as soon as one is in registers. Half of
+them begin with the values: rows are bound by instructions, values by memory. So they may begin while `mean_keys` runs, too.
 
 A row lies in one thread by 64 columns: the butterfly's first six steps stay there, and what is left goes from lane to lane.
 """
@@ -14,7 +16,6 @@ A row lies in one thread by 64 columns: the butterfly's first six steps stay the
 from triton.language import PropagateNan
 
 from rooftile.backends.hopper.gluon import (
-    aggregate,
     barrier,
     fence_async_shared,
     gl,
@@ -25,10 +26,17 @@ from rooftile.backends.hopper.gluon import (
     tma_store_wait,
 )
 from rooftile.backends.hopper.schedule import PADDED, packed_tile
+from rooftile.numerics.recipe import MEAN_OF
 
 BLOCK = gl.constexpr(128)
+# as `rooftile.numerics.recipe` has it: of so many keys, and of any less, each is in their mean
+SAMPLE = gl.constexpr(MEAN_OF)
+# that a program of `mean_keys` takes: a sector of memory
+COLUMNS = gl.constexpr(16)
 # columns of a row that a thread holds
 OWN = gl.constexpr(64)
+# of a row in shared memory, by so many columns: neighbours of a warp read different banks
+LINE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 EVERY_NAN = gl.constexpr(PropagateNan.ALL)
 # below it a scale has no inverse
 LEAST = gl.constexpr(2.0**-126)
@@ -55,82 +63,113 @@ def _block_of(slot, cu_ptr, B, T, blocks, PACKED: gl.constexpr):
     return b, i_b, start, i_tile * BLOCK, T, part
 
 
-@aggregate
-class Blocks:
-    """Two blocks in shared memory, one of which is copied in while the other is read."""
-
-    tiles: gl.shared_memory_descriptor
-    ready: gl.shared_memory_descriptor
-    D: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, ready, D):
-        self.tiles = tiles
-        self.ready = ready
-        self.D = gl.constexpr(D)
-
-    @gluon.jit
-    def fetch(self, desc, turn, b, h, row):
-        """Has a block copied in; all have read what was there."""
-        mbarrier.expect(self.ready.index(turn % 2), desc.block_type.nbytes)
-        tma_load(desc, [b, h, row, 0], self.ready.index(turn % 2), self.tiles.index(turn % 2))
-
-    @gluon.jit
-    def wait(self, turn):
-        mbarrier.wait(self.ready.index(turn % 2), turn // 2 & 1)
-        return self.tiles.index(turn % 2).reshape([BLOCK, self.D])
+@gluon.jit
+def _grid(verb: gl.constexpr):
+    """`launch_dependents`: the next kernel may begin, as far as it needs nothing of this one; it does `wait` before it does."""
+    gl.inline_asm_elementwise(
+        "{ griddepcontrol." + verb + "; mov.u32 $0, 0; }", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def make_blocks(desc, D: gl.constexpr):
-    tiles = gl.allocate_shared_memory(desc.dtype, [2, 1, 1, BLOCK, D], desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready.index(0), count=1)
-    mbarrier.init(ready.index(1), count=1)
-    fence_async_shared()
-    return Blocks(tiles, ready, D)
+def _next(slot, h, H):
+    """The slot and head that come after these for a program, which takes every so many."""
+    programs = gl.num_programs(0)
+    h += programs % H
+    return slot + programs // H + (h >= H).to(gl.int32), gl.where(h >= H, h - H, h)
+
+
+@gluon.jit
+def _fetch(desc, tile, ready, b, h, row):
+    """Has a block copied in; all have read what was there."""
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    tma_load(desc, [b, h, row, 0], ready, tile)
+
+
+@gluon.jit
+def _fetch_first(walk, tile, ready, B, PACKED: gl.constexpr):
+    """Has the first block of a walk copied in, if it has any."""
+    desc, cu_ptr, n, H, T, blocks, slots = walk
+    if n // H < slots:
+        b, _, start, t, _, _ = _block_of(n // H, cu_ptr, B, T, blocks, PACKED)
+        _fetch(desc, tile, ready, b, n % H, start + t)
+
+
+@gluon.constexpr_function
+def _line(warps):
+    """Of a row that all threads have a part of."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.jit
+def _keep(line, x):
+    """Puts a row (D,) into shared memory."""
+    line.store(x.reshape([line.shape[0], line.shape[1]]))
+
+
+@gluon.jit
+def _kept(line, layout: gl.constexpr):
+    """A row of shared memory as (1, D), for all rows of `layout`."""
+    LANES: gl.constexpr = line.shape[0]
+    parts: gl.constexpr = gl.BlockedLayout([1, 1, OWN], [32 // LANES, LANES, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
+    row = line.load(gl.SliceLayout(0, parts)).reshape([LANES * OWN])
+    return gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(0, layout), assert_trivial=True), 0)
+
+
+@gluon.constexpr_function
+def _unpacking(kind):
+    """PTX: two 16-bit numbers as fp32, NaN where they are not finite. 0 x + x is x otherwise."""
+    finite = f".reg .b32 zero, two; mov.b32 zero, 0; fma.rn.{kind}x2 two, $2, zero, $2;"
+    if kind == "bf16":
+        return f"{{ {finite} shl.b32 $0, two, 16; and.b32 $1, two, 0xffff0000; }}"
+    return f"{{ {finite} .reg .b16 low, high; mov.b32 {{low, high}}, two; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }}"
 
 
 @gluon.jit
 def _finite(x):
-    """16-bit numbers in fp32, with a NaN for everything that is not finite: 0 x + x is x otherwise. Two at a time."""
-    kind: gl.constexpr = "bf16x2" if x.dtype == gl.bfloat16 else "f16x2"
-    words: gl.constexpr = "{ .reg .b32 zero; mov.b32 zero, 0; fma.rn." + kind + " $0, $1, zero, $1; }"
-    return gl.inline_asm_elementwise(words, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2).to(gl.float32)
+    """16-bit numbers in fp32, with a NaN for everything that is not finite."""
+    words: gl.constexpr = _unpacking("bf16" if x.dtype == gl.bfloat16 else "f16")
+    return gl.inline_asm_elementwise(words, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["B", "H", "S", "blocks", "slots"], do_not_specialize_on_alignment=["cu_ptr"])
-def sum_keys(k_desc, sums_ptr, cu_ptr, B, H, S, blocks, slots, D: gl.constexpr, PACKED: gl.constexpr):
+@gluon.jit(do_not_specialize_on_alignment=["cu_ptr"])
+def mean_keys(k_desc, k_ptr, mean_ptr, cu_ptr, D: gl.constexpr, PACKED: gl.constexpr):
     # fmt: on
-    """Adds each block's keys to the sum (B, H, D) of its sequence; what is not finite counts as zero."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16] if D == 64 else [1, 32], [4, 1], [1, 0])
-    pair = make_blocks(k_desc, D)
-    n = gl.program_id(0)
-    b, i_b, start, t, length, _ = _block_of(n // H, cu_ptr, B, S, blocks, PACKED)
-    pair.fetch(k_desc, 0, b, n % H, start + t)
-    turn = 0
-    while n < slots * H:
-        h = n % H
-        line = (i_b * H + h).to(gl.int64) * D
-        left = length - t
-        n += gl.num_programs(0)
-        tile = pair.wait(turn)
-        turn += 1
-        barrier()
-        if n < slots * H:
-            b, i_b, start, t, length, _ = _block_of(n // H, cu_ptr, B, S, blocks, PACKED)
-            pair.fetch(k_desc, turn, b, n % H, start + t)
-        x = _finite(tile.load(layout))
-        x = gl.where(x == x, x, 0.0)
-        if PACKED:
-            # what is past the end of a dense head comes as zeros
-            row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
-            x = gl.where(gl.expand_dims(row < left, 1), x, 0.0)
-        sums = gl.sum(x.to(gl.float64), 0)
-        column = gl.arange(0, D, gl.SliceLayout(0, layout))
-        # in no order with anything: the kernel's end is soon enough
-        gl.atomic_add(sums_ptr + line + column, sums, sem="relaxed")
+    """The mean (B, H, D) of some of each sequence's keys (see `rooftile.numerics.recipe`); what is not finite counts as zero.
+
+    A program takes a head's next COLUMNS columns.
+    """
+    _grid("launch_dependents")
+    ROWS: gl.constexpr = 128 * gl.num_warps()
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [gl.num_warps(), 1], [1, 0])
+    column = gl.program_id(0) % (D // COLUMNS) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    H = k_desc.shape[1].to(gl.int32)
+    line = gl.program_id(0) // (D // COLUMNS)
+    b = line // H
+    # the copy engine asks as much of strides, and so a load is of 16 bytes
+    from_batch = k_desc.strides[0] // 8 * 8
+    from_head = k_desc.strides[1] // 8 * 8
+    from_key = k_desc.strides[2] // 8 * 8
+    if PACKED:
+        start = gl.load(cu_ptr + b)
+        length = (gl.load(cu_ptr + b + 1) - start).to(gl.int32)
+        first = start.to(gl.int64) * from_key
+    else:
+        length = k_desc.shape[2].to(gl.int32)
+        first = b.to(gl.int64) * from_batch
+    first += (line % H).to(gl.int64) * from_head
+    step = gl.maximum(length // SAMPLE, 1)
+    count = (length + step - 1) // step
+    sums = gl.zeros([COLUMNS], gl.float64, gl.SliceLayout(0, layout))
+    for n in range(0, count, ROWS):
+        row = n + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        lines = gl.expand_dims((row * step).to(gl.int64) * from_key, 1) + gl.expand_dims(column, 0)
+        x = _finite(gl.load(k_ptr + first + lines, mask=gl.expand_dims(row < count, 1), other=0.0))
+        sums += gl.sum(gl.where(x == x, x, 0.0).to(gl.float64), 0)
+    # divided as fp64, and rounded once
+    mean = (sums / gl.maximum(count, 1).to(gl.float64)).to(gl.float32)
+    gl.store(mean_ptr + line.to(gl.int64) * D + column, mean)
 
 
 @gluon.jit
@@ -153,13 +192,16 @@ def _across_lanes(x, column, lanes: gl.constexpr):
     other = gl.inline_asm_elementwise(_exchange(lanes), "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
     # the first of two gets their sum, the second the first less the second
     sign = gl.where((column // (OWN * lanes)) % 2 == 0, 1.0, -1.0)
-    return other + gl.expand_dims(sign, 0) * x
+    signs, x = gl.broadcast(gl.expand_dims(sign, 0), x)
+    # rounded once, as a sum is: the product is exact
+    return gl.fma(signs, x, other)
 
 
 @gluon.jit
-def _rotated(x, column, signs_ptr, D: gl.constexpr):
+def _rotated(x, column, signs, D: gl.constexpr):
     """Rows times the signed Hadamard matrix, in the order of `rooftile.numerics.hadamard`; signs have its norm in them."""
-    x = x * gl.expand_dims(gl.load(signs_ptr + column), 0)
+    layout: gl.constexpr = x.type.layout
+    x = x * _kept(signs, layout)
     x = _in_thread(x, 1, BLOCK, D)
     x = _in_thread(x, 2, BLOCK, D)
     x = _in_thread(x, 4, BLOCK, D)
@@ -171,6 +213,28 @@ def _rotated(x, column, signs_ptr, D: gl.constexpr):
     if D >= 256:
         x = _across_lanes(x, column, 2)
     return x
+
+
+@gluon.jit
+def _quarters(x, D: gl.constexpr):
+    """Of what a thread holds of a row, four parts."""
+    parts = x.reshape([x.shape[0], D // OWN, 2, 2, OWN // 4]).permute((0, 1, 4, 2, 3))
+    even, odd = parts.split()
+    a, b = even.split()
+    c, d = odd.split()
+    return a, b, c, d
+
+
+@gluon.jit
+def _products(x, mean):
+    """Each row times the mean key."""
+    D: gl.constexpr = x.shape[1]
+    mean, x = gl.broadcast(mean, x)
+    a, b, c, d = _quarters(x, D)
+    p, q, r, s = _quarters(mean, D)
+    # the products and their sums in one instruction each, which is not done by itself here
+    sums = gl.fma(d, s, gl.fma(c, r, gl.fma(b, q, a * p)))
+    return gl.convert_layout(gl.sum(gl.sum(sums, 2), 1), gl.SliceLayout(1, x.type.layout))
 
 
 @gluon.jit
@@ -191,54 +255,71 @@ def _rounded(x):
     return gl.where(x == x, near, -128).to(gl.int8)
 
 
-# fmt: off
-@gluon.jit(
-    do_not_specialize=["B", "H", "T", "blocks", "slots", "rows"],
-    do_not_specialize_on_alignment=["cu_ptr", "scales_ptr", "shift_ptr"],
-)
-def quantise_rows(
-    x_desc, out_desc, out_ptr, scales_ptr, shift_ptr, mean_ptr, signs_ptr, cu_ptr, B, H, T, blocks, slots, rows,
-    GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr, INTEGER: gl.constexpr,
-    ROTATE: gl.constexpr, SMOOTH: gl.constexpr, SHIFT: gl.constexpr,
-):
-    # fmt: on
-    """The blocks of queries or keys. SMOOTH: keys less their mean. SHIFT: queries times the mean key, for lse."""
+@gluon.jit
+def _rows(
+    x_desc, out_desc, out_ptr, scales_ptr, shift_ptr, mean_ptr, cu_ptr, tile, staged, signs, mean, ready, turn,
+    n, fetched, more, after, B, H, T, blocks, slots, GROUP: gl.constexpr, D: gl.constexpr, PACKED: gl.constexpr,
+    INTEGER: gl.constexpr, ROTATE: gl.constexpr, SMOOTH: gl.constexpr, SHIFT: gl.constexpr,
+):  # fmt: skip
+    """The blocks of queries or keys. SMOOTH: keys less their mean. SHIFT: queries times the mean key, for lse.
+
+    The first is the program's n-th, and may be `fetched`. If there is `more` to do `after`, its first block is copied in early.
+    """
     LANES: gl.constexpr = D // OWN
     layout: gl.constexpr = gl.BlockedLayout([1, OWN], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    pair = make_blocks(x_desc, D)
-    staged = gl.allocate_shared_memory(out_desc.dtype, [1, 1, BLOCK, D], out_desc.layout)
-    n = gl.program_id(0)
-    b_next, i_b, start, t, length, part = _block_of(n // H, cu_ptr, B, T, blocks, PACKED)
-    pair.fetch(x_desc, 0, b_next, n % H, start + t)
-    turn = 0
-    while n < slots * H:
+    e = gl.arange(0, D, _line(gl.num_warps()))
+    mean_next = gl.zeros([D], gl.float32, _line(gl.num_warps()))
+    slot = n // H
+    h_next = n % H
+    b_next = slot * 0
+    i_b = b_next
+    start = b_next
+    t = b_next
+    length = b_next
+    part = b_next
+    if slot < slots:
+        b_next, i_b, start, t, length, part = _block_of(slot, cu_ptr, B, T, blocks, PACKED)
+        if not fetched:
+            _fetch(x_desc, tile, ready, b_next, h_next, start + t)
+        if SMOOTH or SHIFT:
+            mean_next = gl.load(mean_ptr + (i_b * (H // GROUP) + h_next // GROUP).to(gl.int64) * D + e)
+    elif more:
+        _fetch_first(after, tile, ready, B, PACKED)
+    while slot < slots:
         b = b_next
-        h = n % H
+        h = h_next
         first = start + t
         left = length - t
         line = part * H + h
-        mean_line = (i_b * (H // GROUP) + h // GROUP).to(gl.int64) * D
-        n += gl.num_programs(0)
-        x = _finite(pair.wait(turn).load(layout))
-        turn += 1
+        mbarrier.wait(ready, turn & 1)
+        x = _finite(tile.reshape([BLOCK, D]).load(layout))
+        if SMOOTH or SHIFT:
+            _keep(mean, mean_next)
         # all have read this block, and what they staged before is on its way
         tma_store_wait(0)
         barrier()
-        if n < slots * H:
-            b_next, i_b, start, t, length, part = _block_of(n // H, cu_ptr, B, T, blocks, PACKED)
-            pair.fetch(x_desc, turn, b_next, n % H, start + t)
+        turn += 1
+        slot, h_next = _next(slot, h, H)
+        if slot < slots:
+            b_next, i_b, start, t, length, part = _block_of(slot, cu_ptr, B, T, blocks, PACKED)
+            _fetch(x_desc, tile, ready, b_next, h_next, start + t)
+            if SMOOTH or SHIFT:
+                mean_next = gl.load(mean_ptr + (i_b * (H // GROUP) + h_next // GROUP).to(gl.int64) * D + e)
+        elif more:
+            _fetch_first(after, tile, ready, B, PACKED)
         row = gl.arange(0, BLOCK, gl.SliceLayout(1, layout))
         column = gl.arange(0, D, gl.SliceLayout(0, layout))
         there = row < left
-        place = (b.to(gl.int64) * rows + first + row) * H + h
+        # packed: one sequence, of all rows
+        place = (b.to(gl.int64) * T + first + row) * H + h
         if SMOOTH or SHIFT:
-            mean = gl.expand_dims(gl.load(mean_ptr + mean_line + column), 0)
+            mean_key = _kept(mean, layout)
             if SHIFT:
-                gl.store(shift_ptr + place, gl.sum(x * mean, 1), mask=there)
+                gl.store(shift_ptr + place, _products(x, mean_key), mask=there)
             else:
-                x = x - mean
+                x = x - mean_key
         if ROTATE:
-            x = _rotated(x, column, signs_ptr, D)
+            x = _rotated(x, column, signs, D)
         # a row with a NaN takes no part in the scale: whatever its numbers become, all that meets it is NaN
         largest = gl.reduce(gl.abs(x), 1, _larger_or_nan)
         is_lost = largest != largest
@@ -264,43 +345,124 @@ def quantise_rows(
             barrier()
             tma_store(out_desc, [b, h, first, 0], staged)
             gl.store(scales_ptr + line, scale)
-    tma_store_wait(0)
+    return turn
 
 
-# fmt: off
-@gluon.jit(do_not_specialize=["B", "H", "S", "blocks"], do_not_specialize_on_alignment=["cu_ptr", "scales_ptr"])
-def quantise_values(
-    v_desc, out_desc, scales_ptr, cu_ptr, B, H, S, blocks, DV: gl.constexpr, PACKED: gl.constexpr,
-):
-    # fmt: on
-    """A block of values a program, transposed: (DV, 128), its keys by 16 in the order of a matrix instruction's left side."""
+@gluon.jit
+def _values(
+    v_desc, out_desc, scales_ptr, cu_ptr, tile, staged, ready, turn, n, fetched, more, after, B, H, S, blocks, slots,
+    DV: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """The blocks of values, transposed: (DV, 128), their keys by 16 in the order of a matrix instruction's left side.
+
+    n and what follows are as in `_rows`.
+    """
     # of each 16 keys a lane gets 2l, 2l + 1, 2l + 8 and 2l + 9, as it holds weights
     layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8]), 2)
-    tile = gl.allocate_shared_memory(v_desc.dtype, [1, 1, BLOCK, DV], v_desc.layout)
-    staged = gl.allocate_shared_memory(out_desc.dtype, [1, 1, DV, BLOCK], out_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=1)
-    fence_async_shared()
-    h = gl.program_id(1)
-    b, _, start, t, length, part = _block_of(gl.program_id(0), cu_ptr, B, S, blocks, PACKED)
-    if t < length:
-        mbarrier.expect(ready, v_desc.block_type.nbytes)
-        tma_load(v_desc, [b, h, start + t, 0], ready, tile)
-        mbarrier.wait(ready, 0)
+    slot = n // H
+    h_next = n % H
+    b_next = slot * 0
+    start = b_next
+    t = b_next
+    length = b_next
+    part = b_next
+    if slot < slots:
+        b_next, _, start, t, length, part = _block_of(slot, cu_ptr, B, S, blocks, PACKED)
+        if not fetched:
+            _fetch(v_desc, tile, ready, b_next, h_next, start + t)
+    elif more:
+        _fetch_first(after, tile, ready, B, PACKED)
+    while slot < slots:
+        b = b_next
+        h = h_next
+        left = length - t
+        line = part * H + h
+        # packed: each sequence is padded to whole blocks
+        first = part * BLOCK if PACKED else t
+        mbarrier.wait(ready, turn & 1)
         x = _finite(tile.reshape([BLOCK, DV]).permute((1, 0)).load(layout))
+        # all have read this block, and what they staged before is on its way
+        tma_store_wait(0)
+        barrier()
+        turn += 1
+        slot, h_next = _next(slot, h, H)
+        if slot < slots:
+            b_next, _, start, t, length, part = _block_of(slot, cu_ptr, B, S, blocks, PACKED)
+            _fetch(v_desc, tile, ready, b_next, h_next, start + t)
+        elif more:
+            _fetch_first(after, tile, ready, B, PACKED)
         if PACKED:
-            key = t + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
-            x = gl.where(gl.expand_dims(key < length, 0), x, 0.0)
+            key = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+            x = gl.where(gl.expand_dims(key < left, 0), x, 0.0)
         size = _size(x)
         size = gl.where(size > 0.0, gl.maximum(size, LARGEST_FP8 * LEAST), LARGEST_FP8)
-        y = (x * (gl.div_rn(1.0, size) * LARGEST_FP8)).to(gl.float8e4nv)
+        y = x * (gl.div_rn(1.0, size) * LARGEST_FP8)
         # neighbours of every eight become quads of every 16 (see `flash_fwd_8bit`)
-        y = y.reshape([DV, BLOCK // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([DV, BLOCK])
+        y = y.reshape([DV, BLOCK // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([DV, BLOCK]).to(gl.float8e4nv)
         staged.reshape([DV, BLOCK]).store(y)
         fence_async_shared()
         barrier()
-        # packed: each sequence is padded to whole blocks
-        column = part * BLOCK if PACKED else t
-        tma_store(out_desc, [b, h, 0, column], staged)
-        gl.store(scales_ptr + part * H + h, gl.div_rn(size, LARGEST_FP8))
-        tma_store_wait(0)
+        scale = gl.div_rn(size, LARGEST_FP8)
+        if PACKED:
+            # a slot past its sequence's end is nobody's part
+            if left > 0:
+                tma_store(out_desc, [b, h, 0, first], staged)
+            gl.store(scales_ptr + line, scale, mask=left > 0)
+        else:
+            tma_store(out_desc, [b, h, 0, first], staged)
+            gl.store(scales_ptr + line, scale)
+    return turn
+
+
+# fmt: off
+@gluon.jit(
+    do_not_specialize=["B", "H", "Hk", "T", "S", "q_blocks", "k_blocks", "q_slots", "k_slots"],
+    do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr", "shift_ptr"],
+)
+def quantise(
+    q_desc, k_desc, v_desc, q_out_desc, k_out_desc, v_out_desc, q_out_ptr, k_out_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr,
+    shift_ptr, mean_ptr, signs_ptr, cu_q_ptr, cu_k_ptr, B, H, Hk, T, S, q_blocks, k_blocks, q_slots, k_slots,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr, INTEGER: gl.constexpr,
+    ROTATE: gl.constexpr, SMOOTH: gl.constexpr,
+):
+    # fmt: on
+    """Queries, keys and values in 8 bits, with their scales."""
+    tile = gl.allocate_shared_memory(q_desc.dtype, [1, 1, BLOCK, D], q_desc.layout)
+    staged = gl.allocate_shared_memory(q_out_desc.dtype, [1, 1, BLOCK, D], q_out_desc.layout)
+    staged_values = gl.allocate_shared_memory(v_out_desc.dtype, [1, 1, DV, BLOCK], v_out_desc.layout)
+    signs = gl.allocate_shared_memory(gl.float32, [D // OWN, OWN], LINE)
+    mean = gl.allocate_shared_memory(gl.float32, [D // OWN, OWN], LINE)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    fence_async_shared()
+    if ROTATE:
+        _keep(signs, gl.load(signs_ptr + gl.arange(0, D, _line(gl.num_warps()))))
+    turn = 0
+    values_first = gl.program_id(0) % 2 == 1
+    # of the three walks no program gets the longest always
+    n_q = gl.program_id(0)
+    n_k = (n_q + gl.num_programs(0) // 3) % gl.num_programs(0)
+    n_v = (n_k + gl.num_programs(0) // 3) % gl.num_programs(0)
+    for role in range(4):
+        if role == gl.where(values_first, 0, 3):
+            turn = _values(
+                v_desc, v_out_desc, v_scales_ptr, cu_k_ptr, tile, staged_values, ready, turn,
+                n_v, not values_first, values_first, (q_desc, cu_q_ptr, n_q, H, T, q_blocks, q_slots),
+                B, Hk, S, k_blocks, k_slots, DV, PACKED,
+            )  # fmt: skip
+        elif role == 1:
+            if SMOOTH:
+                _grid("wait")
+                barrier()
+            turn = _rows(
+                q_desc, q_out_desc, q_out_ptr, q_scales_ptr, shift_ptr, mean_ptr, cu_q_ptr, tile, staged, signs, mean, ready,
+                turn, n_q, values_first, True, (k_desc, cu_k_ptr, n_k, Hk, S, k_blocks, k_slots),
+                B, H, T, q_blocks, q_slots, GROUP, D, PACKED, INTEGER, ROTATE, False, SMOOTH,
+            )  # fmt: skip
+        elif role == 2:
+            turn = _rows(
+                k_desc, k_out_desc, k_out_ptr, k_scales_ptr, shift_ptr, mean_ptr, cu_k_ptr, tile, staged, signs, mean, ready,
+                turn, n_k, True, not values_first, (v_desc, cu_k_ptr, n_v, Hk, S, k_blocks, k_slots),
+                B, Hk, S, k_blocks, k_slots, 1, D, PACKED, INTEGER, ROTATE, SMOOTH, False,
+            )  # fmt: skip
+    tma_store_wait(0)
