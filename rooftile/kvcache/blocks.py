@@ -1,0 +1,312 @@
+"""Which blocks of a key/value cache belong to which sequence: bookkeeping in plain Python, without a tensor.
+
+A block holds the keys and values of `size` tokens in a row. A sequence's `BlockTable` lists its blocks in order, and gets one
+more when the last is full: at most size - 1 slots a sequence are allocated and empty. Sequences that begin alike share blocks:
+
+    fork      a table with the same blocks. The first of its owners that writes into a shared block gets a copy (copy-on-write);
+              the last owner writes in place
+    prefix    full blocks are found again by what they hold: a keyed hash of their tokens and all before them, and on a hit the
+              tokens themselves are compared. Blocks that nobody owns any more stay findable until their room is needed, the
+              longest unused first
+
+Every block is in one of three states: `free`, `used` (some table has it), `cached` (no table has it, a prefix would find it).
+
+Kwon et al., PagedAttention, arXiv:2309.06180.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+from rooftile.errors import InvalidInput
+
+
+class OutOfBlocks(RuntimeError):
+    """The pool has fewer blocks left than were asked for. Nothing has changed."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} more blocks needed, {available} of the pool are left: free some tables, or make the pool larger")
+        self.needed = needed
+        self.available = available
+
+
+class Copy(NamedTuple):
+    """A block whose contents must be copied before the next write."""
+
+    source: int
+    target: int
+
+
+class BlockTable:
+    """The blocks of one sequence, in order. Made, grown and freed by its `BlockPool`."""
+
+    __slots__ = ("blocks", "digest", "length", "sealed")
+
+    def __init__(self, blocks: list[int], length: int, digest: bytes, sealed: int) -> None:
+        self.blocks = blocks
+        self.length = length
+        """Tokens that have a slot."""
+        self.digest = digest
+        """Of the tokens in the first `sealed` blocks."""
+        self.sealed = sealed
+
+    def __repr__(self) -> str:
+        return f"BlockTable({self.length} tokens in {self.blocks})"
+
+
+class _Contents(NamedTuple):
+    """What a sealed block holds."""
+
+    digest: bytes
+    before: bytes
+    tokens: tuple[int, ...]
+
+
+class BlockPool:
+    """`total` blocks of `size` tokens each.
+
+    Args:
+        total: how many blocks there are.
+        size: tokens of a block, a power of two.
+        watermark: the share of the blocks that `admits` leaves for sequences that run.
+        prefixes: whether full blocks are found again by what they hold.
+
+    Example:
+        >>> pool = BlockPool(total=8, size=4)
+        >>> table = pool.begin([1, 2, 3, 4, 5])
+        >>> pool.append(table, 5)
+        []
+        >>> table
+        BlockTable(5 tokens in [0, 1])
+        >>> other = pool.fork(table)
+        >>> pool.append(other, 1)                     # the second block is shared: it is copied before it is written
+        [Copy(source=1, target=2)]
+        >>> pool.free(table), pool.free(other)
+        (None, None)
+        >>> pool.check()
+    """
+
+    def __init__(self, total: int, size: int = 16, *, watermark: float = 0.01, prefixes: bool = True) -> None:
+        if total < 1:
+            raise InvalidInput(f"a pool of {total} blocks; it needs at least one")
+        if size < 1 or size & (size - 1):
+            raise InvalidInput(f"blocks of {size} tokens; their size must be a power of two")
+        if not 0 <= watermark < 1:
+            raise InvalidInput(f"watermark {watermark}; it must be at least 0 and less than 1")
+        self.total = total
+        self.size = size
+        self.watermark = int(total * watermark)
+        """Blocks that `admits` leaves."""
+        self._prefixes = prefixes
+        # taken from the end: the lowest numbers first
+        self._free = list(range(total - 1, -1, -1))
+        self._owners = [0] * total
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        self._contents: dict[int, _Contents] = {}
+        self._found: dict[bytes, int] = {}
+        self._tables: set[BlockTable] = set()
+        # nobody outside can make two prefixes collide
+        self._key = secrets.token_bytes(16)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks of no table that a prefix would find."""
+        return len(self._cached)
+
+    @property
+    def used_blocks(self) -> int:
+        """Blocks of some table."""
+        return self.total - len(self._free) - len(self._cached)
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be had: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def blocks_of(self, tokens: int) -> int:
+        """How many blocks hold so many tokens."""
+        return -(-tokens // self.size)
+
+    def admits(self, tokens: int) -> bool:
+        """Whether a new sequence of so many tokens fits, with `watermark` blocks to spare for those that run."""
+        return self.available - self.blocks_of(tokens) >= self.watermark
+
+    def begin(self, tokens: Sequence[int], salt: str = "") -> BlockTable:
+        """A table with the longest prefix of the tokens that is cached; its `length` says how many those are.
+
+        It never covers the last token: a model computes at least one. Prefixes are shared under the same `salt` only.
+        """
+        table = BlockTable([], 0, self._digest(salt.encode(), ()), 0)
+        for start in range(0, (len(tokens) - 1) // self.size * self.size if self._prefixes else 0, self.size):
+            part = tuple(tokens[start : start + self.size])
+            digest = self._digest(table.digest, part)
+            block = self._found.get(digest)
+            if block is None or self._contents[block] != (digest, table.digest, part):
+                break
+            if self._owners[block] == 0:
+                del self._cached[block]
+            self._owners[block] += 1
+            table.blocks.append(block)
+            table.digest = digest
+        table.sealed = len(table.blocks)
+        table.length = table.sealed * self.size
+        self._tables.add(table)
+        return table
+
+    def needs(self, table: BlockTable, tokens: int) -> int:
+        """How many blocks `append` would take."""
+        blocks = self.blocks_of(table.length + tokens) - len(table.blocks)
+        return blocks + (tokens > 0 and table.length % self.size != 0 and self._owners[table.blocks[-1]] > 1)
+
+    def append(self, table: BlockTable, tokens: int) -> list[Copy]:
+        """Gives slots to that many more tokens. Returns the blocks to copy, in order, before anything is written.
+
+        Raises:
+            OutOfBlocks: there are not enough; nothing has changed.
+        """
+        blocks = table.blocks
+        copies: list[Copy] = []
+        length = table.length + tokens
+        more = -(-length // self.size) - len(blocks)
+        if tokens and table.length % self.size:
+            last = blocks[-1]
+            if self._owners[last] > 1:
+                self._ask_for(more + 1)
+                target = self._take()
+                copies.append(Copy(last, target))
+                self._owners[last] -= 1
+                blocks[-1] = target
+            elif last in self._contents:
+                # it was full once, and will hold something else
+                self._forget(last)
+        if more > 0:
+            self._ask_for(more)
+            blocks.extend(self._take() for _ in range(more))
+        table.length = length
+        return copies
+
+    def seal(self, table: BlockTable, tokens: Sequence[int]) -> None:
+        """Makes the table's full blocks findable; the model has written them. `tokens` are those of the whole sequence."""
+        if not self._prefixes:
+            return
+        full = min(table.length, len(tokens)) // self.size
+        while table.sealed < full:
+            start = table.sealed * self.size
+            part = tuple(tokens[start : start + self.size])
+            digest = self._digest(table.digest, part)
+            block = table.blocks[table.sealed]
+            # what another sequence has computed meanwhile stays where it was found first
+            if digest not in self._found and block not in self._contents:
+                self._found[digest] = block
+                self._contents[block] = _Contents(digest, table.digest, part)
+            table.digest = digest
+            table.sealed += 1
+
+    def fork(self, table: BlockTable) -> BlockTable:
+        """Another table with the same blocks."""
+        for block in table.blocks:
+            self._owners[block] += 1
+        other = BlockTable(table.blocks.copy(), table.length, table.digest, table.sealed)
+        self._tables.add(other)
+        return other
+
+    def truncate(self, table: BlockTable, length: int) -> None:
+        """Gives up the slots past `length`, which is not inside a sealed block."""
+        if not table.sealed * self.size <= length <= table.length:
+            raise InvalidInput(
+                f"length {length}; a table of {table.length} tokens, {table.sealed * self.size} of them sealed, can be cut between them"
+            )
+        keep = self.blocks_of(length)
+        self._give_up(table.blocks[keep:])
+        del table.blocks[keep:]
+        table.length = length
+
+    def free(self, table: BlockTable) -> None:
+        """Gives up all of a table's blocks. What is sealed stays findable while nobody needs the room."""
+        if table not in self._tables:
+            raise InvalidInput(f"{table} is none of this pool's: it was freed already, or another pool has made it")
+        self._tables.remove(table)
+        self._give_up(table.blocks)
+        table.blocks = []
+        table.length = table.sealed = 0
+
+    def forget_prefixes(self) -> None:
+        """Nothing is found by its contents any more: for a cache whose model has changed."""
+        self._found.clear()
+        self._contents.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def live_tokens(self) -> int:
+        """Tokens in tables, those of a shared block counted once."""
+        filled: dict[int, int] = {}
+        for table in self._tables:
+            left = table.length
+            for block in table.blocks:
+                filled[block] = max(filled.get(block, 0), min(left, self.size))
+                left -= self.size
+        return sum(filled.values())
+
+    def waste(self) -> float:
+        """The share of the slots of used blocks that hold no token."""
+        slots = self.used_blocks * self.size
+        return 1 - self.live_tokens() / slots if slots else 0.0
+
+    def check(self) -> None:
+        """Raises AssertionError, which says what, if the books do not balance."""
+        owners = Counter(block for table in self._tables for block in table.blocks)
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        for table in self._tables:
+            assert len(set(table.blocks)) == len(table.blocks), f"{table} has a block twice"
+            assert len(table.blocks) == self.blocks_of(table.length), f"{table} has not the blocks that its length asks for"
+            assert table.sealed * self.size <= table.length, f"{table} has {table.sealed} blocks sealed"
+        for block, count in enumerate(self._owners):
+            assert owners[block] == count, f"block {block} counts {count} owners and has {owners[block]}"
+            states = (block in free) + (count > 0) + (block in self._cached)
+            assert states == 1, f"block {block} is in {states} of the states free, used and cached"
+            assert block not in self._cached or block in self._contents, f"block {block} is cached and holds nothing known"
+            assert block not in free or block not in self._contents, f"block {block} is free and can be found"
+        assert self.free_blocks + self.used_blocks + self.cached_blocks == self.total
+        assert {block: known.digest for block, known in self._contents.items()} == {b: d for d, b in self._found.items()}
+
+    def _ask_for(self, blocks: int) -> None:
+        if blocks > self.available:
+            raise OutOfBlocks(blocks, self.available)
+
+    def _take(self) -> int:
+        """A block with one owner; of cached ones the longest unused."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        self._owners[block] = 1
+        return block
+
+    def _give_up(self, blocks: list[int]) -> None:
+        # the last first: a prefix is of no use without what comes before
+        for block in reversed(blocks):
+            self._owners[block] -= 1
+            if self._owners[block] == 0:
+                if block in self._contents:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def _forget(self, block: int) -> None:
+        del self._found[self._contents.pop(block).digest]
+
+    def _digest(self, before: bytes, tokens: tuple[int, ...]) -> bytes:
+        """Of tokens and, by its digest, of all before them: two sequences that differ anywhere have others."""
+        return blake2b(before + array("q", tokens).tobytes(), digest_size=16, key=self._key).digest()
