@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from rooftile import dispatch, ops, reference, validate
 from rooftile.backends import eager
 from rooftile.errors import InvalidInput
+from rooftile.kvcache import PagedKV
 from rooftile.masks import FULL, Mask
 from rooftile.numerics import QuantisedQKV
 from rooftile.precision import Precision, recipe_of
@@ -257,6 +258,72 @@ def attention_quantised_with_lse(
     with torch.no_grad():
         backend = dispatch.BACKENDS[_choose(code, qkv.backend)]
         found: tuple[Tensor, Tensor] = backend.attend_quantised(qkv, Options(sinks=sinks), decode(code))
+    return found
+
+
+def attention_paged(
+    q: Tensor,  # (B, T, H, D) or (total_q, H, D)
+    cache: PagedKV,
+    mask: Mask = FULL,
+    *,
+    alibi: Tensor | None = None,
+    backend: str | None = None,
+    deterministic: bool | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of queries to keys and values that lie in the blocks of a paged cache.
+
+    Args:
+        q: queries (B, T, H, D), T of each sequence, or (total_q, H, D), packed by `cache.cu_q`. They are a sequence's last
+            tokens: masks and ALiBi are aligned bottom-right, as everywhere. One of each is decoding, many are a prompt or a part.
+        cache: the blocks of a layer and the sequences' tables (`rooftile.kvcache.PagedKV`); what the queries see of themselves
+            has been written there.
+        mask: CAUSAL, or what `attention` takes.
+        deterministic: a sequence's output does not depend on its neighbours in the batch, bit for bit. None follows
+            torch.use_deterministic_algorithms.
+
+    The other arguments are those of `attention`. There are no gradients.
+
+    Returns:
+        o (B, T, H, Dv) or (total_q, H, Dv), in the dtype of q.
+
+    Example:
+        >>> from rooftile.kvcache import PagedKV
+        >>> k, v = torch.randn(2, 10, 16, 2, 64)                       # ten blocks of 16 tokens each
+        >>> table, lengths = torch.tensor([[3, 7], [1, 0]], dtype=torch.int32), torch.tensor([20, 9], dtype=torch.int32)
+        >>> attention_paged(torch.randn(2, 1, 4, 64), PagedKV(k, v, table, lengths), CAUSAL).shape
+        torch.Size([2, 1, 4, 64])
+
+    Kwon et al., PagedAttention, arXiv:2309.06180.
+    """
+    return attention_paged_with_lse(
+        q, cache, mask, alibi=alibi, backend=backend, deterministic=deterministic, scale=scale, sinks=sinks, softcap=softcap
+    )[0]  # fmt: skip
+
+
+def attention_paged_with_lse(
+    q: Tensor,  # (B, T, H, D) or (total_q, H, D)
+    cache: PagedKV,
+    mask: Mask = FULL,
+    *,
+    alibi: Tensor | None = None,
+    backend: str | None = None,
+    deterministic: bool | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attention_paged`, and lse (B, H, T), or packed (H, total_q)."""
+    validate.check_query(q)
+    if not isinstance(cache, PagedKV):
+        raise InvalidInput(f"cache is {validate.shown(cache)}; must be a rooftile.kvcache.PagedKV")
+    options = Options(alibi=alibi, sinks=sinks)
+    wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    code = validate.paged_code(q, cache, mask, options, scale, softcap, wanted)
+    with torch.no_grad():
+        found: tuple[Tensor, Tensor] = dispatch.BACKENDS[_choose(code, backend)].attend_paged(q, cache, options, decode(code))
     return found
 
 

@@ -120,6 +120,87 @@ def quantised_code(
     )
 
 
+def paged_code(
+    q: Tensor, cache: Any, mask: Mask, options: Options, scale: float | None, softcap: float | None, deterministic: bool
+) -> str:  # fmt: skip
+    """The code of the Spec of attention to a paged cache."""
+    packed = cache.cu_q is not None
+    axes = PACKED if packed else DENSE
+    if q.ndim != len(axes):
+        word = "with cache.cu_q queries are packed" if packed else "without cache.cu_q every sequence has as many queries"
+        raise InvalidInput(f"q is {tuple(q.shape)}; {word}, so it must have {len(axes)} axes ({', '.join(axes)})")
+    _check_pages(q, cache)
+    _check_mask(mask)
+    B, H, D = cache.table.shape[0], q.shape[-2], q.shape[-1]
+    if options.alibi is not None:
+        _check_vector("alibi", options.alibi, q, ((H,), (B, H)), f"(H,) = ({H},) or (B, H) = ({B}, {H})")
+    if options.sinks is not None:
+        _check_vector("sinks", options.sinks, q, ((H,),), f"(H,) = ({H},)")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, cache.k, cache.v)):
+        raise InvalidInput("q or the cache requires a gradient; attention_paged has none: call it under torch.no_grad()")
+    return encode(
+        dtype=q.dtype,
+        dim=D,
+        dim_v=cache.v.shape[-1],
+        group=H // cache.k.shape[-2],
+        mask=mask,
+        layout="paged",
+        scale=_scale(scale, D),
+        softcap=_softcap(softcap),
+        dropout=0.0,
+        has_bias=False,
+        has_alibi=options.alibi is not None,
+        has_sinks=options.sinks is not None,
+        needs_grad=False,
+        bias_grad=False,
+        needs_lse=False,
+        forward_mode=False,
+        deterministic=deterministic,
+        precision="native",
+        device=arch(q.device),
+    )
+
+
+def _check_pages(q: Tensor, cache: Any) -> None:
+    k, v, table, lengths = cache.k, cache.v, cache.table, cache.lengths
+    for name, x, axes in (("k", k, "(P, size, Hk, D)"), ("v", v, "(P, size, Hk, Dv)")):
+        if x.ndim != 4:
+            raise InvalidInput(f"cache.{name} is {tuple(x.shape)}; must be {axes}")
+        if x.dtype != q.dtype:
+            raise InvalidInput(f"cache.{name} is {x.dtype}; q is {q.dtype}, and they must agree")
+    if k.shape[:3] != v.shape[:3]:
+        raise InvalidInput(f"cache.v is {tuple(v.shape)}; must be like cache.k, {tuple(k.shape)}, in all but the last axis")
+    if k.shape[1] < 1 or k.shape[1] & (k.shape[1] - 1):
+        raise InvalidInput(f"blocks of {k.shape[1]} tokens; their size must be a power of two")
+    if k.shape[-1] != q.shape[-1]:
+        raise InvalidInput(f"cache.k has head dim {k.shape[-1]}; q has {q.shape[-1]}, and they must agree")
+    H, Hk = q.shape[-2], k.shape[2]
+    if H == 0 or Hk == 0 or H % Hk:
+        raise InvalidInput(f"q has {H} heads and cache.k has {Hk}; k's must divide q's (each serves a group of query heads)")
+    if table.ndim != 2 or table.dtype != torch.int32:
+        raise InvalidInput(f"cache.table is {table.dtype} {tuple(table.shape)}; must be int32 (B, blocks of the longest)")
+    B = table.shape[0]
+    for name, x, n in (("lengths", lengths, B), ("cu_q", cache.cu_q, B + 1)):
+        if x is not None and (x.shape != (n,) or x.dtype != torch.int32):
+            raise InvalidInput(f"cache.{name} is {x.dtype} {tuple(x.shape)}; must be int32 ({n},): cache.table has {B} rows")
+    if cache.cu_q is None and q.shape[0] != B:
+        raise InvalidInput(f"q has batch {q.shape[0]}; cache.table has {B} rows, and they must agree")
+    for name, x in (("k", k), ("v", v), ("table", table), ("lengths", lengths), ("cu_q", cache.cu_q)):
+        if x is not None:
+            _check_device(f"cache.{name}", x, q)
+    if cache.cu_q is not None:
+        check_offsets("cache.cu_q", cache.cu_q, q.shape[0], "queries", q.device, False)
+    # as with offsets: looked at where that waits for nobody
+    if q.device.type == "cpu" and B and not torch.compiler.is_compiling():
+        longest, room = int(lengths.max()), table.shape[1] * k.shape[1]
+        if int(lengths.min()) < 0 or longest > room:
+            raise InvalidInput(f"cache.lengths has {longest}; cache.table has room for {room}: {table.shape[1]} x {k.shape[1]}")
+        used = table[torch.arange(table.shape[1]) * k.shape[1] < lengths[:, None]]
+        if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < k.shape[0]:
+            first, last = int(used.min()), int(used.max())
+            raise InvalidInput(f"cache.table names blocks {first} to {last}; cache.k has 0 to {k.shape[0] - 1}")
+
+
 def problem_of(q: Tensor, k: Tensor, v: Tensor, code: str, options: Options) -> Problem:
     """The Problem of a call whose spec's code is known. Reads packed offsets, so it may wait for the GPU."""
     if options.cu_q is None:

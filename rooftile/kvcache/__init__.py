@@ -1,5 +1,6 @@
 """A key/value cache in blocks: who owns which (`blocks`), and the tensors (`pages`)."""
 
-from rooftile.kvcache.blocks import BlockPool, BlockTable, OutOfBlocks
+from rooftile.kvcache.blocks import BlockPool, BlockTable, Copy, OutOfBlocks
+from rooftile.kvcache.pages import PagedKV, Pages
 
-__all__ = ["BlockPool", "BlockTable", "OutOfBlocks"]
+__all__ = ["BlockPool", "BlockTable", "Copy", "OutOfBlocks", "PagedKV", "Pages"]

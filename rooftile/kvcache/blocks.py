@@ -30,7 +30,7 @@ class OutOfBlocks(RuntimeError):
     """The pool has fewer blocks left than were asked for. Nothing has changed."""
 
     def __init__(self, needed: int, available: int) -> None:
-        super().__init__(f"{needed} more blocks needed, {available} of the pool are left: free some tables, or make the pool larger")
+        super().__init__(f"{needed} more blocks needed, {available} of the pool are left: free tables, or make the pool larger")
         self.needed = needed
         self.available = available
 
@@ -224,7 +224,7 @@ class BlockPool:
         """Gives up the slots past `length`, which is not inside a sealed block."""
         if not table.sealed * self.size <= length <= table.length:
             raise InvalidInput(
-                f"length {length}; a table of {table.length} tokens, {table.sealed * self.size} of them sealed, can be cut between them"
+                f"length {length}; a table of {table.length} tokens, {table.sealed * self.size} sealed, is cut between them"
             )
         keep = self.blocks_of(length)
         self._give_up(table.blocks[keep:])

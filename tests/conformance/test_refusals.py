@@ -105,8 +105,9 @@ def test_explain_of_tensors_names_what_attention_would_run(device: torch.device)
 
 
 def test_eager_says_what_it_lacks() -> None:
-    spec = Spec(dtype=torch.float32, dim=64, dim_v=64, scale=0.125, layout="paged")
-    assert list(dispatch.BACKENDS["eager"].refusals(spec)) == ["layout 'paged'; has 'dense', 'packed'"]
+    spec = Spec(dtype=torch.float32, dim=64, dim_v=64, scale=0.125, precision=rt.Precision(), has_alibi=True)
+    due = f"alibi with precision {rt.Precision()}; has masks, groups, softcap and sinks with it"
+    assert list(dispatch.BACKENDS["eager"].refusals(spec)) == [due]
 
 
 @pytest.mark.parametrize("arch_word", ["cpu", "sm80", "sm90", "sm100", "mps"])

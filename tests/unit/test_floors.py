@@ -76,8 +76,8 @@ def test_no_backend_imports_another() -> None:
     for path in (PACKAGE / "backends").glob("*/**/*.py"):
         own = path.relative_to(PACKAGE / "backends").parts[0]
         for module in imports(path):
-            # what starts kernels belongs to no backend
-            if place(module) == "backends" and not module.startswith("rooftile.backends.launch."):
+            # what starts kernels, and what gathers pages, belongs to no backend
+            if place(module) == "backends" and not module.startswith(("rooftile.backends.launch.", "rooftile.backends.gathered")):
                 assert module.split(".")[2] == own, f"{path} imports {module}"
 
 

@@ -183,7 +183,6 @@ def test_compiles_into_one_graph() -> None:
     ("what", "reason"),
     [
         ({"device": "sm90"}, "tensors are on sm90; has cpu"),
-        ({"layout": "paged"}, "layout 'paged'; has 'dense', 'packed'"),
         ({"forward_mode": True}, "forward-mode derivatives; has reverse mode (use backend='eager')"),
         ({}, None),
     ],

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from rooftile import reference
+from rooftile.backends import gathered
 from rooftile.backends.eager import low_precision
+from rooftile.kvcache import PagedKV
 from rooftile.numerics.hadamard import SHORTEST
 from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
 from rooftile.spec import Grads, Options, Spec, option_names
@@ -22,8 +24,6 @@ NAME = "eager"
 
 
 def refusals(spec: Spec) -> Iterator[str]:
-    if spec.layout == "paged":
-        yield "layout 'paged'; has 'dense', 'packed'"
     if spec.precision is not None:
         for name in ("bias", "alibi"):
             if getattr(spec, f"has_{name}"):
@@ -78,6 +78,10 @@ def attend_quantised(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[T
     """o and lse of what `quantise` made."""
     with torch.autocast(qkv.q.device.type, enabled=False):
         return low_precision.attend(qkv, spec.mask, scale=spec.scale, softcap=spec.softcap, sinks=options.sinks)
+
+
+def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    return gathered.attend(attend, q, cache, options, spec)
 
 
 def backward(

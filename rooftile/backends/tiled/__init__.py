@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from rooftile.backends import gathered
+from rooftile.kvcache import PagedKV
 from rooftile.spec import Grads, Options, Spec
 
 NAME = "tiled"
@@ -19,8 +21,6 @@ NAME = "tiled"
 def refusals(spec: Spec) -> Iterator[str]:
     if spec.device != "cpu":
         yield f"tensors are on {spec.device}; has cpu"
-    if spec.layout == "paged":
-        yield "layout 'paged'; has 'dense', 'packed'"
     if spec.precision is not None:
         yield f"precision {spec.precision}; computes in the dtype of its inputs"
     if spec.forward_mode:
@@ -38,6 +38,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
     for heads in blocks(q, k, v, options, spec):
         flash_fwd.run(heads, heads.place.of_queries(o), heads.place.of_rows(lse))
     return o, lse
+
+
+def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    return gathered.attend(forward, q, cache, options, spec)
 
 
 def backward(

@@ -1,0 +1,112 @@
+"""The tensors of a paged key/value cache: blocks of memory (`Pages`), and one layer of them as attention reads it (`PagedKV`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rooftile.kvcache.blocks import Copy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedKV:
+    """One layer's keys and values in blocks, and which blocks are whose: what `attention_paged` reads.
+
+    k (P, size, Hk, D) and v (P, size, Hk, Dv) are P blocks of `size` tokens, contiguous in their last axis. Token n of sequence b
+    is in block table[b, n // size], slot n % size. table (B, N) is int32; what lies past a sequence's length is never read.
+    lengths (B,), int32, counts a sequence's tokens in the cache: those of this call's queries are among them, the last ones.
+    cu_q (B + 1,), int32, are the offsets of packed queries; None for (B, T, H, D), the same number for every sequence.
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    lengths: Tensor
+    cu_q: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Tokens of a block."""
+        return self.k.shape[1]
+
+    def gathered(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values out of their blocks, sequence after sequence: (total, Hk, D), (total, Hk, Dv), offsets (B + 1,)."""
+        lengths = self.lengths.long()
+        cu_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        sequence = torch.repeat_interleave(lengths)
+        place = torch.arange(sequence.shape[0], device=sequence.device) - cu_k[sequence]
+        blocks = self.table[sequence, place // self.size].long()
+        return self.k[blocks, place % self.size], self.v[blocks, place % self.size], cu_k
+
+    def packed_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """q (B, T, H, D) or (total, H, D) as (total, H, D), and its offsets."""
+        if self.cu_q is not None:
+            return q, self.cu_q
+        return q.flatten(0, 1), torch.arange(q.shape[0] + 1, device=q.device) * q.shape[1]
+
+
+class Pages:
+    """Memory for the keys and values of `blocks` blocks, in all layers.
+
+    A block is one piece of memory through all layers, so that copying one, or moving it elsewhere, is one copy.
+
+    Args:
+        blocks: how many blocks.
+        layers, heads, dim: of the model; heads are those of keys and values.
+        size: tokens of a block.
+        dtype, device: of the tensors.
+
+    Example:
+        >>> pages = Pages(4, layers=2, heads=1, dim=8, dtype=torch.float32)
+        >>> print(pages)
+        4 blocks of 16 tokens, 64 in all: 4 x 16 x 2 layers x 2 x 1 heads x 8 dims x 4 bytes = 8.19 kB
+        >>> pages.write(0, torch.ones(1, 1, 8), torch.ones(1, 1, 8), slots=torch.tensor([17]))
+        >>> pages.copy([Copy(source=1, target=3)])
+        >>> k, v = pages.layer(0)
+        >>> k.shape, k[3, 1, 0, 0].item()
+        (torch.Size([4, 16, 1, 8]), 1.0)
+    """
+
+    def __init__(
+        self, blocks: int, layers: int, heads: int, dim: int, *, size: int = 16, dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        self.storage = torch.empty(blocks, layers, 2, size, heads, dim, dtype=dtype, device=device)
+
+    def layer(self, n: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, (blocks, size, heads, dim) each: views."""
+        return self.storage[:, n, 0], self.storage[:, n, 1]
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Puts keys and values (total, heads, dim) of a layer into their slots (total,): block x size + place in it."""
+        size = self.storage.shape[3]
+        places = (slots // size, layer, slice(None), slots % size)
+        self.storage[places] = torch.stack((k, v), dim=1).to(self.storage.dtype)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copies blocks, in all layers at once; as if one after the other."""
+        sources = [source for source, _ in copies]
+        targets = [target for _, target in copies]
+        if set(sources).isdisjoint(targets) and len(set(targets)) == len(targets):
+            self.storage[targets] = self.storage[sources]
+        else:
+            for source, target in copies:
+                self.storage[target] = self.storage[source]
+
+    def __str__(self) -> str:
+        blocks, layers, _, size, heads, dim = self.storage.shape
+        return (
+            f"{blocks:,} blocks of {size} tokens, {blocks * size:,} in all: {blocks:,} x {size} x {layers} layers x 2 x "
+            f"{heads} heads x {dim} dims x {self.storage.element_size()} bytes = {_bytes(self.storage.nbytes)}"
+        )
+
+
+def _bytes(n: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:,.3g} GB"

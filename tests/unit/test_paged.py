@@ -1,0 +1,153 @@
+"""Attention to a paged cache: what attention to the same keys and values laid out plainly is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import rooftile as rt
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.kvcache import BlockPool, Copy, PagedKV, Pages
+from rooftile.masks import Mask
+
+BACKENDS = ["eager", "tiled"]
+backends = pytest.mark.parametrize("name", BACKENDS)
+MASKS = [rt.FULL, rt.CAUSAL, rt.CAUSAL & rt.Window(9), rt.Prefix(20) & rt.Window(30, 30), rt.Chunk(16) & rt.CAUSAL]
+LENGTHS = (37, 5, 0, 64, 1)
+
+
+def paged(sequences: list[tuple[Tensor, Tensor]], size: int, seed: int = 0, spare: int = 3) -> PagedKV:
+    """Keys and values in blocks in any order, NaN wherever nothing was written."""
+    lengths = [len(k) for k, _ in sequences]
+    counts = [-(-n // size) for n in lengths]
+    order = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(seed)).int()
+    k, v = (torch.full((len(order), size, *x.shape[1:]), torch.nan, dtype=x.dtype) for x in sequences[0])
+    # what is past a sequence's end in the table is no block
+    table = torch.full((len(sequences), max(counts) + 1), 10**6, dtype=torch.int32)
+    for b, (keys, values) in enumerate(sequences):
+        start = sum(counts[:b])
+        table[b, : counts[b]] = order[start : start + counts[b]]
+        for n in range(lengths[b]):
+            k[table[b, n // size], n % size], v[table[b, n // size], n % size] = keys[n], values[n]
+    return PagedKV(k, v, table, torch.tensor(lengths, dtype=torch.int32))
+
+
+def sequences(lengths: tuple[int, ...] = LENGTHS, Hk: int = 2, D: int = 16, Dv: int = 8) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(n, Hk, D), torch.randn(n, Hk, Dv)) for n in lengths]
+
+
+@backends
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(("size", "T"), [(16, 1), (8, 5), (64, 3), (1, 1)])
+def test_dense_queries(name: str, mask: Mask, size: int, T: int) -> None:
+    held = sequences()
+    q = torch.randn(len(held), T, 4, 16)
+    options = {"softcap": 5.0, "sinks": torch.randn(4), "alibi": torch.rand(4), "scale": 0.3}
+    o, lse = rt.attention_paged_with_lse(q, paged(held, size), mask, backend=name, **options)
+    assert torch.equal(o, rt.attention_paged(q, paged(held, size, seed=1), mask, backend=name, **options))
+    for b, (k, v) in enumerate(held):
+        due, due_lse = rt.attention_with_lse(q[b : b + 1], k[None], v[None], mask, backend="eager", **options)
+        torch.testing.assert_close(o[b : b + 1], due)
+        torch.testing.assert_close(lse[b : b + 1], due_lse)
+
+
+@backends
+def test_packed_queries_of_prompts_and_decoding_together(name: str) -> None:
+    held = sequences()
+    counts = torch.tensor([20, 1, 0, 64, 1])
+    cu_q = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    q = torch.randn(int(cu_q[-1]), 4, 16)
+    plain = paged(held, 16)
+    cache = PagedKV(plain.k, plain.v, plain.table, plain.lengths, cu_q)
+    o, lse = rt.attention_paged_with_lse(q, cache, rt.CAUSAL, backend=name)
+    for b, (k, v) in enumerate(held):
+        rows = slice(int(cu_q[b]), int(cu_q[b + 1]))
+        due, due_lse = rt.attention_with_lse(q[None, rows], k[None], v[None], rt.CAUSAL, backend="eager")
+        torch.testing.assert_close(o[rows], due[0])
+        torch.testing.assert_close(lse[:, rows], due_lse[0])
+
+
+def test_without_a_name_the_cpu_has_one() -> None:
+    q = torch.randn(5, 1, 2, 16)
+    assert torch.isfinite(rt.attention_paged(q, paged(sequences(), 16), rt.CAUSAL)).all()
+    with pytest.raises(Unsupported, match="layout 'paged'"):
+        rt.attention_paged(q, paged(sequences(), 16), backend="sdpa")
+
+
+def test_a_pool_and_its_pages() -> None:
+    """Two samples of one prompt: they share what they have in common, and neither reads what the other wrote."""
+    pool, pages = BlockPool(8, 4), Pages(8, layers=2, heads=2, dim=16, size=4, dtype=torch.float32)
+    pages.storage.fill_(torch.nan)
+    k, v = torch.randn(2, 2, 6, 2, 16)
+    first = pool.begin([1])
+    pool.append(first, 6)
+
+    def write(table, start: int, k: Tensor, v: Tensor) -> None:
+        slots = torch.tensor([table.blocks[n // 4] * 4 + n % 4 for n in range(start, start + k.shape[1])])
+        for layer in range(2):
+            pages.write(layer, k[layer], v[layer], slots)
+
+    write(first, 0, k, v)
+    second = pool.fork(first)
+    more = {}
+    for table in (first, second):
+        pages.copy(pool.append(table, 1))
+        more[table] = torch.randn(2, 2, 1, 2, 16)
+        write(table, 6, *more[table])
+    assert pool.used_blocks == 3
+    tables = torch.tensor([first.blocks, second.blocks], dtype=torch.int32)
+    q = torch.randn(2, 1, 4, 16)
+    for layer in range(2):
+        o = rt.attention_paged(q, PagedKV(*pages.layer(layer), tables, torch.tensor([7, 7], dtype=torch.int32)), rt.CAUSAL)
+        for b, table in enumerate((first, second)):
+            keys, values = (torch.cat((x[layer], x_more[layer])) for x, x_more in zip((k, v), more[table], strict=True))
+            torch.testing.assert_close(o[b : b + 1], rt.attention(q[b : b + 1], keys[None], values[None], rt.CAUSAL))
+
+
+def test_copies_are_as_if_one_after_the_other() -> None:
+    pages = Pages(5, layers=1, heads=1, dim=1, size=1, dtype=torch.float32)
+    pages.storage[:] = torch.arange(5.0).view(5, 1, 1, 1, 1, 1)
+
+    def held() -> list[float]:
+        k, v = pages.layer(0)
+        assert torch.equal(k, v)
+        return k.flatten().tolist()
+
+    pages.copy([Copy(0, 3), Copy(1, 4)])
+    assert held() == [0, 1, 2, 0, 1]
+    pages.copy([Copy(1, 0), Copy(0, 2)])
+    assert held() == [1, 1, 1, 0, 1]
+    pages.copy([])
+    assert str(pages).endswith("= 40 bytes")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"table": torch.zeros(5, 4)}, r"cache.table is torch.float32 \(5, 4\); must be int32"),
+        ({"lengths": torch.zeros(4, dtype=torch.int32)}, r"cache.lengths is torch.int32 \(4,\); must be int32 \(5,\)"),
+        ({"lengths": torch.full((5,), 99, dtype=torch.int32)}, r"cache.lengths has 99; cache.table has room for 80"),
+        ({"table": torch.full((5, 5), 50, dtype=torch.int32)}, r"names blocks 50 to 50; cache.k has 0 to"),
+        ({"k": torch.zeros(12, 16, 2, 16).half()}, r"cache.k is torch.float16; q is torch.float32"),
+        ({"k": torch.zeros(12, 16, 3, 16), "v": torch.zeros(12, 16, 3, 8)}, r"q has 4 heads and cache.k has 3"),
+        ({"k": torch.zeros(12, 12, 2, 16), "v": torch.zeros(12, 12, 2, 8)}, r"blocks of 12 tokens; their size must be a power"),
+        ({"v": torch.zeros(3, 16, 2, 8)}, r"cache.v is \(3, 16, 2, 8\); must be like cache.k"),
+        ({"cu_q": torch.tensor([0, 1, 2, 3, 4, 5], dtype=torch.int32)}, r"queries are packed, so it must have 3 axes"),
+    ],
+)
+def test_bad_input(change: dict[str, Tensor], sentence: str) -> None:
+    plain = paged(sequences(), 16)
+    given = {name: getattr(plain, name) for name in ("k", "v", "table", "lengths", "cu_q")} | change
+    with pytest.raises(InvalidInput, match=sentence):
+        rt.attention_paged(torch.randn(5, 1, 4, 16), PagedKV(**given), rt.CAUSAL)
+
+
+def test_other_bad_input() -> None:
+    cache = paged(sequences(), 16)
+    with pytest.raises(InvalidInput, match=r"must be a rooftile\.kvcache\.PagedKV"):
+        rt.attention_paged(torch.randn(5, 1, 4, 16), cache.k)
+    with pytest.raises(InvalidInput, match=r"q has batch 4; cache\.table has 5 rows"):
+        rt.attention_paged(torch.randn(4, 1, 4, 16), cache)
+    with pytest.raises(InvalidInput, match=r"under torch\.no_grad"):
+        rt.attention_paged(torch.randn(5, 1, 4, 16, requires_grad=True), cache)
