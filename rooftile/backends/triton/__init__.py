@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.launch import device_of, on_its_device
+from rooftile.kvcache import PagedKV
 from rooftile.numerics.hadamard import SHORTEST
 from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
 from rooftile.precision import Precision
@@ -44,8 +45,6 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield f"head dims {spec.dim}, {spec.dim_v}; has up to {LARGEST_DIM}"
     if len(spec.mask.chunks) > 1:
         yield f"chunk sizes {', '.join(map(str, spec.mask.chunks))} at once; has one"
-    if spec.layout == "paged":
-        yield "layout 'paged'; has 'dense', 'packed'"
     if spec.precision is not None:
         yield from _refusals_of_recipe(spec.precision, spec)
     if spec.forward_mode:
@@ -91,6 +90,14 @@ def attend_quantised(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[T
 
     with device_of(qkv.q):
         return flash_fwd_8bit.attend(qkv, options, spec)
+
+
+def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o and lse of queries to a paged cache."""
+    from rooftile.backends.triton import paged_fwd
+
+    with device_of(q):
+        return paged_fwd.attend(q, cache, options, spec)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:

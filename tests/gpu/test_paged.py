@@ -1,0 +1,83 @@
+"""Attention to a paged cache on a GPU: the definition's answer, bits that know no neighbours, and no waiting for lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import rooftile as rt
+from rooftile.kvcache import PagedKV
+from rooftile.masks import Mask
+
+pytestmark = pytest.mark.gpu
+
+MASKS = [rt.FULL, rt.CAUSAL, rt.CAUSAL & rt.Window(300), rt.Chunk(256) & rt.CAUSAL]
+
+
+def cache_of(lengths: list[int], Hk: int, dim: int, size: int, dtype: torch.dtype = torch.bfloat16) -> PagedKV:
+    """Blocks in random order; what is not written is NaN."""
+    counts = [-(-n // size) for n in lengths]
+    order = torch.randperm(sum(counts) + 2).int()
+    k, v = (torch.randn(len(order), size, Hk, dim, device="cuda").to(dtype) for _ in range(2))
+    table = torch.full((len(lengths), max(counts)), 10**6, dtype=torch.int32)
+    start = 0
+    for b, (n, count) in enumerate(zip(lengths, counts, strict=True)):
+        table[b, :count] = order[start : start + count]
+        if n % size:
+            k[table[b, count - 1], n % size :] = v[table[b, count - 1], n % size :] = torch.nan
+        start += count
+    return PagedKV(k, v, table.cuda(), torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+
+
+def assert_close(found: tuple[Tensor, Tensor], due: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(found[0], due[0], rtol=1.6e-2, atol=1e-2)
+    torch.testing.assert_close(found[1], due[1], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(("dim", "H", "Hk"), [(64, 8, 8), (128, 32, 8), (128, 71, 1), (256, 8, 4), (80, 4, 2)])
+@pytest.mark.parametrize(("size", "T"), [(16, 1), (8, 4), (64, 200)])
+def test_dense_queries(mask: Mask, dim: int, H: int, Hk: int, size: int, T: int) -> None:
+    cache = cache_of([3000, 17, 1024, 0, 1], Hk, dim, size)
+    q = torch.randn(5, T, H, dim, device="cuda").bfloat16()
+    due = rt.attention_paged_with_lse(q, cache, mask, backend="eager")
+    assert_close(rt.attention_paged_with_lse(q, cache, mask), due)
+
+
+def test_packed_queries_without_waiting() -> None:
+    cache = cache_of([3000, 17, 1024, 0, 1], 2, 128, 16)
+    counts = torch.tensor([0, 200, 1, 1, 0, 1]).cumsum(0).int().cuda()
+    cache = PagedKV(cache.k, cache.v, cache.table, cache.lengths, counts)
+    q = torch.randn(203, 8, 128, device="cuda").bfloat16()
+    rt.attention_paged(q, cache, rt.CAUSAL)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = rt.attention_paged_with_lse(q, cache, rt.CAUSAL)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_close(found, rt.attention_paged_with_lse(q, cache, rt.CAUSAL, backend="eager"))
+
+
+def test_bits_do_not_depend_on_the_batch() -> None:
+    """Alone a sequence's chunks go to programs of their own; among a hundred others they do not."""
+    lengths = [5000, 3000, *[700] * 120]
+    cache = cache_of(lengths, 8, 128, 16)
+    q = torch.randn(len(lengths), 1, 32, 128, device="cuda").bfloat16()
+    together = rt.attention_paged(q, cache, rt.CAUSAL, deterministic=True)
+    for b in (0, 1, 50):
+        one = PagedKV(cache.k, cache.v, cache.table[b : b + 1], cache.lengths[b : b + 1])
+        assert torch.equal(rt.attention_paged(q[b : b + 1], one, rt.CAUSAL, deterministic=True)[0], together[b])
+
+
+def test_a_captured_graph_sees_new_lengths() -> None:
+    cache = cache_of([900, 40], 2, 64, 16)
+    q = torch.randn(2, 1, 4, 64, device="cuda").bfloat16()
+    rt.attention_paged(q, cache, rt.CAUSAL)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = rt.attention_paged(q, cache, rt.CAUSAL)
+    cache.lengths.copy_(torch.tensor([130, 33], dtype=torch.int32))
+    graph.replay()
+    assert_close((o, cache.lengths), (rt.attention_paged(q, cache, rt.CAUSAL, backend="eager"), cache.lengths))

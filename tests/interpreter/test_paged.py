@@ -1,0 +1,84 @@
+"""The Triton kernels for a paged cache, interpreted: what attention to the same keys and values laid out plainly is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rooftile as rt
+from rooftile.kvcache import PagedKV
+from rooftile.masks import Mask
+from tests.unit.test_paged import MASKS, paged, sequences
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(("size", "T", "H", "Hk"), [(16, 1, 4, 2), (8, 5, 10, 2), (64, 40, 2, 2), (16, 2, 71, 1)])
+def test_dense_queries(mask: Mask, size: int, T: int, H: int, Hk: int) -> None:
+    held = sequences(Hk=Hk)
+    q = torch.randn(len(held), T, H, 16)
+    found = rt.attention_paged_with_lse(q, paged(held, size), mask, backend="triton")
+    due = rt.attention_paged_with_lse(q, paged(held, size, seed=1), mask, backend="eager")
+    torch.testing.assert_close(found, due)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 5.0}, {"sinks": torch.tensor([1.0, -1.0, 0.0, 3.0])}, {"alibi": torch.rand(4)}, {"alibi": torch.rand(5, 4)},
+        {"scale": 2.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_options(options) -> None:
+    held, q = sequences(D=24, Dv=40), torch.randn(5, 3, 4, 24)
+    found = rt.attention_paged_with_lse(q, paged(held, 16), rt.CAUSAL, backend="triton", **options)
+    due = rt.attention_paged_with_lse(q, paged(held, 16), rt.CAUSAL, backend="eager", **options)
+    torch.testing.assert_close(found, due)
+
+
+def test_packed_queries() -> None:
+    held = sequences()
+    cu_q = torch.tensor([0, 20, 21, 21, 85, 86], dtype=torch.int32)
+    q = torch.randn(86, 4, 16)
+    plain = paged(held, 16)
+    cache = PagedKV(plain.k, plain.v, plain.table, plain.lengths, cu_q)
+    for mask in (rt.CAUSAL, rt.CAUSAL & rt.Window(9)):
+        found = rt.attention_paged_with_lse(q, cache, mask, backend="triton")
+        torch.testing.assert_close(found, rt.attention_paged_with_lse(q, cache, mask, backend="eager"))
+
+
+@pytest.mark.parametrize("mask", [rt.CAUSAL, rt.CAUSAL & rt.Window(1500)], ids=str)
+def test_bits_do_not_depend_on_the_batch(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long sequences by themselves, whose chunks go to programs of their own, and among others, where they do not."""
+    from rooftile.backends.triton import paged_fwd
+
+    held = sequences((2100, 900, 1030), Hk=1)
+    for k, _ in held:
+        # the largest scores come last, so that a join has something to scale
+        k[-6:] *= 4
+    q = torch.randn(3, 1, 2, 16)
+    together = rt.attention_paged_with_lse(q, paged(held, 16), mask, backend="triton")
+    torch.testing.assert_close(together, rt.attention_paged_with_lse(q, paged(held, 16), mask, backend="eager"))
+    for b, sequence in enumerate(held):
+        alone = rt.attention_paged_with_lse(q[b : b + 1], paged([sequence], 16), mask, backend="triton")
+        assert torch.equal(alone[0][0], together[0][b])
+        assert torch.equal(alone[1][0], together[1][b])
+    monkeypatch.setattr(paged_fwd, "ENOUGH", 0)
+    unsplit = rt.attention_paged_with_lse(q, paged(held, 16), mask, backend="triton")
+    assert torch.equal(unsplit[0], together[0])
+    assert torch.equal(unsplit[1], together[1])
+
+
+def test_a_nan_stays_where_it_is_seen() -> None:
+    held = sequences((60, 60), Hk=1)
+    held[0][1][5, 0, 3] = torch.nan
+    held[1][0][50, 0, 0] = torch.inf
+    q = torch.randn(2, 40, 1, 16)
+    mask = rt.CAUSAL & rt.Window(20)
+    found = rt.attention_paged(q, paged(held, 16), mask, backend="triton")
+    due = rt.attention_paged(q, paged(held, 16), mask, backend="eager")
+    lost = found.isnan().any(-1)
+    assert torch.equal(lost, due.isnan().any(-1))
+    assert 0 < lost.sum() < lost.numel() / 2
