@@ -12,18 +12,20 @@ What differs:
 - return_attn_probs=True returns (out, softmax_lse, None): the weights are never formed, not even for tests. Gradients flow
   through softmax_lse too;
 - deterministic=True holds, and False follows torch.use_deterministic_algorithms;
-- max_seqlen arguments are not needed, and not read;
-- block_table is refused: rooftile.attention_paged is the place for a paged cache.
+- max_seqlen and num_splits arguments are not needed, and not read;
+- paged caches have blocks of any power of two, and no gradients; cache_leftpad is refused.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.kvcache import PagedKV
 from rooftile.masks import CAUSAL, FULL, Mask, Window
 from rooftile.validate import shown
 
@@ -34,6 +36,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 Output = Tensor | tuple[Tensor, Tensor, None]
@@ -108,8 +111,8 @@ def flash_attn_qkvpacked_func(
 
 def flash_attn_varlen_func(
     q: Tensor,  # (total_q, H, D)
-    k: Tensor,  # (total_k, Hk, D)
-    v: Tensor,  # (total_k, Hk, Dv)
+    k: Tensor,  # (total_k, Hk, D), with block_table (P, size, Hk, D)
+    v: Tensor,  # (total_k, Hk, Dv), with block_table (P, size, Hk, Dv)
     cu_seqlens_q: Tensor,  # (B + 1,)
     cu_seqlens_k: Tensor,  # (B + 1,)
     max_seqlen_q: int,
@@ -122,15 +125,15 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None,  # (H,) or (B, H)
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
+    block_table: Tensor | None = None,  # (B, N) int32
 ) -> Output:
-    """`rooftile.attention_packed` by flash-attn's arguments; the module says what differs.
+    """`rooftile.attention_packed`, or with block_table `rooftile.attention_paged`, by flash-attn's arguments.
 
     Returns:
         out (total_q, H, Dv); with return_attn_probs also softmax_lse (H, total_q), fp32, and None for the weights.
 
     Raises:
-        Unsupported: block_table was given.
+        Unsupported: dropout from a paged cache.
 
     Example:
         >>> q, k, v = (torch.randn(10, 4, 64) for _ in range(3))
@@ -138,13 +141,15 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, cu, cu, 7, 7, causal=True).shape
         torch.Size([10, 4, 64])
     """
-    if block_table is not None:
-        raise Unsupported(
-            f"block_table is {shown(block_table)}; flash_attn_varlen_func has no paged keys here: gather them into k and v, "
-            "or leave block_table out"
-        )
     mask = _mask(causal, window_size)
     options = _options(dropout_p, softmax_scale, softcap, alibi_slopes, deterministic)
+    if block_table is not None:
+        if options.pop("dropout"):
+            raise Unsupported(f"dropout_p is {dropout_p} with block_table; attention to a paged cache has no dropout")
+        lengths = cu_seqlens_k.diff().int()
+        cache = PagedKV(k, v, block_table, lengths, cu_seqlens_q.int())
+        found = api.attention_paged_with_lse(q, cache, mask, **options)
+        return (*found, None) if return_attn_probs else found[0]
     if not return_attn_probs:
         return api.attention_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, mask, **options)
     return *api.attention_packed_with_lse(q, k, v, cu_seqlens_q, cu_seqlens_k, mask, **options), None
@@ -193,6 +198,110 @@ def flash_attn_varlen_qkvpacked_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,  # (B, T, H, D)
+    k_cache: Tensor,  # (B or more, S, Hk, D), with block_table (P, size, Hk, D)
+    v_cache: Tensor,  # (B or more, S, Hk, Dv), with block_table (P, size, Hk, Dv)
+    k: Tensor | None = None,  # (B, T_new, Hk, D)
+    v: Tensor | None = None,  # (B, T_new, Hk, Dv)
+    rotary_cos: Tensor | None = None,  # (positions, rotary dims / 2)
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,  # (B,)
+    cache_batch_idx: Tensor | None = None,  # (B,)
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,  # (B, N) int32
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,  # (H,) or (B, H)
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Queries against a cache, whose next slots k and v are put into first: `rooftile.attention_paged` by flash-attn's arguments.
+
+    Args:
+        cache_seqlens: tokens that are in the cache before the call. k and v go behind them, in place.
+        cache_batch_idx: which line of an unpaged cache is each sequence's; the first B if None.
+        rotary_cos, rotary_sin: turn k by its positions, and q by the positions that follow the cache: one each under causal or
+            window_size, else all by the first.
+
+    Returns:
+        out (B, T, H, Dv); with return_softmax_lse also lse (B, H, T), fp32.
+
+    Raises:
+        Unsupported: cache_leftpad was given.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 64)
+        >>> q, k, v = (torch.randn(2, 1, 4, 64) for _ in range(3))
+        >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=10, causal=True).shape
+        torch.Size([2, 1, 4, 64])
+    """
+    if cache_leftpad is not None:
+        raise Unsupported(f"cache_leftpad is {shown(cache_leftpad)}; has caches whose sequences begin at their first slot")
+    if (k is None) != (v is None):
+        raise InvalidInput("one of k and v is None; give both, or neither")
+    if cache_seqlens is None:
+        if k is not None or block_table is not None:
+            raise InvalidInput("cache_seqlens is None; with k and v, or a block_table, it must say how many tokens there are")
+        cache_seqlens = k_cache.shape[1]
+    B, T = q.shape[:2]
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
+    if block_table is None:
+        k_cache, v_cache, block_table = _lines_as_blocks(k_cache, v_cache, cache_batch_idx, B)
+    lengths = cache_seqlens.int()
+    if rotary_cos is not None:
+        one_each = causal or tuple(window_size) != (-1, -1)
+        steps = torch.arange(T, device=q.device) * one_each
+        q = _rotated(q, rotary_cos, rotary_sin, lengths[:, None] + steps, rotary_interleaved)
+    if k is not None:
+        places = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
+        if rotary_cos is not None:
+            k = _rotated(k, rotary_cos, rotary_sin, places, rotary_interleaved)
+        size = k_cache.shape[1]
+        room = block_table.shape[1] * size
+        if places.device.type == "cpu" and places.numel() and int(places.max()) >= room:
+            raise InvalidInput(f"cache_seqlens and k come to {int(places.max()) + 1} tokens; the cache has room for {room}")
+        blocks = block_table.gather(1, places.long() // size).long()
+        k_cache[blocks, places % size] = k
+        v_cache[blocks, places % size] = v
+        lengths = lengths + k.shape[1]
+    options = _options(0.0, softmax_scale, softcap, alibi_slopes, False)
+    del options["dropout"]
+    cache = PagedKV(k_cache, v_cache, block_table, lengths)
+    found = api.attention_paged_with_lse(q, cache, _mask(causal, window_size), **options)
+    return found if return_softmax_lse else found[0]
+
+
+def _lines_as_blocks(k: Tensor, v: Tensor, lines: Tensor | None, B: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A cache of a line a sequence as a paged one: views of it, and the blocks of each line in a row."""
+    S = k.shape[1]
+    # the largest power of two that divides S
+    size = S & -S
+    each = S // size
+    if lines is None:
+        lines = torch.arange(B, device=k.device)
+    table = lines.long()[:, None] * each + torch.arange(each, device=k.device)
+    return k.view(-1, size, *k.shape[2:]), v.view(-1, size, *v.shape[2:]), table.int()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor | None, places: Tensor, interleaved: bool) -> Tensor:
+    """Rows (B, T, H, D) turned by the angles of their positions (B, T): pairs of neighbours, or of the two halves."""
+    if sin is None or cos.shape != sin.shape or cos.ndim != 2 or 2 * cos.shape[1] > x.shape[-1]:
+        due = f"(positions, at most {x.shape[-1] // 2})"
+        raise InvalidInput(f"rotary_cos is {shown(cos)} and rotary_sin is {shown(sin)}; must be two tensors {due}")
+    half = cos.shape[1]
+    cos, sin = (angles[places.long()][:, :, None].float() for angles in (cos, sin))
+    turned = x[..., : 2 * half].float()
+    a, b = turned.unflatten(-1, (half, 2)).unbind(-1) if interleaved else turned.split(half, dim=-1)
+    pair = (a * cos - b * sin, a * sin + b * cos)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), dim=-1)
 
 
 def _mask(causal: bool, window_size: tuple[int, int]) -> Mask:

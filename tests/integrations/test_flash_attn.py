@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 
+import rooftile as rt
 from rooftile import CAUSAL, FULL, InvalidInput, Unsupported, Window, reference
 from rooftile.integrations import flash_attn
 
@@ -23,6 +24,11 @@ SIGNATURES = {
     "flash_attn_varlen_func": f"q, k, v, {VARLEN}, {COMMON}, block_table=None",
     "flash_attn_varlen_kvpacked_func": f"q, kv, {VARLEN}, {COMMON}",
     "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {COMMON}",
+    "flash_attn_with_kvcache": (
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, "
+        "cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
+    ),
 }
 
 
@@ -137,10 +143,27 @@ def test_dropout_drops():
     [
         (
             lambda q: flash_attn.flash_attn_varlen_func(
-                q[0], q[0], q[0], *[torch.tensor([0, 9])] * 2, 9, 9, block_table=torch.zeros(1, 1, dtype=torch.int32)
+                q[0], q, q, *[torch.tensor([0, 9])] * 2, 9, 9, 0.1, block_table=torch.zeros(1, 1, dtype=torch.int32)
             ),
             Unsupported,
-            r"block_table is a torch\.int32 tensor \(1, 1\); .* gather them into k and v",
+            r"dropout_p is 0\.1 with block_table",
+        ),
+        (
+            lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, cache_leftpad=torch.tensor([0, 1])),
+            Unsupported,
+            "cache_leftpad is",
+        ),
+        (lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, q), InvalidInput, "one of k and v is None"),
+        (lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, q, q), InvalidInput, "cache_seqlens is None"),
+        (
+            lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, q, q, cache_seqlens=3),
+            InvalidInput,
+            "come to 12 tokens; the cache has room for 9",
+        ),
+        (
+            lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, rotary_cos=torch.ones(9, 4)),
+            InvalidInput,
+            "rotary_sin is None; must be two tensors",
         ),
         (
             lambda q: flash_attn.flash_attn_func(q, q, q, window_size=3),
@@ -159,8 +182,59 @@ def test_dropout_drops():
         ),
         (lambda q: flash_attn.flash_attn_func(q, q, q, dropout_p=1.0), InvalidInput, "dropout is 1.0"),
     ],
-    ids=["block_table", "window_size", "qkv", "kv", "dropout"],
+    ids=[
+        "block_table", "leftpad", "k without v", "no lengths", "no room", "half a rotation", "window_size", "qkv", "kv", "dropout",
+    ],
 )
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call(torch.randn(2, 9, 4, 8))
+
+
+def turned(x: torch.Tensor, place: int, interleaved: bool) -> torch.Tensor:
+    """A row (D,) whose first eight numbers are turned by its place, as complex numbers."""
+    angles = place * torch.tensor([1.0, 0.3, 0.1, 0.03])
+    pairs = x[:8].view(4, 2) if interleaved else x[:8].view(2, 4).T
+    numbers = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(4), angles))
+    return torch.cat(((numbers if interleaved else numbers.T).flatten(), x[8:]))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_cache_is_appended_to_and_attended_to(paged: bool, interleaved: bool, causal: bool) -> None:
+    held, T, H, Hk, D = [5, 0, 21], 3, 4, 2, 16
+    k_cache, v_cache = torch.randn(2, 6, 24, Hk, D)
+    lines = torch.tensor([4, 0, 2])
+    angles = torch.arange(32.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
+    q, k, v = (torch.randn(3, T, h, D) for h in (H, Hk, Hk))
+    due = []
+    for b, n in enumerate(held):
+        keys, values = k_cache[lines[b], :n], v_cache[lines[b], :n]
+        turned_k = torch.stack([torch.stack([turned(k[b, t, h], n + t, interleaved) for h in range(Hk)]) for t in range(T)])
+        places = [n + t * causal for t in range(T)]
+        turned_q = torch.stack([torch.stack([turned(q[b, t, h], places[t], interleaved) for h in range(H)]) for t in range(T)])
+        keys, values = torch.cat((keys, turned_k)), torch.cat((values, v[b]))
+        due.append(rt.attention_with_lse(turned_q[None], keys[None], values[None], rt.CAUSAL if causal else rt.FULL, scale=0.2))
+    cache = {"cache_batch_idx": lines}
+    if paged:
+        k_cache, v_cache = (x.view(18, 8, Hk, D) for x in (k_cache, v_cache))
+        cache = {"block_table": (lines[:, None] * 3 + torch.arange(3)).int()}
+    o, lse = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, angles.cos(), angles.sin(), torch.tensor(held, dtype=torch.int32), softmax_scale=0.2,
+        causal=causal, rotary_interleaved=interleaved, return_softmax_lse=True, **cache,
+    )  # fmt: skip
+    torch.testing.assert_close(o, torch.cat([x for x, _ in due]))
+    torch.testing.assert_close(lse, torch.cat([x for _, x in due]))
+    # in place, behind what was there
+    assert torch.equal(v_cache.view(6, 24, Hk, D)[4, 5:8], v[0])
+
+
+def test_packed_queries_and_a_block_table() -> None:
+    k, v = torch.randn(2, 6, 8, 2, 16)
+    q = torch.randn(5, 4, 16)
+    table = torch.tensor([[3, 1], [5, 0]], dtype=torch.int32)
+    cu_q, cu_k = torch.tensor([0, 4, 5]), torch.tensor([0, 12, 15])
+    out = flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 4, 12, causal=True, block_table=table)
+    plain_k, plain_v = (torch.cat((x[3], x[1, :4], x[5, :3])) for x in (k, v))
+    torch.testing.assert_close(out, rt.attention_packed(q, plain_k, plain_v, cu_q, cu_k, rt.CAUSAL))
