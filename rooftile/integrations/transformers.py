@@ -2,6 +2,7 @@
 
     rooftile.enable()    # or rooftile.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="rooftile")
+    model.set_attn_implementation("paged|rooftile")     # for generate_batch: continuous batching
 
 `attention` here runs what `transformers_mask.mask` prepared: padding is gathered away before and comes back as zeros,
 sequences packed in one row do not see one another, and a dense mask becomes a bias on the scores. Weights are never
@@ -31,12 +32,13 @@ from rooftile.integrations import transformers_mask
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Window
 
 NAME = "rooftile"
+PAGED = f"paged|{NAME}"
 
 # arguments that change who sees whom, or what comes back, in ways that nothing here expresses
 _REFUSED = {
     "block_indices": "sparse attention by block_indices",
     "block_table": "a paged cache",
-    "cache": "continuous batching",
+    "cache": 'continuous batching, which has "paged|rooftile",',
     "head_mask": "head_mask",
     "indices": "sparse attention by indices",
     "output_attentions": "output_attentions=True (the weights are never formed)",
@@ -51,7 +53,10 @@ def register() -> None:
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(PAGED, attention_paged)
     AttentionMaskInterface.register(NAME, transformers_mask.mask)
+    # without it decoding stops on the shape of a mask that nothing here looks at
+    AttentionMaskInterface.register(PAGED, _no_mask)
 
 
 def unregister() -> None:
@@ -60,7 +65,8 @@ def unregister() -> None:
     from transformers.modeling_utils import AttentionInterface
 
     for interface in (AttentionInterface, AttentionMaskInterface):
-        interface._global_mapping.pop(NAME, None)
+        for name in (NAME, PAGED):
+            interface._global_mapping.pop(name, None)
 
 
 def enable() -> None:
@@ -151,6 +157,56 @@ def attention(
             'batches without padding; use "sdpa" or "eager" here'
         )
     return _packed(q, k, v, pattern, packing, options), None
+
+
+def attention_paged(
+    module: torch.nn.Module,
+    query: Tensor,  # (1, H, total_q, D)
+    key: Tensor,  # (1, Hk, total_q, D)
+    value: Tensor,  # (1, Hk, total_q, Dv)
+    attention_mask: Tensor | None,
+    *,
+    cache: Any = None,
+    cu_seq_lens_k: Any = None,  # (B + 1,), or by the type of layer
+    cu_seq_lens_q: Tensor | None = None,
+    read_index: Any = None,
+    s_aux: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    write_index: Any = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What Transformers' continuous batching calls: the batch's sequences back to back, against its own paged cache.
+
+    Its cache puts the new keys and values in and hands back all that each sequence sees. Returns o (1, total_q, H, Dv), and None.
+
+    Raises:
+        Unsupported: it was called outside of continuous batching.
+    """
+    if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
+        raise Unsupported('attn_implementation="paged|rooftile" is for generate_batch; use "rooftile" for generate and training')
+    if isinstance(cu_seq_lens_k, dict):
+        cu_seq_lens_k = cu_seq_lens_k["sliding_attention" if sliding_window else "full_attention"]
+    k, v = cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
+    )
+    q = query[0].transpose(0, 1)
+    o = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    # rows past the last sequence are padding
+    rows, keys = q.shape[0], k.shape[0]
+    if q.device.type == "cpu":
+        rows, keys = int(cu_seq_lens_q[-1]), int(cu_seq_lens_k[-1])
+    # Transformers counts the query itself
+    mask = CAUSAL & Window(sliding_window - 1) if sliding_window else CAUSAL
+    options = {"scale": scaling, "sinks": s_aux, "softcap": softcap}
+    cu = cu_seq_lens_q.int(), cu_seq_lens_k.int()
+    o[:rows] = api.attention_packed(q[:rows], k[:keys], v[:keys], *cu, mask, **options)
+    return o[None], None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
 
 
 def _check_mask(attention_mask: Tensor, causal: bool, q: Tensor, k: Tensor) -> bool:
