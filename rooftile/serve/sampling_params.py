@@ -1,0 +1,173 @@
+"""How the tokens of a request are chosen, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rooftile.errors import InvalidInput
+
+# what one request may ask for: a service is brought down by a parameter without a bound
+MOST_SAMPLES = 16
+MOST_LOGPROBS = 20
+MOST_STOPS = 16
+LONGEST_STOP = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are chosen, and when it ends.
+
+    Args:
+        n: answers to a prompt; they share its blocks of the cache. The i-th of a seeded request has seed + i.
+        temperature: scores are divided by it; 0 takes the most likely token.
+        top_p: of the most likely tokens as many as together have this probability.
+        top_k: so many of the most likely tokens; 0 for all.
+        min_p: tokens at least this share as likely as the most likely one.
+        presence_penalty: taken from the score of each token that was generated, in [-2, 2].
+        frequency_penalty: taken as often as it was generated, in [-2, 2].
+        repetition_penalty: divides the score, if positive, or multiplies it, of each token in prompt and answer.
+        logit_bias: added to the scores of these token ids, in [-100, 100].
+        seed: the same seed, prompt and place give the same token, whatever else is in the batch; None for chance.
+        max_tokens: of an answer; None for as many as the model's length leaves.
+        min_tokens: before these neither the end of text nor a stop ends an answer.
+        stop: strings at which an answer ends, without them in it unless include_stop.
+        stop_token_ids: tokens at which it ends.
+        ignore_eos: the end of text does not end it.
+        logprobs: of the token and of so many of the most likely ones; None for none.
+        prompt_logprobs: the same for the prompt's tokens.
+        skip_special_tokens: they are not in the text.
+        beam_width: search for the most likely answers with so many beams, instead of sampling; n of them are returned.
+        length_penalty: of beam search: an answer's score is the sum of its logprobs over its length to this power.
+        early_stopping: of beam search: end as soon as there are beam_width complete answers.
+
+    Raises:
+        InvalidInput: a value is out of its bounds, or two contradict each other.
+
+    Example:
+        >>> SamplingParams(temperature=0, max_tokens=20).greedy
+        True
+        >>> SamplingParams(n=4, beam_width=2)
+        Traceback (most recent call last):
+        rooftile.errors.InvalidInput: n is 4 with beam_width 2; a search returns at most its beams
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    def __post_init__(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        # as other engines write it
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        self._check_bounds()
+        self._check_stops(stops)
+        self._check_beams()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the most likely one."""
+        return self.temperature == 0 and self.beam_width is None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings at which an answer ends."""
+        return tuple(self.stop)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises InvalidInput if a token id is none of a model's."""
+        for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                if not 0 <= token < size:
+                    raise InvalidInput(f"{name} names token {token}; the model has 0 to {size - 1}")
+
+    def _check_bounds(self) -> None:
+        for name, least, most in (
+            ("n", 1, MOST_SAMPLES), ("top_k", 0, None), ("min_tokens", 0, None), ("max_tokens", 1, None),
+            ("logprobs", 0, MOST_LOGPROBS), ("prompt_logprobs", 0, MOST_LOGPROBS), ("beam_width", 1, MOST_SAMPLES),
+            ("seed", 0, 2**63 - 1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is None and name in ("max_tokens", "logprobs", "prompt_logprobs", "beam_width", "seed"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+                raise InvalidInput(f"{name} is {value!r}; must be a whole number {_between(least, most)}")
+        for name, low, high in (
+            ("temperature", 0.0, math.inf), ("min_p", 0.0, 1.0), ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0), ("length_penalty", -math.inf, math.inf),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not _is_number(value) or not low <= value <= high:
+                raise InvalidInput(f"{name} is {value!r}; must be a finite number {_between(low, high)}")
+        for name, high in (("top_p", 1.0), ("repetition_penalty", math.inf)):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 < value <= high:
+                raise InvalidInput(f"{name} is {value!r}; must be a finite number above 0{_at_most(high)}")
+        for token, bias in (self.logit_bias or {}).items():
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InvalidInput(f"logit_bias has {token!r} for a token; must be its id, a whole number")
+            if not _is_number(bias) or not -100 <= bias <= 100:
+                raise InvalidInput(f"logit_bias of token {token} is {bias!r}; must be a number from -100 to 100")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidInput(f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; it must not be more")
+
+    def _check_stops(self, stops: tuple[str, ...]) -> None:
+        if len(stops) > MOST_STOPS or len(self.stop_token_ids) > MOST_STOPS:
+            count = max(len(stops), len(self.stop_token_ids))
+            raise InvalidInput(f"there are {count} stops; there may be at most {MOST_STOPS}")
+        for stop in stops:
+            if not isinstance(stop, str) or not 0 < len(stop) <= LONGEST_STOP:
+                shown = repr(stop) if not isinstance(stop, str) or not stop else f"{len(stop)} characters long"
+                raise InvalidInput(f"a stop is {shown}; must be a string of 1 to {LONGEST_STOP} characters")
+        for token in self.stop_token_ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InvalidInput(f"stop_token_ids has {token!r}; must be token ids, whole numbers")
+
+    def _check_beams(self) -> None:
+        if self.beam_width is None:
+            return
+        if self.n > self.beam_width:
+            raise InvalidInput(f"n is {self.n} with beam_width {self.beam_width}; a search returns at most its beams")
+        chance = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None}
+        for name, none in chance.items():
+            if getattr(self, name) != none:
+                raise InvalidInput(f"{name} is {getattr(self, name)} with beam_width {self.beam_width}; a search draws nothing")
+        if self.temperature not in (0.0, 1.0):
+            raise InvalidInput(f"temperature is {self.temperature} with beam_width {self.beam_width}; a search draws nothing")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _between(least: float, most: float | None) -> str:
+    if not math.isfinite(least):
+        return ""
+    return f"of at least {least:g}" if most is None or not math.isfinite(most) else f"from {least:g} to {most:g}"
+
+
+def _at_most(most: float) -> str:
+    return f" and at most {most:g}" if math.isfinite(most) else ""
