@@ -29,6 +29,8 @@ from rooftile.spec import Options, Spec
 CHUNK_KEYS = tl.constexpr(1024)
 # programs that fill any chip: with fewer tiles than this, chunks go to programs of their own
 ENOUGH = 512
+# of memory for what they find; beyond it one program walks all chunks of its tile, with the same bits
+MOST_NUMBERS = 1 << 26
 
 
 @triton.jit
@@ -93,8 +95,17 @@ def _walk(
 
 
 @triton.jit
-def _finish(m, l, acc, sink, o_tile, lse_lines, there, dv, DV: tl.constexpr, SINKS: tl.constexpr):
+def _finish(
+    m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, there,
+    DV: tl.constexpr, SINKS: tl.constexpr, PACKED: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
     """Writes output and lse of rows whose softmax is complete but for the sink."""
+    dv = tl.arange(0, BLOCK_DV)
+    o_tile = o_ptr + ((lines * H + h) * DV)[:, None] + dv[None, :]
+    if PACKED:
+        lse_lines = lse_ptr + h.to(tl.int64) * total + lines
+    else:
+        lse_lines = lse_ptr + (b.to(tl.int64) * H + h) * T + t
     if SINKS:
         m_new = tl.maximum(m, sink)
         alpha = tl.exp2(m - m_new)
@@ -203,12 +214,7 @@ def _forward(
         tl.store(parts_ptr + part + DV, m, mask=there)
         tl.store(parts_ptr + part + DV + 1, l, mask=there)
     else:
-        o_tile = o_ptr + ((lines * H + h) * DV)[:, None] + dv[None, :]
-        if PACKED:
-            lse_lines = lse_ptr + h.to(tl.int64) * total + lines
-        else:
-            lse_lines = lse_ptr + (b.to(tl.int64) * H + h) * T + t
-        _finish(m, l, acc, sink, o_tile, lse_lines, there, dv, DV, SINKS)
+        _finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, there, DV, SINKS, PACKED, BLOCK_DV)
 
 
 # fmt: off
@@ -243,12 +249,7 @@ def _join(
     sink = tl.zeros((ROWS,), tl.float32)
     if SINKS:
         sink = tl.load(sinks_ptr + h, mask=there, other=0.0).to(tl.float32) * LOG2E
-    o_tile = o_ptr + ((lines * H + h) * DV)[:, None] + dv[None, :]
-    if PACKED:
-        lse_lines = lse_ptr + h.to(tl.int64) * total + lines
-    else:
-        lse_lines = lse_ptr + (b.to(tl.int64) * H + h) * T + t
-    _finish(m, l, acc, sink, o_tile, lse_lines, there, dv, DV, SINKS)
+    _finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, there, DV, SINKS, PACKED, BLOCK_DV)
 
 
 def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -269,8 +270,9 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     programs = (total // block_t + B if packed else tiles * B) * (H // spec.group) * parts_of_group
     # the most that a table has room for: lengths are on the GPU, and nobody waits for them
     chunks = max(-(-cache.table.shape[1] * cache.size // CHUNK_KEYS.value), 1)
-    split = programs < ENOUGH and chunks > 1
-    parts = torch.empty(total * H * chunks * (spec.dim_v + 2) if split else 0, dtype=torch.float32, device=q.device)
+    numbers = total * H * chunks * (spec.dim_v + 2)
+    split = programs < ENOUGH and chunks > 1 and numbers <= MOST_NUMBERS
+    parts = torch.empty(numbers if split else 0, dtype=torch.float32, device=q.device)
     table, lengths = cache.table.contiguous(), cache.lengths.contiguous()
     cu_q, sinks = (lengths if x is None else x.contiguous() for x in (cache.cu_q, options.sinks))
     alibi = options.alibi
