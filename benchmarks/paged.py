@@ -1,0 +1,113 @@
+"""Attention to a paged cache: how many bytes of it a second decoding reads, beside a copy; prompts beside the unpaged kernel.
+
+    PYTHONPATH=. python benchmarks/paged.py COMMIT >> benchmarks/results/h200-paged.jsonl
+
+bf16, D = 128, blocks in random order; contestants take turns, medians of all samples, the L2 cache flushed before each. The peer
+is FlashAttention-4 (CuTe), where it is installed, at the block sizes that it takes.
+"""
+
+# ruff: noqa: T201 - what it prints is what it is for
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+import rooftile as rt
+from rooftile.bench.clock import clock_for
+from rooftile.bench.session import open_session
+from rooftile.kvcache import PagedKV
+
+ROUNDS, DIM = 4, 128
+# sequences, tokens of each in the cache, heads, heads of keys
+DECODING = [
+    (64, 8192, 32, 8),
+    (16, 32768, 64, 8),
+    (1, 131072, 32, 8),
+    (256, 1024, 32, 8),
+    (64, 8192, 8, 8),
+    (256, 640, 32, 8),
+]
+PROMPTS = [(8, 2048, 32, 8), (1, 16384, 32, 8)]
+
+
+def shuffled(B: int, S: int, Hk: int, size: int) -> PagedKV:
+    count = S // size
+    k, v = (torch.randn(B * count, size, Hk, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    table = torch.randperm(B * count, device="cuda").int().view(B, count)
+    return PagedKV(k, v, table, torch.full((B,), S, dtype=torch.int32, device="cuda"))
+
+
+def peer(q: torch.Tensor, cache: PagedKV) -> Callable[[], Any]:
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    return lambda: flash_attn_varlen_func(
+        q, cache.k, cache.v, seqused_k=cache.lengths, page_table=cache.table, causal=True, num_splits=0
+    )
+
+
+def medians(works: dict[str, Callable[[], Any]], clock: Any) -> dict[str, float]:
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for n in range(ROUNDS):
+        for name in list(works)[:: -1 if n % 2 else 1]:
+            taken[name] += clock.samples(works[name])
+    return {name: statistics.median(samples) for name, samples in taken.items()}
+
+
+def decoding(clock: Any, copy_gbs: float) -> list[dict[str, Any]]:
+    rows = []
+    for B, S, H, Hk in DECODING:
+        q = torch.randn(B, 1, H, DIM, device="cuda", dtype=torch.bfloat16)
+        works: dict[str, Callable[[], Any]] = {}
+        for size in (16, 128):
+            cache = shuffled(B, S, Hk, size)
+            works[f"rooftile, block {size}"] = lambda cache=cache: rt.attention_paged(q, cache, rt.CAUSAL)
+            if importlib.util.find_spec("flash_attn") and size == 128:
+                works[f"fa4, block {size}"] = peer(q, cache)
+        moved = B * S * Hk * DIM * 2 * 2
+        for name, us in medians(works, clock).items():
+            row = {"what": name, "queries": 1, "B": B, "S": S, "heads": f"{H}/{Hk}", "us": round(us, 1)}
+            rows.append(row | {"tbs": round(moved / us / 1e6, 3), "of_copy": round(moved / us / 1e3 / copy_gbs, 3)})
+        del works
+        torch.cuda.empty_cache()
+    return rows
+
+
+def prompts(clock: Any) -> list[dict[str, Any]]:
+    rows = []
+    for B, S, H, Hk in PROMPTS:
+        q = torch.randn(B, S, H, DIM, device="cuda", dtype=torch.bfloat16)
+        cache = shuffled(B, S, Hk, 16)
+        k, v = (torch.randn(B, S, Hk, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        found = medians(
+            {
+                "rooftile, block 16": lambda: rt.attention_paged(q, cache, rt.CAUSAL),
+                "rooftile, no pages": lambda: rt.attention(q, k, v, rt.CAUSAL),
+            },
+            clock,
+        )
+        flops = 2 * B * H * S * S * DIM
+        for name, us in found.items():
+            row = {"what": name, "queries": S, "B": B, "S": S, "heads": f"{H}/{Hk}", "us": round(us, 1)}
+            rows.append(
+                row | {"tflops": round(flops / us / 1e6, 1), "of_unpaged": round(found["rooftile, no pages"] / us, 3)}
+            )
+    return rows
+
+
+def main(commit: str) -> None:
+    clock, session = clock_for(torch.device("cuda"), 12.0), open_session(torch.device("cuda"))
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit}
+    about |= {"copy_gbs": session.ceilings.copy_gbs, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    for row in decoding(clock, session.ceilings.copy_gbs) + prompts(clock):
+        print(json.dumps(row | about), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "unknown")
