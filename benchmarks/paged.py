@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,12 +68,12 @@ def decoding(clock: Any, copy_gbs: float) -> list[dict[str, Any]]:
         works: dict[str, Callable[[], Any]] = {}
         for size in (16, 128):
             cache = shuffled(B, S, Hk, size)
-            works[f"rooftile, block {size}"] = lambda cache=cache: rt.attention_paged(q, cache, rt.CAUSAL)
+            works[f"rooftile, block {size}"] = partial(rt.attention_paged, q, cache, rt.CAUSAL)
             if importlib.util.find_spec("flash_attn") and size == 128:
                 works[f"fa4, block {size}"] = peer(q, cache)
         moved = B * S * Hk * DIM * 2 * 2
         for name, us in medians(works, clock).items():
-            row = {"what": name, "queries": 1, "B": B, "S": S, "heads": f"{H}/{Hk}", "us": round(us, 1)}
+            row: dict[str, Any] = {"what": name, "queries": 1, "B": B, "S": S, "heads": f"{H}/{Hk}", "us": round(us, 1)}
             rows.append(row | {"tbs": round(moved / us / 1e6, 3), "of_copy": round(moved / us / 1e3 / copy_gbs, 3)})
         del works
         torch.cuda.empty_cache()
@@ -87,14 +88,14 @@ def prompts(clock: Any) -> list[dict[str, Any]]:
         k, v = (torch.randn(B, S, Hk, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         found = medians(
             {
-                "rooftile, block 16": lambda: rt.attention_paged(q, cache, rt.CAUSAL),
-                "rooftile, no pages": lambda: rt.attention(q, k, v, rt.CAUSAL),
+                "rooftile, block 16": partial(rt.attention_paged, q, cache, rt.CAUSAL),
+                "rooftile, no pages": partial(rt.attention, q, k, v, rt.CAUSAL),
             },
             clock,
         )
         flops = 2 * B * H * S * S * DIM
         for name, us in found.items():
-            row = {"what": name, "queries": S, "B": B, "S": S, "heads": f"{H}/{Hk}", "us": round(us, 1)}
+            row: dict[str, Any] = {"what": name, "queries": S, "B": B, "S": S, "heads": f"{H}/{Hk}", "us": round(us, 1)}
             rows.append(
                 row | {"tflops": round(flops / us / 1e6, 1), "of_unpaged": round(found["rooftile, no pages"] / us, 3)}
             )
