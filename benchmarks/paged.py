@@ -49,7 +49,7 @@ def peer(q: torch.Tensor, cache: PagedKV) -> Callable[[], Any]:
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     return lambda: flash_attn_varlen_func(
-        q, cache.k, cache.v, seqused_k=cache.lengths, page_table=cache.table, causal=True, num_splits=0
+        q, cache.k, cache.v, seqused_k=cache.lengths, page_table=cache.table, causal=True
     )
 
 

@@ -45,6 +45,7 @@ def test_dense_queries(mask: Mask, dim: int, H: int, Hk: int, size: int, T: int)
     assert_close(rt.attention_paged_with_lse(q, cache, mask), due)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_packed_queries_without_waiting() -> None:
     cache = cache_of([3000, 17, 1024, 0, 1], 2, 128, 16)
     counts = torch.tensor([0, 200, 1, 1, 0, 1]).cumsum(0).int().cuda()
