@@ -13,12 +13,13 @@ from tests.unit.test_paged import MASKS, paged, sequences
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["shared work", "chunks"])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(("size", "T", "H", "Hk"), [(16, 1, 4, 2), (8, 5, 10, 2), (64, 40, 2, 2), (16, 2, 71, 1)])
-def test_dense_queries(mask: Mask, size: int, T: int, H: int, Hk: int) -> None:
+def test_dense_queries(mask: Mask, size: int, T: int, H: int, Hk: int, deterministic: bool) -> None:
     held = sequences(Hk=Hk)
     q = torch.randn(len(held), T, H, 16)
-    found = rt.attention_paged_with_lse(q, paged(held, size), mask, backend="triton")
+    found = rt.attention_paged_with_lse(q, paged(held, size), mask, deterministic=deterministic, backend="triton")
     due = rt.attention_paged_with_lse(q, paged(held, size, seed=1), mask, backend="eager")
     torch.testing.assert_close(found, due)
 
@@ -31,9 +32,12 @@ def test_dense_queries(mask: Mask, size: int, T: int, H: int, Hk: int) -> None:
     ],
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
-def test_options(options) -> None:
+@pytest.mark.parametrize("deterministic", [False, True], ids=["shared work", "chunks"])
+def test_options(options, deterministic: bool) -> None:
     held, q = sequences(D=24, Dv=40), torch.randn(5, 3, 4, 24)
-    found = rt.attention_paged_with_lse(q, paged(held, 16), rt.CAUSAL, backend="triton", **options)
+    found = rt.attention_paged_with_lse(
+        q, paged(held, 16), rt.CAUSAL, deterministic=deterministic, backend="triton", **options
+    )
     due = rt.attention_paged_with_lse(q, paged(held, 16), rt.CAUSAL, backend="eager", **options)
     torch.testing.assert_close(found, due)
 
@@ -59,28 +63,46 @@ def test_bits_do_not_depend_on_the_batch(mask: Mask, monkeypatch: pytest.MonkeyP
         # the largest scores come last, so that a join has something to scale
         k[-6:] *= 4
     q = torch.randn(3, 1, 2, 16)
-    together = rt.attention_paged_with_lse(q, paged(held, 16), mask, backend="triton")
+    together = rt.attention_paged_with_lse(q, paged(held, 16), mask, deterministic=True, backend="triton")
     torch.testing.assert_close(together, rt.attention_paged_with_lse(q, paged(held, 16), mask, backend="eager"))
     for b, sequence in enumerate(held):
-        alone = rt.attention_paged_with_lse(q[b : b + 1], paged([sequence], 16), mask, backend="triton")
+        alone = rt.attention_paged_with_lse(
+            q[b : b + 1], paged([sequence], 16), mask, deterministic=True, backend="triton"
+        )
         assert torch.equal(alone[0][0], together[0][b])
         assert torch.equal(alone[1][0], together[1][b])
     for bound in ("ENOUGH", "MOST_NUMBERS"):
         with monkeypatch.context() as patch:
             patch.setattr(paged_fwd, bound, 0)
-            unsplit = rt.attention_paged_with_lse(q, paged(held, 16), mask, backend="triton")
+            unsplit = rt.attention_paged_with_lse(q, paged(held, 16), mask, deterministic=True, backend="triton")
         assert torch.equal(unsplit[0], together[0])
         assert torch.equal(unsplit[1], together[1])
 
 
-def test_a_nan_stays_where_it_is_seen() -> None:
+@pytest.mark.parametrize("T", [20, 40])
+def test_a_nan_stays_where_it_is_seen(T: int) -> None:
     held = sequences((60, 60), Hk=1)
-    held[0][1][5, 0, 3] = torch.nan
+    held[0][1][25, 0, 3] = torch.nan
     held[1][0][50, 0, 0] = torch.inf
-    q = torch.randn(2, 40, 1, 16)
+    q = torch.randn(2, T, 1, 16)
     mask = rt.CAUSAL & rt.Window(20)
     found = rt.attention_paged(q, paged(held, 16), mask, backend="triton")
     due = rt.attention_paged(q, paged(held, 16), mask, backend="eager")
     lost = found.isnan().any(-1)
     assert torch.equal(lost, due.isnan().any(-1))
     assert 0 < lost.sum() < lost.numel() / 2
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 40])
+@pytest.mark.parametrize("mask", [rt.CAUSAL, rt.CAUSAL & rt.Window(100), rt.Chunk(64)], ids=str)
+def test_any_number_of_programs_share_the_work(programs: int, mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Borders in the middle of tiles, at their ends, many in one, and more programs than blocks."""
+    from rooftile.backends.triton import paged_decode
+
+    monkeypatch.setattr(paged_decode, "_programs", lambda _: programs)
+    held = sequences((0, 1, 300, 33, 64, 700))
+    q, sinks = torch.randn(len(held), 2, 4, 16), torch.randn(4)
+    found = rt.attention_paged_with_lse(q, paged(held, 16), mask, sinks=sinks, backend="triton")
+    torch.testing.assert_close(
+        found, rt.attention_paged_with_lse(q, paged(held, 16), mask, sinks=sinks, backend="eager")
+    )

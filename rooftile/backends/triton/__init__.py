@@ -94,9 +94,11 @@ def attend_quantised(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[T
 
 def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """o and lse of queries to a paged cache."""
-    from rooftile.backends.triton import paged_fwd
+    from rooftile.backends.triton import paged_decode, paged_fwd
 
     with device_of(q):
+        if cache.cu_q is None and not spec.deterministic and paged_decode.fits(spec, q.shape[1]):
+            return paged_decode.attend(q, cache, options, spec)
         return paged_fwd.attend(q, cache, options, spec)
 
 
@@ -108,7 +110,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
         return _launchers()[0](q, k, v, options, spec)
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, spec: Spec
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """A forward ready to run on tensors of just these shapes and strides; None if it would have to copy one of them."""
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return None

@@ -1,0 +1,283 @@
+"""Attention of few queries to a paged cache: every program reads as many keys as every other.
+
+All blocks of BLOCK_S keys, those of tile after tile (a tile: a sequence and the heads of a group), are one row of work, of which
+program p of P takes the p-th part, whatever the lengths: they are read from memory, nobody waits for them. A tile that lies in one
+part is finished there. One that crosses a border is left in pieces, and `_merge` puts these together, first to last:
+
+    m = max m_c    l = sum 2^(m_c - m) l_c    O = sum 2^(m_c - m) O_c
+
+At most two pieces a program, so that what is left in memory is bounded. Where the borders fall depends on the neighbours in the
+batch, and with them the last bits: `deterministic` goes by `paged_fwd`, whose chunks are fixed.
+
+Dao et al., Flash-Decoding, 2023; Osama et al., Stream-K, arXiv:2301.03598.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from torch import Tensor
+
+from rooftile.backends.triton.arguments import constants_of, padded
+from rooftile.backends.triton.paged_fwd import _finish, _walk
+from rooftile.backends.triton.scores import LOG2E
+from rooftile.backends.triton.visibility import first_key, last_key
+from rooftile.kvcache import PagedKV
+from rooftile.spec import Options, Spec
+
+# programs that a chip's multiprocessor holds at once
+PROGRAMS = 2
+# pieces that are read together
+PIECES = tl.constexpr(16)
+
+
+@triton.jit
+def _bounds(
+    S, T, left, right, prefix, chunk,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """The first key that a tile reads, the one after its last, and how many blocks that is, at least one."""
+    start = first_key(S - T, left, chunk, LEFT, CHUNK) // BLOCK_S * BLOCK_S
+    stop = tl.maximum(last_key(S - 1, S, right, prefix, chunk, RIGHT, PREFIX, CHUNK) + 1, start)
+    return start, stop, tl.maximum(tl.cdiv(stop - start, BLOCK_S), 1)
+
+
+@triton.jit
+def _ends(
+    lengths_ptr, B, T, heads, left, right, prefix, chunk,
+    BATCH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Where the work of each sequence ends, and all."""
+    b = tl.arange(0, BATCH)
+    S = tl.load(lengths_ptr + b, mask=b < B, other=0)
+    _, _, blocks = _bounds(S, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
+    ends = tl.cumsum(tl.where(b < B, blocks, 0).to(tl.int64), 0) * heads
+    return ends, tl.max(ends)
+
+
+@triton.jit
+def _part(p, share, total):
+    """Where a program's part of the row of work begins; p may be the number of programs."""
+    return tl.minimum(p * share, total)
+
+
+@triton.jit
+def _tile_at(
+    place, ends, lengths_ptr, T, left, right, prefix, chunk,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Of the tile at a place in the row of work: sequence, keys in the cache, head, bounds, blocks, and the place's block."""
+    b = tl.sum((ends <= place).to(tl.int32))
+    rest = (place - tl.max(tl.where(ends <= place, ends, 0))).to(tl.int32)
+    S = tl.load(lengths_ptr + b)
+    start, stop, n = _bounds(S, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
+    return b, S, rest // n, start, stop, n, rest % n
+
+
+@triton.jit
+def _rows(b, head, H, T, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Of a tile's rows the query, the head, whether there is one, and its line among all queries."""
+    PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    r = tl.arange(0, ROWS)
+    t = r // HEADS
+    g = head % PARTS * HEADS + r % HEADS
+    return t, head // PARTS * GROUP + g, (t < T) & (g < GROUP), b.to(tl.int64) * T + t
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["B", "H", "T", "left", "right", "prefix", "chunk"])
+def _decode(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, parts_ptr, table_ptr, lengths_ptr, alibi_ptr, sinks_ptr,
+    q_stride_t, q_stride_h, k_stride_p, k_stride_s, k_stride_h, v_stride_p, v_stride_s, v_stride_h, table_stride,
+    alibi_stride_b, alibi_stride_h, B, H, T, scale, softcap, left, right, prefix, chunk,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, BATCH: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):
+    # fmt: on
+    heads = H // GROUP * ((GROUP + HEADS - 1) // HEADS)
+    ends, total = _ends(lengths_ptr, B, T, heads, left, right, prefix, chunk, BATCH, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
+    p = tl.program_id(0).to(tl.int64)
+    share = tl.cdiv(total, tl.num_programs(0))
+    place = _part(p, share, total)
+    last = _part(p + 1, share, total)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    while place < last:
+        b, S, head, start, stop, n, first = _tile_at(
+            place, ends, lengths_ptr, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S
+        )
+        t, h, there, lines = _rows(b, head, H, T, GROUP, HEADS, ROWS)
+        h_k = (head // ((GROUP + HEADS - 1) // HEADS)).to(tl.int64)
+        i = t + S - T
+        low = start + first * BLOCK_S
+        count = tl.minimum(last - place, n - first).to(tl.int32)
+        high = tl.minimum(stop, low + count * BLOCK_S)
+        q_tile = q_ptr + (lines * q_stride_t + h * q_stride_h)[:, None] + d[None, :]
+        q = tl.load(q_tile, mask=there[:, None] & (d < D)[None, :], other=0.0)
+        slope = tl.zeros((ROWS,), tl.float32)
+        if ALIBI:
+            slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h, mask=there, other=0.0).to(tl.float32)
+        k_head, v_head, pages = k_ptr + h_k * k_stride_h, v_ptr + h_k * v_stride_h, table_ptr + b.to(tl.int64) * table_stride
+        # fmt: off
+        m, l, acc = _walk(
+            q, low, high, k_head, v_head, pages, k_stride_p, k_stride_s, v_stride_p, v_stride_s, i, S, slope, scale, softcap,
+            left, right, prefix, chunk, D, DV, SIZE, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, ALIBI, PRECISION, BLOCK_D, BLOCK_DV,
+            ROWS, BLOCK_S, STAGES, False)
+        if LEFT or RIGHT or PREFIX or CHUNK:
+            # a value of NaN with a weight of 0: only who sees it may have it
+            if tl.max(tl.where(acc == acc, 0, 1)) > 0:
+                m, l, acc = _walk(
+                    q, low, high, k_head, v_head, pages, k_stride_p, k_stride_s, v_stride_p, v_stride_s, i, S, slope, scale,
+                    softcap, left, right, prefix, chunk, D, DV, SIZE, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, ALIBI, PRECISION,
+                    BLOCK_D, BLOCK_DV, ROWS, 16, 1, True)
+        # fmt: on
+        if count == n:
+            sink = tl.zeros((ROWS,), tl.float32)
+            if SINKS:
+                sink = tl.load(sinks_ptr + h, mask=there, other=0.0).to(tl.float32) * LOG2E
+            _finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, 0, t, h, lines, there, DV, SINKS, False, BLOCK_DV)
+        else:
+            # a program's pieces: of a tile that began before it, and of one that goes on after it
+            piece = parts_ptr + ((2 * p + (first == 0)) * ROWS + tl.arange(0, ROWS)) * (DV + 2)
+            tl.store(piece[:, None] + dv[None, :], acc, mask=there[:, None] & (dv < DV)[None, :])
+            tl.store(piece + DV, m, mask=there)
+            tl.store(piece + DV + 1, l, mask=there)
+        place += count
+    if PDL:
+        gdc_launch_dependents()
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["B", "H", "T", "left", "right", "prefix", "chunk"])
+def _merge(
+    o_ptr, lse_ptr, parts_ptr, lengths_ptr, sinks_ptr, B, H, T, left, right, prefix, chunk,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, BATCH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    PREFIX: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # fmt: on
+    """A row of the tile on the border after program p, if that is the first border in the tile."""
+    heads = H // GROUP * ((GROUP + HEADS - 1) // HEADS)
+    ends, total = _ends(lengths_ptr, B, T, heads, left, right, prefix, chunk, BATCH, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
+    p = tl.program_id(0).to(tl.int64)
+    # of the last program there is no border
+    P = tl.num_programs(0) + 1
+    share = tl.cdiv(total, P)
+    border = _part(p + 1, share, total)
+    b, _, head, _, _, n, first = _tile_at(
+        tl.minimum(border, total - 1), ends, lengths_ptr, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S
+    )
+    if PDL:
+        # until here it ran beside the kernel that leaves the pieces
+        gdc_wait()
+    if border == total:
+        return
+    begin = border - first
+    if (first == 0) | (_part(p, share, total) > begin):
+        return
+    PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    r = tl.program_id(1)
+    t = r // HEADS
+    g = head % PARTS * HEADS + r % HEADS
+    if (t >= T) | (g >= GROUP):
+        return
+    h = head // PARTS * GROUP + g
+    dv = tl.arange(0, BLOCK_DV)
+    m = float("-inf")
+    l = 0.0
+    acc = tl.zeros((BLOCK_DV,), tl.float32)
+    base = p
+    while (base < P) & (_part(base, share, total) < begin + n):
+        at = base + tl.arange(0, PIECES)
+        low = _part(at, share, total)
+        # the first piece is of the program that began the tile; a part of no blocks has left none
+        ours = (at < P) & (low < begin + n) & (low < total)
+        piece = parts_ptr + ((2 * at + (at == p)) * ROWS + r) * (DV + 2)
+        m_c = tl.load(piece + DV, mask=ours, other=float("-inf"))
+        l_c = tl.load(piece + DV + 1, mask=ours, other=0.0)
+        acc_c = tl.load(piece[:, None] + dv[None, :], mask=ours[:, None] & (dv < DV)[None, :], other=0.0)
+        m_new = tl.maximum(m, tl.max(m_c))
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - pivot)
+        beta = tl.exp2(m_c - pivot)
+        l = l * alpha + tl.sum(l_c * beta)
+        acc = acc * alpha + tl.sum(acc_c * beta[:, None], 0)
+        m = m_new
+        base += PIECES
+    # as a tile of one row
+    one = tl.arange(0, 1)
+    sink = tl.zeros((1,), tl.float32)
+    if SINKS:
+        sink += tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
+    m_row = tl.zeros((1,), tl.float32) + m
+    l_row = tl.zeros((1,), tl.float32) + l
+    lines = b.to(tl.int64) * T + t + one
+    _finish(m_row, l_row, acc[None, :], sink, o_ptr, lse_ptr, b, H, T, 0, t + one, h + one, lines, one == 0, DV, SINKS, False, BLOCK_DV)
+
+
+def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o (B, T, H, Dv) and lse (B, H, T), of q (B, T, H, D) with few queries a sequence (see `fits`)."""
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (cache.k, cache.v))
+    B, T, H, _ = q.shape
+    rows = q.flatten(0, 1).contiguous()
+    o = torch.empty((*q.shape[:-1], spec.dim_v), dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, H, T), dtype=torch.float32, device=q.device)
+    constants = _constants(spec, cache.size, T, triton.next_power_of_2(B))
+    programs = _programs(q.device)
+    parts = torch.empty(2 * programs * constants["ROWS"] * (spec.dim_v + 2), dtype=torch.float32, device=q.device)
+    table, lengths = cache.table.contiguous(), cache.lengths.contiguous()
+    alibi = options.alibi
+    sinks = lengths if options.sinks is None else options.sinks.contiguous()
+    slopes = (0, 0) if alibi is None else (alibi.stride(0) if alibi.ndim == 2 else 0, alibi.stride(-1))
+    bounds = constants_of(spec).numbers[2:6]
+    _decode[(programs,)](
+        rows, k, v, o, lse, parts, table, lengths, lengths if alibi is None else alibi, sinks,
+        *rows.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0), *slopes, B, H, T, spec.scale, spec.softcap, *bounds,
+        **constants,
+    )  # fmt: skip
+    if programs > 1:
+        shared = ("GROUP", "HEADS", "DV", "BATCH", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SINKS", "BLOCK_DV", "ROWS", "BLOCK_S", "PDL")
+        _merge[(programs - 1, constants["HEADS"] * T)](
+            o, lse, parts, lengths, sinks, B, H, T, *bounds, **{name: constants[name] for name in shared}, num_warps=2,
+            launch_pdl=constants["PDL"],
+        )  # fmt: skip
+    return o, lse
+
+
+def fits(spec: Spec, T: int) -> bool:
+    """Whether T queries of a group's heads are one tile."""
+    return T * min(spec.group, _most(spec)) <= _most(spec)
+
+
+@cache
+def _programs(device: torch.device) -> int:
+    if device.type == "cpu":
+        # interpreted
+        return 5
+    return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _wide(spec: Spec) -> bool:
+    return padded(max(spec.dim, spec.dim_v)) > 128 or spec.dtype == torch.float32
+
+
+def _most(spec: Spec) -> int:
+    """Rows of a tile at most: two programs share a multiprocessor's registers."""
+    return 16 if _wide(spec) else 32
+
+
+@cache
+def _constants(spec: Spec, size: int, T: int, batch: int) -> dict[str, Any]:
+    flags = constants_of(spec).flags
+    names = ("GROUP", "D", "DV", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SOFTCAP", "ALIBI", "PRECISION")
+    heads = min(spec.group, _most(spec))
+    return {name: flags[name] for name in names} | {
+        "SINKS": spec.has_sinks, "SIZE": size, "BATCH": batch, "HEADS": heads, "BLOCK_D": max(padded(spec.dim), 16),
+        "BLOCK_DV": max(padded(spec.dim_v), 16), "ROWS": max(triton.next_power_of_2(T * heads), 16), "BLOCK_S": 32 if _wide(spec) else 64, "STAGES": 6,
+        "num_warps": 4, "PDL": spec.device.startswith("sm") and int(spec.device[2:]) >= 90,
+    }  # fmt: skip
