@@ -2,5 +2,6 @@
 
 from rooftile.kvcache.blocks import BlockPool, BlockTable, Copy, OutOfBlocks
 from rooftile.kvcache.pages import PagedKV, Pages
+from rooftile.kvcache.rotation import Rotation, rotate
 
-__all__ = ["BlockPool", "BlockTable", "Copy", "OutOfBlocks", "PagedKV", "Pages"]
+__all__ = ["BlockPool", "BlockTable", "Copy", "OutOfBlocks", "PagedKV", "Pages", "Rotation", "rotate"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.kvcache.blocks import Copy
+from rooftile.kvcache.rotation import Rotation, rotate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,21 +81,38 @@ class Pages:
         """Keys and values of a layer, (blocks, size, heads, dim) each: views."""
         return self.storage[:, n, 0], self.storage[:, n, 1]
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Puts keys and values (total, heads, dim) of a layer into their slots (total,): block x size + place in it."""
-        size = self.storage.shape[3]
-        places = (slots // size, layer, slice(None), slots % size)
-        self.storage[places] = torch.stack((k, v), dim=1).to(self.storage.dtype)
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, rotation: Rotation | None = None) -> None:
+        """Puts keys and values (total, heads, dim) of a layer into their slots (total,): block x size + place in it.
+
+        What has a slot below 0 is left out. Keys are turned by `rotation` on their way.
+        """
+        k_cache, v_cache = self.layer(layer)
+        if self.storage.is_cuda:
+            from rooftile.kvcache import kernels
+
+            kernels.write(k, v, k_cache, v_cache, slots, rotation)
+            return
+        k = k if rotation is None else rotate(k, rotation)
+        there = slots >= 0
+        places = (slots[there] // k_cache.shape[1], slots[there] % k_cache.shape[1])
+        k_cache[places] = k[there].to(k_cache.dtype)
+        v_cache[places] = v[there].to(v_cache.dtype)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies blocks, in all layers at once; as if one after the other."""
-        sources = [source for source, _ in copies]
-        targets = [target for _, target in copies]
-        if set(sources).isdisjoint(targets) and len(set(targets)) == len(targets):
-            self.storage[targets] = self.storage[sources]
-        else:
+        sources = {source for source, _ in copies}
+        targets = {target for _, target in copies}
+        if len(targets) < len(copies) or sources & targets:
             for source, target in copies:
                 self.storage[target] = self.storage[source]
+        elif copies:
+            pairs = torch.tensor(copies)
+            if self.storage.is_cuda:
+                from rooftile.kvcache import kernels
+
+                kernels.copy_blocks(self.storage, pairs.pin_memory().to(self.storage.device, non_blocking=True))
+            else:
+                self.storage[pairs[:, 1]] = self.storage[pairs[:, 0]]
 
     def __str__(self) -> str:
         blocks, layers, _, size, heads, dim = self.storage.shape

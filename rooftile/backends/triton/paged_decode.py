@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rooftile.backends.triton.arguments import constants_of, padded
 from rooftile.backends.triton.paged_fwd import _finish, _walk

@@ -1,0 +1,37 @@
+"""The kernels that write and copy pages, interpreted: what the plain operations do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rooftile.kvcache import Pages, Rotation, kernels, rotate
+
+
+@pytest.mark.parametrize(("heads", "dim", "turned"), [(2, 16, 16), (3, 24, 8), (1, 64, 0), (8, 128, 128)])
+def test_tokens_go_to_their_slots(heads: int, dim: int, turned: int) -> None:
+    total = 37
+    qkv = torch.randn(total, (2 + 2 * heads) * dim)
+    # as a projection leaves them: the heads of a token side by side, tokens apart
+    k, v = (x.view(total, heads, dim) for x in (qkv[:, 2 * dim : (2 + heads) * dim], qkv[:, (2 + heads) * dim :]))
+    slots = torch.randperm(4 * 16)[:total]
+    slots[5] = slots[20] = -1
+    angles = torch.rand(total, turned // 2) * 6
+    rotation = Rotation(angles.cos(), angles.sin()) if turned else None
+    pages, due = (Pages(4, layers=3, heads=heads, dim=dim, dtype=torch.float32) for _ in range(2))
+    for x in (pages, due):
+        x.storage.zero_()
+    kernels.write(k, v, *pages.layer(1), slots, rotation)
+    due.write(1, k, v, slots, rotation)
+    torch.testing.assert_close(pages.storage, due.storage)
+    if rotation is not None:
+        torch.testing.assert_close(kernels.rotate(k, rotation), rotate(k, rotation))
+
+
+def test_blocks_are_copied_whole() -> None:
+    pages = Pages(9, layers=3, heads=2, dim=24, size=8, dtype=torch.bfloat16)
+    pages.storage.normal_()
+    due = pages.storage.clone()
+    due[[7, 2]] = due[[1, 0]]
+    kernels.copy_blocks(pages.storage, torch.tensor([[1, 7], [0, 2]]))
+    assert torch.equal(pages.storage, due)
