@@ -1,4 +1,5 @@
-"""Attention to a paged cache: how many bytes of it a second decoding reads, beside a copy; prompts beside the unpaged kernel.
+"""Attention to a paged cache: how many bytes of it a second decoding reads, beside a copy; prompts beside the unpaged kernel;
+what appending and copying blocks move.
 
     PYTHONPATH=. python benchmarks/paged.py COMMIT >> benchmarks/results/h200-paged.jsonl
 
@@ -23,7 +24,8 @@ import torch
 import rooftile as rt
 from rooftile.bench.clock import clock_for
 from rooftile.bench.session import open_session
-from rooftile.kvcache import PagedKV
+from rooftile.kvcache import PagedKV, Pages, Rotation, rotate
+from rooftile.kvcache.kernels import copy_blocks
 
 ROUNDS, DIM = 4, 128
 # sequences, tokens of each in the cache, heads, heads of keys
@@ -102,11 +104,41 @@ def prompts(clock: Any) -> list[dict[str, Any]]:
     return rows
 
 
+def pages(clock: Any, copy_gbs: float) -> list[dict[str, Any]]:
+    """A prompt's keys and values into their slots, rotated or not, and copies of blocks: as in 8 layers of 8 heads."""
+    blocks, heads, tokens, copies = 8192, 8, 16384, 512
+    held = Pages(blocks, 8, heads, DIM, device="cuda")
+    qkv = torch.randn(tokens, 6 * heads * DIM, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (x.unflatten(1, (-1, DIM)) for x in qkv.split([4 * heads * DIM, heads * DIM, heads * DIM], 1))
+    slots = (torch.randperm(blocks, device="cuda")[: tokens // 16, None] * 16 + torch.arange(16, device="cuda")).flatten()
+    angles = torch.rand(tokens, DIM // 2, device="cuda")
+    rotation = Rotation(angles.cos(), angles.sin())
+    pairs = torch.randperm(blocks, device="cuda")[: 2 * copies].view(-1, 2)
+    works: dict[str, Callable[[], Any]] = {
+        "append": partial(held.write, 3, k, v, slots),
+        "append, rotated": partial(held.write, 3, k, v, slots, rotation),
+        "rotate queries": partial(rotate, q, rotation),
+        "copy blocks": partial(copy_blocks, held.storage, pairs),
+    }
+    line, turns = heads * DIM * 2, DIM * 4
+    moved = {
+        "append": tokens * 4 * line,
+        "append, rotated": tokens * (4 * line + turns),
+        "rotate queries": tokens * (8 * line + turns),
+        "copy blocks": copies * 2 * held.storage[0].nbytes,
+    }
+    rows = []
+    for name, us in medians(works, clock).items():
+        gbs = moved[name] / us / 1e3
+        rows.append({"what": name, "us": round(us, 1), "tbs": round(gbs / 1e3, 3), "of_copy": round(gbs / copy_gbs, 3)})
+    return rows
+
+
 def main(commit: str) -> None:
     clock, session = clock_for(torch.device("cuda"), 12.0), open_session(torch.device("cuda"))
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit}
     about |= {"copy_gbs": session.ceilings.copy_gbs, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    for row in decoding(clock, session.ceilings.copy_gbs) + prompts(clock):
+    for row in decoding(clock, session.ceilings.copy_gbs) + prompts(clock) + pages(clock, session.ceilings.copy_gbs):
         print(json.dumps(row | about), flush=True)
 
 

@@ -10,7 +10,9 @@ from rooftile.kvcache import Copy, Pages, Rotation, rotate
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(("heads", "dim", "turned", "total"), [(8, 128, 128, 1000), (1, 64, 64, 3), (3, 80, 32, 77), (8, 64, 0, 1)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "turned", "total"), [(8, 128, 128, 1000), (1, 64, 64, 3), (3, 80, 32, 77), (8, 64, 0, 1)]
+)
 def test_tokens_go_to_their_slots(heads: int, dim: int, turned: int, total: int) -> None:
     pages = [Pages(128, layers=3, heads=heads, dim=dim, device=device) for device in ("cpu", "cuda")]
     for x in pages:
