@@ -35,12 +35,13 @@ def config_of(values: Mapping[str, Any], folder: str) -> ModelConfig:
 
 
 def _family(settings: Settings) -> str:
-    architectures = settings.values.get("architectures") or []
+    said = settings.values.get("architectures") or []
+    architectures = [str(name) for name in said] if isinstance(said, list) else [str(said)]
     for name in architectures:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     what, known = ("architecture", ARCHITECTURES) if architectures else ("model_type", FAMILIES)
-    named = str(architectures[0] if architectures else settings.values.get("model_type"))
+    named = architectures[0] if architectures else str(settings.values.get("model_type"))
     if not architectures and named in FAMILIES:
         return named
     nearest = difflib.get_close_matches(named, known, n=1, cutoff=0)[0]
@@ -56,7 +57,7 @@ def _decoder(settings: Settings, family: str, *, head_dim: int | None = None, **
     common = {
         "windows": (None,) * layers,
         "scale": head_dim**-0.5,
-        "activation": settings.activation("hidden_act", default="silu") if "activation" not in differences else None,
+        "activation": settings.activation("hidden_act", "silu") if "activation" not in differences else None,
         "tie": settings.flag("tie_word_embeddings"),
         "bos_ids": settings.ids("bos_token_id"),
         "eos_ids": settings.ids("eos_token_id"),
@@ -117,7 +118,7 @@ def _gemma2(settings: Settings) -> ModelConfig:
         scale=settings.number("query_pre_attn_scalar", 256) ** -0.5,
         softcap=settings.optional("attn_logit_softcapping", 50.0),
         logit_softcap=settings.optional("final_logit_softcapping", 30.0),
-        activation=settings.activation("hidden_activation", default="gelu_pytorch_tanh"),
+        activation=settings.activation("hidden_activation", "gelu_pytorch_tanh"),
         embedding_scale=settings.size("hidden_size") ** 0.5,
         tie=settings.flag("tie_word_embeddings", True),
         bos_ids=settings.ids("bos_token_id", 2), eos_ids=settings.ids("eos_token_id", 1),
@@ -136,7 +137,7 @@ def _gpt2(settings: Settings) -> ModelConfig:
         head_dim=hidden // heads, ffn=settings.size("n_inner", 4 * hidden), max_len=settings.size("n_positions"),
         scale=(hidden // heads) ** -0.5 if settings.flag("scale_attn_weights", True) else 1.0,
         windows=(None,) * layers, rotary=None, norm="layer", norm_eps=settings.number("layer_norm_epsilon", 1e-5),
-        activation=settings.activation("activation_function", default="gelu_new"), gated=False,
+        activation=settings.activation("activation_function", "gelu_new"), gated=False,
         qkv_bias=True, o_bias=True, mlp_bias=True, tie=settings.flag("tie_word_embeddings", True),
         bos_ids=settings.ids("bos_token_id", 50256), eos_ids=settings.ids("eos_token_id", 50256), dtype=settings.dtype(),
     )  # fmt: skip
@@ -151,10 +152,10 @@ def _qwen_windows(settings: Settings) -> tuple[int | None, ...]:
 
 def _windows(settings: Settings, default: list[str], window: int | None) -> tuple[int | None, ...]:
     kinds = settings.values.get("layer_types") or default
-    strange = set(kinds) - {"full_attention", "sliding_attention"}
+    strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if strange:
         raise settings.refused(
-            f"has layer_types of {min(strange)!r}; supported are 'full_attention' and 'sliding_attention'"
+            f"has layer_types of {strange[0]!r}; supported are 'full_attention' and 'sliding_attention'"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 

@@ -84,12 +84,12 @@ class Settings:
             raise self.refused(f"has {name} {value!r}; must be a token's id, or a list of them")
         return tuple(ids)
 
-    def activation(self, *names: str, default: str) -> str:
-        """The feed-forward's function, by the first of the names that is there."""
-        chosen = next((self.values[name] for name in names if self.values.get(name) is not None), default)
-        if chosen not in ACTIVATIONS:
-            raise self.refused(f"has the activation {chosen!r}; must be one of {', '.join(ACTIVATIONS)}")
-        return str(chosen)
+    def activation(self, name: str, default: str) -> str:
+        """The feed-forward's function."""
+        chosen = self.values.get(name) or default
+        if not isinstance(chosen, str) or chosen not in ACTIVATIONS:
+            raise self.refused(f"has {name} {chosen!r}; must be one of {', '.join(ACTIVATIONS)}")
+        return chosen
 
     def dtype(self) -> torch.dtype:
         """The checkpoint's; float32 if nothing is said."""

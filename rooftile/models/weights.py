@@ -34,9 +34,10 @@ def files_of(folder: Path) -> list[Path]:
     """
     if (folder / _INDEX).is_file():
         shards = read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(shards, dict) or not shards:
-            raise InvalidInput(f"{folder / _INDEX} has no weight_map; download it again")
-        names = sorted(set(shards.values()))
+        names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
+        # an index from elsewhere must not point at files that are none of the checkpoint's
+        if not names or any(Path(name).name != name for name in names):
+            raise InvalidInput(f"{folder / _INDEX} has no weight_map of files beside it; download it again")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise InvalidInput(f"{folder} lacks {_some(missing)}, which {_INDEX} names; download it again")
