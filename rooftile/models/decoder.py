@@ -19,8 +19,8 @@ from rooftile.models.layers import ACTIVATIONS, Memory, Norm, Projection, add_no
 class Attend(Protocol):
     """Attention as the caller does it: who sees whom, and where keys and values are kept, is the caller's business.
 
-    Queries and keys come normalised and turned. Scale, softcap and window are in `decoder.config`: config.scale, config.softcap,
-    config.windows[layer].
+    Queries and keys come normalised and turned; v is a view with gaps between its tokens. Scale, softcap and window are in
+    `decoder.config`: config.scale, config.softcap, config.windows[layer].
     """
 
     def __call__(
@@ -95,10 +95,9 @@ class Decoder(nn.Module):
         self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, memory) for _ in range(config.layers)))
         self.norm = Norm(config, config.hidden, memory=memory)
         self.head = self.embedding if config.tie else memory.parameter(config.vocab_size, config.hidden)
-        table = (
-            None if config.rotary is None else config.rotary.table(config.max_len, dtype=dtype, device=memory.device)
-        )
-        self.register_buffer("rotary", table, persistent=False)
+        self.register_buffer("rotary", None, persistent=False)
+        if config.rotary is not None:
+            self.rotary = config.rotary.table(config.max_len, dtype=dtype, device=memory.device)
         # on the host, so that a multiplication by it needs no copy; the rounding is that of Transformers
         scale = 1.0 if config.embedding_scale is None else config.embedding_scale
         self.embedding_scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
@@ -153,9 +152,10 @@ class Decoder(nn.Module):
             stream = stream + self.positions.index_select(0, positions)
         waves = self._waves(positions)
         # a norm belongs to the addition before it, which is the previous layer's
-        following = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
-        x = normalise(stream, self.layers[0].attention_norm)
-        for n, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
+        layers = list(self.layers)
+        following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
+        x = normalise(stream, layers[0].attention_norm)
+        for n, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
             x, stream = add_norm(layer.attention(n, x, waves, attend), stream, layer.ffn_norm)
             x, stream = add_norm(layer.feed_forward(x), stream, next_norm)
         return x

@@ -47,7 +47,9 @@ class Rotary:
 
     def frequencies(self) -> Tensor:
         """Radians that each pair of numbers turns from one position to the next, (dim / 2,) in fp32."""
-        wavelengths = self.theta ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)  # over 2 pi
+        # on the host, whatever torch's default device: powers differ between devices by an ulp
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device="cpu") / self.dim
+        wavelengths = self.theta**exponents  # over 2 pi
         plain = 1.0 / wavelengths
         match self.scaling:
             case None:
@@ -85,7 +87,7 @@ class Rotary:
         if low == high:
             # a ramp of no length would divide by zero
             high += 0.001
-        ramp = ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        ramp = ((torch.arange(self.dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
         keep = 1 - ramp
         return stretched * (1 - keep) + plain * keep
 

@@ -14,7 +14,7 @@ from rooftile.models.rotary import Rotary
 from tests.models.checkpoints import LINEAR, LLAMA3, SMALL, THETA, YARN, YARN_IN_FULL, YARN_SHORT
 
 LONG_LLAMA3 = LLAMA3 | {"rope_theta": 500_000.0, "original_max_position_embeddings": 8192}
-LONG_YARN = YARN | {"rope_theta": 1_000_000.0, "original_max_position_embeddings": 32_768}
+LONG_YARN = YARN | {"factor": 3.0, "rope_theta": 1_000_000.0, "original_max_position_embeddings": 32_768}
 # a ramp of no length
 STEEP = YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False}
 SHRUNK = YARN | {"factor": 1.0}
