@@ -1,0 +1,6 @@
+"""Decoders that are loaded from checkpoint folders of Hugging Face: one module, many families by configuration."""
+
+from rooftile.models.config import ModelConfig
+from rooftile.models.decoder import Attend, Decoder
+
+__all__ = ["Attend", "Decoder", "ModelConfig"]

@@ -1,0 +1,112 @@
+"""What tells one decoder from another, and how it is read from a checkpoint's folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from rooftile.errors import InvalidInput
+from rooftile.models.rotary import Rotary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder: sizes, and everything that families do in different ways.
+
+    Args:
+        family: "llama", "mistral", "qwen2", "qwen3", "gemma2" or "gpt2".
+        vocab_size, layers, hidden, heads, kv_heads, head_dim, ffn: sizes.
+        max_len: tokens that a sequence may have.
+        scale: scores of attention are multiplied by it.
+        softcap: they are pressed into (-softcap, softcap); None for not at all.
+        windows: for each layer how many tokens a query sees, itself among them; None for all before it.
+        rotary: how positions turn queries and keys; None for learned positions, added to the embedding.
+        norm, norm_eps: of what kind, and what is added to a variance.
+        norm_plus_one: the norms' weights are distances from one (Gemma).
+        post_norms: attention and feed-forward are normalised once more before they are added (Gemma 2).
+        qk_norm: each head's query and key are normalised (Qwen 3).
+        activation: of the feed-forward.
+        gated: whether it has a gate.
+        qkv_bias, o_bias, mlp_bias: which projections have biases.
+        embedding_scale: embeddings are multiplied by it, rounded to the model's dtype (Gemma).
+        logit_softcap: logits are pressed into (-logit_softcap, logit_softcap).
+        tie: the head is the embedding.
+        bos_ids, eos_ids: the tokens that begin and that end a text.
+        dtype: of the checkpoint.
+
+    Raises:
+        InvalidInput: sizes contradict each other.
+    """
+
+    family: str
+    vocab_size: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    max_len: int
+    scale: float
+    windows: tuple[int | None, ...]
+    rotary: Rotary | None
+    softcap: float | None = None
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    norm_plus_one: bool = False
+    post_norms: bool = False
+    qk_norm: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    embedding_scale: float | None = None
+    logit_softcap: float | None = None
+    tie: bool = False
+    bos_ids: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_len"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name} is {getattr(self, name)}; must be at least 1")
+        if self.heads % self.kv_heads:
+            raise InvalidInput(f"heads is {self.heads} and kv_heads {self.kv_heads}; the second must divide the first")
+        if self.rotary is not None and (self.head_dim % 2 or self.rotary.dim != self.head_dim):
+            raise InvalidInput(
+                f"head_dim is {self.head_dim} and rotary.dim {self.rotary.dim}; they must be equal, and even"
+            )
+        if len(self.windows) != self.layers:
+            raise InvalidInput(f"windows are {len(self.windows)}; must be one for each of {self.layers} layers")
+        for window in self.windows:
+            if window is not None and window < 1:
+                raise InvalidInput(f"a window is {window}; must be at least 1, the query itself, or None")
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> ModelConfig:
+        """Reads config.json of a checkpoint, and generation_config.json, whose token ids come first, where there is one.
+
+        Raises:
+            InvalidInput: there is no checkpoint, or it is not a model that `Decoder` can be.
+        """
+        from rooftile.models.families import config_of
+        from rooftile.models.settings import read_json
+
+        folder = Path(path)
+        if not folder.is_dir():
+            raise InvalidInput(
+                f"{folder} is no folder; give one with config.json and *.safetensors, downloaded beforehand"
+            )
+        if not (folder / "config.json").is_file():
+            raise InvalidInput(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")
+        settings = read_json(folder / "config.json")
+        if (folder / "generation_config.json").is_file():
+            generation = read_json(folder / "generation_config.json")
+            ids = ("bos_token_id", "eos_token_id")
+            settings |= {name: generation[name] for name in ids if generation.get(name) is not None}
+        return config_of(settings, str(folder))

@@ -1,0 +1,172 @@
+"""One decoder for all families: embedding, layers of attention and feed-forward, head; the configuration says how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from rooftile.errors import InvalidInput
+from rooftile.models import weights
+from rooftile.models.config import ModelConfig
+from rooftile.models.layers import ACTIVATIONS, Memory, Norm, Projection, add_norm, capped, gated, normalise, rotate
+
+
+class Attend(Protocol):
+    """Attention as the caller does it: who sees whom, and where keys and values are kept, is the caller's business.
+
+    Queries and keys come normalised and turned; v is a view with gaps between its tokens. Scale, softcap and window are in
+    `decoder.config`: config.scale, config.softcap, config.windows[layer].
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,  # (total, H, D)
+        k: Tensor,  # (total, Hk, D)
+        v: Tensor,  # (total, Hk, D)
+    ) -> Tensor:  # (total, H, D)
+        """Attention of one layer."""
+        ...
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward with the norms around them; q, k and v are one projection, gate and up another."""
+
+    def __init__(self, config: ModelConfig, memory: Memory) -> None:
+        super().__init__()
+        self.config = config
+        H, Hk, D, hidden, ffn = config.heads, config.kv_heads, config.head_dim, config.hidden, config.ffn
+        self.qkv = Projection((H + 2 * Hk) * D, hidden, bias=config.qkv_bias, memory=memory)
+        self.o = Projection(hidden, H * D, bias=config.o_bias, memory=memory)
+        self.up = Projection(2 * ffn if config.gated else ffn, hidden, bias=config.mlp_bias, memory=memory)
+        self.down = Projection(hidden, ffn, bias=config.mlp_bias, memory=memory)
+        self.attention_norm = Norm(config, hidden, memory=memory)
+        self.ffn_norm = Norm(config, hidden, memory=memory)
+        self.q_norm = Norm(config, D, memory=memory) if config.qk_norm else None
+        self.k_norm = Norm(config, D, memory=memory) if config.qk_norm else None
+        self.attention_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
+        self.ffn_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
+
+    def attention(self, n: int, x: Tensor, waves: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
+        """What layer n adds to the stream first; x is normalised."""
+        H, Hk, D = self.config.heads, self.config.kv_heads, self.config.head_dim
+        q, k, v = self.qkv(x).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = normalise(q, self.q_norm), normalise(k, self.k_norm)
+        if waves is not None:
+            q, k = rotate(q, *waves), rotate(k, *waves)
+        x = self.o(attend(n, q, k, v).flatten(1))
+        return x if self.attention_post_norm is None else normalise(x, self.attention_post_norm)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """What it adds second; x is normalised."""
+        x = self.up(x)
+        x = gated(x, self.config.activation) if self.config.gated else ACTIVATIONS[self.config.activation](x)
+        x = self.down(x)
+        return x if self.ffn_post_norm is None else normalise(x, self.ffn_post_norm)
+
+
+class Decoder(nn.Module):
+    """A decoder for inference: tokens in, hidden states and logits out, attention by the caller.
+
+    Its sequences lie back to back, without padding. Nothing in it waits for the device or depends on data in its shapes.
+
+    Example:
+        >>> decoder = Decoder.from_folder("Llama-3.2-1B", device="cuda")
+        >>> hidden = decoder(tokens, positions, attend)  # (total, hidden)
+        >>> decoder.logits(hidden[-1:]).argmax()
+    """
+
+    rotary: Tensor | None
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str | None = None) -> None:
+        """The decoder with whatever is in memory for weights: see `from_folder` and `random`."""
+        super().__init__()
+        self.config = config
+        memory = Memory(dtype, torch.get_default_device() if device is None else torch.device(device))
+        self.embedding = memory.parameter(config.vocab_size, config.hidden)
+        self.positions = memory.parameter(config.max_len, config.hidden) if config.rotary is None else None
+        # a list of modules is a sequence of them, which torch's types do not say
+        self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, memory) for _ in range(config.layers)))
+        self.norm = Norm(config, config.hidden, memory=memory)
+        self.head = self.embedding if config.tie else memory.parameter(config.vocab_size, config.hidden)
+        self.register_buffer("rotary", None, persistent=False)
+        if config.rotary is not None:
+            self.rotary = config.rotary.table(config.max_len, dtype=dtype, device=memory.device)
+        # on the host, so that a multiplication by it needs no copy; the rounding is that of Transformers
+        scale = 1.0 if config.embedding_scale is None else config.embedding_scale
+        self.embedding_scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
+
+    @classmethod
+    def from_folder(
+        cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None
+    ) -> Decoder:
+        """A decoder with the weights of a checkpoint: config.json, and model.safetensors or its shards with their index.
+
+        Args:
+            path: the folder.
+            dtype: of weights and computation; "auto" for the checkpoint's.
+            device: None for torch's default device.
+
+        Raises:
+            InvalidInput: the folder holds no checkpoint that a decoder can be; the sentence says why.
+        """
+        if dtype != "auto" and not isinstance(dtype, torch.dtype):
+            raise InvalidInput(f'dtype is {dtype!r}; must be "auto" or a dtype such as torch.bfloat16')
+        config = ModelConfig.from_folder(path)
+        files = weights.files_of(Path(path))
+        decoder = cls(config, dtype=dtype if isinstance(dtype, torch.dtype) else config.dtype, device=device)
+        weights.load(decoder, files)
+        return decoder
+
+    @classmethod
+    def random(
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+    ) -> Decoder:
+        """A decoder with random weights, made on the device: for benchmarks of models that are not at hand."""
+        decoder = cls(config, dtype=dtype, device=device)
+        generator = torch.Generator(decoder.embedding.device).manual_seed(seed)
+        for part in decoder.modules():
+            for name, weight in part.named_parameters(recurse=False):
+                if isinstance(part, Norm):
+                    weight.fill_(1.0 if name == "weight" and not config.norm_plus_one else 0.0)
+                else:
+                    weight.normal_(0.0, 0.02, generator=generator)
+        return decoder
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states (total, hidden) after the last norm, of tokens (total,) at positions (total,), both int64."""
+        stream = self.embedding.index_select(0, tokens)
+        if self.config.embedding_scale is not None:
+            stream = stream * self.embedding_scale
+        if self.positions is not None:
+            stream = stream + self.positions.index_select(0, positions)
+        waves = self._waves(positions)
+        # a norm belongs to the addition before it, which is the previous layer's
+        layers = list(self.layers)
+        following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
+        x = normalise(stream, layers[0].attention_norm)
+        for n, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+            x, stream = add_norm(layer.attention(n, x, waves, attend), stream, layer.ffn_norm)
+            x, stream = add_norm(layer.feed_forward(x), stream, next_norm)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of all tokens (n, vocab) in fp32, of hidden states (n, hidden)."""
+        return capped(linear(hidden, self.head).float(), self.config.logit_softcap)
+
+    def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines, (total, D / 2) each."""
+        if self.rotary is None:
+            return None
+        cos, sin = self.rotary.index_select(0, positions).chunk(2, dim=-1)
+        return cos, sin

@@ -1,0 +1,96 @@
+"""Rotary positions: the angles of a configuration, and the table of their cosines and sines.
+
+The order of the arithmetic is the one of Transformers, to the bit: at position 100,000 an error of one ulp in a frequency turns
+a query by a hundredth.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Scaling = Literal["linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """How a query and a key turn with their position.
+
+    Args:
+        dim: so many numbers of each head turn, all of them in the families here.
+        theta: the base of the wavelengths.
+        scaling: how the wavelengths are stretched beyond the length of the training; None for not at all.
+        factor: of the stretching.
+        original_len: the length of the training; of "llama3" and "yarn".
+        low_freq_factor, high_freq_factor: waves with fewer turns than the first in original_len are stretched, those with more
+            than the second are not; of "llama3".
+        beta_fast, beta_slow: the same for "yarn": from so many turns on not at all, up to so many in full.
+        truncate: the bounds of "yarn" are rounded outwards to whole dimensions.
+        attention_factor: cosines and sines are multiplied by it; of "yarn".
+    """
+
+    dim: int
+    theta: float = 10_000.0
+    scaling: Scaling | None = None
+    factor: float = 1.0
+    original_len: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    def frequencies(self) -> Tensor:
+        """Radians that each pair of numbers turns from one position to the next, (dim / 2,) in fp32."""
+        # on the host, whatever torch's default device: powers differ between devices by an ulp
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device="cpu") / self.dim
+        wavelengths = self.theta**exponents  # over 2 pi
+        plain = 1.0 / wavelengths
+        match self.scaling:
+            case None:
+                return plain
+            case "linear":
+                return plain / self.factor
+            case "llama3":
+                return self._llama3(plain)
+            case "yarn":
+                return self._yarn(plain, 1.0 / (self.factor * wavelengths))
+
+    def table(self, length: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
+        """Cosines, then sines, of all positions: (length, dim), computed in fp32."""
+        positions = torch.arange(length, dtype=torch.float32, device=device)
+        angles = positions[:, None] * self.frequencies().to(positions.device)  # (length, dim / 2)
+        waves = torch.cat((angles.cos(), angles.sin()), dim=1)
+        return (waves * self.attention_factor).to(dtype)
+
+    def _llama3(self, plain: Tensor) -> Tensor:
+        wavelengths = 2 * math.pi / plain
+        longest = self.original_len / self.low_freq_factor
+        shortest = self.original_len / self.high_freq_factor
+        stretched = torch.where(wavelengths > longest, plain / self.factor, plain)
+        share = (self.original_len / wavelengths - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        mixed = (1 - share) * stretched / self.factor + share * stretched
+        return torch.where((wavelengths >= shortest) & (wavelengths <= longest), mixed, stretched)
+
+    def _yarn(self, plain: Tensor, stretched: Tensor) -> Tensor:
+        low, high = self._dimension(self.beta_fast), self._dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        if low == high:
+            # a ramp of no length would divide by zero
+            high += 0.001
+        ramp = ((torch.arange(self.dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+        keep = 1 - ramp
+        return stretched * (1 - keep) + plain * keep
+
+    def _dimension(self, turns: float) -> float:
+        """Which dimension makes so many turns within original_len; a fraction."""
+        return (self.dim * math.log(self.original_len / (turns * 2 * math.pi))) / (2 * math.log(self.theta))

@@ -1,0 +1,207 @@
+"""The tensors of a checkpoint, and the places in a decoder where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.models.config import ModelConfig
+from rooftile.models.settings import read_json
+
+if TYPE_CHECKING:
+    from rooftile.models.decoder import Decoder, Layer
+    from rooftile.models.layers import Norm, Projection
+
+_PLAIN = ("BF16", "F16", "F32", "F64")
+# so many names are shown in a sentence
+SHOWN = 3
+_INDEX = "model.safetensors.index.json"
+# what older checkpoints carry and nobody needs: tables of frequencies, and GPT-2's causal mask
+_HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        InvalidInput: there are none, or not all that the index names.
+    """
+    if (folder / _INDEX).is_file():
+        shards = read_json(folder / _INDEX).get("weight_map")
+        names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
+        # an index from elsewhere must not point at files that are none of the checkpoint's
+        if not names or any(Path(name).name != name for name in names):
+            raise InvalidInput(f"{folder / _INDEX} has no weight_map of files beside it; download it again")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise InvalidInput(f"{folder} lacks {_some(missing)}, which {_INDEX} names; download it again")
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    if pickles:
+        raise InvalidInput(
+            f"{folder} has {_some(pickles)}, a pickle, which can run any code; only safetensors are read: convert it once with "
+            "Transformers, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    raise InvalidInput(
+        f"{folder} has neither model.safetensors nor {_INDEX}; give the folder of a Hugging Face checkpoint"
+    )
+
+
+def load(decoder: Decoder, files: Iterable[Path]) -> None:
+    """Fills a decoder from files, tensor by tensor: beside the decoder itself, one tensor is in memory.
+
+    Raises:
+        InvalidInput: tensors are missing, unexpected or of other shapes; nothing was loaded then.
+    """
+    with ExitStack() as stack:
+        found = _tensors([stack.enter_context(_opened(path)) for path in files], _prefix(decoder.config))
+        places = dict(_places(decoder))
+        if decoder.config.tie:
+            _check_tie(found, next(iter(places)))
+        _check(found, places)
+        for name, place in places.items():
+            place.copy_(found[name].get_tensor())
+
+
+class _Stored:
+    """One tensor in a file that is open."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self.file, self.name = file, name
+
+    def get_tensor(self) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor
+
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def dtype(self) -> str:
+        return str(self.file.get_slice(self.name).get_dtype())
+
+
+def _opened(path: Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise InvalidInput(
+            "reading a checkpoint needs the package safetensors, which is not installed; pip install 'rooftile[serve]'"
+        ) from None
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise InvalidInput(f"{path} is no whole safetensors file ({error}); download it again") from None
+
+
+def _prefix(config: ModelConfig) -> str:
+    """What stands before the names of all tensors but the head's; some checkpoints leave it out."""
+    return "transformer." if config.family == "gpt2" else "model."
+
+
+def _tensors(files: list[Any], prefix: str) -> dict[str, _Stored]:
+    named = ((name.removeprefix(prefix), _Stored(file, name)) for file in files for name in file.keys())  # noqa: SIM118
+    return {name: stored for name, stored in named if not name.endswith(_HARMLESS)}
+
+
+def _check_tie(found: dict[str, _Stored], embedding: str) -> None:
+    """A tied head that was saved all the same is the embedding, or the configuration is wrong."""
+    head = found.pop("lm_head.weight", None)
+    if head is None:
+        return
+    if embedding not in found:
+        found[embedding] = head
+    elif head.shape() != found[embedding].shape() or not torch.equal(head.get_tensor(), found[embedding].get_tensor()):
+        raise InvalidInput(
+            f"lm_head.weight differs from {found[embedding].name}, to which config.json ties it; if the head has weights of its "
+            "own, set tie_word_embeddings to false there"
+        )
+
+
+def _check(found: Mapping[str, _Stored], places: Mapping[str, Tensor]) -> None:
+    missing = [name for name in places if name not in found]
+    if missing:
+        raise InvalidInput(f"the checkpoint lacks {_some(missing)}; its config.json asks for them")
+    unexpected = [stored.name for name, stored in found.items() if name not in places]
+    if unexpected:
+        raise InvalidInput(f"the checkpoint has {_some(unexpected)}, which its config.json has no place for")
+    wrong = [
+        f"{found[name].name} {found[name].shape()}, due {tuple(place.shape)}"
+        for name, place in places.items()
+        if found[name].shape() != tuple(place.shape)
+    ]
+    if wrong:
+        raise InvalidInput(f"the checkpoint's shapes are not those of its config.json: {_some(wrong)}")
+    packed = [f"{stored.name} {stored.dtype()}" for stored in found.values() if stored.dtype() not in _PLAIN]
+    if packed:
+        raise InvalidInput(f"the checkpoint has {_some(packed)}; must be bfloat16, float16 or float32, not quantised")
+
+
+def _some(names: list[str]) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _places(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of a checkpoint by its name, without prefix, and the view of a parameter that it fills; the embedding first."""
+    gpt2 = decoder.config.family == "gpt2"
+    yield "wte.weight" if gpt2 else "embed_tokens.weight", decoder.embedding
+    if decoder.positions is not None:
+        yield "wpe.weight", decoder.positions
+    for n, layer in enumerate(decoder.layers):
+        places = _gpt2_layer(layer) if gpt2 else _layer(layer, decoder.config)
+        yield from ((f"h.{n}.{name}" if gpt2 else f"layers.{n}.{name}", place) for name, place in places)
+    yield from _norm("ln_f" if gpt2 else "norm", decoder.norm)
+    if not decoder.config.tie:
+        yield "lm_head.weight", decoder.head
+
+
+def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    yield from _split(layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv})
+    yield from _split(layer.o, {"self_attn.o_proj": config.hidden})
+    yield from _split(layer.up, {"mlp.gate_proj": config.ffn, "mlp.up_proj": config.ffn})
+    yield from _split(layer.down, {"mlp.down_proj": config.hidden})
+    # with four norms to a layer, the name of the second means another one
+    second = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+    yield from _norm("input_layernorm", layer.attention_norm)
+    yield from _norm(second, layer.ffn_norm)
+    yield from _norm("post_attention_layernorm", layer.attention_post_norm)
+    yield from _norm("post_feedforward_layernorm", layer.ffn_post_norm)
+    yield from _norm("self_attn.q_norm", layer.q_norm)
+    yield from _norm("self_attn.k_norm", layer.k_norm)
+
+
+def _gpt2_layer(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+    named = {"attn.c_attn": layer.qkv, "attn.c_proj": layer.o, "mlp.c_fc": layer.up, "mlp.c_proj": layer.down}
+    for name, projection in named.items():
+        # GPT-2 keeps its weights as (in, out)
+        yield f"{name}.weight", projection.weight.T
+        if projection.bias is not None:
+            yield f"{name}.bias", projection.bias
+    yield from _norm("ln_1", layer.attention_norm)
+    yield from _norm("ln_2", layer.ffn_norm)
+
+
+def _split(projection: Projection, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+    rows = list(sizes.values())
+    for name, weight in zip(sizes, projection.weight.split(rows), strict=True):
+        yield f"{name}.weight", weight
+    if projection.bias is not None:
+        for name, bias in zip(sizes, projection.bias.split(rows), strict=True):
+            yield f"{name}.bias", bias
+
+
+def _norm(name: str, norm: Norm | None) -> Iterator[tuple[str, Tensor]]:
+    if norm is not None:
+        yield f"{name}.weight", norm.weight
+        if norm.bias is not None:
+            yield f"{name}.bias", norm.bias

@@ -1,0 +1,130 @@
+"""Tiny models of Transformers with random weights, one for each thing that families do differently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+import rooftile
+from rooftile.models import Decoder
+
+VOCABULARY = 97
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "initializer_range": 0.2,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+THETA = {"rope_type": "default", "rope_theta": 500.0}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN_IN_FULL = YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.1}
+YARN_SHORT = YARN | {"attention_factor": 1.5, "original_max_position_embeddings": 4}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=THETA),
+    "llama, tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "llama, biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, head_dim=16),
+    "llama, llama3": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
+    "llama, linear": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LINEAR),
+    "llama, yarn in full": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=YARN_IN_FULL),
+    "llama, yarn of short training": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=YARN_SHORT),
+    "llama, gelu": lambda: transformers.LlamaConfig(**SMALL, hidden_act="gelu"),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=7),
+    "mistral, no window": lambda: transformers.MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL, rope_parameters=THETA),
+    "qwen2, yarn": lambda: transformers.Qwen2Config(**SMALL, rope_parameters=YARN),
+    "qwen2, windows": lambda: transformers.Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
+    "qwen3, biases, windows": lambda: transformers.Qwen3Config(
+        **SMALL, head_dim=8, attention_bias=True, use_sliding_window=True, sliding_window=5, layer_types=LAYER_TYPES
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SMALL, head_dim=16, sliding_window=5, query_pre_attn_scalar=24, attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma2, untied, no caps": lambda: transformers.Gemma2Config(
+        **SMALL, head_dim=8, sliding_window=9, tie_word_embeddings=False, attn_logit_softcapping=None,
+        final_logit_softcapping=None, layer_types=LAYER_TYPES,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+    "gpt2, untied, unscaled": lambda: transformers.GPT2Config(
+        **GPT2, n_inner=24, tie_word_embeddings=False, scale_attn_weights=False, activation_function="relu"
+    ),
+}  # fmt: skip
+
+
+def theirs(name: str) -> transformers.PreTrainedModel:
+    """The model of Transformers, with biases and norms that are no zeros and ones."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.add_(0.3 * torch.randn_like(weight))
+    return model
+
+
+def loaded(folder: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """The model of Transformers from a folder; model.to(dtype) would round the frequencies of rotary positions, too."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def saved(model: transformers.PreTrainedModel, folder: Path, *, max_shard_size: str = "1GB") -> Path:
+    """The folder, with the model in it."""
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def prompts(lengths: Sequence[int] = (37, 1, 70, 13)) -> list[Tensor]:
+    """Sequences of tokens, of odd lengths and longer than windows and trainings here."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def logits_of_theirs(model: transformers.PreTrainedModel, sequences: Sequence[Tensor]) -> Tensor:
+    """(total, vocab) in fp32: one sequence at a time."""
+    with torch.inference_mode():
+        rows = [
+            model(x[None], attention_mask=torch.ones_like(x[None]), use_cache=False).logits[0].float()
+            for x in sequences
+        ]
+    return torch.cat(rows)
+
+
+def logits_of_ours(decoder: Decoder, sequences: Sequence[Tensor]) -> Tensor:
+    """(total, vocab) in fp32: all sequences at once, back to back."""
+    config = decoder.config
+    cu = torch.tensor([0, *accumulate(len(x) for x in sequences)])
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        window = config.windows[layer]
+        mask = rooftile.CAUSAL if window is None else rooftile.CAUSAL & rooftile.Window(window - 1)
+        return rooftile.attention_packed(q, k, v, cu, cu, mask, scale=config.scale, softcap=config.softcap)
+
+    with torch.inference_mode():
+        positions = torch.cat([torch.arange(len(x)) for x in sequences])
+        return decoder.logits(decoder(torch.cat(list(sequences)), positions, attend))
+
+
+def assert_same(ours: Tensor, due: Tensor) -> None:
+    """The same logits, but for rounding in fp32, and the same tokens."""
+    assert ours.shape == due.shape
+    assert ours.dtype == torch.float32
+    assert (ours - due).abs().max() <= 1e-4 * due.abs().max()
+    assert torch.equal(ours.argmax(-1), due.argmax(-1))

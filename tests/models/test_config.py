@@ -1,0 +1,160 @@
+"""What config.json says is read as Transformers reads it; what a decoder cannot be is refused in a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rooftile import InvalidInput
+from rooftile.models import ModelConfig
+from rooftile.models.families import ARCHITECTURES, FAMILIES, config_of
+from rooftile.models.rotary import Rotary
+from tests.models.checkpoints import CONFIGS, LAYER_TYPES, YARN
+
+# as checkpoints of years ago say it: little more than sizes
+OLD: dict[str, Any] = {
+    "vocab_size": 10, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 12,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+OLD_GPT2: dict[str, Any] = {"vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 16}
+
+
+def described(family: str, **more: Any) -> ModelConfig:
+    return config_of((OLD_GPT2 if family == "gpt2" else OLD) | {"model_type": family} | more, "here")
+
+
+def written(folder: Path, **settings: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_every_family_has_an_architecture_and_a_tiny_model_here() -> None:
+    assert set(ARCHITECTURES.values()) == set(FAMILIES) == {name.split(",")[0] for name in CONFIGS}
+
+
+def test_what_is_not_said_is_what_transformers_takes() -> None:
+    llama = described("llama")
+    assert (llama.kv_heads, llama.head_dim, llama.scale, llama.tie) == (2, 4, 0.5, False)
+    assert (llama.bos_ids, llama.eos_ids, llama.dtype) == ((1,), (2,), torch.float32)
+    assert (llama.rotary, llama.windows, llama.max_len) == (Rotary(dim=4, theta=10_000.0), (None,) * 3, 16)
+    assert described("mistral").windows == (4096,) * 3
+    assert described("qwen2").windows == (None,) * 3
+    assert described("qwen2").eos_ids == ()
+    assert described("qwen3").head_dim == 128
+    gemma = described("gemma2")
+    assert (gemma.head_dim, gemma.scale, gemma.softcap, gemma.logit_softcap) == (256, 1 / 16, 50.0, 30.0)
+    assert (gemma.windows, gemma.tie, gemma.bos_ids, gemma.eos_ids) == ((4096, None, 4096), True, (2,), (1,))
+    assert (gemma.activation, gemma.embedding_scale) == ("gelu_pytorch_tanh", 8**0.5)
+    gpt2 = described("gpt2")
+    assert (gpt2.ffn, gpt2.tie, gpt2.norm, gpt2.norm_eps, gpt2.rotary) == (32, True, "layer", 1e-5, None)
+    assert (gpt2.activation, gpt2.eos_ids) == ("gelu_new", (50256,))
+
+
+def test_null_turns_off_what_has_a_default() -> None:
+    assert described("mistral", sliding_window=None).windows == (None,) * 3
+    assert described("gemma2", attn_logit_softcapping=None).softcap is None
+    assert described("gemma2", final_logit_softcapping=None).logit_softcap is None
+    assert described("llama", bos_token_id=None, eos_token_id=None).eos_ids == ()
+    assert described("llama", head_dim=None, num_key_value_heads=None).head_dim == 4
+
+
+def test_windows() -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    assert described("qwen2", **windows).windows == (None, None, 5)
+    assert described("qwen2", **windows | {"use_sliding_window": False}).windows == (None,) * 3
+    assert described("qwen3", **windows, layer_types=LAYER_TYPES).windows == (5, None, 5)
+    # a window that the family does not have is none
+    assert described("llama", sliding_window=5).windows == (None,) * 3
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [("dtype", "bfloat16"), ("torch_dtype", "bfloat16"), ("torch_dtype", "torch.bfloat16")]
+)
+def test_dtype(key: str, said: str) -> None:
+    assert described("llama", **{key: said}).dtype == torch.bfloat16
+
+
+def test_ids_of_generation_config_come_first(tmp_path: Path) -> None:
+    written(tmp_path, **OLD, model_type="llama", eos_token_id=5, bos_token_id=4)
+    assert ModelConfig.from_folder(tmp_path).eos_ids == (5,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8], "bos_token_id": None}))
+    config = ModelConfig.from_folder(str(tmp_path))
+    assert (config.bos_ids, config.eos_ids) == ((4,), (7, 8))
+
+
+def test_no_folder_no_file_no_json(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"nowhere is no folder; give one with config.json"):
+        ModelConfig.from_folder(tmp_path / "nowhere")
+    with pytest.raises(InvalidInput, match=r"has no config.json; give the folder of a Hugging Face checkpoint"):
+        ModelConfig.from_folder(tmp_path)
+    for broken, sentence in (
+        (b'{"hidden_size": ', "config.json is not JSON: .*line 1 column 17.*; download it again"),
+        (b"\xff\xfe\xfa", "config.json is not JSON: .*; download it again"),
+        (b"[1]", "config.json holds list; must be a JSON object"),
+    ):
+        (tmp_path / "config.json").write_bytes(broken)
+        with pytest.raises(InvalidInput, match=sentence):
+            ModelConfig.from_folder(tmp_path)
+    written(tmp_path, **OLD, model_type="llama")
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(InvalidInput, match=r"generation_config.json is not JSON"):
+        ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "sentence"),
+    [
+        ("llama", {"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM; nearest is Qwen2ForCausalLM, of L"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "has architecture LlamaForSeq"),
+        ("llama", {"architectures": "Falcon"}, "has architecture Falcon; nearest is"),
+        ("gpt2", {"model_type": "gpt3"}, "has model_type gpt3; nearest is gpt2, of llama, mistral"),
+        ("gpt2", {"model_type": None}, "has model_type None; nearest is"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, r"are quantised \(awq\); give a checkpoint in bfloat16"),
+        ("llama", {"quantization_config": "awq"}, "has quantization_config 'awq'; must be a JSON object"),
+        ("llama", {"hidden_size": None}, "config.json of here has no hidden_size; it must be there, a number"),
+        ("llama", {"hidden_size": "8"}, "has hidden_size '8'; must be a number"),
+        ("llama", {"hidden_size": 8.5}, "has hidden_size 8.5; must be a whole number of at least 1"),
+        ("llama", {"num_hidden_layers": 0}, "has num_hidden_layers 0; must be a whole number"),
+        ("llama", {"num_key_value_heads": 3}, "heads is 2 and kv_heads 3; the second must divide the first"),
+        ("llama", {"head_dim": 5}, "head_dim is 5 and rotary.dim 5; they must be equal, and even"),
+        ("llama", {"hidden_act": "swish"}, "has hidden_act 'swish'; must be one of gelu, gelu_new"),
+        ("llama", {"hidden_act": ["silu"]}, r"has hidden_act \['silu'\]; must be one of"),
+        ("llama", {"dtype": "float8_e4m3fn"}, "has dtype 'float8_e4m3fn'; must be one of float32"),
+        ("llama", {"eos_token_id": "2"}, "has eos_token_id '2'; must be a token's id, or a list of them"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "has rope_type 'dynamic'; supported are default, linear"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "has rope_type 'longrope'"),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "has no factor"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "has no low_freq_factor"),
+        ("llama", {"rope_scaling": "linear"}, "has rope_scaling 'linear'; must be a JSON object"),
+        ("llama", {"rope_scaling": YARN | {"factor": "4"}}, "has factor '4'; must be a number"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "has rope_parameters for each type of layer; "),
+        ("llama", {"partial_rotary_factor": 0.5}, "has a partial_rotary_factor; supported are heads that turn as a whole"),
+        ("mistral", {"layer_types": LAYER_TYPES}, "has layer_types, which Mistral's attention does not read; supported is"),
+        ("mistral", {"sliding_window": 0}, "a window is 0; must be at least 1"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "has layer_types of 'chunked_attention'; supported are 'full_att"),
+        ("qwen2", {"layer_types": LAYER_TYPES[:2]}, "windows are 2; must be one for each of 3 layers"),
+        ("gemma2", {"use_bidirectional_attention": True}, "has use_bidirectional_attention; supported is causal attention"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx; supported is GPT-2 without it"),
+        ("gpt2", {"add_cross_attention": True}, "has add_cross_attention; supported is GPT-2 without it"),
+        ("gpt2", {"n_head": 3}, "has n_embd 8 and n_head 3; the second must divide the first"),
+    ],
+    ids=lambda what: str(what)[:40],
+)  # fmt: skip
+def test_refusals(family: str, more: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence) as error:
+        described(family, **more)
+    assert len(str(error.value)) < 250
+    assert not re.search(r"[\n.]$", str(error.value))
+
+
+def test_a_config_checks_what_is_changed_in_it() -> None:
+    with pytest.raises(InvalidInput, match="layers is 0; must be at least 1"):
+        dataclasses.replace(described("llama"), layers=0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        described("llama").layers = 2  # type: ignore[misc]

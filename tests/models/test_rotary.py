@@ -1,0 +1,53 @@
+"""Tables of rotary positions, to the bit as Transformers computes them; a lookup is one operation of fixed shape."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from rooftile.models.families import config_of
+from rooftile.models.rotary import Rotary
+from tests.models.checkpoints import LINEAR, LLAMA3, SMALL, THETA, YARN, YARN_IN_FULL, YARN_SHORT
+
+LONG_LLAMA3 = LLAMA3 | {"rope_theta": 500_000.0, "original_max_position_embeddings": 8192}
+LONG_YARN = YARN | {"factor": 3.0, "rope_theta": 1_000_000.0, "original_max_position_embeddings": 32_768}
+# a ramp of no length
+STEEP = YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False}
+SHRUNK = YARN | {"factor": 1.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "rope", [THETA, LINEAR, LLAMA3, LONG_LLAMA3, YARN, YARN_IN_FULL, YARN_SHORT, LONG_YARN, STEEP, SHRUNK], ids=str
+)
+def test_tables_are_those_of_transformers_to_the_bit(rope: dict, dtype: torch.dtype) -> None:
+    config = transformers.LlamaConfig(
+        **SMALL | {"head_dim": 64, "max_position_embeddings": 512}, rope_parameters=dict(rope)
+    )
+    positions = torch.tensor([0, 1, 2, 31, 32, 33, 100, 511])
+    cos, sin = LlamaRotaryEmbedding(config)(torch.empty(0, dtype=dtype), positions[None])
+    ours = config_of(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "here")
+    assert ours.rotary is not None
+    table = ours.rotary.table(512, dtype=dtype)
+    assert table.shape == (512, 64)
+    assert table.dtype == dtype
+    for waves, due in zip(table[positions].chunk(2, dim=-1), (cos, sin), strict=True):
+        assert torch.equal(torch.cat((waves, waves), dim=-1), due[0])
+
+
+def test_yarn_reaches_as_far_as_it_stretches() -> None:
+    values = transformers.Qwen2Config(**SMALL).to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
+    values |= {"rope_parameters": None, "rope_scaling": YARN | {"original_max_position_embeddings": 128}}
+    assert config_of(values, "here").max_len == 512
+    assert config_of(values | {"max_position_embeddings": 1024}, "here").max_len == 1024
+
+
+def test_a_turn_keeps_lengths() -> None:
+    table = Rotary(dim=16).table(50, dtype=torch.float32)
+    cos, sin = table.chunk(2, dim=-1)
+    torch.testing.assert_close(cos.square() + sin.square(), torch.ones(50, 8))
+    assert table[1, 0].item() == pytest.approx(math.cos(1))
