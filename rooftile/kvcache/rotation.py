@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Rotation(NamedTuple):
-    """How far each of some tokens is turned: cos and sin (total, R / 2) in fp32, of the first R numbers of a head."""
+    """How far each of some tokens is turned: cos and sin (total, R / 2), of the first R numbers of a head."""
 
     cos: Tensor
     sin: Tensor
@@ -23,8 +23,8 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     if x.is_cuda:
         from rooftile.kvcache import kernels
 
-        return kernels.rotate(x, rotation)
+        return kernels.turn(x, rotation)
     cos, sin = (part.unsqueeze(1) for part in rotation)
     half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
     return torch.cat([(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest], -1)

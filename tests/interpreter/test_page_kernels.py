@@ -25,7 +25,7 @@ def test_tokens_go_to_their_slots(heads: int, dim: int, turned: int) -> None:
     due.write(1, k, v, slots, rotation)
     torch.testing.assert_close(pages.storage, due.storage)
     if rotation is not None:
-        torch.testing.assert_close(kernels.rotate(k, rotation), rotate(k, rotation))
+        torch.testing.assert_close(kernels.turn(k, rotation), rotate(k, rotation))
 
 
 def test_blocks_are_copied_whole() -> None:

@@ -1,8 +1,9 @@
 """Attention of few queries to a paged cache: every program reads as many keys as every other.
 
-All blocks of BLOCK_S keys, those of tile after tile (a tile: a sequence and the heads of a group), are one row of work, of which
-program p of P takes the p-th part, whatever the lengths: they are read from memory, nobody waits for them. A tile that lies in one
-part is finished there. One that crosses a border is left in pieces, and `_merge` puts these together, first to last:
+The blocks of BLOCK_S keys of all sequences, one after the other, are one row of work, cut into as many parts as there are teams. A
+team has a program for each key head: its programs read the same blocks of the cache at about the same time, and a block's heads lie
+side by side in DRAM. The lengths are read from memory, nobody waits for them. A sequence that lies in one part is finished there. One
+that crosses a border is left in pieces, and `_merge` puts these together, first to last:
 
     m = max m_c    l = sum 2^(m_c - m) l_c    O = sum 2^(m_c - m) O_c
 
@@ -47,34 +48,34 @@ def _bounds(
 
 @triton.jit
 def _ends(
-    lengths_ptr, B, T, heads, left, right, prefix, chunk,
+    lengths_ptr, B, T, left, right, prefix, chunk,
     BATCH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Where the work of each sequence ends, and all."""
+    """Where the blocks of each sequence end in the row of work, and all."""
     b = tl.arange(0, BATCH)
     S = tl.load(lengths_ptr + b, mask=b < B, other=0)
     _, _, blocks = _bounds(S, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
-    ends = tl.cumsum(tl.where(b < B, blocks, 0).to(tl.int64), 0) * heads
+    ends = tl.cumsum(tl.where(b < B, blocks, 0), 0)
     return ends, tl.max(ends)
 
 
 @triton.jit
-def _part(p, share, total):
-    """Where a program's part of the row of work begins; p may be the number of programs."""
-    return tl.minimum(p * share, total)
+def _part(team, share, total):
+    """Where a team's part of the row of work begins."""
+    return tl.minimum(team * share, total)
 
 
 @triton.jit
-def _tile_at(
+def _sequence_at(
     place, ends, lengths_ptr, T, left, right, prefix, chunk,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Of the tile at a place in the row of work: sequence, keys in the cache, head, bounds, blocks, and the place's block."""
+    """Of a place in the row of work: sequence, its keys in the cache, first key, one after the last, blocks, the place's block."""
     b = tl.sum((ends <= place).to(tl.int32))
-    rest = (place - tl.max(tl.where(ends <= place, ends, 0))).to(tl.int32)
+    first = place - tl.max(tl.where(ends <= place, ends, 0))
     S = tl.load(lengths_ptr + b)
     start, stop, n = _bounds(S, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
-    return b, S, rest // n, start, stop, n, rest % n
+    return b, S, start, stop, n, first
 
 
 @triton.jit
@@ -99,23 +100,23 @@ def _decode(
     BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
-    heads = H // GROUP * ((GROUP + HEADS - 1) // HEADS)
-    ends, total = _ends(lengths_ptr, B, T, heads, left, right, prefix, chunk, BATCH, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
-    p = tl.program_id(0).to(tl.int64)
-    share = tl.cdiv(total, tl.num_programs(0))
-    place = _part(p, share, total)
-    last = _part(p + 1, share, total)
+    ends, total = _ends(lengths_ptr, B, T, left, right, prefix, chunk, BATCH, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
+    head = tl.program_id(0)
+    share = tl.cdiv(total, tl.num_programs(1))
+    place = _part(tl.program_id(1), share, total)
+    last = _part(tl.program_id(1) + 1, share, total)
+    p = tl.program_id(1) * tl.num_programs(0) + head
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     while place < last:
-        b, S, head, start, stop, n, first = _tile_at(
+        b, S, start, stop, n, first = _sequence_at(
             place, ends, lengths_ptr, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S
         )
         t, h, there, lines = _rows(b, head, H, T, GROUP, HEADS, ROWS)
         h_k = (head // ((GROUP + HEADS - 1) // HEADS)).to(tl.int64)
         i = t + S - T
         low = start + first * BLOCK_S
-        count = tl.minimum(last - place, n - first).to(tl.int32)
+        count = tl.minimum(last - place, n - first)
         high = tl.minimum(stop, low + count * BLOCK_S)
         q_tile = q_ptr + (lines * q_stride_t + h * q_stride_h)[:, None] + d[None, :]
         q = tl.load(q_tile, mask=there[:, None] & (d < D)[None, :], other=0.0)
@@ -143,7 +144,7 @@ def _decode(
             _finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, 0, t, h, lines, there, DV, SINKS, False, BLOCK_DV)
         else:
             # a program's pieces: of a tile that began before it, and of one that goes on after it
-            piece = parts_ptr + ((2 * p + (first == 0)) * ROWS + tl.arange(0, ROWS)) * (DV + 2)
+            piece = parts_ptr + ((2 * p + (first == 0)) * ROWS + tl.arange(0, ROWS)).to(tl.int64) * (DV + 2)
             tl.store(piece[:, None] + dv[None, :], acc, mask=there[:, None] & (dv < DV)[None, :])
             tl.store(piece + DV, m, mask=there)
             tl.store(piece + DV + 1, l, mask=there)
@@ -161,27 +162,25 @@ def _merge(
     PDL: tl.constexpr,
 ):
     # fmt: on
-    """A row of the tile on the border after program p, if that is the first border in the tile."""
-    heads = H // GROUP * ((GROUP + HEADS - 1) // HEADS)
-    ends, total = _ends(lengths_ptr, B, T, heads, left, right, prefix, chunk, BATCH, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
-    p = tl.program_id(0).to(tl.int64)
-    # of the last program there is no border
-    P = tl.num_programs(0) + 1
-    share = tl.cdiv(total, P)
-    border = _part(p + 1, share, total)
-    b, _, head, _, _, n, first = _tile_at(
+    """A row of the sequence on the border after a team, if that is the first border in the sequence."""
+    ends, total = _ends(lengths_ptr, B, T, left, right, prefix, chunk, BATCH, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
+    head = tl.program_id(0)
+    team = tl.program_id(1)
+    # after the last team there is no border
+    teams = tl.num_programs(1) + 1
+    share = tl.cdiv(total, teams)
+    border = _part(team + 1, share, total)
+    b, _, _, _, n, first = _sequence_at(
         tl.minimum(border, total - 1), ends, lengths_ptr, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S
     )
     if PDL:
         # until here it ran beside the kernel that leaves the pieces
         gdc_wait()
-    if border == total:
-        return
     begin = border - first
-    if (first == 0) | (_part(p, share, total) > begin):
+    if (border == total) | (first == 0) | (_part(team, share, total) > begin):
         return
     PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    r = tl.program_id(1)
+    r = tl.program_id(2)
     t = r // HEADS
     g = head % PARTS * HEADS + r % HEADS
     if (t >= T) | (g >= GROUP):
@@ -191,13 +190,13 @@ def _merge(
     m = float("-inf")
     l = 0.0
     acc = tl.zeros((BLOCK_DV,), tl.float32)
-    base = p
-    while (base < P) & (_part(base, share, total) < begin + n):
+    base = team
+    while (base < teams) & (_part(base, share, total) < begin + n):
         at = base + tl.arange(0, PIECES)
         low = _part(at, share, total)
-        # the first piece is of the program that began the tile; a part of no blocks has left none
-        ours = (at < P) & (low < begin + n) & (low < total)
-        piece = parts_ptr + ((2 * at + (at == p)) * ROWS + r) * (DV + 2)
+        # the first piece is of the team that began the sequence; a part of no blocks has left none
+        ours = (at < teams) & (low < begin + n) & (low < total)
+        piece = parts_ptr + ((2 * (at * tl.num_programs(0) + head) + (at == team)) * ROWS + r).to(tl.int64) * (DV + 2)
         m_c = tl.load(piece + DV, mask=ours, other=float("-inf"))
         l_c = tl.load(piece + DV + 1, mask=ours, other=0.0)
         acc_c = tl.load(piece[:, None] + dv[None, :], mask=ours[:, None] & (dv < DV)[None, :], other=0.0)
@@ -228,21 +227,22 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     o = torch.empty((*q.shape[:-1], spec.dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=q.device)
     constants = _constants(spec, cache.size, T, triton.next_power_of_2(B))
-    programs = _programs(q.device)
-    parts = torch.empty(2 * programs * constants["ROWS"] * (spec.dim_v + 2), dtype=torch.float32, device=q.device)
+    heads = H // spec.group * triton.cdiv(spec.group, constants["HEADS"])
+    teams = max(_programs(q.device) // heads, 1)
+    parts = torch.empty(2 * teams * heads * constants["ROWS"] * (spec.dim_v + 2), dtype=torch.float32, device=q.device)
     table, lengths = cache.table.contiguous(), cache.lengths.contiguous()
     alibi = options.alibi
     sinks = lengths if options.sinks is None else options.sinks.contiguous()
     slopes = (0, 0) if alibi is None else (alibi.stride(0) if alibi.ndim == 2 else 0, alibi.stride(-1))
     bounds = constants_of(spec).numbers[2:6]
-    _decode[(programs,)](
+    _decode[(heads, teams)](
         rows, k, v, o, lse, parts, table, lengths, lengths if alibi is None else alibi, sinks,
         *rows.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0), *slopes, B, H, T, spec.scale, spec.softcap, *bounds,
         **constants,
     )  # fmt: skip
-    if programs > 1:
+    if teams > 1:
         shared = ("GROUP", "HEADS", "DV", "BATCH", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SINKS", "BLOCK_DV", "ROWS", "BLOCK_S", "PDL")
-        _merge[(programs - 1, constants["HEADS"] * T)](
+        _merge[(heads, teams - 1, constants["HEADS"] * T)](
             o, lse, parts, lengths, sinks, B, H, T, *bounds, **{name: constants[name] for name in shared}, num_warps=2,
             launch_pdl=constants["PDL"],
         )  # fmt: skip
@@ -258,7 +258,7 @@ def fits(spec: Spec, T: int) -> bool:
 def _programs(device: torch.device) -> int:
     if device.type == "cpu":
         # interpreted
-        return 5
+        return 10
     return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
