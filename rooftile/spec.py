@@ -18,7 +18,8 @@ from rooftile.masks import FULL, Mask
 from rooftile.precision import Precision
 from rooftile.precision import decode as decode_precision
 
-Layout = Literal["dense", "packed", "paged"]
+# "paged-prompts": a paged cache that many queries of each sequence look at
+Layout = Literal["dense", "packed", "paged", "paged-prompts"]
 
 DTYPES = {
     "fp32": torch.float32,

@@ -144,7 +144,7 @@ def paged_code(
         dim_v=cache.v.shape[-1],
         group=H // cache.k.shape[-2],
         mask=mask,
-        layout="paged",
+        layout="paged-prompts" if not deterministic and _has_prompts(q, cache) else "paged",
         scale=_scale(scale, D),
         softcap=_softcap(softcap),
         dropout=0.0,
@@ -159,6 +159,17 @@ def paged_code(
         precision="native",
         device=arch(q.device),
     )
+
+
+# queries of a sequence, on average, that are worth a copy of its keys and values in one piece; and the bytes of it at most
+PROMPT, MOST_GATHERED = 64, 1 << 30
+
+
+def _has_prompts(q: Tensor, cache: Any) -> bool:
+    """Whether the sequences have many queries each, and all that their tables have room for may be gathered."""
+    B, N = cache.table.shape
+    line = cache.k[0, 0].nbytes + cache.v[0, 0].nbytes if cache.k.shape[0] else 0
+    return q.shape[:-2].numel() >= PROMPT * B and B * N * cache.k.shape[1] * line <= MOST_GATHERED
 
 
 def _check_pages(q: Tensor, cache: Any) -> None:

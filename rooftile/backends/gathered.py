@@ -10,12 +10,15 @@ from torch import Tensor
 from rooftile.kvcache import PagedKV
 from rooftile.spec import Options, Spec
 
+Gather = Callable[[PagedKV], tuple[Tensor, Tensor, Tensor]]
 Forward = Callable[[Tensor, Tensor, Tensor, Options, Spec], tuple[Tensor, Tensor]]
 
 
-def attend(forward: Forward, q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+def attend(
+    forward: Forward, q: Tensor, cache: PagedKV, options: Options, spec: Spec, gather: Gather = PagedKV.gathered
+) -> tuple[Tensor, Tensor]:
     """o and lse, as `attention_paged` has them, by a backend's forward on packed sequences."""
-    k, v, cu_k = cache.gathered()
+    k, v, cu_k = gather(cache)
     rows, cu_q = cache.packed_queries(q)
     o, lse = forward(rows, k, v, options._replace(cu_q=cu_q, cu_k=cu_k), replace(spec, layout="packed"))
     if q.ndim == 4:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.kvcache.pages import PagedKV
 from rooftile.kvcache.rotation import Rotation
 
 # of a program's piece of a block, in words of four bytes
@@ -99,6 +100,39 @@ def _copy(storage_ptr, pairs_ptr, stride, words, WORDS: tl.constexpr):
     tl.store(storage_ptr + target * stride + n, piece, mask=n < words)
 
 
+# fmt: off
+@triton.jit(do_not_specialize=["B", "N"])
+def _gather(
+    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, cu_k_ptr, B, N,
+    k_stride_p, k_stride_s, k_stride_n, v_stride_p, v_stride_s, v_stride_n, table_stride,
+    SIZE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAST: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):
+    # fmt: on
+    """Some heads of some tokens out of a block; after the last sequence, zeros."""
+    b = tl.program_id(1)
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    j, h = r // HEADS, r % HEADS
+    line = (tl.load(cu_k_ptr + b).to(tl.int64) + j) * HEADS + h
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    length = tl.load(lengths_ptr + b, mask=b < B, other=0)
+    if tl.program_id(0) * BLOCK_R >= length * HEADS:
+        if b == B:
+            past = (j < PAST)[:, None]
+            tl.store(k_ptr + line[:, None] * D + d[None, :], 0.0, mask=past & (d < D)[None, :])
+            tl.store(v_ptr + line[:, None] * DV + dv[None, :], 0.0, mask=past & (dv < DV)[None, :])
+        return
+    there = (j < length)[:, None]
+    page = tl.load(table_ptr + b * table_stride + j // SIZE, mask=j < length, other=0).to(tl.int64)
+    k_place = page * k_stride_p + j % SIZE * k_stride_s + h * k_stride_n
+    v_place = page * v_stride_p + j % SIZE * v_stride_s + h * v_stride_n
+    k = tl.load(k_cache_ptr + k_place[:, None] + d[None, :], mask=there & (d < D)[None, :])
+    v = tl.load(v_cache_ptr + v_place[:, None] + dv[None, :], mask=there & (dv < DV)[None, :])
+    tl.store(k_ptr + line[:, None] * D + d[None, :], k, mask=there & (d < D)[None, :])
+    tl.store(v_ptr + line[:, None] * DV + dv[None, :], v, mask=there & (dv < DV)[None, :])
+
+
 def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, rotation: Rotation | None) -> None:
     """Puts k and v (total, heads, D) into slots (total,) of a layer's caches (blocks, size, heads, D); k turned."""
     total, heads, dim = k.shape
@@ -125,6 +159,28 @@ def turn(x: Tensor, rotation: Rotation) -> Tensor:
             x, o, cos, sin, total, *x.stride()[:2], cos.stride(0), **constants
         )
     return o
+
+
+# rows of a tile of keys, at most: a kernel reads so many past the last sequence
+PAST = 256
+
+
+def gather(cache: PagedKV) -> tuple[Tensor, Tensor, Tensor]:
+    """As `cache.gathered()`, in memory for all that the tables have room for: nobody waits for the lengths."""
+    B, N = cache.table.shape
+    heads, dim, dim_v = cache.k.shape[2], cache.k.shape[3], cache.v.shape[3]
+    k_cache, v_cache = (x if x.stride(3) == 1 else x.contiguous() for x in (cache.k, cache.v))
+    room = N * cache.size
+    k, v = (x.new_empty(B * room + PAST, heads, x.shape[3]) for x in (k_cache, v_cache))
+    lengths, table = cache.lengths.contiguous(), cache.table.contiguous()
+    cu_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
+    block_r = max(NUMBERS // max(block_d, block_dv), 1)
+    _gather[(triton.cdiv(max(room, PAST) * heads, block_r), B + 1)](
+        k_cache, v_cache, k, v, table, lengths, cu_k, B, N, *k_cache.stride()[:3], *v_cache.stride()[:3], table.stride(0),
+        SIZE=cache.size, HEADS=heads, D=dim, DV=dim_v, PAST=PAST, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_DV=block_dv,
+    )  # fmt: skip
+    return k, v, cu_k
 
 
 def copy_blocks(storage: Tensor, pairs: Tensor) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rooftile.kvcache import Pages, Rotation, kernels, rotate
+from tests.unit.test_paged import paged, sequences
 
 
 @pytest.mark.parametrize(("heads", "dim", "turned"), [(2, 16, 16), (3, 24, 8), (1, 64, 0), (8, 128, 128)])
@@ -35,3 +36,17 @@ def test_blocks_are_copied_whole() -> None:
     due[[7, 2]] = due[[1, 0]]
     kernels.copy_blocks(pages.storage, torch.tensor([[1, 7], [0, 2]]))
     assert torch.equal(pages.storage, due)
+
+
+@pytest.mark.parametrize(("D", "Dv", "size"), [(16, 16, 16), (24, 40, 8)])
+def test_a_cache_is_gathered(D: int, Dv: int, size: int) -> None:
+    cache = paged(sequences((0, 70, 16, 1, 0), Hk=3, D=D, Dv=Dv), size)
+    k, v, cu_k = kernels.gather(cache)
+    due_k, due_v, due_cu = cache.gathered()
+    total = int(due_cu[-1])
+    assert torch.equal(cu_k.long(), due_cu)
+    assert torch.equal(k[:total], due_k)
+    assert torch.equal(v[:total], due_v)
+    # a tile of keys may reach past the last sequence
+    assert not k[total : total + kernels.PAST].any()
+    assert not v[total : total + kernels.PAST].any()

@@ -35,7 +35,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from rooftile.backends import gathered
 from rooftile.backends.launch import device_of, on_its_device
+from rooftile.kvcache import PagedKV
 from rooftile.numerics.recipe import QuantisedQKV
 from rooftile.precision import Precision
 from rooftile.spec import Grads, Options, Spec
@@ -69,7 +71,7 @@ def refusals(spec: Spec) -> Iterator[str]:
     if len(spec.mask.chunks) > 1:
         yield f"chunk sizes {', '.join(map(str, spec.mask.chunks))} at once; has one"
     if spec.layout == "paged":
-        yield "layout 'paged'; has 'dense', 'packed'"
+        yield "layout 'paged'; has 'dense', 'packed', 'paged-prompts'"
     if spec.forward_mode:
         yield "forward-mode derivatives; only backend='eager' has them"
 
@@ -131,6 +133,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
         if spec.precision is not None:
             return _launch_8bit().forward(q, k, v, options, spec)
         return _launch().forward(q, k, v, options, spec)
+
+
+def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o and lse of prompts to a paged cache, whose keys and values are gathered: a copy is short beside their products."""
+    from rooftile.kvcache.kernels import gather
+
+    with device_of(q):
+        return gathered.attend(forward, q, cache, options, spec, gather)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
