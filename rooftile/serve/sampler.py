@@ -40,7 +40,8 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
         positions: (n,) int64, where the new tokens will stand in their sequences.
         wants: of all rows together; what is not in it is not done for any row.
     """
-    assert logits.shape == (len(slots), state.vocab) and positions.shape == slots.shape  # noqa: PT018
+    assert logits.shape == (len(slots), state.vocab)
+    assert positions.shape == slots.shape
     assert not wants.penalties or state.counts is not None, "prepare the state for penalties first"
     assert not wants.bias or state.bias is not None, "prepare the state for biases first"
     if logits.is_cuda:

@@ -36,6 +36,9 @@ STAGES = tl.constexpr(4)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 # the key of -inf
 LOWEST = tl.constexpr(-2139095041)
+THRESHOLD_WARPS = 16
+# a fused product and sum would round once where the definition rounds twice
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -257,7 +260,8 @@ def _search(x_ptr, length, copy_ptr, low, n_low, high, enough, top, rate, MASS: 
     return low, n_low, x_ptr, length
 
 
-@triton.jit(do_not_specialize=["groups"])
+# a V of 1 must not become a constant: a length is V first, and something else later
+@triton.jit(do_not_specialize=["groups", "V"])
 def _threshold(
     x_ptr, copy_ptr, slots_ptr, tops_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, x_stride, V, groups,
 ):  # fmt: skip
@@ -332,7 +336,7 @@ def thresholds(logits: Tensor, slots: Tensor, state: SamplingState, wants: Wants
         logits, slots, x, tops, *asked, *_tables(state, wants), logits.stride(0), V, segments,
         PENALTIES=wants.penalties, BIAS=wants.bias, **_OPTIONS,
     )  # fmt: skip
-    _threshold[(n,)](x, copy, slots, tops, out, *asked, x.stride(0), V, groups, **_OPTIONS | {"num_warps": 16})
+    _threshold[(n,)](x, copy, slots, tops, out, *asked, x.stride(0), V, groups, **_OPTIONS | {"num_warps": THRESHOLD_WARPS})
     return out
 
 
@@ -359,7 +363,3 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
         PENALTIES=wants.penalties, SEGMENTS=triton.next_power_of_2(segments), **_OPTIONS,
     )  # fmt: skip
     return out
-
-
-# a fused product and sum would round once where the definition rounds twice
-_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}

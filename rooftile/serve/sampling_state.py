@@ -96,7 +96,9 @@ class SamplingState:
         wants = [wants_of(p) for p in params]
         for each in wants:
             self.prepare(each)
-        whole = torch.tensor([slots, seeds, [min(p.top_k, self.vocab) for p in params]], dtype=torch.int64)
+        # the seed of a request's last sample may be past the largest int64
+        bits = [(seed + 2**63) % 2**64 - 2**63 for seed in seeds]
+        whole = torch.tensor([slots, bits, [min(p.top_k, self.vocab) for p in params]], dtype=torch.int64)
         numbers = torch.tensor([_numbers(p) for p in params], dtype=torch.float64).T.contiguous()
         packed = self._carry(torch.cat((whole, numbers.view(torch.int64))))  # (10, rows)
         where = packed[0]

@@ -155,3 +155,16 @@ def test_the_search_copes_with_any_room(monkeypatch: pytest.MonkeyPatch) -> None
             patch.setattr(sampling_kernels, "ROOM", tl.constexpr(room))
             found, _ = kept(batch.logits, batch.index, batch.state, batch.wants)
         assert torch.equal(found, due)
+
+
+@pytest.mark.parametrize("room", [19, 20, 21])
+def test_a_copy_that_is_just_full(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tokens lie in groups of their own: as many as are kept reach the bound."""
+    monkeypatch.setattr(sampling_kernels, "ROOM", tl.constexpr(room))
+    logits = torch.rand(1, 2048)
+    logits[0, 63::64] += torch.arange(1.0, 33.0)
+    state, none = SamplingState(1, 2048, "cpu"), torch.tensor([0])
+    for params in (SamplingParams(top_k=20), SamplingParams(top_k=20, top_p=0.99, temperature=5.0)):
+        state.set([0], [params], [0], [[]], [[]])
+        found, due = kept(logits, none, state, Wants(True, True))
+        assert torch.equal(found, due)

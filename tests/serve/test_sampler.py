@@ -233,6 +233,7 @@ def test_hostile_rows(name: str, kind: str) -> None:
     state = SamplingState(1, 6, "cpu")
     state.set([0], [params], [1], [[0, 1]], [[2]])
     wants = wants_of(params)
+    assert (penalised(logits, torch.zeros(30, dtype=torch.int64), state, wants) < torch.inf).all()
     tokens = sample(logits, torch.zeros(30, dtype=torch.int64), torch.arange(30), state, wants)
     assert set(tokens.tolist()) <= MAY[name]
     assert (
@@ -263,6 +264,13 @@ def test_extreme_parameters() -> None:
         Wants(chance=True),
     )
     assert torch.bincount(hot, minlength=9).min() > 60
+
+
+def test_seeds_of_64_bits() -> None:
+    state = SamplingState(3, 500, "cpu")
+    state.set([0, 1, 2], [SamplingParams()] * 3, [2**63 - 1, 2**63, 0], [[]] * 3, [[]] * 3)
+    tokens = sample(torch.zeros(3, 500), torch.arange(3), torch.zeros(3, dtype=torch.int64), state, Wants(chance=True))
+    assert len(set(tokens.tolist())) == 3
 
 
 def test_what_is_wanted() -> None:

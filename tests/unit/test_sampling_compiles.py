@@ -19,6 +19,7 @@ INTS = {
 
 
 def compiled(name: str, sm: int, dtype: torch.dtype, aligned: bool, constants: dict[str, object], warps: int):
+    """A kernel as it is launched for rows that are aligned to 16 bytes, or not."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -80,3 +81,12 @@ def test_penalties_are_rounded_as_the_definition_rounds_them() -> None:
     built = compiled("_survey", 90, torch.float32, True, {"PENALTIES": True, "BIAS": True}, 4)
     assert "fma.rn" not in re.sub(r"div\.rn\S*", "", built.asm["ptx"])
     assert "div.rn.f32" in built.asm["ptx"]
+
+
+def test_a_vocabulary_of_one_compiles() -> None:
+    """Triton makes a constant of an argument that is 1."""
+    tables = {"PENALTIES": True, "BIAS": True}
+    one = {"V": 1, "logits_stride": 1}
+    compiled("_draw", 90, torch.float32, False, tables | one | {"CHANCE": True, "TRUNCATION": True}, 4)
+    compiled("_survey", 90, torch.float32, False, tables | one, 4)
+    compiled("_threshold", 90, torch.float32, False, {"x_stride": 1}, 16)
