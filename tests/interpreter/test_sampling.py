@@ -168,3 +168,14 @@ def test_a_copy_that_is_just_full(room: int, monkeypatch: pytest.MonkeyPatch) ->
         state.set([0], [params], [0], [[]], [[]])
         found, due = kept(logits, none, state, Wants(True, True))
         assert torch.equal(found, due)
+
+
+def test_the_noise_of_every_segment() -> None:
+    """Of equal logits the noise alone decides, wherever in the vocabulary it is largest."""
+    V, n = 6001, 12
+    state = SamplingState(1, V, "cpu")
+    state.set([0], [SamplingParams()], [2**40 + 3], [[]], [[]])
+    slots, positions = torch.zeros(n, dtype=torch.int64), torch.arange(n) + 2**33
+    due = sample_as_defined(torch.zeros(n, V), slots, positions, state, Wants(chance=True))
+    assert set((due // 2048).tolist()) == {0, 1, 2}
+    assert torch.equal(sampling_kernels.sample(torch.zeros(n, V), slots, positions, state, Wants(chance=True)), due)
