@@ -13,9 +13,9 @@ from rooftile.kvcache.pages import PagedKV
 from rooftile.kvcache.rotation import Rotation
 
 # of a program's piece of a block, in words of four bytes
-WORDS = 4096
+WORDS = 1024
 # of a program, of keys and of values
-NUMBERS = 4096
+NUMBERS = 2048
 
 
 @triton.jit

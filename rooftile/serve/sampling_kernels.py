@@ -1,0 +1,365 @@
+"""The sampler on a GPU: the definition in `sampler`, without a sort, without a softmax, and without waiting.
+
+`_draw` reads a segment of a row's logits once: penalties, bias, temperature times noise, and the best token; `_join` takes the
+best of a row's segments. A maximum is exact and equals go to the lowest id, so neither the segments nor the batch matter.
+
+Rows that ask for truncation get a threshold first, and only they. The row is searched for it by bisection on keys, which are
+fp32 numbers as integers of the same order: how many tokens (top-k), or what mass (top-p), is at or above a key? Three keys are
+tried in a pass, and a search ends when one token is left between what is enough and what is not. To make passes short,
+
+    `_survey` finds the maximum of each GROUP tokens. The k-th largest of these is a lower bound of the k-th largest token;
+    `_bound`  copies what is above a lower bound out of the row, if it is at most ROOM tokens, and searches there from then on.
+
+Top-k is exact. Sums of exponentials are of fp32, always in the same order, so top-p may differ from the definition where the
+mass reaches top_p to within rounding. Penalised logits are the definition's bits, since no product is fused with a sum.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.serve.sampling_state import SamplingState, Wants
+
+# tokens of a program of _draw and _survey
+SEGMENT = tl.constexpr(2048)
+# tokens whose maximum stands for them in a search of top-k
+GROUP = tl.constexpr(64)
+# tokens that a search reads at once
+BLOCK = tl.constexpr(2048)
+# tokens that a row's copy has room for
+ROOM = tl.constexpr(4096)
+# reads that are under way while one is worked on
+STAGES = tl.constexpr(4)
+LARGEST = tl.constexpr(3.4028234663852886e38)
+# the key of -inf
+LOWEST = tl.constexpr(-2139095041)
+THRESHOLD_WARPS = 16
+# a fused product and sum would round once where the definition rounds twice
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _tamed(x):
+    """NaN as -inf, and +inf as the largest number."""
+    return tl.minimum(tl.where(x == x, x, float("-inf")), LARGEST)
+
+
+@triton.jit
+def _key(x):
+    """An integer for a number: the order is the same."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _number(key):
+    """The number whose key this is."""
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+# fmt: off
+@triton.jit
+def _penalised(
+    logits_row, slot, token, V, counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr,
+    PENALTIES: tl.constexpr, BIAS: tl.constexpr,
+):
+    # fmt: on
+    """Logits after penalties and bias, -inf beyond the vocabulary. Rows that ask for neither read no table."""
+    there = token < V
+    x = tl.load(logits_row + token, mask=there, other=float("-inf")).to(tl.float32)
+    line = slot * V + token
+    # what is asked of a row becomes as wide as its tokens before it is compared: the interpreter mistakes a scalar's type after
+    zero = tl.zeros_like(x)
+    if PENALTIES:
+        presence = tl.load(presence_ptr + slot)
+        frequency = tl.load(frequency_ptr + slot)
+        repetition = tl.load(repetition_ptr + slot)
+        asks = there & (zero + tl.abs(presence) + tl.abs(frequency) + tl.abs(repetition - 1.0) > 0.0)
+        count = tl.load(counts_ptr + line, mask=asks, other=0)
+        seen = (tl.load(prompted_ptr + line, mask=asks, other=0) != 0) | (count > 0)
+        divided = tl.div_rn(x, zero + repetition)
+        x = tl.where(seen, tl.where(x > 0, divided, x * repetition), x)
+        x = x - frequency * count.to(tl.float32)
+        x = x - presence * (count > 0).to(tl.float32)
+    if BIAS:
+        asks = there & (zero + tl.load(biased_ptr + slot) > 0.0)
+        x = x + tl.load(bias_ptr + line, mask=asks, other=0.0)
+    return _tamed(x)
+
+
+@triton.jit
+def _gumbel(seed, position, first, SIZE: tl.constexpr):
+    """The noise of SIZE tokens from `first` on, a multiple of 4."""
+    quad = (first // 4 + tl.arange(0, SIZE // 4)).to(tl.uint32)
+    zero = quad * 0
+    low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    high = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, quad, low, high, zero)
+    # a quad's words side by side
+    bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (SIZE,))
+    w = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    small = w * (1 + w * (0.5 + w * (0.3333333333333333 + w * 0.25)))
+    return -tl.log(tl.where(w < 0.015625, small, -tl.log(1 - w)))
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["segments"])
+def _draw(
+    logits_ptr, slots_ptr, positions_ptr, thresholds_ptr, best_ptr, token_ptr, temperature_ptr, seed_ptr,
+    counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr, logits_stride, V, segments,
+    CHANCE: tl.constexpr, TRUNCATION: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr,
+):
+    """The best score of a segment, and the first token that has it."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    first = tl.program_id(1) * SEGMENT
+    token = first + tl.arange(0, SEGMENT)
+    x = _penalised(
+        logits_ptr + row * logits_stride, slot, token, V, counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr,
+        repetition_ptr, biased_ptr, PENALTIES, BIAS)
+    # fmt: on
+    if TRUNCATION:
+        x = tl.where(x >= tl.load(thresholds_ptr + row), x, float("-inf"))
+    if CHANCE:
+        temperature = tl.load(temperature_ptr + slot)
+        # of a truncated row most segments have nothing left
+        if (temperature > 0.0) & (tl.max(x, 0) > float("-inf")):
+            x = x + temperature * _gumbel(tl.load(seed_ptr + slot), tl.load(positions_ptr + row), first, SEGMENT)
+    best = tl.max(x, 0)
+    place = row * segments + tl.program_id(1)
+    tl.store(best_ptr + place, best)
+    tl.store(token_ptr + place, tl.min(tl.where(x == best, token, V), 0))
+
+
+@triton.jit(do_not_specialize=["segments", "V"])
+def _join(best_ptr, token_ptr, slots_ptr, out_ptr, counts_ptr, V, segments, PENALTIES: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The best of a row's segments, which is counted."""
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, SEGMENTS)
+    best = tl.load(best_ptr + row * segments + s, mask=s < segments, other=float("-inf"))
+    token = tl.load(token_ptr + row * segments + s, mask=s < segments, other=2147483647)
+    token = tl.min(tl.where(best == tl.max(best, 0), token, 2147483647), 0).to(tl.int64)
+    tl.store(out_ptr + row, token)
+    if PENALTIES:
+        # rows that fill a batch up may share a slot
+        tl.atomic_add(counts_ptr + tl.load(slots_ptr + row) * V + token, 1)
+
+
+@triton.jit
+def _asks(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
+    """Whether a row is to be truncated; one that takes the most likely token is not."""
+    k = tl.load(top_k_ptr + slot)
+    some = ((k > 0) & (k < V)) | (tl.load(top_p_ptr + slot) < 1.0) | (tl.load(min_p_ptr + slot) > 0.0)
+    return some & (tl.load(temperature_ptr + slot) > 0.0)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["segments"])
+def _survey(
+    logits_ptr, slots_ptr, x_ptr, tops_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr, logits_stride, V, segments,
+    PENALTIES: tl.constexpr, BIAS: tl.constexpr,
+):
+    """The maximum of each group of a segment; with penalties or bias also the scores, for the search."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    if not _asks(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
+        return
+    token = tl.program_id(1) * SEGMENT + tl.arange(0, SEGMENT)
+    x = _penalised(
+        logits_ptr + row * logits_stride, slot, token, V, counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr,
+        repetition_ptr, biased_ptr, PENALTIES, BIAS)
+    # fmt: on
+    if PENALTIES or BIAS:
+        tl.store(x_ptr + row * V + token, x, mask=token < V)
+    groups = tl.arange(0, SEGMENT // GROUP)
+    tops = tl.max(tl.reshape(x, (SEGMENT // GROUP, GROUP)), 1)
+    tl.store(tops_ptr + (row * segments + tl.program_id(1)) * (SEGMENT // GROUP) + groups, tops)
+
+
+@triton.jit
+def _mass(x_ptr, length, least, top, rate):
+    """The sum of exp((x - top) rate) over x from `least` up."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, length, BLOCK, num_stages=STAGES):
+        i = start + tl.arange(0, BLOCK)
+        x = _tamed(tl.load(x_ptr + i, mask=i < length, other=float("-inf")).to(tl.float32))
+        total += tl.where(x >= least, tl.exp((x - top) * rate), 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _bound(x_ptr, length, least, copy_ptr):
+    """How many x there are from `least` up, which are copied, as many as fit, in their order."""
+    found = tl.cast(0, tl.int32)
+    for start in tl.range(0, length, BLOCK, num_stages=STAGES):
+        i = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + i, mask=i < length, other=float("-inf"))
+        takes = ((_tamed(x.to(tl.float32)) >= least) & (i < length)).to(tl.int32)
+        place = found + tl.cumsum(takes, 0) - 1
+        tl.store(copy_ptr + place, x, mask=(takes > 0) & (place < ROOM))
+        found += tl.sum(takes, 0)
+    # other threads of this program read the copy next
+    tl.debug_barrier()
+    return found
+
+
+# fmt: off
+@triton.jit
+def _search(x_ptr, length, copy_ptr, low, n_low, high, enough, top, rate, MASS: tl.constexpr, COPY: tl.constexpr):
+    # fmt: on
+    """The largest key that has enough at or above it: so many tokens, or such a mass.
+
+    At and above `low`, n_low tokens, there is enough; at and above `high` there is nothing. Returns the key, the
+    number of tokens, and where to search on above it. With a single token between low and high, low keeps what the key would.
+    """
+    n_high = tl.cast(0, tl.int32)
+    while (high - low > 1) & (n_low - n_high > 1):
+        step = (high - low + 3) // 4
+        b_key = tl.minimum(low + 2 * step, high - 1)
+        c_key = tl.minimum(low + 3 * step, high - 1)
+        a_key = low + step
+        a, b, c = _number(a_key), _number(b_key), _number(c_key)
+        n_a = tl.zeros((BLOCK,), tl.int32)
+        n_b = tl.zeros((BLOCK,), tl.int32)
+        n_c = tl.zeros((BLOCK,), tl.int32)
+        m_a = tl.zeros((BLOCK,), tl.float32)
+        m_b = tl.zeros((BLOCK,), tl.float32)
+        m_c = tl.zeros((BLOCK,), tl.float32)
+        for start in tl.range(0, length, BLOCK, num_stages=STAGES):
+            i = start + tl.arange(0, BLOCK)
+            x = _tamed(tl.load(x_ptr + i, mask=i < length, other=float("-inf")).to(tl.float32))
+            n_a += (x >= a).to(tl.int32)
+            n_b += (x >= b).to(tl.int32)
+            n_c += (x >= c).to(tl.int32)
+            if MASS:
+                p = tl.exp((x - top) * rate)
+                m_a += tl.where(x >= a, p, 0.0)
+                m_b += tl.where(x >= b, p, 0.0)
+                m_c += tl.where(x >= c, p, 0.0)
+        at_a, at_b, at_c = tl.sum(n_a, 0), tl.sum(n_b, 0), tl.sum(n_c, 0)
+        if MASS:
+            a_is = tl.sum(m_a, 0) >= enough
+            b_is = tl.sum(m_b, 0) >= enough
+            c_is = tl.sum(m_c, 0) >= enough
+        else:
+            a_is, b_is, c_is = at_a >= enough, at_b >= enough, at_c >= enough
+        # the lowest key that has not enough, and the highest that has
+        high = tl.where(c_is, high, tl.where(b_is, c_key, tl.where(a_is, b_key, a_key)))
+        n_high = tl.where(c_is, n_high, tl.where(b_is, at_c, tl.where(a_is, at_b, at_a)))
+        low = tl.where(c_is, c_key, tl.where(b_is, b_key, tl.where(a_is, a_key, low)))
+        n_low = tl.where(c_is, at_c, tl.where(b_is, at_b, tl.where(a_is, at_a, n_low)))
+        if COPY:
+            if (length > ROOM) & (n_low <= ROOM):
+                length = _bound(x_ptr, length, _number(low), copy_ptr)
+                x_ptr = copy_ptr
+    return low, n_low, x_ptr, length
+
+
+# a V of 1 must not become a constant: a length is V first, and something else later
+@triton.jit(do_not_specialize=["groups", "V"])
+def _threshold(
+    x_ptr, copy_ptr, slots_ptr, tops_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, x_stride, V, groups,
+):  # fmt: skip
+    """The least score of a row that may be drawn."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    if not _asks(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
+        tl.store(out_ptr + row, float("-inf"))
+        return
+    temperature = tl.load(temperature_ptr + slot)
+    k = tl.load(top_k_ptr + slot)
+    top_p = tl.load(top_p_ptr + slot)
+    x_ptr += row * x_stride
+    copy_ptr += row * ROOM
+    tops_ptr += row * groups
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in tl.range(0, groups, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        best = tl.maximum(best, tl.load(tops_ptr + i, mask=i < groups, other=float("-inf")))
+    top = tl.max(best, 0)
+    if top == float("-inf"):
+        tl.store(out_ptr + row, top)
+        return
+
+    rate = 1.0 / temperature
+    length = V
+    low = tl.cast(LOWEST, tl.int64)
+    n_low = V
+    high = _key(top) + 1
+    if (k > 0) & (k < V):
+        if k <= groups:
+            low, _, _, _ = _search(tops_ptr, groups, tops_ptr, low, groups, high, k, top, rate, False, False)
+            n_low = _bound(x_ptr, V, _number(low), copy_ptr)
+            if n_low <= ROOM:
+                x_ptr = copy_ptr
+                length = n_low
+        low, n_low, x_ptr, length = _search(x_ptr, length, copy_ptr, low, n_low, high, k, top, rate, False, True)
+    if top_p < 1.0:
+        total = _mass(x_ptr, length, _number(low), top, rate)
+        # all tokens below this together have at most half of the share that may be lost
+        spare = top + temperature * tl.log((1 - top_p) * 0.5 * total / V)
+        if (length > ROOM) & (_key(spare) > low):
+            low = _key(spare)
+            n_low = _bound(x_ptr, length, spare, copy_ptr)
+            if n_low <= ROOM:
+                x_ptr = copy_ptr
+                length = n_low
+        low, _, _, _ = _search(x_ptr, length, copy_ptr, low, n_low, high, top_p * total, top, rate, True, True)
+    likely = top + temperature * tl.log(tl.load(min_p_ptr + slot))
+    tl.store(out_ptr + row, tl.maximum(_number(low), likely))
+
+
+def _tables(state: SamplingState, wants: Wants) -> tuple[Tensor, ...]:
+    """In the kernels' order; what is not wanted is not read, and any tensor stands for it."""
+    none = state.seed
+    counts, prompted = (state.counts, state.prompted.view(torch.uint8)) if wants.penalties else (none, none)
+    bias = state.bias if wants.bias else none
+    return (counts, prompted, bias, state.presence, state.frequency, state.repetition, state.biased)
+
+
+def thresholds(logits: Tensor, slots: Tensor, state: SamplingState, wants: Wants) -> Tensor:
+    """The least score that may be drawn, (n,) fp32: -inf for rows that do not ask."""
+    n, V = logits.shape
+    segments = triton.cdiv(V, SEGMENT.value)
+    groups = segments * (SEGMENT.value // GROUP.value)
+    changed = wants.penalties or wants.bias
+    x = torch.empty((n, V), dtype=torch.float32, device=logits.device) if changed else logits
+    copy = torch.empty((n, ROOM.value), dtype=x.dtype, device=logits.device)
+    tops, out = (torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in ((n, groups), (n,)))
+    asked = (state.temperature, state.top_k, state.top_p, state.min_p)
+    _survey[(n, segments)](
+        logits, slots, x, tops, *asked, *_tables(state, wants), logits.stride(0), V, segments,
+        PENALTIES=wants.penalties, BIAS=wants.bias, **_OPTIONS,
+    )  # fmt: skip
+    _threshold[(n,)](x, copy, slots, tops, out, *asked, x.stride(0), V, groups, **_OPTIONS | {"num_warps": THRESHOLD_WARPS})
+    return out
+
+
+def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, wants: Wants) -> Tensor:
+    """What `sampler.sample` says."""
+    n, V = logits.shape
+    out = torch.empty(n, dtype=torch.int64, device=logits.device)
+    if not n:
+        return out
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    slots, positions = slots.contiguous(), positions.contiguous()
+    segments = triton.cdiv(V, SEGMENT.value)
+    least = thresholds(logits, slots, state, wants) if wants.truncation else logits
+    best = torch.empty((n, segments), dtype=torch.float32, device=logits.device)
+    token = torch.empty((n, segments), dtype=torch.int32, device=logits.device)
+    tables = _tables(state, wants)
+    _draw[(n, segments)](
+        logits, slots, positions, least, best, token, state.temperature, state.seed, *tables, logits.stride(0), V, segments,
+        CHANCE=wants.chance, TRUNCATION=wants.truncation, PENALTIES=wants.penalties, BIAS=wants.bias, **_OPTIONS,
+    )  # fmt: skip
+    _join[(n,)](
+        best, token, slots, out, tables[0], V, segments,
+        PENALTIES=wants.penalties, SEGMENTS=triton.next_power_of_2(segments), **_OPTIONS,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,123 @@
+"""The sampler on a GPU: the definition's sets and tokens, rows that know no neighbours, and graphs that wait for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rooftile.serve import sampling_kernels
+from rooftile.serve.sampler import Wants, penalised, sample, sample_as_defined, thresholds, wants_of
+from rooftile.serve.sampling_params import SamplingParams
+from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
+
+pytestmark = pytest.mark.gpu
+
+PARAMS = list(KINDS.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [7, 1000, 32000, 151936, 262144])
+def test_the_kept_sets(vocab: int, dtype: torch.dtype) -> None:
+    """The same scores to the bit; the same sets, but for a token at which top-p's mass is reached to within rounding."""
+    batch = Batch(PARAMS, vocab, "cuda")
+    logits = batch.logits.to(dtype)
+    x = penalised(logits, batch.index, batch.state, batch.wants)
+    on_host = Batch(PARAMS, vocab)
+    assert torch.equal(x.cpu(), penalised(logits.cpu(), on_host.index, on_host.state, on_host.wants))
+    found = x >= sampling_kernels.thresholds(logits, batch.index, batch.state, batch.wants)[:, None]
+    due = x >= thresholds(x, batch.index, batch.state)
+    wrong = (found != due).sum(1).tolist()
+    for params, count, kept in zip(PARAMS, wrong, due.sum(1).tolist(), strict=True):
+        if params.top_p == 1:
+            assert count == 0, params
+        # of bf16 many are equal, and stay or go together
+        assert count <= (1 if dtype == torch.float32 else max(1, kept // 20)), params
+
+
+@pytest.mark.parametrize("k", [1, 2, 50, 1000, 4096, 4097, 30000, 151935])
+def test_top_k_is_exact(k: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = Batch([SamplingParams(top_k=k)] * 5, 151936, "cuda")
+        x = batch.logits.to(dtype).float()
+        found = x >= sampling_kernels.thresholds(x.to(dtype), batch.index, batch.state, batch.wants)[:, None]
+        assert torch.equal(found, x >= x.topk(k).values[:, -1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 7, 1000, 32000, 151936])
+def test_tokens_and_counts(vocab: int, dtype: torch.dtype) -> None:
+    """Over many positions: another token than the definition's only where two scores are equal to within rounding."""
+    params = [each if not each.logit_bias or vocab > 6 else SamplingParams() for each in PARAMS]
+    batch, other = Batch(params, vocab, "cuda"), Batch(params, vocab, "cuda")
+    logits, steps, differ = batch.logits.to(dtype), 50, 0
+    for _ in range(steps):
+        found = sample(logits, batch.index, batch.positions, batch.state, batch.wants)
+        due = sample_as_defined(logits, other.index, batch.positions, other.state, other.wants)
+        differ += (found != due).sum().item()
+        if batch.state.counts is not None:
+            assert batch.state.counts.sum() == other.state.counts.sum()
+            other.state.counts.copy_(batch.state.counts)
+        batch.positions += 1
+    assert differ <= 0.01 * steps * len(params)
+
+
+@pytest.mark.parametrize("n", [1, 3, 64, 512])
+def test_a_row_does_not_depend_on_its_slot_or_its_neighbours(n: int) -> None:
+    params = (PARAMS * 40)[:n]
+    batch = Batch(params, 32000, "cuda")
+    other = Batch(params, 32000, "cuda", slots=[2 * n - i for i in range(n)])
+    together = sample(batch.logits, batch.index, batch.positions, batch.state, batch.wants)
+    order = torch.randperm(n).tolist()
+    assert torch.equal(sample(*other.of(order), other.state, batch.wants), together[order])
+    alone = Batch(params, 32000, "cuda")
+    for row in range(min(n, len(PARAMS))):
+        assert sample(*alone.of([row]), alone.state, wants_of(params[row])).item() == together[row]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_rows(name: str) -> None:
+    kinds = [params for params in PARAMS if not params.logit_bias]
+    batch = Batch(kinds, 6, "cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.tensor([HOSTILE[name]] * len(kinds), device="cuda").to(dtype)
+        tokens = sample(logits, batch.index, batch.positions, batch.state, batch.wants)
+        assert set(tokens.tolist()) <= MAY[name]
+
+
+@pytest.mark.parametrize(
+    "wants",
+    [Wants(), Wants(chance=True), Wants(True, True), Wants(True, False, True), Wants(True, True, True, True)],
+    ids=str,
+)
+def test_it_is_captured(wants: Wants) -> None:
+    """A graph reads new logits, positions and requests, and the host never waits."""
+    vocab = 32000
+    batch, plain = Batch(PARAMS, vocab, "cuda"), Batch(PARAMS, vocab, "cuda")
+    logits, positions = batch.logits.clone(), batch.positions.clone()
+    sample(logits, batch.index, positions, batch.state, wants)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sample(logits, batch.index, positions, batch.state, wants)
+    batch.state.set(batch.slots, batch.params, batch.seeds, list(batch.prompts), list(batch.generated))
+    for step in range(4):
+        if step == 2:
+            for each in (batch, plain):
+                each.state.set([3, 5], [KINDS["everything"]] * 2, [1, 2], [[1], [2]], [[3], [4]])
+        logits.copy_(batch.logits.roll(step, 1))
+        positions.copy_(batch.positions + step)
+        graph.replay()
+        assert torch.equal(out, sample(logits, plain.index, positions, plain.state, wants))
+
+
+def test_no_wait() -> None:
+    batch = Batch(PARAMS, 32000, "cuda")
+    sample(batch.logits, batch.index, batch.positions, batch.state, batch.wants)
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sample(batch.logits, batch.index, batch.positions, batch.state, batch.wants)
+        batch.state.set(batch.slots, batch.params, batch.seeds, list(batch.prompts), list(batch.generated))
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

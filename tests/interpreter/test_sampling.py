@@ -1,0 +1,181 @@
+"""The sampler's kernels, interpreted: the sets and tokens of the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.serve import sampling_kernels
+from rooftile.serve.sampler import SamplingState, Wants, penalised, sample_as_defined, thresholds, wants_of
+from rooftile.serve.sampling_params import SamplingParams
+from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
+
+# masked lanes take a logarithm of 0, and NaN is compared, on purpose
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+PARAMS = list(KINDS.values())
+
+
+def kept(logits: Tensor, slots: Tensor, state: SamplingState, wants: Wants) -> tuple[Tensor, Tensor]:
+    """What the kernel keeps, and what the definition does."""
+    x = penalised(logits, slots, state, wants)
+    return x >= sampling_kernels.thresholds(logits, slots, state, wants)[:, None], x >= thresholds(x, slots, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [7, 1000, 2049, 9001])
+def test_the_kept_sets(vocab: int, dtype: torch.dtype) -> None:
+    batch = Batch(PARAMS, vocab)
+    wants = Wants(chance=True, truncation=True)
+    for asked in (wants, batch.wants):
+        found, due = kept(batch.logits.to(dtype), batch.index, batch.state, asked)
+        assert torch.equal(found, due)
+        assert not due.all()
+
+
+@pytest.mark.parametrize("k", [1, 64, 65, 149, 160, 161, 4097, 8999, 9000])
+@pytest.mark.parametrize("digits", [None, 0])
+def test_top_k_is_exact(k: int, digits: int | None) -> None:
+    """Below, at and above the number of groups and the room of a copy; with ties, of which all stay."""
+    V = 9000
+    logits = torch.randn(3, V) * torch.tensor([[1.0], [100.0], [1e-3]])
+    logits[1, torch.randperm(V)[:3000]] = -torch.inf
+    if digits is not None:
+        logits = logits.round(decimals=digits)
+    state = SamplingState(3, V, "cpu")
+    state.set([0, 1, 2], [SamplingParams(top_k=k)] * 3, [0, 1, 2], [[]] * 3, [[]] * 3)
+    found, due = kept(logits, torch.arange(3), state, Wants(True, True))
+    assert torch.equal(found, due)
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.9, 0.9999])
+@pytest.mark.parametrize("temperature", [0.2, 1.0, 20.0])
+def test_top_p_is_exact_up_to_rounding(top_p: float, temperature: float) -> None:
+    """What the kernel keeps reaches top_p, and without its least likely token does not, give or take fp32's rounding."""
+    V = 9001
+    logits = torch.randn(4, V) * torch.tensor([[0.1], [1.0], [3.0], [10.0]])
+    state = SamplingState(4, V, "cpu")
+    state.set([0, 1, 2, 3], [SamplingParams(top_p=top_p, temperature=temperature)] * 4, [0] * 4, [[]] * 4, [[]] * 4)
+    found, due = kept(logits, torch.arange(4), state, Wants(True, True))
+    p = (logits.double() / temperature).softmax(1)
+    for row in range(4):
+        mass, least = p[row, found[row]].sum(), p[row, found[row]].min()
+        assert mass >= top_p - 1e-6
+        assert mass - least < top_p + 1e-6
+        assert (found[row] != due[row]).sum() <= 1
+
+
+def test_rows_that_do_not_ask_keep_everything() -> None:
+    batch = Batch(PARAMS, 100)
+    found = sampling_kernels.thresholds(batch.logits, batch.index, batch.state, batch.wants)
+    asks = torch.tensor([wants_of(params).truncation for params in PARAMS])
+    assert torch.equal(found > -torch.inf, asks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [7, 1000, 2053])
+def test_tokens_and_counts(vocab: int, dtype: torch.dtype) -> None:
+    batch, other = Batch(PARAMS, vocab), Batch(PARAMS, vocab)
+    for step in range(2):
+        rows = torch.randperm(len(PARAMS)).tolist()
+        logits, slots, positions = batch.of(rows)
+        logits = (logits + step).to(dtype)
+        due = sample_as_defined(logits, slots, positions, batch.state, batch.wants)
+        assert torch.equal(sampling_kernels.sample(logits, slots, positions, other.state, batch.wants), due)
+        assert torch.equal(batch.state.counts, other.state.counts)
+        batch.positions += 1
+
+
+@pytest.mark.parametrize("name", ["greedy", "plain", "all_three", "penalties", "bias"])
+def test_each_kind_alone_draws_what_it_draws_among_others(name: str) -> None:
+    row = list(KINDS).index(name)
+    batch, alone = Batch(PARAMS, 2500), Batch(PARAMS, 2500)
+    together = sampling_kernels.sample(batch.logits, batch.index, batch.positions, batch.state, batch.wants)
+    token = sampling_kernels.sample(*alone.of([row]), alone.state, wants_of(KINDS[name]))
+    assert token.item() == together[row]
+    assert (
+        token.item()
+        == sample_as_defined(*Batch(PARAMS, 2500).of([row]), Batch(PARAMS, 2500).state, wants_of(KINDS[name])).item()
+    )
+
+
+def test_logits_that_are_a_view() -> None:
+    batch = Batch([KINDS["all_three"], KINDS["plain"]], 300)
+    wide = torch.full((2, 512), 1e4)
+    wide[:, :300] = batch.logits
+    due = sample_as_defined(*batch.of([0, 1]), batch.state, batch.wants)
+    for view in (wide[:, :300], batch.logits.T.contiguous().T):
+        assert torch.equal(sampling_kernels.sample(view, batch.index, batch.positions, batch.state, batch.wants), due)
+    assert sampling_kernels.sample(
+        wide[:0, :300], batch.index[:0], batch.positions[:0], batch.state, batch.wants
+    ).shape == (0,)
+
+
+def test_equals_go_to_the_lowest_id_across_segments() -> None:
+    state, logits = SamplingState(1, 9000, "cpu"), torch.zeros(1, 9000)
+    logits[0, [8999, 4500, 2100, 2099]] = 1.0
+    none = torch.tensor([0])
+    assert sampling_kernels.sample(logits, none, none, state, Wants()).item() == 2099
+
+
+def test_rows_that_share_a_slot_are_all_counted() -> None:
+    """Rows that fill a batch up to the size of a graph do."""
+    state = SamplingState(1, 50, "cpu")
+    state.prepare(Wants(penalties=True))
+    logits = torch.zeros(4, 50)
+    logits[:, 9] = 1.0
+    sampling_kernels.sample(logits, torch.zeros(4, dtype=torch.int64), torch.arange(4), state, Wants(penalties=True))
+    assert state.counts[0, 9] == 4
+    assert state.counts.sum() == 4
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_rows(name: str) -> None:
+    kinds = [KINDS[kind] for kind in ("greedy", "plain", "top_k", "top_p", "min_p", "all_three", "penalties")]
+    kinds.append(SamplingParams(logit_bias={0: -1.0}, top_k=3))
+    batch = Batch(kinds, 6)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.tensor([HOSTILE[name]] * len(kinds)).to(dtype)
+        # the interpreter reads the smallest numbers of bf16 as 0
+        if name != "huge" or dtype == torch.float32:
+            found, due = kept(logits, batch.index, batch.state, batch.wants)
+            assert torch.equal(found, due)
+        tokens = sampling_kernels.sample(logits, batch.index, batch.positions, batch.state, batch.wants)
+        assert set(tokens.tolist()) <= MAY[name]
+
+
+def test_the_search_copes_with_any_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy is a shortcut: without room, and with room for few, the sets are the same."""
+    batch = Batch(PARAMS, 3000)
+    _, due = kept(batch.logits, batch.index, batch.state, batch.wants)
+    for room in (1, 50, 600):
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling_kernels, "ROOM", tl.constexpr(room))
+            found, _ = kept(batch.logits, batch.index, batch.state, batch.wants)
+        assert torch.equal(found, due)
+
+
+@pytest.mark.parametrize("room", [19, 20, 21])
+def test_a_copy_that_is_just_full(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tokens lie in groups of their own: as many as are kept reach the bound."""
+    monkeypatch.setattr(sampling_kernels, "ROOM", tl.constexpr(room))
+    logits = torch.rand(1, 2048)
+    logits[0, 63::64] += torch.arange(1.0, 33.0)
+    state, none = SamplingState(1, 2048, "cpu"), torch.tensor([0])
+    for params in (SamplingParams(top_k=20), SamplingParams(top_k=20, top_p=0.99, temperature=5.0)):
+        state.set([0], [params], [0], [[]], [[]])
+        found, due = kept(logits, none, state, Wants(True, True))
+        assert torch.equal(found, due)
+
+
+def test_the_noise_of_every_segment() -> None:
+    """Of equal logits the noise alone decides, wherever in the vocabulary it is largest."""
+    V, n = 6001, 12
+    state = SamplingState(1, V, "cpu")
+    state.set([0], [SamplingParams()], [2**40 + 3], [[]], [[]])
+    slots, positions = torch.zeros(n, dtype=torch.int64), torch.arange(n) + 2**33
+    due = sample_as_defined(torch.zeros(n, V), slots, positions, state, Wants(chance=True))
+    assert set((due // 2048).tolist()) == {0, 1, 2}
+    assert torch.equal(sampling_kernels.sample(torch.zeros(n, V), slots, positions, state, Wants(chance=True)), due)

@@ -1,0 +1,120 @@
+"""The sampler's rules once more, written as loops over Python's numbers and not from rooftile, and batches to try them on."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rooftile.serve.sampler import SamplingState, Wants, wants_of
+from rooftile.serve.sampling_params import SamplingParams
+
+# one of each kind
+KINDS = {
+    "greedy": SamplingParams(temperature=0),
+    "plain": SamplingParams(),
+    "hot": SamplingParams(temperature=3.5),
+    "top_k": SamplingParams(top_k=7, temperature=0.7),
+    "top_1": SamplingParams(top_k=1),
+    "top_p": SamplingParams(top_p=0.8),
+    "cold_top_p": SamplingParams(top_p=0.95, temperature=0.4),
+    "hot_top_p": SamplingParams(top_p=0.6, temperature=5.0),
+    "min_p": SamplingParams(min_p=0.07, temperature=1.7),
+    "all_three": SamplingParams(top_k=40, top_p=0.9, min_p=0.03, temperature=1.3),
+    "penalties": SamplingParams(presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.6),
+    "rewards": SamplingParams(presence_penalty=-0.7, frequency_penalty=-0.4, repetition_penalty=0.6, temperature=0),
+    "bias": SamplingParams(logit_bias={0: 4.0, 3: -100.0}),
+    "everything": SamplingParams(
+        top_k=30, top_p=0.9, min_p=0.02, temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={5: 2.0}
+    ),
+}  # fmt: skip
+
+
+def penalised(
+    logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]
+) -> list[float]:
+    """Logits after penalties and bias."""
+    count, x = Counter(generated), list(logits)
+    for token in range(len(x)):
+        if token in count or token in prompt:
+            x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+        x[token] -= params.frequency_penalty * count[token]
+        if token in count:
+            x[token] -= params.presence_penalty
+        x[token] += (params.logit_bias or {}).get(token, 0)
+    return x
+
+
+def distribution(x: Sequence[float], params: SamplingParams) -> list[float]:
+    """The exact probability of each token, given its penalised logit."""
+    if params.temperature == 0:
+        return [float(token == x.index(max(x))) for token in range(len(x))]
+    kept = set(range(len(x)))
+    weight = [math.exp((value - max(x)) / params.temperature) for value in x]
+    if 0 < params.top_k < len(x):
+        least = sorted(x, reverse=True)[params.top_k - 1]
+        kept = {token for token in kept if x[token] >= least}
+    if params.top_p < 1:
+        total, mass = math.fsum(weight[token] for token in kept), 0.0
+        nucleus: list[int] = []
+        for token in sorted(kept, key=lambda token: -x[token]):
+            if nucleus and mass >= params.top_p * total and x[token] < x[nucleus[-1]]:
+                break
+            nucleus.append(token)
+            mass += weight[token]
+        kept = set(nucleus)
+    kept = {token for token in kept if weight[token] >= params.min_p * max(weight)}
+    total = math.fsum(weight[token] for token in kept)
+    return [weight[token] / total if token in kept else 0.0 for token in range(len(x))]
+
+
+def joined(params: Sequence[SamplingParams]) -> Wants:
+    """What a batch of these wants."""
+    wants = Wants()
+    for each in params:
+        wants = wants | wants_of(each)
+    return wants
+
+
+class Batch:
+    """Requests in slots of a state, in any order, with what they said so far."""
+
+    def __init__(
+        self, params: Sequence[SamplingParams], vocab: int, device: str = "cpu", slots: list[int] | None = None
+    ) -> None:
+        n = len(params)
+        draw = torch.Generator().manual_seed(vocab)
+        self.params, self.wants = list(params), joined(params)
+        self.prompts = [torch.randint(vocab, (20,), generator=draw).tolist() for _ in range(n)]
+        self.generated = [torch.randint(vocab, (n_said,), generator=draw).tolist() * 2 for n_said in range(n)]
+        self.slots = list(range(n)) if slots is None else slots
+        self.seeds = [1000 + 2**40 * i for i in range(n)]
+        self.state = SamplingState(max(self.slots) + 2, vocab, device)
+        self.state.set(self.slots, self.params, self.seeds, list(self.prompts), list(self.generated))
+        self.index = torch.tensor(self.slots, device=device)
+        self.positions = torch.arange(n, device=device) * 7 + 40
+        self.logits = (torch.randn(n, vocab, generator=draw) * 3).to(device)
+
+    def of(self, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits, slots and positions of some rows in this order."""
+        return self.logits[rows], self.index[rows], self.positions[rows]
+
+
+HOSTILE = {
+    "nothing": [-math.inf] * 6,
+    "only NaN": [math.nan] * 6,
+    "some NaN": [1.0, math.nan, 9.0, -math.inf, math.nan, 2.0],
+    "inf": [0.0, 1.0, math.inf, math.inf, 5.0, -1.0],
+    "inf and NaN": [math.nan, 1.0, math.inf, -math.inf, 5.0, -1.0],
+    "one": [-math.inf, -math.inf, -math.inf, -math.inf, -1e30, -math.inf],
+    "huge": [3e38, -3e38, 3e38, 0.0, 1e-40, -1e-40],
+    "equal": [0.0] * 6,
+}
+# tokens that each of these rows may give
+MAY = {
+    "nothing": {0}, "only NaN": {0}, "some NaN": {0, 2, 5}, "inf": {2, 3}, "inf and NaN": {2}, "one": {4}, "huge": {0, 2},
+    "equal": set(range(6)),
+}  # fmt: skip
