@@ -11,16 +11,18 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rooftile.errors import InvalidInput
+from rooftile.kvcache import Rotation
 from rooftile.models import weights
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import ACTIVATIONS, Memory, Norm, Projection, add_norm, capped, gated, normalise, rotate
+from rooftile.models.layers import ACTIVATIONS, Memory, Norm, Projection, add_norm, capped, gated, normalise
 
 
 class Attend(Protocol):
     """Attention as the caller does it: who sees whom, and where keys and values are kept, is the caller's business.
 
-    Queries and keys come normalised and turned; v is a view with gaps between its tokens. Scale, softcap and window are in
-    `decoder.config`: config.scale, config.softcap, config.windows[layer].
+    Queries and keys come normalised and not yet turned (`rooftile.kvcache.rotate`), so that keys can be turned on their way into a
+    cache; all three are views with gaps between their tokens. Scale, softcap and window are in `decoder.config`: config.scale,
+    config.softcap, config.windows[layer].
     """
 
     def __call__(
@@ -29,6 +31,7 @@ class Attend(Protocol):
         q: Tensor,  # (total, H, D)
         k: Tensor,  # (total, Hk, D)
         v: Tensor,  # (total, Hk, D)
+        rotation: Rotation | None,  # (total, D / 2) each; None where positions are learned
     ) -> Tensor:  # (total, H, D)
         """Attention of one layer."""
         ...
@@ -52,15 +55,13 @@ class Layer(nn.Module):
         self.attention_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
         self.ffn_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
 
-    def attention(self, n: int, x: Tensor, waves: tuple[Tensor, Tensor] | None, attend: Attend) -> Tensor:
+    def attention(self, n: int, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
         """What layer n adds to the stream first; x is normalised."""
         H, Hk, D = self.config.heads, self.config.kv_heads, self.config.head_dim
         q, k, v = self.qkv(x).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = normalise(q, self.q_norm), normalise(k, self.k_norm)
-        if waves is not None:
-            q, k = rotate(q, *waves), rotate(k, *waves)
-        x = self.o(attend(n, q, k, v).flatten(1))
+        x = self.o(attend(n, q, k, v, rotation).flatten(1))
         return x if self.attention_post_norm is None else normalise(x, self.attention_post_norm)
 
     def feed_forward(self, x: Tensor) -> Tensor:
@@ -150,13 +151,13 @@ class Decoder(nn.Module):
             stream = stream * self.embedding_scale
         if self.positions is not None:
             stream = stream + self.positions.index_select(0, positions)
-        waves = self._waves(positions)
+        rotation = self._rotation(positions)
         # a norm belongs to the addition before it, which is the previous layer's
         layers = list(self.layers)
         following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
         x = normalise(stream, layers[0].attention_norm)
         for n, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
-            x, stream = add_norm(layer.attention(n, x, waves, attend), stream, layer.ffn_norm)
+            x, stream = add_norm(layer.attention(n, x, rotation, attend), stream, layer.ffn_norm)
             x, stream = add_norm(layer.feed_forward(x), stream, next_norm)
         return x
 
@@ -164,9 +165,8 @@ class Decoder(nn.Module):
         """Scores of all tokens (n, vocab) in fp32, of hidden states (n, hidden)."""
         return capped(linear(hidden, self.head).float(), self.config.logit_softcap)
 
-    def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines, (total, D / 2) each."""
+    def _rotation(self, positions: Tensor) -> Rotation | None:
         if self.rotary is None:
             return None
         cos, sin = self.rotary.index_select(0, positions).chunk(2, dim=-1)
-        return cos, sin
+        return Rotation(cos, sin)

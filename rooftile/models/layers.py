@@ -84,13 +84,6 @@ def gated(x: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns pairs of numbers, one of each half: x (total, heads, D), cos and sin (total, D / 2)."""
-    cos, sin = cos[:, None], sin[:, None]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
 def capped(x: Tensor, cap: float | None) -> Tensor:
     """Scores pressed smoothly into (-cap, cap)."""
     return x if cap is None else cap * torch.tanh(x / cap)

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 import rooftile
+from rooftile.kvcache import Rotation, rotate
 from rooftile.models import Decoder
 
 VOCABULARY = 97
@@ -112,7 +113,9 @@ def logits_of_ours(decoder: Decoder, sequences: Sequence[Tensor]) -> Tensor:
     config = decoder.config
     cu = torch.tensor([0, *accumulate(len(x) for x in sequences)])
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
         window = config.windows[layer]
         mask = rooftile.CAUSAL if window is None else rooftile.CAUSAL & rooftile.Window(window - 1)
         return rooftile.attention_packed(q, k, v, cu, cu, mask, scale=config.scale, softcap=config.softcap)

@@ -12,9 +12,10 @@ import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rooftile.kvcache import Rotation, rotate
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.families import config_of
-from rooftile.models.layers import Norm, add_norm, gated, normalise, rotate
+from rooftile.models.layers import Norm, add_norm, gated, normalise
 from tests.models.checkpoints import CONFIGS, logits_of_ours, prompts
 
 
@@ -28,7 +29,10 @@ def test_attention_gets_every_layer_in_order_with_queries_turned(name: str) -> N
     H, Hk, D = decoder.config.heads, decoder.config.kv_heads, decoder.config.head_dim
     seen = []
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+        assert (rotation is None) == (decoder.rotary is None)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
         assert (q.shape, k.shape, v.shape) == ((3, H, D), (3, Hk, D), (3, Hk, D))
         if layer == 0 and decoder.rotary is not None:
             # the same token at two positions: a turn keeps its length, and v does not turn
@@ -90,7 +94,7 @@ def test_operations_do_not_depend_on_data_and_none_waits_for_it(name: str) -> No
     for start in (0, 40):
         tokens, positions = torch.arange(start, start + 9), torch.arange(start, start + 9)
         with torch.inference_mode(), Operations() as operations:
-            decoder.logits(decoder(tokens, positions, lambda layer, q, k, v: q))
+            decoder.logits(decoder(tokens, positions, lambda layer, q, k, v, rotation: q if rotation is None else rotate(q, rotation)))
         runs.append(operations.seen)
     assert all(first == second for first, second in pairwise(runs))
     names = {name for name, _ in runs[0]}
@@ -104,7 +108,7 @@ def test_operations_do_not_depend_on_data_and_none_waits_for_it(name: str) -> No
 def test_shapes_follow_without_data(name: str) -> None:
     decoder = Decoder(config(name), dtype=torch.bfloat16, device="meta")
     tokens = torch.empty(9, dtype=torch.int64, device="meta")
-    hidden = decoder(tokens, tokens, lambda layer, q, k, v: q)
+    hidden = decoder(tokens, tokens, lambda layer, q, k, v, rotation: q if rotation is None else rotate(q, rotation))
     assert hidden.shape == (9, decoder.config.hidden)
     assert decoder.logits(hidden).dtype == torch.float32
 
@@ -116,7 +120,7 @@ def test_a_cuda_graph_takes_it_in(name: str) -> None:
     tokens, positions = torch.arange(9, device="cuda"), torch.arange(9, device="cuda")
 
     def run() -> Tensor:
-        return decoder.logits(decoder(tokens, positions, lambda layer, q, k, v: q))
+        return decoder.logits(decoder(tokens, positions, lambda layer, q, k, v, rotation: q if rotation is None else rotate(q, rotation)))
 
     # cuBLAS takes its workspace on the first call, which a graph must not see
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
@@ -161,7 +165,7 @@ def test_gates_and_turns() -> None:
     angles = torch.rand(5, 4)
     q = torch.randn(5, 3, 8)
     turned = torch.complex(q[..., :4], q[..., 4:]) * torch.polar(torch.ones(5, 1, 4), angles[:, None])
-    torch.testing.assert_close(rotate(q, angles.cos(), angles.sin()), torch.cat((turned.real, turned.imag), dim=-1))
+    torch.testing.assert_close(rotate(q, Rotation(angles.cos(), angles.sin())), torch.cat((turned.real, turned.imag), dim=-1))
 
 
 def test_neither_rooftile_nor_its_models_import_transformers() -> None:
