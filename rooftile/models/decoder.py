@@ -20,8 +20,8 @@ from rooftile.models.layers import ACTIVATIONS, Memory, Norm, Projection, add_no
 class Attend(Protocol):
     """Attention as the caller does it: who sees whom, and where keys and values are kept, is the caller's business.
 
-    Queries and keys come normalised and not yet turned (`rooftile.kvcache.rotate`), so that keys can be turned on their way into a
-    cache; all three are views with gaps between their tokens. Scale, softcap and window are in `decoder.config`: config.scale,
+    Queries and keys come normalised and not yet turned (`rooftile.kvcache.rotate`), so that keys can be turned on their way
+    into a cache; all three are views with gaps between their tokens. Scale, softcap and window are in `decoder.config`: config.scale,
     config.softcap, config.windows[layer].
     """
 

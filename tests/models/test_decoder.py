@@ -23,6 +23,11 @@ def config(name: str) -> ModelConfig:
     return config_of(CONFIGS[name]().to_dict(), "here")
 
 
+def turned(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+    """In place of attention."""
+    return q if rotation is None else rotate(q, rotation)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_attention_gets_every_layer_in_order_with_queries_turned(name: str) -> None:
     decoder = Decoder.random(config(name), torch.float32)
@@ -94,7 +99,7 @@ def test_operations_do_not_depend_on_data_and_none_waits_for_it(name: str) -> No
     for start in (0, 40):
         tokens, positions = torch.arange(start, start + 9), torch.arange(start, start + 9)
         with torch.inference_mode(), Operations() as operations:
-            decoder.logits(decoder(tokens, positions, lambda layer, q, k, v, rotation: q if rotation is None else rotate(q, rotation)))
+            decoder.logits(decoder(tokens, positions, turned))
         runs.append(operations.seen)
     assert all(first == second for first, second in pairwise(runs))
     names = {name for name, _ in runs[0]}
@@ -108,7 +113,7 @@ def test_operations_do_not_depend_on_data_and_none_waits_for_it(name: str) -> No
 def test_shapes_follow_without_data(name: str) -> None:
     decoder = Decoder(config(name), dtype=torch.bfloat16, device="meta")
     tokens = torch.empty(9, dtype=torch.int64, device="meta")
-    hidden = decoder(tokens, tokens, lambda layer, q, k, v, rotation: q if rotation is None else rotate(q, rotation))
+    hidden = decoder(tokens, tokens, turned)
     assert hidden.shape == (9, decoder.config.hidden)
     assert decoder.logits(hidden).dtype == torch.float32
 
@@ -120,7 +125,7 @@ def test_a_cuda_graph_takes_it_in(name: str) -> None:
     tokens, positions = torch.arange(9, device="cuda"), torch.arange(9, device="cuda")
 
     def run() -> Tensor:
-        return decoder.logits(decoder(tokens, positions, lambda layer, q, k, v, rotation: q if rotation is None else rotate(q, rotation)))
+        return decoder.logits(decoder(tokens, positions, turned))
 
     # cuBLAS takes its workspace on the first call, which a graph must not see
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
