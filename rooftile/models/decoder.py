@@ -21,8 +21,8 @@ class Attend(Protocol):
     """Attention as the caller does it: who sees whom, and where keys and values are kept, is the caller's business.
 
     Queries and keys come normalised and not yet turned (`rooftile.kvcache.rotate`), so that keys can be turned on their way
-    into a cache; all three are views with gaps between their tokens. Scale, softcap and window are in `decoder.config`: config.scale,
-    config.softcap, config.windows[layer].
+    into a cache; all three are views with gaps between their tokens. Scale, softcap and window are in `decoder.config`:
+    config.scale, config.softcap, config.windows[layer].
     """
 
     def __call__(
