@@ -137,6 +137,11 @@ class BlockPool:
         """How many blocks hold so many tokens."""
         return -(-tokens // self.size)
 
+    def needed_by(self, prompt: int, more: int, answers: int) -> int:
+        """Blocks that a prompt of so many tokens takes with so many answers of `more` tokens each: full ones are shared."""
+        whole, shared = self.blocks_of(prompt + more), prompt // self.size
+        return whole + (answers - 1) * (whole - shared)
+
     def admits(self, tokens: int) -> bool:
         """Whether a new sequence of so many tokens fits, with `watermark` blocks to spare for those that run."""
         return self.available - self.blocks_of(tokens) >= self.watermark
@@ -269,7 +274,7 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         for table in self._tables:
             assert len(set(table.blocks)) == len(table.blocks), f"{table} has a block twice"
-            assert len(table.blocks) == self.blocks_of(table.length), f"{table} has not the blocks that its length asks for"
+            assert len(table.blocks) == self._due(table), f"{table} has not the blocks that its length asks for"
             assert table.sealed * self.size <= table.length, f"{table} has {table.sealed} blocks sealed"
         for block, count in enumerate(self._owners):
             assert owners[block] == count, f"block {block} counts {count} owners and has {owners[block]}"
@@ -279,6 +284,10 @@ class BlockPool:
             assert block not in free or block not in self._contents, f"block {block} is free and can be found"
         assert self.free_blocks + self.used_blocks + self.cached_blocks == self.total
         assert {block: known.digest for block, known in self._contents.items()} == {b: d for d, b in self._found.items()}
+
+    def _due(self, table: BlockTable) -> int:
+        """How many blocks a table should have."""
+        return self.blocks_of(table.length)
 
     def _ask_for(self, blocks: int) -> None:
         if blocks > self.available:

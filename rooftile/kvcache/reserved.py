@@ -1,0 +1,57 @@
+"""The allocator that paging replaced: each sequence gets room for the longest at once, and shares nothing.
+
+For comparison: the same kernels, the same scheduler, another allocator. Blocks of a sequence need not lie side by side, since
+what it costs to reserve is room, not speed.
+"""
+
+from __future__ import annotations
+
+from rooftile.errors import InvalidInput
+from rooftile.kvcache.blocks import BlockPool, BlockTable, Copy
+
+
+class ReservedPool(BlockPool):
+    """`total` blocks of `size` tokens each, of which a sequence takes at once what `reserve` tokens need.
+
+    A fork reads its parent's blocks until it writes, and then has them all copied.
+
+    Example:
+        >>> pool = ReservedPool(total=8, size=4, reserve=16)
+        >>> table = pool.begin([1, 2, 3])
+        >>> pool.append(table, 3), pool.used_blocks, round(pool.waste(), 2)
+        ([], 4, 0.81)
+    """
+
+    def __init__(self, total: int, size: int = 16, *, reserve: int, watermark: float = 0.01) -> None:
+        super().__init__(total, size, watermark=watermark, prefixes=False)
+        self.each = self.blocks_of(reserve)
+        if self.each > total:
+            raise InvalidInput(
+                f"a sequence of {reserve:,} tokens takes {self.each:,} blocks of {size}; the pool has {total:,}: make it larger"
+            )
+
+    def needed_by(self, prompt: int, more: int, answers: int) -> int:
+        return answers * self.each
+
+    def needs(self, table: BlockTable, tokens: int) -> int:
+        if tokens <= 0:
+            return 0
+        return 0 if table.blocks and all(self._owners[block] == 1 for block in table.blocks) else self.each
+
+    def append(self, table: BlockTable, tokens: int) -> list[Copy]:
+        copies: list[Copy] = []
+        if self.needs(table, tokens):
+            self._ask_for(self.each)
+            blocks = [self._take() for _ in range(self.each)]
+            written = self.blocks_of(table.length)
+            copies = [Copy(*pair) for pair in zip(table.blocks[:written], blocks, strict=False)]
+            self._give_up(table.blocks)
+            table.blocks = blocks
+        table.length += tokens
+        return copies
+
+    def truncate(self, table: BlockTable, length: int) -> None:
+        table.length = length
+
+    def _due(self, table: BlockTable) -> int:
+        return self.each if table.length else 0

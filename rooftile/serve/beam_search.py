@@ -1,0 +1,89 @@
+"""Beam search: which successors of a request's beams go on, and which answers are complete.
+
+Of all beams' most likely next tokens the best, by the sum of their logprobs, go on. One that ends its text, and is among the
+first `width`, becomes a candidate for the answer with the score
+
+    sum of its logprobs / (its number of tokens)^length_penalty
+
+and the search is over when `width` candidates are there and no beam could become better than the worst of them as it stands now,
+or at once with early_stopping. The beams, their scores and the end are those of `generate` in Transformers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Candidate(NamedTuple):
+    """A complete answer: its score, the sum of its logprobs, and its tokens."""
+
+    score: float
+    logprob: float
+    tokens: list[int]
+
+
+class Successor(NamedTuple):
+    """A beam that goes on: which one it was, and its next token."""
+
+    parent: int
+    token: int
+
+
+class BeamSearch:
+    """The search for one request.
+
+    Args:
+        width: beams.
+        limit: tokens that an answer may have.
+        ends: tokens that end it.
+        length_penalty, early_stopping: as in `SamplingParams`.
+    """
+
+    def __init__(self, width: int, limit: int, ends: frozenset[int], length_penalty: float, early_stopping: bool) -> None:
+        self.width = width
+        self.limit = limit
+        self.ends = ends
+        self.length_penalty = length_penalty
+        self.early_stopping = early_stopping
+        self.found: list[Candidate] = []
+        """The best first."""
+        self.over = False
+        self.keep = max(2, 1 + len(ends)) * width
+        """Of each beam so many next tokens are looked at: enough that `width` of all go on."""
+        # at first all beams are the prompt, and only one of them is looked at
+        self._sums = np.zeros(1, dtype=np.float32)
+        self._tokens: list[list[int]] = [[]]
+
+    def step(self, ids: list[list[int]], logprobs: list[list[float]]) -> list[Successor]:
+        """The beams that go on, `width` of them, from each beam's most likely next tokens; none if the search is over."""
+        beams = len(self._sums)
+        sums = np.array(logprobs[:beams], dtype=np.float32) + self._sums[:, None]
+        best = np.argsort(-sums, axis=None, kind="stable")[: self.keep]
+        ranked = []
+        for beam, place in (divmod(int(n), sums.shape[1]) for n in best):
+            ranked.append((sums[beam, place], Successor(beam, ids[beam][place])))
+        length = len(self._tokens[0]) + 1
+        full = len(self.found) == self.width
+        going: list[tuple[np.float32, Successor]] = []
+        for rank, (total, successor) in enumerate(ranked):
+            complete = successor.token in self.ends or length == self.limit
+            if not complete:
+                going.append((total, successor))
+            elif rank < self.width and not (full and self.early_stopping):
+                tokens = [*self._tokens[successor.parent], successor.token]
+                self.found.append(Candidate(float(total) / length**self.length_penalty, float(total), tokens))
+        self.found = sorted(self.found, key=lambda candidate: -candidate.score)[: self.width]
+        going = going[: self.width]
+        self.over = not going or self._is_decided(going[0][0], length)
+        if self.over:
+            return []
+        self._sums = np.array([total for total, _ in going], dtype=np.float32)
+        self._tokens = [[*self._tokens[successor.parent], successor.token] for _, successor in going]
+        return [successor for _, successor in going]
+
+    def _is_decided(self, best: np.float32, length: int) -> bool:
+        if len(self.found) < self.width:
+            return False
+        return self.early_stopping or float(best) / length**self.length_penalty <= self.found[-1].score

@@ -1,0 +1,158 @@
+"""`LLM`: a language model from a folder, for prompts that are all there; and its parts, for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.kvcache import BlockPool, Pages, ReservedPool
+from rooftile.models import Decoder
+from rooftile.serve import memory
+from rooftile.serve.engine import Engine
+from rooftile.serve.output import RequestOutput, output_of
+from rooftile.serve.request import Request
+from rooftile.serve.runner import Runner
+from rooftile.serve.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A language model that answers prompts together, from a paged key/value cache.
+
+    Args:
+        model: a checkpoint's folder in Hugging Face's layout (config.json, *.safetensors), or a `rooftile.models.Decoder`.
+        dtype: of weights and computation; "auto" for the checkpoint's.
+        device: None for a GPU if there is one.
+        max_model_len: tokens of a sequence, prompt and answer; None for what the model has, or the cache has room for.
+        block_size: tokens of a block of the cache, a power of two of at least 8.
+        num_blocks: of the cache; None for what fits into memory.
+        max_batched_tokens: that the model reads in a step.
+        gpu_memory_utilization: the share of a GPU's memory that model and cache may take.
+        kv_dtype: of the cache; "auto" for the model's.
+        allocator: "paged", or "contiguous" to reserve max_model_len tokens for each sequence, for comparison.
+        tensor_parallel_size: 1.
+        max_num_seqs: answers that run at once.
+        enforce_eager: no CUDA graphs.
+
+    Raises:
+        InvalidInput: the folder holds no model that it knows, or a number makes no sense; the sentence says which and why.
+
+    Example:
+        >>> llm = LLM("Llama-3.2-1B")
+        >>> llm.generate(["The roof"], SamplingParams(temperature=0, max_tokens=20))[0].outputs[0].text
+
+    Kwon et al., PagedAttention, arXiv:2309.06180; Yu et al., Orca, OSDI 2022.
+    """
+
+    def __init__(
+        self, model: str | Path | Decoder, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None,
+        max_model_len: int | None = None, block_size: int = 16, num_blocks: int | None = None, max_batched_tokens: int = 8192,
+        gpu_memory_utilization: float = 0.9, kv_dtype: str = "auto", allocator: Literal["paged", "contiguous"] = "paged",
+        tensor_parallel_size: int = 1, *, max_num_seqs: int = 256, enforce_eager: bool = False,
+    ) -> None:  # fmt: skip
+        if tensor_parallel_size != 1:
+            raise Unsupported(f"tensor_parallel_size is {tensor_parallel_size}; has 1")
+        if kv_dtype != "auto":
+            raise Unsupported(f'kv_dtype is {kv_dtype!r}; has "auto", the dtype of the model')
+        if allocator not in ("paged", "contiguous"):
+            raise InvalidInput(f'allocator is {allocator!r}; must be "paged" or "contiguous"')
+        if block_size < 8 or block_size & (block_size - 1):
+            raise InvalidInput(f"block_size is {block_size}; must be a power of two of at least 8")
+        for name, value in (("max_batched_tokens", max_batched_tokens), ("max_num_seqs", max_num_seqs)):
+            if value < 1:
+                raise InvalidInput(f"{name} is {value}; must be at least 1")
+        if not 0 < gpu_memory_utilization <= 1:
+            raise InvalidInput(f"gpu_memory_utilization is {gpu_memory_utilization}; must be above 0 and at most 1")
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        decoder = model if isinstance(model, Decoder) else Decoder.from_folder(model, dtype, device)
+        config = decoder.config
+        if max_model_len is not None and not 2 <= max_model_len <= config.max_len:
+            raise InvalidInput(f"max_model_len is {max_model_len:,}; the model has positions for 2 to {config.max_len:,}")
+        max_len = config.max_len if max_model_len is None else max_model_len
+        cached = decoder.embedding.dtype
+        if num_blocks is None:
+            num_blocks = memory.blocks_that_fit(
+                decoder, block_size, cached, utilization=gpu_memory_utilization, max_batched_tokens=max_batched_tokens,
+                max_answers=max_num_seqs, max_len=max_len,
+            )  # fmt: skip
+        if max_model_len is None:
+            max_len = min(max_len, num_blocks * block_size)
+        if num_blocks * block_size < max_len:
+            raise InvalidInput(
+                f"{num_blocks:,} blocks of {block_size} are room for {num_blocks * block_size:,} tokens; a sequence may have "
+                f"{max_len:,}: make num_blocks larger, or max_model_len smaller"
+            )
+        self.pages = Pages(
+            num_blocks, config.layers, config.kv_heads, config.head_dim, size=block_size, dtype=cached,
+            device=decoder.embedding.device,
+        )  # fmt: skip
+        if allocator == "paged":
+            pool = BlockPool(num_blocks, block_size)
+        else:
+            pool = ReservedPool(num_blocks, block_size, reserve=max_len)
+        runner = Runner(decoder, self.pages, max_num_seqs, max_len, graphs=not enforce_eager)
+        self.engine = Engine(
+            runner, pool, max_len=max_len, max_answers=max_num_seqs, max_batched_tokens=max_batched_tokens
+        )
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Answers to prompts, in their order.
+
+        Args:
+            prompts: lists of token ids; or one of them.
+            sampling_params: of all, or of each.
+
+        Returns:
+            A RequestOutput for each. A prompt that cannot be answered has the reason in `error`, and no outputs.
+        """
+        outputs: dict[int, RequestOutput] = {}
+        for place, output in self.stream(prompts, sampling_params):
+            if output.finished:
+                outputs[place] = output
+        return [outputs[place] for place in sorted(outputs)]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """As `generate`, while the answers grow: the place of a prompt and its answers so far, whenever they have changed."""
+        listed = _listed(prompts)
+        params = sampling_params or SamplingParams()
+        each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(listed):
+            raise InvalidInput(f"there are {len(each)} sampling_params for {len(listed)} prompts; give one, or one for each")
+        places: dict[Request, int] = {}
+        try:
+            for place, (prompt, wanted) in enumerate(zip(listed, each, strict=True)):
+                try:
+                    places[self.engine.add(self._tokens(prompt), wanted)] = place
+                except InvalidInput as error:
+                    ids = [] if isinstance(prompt, str) else list(prompt)
+                    shown = prompt if isinstance(prompt, str) else None
+                    yield place, RequestOutput(-1, shown, ids, finished=True, error=str(error))
+            while not self.engine.idle:
+                for request in self.engine.step():
+                    yield places[request], output_of(request)
+        finally:
+            # of a caller who has seen enough
+            for request in places:
+                self.engine.abort(request)
+
+    def _tokens(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            raise InvalidInput("the prompt is text and the model has no tokenizer; give token ids")
+        return prompt
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, also of a single one."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
