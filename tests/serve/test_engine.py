@@ -1,0 +1,267 @@
+"""The engine's tokens are those of `generate` in Transformers, however requests are cut, mixed, preempted and shared."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.serve.llm import LLM
+from rooftile.serve.sampling_params import SamplingParams
+from tests.models.checkpoints import VOCABULARY
+
+FAMILIES = ["llama", "llama, llama3", "mistral", "qwen2", "qwen2, windows", "qwen3", "gemma2", "gpt2"]
+TOKENS = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+ROOM = {"max_model_len": 96, "num_blocks": 600}
+
+
+def prompts(count: int = 64, seed: int = 0) -> list[list[int]]:
+    """Of mixed lengths around those of blocks, some of which begin alike."""
+    rng = random.Random(seed)
+    made = [[rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 15, 16, 17, 33, 48, 60]))] for _ in range(count)]
+    for n in range(3, count, 5):
+        made[n] = made[n - 1][:40] + made[n]
+        del made[n][60:]
+    return made
+
+
+def tokens_of(llm: LLM, asked: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[list[int]]]:
+    """All answers to each prompt; the engine is left clean."""
+    outputs = llm.generate(asked, params)
+    assert [output.error for output in outputs] == [None] * len(asked)
+    assert [output.prompt_token_ids for output in outputs] == asked
+    assert_clean(llm)
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+def assert_clean(llm: LLM) -> None:
+    engine = llm.engine
+    engine.pool.check()
+    assert engine.pool.used_blocks == 0
+    assert engine.idle
+    assert sorted(engine.scheduler._slots) == list(range(engine.max_answers))
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "a step ahead"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ROOM,
+        ROOM | {"max_batched_tokens": 13},
+        {"max_model_len": 96, "num_blocks": 14},
+        ROOM | {"max_num_seqs": 3, "block_size": 8},
+        ROOM | {"allocator": "contiguous", "num_blocks": 40},
+        {"max_model_len": 96, "num_blocks": 9, "max_batched_tokens": 10, "block_size": 16},
+    ],
+    ids=["together", "in chunks", "preempted", "three at once", "contiguous", "preempted, in chunks"],
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(name: str, settings: dict[str, Any], ahead: bool, peers) -> None:
+    peer = peers(name)
+    asked = prompts()
+    due = peer.greedy(asked, TOKENS)
+    llm = LLM(peer.folder, **settings)
+    llm.engine._ahead = ahead
+    assert tokens_of(llm, asked, GREEDY) == [[row] for row in due]
+    assert (llm.engine.scheduler.preemptions > 0) == (settings["num_blocks"] < 20)
+    # once more, with what the prefix index kept
+    read = llm.engine.steps["tokens"]
+    assert tokens_of(llm, asked[:20], GREEDY) == [[row] for row in due[:20]]
+    again = llm.engine.steps["tokens"] - read
+    if settings == ROOM:
+        assert again < sum(map(len, asked[:20])) / 2 + 20 * TOKENS
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_by_one(name: str, peers) -> None:
+    peer = peers(name)
+    llm = LLM(peer.folder, **ROOM)
+    for prompt, due in zip(prompts()[:8], peer.greedy(prompts(), TOKENS), strict=False):
+        assert tokens_of(llm, [prompt], GREEDY) == [[due]]
+
+
+def test_the_end_of_text_ends_an_answer(peers) -> None:
+    """The token itself is in token_ids, as in Transformers; min_tokens puts it off."""
+    peer = peers("llama")
+    asked = prompts()
+    due = peer.greedy(asked, TOKENS)
+    end = due[0][4]
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, stop_token_ids=[end])
+    for ahead in (False, True):
+        llm = LLM(peer.folder, **ROOM)
+        llm.engine._ahead = ahead
+        outputs = llm.generate(asked, params)
+        for output, row in zip(outputs, due, strict=True):
+            ends = [n for n, token in enumerate(row) if token in (end, 2)]
+            kept = row[: ends[0] + 1] if ends else row
+            (answer,) = output.outputs
+            assert answer.token_ids == kept
+            assert answer.finish_reason == ("stop" if ends else "length")
+            assert answer.stop_reason == (end if ends and kept[-1] == end else None)
+        later = llm.generate(asked[:1], SamplingParams(temperature=0, max_tokens=TOKENS, min_tokens=9, stop_token_ids=[end]))
+        tokens = later[0].outputs[0].token_ids
+        assert tokens[:4] == due[0][:4]
+        assert end not in tokens[:9]
+        assert 2 not in tokens[:9]
+        assert_clean(llm)
+
+
+def test_samples_depend_on_their_seed_only(peers) -> None:
+    """Not on the batch, chunks, preemption or slots; the i-th of n has seed + i."""
+    peer = peers("qwen2")
+    asked = prompts(20)
+    params = [
+        SamplingParams(n=1 + n % 4, temperature=0.8, top_p=0.9, top_k=n % 7, seed=100 * n, max_tokens=TOKENS,
+                       presence_penalty=0.5 * (n % 2), repetition_penalty=1.2 if n % 3 else 1.0, ignore_eos=True)
+        for n in range(len(asked))
+    ]  # fmt: skip
+    free = tokens_of(LLM(peer.folder, **ROOM), asked, params)
+    assert [len(answers) for answers in free] == [1 + n % 4 for n in range(len(asked))]
+    assert len({tuple(answer) for answer in free[3]}) > 1
+    for settings in ({"max_batched_tokens": 9, "num_blocks": 25}, {"allocator": "contiguous", "num_blocks": 30}):
+        llm = LLM(peer.folder, **ROOM | settings)
+        llm.engine._ahead = True
+        assert tokens_of(llm, asked, params) == free
+    for n in (3, 7):
+        for i in range(params[n].n):
+            alone = SamplingParams(
+                temperature=0.8, top_p=0.9, top_k=n % 7, seed=100 * n + i, max_tokens=TOKENS, ignore_eos=True,
+                presence_penalty=params[n].presence_penalty, repetition_penalty=params[n].repetition_penalty,
+            )  # fmt: skip
+            assert tokens_of(LLM(peer.folder, **ROOM), [asked[n]], alone) == [[free[n][i]]]
+
+
+def test_samples_share_the_blocks_of_their_prompt(peers) -> None:
+    peer = peers("llama")
+    llm = LLM(peer.folder, **ROOM)
+    params = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=8, ignore_eos=True)
+    prompt = [n % VOCABULARY for n in range(60)]
+    request = llm.engine.add(prompt, params)
+    llm.engine.step()
+    llm.engine.step()
+    # three full blocks once, and a last one each
+    assert llm.engine.pool.used_blocks == 3 + 4
+    llm.engine.abort(request)
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize("settings", [ROOM, ROOM | {"num_blocks": 30, "max_batched_tokens": 20}], ids=["", "preempted"])
+@pytest.mark.parametrize(("width", "penalty", "early"), [(2, 1.0, False), (4, 0.0, True), (3, 2.0, False), (5, -1.0, True)])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_beams_are_those_of_transformers(name: str, width: int, penalty: float, early: bool, settings, peers) -> None:
+    peer = peers(name)
+    asked = prompts(8, seed=5)
+    llm = LLM(peer.folder, **settings)
+    llm.engine._ahead = True
+    params = SamplingParams(
+        n=2, beam_width=width, length_penalty=penalty, early_stopping=early, max_tokens=12, stop_token_ids=list(range(10, 20))
+    )
+    found = tokens_of(llm, asked, params)
+    for prompt, answers in zip(asked, found, strict=True):
+        due = peer.generate(
+            [prompt], max_new_tokens=12, num_beams=width, num_return_sequences=2, length_penalty=penalty, early_stopping=early,
+            do_sample=False, eos_token_id=[2, *range(10, 20)],
+        )  # fmt: skip
+        ends = {2, *range(10, 20)}
+        cut = [row[: next((n + 1 for n, token in enumerate(row) if token in ends), len(row))] for row in due]
+        assert answers == cut
+
+
+def test_logprobs_are_those_of_the_model(peers) -> None:
+    peer = peers("gemma2")
+    asked = prompts(6)
+    llm = LLM(peer.folder, **ROOM | {"max_batched_tokens": 21})
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=9, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    outputs = llm.generate(asked, params)
+    for prompt, output in zip(asked, outputs, strict=True):
+        (answer,) = output.outputs
+        ids = torch.tensor([prompt + answer.token_ids])
+        with torch.inference_mode():
+            due = peer.model(ids, attention_mask=torch.ones_like(ids)).logits[0].float().log_softmax(-1)
+        assert answer.logprobs is not None
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        shown = [*output.prompt_logprobs[1:], *answer.logprobs]
+        for place, (told, count) in enumerate(zip(shown, [2] * (len(prompt) - 1) + [3] * 9, strict=True)):
+            row, token = due[place], int(ids[0, place + 1])
+            assert told is not None
+            assert set(told) == {*row.topk(count).indices.tolist(), token}
+            for id_, logprob in told.items():
+                assert logprob.logprob == pytest.approx(row[id_].item(), abs=1e-4)
+                assert logprob.rank == 1 + int((row > row[id_]).sum())
+        total = sum(told[token].logprob for told, token in zip(answer.logprobs, answer.token_ids, strict=True))
+        assert answer.cumulative_logprob == pytest.approx(total)
+
+
+def test_answers_grow_in_a_stream(peers) -> None:
+    peer = peers("llama")
+    llm = LLM(peer.folder, **ROOM)
+    asked = prompts(5)
+    seen: dict[int, list[int]] = {n: [] for n in range(5)}
+    for place, output in llm.stream(asked, GREEDY):
+        (answer,) = output.outputs
+        assert answer.token_ids[: len(seen[place])] == seen[place]
+        assert len(answer.token_ids) == len(seen[place]) + 1
+        seen[place] = answer.token_ids
+    assert list(seen.values()) == peer.greedy(asked, TOKENS)
+
+
+def test_a_stream_that_is_left_leaves_nothing(peers) -> None:
+    llm = LLM(peers("llama").folder, **ROOM)
+    llm.engine._ahead = True
+    stream = llm.stream(prompts(5), GREEDY)
+    next(stream)
+    stream.close()
+    while not llm.engine.idle:
+        llm.engine.step()
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "sentence"),
+    [
+        ([], GREEDY, "the prompt has no token"),
+        ([3, VOCABULARY], GREEDY, f"the prompt has {VOCABULARY} for a token; the model has 0 to {VOCABULARY - 1}"),
+        ([3, -1], GREEDY, "the prompt has -1 for a token"),
+        ([3, "x"], GREEDY, "the prompt has 'x' for a token"),
+        ([1] * 96, GREEDY, "the prompt has 96 tokens, and a sequence at most 96, one of them for the answer"),
+        ([1], SamplingParams(n=9), "9 answers at once are asked for; at most 8 run here"),
+        ([1], SamplingParams(stop_token_ids=[VOCABULARY]), f"stop_token_ids names token {VOCABULARY}"),
+        ([1] * 60, SamplingParams(n=8, max_tokens=36), "60 tokens of prompt and 8 x 36 of answers take 27 blocks"),
+        ("text", GREEDY, "the prompt is text and the model has no tokenizer"),
+    ],
+)
+def test_a_bad_request_fails_alone(prompt, params: SamplingParams, sentence: str, peers) -> None:
+    peer = peers("llama")
+    llm = LLM(peer.folder, max_model_len=96, num_blocks=20, max_num_seqs=8)
+    good = prompts(3)
+    outputs = llm.generate([good[0], prompt, good[1]], [GREEDY, params, GREEDY])
+    due = peer.greedy(good, TOKENS)
+    assert [output.outputs[0].token_ids for output in (outputs[0], outputs[2])] == due[:2]
+    assert outputs[1].error is not None
+    assert outputs[1].error.startswith(sentence)
+    assert outputs[1].outputs == []
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "sentence"),
+    [
+        ({"tensor_parallel_size": 2}, Unsupported, "tensor_parallel_size is 2; has 1"),
+        ({"kv_dtype": "fp4"}, Unsupported, "kv_dtype is 'fp4'"),
+        ({"allocator": "buddy"}, InvalidInput, "allocator is 'buddy'"),
+        ({"block_size": 12}, InvalidInput, "block_size is 12; must be a power of two of at least 8"),
+        ({"max_model_len": 1000}, InvalidInput, "max_model_len is 1,000; the model has positions for 2 to 128"),
+        ({"max_model_len": 96, "num_blocks": 5}, InvalidInput, "5 blocks of 16 are room for 80 tokens; a sequence may have 96"),
+        ({"max_batched_tokens": 0}, InvalidInput, "max_batched_tokens is 0; must be at least 1"),
+        ({"gpu_memory_utilization": 1.5}, InvalidInput, "gpu_memory_utilization is 1.5"),
+    ],
+)
+def test_what_an_engine_cannot_be(settings: dict[str, Any], error: type[Exception], sentence: str, peers) -> None:
+    with pytest.raises(error) as raised:
+        LLM(peers("llama").folder, **settings)
+    assert str(raised.value).startswith(sentence)
