@@ -137,11 +137,11 @@ class Scheduler:
     def _append(self, plan: Plan, answer: Answer, tokens: int) -> None:
         table = answer.table
         assert table is not None
-        before = len(table.blocks)
+        before, count = table.blocks, len(table.blocks)
         copies = self.pool.append(table, tokens)
         plan.copies += copies
-        # copied is the last block, or all of them
-        for column in range(before - len(copies) if len(copies) < 2 else 0, len(table.blocks)):
+        # new are those at the end, and the last one if it was shared; or all, as a reserving pool does it
+        for column in range(count - len(copies) if table.blocks is before else 0, len(table.blocks)):
             plan.entries[answer.slot, column] = table.blocks[column]
 
     def _read_on(self, plan: Plan, budget: int) -> int:
