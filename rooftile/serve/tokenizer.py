@@ -213,7 +213,7 @@ def _renderer() -> Any:
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError:
         raise InvalidInput(
-            "a chat template needs the packages transformers and jinja2; pip install 'rooftile[serve]' jinja2"
+            "a chat template needs the packages transformers and jinja2; pip install 'rooftile[serve]'"
         ) from None
     return render_jinja_template
 

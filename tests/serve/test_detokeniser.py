@@ -156,6 +156,8 @@ def test_tokens_kept_in_a_run_of_bytes(tokenizers: dict[str, Tokenizer]) -> None
     # at the very beginning decode takes a space away; bytes that are no text are a character each
     by_byte = {byte: id for id, byte in tokenizer.byte_ids.items()}
     assert run(tokenizer, SamplingParams(stop="A"), [[by_byte[b] for b in b" A"]])[0].tokens_kept == 0
+    text, _ = run(tokenizer, SamplingParams(stop="B"), [[by_byte[b] for b in b" AB"]])
+    assert (text.text, text.tokens_kept) == ("A", 2)
     broken = [*(by_byte[b] for b in b"\xff\xfe\xfd"), *ids[-1:], by_byte[33]]
     text, _ = run(tokenizer, SamplingParams(stop="!"), [broken])
     assert (text.text, text.tokens_kept) == ("���c", 4)
@@ -208,6 +210,22 @@ def test_no_stop_within_min_tokens(tokenizers: dict[str, Tokenizer]) -> None:
             assert text.tokens_kept == len(text.text)
     text, _ = run(tokenizer, SamplingParams(stop="a", min_tokens=20, max_tokens=None), chunks(ids, draw))
     assert (text.text, text.stopped) == ("a" * 20, None)
+
+
+def test_no_stop_within_min_tokens_of_a_run(tokenizers: dict[str, Tokenizer]) -> None:
+    """Whose text comes later than its tokens."""
+    tokenizer = tokenizers["byte_fallback"]
+    by_byte = {byte: id for id, byte in tokenizer.byte_ids.items()}
+    ids = [by_byte[byte] for byte in b"ABAB"]
+    for least, due in ((0, ""), (1, "AB"), (2, "AB"), (3, "ABAB")):
+        assert run(tokenizer, SamplingParams(stop="A", min_tokens=least), [ids])[0].text == due
+
+
+def test_a_long_run_that_is_held_back_is_not_cut(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["cleaned"]
+    for repeats in range(1, 20):
+        ids = tokenizer.encode("the " + "日本語" * repeats + "abab . stop" * 9, special=False)
+        assert run(tokenizer, SamplingParams(), [[id] for id in ids])[0].text == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)

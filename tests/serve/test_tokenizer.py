@@ -71,6 +71,10 @@ def test_tokens_that_only_the_settings_add(tmp_path: Path) -> None:
     settings["added_tokens_decoder"] = {str(ours.vocab_size): {"content": "<late>", "special": False} | alike}
     file.write_text(json.dumps(settings))
     agree(tmp_path, [*TEXTS, "the <late> x"])
+    settings["eos_token"] = "<late>"
+    file.write_text(json.dumps(settings))
+    ours, _ = agree(tmp_path, [*TEXTS, "the <late> x"])
+    assert ours.is_silent(ours.eos_ids[0], True)
 
 
 def test_an_older_folder(tmp_path: Path) -> None:
