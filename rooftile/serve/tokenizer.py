@@ -1,0 +1,247 @@
+"""Text to token ids and back, as a checkpoint's folder says.
+
+A folder's tokenizer.json is read with the package tokenizers; of Transformers only the chat templates are used, and its
+loader for a folder with older files alone. Both are imported when they are needed. No code of a folder is ever run: its
+chat template is a program, and is rendered in Transformers' sandbox, where it changes nothing and reaches nothing. A
+template comes from the folder only, never with a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rooftile.errors import InvalidInput
+from rooftile.serve.tokenizer_files import (
+    NAMED,
+    add_tokens,
+    read_core,
+    read_json,
+    read_settings,
+    read_template,
+    spelling,
+    token_ids,
+)
+
+# a service is brought down by a text without a bound: it is counted before it is read
+MOST_BYTES = 4 * 2**20
+
+# what Transformers takes out of decoded text where a checkpoint asks for it, in this order
+CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint's folder; reads what Transformers' AutoTokenizer reads of it.
+
+    A special token that stands in a text is read as that token, as everywhere: an application that must not allow it
+    takes them out of its users' texts.
+
+    Args:
+        core: the tokenizer of the package tokenizers.
+        named: its special tokens by name, as bos_token; a template may use them.
+        template: of a chat, a Jinja program; None if there is none.
+        cleans_up: decoded text loses the spaces before punctuation.
+        eos_ids: the tokens that end a text.
+        place: where it comes from, for messages.
+
+    Example:
+        >>> tokenizer = Tokenizer.from_folder("checkpoints/qwen")   # doctest: +SKIP
+        >>> tokenizer.decode(tokenizer.encode("Hello"))             # doctest: +SKIP
+        'Hello'
+    """
+
+    def __init__(
+        self,
+        core: Any,
+        *,
+        named: Mapping[str, str] | None = None,
+        template: str | None = None,
+        cleans_up: bool = False,
+        eos_ids: Sequence[int] = (),
+        place: str = "the checkpoint",
+    ) -> None:
+        self._core = core
+        self._named = dict(named or {})
+        self._template = template
+        # Transformers spares BPE, whose spaces are the text's own
+        self.cleans_up = cleans_up and type(core.model).__name__ != "BPE"
+        own = core.token_to_id(self._named["eos_token"]) if "eos_token" in self._named else None
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids]))
+        self._place = place
+        # a request is neither cut nor filled
+        core.no_truncation()
+        core.no_padding()
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Reads a folder's tokenizer.json, or lets Transformers read its older files.
+
+        Raises:
+            InvalidInput: there is no tokenizer in it, or one that needs code from the folder.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise InvalidInput(f"{folder} is no folder; a tokenizer is read from a checkpoint's folder")
+        eos_ids = token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
+        if not (folder / "tokenizer.json").is_file():
+            return _through_transformers(folder, eos_ids)
+        settings = read_settings(folder)
+        named = {name: spelling(settings[name]) for name in NAMED if settings.get(name)}
+        core = read_core(folder / "tokenizer.json")
+        add_tokens(core, settings, named)
+        core.encode_special_tokens = settings.get("split_special_tokens") is True
+        return cls(
+            core,
+            named=named,
+            template=read_template(folder, settings),
+            cleans_up=settings.get("clean_up_tokenization_spaces") is True,
+            eos_ids=eos_ids,
+            place=str(folder),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, the added ones too. A model may have scores for more."""
+        size: int = self._core.get_vocab_size(with_added_tokens=True)
+        return size
+
+    @property
+    def has_template(self) -> bool:
+        """Whether it can write a chat."""
+        return self._template is not None
+
+    def token(self, id: int) -> str:
+        """How the vocabulary spells a token, or "" where it has none of this id; its text is decode([id])."""
+        return self._core.id_to_token(id) or ""
+
+    def encode(self, text: str, special: bool = True, *, most_bytes: int = MOST_BYTES) -> list[int]:
+        """The ids of a text, with the tokens that the checkpoint puts around it unless special is False.
+
+        Raises:
+            InvalidInput: the text has more than most_bytes bytes, or half of a surrogate pair.
+        """
+        if not isinstance(text, str):
+            raise InvalidInput(f"a text is a {type(text).__name__}; must be a string")
+        # a character has at least one byte
+        if len(text) > most_bytes:
+            raise InvalidInput(f"a text has {len(text)} characters; may have at most {most_bytes} bytes")
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidInput(
+                f"character {error.start} of a text is half of a surrogate pair; must be whole"
+            ) from None
+        if size > most_bytes:
+            raise InvalidInput(f"a text has {size} bytes; may have at most {most_bytes}")
+        ids: list[int] = self._core.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of ids; an id that is no token's has none."""
+        text: str = self._core.decode(list(ids), skip_special_tokens=skip_special)
+        return _cleaned(text) if self.cleans_up else text
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, *, most_bytes: int = MOST_BYTES
+    ) -> list[int]:
+        """The ids of a conversation, as the checkpoint's template writes it.
+
+        Args:
+            messages: each with its role and content.
+            add_generation_prompt: end where the model's answer begins.
+            most_bytes: of what the template writes.
+
+        Raises:
+            InvalidInput: there is no template, or it refuses these messages.
+        """
+        # the template has written the special tokens already
+        return self.encode(self._written(messages, add_generation_prompt), False, most_bytes=most_bytes)
+
+    def is_silent(self, id: int, skip_special: bool) -> bool:
+        """Whether decode passes over an id: a special token that is skipped, or no token at all."""
+        return (skip_special and id in self._special_ids) or self._core.id_to_token(id) is None
+
+    @cached_property
+    def byte_ids(self) -> dict[int, int]:
+        """The tokens that are one byte of a text each, where decode reads neighbouring ones together: id to byte."""
+        decoder = self._core.decoder
+        if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
+            return {}
+        spelt = ((f"<0x{byte:{case}}>", byte) for byte in range(256) for case in ("02X", "02x"))
+        found = {self._core.token_to_id(token): byte for token, byte in spelt}
+        return {id: byte for id, byte in found.items() if id is not None}
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(id for id, token in self._core.get_added_tokens_decoder().items() if token.special)
+
+    def _written(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+        if self._template is None:
+            raise InvalidInput(f"{self._place} has no chat template; send a prompt instead of messages")
+        if not isinstance(messages, list | tuple) or not messages:
+            raise InvalidInput(f"messages is {messages!r}; must be a list of at least one")
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise InvalidInput(f"a message is {str(message)[:80]!r}; must be a dictionary with a role and content")
+        render = _renderer()
+        try:
+            written, _ = render(
+                conversations=[list(messages)],
+                chat_template=self._template,
+                add_generation_prompt=add_generation_prompt,
+                **self._named,
+            )
+        except Exception as error:
+            # a template is a program of somebody else's: whatever it raises is its word on these messages
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise InvalidInput(f"the chat template of {self._place} cannot write these messages: {reason}") from error
+        text: str = written[0]
+        return text
+
+
+def _cleaned(text: str) -> str:
+    for pattern in CLEANED:
+        text = text.replace(pattern, pattern.strip())
+    return text
+
+
+def _renderer() -> Any:
+    try:
+        import jinja2  # noqa: F401
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError:
+        raise InvalidInput(
+            "a chat template needs the packages transformers and jinja2; pip install 'rooftile[serve]'"
+        ) from None
+    return render_jinja_template
+
+
+def _through_transformers(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
+    """A folder without tokenizer.json, as those with a sentencepiece model, or a vocabulary and its merges."""
+    refusal = f"{folder} has no tokenizer.json"
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise InvalidInput(f"{refusal}; other files need Transformers: pip install 'rooftile[serve]'") from None
+    try:
+        theirs = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    # whatever a reader of old files meets, the folder's tokenizer is not there
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InvalidInput(f"{refusal}, and Transformers reads none from its other files: {reason}") from error
+    core = getattr(theirs, "backend_tokenizer", None)
+    if core is None:
+        raise InvalidInput(
+            f"{refusal}, and {type(theirs).__name__} of Transformers is no fast tokenizer; save it as one"
+        )
+    template = theirs.chat_template
+    return Tokenizer(
+        core,
+        named=theirs.special_tokens_map,
+        template=template.get("default") if isinstance(template, dict) else template,
+        cleans_up=bool(theirs.clean_up_tokenization_spaces),
+        eos_ids=eos_ids,
+        place=str(folder),
+    )

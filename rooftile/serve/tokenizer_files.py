@@ -1,0 +1,95 @@
+"""What a checkpoint's folder says of its tokenizer: tokenizer.json, and the settings beside it, read as Transformers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rooftile.errors import InvalidInput
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_core(file: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer as Core
+    except ImportError:
+        raise InvalidInput(
+            "text needs the package tokenizers, which is not installed; pip install 'rooftile[serve]'"
+        ) from None
+    try:
+        return Core.from_file(str(file))
+    # the package raises nothing narrower
+    except Exception as error:
+        raise InvalidInput(f"{file} is no tokenizer ({error}); download it again") from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A file's object; an empty one if there is no file."""
+    if not file.is_file():
+        return {}
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidInput(f"{file} is no JSON ({error}); download it again") from None
+    if not isinstance(read, dict):
+        raise InvalidInput(f"{file} holds a {type(read).__name__}; must be an object")
+    return read
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    settings = read_json(folder / "tokenizer_config.json")
+    # older checkpoints name their special tokens in a file of their own; newer ones list all tokens in the settings
+    if "added_tokens_decoder" not in settings:
+        settings |= read_json(folder / "special_tokens_map.json")
+    return settings
+
+
+def spelling(token: Any) -> str:
+    """A token's spelling: a string, or an object with it and how it meets its neighbours."""
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [value]
+    return tuple(id for id in ids if isinstance(id, int) and not isinstance(id, bool))
+
+
+def add_tokens(core: Any, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """What the settings add to the tokens of tokenizer.json, in Transformers' order: it gives them their ids."""
+    from tokenizers import AddedToken
+
+    def made(token: Any, special: bool) -> Any:
+        known = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        options = {name: token[name] for name in known if name in token} if isinstance(token, dict) else {}
+        return AddedToken(spelling(token), **(options | {"special": special or options.get("special", False)}))
+
+    listed = settings.get("added_tokens_decoder") or {}
+    names = set(named.values())
+    there = {repr(token) for token in core.get_added_tokens_decoder().values()}
+    tokens = [made(listed[id], False) for id in sorted(listed, key=int)]
+    tokens = [token for token in tokens if repr(token) not in there]
+    for token in tokens:
+        token.special = token.special or token.content in names
+    spelt = {token.content for token in core.get_added_tokens_decoder().values()} | {token.content for token in tokens}
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
+    for token in [settings[name] for name in named] + list(extra.values() if isinstance(extra, dict) else extra):
+        if spelling(token) not in spelt:
+            spelt.add(spelling(token))
+            tokens.append(made(token, True))
+    core.add_tokens(tokens)
+
+
+def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The chat template: of its own file, or of the settings, where there may be several by name."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None
