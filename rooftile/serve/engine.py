@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import BlockPool
 from rooftile.serve.beam_search import BeamSearch
+from rooftile.serve.detokeniser import Detokeniser
 from rooftile.serve.request import Answer, FinishReason, Request, Top
 from rooftile.serve.runner import Result, Runner, top_rows
 from rooftile.serve.sampling_params import SamplingParams
 from rooftile.serve.scheduler import Scheduler
+from rooftile.serve.tokenizer import Tokenizer
 
 
 class Engine:
@@ -27,10 +29,15 @@ class Engine:
         max_len: tokens of a sequence.
         max_answers: how many run at once.
         max_batched_tokens: of a step.
+        tokenizer: of the model; without one answers have no text, and requests no stop strings.
     """
 
-    def __init__(self, runner: Runner, pool: BlockPool, *, max_len: int, max_answers: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self, runner: Runner, pool: BlockPool, *, max_len: int, max_answers: int, max_batched_tokens: int,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:  # fmt: skip
         self.runner = runner
+        self.tokenizer = tokenizer
         self.pool = pool
         self.max_len = max_len
         self.max_answers = max_answers
@@ -65,13 +72,17 @@ class Engine:
             answers = params.beam_width
             request.search = BeamSearch(answers, limit, ends, params.length_penalty, params.early_stopping)
         seed = secrets.randbits(62) if params.seed is None else params.seed
-        request.answers = [Answer(request, n, seed + n, list(prompt)) for n in range(answers)]
+        for n in range(answers):
+            words = None if self.tokenizer is None or request.search is not None else Detokeniser(self.tokenizer, params)
+            request.answers.append(Answer(request, n, seed + n, list(prompt), words=words))
         self.scheduler.add(request)
         return request
 
     def abort(self, request: Request) -> None:
         """Ends a request; its answers keep what they have."""
         for answer in request.live:
+            if answer.words is not None:
+                answer.words.finish()
             answer.finish_reason = "abort"
         self.scheduler.abort(request)
 
@@ -125,6 +136,11 @@ class Engine:
             answer.logprob += top.logprob
         if token in request.ends:
             self._finish(answer, "stop", token if token in request.params.stop_token_ids else None)
+            return
+        if answer.words is not None:
+            answer.words.add([token])
+        if answer.words is not None and answer.words.stopped is not None:
+            self._finish(answer, "stop")
         elif answer.generated == request.limit:
             self._finish(answer, "length")
         elif answer.table is not None and len(answer.ids) // self.pool.size > answer.table.sealed:
@@ -148,8 +164,22 @@ class Engine:
             answer.ids = [*request.prompt, *found.tokens]
             answer.logprob, answer.score = found.logprob, found.score
             answer.finish_reason = "stop" if found.tokens[-1] in request.ends else "length"
+            if self.tokenizer is not None:
+                answer.words = Detokeniser(self.tokenizer, request.params)
+                answer.words.add(found.tokens[:-1] if answer.finish_reason == "stop" else found.tokens)
+                answer.words.finish()
 
     def _finish(self, answer: Answer, reason: FinishReason, stop: int | str | None = None) -> None:
+        """Ends an answer; also for a stop string that only what was held back shows to be there."""
+        words = answer.words
+        if words is not None:
+            words.finish()
+            if words.stopped is not None:
+                reason, stop = "stop", words.stopped
+                kept = words.tokens_kept
+                del answer.ids[len(answer.request.prompt) + kept :]
+                answer.logprob -= sum(top.logprob for top in answer.tops[kept:])
+                del answer.tops[kept:]
         answer.finish_reason = reason
         answer.stop_reason = stop
         self.scheduler.finish(answer)
@@ -163,6 +193,9 @@ class Engine:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
                 raise InvalidInput(f"the prompt has {token!r} for a token; the model has 0 to {vocabulary - 1}")
         params.check_vocabulary(vocabulary)
+        if params.stops and (self.tokenizer is None or params.beam_width is not None):
+            why = "the model has no tokenizer" if self.tokenizer is None else "a beam search ends at tokens"
+            raise InvalidInput(f"stop strings are asked for, and {why}: give stop_token_ids")
         left = self.max_len - len(prompt)
         if left < 1:
             raise InvalidInput(

@@ -17,8 +17,10 @@ from rooftile.serve.output import RequestOutput, output_of
 from rooftile.serve.request import Request
 from rooftile.serve.runner import Runner
 from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 class LLM:
@@ -97,9 +99,11 @@ class LLM:
         else:
             pool = ReservedPool(num_blocks, block_size, reserve=max_len)
         runner = Runner(decoder, self.pages, max_num_seqs, max_len, graphs=not enforce_eager)
+        self.tokenizer = None if isinstance(model, Decoder) else _tokenizer_of(Path(model))
         self.engine = Engine(
-            runner, pool, max_len=max_len, max_answers=max_num_seqs, max_batched_tokens=max_batched_tokens
-        )
+            runner, pool, max_len=max_len, max_answers=max_num_seqs, max_batched_tokens=max_batched_tokens,
+            tokenizer=self.tokenizer,
+        )  # fmt: skip
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -107,48 +111,59 @@ class LLM:
         """Answers to prompts, in their order.
 
         Args:
-            prompts: lists of token ids; or one of them.
+            prompts: texts, or lists of token ids; or one of them.
             sampling_params: of all, or of each.
 
         Returns:
             A RequestOutput for each. A prompt that cannot be answered has the reason in `error`, and no outputs.
         """
         outputs: dict[int, RequestOutput] = {}
-        for place, output in self.stream(prompts, sampling_params):
-            if output.finished:
-                outputs[place] = output
+        for place, found, prompt in self._run(_listed(prompts), sampling_params):
+            if isinstance(found, RequestOutput):
+                outputs[place] = found
+            elif not found.live:
+                outputs[place] = output_of(found, prompt)
         return [outputs[place] for place in sorted(outputs)]
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
         """As `generate`, while the answers grow: the place of a prompt and its answers so far, whenever they have changed."""
-        listed = _listed(prompts)
+        for place, found, prompt in self._run(_listed(prompts), sampling_params):
+            yield place, found if isinstance(found, RequestOutput) else output_of(found, prompt)
+
+    def _run(
+        self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Iterator[tuple[int, Request | RequestOutput, str | None]]:
+        """A prompt's place, what has become of it, and its text, whenever something has."""
         params = sampling_params or SamplingParams()
-        each = [params] * len(listed) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(listed):
-            raise InvalidInput(f"there are {len(each)} sampling_params for {len(listed)} prompts; give one, or one for each")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidInput(f"there are {len(each)} sampling_params for {len(prompts)} prompts; give one, or one for each")
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         places: dict[Request, int] = {}
         try:
-            for place, (prompt, wanted) in enumerate(zip(listed, each, strict=True)):
+            for place, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
                 try:
                     places[self.engine.add(self._tokens(prompt), wanted)] = place
                 except InvalidInput as error:
                     ids = [] if isinstance(prompt, str) else list(prompt)
-                    shown = prompt if isinstance(prompt, str) else None
-                    yield place, RequestOutput(-1, shown, ids, finished=True, error=str(error))
+                    refused = RequestOutput(-1, texts[place], ids, finished=True, error=str(error))
+                    yield place, refused, texts[place]
             while not self.engine.idle:
                 for request in self.engine.step():
-                    yield places[request], output_of(request)
+                    yield places[request], request, texts[places[request]]
         finally:
             # of a caller who has seen enough
             for request in places:
                 self.engine.abort(request)
 
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, str):
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
             raise InvalidInput("the prompt is text and the model has no tokenizer; give token ids")
-        return prompt
+        return self.tokenizer.encode(prompt)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -156,3 +171,10 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _tokenizer_of(folder: Path) -> Tokenizer | None:
+    """The checkpoint's tokenizer; None if it has no file of one."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return Tokenizer.from_folder(folder)

@@ -67,7 +67,7 @@ def _completion(answer: Answer) -> CompletionOutput:
         logprobs = [_shown(token, top, params.logprobs) for token, top in zip(tokens, answer.tops, strict=True)]
     return CompletionOutput(
         index=answer.index,
-        text=answer.text,
+        text="" if answer.words is None else answer.words.text,
         token_ids=tokens,
         cumulative_logprob=answer.logprob if params.logprobs is not None or answer.score is not None else None,
         logprobs=logprobs,

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from rooftile.kvcache import BlockTable
 from rooftile.serve.beam_search import BeamSearch
+from rooftile.serve.detokeniser import Detokeniser
 from rooftile.serve.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -46,7 +47,8 @@ class Answer:
     """The sum over the tokens, if they were asked for."""
     score: float | None = None
     """In a beam search."""
-    text: str = ""
+    words: Detokeniser | None = None
+    """Its text as it grows, if the model has a tokenizer."""
 
     @property
     def generated(self) -> int:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.serve.llm import LLM
 from rooftile.serve.sampling_params import SamplingParams
-from tests.models.checkpoints import VOCABULARY
+from tests.models.checkpoints import SMALL, VOCABULARY, saved
+from tests.serve.folders import save
 
 FAMILIES = ["llama", "llama, llama3", "mistral", "qwen2", "qwen2, windows", "qwen3", "gemma2", "gpt2"]
 TOKENS = 20
@@ -265,3 +267,38 @@ def test_what_an_engine_cannot_be(settings: dict[str, Any], error: type[Exceptio
     with pytest.raises(error) as raised:
         LLM(peers("llama").folder, **settings)
     assert str(raised.value).startswith(sentence)
+
+
+def test_texts_and_stop_strings(tmp_path) -> None:
+    """Of text prompts; a stop is found a step late, and what came after it is dropped, with its tokens."""
+    config = transformers.LlamaConfig(**SMALL | {"vocab_size": 420})
+    saved(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    save("byte_level", tmp_path)
+    for ahead in (False, True):
+        llm = LLM(tmp_path, **ROOM)
+        llm.engine._ahead = ahead
+        assert llm.tokenizer is not None
+        whole = llm.generate("cat", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=0))[0]
+        (answer,) = whole.outputs
+        assert whole.prompt == "cat"
+        assert whole.prompt_token_ids == llm.tokenizer.encode("cat")
+        assert answer.text == llm.tokenizer.decode(answer.token_ids)
+        middle = answer.text[5:8]
+        assert len(middle) == 3
+        at = answer.text.index(middle)
+        for include in (False, True):
+            params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=0, stop=middle, include_stop=include)
+            (cut,) = llm.generate("cat", params)[0].outputs
+            assert cut.text == answer.text[: at + 3 * include]
+            assert (cut.finish_reason, cut.stop_reason) == ("stop", middle)
+            assert cut.token_ids == answer.token_ids[: len(cut.token_ids)]
+            assert len(llm.tokenizer.decode(cut.token_ids)) >= len(cut.text)
+            assert cut.logprobs is not None
+            assert len(cut.logprobs) == len(cut.token_ids) < 30
+            assert cut.cumulative_logprob == pytest.approx(
+                sum(told[token].logprob for told, token in zip(cut.logprobs, cut.token_ids, strict=True))
+            )
+        beams = SamplingParams(beam_width=2, max_tokens=5, ignore_eos=True)
+        (best,) = llm.generate(["cat"], beams)[0].outputs
+        assert best.text == llm.tokenizer.decode(best.token_ids)
+        assert_clean(llm)
