@@ -56,20 +56,18 @@ class Layer(nn.Module):
         self.ffn_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
 
     def attention(self, n: int, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        """What layer n adds to the stream first; x is normalised."""
+        """What layer n adds to the stream first, before its post norm; x is normalised."""
         H, Hk, D = self.config.heads, self.config.kv_heads, self.config.head_dim
         q, k, v = self.qkv(x).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = normalise(q, self.q_norm), normalise(k, self.k_norm)
-        x = self.o(attend(n, q, k, v, rotation).flatten(1))
-        return x if self.attention_post_norm is None else normalise(x, self.attention_post_norm)
+        return self.o(attend(n, q, k, v, rotation).flatten(1))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """What it adds second; x is normalised."""
+        """What it adds second, before its post norm; x is normalised."""
         x = self.up(x)
         x = gated(x, self.config.activation) if self.config.gated else ACTIVATIONS[self.config.activation](x)
-        x = self.down(x)
-        return x if self.ffn_post_norm is None else normalise(x, self.ffn_post_norm)
+        return self.down(x)
 
 
 class Decoder(nn.Module):
@@ -157,8 +155,9 @@ class Decoder(nn.Module):
         following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
         x = normalise(stream, layers[0].attention_norm)
         for n, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
-            x, stream = add_norm(layer.attention(n, x, rotation, attend), stream, layer.ffn_norm)
-            x, stream = add_norm(layer.feed_forward(x), stream, next_norm)
+            x = layer.attention(n, x, rotation, attend)
+            x, stream = add_norm(x, stream, layer.ffn_norm, post=layer.attention_post_norm)
+            x, stream = add_norm(layer.feed_forward(x), stream, next_norm, post=layer.ffn_post_norm)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

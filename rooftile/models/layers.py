@@ -62,6 +62,36 @@ class Norm(nn.Module):
 
 def normalise(x: Tensor, norm: Norm) -> Tensor:
     """x over its size in the last axis, times the weight."""
+    if _fused(x):
+        from rooftile.models import kernels
+
+        return kernels.normalise(x, norm)
+    return normalised_as_defined(x, norm)
+
+
+def add_norm(x: Tensor, residual: Tensor, norm: Norm, post: Norm | None = None) -> tuple[Tensor, Tensor]:
+    """The residual stream with x added to it: normalised, and as it is. x is normalised by `post` before, if there is one.
+
+    On a GPU the stream is updated in place: use what is returned, and not `residual`, afterwards.
+    """
+    if _fused(x):
+        from rooftile.models import kernels
+
+        return kernels.add_norm(x, residual, norm, post)
+    return added_as_defined(x, residual, norm, post)
+
+
+def gated(x: Tensor, activation: str) -> Tensor:
+    """Activation of the gate times what it lets through: x (total, 2 * ffn), the gate first, to (total, ffn)."""
+    if _fused(x):
+        from rooftile.models import kernels
+
+        return kernels.gated(x, activation)
+    return gated_as_defined(x, activation)
+
+
+def normalised_as_defined(x: Tensor, norm: Norm) -> Tensor:
+    """What `normalise` returns, in plain operations."""
     if norm.kind == "layer":
         return functional.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
     wide = x.float()
@@ -72,16 +102,21 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
     return norm.weight * wide.to(x.dtype)
 
 
-def add_norm(x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """The residual stream with x added to it: normalised, and as it is."""
-    residual = residual + x
-    return normalise(residual, norm), residual
+def added_as_defined(x: Tensor, residual: Tensor, norm: Norm, post: Norm | None = None) -> tuple[Tensor, Tensor]:
+    """What `add_norm` returns, in plain operations; the residual stays."""
+    residual = residual + (x if post is None else normalised_as_defined(x, post))
+    return normalised_as_defined(residual, norm), residual
 
 
-def gated(x: Tensor, activation: str) -> Tensor:
-    """Activation of the gate times what it lets through: x (total, 2 * ffn), the gate first, to (total, ffn)."""
+def gated_as_defined(x: Tensor, activation: str) -> Tensor:
+    """What `gated` returns, in plain operations."""
     gate, up = x.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
+
+
+def _fused(x: Tensor) -> bool:
+    """The kernels compute in fp32."""
+    return x.is_cuda and x.dtype != torch.float64
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:

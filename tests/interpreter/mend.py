@@ -1,7 +1,8 @@
-"""Three faults of Triton's interpreter before 3.7, mended for the tests: nothing of the kernels is touched.
+"""Four faults of Triton's interpreter before 3.7, mended for the tests: nothing of the kernels is touched.
 
     range(0, n) of a tensor n     numpy 2.4 and newer no longer turn an array of one element into an int
     tl.dot of bf16                the interpreter keeps bf16 as its 16 bits, and multiplies those as integers
+    fp32 to bf16                  cut off, where a GPU rounds to nearest
     fp32 to fp8e4nv and back      a mantissa that is rounded up past its last bit loses its carry, ties are rounded up, and NaN
                                   comes back as 480
 """
@@ -31,6 +32,8 @@ def mend() -> None:
         if input_dtype == tl.float8e4nv and output_dtype in wider:
             dtype, bits = wider[output_dtype]
             return torch.from_numpy(np.array(x)).view(torch.float8_e4m3fn).to(dtype).numpy().view(bits)
+        if (input_dtype, output_dtype) == (tl.float32, tl.bfloat16):
+            return torch.from_numpy(np.array(x)).bfloat16().view(torch.int16).numpy().view(np.uint16)
         if (input_dtype, output_dtype) != (tl.float32, tl.float8e4nv):
             return convert(x, input_dtype, output_dtype, rounding_mode)
         nearest = torch.from_numpy(np.array(x)).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -1,0 +1,149 @@
+"""The decoder's kernels on a GPU: what the plain operations do there, and decoders that say what they say on a CPU."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor
+
+from rooftile.kvcache import Rotation, rotate
+from rooftile.models import Decoder, layers
+from rooftile.models.families import config_of
+from rooftile.models.layers import ACTIVATIONS
+from tests.models.checkpoints import CONFIGS
+from tests.models.norms import KINDS, assert_within_an_ulp, norm_of
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("total", "size"), [(1, 4096), (256, 896), (16384, 40), (8192, 2048), (7, 16384), (5, 41), (1, 1)]
+)
+def test_norms(total: int, size: int, kind: str, dtype: torch.dtype) -> None:
+    norm = norm_of(kind, size, dtype, "cuda")
+    x, residual = (2 * torch.randn(2, total, size, device="cuda")).to(dtype)
+    assert_within_an_ulp(layers.normalise(x, norm), layers.normalised_as_defined(x, norm))
+    due, due_stream = layers.added_as_defined(x, residual, norm)
+    found, stream = layers.add_norm(x, residual, norm)
+    assert torch.equal(stream, due_stream)
+    assert_within_an_ulp(found, due)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("total", "size"), [(1, 2304), (300, 3584), (3, 16384), (70, 40)])
+def test_what_is_added_is_normalised_first(total: int, size: int, kind: str, dtype: torch.dtype) -> None:
+    norm, post = (norm_of(kind, size, dtype, "cuda", eps=eps) for eps in (1e-2, 0.3))
+    x, residual = (2 * torch.randn(2, total, size, device="cuda")).to(dtype)
+    _, due_stream = layers.added_as_defined(x, residual, norm, post)
+    added = layers.normalised_as_defined(x, post).double().abs()
+    found, stream = layers.add_norm(x, residual, norm, post)
+    # an ulp of what is added may be many of a sum near zero
+    assert_within_an_ulp(stream, due_stream, also=(8 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps * added)
+    if dtype != torch.float32:
+        assert (stream != due_stream).float().mean() < 0.01
+    assert_within_an_ulp(found, layers.normalised_as_defined(stream, norm))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("total", "heads", "size"), [(1, 32, 128), (1000, 8, 128), (37, 3, 24), (3, 7, 80), (5, 1, 256)]
+)
+def test_heads_of_a_projection(total: int, heads: int, size: int, kind: str, dtype: torch.dtype) -> None:
+    norm = norm_of(kind, size, dtype, "cuda")
+    qkv = torch.randn(total, 3 * heads * size, device="cuda").to(dtype).unflatten(-1, (3 * heads, size))
+    for x in (*qkv.split(heads, dim=1), qkv.transpose(0, 1), qkv[:, ::2]):
+        assert_within_an_ulp(layers.normalise(x, norm), layers.normalised_as_defined(x, norm))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("total", "ffn"), [(1, 14336), (256, 4864), (4096, 48), (33, 7)])
+def test_gates(total: int, ffn: int, activation: str, dtype: torch.dtype) -> None:
+    x = (4 * torch.randn(total, 2 * ffn, device="cuda")).to(dtype)
+    tail = 1e-6 * x.chunk(2, dim=-1)[1].double().abs() if activation.startswith("gelu") else None
+    assert_within_an_ulp(layers.gated(x, activation), layers.gated_as_defined(x, activation), of=2.0, also=tail)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [40, 128, 2048, 4096])
+def test_a_row_does_not_know_its_neighbours(size: int, kind: str) -> None:
+    norm = norm_of(kind, size, torch.bfloat16, "cuda")
+    x, residual = torch.randn(2, 1000, size, device="cuda").bfloat16()
+    together, stream = layers.add_norm(x, residual.clone(), norm)
+    gates = layers.gated(x, "silu")
+    for first, rows in ((0, 1), (999, 1), (40, 17), (0, 512)):
+        some = slice(first, first + rows)
+        found, part = layers.add_norm(x[some].clone(), residual[some].clone(), norm)
+        assert torch.equal(part, stream[some])
+        assert torch.equal(found, together[some])
+        assert torch.equal(layers.normalise(part, norm), together[some])
+        assert torch.equal(layers.gated(x[some].clone(), "silu"), gates[some])
+
+
+def test_places_past_2_to_the_31() -> None:
+    total, ffn = 75_000, 14336
+    if torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip("needs 16 GiB")
+    x = torch.zeros(total, 2 * ffn, device="cuda", dtype=torch.bfloat16)
+    x[-2:].normal_()
+    assert torch.equal(layers.gated(x, "relu")[-2:], layers.gated_as_defined(x[-2:], "relu"))
+    norm = norm_of("rms", 2 * ffn, torch.bfloat16, "cuda")
+    assert torch.equal(layers.normalise(x, norm)[-2:], layers.normalise(x[-2:].clone(), norm))
+
+
+def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+    """One sequence, in plain operations."""
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q, k) * q.shape[2] ** -0.5
+    hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+
+
+def decoder_of(name: str, dtype: torch.dtype) -> Decoder:
+    """A decoder whose every weight matters."""
+    decoder = Decoder.random(config_of(CONFIGS[name]().to_dict(), "here"), torch.float32)
+    for weight in decoder.parameters():
+        weight.copy_(weight + 0.3 * torch.randn_like(weight) if weight.dim() == 1 else 10 * weight)
+    return decoder.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_decoders_say_what_they_say_on_a_cpu(name: str, dtype: torch.dtype) -> None:
+    decoder = decoder_of(name, dtype)
+    tokens, positions = torch.randint(97, (41,)), torch.arange(41)
+    there = deepcopy(decoder).cuda()
+    with torch.inference_mode():
+        due = decoder.logits(decoder(tokens, positions, attend))
+        found = there.logits(there(tokens.cuda(), positions.cuda(), attend)).cpu()
+    assert (found - due).abs().max() <= 1e-4 * due.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gpt2"])
+def test_a_graph_says_the_same(name: str) -> None:
+    decoder = decoder_of(name, torch.bfloat16).cuda()
+    tokens, positions = torch.randint(97, (9,), device="cuda"), torch.arange(9, device="cuda")
+    # cuBLAS takes its workspace, and Triton compiles, on the first call, which a graph must not see
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+        decoder(tokens, positions, attend)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        hidden = decoder(tokens, positions, attend)
+    for step in (5, 20):
+        tokens.copy_((tokens + step) % 97)
+        positions.add_(step)
+        graph.replay()
+        with torch.inference_mode():
+            torch.testing.assert_close(hidden, decoder(tokens, positions, attend))
+        assert hidden.isfinite().all()
