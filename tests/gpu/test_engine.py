@@ -1,0 +1,107 @@
+"""The engine on a GPU, with graphs and a step ahead: the tokens that it finds on a CPU, and no waiting where it should not wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rooftile.models import Decoder
+from rooftile.models.families import config_of
+from rooftile.serve.llm import LLM
+from rooftile.serve.sampling_params import SamplingParams
+from tests.models.checkpoints import CONFIGS
+from tests.serve.test_engine import GREEDY, ROOM, assert_clean, prompts
+
+pytestmark = pytest.mark.gpu
+
+
+def engines(name: str, **settings) -> tuple[LLM, LLM]:
+    """The same weights on a CPU and on the GPU, in fp32."""
+    config = config_of(CONFIGS[name]().to_dict(), "here")
+    decoder = Decoder.random(config, torch.float32, "cpu", seed=1)
+    with torch.no_grad():
+        for weight in decoder.parameters():
+            if weight.ndim > 1:
+                weight.mul_(10)
+    there = Decoder(config, dtype=torch.float32, device="cuda")
+    there.load_state_dict(decoder.state_dict())
+    return LLM(decoder, **ROOM), LLM(there, **ROOM | settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 14}, {"enforce_eager": True}, {"max_batched_tokens": 13}], ids=str)
+@pytest.mark.parametrize("name", ["llama, llama3", "mistral", "qwen3", "gemma2", "gpt2"])
+def test_greedy_tokens_are_the_cpus(name: str, settings) -> None:
+    here, there = engines(name, **settings)
+    asked = prompts(40)
+    due, found = here.generate(asked, GREEDY), there.generate(asked, GREEDY)
+    same = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(due, found, strict=True)]
+    # a sum in another order may turn the order of two tokens that are nearly alike
+    assert sum(same) >= 39
+    assert_clean(there)
+
+
+def test_samples_and_logprobs_are_the_cpus() -> None:
+    here, there = engines("llama")
+    asked = prompts(30)
+    params = [
+        SamplingParams(n=1 + n % 3, temperature=0.7, seed=n, top_p=0.95, top_k=20, presence_penalty=0.3, logprobs=2, max_tokens=15,
+                       min_tokens=3)
+        for n in range(30)
+    ]  # fmt: skip
+    due, found = here.generate(asked, params), there.generate(asked, params)
+    same = total = 0
+    for a, b in zip(due, found, strict=True):
+        for x, y in zip(a.outputs, b.outputs, strict=True):
+            total += 1
+            if x.token_ids == y.token_ids:
+                same += 1
+                assert y.cumulative_logprob == pytest.approx(x.cumulative_logprob, abs=1e-2)
+    assert same >= total - 2
+    assert_clean(there)
+
+
+def test_beams_are_the_cpus() -> None:
+    here, there = engines("llama")
+    params = SamplingParams(n=2, beam_width=4, max_tokens=12)
+    asked = prompts(8)
+    due, found = here.generate(asked, params), there.generate(asked, params)
+    same = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(due, found, strict=True)]
+    assert sum(same) >= 7
+    assert_clean(there)
+
+
+def test_bf16_answers_are_likely_ones() -> None:
+    """Logprobs of a model in bf16 are close to those of the same tokens in fp32."""
+    here, _ = engines("qwen3")
+    decoder = Decoder(here.engine.runner.decoder.config, dtype=torch.bfloat16, device="cuda")
+    decoder.load_state_dict(here.engine.runner.decoder.state_dict())
+    there = LLM(decoder, **ROOM)
+    for prompt, output in zip(prompts(10), there.generate(prompts(10), GREEDY), strict=True):
+        tokens = output.outputs[0].token_ids
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        (again,) = here.generate([[*prompt, *tokens]], params)
+        assert again.prompt_logprobs is not None
+        told = again.prompt_logprobs[len(prompt) :]
+        assert all(row is not None and row[token].rank <= 3 for row, token in zip(told, tokens, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_step_does_not_wait_for_itself() -> None:
+    """Once the graphs are there, nothing of a step waits but for the tokens of the one before."""
+    _, there = engines("llama")
+    params = SamplingParams(temperature=0.5, max_tokens=30, ignore_eos=True)
+    there.generate(prompts(6), params)
+    engine = there.engine
+    for prompt in prompts(6):
+        engine.add(prompt, params)
+    for _ in range(4):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while not engine.idle:
+        engine.step()
+    assert_clean(there)
