@@ -161,8 +161,10 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of all tokens (n, vocab) in fp32, of hidden states (n, hidden)."""
-        return capped(linear(hidden, self.head).float(), self.config.logit_softcap)
+        """Scores of all tokens (n, vocab), of hidden states (n, hidden): in the model's dtype, or in fp32 after a softcap."""
+        scores = linear(hidden, self.head)
+        cap = self.config.logit_softcap
+        return scores if cap is None else capped(scores.float(), cap)
 
     def _rotation(self, positions: Tensor) -> Rotation | None:
         if self.rotary is None:

@@ -104,6 +104,11 @@ class LLM:
             runner, pool, max_len=max_len, max_answers=max_num_seqs, max_batched_tokens=max_batched_tokens,
             tokenizer=self.tokenizer,
         )  # fmt: skip
+        if decoder.embedding.is_cuda:
+            # what is compiled and captured now does not keep the first requests waiting
+            runner.capture()
+            self.generate([[0] * min(64, max_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True))
+            pool.forget_prefixes()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -193,6 +193,8 @@ class Runner:
         n = len(works)
         rows = next((rows for rows in LADDER if rows >= n), n)
         filling = rows - n
+        # a draw at temperature 0 is the most likely token: graphs are not made twice
+        wants |= Wants(chance=True)
         sent = torch.tensor(
             [
                 [work.answer.ids[work.start] if work.start < len(work.answer.ids) else -1 for work in works] + [0] * filling,
@@ -208,6 +210,14 @@ class Runner:
         graph.graph.replay()
         return graph.logits[:n], graph.tokens[:n]
 
+    def capture(self) -> None:
+        """Makes the graphs of steps without penalties and the like, the largest first: the others fit into its memory."""
+        if self._graphs is not None:
+            wants = Wants(chance=True)
+            for rows in reversed([rows for rows in LADDER if rows < 2 * self.nobody]):
+                self._graphs[rows, wants] = self._captured(rows, wants)
+
+    @torch.inference_mode()
     def _captured(self, rows: int, wants: Wants) -> Graph:
         inputs = torch.empty(3, rows, dtype=torch.int64, device=self.device)
         inputs.copy_(torch.tensor([[0], [-1], [self.nobody]]).expand(3, rows))

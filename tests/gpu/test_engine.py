@@ -1,4 +1,4 @@
-"""The engine on a GPU, with graphs and a step ahead: the tokens that it finds on a CPU, and no waiting where it should not wait."""
+"""The engine on a GPU, with graphs and a step ahead: the tokens that it finds on a CPU, and no waiting for itself."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_samples_and_logprobs_are_the_cpus() -> None:
     here, there = engines("llama")
     asked = prompts(30)
     params = [
-        SamplingParams(n=1 + n % 3, temperature=0.7, seed=n, top_p=0.95, top_k=20, presence_penalty=0.3, logprobs=2, max_tokens=15,
-                       min_tokens=3)
+        SamplingParams(n=1 + n % 3, temperature=0.7, seed=n, top_p=0.95, top_k=20, presence_penalty=0.3, logprobs=2,
+                       max_tokens=15, min_tokens=3)
         for n in range(30)
     ]  # fmt: skip
     due, found = here.generate(asked, params), there.generate(asked, params)
@@ -96,8 +96,8 @@ def test_a_step_does_not_wait_for_itself() -> None:
         engine.add(prompt, params)
     for _ in range(4):
         engine.step()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for _ in range(5):
             engine.step()
     finally:

@@ -53,8 +53,8 @@ def test_packed_queries_without_waiting() -> None:
     q = torch.randn(203, 8, 128, device="cuda").bfloat16()
     rt.attention_paged(q, cache, rt.CAUSAL)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         found = rt.attention_paged_with_lse(q, cache, rt.CAUSAL)
     finally:
         torch.cuda.set_sync_debug_mode("default")

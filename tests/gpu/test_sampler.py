@@ -110,13 +110,14 @@ def test_it_is_captured(wants: Wants) -> None:
         assert torch.equal(out, sample(logits, plain.index, positions, plain.state, wants))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_wait() -> None:
     batch = Batch(PARAMS, 32000, "cuda")
     sample(batch.logits, batch.index, batch.positions, batch.state, batch.wants)
     torch.cuda.synchronize()
     mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         sample(batch.logits, batch.index, batch.positions, batch.state, batch.wants)
         batch.state.set(batch.slots, batch.params, batch.seeds, list(batch.prompts), list(batch.generated))
     finally:

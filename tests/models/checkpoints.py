@@ -122,7 +122,7 @@ def logits_of_ours(decoder: Decoder, sequences: Sequence[Tensor]) -> Tensor:
 
     with torch.inference_mode():
         positions = torch.cat([torch.arange(len(x)) for x in sequences])
-        return decoder.logits(decoder(torch.cat(list(sequences)), positions, attend))
+        return decoder.logits(decoder(torch.cat(list(sequences)), positions, attend)).float()
 
 
 def assert_same(ours: Tensor, due: Tensor) -> None:

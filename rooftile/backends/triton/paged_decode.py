@@ -31,6 +31,8 @@ from rooftile.spec import Options, Spec
 
 # programs that a chip's multiprocessor holds at once
 PROGRAMS = 2
+# sequences that a kernel is compiled for: their lengths are added up by each program
+BATCHES = (16, 256)
 # pieces that are read together
 PIECES = tl.constexpr(16)
 
@@ -226,7 +228,7 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     rows = q.flatten(0, 1).contiguous()
     o = torch.empty((*q.shape[:-1], spec.dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=q.device)
-    constants = _constants(spec, cache.size, T, triton.next_power_of_2(B))
+    constants = _constants(spec, cache.size, T, next((size for size in BATCHES if size >= B), triton.next_power_of_2(B)))
     heads = H // spec.group * triton.cdiv(spec.group, constants["HEADS"])
     teams = max(_programs(q.device) // heads, 1)
     parts = torch.empty(2 * teams * heads * constants["ROWS"] * (spec.dim_v + 2), dtype=torch.float32, device=q.device)
