@@ -6,6 +6,8 @@
 `rooftile.explain(q, k, v)` says which backend would run and why each other one would not.
 """
 
+from typing import TYPE_CHECKING
+
 from rooftile import nn
 from rooftile.api import (
     attention,
@@ -25,16 +27,21 @@ from rooftile.integrations import disable, enable
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.precision import Precision
 
+if TYPE_CHECKING:
+    from rooftile.serve import LLM, SamplingParams
+
 __version__ = "0.1.0"
 
 __all__ = [
     "CAUSAL",
     "FULL",
+    "LLM",
     "Chunk",
     "InvalidInput",
     "Mask",
     "Precision",
     "Prefix",
+    "SamplingParams",
     "Unsupported",
     "Window",
     "attention",
@@ -52,3 +59,12 @@ __all__ = [
     "nn",
     "quantise_qkv",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """What serves models is imported by who serves models: the rest is a matter of milliseconds."""
+    if name in ("LLM", "SamplingParams"):
+        from rooftile import serve
+
+        return getattr(serve, name)
+    raise AttributeError(f"module 'rooftile' has no attribute {name!r}")

@@ -1,1 +1,20 @@
-"""Serving language models from a paged cache."""
+"""Serving language models from a paged cache.
+
+    llm              LLM: prompts in, answers out
+    engine           requests in, tokens out, a step at a time
+    scheduler        what the model reads next
+    runner           a step on a device
+    sampler          the next tokens
+    beam_search      which beams go on
+    detokeniser      text while tokens come
+
+    request, output, sampling_params     what is asked for, and what comes back
+    memory           how many blocks a cache has
+    tokenizer        of a checkpoint
+"""
+
+from rooftile.serve.llm import LLM
+from rooftile.serve.output import CompletionOutput, Logprob, RequestOutput
+from rooftile.serve.sampling_params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

@@ -46,6 +46,7 @@ class SamplingParams:
         InvalidInput: a value is out of its bounds, or two contradict each other.
 
     Example:
+        >>> from rooftile.serve import SamplingParams
         >>> SamplingParams(temperature=0, max_tokens=20).greedy
         True
         >>> SamplingParams(n=4, beam_width=2)

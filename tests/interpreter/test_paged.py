@@ -99,7 +99,7 @@ def test_any_number_of_programs_share_the_work(programs: int, mask: Mask, monkey
     """Borders in the middle of tiles, at their ends, many in one, and more programs than blocks."""
     from rooftile.backends.triton import paged_decode
 
-    monkeypatch.setattr(paged_decode, "_programs", lambda _: programs)
+    monkeypatch.setattr(paged_decode, "_programs", lambda *_: programs)
     held = sequences((0, 1, 300, 33, 64, 700))
     q, sinks = torch.randn(len(held), 2, 4, 16), torch.randn(4)
     found = rt.attention_paged_with_lse(q, paged(held, 16), mask, sinks=sinks, backend="triton")

@@ -25,7 +25,10 @@ def norm_of(kind: str, size: int, dtype: torch.dtype, device: str = "cpu", eps: 
 
 
 def assert_within_an_ulp(found: Tensor, due: Tensor, *, of: float = 2.0, also: Tensor | float | None = None) -> None:
-    """At most `of` units in the last place (two are rounded in a row; fp32: 8) and `also` apart; without `also`, what is rounded is mostly equal."""
+    """At most `of` units in the last place (two are rounded in a row; fp32: 8) and `also` apart.
+
+    Without `also`, what is rounded is mostly equal.
+    """
     assert found.dtype == due.dtype
     assert found.shape == due.shape
     assert torch.equal(found.isnan(), due.isnan())

@@ -115,7 +115,7 @@ def test_shapes_follow_without_data(name: str) -> None:
     tokens = torch.empty(9, dtype=torch.int64, device="meta")
     hidden = decoder(tokens, tokens, turned)
     assert hidden.shape == (9, decoder.config.hidden)
-    assert decoder.logits(hidden).dtype == torch.float32
+    assert decoder.logits(hidden).dtype == (torch.bfloat16 if decoder.config.logit_softcap is None else torch.float32)
 
 
 @pytest.mark.gpu
