@@ -16,7 +16,7 @@ from rooftile.spec import Spec  # noqa: E402
 
 # shared memory of a program
 LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-WORDS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @pytest.mark.parametrize(
@@ -33,34 +33,75 @@ WORDS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 )
 @pytest.mark.parametrize("split", [False, True])
 def test_it_compiles(sm: int, dim: int, group: int, T: int, mask: Mask, dtype: torch.dtype, split: bool) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from rooftile.backends.triton import paged_fwd
 
     spec = Spec(dtype=dtype, dim=dim, dim_v=dim, group=group, mask=mask, scale=1.0, layout="paged", device=f"sm{sm}")
     constants = paged_fwd._constants(spec, T == 0, 16, T) | {"SPLIT": split}
-    warps = constants.pop("num_warps")
-    kernels = {paged_fwd._forward: constants}
+    assert_compiles(paged_fwd._forward, constants, sm, dtype)
     if split:
-        kernels[paged_fwd._join] = {name: value for name, value in constants.items() if name in paged_fwd._join.arg_names}
-    ints = dict.fromkeys(("table_ptr", "lengths_ptr", "cu_q_ptr"), "*i32")
-    tensors = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), f"*{WORDS[dtype]}") | ints
-    for kernel, known in kernels.items():
-        signature = {}
-        for name in kernel.arg_names:
-            number = "fp32" if name in ("scale", "softcap") else "i32"
-            plain = tensors.get(name, "*fp32") if name.endswith("_ptr") else number
-            signature[name] = "constexpr" if name in known else plain
-        places = {(kernel.arg_names.index(name),): value for name, value in known.items()}
-        aligned = [n for n, name in enumerate(kernel.arg_names) if name.endswith("_ptr") or "_stride_" in name]
-        source = ASTSource(kernel, signature, places, {(n,): [["tt.divisibility", 16]] for n in aligned})
-        built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps})
-        assert built.metadata.shared <= LIMIT[sm]
-        if sm == 90 and dtype == torch.bfloat16:
-            tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-            cubin = Path("/tmp") / f"{built.metadata.hash}.cubin"
-            cubin.write_bytes(built.asm["cubin"])
-            used = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-            cubin.unlink()
-            assert int(re.findall(r"STACK:(\d+)", used)[-1]) <= 16, used
+        assert_compiles(paged_fwd._join, constants, sm, dtype)
+
+
+@pytest.mark.parametrize(
+    ("sm", "dim", "group", "T", "mask", "dtype"),
+    [
+        (90, 128, 4, 1, CAUSAL, torch.bfloat16),
+        (90, 128, 8, 4, CAUSAL, torch.bfloat16),
+        (90, 64, 4, 1, CAUSAL, torch.bfloat16),
+        (90, 256, 2, 1, CAUSAL & Window(4096), torch.bfloat16),
+        (80, 128, 1, 1, CAUSAL, torch.float16),
+        (89, 256, 1, 1, FULL, torch.bfloat16),
+        (100, 80, 71, 1, CAUSAL, torch.bfloat16),
+        (90, 128, 1, 1, CAUSAL, torch.float32),
+    ],
+    ids=str,
+)
+def test_decoding_compiles(sm: int, dim: int, group: int, T: int, mask: Mask, dtype: torch.dtype) -> None:
+    from rooftile.backends.triton import paged_decode
+
+    spec = Spec(dtype=dtype, dim=dim, dim_v=dim, group=group, mask=mask, scale=1.0, layout="paged", device=f"sm{sm}")
+    assert paged_decode.fits(spec, T)
+    constants = paged_decode._constants(spec, 16, T, 256)
+    assert_compiles(paged_decode._decode, constants, sm, dtype, beside=8 // paged_decode._warps(spec) if sm >= 90 else 1)
+    assert_compiles(paged_decode._merge, constants, sm, dtype)
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_writing_and_gathering_compile(sm: int) -> None:
+    from rooftile.kvcache import kernels
+
+    constants = kernels._constants(8, 128, 64)
+    assert_compiles(kernels._write, constants | {"SIZE": 16}, sm, torch.bfloat16)
+    assert_compiles(kernels._rotate, constants, sm, torch.bfloat16)
+    gathered = {"SIZE": 16, "HEADS": 8, "D": 128, "DV": 128, "PAST": 256, "BLOCK_R": 16, "BLOCK_D": 128, "BLOCK_DV": 128}
+    assert_compiles(kernels._gather, gathered, sm, torch.bfloat16)
+
+
+def assert_compiles(kernel, constants: dict, sm: int, dtype: torch.dtype, beside: int = 1) -> None:
+    """In the shared memory of a chip, so many programs beside each other, and on Hopper in registers."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    known = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    ints = dict.fromkeys(("table_ptr", "lengths_ptr", "cu_q_ptr", "cu_k_ptr"), "*i32") | {"slots_ptr": "*i64"}
+    numbers = ("parts_ptr", "lse_ptr", "alibi_ptr", "sinks_ptr")
+    signature = {}
+    for name in kernel.arg_names:
+        if name in known:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = ints.get(name, "*fp32" if name in numbers else f"*{WORDS[dtype]}")
+        else:
+            signature[name] = "fp32" if name in ("scale", "softcap") else "i32"
+    places = {(kernel.arg_names.index(name),): value for name, value in known.items()}
+    aligned = [n for n, name in enumerate(kernel.arg_names) if name.endswith("_ptr") or "_stride_" in name]
+    source = ASTSource(kernel, signature, places, {(n,): [["tt.divisibility", 16]] for n in aligned})
+    built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": constants.get("num_warps", 4)})
+    assert beside * built.metadata.shared <= LIMIT[sm]
+    if sm == 90 and dtype == torch.bfloat16:
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        cubin = Path("/tmp") / f"{built.metadata.hash}.cubin"
+        cubin.write_bytes(built.asm["cubin"])
+        used = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+        cubin.unlink()
+        assert int(re.findall(r"STACK:(\d+)", used)[-1]) <= 16, used

@@ -10,6 +10,9 @@ that crosses a border is left in pieces, and `_merge` puts these together, first
 At most two pieces a program, so that what is left in memory is bounded. Where the borders fall depends on the neighbours in the
 batch, and with them the last bits: `deterministic` goes by `paged_fwd`, whose chunks are fixed.
 
+One loop over the blocks of a part, whosever they are, would keep copies in flight between sequences. It was slower: what it asks of
+each block costs more than the gaps.
+
 Dao et al., Flash-Decoding, 2023; Osama et al., Stream-K, arXiv:2301.03598.
 """
 
@@ -23,7 +26,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rooftile.backends.triton.arguments import constants_of, padded
-from rooftile.backends.triton.paged_fwd import _finish, _walk
+from rooftile.backends.triton.paged_fwd import _finish, _walk, flags_of
 from rooftile.backends.triton.scores import LOG2E
 from rooftile.backends.triton.visibility import first_key, last_key
 from rooftile.kvcache import PagedKV
@@ -279,7 +282,7 @@ def _most(spec: Spec) -> int:
 
 @cache
 def _constants(spec: Spec, size: int, T: int, batch: int) -> dict[str, Any]:
-    flags = constants_of(spec).flags
+    flags = flags_of(spec, T)
     names = ("GROUP", "D", "DV", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SOFTCAP", "ALIBI", "PRECISION")
     heads = min(spec.group, _most(spec))
     return {name: flags[name] for name in names} | {

@@ -292,10 +292,16 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     return o, lse
 
 
+def flags_of(spec: Spec, T: int) -> dict[str, Any]:
+    """A kernel's flags; of a single query under a causal mask, which sees every key, those of no mask."""
+    flags = constants_of(spec).flags
+    return flags | {"RIGHT": False, "PREFIX": False} if T == 1 and spec.mask.right == 0 else flags
+
+
 @cache
 def _constants(spec: Spec, packed: bool, size: int, T: int) -> dict[str, Any]:
     """The compile-time arguments; T is the number of queries if all sequences have as many."""
-    flags = constants_of(spec).flags
+    flags = flags_of(spec, T)
     names = ("GROUP", "D", "DV", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SOFTCAP", "ALIBI", "PRECISION")
     wide = padded(max(spec.dim, spec.dim_v)) > 128 or spec.dtype == torch.float32
     # rows of a tile: what the matrix instructions take at least, and of few queries no more than there are
