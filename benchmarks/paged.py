@@ -82,16 +82,34 @@ def decoding(clock: Any, copy_gbs: float) -> list[dict[str, Any]]:
     return rows
 
 
+def shared(clock: Any) -> list[dict[str, Any]]:
+    """64 questions after one prefix of 2,048 tokens, read for each of them, or once."""
+    B, prefix, own, H, Hk = 64, 2048, 256, 32, 8
+    q = torch.randn(B, 1, H, DIM, device="cuda", dtype=torch.bfloat16)
+    cache = shuffled(B, prefix + own, Hk, 16)
+    cache.table[:, : prefix // 16] = cache.table[0, : prefix // 16].clone()
+    works = {
+        "each reads the prefix": partial(rt.attention_paged, q, cache, rt.CAUSAL),
+        "the prefix is read once": partial(rt.attention_paged, q, cache, rt.CAUSAL, shared_prefix=prefix),
+    }
+    found = medians(works, clock)
+    return [{"what": name, "B": B, "S": prefix + own, "heads": f"{H}/{Hk}", "us": round(us, 1)} for name, us in found.items()]
+
+
 def prompts(clock: Any) -> list[dict[str, Any]]:
     rows = []
     for B, S, H, Hk in PROMPTS:
         q = torch.randn(B, S, H, DIM, device="cuda", dtype=torch.bfloat16)
         cache = shuffled(B, S, Hk, 16)
+        cu = torch.arange(B + 1, device="cuda", dtype=torch.int32) * S
+        paged = PagedKV(cache.k, cache.v, cache.table, cache.lengths, cu)
         k, v = (torch.randn(B, S, Hk, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        rows = [x.flatten(0, 1) for x in (q, k, v)]
         found = medians(
             {
-                "rooftile, block 16": partial(rt.attention_paged, q, cache, rt.CAUSAL),
+                "rooftile, block 16": partial(rt.attention_paged, q.flatten(0, 1), paged, rt.CAUSAL),
                 "rooftile, no pages": partial(rt.attention, q, k, v, rt.CAUSAL),
+                "rooftile, packed, no pages": partial(rt.attention_packed, *rows, cu, cu, rt.CAUSAL),
             },
             clock,
         )
@@ -138,7 +156,7 @@ def main(commit: str) -> None:
     clock, session = clock_for(torch.device("cuda"), 12.0), open_session(torch.device("cuda"))
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit}
     about |= {"copy_gbs": session.ceilings.copy_gbs, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    for row in decoding(clock, session.ceilings.copy_gbs) + prompts(clock) + pages(clock, session.ceilings.copy_gbs):
+    for row in decoding(clock, session.ceilings.copy_gbs) + prompts(clock) + shared(clock) + pages(clock, session.ceilings.copy_gbs):
         print(json.dumps(row | about), flush=True)
 
 

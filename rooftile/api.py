@@ -6,6 +6,7 @@ A call goes `attention -> validate.spec_code -> dispatch.choose -> ops.attend ->
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -270,6 +271,7 @@ def attention_paged(
     backend: str | None = None,
     deterministic: bool | None = None,
     scale: float | None = None,
+    shared_prefix: int = 0,
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
@@ -283,6 +285,9 @@ def attention_paged(
         mask: CAUSAL, or what `attention` takes.
         deterministic: a sequence's output does not depend on its neighbours in the batch, bit for bit. None follows
             torch.use_deterministic_algorithms.
+        shared_prefix: so many tokens at the beginning of every sequence lie in the same blocks, whole ones: they are read once
+            for all queries together, and what was found is merged with the rest (cascade attention). Queries come after them;
+            mask FULL or CAUSAL, no ALiBi.
 
     The other arguments are those of `attention`. There are no gradients.
 
@@ -299,7 +304,8 @@ def attention_paged(
     Kwon et al., PagedAttention, arXiv:2309.06180.
     """
     return attention_paged_with_lse(
-        q, cache, mask, alibi=alibi, backend=backend, deterministic=deterministic, scale=scale, sinks=sinks, softcap=softcap
+        q, cache, mask, alibi=alibi, backend=backend, deterministic=deterministic, scale=scale, shared_prefix=shared_prefix,
+        sinks=sinks, softcap=softcap,
     )[0]  # fmt: skip
 
 
@@ -312,6 +318,7 @@ def attention_paged_with_lse(
     backend: str | None = None,
     deterministic: bool | None = None,
     scale: float | None = None,
+    shared_prefix: int = 0,
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -319,6 +326,18 @@ def attention_paged_with_lse(
     validate.check_query(q)
     if not isinstance(cache, PagedKV):
         raise InvalidInput(f"cache is {validate.shown(cache)}; must be a rooftile.kvcache.PagedKV")
+    if shared_prefix:
+        validate.check_shared_prefix(q, cache, mask, alibi, shared_prefix)
+        same = partial(
+            attention_paged_with_lse, backend=backend, deterministic=deterministic, scale=scale, softcap=softcap
+        )
+        rows = q.flatten(0, -3)
+        shared, rest = cache.cut(shared_prefix, rows.shape[0])
+        o, lse = same(rows, shared, FULL)
+        if q.ndim == 4:
+            o, lse = o.view(*q.shape[:-1], -1), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+        with torch.no_grad():
+            return merge([(o, lse), same(q, rest, mask, sinks=sinks)])
     options = Options(alibi=alibi, sinks=sinks)
     wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     code = validate.paged_code(q, cache, mask, options, scale, softcap, wanted)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.hardware.arch import arch
-from rooftile.masks import Mask
+from rooftile.masks import CAUSAL, FULL, Mask
 from rooftile.precision import Precision
 from rooftile.spec import DTYPE_NAMES, Options, Problem, Sizes, decode, encode
 
@@ -170,6 +170,24 @@ def _has_prompts(q: Tensor, cache: Any) -> bool:
     B, N = cache.table.shape
     line = cache.k[0, 0].nbytes + cache.v[0, 0].nbytes if cache.k.shape[0] else 0
     return q.shape[:-2].numel() >= PROMPT * B and B * N * cache.k.shape[1] * line <= MOST_GATHERED
+
+
+def check_shared_prefix(q: Tensor, cache: Any, mask: Mask, alibi: Tensor | None, tokens: int) -> None:
+    """Raises InvalidInput unless all sequences may share their first tokens."""
+    _check_pages(q, cache)
+    size, room = cache.k.shape[1], cache.table.shape[1] * cache.k.shape[1]
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens <= room or tokens % size:
+        raise InvalidInput(f"shared_prefix is {tokens!r}; must be whole blocks of {size} tokens, up to {room} in cache.table")
+    if mask not in (FULL, CAUSAL) or alibi is not None:
+        came = "alibi" if alibi is not None else f"mask {mask}"
+        raise InvalidInput(f"shared_prefix with {came}; every query must see the prefix whole: mask FULL or CAUSAL, no alibi")
+    if q.device.type == "cpu" and cache.table.shape[0] and not torch.compiler.is_compiling():
+        shared = cache.table[:, : tokens // size]
+        if not torch.equal(shared, shared[:1].expand_as(shared)):
+            raise InvalidInput(f"shared_prefix is {tokens}; cache.table has not the same {tokens // size} blocks first everywhere")
+        queries = cache.cu_q.diff() if cache.cu_q is not None else q.shape[1]
+        if (cache.lengths - queries < tokens).any():
+            raise InvalidInput(f"shared_prefix is {tokens}; a sequence has fewer tokens before its queries")
 
 
 def _check_pages(q: Tensor, cache: Any) -> None:

@@ -42,6 +42,16 @@ class PagedKV:
         blocks = self.table[sequence, place // self.size].long()
         return self.k[blocks, place % self.size], self.v[blocks, place % self.size], cu_k
 
+    def cut(self, tokens: int, queries: int) -> tuple[PagedKV, PagedKV]:
+        """The first tokens, which all sequences share, as one sequence's that all queries belong to; and the rest of each."""
+        blocks = tokens // self.size
+        device = self.table.device
+        lengths = torch.full((1,), tokens, dtype=torch.int32, device=device)
+        # 0 and the number of all
+        cu_q = queries * torch.arange(2, dtype=torch.int32, device=device)
+        shared = PagedKV(self.k, self.v, self.table[:1, :blocks], lengths, cu_q)
+        return shared, PagedKV(self.k, self.v, self.table[:, blocks:], self.lengths - tokens, self.cu_q)
+
     def packed_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """q (B, T, H, D) or (total, H, D) as (total, H, D), and its offsets."""
         if self.cu_q is not None:

@@ -61,6 +61,22 @@ def test_packed_queries_without_waiting() -> None:
     assert_close(found, rt.attention_paged_with_lse(q, cache, rt.CAUSAL, backend="eager"))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_shared_prefix_without_waiting() -> None:
+    cache = cache_of([2300, 2060, 2048 + 77, 2050], 8, 128, 16)
+    table = cache.table.clone()
+    table[:, :128] = table[0, :128]
+    cache = PagedKV(cache.k, cache.v, table, cache.lengths)
+    q = torch.randn(4, 2, 32, 128, device="cuda").bfloat16()
+    rt.attention_paged(q, cache, rt.CAUSAL, shared_prefix=2048)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        found = rt.attention_paged_with_lse(q, cache, rt.CAUSAL, shared_prefix=2048)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_close(found, rt.attention_paged_with_lse(q, cache, rt.CAUSAL, backend="eager"))
+
+
 def test_bits_do_not_depend_on_the_batch() -> None:
     """Alone a sequence's chunks go to programs of their own; among a hundred others they do not."""
     lengths = [5000, 3000, *[700] * 120]

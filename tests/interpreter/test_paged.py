@@ -8,7 +8,7 @@ import torch
 import rooftile as rt
 from rooftile.kvcache import PagedKV
 from rooftile.masks import Mask
-from tests.unit.test_paged import MASKS, paged, sequences
+from tests.unit.test_paged import MASKS, paged, sequences, sharing
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -40,6 +40,13 @@ def test_options(options, deterministic: bool) -> None:
     )
     due = rt.attention_paged_with_lse(q, paged(held, 16), rt.CAUSAL, backend="eager", **options)
     torch.testing.assert_close(found, due)
+
+
+def test_a_shared_prefix() -> None:
+    cache, _ = sharing()
+    q, sinks = torch.randn(3, 5, 4, 16), torch.randn(4)
+    found = rt.attention_paged_with_lse(q, cache, rt.CAUSAL, shared_prefix=48, sinks=sinks, backend="triton")
+    torch.testing.assert_close(found, rt.attention_paged_with_lse(q, cache, rt.CAUSAL, sinks=sinks, backend="eager"))
 
 
 def test_packed_queries() -> None:

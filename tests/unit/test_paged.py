@@ -151,3 +151,49 @@ def test_other_bad_input() -> None:
         rt.attention_paged(torch.randn(4, 1, 4, 16), cache)
     with pytest.raises(InvalidInput, match=r"under torch\.no_grad"):
         rt.attention_paged(torch.randn(5, 1, 4, 16, requires_grad=True), cache)
+
+
+def sharing(Hk: int = 2, size: int = 16, prefix: int = 48) -> tuple[PagedKV, list[tuple[Tensor, Tensor]]]:
+    """Three sequences that begin in the same blocks."""
+    head = (torch.randn(prefix, Hk, 16), torch.randn(prefix, Hk, 8))
+    tails = [(torch.randn(n, Hk, 16), torch.randn(n, Hk, 8)) for n in (30, 5, 16)]
+    cache = paged([head, *tails], size)
+    shared = cache.table[:1, : prefix // size].expand(3, -1)
+    table = torch.cat([shared, cache.table[1:, :-1]], 1)
+    lengths = cache.lengths[1:] + prefix
+    whole = [tuple(torch.cat([a, b]) for a, b in zip(head, tail, strict=True)) for tail in tails]
+    return PagedKV(cache.k, cache.v, table, lengths), whole
+
+
+@backends
+@pytest.mark.parametrize("mask", [rt.FULL, rt.CAUSAL], ids=str)
+@pytest.mark.parametrize("prefix", [16, 48])
+def test_a_shared_prefix_is_read_once_and_merged(name: str, mask: Mask, prefix: int) -> None:
+    cache, whole = sharing()
+    options = {"softcap": 5.0, "sinks": torch.randn(4), "scale": 0.3}
+    q = torch.randn(3, 5, 4, 16)
+    found = rt.attention_paged_with_lse(q, cache, mask, shared_prefix=prefix, backend=name, **options)
+    for b, (k, v) in enumerate(whole):
+        due = rt.attention_with_lse(q[b : b + 1], k[None], v[None], mask, backend="eager", **options)
+        torch.testing.assert_close((found[0][b : b + 1], found[1][b : b + 1]), due)
+    counts = torch.tensor([0, 5, 6, 8], dtype=torch.int32)
+    packed = PagedKV(cache.k, cache.v, cache.table, cache.lengths, counts)
+    rows = torch.cat([q[0], q[1, -1:], q[2, -2:]])
+    o = rt.attention_paged(rows, packed, mask, shared_prefix=prefix, backend=name, **options)
+    torch.testing.assert_close(o, torch.cat([found[0][0], found[0][1, -1:], found[0][2, -2:]]))
+
+
+def test_a_prefix_that_is_not_shared_is_refused() -> None:
+    cache, _ = sharing()
+    q = torch.randn(3, 5, 4, 16)
+    for change, sentence in (
+        ({"shared_prefix": 20}, "shared_prefix is 20; must be whole blocks of 16 tokens, up to 96 in cache.table"),
+        ({"shared_prefix": 112}, "shared_prefix is 112; must be whole blocks"),
+        ({"shared_prefix": 16, "mask": rt.CAUSAL & rt.Window(9)}, "every query must see the prefix whole"),
+        ({"shared_prefix": 16, "alibi": torch.rand(4)}, "shared_prefix with alibi"),
+        ({"shared_prefix": 64}, "cache.table has not the same 4 blocks first everywhere"),
+    ):
+        with pytest.raises(InvalidInput, match=sentence):
+            rt.attention_paged(q, cache, **{"mask": rt.CAUSAL} | change)
+    with pytest.raises(InvalidInput, match="a sequence has fewer tokens before its queries"):
+        rt.attention_paged(torch.randn(3, 9, 4, 16), cache, rt.CAUSAL, shared_prefix=48)
