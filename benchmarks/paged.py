@@ -156,7 +156,8 @@ def main(commit: str) -> None:
     clock, session = clock_for(torch.device("cuda"), 12.0), open_session(torch.device("cuda"))
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit}
     about |= {"copy_gbs": session.ceilings.copy_gbs, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    for row in decoding(clock, session.ceilings.copy_gbs) + prompts(clock) + shared(clock) + pages(clock, session.ceilings.copy_gbs):
+    copy_gbs = session.ceilings.copy_gbs
+    for row in decoding(clock, copy_gbs) + prompts(clock) + shared(clock) + pages(clock, copy_gbs):
         print(json.dumps(row | about), flush=True)
 
 

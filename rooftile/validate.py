@@ -184,7 +184,7 @@ def check_shared_prefix(q: Tensor, cache: Any, mask: Mask, alibi: Tensor | None,
     if q.device.type == "cpu" and cache.table.shape[0] and not torch.compiler.is_compiling():
         shared = cache.table[:, : tokens // size]
         if not torch.equal(shared, shared[:1].expand_as(shared)):
-            raise InvalidInput(f"shared_prefix is {tokens}; cache.table has not the same {tokens // size} blocks first everywhere")
+            raise InvalidInput(f"shared_prefix is {tokens}; cache.table differs in the first {tokens // size} blocks of its rows")
         queries = cache.cu_q.diff() if cache.cu_q is not None else q.shape[1]
         if (cache.lengths - queries < tokens).any():
             raise InvalidInput(f"shared_prefix is {tokens}; a sequence has fewer tokens before its queries")

@@ -191,7 +191,7 @@ def test_a_prefix_that_is_not_shared_is_refused() -> None:
         ({"shared_prefix": 112}, "shared_prefix is 112; must be whole blocks"),
         ({"shared_prefix": 16, "mask": rt.CAUSAL & rt.Window(9)}, "every query must see the prefix whole"),
         ({"shared_prefix": 16, "alibi": torch.rand(4)}, "shared_prefix with alibi"),
-        ({"shared_prefix": 64}, "cache.table has not the same 4 blocks first everywhere"),
+        ({"shared_prefix": 64}, "cache.table differs in the first 4 blocks of its rows"),
     ):
         with pytest.raises(InvalidInput, match=sentence):
             rt.attention_paged(q, cache, **{"mask": rt.CAUSAL} | change)
