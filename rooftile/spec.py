@@ -50,6 +50,7 @@ class Spec:
     bias_grad: bool = False  # the bias itself wants a gradient
     needs_lse: bool = False  # the caller takes lse, so a gradient may come in through it
     forward_mode: bool = False  # an input carries a tangent
+    has_kv_scales: bool = False  # a paged cache in FP8, with a scale for each token's key and value of a head
     deterministic: bool = False  # bit-equal gradients from run to run, and no word from neighbours in the batch
     precision: Precision | None = None  # formats of the forward's products; None: that of the inputs
     device: str = "cpu"  # "cpu", "sm80", "sm90", "sm100", ...
@@ -79,6 +80,7 @@ class Spec:
         words += [f"softcap({self.softcap:g})"] * bool(self.softcap) + [f"dropout({self.dropout:g})"] * bool(self.dropout)
         words += [str(self.precision)] * (self.precision is not None)
         words += [w for w in ("bias", "alibi", "sinks") if getattr(self, f"has_{w}")]
+        words += ["fp8 cache"] * self.has_kv_scales
         words += ["fwd+bwd" if self.needs_grad else "fwd"]
         words += ["lse"] * self.needs_lse + ["bias-grad"] * self.bias_grad + ["jvp"] * self.forward_mode
         words += ["deterministic"] * self.deterministic
@@ -161,13 +163,13 @@ class Problem:
 
 def encode(
     *, dtype, dim, dim_v, group, mask, layout, scale, softcap, dropout, has_bias, has_alibi, has_sinks,
-    needs_grad, bias_grad, needs_lse, forward_mode, deterministic, precision, device,
+    needs_grad, bias_grad, needs_lse, forward_mode, deterministic, precision, device, has_kv_scales=False,
 ) -> str:  # fmt: skip
     """A Spec's string. Plain f-strings of plain values, so that Dynamo can trace it."""
     chunks = ",".join([f"{n}" for n in mask.chunks]) if mask.chunks else ""
     flags = (
         has_bias + 2 * has_alibi + 4 * has_sinks + 8 * needs_grad + 16 * bias_grad + 32 * needs_lse + 64 * forward_mode
-        + 128 * deterministic
+        + 128 * deterministic + 256 * has_kv_scales
     )  # fmt: skip
     return (
         f"{DTYPE_NAMES[dtype]} {dim} {dim_v} {group} {mask.left} {mask.right} {mask.prefix} [{chunks}] {layout} "
@@ -181,8 +183,8 @@ def decode(code: str) -> Spec:
     dtype, dim, dim_v, group, left, right, prefix, chunks, *rest = code.split(" ")
     layout, scale, softcap, dropout, flags, precision, device = rest
     bound = {word: None if word == "None" else int(word) for word in (left, right, prefix)}
-    bits = (bool(int(flags) >> n & 1) for n in range(8))
-    bias, alibi, sinks, needs_grad, bias_grad, needs_lse, forward_mode, deterministic = bits
+    bits = (bool(int(flags) >> n & 1) for n in range(9))
+    bias, alibi, sinks, needs_grad, bias_grad, needs_lse, forward_mode, deterministic, kv_scales = bits
     return Spec(
         dtype=DTYPES[dtype],
         dim=int(dim),
@@ -201,6 +203,7 @@ def decode(code: str) -> Spec:
         needs_lse=needs_lse,
         forward_mode=forward_mode,
         deterministic=deterministic,
+        has_kv_scales=kv_scales,
         precision=None if precision == "native" else decode_precision(precision),
         device=device,
     )

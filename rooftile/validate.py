@@ -158,6 +158,7 @@ def paged_code(
         deterministic=deterministic,
         precision="native",
         device=arch(q.device),
+        has_kv_scales=cache.k_scale is not None,
     )
 
 
@@ -192,11 +193,18 @@ def check_shared_prefix(q: Tensor, cache: Any, mask: Mask, alibi: Tensor | None,
 
 def _check_pages(q: Tensor, cache: Any) -> None:
     k, v, table, lengths = cache.k, cache.v, cache.table, cache.lengths
+    scaled = cache.k_scale is not None or cache.v_scale is not None
+    due = torch.float8_e4m3fn if scaled else q.dtype
     for name, x, axes in (("k", k, "(P, size, Hk, D)"), ("v", v, "(P, size, Hk, Dv)")):
         if x.ndim != 4:
             raise InvalidInput(f"cache.{name} is {tuple(x.shape)}; must be {axes}")
-        if x.dtype != q.dtype:
-            raise InvalidInput(f"cache.{name} is {x.dtype}; q is {q.dtype}, and they must agree")
+        if x.dtype != due:
+            why = "with scales it must be torch.float8_e4m3fn" if scaled else f"q is {q.dtype}, and they must agree"
+            raise InvalidInput(f"cache.{name} is {x.dtype}; {why}")
+    for name, x in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)) if scaled else ():
+        if x is None or x.shape != k.shape[:3] or x.dtype != torch.float32:
+            came = "None" if x is None else f"{x.dtype} {tuple(x.shape)}"
+            raise InvalidInput(f"cache.{name} is {came}; must be torch.float32 (P, size, Hk) = {tuple(k.shape[:3])}")
     if k.shape[:3] != v.shape[:3]:
         raise InvalidInput(f"cache.v is {tuple(v.shape)}; must be like cache.k, {tuple(k.shape)}, in all but the last axis")
     if k.shape[1] < 1 or k.shape[1] & (k.shape[1] - 1):
@@ -214,7 +222,7 @@ def _check_pages(q: Tensor, cache: Any) -> None:
             raise InvalidInput(f"cache.{name} is {x.dtype} {tuple(x.shape)}; must be int32 ({n},): cache.table has {B} rows")
     if cache.cu_q is None and q.shape[0] != B:
         raise InvalidInput(f"q has batch {q.shape[0]}; cache.table has {B} rows, and they must agree")
-    for name, x in (("k", k), ("v", v), ("table", table), ("lengths", lengths), ("cu_q", cache.cu_q)):
+    for name, x in (("k", k), ("v", v), ("table", table), ("lengths", lengths), ("cu_q", cache.cu_q), ("k_scale", cache.k_scale)):
         if x is not None:
             _check_device(f"cache.{name}", x, q)
     if cache.cu_q is not None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from rooftile.kvcache import PagedKV
 from rooftile.spec import Options, Spec
 
-Gather = Callable[[PagedKV], tuple[Tensor, Tensor, Tensor]]
+Gather = Callable[[PagedKV, torch.dtype], tuple[Tensor, Tensor, Tensor]]
 Forward = Callable[[Tensor, Tensor, Tensor, Options, Spec], tuple[Tensor, Tensor]]
 
 
@@ -18,7 +19,7 @@ def attend(
     forward: Forward, q: Tensor, cache: PagedKV, options: Options, spec: Spec, gather: Gather = PagedKV.gathered
 ) -> tuple[Tensor, Tensor]:
     """o and lse, as `attention_paged` has them, by a backend's forward on packed sequences."""
-    k, v, cu_k = gather(cache)
+    k, v, cu_k = gather(cache, q.dtype)
     rows, cu_q = cache.packed_queries(q)
     o, lse = forward(rows, k, v, options._replace(cu_q=cu_q, cu_k=cu_k), replace(spec, layout="packed"))
     if q.ndim == 4:

@@ -31,19 +31,35 @@ def _turned(x_ptr, cos_ptr, sin_ptr, d, there, HALF: tl.constexpr):
 
 @triton.jit
 def _moved(
-    x_ptr, o_ptr, cos_ptr, sin_ptr, there, D: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr
-):
-    """Lines of D numbers from one place to another, the first 2 HALF of them turned."""
-    if HALF > 0:
-        d = tl.arange(0, BLOCK_HALF)
-        first, second, mask = _turned(x_ptr, cos_ptr, sin_ptr, d, there, HALF)
-        tl.store(o_ptr + d[None, :], first.to(o_ptr.dtype.element_ty), mask=mask)
-        tl.store(o_ptr + HALF + d[None, :], second.to(o_ptr.dtype.element_ty), mask=mask)
+    x_ptr, o_ptr, cos_ptr, sin_ptr, scale_ptr, there,
+    D: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Lines of D numbers from one place to another, the first 2 HALF of them turned, each over its scale."""
+    rest = tl.arange(0, BLOCK_D)
+    mask = there[:, None] & ((rest >= 2 * HALF) & (rest < D))[None, :]
+    d = tl.arange(0, BLOCK_HALF)
+    x = tl.zeros(mask.shape, tl.float32)
     if 2 * HALF < D:
-        d = tl.arange(0, BLOCK_D)
-        mask = there[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
-        x = tl.load(x_ptr + d[None, :], mask=mask, other=0.0)
-        tl.store(o_ptr + d[None, :], x.to(o_ptr.dtype.element_ty), mask=mask)
+        x = tl.load(x_ptr + rest[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HALF > 0:
+        first, second, turned = _turned(x_ptr, cos_ptr, sin_ptr, d, there, HALF)
+    if SCALED:
+        largest = tl.max(tl.abs(x), 1)
+        if HALF > 0:
+            largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1))
+        scale = tl.div_rn(largest, 448.0)
+        tl.store(scale_ptr, scale, mask=there)
+        # a head of nothing but zeros has scale 0, and stays zeros
+        scale = tl.where(scale > 0, scale, 1.0)[:, None]
+        x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+        if HALF > 0:
+            scale = tl.broadcast_to(scale, first.shape)
+            first, second = tl.div_rn(first, scale), tl.div_rn(second, scale)
+    if HALF > 0:
+        tl.store(o_ptr + d[None, :], first.to(o_ptr.dtype.element_ty), mask=turned)
+        tl.store(o_ptr + HALF + d[None, :], second.to(o_ptr.dtype.element_ty), mask=turned)
+    if 2 * HALF < D:
+        tl.store(o_ptr + rest[None, :], x.to(o_ptr.dtype.element_ty), mask=mask)
 
 
 # fmt: off
@@ -51,9 +67,9 @@ def _moved(
 def _write(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, cos_ptr, sin_ptr, total,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, k_stride_p, k_stride_s, k_stride_n, v_stride_p, v_stride_s, v_stride_n,
-    cos_stride_t,
+    cos_stride_t, k_scale_ptr, v_scale_ptr, scale_stride_p, scale_stride_s,
     SIZE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, SCALED: tl.constexpr,
 ):
     # fmt: on
     """Keys and values of BLOCK_R heads of tokens into their slots, keys turned; a slot below 0 is nobody's."""
@@ -63,15 +79,16 @@ def _write(
     there = slot >= 0
     page, place = slot // SIZE, slot % SIZE
     waves = (t * cos_stride_t)[:, None]
+    scale = page * scale_stride_p + place * scale_stride_s + h
     _moved(
         k_ptr + (t * k_stride_t + h * k_stride_h)[:, None],
         k_cache_ptr + (page * k_stride_p + place * k_stride_s + h * k_stride_n)[:, None],
-        cos_ptr + waves, sin_ptr + waves, there, D, HALF, BLOCK_D, BLOCK_HALF,
+        cos_ptr + waves, sin_ptr + waves, k_scale_ptr + scale, there, D, HALF, BLOCK_D, BLOCK_HALF, SCALED,
     )  # fmt: skip
     _moved(
         v_ptr + (t * v_stride_t + h * v_stride_h)[:, None],
         v_cache_ptr + (page * v_stride_p + place * v_stride_s + h * v_stride_n)[:, None],
-        cos_ptr, sin_ptr, there, D, 0, BLOCK_D, BLOCK_HALF,
+        cos_ptr, sin_ptr, v_scale_ptr + scale, there, D, 0, BLOCK_D, BLOCK_HALF, SCALED,
     )  # fmt: skip
 
 
@@ -85,8 +102,8 @@ def _rotate(
     t, h = r // HEADS, r % HEADS
     waves = (t * cos_stride_t)[:, None]
     _moved(
-        x_ptr + (t * x_stride_t + h * x_stride_h)[:, None], o_ptr + (r * D)[:, None], cos_ptr + waves, sin_ptr + waves, t < total,
-        D, HALF, BLOCK_D, BLOCK_HALF,
+        x_ptr + (t * x_stride_t + h * x_stride_h)[:, None], o_ptr + (r * D)[:, None], cos_ptr + waves, sin_ptr + waves, o_ptr,
+        t < total, D, HALF, BLOCK_D, BLOCK_HALF, False,
     )  # fmt: skip
 
 
@@ -104,9 +121,10 @@ def _copy(storage_ptr, pairs_ptr, stride, words, WORDS: tl.constexpr):
 @triton.jit(do_not_specialize=["B", "N"])
 def _gather(
     k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, cu_k_ptr, B, N,
-    k_stride_p, k_stride_s, k_stride_n, v_stride_p, v_stride_s, v_stride_n, table_stride,
+    k_stride_p, k_stride_s, k_stride_n, v_stride_p, v_stride_s, v_stride_n, table_stride, k_scale_ptr, v_scale_ptr,
+    scale_stride_p, scale_stride_s,
     SIZE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAST: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SCALED: tl.constexpr,
 ):
     # fmt: on
     """Some heads of some tokens out of a block; after the last sequence, zeros."""
@@ -127,14 +145,24 @@ def _gather(
     page = tl.load(table_ptr + b * table_stride + j // SIZE, mask=j < length, other=0).to(tl.int64)
     k_place = page * k_stride_p + j % SIZE * k_stride_s + h * k_stride_n
     v_place = page * v_stride_p + j % SIZE * v_stride_s + h * v_stride_n
-    k = tl.load(k_cache_ptr + k_place[:, None] + d[None, :], mask=there & (d < D)[None, :])
-    v = tl.load(v_cache_ptr + v_place[:, None] + dv[None, :], mask=there & (dv < DV)[None, :])
-    tl.store(k_ptr + line[:, None] * D + d[None, :], k, mask=there & (d < D)[None, :])
-    tl.store(v_ptr + line[:, None] * DV + dv[None, :], v, mask=there & (dv < DV)[None, :])
+    k = tl.load(k_cache_ptr + k_place[:, None] + d[None, :], mask=there & (d < D)[None, :]).to(tl.float32)
+    v = tl.load(v_cache_ptr + v_place[:, None] + dv[None, :], mask=there & (dv < DV)[None, :]).to(tl.float32)
+    if SCALED:
+        scale = page * scale_stride_p + j % SIZE * scale_stride_s + h
+        k *= tl.load(k_scale_ptr + scale, mask=j < length, other=0.0)[:, None]
+        v *= tl.load(v_scale_ptr + scale, mask=j < length, other=0.0)[:, None]
+    tl.store(k_ptr + line[:, None] * D + d[None, :], k.to(k_ptr.dtype.element_ty), mask=there & (d < D)[None, :])
+    tl.store(v_ptr + line[:, None] * DV + dv[None, :], v.to(v_ptr.dtype.element_ty), mask=there & (dv < DV)[None, :])
 
 
-def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, rotation: Rotation | None) -> None:
-    """Puts k and v (total, heads, D) into slots (total,) of a layer's caches (blocks, size, heads, D); k turned."""
+def write(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, rotation: Rotation | None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Puts k and v (total, heads, D) into slots (total,) of a layer's caches (blocks, size, heads, D); k turned.
+
+    With scales (blocks, size, heads) the caches are in FP8.
+    """
     total, heads, dim = k.shape
     if not total:
         return
@@ -143,7 +171,8 @@ def write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor,
     constants = _constants(heads, dim, 0 if rotation is None else cos.shape[1])
     _write[(triton.cdiv(total * heads, constants["BLOCK_R"]),)](
         k, v, k_cache, v_cache, slots, cos, sin, total, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
-        *v_cache.stride()[:3], cos.stride(0), SIZE=k_cache.shape[1], **constants,
+        *v_cache.stride()[:3], cos.stride(0), *(scales or (k_cache, v_cache)), *(scales[0].stride()[:2] if scales else (0, 0)),
+        SIZE=k_cache.shape[1], SCALED=scales is not None, **constants,
     )  # fmt: skip
 
 
@@ -165,19 +194,21 @@ def turn(x: Tensor, rotation: Rotation) -> Tensor:
 PAST = 256
 
 
-def gather(cache: PagedKV) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cache.gathered()`, in memory for all that the tables have room for: nobody waits for the lengths."""
+def gather(cache: PagedKV, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """As `cache.gathered(dtype)`, in memory for all that the tables have room for: nobody waits for the lengths."""
     B, N = cache.table.shape
     heads, dim, dim_v = cache.k.shape[2], cache.k.shape[3], cache.v.shape[3]
     k_cache, v_cache = (x if x.stride(3) == 1 else x.contiguous() for x in (cache.k, cache.v))
     room = N * cache.size
-    k, v = (x.new_empty(B * room + PAST, heads, x.shape[3]) for x in (k_cache, v_cache))
+    k, v = (torch.empty(B * room + PAST, heads, x.shape[3], dtype=dtype, device=x.device) for x in (k_cache, v_cache))
+    scales = (k, v) if cache.k_scale is None else (cache.k_scale, cache.v_scale)
     lengths, table = cache.lengths.contiguous(), cache.table.contiguous()
     cu_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
     block_r = max(NUMBERS // max(block_d, block_dv), 1)
     _gather[(triton.cdiv(max(room, PAST) * heads, block_r), B + 1)](
         k_cache, v_cache, k, v, table, lengths, cu_k, B, N, *k_cache.stride()[:3], *v_cache.stride()[:3], table.stride(0),
+        *scales, *(scales[0].stride()[:2] if cache.k_scale is not None else (0, 0)), SCALED=cache.k_scale is not None,
         SIZE=cache.size, HEADS=heads, D=dim, DV=dim_v, PAST=PAST, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_DV=block_dv,
     )  # fmt: skip
     return k, v, cu_k

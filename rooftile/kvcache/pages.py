@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rooftile.kvcache.blocks import Copy
 from rooftile.kvcache.rotation import Rotation, rotate
+
+# the largest number of torch.float8_e4m3fn
+LARGEST_FP8 = 448.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,6 +23,7 @@ class PagedKV:
     is in block table[b, n // size], slot n % size. table (B, N) is int32; what lies past a sequence's length is never read.
     lengths (B,), int32, counts a sequence's tokens in the cache: those of this call's queries are among them, the last ones.
     cu_q (B + 1,), int32, are the offsets of packed queries; None for (B, T, H, D), the same number for every sequence.
+    k_scale and v_scale (P, size, Hk), fp32, belong to k and v in FP8 (torch.float8_e4m3fn): each key and value is times its own.
     """
 
     k: Tensor
@@ -27,20 +31,26 @@ class PagedKV:
     table: Tensor
     lengths: Tensor
     cu_q: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @property
     def size(self) -> int:
         """Tokens of a block."""
         return self.k.shape[1]
 
-    def gathered(self) -> tuple[Tensor, Tensor, Tensor]:
+    def gathered(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values out of their blocks, sequence after sequence: (total, Hk, D), (total, Hk, Dv), offsets (B + 1,)."""
         lengths = self.lengths.long()
         cu_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         sequence = torch.repeat_interleave(lengths)
         place = torch.arange(sequence.shape[0], device=sequence.device) - cu_k[sequence]
         blocks = self.table[sequence, place // self.size].long()
-        return self.k[blocks, place % self.size], self.v[blocks, place % self.size], cu_k
+        k, v = self.k[blocks, place % self.size], self.v[blocks, place % self.size]
+        if self.k_scale is not None and self.v_scale is not None:
+            k_scale, v_scale = (x[blocks, place % self.size].unsqueeze(-1) for x in (self.k_scale, self.v_scale))
+            k, v = (k.float() * k_scale).to(dtype), (v.float() * v_scale).to(dtype)
+        return k, v, cu_k
 
     def cut(self, tokens: int, queries: int) -> tuple[PagedKV, PagedKV]:
         """The first tokens, which all sequences share, as one sequence's that all queries belong to; and the rest of each."""
@@ -49,8 +59,8 @@ class PagedKV:
         lengths = torch.full((1,), tokens, dtype=torch.int32, device=device)
         # 0 and the number of all
         cu_q = queries * torch.arange(2, dtype=torch.int32, device=device)
-        shared = PagedKV(self.k, self.v, self.table[:1, :blocks], lengths, cu_q)
-        return shared, PagedKV(self.k, self.v, self.table[:, blocks:], self.lengths - tokens, self.cu_q)
+        shared = replace(self, table=self.table[:1, :blocks], lengths=lengths, cu_q=cu_q)
+        return shared, replace(self, table=self.table[:, blocks:], lengths=self.lengths - tokens)
 
     def packed_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """q (B, T, H, D) or (total, H, D) as (total, H, D), and its offsets."""
@@ -68,7 +78,8 @@ class Pages:
         blocks: how many blocks.
         layers, heads, dim: of the model; heads are those of keys and values.
         size: tokens of a block.
-        dtype, device: of the tensors.
+        dtype, device: of the tensors. torch.float8_e4m3fn has a scale in fp32 for each token's key and value of a head: the
+            largest number of it over 448.
 
     Example:
         >>> pages = Pages(4, layers=2, heads=1, dim=8, dtype=torch.float32)
@@ -86,10 +97,20 @@ class Pages:
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         self.storage = torch.empty(blocks, layers, 2, size, heads, dim, dtype=dtype, device=device)
+        self.scales: Tensor | None = None
+        if dtype == torch.float8_e4m3fn:
+            self.scales = torch.empty(blocks, layers, 2, size, heads, dtype=torch.float32, device=device)
 
     def layer(self, n: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, (blocks, size, heads, dim) each: views."""
         return self.storage[:, n, 0], self.storage[:, n, 1]
+
+    def view(self, n: int, table: Tensor, lengths: Tensor, cu_q: Tensor | None = None) -> PagedKV:
+        """A layer as attention reads it."""
+        k, v = self.layer(n)
+        if self.scales is None:
+            return PagedKV(k, v, table, lengths, cu_q)
+        return PagedKV(k, v, table, lengths, cu_q, self.scales[:, n, 0], self.scales[:, n, 1])
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, rotation: Rotation | None = None) -> None:
         """Puts keys and values (total, heads, dim) of a layer into their slots (total,): block x size + place in it.
@@ -100,36 +121,54 @@ class Pages:
         if self.storage.is_cuda:
             from rooftile.kvcache import kernels
 
-            kernels.write(k, v, k_cache, v_cache, slots, rotation)
+            scales = None if self.scales is None else (self.scales[:, layer, 0], self.scales[:, layer, 1])
+            kernels.write(k, v, k_cache, v_cache, slots, rotation, scales)
             return
         k = k if rotation is None else rotate(k, rotation)
         there = slots >= 0
         places = (slots[there] // k_cache.shape[1], slots[there] % k_cache.shape[1])
-        k_cache[places] = k[there].to(k_cache.dtype)
-        v_cache[places] = v[there].to(v_cache.dtype)
+        for n, (x, cache) in enumerate(((k, k_cache), (v, v_cache))):
+            x = x[there]
+            if self.scales is not None:
+                wide = x.float()
+                scale = wide.abs().amax(-1) / LARGEST_FP8
+                self.scales[:, layer, n][places] = scale
+                # a head of nothing but zeros has scale 0, and stays zeros
+                x = wide / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+            cache[places] = x.to(cache.dtype)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies blocks, in all layers at once; as if one after the other."""
-        sources = {source for source, _ in copies}
-        targets = {target for _, target in copies}
-        if len(targets) < len(copies) or sources & targets:
-            for source, target in copies:
-                self.storage[target] = self.storage[source]
-        elif copies:
-            pairs = torch.tensor(copies)
-            if self.storage.is_cuda:
-                from rooftile.kvcache import kernels
-
-                kernels.copy_blocks(self.storage, pairs.pin_memory().to(self.storage.device, non_blocking=True))
-            else:
-                self.storage[pairs[:, 1]] = self.storage[pairs[:, 0]]
+        for storage in (self.storage,) if self.scales is None else (self.storage, self.scales):
+            _copy(storage, copies)
 
     def __str__(self) -> str:
         blocks, layers, _, size, heads, dim = self.storage.shape
+        head = f"{heads} heads x {dim} dims x {self.storage.element_size()} bytes"
+        total = self.storage.nbytes
+        if self.scales is not None:
+            head = f"{heads} heads x ({dim} bytes + 4 of scale)"
+            total += self.scales.nbytes
         return (
             f"{blocks:,} blocks of {size} tokens, {blocks * size:,} in all: {blocks:,} x {size} x {layers} layers x 2 x "
-            f"{heads} heads x {dim} dims x {self.storage.element_size()} bytes = {_bytes(self.storage.nbytes)}"
+            f"{head} = {_bytes(total)}"
         )
+
+
+def _copy(storage: Tensor, copies: Sequence[Copy]) -> None:
+    sources = {source for source, _ in copies}
+    targets = {target for _, target in copies}
+    if len(targets) < len(copies) or sources & targets:
+        for source, target in copies:
+            storage[target] = storage[source]
+    elif copies:
+        pairs = torch.tensor(copies)
+        if storage.is_cuda:
+            from rooftile.kvcache import kernels
+
+            kernels.copy_blocks(storage, pairs.pin_memory().to(storage.device, non_blocking=True))
+        else:
+            storage[pairs[:, 1]] = storage[pairs[:, 0]]
 
 
 def _bytes(n: float) -> str:

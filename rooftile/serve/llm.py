@@ -35,7 +35,7 @@ class LLM:
         num_blocks: of the cache; None for what fits into memory.
         max_batched_tokens: that the model reads in a step.
         gpu_memory_utilization: the share of a GPU's memory that model and cache may take.
-        kv_dtype: of the cache; "auto" for the model's.
+        kv_dtype: of the cache; "auto" for the model's, "fp8" for half of 16 bits, with a scale for each token's key and value.
         allocator: "paged", or "contiguous" to reserve max_model_len tokens for each sequence, for comparison.
         tensor_parallel_size: 1.
         max_num_seqs: answers that run at once.
@@ -59,8 +59,8 @@ class LLM:
     ) -> None:  # fmt: skip
         if tensor_parallel_size != 1:
             raise Unsupported(f"tensor_parallel_size is {tensor_parallel_size}; has 1")
-        if kv_dtype != "auto":
-            raise Unsupported(f'kv_dtype is {kv_dtype!r}; has "auto", the dtype of the model')
+        if kv_dtype not in ("auto", "fp8"):
+            raise Unsupported(f'kv_dtype is {kv_dtype!r}; has "auto", the dtype of the model, and "fp8"')
         if allocator not in ("paged", "contiguous"):
             raise InvalidInput(f'allocator is {allocator!r}; must be "paged" or "contiguous"')
         if block_size < 8 or block_size & (block_size - 1):
@@ -77,7 +77,7 @@ class LLM:
         if max_model_len is not None and not 2 <= max_model_len <= config.max_len:
             raise InvalidInput(f"max_model_len is {max_model_len:,}; the model has positions for 2 to {config.max_len:,}")
         max_len = config.max_len if max_model_len is None else max_model_len
-        cached = decoder.embedding.dtype
+        cached = torch.float8_e4m3fn if kv_dtype == "fp8" else decoder.embedding.dtype
         if num_blocks is None:
             num_blocks = memory.blocks_that_fit(
                 decoder, block_size, cached, utilization=gpu_memory_utilization, max_batched_tokens=max_batched_tokens,

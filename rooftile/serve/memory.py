@@ -20,7 +20,11 @@ SPARE_BYTES = 768 << 20
 def block_bytes(decoder: Decoder, size: int, dtype: torch.dtype) -> int:
     """A block through all layers."""
     config = decoder.config
-    return config.layers * 2 * size * config.kv_heads * config.head_dim * dtype.itemsize
+    line = config.head_dim * dtype.itemsize
+    if dtype == torch.float8_e4m3fn:
+        # a scale
+        line += 4
+    return config.layers * 2 * size * config.kv_heads * line
 
 
 def blocks_that_fit(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rooftile.api import attention_paged
-from rooftile.kvcache import Copy, PagedKV, Pages, Rotation, rotate
+from rooftile.kvcache import Copy, Pages, Rotation, rotate
 from rooftile.masks import CAUSAL, Window
 from rooftile.models import Decoder
 from rooftile.serve.request import Answer, Top
@@ -169,14 +169,13 @@ class Runner:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
             pages.write(layer, k, v, cells, rotation)
             q = q if rotation is None else rotate(q, rotation)
-            keys, values = pages.layer(layer)
             see = partial(attention_paged, mask=masks[layer], scale=config.scale, softcap=config.softcap)
             found = []
             if chunks is not None:
-                cache = PagedKV(keys, values, chunks.table, chunks.lengths, chunks.cu_q)
+                cache = pages.view(layer, chunks.table, chunks.lengths, chunks.cu_q)
                 found.append(see(q[:split], cache))
             if single is not None:
-                found.append(see(q[split:, None], PagedKV(keys, values, *single)).squeeze(1))
+                found.append(see(q[split:, None], pages.view(layer, *single)).squeeze(1))
             return found[0] if len(found) == 1 else torch.cat(found)
 
         hidden: Tensor = self.decoder(tokens, places, attend)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.kvcache import PagedKV
+from rooftile.kvcache import PagedKV, Pages
 from rooftile.masks import Mask
 
 pytestmark = pytest.mark.gpu
@@ -113,3 +113,27 @@ def test_a_captured_graph_sees_new_lengths() -> None:
     cache.lengths.copy_(torch.tensor([130, 33], dtype=torch.int32))
     graph.replay()
     assert_close((o, cache.lengths), (rt.attention_paged(q, cache, rt.CAUSAL, backend="eager"), cache.lengths))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_cache_in_fp8(mask: Mask, dim: int) -> None:
+    """Written by the kernel; read in every way there is."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no FP8 here")
+    lengths = [3000, 17, 1024, 700]
+    plain = cache_of(lengths, 2, dim, 16)
+    pages = Pages(plain.k.shape[0], layers=2, heads=2, dim=dim, dtype=torch.float8_e4m3fn, device="cuda")
+    slots = torch.arange(plain.k.shape[0] * 16, device="cuda")
+    k, v = (torch.nan_to_num(x).flatten(0, 1) for x in (plain.k, plain.v))
+    pages.write(1, k, v, slots)
+    cache = pages.view(1, plain.table, plain.lengths)
+    q = torch.randn(4, 2, 8, dim, device="cuda").bfloat16()
+    due = rt.attention_paged_with_lse(q, cache, mask, backend="eager")
+    for deterministic in (False, True):
+        assert_close(rt.attention_paged_with_lse(q, cache, mask, deterministic=deterministic), due)
+    counts = torch.tensor([0, 500, 517, 617, 717], dtype=torch.int32, device="cuda")
+    rows = torch.randn(717, 8, dim, device="cuda").bfloat16()
+    packed = pages.view(1, plain.table, plain.lengths, counts)
+    due = rt.attention_paged_with_lse(rows, packed, mask, backend="eager")
+    assert_close(rt.attention_paged_with_lse(rows, packed, mask), due)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from rooftile.kvcache import Pages, Rotation, kernels, rotate
-from tests.unit.test_paged import paged, sequences
+from tests.unit.test_paged import in_fp8, paged, sequences
 
 
 @pytest.mark.parametrize(("heads", "dim", "turned"), [(2, 16, 16), (3, 24, 8), (1, 64, 0), (8, 128, 128)])
-def test_tokens_go_to_their_slots(heads: int, dim: int, turned: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_tokens_go_to_their_slots(heads: int, dim: int, turned: int, dtype: torch.dtype) -> None:
     total = 37
     qkv = torch.randn(total, (2 + 2 * heads) * dim)
     # as a projection leaves them: the heads of a token side by side, tokens apart
@@ -19,12 +20,16 @@ def test_tokens_go_to_their_slots(heads: int, dim: int, turned: int) -> None:
     slots[5] = slots[20] = -1
     angles = torch.rand(total, turned // 2) * 6
     rotation = Rotation(angles.cos(), angles.sin()) if turned else None
-    pages, due = (Pages(4, layers=3, heads=heads, dim=dim, dtype=torch.float32) for _ in range(2))
+    pages, due = (Pages(4, layers=3, heads=heads, dim=dim, dtype=dtype) for _ in range(2))
+    k[7, 0] = 0
     for x in (pages, due):
-        x.storage.zero_()
-    kernels.write(k, v, *pages.layer(1), slots, rotation)
+        x.storage.view(torch.uint8).zero_()
+        if x.scales is not None:
+            x.scales.zero_()
+    kernels.write(k, v, *pages.layer(1), slots, rotation, None if pages.scales is None else tuple(pages.scales[:, 1].unbind(1)))
     due.write(1, k, v, slots, rotation)
-    torch.testing.assert_close(pages.storage, due.storage)
+    torch.testing.assert_close(pages.storage.float(), due.storage.float())
+    torch.testing.assert_close(pages.scales, due.scales)
     if rotation is not None:
         torch.testing.assert_close(kernels.turn(k, rotation), rotate(k, rotation))
 
@@ -39,10 +44,13 @@ def test_blocks_are_copied_whole() -> None:
 
 
 @pytest.mark.parametrize(("D", "Dv", "size"), [(16, 16, 16), (24, 40, 8)])
-def test_a_cache_is_gathered(D: int, Dv: int, size: int) -> None:
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+def test_a_cache_is_gathered(D: int, Dv: int, size: int, fp8: bool) -> None:
     cache = paged(sequences((0, 70, 16, 1, 0), Hk=3, D=D, Dv=Dv), size)
-    k, v, cu_k = kernels.gather(cache)
-    due_k, due_v, due_cu = cache.gathered()
+    if fp8:
+        cache, _ = in_fp8(cache)
+    k, v, cu_k = kernels.gather(cache, torch.float32)
+    due_k, due_v, due_cu = cache.gathered(torch.float32)
     total = int(due_cu[-1])
     assert torch.equal(cu_k.long(), due_cu)
     assert torch.equal(k[:total], due_k)

@@ -8,7 +8,7 @@ import torch
 import rooftile as rt
 from rooftile.kvcache import PagedKV
 from rooftile.masks import Mask
-from tests.unit.test_paged import MASKS, paged, sequences, sharing
+from tests.unit.test_paged import MASKS, in_fp8, paged, sequences, sharing
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -40,6 +40,16 @@ def test_options(options, deterministic: bool) -> None:
     )
     due = rt.attention_paged_with_lse(q, paged(held, 16), rt.CAUSAL, backend="eager", **options)
     torch.testing.assert_close(found, due)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["shared work", "chunks"])
+def test_a_cache_in_fp8(deterministic: bool) -> None:
+    """Scores and weights get the scales that the definition gives keys and values."""
+    cache, _ = in_fp8(paged(sequences((70, 5, 0, 33), D=16, Dv=16), 16))
+    q, sinks = torch.randn(4, 2, 4, 16), torch.randn(4)
+    for mask in (rt.CAUSAL, rt.CAUSAL & rt.Window(20)):
+        found = rt.attention_paged_with_lse(q, cache, mask, sinks=sinks, deterministic=deterministic, backend="triton")
+        torch.testing.assert_close(found, rt.attention_paged_with_lse(q, cache, mask, sinks=sinks, backend="eager"))
 
 
 def test_a_shared_prefix() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -197,3 +199,47 @@ def test_a_prefix_that_is_not_shared_is_refused() -> None:
             rt.attention_paged(q, cache, **{"mask": rt.CAUSAL} | change)
     with pytest.raises(InvalidInput, match="a sequence has fewer tokens before its queries"):
         rt.attention_paged(torch.randn(3, 9, 4, 16), cache, rt.CAUSAL, shared_prefix=48)
+
+
+def in_fp8(cache: PagedKV) -> tuple[PagedKV, PagedKV]:
+    """The cache in FP8 with scales, and what that stands for."""
+    parts, plain = [], []
+    for x in (cache.k, cache.v):
+        scale = x.abs().amax(-1) / 448
+        x8 = (x / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
+        parts.append((x8, scale))
+        plain.append(x8.float() * scale.unsqueeze(-1))
+    (k, k_scale), (v, v_scale) = parts
+    quantised = PagedKV(k, v, cache.table, cache.lengths, cache.cu_q, k_scale, v_scale)
+    return quantised, PagedKV(*plain, cache.table, cache.lengths, cache.cu_q)
+
+
+@backends
+def test_a_cache_in_fp8_is_times_its_scales(name: str) -> None:
+    quantised, plain = in_fp8(paged(sequences(), 16))
+    q = torch.randn(5, 3, 4, 16)
+    found = rt.attention_paged_with_lse(q, quantised, rt.CAUSAL, backend=name)
+    torch.testing.assert_close(found, rt.attention_paged_with_lse(q, plain, rt.CAUSAL, backend=name))
+    with pytest.raises(InvalidInput, match=r"cache.v_scale is None; must be torch.float32"):
+        rt.attention_paged(q, replace(quantised, v_scale=None))
+    with pytest.raises(InvalidInput, match=r"cache.k is torch.float8_e4m3fn; q is torch.float32"):
+        rt.attention_paged(q, replace(quantised, k_scale=None, v_scale=None))
+    with pytest.raises(InvalidInput, match=r"cache.k is torch.float32; with scales it must be torch.float8_e4m3fn"):
+        rt.attention_paged(q, replace(plain, k_scale=quantised.k_scale, v_scale=quantised.v_scale))
+
+
+def test_pages_in_fp8() -> None:
+    """A key and a value each within a sixteenth, a zero a zero; copies take the scales along."""
+    pages = Pages(6, layers=2, heads=2, dim=16, size=4, dtype=torch.float8_e4m3fn)
+    k, v = torch.randn(2, 5, 2, 16)
+    k[2, 1] = 0
+    k[3] *= 1e4
+    pages.write(1, k, v, torch.tensor([0, 1, 2, 3, -1]))
+    pages.copy([Copy(0, 5), Copy(5, 2)])
+    for block in (0, 5, 2):
+        cache = pages.view(1, torch.tensor([[block]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32))
+        found_k, found_v, _ = cache.gathered(torch.float32)
+        for found, due in ((found_k, k[:4]), (found_v, v[:4])):
+            assert ((found - due).abs() <= due.abs() / 16 + due.abs().amax(-1, keepdim=True) / 448 / 64).all()
+    assert not found_k[2, 1].any()
+    assert str(pages).endswith("2 x 2 heads x (16 bytes + 4 of scale) = 3.84 kB")

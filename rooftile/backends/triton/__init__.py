@@ -47,6 +47,8 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield f"chunk sizes {', '.join(map(str, spec.mask.chunks))} at once; has one"
     if spec.precision is not None:
         yield from _refusals_of_recipe(spec.precision, spec)
+    if spec.has_kv_scales and spec.device in ("sm80", "sm86", "sm87"):
+        yield f"a cache in FP8 on {spec.device}; needs sm89 (Ada) or newer"
     if spec.forward_mode:
         yield "forward-mode derivatives; only backend='eager' has them"
 

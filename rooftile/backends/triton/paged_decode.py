@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rooftile.backends.triton.arguments import constants_of, padded
-from rooftile.backends.triton.paged_fwd import _finish, _walk, flags_of
+from rooftile.backends.triton.paged_fwd import _finish, _walk, flags_of, scales_of
 from rooftile.backends.triton.scores import LOG2E
 from rooftile.backends.triton.visibility import first_key, last_key
 from rooftile.kvcache import PagedKV
@@ -96,11 +96,11 @@ def _rows(b, head, H, T, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.cons
 def _decode(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, parts_ptr, table_ptr, lengths_ptr, alibi_ptr, sinks_ptr,
     q_stride_t, q_stride_h, k_stride_p, k_stride_s, k_stride_h, v_stride_p, v_stride_s, v_stride_h, table_stride,
-    alibi_stride_b, alibi_stride_h, B, H, T, scale, softcap, left, right, prefix, chunk,
+    k_scale_ptr, v_scale_ptr, scale_stride_p, scale_stride_s, alibi_stride_b, alibi_stride_h, B, H, T, scale, softcap, left, right, prefix, chunk,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, BATCH: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_S: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     ends, total = _ends(lengths_ptr, B, T, left, right, prefix, chunk, BATCH, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
@@ -129,16 +129,16 @@ def _decode(
         k_head, v_head, pages = k_ptr + h_k * k_stride_h, v_ptr + h_k * v_stride_h, table_ptr + b.to(tl.int64) * table_stride
         # fmt: off
         m, l, acc = _walk(
-            q, low, high, k_head, v_head, pages, k_stride_p, k_stride_s, v_stride_p, v_stride_s, i, S, slope, scale, softcap,
-            left, right, prefix, chunk, D, DV, SIZE, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, ALIBI, PRECISION, BLOCK_D, BLOCK_DV,
-            ROWS, BLOCK_S, STAGES, False)
+            q, low, high, k_head, v_head, pages, k_stride_p, k_stride_s, v_stride_p, v_stride_s, k_scale_ptr + h_k,
+            v_scale_ptr + h_k, scale_stride_p, scale_stride_s, i, S, slope, scale, softcap, left, right, prefix, chunk, D, DV, SIZE,
+            LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, ALIBI, PRECISION, BLOCK_D, BLOCK_DV, ROWS, BLOCK_S, STAGES, SCALED, False)
         if LEFT or RIGHT or PREFIX or CHUNK:
             # a value of NaN with a weight of 0: only who sees it may have it
             if tl.max(tl.where(acc == acc, 0, 1)) > 0:
                 m, l, acc = _walk(
-                    q, low, high, k_head, v_head, pages, k_stride_p, k_stride_s, v_stride_p, v_stride_s, i, S, slope, scale,
-                    softcap, left, right, prefix, chunk, D, DV, SIZE, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, ALIBI, PRECISION,
-                    BLOCK_D, BLOCK_DV, ROWS, 16, 1, True)
+                    q, low, high, k_head, v_head, pages, k_stride_p, k_stride_s, v_stride_p, v_stride_s, k_scale_ptr + h_k,
+                    v_scale_ptr + h_k, scale_stride_p, scale_stride_s, i, S, slope, scale, softcap, left, right, prefix, chunk, D,
+                    DV, SIZE, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, ALIBI, PRECISION, BLOCK_D, BLOCK_DV, ROWS, 16, 1, SCALED, True)
         # fmt: on
         if count == n:
             sink = tl.zeros((ROWS,), tl.float32)
@@ -240,7 +240,8 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     bounds = constants_of(spec).numbers[2:6]
     _decode[(heads, teams)](
         rows, k, v, o, lse, parts, table, lengths, lengths if alibi is None else alibi, sinks,
-        *rows.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0), *slopes, B, H, T, spec.scale, spec.softcap, *bounds,
+        *rows.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0), *scales_of(cache), *slopes, B, H, T,
+        spec.scale, spec.softcap, *bounds,
         **constants,
     )  # fmt: skip
     if teams > 1:
@@ -286,7 +287,7 @@ def _constants(spec: Spec, size: int, T: int, batch: int) -> dict[str, Any]:
     names = ("GROUP", "D", "DV", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SOFTCAP", "ALIBI", "PRECISION")
     heads = min(spec.group, _most(spec))
     return {name: flags[name] for name in names} | {
-        "SINKS": spec.has_sinks, "SIZE": size, "BATCH": batch, "HEADS": heads, "BLOCK_D": max(padded(spec.dim), 16),
+        "SINKS": spec.has_sinks, "SCALED": spec.has_kv_scales, "SIZE": size, "BATCH": batch, "HEADS": heads, "BLOCK_D": max(padded(spec.dim), 16),
         "BLOCK_DV": max(padded(spec.dim_v), 16), "ROWS": max(triton.next_power_of_2(T * heads), 16), "BLOCK_S": 32 if _wide(spec) else 64, "STAGES": 6,
         "num_warps": _warps(spec), "PDL": spec.device.startswith("sm") and int(spec.device[2:]) >= 90,
     }  # fmt: skip

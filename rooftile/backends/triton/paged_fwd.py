@@ -46,12 +46,12 @@ def _joined(m, l, acc, m_c, l_c, acc_c):
 # fmt: off
 @triton.jit
 def _walk(
-    q, first, stop, k_ptr, v_ptr, table_ptr, k_stride_p, k_stride_s, v_stride_p, v_stride_s, i, S, slope, scale, softcap,
-    left, right, prefix, chunk,
+    q, first, stop, k_ptr, v_ptr, table_ptr, k_stride_p, k_stride_s, v_stride_p, v_stride_s, k_scale_ptr, v_scale_ptr,
+    scale_stride_p, scale_stride_s, i, S, slope, scale, softcap, left, right, prefix, chunk,
     D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
     CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    SCALED: tl.constexpr, CAREFUL: tl.constexpr,
 ):
     # fmt: on
     """The softmax over the keys from first up to stop: maximum, sum and output, not divided."""
@@ -69,10 +69,16 @@ def _walk(
         v_lines = v_ptr + page * v_stride_p + (j % SIZE) * v_stride_s
         k = tl.load(k_lines[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
         v = tl.load(v_lines[:, None] + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
+        if SCALED:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
         if CAREFUL:
             x = tl.dot(q, tl.trans(finite(k)), input_precision=PRECISION) + poison(k, 1)[None, :]
         else:
             x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SCALED:
+            lines = page * scale_stride_p + (j % SIZE) * scale_stride_s
+            x *= tl.load(k_scale_ptr + lines, mask=there, other=0.0)[None, :]
         if SOFTCAP:
             x = capped(x, scale, softcap) * (softcap * LOG2E)
         else:
@@ -86,6 +92,8 @@ def _walk(
         p = tl.exp2(x - pivot[:, None])
         alpha = tl.exp2(m - pivot)
         l = l * alpha + tl.sum(p, 1)
+        if SCALED:
+            p *= tl.load(v_scale_ptr + lines, mask=there, other=0.0)[None, :]
         if CAREFUL:
             p = tl.where(sees, p + poison(v, 1)[None, :], 0.0)
             v = finite(v)
@@ -149,11 +157,11 @@ def _rows_of(
 def _forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, parts_ptr, table_ptr, lengths_ptr, cu_q_ptr, alibi_ptr, sinks_ptr,
     q_stride_t, q_stride_h, k_stride_p, k_stride_s, k_stride_h, v_stride_p, v_stride_s, v_stride_h, table_stride,
-    alibi_stride_b, alibi_stride_h, B, H, T, total, tiles, chunks, scale, softcap, left, right, prefix, chunk,
+    k_scale_ptr, v_scale_ptr, scale_stride_p, scale_stride_s, alibi_stride_b, alibi_stride_h, B, H, T, total, tiles, chunks, scale, softcap, left, right, prefix, chunk,
     GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
     SPLIT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_T: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
 ):
     # fmt: on
     b, row_0, T, t_0, h_k, t, h, there = _rows_of(cu_q_ptr, B, H, T, tiles, GROUP, HEADS, PACKED, BLOCK_T, ROWS)
@@ -167,6 +175,8 @@ def _forward(
     q = tl.load(q_tile, mask=there[:, None] & (d < D)[None, :], other=0.0)
     k_ptr += h_k.to(tl.int64) * k_stride_h
     v_ptr += h_k.to(tl.int64) * v_stride_h
+    k_scale_ptr += h_k
+    v_scale_ptr += h_k
     table_ptr += b.to(tl.int64) * table_stride
     offset = S - T
     i = t + offset
@@ -195,16 +205,16 @@ def _forward(
         high = tl.minimum(stop, (c + 1) * CHUNK_KEYS)
         # fmt: off
         m_c, l_c, acc_c = _walk(
-            q, low, high, k_ptr, v_ptr, table_ptr, k_stride_p, k_stride_s, v_stride_p, v_stride_s, i, S, slope, scale, softcap,
-            left, right, prefix, chunk, D, DV, SIZE, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, ALIBI, PRECISION, BLOCK_D, BLOCK_DV,
-            ROWS, BLOCK_S, STAGES, False)
+            q, low, high, k_ptr, v_ptr, table_ptr, k_stride_p, k_stride_s, v_stride_p, v_stride_s, k_scale_ptr, v_scale_ptr,
+            scale_stride_p, scale_stride_s, i, S, slope, scale, softcap, left, right, prefix, chunk, D, DV, SIZE, LEFT, RIGHT, PREFIX,
+            CHUNK, SOFTCAP, ALIBI, PRECISION, BLOCK_D, BLOCK_DV, ROWS, BLOCK_S, STAGES, SCALED, False)
         if LEFT or RIGHT or PREFIX or CHUNK:
             # a value of NaN with a weight of 0: only who sees it may have it
             if tl.max(tl.where(acc_c == acc_c, 0, 1)) > 0:
                 m_c, l_c, acc_c = _walk(
-                    q, low, high, k_ptr, v_ptr, table_ptr, k_stride_p, k_stride_s, v_stride_p, v_stride_s, i, S, slope, scale,
-                    softcap, left, right, prefix, chunk, D, DV, SIZE, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, ALIBI, PRECISION,
-                    BLOCK_D, BLOCK_DV, ROWS, 16, 1, True)
+                    q, low, high, k_ptr, v_ptr, table_ptr, k_stride_p, k_stride_s, v_stride_p, v_stride_s, k_scale_ptr,
+                    v_scale_ptr, scale_stride_p, scale_stride_s, i, S, slope, scale, softcap, left, right, prefix, chunk, D, DV,
+                    SIZE, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, ALIBI, PRECISION, BLOCK_D, BLOCK_DV, ROWS, 16, 1, SCALED, True)
         # fmt: on
         m, l, acc = _joined(m, l, acc, m_c, l_c, acc_c)
     if SPLIT:
@@ -281,7 +291,8 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     sizes = (B, H, T, total, tiles, chunks)
     _forward[(programs, chunks if split else 1)](
         rows, k, v, o, lse, parts if split else lse, table, lengths, cu_q, lengths if alibi is None else alibi, sinks,
-        *rows.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0), *slopes, *sizes, spec.scale, spec.softcap, *bounds,
+        *rows.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0), *scales_of(cache), *slopes,
+        *sizes, spec.scale, spec.softcap, *bounds,
         SPLIT=split, **constants,
     )  # fmt: skip
     if split:
@@ -290,6 +301,16 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
             o, lse, parts, lengths, cu_q, sinks, *sizes, *bounds, **{name: constants[name] for name in shared}, num_warps=4,
         )  # fmt: skip
     return o, lse
+
+
+def scales_of(cache: PagedKV) -> tuple[Tensor, Tensor, int, int]:
+    """The scales of a cache in FP8 and their strides; something in their place if it is in no such format."""
+    if cache.k_scale is None or cache.v_scale is None:
+        return cache.lengths, cache.lengths, 0, 0
+    if cache.k_scale.stride() == cache.v_scale.stride() and cache.k_scale.stride(2) == 1:
+        return cache.k_scale, cache.v_scale, *cache.k_scale.stride()[:2]
+    k_scale, v_scale = cache.k_scale.contiguous(), cache.v_scale.contiguous()
+    return k_scale, v_scale, *k_scale.stride()[:2]
 
 
 def flags_of(spec: Spec, T: int) -> dict[str, Any]:
@@ -309,7 +330,7 @@ def _constants(spec: Spec, packed: bool, size: int, T: int) -> dict[str, Any]:
     heads = min(spec.group, most)
     rows = min(max(triton.next_power_of_2(T * heads), 16), most) if T else most
     return {name: flags[name] for name in names} | {
-        "SINKS": spec.has_sinks, "PACKED": packed, "SIZE": size, "BLOCK_D": max(padded(spec.dim), 16),
+        "SINKS": spec.has_sinks, "SCALED": spec.has_kv_scales, "PACKED": packed, "SIZE": size, "BLOCK_D": max(padded(spec.dim), 16),
         "BLOCK_DV": max(padded(spec.dim_v), 16), "BLOCK_T": rows // heads, "ROWS": rows, "HEADS": heads,
         "BLOCK_S": 32 if wide else 64, "STAGES": 2 if wide else 3, "num_warps": 4,
     }  # fmt: skip
