@@ -208,6 +208,9 @@ def measure(
                 began = clock.now()
                 llm, known = LLM(decoder, **asked), asked
                 started = loaded + clock.now() - began
+            if session.device.type == "cuda":
+                say(f"{workload.name}: warming up")
+                drive(llm.engine, _few(workload), clock=clock)
             found = [
                 _run(llm, workload, costs, clock, f"{workload.name}, {one}, run {run} of {runs}", say)
                 for run in range(1, runs + 1)
@@ -266,6 +269,14 @@ def _run(llm: LLM, workload: Workload, costs: Costs | None, clock: Clock, words:
     course = drive(engine, workload, clock=clock, say=lambda progress: say(f"{words}: {progress}"))
     peak = torch.cuda.max_memory_allocated(engine.runner.device) if cuda else _process_bytes()
     return measures(course, costs=costs, peak_bytes=peak)
+
+
+def _few(workload: Workload) -> Workload:
+    """Two of its requests with short answers: kernels that its lengths need are compiled before the first run."""
+    asked = [ask for ask in workload.requests if ask.after is None][:2]
+    return replace(
+        workload, requests=tuple(ask._replace(at=0.0, gone=None, params=replace(ask.params, max_tokens=2)) for ask in asked)
+    )
 
 
 def _settings(workload: Workload, decoder: Decoder) -> dict[str, Any]:
