@@ -1,4 +1,4 @@
-"""`rooftile bench`: speed, memory and error of attention beside its peers."""
+"""`rooftile bench`: speed, memory and error of attention beside its peers; and of serving language models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rooftile.bench import compare as comparison
-from rooftile.bench import peers, results
+from rooftile.bench import peers, results, serving, workloads
 from rooftile.bench.results import Row
 from rooftile.bench.run import measure
 from rooftile.bench.session import open_session
@@ -28,7 +28,9 @@ from rooftile.hardware.arch import arch
 from rooftile.hardware.device import device_of
 
 app = typer.Typer(
-    help="Speed, memory and error of attention beside its peers.", no_args_is_help=True, rich_markup_mode=None
+    help="Speed, memory and error of attention beside its peers, and of serving language models.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 # the compiled FlexAttention waits for a minute a shape, so it is asked for by name
@@ -88,6 +90,48 @@ def attention(
             print(row.json())
     else:
         _show(found, session.ceilings.copy_gbs, session.ceilings.matmul_tflops)
+
+
+@app.command("serving")
+def serve(
+    workload: Annotated[
+        list[str] | None, typer.Option(help="W1, W2, ... W10; W4, W5 are several. May be given several times.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="tiny, 0.6b, 1b, 8b with random weights, or a checkpoint's folder.")] = "",
+    scale: Annotated[float, typer.Option(help="The share of the workload's requests and of their lengths.")] = 1.0,
+    rate: Annotated[float | None, typer.Option(help="Requests a second, arriving at random; else all at once.")] = None,
+    allocator: Annotated[str, typer.Option(help="paged or contiguous, for every workload.")] = "",
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks of the cache.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a block.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Answers that run at once.")] = None,
+    runs: Annotated[int, typer.Option(help="How often each is run; the median is shown.")] = 3,
+    device: DeviceOption = "auto",
+    commit: Annotated[str, typer.Option(help="The commit that is measured, where git cannot say.")] = "",
+    json: FileOption = None,
+) -> None:
+    """Serves workloads: tokens a second, latencies, waste of the cache, what sharing saves.
+
+    Example: rooftile bench serving --workload W1 --workload W8 --model 1b --json serving.jsonl
+    """
+    target = device_of(device)
+    chosen = workloads.named(workload or ["W1"], factor=scale, rate=rate)
+    asked = {"num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": max_num_seqs}
+    found: list[serving.Row] = []
+    with progress() as say:
+        say("the ceilings")
+        session = open_session(target, commit=commit)
+        for row in serving.measure(
+            chosen, session, model=model or ("1b" if target.type == "cuda" else "tiny"), allocator=allocator or None,
+            scale=scale, runs=runs, settings={name: value for name, value in asked.items() if value is not None}, say=say,
+        ):  # fmt: skip
+            found.append(row)
+            if json is not None and str(json) != "-":
+                serving.append(json, row)
+    if str(json) == "-":
+        for row in found:
+            print(row.json())
+    else:
+        _show_serving(found)
 
 
 @app.command("list")
@@ -183,3 +227,57 @@ def _cells(row: Row, first: Row) -> tuple[str, ...]:
         f"{(row.peak_bytes or 0) / 2**20:,.1f}",
         f"{row.error:.1e}" if row.error is not None else "-",
     )
+
+
+def _show_serving(rows: list[serving.Row]) -> None:
+    """Two tables, throughput and memory in one, latencies in the other, and the ratios of what was compared."""
+    print_table(
+        f"{rows[0].model} on {rows[0].device}, median of {rows[0].runs}",
+        ("workload", "cache", "answered", "out tok/s", "least-most", "tok/s", "req/s", "good/s", "waste %", "saved %", "running",
+         "preempted", "steps", "host us", "% floor", "peak GiB", "start s"),
+        [_throughput(row) for row in rows], left=2,
+    )  # fmt: skip
+    print()
+    kinds = ("ttft", "itl", "tpot", "e2e")
+    latencies = [
+        (row.workload, row.allocator, *(_latency(row.median, kind) for kind in kinds), _ms(row.median.normalised_ms))
+        for row in rows
+    ]
+    columns = ("ms, p50/p90/p99", "cache", "TTFT", "ITL", "TPOT", "E2E", "E2E a token")
+    print_table("", columns, latencies, left=2)
+    for row in rows:
+        if row.over_contiguous is not None:
+            words = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in row.over_contiguous.items())
+            print(f"\n{row.workload}, paged over contiguous: {words}")
+
+
+def _throughput(row: serving.Row) -> tuple[str, ...]:
+    found = row.median
+    lost = "".join(f", {n:g} {word}" for n, word in ((found.refused, "refused"), (found.gone, "gone")) if n)
+    return (
+        row.workload,
+        row.allocator,
+        f"{found.requests:g}{lost}",
+        f"{found.output_tok_s:,.0f}",
+        f"{row.low.output_tok_s:,.0f}-{row.high.output_tok_s:,.0f}",
+        f"{found.total_tok_s:,.0f}",
+        f"{found.requests_s:.4g}",
+        f"{found.goodput_s:.4g}",
+        f"{found.waste_percent:.1f}",
+        f"{found.saved_percent:.1f}",
+        f"{found.running:.1f}",
+        f"{found.preemptions:g}",
+        f"{found.steps:,g}",
+        f"{found.host_us_step:,.0f}",
+        "-" if found.floor_percent is None else f"{found.floor_percent:.1f}",
+        f"{found.peak_bytes / 2**30:.1f}",
+        f"{row.start_s:.1f}",
+    )
+
+
+def _latency(found: serving.Measures, kind: str) -> str:
+    return " / ".join(_ms(getattr(found, f"{kind}_ms_p{rank}")) for rank in (50, 90, 99))
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"

@@ -267,6 +267,11 @@ class BlockPool:
         slots = self.used_blocks * self.size
         return 1 - self.live_tokens() / slots if slots else 0.0
 
+    def saved(self) -> float:
+        """The share of blocks that sharing saves: of those in all tables, each table's counted."""
+        listed = sum(len(table.blocks) for table in self._tables)
+        return 1 - self.used_blocks / listed if listed else 0.0
+
     def check(self) -> None:
         """Raises AssertionError, which says what, if the books do not balance."""
         owners = Counter(block for table in self._tables for block in table.blocks)

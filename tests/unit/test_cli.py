@@ -40,7 +40,8 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 
 COMMANDS = [
-    ("doctor",), ("explain",), ("warmup",), ("report",), ("bench", "attention"), ("bench", "list"), ("bench", "compare"),
+    ("doctor",), ("explain",), ("warmup",), ("report",), ("bench", "attention"), ("bench", "serving"), ("bench", "list"),
+    ("bench", "compare"),
 ]  # fmt: skip
 
 
@@ -103,6 +104,31 @@ def test_bench_attention_prints_json_lines_on_stdout(run) -> None:
     assert json.loads(line)["commit"] == "c0ffee"
 
 
+def test_bench_serving_prints_tables_and_appends_lines(run, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    words = ("bench", "serving", "--device", "cpu", "--workload", "W8", "--workload", "W10", "--scale", "0.02", "--runs", "1")
+    code, out, err = run(*words, "--commit", "c0ffee", "--json", str(file))
+    assert (code, err) == (0, "")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["workload"], line["allocator"]) for line in lines] == [
+        ("W8", "contiguous"), ("W8", "paged"), ("W10", "paged")
+    ]  # fmt: skip
+    assert {(line["model"], line["commit"], line["scale"], line["runs"]) for line in lines} == {("tiny", "c0ffee", 0.02, 1)}
+    for word in ("out tok/s", "waste %", "% floor", "TTFT", "E2E a token", "W8, paged over contiguous: requests_per_step"):
+        assert word in out
+
+
+def test_bench_serving_hands_its_options_to_the_engine(run) -> None:
+    words = ("bench", "serving", "--device", "cpu", "--workload", "W3", "--scale", "0.01", "--runs", "1", "--rate", "1000")
+    more = ("--allocator", "contiguous", "--num-blocks", "64", "--block-size", "8", "--max-num-seqs", "2", "--json", "-")
+    code, out, _ = run(*words, *more)
+    (line,) = out.splitlines()
+    row = json.loads(line)
+    assert (code, row["workload"], row["allocator"]) == (0, "W3@1000", "contiguous")
+    assert row["settings"] | {"num_blocks": 64, "block_size": 8, "max_num_seqs": 2} == row["settings"]
+    assert row["median"]["running"] <= 2
+
+
 def test_bench_list_knows_cases_and_providers(run) -> None:
     code, out, _ = run("bench", "list", "--tag", "cpu-bench", "--device", "cpu", "--json")
     found = json.loads(out)
@@ -149,6 +175,8 @@ def test_warmup_runs_each_case_once(run) -> None:
         (("bench", "attention", "--case", "mha", "--phase", "both"), "phase is 'both'; must be fwd or bwd"),
         (("bench", "attention", "--case", "mha", "--rounds", "0"), "rounds is 0; must be at least 1"),
         (("bench", "attention", "--backend", "", "--peers", ""), "bench got nothing to time"),
+        (("bench", "serving", "--workload", "W11"), "no workload is called 'W11'; has W1, W2, W3"),
+        (("bench", "serving", "--model", "nope"), "model is 'nope', which is no folder; has tiny, 0.6b, 1b, 8b"),
         (("bench", "compare", "no-such-file.jsonl"), "no-such-file.jsonl does not exist"),
         (("doctor", "--device", "tpu"), "device is 'tpu'; must be cpu, cuda or cuda:N"),
         (("warmup",), "warmup got no case; name some with --case or --tag"),

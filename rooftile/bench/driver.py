@@ -1,0 +1,281 @@
+"""Puts the requests of a workload to an engine, step by step, and writes down when what came.
+
+Arrivals keep their times whatever the engine does: what a request waits before it is taken in counts as the engine's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import Any, Literal, Protocol, cast
+
+from rooftile.bench.run import Progress
+from rooftile.bench.workloads import Ask, Workload
+from rooftile.errors import InvalidInput
+from rooftile.serve.engine import Engine
+from rooftile.serve.request import Request
+from rooftile.serve.runner import Result, Runner
+from rooftile.serve.scheduler import Plan
+
+Fate = Literal["waiting", "answered", "gone", "refused"]
+
+
+class Clock(Protocol):
+    """Seconds, and how to let them pass."""
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Lets them pass."""
+        ...
+
+
+class WallClock:
+    """The machine's."""
+
+    def now(self) -> float:
+        """Seconds since some moment."""
+        return time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        """Lets them pass."""
+        time.sleep(seconds)
+
+
+@dataclass(slots=True)
+class Trace:
+    """What became of a request; times in seconds from the start."""
+
+    prompt: int
+    """Tokens of the prompt, those of a conversation before it included."""
+    arrived: float = 0.0
+    times: list[float] = field(default_factory=list)
+    """When it got tokens: one for each answer that runs."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of its answers."""
+    ended: float = 0.0
+    fate: Fate = "waiting"
+
+
+@dataclass(slots=True)
+class Sample:
+    """The cache and the engine during a step; `weight` seconds passed in steps until the next sample."""
+
+    waste: float
+    saved: float
+    running: int
+    weight: float = 0.0
+
+
+@dataclass(slots=True)
+class Course:
+    """How it went."""
+
+    traces: list[Trace]
+    samples: list[Sample]
+    seconds: float
+    host_seconds: float
+    """In steps, less waiting for a GPU; on a CPU less the model's own computation."""
+    steps: int
+    read: int
+    """Tokens that the model has read, those of answers included."""
+    preemptions: int
+
+
+class Watch:
+    """Stands before a runner: times what is not the host's bookkeeping, and looks at the cache every few steps.
+
+    Between two steps the blocks of finished answers are free and new ones are not admitted yet: a sample is taken in a step.
+    """
+
+    def __init__(self, engine: Engine, clock: Clock, every: int) -> None:
+        self._engine, self._clock, self._every = engine, clock, every
+        self._runner = engine.runner
+        self._computes_here = engine.runner.device.type == "cpu"
+        self._steps = 0
+        self.samples: list[Sample] = []
+        self.elsewhere = 0.0
+        """Seconds in which the host waited or did not work for the engine."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, plan: Plan) -> Result:
+        """The runner's step."""
+        began = self._clock.now()
+        result = self._runner.run(plan)
+        begun = self._clock.now()
+        if self._computes_here:
+            self.elsewhere += begun - began
+        elif result.arrived is not None:
+            result.arrived = cast(Any, Arrival(result.arrived, self))
+        if self._steps % self._every == 0:
+            pool, running = self._engine.pool, self._engine.scheduler.running
+            self.samples.append(Sample(pool.waste(), pool.saved(), sum(len(request.live) for request in running)))
+            self.elsewhere += self._clock.now() - begun
+        self._steps += 1
+        return result
+
+    def wait(self, event: Any) -> None:
+        """For a step that is under way on the device."""
+        began = self._clock.now()
+        event.synchronize()
+        self.elsewhere += self._clock.now() - began
+
+
+class Arrival:
+    """An event, waited for under a watch."""
+
+    def __init__(self, event: Any, watch: Watch) -> None:
+        self._event, self._watch = event, watch
+
+    def synchronize(self) -> None:
+        """Waits for it."""
+        self._watch.wait(self._event)
+
+
+def drive(
+    engine: Engine, workload: Workload, *, clock: Clock | None = None, every: int = 16, say: Progress | None = None
+) -> Course:
+    """Answers a workload's requests.
+
+    Args:
+        engine: idle; its prefix cache is as it is.
+        workload: with token ids that the model has, or that it is to refuse.
+        clock: the machine's, if None.
+        every: so many steps the cache is looked at once; that takes the time of a pass over all its block tables.
+        say: is told now and then how far it is.
+    """
+    clock = clock or WallClock()
+    watch = Watch(engine, clock, every)
+    before, preempted = dict(engine.steps), engine.scheduler.preemptions
+    engine.runner = cast(Runner, watch)
+    client = _Client(engine, workload)
+    stepping, steps = 0.0, 0
+    start = clock.now()
+    try:
+        while True:
+            now = clock.now() - start
+            client.send(now)
+            if engine.idle:
+                if client.due is None:
+                    break
+                clock.sleep(max(client.due - now, 0.0))
+                continue
+            began = clock.now()
+            changed = engine.step()
+            ended = clock.now()
+            stepping += ended - began
+            if watch.samples:
+                watch.samples[-1].weight += ended - began
+            client.take(changed, ended - start)
+            steps += 1
+            if say is not None and steps % 64 == 0:
+                say(f"{client.done:,} of {len(workload.requests):,} requests, step {steps:,}")
+    finally:
+        engine.runner = watch._runner
+        client.leave()
+    return Course(
+        traces=client.traces,
+        samples=watch.samples,
+        seconds=clock.now() - start,
+        host_seconds=stepping - watch.elsewhere,
+        steps=engine.steps["steps"] - before.get("steps", 0),
+        read=engine.steps["tokens"] - before.get("tokens", 0),
+        preemptions=engine.scheduler.preemptions - preempted,
+    )
+
+
+class _Client:
+    """All clients: sends requests when they are due, and keeps their traces."""
+
+    def __init__(self, engine: Engine, workload: Workload) -> None:
+        self._engine, self._workload = engine, workload
+        self.traces = [Trace(len(ask.prompt)) for ask in workload.requests]
+        self.done = 0
+        self._due = [(ask.at, n) for n, ask in enumerate(workload.requests) if ask.after is None]
+        heapify(self._due)
+        self._next: dict[int, list[int]] = defaultdict(list)
+        for n, ask in enumerate(workload.requests):
+            if ask.after is not None:
+                self._next[ask.after].append(n)
+        self._prompts: dict[int, list[int]] = {}
+        self._running: dict[Request, int] = {}
+        self._impatient: list[Request] = []
+
+    @property
+    def due(self) -> float | None:
+        """When the next request is due."""
+        return self._due[0][0] if self._due else None
+
+    def send(self, now: float) -> None:
+        """The requests that are due."""
+        while self._due and self._due[0][0] <= now:
+            at, n = heappop(self._due)
+            ask, trace = self._workload.requests[n], self.traces[n]
+            trace.arrived = at
+            prompt = self._prompts.pop(n, ask.prompt)
+            trace.prompt = len(prompt)
+            try:
+                request = self._engine.add(prompt, ask.params)
+            except InvalidInput:
+                self._end(n, "refused", now)
+                continue
+            self._running[request] = n
+            if ask.gone == 0:
+                self._impatient.append(request)
+
+    def take(self, changed: list[Request], now: float) -> None:
+        """What a step has brought."""
+        for request in changed:
+            n = self._running.get(request)
+            if n is None:
+                continue
+            ask, trace = self._workload.requests[n], self.traces[n]
+            lengths = [answer.generated for answer in request.answers]
+            if lengths != trace.lengths:
+                trace.lengths = lengths
+                trace.times.append(now)
+            if not request.live:
+                del self._running[request]
+                self._go_on(n, request, now)
+                self._end(n, "answered", now)
+            elif ask.gone and lengths[0] >= ask.gone:
+                self._abort(request, now)
+        for request in self._impatient:
+            if request in self._running:
+                self._abort(request, now)
+        self._impatient.clear()
+
+    def leave(self) -> None:
+        """Whatever still runs, as after an error, is given up."""
+        for request in list(self._running):
+            self._engine.abort(request)
+
+    def _abort(self, request: Request, now: float) -> None:
+        self._engine.abort(request)
+        self._end(self._running.pop(request), "gone", now)
+
+    def _go_on(self, n: int, request: Request, now: float) -> None:
+        """The next turns of a conversation."""
+        for follower in self._next[n]:
+            ask = self._workload.requests[follower]
+            self._prompts[follower] = [*request.answers[0].ids, *ask.prompt][-self._workload.cut :]
+            heappush(self._due, (now + ask.at, follower))
+
+    def _end(self, n: int, fate: Fate, now: float) -> None:
+        self.traces[n].fate = fate
+        self.traces[n].ended = now
+        self.done += 1
+
+
+def fitted(workload: Workload, vocabulary: int) -> tuple[Ask, ...]:
+    """Its requests with the ids of a smaller vocabulary; those that are no ids stay so."""
+    return tuple(
+        ask._replace(prompt=[token % vocabulary if 0 <= token < 1 << 20 else token for token in ask.prompt])
+        for ask in workload.requests
+    )

@@ -1,0 +1,57 @@
+"""Models for `rooftile bench serving`: the shapes of published ones with random weights, or a checkpoint's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rooftile.errors import InvalidInput
+from rooftile.models import Decoder, ModelConfig
+from rooftile.models.rotary import Rotary
+
+
+def _llama3(factor: float, dim: int) -> Rotary:
+    return Rotary(
+        dim=dim, theta=500_000.0, scaling="llama3", factor=factor, original_len=8192, low_freq_factor=1.0, high_freq_factor=4.0
+    )
+
+
+MODELS: dict[str, ModelConfig] = {
+    # of nobody: small enough for a CPU, and with positions for every workload
+    "tiny": ModelConfig(
+        family="llama", vocab_size=512, layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, max_len=65_536,
+        scale=16**-0.5, windows=(None,) * 2, rotary=Rotary(dim=16), tie=True,
+    ),
+    # Qwen3-0.6B's
+    "0.6b": ModelConfig(
+        family="qwen3", vocab_size=151_936, layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, ffn=3072, max_len=40_960,
+        scale=128**-0.5, windows=(None,) * 28, rotary=Rotary(dim=128, theta=1e6), qk_norm=True, tie=True, eos_ids=(151_645,),
+        dtype=torch.bfloat16,
+    ),
+    # Llama-3.2-1B's
+    "1b": ModelConfig(
+        family="llama", vocab_size=128_256, layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, max_len=131_072,
+        scale=64**-0.5, windows=(None,) * 16, rotary=_llama3(32.0, 64), norm_eps=1e-5, tie=True, eos_ids=(128_001,),
+        dtype=torch.bfloat16,
+    ),
+    # Llama-3.1-8B's
+    "8b": ModelConfig(
+        family="llama", vocab_size=128_256, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14_336,
+        max_len=131_072, scale=128**-0.5, windows=(None,) * 32, rotary=_llama3(8.0, 128), norm_eps=1e-5, eos_ids=(128_001,),
+        dtype=torch.bfloat16,
+    ),
+}  # fmt: skip
+
+
+def decoder_named(name: str, device: torch.device) -> Decoder:
+    """One of MODELS with random weights, in bf16 on a GPU and in fp32 on a CPU; or the checkpoint in a folder, in its dtype.
+
+    Raises:
+        InvalidInput: it is neither, or the folder holds no checkpoint.
+    """
+    if name in MODELS:
+        return Decoder.random(MODELS[name], torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    if not Path(name).is_dir():
+        raise InvalidInput(f"model is {name!r}, which is no folder; has {', '.join(MODELS)}, or give a checkpoint's folder")
+    return Decoder.from_folder(name, device=device)
