@@ -104,12 +104,12 @@ def prompts(clock: Any) -> list[dict[str, Any]]:
         cu = torch.arange(B + 1, device="cuda", dtype=torch.int32) * S
         paged = PagedKV(cache.k, cache.v, cache.table, cache.lengths, cu)
         k, v = (torch.randn(B, S, Hk, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        lines = [x.flatten(0, 1) for x in (q, k, v)]
         found = medians(
             {
                 "rooftile, block 16": partial(rt.attention_paged, q.flatten(0, 1), paged, rt.CAUSAL),
                 "rooftile, no pages": partial(rt.attention, q, k, v, rt.CAUSAL),
-                "rooftile, packed, no pages": partial(rt.attention_packed, *rows, cu, cu, rt.CAUSAL),
+                "rooftile, packed, no pages": partial(rt.attention_packed, *lines, cu, cu, rt.CAUSAL),
             },
             clock,
         )

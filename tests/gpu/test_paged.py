@@ -115,6 +115,12 @@ def test_a_captured_graph_sees_new_lengths() -> None:
     assert_close((o, cache.lengths), (rt.attention_paged(q, cache, rt.CAUSAL, backend="eager"), cache.lengths))
 
 
+def assert_near(found: tuple[Tensor, Tensor], due: tuple[Tensor, Tensor]) -> None:
+    """The definition rounds a key to 16 bits once it is times its scale; a kernel gives the scale to the score."""
+    torch.testing.assert_close(found[0], due[0], rtol=1.6e-2, atol=1e-2)
+    torch.testing.assert_close(found[1], due[1], rtol=1e-3, atol=1e-2)
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_cache_in_fp8(mask: Mask, dim: int) -> None:
@@ -131,9 +137,9 @@ def test_a_cache_in_fp8(mask: Mask, dim: int) -> None:
     q = torch.randn(4, 2, 8, dim, device="cuda").bfloat16()
     due = rt.attention_paged_with_lse(q, cache, mask, backend="eager")
     for deterministic in (False, True):
-        assert_close(rt.attention_paged_with_lse(q, cache, mask, deterministic=deterministic), due)
+        assert_near(rt.attention_paged_with_lse(q, cache, mask, deterministic=deterministic), due)
     counts = torch.tensor([0, 500, 517, 617, 717], dtype=torch.int32, device="cuda")
     rows = torch.randn(717, 8, dim, device="cuda").bfloat16()
     packed = pages.view(1, plain.table, plain.lengths, counts)
     due = rt.attention_paged_with_lse(rows, packed, mask, backend="eager")
-    assert_close(rt.attention_paged_with_lse(rows, packed, mask), due)
+    assert_near(rt.attention_paged_with_lse(rows, packed, mask), due)
