@@ -102,6 +102,7 @@ class Row:
     settings: dict[str, Any]  # of LLM
     scale: float
     runs: int
+    first_s: float | None  # the run before the first, in which kernels were compiled, on a GPU
     start_s: float  # making or loading the weights, the cache, kernels and graphs; not importing
     median: Measures
     low: Measures
@@ -208,14 +209,20 @@ def measure(
                 began = clock.now()
                 llm, known = LLM(decoder, **asked), asked
                 started = loaded + clock.now() - began
+            first = None
             if session.device.type == "cuda":
+                # kernels are compiled for lengths as they come, and kept on disk: that is no part of what a server does all day
+                began = clock.now()
                 say(f"{workload.name}: warming up")
-                drive(llm.engine, _few(workload), clock=clock)
+                drive(llm.engine, workload, clock=clock)
+                first = clock.now() - began
             found = [
                 _run(llm, workload, costs, clock, f"{workload.name}, {one}, run {run} of {runs}", say)
                 for run in range(1, runs + 1)
             ]
-            row = _row(workload, session, found, model=model, allocator=one, settings=asked, scale=scale, start_s=started)
+            row = _row(
+                workload, session, found, model=model, allocator=one, settings=asked, scale=scale, start_s=started, first_s=first
+            )
             if one == "paged" and "contiguous" in rows:
                 row = replace(row, over_contiguous=ratios(row.median, rows["contiguous"].median))
             rows[one] = row
@@ -271,14 +278,6 @@ def _run(llm: LLM, workload: Workload, costs: Costs | None, clock: Clock, words:
     return measures(course, costs=costs, peak_bytes=peak)
 
 
-def _few(workload: Workload) -> Workload:
-    """Two of its requests with short answers: kernels that its lengths need are compiled before the first run."""
-    asked = [ask for ask in workload.requests if ask.after is None][:2]
-    return replace(
-        workload, requests=tuple(ask._replace(at=0.0, gone=None, params=replace(ask.params, max_tokens=2)) for ask in asked)
-    )
-
-
 def _settings(workload: Workload, decoder: Decoder) -> dict[str, Any]:
     """The workload's own; of the model's length as much as is used, up to a power of two so that an engine serves several."""
     longest = min(1 << (workload.longest - 1).bit_length(), decoder.config.max_len)
@@ -287,13 +286,14 @@ def _settings(workload: Workload, decoder: Decoder) -> dict[str, Any]:
 
 def _row(
     workload: Workload, session: Session, found: list[Measures], *, model: str, allocator: str, settings: dict[str, Any],
-    scale: float, start_s: float,
+    scale: float, start_s: float, first_s: float | None,
 ) -> Row:  # fmt: skip
     machine = session.machine
     rates = session.ceilings.matmul_tflops
     return Row(
         workload=workload.name, purpose=workload.purpose, model=model, allocator=allocator, settings=settings, scale=scale,
-        runs=len(found), start_s=start_s, median=_each(median, found), low=_each(min, found), high=_each(max, found),
+        runs=len(found), first_s=first_s, start_s=start_s, median=_each(median, found), low=_each(min, found),
+        high=_each(max, found),
         device=machine.name, arch=machine.arch, driver=machine.driver, torch=machine.torch, triton=machine.triton,
         commit=session.commit, date=session.date, copy_gbs=session.ceilings.copy_gbs,
         matmul_tflops=rates.get("bf16" if machine.type == "cuda" else "fp32"),
