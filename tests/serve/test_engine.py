@@ -260,6 +260,7 @@ def test_a_bad_request_fails_alone(prompt, params: SamplingParams, sentence: str
         ({"max_model_len": 1000}, InvalidInput, "max_model_len is 1,000; the model has positions for 2 to 128"),
         ({"max_model_len": 96, "num_blocks": 5}, InvalidInput, "5 blocks of 16 are room for 80 tokens; a sequence may have 96"),
         ({"max_batched_tokens": 0}, InvalidInput, "max_batched_tokens is 0; must be at least 1"),
+        ({"num_blocks": -1}, InvalidInput, "num_blocks is -1; must be at least 1"),
         ({"gpu_memory_utilization": 1.5}, InvalidInput, "gpu_memory_utilization is 1.5"),
     ],
 )
