@@ -26,7 +26,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("In few bits", "rooftile", ("Precision", "quantise_qkv", "attention_quantised", "attention_quantised_with_lse")),
     ("From a paged cache", "rooftile", ("attention_paged", "attention_paged_with_lse")),
     ("Its blocks", "rooftile.kvcache", ("BlockPool", "BlockTable", "OutOfBlocks", "Pages", "PagedKV")),
-    ("Serving", "rooftile.serve", ("LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob")),
+    ("Serving", "rooftile.serve", ("LLM", "AsyncEngine", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob")),
     (
         "Number formats",
         "rooftile.numerics",
