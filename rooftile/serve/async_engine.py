@@ -5,8 +5,8 @@
                                                    step
     the newest state of each request <------------ told after it, one wake-up for each event loop
 
-What belongs to the engine is touched by its thread only. A caller that reads slowly misses states on the way, never the last: of a
-request only the newest one is kept.
+What belongs to the engine is touched by its thread only. A caller that reads slowly misses states on the way, never the last: of
+a request only the newest one is kept.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Order(NamedTuple):
 class AsyncEngine:
     """An LLM that many callers use at once, from one event loop or several.
 
-    It runs in a thread of its own, which sleeps when there is nothing to do. The LLM is the engine's until `close`: do not call it
-    yourself meanwhile.
+    It runs in a thread of its own, which sleeps when there is nothing to do. The LLM is the engine's until `close`: do not call
+    it yourself meanwhile.
 
     Args:
         llm: the model.
@@ -202,8 +202,7 @@ class AsyncEngine:
             if isinstance(subject, int):
                 told += self._aborted([subject])
             elif kind == "leave":
-                if subject.request is not None and self._calls.pop(subject.request.id, None):
-                    engine.abort(subject.request)
+                self._left(subject)
             elif closing:
                 told.append((subject, _ended(None)))
             else:
@@ -231,6 +230,11 @@ class AsyncEngine:
             self.llm.engine.abort(call.request)
             told.append((call, output_of(call.request, call.text)))
         return told
+
+    def _left(self, call: _Call) -> None:
+        """Nobody reads a call any more: its request ends, if it has not."""
+        if call.request is not None and self._calls.pop(call.request.id, None) is not None:
+            self.llm.engine.abort(call.request)
 
     def _step(self) -> None:
         told: list[tuple[_Call, RequestOutput | Exception]] = []
@@ -260,8 +264,7 @@ class AsyncEngine:
             except RuntimeError:
                 # the loop is closed, and nobody there will read
                 for call in calls:
-                    if call.request is not None and self._calls.pop(call.request.id, None):
-                        self.llm.engine.abort(call.request)
+                    self._left(call)
 
     def _end(self, cause: BaseException | None) -> None:
         """Nothing is taken any more; whoever still waits hears why."""

@@ -126,7 +126,7 @@ def test_a_loop_that_stands_still_is_rung_at_once_only(llm: LLM, monkeypatch) ->
             monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *all_: (rung.append(all_), ring(*all_))[1])
             # blocks the loop on purpose
             while not llm.engine.idle:
-                time.sleep(0.001)  # noqa: ASYNC251
+                time.sleep(0.001)
             assert len(rung) <= 1
             assert len([output async for output in stream][-1].outputs[0].token_ids) == 90
 
