@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rooftile.cli import accuracy, bench, doctor, explain, report, warmup
+from rooftile.cli import accuracy, bench, doctor, explain, generate, report, warmup
 
 app = typer.Typer(
     name="rooftile",
@@ -18,5 +18,6 @@ app.command("doctor")(doctor.doctor)
 app.command("explain")(explain.explain)
 app.command("warmup")(warmup.warmup)
 app.command("accuracy")(accuracy.accuracy)
+app.command("generate")(generate.generate)
 app.command("report")(report.report)
 app.add_typer(bench.app, name="bench")

@@ -1,6 +1,7 @@
 """Serving language models from a paged cache.
 
     llm              LLM: prompts in, answers out
+    async_engine     AsyncEngine: the same for many callers at once, as in a server
     engine           requests in, tokens out, a step at a time
     scheduler        what the model reads next
     runner           a step on a device
@@ -13,8 +14,9 @@
     tokenizer        of a checkpoint
 """
 
+from rooftile.serve.async_engine import AsyncEngine
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import CompletionOutput, Logprob, RequestOutput
 from rooftile.serve.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

@@ -65,8 +65,10 @@ class LLM:
             raise InvalidInput(f'allocator is {allocator!r}; must be "paged" or "contiguous"')
         if block_size < 8 or block_size & (block_size - 1):
             raise InvalidInput(f"block_size is {block_size}; must be a power of two of at least 8")
-        for name, value in (("max_batched_tokens", max_batched_tokens), ("max_num_seqs", max_num_seqs)):
-            if value < 1:
+        for name, value in (
+            ("max_batched_tokens", max_batched_tokens), ("max_num_seqs", max_num_seqs), ("num_blocks", num_blocks)
+        ):  # fmt: skip
+            if value is not None and value < 1:
                 raise InvalidInput(f"{name} is {value}; must be at least 1")
         if not 0 < gpu_memory_utilization <= 1:
             raise InvalidInput(f"gpu_memory_utilization is {gpu_memory_utilization}; must be above 0 and at most 1")

@@ -49,9 +49,8 @@ class SamplingParams:
         >>> from rooftile.serve import SamplingParams
         >>> SamplingParams(temperature=0, max_tokens=20).greedy
         True
-        >>> SamplingParams(n=4, beam_width=2)
-        Traceback (most recent call last):
-        rooftile.errors.InvalidInput: n is 4 with beam_width 2; a search returns at most its beams
+        >>> SamplingParams(stop=".").stops
+        ('.',)
     """
 
     n: int = 1

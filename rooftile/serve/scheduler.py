@@ -78,16 +78,14 @@ class Scheduler:
         """Takes back what a complete answer has."""
         self._release(answer)
         request = answer.request
-        if not request.live and request in self.running:
-            self.running.remove(request)
+        if not request.live:
+            self._leave(request)
 
     def abort(self, request: Request) -> None:
         """Takes back what a request has, wherever it is."""
         for answer in request.answers:
             self._release(answer)
-        for queue in (self.waiting, self.running):
-            if request in queue:
-                queue.remove(request)
+        self._leave(request)
 
     def adopt(self, answers: list[Answer], parents: list[int]) -> None:
         """Lets each answer go on from the blocks of its parent: a search has chosen among its beams' successors."""
@@ -211,6 +209,12 @@ class Scheduler:
             self._release(answer)
         self.running.remove(request)
         self.waiting.appendleft(request)
+
+    def _leave(self, request: Request) -> None:
+        # one that was preempted may be completed by what was being computed of it: it waits then
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
 
     def _release(self, answer: Answer) -> None:
         self._free_table(answer)

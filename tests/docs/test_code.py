@@ -43,6 +43,9 @@ def test_a_docstring_example_runs(name):
     scope = {"torch": torch, "rooftile": rooftile, "q": q, "k": k, "v": v}
     scope |= {public: getattr(rooftile, public) for public in rooftile.__all__} | DOCUMENTED
     for example in doctest.DocTestParser().get_examples(DOCUMENTED[name].__doc__):
+        if example.options.get(doctest.SKIP):
+            # it needs what is not here, as a checkpoint
+            continue
         if example.want:
             assert repr(eval(example.source, scope)) == example.want.strip()
         else:

@@ -137,6 +137,15 @@ def test_samples_depend_on_their_seed_only(peers) -> None:
             assert tokens_of(LLM(peer.folder, **ROOM), [asked[n]], alone) == [[free[n][i]]]
 
 
+def test_a_preempted_request_may_be_complete_before_it_is_admitted_again(peers) -> None:
+    """By the last token that was being computed of it."""
+    params = [SamplingParams(n=1 + n % 3, max_tokens=1 + n % 20, seed=n, ignore_eos=True) for n in range(48)]
+    llm = LLM(peers("llama").folder, max_model_len=96, num_blocks=14)
+    due = tokens_of(llm, prompts(48), params)
+    llm.engine._ahead = True
+    assert tokens_of(llm, prompts(48), params) == due
+
+
 def test_samples_share_the_blocks_of_their_prompt(peers) -> None:
     peer = peers("llama")
     llm = LLM(peer.folder, **ROOM)
@@ -260,6 +269,7 @@ def test_a_bad_request_fails_alone(prompt, params: SamplingParams, sentence: str
         ({"max_model_len": 1000}, InvalidInput, "max_model_len is 1,000; the model has positions for 2 to 128"),
         ({"max_model_len": 96, "num_blocks": 5}, InvalidInput, "5 blocks of 16 are room for 80 tokens; a sequence may have 96"),
         ({"max_batched_tokens": 0}, InvalidInput, "max_batched_tokens is 0; must be at least 1"),
+        ({"num_blocks": -1}, InvalidInput, "num_blocks is -1; must be at least 1"),
         ({"gpu_memory_utilization": 1.5}, InvalidInput, "gpu_memory_utilization is 1.5"),
     ],
 )

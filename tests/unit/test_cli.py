@@ -40,7 +40,8 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 
 COMMANDS = [
-    ("doctor",), ("explain",), ("warmup",), ("report",), ("bench", "attention"), ("bench", "serving"), ("bench", "list"),
+    ("doctor",), ("explain",), ("warmup",), ("generate",), ("report",), ("bench", "attention"), ("bench", "serving"),
+    ("bench", "list"),
     ("bench", "compare"),
 ]  # fmt: skip
 
@@ -180,6 +181,12 @@ def test_warmup_runs_each_case_once(run) -> None:
         (("bench", "compare", "no-such-file.jsonl"), "no-such-file.jsonl does not exist"),
         (("doctor", "--device", "tpu"), "device is 'tpu'; must be cpu, cuda or cuda:N"),
         (("warmup",), "warmup got no case; name some with --case or --tag"),
+        (("generate", "folder"), "generate got no prompt; give one with -p or --prompt-file"),
+        (("generate", "no-such-folder", "-p", "a"), "no-such-folder is no folder; give one with config.json and *.safetensors"),
+        (("generate", "folder", "-p", "a", "--temperature", "-1"), "temperature is -1.0; must be a finite number of at least 0"),
+        (("generate", "folder", "-p", "a", "--beam-width", "2", "--top-k", "5"), "top_k is 5 with beam_width 2; a search draws"),
+        (("generate", "folder", "-p", "a", "--dtype", "fp4"), "--dtype is 'fp4'; has auto, bf16, fp16, fp32"),
+        (("generate", "folder", "--prompt-file", "no-such-file"), "--prompt-file no-such-file cannot be read: No such file"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
@@ -201,6 +208,12 @@ def test_the_module_is_the_command() -> None:
     ran = subprocess.run([sys.executable, "-m", "rooftile", "--help"], capture_output=True, text=True, check=True)
     assert "doctor" in ran.stdout
     assert ran.stderr == ""
+
+
+def test_help_imports_no_server() -> None:
+    program = "import sys, rooftile.cli.app; print([name for name in sys.modules if name.startswith('rooftile.serve')])"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
 
 
 def test_importing_rooftile_imports_no_command_line() -> None:

@@ -1,0 +1,225 @@
+"""`rooftile generate`: what a checkpoint's model answers, on the terminal while it comes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rooftile.cli.output import DeviceOption, JsonOption, print_json, progress
+from rooftile.errors import InvalidInput
+from rooftile.hardware.device import device_of
+from rooftile.spec import DTYPES
+
+if TYPE_CHECKING:
+    # they take a while to import, and --help does not need them
+    from rooftile.serve import LLM, RequestOutput, SamplingParams
+
+
+def generate(
+    model: Annotated[Path, typer.Argument(help="A checkpoint's folder: config.json, *.safetensors, tokenizer.json.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be given several times.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", help="A file whose text is one more prompt; - for stdin.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send each prompt as a user's message, by the checkpoint's template.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most.")] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="Scores are divided by it; 0 takes the most likely token.")
+    ] = 1.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens of this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Keep so many of the likeliest tokens; 0 for all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option("--min-p", help="Keep tokens at least this share as likely as the likeliest.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer.")] = None,
+    n: Annotated[int, typer.Option("--n", help="Answers to each prompt.")] = 1,
+    beam_width: Annotated[
+        int | None, typer.Option("--beam-width", help="Search with so many beams instead of sampling.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="A text that ends an answer; may be given several times.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option("--max-model-len", help="Tokens of a prompt and its answer at most.")
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option("--num-blocks", help="Blocks of the cache; left out, what fits into memory.")
+    ] = None,
+    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Of the cache; auto for the model's.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Of the model: bf16, fp16, fp32; auto for the checkpoint's.")
+    ] = "auto",
+    device: DeviceOption = "auto",
+    json: JsonOption = False,
+) -> None:
+    """Text from a model in a checkpoint's folder. Answers on stdout as they come, speed and memory on stderr.
+
+    Example: rooftile generate Llama-3.2-1B -p "The roof" --max-tokens 50 --temperature 0.7
+    """
+    prompts = [*(prompt or []), *([] if prompt_file is None else [_text_of(prompt_file)])]
+    if not prompts:
+        raise InvalidInput("generate got no prompt; give one with -p or --prompt-file")
+    if dtype != "auto" and (dtype not in DTYPES or dtype == "fp64"):
+        raise InvalidInput(f"--dtype is {dtype!r}; has auto, bf16, fp16, fp32")
+    target = device_of(device)
+    from rooftile.serve import LLM, SamplingParams
+    from rooftile.serve.llm import TOKENIZER_FILES
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,
+        beam_width=beam_width, stop=stop or (),
+    )  # fmt: skip
+    # before a model is read, which takes a while
+    if (model / "config.json").is_file() and not any((model / name).is_file() for name in TOKENIZER_FILES):
+        raise InvalidInput(f"{model} has no tokenizer.json; a prompt that is text needs a tokenizer")
+    with progress() as say:
+        say(f"reading {model}")
+        llm = LLM(
+            model, dtype=DTYPES.get(dtype, dtype), device=target, max_model_len=max_model_len, num_blocks=num_blocks,
+            kv_dtype=kv_dtype,
+        )  # fmt: skip
+    run = _Run(llm, prompts, params, chat=chat)
+    if json:
+        with progress() as say:
+            run.go(lambda: say(f"{run.tokens:,} tokens"))
+        print_json({"model": str(model), "device": str(target)} | run.json())
+        return
+    writer = _Writer(run)
+    run.go(writer.write)
+    print(run, file=sys.stderr)
+
+
+class _Run:
+    """All prompts, answered together; each one's newest state, and the clock."""
+
+    def __init__(self, llm: LLM, prompts: Sequence[str], params: SamplingParams, *, chat: bool) -> None:
+        self.llm = llm
+        self.prompts = prompts
+        self.params = params
+        self.outputs: dict[int, RequestOutput] = {}
+        self.seconds = 0.0
+        self.first: float | None = None
+        """Seconds to the first token of any."""
+        self._asked: Sequence[Any] = [self._chat(prompt) for prompt in prompts] if chat else prompts
+
+    def go(self, changed: Callable[[], None]) -> None:
+        """To the end; calls `changed` whenever something has."""
+        start = time.perf_counter()
+        for place, output in self.llm.stream(self._asked, self.params):
+            if output.error is not None:
+                which = f"prompt {place + 1}: " if len(self.prompts) > 1 else ""
+                raise InvalidInput(which + output.error)
+            self.seconds = time.perf_counter() - start
+            if self.first is None:
+                self.first = self.seconds
+            self.outputs[place] = output
+            changed()
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(len(answer.token_ids) for output in self.outputs.values() for answer in output.outputs)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, reading the prompts included."""
+        return self.tokens / self.seconds
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "outputs": [
+                {
+                    "prompt": prompt,
+                    "prompt_tokens": len(self.outputs[place].prompt_token_ids),
+                    "answers": [
+                        {
+                            "text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason,
+                            "stop_reason": answer.stop_reason, "score": answer.score,
+                        }
+                        for answer in self.outputs[place].outputs
+                    ],
+                }
+                for place, prompt in enumerate(self.prompts)
+            ],
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.rate,
+            "seconds_to_first_token": self.first,
+            "cache": str(self.llm.pages),
+            "cache_bytes": self.llm.pages.storage.nbytes,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens:,} tokens in {self.seconds:.2f} s: {self.rate:,.1f} tokens/s, the first after {self.first:.2f} s; "
+            f"cache: {self.llm.pages}"
+        )
+
+    def _chat(self, prompt: str) -> list[int]:
+        assert self.llm.tokenizer is not None
+        return self.llm.tokenizer.chat([{"role": "user", "content": prompt}])
+
+
+class _Writer:
+    """Answers on stdout, one after the other: the one whose turn it is while it grows, the others when it is theirs."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self._turns = [(place, index) for place in range(len(run.prompts)) for index in range(run.params.n)]
+        # characters of the answer whose turn it is that are written; None before it has begun
+        self._written: int | None = None
+        self._terminal = sys.stdout.isatty()
+
+    def write(self) -> None:
+        """All that is new."""
+        while self._turns:
+            place, index = self._turns[0]
+            output = self._run.outputs.get(place)
+            # beams change places until the search is over
+            if output is None or (self._run.params.beam_width is not None and not output.finished):
+                return
+            answer = output.outputs[index]
+            if self._written is None:
+                self._head(place, index)
+                self._written = 0
+            self._put(answer.text[self._written :])
+            self._written = len(answer.text)
+            if answer.finish_reason is None:
+                return
+            self._turns.pop(0)
+            self._written = None
+            print("\n" if self._turns else "", flush=True)
+
+    def _head(self, place: int, index: int) -> None:
+        """What an answer stands under, if there are several."""
+        if len(self._run.prompts) > 1 and index == 0:
+            print(*(f"> {line}" for line in self._run.prompts[place].splitlines() or [""]), sep="\n")
+        if self._run.params.n > 1:
+            print(f"[{index + 1}]")
+
+    def _put(self, text: str) -> None:
+        if self._terminal:
+            # what a model writes does not command a terminal
+            text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+        if text:
+            print(text, end="", flush=True)
+
+
+def _text_of(file: Path) -> str:
+    """What a file holds, without the newline that ends it; of - stdin."""
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"--prompt-file {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"--prompt-file {file} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+    return text.removesuffix("\n")

@@ -1,0 +1,394 @@
+"""Many callers at once get what `LLM.generate` gives; whoever leaves, leaves nothing; and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import aclosing
+
+import pytest
+import transformers
+
+from rooftile.errors import InvalidInput
+from rooftile.serve import LLM, AsyncEngine, RequestOutput, SamplingParams
+from tests.models.checkpoints import SMALL, saved
+from tests.serve.folders import save
+from tests.serve.test_engine import GREEDY, ROOM, TOKENS, assert_clean, prompts
+
+LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+SOON = 120.0
+
+
+@pytest.fixture
+def llm(peers) -> LLM:
+    return LLM(peers("llama").folder, **ROOM)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name == "rooftile engine"] == []
+
+
+def run(main) -> None:
+    """A coroutine in an event loop of its own; one that hangs fails."""
+    asyncio.run(asyncio.wait_for(main, SOON))
+
+
+async def read(engine: AsyncEngine, prompt, params: SamplingParams) -> list[RequestOutput]:
+    return [output async for output in engine.generate(prompt, params)]
+
+
+async def at_rest(engine: AsyncEngine) -> None:
+    """Waits until there is nothing to do."""
+    while not engine.llm.engine.idle or engine._orders:
+        await asyncio.sleep(0.001)
+
+
+def slowed(llm: LLM, seconds: float = 0.005) -> None:
+    """Steps take long enough to do something meanwhile."""
+    step = llm.engine.step
+
+    def slow():
+        time.sleep(seconds)
+        return step()
+
+    llm.engine.step = slow
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "a step ahead"])
+@pytest.mark.parametrize("settings", [ROOM, {"max_model_len": 96, "num_blocks": 14}], ids=["", "preempted"])
+def test_many_callers_get_what_generate_gives(settings, ahead: bool, peers) -> None:
+    asked = prompts(48)
+    params = [SamplingParams(temperature=0.9, seed=n, n=1 + n % 3, max_tokens=1 + n % 20, ignore_eos=True) for n in range(48)]
+    due = [output.outputs for output in LLM(peers("llama").folder, **settings).generate(asked, params)]
+    llm = LLM(peers("llama").folder, **settings)
+    llm.engine._ahead = ahead
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            found = await asyncio.gather(*(read(engine, *each) for each in zip(asked, params, strict=True)))
+            for prompt, outputs, answers in zip(asked, found, due, strict=True):
+                assert outputs[-1].outputs == answers
+                assert {tuple(output.prompt_token_ids) for output in outputs} == {tuple(prompt)}
+                assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+                grown = [len(output.outputs[0].token_ids) for output in outputs]
+                assert grown == sorted(grown)
+            whole = await asyncio.gather(*(engine.complete(*each) for each in zip(asked, params, strict=True)))
+            assert [output.outputs for output in whole] == due
+            assert engine._calls == {}
+
+    run(main())
+    assert_clean(llm)
+
+
+def test_a_reader_sees_the_answer_grow(llm: LLM, peers) -> None:
+    slowed(llm)
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            lengths = [len(output.outputs[0].token_ids) for output in await read(engine, prompts()[0], GREEDY)]
+            # a state may be missed by a loop that is late, but not most of them
+            assert len(lengths) > TOKENS / 2
+            assert lengths[-1] == TOKENS
+
+    run(main())
+
+
+def test_a_slow_reader_misses_states_and_keeps_none(llm: LLM) -> None:
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            seen = []
+            async for output in engine.generate(prompts()[0], GREEDY):
+                seen.append(output)
+                await at_rest(engine)
+            assert len(seen) == 2
+            assert len(seen[-1].outputs[0].token_ids) == TOKENS
+            assert seen[-1].finished
+
+    run(main())
+
+
+def test_a_loop_that_stands_still_is_rung_at_once_only(llm: LLM, monkeypatch) -> None:
+    """What waits in a loop does not grow with the steps."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        rung = []
+        ring = loop.call_soon_threadsafe
+        async with AsyncEngine(llm) as engine:
+            stream = engine.generate([1, 2, 3], LONG)
+            await anext(stream)
+            monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *all_: (rung.append(all_), ring(*all_))[1])
+            # blocks the loop on purpose
+            while not llm.engine.idle:
+                time.sleep(0.001)
+            assert len(rung) <= 1
+            assert len([output async for output in stream][-1].outputs[0].token_ids) == 90
+
+    run(main())
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "a step ahead"])
+def test_who_is_cancelled_leaves_nothing(llm: LLM, ahead: bool, peers) -> None:
+    llm.engine._ahead = ahead
+    slowed(llm)
+    asked = prompts(9)
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            tasks = [asyncio.create_task(read(engine, prompt, LONG)) for prompt in asked[1:]]
+            kept = asyncio.create_task(read(engine, asked[0], GREEDY))
+            while llm.engine.steps["steps"] < 4:
+                await asyncio.sleep(0.001)
+            assert llm.engine.pool.used_blocks > 0
+            for task in tasks:
+                task.cancel()
+            assert {type(left) for left in await asyncio.gather(*tasks, return_exceptions=True)} == {asyncio.CancelledError}
+            assert (await kept)[-1].outputs[0].token_ids == peers("llama").greedy(asked[:1], TOKENS)[0]
+            await at_rest(engine)
+            # nobody ran to the end
+            assert llm.engine.steps["steps"] < 60
+            assert_clean(llm)
+            assert engine._calls == {}
+
+    run(main())
+
+
+def test_a_closed_iterator_aborts_its_request(llm: LLM) -> None:
+    slowed(llm)
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            async with aclosing(engine.generate([1, 2, 3], LONG)) as stream:
+                await anext(stream)
+            await at_rest(engine)
+            assert llm.engine.steps["steps"] < 60
+            assert_clean(llm)
+            # and one whose caller has gone before it began
+            task = asyncio.create_task(engine.complete([1, 2, 3], LONG))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await at_rest(engine)
+            assert_clean(llm)
+
+    run(main())
+
+
+def test_abort_gives_what_there_is(llm: LLM) -> None:
+    slowed(llm)
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            seen = []
+            async for output in engine.generate([1, 2, 3], LONG):
+                seen.append(output)
+                if len(seen) == 3:
+                    engine.abort(output.request_id)
+                    engine.abort(999)
+            (answer,) = seen[-1].outputs
+            assert (answer.finish_reason, seen[-1].finished) == ("abort", True)
+            assert 3 <= len(answer.token_ids) < 90
+            # of one that is over
+            engine.abort(seen[-1].request_id)
+            assert len((await engine.complete([1, 2, 3], GREEDY)).outputs[0].token_ids) == TOKENS
+
+    run(main())
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "sentence"),
+    [
+        ([], InvalidInput, "the prompt has no token"),
+        ([1] * 96, InvalidInput, "the prompt has 96 tokens"),
+        ("text", InvalidInput, "the prompt is text and the model has no tokenizer"),
+        (5, TypeError, "not iterable"),
+    ],
+)
+def test_a_refusal_is_its_callers_alone(prompt, error: type[Exception], sentence: str, llm: LLM, peers) -> None:
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            good = asyncio.create_task(engine.complete(prompts()[0], GREEDY))
+            with pytest.raises(error, match=sentence):
+                await anext(engine.generate(prompt, GREEDY))
+            with pytest.raises(error, match=sentence):
+                await engine.complete(prompt, GREEDY)
+            assert (await good).outputs[0].token_ids == peers("llama").greedy(prompts()[:1], TOKENS)[0]
+
+    run(main())
+    assert_clean(llm)
+
+
+def test_a_step_that_fails_is_heard_by_all_who_wait_and_all_who_come(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    step, left = llm.engine.step, [3]
+
+    def failing():
+        left[0] -= 1
+        if not left[0]:
+            raise ValueError("no such page")
+        return step()
+
+    llm.engine.step = failing
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            found = await asyncio.gather(*(read(engine, prompt, LONG) for prompt in prompts(5)), return_exceptions=True)
+            for error in found:
+                assert isinstance(error, RuntimeError)
+                assert str(error) == "the engine has failed, and takes no more requests: ValueError: no such page"
+                assert isinstance(error.__cause__, ValueError)
+            assert len({id(error) for error in found}) == 5
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="no such page"):
+                    await engine.complete([1], LONG)
+            engine.abort(0)
+
+    run(main())
+    assert "no such page" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_two_event_loops_one_after_the_other_and_two_at_once(llm: LLM, peers) -> None:
+    asked = prompts(4)
+    due = peers("llama").greedy(asked, TOKENS)
+    engine = AsyncEngine(llm)
+    found: dict[int, list[int]] = {}
+
+    async def one(n: int) -> None:
+        found[n] = (await engine.complete(asked[n], GREEDY)).outputs[0].token_ids
+
+    for n in (0, 1):
+        run(one(n))
+    threads = [threading.Thread(target=run, args=(one(n),)) for n in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[n] for n in range(4)] == due
+    run(engine.close())
+    assert_clean(llm)
+
+
+def test_a_loop_that_is_gone_leaves_nothing(llm: LLM) -> None:
+    slowed(llm)
+    engine = AsyncEngine(llm)
+    loop = asyncio.new_event_loop()
+    stream = engine.generate([1, 2, 3], LONG)
+    loop.run_until_complete(anext(stream))
+    # not how one leaves a loop: its generators are not closed
+    loop.close()
+    run(at_rest(engine))
+    assert llm.engine.steps["steps"] < 60
+    assert_clean(llm)
+    run(engine.close())
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "a step ahead"])
+def test_close_ends_what_runs(llm: LLM, ahead: bool) -> None:
+    llm.engine._ahead = ahead
+    slowed(llm)
+
+    async def main() -> None:
+        engine = AsyncEngine(llm)
+        tasks = [asyncio.create_task(read(engine, prompt, LONG)) for prompt in prompts(5)]
+        while llm.engine.steps["steps"] < 4:
+            await asyncio.sleep(0.001)
+        await engine.close()
+        for task in tasks:
+            last = (await task)[-1]
+            assert last.finished
+            assert last.outputs[0].finish_reason in ("abort", "length")
+        assert_clean(llm)
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            await engine.complete([1], GREEDY)
+        await engine.close()
+        # the LLM is its owner's again
+        assert len(llm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids) == TOKENS
+
+    run(main())
+
+
+def test_requests_that_close_overtakes_hear_of_it(llm: LLM) -> None:
+    async def main() -> None:
+        engine = AsyncEngine(llm)
+        hold, go = threading.Event(), threading.Event()
+        add = llm.engine.add
+
+        def late(*arguments, **named):
+            hold.set()
+            go.wait(SOON)
+            return add(*arguments, **named)
+
+        llm.engine.add = late
+        first = asyncio.create_task(engine.complete([1], LONG))
+        await asyncio.to_thread(hold.wait, SOON)
+        second = asyncio.create_task(engine.complete([2], LONG))
+        await asyncio.sleep(0.01)
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0.05)
+        go.set()
+        await closing
+        assert (await first).outputs[0].finish_reason == "abort"
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            await second
+
+    run(main())
+    assert_clean(llm)
+
+
+def test_an_idle_engine_sleeps(llm: LLM) -> None:
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            await engine.complete([1, 2], GREEDY)
+            await asyncio.sleep(0.05)
+            before = time.process_time()
+            await asyncio.sleep(0.3)
+            assert time.process_time() - before < 0.1
+
+    run(main())
+
+
+def test_texts_are_read_off_the_loop(tmp_path) -> None:
+    config = transformers.LlamaConfig(**SMALL | {"vocab_size": 420})
+    saved(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    save("byte_level", tmp_path)
+    llm = LLM(tmp_path, **ROOM)
+    due = llm.generate("the roof", GREEDY)[0]
+    encode, threads = llm.tokenizer.encode, []
+
+    def noted(text: str) -> list[int]:
+        threads.append(threading.current_thread())
+        return encode(text)
+
+    llm.tokenizer.encode = noted
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            outputs = await read(engine, "the roof", GREEDY)
+            assert outputs[-1].outputs == due.outputs
+            assert {output.prompt for output in outputs} == {"the roof"}
+
+    run(main())
+    assert threads
+    assert threads[0] is not threading.main_thread()
+
+
+def test_a_program_that_does_not_close_ends(peers) -> None:
+    program = f"""
+import asyncio
+from rooftile.serve import LLM, AsyncEngine, SamplingParams
+engine = AsyncEngine(LLM({str(peers("llama").folder)!r}, max_model_len=96, num_blocks=100))
+async def main():
+    async for output in engine.generate([1, 2, 3], SamplingParams(max_tokens=90, ignore_eos=True)):
+        print("began", flush=True)
+        break
+asyncio.run(main())
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "began\n", "")
