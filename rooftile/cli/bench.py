@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rooftile.bench import compare as comparison
-from rooftile.bench import peers, results, serving, workloads
+from rooftile.bench import peers, results
 from rooftile.bench.results import Row
 from rooftile.bench.run import measure
 from rooftile.bench.session import open_session
@@ -26,6 +26,9 @@ from rooftile.cli.output import (
 from rooftile.errors import InvalidInput
 from rooftile.hardware.arch import arch
 from rooftile.hardware.device import device_of
+
+if TYPE_CHECKING:
+    from rooftile.bench import serving
 
 app = typer.Typer(
     help="Speed, memory and error of attention beside its peers, and of serving language models.",
@@ -114,6 +117,8 @@ def serve(
     Example: rooftile bench serving --workload W1 --workload W8 --model 1b --json serving.jsonl
     """
     target = device_of(device)
+    from rooftile.bench import serving, workloads
+
     chosen = workloads.named(workload or ["W1"], factor=scale, rate=rate)
     asked = {"num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": max_num_seqs}
     found: list[serving.Row] = []
