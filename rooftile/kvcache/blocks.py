@@ -91,6 +91,9 @@ class BlockPool:
         >>> pool.check()
     """
 
+    shares = True
+    """Whether tables that are forked go on sharing what they have in common."""
+
     def __init__(self, total: int, size: int = 16, *, watermark: float = 0.01, prefixes: bool = True) -> None:
         if total < 1:
             raise InvalidInput(f"a pool of {total} blocks; it needs at least one")

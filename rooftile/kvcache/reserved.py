@@ -22,6 +22,8 @@ class ReservedPool(BlockPool):
         ([], 4, 0.81)
     """
 
+    shares = False
+
     def __init__(self, total: int, size: int = 16, *, reserve: int, watermark: float = 0.01) -> None:
         super().__init__(total, size, watermark=watermark, prefixes=False)
         self.each = self.blocks_of(reserve)

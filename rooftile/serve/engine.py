@@ -81,9 +81,7 @@ class Engine:
     def abort(self, request: Request) -> None:
         """Ends a request; its answers keep what they have."""
         for answer in request.live:
-            if answer.words is not None:
-                answer.words.finish()
-            answer.finish_reason = "abort"
+            self._close(answer, "abort")
         self.scheduler.abort(request)
 
     def step(self) -> list[Request]:
@@ -159,7 +157,8 @@ class Engine:
                 answer.ids = known
             return
         self.scheduler.abort(request)
-        request.answers = answers[: request.params.n]
+        # as many as there are tokens to tell them apart, at most
+        request.answers = answers[: min(request.params.n, len(search.found))]
         for answer, found in zip(request.answers, search.found, strict=False):
             answer.ids = [*request.prompt, *found.tokens]
             answer.logprob, answer.score = found.logprob, found.score
@@ -170,6 +169,10 @@ class Engine:
                 answer.words.finish()
 
     def _finish(self, answer: Answer, reason: FinishReason, stop: int | str | None = None) -> None:
+        self._close(answer, reason, stop)
+        self.scheduler.finish(answer)
+
+    def _close(self, answer: Answer, reason: FinishReason, stop: int | str | None = None) -> None:
         """Ends an answer; also for a stop string that only what was held back shows to be there."""
         words = answer.words
         if words is not None:
@@ -182,7 +185,6 @@ class Engine:
                 del answer.tops[kept:]
         answer.finish_reason = reason
         answer.stop_reason = stop
-        self.scheduler.finish(answer)
 
     def _checked(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """How many tokens an answer may have."""

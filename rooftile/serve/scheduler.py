@@ -193,6 +193,8 @@ class Scheduler:
         readers = request.live if request.begun else request.live[:1]
         for answer in readers:
             answer.table = self.pool.begin(answer.ids, request.salt)
+            if answer is not readers[0]:
+                self._share(request, readers[0], answer)
             answer.planned = answer.table.length
             missing = len(answer.ids) - answer.table.length
             spare = self.pool.watermark if self.running else 0
@@ -202,6 +204,16 @@ class Scheduler:
                 return False
             self.pool.append(answer.table, missing)
         return True
+
+    def _share(self, request: Request, first: Answer, other: Answer) -> None:
+        """Lets an answer that comes back have its prompt from the first one, which reads before it, unless it is cached."""
+        assert first.table is not None
+        assert other.table is not None
+        shared = len(request.prompt) // self.pool.size * self.pool.size
+        if self.pool.shares and other.table.length < shared and first.table.sealed * self.pool.size <= shared:
+            self.pool.free(other.table)
+            other.table = self.pool.fork(first.table)
+            self.pool.truncate(other.table, shared)
 
     def _preempt(self, request: Request) -> None:
         self.preemptions += 1

@@ -160,6 +160,31 @@ def test_samples_share_the_blocks_of_their_prompt(peers) -> None:
     assert_clean(llm)
 
 
+def test_samples_that_come_back_share_their_prompt_again(peers) -> None:
+    """Also when nothing of it is cached any more; their tokens are what they would have been."""
+    peer = peers("llama")
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=30, ignore_eos=True)
+    prompt = [n % VOCABULARY for n in range(50)]
+    due = tokens_of(LLM(peer.folder, **ROOM), [prompt], params)
+    for budget in (8192, 20):
+        llm = LLM(peer.folder, **ROOM | {"max_batched_tokens": budget})
+        engine = llm.engine
+        request = engine.add(prompt, params)
+        while request.answers[0].generated < 4:
+            engine.step()
+        before = engine.pool.used_blocks
+        engine.scheduler._preempt(request)
+        engine.pool.forget_prefixes()
+        assert engine.pool.used_blocks == 0
+        while any(answer.behind > 1 for answer in request.answers):
+            engine.step()
+        assert engine.pool.used_blocks == before == 3 + 3
+        engine.pool.check()
+        while not engine.idle:
+            engine.step()
+        assert [answer.ids[50:] for answer in request.answers] == due[0]
+
+
 @pytest.mark.parametrize("settings", [ROOM, ROOM | {"num_blocks": 30, "max_batched_tokens": 20}], ids=["", "preempted"])
 @pytest.mark.parametrize(("width", "penalty", "early"), [(2, 1.0, False), (4, 0.0, True), (3, 2.0, False), (5, -1.0, True)])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
