@@ -5,7 +5,7 @@ A call goes `attention -> validate.spec_code -> dispatch.choose -> ops.attend ->
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -20,6 +20,8 @@ from rooftile.masks import FULL, Mask
 from rooftile.numerics import QuantisedQKV
 from rooftile.precision import Precision, recipe_of
 from rooftile.spec import Options, decode
+
+_NONE = Options()
 
 
 def attention(
@@ -338,12 +340,20 @@ def attention_paged_with_lse(
             o, lse = o.view(*q.shape[:-1], -1), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
         with torch.no_grad():
             return merge([(o, lse), same(q, rest, mask, sinks=sinks)])
-    options = Options(alibi=alibi, sinks=sinks)
+    attend = paged_alike(q, cache, mask, Options(alibi=alibi, sinks=sinks), backend, deterministic, scale, softcap)
+    with torch.no_grad():
+        return attend(q, cache)
+
+
+def paged_alike(
+    q: Tensor, cache: PagedKV, mask: Mask, options: Options = _NONE, backend: str | None = None,
+    deterministic: bool | None = None, scale: float | None = None, softcap: float | None = None,
+) -> Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]:  # fmt: skip
+    """`attention_paged_with_lse` for calls that differ from this one in nothing but what is in the tensors: checked once."""
     wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     code = validate.paged_code(q, cache, mask, options, scale, softcap, wanted)
-    with torch.no_grad():
-        found: tuple[Tensor, Tensor] = dispatch.BACKENDS[_choose(code, backend)].attend_paged(q, cache, options, decode(code))
-    return found
+    run, spec = dispatch.BACKENDS[_choose(code, backend)].attend_paged, decode(code)
+    return lambda q, cache: run(q, cache, options, spec)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -390,8 +400,6 @@ def explain(
     code = _spec_code(q, k, v, mask, options, needs_lse, deterministic, dropout, recipe, scale, softcap)
     return dispatch.explain(decode(code))
 
-
-_NONE = Options()
 
 
 def _attend(

@@ -162,15 +162,18 @@ def paged_code(
     )
 
 
-# queries of a sequence, on average, that are worth a copy of its keys and values in one piece; and the bytes of it at most
+# queries of a sequence, on average, that are worth the kernels for prompts; and where its keys and values must be copied in one
+# piece first, the bytes of it at most
 PROMPT, MOST_GATHERED = 64, 1 << 30
 
 
 def _has_prompts(q: Tensor, cache: Any) -> bool:
-    """Whether the sequences have many queries each, and all that their tables have room for may be gathered."""
+    """Whether the sequences have many queries each, and all that their tables have room for may be gathered if it must be."""
     B, N = cache.table.shape
-    line = cache.k[0, 0].nbytes + cache.v[0, 0].nbytes if cache.k.shape[0] else 0
-    return q.shape[:-2].numel() >= PROMPT * B and B * N * cache.k.shape[1] * line <= MOST_GATHERED
+    if q.shape[:-2].numel() < PROMPT * B:
+        return False
+    line = cache.k[0, 0].nbytes + cache.v[0, 0].nbytes if cache.k_scale is not None and cache.k.shape[0] else 0
+    return bool(B * N * cache.k.shape[1] * line <= MOST_GATHERED)
 
 
 def check_shared_prefix(q: Tensor, cache: Any, mask: Mask, alibi: Tensor | None, tokens: int) -> None:

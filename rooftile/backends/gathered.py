@@ -22,6 +22,11 @@ def attend(
     k, v, cu_k = gather(cache, q.dtype)
     rows, cu_q = cache.packed_queries(q)
     o, lse = forward(rows, k, v, options._replace(cu_q=cu_q, cu_k=cu_k), replace(spec, layout="packed"))
+    return like_queries(q, o, lse)
+
+
+def like_queries(q: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed o (total, H, Dv) and lse (H, total), with the axes that q has."""
     if q.ndim == 4:
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
-    return o.view(*q.shape[:-1], spec.dim_v), lse
+    return o.view(*q.shape[:-1], o.shape[-1]), lse

@@ -64,7 +64,7 @@ class _Contents(NamedTuple):
 
     digest: bytes
     before: bytes
-    tokens: tuple[int, ...]
+    tokens: bytes
 
 
 class BlockPool:
@@ -114,7 +114,7 @@ class BlockPool:
         self._found: dict[bytes, int] = {}
         self._tables: set[BlockTable] = set()
         # nobody outside can make two prefixes collide
-        self._key = secrets.token_bytes(16)
+        self._hash = blake2b(digest_size=16, key=secrets.token_bytes(16))
 
     @property
     def free_blocks(self) -> int:
@@ -154,9 +154,9 @@ class BlockPool:
 
         It never covers the last token: a model computes at least one. Prefixes are shared under the same `salt` only.
         """
-        table = BlockTable([], 0, self._digest(salt.encode(), ()), 0)
+        table = BlockTable([], 0, self._digest(salt.encode(), b""), 0)
         for start in range(0, (len(tokens) - 1) // self.size * self.size if self._prefixes else 0, self.size):
-            part = tuple(tokens[start : start + self.size])
+            part = array("q", tokens[start : start + self.size]).tobytes()
             digest = self._digest(table.digest, part)
             block = self._found.get(digest)
             if block is None or self._contents[block] != (digest, table.digest, part):
@@ -208,11 +208,13 @@ class BlockPool:
         if not self._prefixes:
             return
         full = min(table.length, len(tokens)) // self.size
-        while table.sealed < full:
-            start = table.sealed * self.size
-            part = tuple(tokens[start : start + self.size])
+        if table.sealed == full:
+            return
+        words = array("q", tokens[table.sealed * self.size : full * self.size]).tobytes()
+        width = 8 * self.size
+        for n, block in enumerate(table.blocks[table.sealed : full]):
+            part = words[n * width : (n + 1) * width]
             digest = self._digest(table.digest, part)
-            block = table.blocks[table.sealed]
             # what another sequence has computed meanwhile stays where it was found first
             if digest not in self._found and block not in self._contents:
                 self._found[digest] = block
@@ -324,6 +326,8 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         del self._found[self._contents.pop(block).digest]
 
-    def _digest(self, before: bytes, tokens: tuple[int, ...]) -> bytes:
+    def _digest(self, before: bytes, tokens: bytes) -> bytes:
         """Of tokens and, by its digest, of all before them: two sequences that differ anywhere have others."""
-        return blake2b(before + array("q", tokens).tobytes(), digest_size=16, key=self._key).digest()
+        keyed = self._hash.copy()
+        keyed.update(before + tokens)
+        return keyed.digest()

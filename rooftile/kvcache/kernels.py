@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.backends.launch import Quick
 from rooftile.kvcache.pages import PagedKV
 from rooftile.kvcache.rotation import Rotation
 
@@ -63,16 +64,24 @@ def _moved(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total"], do_not_specialize_on_alignment=["slots_ptr"])
 def _write(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, cos_ptr, sin_ptr, total,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, k_stride_p, k_stride_s, k_stride_n, v_stride_p, v_stride_s, v_stride_n,
-    cos_stride_t, k_scale_ptr, v_scale_ptr, scale_stride_p, scale_stride_s,
-    SIZE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, SCALED: tl.constexpr,
+    cos_stride_t, k_scale_ptr, v_scale_ptr, scale_stride_p, scale_stride_s, q_ptr, o_ptr, q_stride_t, q_stride_h,
+    SIZE: tl.constexpr, HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, SCALED: tl.constexpr,
 ):
     # fmt: on
-    """Keys and values of BLOCK_R heads of tokens into their slots, keys turned; a slot below 0 is nobody's."""
+    """Keys and values of BLOCK_R heads of tokens into their slots, keys turned; a slot below 0 is nobody's. Then queries."""
+    if Q_HEADS > 0:
+        n = tl.program_id(0) - tl.cdiv(total * HEADS, BLOCK_R)
+        if n >= 0:
+            _turn_heads(
+                q_ptr, o_ptr, cos_ptr, sin_ptr, total, n, q_stride_t, q_stride_h, cos_stride_t, Q_HEADS, D, HALF, BLOCK_R,
+                BLOCK_D, BLOCK_HALF,
+            )  # fmt: skip
+            return
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     t, h = r // HEADS, r % HEADS
     slot = tl.load(slots_ptr + t, mask=t < total, other=-1).to(tl.int64)
@@ -92,18 +101,31 @@ def _write(
     )  # fmt: skip
 
 
+@triton.jit
+def _turn_heads(
+    x_ptr, o_ptr, cos_ptr, sin_ptr, total, n, x_stride_t, x_stride_h, cos_stride_t,
+    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """The n-th BLOCK_R heads of tokens, turned."""
+    r = n.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    t, h = r // HEADS, r % HEADS
+    waves = (t * cos_stride_t)[:, None]
+    _moved(
+        x_ptr + (t * x_stride_t + h * x_stride_h)[:, None], o_ptr + (r * D)[:, None], cos_ptr + waves, sin_ptr + waves, o_ptr,
+        t < total, D, HALF, BLOCK_D, BLOCK_HALF, False,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["total"])
 def _rotate(
     x_ptr, o_ptr, cos_ptr, sin_ptr, total, x_stride_t, x_stride_h, cos_stride_t,
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    t, h = r // HEADS, r % HEADS
-    waves = (t * cos_stride_t)[:, None]
-    _moved(
-        x_ptr + (t * x_stride_t + h * x_stride_h)[:, None], o_ptr + (r * D)[:, None], cos_ptr + waves, sin_ptr + waves, o_ptr,
-        t < total, D, HALF, BLOCK_D, BLOCK_HALF, False,
+    _turn_heads(
+        x_ptr, o_ptr, cos_ptr, sin_ptr, total, tl.program_id(0), x_stride_t, x_stride_h, cos_stride_t, HEADS, D, HALF, BLOCK_R,
+        BLOCK_D, BLOCK_HALF,
     )  # fmt: skip
 
 
@@ -118,7 +140,9 @@ def _copy(storage_ptr, pairs_ptr, stride, words, WORDS: tl.constexpr):
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "N"])
+@triton.jit(
+    do_not_specialize=["B", "N", "table_stride"], do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "cu_k_ptr"]
+)
 def _gather(
     k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, cu_k_ptr, B, N,
     k_stride_p, k_stride_s, k_stride_n, v_stride_p, v_stride_s, v_stride_n, table_stride, k_scale_ptr, v_scale_ptr,
@@ -155,25 +179,34 @@ def _gather(
     tl.store(v_ptr + line[:, None] * DV + dv[None, :], v.to(v_ptr.dtype.element_ty), mask=there & (dv < DV)[None, :])
 
 
+_start_write, _start_rotate = Quick(_write), Quick(_rotate)
+
+
 def write(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, rotation: Rotation | None,
-    scales: tuple[Tensor, Tensor] | None = None,
-) -> None:  # fmt: skip
+    scales: tuple[Tensor, Tensor] | None = None, q: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """Puts k and v (total, heads, D) into slots (total,) of a layer's caches (blocks, size, heads, D); k turned.
 
-    With scales (blocks, size, heads) the caches are in FP8.
+    With scales (blocks, size, heads) the caches are in FP8. Returns q (total, q_heads, D) turned, which the same kernel does.
     """
     total, heads, dim = k.shape
+    o = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not total:
-        return
+        return o
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    x = k if q is None else q if q.stride(2) == 1 else q.contiguous()
     cos, sin = (k, k) if rotation is None else rotation
-    constants = _constants(heads, dim, 0 if rotation is None else cos.shape[1])
-    _write[(triton.cdiv(total * heads, constants["BLOCK_R"]),)](
+    q_heads = 0 if q is None else q.shape[1]
+    constants = _writes(heads, q_heads, dim, 0 if rotation is None else cos.shape[1], k_cache.shape[1], scales is not None)
+    block_r = constants["BLOCK_R"]
+    arguments = (
         k, v, k_cache, v_cache, slots, cos, sin, total, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
         *v_cache.stride()[:3], cos.stride(0), *(scales or (k_cache, v_cache)), *(scales[0].stride()[:2] if scales else (0, 0)),
-        SIZE=k_cache.shape[1], SCALED=scales is not None, **constants,
+        x, x if o is None else o, *x.stride()[:2],
     )  # fmt: skip
+    _start_write((triton.cdiv(total * heads, block_r) + triton.cdiv(total * q_heads, block_r), 1, 1), arguments, constants)
+    return o
 
 
 def turn(x: Tensor, rotation: Rotation) -> Tensor:
@@ -184,9 +217,8 @@ def turn(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     constants = _constants(heads, dim, cos.shape[1])
     if total:
-        _rotate[(triton.cdiv(total * heads, constants["BLOCK_R"]),)](
-            x, o, cos, sin, total, *x.stride()[:2], cos.stride(0), **constants
-        )
+        arguments = (x, o, cos, sin, total, *x.stride()[:2], cos.stride(0))
+        _start_rotate((triton.cdiv(total * heads, constants["BLOCK_R"]), 1, 1), arguments, constants)
     return o
 
 
@@ -219,6 +251,11 @@ def copy_blocks(storage: Tensor, pairs: Tensor) -> None:
     blocks = storage.flatten(1).view(torch.int32)
     words = blocks.shape[1]
     _copy[(triton.cdiv(words, WORDS), pairs.shape[0])](blocks, pairs, blocks.stride(0), words, WORDS=WORDS, num_warps=8)
+
+
+@cache
+def _writes(heads: int, q_heads: int, dim: int, half: int, size: int, scaled: bool) -> dict[str, int]:
+    return _constants(heads, dim, half) | {"Q_HEADS": q_heads, "SIZE": size, "SCALED": scaled}
 
 
 @cache

@@ -66,7 +66,7 @@ class PagedKV:
         """q (B, T, H, D) or (total, H, D) as (total, H, D), and its offsets."""
         if self.cu_q is not None:
             return q, self.cu_q
-        return q.flatten(0, 1), torch.arange(q.shape[0] + 1, device=q.device) * q.shape[1]
+        return q.flatten(0, 1), q.shape[1] * torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
 
 
 class Pages:
@@ -96,14 +96,16 @@ class Pages:
         self, blocks: int, layers: int, heads: int, dim: int, *, size: int = 16, dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        self.storage = torch.empty(blocks, layers, 2, size, heads, dim, dtype=dtype, device=device)
+        # a slot that nobody has written holds no NaN: kernels would take their slow way around it
+        self.storage = torch.zeros(blocks, layers, 2, size, heads, dim, dtype=dtype, device=device)
+        self._layers = [(self.storage[:, n, 0], self.storage[:, n, 1]) for n in range(layers)]
         self.scales: Tensor | None = None
         if dtype == torch.float8_e4m3fn:
-            self.scales = torch.empty(blocks, layers, 2, size, heads, dtype=torch.float32, device=device)
+            self.scales = torch.zeros(blocks, layers, 2, size, heads, dtype=torch.float32, device=device)
 
     def layer(self, n: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, (blocks, size, heads, dim) each: views."""
-        return self.storage[:, n, 0], self.storage[:, n, 1]
+        return self._layers[n]
 
     def view(self, n: int, table: Tensor, lengths: Tensor, cu_q: Tensor | None = None) -> PagedKV:
         """A layer as attention reads it."""
@@ -117,13 +119,12 @@ class Pages:
 
         What has a slot below 0 is left out. Keys are turned by `rotation` on their way.
         """
-        k_cache, v_cache = self.layer(layer)
         if self.storage.is_cuda:
             from rooftile.kvcache import kernels
 
-            scales = None if self.scales is None else (self.scales[:, layer, 0], self.scales[:, layer, 1])
-            kernels.write(k, v, k_cache, v_cache, slots, rotation, scales)
+            kernels.write(k, v, *self.layer(layer), slots, rotation, self._scales_of(layer))
             return
+        k_cache, v_cache = self.layer(layer)
         k = k if rotation is None else rotate(k, rotation)
         there = slots >= 0
         places = (slots[there] // k_cache.shape[1], slots[there] % k_cache.shape[1])
@@ -136,6 +137,23 @@ class Pages:
                 # a head of nothing but zeros has scale 0, and stays zeros
                 x = wide / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
             cache[places] = x.to(cache.dtype)
+
+    def write_and_rotate(self, layer: int, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, rotation: Rotation | None) -> Tensor:
+        """`write`, and q (total, q_heads, dim) turned as the keys are: on a GPU in one kernel."""
+        if rotation is None:
+            self.write(layer, k, v, slots)
+            return q
+        if self.storage.is_cuda:
+            from rooftile.kvcache import kernels
+
+            turned = kernels.write(k, v, *self.layer(layer), slots, rotation, self._scales_of(layer), q)
+            assert turned is not None
+            return turned
+        self.write(layer, k, v, slots, rotation)
+        return rotate(q, rotation)
+
+    def _scales_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        return None if self.scales is None else (self.scales[:, layer, 0], self.scales[:, layer, 1])
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies blocks, in all layers at once; as if one after the other."""

@@ -7,12 +7,14 @@ size of a row alone and never from how many rows there are, so that the bits of 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.backends.launch import Quick
 from rooftile.models.layers import Norm
 
 # A row is read once, whole, before anything is done with it, so what matters is how many bytes are under way at once. Reasoned,
@@ -113,6 +115,9 @@ def _gated(x_ptr, o_ptr, FFN: tl.constexpr, PIECE: tl.constexpr, KIND: tl.conste
     tl.store(o_ptr + row * FFN + n, (open_ * up.to(tl.float32)).to(gate.dtype), mask=n < FFN)
 
 
+_start_normalise, _start_gated = Quick(_normalise), Quick(_gated)
+
+
 def normalise(x: Tensor, norm: Norm) -> Tensor:
     """x (total, size) or (total, heads, size), normalised over its last axis: contiguous, whatever x is."""
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -141,30 +146,44 @@ def gated(x: Tensor, activation: str) -> Tensor:
     o = torch.empty((total, ffn), dtype=x.dtype, device=x.device)
     piece = min(PIECE, triton.next_power_of_2(ffn))
     if total:
-        grid = (total * triton.cdiv(ffn, piece),)
-        _gated[grid](x, o, FFN=ffn, PIECE=piece, KIND=KINDS[activation], num_warps=_warps(piece))
+        _start_gated((total * triton.cdiv(ffn, piece), 1, 1), (x, o), _gate(ffn, piece, activation))
     return o
 
 
 def _launch(x: Tensor, residual: Tensor | None, o: Tensor, norm: Norm, post: Norm | None) -> None:
     x = x if x.stride(-1) == 1 else x.contiguous()
     total, heads, size = x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
-    tile = _tile(size)
     first = norm if post is None else post
-    _normalise[(triton.cdiv(total * heads, tile["BLOCK_R"]),)](
+    constants = _constants(
+        heads, size, norm.kind, norm.plus_one, residual is not None, post is not None, first.kind, first.plus_one
+    )
+    arguments = (
         x, o if residual is None else residual, o, norm.weight, norm.weight if norm.bias is None else norm.bias,
         first.weight, first.weight if first.bias is None else first.bias, total, x.stride(0), x.stride(1) if heads > 1 else 0,
-        norm.eps, first.eps, HEADS=heads, SIZE=size, LAYER=norm.kind == "layer", PLUS_ONE=norm.plus_one,
-        RESIDUAL=residual is not None, POST=post is not None, POST_LAYER=first.kind == "layer", POST_PLUS_ONE=first.plus_one,
-        **tile,
+        norm.eps, first.eps,
     )  # fmt: skip
+    _start_normalise((triton.cdiv(total * heads, constants["BLOCK_R"]), 1, 1), arguments, constants)
 
 
 @cache
+def _constants(
+    heads: int, size: int, kind: str, plus_one: bool, residual: bool, post: bool, post_kind: str, post_plus_one: bool
+) -> dict[str, Any]:  # fmt: skip
+    return _tile(size) | {
+        "HEADS": heads, "SIZE": size, "LAYER": kind == "layer", "PLUS_ONE": plus_one, "RESIDUAL": residual, "POST": post,
+        "POST_LAYER": post_kind == "layer", "POST_PLUS_ONE": post_plus_one,
+    }  # fmt: skip
+
+
 def _tile(size: int) -> dict[str, int]:
     block_n = triton.next_power_of_2(size)
     block_r = max(PIECE // block_n, 1)
     return {"BLOCK_R": block_r, "BLOCK_N": block_n, "num_warps": _warps(block_r * block_n)}
+
+
+@cache
+def _gate(ffn: int, piece: int, activation: str) -> dict[str, Any]:
+    return {"FFN": ffn, "PIECE": piece, "KIND": KINDS[activation], "num_warps": _warps(piece)}
 
 
 def _warps(numbers: int) -> int:

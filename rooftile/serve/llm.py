@@ -18,6 +18,7 @@ from rooftile.serve.request import Request
 from rooftile.serve.runner import Runner
 from rooftile.serve.sampling_params import SamplingParams
 from rooftile.serve.tokenizer import Tokenizer
+from rooftile.serve.warm_up import warm_up
 
 Prompt = str | Sequence[int]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -108,7 +109,7 @@ class LLM:
         )  # fmt: skip
         if decoder.embedding.is_cuda:
             # what is compiled and captured now does not keep the first requests waiting
-            runner.capture()
+            warm_up(runner, min(max_batched_tokens, max_num_seqs * max_len))
             self.generate([[0] * min(64, max_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True))
             pool.forget_prefixes()
 

@@ -7,16 +7,17 @@ Steps that only decode run as one CUDA graph, from embedding to sampling, one fo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rooftile.api import attention_paged
-from rooftile.kvcache import Copy, Pages, Rotation, rotate
-from rooftile.masks import CAUSAL, Window
+from rooftile.api import paged_alike
+from rooftile.kvcache import Copy, PagedKV, Pages, Rotation
+from rooftile.masks import CAUSAL, Mask, Window
 from rooftile.models import Decoder
 from rooftile.serve.request import Answer, Top
 from rooftile.serve.sampler import SamplingState, Wants, logprobs, sample, wants_of
@@ -74,6 +75,8 @@ class Runner:
         self.last = torch.zeros(max_answers + 1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingState(max_answers + 1, decoder.config.vocab_size, self.device)
         self.masks = tuple(CAUSAL if w is None else CAUSAL & Window(w - 1) for w in decoder.config.windows)
+        # of each slot's request
+        self._wants = [Wants()] * (max_answers + 1)
         self._graphs: dict[tuple[int, Wants], Graph] | None = {} if graphs and self.device.type == "cuda" else None
         self._memory = torch.cuda.graph_pool_handle() if self._graphs is not None else None
 
@@ -88,11 +91,13 @@ class Runner:
             [answer.request.prompt for answer in started],
             [answer.ids[len(answer.request.prompt) :] for answer in started],
         )
+        for answer in started:
+            self._wants[answer.slot] = wants_of(answer.request.params)
         self._place(plan.entries, plan.copies)
         heirs = [answer for work in plan.work for answer in work.heirs]
         wants = Wants()
-        for answer in heirs:
-            wants |= wants_of(answer.request.params)
+        for wanted in {id(wanted): wanted for wanted in (self._wants[answer.slot] for answer in heirs)}.values():
+            wants |= wanted
         bans = [
             (row, token)
             for row, answer in enumerate(heirs)
@@ -123,34 +128,31 @@ class Runner:
         """Hidden states of all that is read; and of each heir the row, the slot, and the position of its next token."""
         chunks = [work for work in works if work.tokens > 1]
         ordered = chunks + [work for work in works if work.tokens == 1]
-        tokens: list[int] = []
-        positions: list[int] = []
-        owners: list[int] = []
+        ends = np.cumsum([0, *(work.tokens for work in ordered)])
+        n, c = int(ends[-1]), len(chunks)
+        # what the host does not know yet, the last token of a slot, stays -1
+        tokens = np.full(n, -1)
+        positions, owners = np.empty((2, n), dtype=np.int64)
         last_row: dict[int, int] = {}
-        for work in ordered:
-            stop = work.start + work.tokens
-            known = work.answer.ids[work.start : stop]
-            # what the host does not know yet is the slot's last token
-            tokens += known + [-1] * (work.tokens - len(known))
-            positions += range(work.start, stop)
-            owners += [work.answer.slot] * work.tokens
-            last_row[id(work)] = len(tokens) - 1
+        for work, begin, end in zip(ordered, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            known = work.answer.ids[work.start : work.start + work.tokens]
+            tokens[begin : begin + len(known)] = known
+            positions[begin:end] = np.arange(work.start, work.start + work.tokens)
+            owners[begin:end] = work.answer.slot
+            last_row[id(work)] = end - 1
         heirs = [(last_row[id(work)], heir.slot, work.start + work.tokens) for work in works for heir in work.heirs]
-        starts = [0]
-        for work in chunks:
-            starts.append(starts[-1] + work.tokens)
-        lengths = [work.start + work.tokens for work in chunks]
-        n, m, c = len(tokens), len(heirs), len(chunks)
-        flat = [*tokens, *positions, *owners]
-        flat += [value for column in zip(*heirs, strict=True) for value in column] if heirs else []
-        sent = self._sent(torch.tensor([*flat, *starts, *lengths, *(work.answer.slot for work in chunks)]))
-        parts = sent.split([n, n, n, m, m, m, c + 1, c, c])
+        m = len(heirs)
+        starts, lengths = ends[: c + 1], [work.start + work.tokens for work in chunks]
+        columns = np.array(heirs, dtype=np.int64).reshape(m, 3).T.ravel()
+        owned = [work.answer.slot for work in chunks]
+        flat = np.concatenate([tokens, positions, owners, columns, starts, lengths, owned], dtype=np.int64, casting="unsafe")
+        parts = self._sent(torch.from_numpy(flat)).split([n, n, n, m, m, m, c + 1, c, c])
         ids, places, slots, rows, heir_slots, heir_positions, cu_q, chunk_lengths, chunk_slots = parts
         held = -(-max(lengths, default=0) // self.pages.storage.shape[3])
         chunk = None
         if chunks:
             table = self.table.index_select(0, chunk_slots)[:, :held]
-            chunk = Chunks(starts[-1], table, chunk_lengths.int(), cu_q.int())
+            chunk = Chunks(int(starts[-1]), table, chunk_lengths.int(), cu_q.int())
         return self._forward(ids, places, slots, chunk), rows, heir_slots, heir_positions
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, chunks: Chunks | None) -> Tensor:
@@ -165,17 +167,22 @@ class Runner:
         if split < len(tokens):
             single = self.table.index_select(0, slots[split:]), (positions[split:] + 1).int()
         config, pages, masks = self.decoder.config, self.pages, self.masks
+        # layers differ in their masks at most: what one is checked for holds for the next
+        known: dict[tuple[Mask, bool], Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]] = {}
+
+        def see(layer: int, q: Tensor, cache: PagedKV) -> Tensor:
+            kind = masks[layer], q.dim() == 4
+            if kind not in known:
+                known[kind] = paged_alike(q, cache, masks[layer], scale=config.scale, softcap=config.softcap)
+            return known[kind](q, cache)[0]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
-            pages.write(layer, k, v, cells, rotation)
-            q = q if rotation is None else rotate(q, rotation)
-            see = partial(attention_paged, mask=masks[layer], scale=config.scale, softcap=config.softcap)
+            q = pages.write_and_rotate(layer, q, k, v, cells, rotation)
             found = []
             if chunks is not None:
-                cache = pages.view(layer, chunks.table, chunks.lengths, chunks.cu_q)
-                found.append(see(q[:split], cache))
+                found.append(see(layer, q[:split], pages.view(layer, chunks.table, chunks.lengths, chunks.cu_q)))
             if single is not None:
-                found.append(see(q[split:, None], pages.view(layer, *single)).squeeze(1))
+                found.append(see(layer, q[split:, None], pages.view(layer, *single)).squeeze(1))
             return found[0] if len(found) == 1 else torch.cat(found)
 
         hidden: Tensor = self.decoder(tokens, places, attend)
@@ -209,32 +216,46 @@ class Runner:
         graph.graph.replay()
         return graph.logits[:n], graph.tokens[:n]
 
+    def rungs(self) -> list[int]:
+        """Rows of the graphs that are made at the start: up to the first that all slots fit in."""
+        return [rows for n, rows in enumerate(LADDER) if not n or LADDER[n - 1] < self.nobody]
+
     def capture(self) -> None:
         """Makes the graphs of steps without penalties and the like, the largest first: the others fit into its memory."""
         if self._graphs is not None:
             wants = Wants(chance=True)
-            for rows in reversed([rows for rows in LADDER if rows < 2 * self.nobody]):
+            for rows in reversed(self.rungs()):
                 self._graphs[rows, wants] = self._captured(rows, wants)
 
     @torch.inference_mode()
-    def _captured(self, rows: int, wants: Wants) -> Graph:
+    def decode_once(self) -> None:
+        """A step for nobody with the rows of each graph: whatever is compiled for it is there then."""
+        for rows in reversed(self.rungs()):
+            self._decode(self._nobodies(rows), Wants(chance=True))
+
+    def _nobodies(self, rows: int) -> Tensor:
+        """Token, position and slot of rows that fill up."""
         inputs = torch.empty(3, rows, dtype=torch.int64, device=self.device)
-        inputs.copy_(torch.tensor([[0], [-1], [self.nobody]]).expand(3, rows))
+        return inputs.copy_(torch.tensor([[0], [-1], [self.nobody]]).expand(3, rows))
 
-        def step() -> tuple[Tensor, Tensor]:
-            tokens, positions, slots = inputs
-            logits = self.decoder.logits(self._forward(tokens, positions, slots, None))
-            return logits, self._sample(logits, slots, positions + 1, wants)
+    def _decode(self, inputs: Tensor, wants: Wants) -> tuple[Tensor, Tensor]:
+        """Logits and tokens of single tokens."""
+        tokens, positions, slots = inputs
+        logits = self.decoder.logits(self._forward(tokens, positions, slots, None))
+        return logits, self._sample(logits, slots, positions + 1, wants)
 
+    @torch.inference_mode()
+    def _captured(self, rows: int, wants: Wants) -> Graph:
+        inputs = self._nobodies(rows)
         # kernels are compiled and workspaces made before the capture
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            step()
+            self._decode(inputs, wants)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits, tokens = step()
+            logits, tokens = self._decode(inputs, wants)
         return Graph(graph, inputs, logits, tokens)
 
     def _prompt_logprobs(self, works: list[Work], hidden: Tensor) -> list[tuple[Work, tuple[Tensor, ...]]]:

@@ -14,6 +14,7 @@ Top-k is exact. Sums of exponentials are of fp32, always in the same order, so t
 mass reaches top_p to within rounding. Penalised logits are the definition's bits, since no product is fused with a sum.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.backends.launch import Quick
 from rooftile.serve.sampling_state import SamplingState, Wants
 
 # tokens of a program of _draw and _survey
@@ -107,7 +109,7 @@ def _gumbel(seed, position, first, SIZE: tl.constexpr):
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["segments"])
+@triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _draw(
     logits_ptr, slots_ptr, positions_ptr, thresholds_ptr, best_ptr, token_ptr, temperature_ptr, seed_ptr,
     counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr, logits_stride, V, segments,
@@ -135,7 +137,7 @@ def _draw(
     tl.store(token_ptr + place, tl.min(tl.where(x == best, token, V), 0))
 
 
-@triton.jit(do_not_specialize=["segments", "V"])
+@triton.jit(do_not_specialize=["segments", "V"], do_not_specialize_on_alignment=["slots_ptr"])
 def _join(best_ptr, token_ptr, slots_ptr, out_ptr, counts_ptr, V, segments, PENALTIES: tl.constexpr, SEGMENTS: tl.constexpr):
     """The best of a row's segments, which is counted."""
     row = tl.program_id(0).to(tl.int64)
@@ -340,6 +342,9 @@ def thresholds(logits: Tensor, slots: Tensor, state: SamplingState, wants: Wants
     return out
 
 
+_start_draw, _start_join = Quick(_draw), Quick(_join)
+
+
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, wants: Wants) -> Tensor:
     """What `sampler.sample` says."""
     n, V = logits.shape
@@ -354,12 +359,20 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
     best = torch.empty((n, segments), dtype=torch.float32, device=logits.device)
     token = torch.empty((n, segments), dtype=torch.int32, device=logits.device)
     tables = _tables(state, wants)
-    _draw[(n, segments)](
+    arguments = (
         logits, slots, positions, least, best, token, state.temperature, state.seed, *tables, logits.stride(0), V, segments,
-        CHANCE=wants.chance, TRUNCATION=wants.truncation, PENALTIES=wants.penalties, BIAS=wants.bias, **_OPTIONS,
     )  # fmt: skip
-    _join[(n,)](
-        best, token, slots, out, tables[0], V, segments,
-        PENALTIES=wants.penalties, SEGMENTS=triton.next_power_of_2(segments), **_OPTIONS,
-    )  # fmt: skip
+    _start_draw((n, segments, 1), arguments, _draws(wants))
+    _start_join((n, 1, 1), (best, token, slots, out, tables[0], V, segments), _joins(wants.penalties, segments))
     return out
+
+
+@cache
+def _draws(wants: Wants) -> dict[str, Any]:
+    flags = {"CHANCE": wants.chance, "TRUNCATION": wants.truncation, "PENALTIES": wants.penalties, "BIAS": wants.bias}
+    return flags | _OPTIONS
+
+
+@cache
+def _joins(penalties: bool, segments: int) -> dict[str, Any]:
+    return {"PENALTIES": penalties, "SEGMENTS": triton.next_power_of_2(segments)} | _OPTIONS

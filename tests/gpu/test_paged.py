@@ -89,18 +89,32 @@ def test_bits_do_not_depend_on_the_batch() -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_prompts_go_by_the_kernels_of_hopper(mask: Mask) -> None:
-    """Gathered without waiting; a NaN in what nobody wrote harms nobody."""
+@pytest.mark.parametrize(("dim", "size"), [(128, 16), (128, 8), (128, 64), (128, 256), (64, 16), (64, 128), (96, 32), (256, 16)])
+def test_prompts_go_by_the_kernels_of_hopper(mask: Mask, dim: int, size: int) -> None:
+    """Read in place, or gathered without waiting; a NaN in what nobody wrote harms nobody."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
-    cache = cache_of([3000, 170, 1024, 1, 512], 2, 128, 16)
+    cache = cache_of([3000, 170, 1024, 1, 512], 2, dim, size)
     counts = torch.tensor([0, 300, 170, 24, 1, 512]).cumsum(0).int().cuda()
     cache = PagedKV(cache.k, cache.v, cache.table, cache.lengths, counts)
-    q = torch.randn(1007, 8, 128, device="cuda").bfloat16()
+    q = torch.randn(1007, 8, dim, device="cuda").bfloat16()
     torch.empty(1 << 28, device="cuda").fill_(torch.nan)
     found = rt.attention_paged_with_lse(q, cache, mask, backend="hopper")
     assert_close(found, rt.attention_paged_with_lse(q, cache, mask, backend="eager"))
     assert_close(found, rt.attention_paged_with_lse(q, cache, mask))
+
+
+def test_long_prompts_go_by_the_kernels_of_hopper() -> None:
+    """Of small pages they are gathered; the heads of a group have tiles of their own."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    for size in (16, 64):
+        cache = cache_of([9000, 8500], 1, 128, size)
+        counts = torch.tensor([0, 8800, 8300]).cumsum(0).int().cuda()
+        cache = PagedKV(cache.k, cache.v, cache.table, cache.lengths, counts)
+        q = torch.randn(17100, 4, 128, device="cuda").bfloat16()
+        found = rt.attention_paged_with_lse(q, cache, rt.CAUSAL, backend="hopper")
+        assert_close(found, rt.attention_paged_with_lse(q, cache, rt.CAUSAL, backend="triton"))
 
 
 def test_a_captured_graph_sees_new_lengths() -> None:

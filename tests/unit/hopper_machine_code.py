@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from rooftile.backends.hopper.tiles import (
     backward_q_tile,
     backward_tile,
     padded,
+    paged_tile,
 )
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.precision import PRESETS
@@ -73,6 +74,7 @@ class Configuration:
     values: int = 0  # the head dim of values, where it is another
     group: int = 1
     precision: str = ""  # of flash_fwd_8bit
+    size: int = 0  # of pages
 
     @property
     def spec(self) -> Spec:
@@ -95,7 +97,8 @@ class Configuration:
         if self.precision:
             return {name: value for name, value in launch_8bit.constants(self.spec).items() if name != "num_warps"}
         if self.tile is not None:
-            return {name: value for name, value in launch.constants(self.spec, self.tile).items() if name != "num_warps"}
+            found = launch.constants(self.spec, self.tile, self.size)
+            return {name: value for name, value in found.items() if name != "num_warps"}
         tile = {"flash_bwd": backward_tile, "flash_bwd_kv": backward_kv_tile, "flash_bwd_q": backward_q_tile}[self.kernel]
         found = launch_bwd._constants(self.spec, 0 if self.kernel == "flash_bwd_q" else 1) | tile(self.spec)._asdict()
         return found | {"ADD": self.add} if self.kernel == "flash_bwd" else found
@@ -114,7 +117,7 @@ class Configuration:
             return f"tensordesc<{words[dtype]}{[1, *box]},{layout(box, dtype)!r}>"
         box = (1, 64, padded(self.dim))
         if self.tile is not None:
-            box = dict(zip("qkvo", launch.boxes(self.spec, self.tile), strict=True))[name[0]]
+            box = dict(zip("qkvo", launch.boxes(self.spec, self.tile, self.size), strict=True))[name[0]]
         return f"tensordesc<{self.dtype}{[1, *box]},{layout(box, self.spec.dtype)!r}>"
 
 
@@ -126,6 +129,13 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"layout": "packed"},
     "packed-causal": {"mask": CAUSAL, "layout": "packed"},
 }
+
+
+def paged(dim: int, name: str, size: int) -> Configuration:
+    """Keys and values in pages."""
+    without = Configuration(dim, None, **CASES[name], size=size)
+    return replace(without, tile=paged_tile(without.spec))
+
 
 FORWARD = {
     f"d{dim}-{name}{SUFFIX.get(tile, '')}": Configuration(dim, tile, **what)
@@ -155,6 +165,14 @@ FORWARD = {
         for name in ("full", "causal", "packed-causal")
     },
 }
+FORWARD |= {
+    # keys and values in pages
+    f"d{dim}-pages-{size}-{name}": paged(dim, name, size)
+    for dim, size, name in (
+        (64, 16, "packed-causal"), (64, 16, "everything"), (128, 16, "packed-causal"), (128, 16, "packed"),
+        (128, 64, "packed-causal"), (128, 256, "packed-causal"), (256, 16, "packed-causal"),
+    )
+}  # fmt: skip
 FORWARD |= {
     f"{precision}-d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel="flash_fwd_8bit", precision=precision)
     for precision in PRESETS
@@ -202,7 +220,7 @@ def compiled(configuration: Configuration) -> Found:
     kernel = configuration.function
     constants = configuration.constants
     words = {"lse_ptr", "sinks_ptr", "delta_ptr", "shift_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr"}
-    numbers = {"cu_q_ptr", "cu_k_ptr", "counter_ptr", "lost_ptr"}
+    numbers = {"cu_q_ptr", "cu_k_ptr", "table_ptr", "counter_ptr", "lost_ptr"}
 
     def kind(name: str) -> str:
         if name in constants:

@@ -71,7 +71,8 @@ def test_writing_and_gathering_compile(sm: int) -> None:
     from rooftile.kvcache import kernels
 
     constants = kernels._constants(8, 128, 64)
-    assert_compiles(kernels._write, constants | {"SIZE": 16}, sm, torch.bfloat16)
+    assert_compiles(kernels._write, constants | {"SIZE": 16, "Q_HEADS": 0}, sm, torch.bfloat16)
+    assert_compiles(kernels._write, constants | {"SIZE": 16, "Q_HEADS": 32}, sm, torch.bfloat16)
     assert_compiles(kernels._rotate, constants, sm, torch.bfloat16)
     gathered = {"SIZE": 16, "HEADS": 8, "D": 128, "DV": 128, "PAST": 256, "BLOCK_R": 16, "BLOCK_D": 128, "BLOCK_DV": 128}
     assert_compiles(kernels._gather, gathered, sm, torch.bfloat16)

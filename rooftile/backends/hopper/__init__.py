@@ -136,18 +136,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
 
 
 def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
-    """o and lse of prompts to a paged cache, whose keys and values are gathered: a copy is short beside their products."""
-    from rooftile.kvcache.kernels import gather
+    """o and lse of prompts to a paged cache; keys and values in FP8, or in small pages of long prompts, are gathered first.
 
+    A copy is short beside the products.
+    """
     with device_of(q):
-        return gathered.attend(forward, q, cache, options, spec, gather)
+        if not _launch().reads_pages(q, cache):
+            from rooftile.kvcache.kernels import gather
+
+            return gathered.attend(forward, q, cache, options, spec, gather)
+        return gathered.like_queries(q, *_launch().forward_paged(q, cache, options, spec))
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """A forward ready to run on tensors of just these shapes and strides; None if it would have to copy one of them."""
     run = _launch().prepare(q, k, v, spec)
     return None if run is None else on_its_device(run)
-
 
 
 def backward(

@@ -7,6 +7,9 @@ from rooftile.backends.hopper.gluon import barrier, gl, gluon
 from rooftile.backends.hopper.shape import LOG2E, WG_ROWS, Shape, position
 from rooftile.backends.hopper.softmax import Scoring
 
+# where the pages' table is noted, after three tensors
+TABLE = gl.constexpr(12)
+
 
 @gluon.jit
 def note(notes, i: gl.constexpr, pointer, desc):
@@ -61,8 +64,12 @@ def with_care(
     dtype: gl.constexpr = o_ptr.dtype.element_ty
     first_head = plan.h * shape.TOGETHER
     q_head, q_head_stride, q_stride = noted_rows(notes, 0, plan.b, plan.row, first_head, dtype)
-    k_head, _, k_stride = noted_rows(notes, 1, plan.b, plan.key, first_head // shape.GROUP, dtype)
-    v_head, _, v_stride = noted_rows(notes, 2, plan.b, plan.key, first_head // shape.GROUP, dtype)
+    key = plan.key
+    if shape.SIZE > 0:
+        table_ptr = noted_word(notes, TABLE).to(gl.pointer_type(gl.int32), bitcast=True) + plan.key * noted_word(notes, TABLE + 1)
+        key = 0
+    k_head, _, k_stride = noted_rows(notes, 1, plan.b, key, first_head // shape.GROUP, dtype)
+    v_head, _, v_stride = noted_rows(notes, 2, plan.b, key, first_head // shape.GROUP, dtype)
     barrier()
     for r in range(0, WG_ROWS, ROWS):
         rows = r + gl.arange(0, ROWS, row_layout)
@@ -79,8 +86,14 @@ def with_care(
         last = scoring.mask.last_key(i, plan.S)
         o = gl.zeros([ROWS, shape.DV], gl.float32, layout)
         for j in range(plan.first * shape.KEYS, gl.minimum((plan.last + 1) * shape.KEYS, plan.S)):
-            k = gl.load(k_head + j * k_stride + e, mask=e < shape.DIM, other=0.0).to(gl.float32)
-            v = gl.load(v_head + j * v_stride + c, mask=c < shape.DIM_V, other=0.0).to(gl.float32)
+            k_row = j * k_stride
+            v_row = j * v_stride
+            if shape.SIZE > 0:
+                page = gl.load(table_ptr + j // shape.SIZE).to(gl.int64)
+                k_row = page * noted_word(notes, 5) + j % shape.SIZE * k_stride
+                v_row = page * noted_word(notes, 9) + j % shape.SIZE * v_stride
+            k = gl.load(k_head + k_row + e, mask=e < shape.DIM, other=0.0).to(gl.float32)
+            v = gl.load(v_head + v_row + c, mask=c < shape.DIM_V, other=0.0).to(gl.float32)
             s = gl.sum(q * gl.expand_dims(k, 0), 1)
             if shape.SOFTCAP:
                 s = scoring.capped(s)

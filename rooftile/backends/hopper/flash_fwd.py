@@ -18,7 +18,7 @@ asynchronous too (wgmma), and three overlaps keep the tensor cores busy while th
 Shah et al., FlashAttention-3, arXiv:2407.08608; Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 """
 
-from rooftile.backends.hopper.care import holds_nan, note, with_care
+from rooftile.backends.hopper.care import TABLE, holds_nan, note, note_word, with_care
 from rooftile.backends.hopper.gluon import (
     barrier,
     fence_async_shared,
@@ -42,22 +42,55 @@ TURNS = gl.constexpr(9)
 
 
 @gluon.jit
-def _load_block(keys: Ring, values: Ring, k_desc, v_desc, turn, plan, block, shape: Shape):
-    """Has one block of keys and values copied in."""
+def _load_block(keys: Ring, values: Ring, k_desc, v_desc, table_ptr, table_stride, turn, plan, block, shape: Shape):
+    """Has one block of keys and values copied in; of those in pages the keys, `_load_values` has the values copied."""
     h = plan.h * shape.TOGETHER // shape.GROUP
-    row = plan.key + block * shape.KEYS
-    keys.wait_empty(turn)
-    mbarrier.expect(keys.filled(turn), k_desc.block_type.nbytes)
-    tma_load(k_desc, [plan.b, h, row, 0], keys.filled(turn), keys.buffer(turn))
-    values.wait_empty(turn)
-    mbarrier.expect(values.filled(turn), v_desc.block_type.nbytes)
-    tma_load(v_desc, [plan.b, h, row, 0], values.filled(turn), values.buffer(turn))
+    if shape.SIZE > 0:
+        _load_pages(keys, k_desc, table_ptr, table_stride, turn, plan, block, shape.D, shape)
+    else:
+        row = plan.key + block * shape.KEYS
+        keys.wait_empty(turn)
+        mbarrier.expect(keys.filled(turn), k_desc.block_type.nbytes)
+        tma_load(k_desc, [plan.b, h, row, 0], keys.filled(turn), keys.buffer(turn))
+        values.wait_empty(turn)
+        mbarrier.expect(values.filled(turn), v_desc.block_type.nbytes)
+        tma_load(v_desc, [plan.b, h, row, 0], values.filled(turn), values.buffer(turn))
+
+
+@gluon.jit
+def _pages(table_ptr, plan, block, shape: Shape):
+    """The pages that a block of keys lies in; -1, of which zeros are copied, past the sequence's end."""
+    pages = ()
+    for i in gl.static_range(shape.KEYS // shape.BOX):
+        j = block * shape.KEYS + i * shape.BOX
+        pages = pages + (gl.load(table_ptr + j // shape.SIZE, mask=j < plan.S, other=-1),)
+    return pages
+
+
+@gluon.jit
+def _load_pages(ring: Ring, desc, table_ptr, table_stride, turn, plan, block, D: gl.constexpr, shape: Shape):
+    """Has the keys or the values of a block copied in from their pages, a swizzled line's columns of each at a time."""
+    h = plan.h * shape.TOGETHER // shape.GROUP
+    # asked for now, and here when the slot is empty
+    pages = _pages(table_ptr + plan.key.to(gl.int64) * table_stride, plan, block, shape)
+    ring.wait_empty(turn)
+    COUNT: gl.constexpr = shape.KEYS // shape.BOX
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    boxes = ring.buffers._reinterpret(
+        desc.dtype, [ring.slots * (D // COLUMNS) * COUNT, 1, 1, shape.BOX, COLUMNS], desc.layout
+    )
+    mbarrier.expect(ring.filled(turn), desc.block_type.nbytes * (D // COLUMNS) * COUNT)
+    for i in gl.static_range(COUNT):
+        place = (block * shape.KEYS + i * shape.BOX) % shape.SIZE
+        for c in gl.static_range(D // COLUMNS):
+            box = (turn % ring.slots * (D // COLUMNS) + c) * COUNT + i
+            tma_load(desc, [pages[i], h, place, c * COLUMNS], ring.filled(turn), boxes.index(box))
 
 
 @gluon.jit
 def _load(
     plans: Ring, queries: Ring, keys: Ring, values: Ring, mask: Mask, q_desc, k_desc, v_desc,
-    B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape: Shape,
+    B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, table_ptr, table_stride, counter_ptr, shape: Shape,
 ):  # fmt: skip
     """The role that draws tiles and has them copied in.
 
@@ -73,8 +106,9 @@ def _load(
     turn = 0
     while n < total:
         plan = make_plan(
-            n, B, heads, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, shape.CREW * shape.ROWS, shape.KEYS, shape.PACKED
-        )
+            n, B, heads, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, shape.CREW * shape.ROWS, shape.KEYS, shape.PACKED,
+            shape.SIZE > 0,
+        )  # fmt: skip
         if plan.live != 0:
             publish(plans, tile, plan)
             queries.wait_empty(tile)
@@ -86,15 +120,33 @@ def _load(
                 )  # fmt: skip
             tile += 1
             for i in range(plan.last - plan.first):
-                _load_block(keys, values, k_desc, v_desc, turn, plan, plan.last - i, shape)
+                _load_block(keys, values, k_desc, v_desc, table_ptr, table_stride, turn, plan, plan.last - i, shape)
                 turn += 1
             n = gl.atomic_add(counter_ptr, 1) + programs
-            _load_block(keys, values, k_desc, v_desc, turn, plan, plan.first, shape)
+            _load_block(keys, values, k_desc, v_desc, table_ptr, table_stride, turn, plan, plan.first, shape)
             turn += 1
         else:
             n = gl.atomic_add(counter_ptr, 1) + programs
     publish_end(plans, tile)
     put_back(counter_ptr)
+
+
+@gluon.jit
+def _load_values(plans: Ring, values: Ring, v_desc, table_ptr, table_stride, shape: Shape):
+    """The role that has values in pages copied in.
+
+    A page is a box of its own, or some: 16 for a block of 128 values in pages of 16, at D = 128, and as many for its keys. One
+    warp that asks for all of them is slower, and so are four.
+    """
+    tile = 0
+    turn = 0
+    plan = take(plans, 0)
+    while plan.live != 0:
+        for i in range(plan.last - plan.first + 1):
+            _load_pages(values, v_desc, table_ptr, table_stride, turn, plan, plan.last - i, shape.DV, shape)
+            turn += 1
+        tile += 1
+        plan = take(plans, tile)
 
 
 @gluon.jit
@@ -299,14 +351,14 @@ def _store_columns(output, o, column: gl.constexpr, o_desc, o_ptr, plan, row, H,
 
 # fmt: off
 @gluon.jit(
-    do_not_specialize=["B", "S", "tiles", "tail", "left", "right", "prefix", "chunk"],
-    do_not_specialize_on_alignment=["sinks_ptr", "cu_q_ptr", "cu_k_ptr"],
+    do_not_specialize=["table_stride", "B", "S", "tiles", "tail", "left", "right", "prefix", "chunk"],
+    do_not_specialize_on_alignment=["sinks_ptr", "cu_q_ptr", "cu_k_ptr", "table_ptr"],
 )
 def flash_fwd(
-    q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
-    B, S, tiles, tail, scale, softcap, left, right, prefix, chunk,
+    q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, table_ptr, counter_ptr,
+    table_stride, B, S, tiles, tail, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
+    SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
     KEYS: gl.constexpr, CREW: gl.constexpr, TOGETHER: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
     PING_PONG: gl.constexpr, HELD: gl.constexpr, LAZY: gl.constexpr, SOFTMAX_FIRST: gl.constexpr,
@@ -315,32 +367,47 @@ def flash_fwd(
     dtype: gl.constexpr = q_desc.dtype
     masked: gl.constexpr = LEFT or RIGHT or PREFIX or CHUNK
     shape = Shape(
-        GROUP, D, DV, DIM, DIM_V, KEYS, CREW, TOGETHER, PING_PONG, HELD, LAZY, SOFTMAX_FIRST, PACKED, masked, SOFTCAP, SINKS,
+        GROUP, D, DV, DIM, DIM_V, KEYS, CREW, TOGETHER, PING_PONG, HELD, LAZY, SOFTMAX_FIRST, PACKED, SIZE, masked, SOFTCAP,
+        SINKS,
     )
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     queries = ring(gl.allocate_shared_memory(dtype, [Q_SLOTS * CREW, 1, TOGETHER, shape.ROWS, D], q_desc.layout), Q_SLOTS, CREW)
-    keys = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, KEYS, D], k_desc.layout), KV_SLOTS, CREW)
-    values = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, KEYS, DV], v_desc.layout), KV_SLOTS, CREW)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, D], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, DV], dtype)
+    keys = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, KEYS, D], k_layout), KV_SLOTS, CREW)
+    values = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, KEYS, DV], v_layout), KV_SLOTS, CREW)
     outputs = gl.allocate_shared_memory(dtype, [CREW, 1, TOGETHER, shape.ROWS, min(DV, 128)], o_desc.layout)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, CREW)
+    plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, CREW + (SIZE > 0))
     notes = gl.allocate_shared_memory(gl.int64, [16, 1], words)
     note(notes, 0, q_ptr, q_desc)
     note(notes, 1, k_ptr, k_desc)
     note(notes, 2, v_ptr, v_desc)
+    if SIZE > 0:
+        note_word(notes, TABLE, table_ptr.to(gl.int64, bitcast=True))
+        note_word(notes, TABLE + 1, table_stride)
     fence_async_shared()
     # packed: one sequence, of all queries
     H = q_desc.shape[1].to(gl.int32)
     T = q_desc.shape[2].to(gl.int32)
     load = (
         plans, queries, keys, values, mask, q_desc, k_desc, v_desc,
-        B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape,
+        B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, table_ptr, table_stride, counter_ptr, shape,
     )
     scoring = make_scoring(mask, scale, softcap, SOFTCAP)
     args = (
         plans, queries, keys, values, outputs, notes, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring, shape,
     )
-    if CREW == 2:
+    if SIZE > 0:
+        gl.static_assert(CREW == 2)
+        gl.warp_specialize(
+            [
+                (_compute, (0,) + args), (_compute, (1,) + args), (_load, load),
+                (_load_values, (plans, values, v_desc, table_ptr, table_stride, shape)),
+            ],
+            [4, 1, 1], [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+        )
+    elif CREW == 2:
         gl.warp_specialize(
             [(_compute, (0,) + args), (_compute, (1,) + args), (_load, load)],
             [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -13,8 +14,9 @@ from rooftile.backends.hopper import flash_fwd
 from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.descriptors import descriptor, is_readable, readable
 from rooftile.backends.hopper.launcher import Launcher
-from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile, padded
+from rooftile.backends.hopper.tiles import LINE_COLUMNS, WARPGROUP, Tile, forward_tile, padded, paged_tile
 from rooftile.backends.launch import empties
+from rooftile.kvcache import PagedKV
 from rooftile.masks import FULL
 from rooftile.spec import Options, Sizes, Spec
 
@@ -32,9 +34,42 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
     tile = tile_of(spec, sizes, q.device)
     grid, numbers = _numbers(q.device, sizes, tile, spec)
     sinks, cu_q, cu_k = (lse if x is None else x.contiguous() for x in (options.sinks, options.cu_q, options.cu_k))
-    tensors = (q, k, v, o, lse, sinks, cu_q, cu_k, counter(q.device))
-    _launcher(spec, tile, q.device)(grid, (q, k, v, o), tensors, numbers)
+    tensors = (q, k, v, o, lse, sinks, cu_q, cu_k, cu_q, counter(q.device))
+    _launcher(spec, tile, q.device)(grid, (q, k, v, o), tensors, (0, *numbers))
     return o, lse
+
+
+def forward_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o and lse like q, of keys and values where they lie: copied by pages, each a box, or some, of the copy engine's."""
+    rows, cu_q = cache.packed_queries(q)
+    B, N = cache.table.shape
+    sizes = Sizes(B=B, T=rows.shape[0], S=N * cache.size, H=q.shape[-2], Hk=cache.k.shape[2])
+    spec = as_packed(spec)
+    o, lse = _outputs(rows, cache.v, sizes)
+    if lse.numel() == 0:
+        return o, lse
+    q, table = readable(rows), cache.table.contiguous()
+    tile = paged_tile_of(spec, sizes, q.device)
+    grid, numbers = _numbers(q.device, sizes, tile, spec)
+    sinks, cu_q, lengths = (lse if x is None else x.contiguous() for x in (options.sinks, cu_q, cache.lengths))
+    tensors = (q, cache.k, cache.v, o, lse, sinks, cu_q, lengths, table, counter(q.device))
+    launcher = _launcher(spec, tile, q.device, cache.size)
+    launcher(grid, (q, cache.k, cache.v, o), tensors, (table.stride(0), *numbers))
+    return o, lse
+
+
+def reads_pages(q: Tensor, cache: PagedKV) -> bool:
+    """Whether `forward_paged` can read a cache, and in less time than a copy of it takes."""
+    k, v = cache.k, cache.v
+    if cache.k_scale is not None or k.numel() == 0 or not (is_readable(k) and is_readable(v)):
+        return False
+    return cache.size >= (PAGE_OF_PROMPT if q.shape[:-2].numel() < LONG_PROMPT * cache.table.shape[0] else PAGE)
+
+
+@cache
+def as_packed(spec: Spec) -> Spec:
+    """What packed queries are to a kernel, wherever their keys lie."""
+    return replace(spec, layout="packed")
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
@@ -44,14 +79,14 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
         return None
     tile = tile_of(spec, sizes, q.device)
     grid, numbers = _numbers(q.device, sizes, tile, spec)
-    launch = _launcher(spec, tile, q.device).repeated(grid, numbers)
+    launch = _launcher(spec, tile, q.device).repeated(grid, (0, *numbers))
     new_o = empties((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
     new_lse = empties((sizes.B, sizes.H, sizes.T), torch.float32, q.device)
     device = q.device
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         o, lse = new_o(), new_lse()
-        launch((q, k, v, o, lse, lse, lse, lse, counter(device)))
+        launch((q, k, v, o, lse, lse, lse, lse, lse, counter(device)))
         return o, lse
 
     return run
@@ -60,7 +95,16 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
 @lru_cache(maxsize=1024)
 def tile_of(spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
     """The tile, with as many query heads of a group together as save rounds of tiles, if that is a tenth of them or more."""
-    alone = forward_tile(spec, sizes.T)
+    return _together(forward_tile(spec, sizes.T), (1, 2, 4, 8, 16, 32, 64), spec, sizes, device)
+
+
+@lru_cache(maxsize=1024)
+def paged_tile_of(spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
+    """The same for keys and values in pages."""
+    return _together(paged_tile(spec), (1, 4), spec, sizes, device)
+
+
+def _together(alone: Tile, counts: tuple[int, ...], spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
     if spec.group == 1:
         return alone
 
@@ -68,14 +112,14 @@ def tile_of(spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
         tiles, heads = tiles_and_heads(sizes.T, sizes.H // tile.TOGETHER, tile.rows, sizes, spec)
         return -(-tiles * heads // processors(device))
 
-    best = min((alone._replace(TOGETHER=2**i) for i in range(7) if spec.group % 2**i == 0), key=rounds)
+    best = min((alone._replace(TOGETHER=count) for count in counts if spec.group % count == 0), key=rounds)
     return best if 10 * rounds(best) <= 9 * rounds(alone) else alone
 
 
 @cache
-def _launcher(spec: Spec, tile: Tile, device: torch.device) -> Launcher:
-    describe = tuple(partial(descriptor, box=box) for box in boxes(spec, tile))
-    return Launcher(flash_fwd.flash_fwd, constants(spec, tile), device, describe)
+def _launcher(spec: Spec, tile: Tile, device: torch.device, size: int = 0) -> Launcher:
+    describe = tuple(partial(descriptor, box=box) for box in boxes(spec, tile, size))
+    return Launcher(flash_fwd.flash_fwd, constants(spec, tile, size), device, describe)
 
 
 def sizes_of(q: Tensor, k: Tensor, options: Options) -> Sizes:
@@ -91,13 +135,20 @@ def _outputs(q: Tensor, v: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
     return o, torch.empty(rows, dtype=torch.float32, device=q.device)
 
 
-def boxes(spec: Spec, tile: Tile) -> tuple[tuple[int, int, int], ...]:
-    """What one copy takes of q, k, v and o: heads, positions, elements. What there is not comes as zeros, and is not stored."""
+def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, int, int], ...]:
+    """What one copy takes of q, k, v and o: heads, positions, elements. What there is not comes as zeros, and is not stored.
+
+    Of pages of `size` tokens the elements are those of a swizzled line: shared memory holds a block line after line of columns.
+    """
     dim, dim_v = padded(spec.dim), padded(spec.dim_v)
     heads, rows = tile.TOGETHER, WARPGROUP // tile.TOGETHER
-    return (heads, rows, dim), (1, tile.KEYS, dim), (1, tile.KEYS, dim_v), (heads, rows, min(dim_v, 128))
+    keys = min(size, tile.KEYS) if size else tile.KEYS
+    k, v = (LINE_COLUMNS, LINE_COLUMNS) if size else (dim, dim_v)
+    return (heads, rows, dim), (1, keys, k), (1, keys, v), (heads, rows, min(dim_v, 128))
 
 
+# tokens of a page, at least, that is worth boxes of its own; and in prompts of fewer tokens on average than LONG_PROMPT
+PAGE, PAGE_OF_PROMPT, LONG_PROMPT = 64, 16, 8192
 # tiles a program, on average, that the heads taken together at the end have; packed ones are less alike
 TAIL, PACKED_TAIL = 2, 3
 
@@ -157,7 +208,7 @@ def flags_of(spec: Spec) -> dict[str, Any]:
 
 
 @cache
-def constants(spec: Spec, tile: Tile) -> dict[str, Any]:
-    """The forward's compile-time arguments, put together once."""
+def constants(spec: Spec, tile: Tile, size: int = 0) -> dict[str, Any]:
+    """The forward's compile-time arguments, put together once; `size` is that of pages."""
     own = {"GROUP": spec.group, "D": padded(spec.dim), "DV": padded(spec.dim_v), "SINKS": spec.has_sinks, "num_warps": 4}
-    return flags_of(spec) | own | tile._asdict()
+    return flags_of(spec) | own | {"SIZE": size} | tile._asdict()

@@ -32,7 +32,7 @@ class Plan:
     t: gl.tensor  # the tile's first query, within its sequence
     T: gl.tensor  # the lengths of its sequence
     S: gl.tensor
-    row: gl.tensor  # packed: where the sequence begins among the queries and the keys
+    row: gl.tensor  # packed: where the sequence begins among the queries and the keys; of keys in pages the sequence's number
     key: gl.tensor
     padded: gl.tensor  # packed: where it begins when each sequence's queries are padded to a multiple of 128
     first: gl.tensor  # the blocks it walks: for queries those of keys, from last down to first, both included
@@ -137,16 +137,20 @@ def _at_least(work, tiles, top, SLOPED: gl.constexpr):
 
 
 @gluon.jit
-def tile_by_work(rank, cu_own_ptr, cu_walked_ptr, B, ROWS: gl.constexpr, SLOPED: gl.constexpr):
+def tile_by_work(rank, cu_own_ptr, cu_walked_ptr, B, ROWS: gl.constexpr, SLOPED: gl.constexpr, LENGTHS: gl.constexpr = False):
     """The (sequence, rank within it) of the tile with that rank by work, the most first; a rank of -1 past the last.
 
     Own is what tiles of ROWS are cut from, and the walked is what each one walks. SLOPED: the first in its sequence walks all of
-    it, and every next one ROWS fewer; else all the same. For at most MOST_SORTED sequences, by one warp.
+    it, and every next one ROWS fewer; else all the same. For at most MOST_SORTED sequences, by one warp. LENGTHS: of the walked
+    there are lengths, and no offsets.
     """
     lane = gl.arange(0, MOST_SORTED, gl.BlockedLayout([1], [32], [1], [0]))
     there = lane < B
     own = gl.load(cu_own_ptr + lane + 1, mask=there, other=0) - gl.load(cu_own_ptr + lane, mask=there, other=0)
-    walked = gl.load(cu_walked_ptr + lane + 1, mask=there, other=0) - gl.load(cu_walked_ptr + lane, mask=there, other=0)
+    if LENGTHS:
+        walked = gl.load(cu_walked_ptr + lane, mask=there, other=0)
+    else:
+        walked = gl.load(cu_walked_ptr + lane + 1, mask=there, other=0) - gl.load(cu_walked_ptr + lane, mask=there, other=0)
     tiles = (own.to(gl.int32) + (ROWS - 1)) // ROWS
     top = (walked.to(gl.int32) + (ROWS - 1)) // ROWS
     # the most work that more than `rank` tiles have
@@ -174,22 +178,30 @@ def padded_row(i_b, row):
 
 @gluon.jit
 def make_plan(
-    n, B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, ROWS: gl.constexpr, KEYS: gl.constexpr, PACKED: gl.constexpr
+    n, B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, ROWS: gl.constexpr, KEYS: gl.constexpr, PACKED: gl.constexpr,
+    PAGED: gl.constexpr = False,
 ):  # fmt: skip
-    """The plan of tile number n, which is below the number of tiles; not live if its slot is past its sequence's end."""
+    """The plan of tile number n, which is below the number of tiles; not live if its slot is past its sequence's end.
+
+    PAGED: packed queries, and keys in pages: cu_k_ptr has lengths, and a plan's `key` is the sequence's number.
+    """
     zero = n * 0
     if PACKED:
         h, slot = dense_tile(n, tiles, H, tail)
         if (n >= (H - tail) * tiles) & (B <= MOST_SORTED):
-            i_b, rank = tile_by_work(tiles - 1 - slot, cu_q_ptr, cu_k_ptr, B, ROWS, mask.SLOPED)
+            i_b, rank = tile_by_work(tiles - 1 - slot, cu_q_ptr, cu_k_ptr, B, ROWS, mask.SLOPED, PAGED)
             last = (gl.load(cu_q_ptr + i_b + 1).to(gl.int32) - gl.load(cu_q_ptr + i_b).to(gl.int32) - 1) // ROWS
             i_tile = gl.where(rank < 0, last + 1, last - rank)
         else:
             i_b, i_tile = packed_tile(tiles - 1 - slot, cu_q_ptr, B, ROWS)
         row = gl.load(cu_q_ptr + i_b).to(gl.int32)
-        key = gl.load(cu_k_ptr + i_b).to(gl.int32)
         T = gl.load(cu_q_ptr + i_b + 1).to(gl.int32) - row
-        S = gl.load(cu_k_ptr + i_b + 1).to(gl.int32) - key
+        if PAGED:
+            key = i_b
+            S = gl.load(cu_k_ptr + i_b)
+        else:
+            key = gl.load(cu_k_ptr + i_b).to(gl.int32)
+            S = gl.load(cu_k_ptr + i_b + 1).to(gl.int32) - key
         b = zero
         padded = padded_row(i_b, row)
     else:

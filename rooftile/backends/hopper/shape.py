@@ -35,6 +35,8 @@ class Shape:
     LAZY: gl.constexpr  # whether outputs are rescaled only when they must be
     SOFTMAX_FIRST: gl.constexpr  # whether they wait for the product with the values only after the softmax
     PACKED: gl.constexpr
+    SIZE: gl.constexpr  # tokens of a page in which keys and values lie; 0: they lie in a row
+    BOX: gl.constexpr  # tokens of a page that one copy takes
     MASKED: gl.constexpr  # anything but a full mask
     SOFTCAP: gl.constexpr
     SINKS: gl.constexpr
@@ -45,7 +47,7 @@ class Shape:
     @gluon.constexpr_function
     def __init__(
         self, GROUP, D, DV, DIM, DIM_V, KEYS, CREW, TOGETHER, PING_PONG, HELD, LAZY, SOFTMAX_FIRST,
-        PACKED, MASKED, SOFTCAP, SINKS,
+        PACKED, SIZE, MASKED, SOFTCAP, SINKS,
     ):  # fmt: skip
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
@@ -61,6 +63,8 @@ class Shape:
         self.LAZY = gl.constexpr(LAZY)
         self.SOFTMAX_FIRST = gl.constexpr(SOFTMAX_FIRST)
         self.PACKED = gl.constexpr(PACKED)
+        self.SIZE = gl.constexpr(SIZE)
+        self.BOX = gl.constexpr(min(SIZE, KEYS))
         self.MASKED = gl.constexpr(MASKED)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.SINKS = gl.constexpr(SINKS)

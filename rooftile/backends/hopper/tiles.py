@@ -9,6 +9,8 @@ from rooftile.spec import Spec
 
 # queries of a warpgroup: what one wgmma has
 WARPGROUP = 64
+# elements of 16 bits in a line of shared memory, which is what a swizzle permutes
+LINE_COLUMNS = 64
 
 
 def padded(dim: int) -> int:
@@ -97,6 +99,16 @@ def forward_tile(spec: Spec, T: int) -> Tile:
     if plain and ((spec.mask == FULL and T >= 1024) or (spec.mask == CAUSAL and T >= 8192)):
         return THREE
     return SHORT if spec.mask == CAUSAL and T <= 512 else NARROW
+
+
+def paged_tile(spec: Spec) -> Tile:
+    """The forward's tile for keys and values in pages, whatever the lengths: each kind takes seconds to compile.
+
+    The warps that ask for a box a page need more registers.
+    """
+    tile = WIDE if spec.dim > 128 else NARROW if spec.dim <= 64 else TWO if spec.mask == FULL else MASKED
+    held = 64 if spec.dim == 96 else tile.HELD
+    return tile._replace(HELD=held, COMPUTE_REGISTERS=232, COPY_REGISTERS=40)
 
 
 def backward_tile(spec: Spec) -> BackwardTile:

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rooftile.backends.launch import Quick
 from rooftile.backends.triton.arguments import constants_of, padded
 from rooftile.backends.triton.paged_fwd import _finish, _walk, flags_of, scales_of
 from rooftile.backends.triton.scores import LOG2E
@@ -92,7 +93,10 @@ def _rows(b, head, H, T, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.cons
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "H", "T", "left", "right", "prefix", "chunk"])
+@triton.jit(
+    do_not_specialize=["B", "H", "T", "table_stride", "left", "right", "prefix", "chunk"],
+    do_not_specialize_on_alignment=["table_ptr", "lengths_ptr"],
+)
 def _decode(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, parts_ptr, table_ptr, lengths_ptr, alibi_ptr, sinks_ptr,
     q_stride_t, q_stride_h, k_stride_p, k_stride_s, k_stride_h, v_stride_p, v_stride_s, v_stride_h, table_stride,
@@ -157,7 +161,9 @@ def _decode(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "H", "T", "left", "right", "prefix", "chunk"])
+@triton.jit(
+    do_not_specialize=["B", "H", "T", "left", "right", "prefix", "chunk"], do_not_specialize_on_alignment=["lengths_ptr"]
+)
 def _merge(
     o_ptr, lse_ptr, parts_ptr, lengths_ptr, sinks_ptr, B, H, T, left, right, prefix, chunk,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, BATCH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -222,11 +228,15 @@ def _merge(
     _finish(m_row, l_row, acc[None, :], sink, o_ptr, lse_ptr, b, H, T, 0, t + one, h + one, lines, one == 0, DV, SINKS, False, BLOCK_DV)
 
 
+_start_decode, _start_merge = Quick(_decode), Quick(_merge)
+
+
 def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """o (B, T, H, Dv) and lse (B, H, T), of q (B, T, H, D) with few queries a sequence (see `fits`)."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (cache.k, cache.v))
     B, T, H, _ = q.shape
-    rows = q.flatten(0, 1).contiguous()
+    rows = q.flatten(0, 1)
+    rows = rows if rows.stride(2) == 1 else rows.contiguous()
     o = torch.empty((*q.shape[:-1], spec.dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=q.device)
     constants = _constants(spec, cache.size, T, next((size for size in BATCHES if size >= B), triton.next_power_of_2(B)))
@@ -238,18 +248,16 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     sinks = lengths if options.sinks is None else options.sinks.contiguous()
     slopes = (0, 0) if alibi is None else (alibi.stride(0) if alibi.ndim == 2 else 0, alibi.stride(-1))
     bounds = constants_of(spec).numbers[2:6]
-    _decode[(heads, teams)](
+    arguments = (
         rows, k, v, o, lse, parts, table, lengths, lengths if alibi is None else alibi, sinks,
         *rows.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0), *scales_of(cache), *slopes, B, H, T,
         spec.scale, spec.softcap, *bounds,
-        **constants,
     )  # fmt: skip
+    _start_decode((heads, teams, 1), arguments, constants)
     if teams > 1:
-        shared = ("GROUP", "HEADS", "DV", "BATCH", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SINKS", "BLOCK_DV", "ROWS", "BLOCK_S", "PDL")
-        _merge[(heads, teams - 1, constants["HEADS"] * T)](
-            o, lse, parts, lengths, sinks, B, H, T, *bounds, **{name: constants[name] for name in shared}, num_warps=2,
-            launch_pdl=constants["PDL"],
-        )  # fmt: skip
+        grid = (heads, teams - 1, constants["HEADS"] * T)
+        constants = _constants_of_merge(spec, cache.size, T, constants["BATCH"])
+        _start_merge(grid, (o, lse, parts, lengths, sinks, B, H, T, *bounds), constants)
     return o, lse
 
 
@@ -268,7 +276,7 @@ def _programs(device: torch.device, spec: Spec) -> int:
 
 
 def _warps(spec: Spec) -> int:
-    """Of a program. Narrow heads are read faster by more and smaller ones: 3.25 against 2.77 TB/s, 256 x 640 keys, D = 64, H200."""
+    """Of a program. Narrow heads are read faster by more and smaller ones."""
     return 2 if max(spec.dim, spec.dim_v) <= 64 else 4
 
 
@@ -291,3 +299,10 @@ def _constants(spec: Spec, size: int, T: int, batch: int) -> dict[str, Any]:
         "BLOCK_DV": max(padded(spec.dim_v), 16), "ROWS": max(triton.next_power_of_2(T * heads), 16), "BLOCK_S": 32 if _wide(spec) else 64, "STAGES": 6,
         "num_warps": _warps(spec), "PDL": spec.device.startswith("sm") and int(spec.device[2:]) >= 90,
     }  # fmt: skip
+
+
+@cache
+def _constants_of_merge(spec: Spec, size: int, T: int, batch: int) -> dict[str, Any]:
+    names = ("GROUP", "HEADS", "DV", "BATCH", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SINKS", "BLOCK_DV", "ROWS", "BLOCK_S", "PDL")
+    constants = _constants(spec, size, T, batch)
+    return {name: constants[name] for name in names} | {"num_warps": 2, "launch_pdl": constants["PDL"]}

@@ -153,7 +153,10 @@ def _rows_of(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "H", "T", "total", "tiles", "chunks", "left", "right", "prefix", "chunk"])
+@triton.jit(
+    do_not_specialize=["B", "H", "T", "total", "tiles", "chunks", "table_stride", "left", "right", "prefix", "chunk"],
+    do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "cu_q_ptr"],
+)
 def _forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, parts_ptr, table_ptr, lengths_ptr, cu_q_ptr, alibi_ptr, sinks_ptr,
     q_stride_t, q_stride_h, k_stride_p, k_stride_s, k_stride_h, v_stride_p, v_stride_s, v_stride_h, table_stride,
@@ -228,7 +231,10 @@ def _forward(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "H", "T", "total", "tiles", "chunks", "left", "right", "prefix", "chunk"])
+@triton.jit(
+    do_not_specialize=["B", "H", "T", "total", "tiles", "chunks", "left", "right", "prefix", "chunk"],
+    do_not_specialize_on_alignment=["lengths_ptr", "cu_q_ptr"],
+)
 def _join(
     o_ptr, lse_ptr, parts_ptr, lengths_ptr, cu_q_ptr, sinks_ptr, B, H, T, total, tiles, chunks, left, right, prefix, chunk,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
