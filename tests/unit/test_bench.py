@@ -11,7 +11,7 @@ import torch
 
 from rooftile import InvalidInput, api, cost
 from rooftile.bench import check, compare, peers, results
-from rooftile.bench.clock import HostClock
+from rooftile.bench.clock import HostClock, medians
 from rooftile.bench.results import Row
 from rooftile.bench.run import measure
 from rooftile.bench.session import Session
@@ -257,6 +257,25 @@ def test_the_last_head_of_the_last_sequence_is_looked_at() -> None:
 
 
 # clocks
+
+
+def test_works_take_turns_back_and_forth_and_each_gets_the_median_of_its_samples() -> None:
+    turns: list[str] = []
+
+    class Counting:
+        peak_kind = ""
+
+        def samples(self, work) -> list[float]:
+            work()
+            return [float(len(turns)), 100.0]
+
+        def peak_bytes(self, work) -> int:
+            return 0
+
+    found = medians({name: lambda name=name: turns.append(name) for name in "abc"}, Counting(), rounds=2)
+    assert "".join(turns) == "abccba"
+    # a's samples are 1, 6 and twice 100, b's 2, 5 and twice 100
+    assert found == {"a": 53.0, "b": 52.5, "c": 52.0}
 
 
 def test_peak_memory_is_what_torch_allocated() -> None:
