@@ -288,15 +288,11 @@ def _row(
     workload: Workload, session: Session, found: list[Measures], *, model: str, allocator: str, settings: dict[str, Any],
     scale: float, start_s: float, first_s: float | None,
 ) -> Row:  # fmt: skip
-    machine = session.machine
-    rates = session.ceilings.matmul_tflops
     return Row(
         workload=workload.name, purpose=workload.purpose, model=model, allocator=allocator, settings=settings, scale=scale,
         runs=len(found), first_s=first_s, start_s=start_s, median=_each(median, found), low=_each(min, found),
-        high=_each(max, found),
-        device=machine.name, arch=machine.arch, driver=machine.driver, torch=machine.torch, triton=machine.triton,
-        commit=session.commit, date=session.date, copy_gbs=session.ceilings.copy_gbs,
-        matmul_tflops=rates.get("bf16" if machine.type == "cuda" else "fp32"),
+        high=_each(max, found), **session.about(),
+        matmul_tflops=session.ceilings.matmul_tflops.get("bf16" if session.machine.type == "cuda" else "fp32"),
     )  # fmt: skip
 
 
