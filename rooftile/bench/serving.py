@@ -201,25 +201,15 @@ def measure(
         rows: dict[str, Row] = {}
         # what is compared comes first: the ratio is in the row of what it is compared with
         for one in reversed(workload.allocators) if allocator is None else (allocator,):
-            asked = _settings(workload, decoder) | (settings or {}) | {"allocator": one}
+            asked = settings_of(workload, decoder) | (settings or {}) | {"allocator": one}
             if llm is None or asked != known:
                 say(f"{workload.name}: starting")
                 llm = None
-                _tidy(session.device)
+                tidy(session.device)
                 began = clock.now()
                 llm, known = LLM(decoder, **asked), asked
                 started = loaded + clock.now() - began
-            first = None
-            if session.device.type == "cuda":
-                # kernels are compiled for lengths as they come, and kept on disk: that is no part of what a server does all day
-                began = clock.now()
-                say(f"{workload.name}: warming up")
-                drive(llm.engine, workload, clock=clock)
-                first = clock.now() - began
-            found = [
-                _run(llm, workload, costs, clock, f"{workload.name}, {one}, run {run} of {runs}", say)
-                for run in range(1, runs + 1)
-            ]
+            first, found = repeat(llm, workload, runs, costs=costs, clock=clock, say=say)
             row = _row(
                 workload, session, found, model=model, allocator=one, settings=asked, scale=scale, start_s=started, first_s=first
             )
@@ -227,6 +217,23 @@ def measure(
                 row = replace(row, over_contiguous=ratios(row.median, rows["contiguous"].median))
             rows[one] = row
             yield row
+
+
+def repeat(
+    llm: LLM, workload: Workload, runs: int, *, costs: Costs | None = None, clock: Clock | None = None,
+    say: Progress | None = None,
+) -> tuple[float | None, list[Measures]]:  # fmt: skip
+    """Runs of a workload, each with an empty prefix cache; and the seconds of a run before them, which a GPU needs."""
+    clock = clock or WallClock()
+    say = say or (lambda words: None)
+    first = None
+    if llm.engine.runner.device.type == "cuda":
+        # kernels are compiled for lengths as they come, and kept on disk: that is no part of what a server does all day
+        say(f"{workload.name}: warming up")
+        began = clock.now()
+        drive(llm.engine, workload, clock=clock)
+        first = clock.now() - began
+    return first, [_run(llm, workload, costs, clock, f"{workload.name}, run {n} of {runs}", say) for n in range(1, runs + 1)]
 
 
 def costs_of(decoder: Decoder, session: Session) -> Costs | None:
@@ -278,7 +285,7 @@ def _run(llm: LLM, workload: Workload, costs: Costs | None, clock: Clock, words:
     return measures(course, costs=costs, peak_bytes=peak)
 
 
-def _settings(workload: Workload, decoder: Decoder) -> dict[str, Any]:
+def settings_of(workload: Workload, decoder: Decoder) -> dict[str, Any]:
     """The workload's own; of the model's length as much as is used, up to a power of two so that an engine serves several."""
     longest = min(1 << (workload.longest - 1).bit_length(), decoder.config.max_len)
     return {"max_model_len": longest} | workload.settings
@@ -324,7 +331,7 @@ def _process_bytes() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def _tidy(device: torch.device) -> None:
+def tidy(device: torch.device) -> None:
     """Gives back what an engine had."""
     gc.collect()
     if device.type == "cuda":

@@ -98,7 +98,7 @@ def attention(
 @app.command("serving")
 def serve(
     workload: Annotated[
-        list[str] | None, typer.Option(help="W1, W2, ... W10; W4, W5 are several. May be given several times.")
+        list[str] | None, typer.Option(help="W1, W2, ... W11; W4, W5 are several. May be given several times.")
     ] = None,
     model: Annotated[str, typer.Option(help="tiny, 0.6b, 1b, 8b with random weights, or a checkpoint's folder.")] = "",
     scale: Annotated[float, typer.Option(help="The share of the workload's requests and of their lengths.")] = 1.0,

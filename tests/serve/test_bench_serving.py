@@ -188,9 +188,17 @@ def test_w7_and_w10_have_their_lengths() -> None:
     assert [(len(ask.prompt), ask.params.max_tokens) for ask in alone.requests] == [(128, 512)]
 
 
+def test_w11_samples_four_answers_to_the_first_prompts_of_w1() -> None:
+    (uniform,), (several,) = named(["W1"]), named(["W11"])
+    assert [ask.prompt for ask in several.requests] == [ask.prompt for ask in uniform.requests[:64]]
+    assert {(ask.params.n, ask.params.max_tokens, ask.params.temperature, ask.params.ignore_eos) for ask in several.requests} == {
+        (4, 128, 0.6, True)
+    }
+
+
 def test_users_mistakes_are_sentences() -> None:
-    with pytest.raises(InvalidInput, match="no workload is called 'W11'; has W1, W2"):
-        named(["W11"])
+    with pytest.raises(InvalidInput, match="no workload is called 'W12'; has W1, W2"):
+        named(["W12"])
     with pytest.raises(InvalidInput, match=r"scale is 2\.0; must be above 0 and at most 1"):
         named(["W1"], factor=2.0)
     with pytest.raises(InvalidInput, match=r"rate is 0\.0; must be above 0"):
