@@ -243,8 +243,7 @@ def _row(contestant: _Contestant, phase: str, case: Case, session: Session, cloc
         error=contestant.errors.get(phase),
         peak_bytes=contestant.peaks.get(phase),
         peak_kind=clock.peak_kind,
-        **session.about(),
-        matmul_tflops=session.ceilings.matmul_tflops.get(case.dtype),
+        **session.about(case.dtype),
         reason=contestant.reasons.get(phase, ""),
     )
     times = contestant.times.get(phase, [])

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -266,14 +265,6 @@ def ratios(paged: Measures, contiguous: Measures) -> dict[str, float]:
     }
 
 
-def append(path: str | Path, row: Row) -> None:
-    """Adds a row to the end of a JSON-lines file, and makes it if there is none."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as out:
-        out.write(row.json() + "\n")
-
-
 def _run(llm: LLM, workload: Workload, costs: Costs | None, clock: Clock, words: str, say: Progress) -> Measures:
     engine = llm.engine
     cuda = engine.runner.device.type == "cuda"
@@ -298,8 +289,7 @@ def _row(
     return Row(
         workload=workload.name, purpose=workload.purpose, model=model, allocator=allocator, settings=settings, scale=scale,
         runs=len(found), first_s=first_s, start_s=start_s, median=_each(median, found), low=_each(min, found),
-        high=_each(max, found), **session.about(),
-        matmul_tflops=session.ceilings.matmul_tflops.get("bf16" if session.machine.type == "cuda" else "fp32"),
+        high=_each(max, found), **session.about("bf16" if session.machine.type == "cuda" else "fp32"),
     )  # fmt: skip
 
 

@@ -26,12 +26,13 @@ class Session:
     commit: str
     date: str
 
-    def about(self) -> dict[str, Any]:
-        """What every row of the run says of the machine, the software and itself."""
-        machine = self.machine
+    def about(self, dtype: str) -> dict[str, Any]:
+        """What every row of the run says of the machine, the software, itself, and the ceilings of what is computed in dtype."""
+        machine, rates = self.machine, self.ceilings.matmul_tflops
         return {
             "device": machine.name, "arch": machine.arch, "driver": machine.driver, "torch": machine.torch,
             "triton": machine.triton, "commit": self.commit, "date": self.date, "copy_gbs": self.ceilings.copy_gbs,
+            "matmul_tflops": rates.get(dtype),
         }  # fmt: skip
 
 

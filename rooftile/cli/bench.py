@@ -87,7 +87,7 @@ def attention(
             found += rows
             # after each case: a run that is cut short keeps what it has
             if json is not None and str(json) != "-":
-                results.append(json, rows)
+                results.append(json, (row.json() for row in rows))
     if str(json) == "-":
         for row in found:
             print(row.json())
@@ -131,7 +131,7 @@ def serve(
         ):  # fmt: skip
             found.append(row)
             if json is not None and str(json) != "-":
-                serving.append(json, row)
+                results.append(json, [row.json()])
     if str(json) == "-":
         for row in found:
             print(row.json())

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rooftile.bench import serving, workloads
+from rooftile.bench import results, serving, workloads
 from rooftile.bench.driver import Course, Sample, Trace, drive, fitted
 from rooftile.bench.models import MODELS, decoder_named
 from rooftile.bench.serving import Measures, Row, measure, measures
@@ -513,7 +513,7 @@ def test_runs_begin_with_an_empty_cache_and_rows_survive_their_file(tmp_path: Pa
     assert three.low.output_tok_s <= three.median.output_tok_s <= three.high.output_tok_s
     path = tmp_path / "deep" / "rows.jsonl"
     for row in (one, three):
-        serving.append(path, row)
+        results.append(path, [row.json()])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["runs"] for line in lines] == [1, 3]
     restored = Row(**{key: Measures(**value) if key in ("median", "low", "high") else value for key, value in lines[1].items()})

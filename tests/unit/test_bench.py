@@ -366,8 +366,8 @@ def row(case: str = "c", backend: str = "ours", phase: str = "fwd", us: float | 
 def test_rows_survive_their_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "rows.jsonl"
     rows = [row(), row(us=None, reason="refused: no")]
-    results.append(path, rows[:1])
-    results.append(path, rows[1:])
+    results.append(path, [rows[0].json()])
+    results.append(path, [row.json() for row in rows[1:]])
     assert results.read(path) == rows
 
 
@@ -389,10 +389,8 @@ def test_the_latest_row_counts() -> None:
 
 
 def test_a_table_is_written_between_its_marks_and_nowhere_else(tmp_path: Path) -> None:
-    results.append(
-        tmp_path / "r.jsonl",
-        [row("a"), row("a", "peer", tflops=5.55), row("b", us=None), row("a", phase="bwd", tflops=9.0), row("other")],
-    )
+    rows = [row("a"), row("a", "peer", tflops=5.55), row("b", us=None), row("a", phase="bwd", tflops=9.0), row("other")]
+    results.append(tmp_path / "r.jsonl", [row.json() for row in rows])
     text = "before\n<!-- table: r.jsonl phase=fwd cases=[ab] backends=ours,peer -->\nstale\n<!-- /table -->\nafter\n"
     made = results.write_tables(text, tmp_path)
     assert made == (
