@@ -207,6 +207,18 @@ def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monk
     assert engine.pool.used_blocks == 0
 
 
+def test_nobody_reads_a_prompt_while_steps_are_timed(decoder, monkeypatch) -> None:
+    # prompts take so long that the first answers are past the context before the last one begins
+    engine = LLM(decoder, max_model_len=128, max_batched_tokens=12).engine
+    with decode_step.decoding(engine, decode_step.Sizes(batch=4, context=40, steps=8)):
+        run = engine.runner.run
+        reads: list[int] = []
+        monkeypatch.setattr(engine.runner, "run", lambda plan: reads.extend(work.tokens for work in plan.work) or run(plan))
+        for _ in range(8):
+            engine.step()
+        assert reads == [1] * 32
+
+
 def test_the_sizes_are_those_of_the_peers() -> None:
     assert decode_step.Sizes.of(Scale()) == (256, 640, 64)
     assert str(decode_step.Sizes.of(Scale())) == "256 x 640"
