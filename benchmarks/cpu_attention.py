@@ -39,7 +39,7 @@ def times(lengths: list[int]) -> None:
     session = open_session()
     for length, dtype, dim, causal in product(lengths, ("fp32", "bf16"), (64, 128), (False, True)):
         rows = measure(case_of(dtype, dim, causal, length), BACKENDS, session=session)
-        append(RESULTS, rows)
+        append(RESULTS, (row.json() for row in rows))
         due = {row.phase: row.median_us for row in rows if row.backend == "torch-flash"}
         for row in rows:
             ratio = row.median_us / due[row.phase] if row.median_us and due[row.phase] else float("nan")
@@ -63,7 +63,7 @@ def memory(length: int) -> None:
             like, case=case.name, backend=backend, ran=backend, phase="fwd+bwd", problem=str(case.problem().spec),
             median_us=float(us), samples=1, peak_bytes=int(used), peak_kind="peak RSS beyond inputs", **blank,
         )  # fmt: skip
-        append(RESULTS, [Row(**asdict(row))])
+        append(RESULTS, [Row(**asdict(row)).json()])
         print(f"{case.name} {backend}: {int(used) / 2**20:.0f} MiB beyond inputs, {float(us) / 1e6:.1f} s", flush=True)
 
 

@@ -10,7 +10,6 @@ read once and what is written once.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rooftile.bench.clock import clock_for
+from rooftile.bench.clock import clock_for, medians
 from rooftile.bench.session import open_session
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import (
@@ -34,7 +33,7 @@ from rooftile.models.layers import (
     normalised_as_defined,
 )
 
-ROUNDS, ROWS, HIDDEN, FFN = 4, (1, 256, 8192), (2048, 4096), (8192, 14336)
+ROWS, HIDDEN, FFN = (1, 256, 8192), (2048, 4096), (8192, 14336)
 # heads of queries, heads of keys, and their size
 HEADS = (32, 8, 128)
 MEMORY = Memory(torch.bfloat16, torch.device("cuda"))
@@ -51,14 +50,6 @@ def norm_of(config: ModelConfig, size: int) -> Norm:
     for weight in norm.parameters():
         weight.normal_()
     return norm
-
-
-def medians(works: dict[str, Callable[[], Any]], clock: Any) -> dict[str, float]:
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for n in range(ROUNDS):
-        for name in list(works)[:: -1 if n % 2 else 1]:
-            taken[name] += clock.samples(works[name])
-    return {name: statistics.median(samples) for name, samples in taken.items()}
 
 
 def contests() -> list[tuple[dict[str, Any], int, Callable[[], Any], Callable[[], Any]]]:

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,10 +17,10 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.bench.clock import clock_for
+from rooftile.bench.clock import clock_for, medians
 from rooftile.masks import CAUSAL, FULL, Mask
 
-TOKENS, ROUNDS = 16384, 4
+TOKENS = 16384
 
 
 def backward(S: int, dim: int, mask: Mask, deterministic: bool) -> Callable[[], tuple[Tensor, ...]]:
@@ -39,13 +38,7 @@ def main(commit: str) -> None:
     for dim in (64, 128):
         for mask in (FULL, CAUSAL):
             for S in (512, 2048, 8192):
-                works = {choice: backward(S, dim, mask, choice) for choice in (False, True)}
-                taken: dict[bool, list[float]] = {choice: [] for choice in works}
-                for n in range(ROUNDS):
-                    # back and forth, as a chip that has been busy for a while clocks lower
-                    for choice in (False, True)[:: -1 if n % 2 else 1]:
-                        taken[choice] += clock.samples(works[choice])
-                us = {choice: statistics.median(samples) for choice, samples in taken.items()}
+                us = medians({choice: backward(S, dim, mask, choice) for choice in (False, True)}, clock)
                 flops = 10 * TOKENS * S * 2048 / (2 if mask == CAUSAL else 1)
                 row = {"dim": dim, "mask": str(mask), "S": S, "tflops": round(flops / us[False] / 1e6, 1)}
                 row |= {"deterministic_tflops": round(flops / us[True] / 1e6, 1), "price": round(us[True] / us[False] - 1, 3)}

@@ -10,7 +10,6 @@ installed.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -21,14 +20,14 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile.backends.hopper import DIMS_8BIT
-from rooftile.bench.clock import clock_for
+from rooftile.bench.clock import clock_for, medians
 from rooftile.bench.peers import provider_named
 from rooftile.bench.session import open_session
 from rooftile.cases import CASES
 from rooftile.masks import CAUSAL, FULL, Mask
 from rooftile.numerics.recipe import MEAN_OF
 
-ROUNDS, PEERS = 4, ("torch-cudnn", "fa4")
+PEERS = ("torch-cudnn", "fa4")
 LENGTHS = {"1k": 1024, "4k": 4096, "16k": 16384}
 
 
@@ -69,13 +68,7 @@ def main(commit: str) -> None:
             for word, S in LENGTHS.items():
                 B, H = 16384 // S, 2048 // dim
                 works = contestants(f"d{dim}-{'causal' if mask == CAUSAL else 'full'}-{word}", mask)
-                taken: dict[str, list[float]] = {name: [] for name in works}
-                for work in works.values():
-                    work()
-                for n in range(ROUNDS):
-                    for name in list(works)[:: -1 if n % 2 else 1]:
-                        taken[name] += clock.samples(works[name])
-                us = {name: statistics.median(samples) for name, samples in taken.items()}
+                us = medians(works, clock)
                 best = min(us[name] for name in ("bf16", *PEERS) if name in us)
                 flops = 4 * B * H * S * S * dim / (2 if mask == CAUSAL else 1)
                 peer = min((us[name] for name in PEERS if name in us), default=None)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -21,10 +20,10 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.bench.clock import clock_for
+from rooftile.bench.clock import clock_for, medians
 from rooftile.masks import CAUSAL, FULL, Mask
 
-TOKENS, DENSE, ROUNDS = 16384, 8192, 4
+TOKENS, DENSE = 16384, 8192
 
 
 def packed_lengths(seed: int) -> list[int]:
@@ -77,13 +76,9 @@ def main(commit: str, phases: tuple[str, ...]) -> None:
 
                 runs[f"packed {seed}"] = (lengths, works(packed, [(TOKENS, heads, dim)] * 3))
             for phase in phases:
-                taken: dict[str, list[float]] = {name: [] for name in runs}
-                for n in range(ROUNDS):
-                    # back and forth, as a chip that has been busy for a while clocks lower
-                    for name in list(runs)[:: -1 if n % 2 else 1]:
-                        taken[name] += clock.samples(runs[name][1][phase])
+                us = medians({name: both[phase] for name, (_, both) in runs.items()}, clock)
                 speed = {
-                    name: flops(lengths, heads, dim, mask, phase) / statistics.median(taken[name]) / 1e6
+                    name: flops(lengths, heads, dim, mask, phase) / us[name] / 1e6
                     for name, (lengths, _) in runs.items()
                 }
                 for name, (lengths, _) in runs.items():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -22,12 +21,12 @@ from typing import Any
 import torch
 
 import rooftile as rt
-from rooftile.bench.clock import clock_for
+from rooftile.bench.clock import clock_for, medians
 from rooftile.bench.session import open_session
 from rooftile.kvcache import PagedKV, Pages, Rotation, rotate
 from rooftile.kvcache.kernels import copy_blocks
 
-ROUNDS, DIM = 4, 128
+DIM = 128
 # sequences, tokens of each in the cache, heads, heads of keys
 DECODING = [
     (64, 8192, 32, 8),
@@ -53,14 +52,6 @@ def peer(q: torch.Tensor, cache: PagedKV) -> Callable[[], Any]:
     return lambda: flash_attn_varlen_func(
         q, cache.k, cache.v, seqused_k=cache.lengths, page_table=cache.table, causal=True
     )
-
-
-def medians(works: dict[str, Callable[[], Any]], clock: Any) -> dict[str, float]:
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for n in range(ROUNDS):
-        for name in list(works)[:: -1 if n % 2 else 1]:
-            taken[name] += clock.samples(works[name])
-    return {name: statistics.median(samples) for name, samples in taken.items()}
 
 
 def decoding(clock: Any, copy_gbs: float) -> list[dict[str, Any]]:

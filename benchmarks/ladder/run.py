@@ -10,7 +10,6 @@ bf16, D = 128, 16 heads, 4 sequences of 4,096, full and causal. The share is of 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -21,7 +20,7 @@ from torch import Tensor
 import rooftile as rt
 from benchmarks import ncu
 from benchmarks.ladder import first, kernels
-from rooftile.bench.clock import clock_for
+from rooftile.bench.clock import clock_for, medians
 from rooftile.bench.peers import provider_named
 from rooftile.bench.session import open_session
 from rooftile.cases import CASES, Inputs
@@ -68,14 +67,8 @@ def main(commit: str) -> None:
         q, k, v = inputs()
         due = rt.attention(q, k, v, rt.CAUSAL if causal else rt.FULL, backend="eager")
         works = {name: checked(work, due) for name, work in rungs(q, k, v, causal).items()}
-        taken: dict[str, list[float]] = {name: [] for name in works}
-        for n in range(ROUNDS):
-            # back and forth, as a chip that has been busy for a while clocks lower
-            for name in list(works)[:: -1 if n % 2 else 1]:
-                taken[name] += clock.samples(works[name])
         flops = 4 * B * H * T * T * D / (2 if causal else 1)
-        for name, samples in taken.items():
-            us = statistics.median(samples)
+        for name, us in medians(works, clock, ROUNDS).items():
             row = {"rung": name, "mask": "causal" if causal else "full", "median_us": round(us, 1)}
             print(json.dumps(row | {"tflops": round(flops / us / 1e6, 1)} | about), flush=True)
 

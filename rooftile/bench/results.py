@@ -83,12 +83,12 @@ def read(path: str | Path) -> list[Row]:
     return rows
 
 
-def append(path: str | Path, rows: Iterable[Row]) -> None:
-    """Adds rows to the end of a JSON-lines file, and makes it if there is none."""
+def append(path: str | Path, lines: Iterable[str]) -> None:
+    """Adds lines, as a row's `json` makes them, to the end of a JSON-lines file, and makes it if there is none."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as out:
-        out.writelines(row.json() + "\n" for row in rows)
+        out.writelines(line + "\n" for line in lines)
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:

@@ -230,8 +230,7 @@ def _guarded(contestant: _Contestant, phases: Sequence[str], work: Callable[[], 
 
 
 def _row(contestant: _Contestant, phase: str, case: Case, session: Session, clock: Clock) -> Row:
-    machine = session.machine
-    problem = case.problem(machine.arch, needs_grad=phase == "bwd")
+    problem = case.problem(session.machine.arch, needs_grad=phase == "bwd")
     sizes = problem.sizes
     floor = roof(problem, session.ceilings, phase)
     row = Row(
@@ -244,15 +243,7 @@ def _row(contestant: _Contestant, phase: str, case: Case, session: Session, cloc
         error=contestant.errors.get(phase),
         peak_bytes=contestant.peaks.get(phase),
         peak_kind=clock.peak_kind,
-        device=machine.name,
-        arch=machine.arch,
-        driver=machine.driver,
-        torch=machine.torch,
-        triton=machine.triton,
-        commit=session.commit,
-        date=session.date,
-        copy_gbs=session.ceilings.copy_gbs,
-        matmul_tflops=session.ceilings.matmul_tflops.get(case.dtype),
+        **session.about(case.dtype),
         reason=contestant.reasons.get(phase, ""),
     )
     times = contestant.times.get(phase, [])

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -201,25 +200,15 @@ def measure(
         rows: dict[str, Row] = {}
         # what is compared comes first: the ratio is in the row of what it is compared with
         for one in reversed(workload.allocators) if allocator is None else (allocator,):
-            asked = _settings(workload, decoder) | (settings or {}) | {"allocator": one}
+            asked = settings_of(workload, decoder) | (settings or {}) | {"allocator": one}
             if llm is None or asked != known:
                 say(f"{workload.name}: starting")
                 llm = None
-                _tidy(session.device)
+                tidy(session.device)
                 began = clock.now()
                 llm, known = LLM(decoder, **asked), asked
                 started = loaded + clock.now() - began
-            first = None
-            if session.device.type == "cuda":
-                # kernels are compiled for lengths as they come, and kept on disk: that is no part of what a server does all day
-                began = clock.now()
-                say(f"{workload.name}: warming up")
-                drive(llm.engine, workload, clock=clock)
-                first = clock.now() - began
-            found = [
-                _run(llm, workload, costs, clock, f"{workload.name}, {one}, run {run} of {runs}", say)
-                for run in range(1, runs + 1)
-            ]
+            first, found = repeat(llm, workload, runs, costs=costs, clock=clock, say=say)
             row = _row(
                 workload, session, found, model=model, allocator=one, settings=asked, scale=scale, start_s=started, first_s=first
             )
@@ -227,6 +216,23 @@ def measure(
                 row = replace(row, over_contiguous=ratios(row.median, rows["contiguous"].median))
             rows[one] = row
             yield row
+
+
+def repeat(
+    llm: LLM, workload: Workload, runs: int, *, costs: Costs | None = None, clock: Clock | None = None,
+    say: Progress | None = None,
+) -> tuple[float | None, list[Measures]]:  # fmt: skip
+    """Runs of a workload, each with an empty prefix cache; and the seconds of a run before them, which a GPU needs."""
+    clock = clock or WallClock()
+    say = say or (lambda words: None)
+    first = None
+    if llm.engine.runner.device.type == "cuda":
+        # kernels are compiled for lengths as they come, and kept on disk: that is no part of what a server does all day
+        say(f"{workload.name}: warming up")
+        began = clock.now()
+        drive(llm.engine, workload, clock=clock)
+        first = clock.now() - began
+    return first, [_run(llm, workload, costs, clock, f"{workload.name}, run {n} of {runs}", say) for n in range(1, runs + 1)]
 
 
 def costs_of(decoder: Decoder, session: Session) -> Costs | None:
@@ -259,14 +265,6 @@ def ratios(paged: Measures, contiguous: Measures) -> dict[str, float]:
     }
 
 
-def append(path: str | Path, row: Row) -> None:
-    """Adds a row to the end of a JSON-lines file, and makes it if there is none."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as out:
-        out.write(row.json() + "\n")
-
-
 def _run(llm: LLM, workload: Workload, costs: Costs | None, clock: Clock, words: str, say: Progress) -> Measures:
     engine = llm.engine
     cuda = engine.runner.device.type == "cuda"
@@ -278,7 +276,7 @@ def _run(llm: LLM, workload: Workload, costs: Costs | None, clock: Clock, words:
     return measures(course, costs=costs, peak_bytes=peak)
 
 
-def _settings(workload: Workload, decoder: Decoder) -> dict[str, Any]:
+def settings_of(workload: Workload, decoder: Decoder) -> dict[str, Any]:
     """The workload's own; of the model's length as much as is used, up to a power of two so that an engine serves several."""
     longest = min(1 << (workload.longest - 1).bit_length(), decoder.config.max_len)
     return {"max_model_len": longest} | workload.settings
@@ -288,15 +286,10 @@ def _row(
     workload: Workload, session: Session, found: list[Measures], *, model: str, allocator: str, settings: dict[str, Any],
     scale: float, start_s: float, first_s: float | None,
 ) -> Row:  # fmt: skip
-    machine = session.machine
-    rates = session.ceilings.matmul_tflops
     return Row(
         workload=workload.name, purpose=workload.purpose, model=model, allocator=allocator, settings=settings, scale=scale,
         runs=len(found), first_s=first_s, start_s=start_s, median=_each(median, found), low=_each(min, found),
-        high=_each(max, found),
-        device=machine.name, arch=machine.arch, driver=machine.driver, torch=machine.torch, triton=machine.triton,
-        commit=session.commit, date=session.date, copy_gbs=session.ceilings.copy_gbs,
-        matmul_tflops=rates.get("bf16" if machine.type == "cuda" else "fp32"),
+        high=_each(max, found), **session.about("bf16" if session.machine.type == "cuda" else "fp32"),
     )  # fmt: skip
 
 
@@ -328,7 +321,7 @@ def _process_bytes() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def _tidy(device: torch.device) -> None:
+def tidy(device: torch.device) -> None:
     """Gives back what an engine had."""
     gc.collect()
     if device.type == "cuda":

@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +25,15 @@ class Session:
     ceilings: Ceilings
     commit: str
     date: str
+
+    def about(self, dtype: str) -> dict[str, Any]:
+        """What every row of the run says of the machine, the software, itself, and the ceilings of what is computed in dtype."""
+        machine, rates = self.machine, self.ceilings.matmul_tflops
+        return {
+            "device": machine.name, "arch": machine.arch, "driver": machine.driver, "torch": machine.torch,
+            "triton": machine.triton, "commit": self.commit, "date": self.date, "copy_gbs": self.ceilings.copy_gbs,
+            "matmul_tflops": rates.get(dtype),
+        }  # fmt: skip
 
 
 def open_session(device: torch.device | str = "cpu", *, refresh: bool = False, commit: str = "") -> Session:

@@ -10,6 +10,7 @@
     W8      W2 in a cache of 15.7k slots, paged against reserved: the setting of the paper's comparison
     W9      clients that go away, and requests that are none
     W10     one request alone
+    W11     four samples for each of W1's first 64 prompts
 
 Lengths of W2 to W6 are drawn from log-normal distributions with the means that the paper gives for its data sets; the spreads
 are ours. Kwon et al., PagedAttention, arXiv:2309.06180, section 6.
@@ -107,7 +108,7 @@ def uniform(scale: Scale) -> Workload:
     """W1."""
     rng = Random(0)
     # in this order, and with these bounds, as in the benchmark that others publish: 133,966 tokens of answers
-    prompts = [[rng.randint(0, IDS) for _ in range(rng.randint(100, LONGEST))] for _ in range(256)]
+    prompts = _uniform_prompts(rng, 256)
     limits = [rng.randint(100, LONGEST) for _ in range(256)]
     asked = zip(prompts[: scale(256)], limits[: scale(256)], strict=True)
     requests = tuple(Ask(ids[: scale(len(ids))], _sampled(scale(limit), temperature=0.6)) for ids, limit in asked)
@@ -171,6 +172,13 @@ def alone(scale: Scale) -> Workload:
     return Workload(name="W10", purpose="one request alone: the floor of latency", requests=(request,))
 
 
+def samples(scale: Scale) -> Workload:
+    """W11."""
+    asked = _sampled(scale(128), n=4, temperature=0.6)
+    requests = tuple(Ask(ids[: scale(len(ids))], asked) for ids in _uniform_prompts(Random(0), 64)[: scale(64)])
+    return Workload(name="W11", purpose="four samples of 128 tokens for each of 64 prompts", requests=requests)
+
+
 def poisson(workload: Workload, rate: float, seed: int = 0) -> Workload:
     """The same requests, arriving at random, `rate` a second; turns of a conversation still wait for the one before."""
     if not rate > 0 or not math.isfinite(rate):
@@ -207,6 +215,7 @@ WORKLOADS: dict[str, Callable[[Scale], Workload]] = {
     "W8": little_memory,
     "W9": disturbed,
     "W10": alone,
+    "W11": samples,
 }
 
 
@@ -237,6 +246,10 @@ def _drawn(lengths: Lengths, scale: Scale, count: int, **asked: Any) -> list[Ask
     rng = Random(0)
     drawn = [lengths.draw(rng) for _ in range(count)]
     return [Ask(_ids(rng, scale(prompt)), _sampled(scale(answer), **asked)) for prompt, answer in drawn]
+
+
+def _uniform_prompts(rng: Random, count: int) -> list[list[int]]:
+    return [[rng.randint(0, IDS) for _ in range(rng.randint(100, LONGEST))] for _ in range(count)]
 
 
 def _sampled(limit: int, **asked: Any) -> SamplingParams:

@@ -87,7 +87,7 @@ def attention(
             found += rows
             # after each case: a run that is cut short keeps what it has
             if json is not None and str(json) != "-":
-                results.append(json, rows)
+                results.append(json, (row.json() for row in rows))
     if str(json) == "-":
         for row in found:
             print(row.json())
@@ -98,7 +98,7 @@ def attention(
 @app.command("serving")
 def serve(
     workload: Annotated[
-        list[str] | None, typer.Option(help="W1, W2, ... W10; W4, W5 are several. May be given several times.")
+        list[str] | None, typer.Option(help="W1, W2, ... W11; W4, W5 are several. May be given several times.")
     ] = None,
     model: Annotated[str, typer.Option(help="tiny, 0.6b, 1b, 8b with random weights, or a checkpoint's folder.")] = "",
     scale: Annotated[float, typer.Option(help="The share of the workload's requests and of their lengths.")] = 1.0,
@@ -131,7 +131,7 @@ def serve(
         ):  # fmt: skip
             found.append(row)
             if json is not None and str(json) != "-":
-                serving.append(json, row)
+                results.append(json, [row.json()])
     if str(json) == "-":
         for row in found:
             print(row.json())

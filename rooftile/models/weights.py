@@ -63,7 +63,7 @@ def load(decoder: Decoder, files: Iterable[Path]) -> None:
     """
     with ExitStack() as stack:
         found = _tensors([stack.enter_context(_opened(path)) for path in files], _prefix(decoder.config))
-        places = dict(_places(decoder))
+        places = dict(tensors_of(decoder))
         if decoder.config.tie:
             _check_tie(found, next(iter(places)))
         _check(found, places)
@@ -150,7 +150,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _places(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Each tensor of a checkpoint by its name, without prefix, and the view of a parameter that it fills; the embedding first."""
     gpt2 = decoder.config.family == "gpt2"
     yield "wte.weight" if gpt2 else "embed_tokens.weight", decoder.embedding

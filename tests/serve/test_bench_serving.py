@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rooftile.bench import serving, workloads
+from rooftile.bench import results, serving, workloads
 from rooftile.bench.driver import Course, Sample, Trace, drive, fitted
 from rooftile.bench.models import MODELS, decoder_named
 from rooftile.bench.serving import Measures, Row, measure, measures
@@ -188,9 +188,17 @@ def test_w7_and_w10_have_their_lengths() -> None:
     assert [(len(ask.prompt), ask.params.max_tokens) for ask in alone.requests] == [(128, 512)]
 
 
+def test_w11_samples_four_answers_to_the_first_prompts_of_w1() -> None:
+    (uniform,), (several,) = named(["W1"]), named(["W11"])
+    assert [ask.prompt for ask in several.requests] == [ask.prompt for ask in uniform.requests[:64]]
+    assert {(ask.params.n, ask.params.max_tokens, ask.params.temperature, ask.params.ignore_eos) for ask in several.requests} == {
+        (4, 128, 0.6, True)
+    }
+
+
 def test_users_mistakes_are_sentences() -> None:
-    with pytest.raises(InvalidInput, match="no workload is called 'W11'; has W1, W2"):
-        named(["W11"])
+    with pytest.raises(InvalidInput, match="no workload is called 'W12'; has W1, W2"):
+        named(["W12"])
     with pytest.raises(InvalidInput, match=r"scale is 2\.0; must be above 0 and at most 1"):
         named(["W1"], factor=2.0)
     with pytest.raises(InvalidInput, match=r"rate is 0\.0; must be above 0"):
@@ -505,7 +513,7 @@ def test_runs_begin_with_an_empty_cache_and_rows_survive_their_file(tmp_path: Pa
     assert three.low.output_tok_s <= three.median.output_tok_s <= three.high.output_tok_s
     path = tmp_path / "deep" / "rows.jsonl"
     for row in (one, three):
-        serving.append(path, row)
+        results.append(path, [row.json()])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["runs"] for line in lines] == [1, 3]
     restored = Row(**{key: Measures(**value) if key in ("median", "low", "high") else value for key, value in lines[1].items()})

@@ -11,7 +11,7 @@ import torch
 
 from rooftile import InvalidInput, api, cost
 from rooftile.bench import check, compare, peers, results
-from rooftile.bench.clock import HostClock
+from rooftile.bench.clock import HostClock, medians
 from rooftile.bench.results import Row
 from rooftile.bench.run import measure
 from rooftile.bench.session import Session
@@ -259,6 +259,25 @@ def test_the_last_head_of_the_last_sequence_is_looked_at() -> None:
 # clocks
 
 
+def test_works_take_turns_back_and_forth_and_each_gets_the_median_of_its_samples() -> None:
+    turns: list[str] = []
+
+    class Counting:
+        peak_kind = ""
+
+        def samples(self, work) -> list[float]:
+            work()
+            return [float(len(turns)), 100.0]
+
+        def peak_bytes(self, work) -> int:
+            return 0
+
+    found = medians({name: lambda name=name: turns.append(name) for name in "abc"}, Counting(), rounds=2)
+    assert "".join(turns) == "abccba"
+    # a's samples are 1, 6 and twice 100, b's 2, 5 and twice 100
+    assert found == {"a": 53.0, "b": 52.5, "c": 52.0}
+
+
 def test_peak_memory_is_what_torch_allocated() -> None:
     x = torch.randn(256, 256)
     # two results of 256 KiB are held at once, the first is let go before the third
@@ -347,8 +366,8 @@ def row(case: str = "c", backend: str = "ours", phase: str = "fwd", us: float | 
 def test_rows_survive_their_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "rows.jsonl"
     rows = [row(), row(us=None, reason="refused: no")]
-    results.append(path, rows[:1])
-    results.append(path, rows[1:])
+    results.append(path, [rows[0].json()])
+    results.append(path, [row.json() for row in rows[1:]])
     assert results.read(path) == rows
 
 
@@ -370,10 +389,8 @@ def test_the_latest_row_counts() -> None:
 
 
 def test_a_table_is_written_between_its_marks_and_nowhere_else(tmp_path: Path) -> None:
-    results.append(
-        tmp_path / "r.jsonl",
-        [row("a"), row("a", "peer", tflops=5.55), row("b", us=None), row("a", phase="bwd", tflops=9.0), row("other")],
-    )
+    rows = [row("a"), row("a", "peer", tflops=5.55), row("b", us=None), row("a", phase="bwd", tflops=9.0), row("other")]
+    results.append(tmp_path / "r.jsonl", [row.json() for row in rows])
     text = "before\n<!-- table: r.jsonl phase=fwd cases=[ab] backends=ours,peer -->\nstale\n<!-- /table -->\nafter\n"
     made = results.write_tables(text, tmp_path)
     assert made == (

@@ -145,7 +145,8 @@ def test_bench_compare_states_the_bar(run, tmp_path: Path) -> None:
         "case": "c", "ran": "", "phase": "fwd", "problem": "", "device": "", "arch": "", "driver": "", "torch": "",
         "triton": "", "commit": "", "date": "", "copy_gbs": 1.0, "matmul_tflops": 1.0,
     }  # fmt: skip
-    results.append(file, [results.Row(backend=name, median_us=us, **shared) for name, us in (("a", 10.0), ("b", 15.0))])
+    rows = [results.Row(backend=name, median_us=us, **shared) for name, us in (("a", 10.0), ("b", 15.0))]
+    results.append(file, [row.json() for row in rows])
     code, out, _ = run("bench", "compare", str(file), "--backend", "a", "--peer", "b")
     assert (code, out) == (0, "fwd: a is 1.50x b over 1 cases (worst 1.50x at c, best 1.50x at c)\n")
 
@@ -176,7 +177,7 @@ def test_warmup_runs_each_case_once(run) -> None:
         (("bench", "attention", "--case", "mha", "--phase", "both"), "phase is 'both'; must be fwd or bwd"),
         (("bench", "attention", "--case", "mha", "--rounds", "0"), "rounds is 0; must be at least 1"),
         (("bench", "attention", "--backend", "", "--peers", ""), "bench got nothing to time"),
-        (("bench", "serving", "--workload", "W11"), "no workload is called 'W11'; has W1, W2, W3"),
+        (("bench", "serving", "--workload", "W12"), "no workload is called 'W12'; has W1, W2, W3"),
         (("bench", "serving", "--model", "nope"), "model is 'nope', which is no folder; has tiny, 0.6b, 1b, 8b"),
         (("bench", "compare", "no-such-file.jsonl"), "no-such-file.jsonl does not exist"),
         (("doctor", "--device", "tpu"), "device is 'tpu'; must be cpu, cuda or cuda:N"),

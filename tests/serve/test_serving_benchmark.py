@@ -1,0 +1,311 @@
+"""`benchmarks/serving.py`: each engine gives each request what it asks for, and the GPU's idle time is that of its intervals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import decode_step, serving
+from benchmarks.serving import Asked
+from rooftile.bench.models import MODELS, decoder_named
+from rooftile.bench.session import Session
+from rooftile.bench.workloads import Ask, Scale, named
+from rooftile.errors import Unsupported
+from rooftile.hardware.ceilings import Ceilings
+from rooftile.hardware.device import describe
+from rooftile.serve.llm import LLM
+from rooftile.serve.sampling_params import SamplingParams
+
+transformers = pytest.importorskip("transformers")
+# Transformers asks it how much memory a CPU has
+pytest.importorskip("psutil")
+
+from benchmarks import transformers_batching as peer  # noqa: E402
+from rooftile.integrations import transformers as integration  # noqa: E402
+
+SESSION = Session(
+    torch.device("cpu"), describe("cpu"),
+    Ceilings(device="d", copy_gbs=10.0, matmul_tflops={"fp32": 0.1}, launch_us=1.0, date="2026-01-01"),
+    "abc", "2026-01-02T03:04:05+00:00",
+)  # fmt: skip
+SCALE = 0.02
+SDPA = peer.PEERS["transformers, paged|sdpa"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten():
+    yield
+    integration.unregister()
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    made = decoder_named("tiny", torch.device("cpu"))
+    for layer in made.layers:
+        # larger than those of a benchmark: attention and feed-forward have a say in the next token
+        layer.qkv.weight.mul_(8.0)
+        layer.down.weight.mul_(20.0)
+    return made
+
+
+@pytest.fixture(scope="module")
+def rows():
+    # five requests of W1, of which the peer gets three
+    return list(serving.measure(Asked("tiny", SCALE, peer_requests=3), SESSION))
+
+
+def asks(tokens: list[int]) -> list[Ask]:
+    """Requests with so many tokens in their answers."""
+    sampled = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.6) for count in tokens]
+    return [Ask([7 * n + 1, 5, 9], params) for n, params in enumerate(sampled)]
+
+
+# rows
+
+
+def test_the_rows_are_the_lines_of_the_peers(rows) -> None:
+    assert [(row["row"], row["engine"]) for row in rows] == [
+        ("start", "rooftile"),
+        ("W1", "rooftile"),
+        ("batch 1", "rooftile"),
+        ("n = 4, 1 prompts, 3 tokens", "rooftile"),
+        ("decode step, 5 x 13", "rooftile"),
+        ("W1, first 3", "rooftile"),
+        ("start, again", "rooftile"),
+        ("idle, 5 x 13", "rooftile"),
+        ("W1, first 3", "transformers, paged|sdpa"),
+        ("W1, first 3", "transformers, paged|rooftile"),
+    ]
+    for row in rows:
+        assert not row.get("reason")
+        assert (row["model"], row["scale"], row["commit"], row["date"]) == ("tiny", SCALE, "abc", SESSION.date)
+        assert (row["device"], row["torch"]) == (SESSION.machine.name, torch.__version__)
+        json.dumps(row)
+
+
+def test_every_engine_gives_what_is_asked_for(rows) -> None:
+    (w1,), (w10,) = named(["W1"], factor=SCALE), named(["W10"], factor=SCALE)
+    due = {
+        "W1": sum(ask.params.max_tokens for ask in w1.requests),
+        "batch 1": w10.requests[0].params.max_tokens,
+        "n = 4, 1 prompts, 3 tokens": 12,
+        "W1, first 3": sum(ask.params.max_tokens for ask in w1.requests[:3]),
+    }
+    counted = [row for row in rows if "output_tokens" in row]
+    assert len(counted) == 6
+    for row in counted:
+        assert row["output_tokens"] == due[row["row"]]
+        assert row["as_asked"]
+        assert row["output_tok_s"] > 0
+
+
+def test_the_peers_rows_say_how_they_were_run_and_compare_with_ours(rows) -> None:
+    *_, shared = (row for row in rows if row["row"] == "W1, first 3" and row["engine"] == "rooftile")
+    for row in rows[-2:]:
+        assert row["times"] == pytest.approx(shared["output_tok_s"] / row["output_tok_s"], abs=0.006)
+        assert (row["sampling"], row["stopped_at_s"], row["requests"]) == ("T = 0.6", None, 3)
+        assert row["transformers"] == transformers.__version__
+        assert row["settings"]["use_cuda_graph"] == (False, False)
+
+
+def test_what_only_a_gpu_has_is_none_and_not_a_number(rows) -> None:
+    idle = next(row for row in rows if row["row"].startswith("idle"))
+    assert (idle["busy_ms"], idle["idle_percent"], idle["idle_percent_unprofiled"]) == (None, None, None)
+    assert rows[1]["first_s"] is None
+    # the second process has made an engine all the same
+    again = next(row for row in rows if row["row"] == "start, again")
+    assert again["compiled"] == 0
+    assert again["settings"] == rows[0]["settings"]
+
+
+def test_a_second_process_that_fails_is_a_reason(monkeypatch, capsys) -> None:
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nRuntimeError: no room\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    found = serving._in_second_process(Asked("tiny"), torch.device("cpu"))
+    assert found["start"] == found["idle"] == {"reason": "failed with 1: RuntimeError: no room"}
+    row = serving._idle(found["idle"], 5.0)
+    assert (row["busy_ms"], row["idle_percent_unprofiled"], row["reason"]) == (None, None, found["idle"]["reason"])
+    assert "RuntimeError: no room" in capsys.readouterr().err
+
+
+def test_a_peer_that_fails_is_a_reason_and_the_next_one_goes_on(decoder, monkeypatch, capsys) -> None:
+    def answers(decoder, requests, one, limit_s):
+        if one.attention == "paged|sdpa":
+            raise MemoryError("too large")
+        return {"output_tok_s": 50.0}
+
+    monkeypatch.setattr(peer, "answers", answers)
+    (w1,) = named(["W1"], factor=SCALE)
+    first, second = serving._peers(Asked("tiny"), decoder, w1, 100.0)
+    assert (first["reason"], first["times"]) == ("failed: MemoryError: too large", None)
+    assert second["times"] == 2.0
+    assert "MemoryError" in capsys.readouterr().err
+
+
+# steps
+
+
+def test_intervals_that_overlap_count_once() -> None:
+    # 0-10 with 2-4 within it, 8-12 over its end, a gap, 20-21 and one that begins where it ends
+    assert decode_step.busy_and_span([(20, 21), (0, 10), (2, 4), (8, 12), (21, 25)]) == (17, 25)
+    assert decode_step.busy_and_span([(5, 9)]) == (4, 4)
+    assert decode_step.busy_and_span([(100, 130), (110, 120), (125, 150)]) == (50, 50)
+
+
+def test_idle_is_what_the_profilers_intervals_leave(monkeypatch) -> None:
+    """Two steps, each a kernel of 3 ms and a copy that begins 1 ms before its end, and 2 ms of nothing between them."""
+    ms = 1_000_000
+    seen = [("kernel", 0, 3), ("gpu_memcpy", 2, 4), ("cuda_runtime", 4, 6), ("kernel", 6, 9), ("gpu_memset", 8, 10)]
+    events = [
+        SimpleNamespace(activity_type=lambda kind=kind: kind, start_ns=lambda a=a: a * ms, end_ns=lambda b=b: b * ms)
+        for kind, a, b in seen
+    ]
+
+    class Profile:
+        profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+
+        def __init__(self, **_) -> None: ...
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_) -> None: ...
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    engine = LLM(decoder_named("tiny", torch.device("cpu")), max_model_len=64).engine
+    found = decode_step.idle(engine, decode_step.Sizes(2, 8, 2))
+    assert found == {"busy_ms": 4.0, "profiled_ms": 5.0, "idle_percent": 20.0, "steps": 2, "events_step": 2}
+    # the step that was not profiled took 4.4 ms: of these, 4 are work
+    assert serving._idle(found, 4.4)["idle_percent_unprofiled"] == 9.1
+    events[:] = [event for event in events if event.activity_type() == "cuda_runtime"]
+    with pytest.raises(RuntimeError, match=r"nothing run on the GPU, only \['cuda_runtime'\]"):
+        decode_step.idle(engine, decode_step.Sizes(2, 8, 2))
+
+
+def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monkeypatch) -> None:
+    # of the four prompts of 32 tokens each is read in a step of its own
+    engine = LLM(decoder, max_model_len=128, max_batched_tokens=36).engine
+    plans: list[list[int]] = []
+    run = engine.runner.run
+    monkeypatch.setattr(engine.runner, "run", lambda plan: plans.append([work.tokens for work in plan.work]) or run(plan))
+    with decode_step.decoding(engine, decode_step.Sizes(batch=4, context=40, steps=8)) as context:
+        before, begun = context(), len(plans)
+        assert 36 <= before < 37
+        for n in range(8):
+            engine.step()
+            assert context() == before + n + 1
+    assert plans[begun:] == [[1, 1, 1, 1]] * 8
+    assert sum(plans[0]) > 4
+    _, half_way = decode_step.milliseconds(engine, decode_step.Sizes(batch=4, context=40, steps=8))
+    assert half_way == pytest.approx(40, abs=1)
+    assert engine.idle
+    assert engine.pool.used_blocks == 0
+
+
+def test_nobody_reads_a_prompt_while_steps_are_timed(decoder, monkeypatch) -> None:
+    # prompts take so long that the first answers are past the context before the last one begins
+    engine = LLM(decoder, max_model_len=128, max_batched_tokens=12).engine
+    with decode_step.decoding(engine, decode_step.Sizes(batch=4, context=40, steps=8)):
+        run = engine.runner.run
+        reads: list[int] = []
+        monkeypatch.setattr(engine.runner, "run", lambda plan: reads.extend(work.tokens for work in plan.work) or run(plan))
+        for _ in range(8):
+            engine.step()
+        assert reads == [1] * 32
+
+
+def test_the_sizes_are_those_of_the_peers() -> None:
+    assert decode_step.Sizes.of(Scale()) == (256, 640, 64)
+    assert str(decode_step.Sizes.of(Scale())) == "256 x 640"
+
+
+# the peer
+
+
+def test_the_peer_is_the_same_model(decoder) -> None:
+    prompts = [list(range(5, 30)), list(range(100, 140))]
+    ours = LLM(decoder, max_model_len=64).generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    model = peer.model_of(decoder)
+    assert model.lm_head.weight.data_ptr() == decoder.embedding.data_ptr()
+    for prompt, output in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        assert found == list(output.outputs[0].token_ids)
+        assert len(set(found)) > 3
+
+
+@pytest.mark.parametrize("name", ["1b", "8b"])
+def test_its_positions_turn_as_ours_do(name: str) -> None:
+    config = MODELS[name]
+    made = peer.LlamaRotaryEmbedding(peer._config(config))
+    torch.testing.assert_close(made.inv_freq, config.rotary.frequencies())
+    with pytest.raises(Unsupported, match="family 'qwen3'; this peer has 'llama'"):
+        peer._config(MODELS["0.6b"])
+
+
+def test_it_samples_at_the_temperature_alone_and_never_ends_early(decoder) -> None:
+    manager = peer.manager_of(peer.model_of(decoder), asks([5, 9]), {})
+    (processor,) = manager.logit_processor.logits_processor
+    assert processor.temperature == 0.6
+    assert manager.generation_config.do_sample
+    assert manager.generation_config.eos_token_id == -1
+    assert manager.continuous_batching_config.num_blocks == 6
+
+
+def test_it_is_stopped_at_the_limit_and_what_it_made_by_then_counts(decoder) -> None:
+    found = peer.answers(decoder, asks([20, 30_000, 30_000]), SDPA, 2.0)
+    assert (found["stopped_at_s"], found["seconds"], found["as_asked"], found["reason"]) == (2.0, 2.0, False, "")
+    assert 20 < found["output_tokens"] < 60_020
+    assert found["output_tok_s"] == pytest.approx(found["output_tokens"] / 2.0, abs=0.1)
+
+
+def test_tokens_after_the_limit_do_not_count(monkeypatch) -> None:
+    """Of three requests one is complete, one is cut off, a token of its after the limit, and one has not begun."""
+
+    class Manager:
+        def __init__(self) -> None:
+            self.running = True
+            self.results = [SimpleNamespace(request_id="r0", timestamps=[102.0, 103.0], error=None)]
+
+        def add_request(self, prompt, **_) -> str:
+            return f"r{prompt[0]}"
+
+        def is_running(self) -> bool:
+            return self.running
+
+        def stop(self, *, hard_stop: bool) -> None:
+            self.running = not hard_stop
+            self.results = [SimpleNamespace(request_id="r1", timestamps=[103.0, 104.0, 104.5, 106.0], error="stopped")]
+
+        def get_result(self, timeout: float):
+            now[0] += timeout
+            return self.results.pop() if self.results else None
+
+    now = [100.0]
+    monkeypatch.setattr(peer.time, "perf_counter", lambda: now[0])
+    found = peer.answered(Manager(), [([0], 2), ([1], 9), ([2], 9)], 5.0)
+    assert found == ([2, 3, 0], 5.0, True, "")
+    now[0] = 100.0
+    assert peer.answered(Manager(), [([0], 2)], 5.0) == ([2], 3.0, False, "")
+
+
+def test_a_run_before_that_does_not_end_is_a_reason(decoder) -> None:
+    found = peer.answers(decoder, asks([20, 20]), SDPA, 0.0)
+    assert found == {"reason": "the run before, of 16 tokens an answer, did not end in 0.0 s"}
+
+
+def test_a_peer_whose_steps_fail_says_so(decoder, monkeypatch) -> None:
+    def broken(*_, **__):
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(decoder_model := peer.model_of(decoder), "forward", broken)
+    monkeypatch.setattr(peer, "model_of", lambda _: decoder_model)
+    found = peer.answers(decoder, asks([5, 5]), SDPA, 20.0)
+    assert found == {"reason": "no such kernel"}
