@@ -20,7 +20,7 @@ def report(
     json: JsonOption = False,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: under a minute, to see that it works.")] = False,
 ) -> None:
-    """One HTML page about attention on this machine: time, memory and error, a Llama trained twice, masks as tiles.
+    """One HTML page about attention on this machine: time, memory and error, a Llama trained twice and served, masks as tiles.
 
     Under five minutes on two CPU cores, under two on a GPU. Prints the page's path; exits with 1 if an experiment failed.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from rooftile.report.block_tables import BLOCK, Samples
 from rooftile.report.comparison import OURS, STANDARD, Comparison
 from rooftile.report.few_bits import FewBits
+from rooftile.report.serving import Check, Served, Serving
 from rooftile.report.tiles import TileMap
 from rooftile.report.training import Run, Training
-from rooftile.report.units import percent, power, times, tokens
+from rooftile.report.units import number, percent, power, times, tokens
 
 # two medians closer than this are the same for a reader
 ALIKE = 0.05
@@ -139,6 +141,58 @@ def distribution_claim(bits: FewBits, distribution: str) -> str:
     best = min((loss for loss in bits.losses[distribution] if loss.precision != "native"), key=lambda loss: loss.rmse)
     words = {"outliers": "With outliers", "gaussian": "Without outliers", "sink": "With a sink"}[distribution]
     return f"{words} the best of these is {best.recipe}"
+
+
+def serving_claim(serving: Serving) -> str:
+    """Over the section on serving."""
+    reserved, paged = serving.contiguous, serving.paged
+    held = against(reserved.running, paged.running, "more answers at once", "fewer answers at once", "as many answers at once")
+    empty = f"{percent(paged.waste)} of the used slots are empty, against {percent(reserved.waste)}"
+    return f"Served from pages, the same memory holds {held}: {empty}"
+
+
+def serving_setup(serving: Serving) -> str:
+    """What was served, and how."""
+    plan, lengths = serving.plan, sorted(serving.lengths)
+    return (
+        f"The Llama trained above answers {plan.requests} requests that wait from the beginning, through rooftile.LLM. Each goes on "
+        f"from a piece of its text; one in {plan.sampled} asks for {plan.samples} answers. Prompt and answer are {lengths[0]} to "
+        f"{lengths[-1]} tokens long together, {lengths[len(lengths) // 2]} at the median, and the cache is not told how long. It has "
+        f"{plan.blocks} blocks of {BLOCK} tokens, {plan.blocks * BLOCK:,} slots. In one run each answer reserves the {plan.reserve} "
+        "slots that the longest may need, in the other it gets blocks as it grows; model, kernels, scheduler and requests are the same."
+    )
+
+
+def allocator_claim(served: Served) -> str:
+    """Over an allocator's picture."""
+    name = {"contiguous": "Room for the longest", "paged": "Pages"}[served.allocator]
+    return f"{name}: {number(served.running)} answers at once on average, done in {served.steps:,} steps"
+
+
+def pace_claim(serving: Serving) -> str:
+    """Over the table of both allocators."""
+    reserved, paged = serving.contiguous, serving.paged
+    steps = against(paged.steps, reserved.steps, "fewer steps", "more steps", "as many steps")
+    pace = against(reserved.tokens_s, paged.tokens_s, "more tokens a second", "fewer tokens a second", "as many tokens a second")
+    return f"The same requests from pages: {steps}, {pace}"
+
+
+def samples_claim(samples: Samples) -> str:
+    """Over the block tables of several answers."""
+    return f"{len(samples.answers)} answers to one prompt take {samples.distinct} blocks, not {samples.listed}"
+
+
+def check_claim(check: Check) -> str:
+    """What Transformers says to the answers."""
+    other = check.tokens - check.agreeing
+    words = (
+        f"Of the {check.answers} greedy answers from pages, {check.agreeing:,} of {check.tokens:,} bytes are the trained "
+        "model's own choice, as Transformers makes it in fp32 with eager attention and no cache."
+    )
+    if not other:
+        return words
+    behind = short(check.behind)
+    return f"{words} In the other {other:,} its best score is ahead by no more than {behind}: rounding decides there."
 
 
 def tile_time_claim(tile_map: TileMap, full: TileMap) -> str:

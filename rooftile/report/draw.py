@@ -87,7 +87,7 @@ def log_chart(
     if bracket:
         parts.append(_bracket(series, x_axis, y_axis, *bracket, taken=taken))
     parts += [_label(line, placed, taken) for line in series]
-    return _svg(title, f"{y_name} over sequence length", parts)
+    return svg(title, f"{y_name} over sequence length", parts)
 
 
 def line_chart(
@@ -103,8 +103,8 @@ def line_chart(
     ticks = decades(low, high) if log else even(low, high)
     parts = [_y_grid(y_axis, ticks, write)]
     for x in even(x_axis.low, x_axis.high):
-        parts.append(_text(x_axis.place(x), HEIGHT - BOTTOM + 16, f"{x:,.0f}", "tick", "middle"))
-    parts.append(_text(WIDTH - RIGHT, HEIGHT - 6, x_name, "axis", "end"))
+        parts.append(text(x_axis.place(x), HEIGHT - BOTTOM + 16, f"{x:,.0f}", "tick", "middle"))
+    parts.append(text(WIDTH - RIGHT, HEIGHT - 6, x_name, "axis", "end"))
     placed = {}
     for n, line in enumerate(series):
         points = [(x_axis.place(x), y_axis.place(max(y, low))) for x, y in line.points]
@@ -116,8 +116,8 @@ def line_chart(
             y = TOP + 14 + 20 * n
             broad = " broad" if n == 0 else ""
             parts.append(f'<path class="line thin {line.kind}{broad}" d="M {WIDTH - 128} {y} h 26"/>')
-            parts.append(_text(WIDTH - 96, y + 4, line.name, f"label {line.kind}", "start"))
-    return _svg(title, f"{y_name} over {x_name}", parts)
+            parts.append(text(WIDTH - 96, y + 4, line.name, f"label {line.kind}", "start"))
+    return svg(title, f"{y_name} over {x_name}", parts)
 
 
 def bars(rows: Sequence[tuple[str, str, float, str]], *, title: str) -> str:
@@ -127,10 +127,10 @@ def bars(rows: Sequence[tuple[str, str, float, str]], *, title: str) -> str:
     for n, (name, kind, value, words) in enumerate(rows):
         y = 8 + 46 * n
         width = max(value / longest * (WIDTH - 100), 2)
-        parts.append(_text(0, y + 8, name, "tick", "start"))
+        parts.append(text(0, y + 8, name, "tick", "start"))
         parts.append(f'<rect class="bar {kind}" x="0" y="{y + 14}" width="{width:.1f}" height="18" rx="3"/>')
-        parts.append(_text(width + 8, y + 28, words, f"label {kind}", "start"))
-    return _svg(title, "bars", parts, height=46 * len(rows) + 4)
+        parts.append(text(width + 8, y + 28, words, f"label {kind}", "start"))
+    return svg(title, "bars", parts, height=46 * len(rows) + 4)
 
 
 def mask_tiles(tile_map: TileMap, *, title: str, side: float = 160) -> str:
@@ -153,7 +153,7 @@ def mask_tiles(tile_map: TileMap, *, title: str, side: float = 160) -> str:
         f'<path class="tile masked" d="{"".join(paths[True])}"/>',
         f'<path class="hatch" d="{"".join(hatch)}"/>',
     ]
-    return _svg(title, "tiles computed, masked and skipped", parts, width=side, height=side)
+    return svg(title, "tiles computed, masked and skipped", parts, width=side, height=side)
 
 
 def size_ladder(rows: Sequence[tuple[str, float, str]], *, title: str) -> str:
@@ -164,12 +164,12 @@ def size_ladder(rows: Sequence[tuple[str, float, str]], *, title: str) -> str:
     parts = []
     for n, (what, value, kind) in enumerate(rows):
         y = 6 + 42 * n
-        parts.append(_text(0, y + 9, what, "tick", "start"))
+        parts.append(text(0, y + 9, what, "tick", "start"))
         parts.append(
             f'<rect class="bar {kind}" x="0" y="{y + 15}" width="{max(axis.place(value), 2):.1f}" height="12" rx="3"/>'
         )
-        parts.append(_text(max(axis.place(value), 2) + 8, y + 26, size(value), f"label {kind}", "start"))
-    return _svg(title, "sizes on a logarithmic scale", parts, height=42 * len(rows) + 2)
+        parts.append(text(max(axis.place(value), 2) + 8, y + 26, size(value), f"label {kind}", "start"))
+    return svg(title, "sizes on a logarithmic scale", parts, height=42 * len(rows) + 2)
 
 
 def decades(low: float, high: float) -> list[float]:
@@ -191,14 +191,16 @@ def even(low: float, high: float, most: int = 6) -> list[float]:
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _svg(title: str, what: str, parts: Sequence[str], width: float = WIDTH, height: float = HEIGHT) -> str:
+def svg(title: str, what: str, parts: Sequence[str], width: float = WIDTH, height: float = HEIGHT) -> str:
+    """A picture of its parts, with words for those who do not see it."""
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}: {escape(what)}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
     )
 
 
-def _text(x: float, y: float, words: str, kind: str, anchor: str) -> str:
+def text(x: float, y: float, words: str, kind: str, anchor: str) -> str:
+    """Words at a place; anchor is the end of them that lies there: "start", "middle" or "end"."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
@@ -207,13 +209,13 @@ def _y_grid(axis: Axis, ticks: Sequence[float], write: Write) -> str:
     for tick in ticks:
         y = axis.place(tick)
         parts.append(f'<path class="grid" d="M {LEFT} {y:.1f} H {WIDTH - RIGHT}"/>')
-        parts.append(_text(LEFT - 7, y + 4, write(tick), "tick", "end"))
+        parts.append(text(LEFT - 7, y + 4, write(tick), "tick", "end"))
     return "".join(parts)
 
 
 def _x_ticks(axis: Axis, lengths: Sequence[float]) -> str:
-    parts = [_text(axis.place(x), HEIGHT - BOTTOM + 16, tokens(x), "tick", "middle") for x in lengths]
-    return "".join([*parts, _text(WIDTH - RIGHT, HEIGHT - 6, "tokens", "axis", "end")])
+    parts = [text(axis.place(x), HEIGHT - BOTTOM + 16, tokens(x), "tick", "middle") for x in lengths]
+    return "".join([*parts, text(WIDTH - RIGHT, HEIGHT - 6, "tokens", "axis", "end")])
 
 
 def _line(line: Series, points: Sequence[Point], write: Write) -> str:
@@ -250,7 +252,7 @@ def _bracket(series: Sequence[Series], x_axis: Axis, y_axis: Axis, length: float
         return ""
     y = (top + bottom) / 2
     taken.append(Box(x - 8 - LETTER * 1.3 * len(words), y - 10, x, y + 10))
-    return f'<path class="bracket" d="M {x:.1f} {top + 7:.1f} V {bottom - 7:.1f}"/>' + _text(
+    return f'<path class="bracket" d="M {x:.1f} {top + 7:.1f} V {bottom - 7:.1f}"/>' + text(
         x - 6, y + 5, words, "ratio", "end"
     )
 
@@ -273,7 +275,7 @@ def _label(line: Series, placed: dict[str, list[Point]], taken: list[Box]) -> st
     if best is None:
         return ""
     taken.append(best[1])
-    return _text(best[1].left, best[1].bottom - 4, line.name, f"label {line.kind}", "start")
+    return text(best[1].left, best[1].bottom - 4, line.name, f"label {line.kind}", "start")
 
 
 def _along(points: Sequence[Point]) -> list[Point]:

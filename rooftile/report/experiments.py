@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from rooftile.report import comparison, few_bits, machine, tiles, training
+from rooftile.report import comparison, few_bits, machine, serving, tiles, training
 from rooftile.report.plan import Plan
 from rooftile.report.progress import Progress
 
@@ -26,7 +28,8 @@ class Report:
     tiling: tiles.Tiling | None = None
     few_bits: few_bits.FewBits | None = None
     training: training.Training | None = None
-    missing: dict[str, str] = field(default_factory=dict)  # an optional package is not there
+    serving: serving.Serving | None = None
+    missing: dict[str, str] = field(default_factory=dict)  # an optional package, or what another experiment was to make
     failures: dict[str, str] = field(default_factory=dict)  # an experiment broke
     seconds: dict[str, float] = field(default_factory=dict)  # that each experiment took
 
@@ -40,6 +43,7 @@ class Report:
             "tiling": self.tiling and self.tiling.json(),
             "few_bits": self.few_bits and asdict(self.few_bits),
             "training": self.training and asdict(self.training),
+            "serving": self.serving and self.serving.json(),
             "missing": self.missing,
             "failures": self.failures,
             "seconds": self.seconds,
@@ -75,10 +79,15 @@ def run(plan: Plan, device: str, command: str, progress: Progress) -> Report:
     attempt("tiling", lambda: tiles.tile_masks(plan, device, step("tiling")))
     attempt("few_bits", lambda: few_bits.measure(plan, device, step("few_bits")))
     if find_spec("transformers") is None:
-        report.missing["training"] = (
-            "The package transformers is not installed: pip install 'rooftile[report]' adds this part."
-        )
+        why = "The package transformers is not installed: pip install 'rooftile[report]' adds this part."
+        report.missing |= {"training": why, "serving": why}
     else:
-        attempt("training", lambda: training.train_twice(plan.model, device, step("training")))
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            attempt("training", lambda: training.train_twice(plan.model, device, folder, step("training")))
+            if report.training is None:
+                report.missing["serving"] = "There is no trained model to serve: its training failed."
+            else:
+                attempt("serving", lambda: serving.serve(plan.serving, folder, device, step("serving")))
     progress.clear()
     return report

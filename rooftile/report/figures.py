@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rooftile.bench.accuracy import PLAINEST
-from rooftile.report import claims, draw
+from rooftile.report import block_map, claims, draw
+from rooftile.report.block_tables import Samples
 from rooftile.report.comparison import OURS, STANDARD, TILED, Comparison, Reading
 from rooftile.report.draw import Series
 from rooftile.report.experiments import Report
 from rooftile.report.few_bits import FewBits
+from rooftile.report.serving import Served, Serving
 from rooftile.report.training import Training
-from rooftile.report.units import duration, power, size, times
+from rooftile.report.units import duration, number, percent, power, size, times
 
 KINDS = {OURS: "ours", STANDARD: "standard", TILED: "other"}
 NAMES = {OURS: "exact", STANDARD: "standard", TILED: "Rooftile's tiles"}
@@ -179,3 +181,47 @@ def step_charts(training: Training) -> list[Chart]:
         )
         charts.append(Chart(title, safe(draw.bars(rows, title=title)), note))
     return charts
+
+
+def allocator_chart(served: Served, serving: Serving) -> Chart:
+    """The blocks over time, of one allocator."""
+    title = claims.allocator_claim(served)
+    steps = max(serving.contiguous.steps, serving.paged.steps)
+    picture = block_map.block_map(served, title=title, blocks=serving.plan.blocks, steps=steps)
+    note = {
+        "contiguous": (
+            "Each answer gets room for the longest text when it begins. What stays faint nobody else may have. Where it is blank while "
+            "others wait, a request for several answers needs as many places at once."
+        ),
+        "paged": "An answer gets a block when its last one is full, so little is faint, and what one gives back another takes.",
+    }[served.allocator]
+    return Chart(title, safe(picture), note)
+
+
+def pace_table(serving: Serving) -> Table:
+    """Both allocators, quantity by quantity."""
+    quantities: tuple[tuple[str, Callable[[Served], str]], ...] = (
+        ("answers at once", lambda served: number(served.running)),
+        ("used slots that are empty", lambda served: percent(served.waste)),
+        ("blocks saved by sharing", lambda served: percent(served.saved)),
+        ("steps", lambda served: f"{served.steps:,}"),
+        ("tokens a second", lambda served: number(served.tokens_s)),
+        ("requests computed again", lambda served: f"{served.preemptions}"),
+    )
+    rows = [[name, write(serving.contiguous), write(serving.paged)] for name, write in quantities]
+    return Table(["", "reserved", "paged"], rows)
+
+
+def samples_chart(samples: Samples) -> Chart:
+    """The block tables of several answers to one prompt, and what they wrote."""
+    title = claims.samples_claim(samples)
+    rows = [
+        [f"answer {n}", ", ".join(str(block) for block in table.blocks), repr(answer)]
+        for n, (table, answer) in enumerate(zip(samples.tables, samples.answers, strict=True), 1)
+    ]
+    note = (
+        f"The last step in which all run. Full cells are the prompt's {samples.shared} whole blocks, kept once for all; faint ones an "
+        "answer has for itself. Where the prompt ends inside a block, each but the last to write into it has taken a copy."
+    )
+    picture = block_map.sample_tables(samples, title=title)
+    return Chart(title, safe(picture), note, Table(["", "blocks", "text"], rows))

@@ -18,6 +18,7 @@ from rooftile.report.comparison import OURS, Comparison
 from rooftile.report.experiments import Report
 from rooftile.report.few_bits import FewBits
 from rooftile.report.machine import Machine
+from rooftile.report.serving import Serving
 from rooftile.report.tiles import Tiling, online_softmax
 from rooftile.report.training import Training
 from rooftile.report.units import duration, number, percent, power, size, times
@@ -55,6 +56,8 @@ def render(report: Report) -> str:
         masks=report.tiling and _masks(report.tiling),
         few_bits=report.few_bits and _few_bits(report.few_bits),
         model=report.training and _model(report.training, report),
+        on_cpu=report.plan.device == "cpu",
+        serving=report.serving and _serving(report.serving),
         machine=report.machine and _machine(report.machine),
         not_shown=_not_shown(report),
         environment=_environment(report),
@@ -224,6 +227,18 @@ def _model(training: Training, report: Report) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _serving(serving: Serving) -> dict[str, Any]:
+    return {
+        "claim": claims.serving_claim(serving),
+        "setup": claims.serving_setup(serving),
+        "maps": [figures.allocator_chart(served, serving) for served in (serving.contiguous, serving.paged)],
+        "pace_claim": claims.pace_claim(serving),
+        "pace": figures.pace_table(serving),
+        "samples": figures.samples_chart(serving.samples),
+        "check": claims.check_claim(serving.check),
+    }
+
+
 def _machine(machine: Machine) -> dict[str, Any]:
     device = machine.device
     able = [name for name, reasons in machine.verdicts.items() if not reasons]
@@ -262,6 +277,11 @@ def _not_shown(report: Report) -> str:
         "Bytes moved are counted by a model, not read from hardware counters.",
         "The Llama is tiny and its training short: the curves show that nothing changes, not what a large model would gain.",
     ]
+    if report.serving:
+        sentences.append(
+            f"What was served are {report.serving.plan.requests} requests for short texts by that Llama, whose lengths were drawn "
+            "beforehand: a large model on many requests gains by other factors."
+        )
     if report.plan.device == "cpu":
         sentences.append("Nothing here ran on a GPU.")
     sentences.append("Other programs that ran at the same time are in the times, and cannot be told apart from them.")

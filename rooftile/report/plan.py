@@ -29,6 +29,19 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPlan:
+    """The requests that the trained Llama answers, and the cache that it has for them."""
+
+    requests: int
+    sampled: int  # one request of so many asks for several answers
+    samples: int  # of such a request
+    prompt: tuple[int, int]  # tokens, from and to
+    answer: int  # tokens, the median
+    reserve: int  # tokens of a sequence at most: what the contiguous allocator sets aside for each
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What the report measures. Two CPU cores finish the whole of it in under five minutes, a GPU in under two."""
 
@@ -46,6 +59,7 @@ class Plan:
     bits_dim: int
     bits_draws: int
     model: ModelPlan
+    serving: ServingPlan
     seconds: dict[str, float]  # expected, by experiment: only the progress line reads it
     is_quick: bool = False
 
@@ -56,6 +70,10 @@ def plan_for(device: str, *, quick: bool = False) -> Plan:
         device, quick
     ]
 
+
+# small enough that a picture shows each block
+SERVING = ServingPlan(requests=24, sampled=6, samples=4, prompt=(16, 96), answer=40, reserve=256, blocks=96)
+SERVING_QUICK = ServingPlan(requests=8, sampled=4, samples=4, prompt=(16, 40), answer=12, reserve=96, blocks=24)
 
 CPU = Plan(
     device="cpu",
@@ -84,7 +102,8 @@ CPU = Plan(
         dtype="fp32",
         written=400,
     ),
-    seconds={"machine": 4, "comparison": 80, "tiling": 4, "few_bits": 12, "training": 95},
+    serving=SERVING,
+    seconds={"machine": 4, "comparison": 80, "tiling": 4, "few_bits": 12, "training": 95, "serving": 10},
 )
 
 CPU_QUICK = Plan(
@@ -113,7 +132,8 @@ CPU_QUICK = Plan(
         dtype="fp32",
         written=24,
     ),
-    seconds={"machine": 5, "comparison": 5, "tiling": 1, "few_bits": 1, "training": 10},
+    serving=SERVING_QUICK,
+    seconds={"machine": 5, "comparison": 5, "tiling": 1, "few_bits": 1, "training": 10, "serving": 2},
     is_quick=True,
 )
 
@@ -143,7 +163,8 @@ GPU = Plan(
         dtype="bf16",
         written=600,
     ),
-    seconds={"machine": 4, "comparison": 40, "tiling": 8, "few_bits": 5, "training": 40},
+    serving=SERVING,
+    seconds={"machine": 4, "comparison": 40, "tiling": 8, "few_bits": 5, "training": 40, "serving": 10},
 )
 
 GPU_QUICK = Plan(
@@ -172,6 +193,7 @@ GPU_QUICK = Plan(
         dtype="bf16",
         written=24,
     ),
-    seconds={"machine": 5, "comparison": 5, "tiling": 2, "few_bits": 3, "training": 15},
+    serving=SERVING_QUICK,
+    seconds={"machine": 5, "comparison": 5, "tiling": 2, "few_bits": 3, "training": 15, "serving": 8},
     is_quick=True,
 )

@@ -10,7 +10,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,11 +63,11 @@ def corpus() -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 
 
-def train_twice(plan: ModelPlan, device: str, on_step: Callable[[float, str], None]) -> Training:
+def train_twice(plan: ModelPlan, device: str, folder: Path, on_step: Callable[[float, str], None]) -> Training:
     """Trains both models in turns, step by step, so that whatever else the machine does meets both; then the second writes.
 
-    Stops before the plan's steps are done where they would take longer than its patience. on_step is called with the share
-    done and what comes next. Needs transformers.
+    The second is left in the folder, as a checkpoint. Stops before the plan's steps are done where they would take longer than
+    its patience. on_step is called with the share done and what comes next. Needs transformers.
     """
     import rooftile
 
@@ -82,6 +84,8 @@ def train_twice(plan: ModelPlan, device: str, on_step: Callable[[float, str], No
                 student.learn(batch)
         on_step(0.95, "the Llama writes")
         written = write(students[1].model, PROMPT, plan.written, device)
+        with quiet():
+            students[1].model.save_pretrained(folder)
     finally:
         rooftile.disable()
     return Training(
@@ -91,6 +95,20 @@ def train_twice(plan: ModelPlan, device: str, on_step: Callable[[float, str], No
         prompt=PROMPT,
         written=written,
     )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the bars that Transformers draws while it reads and writes checkpoints: the report has a line of its own."""
+    from transformers.utils import logging
+
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 def llama(plan: ModelPlan, attention: str) -> Any:

@@ -100,7 +100,7 @@ def test_every_experiment_ran_and_the_quick_page_says_that_it_is_quick(made):
     text = made[0].read_text(encoding="utf-8")
     numbers = numbers_of(text)
     assert numbers["failures"] == {}
-    assert all(numbers[name] for name in ("machine", "comparison", "tiling", "training"))
+    assert all(numbers[name] for name in ("machine", "comparison", "tiling", "training", "serving"))
     assert "This is a quick run" in text
     assert numbers["reproduction"]["command"].startswith("rooftile report --out")
 
@@ -296,6 +296,6 @@ def test_labels_do_not_lie_on_one_another():
 def test_a_plan_rises_in_length_and_names_every_experiment(device, quick):
     plan = plan_for(device, quick=quick)
     assert list(plan.lengths) == sorted(set(plan.lengths))
-    assert set(plan.seconds) == {"machine", "comparison", "tiling", "few_bits", "training"}
+    assert set(plan.seconds) == {"machine", "comparison", "tiling", "few_bits", "training", "serving"}
     assert plan.model.hidden % plan.model.heads == 0
     assert (plan.device, plan.is_quick) == (device, quick)
