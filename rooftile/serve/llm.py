@@ -18,7 +18,7 @@ from rooftile.serve.request import Request
 from rooftile.serve.runner import Runner
 from rooftile.serve.sampling_params import SamplingParams
 from rooftile.serve.tokenizer import Tokenizer
-from rooftile.serve.warm_up import warm_up
+from rooftile.serve.warm_up import compile_kernels
 
 Prompt = str | Sequence[int]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -81,6 +81,18 @@ class LLM:
             raise InvalidInput(f"max_model_len is {max_model_len:,}; the model has positions for 2 to {config.max_len:,}")
         max_len = config.max_len if max_model_len is None else max_model_len
         cached = torch.float8_e4m3fn if kv_dtype == "fp8" else decoder.embedding.dtype
+
+        def pages_of(blocks: int) -> Pages:
+            return Pages(
+                blocks, config.layers, config.kv_heads, config.head_dim, size=block_size, dtype=cached,
+                device=decoder.embedding.device,
+            )  # fmt: skip
+
+        if decoder.embedding.is_cuda:
+            # before memory is measured: that runs some of it
+            tried = Runner(decoder, pages_of(1), max_num_seqs, block_size)
+            compile_kernels(tried, min(max_batched_tokens, max_num_seqs * max_len))
+            del tried
         if num_blocks is None:
             num_blocks = memory.blocks_that_fit(
                 decoder, block_size, cached, utilization=gpu_memory_utilization, max_batched_tokens=max_batched_tokens,
@@ -93,10 +105,7 @@ class LLM:
                 f"{num_blocks:,} blocks of {block_size} are room for {num_blocks * block_size:,} tokens; a sequence may have "
                 f"{max_len:,}: make num_blocks larger, or max_model_len smaller"
             )
-        self.pages = Pages(
-            num_blocks, config.layers, config.kv_heads, config.head_dim, size=block_size, dtype=cached,
-            device=decoder.embedding.device,
-        )  # fmt: skip
+        self.pages = pages_of(num_blocks)
         if allocator == "paged":
             pool = BlockPool(num_blocks, block_size)
         else:
@@ -108,8 +117,8 @@ class LLM:
             tokenizer=self.tokenizer,
         )  # fmt: skip
         if decoder.embedding.is_cuda:
-            # what is compiled and captured now does not keep the first requests waiting
-            warm_up(runner, min(max_batched_tokens, max_num_seqs * max_len))
+            # as what was compiled before, what is captured now does not keep the first requests waiting
+            runner.capture()
             self.generate([[0] * min(64, max_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True))
             pool.forget_prefixes()
 

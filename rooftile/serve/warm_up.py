@@ -1,6 +1,6 @@
-"""What keeps a first request waiting on a GPU, done before it comes: kernels are compiled, then graphs captured.
+"""Kernels compiled before a first request waits for them, on a GPU.
 
-Kernels are compiled by several threads, each of which runs what it is to compile: most of that time is spent outside of Python.
+Several threads compile, each by running what it is to compile: most of that time is spent outside of Python.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rooftile.serve.runner import Runner
 PROMPTS = (8, 64)
 
 
-def warm_up(runner: Runner, max_batched_tokens: int) -> None:
-    """Everything that steps without penalties, truncation and the like will run."""
+def compile_kernels(runner: Runner, max_batched_tokens: int) -> None:
+    """All that steps without penalties, truncation and the like run; a cache of one block is enough for it."""
     jobs: list[Callable[[], None]] = [
         partial(_read_prompt, runner, mask, tokens)
         for mask in dict.fromkeys(runner.masks)
@@ -31,7 +31,6 @@ def warm_up(runner: Runner, max_batched_tokens: int) -> None:
         running = [threads.submit(_on, runner.device, job) for job in (*jobs, runner.decode_once)]
         for one in running:
             one.result()
-    runner.capture()
 
 
 @torch.inference_mode()

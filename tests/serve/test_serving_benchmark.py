@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from benchmarks import decode_step, serving
 from benchmarks.serving import Asked
@@ -159,11 +160,14 @@ def test_intervals_that_overlap_count_once() -> None:
 def test_idle_is_what_the_profilers_intervals_leave(monkeypatch) -> None:
     """Two steps, each a kernel of 3 ms and a copy that begins 1 ms before its end, and 2 ms of nothing between them."""
     ms = 1_000_000
-    seen = [("kernel", 0, 3), ("gpu_memcpy", 2, 4), ("cuda_runtime", 4, 6), ("kernel", 6, 9), ("gpu_memset", 8, 10)]
+    seen = [("kernel", 0, 3), ("Memcpy", 2, 4), ("cudaLaunchKernel", 4, 6), ("kernel", 6, 9), ("Memset", 8, 10)]
     events = [
-        SimpleNamespace(activity_type=lambda kind=kind: kind, start_ns=lambda a=a: a * ms, end_ns=lambda b=b: b * ms)
-        for kind, a, b in seen
-    ]
+        SimpleNamespace(
+            name=lambda name=name: name, start_ns=lambda a=a: a * ms, end_ns=lambda b=b: b * ms,
+            device_type=lambda name=name: DeviceType.CPU if name.startswith("cuda") else DeviceType.CUDA,
+        )
+        for name, a, b in seen
+    ]  # fmt: skip
 
     class Profile:
         profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
@@ -182,8 +186,8 @@ def test_idle_is_what_the_profilers_intervals_leave(monkeypatch) -> None:
     assert found == {"busy_ms": 4.0, "profiled_ms": 5.0, "idle_percent": 20.0, "steps": 2, "events_step": 2}
     # the step that was not profiled took 4.4 ms: of these, 4 are work
     assert serving._idle(found, 4.4)["idle_percent_unprofiled"] == 9.1
-    events[:] = [event for event in events if event.activity_type() == "cuda_runtime"]
-    with pytest.raises(RuntimeError, match=r"nothing run on the GPU, only \['cuda_runtime'\]"):
+    events[:] = [event for event in events if event.name() == "cudaLaunchKernel"]
+    with pytest.raises(RuntimeError, match=r"nothing run on the GPU, only \['cudaLaunchKernel'\]"):
         decode_step.idle(engine, decode_step.Sizes(2, 8, 2))
 
 

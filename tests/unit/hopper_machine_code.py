@@ -133,7 +133,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def paged(dim: int, name: str, size: int) -> Configuration:
     """Keys and values in pages."""
-    without = Configuration(dim, None, **CASES[name], size=size)
+    without = Configuration(dim, None, **CASES[name], size=size, group=4)
     return replace(without, tile=paged_tile(without.spec))
 
 

@@ -49,7 +49,7 @@ def forward_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tu
     if lse.numel() == 0:
         return o, lse
     q, table = readable(rows), cache.table.contiguous()
-    tile = paged_tile_of(spec, sizes, q.device)
+    tile = paged_tile(spec)
     grid, numbers = _numbers(q.device, sizes, tile, spec)
     sinks, cu_q, lengths = (lse if x is None else x.contiguous() for x in (options.sinks, cu_q, cache.lengths))
     tensors = (q, cache.k, cache.v, o, lse, sinks, cu_q, lengths, table, counter(q.device))
@@ -95,16 +95,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
 @lru_cache(maxsize=1024)
 def tile_of(spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
     """The tile, with as many query heads of a group together as save rounds of tiles, if that is a tenth of them or more."""
-    return _together(forward_tile(spec, sizes.T), (1, 2, 4, 8, 16, 32, 64), spec, sizes, device)
-
-
-@lru_cache(maxsize=1024)
-def paged_tile_of(spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
-    """The same for keys and values in pages."""
-    return _together(paged_tile(spec), (1, 4), spec, sizes, device)
-
-
-def _together(alone: Tile, counts: tuple[int, ...], spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
+    alone = forward_tile(spec, sizes.T)
     if spec.group == 1:
         return alone
 
@@ -112,7 +103,7 @@ def _together(alone: Tile, counts: tuple[int, ...], spec: Spec, sizes: Sizes, de
         tiles, heads = tiles_and_heads(sizes.T, sizes.H // tile.TOGETHER, tile.rows, sizes, spec)
         return -(-tiles * heads // processors(device))
 
-    best = min((alone._replace(TOGETHER=count) for count in counts if spec.group % count == 0), key=rounds)
+    best = min((alone._replace(TOGETHER=2**i) for i in range(7) if spec.group % 2**i == 0), key=rounds)
     return best if 10 * rounds(best) <= 9 * rounds(alone) else alone
 
 
