@@ -70,7 +70,9 @@ class Engine:
         answers = params.n
         if params.beam_width is not None:
             answers = params.beam_width
-            request.search = BeamSearch(answers, limit, ends, params.length_penalty, params.early_stopping)
+            request.search = BeamSearch(
+                answers, limit, ends, params.length_penalty, params.early_stopping, least=params.min_tokens
+            )
         seed = secrets.randbits(62) if params.seed is None else params.seed
         for n in range(answers):
             words = None if self.tokenizer is None or request.search is not None else Detokeniser(self.tokenizer, params)

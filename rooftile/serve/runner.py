@@ -105,11 +105,12 @@ class Runner:
         else:
             hidden, rows, slots, positions = self._read(plan.work)
             prompts = self._prompt_logprobs(plan.work, hidden)
-            logits = self.decoder.logits(hidden.index_select(0, rows))
+            logits = scores = self.decoder.logits(hidden.index_select(0, rows))
             if bans:
                 where = self._sent(torch.tensor(bans)).T
-                logits.index_put_((where[0], where[1]), logits.new_tensor(-torch.inf))
-            tokens = self._sample(logits, slots, positions, wants)
+                # logprobs are those of the model all the same
+                scores = logits.index_put((where[0], where[1]), logits.new_tensor(-torch.inf))
+            tokens = self._sample(scores, slots, positions, wants)
         return self._collect(heirs, logits, tokens, prompts)
 
     def _place(self, entries: dict[tuple[int, int], int], copies: list[Copy]) -> None:

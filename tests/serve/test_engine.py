@@ -207,11 +207,33 @@ def test_beams_are_those_of_transformers(name: str, width: int, penalty: float, 
         assert answers == cut
 
 
-def test_logprobs_are_those_of_the_model(peers) -> None:
+def test_beams_of_a_least_length_are_those_of_transformers(peers) -> None:
+    """What may not end yet keeps the model's probability, in tokens, scores and logprobs alike."""
+    peer, ends = peers("llama"), [2, *range(10, 25)]
+    llm = LLM(peer.folder, **ROOM)
+    params = SamplingParams(n=2, beam_width=3, min_tokens=4, max_tokens=9, stop_token_ids=ends)
+    for prompt in prompts(12, seed=6):
+        ids = torch.tensor([prompt])
+        settings = transformers.GenerationConfig(
+            max_new_tokens=9, min_new_tokens=4, num_beams=3, num_return_sequences=2, do_sample=False, eos_token_id=ends,
+            pad_token_id=0, output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        due = peer.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        found = llm.generate(prompt, params)[0].outputs
+        rows = [row[len(prompt) :].tolist() for row in due.sequences]
+        cut = [row[: next((n + 1 for n, token in enumerate(row) if token in ends), len(row))] for row in rows]
+        assert [answer.token_ids for answer in found] == cut
+        assert [answer.score for answer in found] == pytest.approx(due.sequences_scores.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("least", [0, 6])
+def test_logprobs_are_those_of_the_model(least: int, peers) -> None:
     peer = peers("gemma2")
     asked = prompts(6)
     llm = LLM(peer.folder, **ROOM | {"max_batched_tokens": 21})
-    params = SamplingParams(temperature=0.7, seed=3, max_tokens=9, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.7, seed=3, max_tokens=9, min_tokens=least, logprobs=3, prompt_logprobs=2, ignore_eos=not least
+    )
     outputs = llm.generate(asked, params)
     for prompt, output in zip(asked, outputs, strict=True):
         (answer,) = output.outputs
@@ -222,7 +244,7 @@ def test_logprobs_are_those_of_the_model(peers) -> None:
         assert output.prompt_logprobs is not None
         assert output.prompt_logprobs[0] is None
         shown = [*output.prompt_logprobs[1:], *answer.logprobs]
-        for place, (told, count) in enumerate(zip(shown, [2] * (len(prompt) - 1) + [3] * 9, strict=True)):
+        for place, (told, count) in enumerate(zip(shown, [2] * (len(prompt) - 1) + [3] * len(answer.token_ids), strict=True)):
             row, token = due[place], int(ids[0, place + 1])
             assert told is not None
             assert set(told) == {*row.topk(count).indices.tolist(), token}
