@@ -9,7 +9,7 @@
     beam_search      which beams go on
     detokeniser      text while tokens come
 
-    request, output, sampling_params     what is asked for, and what comes back
+    prompt, sampling_params, request, output     what is asked for, and what comes back
     memory           how many blocks a cache has
     tokenizer        of a checkpoint
 """

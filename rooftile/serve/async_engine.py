@@ -15,16 +15,16 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, NamedTuple
 
 import torch
 
-from rooftile.errors import InvalidInput
-from rooftile.serve.llm import LLM, Prompt
+from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput, output_of
+from rooftile.serve.prompt import Asked, Prompt, asked
 from rooftile.serve.request import Request
 from rooftile.serve.sampling_params import SamplingParams
 
@@ -37,10 +37,8 @@ class _Call:
     """A caller's wish, and what it has been told of it."""
 
     loop: asyncio.AbstractEventLoop
-    prompt: Sequence[int]
-    text: str | None
+    asked: Asked
     params: SamplingParams
-    salt: str
     grows: bool
     """Whether it wants to see the answers grow, or only complete."""
     bell: asyncio.Event = field(default_factory=asyncio.Event)
@@ -95,7 +93,7 @@ class AsyncEngine:
         Whoever stops reading (a cancelled task, a closed iterator) aborts the request.
 
         Args:
-            prompt: a text, or token ids.
+            prompt: a text, or token ids; or a dictionary as `LLM.generate` takes it.
             params: of the answers.
             salt: prefixes are shared with requests of the same salt only.
 
@@ -131,9 +129,12 @@ class AsyncEngine:
     async def _told(
         self, prompt: Prompt, params: SamplingParams | None, salt: str, *, grows: bool
     ) -> AsyncGenerator[RequestOutput, None]:
-        text = prompt if isinstance(prompt, str) else None
-        tokens = await asyncio.to_thread(self._encode, prompt) if isinstance(prompt, str) else prompt
-        call = _Call(asyncio.get_running_loop(), tokens, text, params or SamplingParams(), salt, grows)
+        if isinstance(prompt, str | Mapping):
+            # a text may be long: it is read off the loop
+            read = await asyncio.to_thread(asked, prompt, self.llm.tokenizer, salt)
+        else:
+            read = asked(prompt, None, salt)
+        call = _Call(asyncio.get_running_loop(), read, SamplingParams() if params is None else params, grows)
         with self._wake:
             if self._over or self._closing:
                 raise _ended(self._cause)
@@ -154,11 +155,6 @@ class AsyncEngine:
         finally:
             if not over:
                 self._order(_Order("leave", call))
-
-    def _encode(self, text: str) -> list[int]:
-        if self.llm.tokenizer is None:
-            raise InvalidInput("the prompt is text and the model has no tokenizer; give token ids")
-        return self.llm.tokenizer.encode(text)
 
     def _order(self, order: _Order) -> None:
         with self._wake:
@@ -215,7 +211,7 @@ class AsyncEngine:
     def _added(self, call: _Call) -> list[tuple[_Call, Exception]]:
         """Takes a request in; or what is wrong with it, which is its caller's business alone."""
         try:
-            call.request = self.llm.engine.add(call.prompt, call.params, salt=call.salt)
+            call.request = self.llm.engine.add(call.asked.tokens, call.params, salt=call.asked.salt)
         except Exception as error:
             return [(call, error)]
         self._calls[call.request.id] = call
@@ -228,7 +224,7 @@ class AsyncEngine:
         for call in calls:
             assert call.request is not None
             self.llm.engine.abort(call.request)
-            told.append((call, output_of(call.request, call.text)))
+            told.append((call, output_of(call.request, call.asked.text)))
         return told
 
     def _left(self, call: _Call) -> None:
@@ -247,7 +243,7 @@ class AsyncEngine:
             if over:
                 del self._calls[request.id]
             if over or call.grows:
-                told.append((call, output_of(request, call.text)))
+                told.append((call, output_of(request, call.asked.text)))
         self._tell(told)
 
     def _tell(self, told: list[tuple[_Call, RequestOutput | Exception]]) -> None:

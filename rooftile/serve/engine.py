@@ -10,6 +10,7 @@ from rooftile.errors import InvalidInput
 from rooftile.kvcache import BlockPool
 from rooftile.serve.beam_search import BeamSearch
 from rooftile.serve.detokeniser import Detokeniser
+from rooftile.serve.prompt import tokens_of
 from rooftile.serve.request import Answer, FinishReason, Request, Top
 from rooftile.serve.runner import Result, Runner, top_rows
 from rooftile.serve.sampling_params import SamplingParams
@@ -59,13 +60,14 @@ class Engine:
         Raises:
             InvalidInput: it can never run; the sentence says why.
         """
-        limit = self._checked(prompt, params)
+        prompt = tokens_of(prompt, self.runner.decoder.config.vocab_size)
+        limit = self._checked(prompt, params, salt)
         config = self.runner.decoder.config
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos_ids))
         if params.prompt_logprobs is not None:
             # each of the prompt's tokens must be read: nothing of it is taken from the cache
             salt = secrets.token_hex(16)
-        request = Request(self._count, list(prompt), params, limit, ends, salt)
+        request = Request(self._count, prompt, params, limit, ends, salt)
         self._count += 1
         answers = params.n
         if params.beam_width is not None:
@@ -188,15 +190,13 @@ class Engine:
         answer.finish_reason = reason
         answer.stop_reason = stop
 
-    def _checked(self, prompt: Sequence[int], params: SamplingParams) -> int:
+    def _checked(self, prompt: list[int], params: SamplingParams, salt: str) -> int:
         """How many tokens an answer may have."""
-        vocabulary = self.runner.decoder.config.vocab_size
-        if not prompt:
-            raise InvalidInput("the prompt has no token; it must have at least one")
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-                raise InvalidInput(f"the prompt has {token!r} for a token; the model has 0 to {vocabulary - 1}")
-        params.check_vocabulary(vocabulary)
+        if not isinstance(params, SamplingParams):
+            raise InvalidInput(f"the sampling parameters are {repr(params)[:40]}; must be SamplingParams")
+        if not isinstance(salt, str):
+            raise InvalidInput(f"the salt is {repr(salt)[:40]}; must be a string")
+        params.check_vocabulary(self.runner.decoder.config.vocab_size)
         if params.stops and (self.tokenizer is None or params.beam_width is not None):
             why = "the model has no tokenizer" if self.tokenizer is None else "a beam search ends at tokens"
             raise InvalidInput(f"stop strings are asked for, and {why}: give stop_token_ids")

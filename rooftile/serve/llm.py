@@ -14,12 +14,12 @@ from rooftile.models import Decoder
 from rooftile.serve import memory
 from rooftile.serve.engine import Engine
 from rooftile.serve.output import RequestOutput, output_of
+from rooftile.serve.prompt import Prompt, asked, listed
 from rooftile.serve.request import Request
 from rooftile.serve.runner import Runner
 from rooftile.serve.sampling_params import SamplingParams
 from rooftile.serve.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -118,14 +118,15 @@ class LLM:
         """Answers to prompts, in their order.
 
         Args:
-            prompts: texts, or lists of token ids; or one of them.
+            prompts: texts, or lists of token ids; or one of them. As in vLLM, a prompt may be a dictionary with "prompt" or
+                "prompt_token_ids", and "cache_salt": prefixes are shared with prompts of the same salt only.
             sampling_params: of all, or of each.
 
         Returns:
             A RequestOutput for each. A prompt that cannot be answered has the reason in `error`, and no outputs.
         """
         outputs: dict[int, RequestOutput] = {}
-        for place, found, prompt in self._run(_listed(prompts), sampling_params):
+        for place, found, prompt in self._run(listed(prompts), sampling_params):
             if isinstance(found, RequestOutput):
                 outputs[place] = found
             elif not found.live:
@@ -136,27 +137,30 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
         """As `generate`, while the answers grow: the place of a prompt and its answers so far, whenever they have changed."""
-        for place, found, prompt in self._run(_listed(prompts), sampling_params):
+        for place, found, prompt in self._run(listed(prompts), sampling_params):
             yield place, found if isinstance(found, RequestOutput) else output_of(found, prompt)
 
     def _run(
         self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Iterator[tuple[int, Request | RequestOutput, str | None]]:
         """A prompt's place, what has become of it, and its text, whenever something has."""
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams | list | tuple):
+            raise InvalidInput(f"sampling_params is {params!r}; must be SamplingParams, or a list of them")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidInput(f"there are {len(each)} sampling_params for {len(prompts)} prompts; give one, or one for each")
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        texts: list[str | None] = [None] * len(prompts)
         places: dict[Request, int] = {}
         try:
             for place, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
                 try:
-                    places[self.engine.add(self._tokens(prompt), wanted)] = place
+                    texts[place], tokens, salt = asked(prompt, self.tokenizer)
+                    places[self.engine.add(tokens, wanted, salt=salt)] = place
                 except InvalidInput as error:
-                    ids = [] if isinstance(prompt, str) else list(prompt)
-                    refused = RequestOutput(-1, texts[place], ids, finished=True, error=str(error))
-                    yield place, refused, texts[place]
+                    text = prompt if isinstance(prompt, str) else None
+                    ids = list(prompt) if isinstance(prompt, list | tuple) else []
+                    yield place, RequestOutput(-1, text, ids, finished=True, error=str(error)), text
             while not self.engine.idle:
                 for request in self.engine.step():
                     yield places[request], request, texts[places[request]]
@@ -164,20 +168,6 @@ class LLM:
             # of a caller who has seen enough
             for request in places:
                 self.engine.abort(request)
-
-    def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
-            raise InvalidInput("the prompt is text and the model has no tokenizer; give token ids")
-        return self.tokenizer.encode(prompt)
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, also of a single one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 def _tokenizer_of(folder: Path) -> Tokenizer | None:

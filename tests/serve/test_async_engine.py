@@ -208,7 +208,8 @@ def test_abort_gives_what_there_is(llm: LLM) -> None:
         ([], InvalidInput, "the prompt has no token"),
         ([1] * 96, InvalidInput, "the prompt has 96 tokens"),
         ("text", InvalidInput, "the prompt is text and the model has no tokenizer"),
-        (5, TypeError, "not iterable"),
+        (5, InvalidInput, "the prompt is '5', of type int; must be a list of token ids"),
+        ({"prompt_token_ids": [1], "cache_salt": 5}, InvalidInput, "the salt is 5; must be a string"),
     ],
 )
 def test_a_refusal_is_its_callers_alone(prompt, error: type[Exception], sentence: str, llm: LLM, peers) -> None:
@@ -220,6 +221,21 @@ def test_a_refusal_is_its_callers_alone(prompt, error: type[Exception], sentence
             with pytest.raises(error, match=sentence):
                 await engine.complete(prompt, GREEDY)
             assert (await good).outputs[0].token_ids == peers("llama").greedy(prompts()[:1], TOKENS)[0]
+
+    run(main())
+    assert_clean(llm)
+
+
+def test_no_salt_ends_the_engine(llm: LLM, peers) -> None:
+    """Whatever string a stranger sends for one."""
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            for salt in ("\ud800", "\x00", "a" * 10_000):
+                asked = {"prompt_token_ids": prompts()[0], "cache_salt": salt}
+                due = peers("llama").greedy(prompts()[:1], TOKENS)[0]
+                assert (await engine.complete(prompts()[0], GREEDY, salt=salt)).outputs[0].token_ids == due
+                assert (await engine.complete(asked, GREEDY)).outputs[0].token_ids == due
 
     run(main())
     assert_clean(llm)

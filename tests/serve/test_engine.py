@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -291,6 +292,15 @@ def test_a_stream_that_is_left_leaves_nothing(peers) -> None:
         ([1], SamplingParams(stop_token_ids=[VOCABULARY]), f"stop_token_ids names token {VOCABULARY}"),
         ([1] * 60, SamplingParams(n=8, max_tokens=36), "60 tokens of prompt and 8 x 36 of answers take 27 blocks"),
         ("text", GREEDY, "the prompt is text and the model has no tokenizer"),
+        (None, GREEDY, "the prompt is 'None', of type NoneType; must be a list of token ids"),
+        (5.0, GREEDY, "the prompt is '5.0', of type float; must be a list of token ids"),
+        (b"text", GREEDY, "the prompt is \"b'text'\", of type bytes; must be a list of token ids"),
+        ([[1]], GREEDY, "the prompt has [1] for a token"),
+        ([True], GREEDY, "the prompt has True for a token"),
+        ({"prompt_token_ids": [1], "images": []}, GREEDY, "the prompt has 'prompt_token_ids', 'images'; must have 'prompt' or"),
+        ({"cache_salt": "a"}, GREEDY, "the prompt has 'cache_salt'; must have 'prompt' or 'prompt_token_ids'"),
+        ({"prompt_token_ids": [1], "cache_salt": 5}, GREEDY, "the salt is 5; must be a string"),
+        ([1], {"n": 1}, "the sampling parameters are {'n': 1}; must be SamplingParams"),
     ],
 )
 def test_a_bad_request_fails_alone(prompt, params: SamplingParams, sentence: str, peers) -> None:
@@ -304,6 +314,50 @@ def test_a_bad_request_fails_alone(prompt, params: SamplingParams, sentence: str
     assert outputs[1].error.startswith(sentence)
     assert outputs[1].outputs == []
     assert_clean(llm)
+
+
+@pytest.mark.parametrize(
+    ("asked", "params", "sentence"),
+    [
+        (5, None, "prompts is 5; must be a text, a list of token ids, or a list of such prompts"),
+        (None, None, "prompts is None; must be a text"),
+        ([[1]], 5, "sampling_params is 5; must be SamplingParams, or a list of them"),
+        ([[1]], {"n": 1}, "sampling_params is {'n': 1}; must be SamplingParams"),
+        ([[1]], [], "there are 0 sampling_params for 1 prompts"),
+    ],
+)
+def test_what_is_no_list_of_prompts(asked, params, sentence: str, peers) -> None:
+    llm = LLM(peers("llama").folder, **ROOM)
+    for call in (llm.generate, lambda *given: list(llm.stream(*given))):
+        with pytest.raises(InvalidInput) as raised:
+            call(asked, params)
+        assert str(raised.value).startswith(sentence)
+    assert_clean(llm)
+
+
+def test_prompts_in_arrays_and_dictionaries(peers) -> None:
+    peer = peers("llama")
+    llm = LLM(peer.folder, **ROOM)
+    (prompt,) = prompts(1)
+    due = peer.greedy([prompt], TOKENS)
+    for asked in (np.array(prompt), torch.tensor(prompt), tuple(prompt), {"prompt_token_ids": prompt}, iter(prompt)):
+        (output,) = llm.generate(asked, GREEDY)
+        assert (output.prompt_token_ids, [answer.token_ids for answer in output.outputs]) == (prompt, due)
+        assert {type(token) for token in output.prompt_token_ids} == {int}
+    several = [list(np.array(prompt)), torch.tensor(prompt), {"prompt_token_ids": np.array(prompt), "cache_salt": None}]
+    assert [output.outputs[0].token_ids for output in llm.generate(several, GREEDY)] == due * 3
+
+
+def test_prefixes_are_shared_under_one_salt_only(peers) -> None:
+    llm = LLM(peers("llama").folder, **ROOM)
+    one = SamplingParams(temperature=0, max_tokens=1)
+    prompt = [n % VOCABULARY for n in range(60)]
+    read = []
+    for salt in ("a", "b", "a", None, None):
+        before = llm.engine.steps["tokens"]
+        llm.generate([{"prompt_token_ids": prompt, "cache_salt": salt}], one)
+        read.append(llm.engine.steps["tokens"] - before)
+    assert read == [60, 60, 12, 60, 12]
 
 
 @pytest.mark.parametrize(
