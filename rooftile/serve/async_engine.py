@@ -63,6 +63,9 @@ class AsyncEngine:
     Args:
         llm: the model.
 
+    Raises:
+        InvalidInput: somebody uses the LLM.
+
     Example:
         >>> async def main():                                                                   # doctest: +SKIP
         ...     async with AsyncEngine(LLM("Llama-3.2-1B")) as engine:
@@ -71,6 +74,7 @@ class AsyncEngine:
     """
 
     def __init__(self, llm: LLM) -> None:
+        llm.lend()
         self.llm = llm
         # of the engine's thread
         self._calls: dict[int, _Call] = {}
@@ -270,6 +274,12 @@ class AsyncEngine:
         waiting = [*self._calls.values(), *(order.subject for order in orders if order.kind == "add")]
         self._calls.clear()
         self._tell([(call, _ended(cause)) for call in waiting if isinstance(call, _Call)])
+        try:
+            for call in waiting:
+                if isinstance(call, _Call) and call.request is not None:
+                    self.llm.engine.abort(call.request)
+        finally:
+            self.llm.lent = False
 
 
 def _ring(calls: list[_Call]) -> None:

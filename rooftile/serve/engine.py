@@ -89,7 +89,21 @@ class Engine:
         self.scheduler.abort(request)
 
     def step(self) -> list[Request]:
-        """Computes a step. Returns the requests that have got tokens, or have ended."""
+        """Computes a step. Returns the requests that have got tokens, or have ended.
+
+        If it fails, whatever the error, all requests that run or wait are aborted, and the engine is as good as new.
+        """
+        try:
+            return self._stepped()
+        except BaseException:
+            self._flying = None
+            for request in [*self.scheduler.running, *self.scheduler.waiting]:
+                self.abort(request)
+            # of blocks that are found by what they hold, some may not have been written
+            self.pool.forget_prefixes()
+            raise
+
+    def _stepped(self) -> list[Request]:
         changed: dict[int, Request] = {}
         if self._flying is not None and any(request.search is not None for request in self.scheduler.running):
             # which beams go on is the host's to say

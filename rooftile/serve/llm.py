@@ -106,6 +106,9 @@ class LLM:
             runner, pool, max_len=max_len, max_answers=max_num_seqs, max_batched_tokens=max_batched_tokens,
             tokenizer=self.tokenizer,
         )  # fmt: skip
+        self.lent = False
+        """Whether an AsyncEngine has it."""
+        self._readers: dict[Request, dict[Request, None]] = {}
         if decoder.embedding.is_cuda:
             # what is compiled and captured now does not keep the first requests waiting
             runner.capture()
@@ -140,6 +143,21 @@ class LLM:
         for place, found, prompt in self._run(listed(prompts), sampling_params):
             yield place, found if isinstance(found, RequestOutput) else output_of(found, prompt)
 
+    def lend(self) -> None:
+        """Leaves it to an AsyncEngine, in whose thread it runs from now on.
+
+        Raises:
+            InvalidInput: somebody uses it.
+        """
+        self._check_free()
+        if self._readers:
+            raise InvalidInput(f"the LLM is answering {len(self._readers)} prompts; read their streams to the end, or close them")
+        self.lent = True
+
+    def _check_free(self) -> None:
+        if self.lent:
+            raise InvalidInput("the LLM is an AsyncEngine's until that is closed; ask that engine")
+
     def _run(
         self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Iterator[tuple[int, Request | RequestOutput, str | None]]:
@@ -152,22 +170,43 @@ class LLM:
             raise InvalidInput(f"there are {len(each)} sampling_params for {len(prompts)} prompts; give one, or one for each")
         texts: list[str | None] = [None] * len(prompts)
         places: dict[Request, int] = {}
+        news: dict[Request, None] = {}
+        self._check_free()
         try:
             for place, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
                 try:
                     texts[place], tokens, salt = asked(prompt, self.tokenizer)
-                    places[self.engine.add(tokens, wanted, salt=salt)] = place
+                    request = self.engine.add(tokens, wanted, salt=salt)
+                    places[request], self._readers[request] = place, news
                 except InvalidInput as error:
                     text = prompt if isinstance(prompt, str) else None
                     ids = list(prompt) if isinstance(prompt, list | tuple) else []
                     yield place, RequestOutput(-1, text, ids, finished=True, error=str(error)), text
-            while not self.engine.idle:
-                for request in self.engine.step():
+            left = len(places)
+            # what is in flight of nobody any more is waited for, too
+            while left or (self.engine.scheduler.idle and not self.engine.idle):
+                if not self.engine.idle:
+                    self._step()
+                elif not news:
+                    # a step of another stream has failed, and ended all
+                    news |= {request: None for request in places if request in self._readers}
+                for request in list(news):
+                    del news[request]
+                    if not request.live:
+                        del self._readers[request]
+                        left -= 1
                     yield places[request], request, texts[places[request]]
         finally:
             # of a caller who has seen enough
             for request in places:
+                self._readers.pop(request, None)
                 self.engine.abort(request)
+
+    def _step(self) -> None:
+        """Tells each stream which of its requests have changed: one may be begun inside of another."""
+        for request in self.engine.step():
+            if request in self._readers:
+                self._readers[request][request] = None
 
 
 def _tokenizer_of(folder: Path) -> Tokenizer | None:

@@ -266,8 +266,33 @@ def test_a_step_that_fails_is_heard_by_all_who_wait_and_all_who_come(llm: LLM, c
             engine.abort(0)
 
     run(main())
+    llm.engine.step = step
+    assert_clean(llm)
+    assert len(llm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids) == TOKENS
     assert "no such page" in caplog.text
     assert "Traceback" in caplog.text
+
+
+def test_an_llm_has_one_user(llm: LLM) -> None:
+    """An engine's thread and somebody else would each undo what the other does."""
+
+    async def main() -> None:
+        stream = llm.stream([[1, 2]], GREEDY)
+        next(stream)
+        with pytest.raises(InvalidInput, match="the LLM is answering 1 prompts; read their streams to the end, or close them"):
+            AsyncEngine(llm)
+        stream.close()
+        async with AsyncEngine(llm) as engine:
+            with pytest.raises(InvalidInput, match="the LLM is an AsyncEngine's until that is closed; ask that engine"):
+                llm.generate([[1, 2]], GREEDY)
+            with pytest.raises(InvalidInput, match="the LLM is an AsyncEngine's"):
+                AsyncEngine(llm)
+            assert len((await engine.complete([1, 2], GREEDY)).outputs[0].token_ids) == TOKENS
+        async with AsyncEngine(llm):
+            pass
+
+    run(main())
+    assert len(llm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids) == TOKENS
 
 
 def test_two_event_loops_one_after_the_other_and_two_at_once(llm: LLM, peers) -> None:

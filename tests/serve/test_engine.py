@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.serve import runner
 from rooftile.serve.llm import LLM
 from rooftile.serve.sampling_params import SamplingParams
 from tests.models.checkpoints import SMALL, VOCABULARY, saved
@@ -267,6 +268,59 @@ def test_answers_grow_in_a_stream(peers) -> None:
         assert len(answer.token_ids) == len(seen[place]) + 1
         seen[place] = answer.token_ids
     assert list(seen.values()) == peer.greedy(asked, TOKENS)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "a step ahead"])
+@pytest.mark.parametrize("failing", ["run", "wait"])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_step_that_fails_leaves_nothing(at: int, failing: str, ahead: bool, peers, monkeypatch) -> None:
+    """No block, no slot, and no prefix that was never written."""
+    peer, asked = peers("llama"), [prompt for prompt in prompts() if len(prompt) > 16][:4]
+    llm = LLM(peer.folder, **ROOM)
+    llm.engine._ahead = ahead
+    owner = llm.engine.runner if failing == "run" else runner.Result
+    whole, fates = getattr(owner, failing), iter([*[False] * (at - 1), True])
+
+    def fail(*given):
+        if next(fates):
+            raise KeyboardInterrupt
+        return whole(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, failing, fail)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(asked, GREEDY)
+    assert_clean(llm)
+    assert tokens_of(llm, asked, GREEDY) == [[row] for row in peer.greedy(asked, TOKENS)]
+
+
+def test_streams_take_turns(peers) -> None:
+    """One inside of the other, and one that is left in the middle while another goes on."""
+    peer = peers("llama")
+    llm = LLM(peer.folder, **ROOM)
+    asked = prompts(6)
+    due = peer.greedy(asked, TOKENS)
+    for ahead in (False, True):
+        llm.engine._ahead = ahead
+        outer: dict[int, list[int]] = {}
+        left = llm.stream(asked[4:], GREEDY)
+        next(left)
+        for place, output in llm.stream(asked[:2], GREEDY):
+            outer[place] = output.outputs[0].token_ids
+            if len(outer[place]) == 3:
+                inner = llm.generate(asked[2:4], GREEDY)
+                assert [one.outputs[0].token_ids for one in inner] == due[2:4]
+        assert [outer[place] for place in (0, 1)] == due[:2]
+        latest = dict(left)
+        assert [latest[place].outputs[0].token_ids for place in (0, 1)] == due[4:]
+        assert all(output.finished for output in latest.values())
+        # a request of somebody who uses the engine itself
+        request = llm.engine.add(asked[0], GREEDY)
+        assert llm.generate(asked[1:2], GREEDY)[0].outputs[0].token_ids == due[1]
+        while not llm.engine.idle:
+            llm.engine.step()
+        assert request.answers[0].ids[len(asked[0]) :] == due[0]
+        assert_clean(llm)
 
 
 def test_a_stream_that_is_left_leaves_nothing(peers) -> None:
