@@ -45,6 +45,9 @@ class Engine:
         self.scheduler = Scheduler(pool, max_answers, max_batched_tokens)
         self.steps = Counter[str]()
         """Steps, and what was read in them."""
+        config = runner.decoder.config
+        # some checkpoints name tokens that they have not, for none
+        self._eos = frozenset(token for token in config.eos_ids if 0 <= token < config.vocab_size)
         self._ahead = runner.device.type == "cuda"
         self._flying: Result | None = None
         self._count = 0
@@ -62,8 +65,7 @@ class Engine:
         """
         prompt = tokens_of(prompt, self.runner.decoder.config.vocab_size)
         limit = self._checked(prompt, params, salt)
-        config = self.runner.decoder.config
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos_ids))
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         if params.prompt_logprobs is not None:
             # each of the prompt's tokens must be read: nothing of it is taken from the cache
             salt = secrets.token_hex(16)

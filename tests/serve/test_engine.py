@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from typing import Any
 
 import numpy as np
@@ -112,6 +114,34 @@ def test_the_end_of_text_ends_an_answer(peers) -> None:
         assert end not in tokens[:9]
         assert 2 not in tokens[:9]
         assert_clean(llm)
+
+
+def test_ends_of_text_that_are_no_tokens_are_none(peers, tmp_path) -> None:
+    """-1 is written for no end of text at all."""
+    folder = shutil.copytree(peers("llama").folder, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"eos_token_id": [-1, VOCABULARY, 10**9]}))
+    (folder / "generation_config.json").unlink()
+    (prompt,) = prompts(1)
+    # the last token of all must be the likeliest: it was -1
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, min_tokens=TOKENS, logit_bias={VOCABULARY - 1: 100})
+    assert tokens_of(LLM(folder, **ROOM), [prompt], params) == [[[VOCABULARY - 1] * TOKENS]]
+
+
+def test_scores_of_a_prompt_are_not_all_there_at_once(peers, monkeypatch) -> None:
+    llm = LLM(peers("llama").folder, **ROOM)
+    asked = [prompt for prompt in prompts() if len(prompt) > 30][:4]
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
+    due = [output.prompt_logprobs for output in llm.generate(asked, params)]
+    rows, logits = [], llm.engine.runner.decoder.logits
+    monkeypatch.setattr(llm.engine.runner.decoder, "logits", lambda hidden: (rows.append(len(hidden)), logits(hidden))[1])
+    monkeypatch.setattr(runner, "MOST_NUMBERS", 7 * VOCABULARY)
+    found = [output.prompt_logprobs for output in llm.generate(asked, params)]
+    assert max(rows) == 7
+    for one, other in zip(found, due, strict=True):
+        assert one[1:] == [
+            {id_: (pytest.approx(logprob, abs=1e-5), rank) for id_, (logprob, rank) in told.items()} for told in other[1:]
+        ]
 
 
 def test_samples_depend_on_their_seed_only(peers) -> None:
