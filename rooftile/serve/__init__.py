@@ -16,7 +16,8 @@
 
 from rooftile.serve.async_engine import AsyncEngine
 from rooftile.serve.llm import LLM
-from rooftile.serve.output import CompletionOutput, Logprob, RequestOutput
+from rooftile.serve.output import CompletionOutput, RequestOutput
+from rooftile.serve.request import Logprob
 from rooftile.serve.sampling_params import SamplingParams
 
 __all__ = ["LLM", "AsyncEngine", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.serve import output as telling
 from rooftile.serve import runner
 from rooftile.serve.llm import LLM
 from rooftile.serve.sampling_params import SamplingParams
@@ -351,6 +352,35 @@ def test_streams_take_turns(peers) -> None:
             llm.engine.step()
         assert request.answers[0].ids[len(asked[0]) :] == due[0]
         assert_clean(llm)
+
+
+def test_what_a_stream_has_told_is_not_made_again(peers, monkeypatch) -> None:
+    """And what a caller does to its lists is its own affair."""
+    llm = LLM(peers("llama").folder, **ROOM)
+    prompt = [n % VOCABULARY for n in range(40)]
+    params = SamplingParams(temperature=0, max_tokens=40, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    made, shown = [], telling._shown
+    monkeypatch.setattr(telling, "_shown", lambda *given: (made.append(given), shown(*given))[1])
+    seen = [found for _, found in llm.stream(prompt, params)]
+    assert len(made) == 39 + 40
+    (due,) = llm.generate(prompt, params)
+    for n, found in enumerate(seen, 1):
+        (answer,) = found.outputs
+        assert answer.token_ids == due.outputs[0].token_ids[:n]
+        assert answer.logprobs == due.outputs[0].logprobs[:n]
+        assert (found.prompt_token_ids, found.prompt_logprobs) == (prompt, due.prompt_logprobs)
+    stream = llm.stream(prompt, params)
+    _, first = next(stream)
+    first.prompt_token_ids.clear()
+    first.outputs[0].token_ids.clear()
+    first.outputs[0].logprobs.clear()
+    assert [found for _, found in stream][-1].outputs == due.outputs
+
+
+def test_a_search_that_goes_on_shows_as_many_beams_as_come_back(peers) -> None:
+    llm = LLM(peers("llama").folder, **ROOM)
+    params = SamplingParams(beam_width=4, n=2, max_tokens=8, ignore_eos=True)
+    assert {len(found.outputs) for _, found in llm.stream(prompts(1), params)} == {2}
 
 
 def test_a_stream_that_is_left_leaves_nothing(peers) -> None:
