@@ -14,10 +14,10 @@
     tokenizer        of a checkpoint
 """
 
-from rooftile.serve.async_engine import AsyncEngine
+from rooftile.serve.async_engine import AsyncEngine, Overloaded
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import CompletionOutput, RequestOutput
 from rooftile.serve.request import Logprob
 from rooftile.serve.sampling_params import SamplingParams
 
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "Logprob", "Overloaded", "RequestOutput", "SamplingParams"]

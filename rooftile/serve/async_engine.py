@@ -22,14 +22,21 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from rooftile.errors import InvalidInput
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput, output_of
 from rooftile.serve.prompt import Asked, Prompt, asked
 from rooftile.serve.request import Request
 from rooftile.serve.sampling_params import SamplingParams
 
+# requests that wait for the first step of theirs: what comes after them is told so at once
+MAX_WAITING = 1024
 # what an interpreter waits at most for a step to end before it ends itself
 PATIENCE = 10.0
+
+
+class Overloaded(RuntimeError):
+    """Too many requests wait already; this one was not taken. A server answers 429 to it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +69,10 @@ class AsyncEngine:
 
     Args:
         llm: the model.
+        max_waiting: requests that wait beside those that run; one more is refused.
 
     Raises:
-        InvalidInput: somebody uses the LLM.
+        InvalidInput: somebody uses the LLM, or max_waiting is below 1.
 
     Example:
         >>> async def main():                                                                   # doctest: +SKIP
@@ -73,9 +81,12 @@ class AsyncEngine:
         ...             print(output.outputs[0].text)
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, *, max_waiting: int = MAX_WAITING) -> None:
+        if max_waiting < 1:
+            raise InvalidInput(f"max_waiting is {max_waiting}; must be at least 1")
         llm.lend()
         self.llm = llm
+        self.max_waiting = max_waiting
         # of the engine's thread
         self._calls: dict[int, _Call] = {}
         # of all, under the lock
@@ -103,6 +114,7 @@ class AsyncEngine:
 
         Raises:
             InvalidInput: it can never be answered; the sentence says why.
+            Overloaded: max_waiting requests wait already.
             RuntimeError: the engine has failed, or was closed.
         """
         return self._told(prompt, params, salt, grows=True)
@@ -133,6 +145,7 @@ class AsyncEngine:
     async def _told(
         self, prompt: Prompt, params: SamplingParams | None, salt: str, *, grows: bool
     ) -> AsyncGenerator[RequestOutput, None]:
+        self._check_room()
         if isinstance(prompt, str | Mapping):
             # a text may be long: it is read off the loop
             read = await asyncio.to_thread(asked, prompt, self.llm.tokenizer, salt)
@@ -159,6 +172,12 @@ class AsyncEngine:
         finally:
             if not over:
                 self._order(_Order("leave", call))
+
+    def _check_room(self) -> None:
+        """Before a text is read for nothing; whoever passes is counted again when its turn comes."""
+        waiting = len(self.llm.engine.scheduler.waiting)
+        if waiting >= self.max_waiting:
+            raise Overloaded(f"{waiting:,} requests wait already, as many as may (max_waiting); try again later")
 
     def _order(self, order: _Order) -> None:
         with self._wake:
@@ -215,6 +234,7 @@ class AsyncEngine:
     def _added(self, call: _Call) -> list[tuple[_Call, Exception]]:
         """Takes a request in; or what is wrong with it, which is its caller's business alone."""
         try:
+            self._check_room()
             call.request = self.llm.engine.add(call.asked.tokens, call.params, salt=call.asked.salt)
         except Exception as error:
             return [(call, error)]

@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from rooftile.errors import InvalidInput
-from rooftile.serve import LLM, AsyncEngine, RequestOutput, SamplingParams
+from rooftile.serve import LLM, AsyncEngine, Overloaded, RequestOutput, SamplingParams
 from tests.models.checkpoints import SMALL, saved
 from tests.serve.folders import save
 from tests.serve.test_engine import GREEDY, ROOM, TOKENS, assert_clean, prompts
@@ -271,6 +271,30 @@ def test_a_step_that_fails_is_heard_by_all_who_wait_and_all_who_come(llm: LLM, c
     assert len(llm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids) == TOKENS
     assert "no such page" in caplog.text
     assert "Traceback" in caplog.text
+
+
+def test_a_queue_has_an_end(peers) -> None:
+    """Whoever comes after it is told so at once, and the others are answered."""
+    llm = LLM(peers("llama").folder, **ROOM, max_num_seqs=2)
+    slowed(llm)
+
+    async def main() -> None:
+        async with AsyncEngine(llm, max_waiting=3) as engine:
+            running = [asyncio.create_task(engine.complete([n], GREEDY)) for n in (1, 2)]
+            while len(llm.engine.scheduler.running) < 2:
+                await asyncio.sleep(0.001)
+            many = await asyncio.gather(*(engine.complete([n], GREEDY) for n in range(3, 13)), return_exceptions=True)
+            refused = [error for error in many if isinstance(error, Overloaded)]
+            assert len(refused) == 10 - 3
+            assert str(refused[0]) == "3 requests wait already, as many as may (max_waiting); try again later"
+            for output in [*(one for one in many if one not in refused), *await asyncio.gather(*running)]:
+                assert len(output.outputs[0].token_ids) == TOKENS
+            assert len((await engine.complete([1], GREEDY)).outputs[0].token_ids) == TOKENS
+        with pytest.raises(InvalidInput, match="max_waiting is 0; must be at least 1"):
+            AsyncEngine(llm, max_waiting=0)
+
+    run(main())
+    assert_clean(llm)
 
 
 def test_an_llm_has_one_user(llm: LLM) -> None:
