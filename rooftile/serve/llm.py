@@ -63,18 +63,18 @@ class LLM:
             raise Unsupported(f'kv_dtype is {kv_dtype!r}; has "auto", the dtype of the model, and "fp8"')
         if allocator not in ("paged", "contiguous"):
             raise InvalidInput(f'allocator is {allocator!r}; must be "paged" or "contiguous"')
-        if block_size < 8 or block_size & (block_size - 1):
+        if not _is_whole(block_size) or block_size < 8 or block_size & (block_size - 1):
             raise InvalidInput(f"block_size is {block_size}; must be a power of two of at least 8")
         for name, value in (
             ("max_batched_tokens", max_batched_tokens), ("max_num_seqs", max_num_seqs), ("num_blocks", num_blocks)
         ):  # fmt: skip
-            if value is not None and value < 1:
-                raise InvalidInput(f"{name} is {value}; must be at least 1")
-        if not 0 < gpu_memory_utilization <= 1:
-            raise InvalidInput(f"gpu_memory_utilization is {gpu_memory_utilization}; must be above 0 and at most 1")
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        decoder = model if isinstance(model, Decoder) else Decoder.from_folder(model, dtype, device)
+            if value is not None and (not _is_whole(value) or value < 1):
+                raise InvalidInput(f"{name} is {value!r}; must be a whole number of at least 1")
+        if not isinstance(gpu_memory_utilization, int | float) or not 0 < gpu_memory_utilization <= 1:
+            raise InvalidInput(f"gpu_memory_utilization is {gpu_memory_utilization!r}; must be above 0 and at most 1")
+        if max_model_len is not None and not _is_whole(max_model_len):
+            raise InvalidInput(f"max_model_len is {max_model_len!r}; must be a whole number")
+        decoder = _decoder_of(model, dtype, device)
         config = decoder.config
         if max_model_len is not None and not 2 <= max_model_len <= config.max_len:
             raise InvalidInput(f"max_model_len is {max_model_len:,}; the model has positions for 2 to {config.max_len:,}")
@@ -92,10 +92,17 @@ class LLM:
                 f"{num_blocks:,} blocks of {block_size} are room for {num_blocks * block_size:,} tokens; a sequence may have "
                 f"{max_len:,}: make num_blocks larger, or max_model_len smaller"
             )
-        self.pages = Pages(
-            num_blocks, config.layers, config.kv_heads, config.head_dim, size=block_size, dtype=cached,
-            device=decoder.embedding.device,
-        )  # fmt: skip
+        try:
+            self.pages = Pages(
+                num_blocks, config.layers, config.kv_heads, config.head_dim, size=block_size, dtype=cached,
+                device=decoder.embedding.device,
+            )  # fmt: skip
+        except RuntimeError as error:
+            each = memory.block_bytes(decoder, block_size, cached)
+            raise InvalidInput(
+                f"no memory for a cache: {num_blocks:,} blocks (num_blocks) of {each:,} bytes take "
+                f"{num_blocks * each / 1e9:,.1f} GB"
+            ) from error
         if allocator == "paged":
             pool = BlockPool(num_blocks, block_size)
         else:
@@ -207,6 +214,32 @@ class LLM:
         for request in self.engine.step():
             if request in self._readers:
                 self._readers[request][request] = None
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _decoder_of(
+    model: str | Path | Decoder, dtype: torch.dtype | str, device: torch.device | str | None
+) -> Decoder:
+    """The decoder of a folder; or one that is there, if it is what is asked for."""
+    try:
+        asked_for = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InvalidInput(f'device is {device!r}; must be a device of torch, such as "cuda" or "cpu", or None') from None
+    if not isinstance(model, Decoder):
+        if asked_for is None:
+            asked_for = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if asked_for.type == "cuda" and not torch.cuda.is_available():
+            raise InvalidInput(f'device is {str(asked_for)!r}, and PyTorch finds no GPU; has "cpu"')
+        return Decoder.from_folder(model, dtype, asked_for)
+    its = model.embedding
+    if dtype not in ("auto", its.dtype):
+        raise InvalidInput(f"dtype is {dtype} and the decoder's {its.dtype}; make it with that dtype, or leave dtype out")
+    if asked_for is not None and (asked_for.type != its.device.type or asked_for.index not in (None, its.device.index)):
+        raise InvalidInput(f"device is {asked_for} and the decoder is on {its.device}; make it there, or leave device out")
+    return model
 
 
 def _tokenizer_of(folder: Path) -> Tokenizer | None:

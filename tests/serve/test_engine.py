@@ -483,13 +483,42 @@ def test_prefixes_are_shared_under_one_salt_only(peers) -> None:
         ({"block_size": 12}, InvalidInput, "block_size is 12; must be a power of two of at least 8"),
         ({"max_model_len": 1000}, InvalidInput, "max_model_len is 1,000; the model has positions for 2 to 128"),
         ({"max_model_len": 96, "num_blocks": 5}, InvalidInput, "5 blocks of 16 are room for 80 tokens; a sequence may have 96"),
-        ({"max_batched_tokens": 0}, InvalidInput, "max_batched_tokens is 0; must be at least 1"),
-        ({"num_blocks": -1}, InvalidInput, "num_blocks is -1; must be at least 1"),
+        ({"max_batched_tokens": 0}, InvalidInput, "max_batched_tokens is 0; must be a whole number of at least 1"),
+        ({"num_blocks": -1}, InvalidInput, "num_blocks is -1; must be a whole number of at least 1"),
         ({"gpu_memory_utilization": 1.5}, InvalidInput, "gpu_memory_utilization is 1.5"),
     ],
 )
 def test_what_an_engine_cannot_be(settings: dict[str, Any], error: type[Exception], sentence: str, peers) -> None:
     with pytest.raises(error) as raised:
+        LLM(peers("llama").folder, **settings)
+    assert str(raised.value).startswith(sentence)
+
+
+def test_a_decoder_is_what_it_is(peers) -> None:
+    """What an LLM is told of its dtype and device beside it is not passed over."""
+    decoder = LLM(peers("llama").folder, **ROOM).engine.runner.decoder
+    assert LLM(decoder, dtype=torch.float32, device="cpu", **ROOM).engine.runner.decoder is decoder
+    with pytest.raises(InvalidInput, match=r"dtype is torch.bfloat16 and the decoder's torch.float32; make it with that dtype"):
+        LLM(decoder, dtype=torch.bfloat16, **ROOM)
+    with pytest.raises(InvalidInput, match=r"device is meta and the decoder is on cpu; make it there"):
+        LLM(decoder, device="meta", **ROOM)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"num_blocks": 40.0}, "num_blocks is 40.0; must be a whole number of at least 1"),
+        ({"max_batched_tokens": "8"}, "max_batched_tokens is '8'; must be a whole number of at least 1"),
+        ({"max_num_seqs": True}, "max_num_seqs is True; must be a whole number of at least 1"),
+        ({"block_size": 16.0}, "block_size is 16.0; must be a power of two of at least 8"),
+        ({"max_model_len": 64.5}, "max_model_len is 64.5; must be a whole number"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization is '0.9'; must be above 0 and at most 1"),
+        ({"num_blocks": 10**14}, "no memory for a cache: 100,000,000,000,000 blocks (num_blocks) of 7,680 bytes take 768,"),
+        ({"device": "gpu"}, "device is 'gpu'; must be a device of torch, such as"),
+    ],
+)
+def test_settings_of_the_wrong_kind(settings: dict[str, Any], sentence: str, peers) -> None:
+    with pytest.raises(InvalidInput) as raised:
         LLM(peers("llama").folder, **settings)
     assert str(raised.value).startswith(sentence)
 
