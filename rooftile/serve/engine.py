@@ -220,7 +220,7 @@ class Engine:
         if left < 1:
             raise InvalidInput(
                 f"the prompt has {len(prompt):,} tokens, and a sequence at most {self.max_len:,}, one of them for the answer: "
-                f"shorten it, or raise max_model_len if the model allows"
+                f"shorten it, or raise max_model_len and num_blocks if the model allows"
             )
         answers = params.beam_width or params.n
         if answers > self.max_answers:
