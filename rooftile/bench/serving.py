@@ -245,7 +245,7 @@ def costs_of(decoder: Decoder, session: Session) -> Costs | None:
     numbers = sum(weight.numel() for weight in decoder.parameters())
     # a table is looked up; the head, which may be the same table, is multiplied
     looked_up = 0 if config.tie else decoder.embedding.numel()
-    layers = sum(weight.numel() for weight in decoder.layers.parameters())  # type: ignore[attr-defined]
+    layers = sum(weight.numel() for layer in decoder.layers for weight in layer.parameters())
     return Costs(
         weight_bytes=(numbers - looked_up) * dtype.itemsize,
         token_bytes=config.layers * 2 * config.kv_heads * config.head_dim * dtype.itemsize,

@@ -155,7 +155,7 @@ class _Run:
             "tokens_per_second": self.rate,
             "seconds_to_first_token": self.first,
             "cache": str(self.llm.pages),
-            "cache_bytes": self.llm.pages.storage.nbytes,
+            "cache_bytes": self.llm.pages.nbytes,
         }  # fmt: skip
 
     def __str__(self) -> str:

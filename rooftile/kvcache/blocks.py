@@ -154,7 +154,8 @@ class BlockPool:
 
         It never covers the last token: a model computes at least one. Prefixes are shared under the same `salt` only.
         """
-        table = BlockTable([], 0, self._digest(salt.encode(), b""), 0)
+        # a salt may come from anywhere: half of a surrogate pair in it is as good as any character
+        table = BlockTable([], 0, self._digest(salt.encode(errors="surrogatepass"), b""), 0)
         for start in range(0, (len(tokens) - 1) // self.size * self.size if self._prefixes else 0, self.size):
             part = array("q", tokens[start : start + self.size]).tobytes()
             digest = self._digest(table.digest, part)

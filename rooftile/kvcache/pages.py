@@ -96,12 +96,19 @@ class Pages:
         self, blocks: int, layers: int, heads: int, dim: int, *, size: int = 16, dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        # a slot that nobody has written holds no NaN: kernels would take their slow way around it
-        self.storage = torch.zeros(blocks, layers, 2, size, heads, dim, dtype=dtype, device=device)
+        self.storage = torch.empty(blocks, layers, 2, size, heads, dim, dtype=dtype, device=device)
+        if self.storage.is_cuda:
+            # a slot that nobody has written holds no NaN: kernels would take their slow way around it
+            self.storage.view(torch.uint8).zero_()
         self._layers = [(self.storage[:, n, 0], self.storage[:, n, 1]) for n in range(layers)]
         self.scales: Tensor | None = None
         if dtype == torch.float8_e4m3fn:
-            self.scales = torch.zeros(blocks, layers, 2, size, heads, dtype=torch.float32, device=device)
+            self.scales = torch.empty(blocks, layers, 2, size, heads, dtype=torch.float32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all, scales included."""
+        return self.storage.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def layer(self, n: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, (blocks, size, heads, dim) each: views."""
@@ -163,13 +170,11 @@ class Pages:
     def __str__(self) -> str:
         blocks, layers, _, size, heads, dim = self.storage.shape
         head = f"{heads} heads x {dim} dims x {self.storage.element_size()} bytes"
-        total = self.storage.nbytes
         if self.scales is not None:
             head = f"{heads} heads x ({dim} bytes + 4 of scale)"
-            total += self.scales.nbytes
         return (
             f"{blocks:,} blocks of {size} tokens, {blocks * size:,} in all: {blocks:,} x {size} x {layers} layers x 2 x "
-            f"{head} = {_bytes(total)}"
+            f"{head} = {_bytes(self.nbytes)}"
         )
 
 

@@ -11,6 +11,11 @@ import torch
 from rooftile.errors import InvalidInput
 from rooftile.models.rotary import Rotary
 
+# beyond what any model has, and within what can be counted: a file from elsewhere may ask for more
+MOST_POSITIONS = 1 << 24
+MOST_DIMS = 1 << 16
+MOST_NUMBERS = 1 << 40
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -81,6 +86,15 @@ class ModelConfig:
             raise InvalidInput(
                 f"head_dim is {self.head_dim} and rotary.dim {self.rotary.dim}; they must be equal, and even"
             )
+        if self.max_len > MOST_POSITIONS:
+            raise InvalidInput(f"max_len is {self.max_len:,} positions; may be at most {MOST_POSITIONS:,}")
+        if self.head_dim > MOST_DIMS:
+            raise InvalidInput(f"head_dim is {self.head_dim:,}; may be at most {MOST_DIMS:,}")
+        rows = max(self.vocab_size, (self.heads + 2 * self.kv_heads) * self.head_dim, 2 * self.ffn)
+        if rows * self.hidden > MOST_NUMBERS:
+            raise InvalidInput(f"a matrix would be {rows:,} x {self.hidden:,} numbers; may have at most {MOST_NUMBERS:,}")
+        if not self.norm_eps >= 0:
+            raise InvalidInput(f"norm_eps is {self.norm_eps}; must be at least 0")
         if len(self.windows) != self.layers:
             raise InvalidInput(f"windows are {len(self.windows)}; must be one for each of {self.layers} layers")
         for window in self.windows:

@@ -16,6 +16,8 @@ from rooftile.models import weights
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import ACTIVATIONS, Memory, Norm, Projection, add_norm, capped, gated, normalise
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 class Attend(Protocol):
     """Attention as the caller does it: who sees whom, and where keys and values are kept, is the caller's business.
@@ -115,10 +117,12 @@ class Decoder(nn.Module):
         Raises:
             InvalidInput: the folder holds no checkpoint that a decoder can be; the sentence says why.
         """
-        if dtype != "auto" and not isinstance(dtype, torch.dtype):
+        if dtype != "auto" and dtype not in _DTYPES:
             raise InvalidInput(f'dtype is {dtype!r}; must be "auto" or a dtype such as torch.bfloat16')
         config = ModelConfig.from_folder(path)
         files = weights.files_of(Path(path))
+        # no memory is asked for on the word of a config.json that is not the checkpoint's
+        weights.check(cls(config, dtype=config.dtype, device="meta"), files)
         decoder = cls(config, dtype=dtype if isinstance(dtype, torch.dtype) else config.dtype, device=device)
         weights.load(decoder, files)
         return decoder

@@ -52,7 +52,7 @@ def _decoder(settings: Settings, family: str, *, head_dim: int | None = None, **
     """What all families but GPT-2 have in common, and the differences of one."""
     heads, hidden = settings.size("num_attention_heads"), settings.size("hidden_size")
     head_dim = settings.size("head_dim", head_dim or hidden // heads)
-    layers = settings.size("num_hidden_layers")
+    layers = settings.layers("num_hidden_layers")
     rotary, max_len = _rotary(settings, head_dim)
     common = {
         "windows": (None,) * layers,
@@ -92,7 +92,7 @@ def _mistral(settings: Settings) -> ModelConfig:
         raise settings.refused(
             "has layer_types, which Mistral's attention does not read; supported is one window for all layers"
         )
-    windows = (settings.optional("sliding_window", 4096),) * settings.size("num_hidden_layers")
+    windows = (settings.optional("sliding_window", 4096),) * settings.layers("num_hidden_layers")
     bos, eos = settings.ids("bos_token_id", 1), settings.ids("eos_token_id", 2)
     return _decoder(settings, "mistral", windows=windows, bos_ids=bos, eos_ids=eos)
 
@@ -110,12 +110,12 @@ def _qwen3(settings: Settings) -> ModelConfig:
 def _gemma2(settings: Settings) -> ModelConfig:
     if settings.flag("use_bidirectional_attention"):
         raise settings.refused("has use_bidirectional_attention; supported is causal attention")
-    layers, bias = settings.size("num_hidden_layers"), settings.flag("attention_bias")
+    layers, bias = settings.layers("num_hidden_layers"), settings.flag("attention_bias")
     alternating = ["full_attention" if n % 2 else "sliding_attention" for n in range(layers)]
     return _decoder(
         settings, "gemma2", head_dim=256, qkv_bias=bias, o_bias=bias, norm_plus_one=True, post_norms=True,
         windows=_windows(settings, alternating, settings.optional("sliding_window", 4096)),
-        scale=settings.number("query_pre_attn_scalar", 256) ** -0.5,
+        scale=settings.positive("query_pre_attn_scalar", 256) ** -0.5,
         softcap=settings.optional("attn_logit_softcapping", 50.0),
         logit_softcap=settings.optional("final_logit_softcapping", 30.0),
         activation=settings.activation("hidden_activation", "gelu_pytorch_tanh"),
@@ -129,7 +129,7 @@ def _gpt2(settings: Settings) -> ModelConfig:
     for name in ("add_cross_attention", "scale_attn_by_inverse_layer_idx"):
         if settings.flag(name):
             raise settings.refused(f"has {name}; supported is GPT-2 without it")
-    heads, hidden, layers = (settings.size(name) for name in ("n_head", "n_embd", "n_layer"))
+    heads, hidden, layers = settings.size("n_head"), settings.size("n_embd"), settings.layers("n_layer")
     if hidden % heads:
         raise settings.refused(f"has n_embd {hidden} and n_head {heads}; the second must divide the first")
     return ModelConfig(
@@ -146,12 +146,14 @@ def _gpt2(settings: Settings) -> ModelConfig:
 def _qwen_windows(settings: Settings) -> tuple[int | None, ...]:
     window = settings.optional("sliding_window", 4096) if settings.flag("use_sliding_window") else None
     first = settings.number("max_window_layers", 28)
-    kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(settings.size("num_hidden_layers"))]
+    kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(settings.layers("num_hidden_layers"))]
     return _windows(settings, kinds, window)
 
 
 def _windows(settings: Settings, default: list[str], window: int | None) -> tuple[int | None, ...]:
     kinds = settings.values.get("layer_types") or default
+    if not isinstance(kinds, list) or len(kinds) != len(default):
+        raise settings.refused(f"has layer_types {repr(kinds)[:40]}; must be a list, one for each of {len(default)} layers")
     strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if strange:
         raise settings.refused(
@@ -168,7 +170,7 @@ def _rotary(settings: Settings, dim: int) -> tuple[Rotary, int]:
         raise settings.refused("has rope_parameters for each type of layer; supported is one for all")
     rope = Settings(said, settings.folder)
     kind = said.get("rope_type", said.get("type", "default"))
-    theta = rope.number("rope_theta", settings.number("rope_theta", 10_000.0))
+    theta = rope.positive("rope_theta", settings.positive("rope_theta", 10_000.0))
     if rope.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0)) != 1:
         raise settings.refused("has a partial_rotary_factor; supported are heads that turn as a whole")
     if kind == "default":
@@ -176,11 +178,11 @@ def _rotary(settings: Settings, dim: int) -> tuple[Rotary, int]:
     if kind not in _SCALINGS:
         raise settings.refused(f"has rope_type {kind!r}; supported are default, {', '.join(_SCALINGS)}")
     trained = settings.size("original_max_position_embeddings", rope.size("original_max_position_embeddings", max_len))
-    factor = rope.number("factor")
+    factor = rope.positive("factor")
     if kind == "llama3":
         options = {
-            "low_freq_factor": rope.number("low_freq_factor"),
-            "high_freq_factor": rope.number("high_freq_factor"),
+            "low_freq_factor": rope.positive("low_freq_factor"),
+            "high_freq_factor": rope.positive("high_freq_factor"),
         }
     elif kind == "yarn":
         # older checkpoints keep the length of the training where the stretched one is due

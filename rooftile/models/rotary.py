@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rooftile.errors import InvalidInput
+
 Scaling = Literal["linear", "llama3", "yarn"]
 
 
@@ -31,6 +33,9 @@ class Rotary:
         beta_fast, beta_slow: the same for "yarn": from so many turns on not at all, up to so many in full.
         truncate: the bounds of "yarn" are rounded outwards to whole dimensions.
         attention_factor: cosines and sines are multiplied by it; of "yarn".
+
+    Raises:
+        InvalidInput: a number has no meaning, and would make others that are none.
     """
 
     dim: int
@@ -44,6 +49,16 @@ class Rotary:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, above in (("theta", 1), ("factor", 0), ("low_freq_factor", 0), ("beta_slow", 0), ("attention_factor", 0)):
+            if not above < getattr(self, name) < math.inf:
+                raise InvalidInput(f"rotary.{name} is {getattr(self, name)}; must be a finite number above {above}")
+        if not self.low_freq_factor < self.high_freq_factor:
+            factors = f"low_freq_factor is {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}"
+            raise InvalidInput(f"rotary.{factors}; the first must be less")
+        if not self.beta_slow <= self.beta_fast < math.inf:
+            raise InvalidInput(f"rotary.beta_slow is {self.beta_slow} and beta_fast {self.beta_fast}; the first must not be more")
 
     def frequencies(self) -> Tensor:
         """Radians that each pair of numbers turns from one position to the next, (dim / 2,) in fp32."""

@@ -15,6 +15,8 @@ from rooftile.models.layers import ACTIVATIONS
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DUE: Any = object()
+# a file from elsewhere may ask for more than any model has
+MOST_LAYERS = 1000
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -61,9 +63,25 @@ class Settings:
             raise self.refused(f"has {name} {value!r}; must be a whole number of at least 1")
         return value
 
+    def positive(self, name: str, default: Any = _DUE) -> Any:
+        """A number of the settings above 0."""
+        return self._above_zero(name, self.number(name, default))
+
+    def layers(self, name: str) -> int:
+        """How many layers there are: each is an object, before any memory is asked for."""
+        layers: int = self.size(name)
+        if layers > MOST_LAYERS:
+            raise self.refused(f"has {name} {layers:,}; may be at most {MOST_LAYERS:,}")
+        return layers
+
     def optional(self, name: str, default: float) -> Any:
-        """A number that null turns off, and that has a default if nothing is said."""
-        return self.number(name, None) if name in self.values else default
+        """A number above 0 that null turns off, and that has a default if nothing is said."""
+        return self._above_zero(name, self.number(name, None)) if name in self.values else default
+
+    def _above_zero(self, name: str, value: Any) -> Any:
+        if value is not None and value <= 0:
+            raise self.refused(f"has {name} {value!r}; must be above 0")
+        return value
 
     def section(self, name: str) -> dict[str, Any]:
         """Settings within the settings; empty if there are none."""

@@ -55,6 +55,16 @@ def files_of(folder: Path) -> list[Path]:
     )
 
 
+def check(decoder: Decoder, files: Iterable[Path]) -> None:
+    """Compares names, shapes and dtypes of what a decoder and files have; the decoder may be without memory, on "meta".
+
+    Raises:
+        InvalidInput: tensors are missing, unexpected or of other shapes.
+    """
+    with ExitStack() as stack:
+        _matched(decoder, files, stack)
+
+
 def load(decoder: Decoder, files: Iterable[Path]) -> None:
     """Fills a decoder from files, tensor by tensor: beside the decoder itself, one tensor is in memory.
 
@@ -62,13 +72,18 @@ def load(decoder: Decoder, files: Iterable[Path]) -> None:
         InvalidInput: tensors are missing, unexpected or of other shapes; nothing was loaded then.
     """
     with ExitStack() as stack:
-        found = _tensors([stack.enter_context(_opened(path)) for path in files], _prefix(decoder.config))
-        places = dict(tensors_of(decoder))
-        if decoder.config.tie:
-            _check_tie(found, next(iter(places)))
-        _check(found, places)
-        for name, place in places.items():
-            place.copy_(found[name].get_tensor())
+        for stored, place in _matched(decoder, files, stack):
+            place.copy_(stored.get_tensor())
+
+
+def _matched(decoder: Decoder, files: Iterable[Path], stack: ExitStack) -> list[tuple[_Stored, Tensor]]:
+    """What is stored for each place."""
+    found = _tensors([stack.enter_context(_opened(path)) for path in files], _prefix(decoder.config))
+    places = dict(tensors_of(decoder))
+    if decoder.config.tie:
+        _check_tie(found, next(iter(places)))
+    _check(found, places)
+    return [(found[name], place) for name, place in places.items()]
 
 
 class _Stored:
@@ -107,8 +122,15 @@ def _prefix(config: ModelConfig) -> str:
 
 
 def _tensors(files: list[Any], prefix: str) -> dict[str, _Stored]:
-    named = ((name.removeprefix(prefix), _Stored(file, name)) for file in files for name in file.keys())  # noqa: SIM118
-    return {name: stored for name, stored in named if not name.endswith(_HARMLESS)}
+    stored = [_Stored(file, name) for file in files for name in _names(file)]
+    named = ((one.name.removeprefix(prefix), one) for one in stored)
+    return {name: one for name, one in named if not name.endswith(_HARMLESS)}
+
+
+def _names(file: Any) -> list[str]:
+    """Of its tensors: an open file is no dictionary, and is not iterated."""
+    names: list[str] = file.keys()
+    return names
 
 
 def _check_tie(found: dict[str, _Stored], embedding: str) -> None:

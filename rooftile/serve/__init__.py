@@ -9,14 +9,15 @@
     beam_search      which beams go on
     detokeniser      text while tokens come
 
-    request, output, sampling_params     what is asked for, and what comes back
+    prompt, sampling_params, request, output     what is asked for, and what comes back
     memory           how many blocks a cache has
     tokenizer        of a checkpoint
 """
 
-from rooftile.serve.async_engine import AsyncEngine
+from rooftile.serve.async_engine import AsyncEngine, Overloaded
 from rooftile.serve.llm import LLM
-from rooftile.serve.output import CompletionOutput, Logprob, RequestOutput
+from rooftile.serve.output import CompletionOutput, RequestOutput
+from rooftile.serve.request import Logprob
 from rooftile.serve.sampling_params import SamplingParams
 
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "Logprob", "Overloaded", "RequestOutput", "SamplingParams"]

@@ -15,7 +15,7 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, NamedTuple
@@ -23,13 +23,20 @@ from typing import Literal, NamedTuple
 import torch
 
 from rooftile.errors import InvalidInput
-from rooftile.serve.llm import LLM, Prompt
+from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput, output_of
+from rooftile.serve.prompt import Asked, Prompt, asked
 from rooftile.serve.request import Request
 from rooftile.serve.sampling_params import SamplingParams
 
+# requests that wait for the first step of theirs: what comes after them is told so at once
+MAX_WAITING = 1024
 # what an interpreter waits at most for a step to end before it ends itself
 PATIENCE = 10.0
+
+
+class Overloaded(RuntimeError):
+    """Too many requests wait already; this one was not taken. A server answers 429 to it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,10 +44,8 @@ class _Call:
     """A caller's wish, and what it has been told of it."""
 
     loop: asyncio.AbstractEventLoop
-    prompt: Sequence[int]
-    text: str | None
+    asked: Asked
     params: SamplingParams
-    salt: str
     grows: bool
     """Whether it wants to see the answers grow, or only complete."""
     bell: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,6 +69,10 @@ class AsyncEngine:
 
     Args:
         llm: the model.
+        max_waiting: requests that wait beside those that run; one more is refused.
+
+    Raises:
+        InvalidInput: somebody uses the LLM, or max_waiting is below 1.
 
     Example:
         >>> async def main():                                                                   # doctest: +SKIP
@@ -72,8 +81,12 @@ class AsyncEngine:
         ...             print(output.outputs[0].text)
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, *, max_waiting: int = MAX_WAITING) -> None:
+        if max_waiting < 1:
+            raise InvalidInput(f"max_waiting is {max_waiting}; must be at least 1")
+        llm.lend()
         self.llm = llm
+        self.max_waiting = max_waiting
         # of the engine's thread
         self._calls: dict[int, _Call] = {}
         # of all, under the lock
@@ -95,12 +108,13 @@ class AsyncEngine:
         Whoever stops reading (a cancelled task, a closed iterator) aborts the request.
 
         Args:
-            prompt: a text, or token ids.
+            prompt: a text, or token ids; or a dictionary as `LLM.generate` takes it.
             params: of the answers.
             salt: prefixes are shared with requests of the same salt only.
 
         Raises:
             InvalidInput: it can never be answered; the sentence says why.
+            Overloaded: max_waiting requests wait already.
             RuntimeError: the engine has failed, or was closed.
         """
         return self._told(prompt, params, salt, grows=True)
@@ -131,9 +145,13 @@ class AsyncEngine:
     async def _told(
         self, prompt: Prompt, params: SamplingParams | None, salt: str, *, grows: bool
     ) -> AsyncGenerator[RequestOutput, None]:
-        text = prompt if isinstance(prompt, str) else None
-        tokens = await asyncio.to_thread(self._encode, prompt) if isinstance(prompt, str) else prompt
-        call = _Call(asyncio.get_running_loop(), tokens, text, params or SamplingParams(), salt, grows)
+        self._check_room()
+        if isinstance(prompt, str | Mapping):
+            # a text may be long: it is read off the loop
+            read = await asyncio.to_thread(asked, prompt, self.llm.tokenizer, salt)
+        else:
+            read = asked(prompt, None, salt)
+        call = _Call(asyncio.get_running_loop(), read, SamplingParams() if params is None else params, grows)
         with self._wake:
             if self._over or self._closing:
                 raise _ended(self._cause)
@@ -155,10 +173,11 @@ class AsyncEngine:
             if not over:
                 self._order(_Order("leave", call))
 
-    def _encode(self, text: str) -> list[int]:
-        if self.llm.tokenizer is None:
-            raise InvalidInput("the prompt is text and the model has no tokenizer; give token ids")
-        return self.llm.tokenizer.encode(text)
+    def _check_room(self) -> None:
+        """Before a text is read for nothing; whoever passes is counted again when its turn comes."""
+        waiting = len(self.llm.engine.scheduler.waiting)
+        if waiting >= self.max_waiting:
+            raise Overloaded(f"{waiting:,} requests wait already, as many as may (max_waiting); try again later")
 
     def _order(self, order: _Order) -> None:
         with self._wake:
@@ -215,7 +234,8 @@ class AsyncEngine:
     def _added(self, call: _Call) -> list[tuple[_Call, Exception]]:
         """Takes a request in; or what is wrong with it, which is its caller's business alone."""
         try:
-            call.request = self.llm.engine.add(call.prompt, call.params, salt=call.salt)
+            self._check_room()
+            call.request = self.llm.engine.add(call.asked.tokens, call.params, salt=call.asked.salt)
         except Exception as error:
             return [(call, error)]
         self._calls[call.request.id] = call
@@ -228,7 +248,7 @@ class AsyncEngine:
         for call in calls:
             assert call.request is not None
             self.llm.engine.abort(call.request)
-            told.append((call, output_of(call.request, call.text)))
+            told.append((call, output_of(call.request, call.asked.text)))
         return told
 
     def _left(self, call: _Call) -> None:
@@ -247,7 +267,7 @@ class AsyncEngine:
             if over:
                 del self._calls[request.id]
             if over or call.grows:
-                told.append((call, output_of(request, call.text)))
+                told.append((call, output_of(request, call.asked.text)))
         self._tell(told)
 
     def _tell(self, told: list[tuple[_Call, RequestOutput | Exception]]) -> None:
@@ -274,6 +294,12 @@ class AsyncEngine:
         waiting = [*self._calls.values(), *(order.subject for order in orders if order.kind == "add")]
         self._calls.clear()
         self._tell([(call, _ended(cause)) for call in waiting if isinstance(call, _Call)])
+        try:
+            for call in waiting:
+                if isinstance(call, _Call) and call.request is not None:
+                    self.llm.engine.abort(call.request)
+        finally:
+            self.llm.lent = False
 
 
 def _ring(calls: list[_Call]) -> None:

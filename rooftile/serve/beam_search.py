@@ -38,13 +38,17 @@ class BeamSearch:
         width: beams.
         limit: tokens that an answer may have.
         ends: tokens that end it.
+        least: an answer does not end before it has so many tokens.
         length_penalty, early_stopping: as in `SamplingParams`.
     """
 
-    def __init__(self, width: int, limit: int, ends: frozenset[int], length_penalty: float, early_stopping: bool) -> None:
+    def __init__(
+        self, width: int, limit: int, ends: frozenset[int], length_penalty: float, early_stopping: bool, *, least: int = 0
+    ) -> None:
         self.width = width
         self.limit = limit
         self.ends = ends
+        self.least = least
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
         self.found: list[Candidate] = []
@@ -61,10 +65,11 @@ class BeamSearch:
         beams = len(self._sums)
         sums = np.array(logprobs[:beams], dtype=np.float32) + self._sums[:, None]
         best = np.argsort(-sums, axis=None, kind="stable")[: self.keep]
+        length = len(self._tokens[0]) + 1
         ranked = []
         for beam, place in (divmod(int(n), sums.shape[1]) for n in best):
-            ranked.append((sums[beam, place], Successor(beam, ids[beam][place])))
-        length = len(self._tokens[0]) + 1
+            if length > self.least or ids[beam][place] not in self.ends:
+                ranked.append((sums[beam, place], Successor(beam, ids[beam][place])))
         full = len(self.found) == self.width
         going: list[tuple[np.float32, Successor]] = []
         for rank, (total, successor) in enumerate(ranked):

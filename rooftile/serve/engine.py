@@ -10,6 +10,7 @@ from rooftile.errors import InvalidInput
 from rooftile.kvcache import BlockPool
 from rooftile.serve.beam_search import BeamSearch
 from rooftile.serve.detokeniser import Detokeniser
+from rooftile.serve.prompt import tokens_of
 from rooftile.serve.request import Answer, FinishReason, Request, Top
 from rooftile.serve.runner import Result, Runner, top_rows
 from rooftile.serve.sampling_params import SamplingParams
@@ -44,6 +45,9 @@ class Engine:
         self.scheduler = Scheduler(pool, max_answers, max_batched_tokens)
         self.steps = Counter[str]()
         """Steps, and what was read in them."""
+        config = runner.decoder.config
+        # some checkpoints name tokens that they have not, for none
+        self._eos = frozenset(token for token in config.eos_ids if 0 <= token < config.vocab_size)
         self._ahead = runner.device.type == "cuda"
         self._flying: Result | None = None
         self._count = 0
@@ -59,18 +63,20 @@ class Engine:
         Raises:
             InvalidInput: it can never run; the sentence says why.
         """
-        limit = self._checked(prompt, params)
-        config = self.runner.decoder.config
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(config.eos_ids))
+        prompt = tokens_of(prompt, self.runner.decoder.config.vocab_size)
+        limit = self._checked(prompt, params, salt)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         if params.prompt_logprobs is not None:
             # each of the prompt's tokens must be read: nothing of it is taken from the cache
             salt = secrets.token_hex(16)
-        request = Request(self._count, list(prompt), params, limit, ends, salt)
+        request = Request(self._count, prompt, params, limit, ends, salt)
         self._count += 1
         answers = params.n
         if params.beam_width is not None:
             answers = params.beam_width
-            request.search = BeamSearch(answers, limit, ends, params.length_penalty, params.early_stopping)
+            request.search = BeamSearch(
+                answers, limit, ends, params.length_penalty, params.early_stopping, least=params.min_tokens
+            )
         seed = secrets.randbits(62) if params.seed is None else params.seed
         for n in range(answers):
             words = None if self.tokenizer is None or request.search is not None else Detokeniser(self.tokenizer, params)
@@ -85,7 +91,21 @@ class Engine:
         self.scheduler.abort(request)
 
     def step(self) -> list[Request]:
-        """Computes a step. Returns the requests that have got tokens, or have ended."""
+        """Computes a step. Returns the requests that have got tokens, or have ended.
+
+        If it fails, whatever the error, all requests that run or wait are aborted, and the engine is as good as new.
+        """
+        try:
+            return self._stepped()
+        except BaseException:
+            self._flying = None
+            for request in [*self.scheduler.running, *self.scheduler.waiting]:
+                self.abort(request)
+            # of blocks that are found by what they hold, some may not have been written
+            self.pool.forget_prefixes()
+            raise
+
+    def _stepped(self) -> list[Request]:
         changed: dict[int, Request] = {}
         if self._flying is not None and any(request.search is not None for request in self.scheduler.running):
             # which beams go on is the host's to say
@@ -186,15 +206,13 @@ class Engine:
         answer.finish_reason = reason
         answer.stop_reason = stop
 
-    def _checked(self, prompt: Sequence[int], params: SamplingParams) -> int:
+    def _checked(self, prompt: list[int], params: SamplingParams, salt: str) -> int:
         """How many tokens an answer may have."""
-        vocabulary = self.runner.decoder.config.vocab_size
-        if not prompt:
-            raise InvalidInput("the prompt has no token; it must have at least one")
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-                raise InvalidInput(f"the prompt has {token!r} for a token; the model has 0 to {vocabulary - 1}")
-        params.check_vocabulary(vocabulary)
+        if not isinstance(params, SamplingParams):
+            raise InvalidInput(f"the sampling parameters are {repr(params)[:40]}; must be SamplingParams")
+        if not isinstance(salt, str):
+            raise InvalidInput(f"the salt is {repr(salt)[:40]}; must be a string")
+        params.check_vocabulary(self.runner.decoder.config.vocab_size)
         if params.stops and (self.tokenizer is None or params.beam_width is not None):
             why = "the model has no tokenizer" if self.tokenizer is None else "a beam search ends at tokens"
             raise InvalidInput(f"stop strings are asked for, and {why}: give stop_token_ids")
@@ -202,7 +220,7 @@ class Engine:
         if left < 1:
             raise InvalidInput(
                 f"the prompt has {len(prompt):,} tokens, and a sequence at most {self.max_len:,}, one of them for the answer: "
-                f"shorten it, or raise max_model_len if the model allows"
+                f"shorten it, or raise max_model_len and num_blocks if the model allows"
             )
         answers = params.beam_width or params.n
         if answers > self.max_answers:

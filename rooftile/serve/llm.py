@@ -14,13 +14,13 @@ from rooftile.models import Decoder
 from rooftile.serve import memory
 from rooftile.serve.engine import Engine
 from rooftile.serve.output import RequestOutput, output_of
+from rooftile.serve.prompt import Prompt, asked, listed
 from rooftile.serve.request import Request
 from rooftile.serve.runner import Runner
 from rooftile.serve.sampling_params import SamplingParams
 from rooftile.serve.tokenizer import Tokenizer
 from rooftile.serve.warm_up import compile_kernels
 
-Prompt = str | Sequence[int]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -64,18 +64,18 @@ class LLM:
             raise Unsupported(f'kv_dtype is {kv_dtype!r}; has "auto", the dtype of the model, and "fp8"')
         if allocator not in ("paged", "contiguous"):
             raise InvalidInput(f'allocator is {allocator!r}; must be "paged" or "contiguous"')
-        if block_size < 8 or block_size & (block_size - 1):
+        if not _is_whole(block_size) or block_size < 8 or block_size & (block_size - 1):
             raise InvalidInput(f"block_size is {block_size}; must be a power of two of at least 8")
         for name, value in (
             ("max_batched_tokens", max_batched_tokens), ("max_num_seqs", max_num_seqs), ("num_blocks", num_blocks)
         ):  # fmt: skip
-            if value is not None and value < 1:
-                raise InvalidInput(f"{name} is {value}; must be at least 1")
-        if not 0 < gpu_memory_utilization <= 1:
-            raise InvalidInput(f"gpu_memory_utilization is {gpu_memory_utilization}; must be above 0 and at most 1")
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        decoder = model if isinstance(model, Decoder) else Decoder.from_folder(model, dtype, device)
+            if value is not None and (not _is_whole(value) or value < 1):
+                raise InvalidInput(f"{name} is {value!r}; must be a whole number of at least 1")
+        if not isinstance(gpu_memory_utilization, int | float) or not 0 < gpu_memory_utilization <= 1:
+            raise InvalidInput(f"gpu_memory_utilization is {gpu_memory_utilization!r}; must be above 0 and at most 1")
+        if max_model_len is not None and not _is_whole(max_model_len):
+            raise InvalidInput(f"max_model_len is {max_model_len!r}; must be a whole number")
+        decoder = _decoder_of(model, dtype, device)
         config = decoder.config
         if max_model_len is not None and not 2 <= max_model_len <= config.max_len:
             raise InvalidInput(f"max_model_len is {max_model_len:,}; the model has positions for 2 to {config.max_len:,}")
@@ -105,7 +105,14 @@ class LLM:
                 f"{num_blocks:,} blocks of {block_size} are room for {num_blocks * block_size:,} tokens; a sequence may have "
                 f"{max_len:,}: make num_blocks larger, or max_model_len smaller"
             )
-        self.pages = pages_of(num_blocks)
+        try:
+            self.pages = pages_of(num_blocks)
+        except RuntimeError as error:
+            each = memory.block_bytes(decoder, block_size, cached)
+            raise InvalidInput(
+                f"no memory for a cache: {num_blocks:,} blocks (num_blocks) of {each:,} bytes take "
+                f"{num_blocks * each / 1e9:,.1f} GB"
+            ) from error
         if allocator == "paged":
             pool = BlockPool(num_blocks, block_size)
         else:
@@ -116,6 +123,9 @@ class LLM:
             runner, pool, max_len=max_len, max_answers=max_num_seqs, max_batched_tokens=max_batched_tokens,
             tokenizer=self.tokenizer,
         )  # fmt: skip
+        self.lent = False
+        """Whether an AsyncEngine has it."""
+        self._readers: dict[Request, dict[Request, None]] = {}
         if decoder.embedding.is_cuda:
             # as what was compiled before, what is captured now does not keep the first requests waiting
             runner.capture()
@@ -128,14 +138,15 @@ class LLM:
         """Answers to prompts, in their order.
 
         Args:
-            prompts: texts, or lists of token ids; or one of them.
+            prompts: texts, or lists of token ids; or one of them. As in vLLM, a prompt may be a dictionary with "prompt" or
+                "prompt_token_ids", and "cache_salt": prefixes are shared with prompts of the same salt only.
             sampling_params: of all, or of each.
 
         Returns:
             A RequestOutput for each. A prompt that cannot be answered has the reason in `error`, and no outputs.
         """
         outputs: dict[int, RequestOutput] = {}
-        for place, found, prompt in self._run(_listed(prompts), sampling_params):
+        for place, found, prompt in self._run(listed(prompts), sampling_params):
             if isinstance(found, RequestOutput):
                 outputs[place] = found
             elif not found.live:
@@ -146,48 +157,99 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[int, RequestOutput]]:
         """As `generate`, while the answers grow: the place of a prompt and its answers so far, whenever they have changed."""
-        for place, found, prompt in self._run(_listed(prompts), sampling_params):
+        for place, found, prompt in self._run(listed(prompts), sampling_params):
             yield place, found if isinstance(found, RequestOutput) else output_of(found, prompt)
+
+    def lend(self) -> None:
+        """Leaves it to an AsyncEngine, in whose thread it runs from now on.
+
+        Raises:
+            InvalidInput: somebody uses it.
+        """
+        self._check_free()
+        if self._readers:
+            raise InvalidInput(f"the LLM is answering {len(self._readers)} prompts; read their streams to the end, or close them")
+        self.lent = True
+
+    def _check_free(self) -> None:
+        if self.lent:
+            raise InvalidInput("the LLM is an AsyncEngine's until that is closed; ask that engine")
 
     def _run(
         self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Iterator[tuple[int, Request | RequestOutput, str | None]]:
         """A prompt's place, what has become of it, and its text, whenever something has."""
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams | list | tuple):
+            raise InvalidInput(f"sampling_params is {params!r}; must be SamplingParams, or a list of them")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidInput(f"there are {len(each)} sampling_params for {len(prompts)} prompts; give one, or one for each")
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        texts: list[str | None] = [None] * len(prompts)
         places: dict[Request, int] = {}
+        news: dict[Request, None] = {}
+        self._check_free()
         try:
             for place, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
                 try:
-                    places[self.engine.add(self._tokens(prompt), wanted)] = place
+                    texts[place], tokens, salt = asked(prompt, self.tokenizer)
+                    request = self.engine.add(tokens, wanted, salt=salt)
+                    places[request], self._readers[request] = place, news
                 except InvalidInput as error:
-                    ids = [] if isinstance(prompt, str) else list(prompt)
-                    refused = RequestOutput(-1, texts[place], ids, finished=True, error=str(error))
-                    yield place, refused, texts[place]
-            while not self.engine.idle:
-                for request in self.engine.step():
+                    text = prompt if isinstance(prompt, str) else None
+                    ids = list(prompt) if isinstance(prompt, list | tuple) else []
+                    yield place, RequestOutput(-1, text, ids, finished=True, error=str(error)), text
+            left = len(places)
+            # what is in flight of nobody any more is waited for, too
+            while left or (self.engine.scheduler.idle and not self.engine.idle):
+                if not self.engine.idle:
+                    self._step()
+                elif not news:
+                    # a step of another stream has failed, and ended all
+                    news |= {request: None for request in places if request in self._readers}
+                for request in list(news):
+                    del news[request]
+                    if not request.live:
+                        del self._readers[request]
+                        left -= 1
                     yield places[request], request, texts[places[request]]
         finally:
             # of a caller who has seen enough
             for request in places:
+                self._readers.pop(request, None)
                 self.engine.abort(request)
 
-    def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
-            raise InvalidInput("the prompt is text and the model has no tokenizer; give token ids")
-        return self.tokenizer.encode(prompt)
+    def _step(self) -> None:
+        """Tells each stream which of its requests have changed: one may be begun inside of another."""
+        for request in self.engine.step():
+            if request in self._readers:
+                self._readers[request][request] = None
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, also of a single one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _decoder_of(
+    model: str | Path | Decoder, dtype: torch.dtype | str, device: torch.device | str | None
+) -> Decoder:
+    """The decoder of a folder; or one that is there, if it is what is asked for."""
+    try:
+        asked_for = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InvalidInput(f'device is {device!r}; must be a device of torch, such as "cuda" or "cpu", or None') from None
+    if not isinstance(model, Decoder):
+        if asked_for is None:
+            asked_for = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if asked_for.type == "cuda" and not torch.cuda.is_available():
+            raise InvalidInput(f'device is {str(asked_for)!r}, and PyTorch finds no GPU; has "cpu"')
+        return Decoder.from_folder(model, dtype, asked_for)
+    its = model.embedding
+    if dtype not in ("auto", its.dtype):
+        raise InvalidInput(f"dtype is {dtype} and the decoder's {its.dtype}; make it with that dtype, or leave dtype out")
+    if asked_for is not None and (asked_for.type != its.device.type or asked_for.index not in (None, its.device.index)):
+        raise InvalidInput(f"device is {asked_for} and the decoder is on {its.device}; make it there, or leave device out")
+    return model
 
 
 def _tokenizer_of(folder: Path) -> Tokenizer | None:

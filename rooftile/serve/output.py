@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from rooftile.serve.request import Answer, FinishReason, Request, Top
-
-
-class Logprob(NamedTuple):
-    """Of a token in one place: natural logarithm of its probability, and how many were more likely, plus 1."""
-
-    logprob: float
-    rank: int
+from rooftile.serve.request import Answer, FinishReason, Logprob, Request, Top
 
 
 @dataclass(slots=True)
 class CompletionOutput:
     """One answer.
 
-    token_ids has the token that ended it, if one did; text has not. finish_reason is "stop", "length" or "abort", None while it
+    token_ids has the token that ended it, if one did; text has not. A stop string leaves both, but for include_stop, and so do
+    the tokens that are of it alone. finish_reason is "stop", "length" or "abort", None while it
     grows; stop_reason is the stop string or the id of stop_token_ids that ended it. logprobs has for each token its Logprob and
     those of the most likely ones, by id. score is that of a beam search.
     """
@@ -48,12 +41,19 @@ class RequestOutput:
 
 
 def output_of(request: Request, prompt: str | None = None) -> RequestOutput:
-    """A request as it stands."""
+    """A request as it stands.
+
+    What was told before is not made again: of a long answer a new token costs what one costs, and a copy of lists.
+    """
+    if not request.shown_prompt:
+        # the engine's own stays as it is, whatever callers do to theirs
+        request.shown_prompt = list(request.prompt)
     return RequestOutput(
         request_id=request.id,
         prompt=prompt,
-        prompt_token_ids=list(request.prompt),
-        outputs=[_completion(answer) for answer in request.answers],
+        prompt_token_ids=request.shown_prompt,
+        # beams on their way are more than come back
+        outputs=[_completion(answer) for answer in request.answers[: request.params.n]],
         finished=not request.live,
         prompt_logprobs=_prompt_logprobs(request),
     )
@@ -64,7 +64,12 @@ def _completion(answer: Answer) -> CompletionOutput:
     tokens = answer.ids[len(answer.request.prompt) :]
     logprobs = None
     if params.logprobs is not None:
-        logprobs = [_shown(token, top, params.logprobs) for token, top in zip(tokens, answer.tops, strict=True)]
+        # a stop string takes away what was told
+        del answer.shown[len(tokens) :]
+        told = len(answer.shown)
+        new = zip(tokens[told:], answer.tops[told:], strict=True)
+        answer.shown += [_shown(token, top, params.logprobs) for token, top in new]
+        logprobs = answer.shown.copy()
     return CompletionOutput(
         index=answer.index,
         text="" if answer.words is None else answer.words.text,
@@ -82,8 +87,13 @@ def _prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None
     count = request.params.prompt_logprobs
     if count is None:
         return None
-    places = range(1, len(request.prompt)) if len(request.prompt_tops) == len(request.prompt) - 1 else ()
-    return [None, *(_shown(request.prompt[place], request.prompt_tops[place], count) for place in places)]
+    if len(request.prompt_tops) < len(request.prompt) - 1:
+        return [None]
+    if not request.shown_prompt_logprobs:
+        places = range(1, len(request.prompt))
+        told = (_shown(request.prompt[place], request.prompt_tops[place], count) for place in places)
+        request.shown_prompt_logprobs = [None, *told]
+    return request.shown_prompt_logprobs
 
 
 def _shown(token: int, top: Top, count: int) -> dict[int, Logprob]:

@@ -23,6 +23,13 @@ class Top(NamedTuple):
     logprobs: list[float]
 
 
+class Logprob(NamedTuple):
+    """Of a token in one place: natural logarithm of its probability, and how many were more likely, plus 1."""
+
+    logprob: float
+    rank: int
+
+
 @dataclass(slots=True, eq=False)
 class Answer:
     """One answer to a request: its tokens, and how far the cache has them.
@@ -43,6 +50,8 @@ class Answer:
     stop_reason: int | str | None = None
     tops: list[Top] = field(default_factory=list)
     """Of each token, if logprobs were asked for."""
+    shown: list[dict[int, Logprob]] = field(default_factory=list)
+    """The same as callers are told it, as far as they were."""
     logprob: float = 0.0
     """The sum over the tokens, if they were asked for."""
     score: float | None = None
@@ -86,6 +95,9 @@ class Request:
     prompt_tops: dict[int, Top] = field(default_factory=dict)
     """Of the prompt's tokens, by position, if they were asked for."""
     search: BeamSearch | None = None
+    shown_prompt: list[int] = field(default_factory=list)
+    shown_prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+    """The prompt and its logprobs as callers are told them, all of them the same lists; empty before."""
 
     @property
     def top_count(self) -> int | None:

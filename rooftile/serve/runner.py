@@ -20,7 +20,7 @@ from rooftile.kvcache import Copy, PagedKV, Pages, Rotation
 from rooftile.masks import CAUSAL, Mask, Window
 from rooftile.models import Decoder
 from rooftile.serve.request import Answer, Top
-from rooftile.serve.sampler import SamplingState, Wants, logprobs, sample, wants_of
+from rooftile.serve.sampler import MOST_NUMBERS, SamplingState, Wants, logprobs, sample, wants_of
 from rooftile.serve.scheduler import Plan, Work
 
 # rows of the graphs: a step of fewer is filled up
@@ -110,11 +110,12 @@ class Runner:
         else:
             hidden, rows, slots, positions = self._read(plan.work)
             prompts = self._prompt_logprobs(plan.work, hidden)
-            logits = self.decoder.logits(hidden.index_select(0, rows))
+            logits = scores = self.decoder.logits(hidden.index_select(0, rows))
             if bans:
                 where = self._sent(torch.tensor(bans)).T
-                logits.index_put_((where[0], where[1]), logits.new_tensor(-torch.inf))
-            tokens = self._sample(logits, slots, positions, wants)
+                # logprobs are those of the model all the same
+                scores = logits.index_put((where[0], where[1]), logits.new_tensor(-torch.inf))
+            tokens = self._sample(scores, slots, positions, wants)
         return self._collect(heirs, logits, tokens, prompts)
 
     def _place(self, entries: dict[tuple[int, int], int], copies: list[Copy]) -> None:
@@ -261,14 +262,19 @@ class Runner:
     def _prompt_logprobs(self, works: list[Work], hidden: Tensor) -> list[tuple[Work, tuple[Tensor, ...]]]:
         """Of the tokens that follow each token of a chunk, as far as they are the prompt's."""
         found: list[tuple[Work, tuple[Tensor, ...]]] = []
+        most = max(1, MOST_NUMBERS // self.decoder.config.vocab_size)
         row = 0
         for work in [work for work in works if work.tokens > 1] + [work for work in works if work.tokens == 1]:
             request = work.answer.request
             count = min(work.start + work.tokens, len(request.prompt) - 1) - work.start
             if request.params.prompt_logprobs is not None and count > 0:
                 following = self._sent(torch.tensor(request.prompt[work.start + 1 : work.start + 1 + count]))
-                scores = self.decoder.logits(hidden[row : row + count])
-                found.append((work, logprobs(scores, following, request.params.prompt_logprobs)))
+                # scores of a long prompt at once would be more than is kept free for a step
+                parts = [
+                    logprobs(self.decoder.logits(part), tokens, request.params.prompt_logprobs)
+                    for part, tokens in zip(hidden[row : row + count].split(most), following.split(most), strict=True)
+                ]
+                found.append((work, tuple(map(torch.cat, zip(*parts, strict=True)))))
             row += work.tokens
         return found
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rooftile.errors import InvalidInput
 
@@ -13,6 +14,8 @@ MOST_SAMPLES = 16
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
 LONGEST_STOP = 256
+# beyond it a length to this power leaves the range of a float
+LARGEST_PENALTY = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens.
         skip_special_tokens: they are not in the text.
         beam_width: search for the most likely answers with so many beams, instead of sampling; n of them are returned.
-        length_penalty: of beam search: an answer's score is the sum of its logprobs over its length to this power.
+        length_penalty: of beam search: an answer's score is the sum of its logprobs over its length to this power, in [-10, 10].
         early_stopping: of beam search: end as soon as there are beam_width complete answers.
 
     Raises:
@@ -77,9 +80,14 @@ class SamplingParams:
     early_stopping: bool = False
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stops = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop, "a string, or a list of them")
         object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids, "a list of token ids"))
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise InvalidInput(f"logit_bias is {self.logit_bias!r}; must be a dictionary of token ids and biases")
+        if self.logit_bias is not None:
+            # the caller's may change after it was checked
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias) or None)
         # as other engines write it
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
@@ -117,7 +125,7 @@ class SamplingParams:
                 raise InvalidInput(f"{name} is {value!r}; must be a whole number {_between(least, most)}")
         for name, low, high in (
             ("temperature", 0.0, math.inf), ("min_p", 0.0, 1.0), ("presence_penalty", -2.0, 2.0),
-            ("frequency_penalty", -2.0, 2.0), ("length_penalty", -math.inf, math.inf),
+            ("frequency_penalty", -2.0, 2.0), ("length_penalty", -LARGEST_PENALTY, LARGEST_PENALTY),
         ):  # fmt: skip
             value = getattr(self, name)
             if not _is_number(value) or not low <= value <= high:
@@ -126,6 +134,9 @@ class SamplingParams:
             value = getattr(self, name)
             if not _is_number(value) or not 0 < value <= high:
                 raise InvalidInput(f"{name} is {value!r}; must be a finite number above 0{_at_most(high)}")
+        for name in ("include_stop", "ignore_eos", "skip_special_tokens", "early_stopping"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}; must be True or False")
         for token, bias in (self.logit_bias or {}).items():
             if isinstance(token, bool) or not isinstance(token, int):
                 raise InvalidInput(f"logit_bias has {token!r} for a token; must be its id, a whole number")
@@ -148,13 +159,21 @@ class SamplingParams:
 
     def _check_beams(self) -> None:
         if self.beam_width is None:
+            if (self.length_penalty, self.early_stopping) != (1.0, False):
+                name = "early_stopping" if self.early_stopping else "length_penalty"
+                raise InvalidInput(f"{name} is {getattr(self, name)} without beam_width; it is of a search alone")
             return
         if self.n > self.beam_width:
             raise InvalidInput(f"n is {self.n} with beam_width {self.beam_width}; a search returns at most its beams")
-        chance = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None}
-        for name, none in chance.items():
+        draws, plain = "a search draws nothing", "a search takes scores as the model gives them"
+        refused: tuple[tuple[str, object, str], ...] = (
+            ("top_p", 1.0, draws), ("top_k", 0, draws), ("min_p", 0.0, draws), ("seed", None, draws),
+            ("presence_penalty", 0.0, plain), ("frequency_penalty", 0.0, plain), ("repetition_penalty", 1.0, plain),
+            ("logit_bias", None, plain), ("logprobs", None, "a search has the sum of an answer's alone, in cumulative_logprob"),
+        )  # fmt: skip
+        for name, none, why in refused:
             if getattr(self, name) != none:
-                raise InvalidInput(f"{name} is {getattr(self, name)} with beam_width {self.beam_width}; a search draws nothing")
+                raise InvalidInput(f"{name} is {getattr(self, name)} with beam_width {self.beam_width}; {why}")
         if self.temperature not in (0.0, 1.0):
             raise InvalidInput(f"temperature is {self.temperature} with beam_width {self.beam_width}; a search draws nothing")
 
@@ -163,10 +182,18 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _several(name: str, value: object, due: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
+        raise InvalidInput(f"{name} is {value!r}; must be {due}")
+    return tuple(value)
+
+
 def _between(least: float, most: float | None) -> str:
-    if not math.isfinite(least):
-        return ""
-    return f"of at least {least:g}" if most is None or not math.isfinite(most) else f"from {least:g} to {most:g}"
+    if most is None or not math.isfinite(most):
+        return f"of at least {least:g}"
+    return f"from {least:g} to {most if isinstance(most, int) else f'{most:g}'}"
 
 
 def _at_most(most: float) -> str:

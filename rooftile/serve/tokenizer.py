@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +209,14 @@ def _cleaned(text: str) -> str:
 
 
 def _renderer() -> Any:
+    refusal = InvalidInput("a chat template needs the packages transformers and jinja2; pip install 'rooftile[serve]'")
+    # Transformers imports it late, and says so then in its own words
+    if find_spec("jinja2") is None:
+        raise refusal
     try:
-        import jinja2  # noqa: F401
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError:
-        raise InvalidInput(
-            "a chat template needs the packages transformers and jinja2; pip install 'rooftile[serve]'"
-        ) from None
+        raise refusal from None
     return render_jinja_template
 
 

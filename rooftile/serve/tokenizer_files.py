@@ -49,7 +49,14 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def spelling(token: Any) -> str:
     """A token's spelling: a string, or an object with it and how it meets its neighbours."""
-    return str(token["content"] if isinstance(token, dict) else token)
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise _strange(f"{token!r} for a token", "a string, or an object with its content")
+    return content
+
+
+def _strange(what: str, due: str) -> InvalidInput:
+    return InvalidInput(f"the tokenizer's settings have {what[:80]}; must be {due}: download tokenizer_config.json again")
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -64,9 +71,13 @@ def add_tokens(core: Any, settings: Mapping[str, Any], named: Mapping[str, str])
     def made(token: Any, special: bool) -> Any:
         known = ("single_word", "lstrip", "rstrip", "normalized", "special")
         options = {name: token[name] for name in known if name in token} if isinstance(token, dict) else {}
+        if not all(isinstance(value, bool) for value in options.values()):
+            raise _strange(f"a token with {options}", "true or false each")
         return AddedToken(spelling(token), **(options | {"special": special or options.get("special", False)}))
 
     listed = settings.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict) or not all(id.isdecimal() for id in listed):
+        raise _strange(f"added_tokens_decoder {listed!r}", "an object with a token for each id")
     names = set(named.values())
     there = {repr(token) for token in core.get_added_tokens_decoder().values()}
     tokens = [made(listed[id], False) for id in sorted(listed, key=int)]
@@ -74,7 +85,9 @@ def add_tokens(core: Any, settings: Mapping[str, Any], named: Mapping[str, str])
     for token in tokens:
         token.special = token.special or token.content in names
     spelt = {token.content for token in core.get_added_tokens_decoder().values()} | {token.content for token in tokens}
-    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    if not isinstance(extra, list | dict):
+        raise _strange(f"extra tokens {extra!r}", "a list of them, or an object")
     for token in [settings[name] for name in named] + list(extra.values() if isinstance(extra, dict) else extra):
         if spelling(token) not in spelt:
             spelt.add(spelling(token))
@@ -86,9 +99,14 @@ def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The chat template: of its own file, or of the settings, where there may be several by name."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidInput(f"{file} is no UTF-8 text ({error.reason} at byte {error.start}); download it again") from None
     template = settings.get("chat_template")
     if isinstance(template, list):
+        if not all(isinstance(entry, dict) and {"name", "template"} <= set(entry) for entry in template):
+            raise _strange(f"chat_template {template!r}", "a template, or a list of them with their names")
         template = {entry["name"]: entry["template"] for entry in template}
     if isinstance(template, dict):
         template = template.get("default")

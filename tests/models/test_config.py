@@ -15,7 +15,7 @@ from rooftile import InvalidInput
 from rooftile.models import ModelConfig
 from rooftile.models.families import ARCHITECTURES, FAMILIES, config_of
 from rooftile.models.rotary import Rotary
-from tests.models.checkpoints import CONFIGS, LAYER_TYPES, YARN
+from tests.models.checkpoints import CONFIGS, LAYER_TYPES, LLAMA3, YARN
 
 # as checkpoints of years ago say it: little more than sizes
 OLD: dict[str, Any] = {
@@ -136,9 +136,28 @@ def test_no_folder_no_file_no_json(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "has rope_parameters for each type of layer; "),
         ("llama", {"partial_rotary_factor": 0.5}, "has a partial_rotary_factor; supported are heads that turn as a whole"),
         ("mistral", {"layer_types": LAYER_TYPES}, "has layer_types, which Mistral's attention does not read; supported is"),
-        ("mistral", {"sliding_window": 0}, "a window is 0; must be at least 1"),
+        ("mistral", {"sliding_window": 0}, "has sliding_window 0; must be above 0"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "has layer_types of 'chunked_attention'; supported are 'full_att"),
-        ("qwen2", {"layer_types": LAYER_TYPES[:2]}, "windows are 2; must be one for each of 3 layers"),
+        ("qwen2", {"layer_types": LAYER_TYPES[:2]}, "has layer_types .*; must be a list, one for each of 3 layers"),
+        ("gemma2", {"layer_types": 5}, "has layer_types 5; must be a list, one for each of 3 layers"),
+        ("llama", {"num_hidden_layers": 10**9}, "has num_hidden_layers 1,000,000,000; may be at most 1,000"),
+        ("gpt2", {"n_layer": 10**9}, "has n_layer 1,000,000,000; may be at most 1,000"),
+        ("llama", {"max_position_embeddings": 10**12}, "max_len is 1,000,000,000,000 positions; may be at most 16,777,216"),
+        ("llama", {"rope_scaling": YARN | {"factor": 1e9}}, "max_len is 32,000,000,000 positions; may be at most"),
+        ("llama", {"vocab_size": 10**30}, "a matrix would be 1,000,000.* x 8 numbers; may have at most 1,099,511,627,776"),
+        ("llama", {"num_attention_heads": 10**9, "num_key_value_heads": 1, "head_dim": 4000}, "a matrix would be 4,000,0"),
+        ("llama", {"head_dim": 10**9}, "head_dim is 1,000,000,000; may be at most 65,536"),
+        ("llama", {"rms_norm_eps": -1}, "norm_eps is -1; must be at least 0"),
+        ("llama", {"rope_theta": 0}, "has rope_theta 0; must be above 0"),
+        ("llama", {"rope_theta": 0.5}, "rotary.theta is 0.5; must be a finite number above 1"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": -2}}, "has factor -2; must be above 0"),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 0}}, "has low_freq_factor 0; must be above 0"),
+        ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "rotary.low_freq_factor is 4.0 and high_"),
+        ("llama", {"rope_scaling": YARN | {"beta_fast": -1}}, "rotary.beta_slow is 1.0 and beta_fast -1; the"),
+        ("llama", {"rope_scaling": YARN | {"mscale": -30, "mscale_all_dim": 1}}, "rotary.attention_factor is -"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "has query_pre_attn_scalar 0; must be above 0"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "has attn_logit_softcapping 0; must be above 0"),
+        ("gemma2", {"final_logit_softcapping": -2.0}, "has final_logit_softcapping -2.0; must be above 0"),
         ("gemma2", {"use_bidirectional_attention": True}, "has use_bidirectional_attention; supported is causal attention"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx; supported is GPT-2 without it"),
         ("gpt2", {"add_cross_attention": True}, "has add_cross_attention; supported is GPT-2 without it"),

@@ -165,9 +165,20 @@ def test_an_index_that_leaves_its_folder_is_refused(checkpoints: Path, tmp_path:
     refused(folder, "has no weight_map of files beside it; download it again")
 
 
-def test_a_dtype_is_a_dtype(checkpoints: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"dtype is 'float16'; must be .auto. or a dtype such as"):
-        Decoder.from_folder(checkpoints / "llama", dtype="float16")
+def test_a_dtype_is_a_dtype_of_weights(checkpoints: Path) -> None:
+    for dtype, shown in (("float16", "'float16'"), (torch.int8, "torch.int8")):
+        with pytest.raises(InvalidInput, match=f"dtype is {shown}; must be .auto. or a dtype such as"):
+            Decoder.from_folder(checkpoints / "llama", dtype=dtype)
+
+
+@pytest.mark.parametrize("more", [{"vocab_size": 1 << 30}, {"num_hidden_layers": 1000}, {"intermediate_size": 1 << 32}], ids=str)
+def test_no_memory_is_asked_for_what_the_checkpoint_has_not(more: dict[str, int], checkpoints: Path, tmp_path: Path) -> None:
+    folder = copied(checkpoints, "llama", tmp_path)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | more))
+    with Allocations() as made, pytest.raises(InvalidInput, match="checkpoint"):
+        Decoder.from_folder(folder)
+    assert made.largest < 1 << 20
 
 
 class Allocations(TorchDispatchMode):
@@ -180,7 +191,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         owned = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
-        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in owned:
+        if isinstance(result, Tensor) and result.device.type != "meta" and result.untyped_storage().data_ptr() not in owned:
             self.largest = max(self.largest, result.untyped_storage().nbytes())
         return result
 

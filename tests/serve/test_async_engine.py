@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from rooftile.errors import InvalidInput
-from rooftile.serve import LLM, AsyncEngine, RequestOutput, SamplingParams
+from rooftile.serve import LLM, AsyncEngine, Overloaded, RequestOutput, SamplingParams
 from tests.models.checkpoints import SMALL, saved
 from tests.serve.folders import save
 from tests.serve.test_engine import GREEDY, ROOM, TOKENS, assert_clean, prompts
@@ -208,7 +208,8 @@ def test_abort_gives_what_there_is(llm: LLM) -> None:
         ([], InvalidInput, "the prompt has no token"),
         ([1] * 96, InvalidInput, "the prompt has 96 tokens"),
         ("text", InvalidInput, "the prompt is text and the model has no tokenizer"),
-        (5, TypeError, "not iterable"),
+        (5, InvalidInput, "the prompt is '5', of type int; must be a list of token ids"),
+        ({"prompt_token_ids": [1], "cache_salt": 5}, InvalidInput, "the salt is 5; must be a string"),
     ],
 )
 def test_a_refusal_is_its_callers_alone(prompt, error: type[Exception], sentence: str, llm: LLM, peers) -> None:
@@ -220,6 +221,21 @@ def test_a_refusal_is_its_callers_alone(prompt, error: type[Exception], sentence
             with pytest.raises(error, match=sentence):
                 await engine.complete(prompt, GREEDY)
             assert (await good).outputs[0].token_ids == peers("llama").greedy(prompts()[:1], TOKENS)[0]
+
+    run(main())
+    assert_clean(llm)
+
+
+def test_no_salt_ends_the_engine(llm: LLM, peers) -> None:
+    """Whatever string a stranger sends for one."""
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            for salt in ("\ud800", "\x00", "a" * 10_000):
+                asked = {"prompt_token_ids": prompts()[0], "cache_salt": salt}
+                due = peers("llama").greedy(prompts()[:1], TOKENS)[0]
+                assert (await engine.complete(prompts()[0], GREEDY, salt=salt)).outputs[0].token_ids == due
+                assert (await engine.complete(asked, GREEDY)).outputs[0].token_ids == due
 
     run(main())
     assert_clean(llm)
@@ -250,8 +266,57 @@ def test_a_step_that_fails_is_heard_by_all_who_wait_and_all_who_come(llm: LLM, c
             engine.abort(0)
 
     run(main())
+    llm.engine.step = step
+    assert_clean(llm)
+    assert len(llm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids) == TOKENS
     assert "no such page" in caplog.text
     assert "Traceback" in caplog.text
+
+
+def test_a_queue_has_an_end(peers) -> None:
+    """Whoever comes after it is told so at once, and the others are answered."""
+    llm = LLM(peers("llama").folder, **ROOM, max_num_seqs=2)
+    slowed(llm)
+
+    async def main() -> None:
+        async with AsyncEngine(llm, max_waiting=3) as engine:
+            running = [asyncio.create_task(engine.complete([n], GREEDY)) for n in (1, 2)]
+            while len(llm.engine.scheduler.running) < 2:
+                await asyncio.sleep(0.001)
+            many = await asyncio.gather(*(engine.complete([n], GREEDY) for n in range(3, 13)), return_exceptions=True)
+            refused = [error for error in many if isinstance(error, Overloaded)]
+            assert len(refused) == 10 - 3
+            assert str(refused[0]) == "3 requests wait already, as many as may (max_waiting); try again later"
+            for output in [*(one for one in many if one not in refused), *await asyncio.gather(*running)]:
+                assert len(output.outputs[0].token_ids) == TOKENS
+            assert len((await engine.complete([1], GREEDY)).outputs[0].token_ids) == TOKENS
+        with pytest.raises(InvalidInput, match="max_waiting is 0; must be at least 1"):
+            AsyncEngine(llm, max_waiting=0)
+
+    run(main())
+    assert_clean(llm)
+
+
+def test_an_llm_has_one_user(llm: LLM) -> None:
+    """An engine's thread and somebody else would each undo what the other does."""
+
+    async def main() -> None:
+        stream = llm.stream([[1, 2]], GREEDY)
+        next(stream)
+        with pytest.raises(InvalidInput, match="the LLM is answering 1 prompts; read their streams to the end, or close them"):
+            AsyncEngine(llm)
+        stream.close()
+        async with AsyncEngine(llm) as engine:
+            with pytest.raises(InvalidInput, match="the LLM is an AsyncEngine's until that is closed; ask that engine"):
+                llm.generate([[1, 2]], GREEDY)
+            with pytest.raises(InvalidInput, match="the LLM is an AsyncEngine's"):
+                AsyncEngine(llm)
+            assert len((await engine.complete([1, 2], GREEDY)).outputs[0].token_ids) == TOKENS
+        async with AsyncEngine(llm):
+            pass
+
+    run(main())
+    assert len(llm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids) == TOKENS
 
 
 def test_two_event_loops_one_after_the_other_and_two_at_once(llm: LLM, peers) -> None:

@@ -125,6 +125,13 @@ def test_as_json(run, folder: Path) -> None:
     assert found["cache_bytes"] == 40 * 16 * 3 * 2 * 2 * 10 * 4
 
 
+def test_the_bytes_of_a_cache_have_those_of_its_scales(run, folder: Path) -> None:
+    _, out, _ = run(str(folder), "-p", "cat", "--kv-dtype", "fp8", "--json", *FEW)
+    found = json.loads(out)
+    assert found["cache_bytes"] == 40 * 16 * 3 * 2 * 2 * (10 + 4)
+    assert found["cache"].endswith(" = 108 kB")
+
+
 def test_beams_chat_and_stops(run, folder: Path) -> None:
     due = texts(folder, ["the roof"], beam_width=3, n=2)
     code, out, _ = run(str(folder), "-p", "the roof", "--beam-width", "3", "--n", "2", *FEW)
@@ -155,7 +162,7 @@ def test_stdin_is_a_prompt(run, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         (["chat_template.jinja"], [], ("--chat",), "{} has no chat template"),
         ([], [], ("--max-model-len", "4"), "the prompt has "),
         ([], [], ("--max-model-len", "4", "-p", "b"), "prompt 1: the prompt has "),
-        ([], [], ("--num-blocks", "0"), "num_blocks is 0; must be at least 1"),
+        ([], [], ("--num-blocks", "0"), "num_blocks is 0; must be a whole number of at least 1"),
         ([], [], ("--kv-dtype", "fp4"), "kv_dtype is 'fp4'"),
         ([], [], ("--stop", ""), "a stop is ''; must be a string of 1 to 256 characters"),
         ([], [], ("--beam-width", "2", "--n", "3"), "n is 3 with beam_width 2"),

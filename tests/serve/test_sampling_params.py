@@ -54,13 +54,39 @@ def test_defaults_and_what_other_engines_write() -> None:
         ({"beam_width": 2, "top_p": 0.5}, "top_p is 0.5 with beam_width 2; a search draws nothing"),
         ({"beam_width": 2, "seed": 1}, "seed is 1 with beam_width 2"),
         ({"beam_width": 2, "temperature": 0.5}, "temperature is 0.5 with beam_width 2"),
-        ({"length_penalty": math.nan}, "length_penalty is nan; must be a finite number"),
+        ({"length_penalty": math.nan}, "length_penalty is nan; must be a finite number from -10 to 10"),
+        ({"beam_width": 2, "length_penalty": 1e4}, "length_penalty is 10000.0; must be a finite number from -10 to 10"),
+        ({"beam_width": 2, "logprobs": 1}, "logprobs is 1 with beam_width 2; a search has the sum of an answer's alone"),
+        ({"beam_width": 2, "logprobs": 0}, "logprobs is 0 with beam_width 2"),
+        ({"beam_width": 2, "seed": 0}, "seed is 0 with beam_width 2"),
+        ({"beam_width": 2, "repetition_penalty": 1.5}, "repetition_penalty is 1.5 with beam_width 2; a search takes scores as"),
+        ({"beam_width": 2, "frequency_penalty": 1}, "frequency_penalty is 1 with beam_width 2"),
+        ({"beam_width": 2, "presence_penalty": 1}, "presence_penalty is 1 with beam_width 2"),
+        ({"beam_width": 2, "logit_bias": {1: 1}}, "logit_bias is {1: 1} with beam_width 2"),
+        ({"length_penalty": 2.0}, "length_penalty is 2.0 without beam_width; it is of a search alone"),
+        ({"early_stopping": True}, "early_stopping is True without beam_width; it is of a search alone"),
+        ({"early_stopping": "never", "beam_width": 2}, "early_stopping is 'never'; must be True or False"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no'; must be True or False"),
+        ({"include_stop": 1}, "include_stop is 1; must be True or False"),
+        ({"skip_special_tokens": None}, "skip_special_tokens is None; must be True or False"),
+        ({"stop": 5}, "stop is 5; must be a string, or a list of them"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5; must be a list of token ids"),
+        ({"stop_token_ids": "12"}, "stop_token_ids is '12'; must be a list of token ids"),
+        ({"logit_bias": [1]}, r"logit_bias is \[1\]; must be a dictionary of token ids and biases"),
+        ({"seed": 2**63}, f"seed is {2**63}; must be a whole number from 0 to {2**63 - 1}"),
     ],
     ids=lambda what: str(what)[:40],
 )
 def test_bad_values(given: dict[str, object], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         SamplingParams(**given)
+
+
+def test_what_was_checked_does_not_change_afterwards() -> None:
+    bias = {1: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[10**9] = 1.0
+    assert params.logit_bias == {1: 1.0}
 
 
 def test_tokens_that_a_model_has_not() -> None:

@@ -231,6 +231,46 @@ def test_ids_without_a_token(tmp_path: Path) -> None:
     assert not tokenizer.is_silent(special, False)
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"eos_token": {"x": 1}}, "{'x': 1} for a token; must be a string, or an object with its content"),
+        ({"bos_token": 5}, "5 for a token; must be a string"),
+        ({"added_tokens_decoder": {"abc": {"content": "q"}}}, "added_tokens_decoder {'abc': {'content': 'q'}}; must be"),
+        ({"added_tokens_decoder": [1]}, "added_tokens_decoder [1]; must be an object with a token for each id"),
+        ({"added_tokens_decoder": {"5": {}}}, "{} for a token; must be"),
+        ({"added_tokens_decoder": {"5": {"content": "z", "lstrip": "x"}}}, "a token with {'lstrip': 'x'}; must be true or false"),
+        ({"extra_special_tokens": 5}, "extra tokens 5; must be a list of them, or an object"),
+        ({"additional_special_tokens": [{"a": 1}]}, "{'a': 1} for a token"),
+        ({"chat_template": [{"nam": "a"}]}, "chat_template [{'nam': 'a'}]; must be a template, or a list of them"),
+    ],
+    ids=str,
+)
+def test_strange_settings(settings: dict[str, object], sentence: str, tmp_path) -> None:
+    folder = save("byte_level", tmp_path)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises(InvalidInput) as raised:
+        Tokenizer.from_folder(folder)
+    assert str(raised.value).startswith("the tokenizer's settings have " + sentence)
+
+
+def test_a_template_that_is_no_text(tmp_path) -> None:
+    folder = save("byte_level", tmp_path)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InvalidInput, match=r"chat_template.jinja is no UTF-8 text \(invalid start byte at byte 0\)"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("absent", ["jinja2", "transformers.utils.chat_template_utils"])
+def test_a_chat_needs_two_packages(absent: str, tmp_path, monkeypatch) -> None:
+    tokenizer = Tokenizer.from_folder(save("byte_level", tmp_path))
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(InvalidInput, match="a chat template needs the packages transformers and jinja2; pip install"):
+        tokenizer.chat([{"role": "user", "content": "a"}])
+
+
 def test_neither_package_is_imported_before_it_is_needed() -> None:
     """Reading this module costs nothing to those who serve ids."""
     names = "{'transformers', 'tokenizers', 'jinja2'} & set(sys.modules)"
