@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -91,25 +92,22 @@ def prompts(clock: Any) -> list[dict[str, Any]]:
     rows = []
     for B, S, H, Hk in PROMPTS:
         q = torch.randn(B, S, H, DIM, device="cuda", dtype=torch.bfloat16)
-        cache = shuffled(B, S, Hk, 16)
         cu = torch.arange(B + 1, device="cuda", dtype=torch.int32) * S
-        paged = PagedKV(cache.k, cache.v, cache.table, cache.lengths, cu)
+        works: dict[str, Callable[[], Any]] = {}
+        for size in (16, 64, 256):
+            paged = replace(shuffled(B, S, Hk, size), cu_q=cu)
+            works[f"rooftile, block {size}"] = partial(rt.attention_paged, q.flatten(0, 1), paged, rt.CAUSAL)
         k, v = (torch.randn(B, S, Hk, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         lines = [x.flatten(0, 1) for x in (q, k, v)]
-        found = medians(
-            {
-                "rooftile, block 16": partial(rt.attention_paged, q.flatten(0, 1), paged, rt.CAUSAL),
-                "rooftile, no pages": partial(rt.attention, q, k, v, rt.CAUSAL),
-                "rooftile, packed, no pages": partial(rt.attention_packed, *lines, cu, cu, rt.CAUSAL),
-            },
-            clock,
-        )
+        works["rooftile, no pages"] = partial(rt.attention, q, k, v, rt.CAUSAL)
+        works["rooftile, packed, no pages"] = partial(rt.attention_packed, *lines, cu, cu, rt.CAUSAL)
+        found = medians(works, clock)
         flops = 2 * B * H * S * S * DIM
         for name, us in found.items():
             row: dict[str, Any] = {"what": name, "queries": S, "B": B, "S": S, "heads": f"{H}/{Hk}", "us": round(us, 1)}
-            rows.append(
-                row | {"tflops": round(flops / us / 1e6, 1), "of_unpaged": round(found["rooftile, no pages"] / us, 3)}
-            )
+            row |= {"of_unpaged": round(found["rooftile, no pages"] / us, 3)}
+            row |= {"of_packed": round(found["rooftile, packed, no pages"] / us, 3)}
+            rows.append(row | {"tflops": round(flops / us / 1e6, 1)})
     return rows
 
 
