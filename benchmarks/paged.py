@@ -14,8 +14,8 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
