@@ -74,6 +74,15 @@ def decoding(clock: Any, copy_gbs: float) -> list[dict[str, Any]]:
     return rows
 
 
+def captured(work: Callable[[], Any]) -> Callable[[], Any]:
+    """As an engine runs it: what is made of several operations costs the host nothing then."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
 def shared(clock: Any) -> list[dict[str, Any]]:
     """64 questions after one prefix of 2,048 tokens, read for each of them, or once."""
     B, prefix, own, H, Hk = 64, 2048, 256, 32, 8
@@ -81,8 +90,8 @@ def shared(clock: Any) -> list[dict[str, Any]]:
     cache = shuffled(B, prefix + own, Hk, 16)
     cache.table[:, : prefix // 16] = cache.table[0, : prefix // 16].clone()
     works = {
-        "each reads the prefix": partial(rt.attention_paged, q, cache, rt.CAUSAL),
-        "the prefix is read once": partial(rt.attention_paged, q, cache, rt.CAUSAL, shared_prefix=prefix),
+        "each reads the prefix": captured(partial(rt.attention_paged, q, cache, rt.CAUSAL)),
+        "the prefix is read once": captured(partial(rt.attention_paged, q, cache, rt.CAUSAL, shared_prefix=prefix)),
     }
     found = medians(works, clock)
     return [{"what": name, "B": B, "S": prefix + own, "heads": f"{H}/{Hk}", "us": round(us, 1)} for name, us in found.items()]

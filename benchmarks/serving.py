@@ -12,6 +12,7 @@ Random weights, on a GPU in bf16, of which the peer has views. A JSON line a row
     idle                  how long no kernel, copy or fill ran in such steps: under the profiler, in that second process, so
                           that no other row is profiled; and beside the milliseconds of the row above
     W1, first N           Transformers; "times" is our rate over its rate
+    W8, first N           a cache of 15.7k slots, whole reservations and then pages; "times" is the second rate over the first
 
 What only a GPU has is null on a CPU: `--model tiny --device cpu --scale 0.03` tries the script.
 """
@@ -59,6 +60,7 @@ class Asked(NamedTuple):
     peer: bool = True
     peer_requests: int = 64
     peer_limit_s: float = 90.0
+    w8_requests: int = 200
 
 
 def measure(asked: Asked, session: Session) -> Iterator[dict[str, Any]]:
@@ -128,8 +130,29 @@ def _rows(asked: Asked, session: Session) -> Iterator[dict[str, Any]]:
     second = _in_second_process(asked, device)
     yield {"row": "start, again", **ours, **second["start"]}
     yield {"row": f"idle, {sizes}", **ours, **_idle(second["idle"], step["ms"])}
+    if asked.w8_requests:
+        yield from _allocators(asked, decoder, costs)
     if asked.peer:
         yield from _peers(asked, decoder, share, shared["output_tok_s"])
+
+
+def _allocators(asked: Asked, decoder: Decoder, costs: Costs | None) -> Iterator[dict[str, Any]]:
+    """The paper's comparison in time: the same kernels and scheduler, with room for the longest reserved or not."""
+    (w8,) = named(["W8"], factor=asked.scale)
+    w8 = replace(w8, requests=fitted(w8, decoder.config.vocab_size)[: asked.w8_requests])
+    reserved = None
+    for allocator in ("contiguous", "paged"):
+        llm = LLM(decoder, **settings_of(w8, decoder) | {"allocator": allocator})
+        _, (found,) = repeat(llm, w8, 1, costs=costs)
+        yield {
+            "row": f"W8, first {len(w8.requests)}", "engine": f"rooftile, {allocator}", "running": round(found.running, 1),
+            "output_tok_s": round(found.output_tok_s, 1), "output_tokens": found.output_tokens, "steps": found.steps,
+            "waste_percent": round(found.waste_percent, 1), "preemptions": found.preemptions,
+            "times": round(found.output_tok_s / reserved, 2) if reserved else None,
+        }  # fmt: skip
+        reserved = found.output_tok_s
+        del llm
+        tidy(decoder.embedding.device)
 
 
 def _rate(llm: LLM, workload: Workload, costs: Costs | None) -> dict[str, Any]:
@@ -187,12 +210,11 @@ def _peers(asked: Asked, decoder: Decoder, share: Workload, our_rate: float) -> 
     """A row each; one that fails has a reason and no rate, and the others go on."""
     from benchmarks.transformers_batching import PEERS, answers
 
-    for name, peer in PEERS.items():
-        if peer.options.get("use_cuda_graph") and not decoder.embedding.is_cuda:
-            continue
-        head = {"row": f"W1, first {len(share.requests)}", "engine": name, "transformers": version("transformers")}
+    for attention in PEERS:
+        engine = f"transformers, {attention}"
+        head = {"row": f"W1, first {len(share.requests)}", "engine": engine, "transformers": version("transformers")}
         try:
-            found = answers(decoder, share.requests, peer, asked.peer_limit_s)
+            found = answers(decoder, share.requests, attention, asked.peer_limit_s)
         except Exception as error:
             traceback.print_exc()
             found = {"reason": f"failed: {type(error).__name__}: {error}"}
@@ -212,10 +234,11 @@ def main() -> None:
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True, help="Transformers besides")
     parser.add_argument("--peer-requests", type=int, default=64, help="W1's first so many are for the peer")
     parser.add_argument("--peer-limit", type=float, default=90.0, help="seconds after which a peer is stopped")
+    parser.add_argument("--w8-requests", type=int, default=200, help="W8's first so many, with both allocators; 0 for none")
     parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     device = device_of(given.device)
-    asked = Asked(given.model, given.scale, given.peer, given.peer_requests, given.peer_limit)
+    asked = Asked(given.model, given.scale, given.peer, given.peer_requests, given.peer_limit, given.w8_requests)
     if given.again:
         print(json.dumps(again(asked, device)))
         return

@@ -2,8 +2,8 @@
 
 Its model has no weights of its own but views of the decoder's. It gets what it can have without another package: a cache in which
 all requests find room, as many tokens a step as our engine, no search for shared prefixes, and a run of short answers before the
-one that counts. With "paged|sdpa" it decides itself against CUDA graphs: they need padding, and the mask of that attention makes
-padding dear. "paged|rooftile" needs no mask, which Transformers does not know: it is measured without graphs and with them.
+one that counts. It decides itself against CUDA graphs: they need padding, and the mask of its own attention makes padding dear;
+of ours it does not know that it needs none.
 """
 
 from __future__ import annotations
@@ -28,19 +28,8 @@ WARM_TOKENS = 16
 STEP_TOKENS = 8192
 
 
-class Peer(NamedTuple):
-    """An attention of Transformers, and what of continuous batching is not left to Transformers."""
-
-    attention: str
-    options: dict[str, Any]
-
-
-PEERS = {
-    "transformers, paged|sdpa": Peer("paged|sdpa", {}),
-    "transformers, paged|rooftile": Peer("paged|rooftile", {}),
-    # the last: a graph that cannot be captured may leave a device on which nothing runs
-    "transformers, paged|rooftile, graphs": Peer("paged|rooftile", {"use_cuda_graph": True, "use_async_batching": True}),
-}
+# the attentions that Transformers is run with
+PEERS = ("paged|sdpa", "paged|rooftile")
 
 
 class Answered(NamedTuple):
@@ -68,12 +57,12 @@ def model_of(decoder: Decoder) -> LlamaForCausalLM:
     return model.requires_grad_(False).eval()
 
 
-def answers(decoder: Decoder, requests: Sequence[Ask], peer: Peer, limit_s: float) -> dict[str, Any]:
+def answers(decoder: Decoder, requests: Sequence[Ask], attention: str, limit_s: float) -> dict[str, Any]:
     """What a peer's row says: rate and lengths of a run after a short one, each of at most so many seconds."""
     integration.register()
     model = model_of(decoder)
-    model.set_attn_implementation(peer.attention)
-    manager = manager_of(model, requests, peer.options)
+    model.set_attn_implementation(attention)
+    manager = manager_of(model, requests)
     asked = [(ask.prompt, ask.params.max_tokens or 1) for ask in requests]
     try:
         manager.warmup()
@@ -93,21 +82,19 @@ def answers(decoder: Decoder, requests: Sequence[Ask], peer: Peer, limit_s: floa
         "output_tok_s": round(tokens / found.seconds, 1), "output_tokens": tokens, "requests": len(asked),
         "as_asked": found.lengths == [tokens for _, tokens in asked], "seconds": round(found.seconds, 3),
         "stopped_at_s": limit_s if found.stopped else None, "reason": found.reason,
-        "attention": peer.attention, "sampling": f"T = {requests[0].params.temperature}",
+        "attention": attention, "sampling": f"T = {requests[0].params.temperature}",
         "settings": {name: getattr(resolved, name) for name in names},
     }  # fmt: skip
 
 
-def manager_of(
-    model: LlamaForCausalLM, requests: Sequence[Ask], options: dict[str, Any]
-) -> ContinuousBatchingManager:
+def manager_of(model: LlamaForCausalLM, requests: Sequence[Ask]) -> ContinuousBatchingManager:
     """Transformers' engine, which no end of a text stops, in a cache that holds all requests at once."""
     size = ContinuousBatchingConfig.block_size
     # it takes a block more than an answer needs now and then
     blocks = sum(-(-(len(ask.prompt) + (ask.params.max_tokens or 1)) // size) + 2 for ask in requests)
     batching = ContinuousBatchingConfig(
         num_blocks=blocks, max_batch_tokens=min(STEP_TOKENS, sum(len(ask.prompt) for ask in requests)),
-        max_requests_per_batch=len(requests), allow_block_sharing=False, safety_margin=0.0, **options,
+        max_requests_per_batch=len(requests), allow_block_sharing=False, safety_margin=0.0,
     )  # fmt: skip
     # -1 is its word for no end
     sampled = GenerationConfig(do_sample=True, temperature=requests[0].params.temperature, eos_token_id=-1, pad_token_id=0)

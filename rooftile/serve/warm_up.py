@@ -16,8 +16,8 @@ from rooftile.api import paged_alike
 from rooftile.masks import Mask
 from rooftile.serve.runner import Runner
 
-# tokens of a prompt: few, and so many that a backend has a kernel for them; a whole step of them comes on top
-PROMPTS = (8, 64)
+# tokens of a prompt so short that it goes another way than a whole step of them
+SHORT = 8
 
 
 def compile_kernels(runner: Runner, max_batched_tokens: int) -> None:
@@ -25,7 +25,7 @@ def compile_kernels(runner: Runner, max_batched_tokens: int) -> None:
     jobs: list[Callable[[], None]] = [
         partial(_read_prompt, runner, mask, tokens)
         for mask in dict.fromkeys(runner.masks)
-        for tokens in sorted({*PROMPTS, max_batched_tokens}, reverse=True)
+        for tokens in (max_batched_tokens, SHORT)
     ]
     with ThreadPoolExecutor(min(len(jobs) + 1, os.cpu_count() or 1)) as threads:
         running = [threads.submit(_on, runner.device, job) for job in (*jobs, runner.decode_once)]

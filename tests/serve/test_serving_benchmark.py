@@ -34,7 +34,7 @@ SESSION = Session(
     "abc", "2026-01-02T03:04:05+00:00",
 )  # fmt: skip
 SCALE = 0.02
-SDPA = peer.PEERS["transformers, paged|sdpa"]
+SDPA = "paged|sdpa"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,7 +56,7 @@ def decoder():
 @pytest.fixture(scope="module")
 def rows():
     # five requests of W1, of which the peer gets three
-    return list(serving.measure(Asked("tiny", SCALE, peer_requests=3), SESSION))
+    return list(serving.measure(Asked("tiny", SCALE, peer_requests=3, w8_requests=4), SESSION))
 
 
 def asks(tokens: list[int]) -> list[Ask]:
@@ -78,6 +78,8 @@ def test_the_rows_are_the_lines_of_the_peers(rows) -> None:
         ("W1, first 3", "rooftile"),
         ("start, again", "rooftile"),
         ("idle, 5 x 13", "rooftile"),
+        ("W8, first 4", "rooftile, contiguous"),
+        ("W8, first 4", "rooftile, paged"),
         ("W1, first 3", "transformers, paged|sdpa"),
         ("W1, first 3", "transformers, paged|rooftile"),
     ]
@@ -96,7 +98,7 @@ def test_every_engine_gives_what_is_asked_for(rows) -> None:
         "n = 4, 1 prompts, 3 tokens": 12,
         "W1, first 3": sum(ask.params.max_tokens for ask in w1.requests[:3]),
     }
-    counted = [row for row in rows if "output_tokens" in row]
+    counted = [row for row in rows if "as_asked" in row]
     assert len(counted) == 6
     for row in counted:
         assert row["output_tokens"] == due[row["row"]]
@@ -111,6 +113,14 @@ def test_the_peers_rows_say_how_they_were_run_and_compare_with_ours(rows) -> Non
         assert (row["sampling"], row["stopped_at_s"], row["requests"]) == ("T = 0.6", None, 3)
         assert row["transformers"] == transformers.__version__
         assert row["settings"]["use_cuda_graph"] == (False, False)
+
+
+def test_pages_and_reservations_answer_the_same_requests(rows) -> None:
+    contiguous, paged = (row for row in rows if row["row"] == "W8, first 4")
+    assert contiguous["output_tokens"] == paged["output_tokens"] > 0
+    assert contiguous["waste_percent"] > paged["waste_percent"]
+    assert contiguous["times"] is None
+    assert paged["times"] == pytest.approx(paged["output_tok_s"] / contiguous["output_tok_s"], abs=0.006)
 
 
 def test_what_only_a_gpu_has_is_none_and_not_a_number(rows) -> None:
@@ -135,7 +145,7 @@ def test_a_second_process_that_fails_is_a_reason(monkeypatch, capsys) -> None:
 
 def test_a_peer_that_fails_is_a_reason_and_the_next_one_goes_on(decoder, monkeypatch, capsys) -> None:
     def answers(decoder, requests, one, limit_s):
-        if one.attention == "paged|sdpa":
+        if one == "paged|sdpa":
             raise MemoryError("too large")
         return {"output_tok_s": 50.0}
 
@@ -255,7 +265,7 @@ def test_its_positions_turn_as_ours_do(name: str) -> None:
 
 
 def test_it_samples_at_the_temperature_alone_and_never_ends_early(decoder) -> None:
-    manager = peer.manager_of(peer.model_of(decoder), asks([5, 9]), {})
+    manager = peer.manager_of(peer.model_of(decoder), asks([5, 9]))
     (processor,) = manager.logit_processor.logits_processor
     assert processor.temperature == 0.6
     assert manager.generation_config.do_sample
