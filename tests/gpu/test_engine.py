@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
 from rooftile.models import Decoder
 from rooftile.models.families import config_of
+from rooftile.serve.async_engine import AsyncEngine
 from rooftile.serve.llm import LLM
+from rooftile.serve.output import RequestOutput
 from rooftile.serve.sampling_params import SamplingParams
 from tests.models.checkpoints import CONFIGS
 from tests.serve.test_engine import GREEDY, ROOM, assert_clean, prompts
@@ -67,6 +71,20 @@ def test_beams_are_the_cpus() -> None:
     due, found = here.generate(asked, params), there.generate(asked, params)
     same = [a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(due, found, strict=True)]
     assert sum(same) >= 7
+    assert_clean(there)
+
+
+def test_many_callers_get_the_tokens_of_one() -> None:
+    """The thread of an AsyncEngine replays graphs that another has captured."""
+    here, there = engines("llama")
+    due = here.generate(prompts(20), GREEDY)
+
+    async def ask() -> list[RequestOutput]:
+        async with AsyncEngine(there) as engine:
+            return await asyncio.gather(*(engine.complete(prompt, GREEDY) for prompt in prompts(20)))
+
+    found = asyncio.run(asyncio.wait_for(ask(), 120))
+    assert sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(due, found, strict=True)) >= 19
     assert_clean(there)
 
 
