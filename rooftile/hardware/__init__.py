@@ -1,1 +1,1 @@
-"""The machine: what its datasheet says (chips), what is here (device), what was measured here (ceilings)."""
+"""The machine: its datasheet (chips), what is here (device), what was measured here (ceilings), how a kernel starts (quick)."""

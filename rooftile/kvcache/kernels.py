@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.launch import Quick
+from rooftile.hardware.quick import Quick
 from rooftile.kvcache.pages import PagedKV
 from rooftile.kvcache.rotation import Rotation
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.launch import Quick
+from rooftile.hardware.quick import Quick
 from rooftile.models.layers import Norm
 
 # A row is read once, whole, before anything is done with it, so what matters is how many bytes are under way at once. Reasoned,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.launch import Quick
+from rooftile.hardware.quick import Quick
 from rooftile.serve.sampling_state import SamplingState, Wants
 
 # tokens of a program of _draw and _survey

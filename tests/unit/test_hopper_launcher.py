@@ -27,7 +27,7 @@ def test_a_descriptor_is_expanded_as_triton_expands_it(rank: int) -> None:
 
 
 def test_what_is_remembered_does_not_grow() -> None:
-    from rooftile.backends.launch import remember
+    from rooftile.hardware.quick import remember
 
     known: dict[int, int] = {}
     for n in range(5000):

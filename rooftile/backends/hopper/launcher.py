@@ -13,7 +13,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from rooftile.backends.hopper.gluon import TensorDescriptor
-from rooftile.backends.launch import remember
+from rooftile.hardware.quick import remember
 
 # the release whose launch takes what is made for it here
 QUICK = triton.__version__.split(".")[:2] == ["3", "6"]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.backends.launch import remember
 from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
 from rooftile.backends.triton.arguments import Call, call_of, strides_of
 from rooftile.backends.triton.tiles import backward_bias_tile, backward_kv_walks, backward_q_tile
+from rooftile.hardware.quick import remember
 from rooftile.reference.gradients import sinks_gradient
 from rooftile.spec import Grads, Options, Spec
 

@@ -25,11 +25,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rooftile.backends.launch import Quick
 from rooftile.backends.triton.arguments import constants_of, padded
 from rooftile.backends.triton.paged_fwd import _finish, _walk, flags_of, scales_of
 from rooftile.backends.triton.scores import LOG2E
 from rooftile.backends.triton.visibility import first_key, last_key
+from rooftile.hardware.quick import Quick
 from rooftile.kvcache import PagedKV
 from rooftile.spec import Options, Spec
 
