@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rooftile import dispatch
-from rooftile.backends import launch
 from rooftile.errors import Unsupported
+from rooftile.hardware import quick
 from rooftile.masks import Mask
 from rooftile.spec import Options, Spec, decode, option_names
 
@@ -89,12 +89,12 @@ def prepared(key: tuple[Any, ...]) -> Callable[[Tensor, Tensor, Tensor], tuple[T
 def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, spec: str, backend: str) -> None:
     """Lets the backend prepare calls like this one, if it can; with gradients, only the checks are done beforehand."""
     if _wants_grad(q, k, v):
-        launch.remember(_PREPARED, key, lambda q, k, v: _Attention.apply(q, k, v, spec, backend))
+        quick.remember(_PREPARED, key, lambda q, k, v: _Attention.apply(q, k, v, spec, backend))
         return
     prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
     ready = prepare(q, k, v, decode(spec)) if prepare is not None else None
     if ready is not None:
-        launch.remember(_PREPARED, key, ready)
+        quick.remember(_PREPARED, key, ready)
 
 
 def _wants_grad(*tensors: Tensor) -> bool:
