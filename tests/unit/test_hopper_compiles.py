@@ -42,7 +42,7 @@ def test_configuration_fits_the_chip_and_keeps_its_loops_in_registers(name: str)
     # option at once
     everything, integers = "everything" in name, name.startswith("int8")
     backward = name in BACKWARD
-    assert kernel.hot_spills <= ((48 if everything else 10) if backward else (4 if everything else 14 if integers else 0))
+    assert kernel.hot_spills <= ((48 if everything else 10) if backward else (5 if everything else 14 if integers else 0))
     assert kernel.stack <= (STACK + 64 if everything or integers else STACK)
     assert kernel.products > 0, "no wgmma"
     assert kernel.undefined == 0, "ptxas reads registers that nothing wrote"

@@ -119,12 +119,21 @@ def _load(
                     queries.buffers.index(tile % queries.slots * shape.CREW + i),
                 )  # fmt: skip
             tile += 1
-            for i in range(plan.last - plan.first):
-                _load_block(keys, values, k_desc, v_desc, table_ptr, table_stride, turn, plan, plan.last - i, shape)
+            if shape.SIZE > 0:
+                # all in one loop: what a loop's boxes and those of a block after it have in common, ptxas 12.8 would compute in
+                # the loop alone (see `pipeline.opaque`)
+                for i in range(plan.last - plan.first + 1):
+                    if i == plan.last - plan.first:
+                        n = gl.atomic_add(counter_ptr, 1) + programs
+                    _load_block(keys, values, k_desc, v_desc, table_ptr, table_stride, turn, plan, plan.last - i, shape)
+                    turn += 1
+            else:
+                for i in range(plan.last - plan.first):
+                    _load_block(keys, values, k_desc, v_desc, table_ptr, table_stride, turn, plan, plan.last - i, shape)
+                    turn += 1
+                n = gl.atomic_add(counter_ptr, 1) + programs
+                _load_block(keys, values, k_desc, v_desc, table_ptr, table_stride, turn, plan, plan.first, shape)
                 turn += 1
-            n = gl.atomic_add(counter_ptr, 1) + programs
-            _load_block(keys, values, k_desc, v_desc, table_ptr, table_stride, turn, plan, plan.first, shape)
-            turn += 1
         else:
             n = gl.atomic_add(counter_ptr, 1) + programs
     publish_end(plans, tile)
