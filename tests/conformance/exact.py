@@ -84,6 +84,8 @@ def assert_exact(case: Case, found: dict[str, Tensor], exact: dict[str, Tensor],
     largest = max((_magnitude(x) for x in exact.values()), default=0.0)
     # where terms cancel, what is left is the rounding of the terms, and every backend sums them in fp32 at best
     floor = ulp(torch.float64 if dtype == torch.float64 else torch.float32, largest)
+    # a weight is the exponential of a difference of scores: where these are large, it is as wrong as their last bit in fp32
+    floor = max(floor, 0.5 * largest * _last_bit_of_scores(case))
     for name, due in exact.items():
         x = found[name].detach().to(torch.float64)
         assert x.shape == due.shape, name
@@ -98,6 +100,16 @@ def assert_exact(case: Case, found: dict[str, Tensor], exact: dict[str, Tensor],
             got, most = size(wrong).item(), 2 * size(usual).item() + slack
             # written so that NaN fails
             assert got <= most, f"{name}: {word} error {got:.3g}; due {most:.3g}, at magnitude {_magnitude(due):.3g}"
+
+
+def _last_bit_of_scores(case: Case) -> float:
+    """Of scores beyond a thousand, in units of log2, of which kernels take exponentials; at most what fp16 leaves of a weight."""
+    (q, k, _, *_), _, _ = case.inputs(torch.device("cpu"))
+    if not q.numel() or not k.numel():
+        return 0.0
+    longest = [x.double().norm(dim=-1).max().item() for x in (q, k)]
+    reach = abs(case.problem().spec.scale) * longest[0] * longest[1] / math.log(2)
+    return min(ulp(torch.float32, reach), 2.0**-11) if reach > 1000 else 0.0
 
 
 def ulp(dtype: torch.dtype, magnitude: float) -> float:
