@@ -25,6 +25,7 @@ from rooftile.backends.hopper.gluon import (
     gl,
     gluon,
     mbarrier,
+    reinterpreted,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -76,8 +77,8 @@ def _load_pages(ring: Ring, desc, table_ptr, table_stride, turn, plan, block, D:
     ring.wait_empty(turn)
     COUNT: gl.constexpr = shape.KEYS // shape.BOX
     COLUMNS: gl.constexpr = desc.block_type.shape[3]
-    boxes = ring.buffers._reinterpret(
-        desc.dtype, [ring.slots * (D // COLUMNS) * COUNT, 1, 1, shape.BOX, COLUMNS], desc.layout
+    boxes = reinterpreted(
+        ring.buffers, desc.dtype, [ring.slots * (D // COLUMNS) * COUNT, 1, 1, shape.BOX, COLUMNS], desc.layout
     )
     mbarrier.expect(ring.filled(turn), desc.block_type.nbytes * (D // COLUMNS) * COUNT)
     for i in gl.static_range(COUNT):

@@ -30,6 +30,7 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "reinterpreted",
     "tma_add",
     "tma_load",
     "tma_store",
@@ -48,6 +49,13 @@ tma_store_wait = tma.store_wait
 def _tma_add(tensor_desc, coord, src, _semantic=None):
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@builtin
+def reinterpreted(buffer, dtype, shape, layout, _semantic=None):
+    """Shared memory as if it were of another shape and layout; the method is public from 3.9 on."""
+    method = getattr(buffer, "reinterpret", None) or buffer._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 # adds shared memory to memory; in 3.6 the compiler has it, and the language no name for it
