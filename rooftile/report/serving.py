@@ -114,7 +114,7 @@ class Serving:
 def one_thread() -> Iterator[None]:
     """Torch on one core of the CPU. Its products here are too small for two.
 
-    On two cores that others used as well, threads that wait for each other made 10 seconds 80 and more (2026-11).
+    On cores that others use as well, threads that wait for each other take many times as long.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -72,7 +72,7 @@ def _pages(table_ptr, plan, block, shape: Shape):
 def _load_pages(ring: Ring, desc, table_ptr, table_stride, turn, plan, block, D: gl.constexpr, shape: Shape):
     """Has the keys or the values of a block copied in from their pages, a swizzled line's columns of each at a time."""
     h = plan.h * shape.TOGETHER // shape.GROUP
-    # asked for now, and here when the slot is empty
+    # before the wait for an empty slot, which hides how long they take
     pages = _pages(table_ptr + plan.key.to(gl.int64) * table_stride, plan, block, shape)
     ring.wait_empty(turn)
     COUNT: gl.constexpr = shape.KEYS // shape.BOX
