@@ -153,7 +153,7 @@ class Decoder(nn.Module):
             stream = stream * self.embedding_scale
         if self.positions is not None:
             stream = stream + self.positions.index_select(0, positions)
-        rotation = self._rotation(positions)
+        rotation = self.rotation(positions)
         # a norm belongs to the addition before it, which is the previous layer's
         layers = list(self.layers)
         following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
@@ -170,7 +170,8 @@ class Decoder(nn.Module):
         cap = self.config.logit_softcap
         return scores if cap is None else capped(scores.float(), cap)
 
-    def _rotation(self, positions: Tensor) -> Rotation | None:
+    def rotation(self, positions: Tensor) -> Rotation | None:
+        """By which queries and keys at positions (total,) are turned; None where positions are learned."""
         if self.rotary is None:
             return None
         cos, sin = self.rotary.index_select(0, positions).chunk(2, dim=-1)

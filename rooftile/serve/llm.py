@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +11,7 @@ import torch
 
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import BlockPool, Pages, ReservedPool
-from rooftile.models import Decoder
+from rooftile.models import Decoder, ModelConfig
 from rooftile.serve import memory
 from rooftile.serve.engine import Engine
 from rooftile.serve.output import RequestOutput, output_of
@@ -75,24 +76,25 @@ class LLM:
             raise InvalidInput(f"gpu_memory_utilization is {gpu_memory_utilization!r}; must be above 0 and at most 1")
         if max_model_len is not None and not _is_whole(max_model_len):
             raise InvalidInput(f"max_model_len is {max_model_len!r}; must be a whole number")
-        decoder = _decoder_of(model, dtype, device)
-        config = decoder.config
+        at = _device_of(model, dtype, device)
+        # what can be said before gigabytes are read is
+        config = model.config if isinstance(model, Decoder) else ModelConfig.from_folder(model)
         if max_model_len is not None and not 2 <= max_model_len <= config.max_len:
             raise InvalidInput(f"max_model_len is {max_model_len:,}; the model has positions for 2 to {config.max_len:,}")
         max_len = config.max_len if max_model_len is None else max_model_len
+        with ThreadPoolExecutor(1) as beside:
+            computed = model.embedding.dtype if isinstance(model, Decoder) else config.dtype if dtype == "auto" else dtype
+            compiled = None
+            if at.type == "cuda" and isinstance(computed, torch.dtype):
+                # while weights are read, and before memory is measured
+                compiled = beside.submit(
+                    compile_kernels, config, computed, at, size=block_size,
+                    kv_dtype=torch.float8_e4m3fn if kv_dtype == "fp8" else computed, longest=min(max_batched_tokens, max_len),
+                )  # fmt: skip
+            decoder = model if isinstance(model, Decoder) else Decoder.from_folder(model, dtype, at)
+            if compiled is not None:
+                compiled.result()
         cached = torch.float8_e4m3fn if kv_dtype == "fp8" else decoder.embedding.dtype
-
-        def pages_of(blocks: int) -> Pages:
-            return Pages(
-                blocks, config.layers, config.kv_heads, config.head_dim, size=block_size, dtype=cached,
-                device=decoder.embedding.device,
-            )  # fmt: skip
-
-        if decoder.embedding.is_cuda:
-            # before memory is measured: that runs some of it
-            tried = Runner(decoder, pages_of(1), max_num_seqs, block_size)
-            compile_kernels(tried, min(max_batched_tokens, max_num_seqs * max_len))
-            del tried
         if num_blocks is None:
             num_blocks = memory.blocks_that_fit(
                 decoder, block_size, cached, utilization=gpu_memory_utilization, max_batched_tokens=max_batched_tokens,
@@ -106,7 +108,10 @@ class LLM:
                 f"{max_len:,}: make num_blocks larger, or max_model_len smaller"
             )
         try:
-            self.pages = pages_of(num_blocks)
+            self.pages = Pages(
+                num_blocks, config.layers, config.kv_heads, config.head_dim, size=block_size, dtype=cached,
+                device=decoder.embedding.device,
+            )  # fmt: skip
         except RuntimeError as error:
             each = memory.block_bytes(decoder, block_size, cached)
             raise InvalidInput(
@@ -230,26 +235,27 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _decoder_of(
-    model: str | Path | Decoder, dtype: torch.dtype | str, device: torch.device | str | None
-) -> Decoder:
-    """The decoder of a folder; or one that is there, if it is what is asked for."""
+def _device_of(model: str | Path | Decoder, dtype: torch.dtype | str, device: torch.device | str | None) -> torch.device:
+    """Where the model is to be; a decoder that is there must be what is asked for."""
     try:
         asked_for = None if device is None else torch.device(device)
     except (RuntimeError, TypeError):
         raise InvalidInput(f'device is {device!r}; must be a device of torch, such as "cuda" or "cpu", or None') from None
-    if not isinstance(model, Decoder):
-        if asked_for is None:
-            asked_for = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if asked_for.type == "cuda" and not torch.cuda.is_available():
-            raise InvalidInput(f'device is {str(asked_for)!r}, and PyTorch finds no GPU; has "cpu"')
-        return Decoder.from_folder(model, dtype, asked_for)
-    its = model.embedding
-    if dtype not in ("auto", its.dtype):
-        raise InvalidInput(f"dtype is {dtype} and the decoder's {its.dtype}; make it with that dtype, or leave dtype out")
-    if asked_for is not None and (asked_for.type != its.device.type or asked_for.index not in (None, its.device.index)):
-        raise InvalidInput(f"device is {asked_for} and the decoder is on {its.device}; make it there, or leave device out")
-    return model
+    if isinstance(model, Decoder):
+        its = model.embedding
+        if dtype not in ("auto", its.dtype):
+            raise InvalidInput(f"dtype is {dtype} and the decoder's {its.dtype}; make it with that dtype, or leave dtype out")
+        if asked_for is not None and (asked_for.type != its.device.type or asked_for.index not in (None, its.device.index)):
+            raise InvalidInput(f"device is {asked_for} and the decoder is on {its.device}; make it there, or leave device out")
+        return its.device
+    if asked_for is None:
+        asked_for = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked_for.type != "cuda":
+        return asked_for
+    if not torch.cuda.is_available():
+        raise InvalidInput(f'device is {str(asked_for)!r}, and PyTorch finds no GPU; has "cpu"')
+    # threads have a current device of their own
+    return torch.device("cuda", torch.cuda.current_device() if asked_for.index is None else asked_for.index)
 
 
 def _tokenizer_of(folder: Path) -> Tokenizer | None:

@@ -18,13 +18,13 @@ from torch import Tensor
 from rooftile.api import paged_alike
 from rooftile.kvcache import Copy, PagedKV, Pages, Rotation
 from rooftile.masks import CAUSAL, Mask, Window
-from rooftile.models import Decoder
+from rooftile.models import Decoder, ModelConfig
 from rooftile.serve.request import Answer, Top
 from rooftile.serve.sampler import MOST_NUMBERS, SamplingState, Wants, logprobs, sample, wants_of
 from rooftile.serve.scheduler import Plan, Work
 
-# rows of the graphs: a step of fewer is filled up
-LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# rows of the graphs: a step of fewer is filled up. Products of 224 rows take cuBLAS longer than those of 256
+LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160, 176, 192, 208, 256, 320, 384, 448, 512)
 
 
 @dataclass(slots=True)
@@ -53,6 +53,11 @@ def top_rows(found: tuple[Tensor, ...]) -> list[Top]:
     return [Top(*row) for row in zip(chosen, ranks, ids, values, strict=True)]
 
 
+def masks_of(config: ModelConfig) -> tuple[Mask, ...]:
+    """Of each layer."""
+    return tuple(CAUSAL if w is None else CAUSAL & Window(w - 1) for w in config.windows)
+
+
 class Runner:
     """A model with its cache on a device.
 
@@ -74,7 +79,7 @@ class Runner:
         self.table = torch.zeros(max_answers + 1, -(-max_len // size), dtype=torch.int32, device=self.device)
         self.last = torch.zeros(max_answers + 1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingState(max_answers + 1, decoder.config.vocab_size, self.device)
-        self.masks = tuple(CAUSAL if w is None else CAUSAL & Window(w - 1) for w in decoder.config.windows)
+        self.masks = masks_of(decoder.config)
         # of each slot's request
         self._wants = [Wants()] * (max_answers + 1)
         self._graphs: dict[tuple[int, Wants], Graph] | None = {} if graphs and self.device.type == "cuda" else None
@@ -217,22 +222,14 @@ class Runner:
         graph.graph.replay()
         return graph.logits[:n], graph.tokens[:n]
 
-    def rungs(self) -> list[int]:
-        """Rows of the graphs that are made at the start: up to the first that all slots fit in."""
-        return [rows for n, rows in enumerate(LADDER) if not n or LADDER[n - 1] < self.nobody]
-
     def capture(self) -> None:
         """Makes the graphs of steps without penalties and the like, the largest first: the others fit into its memory."""
         if self._graphs is not None:
             wants = Wants(chance=True)
-            for rows in reversed(self.rungs()):
+            # up to the first that all slots fit in
+            rungs = [rows for n, rows in enumerate(LADDER) if not n or LADDER[n - 1] < self.nobody]
+            for rows in reversed(rungs):
                 self._graphs[rows, wants] = self._captured(rows, wants)
-
-    @torch.inference_mode()
-    def decode_once(self) -> None:
-        """A step for nobody with the rows of each graph: whatever is compiled for it is there then."""
-        for rows in reversed(self.rungs()):
-            self._decode(self._nobodies(rows), Wants(chance=True))
 
     def _nobodies(self, rows: int) -> Tensor:
         """Token, position and slot of rows that fill up."""

@@ -1,36 +1,62 @@
-"""Kernels compiled before a first request waits for them, on a GPU.
+"""Kernels compiled before a first request waits for them, on a GPU: by running each once, on next to no memory.
 
-Several threads compile, each by running what it is to compile: most of that time is spent outside of Python.
+The configuration is enough for that, so that it can be done while weights are read. Each job has a thread of its own: the
+compiler spends most of its time outside of Python.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from rooftile.api import paged_alike
+from rooftile.kvcache import PagedKV, Pages
 from rooftile.masks import Mask
-from rooftile.serve.runner import Runner
+from rooftile.models import Decoder, ModelConfig
+from rooftile.serve.runner import masks_of
+from rooftile.serve.sampler import SamplingState, Wants, sample
 
-# tokens of a prompt so short that it goes another way than a whole step of them
-SHORT = 8
+# tokens of prompts: so short that they go another way, usual, and so long that a backend may copy keys and values together first
+SHORT, USUAL, LONG = 8, 64, 8192
+# of a step that decodes
+ROWS = 16
 
 
-def compile_kernels(runner: Runner, max_batched_tokens: int) -> None:
-    """All that steps without penalties, truncation and the like run; a cache of one block is enough for it."""
-    jobs: list[Callable[[], None]] = [
-        partial(_read_prompt, runner, mask, tokens)
-        for mask in dict.fromkeys(runner.masks)
-        for tokens in (max_batched_tokens, SHORT)
-    ]
-    with ThreadPoolExecutor(min(len(jobs) + 1, os.cpu_count() or 1)) as threads:
-        running = [threads.submit(_on, runner.device, job) for job in (*jobs, runner.decode_once)]
-        for one in running:
-            one.result()
+@torch.inference_mode()
+def compile_kernels(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int
+) -> None:
+    """All that steps without penalties, truncation and the like run.
+
+    Args:
+        config: of the model.
+        dtype: of weights and computation.
+        device: a GPU.
+        size: tokens of a block of the cache.
+        kv_dtype: of the cache.
+        longest: tokens that are read of a prompt at once, at most.
+    """
+    with torch.cuda.device(device):
+        # a layer is like the others, and neither embedding nor head have kernels of ours
+        small = replace(config, layers=1, windows=(None,), vocab_size=1, max_len=ROWS)
+        decoder = Decoder(small, dtype=dtype, device=device)
+        pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
+        masks = tuple(dict.fromkeys(masks_of(config)))
+        # what goes the same way is one job, so that nothing is compiled twice
+        together = [(longest,), (USUAL,)] if longest >= LONG else [(longest, USUAL)]
+        jobs: list[Callable[[], None]] = [
+            *(partial(_read_prompts, decoder, pages, mask, lengths) for lengths in (*together, (SHORT,)) for mask in masks),
+            partial(_decode_alone, decoder, pages, masks),
+            partial(_decode_without_attention, decoder, config.vocab_size),
+        ]
+        with ThreadPoolExecutor(len(jobs)) as threads:
+            for done in [threads.submit(_on, device, job) for job in jobs]:
+                done.result()
 
 
 @torch.inference_mode()
@@ -40,11 +66,46 @@ def _on(device: torch.device, job: Callable[[], None]) -> None:
         job()
 
 
-def _read_prompt(runner: Runner, mask: Mask, tokens: int) -> None:
-    """Attention of a prompt, all in the first block: what it says does not matter."""
-    config, size = runner.decoder.config, runner.pages.storage.shape[3]
-    table = torch.zeros(1, -(-tokens // size), dtype=torch.int32, device=runner.device)
-    ends = torch.tensor([0, tokens], dtype=torch.int32, device=runner.device)
-    q = torch.zeros(tokens, config.heads, config.head_dim, dtype=runner.decoder.embedding.dtype, device=runner.device)
-    cache = runner.pages.view(0, table, ends[1:], ends)
+def _read_prompts(decoder: Decoder, pages: Pages, mask: Mask, lengths: tuple[int, ...]) -> None:
+    """Attention of prompts, all in the first block: what it says does not matter."""
+    device = decoder.embedding.device
+    for tokens in lengths:
+        table = torch.zeros(1, -(-tokens // pages.storage.shape[3]), dtype=torch.int32, device=device)
+        ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+        q, _, _ = _projected(decoder, tokens)
+        _see(decoder, mask, q.contiguous(), pages.view(0, table, ends[1:], ends))
+
+
+def _decode_alone(decoder: Decoder, pages: Pages, masks: tuple[Mask, ...]) -> None:
+    """Writing and attention of single tokens."""
+    q, k, v = _projected(decoder, ROWS)
+    nobody = torch.full((ROWS,), -1, device=decoder.embedding.device)
+    q = pages.write_and_rotate(0, q, k, v, nobody, decoder.rotation(nobody.clamp(min=0)))
+    table = torch.zeros(ROWS, 1, dtype=torch.int32, device=decoder.embedding.device)
+    for mask in masks:
+        _see(decoder, mask, q[:, None], pages.view(0, table, nobody.int() + 1))
+
+
+def _decode_without_attention(decoder: Decoder, vocabulary: int) -> None:
+    """The rest of a step."""
+    device = decoder.embedding.device
+    rows = torch.zeros(ROWS, dtype=torch.int64, device=device)
+    decoder(rows, rows, lambda layer, q, k, v, rotation: q)
+    logits = torch.zeros(ROWS, vocabulary, dtype=decoder.embedding.dtype, device=device)
+    if decoder.config.logit_softcap is not None:
+        logits = logits.float()
+    sample(logits, rows, rows, SamplingState(1, vocabulary, device), Wants(chance=True))
+
+
+def _projected(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as a layer projects them."""
+    config = decoder.config
+    heads = (config.heads, config.kv_heads, config.kv_heads)
+    x = torch.zeros(tokens, sum(heads), config.head_dim, dtype=decoder.embedding.dtype, device=decoder.embedding.device)
+    q, k, v = x.split(heads, dim=1)
+    return q, k, v
+
+
+def _see(decoder: Decoder, mask: Mask, q: Tensor, cache: PagedKV) -> None:
+    config = decoder.config
     paged_alike(q, cache, mask, scale=config.scale, softcap=config.softcap)(q, cache)

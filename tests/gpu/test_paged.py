@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,6 +45,61 @@ def test_dense_queries(mask: Mask, dim: int, H: int, Hk: int, size: int, T: int)
     q = torch.randn(5, T, H, dim, device="cuda").bfloat16()
     due = rt.attention_paged_with_lse(q, cache, mask, backend="eager")
     assert_close(rt.attention_paged_with_lse(q, cache, mask), due)
+
+
+# around the ends of pages and of blocks, nothing at all, and many in a part of the work and many parts of one
+LENGTHS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 3000, 0, 40_000, *range(20, 300, 7)]
+
+
+@pytest.mark.parametrize("by", ["hopper", "triton"])
+@pytest.mark.parametrize(
+    ("H", "Hk", "dim", "size", "mask", "options"),
+    [
+        *((32, 8, 128, size, rt.CAUSAL, {}) for size in (16, 32, 64, 256)),
+        *((H, Hk, 64, 16, rt.CAUSAL, {}) for H, Hk in ((2, 2), (14, 2), (64, 1))),
+        *((32, 8, 128, 16, mask, {}) for mask in MASKS if mask != rt.CAUSAL),
+        (32, 8, 128, 16, rt.CAUSAL & rt.Window(0), {}),
+        (32, 8, 128, 16, rt.CAUSAL, {"softcap": 20.0, "scale": 0.3}),
+        (32, 8, 64, 16, rt.CAUSAL & rt.Window(99), {"sinks": True}),
+    ],
+    ids=str,
+)
+def test_decoding(by: str, H: int, Hk: int, dim: int, size: int, mask: Mask, options: dict[str, Any]) -> None:
+    """A token a sequence, without waiting; a NaN in what nobody wrote harms nobody, and the bits are those of the last time."""
+    if by == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    cache = cache_of(LENGTHS, Hk, dim, size)
+    q = torch.randn(len(LENGTHS), 1, H, dim, device="cuda").bfloat16()
+    if "sinks" in options:
+        options = {"sinks": torch.randn(H, device="cuda")}
+    found = rt.attention_paged_with_lse(q, cache, mask, backend=by, **options)
+    assert_close(found, rt.attention_paged_with_lse(q, cache, mask, backend="eager", **options))
+    for _ in range(3):
+        again = rt.attention_paged_with_lse(q, cache, mask, backend=by, **options)
+        assert torch.equal(again[0], found[0])
+        assert torch.equal(again[1], found[1])
+
+
+def test_decoding_goes_by_the_kernel_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what that cannot read."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    from rooftile.backends.triton import paged_decode, paged_fwd
+
+    cache = cache_of([300, 20], 2, 128, 16)
+    q = torch.randn(2, 2, 8, 128, device="cuda").bfloat16()
+    due = rt.attention_paged_with_lse(q[:, :1], cache, rt.CAUSAL, backend="eager")
+    called: list[str] = []
+    for module in (paged_decode, paged_fwd):
+        name = module.__name__
+        monkeypatch.setattr(module, "attend", lambda *a, name=name, attend=module.attend: (called.append(name), attend(*a))[1])
+    assert_close(rt.attention_paged_with_lse(q[:, :1], cache, rt.CAUSAL), due)
+    assert not called
+    # keys that do not begin at a multiple of 16 bytes
+    k, v = (torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x) for x in (cache.k, cache.v))
+    assert_close(rt.attention_paged_with_lse(q[:, :1], PagedKV(k, v, cache.table, cache.lengths), rt.CAUSAL), due)
+    rt.attention_paged(q, cache, rt.CAUSAL)
+    assert len(called) == 2
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

@@ -106,7 +106,8 @@ def test_a_slow_reader_misses_states_and_keeps_none(llm: LLM) -> None:
             async for output in engine.generate(prompts()[0], GREEDY):
                 seen.append(output)
                 await at_rest(engine)
-            assert len(seen) == 2
+            # the first may be the last already, if the loop was slow to look
+            assert len(seen) <= 2
             assert len(seen[-1].outputs[0].token_ids) == TOKENS
             assert seen[-1].finished
 

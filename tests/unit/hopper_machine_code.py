@@ -30,6 +30,8 @@ from rooftile.backends.hopper import (
     launch,
     launch_8bit,
     launch_bwd,
+    launch_decode,
+    paged_decode,
     work,
 )
 from rooftile.backends.hopper.descriptors import LINE, layout
@@ -87,13 +89,16 @@ class Configuration:
 
     @property
     def function(self) -> Any:
-        modules = (flash_fwd, flash_fwd_8bit, flash_bwd, flash_bwd_kv, flash_bwd_q)
+        modules = (flash_fwd, flash_fwd_8bit, flash_bwd, flash_bwd_kv, flash_bwd_q, paged_decode)
         (module,) = [module for module in modules if module.__name__.endswith(f".{self.kernel}")]
         return getattr(module, self.kernel)
 
     @property
     def constants(self) -> dict[str, Any]:
         """The compile-time arguments, as the launchers give them."""
+        if self.kernel == "paged_decode":
+            found = launch_decode.constants_of(self.spec, self.size, 256)
+            return {name: value for name, value in found.items() if name not in ("num_warps", "maxnreg")}
         if self.precision:
             return {name: value for name, value in launch_8bit.constants(self.spec).items() if name != "num_warps"}
         if self.tile is not None:
@@ -102,6 +107,14 @@ class Configuration:
         tile = {"flash_bwd": backward_tile, "flash_bwd_kv": backward_kv_tile, "flash_bwd_q": backward_q_tile}[self.kernel]
         found = launch_bwd._constants(self.spec, 0 if self.kernel == "flash_bwd_q" else 1) | tile(self.spec)._asdict()
         return found | {"ADD": self.add} if self.kernel == "flash_bwd" else found
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told besides."""
+        if self.kernel == "paged_decode":
+            found = launch_decode.constants_of(self.spec, self.size, 256)
+            return {name: found[name] for name in ("num_warps", "maxnreg")}
+        return {"num_warps": 4}
 
     def descriptor(self, name: str) -> str:
         """The type of a descriptor, in Triton's words."""
@@ -116,7 +129,9 @@ class Configuration:
             words = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8"}
             return f"tensordesc<{words[dtype]}{[1, *box]},{layout(box, dtype)!r}>"
         box = (1, 64, padded(self.dim))
-        if self.tile is not None:
+        if self.kernel == "paged_decode":
+            box = launch_decode.box_of(self.spec, self.size)
+        elif self.tile is not None:
             box = dict(zip("qkvo", launch.boxes(self.spec, self.tile, self.size), strict=True))[name[0]]
         return f"tensordesc<{self.dtype}{[1, *box]},{layout(box, self.spec.dtype)!r}>"
 
@@ -174,6 +189,14 @@ FORWARD |= {
     )
 }  # fmt: skip
 FORWARD |= {
+    # a query a sequence
+    f"decode-d{dim}-pages-{size}-{name}": Configuration(dim, None, **what, kernel="paged_decode", size=size, group=4)
+    for dim, size, name, what in (
+        (64, 16, "causal", {"mask": CAUSAL}), (128, 16, "causal", {"mask": CAUSAL}), (128, 256, "causal", {"mask": CAUSAL}),
+        (128, 16, "everything", {"mask": CAUSAL & Window(100) & Chunk(64), "extras": True}),
+    )
+}  # fmt: skip
+FORWARD |= {
     f"{precision}-d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel="flash_fwd_8bit", precision=precision)
     for precision in PRESETS
     for dim in (64, 128, 256)
@@ -219,8 +242,8 @@ class Found:
 def compiled(configuration: Configuration) -> Found:
     kernel = configuration.function
     constants = configuration.constants
-    words = {"lse_ptr", "sinks_ptr", "delta_ptr", "shift_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr"}
-    numbers = {"cu_q_ptr", "cu_k_ptr", "table_ptr", "counter_ptr", "lost_ptr"}
+    words = {"lse_ptr", "sinks_ptr", "parts_ptr", "delta_ptr", "shift_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr"}
+    numbers = {"cu_q_ptr", "cu_k_ptr", "table_ptr", "lengths_ptr", "counter_ptr", "lost_ptr"}
 
     def kind(name: str) -> str:
         if name in constants:
@@ -238,7 +261,7 @@ def compiled(configuration: Configuration) -> Found:
         {(names.index(name),): value for name, value in constants.items()},
         {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name.endswith("_ptr")},
     )
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=configuration.options)
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         cubin, ptx = Path(folder, "k.cubin"), Path(folder, "k.ptx")
@@ -254,7 +277,7 @@ def compiled(configuration: Configuration) -> Found:
         stack=int(stack),
         shared=built.metadata.shared,
         hot_spills=sum(bool(re.search(r"\b(LDL|STL)", line)) for body in loops for line in body),
-        loop=(min if configuration.kernel.startswith("flash_fwd") else max)(len(body) for body in loops),
+        loop=(max if configuration.kernel.startswith("flash_bwd") else min)(len(body) for body in loops),
         products=len(re.findall(PRODUCT, code)),
         undefined=len(undefined_reads(code)),
         overwritten=len(overwritten_operands(code)),

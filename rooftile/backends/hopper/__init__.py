@@ -47,6 +47,9 @@ NAME = "hopper"
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # of queries and keys, and of values
 DIMS_8BIT = ((64, 64), (128, 128), (256, 256))
+# of queries with a cache of 16 bits, one a sequence: head dims, and heads that share a tile's rows
+DIMS_DECODING = ((64, 64), (128, 128))
+MOST_TOGETHER = 64
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
@@ -71,7 +74,7 @@ def refusals(spec: Spec) -> Iterator[str]:
     if len(spec.mask.chunks) > 1:
         yield f"chunk sizes {', '.join(map(str, spec.mask.chunks))} at once; has one"
     if spec.layout == "paged":
-        yield "layout 'paged'; has 'dense', 'packed', 'paged-prompts'"
+        yield from _refusals_of_decoding(spec)
     if spec.forward_mode:
         yield "forward-mode derivatives; only backend='eager' has them"
 
@@ -85,6 +88,20 @@ def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:
     for name, there in (("softcap", spec.softcap > 0), ("sinks", spec.has_sinks)):
         if there:
             yield f"{name} with precision {precision}; has masks, groups and packed sequences with it"
+
+
+def _refusals_of_decoding(spec: Spec) -> Iterator[str]:
+    if (spec.dim, spec.dim_v) not in DIMS_DECODING:
+        has = ", ".join(str(dim) for dim, _ in DIMS_DECODING)
+        yield f"head dims {spec.dim} and {spec.dim_v} with layout 'paged'; has {has} with it"
+    if spec.group > MOST_TOGETHER:
+        yield f"{spec.group} query heads a key head with layout 'paged'; has up to {MOST_TOGETHER} with it"
+    if spec.mask.right or spec.mask.prefix is not None:
+        yield f"mask {spec.mask} with layout 'paged'; has windows to the left and chunks with it"
+    if spec.has_kv_scales:
+        yield "keys and values in FP8 with layout 'paged'; has 16 bits with it"
+    if spec.deterministic:
+        yield "deterministic with layout 'paged': a sequence's last bits depend on its neighbours"
 
 
 @cache
@@ -107,6 +124,13 @@ def _launch() -> ModuleType:
     from rooftile.backends.hopper import launch
 
     return launch
+
+
+@cache
+def _launch_decode() -> ModuleType:
+    from rooftile.backends.hopper import launch_decode
+
+    return launch_decode
 
 
 @cache
@@ -136,11 +160,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
 
 
 def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
-    """o and lse of prompts to a paged cache; keys and values in FP8, or in small pages of long prompts, are gathered first.
+    """o and lse of queries to a paged cache.
 
-    A copy is short beside the products.
+    Of prompts, keys and values in FP8, or in small pages of long ones, are gathered first: a copy is short beside the products.
+    Several queries a sequence that are no prompt, and caches that the copy engine cannot read, are the portable kernel's.
     """
     with device_of(q):
+        if spec.layout == "paged":
+            if _launch_decode().fits(q, cache):
+                return _launch_decode().attend(q, cache, options, spec)
+            from rooftile.backends import triton
+
+            return triton.attend_paged(q, cache, options, spec)
         if not _launch().reads_pages(q, cache):
             from rooftile.kvcache.kernels import gather
 

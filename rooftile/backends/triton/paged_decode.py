@@ -33,8 +33,8 @@ from rooftile.hardware.quick import Quick
 from rooftile.kvcache import PagedKV
 from rooftile.spec import Options, Spec
 
-# sequences that a kernel is compiled for: their lengths are added up by each program
-BATCHES = (16, 256)
+# sequences that a kernel is compiled for, at least: their lengths are added up by each program
+BATCH = 256
 # pieces that are read together
 PIECES = tl.constexpr(16)
 
@@ -228,7 +228,7 @@ def _merge(
     _finish(m_row, l_row, acc[None, :], sink, o_ptr, lse_ptr, b, H, T, 0, t + one, h + one, lines, one == 0, DV, SINKS, False, BLOCK_DV)
 
 
-_start_decode, _start_merge = Quick(_decode), Quick(_merge)
+_start_decode, start_merge = Quick(_decode), Quick(_merge)
 
 
 def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -239,7 +239,7 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
     o = torch.empty((*q.shape[:-1], spec.dim_v), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=q.device)
-    constants = _constants(spec, cache.size, T, next((size for size in BATCHES if size >= B), triton.next_power_of_2(B)))
+    constants = _constants(spec, cache.size, T, max(BATCH, triton.next_power_of_2(B)))
     heads = H // spec.group * triton.cdiv(spec.group, constants["HEADS"])
     teams = max(_programs(q.device, spec) // heads, 1)
     parts = torch.empty(2 * teams * heads * constants["ROWS"] * (spec.dim_v + 2), dtype=torch.float32, device=q.device)
@@ -257,7 +257,7 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     if teams > 1:
         grid = (heads, teams - 1, constants["HEADS"] * T)
         constants = _constants_of_merge(spec, cache.size, T, constants["BATCH"])
-        _start_merge(grid, (o, lse, parts, lengths, sinks, B, H, T, *bounds), constants)
+        start_merge(grid, (o, lse, parts, lengths, sinks, B, H, T, *bounds), constants)
     return o, lse
 
 

@@ -1,0 +1,88 @@
+"""Starts decoding from pages: the outputs, the kernel, and the merge of its pieces."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rooftile.backends.hopper import paged_decode
+from rooftile.backends.hopper.descriptors import descriptor, is_readable
+from rooftile.backends.hopper.launch import flags_of, numbers_of, processors
+from rooftile.backends.hopper.launcher import Launcher
+from rooftile.backends.hopper.tiles import LINE_COLUMNS
+from rooftile.backends.triton.paged_decode import BATCH, start_merge
+from rooftile.kvcache import PagedKV
+from rooftile.spec import Options, Spec
+
+# tokens of a page, at least: of smaller ones a block is more boxes than the warps that ask for them have registers
+PAGE = 16
+# numbers of a block of keys, and of values: 16 kB
+BLOCK = 8192
+# two blocks on their way a program: with three the chip's programs are further apart in the cache, and all are slower
+SLOTS = 2
+# that share a multiprocessor: what one waits for, the other uses
+PROGRAMS = 2
+
+
+def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o (B, 1, H, D) and lse (B, H, 1), of q (B, 1, H, D)."""
+    B, _, H, dim = q.shape
+    q = q if q.stride(3) == 1 else q.contiguous()
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, H, 1), dtype=torch.float32, device=q.device)
+    constants = constants_of(spec, cache.size, max(BATCH, triton.next_power_of_2(B)))
+    heads = H // spec.group
+    teams = max(PROGRAMS * processors(q.device) // heads, 1)
+    parts = torch.empty(2 * teams * heads * constants["ROWS"] * (dim + 2), dtype=torch.float32, device=q.device)
+    table, lengths = cache.table.contiguous(), cache.lengths.contiguous()
+    sinks = lse if options.sinks is None else options.sinks.contiguous()
+    scale, softcap, left, right, prefix, chunk = numbers_of(spec)
+    numbers = (table.stride(0), q.stride(0), q.stride(2), B, H, scale, softcap, left, chunk)
+    tensors = (q, o, lse, parts, table, lengths, sinks)
+    _launcher(spec, cache.size, constants["BATCH"], q.device)((heads, teams, 1), (cache.k, cache.v), tensors, numbers)
+    if teams > 1:
+        arguments = (o, lse, parts, lengths, sinks, B, H, 1, left, right, prefix, chunk)
+        start_merge((heads, teams - 1, spec.group), arguments, _constants_of_merge(spec, cache.size, constants["BATCH"]))
+    return o, lse
+
+
+def fits(q: Tensor, cache: PagedKV) -> bool:
+    """Whether there is one query a sequence, and a cache that the copy engine can read."""
+    there = cache.cu_q is None and q.shape[1] == 1 and q.numel() > 0 and cache.k.numel() > 0
+    return there and cache.size >= PAGE and is_readable(cache.k) and is_readable(cache.v)
+
+
+@cache
+def _launcher(spec: Spec, size: int, batch: int, device: torch.device) -> Launcher:
+    describe = partial(descriptor, box=box_of(spec, size))
+    return Launcher(paged_decode.paged_decode, constants_of(spec, size, batch), device, (describe, describe))
+
+
+def box_of(spec: Spec, size: int) -> tuple[int, int, int]:
+    """What one copy takes of a page of `size` tokens: heads, tokens, elements, which are those of a swizzled line."""
+    return 1, min(size, BLOCK // spec.dim), LINE_COLUMNS
+
+
+@cache
+def constants_of(spec: Spec, size: int, batch: int) -> dict[str, Any]:
+    """The kernel's compile-time arguments; `size` is that of pages."""
+    flags = flags_of(spec)
+    return {name: flags[name] for name in ("LEFT", "CHUNK", "SOFTCAP")} | {
+        "GROUP": spec.group, "D": spec.dim, "SIZE": size, "BATCH": batch, "ROWS": max(triton.next_power_of_2(spec.group), 16),
+        "SINKS": spec.has_sinks, "KEYS": BLOCK // spec.dim, "SLOTS": SLOTS, "COPY_REGISTERS": 40, "num_warps": 4,
+        # of all warps together, an eighth of a multiprocessor's each; the roles divide them anew
+        "maxnreg": 256 // PROGRAMS,
+    }  # fmt: skip
+
+
+@cache
+def _constants_of_merge(spec: Spec, size: int, batch: int) -> dict[str, Any]:
+    constants = constants_of(spec, size, batch)
+    return {name: constants[name] for name in ("GROUP", "BATCH", "LEFT", "CHUNK", "SINKS", "ROWS")} | {
+        "HEADS": spec.group, "DV": spec.dim, "RIGHT": False, "PREFIX": False, "BLOCK_DV": spec.dim, "BLOCK_S": constants["KEYS"],
+        "PDL": True, "num_warps": 2, "launch_pdl": True,
+    }  # fmt: skip
