@@ -352,7 +352,10 @@ def paged_alike(
     """`attention_paged_with_lse` for calls that differ from this one in nothing but what is in the tensors: checked once."""
     wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     code = validate.paged_code(q, cache, mask, options, scale, softcap, wanted)
-    run, spec = dispatch.BACKENDS[_choose(code, backend)].attend_paged, decode(code)
+    chosen = _choose(code, backend)
+    if torch.compiler.is_compiling():
+        return lambda q, cache: ops.attend_paged(q, cache, options, code, chosen)
+    run, spec = dispatch.BACKENDS[chosen].attend_paged, decode(code)
     return lambda q, cache: run(q, cache, options, spec)
 
 

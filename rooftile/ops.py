@@ -1,7 +1,8 @@
 """Attention as torch operators: one schema, one fake, one autograd and for every backend and every option.
 
-`rooftile::attention(q, k, v, options, spec, backend) -> (o, lse)` and its backward. The spec crosses as a string and the
-optional tensors as a list in the spec's order (`rooftile.spec.option_names`), so a new option changes nothing here.
+`rooftile::attention(q, k, v, options, spec, backend) -> (o, lse)` and its backward; and `rooftile::attention_paged`, which only a
+compiler sees. The spec crosses as a string and the optional tensors as a list in the spec's order
+(`rooftile.spec.option_names`), so a new option changes nothing here.
 
 The autograd rule is registered by hand rather than by `torch.library.register_autograd`, which flattens the tensor list
 by pytree on each call that wants gradients.
@@ -20,6 +21,7 @@ from torch.autograd import forward_ad
 from rooftile import dispatch
 from rooftile.errors import Unsupported
 from rooftile.hardware import quick
+from rooftile.kvcache import PagedKV
 from rooftile.masks import Mask
 from rooftile.spec import Options, Spec, decode, option_names
 
@@ -31,6 +33,11 @@ _LIBRARY.define(
 _LIBRARY.define(
     "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor[] options, "
     "str spec, str backend) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.define(
+    "attention_paged(Tensor q, Tensor k, Tensor v, Tensor table, Tensor lengths, Tensor? cu_q, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor[] options, str spec, str backend) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 attention = torch.ops.rooftile.attention.default
@@ -47,6 +54,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend
     if _wants_grad(q, k, v, *listed):
         return _Attention.apply(q, k, v, spec, backend, *listed)
     return dispatch.BACKENDS[backend].forward(q, k, v, options, decode(spec))
+
+
+def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
+    """The operator of a paged cache, for a compiler; there are no gradients."""
+    listed = [x for x in options if x is not None]
+    found: tuple[Tensor, Tensor] = torch.ops.rooftile.attention_paged.default(
+        q, cache.k, cache.v, cache.table, cache.lengths, cache.cu_q, cache.k_scale, cache.v_scale, listed, spec, backend
+    )
+    return found
 
 
 # calls seen before, by all that a plain call depends on
@@ -142,6 +158,19 @@ def _run_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: str) -
     return [grad for grad in grads if grad is not None]
 
 
+def _run_paged(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, cu_q: Tensor | None, k_scale: Tensor | None,
+    v_scale: Tensor | None, options: list[Tensor], spec: str, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    problem = decode(spec)
+    cache = PagedKV(k, v, table, lengths, cu_q, k_scale, v_scale)
+    return dispatch.BACKENDS[backend].attend_paged(q, cache, named_options(problem, options), problem)
+
+
+def _fake_paged(q, k, v, table, lengths, cu_q, k_scale, v_scale, options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
+    return _fake(q, k, v, options, spec, backend)
+
+
 def _fake(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
@@ -226,3 +255,6 @@ for _name, _kernel, _fake_kernel, _rule in (
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, _rule, "Autograd")
     torch.library.register_fake(f"rooftile::{_name}", _fake_kernel, lib=_LIBRARY)
+
+_LIBRARY.impl("attention_paged", _run_paged, "CompositeExplicitAutograd")
+torch.library.register_fake("rooftile::attention_paged", _fake_paged, lib=_LIBRARY)

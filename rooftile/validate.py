@@ -52,11 +52,11 @@ def spec_code(
         _check_bias(bias, q, k, packed)
     if alibi is not None:
         B = options.cu_q.shape[0] - 1 if packed else q.shape[0]
-        _check_vector("alibi", alibi, q, ((H,), (B, H)), f"(H,) = ({H},) or (B, H) = ({B}, {H})")
+        _check_vector("alibi", alibi, q, {"(H,)": (H,), "(B, H)": (B, H)})
         if alibi.requires_grad:
             raise InvalidInput("alibi requires a gradient and has none; pass alibi.detach(), or the slopes' effect as bias")
     if sinks is not None:
-        _check_vector("sinks", sinks, q, ((H,),), f"(H,) = ({H},)")
+        _check_vector("sinks", sinks, q, {"(H,)": (H,)})
     if not isinstance(deterministic, bool):
         raise InvalidInput(f"deterministic is {shown(deterministic)}; must be True, False, or None to follow torch")
     needs_grad = torch.is_grad_enabled() and (
@@ -96,7 +96,7 @@ def quantised_code(
     _check_mask(mask)
     H, D = qkv.q.shape[-2:]
     if sinks is not None:
-        _check_vector("sinks", sinks, qkv.q, ((H,),), f"(H,) = ({H},)")
+        _check_vector("sinks", sinks, qkv.q, {"(H,)": (H,)})
     return encode(
         dtype=qkv.dtype,
         dim=D,
@@ -133,9 +133,9 @@ def paged_code(
     _check_mask(mask)
     B, H, D = cache.table.shape[0], q.shape[-2], q.shape[-1]
     if options.alibi is not None:
-        _check_vector("alibi", options.alibi, q, ((H,), (B, H)), f"(H,) = ({H},) or (B, H) = ({B}, {H})")
+        _check_vector("alibi", options.alibi, q, {"(H,)": (H,), "(B, H)": (B, H)})
     if options.sinks is not None:
-        _check_vector("sinks", options.sinks, q, ((H,),), f"(H,) = ({H},)")
+        _check_vector("sinks", options.sinks, q, {"(H,)": (H,)})
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, cache.k, cache.v)):
         raise InvalidInput("q or the cache requires a gradient; attention_paged has none: call it under torch.no_grad()")
     return encode(
@@ -378,10 +378,15 @@ def _check_bias(bias: Tensor, q: Tensor, k: Tensor, packed: bool) -> None:
         raise InvalidInput(f"bias is {tuple(bias.shape)}; must broadcast to {word}")
 
 
-def _check_vector(name: str, x: Tensor, q: Tensor, shapes: tuple[tuple[int, ...], ...], due: str) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise InvalidInput(f"{name} is {shown(x)}; must be a floating-point tensor {due}")
-    if tuple(x.shape) not in shapes:
+def _check_vector(name: str, x: Tensor, q: Tensor, shapes: dict[str, tuple[int, ...]]) -> None:
+    # size by size: where torch.compile has symbols for them, a tuple of them is equal to none and has no text
+    fits = isinstance(x, Tensor) and any(
+        x.ndim == len(shape) and all(n == m for n, m in zip(x.shape, shape, strict=True)) for shape in shapes.values()
+    )
+    if not fits or not x.is_floating_point():
+        due = " or ".join(f"{axes} = {shape}" for axes, shape in shapes.items())
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise InvalidInput(f"{name} is {shown(x)}; must be a floating-point tensor {due}")
         raise InvalidInput(f"{name} is {tuple(x.shape)}; must be {due}")
     _check_device(name, x, q)
 

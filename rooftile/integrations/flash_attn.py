@@ -281,6 +281,8 @@ def flash_attn_with_kvcache(
 def _lines_as_blocks(k: Tensor, v: Tensor, lines: Tensor | None, B: int) -> tuple[Tensor, Tensor, Tensor]:
     """A cache of a line a sequence as a paged one: views of it, and the blocks of each line in a row."""
     S = k.shape[1]
+    if S == 0:
+        raise InvalidInput(f"k_cache is {shown(k)}; must have room for one token of a sequence at least")
     # the largest power of two that divides S
     size = S & -S
     each = S // size

@@ -154,6 +154,7 @@ def test_dropout_drops():
             "cache_leftpad is",
         ),
         (lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, q), InvalidInput, "one of k and v is None"),
+        (lambda q: flash_attn.flash_attn_with_kvcache(q, q[:, :0], q[:, :0]), InvalidInput, "room for one token"),
         (lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, q, q), InvalidInput, "cache_seqlens is None"),
         (
             lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, q, q, cache_seqlens=3),
@@ -183,8 +184,8 @@ def test_dropout_drops():
         (lambda q: flash_attn.flash_attn_func(q, q, q, dropout_p=1.0), InvalidInput, "dropout is 1.0"),
     ],
     ids=[
-        "block_table", "leftpad", "k without v", "no lengths", "no room", "half a rotation", "window_size", "qkv", "kv",
-        "dropout",
+        "block_table", "leftpad", "k without v", "no slots", "no lengths", "no room", "half a rotation", "window_size", "qkv",
+        "kv", "dropout",
     ],
 )
 def test_bad_arguments(call, error, message):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import rooftile as rt
 from rooftile.errors import InvalidInput, Unsupported
@@ -226,6 +227,31 @@ def test_a_cache_in_fp8_is_times_its_scales(name: str) -> None:
         rt.attention_paged(q, replace(quantised, k_scale=None, v_scale=None))
     with pytest.raises(InvalidInput, match=r"cache.k is torch.float32; with scales it must be torch.float8_e4m3fn"):
         rt.attention_paged(q, replace(plain, k_scale=quantised.k_scale, v_scale=quantised.v_scale))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiler_sees_one_operator(packed: bool, fp8: bool, dynamic: bool) -> None:
+    """Whole, with every option, and once: other lengths compile nothing."""
+    torch._dynamo.reset()
+    cache = paged(sequences(D=16, Dv=16), 16)
+    if packed:
+        cache = replace(cache, cu_q=torch.tensor([0, 5, 6, 6, 14, 15], dtype=torch.int32))
+    if fp8:
+        cache, _ = in_fp8(cache)
+    q = torch.randn(15, 4, 16) if packed else torch.randn(5, 3, 4, 16)
+    options = {"sinks": torch.randn(4), "alibi": torch.rand(4)}
+
+    def program(q: Tensor, cache: PagedKV) -> Tensor:
+        return rt.attention_paged(q * 2, cache, rt.CAUSAL, softcap=5.0, **options) + 1
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(program, fullgraph=True, backend=counter, dynamic=dynamic)
+    torch.testing.assert_close(compiled(q, cache), program(q, cache))
+    shorter = replace(cache, lengths=torch.tensor([36, 5, 0, 60, 1], dtype=torch.int32))
+    torch.testing.assert_close(compiled(q, shorter), program(q, shorter))
+    assert counter.frame_count == 1
 
 
 def test_pages_in_fp8() -> None:
