@@ -10,11 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from rooftile.api import paged_alike
+from rooftile.backends import hopper
 from rooftile.kvcache import PagedKV, Pages
 from rooftile.masks import Mask
 from rooftile.models import Decoder, ModelConfig
@@ -41,7 +43,10 @@ def compile_kernels(
         kv_dtype: of the cache.
         longest: tokens that are read of a prompt at once, at most.
     """
+    import_kernels()
     with torch.cuda.device(device):
+        # Triton's driver is made here, once
+        import_module("triton").runtime.driver.active.get_current_target()
         # a layer is like the others, and neither embedding nor head have kernels of ours
         small = replace(config, layers=1, windows=(None,), vocab_size=1, max_len=ROWS)
         decoder = Decoder(small, dtype=dtype, device=device)
@@ -57,6 +62,14 @@ def compile_kernels(
         with ThreadPoolExecutor(len(jobs)) as threads:
             for done in [threads.submit(_on, device, job) for job in jobs]:
                 done.result()
+
+
+def import_kernels() -> None:
+    """All that threads would import, by one: several that import the same at once get in each other's way."""
+    for name in ("backends.triton.paged_decode", "backends.triton.paged_fwd", "kvcache.kernels", "models.kernels"):
+        import_module(f"rooftile.{name}")
+    import_module("rooftile.serve.sampling_kernels")
+    hopper.import_kernels()
 
 
 @torch.inference_mode()

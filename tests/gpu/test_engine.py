@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,3 +127,24 @@ def test_a_step_does_not_wait_for_itself() -> None:
     while not engine.idle:
         engine.step()
     assert_clean(there)
+
+
+PROGRAM = """
+import torch
+from rooftile.bench.models import decoder_named
+from rooftile.serve.llm import LLM
+from rooftile.serve.sampling_params import SamplingParams
+llm = LLM(decoder_named("tiny", torch.device("cuda")), max_model_len=256)
+answers = llm.generate([[1, 2, 3], [4] * 100], SamplingParams(max_tokens=5, ignore_eos=True))
+print(*(len(answer.outputs[0].token_ids) for answer in answers))
+"""
+
+
+def test_a_process_of_its_own_starts_cold(tmp_path: Path) -> None:
+    """Several threads compile, none of which finds anything imported or made by somebody before."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["5", "5"]

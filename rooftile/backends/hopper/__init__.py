@@ -140,6 +140,13 @@ def _launch_8bit() -> ModuleType:
     return launch_8bit
 
 
+def import_kernels() -> None:
+    """What inference needs of this backend, imported now and not at the first call, if it can be."""
+    if _missing() is None:
+        _launch()
+        _launch_decode()
+
+
 def quantise(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> QuantisedQKV:
     """The tensors of the spec's recipe, as the kernels take them."""
     with device_of(q):
