@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from threading import RLock
 from typing import Literal
 
 import torch
@@ -26,7 +28,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 class LLM:
-    """A language model that answers prompts together, from a paged key/value cache.
+    """A language model that answers prompts together, from a paged key/value cache; also those of several threads.
 
     Args:
         model: a checkpoint's folder in Hugging Face's layout (config.json, *.safetensors), or a `rooftile.models.Decoder`.
@@ -96,10 +98,11 @@ class LLM:
                 compiled.result()
         cached = torch.float8_e4m3fn if kv_dtype == "fp8" else decoder.embedding.dtype
         if num_blocks is None:
-            num_blocks = memory.blocks_that_fit(
-                decoder, block_size, cached, utilization=gpu_memory_utilization, max_batched_tokens=max_batched_tokens,
-                max_answers=max_num_seqs, max_len=max_len,
-            )  # fmt: skip
+            with _current(at):
+                num_blocks = memory.blocks_that_fit(
+                    decoder, block_size, cached, utilization=gpu_memory_utilization, max_batched_tokens=max_batched_tokens,
+                    max_answers=max_num_seqs, max_len=max_len,
+                )  # fmt: skip
         if max_model_len is None:
             max_len = min(max_len, num_blocks * block_size)
         if num_blocks * block_size < max_len:
@@ -131,9 +134,12 @@ class LLM:
         self.lent = False
         """Whether an AsyncEngine has it."""
         self._readers: dict[Request, dict[Request, None]] = {}
+        # of a thread that adds, computes a step or looks; a stream within a stream is of the same thread
+        self._lock = RLock()
         if decoder.embedding.is_cuda:
             # as what was compiled before, what is captured now does not keep the first requests waiting
-            runner.capture()
+            with _current(at):
+                runner.capture()
             self.generate([[0] * min(64, max_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True))
             pool.forget_prefixes()
 
@@ -163,7 +169,10 @@ class LLM:
     ) -> Iterator[tuple[int, RequestOutput]]:
         """As `generate`, while the answers grow: the place of a prompt and its answers so far, whenever they have changed."""
         for place, found, prompt in self._run(listed(prompts), sampling_params):
-            yield place, found if isinstance(found, RequestOutput) else output_of(found, prompt)
+            with self._lock:
+                # another thread may be about to compute the next token of it
+                output = found if isinstance(found, RequestOutput) else output_of(found, prompt)
+            yield place, output
 
     def lend(self) -> None:
         """Leaves it to an AsyncEngine, in whose thread it runs from now on.
@@ -171,10 +180,12 @@ class LLM:
         Raises:
             InvalidInput: somebody uses it.
         """
-        self._check_free()
-        if self._readers:
-            raise InvalidInput(f"the LLM is answering {len(self._readers)} prompts; read their streams to the end, or close them")
-        self.lent = True
+        with self._lock:
+            self._check_free()
+            if self._readers:
+                count = len(self._readers)
+                raise InvalidInput(f"the LLM is answering {count} prompts; read their streams to the end, or close them")
+            self.lent = True
 
     def _check_free(self) -> None:
         if self.lent:
@@ -193,42 +204,59 @@ class LLM:
         texts: list[str | None] = [None] * len(prompts)
         places: dict[Request, int] = {}
         news: dict[Request, None] = {}
-        self._check_free()
         try:
             for place, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
-                try:
-                    texts[place], tokens, salt = asked(prompt, self.tokenizer)
-                    request = self.engine.add(tokens, wanted, salt=salt)
-                    places[request], self._readers[request] = place, news
-                except InvalidInput as error:
+                refused = None
+                with self._lock:
+                    self._check_free()
+                    try:
+                        texts[place], tokens, salt = asked(prompt, self.tokenizer)
+                        request = self.engine.add(tokens, wanted, salt=salt)
+                        places[request], self._readers[request] = place, news
+                    except InvalidInput as error:
+                        refused = str(error)
+                if refused is not None:
                     text = prompt if isinstance(prompt, str) else None
                     ids = list(prompt) if isinstance(prompt, list | tuple) else []
-                    yield place, RequestOutput(-1, text, ids, finished=True, error=str(error)), text
+                    yield place, RequestOutput(-1, text, ids, finished=True, error=refused), text
             left = len(places)
-            # what is in flight of nobody any more is waited for, too
-            while left or (self.engine.scheduler.idle and not self.engine.idle):
-                if not self.engine.idle:
-                    self._step()
-                elif not news:
-                    # a step of another stream has failed, and ended all
-                    news |= {request: None for request in places if request in self._readers}
-                for request in list(news):
-                    del news[request]
-                    if not request.live:
-                        del self._readers[request]
-                        left -= 1
+            while True:
+                with self._lock:
+                    # what is in flight of nobody any more is waited for, too
+                    if not left and not (self.engine.scheduler.idle and not self.engine.idle):
+                        break
+                    if not self.engine.idle:
+                        self._step()
+                    elif not news:
+                        # a step of another stream has failed, and ended all
+                        news |= {request: None for request in places if request in self._readers}
+                    changed = list(news)
+                    news.clear()
+                    for request in changed:
+                        if not request.live:
+                            del self._readers[request]
+                            left -= 1
+                for request in changed:
                     yield places[request], request, texts[places[request]]
         finally:
             # of a caller who has seen enough
-            for request in places:
-                self._readers.pop(request, None)
-                self.engine.abort(request)
+            with self._lock:
+                for request in places:
+                    self._readers.pop(request, None)
+                    self.engine.abort(request)
 
     def _step(self) -> None:
         """Tells each stream which of its requests have changed: one may be begun inside of another."""
-        for request in self.engine.step():
+        with _current(self.engine.runner.device):
+            changed = self.engine.step()
+        for request in changed:
             if request in self._readers:
                 self._readers[request][request] = None
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels are started on the current device of a thread."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _is_whole(value: object) -> bool:

@@ -27,13 +27,15 @@ from rooftile.serve.sampler import SamplingState, Wants, sample
 SHORT, USUAL, LONG = 8, 64, 8192
 # of a step that decodes
 ROWS = 16
+# what samples want, mostly
+WANTS = (Wants(chance=True), Wants(chance=True, truncation=True))
 
 
 @torch.inference_mode()
 def compile_kernels(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int
 ) -> None:
-    """All that steps without penalties, truncation and the like run.
+    """All that steps without penalties and biases run.
 
     Args:
         config: of the model.
@@ -57,7 +59,8 @@ def compile_kernels(
         jobs: list[Callable[[], None]] = [
             *(partial(_read_prompts, decoder, pages, mask, lengths) for lengths in (*together, (SHORT,)) for mask in masks),
             partial(_decode_alone, decoder, pages, masks),
-            partial(_decode_without_attention, decoder, config.vocab_size),
+            partial(_decode_without_attention, decoder),
+            *(partial(_sample, decoder, config.vocab_size, wants) for wants in WANTS),
         ]
         with ThreadPoolExecutor(len(jobs)) as threads:
             for done in [threads.submit(_on, device, job) for job in jobs]:
@@ -99,15 +102,20 @@ def _decode_alone(decoder: Decoder, pages: Pages, masks: tuple[Mask, ...]) -> No
         _see(decoder, mask, q[:, None], pages.view(0, table, nobody.int() + 1))
 
 
-def _decode_without_attention(decoder: Decoder, vocabulary: int) -> None:
-    """The rest of a step."""
+def _decode_without_attention(decoder: Decoder) -> None:
+    """The layers' rest."""
+    rows = torch.zeros(ROWS, dtype=torch.int64, device=decoder.embedding.device)
+    decoder(rows, rows, lambda layer, q, k, v, rotation: q)
+
+
+def _sample(decoder: Decoder, vocabulary: int, wants: Wants) -> None:
+    """The next tokens."""
     device = decoder.embedding.device
     rows = torch.zeros(ROWS, dtype=torch.int64, device=device)
-    decoder(rows, rows, lambda layer, q, k, v, rotation: q)
     logits = torch.zeros(ROWS, vocabulary, dtype=decoder.embedding.dtype, device=device)
     if decoder.config.logit_softcap is not None:
         logits = logits.float()
-    sample(logits, rows, rows, SamplingState(1, vocabulary, device), Wants(chance=True))
+    sample(logits, rows, rows, SamplingState(1, vocabulary, device), wants)
 
 
 def _projected(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -129,6 +129,19 @@ def test_a_step_does_not_wait_for_itself() -> None:
     assert_clean(there)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_llm_is_where_it_was_put() -> None:
+    """Whatever device is current where it is made and asked."""
+    llm, _ = engines("llama")
+    config = llm.engine.runner.decoder.config
+    there = Decoder(config, dtype=torch.float32, device="cuda:1")
+    there.load_state_dict(llm.engine.runner.decoder.state_dict())
+    assert torch.cuda.current_device() == 0
+    other = LLM(there, **ROOM)
+    due = [output.outputs[0].token_ids for output in llm.generate(prompts(9), GREEDY)]
+    assert [output.outputs[0].token_ids for output in other.generate(prompts(9), GREEDY)] == due
+
+
 PROGRAM = """
 import torch
 from rooftile.bench.models import decoder_named
