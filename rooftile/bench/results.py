@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from rooftile.bench.session import About
 from rooftile.errors import InvalidInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(About):
     """One case on one backend in one phase, or why it was not timed."""
 
     case: str
@@ -41,15 +42,6 @@ class Row:
     error: float | None = None  # |x - exact| / |exact|, Frobenius, against fp64; the worst of dq, dk, dv in "bwd"
     peak_bytes: int | None = None  # beyond the inputs; in "bwd" of a forward and backward together
     peak_kind: str = ""  # how it was measured
-    device: str
-    arch: str
-    driver: str
-    torch: str
-    triton: str
-    commit: str
-    date: str  # when the run began: the same for all lines of a run
-    copy_gbs: float  # the ceilings that the percentage refers to
-    matmul_tflops: float | None
     reason: str = ""  # why there is no time
 
     def json(self) -> str:

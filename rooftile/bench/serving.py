@@ -17,7 +17,7 @@ import torch
 from rooftile.bench.driver import Clock, Course, Trace, WallClock, drive, fitted
 from rooftile.bench.models import decoder_named
 from rooftile.bench.run import Progress
-from rooftile.bench.session import Session
+from rooftile.bench.session import About, Session
 from rooftile.bench.workloads import Workload
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
@@ -91,7 +91,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(About):
     """A workload on a model: the median of the runs, number by number, the least and the most."""
 
     workload: str
@@ -107,15 +107,6 @@ class Row:
     low: Measures
     high: Measures
     over_contiguous: dict[str, float] | None = None  # ratios to the same workload on reserved memory
-    device: str
-    arch: str
-    driver: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    copy_gbs: float  # the ceilings that floor_percent refers to
-    matmul_tflops: float | None
 
     def json(self) -> str:
         """The row as one line."""

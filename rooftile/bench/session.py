@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,21 @@ import torch
 from rooftile.hardware import ceilings
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.hardware.device import Device, describe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What every row of a run says of the machine, the software and the run."""
+
+    device: str
+    arch: str
+    driver: str
+    torch: str
+    triton: str
+    commit: str
+    date: str  # when the run began: the same for all lines of a run
+    copy_gbs: float  # the ceilings that percentages refer to
+    matmul_tflops: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +42,13 @@ class Session:
     date: str
 
     def about(self, dtype: str) -> dict[str, Any]:
-        """What every row of the run says of the machine, the software, itself, and the ceilings of what is computed in dtype."""
+        """The fields of `About`, with the ceilings of what is computed in dtype."""
         machine, rates = self.machine, self.ceilings.matmul_tflops
-        return {
-            "device": machine.name, "arch": machine.arch, "driver": machine.driver, "torch": machine.torch,
-            "triton": machine.triton, "commit": self.commit, "date": self.date, "copy_gbs": self.ceilings.copy_gbs,
-            "matmul_tflops": rates.get(dtype),
-        }  # fmt: skip
+        about = About(
+            device=machine.name, arch=machine.arch, driver=machine.driver, torch=machine.torch, triton=machine.triton,
+            commit=self.commit, date=self.date, copy_gbs=self.ceilings.copy_gbs, matmul_tflops=rates.get(dtype),
+        )  # fmt: skip
+        return asdict(about)
 
 
 def open_session(device: torch.device | str = "cpu", *, refresh: bool = False, commit: str = "") -> Session:
