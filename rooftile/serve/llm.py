@@ -84,18 +84,20 @@ class LLM:
         if max_model_len is not None and not 2 <= max_model_len <= config.max_len:
             raise InvalidInput(f"max_model_len is {max_model_len:,}; the model has positions for 2 to {config.max_len:,}")
         max_len = config.max_len if max_model_len is None else max_model_len
-        with ThreadPoolExecutor(1) as beside:
-            computed = model.embedding.dtype if isinstance(model, Decoder) else config.dtype if dtype == "auto" else dtype
-            compiled = None
-            if at.type == "cuda" and isinstance(computed, torch.dtype):
-                # while weights are read, and before memory is measured
-                compiled = beside.submit(
-                    compile_kernels, config, computed, at, size=block_size,
-                    kv_dtype=torch.float8_e4m3fn if kv_dtype == "fp8" else computed, longest=min(max_batched_tokens, max_len),
-                )  # fmt: skip
-            decoder = model if isinstance(model, Decoder) else Decoder.from_folder(model, dtype, at)
-            if compiled is not None:
-                compiled.result()
+        computed = model.embedding.dtype if isinstance(model, Decoder) else config.dtype if dtype == "auto" else dtype
+        compiled = None
+        if at.type == "cuda" and isinstance(computed, torch.dtype):
+            # while weights are read, and before memory is measured
+            beside = ThreadPoolExecutor(1)
+            compiled = beside.submit(
+                compile_kernels, config, computed, at, size=block_size,
+                kv_dtype=torch.float8_e4m3fn if kv_dtype == "fp8" else computed, longest=min(max_batched_tokens, max_len),
+            )  # fmt: skip
+            # who hears that there are no weights does not wait for kernels
+            beside.shutdown(wait=False)
+        decoder = model if isinstance(model, Decoder) else Decoder.from_folder(model, dtype, at)
+        if compiled is not None:
+            compiled.result()
         cached = torch.float8_e4m3fn if kv_dtype == "fp8" else decoder.embedding.dtype
         if num_blocks is None:
             with _current(at):
