@@ -49,22 +49,29 @@ def compile_kernels(
     with torch.cuda.device(device):
         # Triton's driver is made here, once
         import_module("triton").runtime.driver.active.get_current_target()
-        # a layer is like the others, and neither embedding nor head have kernels of ours
-        small = replace(config, layers=1, windows=(None,), vocab_size=1, max_len=ROWS)
-        decoder = Decoder(small, dtype=dtype, device=device)
-        pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
-        masks = tuple(dict.fromkeys(masks_of(config)))
-        # what goes the same way is one job, so that nothing is compiled twice
-        together = [(longest,), (USUAL,)] if longest >= LONG else [(longest, USUAL)]
-        jobs: list[Callable[[], None]] = [
-            *(partial(_read_prompts, decoder, pages, mask, lengths) for lengths in (*together, (SHORT,)) for mask in masks),
-            partial(_decode_alone, decoder, pages, masks),
-            partial(_decode_without_attention, decoder),
-            *(partial(_sample, decoder, config.vocab_size, wants) for wants in WANTS),
-        ]
-        with ThreadPoolExecutor(len(jobs)) as threads:
-            for done in [threads.submit(_on, device, job) for job in jobs]:
+        work = jobs(config, dtype, device, size=size, kv_dtype=kv_dtype, longest=longest)
+        with ThreadPoolExecutor(len(work)) as threads:
+            for done in [threads.submit(_on, device, job) for job in work]:
                 done.result()
+
+
+def jobs(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int
+) -> list[Callable[[], None]]:
+    """What is run once. What goes the same way is one job, so that nothing is compiled twice."""
+    # a layer is like the others, and neither embedding nor head have kernels of ours
+    small = replace(config, layers=1, windows=(None,), vocab_size=1, max_len=ROWS)
+    decoder = Decoder(small, dtype=dtype, device=device)
+    pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
+    masks = tuple(dict.fromkeys(masks_of(config)))
+    together = [(longest,), (USUAL,)] if longest >= LONG else [(longest, USUAL)]
+    return [
+        *(partial(_read_prompts, decoder, pages, mask, lengths) for lengths in (*together, (SHORT,)) for mask in masks),
+        *(partial(_read_prompts, decoder, pages, mask, (SHORT,), room=LONG) for mask in masks),
+        partial(_decode_alone, decoder, pages, masks),
+        partial(_decode_without_attention, decoder),
+        *(partial(_sample, decoder, config.vocab_size, wants) for wants in WANTS),
+    ]
 
 
 def import_kernels() -> None:
@@ -82,11 +89,14 @@ def _on(device: torch.device, job: Callable[[], None]) -> None:
         job()
 
 
-def _read_prompts(decoder: Decoder, pages: Pages, mask: Mask, lengths: tuple[int, ...]) -> None:
-    """Attention of prompts, all in the first block: what it says does not matter."""
+def _read_prompts(decoder: Decoder, pages: Pages, mask: Mask, lengths: tuple[int, ...], *, room: int = 0) -> None:
+    """Attention of prompts, all in the first block: what it says does not matter.
+
+    Tables have room for more: what comes after a long text may be computed in another way, before anybody knows its length.
+    """
     device = decoder.embedding.device
     for tokens in lengths:
-        table = torch.zeros(1, -(-tokens // pages.storage.shape[3]), dtype=torch.int32, device=device)
+        table = torch.zeros(1, -(-max(tokens, room) // pages.storage.shape[3]), dtype=torch.int32, device=device)
         ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         q, _, _ = _projected(decoder, tokens)
         _see(decoder, mask, q.contiguous(), pages.view(0, table, ends[1:], ends))

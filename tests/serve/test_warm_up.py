@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from rooftile.errors import InvalidInput
-from rooftile.serve import llm
+from rooftile.models.families import config_of
+from rooftile.serve import llm, warm_up
+from tests.models.checkpoints import CONFIGS
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -34,6 +36,22 @@ def test_threads_find_all_modules_imported() -> None:
         "rooftile.kvcache.kernels", "rooftile.models.kernels", "rooftile.serve.sampling_kernels",
     }  # fmt: skip
     assert kernels <= found
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gpt2"])
+def test_all_that_is_run_for_its_kernels_runs(name: str, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In plain operations here; a long prompt and a short longest one."""
+    config = config_of(CONFIGS[name]().to_dict(), "here")
+    monkeypatch.setattr(warm_up, "LONG", 200)
+    for longest in (40, 300):
+        found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=16, kv_dtype=kv_dtype, longest=longest)
+        masks = len(set(config.windows))
+        # prompts of three lengths, or of two together and one, and a short one after much; the step in two; samples of two kinds
+        assert len(found) == masks * (4 if longest == 300 else 3) + 4
+        with torch.inference_mode():
+            for job in found:
+                job()
 
 
 def test_who_hears_of_a_bad_folder_does_not_wait_for_kernels(peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
