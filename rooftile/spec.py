@@ -18,8 +18,9 @@ from rooftile.masks import FULL, Mask
 from rooftile.precision import Precision
 from rooftile.precision import decode as decode_precision
 
-# "paged-prompts": a paged cache that many queries of each sequence look at
-Layout = Literal["dense", "packed", "paged", "paged-prompts"]
+# "paged-prompts": a paged cache that many queries of each sequence look at; "paged-token": one query of each, and blocks that are
+# not too small. Neither is deterministic
+Layout = Literal["dense", "packed", "paged", "paged-prompts", "paged-token"]
 
 DTYPES = {
     "fp32": torch.float32,

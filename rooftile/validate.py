@@ -144,7 +144,7 @@ def paged_code(
         dim_v=cache.v.shape[-1],
         group=H // cache.k.shape[-2],
         mask=mask,
-        layout="paged-prompts" if not deterministic and _has_prompts(q, cache) else "paged",
+        layout=_layout(q, cache, deterministic),
         scale=_scale(scale, D),
         softcap=_softcap(softcap),
         dropout=0.0,
@@ -162,9 +162,19 @@ def paged_code(
     )
 
 
+# tokens of a block, at least, that a copy of its own is worth where a token is decoded
+BLOCK = 16
 # queries of a sequence, on average, that are worth the kernels for prompts; and where its keys and values must be copied in one
 # piece first, the bytes of it at most
 PROMPT, MOST_GATHERED = 64, 1 << 30
+
+
+def _layout(q: Tensor, cache: Any, deterministic: bool) -> str:
+    if deterministic:
+        return "paged"
+    if _has_prompts(q, cache):
+        return "paged-prompts"
+    return "paged-token" if cache.cu_q is None and q.shape[1] == 1 and cache.k.shape[1] >= BLOCK else "paged"
 
 
 def _has_prompts(q: Tensor, cache: Any) -> bool:

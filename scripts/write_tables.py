@@ -41,7 +41,7 @@ FEATURES: tuple[tuple[str, dict[str, object]], ...] = (
     ("`Prefix`", {"mask": Prefix(16)}),
     ("`Chunk`", {"mask": Chunk(64)}),
     ("packed sequences", {"layout": "packed"}),
-    ("a paged cache: decoding", {"layout": "paged"}),
+    ("a paged cache: decoding", {"layout": "paged-token"}),
     ("a paged cache: prompts", {"layout": "paged-prompts"}),
     ("`softcap`", {"softcap": 30.0}),
     ("`bias`", {"has_bias": True}),

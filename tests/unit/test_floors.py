@@ -76,8 +76,9 @@ def test_no_backend_imports_another() -> None:
     for path in (PACKAGE / "backends").glob("*/**/*.py"):
         own = path.relative_to(PACKAGE / "backends").parts[0]
         for module in imports(path):
-            # what starts kernels, and what gathers pages, belongs to no backend
-            if place(module) == "backends" and not module.startswith(("rooftile.backends.launch.", "rooftile.backends.gathered")):
+            # what starts kernels, what gathers pages, and what kernels have in common belongs to no backend
+            shared = tuple(f"rooftile.backends.{name}" for name in ("launch.", "gathered", "row_of_work.", "visibility."))
+            if place(module) == "backends" and not module.startswith(shared):
                 assert module.split(".")[2] == own, f"{path} imports {module}"
 
 

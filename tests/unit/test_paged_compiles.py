@@ -11,7 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.masks import CAUSAL, FULL, Mask, Window  # noqa: E402
+from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Window  # noqa: E402
 from rooftile.spec import Spec  # noqa: E402
 
 # shared memory of a program
@@ -57,13 +57,23 @@ def test_it_compiles(sm: int, dim: int, group: int, T: int, mask: Mask, dtype: t
     ids=str,
 )
 def test_decoding_compiles(sm: int, dim: int, group: int, T: int, mask: Mask, dtype: torch.dtype) -> None:
+    from rooftile.backends import row_of_work
     from rooftile.backends.triton import paged_decode
 
     spec = Spec(dtype=dtype, dim=dim, dim_v=dim, group=group, mask=mask, scale=1.0, layout="paged", device=f"sm{sm}")
     assert paged_decode.fits(spec, T)
     constants = paged_decode._constants(spec, 16, T, 256)
     assert_compiles(paged_decode._decode, constants, sm, dtype, beside=8 // paged_decode._warps(spec) if sm >= 90 else 1)
-    assert_compiles(paged_decode._merge, constants, sm, dtype)
+    assert_compiles(row_of_work._merge, constants, sm, dtype)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, CAUSAL & Window(9) & Chunk(64)], ids=str)
+def test_what_hoppers_own_decoding_leaves_is_merged(mask: Mask) -> None:
+    from rooftile.backends import row_of_work
+    from rooftile.backends.hopper import launch_decode
+
+    spec = Spec(dtype=torch.bfloat16, dim=128, dim_v=128, group=4, mask=mask, scale=1.0, layout="paged-token", device="sm90")
+    assert_compiles(row_of_work._merge, launch_decode._constants_of_merge(spec, 16, 256), 90, torch.bfloat16)
 
 
 @pytest.mark.parametrize("sm", [80, 90, 100])

@@ -74,6 +74,8 @@ def refusals(spec: Spec) -> Iterator[str]:
     if len(spec.mask.chunks) > 1:
         yield f"chunk sizes {', '.join(map(str, spec.mask.chunks))} at once; has one"
     if spec.layout == "paged":
+        yield "layout 'paged'; has 'dense', 'packed', 'paged-token', 'paged-prompts'"
+    if spec.layout == "paged-token":
         yield from _refusals_of_decoding(spec)
     if spec.forward_mode:
         yield "forward-mode derivatives; only backend='eager' has them"
@@ -93,15 +95,13 @@ def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:
 def _refusals_of_decoding(spec: Spec) -> Iterator[str]:
     if (spec.dim, spec.dim_v) not in DIMS_DECODING:
         has = ", ".join(str(dim) for dim, _ in DIMS_DECODING)
-        yield f"head dims {spec.dim} and {spec.dim_v} with layout 'paged'; has {has} with it"
+        yield f"head dims {spec.dim} and {spec.dim_v} with layout 'paged-token'; has {has} with it"
     if spec.group > MOST_TOGETHER:
-        yield f"{spec.group} query heads a key head with layout 'paged'; has up to {MOST_TOGETHER} with it"
+        yield f"{spec.group} query heads a key head with layout 'paged-token'; has up to {MOST_TOGETHER} with it"
     if spec.mask.right or spec.mask.prefix is not None:
-        yield f"mask {spec.mask} with layout 'paged'; has windows to the left and chunks with it"
+        yield f"mask {spec.mask} with layout 'paged-token'; has windows to the left and chunks with it"
     if spec.has_kv_scales:
-        yield "keys and values in FP8 with layout 'paged'; has 16 bits with it"
-    if spec.deterministic:
-        yield "deterministic with layout 'paged': a sequence's last bits depend on its neighbours"
+        yield "keys and values in FP8 with layout 'paged-token'; has 16 bits with it"
 
 
 @cache
@@ -169,16 +169,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
 def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """o and lse of queries to a paged cache.
 
-    Of prompts, keys and values in FP8, or in small pages of long ones, are gathered first: a copy is short beside the products.
-    Several queries a sequence that are no prompt, and caches that the copy engine cannot read, are the portable kernel's.
+    What the copy engine cannot read is gathered first; so are, of prompts, keys and values in FP8, or in small pages of long
+    ones: a copy is short beside the products.
     """
     with device_of(q):
-        if spec.layout == "paged":
-            if _launch_decode().fits(q, cache):
-                return _launch_decode().attend(q, cache, options, spec)
-            from rooftile.backends import triton
-
-            return triton.attend_paged(q, cache, options, spec)
+        if spec.layout == "paged-token" and _launch_decode().can_read(cache):
+            return _launch_decode().attend(q, cache, options, spec)
         if not _launch().reads_pages(q, cache):
             from rooftile.kvcache.kernels import gather
 

@@ -14,12 +14,10 @@ from rooftile.backends.hopper.descriptors import descriptor, is_readable
 from rooftile.backends.hopper.launch import flags_of, numbers_of, processors
 from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.tiles import LINE_COLUMNS
-from rooftile.backends.triton.paged_decode import BATCH, start_merge
+from rooftile.backends.row_of_work import BATCH, start_merge
 from rooftile.kvcache import PagedKV
 from rooftile.spec import Options, Spec
 
-# tokens of a page, at least: of smaller ones a block is more boxes than the warps that ask for them have registers
-PAGE = 16
 # numbers of a block of keys, and of values: 16 kB
 BLOCK = 8192
 # two blocks on their way a program: with three the chip's programs are further apart in the cache, and all are slower
@@ -31,6 +29,9 @@ PROGRAMS = 2
 def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """o (B, 1, H, D) and lse (B, H, 1), of q (B, 1, H, D)."""
     B, _, H, dim = q.shape
+    if not q.numel() or not cache.k.numel():
+        # a descriptor needs an element
+        return torch.zeros_like(q), torch.full((B, H, 1), -torch.inf, dtype=torch.float32, device=q.device)
     q = q if q.stride(3) == 1 else q.contiguous()
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((B, H, 1), dtype=torch.float32, device=q.device)
@@ -50,10 +51,9 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     return o, lse
 
 
-def fits(q: Tensor, cache: PagedKV) -> bool:
-    """Whether there is one query a sequence, and a cache that the copy engine can read."""
-    there = cache.cu_q is None and q.shape[1] == 1 and q.numel() > 0 and cache.k.numel() > 0
-    return there and cache.size >= PAGE and is_readable(cache.k) and is_readable(cache.v)
+def can_read(cache: PagedKV) -> bool:
+    """Whether the copy engine can read keys and values where they are."""
+    return is_readable(cache.k) and is_readable(cache.v)
 
 
 @cache

@@ -1,10 +1,9 @@
 """Decoding from pages on Hopper: one query a sequence, and copies under way from the first block to the last.
 
-The work is cut as in `triton.paged_decode`, whose merge also puts the pieces together: the blocks of KEYS keys of all sequences
-are one row of work, each team has an equal part of it, and each of a team's programs a key head. What differs is that copies do
-not know where a sequence ends: two warps ask the copy engine for keys and for values, as far ahead as there are slots, while the
-third role multiplies. In the portable kernel a sequence's first copies wait for the one before it to be done with: some 4 us, in
-which a multiprocessor could read 80 kB.
+The blocks of KEYS keys of all sequences are one row of work (`row_of_work`), each team has an equal part of it, and each of a
+team's programs a key head. Copies do not know where a sequence ends: two warps ask the copy engine for keys and for values, as
+far ahead as there are slots, while the third role multiplies. In the portable kernel a sequence's first copies wait for the one
+before it to be done with: some 4 us, in which a multiprocessor could read 80 kB.
 
 A wgmma has 64 rows, and the heads of a group are the first few of them: tensor cores have the time, memory is what is short.
 

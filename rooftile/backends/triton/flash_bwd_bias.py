@@ -16,7 +16,7 @@ from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, kept, shifted, weight
 from rooftile.backends.triton.tiles import Tile
-from rooftile.backends.triton.visibility import visible
+from rooftile.backends.visibility import visible
 
 
 # fmt: off

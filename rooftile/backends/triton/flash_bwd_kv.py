@@ -33,7 +33,7 @@ from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, poison, shifted, weight
 from rooftile.backends.triton.tiles import Walk
-from rooftile.backends.triton.visibility import first_position, last_position, visible
+from rooftile.backends.visibility import first_position, last_position, visible
 
 # queries a step of the second walk: small, since it is rare and must not cost the first one registers
 CAREFUL_T = tl.constexpr(16)

@@ -35,7 +35,7 @@ from rooftile.backends.triton.arguments import Call, call_of, constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, kept, poison, shifted, weight
 from rooftile.backends.triton.tiles import Tile, forward_tile
-from rooftile.backends.triton.visibility import first_key, last_key, visible
+from rooftile.backends.visibility import first_key, last_key, visible
 from rooftile.spec import Options, Spec
 
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers

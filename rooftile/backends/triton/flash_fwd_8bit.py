@@ -19,7 +19,7 @@ from torch import Tensor
 from rooftile.backends.triton.arguments import constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LN2, LOG2E, capped
-from rooftile.backends.triton.visibility import first_key, last_key, visible
+from rooftile.backends.visibility import first_key, last_key, visible
 from rooftile.numerics.recipe import QuantisedQKV, part_of_rows
 from rooftile.numerics.scaling import BLOCK
 from rooftile.spec import Options, Spec

@@ -1,19 +1,14 @@
 """Attention of few queries to a paged cache: every program reads as many keys as every other.
 
-The blocks of BLOCK_S keys of all sequences, one after the other, are one row of work, cut into as many parts as there are teams. A
-team has a program for each key head: its programs read the same blocks of the cache at about the same time, and a block's heads lie
-side by side in DRAM. The lengths are read from memory, nobody waits for them. A sequence that lies in one part is finished there. One
-that crosses a border is left in pieces, and `_merge` puts these together, first to last:
-
-    m = max m_c    l = sum 2^(m_c - m) l_c    O = sum 2^(m_c - m) O_c
-
-At most two pieces a program, so that what is left in memory is bounded. Where the borders fall depends on the neighbours in the
-batch, and with them the last bits: `deterministic` goes by `paged_fwd`, whose chunks are fixed.
+The keys of all sequences are one row of work, cut into as many parts as there are teams (`row_of_work`). A team has a program for
+each key head: its programs read the same blocks of the cache at about the same time, and a block's heads lie side by side in DRAM.
+The lengths are read from memory, nobody waits for them. Where the borders fall depends on the neighbours in the batch, and with them
+the last bits: `deterministic` goes by `paged_fwd`, whose chunks are fixed.
 
 One loop over the blocks of a part, whosever they are, would keep copies in flight between sequences. It was slower: what it asks of
 each block costs more than the gaps.
 
-Dao et al., Flash-Decoding, 2023; Osama et al., Stream-K, arXiv:2301.03598.
+Dao et al., Flash-Decoding, 2023.
 """
 
 from functools import cache
@@ -23,63 +18,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from rooftile.backends.row_of_work import BATCH, LOG2E, ends_of, finish, part, sequence_at, start_merge
 from rooftile.backends.triton.arguments import constants_of, padded
-from rooftile.backends.triton.paged_fwd import _finish, _walk, flags_of, scales_of
-from rooftile.backends.triton.scores import LOG2E
-from rooftile.backends.triton.visibility import first_key, last_key
+from rooftile.backends.triton.paged_fwd import _walk, flags_of, scales_of
 from rooftile.hardware.quick import Quick
 from rooftile.kvcache import PagedKV
 from rooftile.spec import Options, Spec
-
-# sequences that a kernel is compiled for, at least: their lengths are added up by each program
-BATCH = 256
-# pieces that are read together
-PIECES = tl.constexpr(16)
-
-
-@triton.jit
-def _bounds(
-    S, T, left, right, prefix, chunk,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """The first key that a tile reads, the one after its last, and how many blocks that is, at least one."""
-    start = first_key(S - T, left, chunk, LEFT, CHUNK) // BLOCK_S * BLOCK_S
-    stop = tl.maximum(last_key(S - 1, S, right, prefix, chunk, RIGHT, PREFIX, CHUNK) + 1, start)
-    return start, stop, tl.maximum(tl.cdiv(stop - start, BLOCK_S), 1)
-
-
-@triton.jit
-def _ends(
-    lengths_ptr, B, T, left, right, prefix, chunk,
-    BATCH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Where the blocks of each sequence end in the row of work, and all."""
-    b = tl.arange(0, BATCH)
-    S = tl.load(lengths_ptr + b, mask=b < B, other=0)
-    _, _, blocks = _bounds(S, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
-    ends = tl.cumsum(tl.where(b < B, blocks, 0), 0)
-    return ends, tl.max(ends)
-
-
-@triton.jit
-def _part(team, share, total):
-    """Where a team's part of the row of work begins."""
-    return tl.minimum(team * share, total)
-
-
-@triton.jit
-def _sequence_at(
-    place, ends, lengths_ptr, T, left, right, prefix, chunk,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Of a place in the row of work: sequence, its keys in the cache, first key, one after the last, blocks, the place's block."""
-    b = tl.sum((ends <= place).to(tl.int32))
-    first = place - tl.max(tl.where(ends <= place, ends, 0))
-    S = tl.load(lengths_ptr + b)
-    start, stop, n = _bounds(S, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
-    return b, S, start, stop, n, first
 
 
 @triton.jit
@@ -107,16 +53,16 @@ def _decode(
     BLOCK_S: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
-    ends, total = _ends(lengths_ptr, B, T, left, right, prefix, chunk, BATCH, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
+    ends, total = ends_of(lengths_ptr, B, T, left, right, prefix, chunk, BATCH, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
     head = tl.program_id(0)
     share = tl.cdiv(total, tl.num_programs(1))
-    place = _part(tl.program_id(1), share, total)
-    last = _part(tl.program_id(1) + 1, share, total)
+    place = part(tl.program_id(1), share, total)
+    last = part(tl.program_id(1) + 1, share, total)
     p = tl.program_id(1) * tl.num_programs(0) + head
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     while place < last:
-        b, S, start, stop, n, first = _sequence_at(
+        b, S, start, stop, n, first = sequence_at(
             place, ends, lengths_ptr, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S
         )
         t, h, there, lines = _rows(b, head, H, T, GROUP, HEADS, ROWS)
@@ -148,7 +94,7 @@ def _decode(
             sink = tl.zeros((ROWS,), tl.float32)
             if SINKS:
                 sink = tl.load(sinks_ptr + h, mask=there, other=0.0).to(tl.float32) * LOG2E
-            _finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, 0, t, h, lines, there, DV, SINKS, False, BLOCK_DV)
+            finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, 0, t, h, lines, there, DV, SINKS, False, BLOCK_DV)
         else:
             # a program's pieces: of a tile that began before it, and of one that goes on after it
             piece = parts_ptr + ((2 * p + (first == 0)) * ROWS + tl.arange(0, ROWS)).to(tl.int64) * (DV + 2)
@@ -160,75 +106,7 @@ def _decode(
         gdc_launch_dependents()
 
 
-# fmt: off
-@triton.jit(
-    do_not_specialize=["B", "H", "T", "left", "right", "prefix", "chunk"], do_not_specialize_on_alignment=["lengths_ptr"]
-)
-def _merge(
-    o_ptr, lse_ptr, parts_ptr, lengths_ptr, sinks_ptr, B, H, T, left, right, prefix, chunk,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, BATCH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PREFIX: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    # fmt: on
-    """A row of the sequence on the border after a team, if that is the first border in the sequence."""
-    ends, total = _ends(lengths_ptr, B, T, left, right, prefix, chunk, BATCH, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
-    head = tl.program_id(0)
-    team = tl.program_id(1)
-    # after the last team there is no border
-    teams = tl.num_programs(1) + 1
-    share = tl.cdiv(total, teams)
-    border = _part(team + 1, share, total)
-    b, _, _, _, n, first = _sequence_at(
-        tl.minimum(border, total - 1), ends, lengths_ptr, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S
-    )
-    if PDL:
-        # until here it ran beside the kernel that leaves the pieces
-        gdc_wait()
-    begin = border - first
-    if (border == total) | (first == 0) | (_part(team, share, total) > begin):
-        return
-    PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    r = tl.program_id(2)
-    t = r // HEADS
-    g = head % PARTS * HEADS + r % HEADS
-    if (t >= T) | (g >= GROUP):
-        return
-    h = head // PARTS * GROUP + g
-    dv = tl.arange(0, BLOCK_DV)
-    m = float("-inf")
-    l = 0.0
-    acc = tl.zeros((BLOCK_DV,), tl.float32)
-    base = team
-    while (base < teams) & (_part(base, share, total) < begin + n):
-        at = base + tl.arange(0, PIECES)
-        low = _part(at, share, total)
-        # the first piece is of the team that began the sequence; a part of no blocks has left none
-        ours = (at < teams) & (low < begin + n) & (low < total)
-        piece = parts_ptr + ((2 * (at * tl.num_programs(0) + head) + (at == team)) * ROWS + r).to(tl.int64) * (DV + 2)
-        m_c = tl.load(piece + DV, mask=ours, other=float("-inf"))
-        l_c = tl.load(piece + DV + 1, mask=ours, other=0.0)
-        acc_c = tl.load(piece[:, None] + dv[None, :], mask=ours[:, None] & (dv < DV)[None, :], other=0.0)
-        m_new = tl.maximum(m, tl.max(m_c))
-        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m - pivot)
-        beta = tl.exp2(m_c - pivot)
-        l = l * alpha + tl.sum(l_c * beta)
-        acc = acc * alpha + tl.sum(acc_c * beta[:, None], 0)
-        m = m_new
-        base += PIECES
-    # as a tile of one row
-    one = tl.arange(0, 1)
-    sink = tl.zeros((1,), tl.float32)
-    if SINKS:
-        sink += tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
-    m_row = tl.zeros((1,), tl.float32) + m
-    l_row = tl.zeros((1,), tl.float32) + l
-    lines = b.to(tl.int64) * T + t + one
-    _finish(m_row, l_row, acc[None, :], sink, o_ptr, lse_ptr, b, H, T, 0, t + one, h + one, lines, one == 0, DV, SINKS, False, BLOCK_DV)
-
-
-_start_decode, start_merge = Quick(_decode), Quick(_merge)
+_start_decode = Quick(_decode)
 
 
 def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:

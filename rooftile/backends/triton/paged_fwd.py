@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.backends.row_of_work import finish
 from rooftile.backends.triton.arguments import constants_of, padded
 from rooftile.backends.triton.schedule import packed_tile
-from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, poison
-from rooftile.backends.triton.visibility import first_key, last_key, visible
+from rooftile.backends.triton.scores import LOG2E, capped, finite, poison
+from rooftile.backends.visibility import first_key, last_key, visible
 from rooftile.kvcache import PagedKV
 from rooftile.spec import Options, Spec
 
@@ -100,30 +101,6 @@ def _walk(
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
     return m, l, acc
-
-
-@triton.jit
-def _finish(
-    m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, there,
-    DV: tl.constexpr, SINKS: tl.constexpr, PACKED: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Writes output and lse of rows whose softmax is complete but for the sink."""
-    dv = tl.arange(0, BLOCK_DV)
-    o_tile = o_ptr + ((lines * H + h) * DV)[:, None] + dv[None, :]
-    if PACKED:
-        lse_lines = lse_ptr + h.to(tl.int64) * total + lines
-    else:
-        lse_lines = lse_ptr + (b.to(tl.int64) * H + h) * T + t
-    if SINKS:
-        m_new = tl.maximum(m, sink)
-        alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.exp2(sink - m_new)
-        acc = acc * alpha[:, None]
-        m = m_new
-    nothing = l == 0.0
-    l = tl.where(nothing, 1.0, l)
-    tl.store(lse_lines, tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2), mask=there)
-    tl.store(o_tile, (acc / l[:, None]).to(o_tile.dtype.element_ty), mask=there[:, None] & (dv < DV)[None, :])
 
 
 @triton.jit
@@ -227,7 +204,7 @@ def _forward(
         tl.store(parts_ptr + part + DV, m, mask=there)
         tl.store(parts_ptr + part + DV + 1, l, mask=there)
     else:
-        _finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, there, DV, SINKS, PACKED, BLOCK_DV)
+        finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, there, DV, SINKS, PACKED, BLOCK_DV)
 
 
 # fmt: off
@@ -265,7 +242,7 @@ def _join(
     sink = tl.zeros((ROWS,), tl.float32)
     if SINKS:
         sink = tl.load(sinks_ptr + h, mask=there, other=0.0).to(tl.float32) * LOG2E
-    _finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, there, DV, SINKS, PACKED, BLOCK_DV)
+    finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, there, DV, SINKS, PACKED, BLOCK_DV)
 
 
 def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
