@@ -74,7 +74,7 @@ def test_packed_queries_of_prompts_and_decoding_together(name: str) -> None:
 def test_without_a_name_the_cpu_has_one() -> None:
     q = torch.randn(5, 1, 2, 16)
     assert torch.isfinite(rt.attention_paged(q, paged(sequences(), 16), rt.CAUSAL)).all()
-    with pytest.raises(Unsupported, match="layout 'paged'"):
+    with pytest.raises(Unsupported, match="layout 'paged-token'"):
         rt.attention_paged(q, paged(sequences(), 16), backend="sdpa")
 
 
