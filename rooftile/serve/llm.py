@@ -230,7 +230,7 @@ class LLM:
                     if not self.engine.idle:
                         self._step()
                     elif not news:
-                        # a step of another stream has failed, and ended all
+                        # somebody has ended them
                         news |= {request: None for request in places if request in self._readers}
                     changed = list(news)
                     news.clear()
@@ -249,8 +249,14 @@ class LLM:
 
     def _step(self) -> None:
         """Tells each stream which of its requests have changed: one may be begun inside of another."""
-        with _current(self.engine.runner.device):
-            changed = self.engine.step()
+        try:
+            with _current(self.engine.runner.device):
+                changed = self.engine.step()
+        except BaseException:
+            # which has ended all; other threads hear of it from here
+            for request, news in self._readers.items():
+                news[request] = None
+            raise
         for request in changed:
             if request in self._readers:
                 self._readers[request][request] = None

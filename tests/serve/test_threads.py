@@ -60,6 +60,26 @@ def test_threads_share_an_llm(settings: dict[str, int], ahead: bool, peers) -> N
     assert_clean(llm)
 
 
+def test_a_step_that_fails_ends_the_answers_of_all_threads(peers, monkeypatch) -> None:
+    """Also while a third thread keeps the engine busy."""
+    llm = LLM(peers("llama").folder, **ROOM)
+    first, second = llm.stream(prompts()[0], GREEDY), llm.stream(prompts()[1], GREEDY)
+    next(first), next(second)
+
+    def fail(plan: object) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "run", fail)
+        with pytest.raises(RuntimeError, match="no"):
+            list(first)
+    busy = llm.engine.add(prompts()[2], GREEDY)
+    states = [output.outputs[0].finish_reason for _, output in second]
+    assert states == ["abort"]
+    assert busy.live
+    llm.engine.abort(busy)
+
+
 def test_an_llm_that_answers_a_thread_is_lent_to_nobody(peers) -> None:
     llm = LLM(peers("llama").folder, **ROOM)
     stream = llm.stream(prompts()[0], GREEDY)
