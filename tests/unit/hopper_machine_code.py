@@ -127,13 +127,14 @@ class Configuration:
             codes = torch.int8 if self.precision == "int8" and name[0] in "qk" else torch.float8_e4m3fn
             dtype = self.spec.dtype if name[0] == "o" else codes
             words = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8"}
-            return f"tensordesc<{words[dtype]}{[1, *box]},{layout(box, dtype)!r}>"
+            return f"tensordesc<{words[dtype]}{[1, *box]},{layout((1, *box), dtype)!r}>"
         box = (1, 64, padded(self.dim))
         if self.kernel == "paged_decode":
             box = launch_decode.box_of(self.spec, self.size)
         elif self.tile is not None:
             box = dict(zip("qkvo", launch.boxes(self.spec, self.tile, self.size), strict=True))[name[0]]
-        return f"tensordesc<{self.dtype}{[1, *box]},{layout(box, self.spec.dtype)!r}>"
+        block = (1, *box)[-4:]
+        return f"tensordesc<{self.dtype}{list(block)},{layout(block, self.spec.dtype)!r}>"
 
 
 CASES: dict[str, dict[str, Any]] = {

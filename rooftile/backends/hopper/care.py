@@ -12,11 +12,11 @@ TABLE = gl.constexpr(12)
 
 
 @gluon.jit
-def note(notes, i: gl.constexpr, pointer, desc):
-    """Puts down where a tensor is, and its strides."""
+def note(notes, i: gl.constexpr, pointer, desc, page=1, head=1):
+    """Puts down where a tensor is, and its strides; those of pages are some of the descriptor's (`descriptors.of_pages`)."""
     note_word(notes, 4 * i, pointer.to(gl.int64, bitcast=True))
-    note_word(notes, 4 * i + 1, desc.strides[0])
-    note_word(notes, 4 * i + 2, desc.strides[1])
+    note_word(notes, 4 * i + 1, desc.strides[0] * page)
+    note_word(notes, 4 * i + 2, desc.strides[1] * head)
     note_word(notes, 4 * i + 3, desc.strides[2])
 
 

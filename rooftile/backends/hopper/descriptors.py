@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.hopper.gluon import TensorDescriptor, gl
+from rooftile.backends.hopper.tiles import EIGHT, LINE_COLUMNS, padded
 
 # of a line of fp32 words in shared memory
 LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -48,7 +49,47 @@ def descriptor(x: Tensor, box: tuple[int, int, int]) -> TensorDescriptor:
         shape, strides = (1, *shape), (0, *strides)
     # an axis of one element is never stepped over, and may have any stride
     b, t, h = (stride if n > 1 else 16 for n, stride in zip(shape[:3], strides[:3], strict=True))
-    return TensorDescriptor(x, [shape[0], shape[2], shape[1], shape[3]], [b, h, t, 1], [1, *box], layout(box, x.dtype))
+    return TensorDescriptor(x, [shape[0], shape[2], shape[1], shape[3]], [b, h, t, 1], [1, *box], layout((1, *box), x.dtype))
+
+
+def of_pages(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """(eight tokens, line, token, element) of pages (pages, size, heads, dim), copied a `box_of_pages` at a time.
+
+    A page's eights follow each other, and a head's lines: `steps_of_pages` lie from page to page and from head to head. A
+    number of eights below 0 is of no page.
+    """
+    _, size, heads, dim = x.shape
+    lines = box[1]
+    page, head = steps_of_pages(x)
+    shape = [(len(x) - 1) * page + size // EIGHT, (heads - 1) * head + lines, EIGHT, dim // lines]
+    strides = [EIGHT * x.stride(1), _line_stride(x), x.stride(1), 1]
+    return TensorDescriptor(x, shape, strides, list(box), layout(box, x.dtype))
+
+
+def box_of_pages(dim: int, tokens: int) -> tuple[int, ...]:
+    """What one copy takes of a page: all lines of a head's elements, unless the last one is not full."""
+    return tokens // EIGHT, _lines(dim), EIGHT, LINE_COLUMNS
+
+
+def steps_of_pages(x: Tensor) -> tuple[int, int]:
+    """How many eights of tokens lie from one page (pages, size, heads, dim) to the next, and how many lines from head to head."""
+    page = x.stride(0) // (EIGHT * x.stride(1)) if len(x) > 1 else x.shape[1] // EIGHT
+    return page, x.stride(2) // _line_stride(x) if x.shape[2] > 1 else 1
+
+
+def _lines(dim: int) -> int:
+    return dim // LINE_COLUMNS if padded(dim) == dim else 1
+
+
+def _line_stride(x: Tensor) -> int:
+    """From one line of a head's elements to the next, of the last axis; where there is one, from head to head."""
+    return LINE_COLUMNS if _lines(x.shape[3]) > 1 or x.shape[2] == 1 else x.stride(2)
+
+
+def are_readable(pages: Tensor) -> bool:
+    """Whether the copy engine can read pages (pages, size, heads, dim) in place."""
+    whole = len(pages) == 1 or pages.stride(0) % (EIGHT * pages.stride(1)) == 0
+    return is_readable(pages) and whole and (pages.shape[2] == 1 or pages.stride(2) % _line_stride(pages) == 0)
 
 
 def line(x: Tensor, count: int) -> TensorDescriptor:
@@ -57,6 +98,6 @@ def line(x: Tensor, count: int) -> TensorDescriptor:
 
 
 @cache
-def layout(box: tuple[int, int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Of a box in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([1, *box], _DTYPES[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])

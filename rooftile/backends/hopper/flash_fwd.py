@@ -25,7 +25,6 @@ from rooftile.backends.hopper.gluon import (
     gl,
     gluon,
     mbarrier,
-    reinterpreted,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -33,6 +32,7 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from rooftile.backends.hopper.over_dim import product_over_dim
+from rooftile.backends.hopper.paged_copies import Table, load_pages, load_values
 from rooftile.backends.hopper.pipeline import Ring, named_barrier, opaque, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, make_plan, publish, publish_end, put_back, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS, Shape, position
@@ -43,12 +43,12 @@ TURNS = gl.constexpr(9)
 
 
 @gluon.jit
-def _load_block(keys: Ring, values: Ring, k_desc, v_desc, table_ptr, table_stride, turn, plan, block, shape: Shape):
-    """Has one block of keys and values copied in; of those in pages the keys, `_load_values` has the values copied."""
-    h = plan.h * shape.TOGETHER // shape.GROUP
+def _load_block(keys: Ring, values: Ring, k_desc, v_desc, table: Table, turn, plan, block, shape: Shape):
+    """Has one block of keys and values copied in; of those in pages the keys, `load_values` has the values copied."""
     if shape.SIZE > 0:
-        _load_pages(keys, k_desc, table_ptr, table_stride, turn, plan, block, shape.D, shape)
+        load_pages(keys, k_desc, table, turn, plan, block, shape.D, shape)
     else:
+        h = plan.h * shape.TOGETHER // shape.GROUP
         row = plan.key + block * shape.KEYS
         keys.wait_empty(turn)
         mbarrier.expect(keys.filled(turn), k_desc.block_type.nbytes)
@@ -59,39 +59,9 @@ def _load_block(keys: Ring, values: Ring, k_desc, v_desc, table_ptr, table_strid
 
 
 @gluon.jit
-def _pages(table_ptr, plan, block, shape: Shape):
-    """The pages that a block of keys lies in; -1, of which zeros are copied, past the sequence's end."""
-    pages = ()
-    for i in gl.static_range(shape.KEYS // shape.BOX):
-        j = block * shape.KEYS + i * shape.BOX
-        pages = pages + (gl.load(table_ptr + j // shape.SIZE, mask=j < plan.S, other=-1),)
-    return pages
-
-
-@gluon.jit
-def _load_pages(ring: Ring, desc, table_ptr, table_stride, turn, plan, block, D: gl.constexpr, shape: Shape):
-    """Has the keys or the values of a block copied in from their pages, a swizzled line's columns of each at a time."""
-    h = plan.h * shape.TOGETHER // shape.GROUP
-    # before the wait for an empty slot, which hides how long they take
-    pages = _pages(table_ptr + plan.key.to(gl.int64) * table_stride, plan, block, shape)
-    ring.wait_empty(turn)
-    COUNT: gl.constexpr = shape.KEYS // shape.BOX
-    COLUMNS: gl.constexpr = desc.block_type.shape[3]
-    boxes = reinterpreted(
-        ring.buffers, desc.dtype, [ring.slots * (D // COLUMNS) * COUNT, 1, 1, shape.BOX, COLUMNS], desc.layout
-    )
-    mbarrier.expect(ring.filled(turn), desc.block_type.nbytes * (D // COLUMNS) * COUNT)
-    for i in gl.static_range(COUNT):
-        place = (block * shape.KEYS + i * shape.BOX) % shape.SIZE
-        for c in gl.static_range(D // COLUMNS):
-            box = (turn % ring.slots * (D // COLUMNS) + c) * COUNT + i
-            tma_load(desc, [pages[i], h, place, c * COLUMNS], ring.filled(turn), boxes.index(box))
-
-
-@gluon.jit
 def _load(
     plans: Ring, queries: Ring, keys: Ring, values: Ring, mask: Mask, q_desc, k_desc, v_desc,
-    B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, table_ptr, table_stride, counter_ptr, shape: Shape,
+    B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, table: Table, counter_ptr, shape: Shape,
 ):  # fmt: skip
     """The role that draws tiles and has them copied in.
 
@@ -125,38 +95,20 @@ def _load(
                 # the loop alone (see `pipeline.opaque`)
                 for i in range(plan.last - plan.first + 1):
                     if i == plan.last - plan.first:
-                        n = gl.atomic_add(counter_ptr, 1) + programs
-                    _load_block(keys, values, k_desc, v_desc, table_ptr, table_stride, turn, plan, plan.last - i, shape)
+                        n = gl.atomic_add(counter_ptr, 1, sem="relaxed") + programs
+                    _load_block(keys, values, k_desc, v_desc, table, turn, plan, plan.last - i, shape)
                     turn += 1
             else:
                 for i in range(plan.last - plan.first):
-                    _load_block(keys, values, k_desc, v_desc, table_ptr, table_stride, turn, plan, plan.last - i, shape)
+                    _load_block(keys, values, k_desc, v_desc, table, turn, plan, plan.last - i, shape)
                     turn += 1
-                n = gl.atomic_add(counter_ptr, 1) + programs
-                _load_block(keys, values, k_desc, v_desc, table_ptr, table_stride, turn, plan, plan.first, shape)
+                n = gl.atomic_add(counter_ptr, 1, sem="relaxed") + programs
+                _load_block(keys, values, k_desc, v_desc, table, turn, plan, plan.first, shape)
                 turn += 1
         else:
-            n = gl.atomic_add(counter_ptr, 1) + programs
+            n = gl.atomic_add(counter_ptr, 1, sem="relaxed") + programs
     publish_end(plans, tile)
     put_back(counter_ptr)
-
-
-@gluon.jit
-def _load_values(plans: Ring, values: Ring, v_desc, table_ptr, table_stride, shape: Shape):
-    """The role that has values in pages copied in.
-
-    A page is a box of its own, or some: 16 for a block of 128 values in pages of 16, at D = 128, and as many for its keys. One
-    warp that asks for all of them is slower, and so are four.
-    """
-    tile = 0
-    turn = 0
-    plan = take(plans, 0)
-    while plan.live != 0:
-        for i in range(plan.last - plan.first + 1):
-            _load_pages(values, v_desc, table_ptr, table_stride, turn, plan, plan.last - i, shape.DV, shape)
-            turn += 1
-        tile += 1
-        plan = take(plans, tile)
 
 
 @gluon.jit
@@ -171,11 +123,10 @@ def _issue(
     keys.wait_full(turn, there)
     if shape.PING_PONG:
         named_barrier("sync", MINE)
-    k = keys.buffer(turn).reshape([shape.KEYS, shape.D])
-    s = product_over_dim(q, k, shape.DIM, shape.s_layout, held, HELD)
+    s = product_over_dim(q, shape.block_of_keys(keys, turn), shape.DIM, shape.s_layout, held, HELD)
     values.wait_full(turn - 1)
     weights = unpacked(p, values.buffers.dtype, shape.p_layout)
-    acc = warpgroup_mma(weights, values.buffer(turn - 1).reshape([shape.KEYS, shape.DV]), acc, is_async=True)
+    acc = warpgroup_mma(weights, shape.block_of_values(values, turn - 1), acc, is_async=True)
     if shape.PING_PONG:
         named_barrier("arrive", OTHER)
     return s, acc
@@ -227,7 +178,7 @@ def _compute(
     if shape.PING_PONG:
         named_barrier("sync", MINE)
     q = queries.buffers.index(WG).reshape([WG_ROWS, shape.D])
-    s = product_over_dim(q, keys.buffer(0).reshape([shape.KEYS, shape.D]), shape.DIM, shape.s_layout)
+    s = product_over_dim(q, shape.block_of_keys(keys, 0), shape.DIM, shape.s_layout)
     if shape.PING_PONG:
         named_barrier("arrive", OTHER)
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -342,31 +293,41 @@ def _wait_for_store():
 
 @gluon.jit
 def _store_columns(output, o, column: gl.constexpr, o_desc, o_ptr, plan, row, H, shape: Shape):
-    """A packed sequence may end inside the tile, where the copy engine would not stop: its rows are stored one by one."""
+    """A packed sequence may end inside the tile, where the copy engine would not stop: its rows are stored one by one then."""
     columns: gl.constexpr = o.shape[1]
     staged = output.reshape([WG_ROWS, columns])
     staged.store(o)
     if shape.PACKED:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
-        rows = gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
-        t = row + position(rows, shape.ROWS)
-        e = column + gl.arange(0, columns, gl.SliceLayout(0, layout))
-        lines = ((plan.row + t).to(gl.int64) * H + shape.head(rows, plan)) * shape.DIM_V
-        there = gl.expand_dims(t < plan.T, 1) & gl.expand_dims(e < shape.DIM_V, 0)
-        gl.store(o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=there)
+        if row + shape.ROWS <= plan.T:
+            _copy_out(output, o_desc, plan, plan.row + row, column, shape)
+        else:
+            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
+            rows = gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
+            t = row + position(rows, shape.ROWS)
+            e = column + gl.arange(0, columns, gl.SliceLayout(0, layout))
+            lines = ((plan.row + t).to(gl.int64) * H + shape.head(rows, plan)) * shape.DIM_V
+            there = gl.expand_dims(t < plan.T, 1) & gl.expand_dims(e < shape.DIM_V, 0)
+            gl.store(o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=there)
     else:
-        fence_async_shared()
-        tma_store(o_desc, [plan.b, plan.h * shape.TOGETHER, row, column], output)
+        _copy_out(output, o_desc, plan, row, column, shape)
+
+
+@gluon.jit
+def _copy_out(output, o_desc, plan, row, column: gl.constexpr, shape: Shape):
+    fence_async_shared()
+    tma_store(o_desc, [plan.b, plan.h * shape.TOGETHER, row, column], output)
 
 
 # fmt: off
 @gluon.jit(
-    do_not_specialize=["table_stride", "B", "S", "tiles", "tail", "left", "right", "prefix", "chunk"],
+    do_not_specialize=[
+        "table_stride", "k_page", "k_head", "v_page", "v_head", "B", "S", "tiles", "tail", "left", "right", "prefix", "chunk",
+    ],
     do_not_specialize_on_alignment=["sinks_ptr", "cu_q_ptr", "cu_k_ptr", "table_ptr"],
 )
 def flash_fwd(
     q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, table_ptr, counter_ptr,
-    table_stride, B, S, tiles, tail, scale, softcap, left, right, prefix, chunk,
+    table_stride, k_page, k_head, v_page, v_head, B, S, tiles, tail, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
     SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
@@ -391,18 +352,23 @@ def flash_fwd(
     plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, CREW + (SIZE > 0))
     notes = gl.allocate_shared_memory(gl.int64, [16, 1], words)
     note(notes, 0, q_ptr, q_desc)
-    note(notes, 1, k_ptr, k_desc)
-    note(notes, 2, v_ptr, v_desc)
     if SIZE > 0:
+        note(notes, 1, k_ptr, k_desc, k_page, k_head)
+        note(notes, 2, v_ptr, v_desc, v_page, v_head)
         note_word(notes, TABLE, table_ptr.to(gl.int64, bitcast=True))
         note_word(notes, TABLE + 1, table_stride)
+    else:
+        note(notes, 1, k_ptr, k_desc)
+        note(notes, 2, v_ptr, v_desc)
     fence_async_shared()
     # packed: one sequence, of all queries
     H = q_desc.shape[1].to(gl.int32)
     T = q_desc.shape[2].to(gl.int32)
+    k_table = Table(table_ptr, table_stride, k_page, k_head)
+    v_table = Table(table_ptr, table_stride, v_page, v_head)
     load = (
         plans, queries, keys, values, mask, q_desc, k_desc, v_desc,
-        B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, table_ptr, table_stride, counter_ptr, shape,
+        B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, k_table, counter_ptr, shape,
     )
     scoring = make_scoring(mask, scale, softcap, SOFTCAP)
     args = (
@@ -413,7 +379,7 @@ def flash_fwd(
         gl.warp_specialize(
             [
                 (_compute, (0,) + args), (_compute, (1,) + args), (_load, load),
-                (_load_values, (plans, values, v_desc, table_ptr, table_stride, shape)),
+                (load_values, (plans, values, v_desc, v_table, shape)),
             ],
             [4, 1, 1], [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
         )

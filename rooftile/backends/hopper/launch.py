@@ -12,9 +12,17 @@ from torch import Tensor
 
 from rooftile.backends.hopper import flash_fwd
 from rooftile.backends.hopper.counters import counter
-from rooftile.backends.hopper.descriptors import descriptor, is_readable, readable
+from rooftile.backends.hopper.descriptors import (
+    are_readable,
+    box_of_pages,
+    descriptor,
+    is_readable,
+    of_pages,
+    readable,
+    steps_of_pages,
+)
 from rooftile.backends.hopper.launcher import Launcher
-from rooftile.backends.hopper.tiles import LINE_COLUMNS, WARPGROUP, Tile, forward_tile, padded, paged_tile
+from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile, padded, paged_tile
 from rooftile.backends.launch import empties
 from rooftile.kvcache import PagedKV
 from rooftile.masks import FULL
@@ -35,7 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
     grid, numbers = _numbers(q.device, sizes, tile, spec)
     sinks, cu_q, cu_k = (lse if x is None else x.contiguous() for x in (options.sinks, options.cu_q, options.cu_k))
     tensors = (q, k, v, o, lse, sinks, cu_q, cu_k, cu_q, counter(q.device))
-    _launcher(spec, tile, q.device)(grid, (q, k, v, o), tensors, (0, *numbers))
+    _launcher(spec, tile, q.device)(grid, (q, k, v, o), tensors, (0, 0, 0, 0, 0, *numbers))
     return o, lse
 
 
@@ -53,15 +61,15 @@ def forward_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tu
     grid, numbers = _numbers(q.device, sizes, tile, spec)
     sinks, cu_q, lengths = (lse if x is None else x.contiguous() for x in (options.sinks, cu_q, cache.lengths))
     tensors = (q, cache.k, cache.v, o, lse, sinks, cu_q, lengths, table, counter(q.device))
-    launcher = _launcher(spec, tile, q.device, cache.size)
-    launcher(grid, (q, cache.k, cache.v, o), tensors, (table.stride(0), *numbers))
+    strides = table.stride(0), *steps_of_pages(cache.k), *steps_of_pages(cache.v)
+    _launcher(spec, tile, q.device, cache.size)(grid, (q, cache.k, cache.v, o), tensors, (*strides, *numbers))
     return o, lse
 
 
 def reads_pages(q: Tensor, cache: PagedKV) -> bool:
     """Whether `forward_paged` can read a cache, and in less time than a copy of it takes."""
     k, v = cache.k, cache.v
-    if cache.k_scale is not None or k.numel() == 0 or not (is_readable(k) and is_readable(v)):
+    if cache.k_scale is not None or k.numel() == 0 or not (are_readable(k) and are_readable(v)):
         return False
     return cache.size >= (PAGE_OF_PROMPT if q.shape[:-2].numel() < LONG_PROMPT * cache.table.shape[0] else PAGE)
 
@@ -79,7 +87,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
         return None
     tile = tile_of(spec, sizes, q.device)
     grid, numbers = _numbers(q.device, sizes, tile, spec)
-    launch = _launcher(spec, tile, q.device).repeated(grid, (0, *numbers))
+    launch = _launcher(spec, tile, q.device).repeated(grid, (0, 0, 0, 0, 0, *numbers))
     new_o = empties((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
     new_lse = empties((sizes.B, sizes.H, sizes.T), torch.float32, q.device)
     device = q.device
@@ -109,8 +117,8 @@ def tile_of(spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
 
 @cache
 def _launcher(spec: Spec, tile: Tile, device: torch.device, size: int = 0) -> Launcher:
-    describe = tuple(partial(descriptor, box=box) for box in boxes(spec, tile, size))
-    return Launcher(flash_fwd.flash_fwd, constants(spec, tile, size), device, describe)
+    describe = [partial(of_pages if len(box) == 4 else descriptor, box=box) for box in boxes(spec, tile, size)]
+    return Launcher(flash_fwd.flash_fwd, constants(spec, tile, size), device, tuple(describe))
 
 
 def sizes_of(q: Tensor, k: Tensor, options: Options) -> Sizes:
@@ -126,16 +134,16 @@ def _outputs(q: Tensor, v: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
     return o, torch.empty(rows, dtype=torch.float32, device=q.device)
 
 
-def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, int, int], ...]:
+def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, ...], ...]:
     """What one copy takes of q, k, v and o: heads, positions, elements. What there is not comes as zeros, and is not stored.
-
-    Of pages of `size` tokens the elements are those of a swizzled line: shared memory holds a block line after line of columns.
+    Of pages of `size` tokens, see `box_of_pages`.
     """
     dim, dim_v = padded(spec.dim), padded(spec.dim_v)
     heads, rows = tile.TOGETHER, WARPGROUP // tile.TOGETHER
-    keys = min(size, tile.KEYS) if size else tile.KEYS
-    k, v = (LINE_COLUMNS, LINE_COLUMNS) if size else (dim, dim_v)
-    return (heads, rows, dim), (1, keys, k), (1, keys, v), (heads, rows, min(dim_v, 128))
+    k, v = (1, tile.KEYS, dim), (1, tile.KEYS, dim_v)
+    if size:
+        k, v = (box_of_pages(dim, min(size, tile.KEYS)) for dim in (spec.dim, spec.dim_v))
+    return (heads, rows, dim), k, v, (heads, rows, min(dim_v, 128))
 
 
 # tokens of a page, at least, that is worth boxes of its own; and in prompts of fewer tokens on average than LONG_PROMPT

@@ -10,10 +10,9 @@ import triton
 from torch import Tensor
 
 from rooftile.backends.hopper import paged_decode
-from rooftile.backends.hopper.descriptors import descriptor, is_readable
+from rooftile.backends.hopper.descriptors import are_readable, box_of_pages, of_pages, steps_of_pages
 from rooftile.backends.hopper.launch import flags_of, numbers_of, processors
 from rooftile.backends.hopper.launcher import Launcher
-from rooftile.backends.hopper.tiles import LINE_COLUMNS
 from rooftile.backends.row_of_work import BATCH, start_merge
 from rooftile.kvcache import PagedKV
 from rooftile.spec import Options, Spec
@@ -42,7 +41,8 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     table, lengths = cache.table.contiguous(), cache.lengths.contiguous()
     sinks = lse if options.sinks is None else options.sinks.contiguous()
     scale, softcap, left, right, prefix, chunk = numbers_of(spec)
-    numbers = (table.stride(0), q.stride(0), q.stride(2), B, H, scale, softcap, left, chunk)
+    strides = table.stride(0), *steps_of_pages(cache.k), *steps_of_pages(cache.v), q.stride(0), q.stride(2)
+    numbers = (*strides, B, H, scale, softcap, left, chunk)
     tensors = (q, o, lse, parts, table, lengths, sinks)
     _launcher(spec, cache.size, constants["BATCH"], q.device)((heads, teams, 1), (cache.k, cache.v), tensors, numbers)
     if teams > 1:
@@ -53,18 +53,18 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
 
 def can_read(cache: PagedKV) -> bool:
     """Whether the copy engine can read keys and values where they are."""
-    return is_readable(cache.k) and is_readable(cache.v)
+    return are_readable(cache.k) and are_readable(cache.v)
 
 
 @cache
 def _launcher(spec: Spec, size: int, batch: int, device: torch.device) -> Launcher:
-    describe = partial(descriptor, box=box_of(spec, size))
+    describe = partial(of_pages, box=box_of(spec, size))
     return Launcher(paged_decode.paged_decode, constants_of(spec, size, batch), device, (describe, describe))
 
 
-def box_of(spec: Spec, size: int) -> tuple[int, int, int]:
-    """What one copy takes of a page of `size` tokens: heads, tokens, elements, which are those of a swizzled line."""
-    return 1, min(size, BLOCK // spec.dim), LINE_COLUMNS
+def box_of(spec: Spec, size: int) -> tuple[int, ...]:
+    """What one copy takes of a page of `size` tokens."""
+    return box_of_pages(spec.dim, min(size, BLOCK // spec.dim))
 
 
 @cache

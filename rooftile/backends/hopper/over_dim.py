@@ -19,6 +19,14 @@ def _first(DIM):
 
 
 @gluon.jit
+def _first_columns(b, COUNT: gl.constexpr):
+    # a slice of all is not asked for: there are layouts of which the compiler has none
+    if b.shape[1] > COUNT:
+        b = b.slice(0, COUNT, 1)
+    return b
+
+
+@gluon.jit
 def product_over_dim(a, b, DIM: gl.constexpr, layout: gl.constexpr, held=0, HELD: gl.constexpr = 0):
     """Issues a b^T for a (rows, D) and b (columns, D), of which DIM elements are not padding.
 
@@ -29,7 +37,7 @@ def product_over_dim(a, b, DIM: gl.constexpr, layout: gl.constexpr, held=0, HELD
     FIRST: gl.constexpr = _first(DIM)
     none = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     if HELD > 0:
-        x = warpgroup_mma(held, b.slice(0, HELD, 1).permute((1, 0)), none, use_acc=False, is_async=True)
+        x = warpgroup_mma(held, _first_columns(b, HELD).permute((1, 0)), none, use_acc=False, is_async=True)
         if HELD < DIM:
             LATER: gl.constexpr = DIM - HELD
             x = warpgroup_mma(a.slice(HELD, LATER, 1), b.slice(HELD, LATER, 1).permute((1, 0)), x, is_async=True)

@@ -10,8 +10,8 @@ A wgmma has 64 rows, and the heads of a group are the first few of them: tensor 
 Dao et al., Flash-Decoding, 2023; Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
 
-from rooftile.backends.hopper.flash_fwd import _load_pages, _load_values
 from rooftile.backends.hopper.gluon import barrier, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from rooftile.backends.hopper.paged_copies import Table, load_pages, load_values
 from rooftile.backends.hopper.pipeline import Ring, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, Plan, publish, publish_end, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, WG_ROWS, Shape
@@ -32,7 +32,7 @@ def _span(S, mask: Mask, KEYS: gl.constexpr):
 
 @gluon.jit
 def _load_keys(
-    plans: Ring, keys: Ring, k_desc, table_ptr, table_stride, lengths_ptr, B, mask: Mask, BATCH: gl.constexpr, shape: Shape
+    plans: Ring, keys: Ring, k_desc, table: Table, lengths_ptr, B, mask: Mask, BATCH: gl.constexpr, shape: Shape
 ):  # fmt: skip
     """The role that finds a program's sequences, tells the others, and has the keys copied in."""
     layout: gl.constexpr = gl.BlockedLayout([max(BATCH // 32, 1)], [32], [1], [0])
@@ -58,7 +58,7 @@ def _load_keys(
         plan = Plan(zero + 1, b, zero + head, zero, zero + 1, S, b, b, zero, first, first + count - 1)
         publish(plans, tile, plan)
         for i in range(count):
-            _load_pages(keys, k_desc, table_ptr, table_stride, turn, plan, plan.last - i, shape.D, shape)
+            load_pages(keys, k_desc, table, turn, plan, plan.last - i, shape.D, shape)
             turn += 1
         tile += 1
         place += count
@@ -107,7 +107,7 @@ def _compute(
             j_0 = (plan.last - i) * shape.KEYS
             cut = (j_0 + shape.KEYS > plan.S) | (j_0 < first_key)
             keys.wait_full(turn)
-            k = keys.buffer(turn).reshape([shape.KEYS, shape.D])
+            k = shape.block_of_keys(keys, turn)
             none = gl.zeros([WG_ROWS, shape.KEYS], gl.float32, shape.s_layout)
             s = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s,))
@@ -125,7 +125,7 @@ def _compute(
             m = m_new
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, shape.o_layout)), 1)
             values.wait_full(turn)
-            v = values.buffer(turn).reshape([shape.KEYS, shape.DV])
+            v = shape.block_of_values(values, turn)
             if cut:
                 _without_hidden(v, j_0, plan.S, first_key)
             acc = warpgroup_mma(gl.convert_layout(p.to(dtype), shape.p_layout), v, acc, is_async=True)
@@ -171,12 +171,14 @@ def _compute(
 
 # fmt: off
 @gluon.jit(
-    do_not_specialize=["table_stride", "q_stride_b", "q_stride_h", "B", "H", "left", "chunk"],
+    do_not_specialize=[
+        "table_stride", "k_page", "k_head", "v_page", "v_head", "q_stride_b", "q_stride_h", "B", "H", "left", "chunk",
+    ],
     do_not_specialize_on_alignment=["sinks_ptr", "table_ptr", "lengths_ptr"],
 )
 def paged_decode(
     k_desc, v_desc, q_ptr, o_ptr, lse_ptr, parts_ptr, table_ptr, lengths_ptr, sinks_ptr,
-    table_stride, q_stride_b, q_stride_h, B, H, scale, softcap, left, chunk,
+    table_stride, k_page, k_head, v_page, v_head, q_stride_b, q_stride_h, B, H, scale, softcap, left, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, SIZE: gl.constexpr, BATCH: gl.constexpr, ROWS: gl.constexpr, LEFT: gl.constexpr,
     CHUNK: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
@@ -196,11 +198,13 @@ def paged_decode(
     compute = (
         plans, keys, values, q_ptr, o_ptr, lse_ptr, parts_ptr, sinks_ptr, q_stride_b, q_stride_h, H, mask, scoring, ROWS, shape,
     )  # fmt: skip
+    k_table = Table(table_ptr, table_stride, k_page, k_head)
+    v_table = Table(table_ptr, table_stride, v_page, v_head)
     gl.warp_specialize(
         [
             (_compute, compute),
-            (_load_keys, (plans, keys, k_desc, table_ptr, table_stride, lengths_ptr, B, mask, BATCH, shape)),
-            (_load_values, (plans, values, v_desc, table_ptr, table_stride, shape)),
+            (_load_keys, (plans, keys, k_desc, k_table, lengths_ptr, B, mask, BATCH, shape)),
+            (load_values, (plans, values, v_desc, v_table, shape)),
         ],
         [1, 1], [COPY_REGISTERS, COPY_REGISTERS],
     )

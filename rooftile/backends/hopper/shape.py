@@ -1,6 +1,7 @@
 """What the parts of the forward know of it when it is compiled."""
 
-from rooftile.backends.hopper.gluon import aggregate, gl, gluon
+from rooftile.backends.hopper.gluon import aggregate, gl, gluon, reinterpreted
+from rooftile.backends.hopper.pipeline import Ring
 from rooftile.backends.hopper.tiles import WARPGROUP
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -15,6 +16,24 @@ def position(row, ROWS: gl.constexpr):
     if ROWS < WG_ROWS:
         row = row % ROWS
     return row
+
+
+@gluon.constexpr_function
+def _by_eights(rows, columns):
+    """The layout of rows that lie by eights, and of each eight line by line of columns, swizzled."""
+    within = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
+    lines = [[0, 64 << i] for i in range((columns // 64).bit_length() - 1)]
+    eights = [[8 << i, 0] for i in range((rows // 8).bit_length() - 1)]
+    return gl.SharedLinearLayout(within + lines + eights, [], 1024)
+
+
+@gluon.jit
+def _block(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LINES: gl.constexpr):
+    if LINES > 1:
+        block = reinterpreted(buffer, buffer.dtype, [ROWS, COLUMNS], _by_eights(ROWS, COLUMNS))
+    else:
+        block = buffer.reshape([ROWS, COLUMNS])
+    return block
 
 
 @aggregate
@@ -37,6 +56,8 @@ class Shape:
     PACKED: gl.constexpr
     SIZE: gl.constexpr  # tokens of a page in which keys and values lie; 0: they lie in a row
     BOX: gl.constexpr  # tokens of a page that one copy takes
+    K_LINES: gl.constexpr  # swizzled lines of a key's elements that one copy of a page takes
+    V_LINES: gl.constexpr
     MASKED: gl.constexpr  # anything but a full mask
     SOFTCAP: gl.constexpr
     SINKS: gl.constexpr
@@ -65,6 +86,8 @@ class Shape:
         self.PACKED = gl.constexpr(PACKED)
         self.SIZE = gl.constexpr(SIZE)
         self.BOX = gl.constexpr(min(SIZE, KEYS))
+        self.K_LINES = gl.constexpr(D // 64 if DIM == D and SIZE > 0 else 1)
+        self.V_LINES = gl.constexpr(DV // 64 if DIM_V == DV and SIZE > 0 else 1)
         self.MASKED = gl.constexpr(MASKED)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.SINKS = gl.constexpr(SINKS)
@@ -72,6 +95,16 @@ class Shape:
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
         self.o_layout = gl.constexpr(o_layout)
         self.p_layout = gl.constexpr(gl.DotOperandLayout(0, o_layout, 2))
+
+    @gluon.jit
+    def block_of_keys(self, keys: Ring, turn):
+        """A block (KEYS, D) in shared memory."""
+        return _block(keys.buffer(turn), self.KEYS, self.D, self.K_LINES)
+
+    @gluon.jit
+    def block_of_values(self, values: Ring, turn):
+        """A block (KEYS, DV) in shared memory."""
+        return _block(values.buffer(turn), self.KEYS, self.DV, self.V_LINES)
 
     @gluon.jit
     def head(self, row, plan):

@@ -13,6 +13,10 @@ WARPGROUP = 64
 LINE_COLUMNS = 64
 
 
+# tokens of a page that a box of the copy engine counts together: the rows over which a swizzle repeats
+EIGHT = 8
+
+
 def padded(dim: int) -> int:
     """A head dim as the kernels hold it."""
     return max(64, 1 << (dim - 1).bit_length())
