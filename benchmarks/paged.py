@@ -3,9 +3,9 @@ what appending and copying blocks move.
 
     PYTHONPATH=. python benchmarks/paged.py COMMIT >> benchmarks/results/h200-paged.jsonl
 
-bf16, D = 128, blocks in random order; contestants take turns, medians of all samples. Decoding is timed in graphs replayed back
-to back, all else (and `alone_us`) between events, the L2 cache flushed before each. The peer is FlashAttention-4 (CuTe), where it
-is installed, at the block sizes that it takes.
+bf16, D = 128, blocks in random order; contestants take turns, medians of all samples. Decoding, appending and copies are timed in
+graphs replayed back to back, all else (and `alone_us`) between events, the L2 cache flushed before each. The peer is
+FlashAttention-4 (CuTe), where it is installed, at the block sizes that it takes.
 """
 
 # ruff: noqa: T201 - what it prints is what it is for
@@ -30,6 +30,8 @@ from rooftile.kvcache import PagedKV, Pages, Rotation, rotate
 from rooftile.kvcache.kernels import copy_blocks
 
 DIM = 128
+# of a cache that is written to, one after the other; and lists of blocks that are copied
+LAYERS = 8
 # sequences, tokens of each in the cache, heads, heads of keys
 DECODING = [
     (64, 8192, 32, 8),
@@ -148,20 +150,24 @@ def prompts(clock: Any) -> list[dict[str, Any]]:
 
 
 def pages(clock: Any, copy_gbs: float) -> list[dict[str, Any]]:
-    """A prompt's keys and values into their slots, rotated or not, and copies of blocks: as in 8 layers of 8 heads."""
+    """A prompt's keys and values into their slots, rotated or not, and copies of blocks: as in LAYERS layers of 8 heads.
+
+    A replay goes through all layers, each with queries, keys and values of its own, and copies other blocks each time: what
+    one writes is long out of the L2 cache when it is written again.
+    """
     blocks, heads, tokens, copies = 8192, 8, 16384, 512
-    held = Pages(blocks, 8, heads, DIM, device="cuda")
-    qkv = torch.randn(tokens, 6 * heads * DIM, device="cuda", dtype=torch.bfloat16)
-    q, k, v = (x.unflatten(1, (-1, DIM)) for x in qkv.split([4 * heads * DIM, heads * DIM, heads * DIM], 1))
+    held = Pages(blocks, LAYERS, heads, DIM, device="cuda")
+    layers = torch.randn(LAYERS, tokens, 6 * heads * DIM, device="cuda", dtype=torch.bfloat16).unflatten(2, (-1, DIM))
+    queries, keys, values = layers.split([4 * heads, heads, heads], 2)
     slots = (torch.randperm(blocks, device="cuda")[: tokens // 16, None] * 16 + torch.arange(16, device="cuda")).flatten()
     angles = torch.rand(tokens, DIM // 2, device="cuda")
     rotation = Rotation(angles.cos(), angles.sin())
-    pairs = torch.randperm(blocks, device="cuda")[: 2 * copies].view(-1, 2)
-    works: dict[str, Callable[[], Any]] = {
-        "append": partial(held.write, 3, k, v, slots),
-        "append, rotated": partial(held.write, 3, k, v, slots, rotation),
-        "rotate queries": partial(rotate, q, rotation),
-        "copy blocks": partial(copy_blocks, held.storage, pairs),
+    pairs = torch.randperm(blocks, device="cuda").view(-1, copies, 2)
+    steps: dict[str, Callable[[int], Any]] = {
+        "append": lambda i: held.write(i, keys[i], values[i], slots),
+        "append, rotated": lambda i: held.write(i, keys[i], values[i], slots, rotation),
+        "rotate queries": lambda i: rotate(queries[i], rotation),
+        "copy blocks": lambda i: copy_blocks(held.storage, pairs[i]),
     }
     line, turns = heads * DIM * 2, DIM * 4
     moved = {
@@ -170,11 +176,20 @@ def pages(clock: Any, copy_gbs: float) -> list[dict[str, Any]]:
         "rotate queries": tokens * (8 * line + turns),
         "copy blocks": copies * 2 * held.storage[0].nbytes,
     }
+    alone = medians({name: partial(step, 3) for name, step in steps.items()}, clock)
+    found = replayed({name: partial(_each, step) for name, step in steps.items()}, times=2)
     rows = []
-    for name, us in medians(works, clock).items():
+    for name, all_us in found.items():
+        us = all_us / LAYERS
         gbs = moved[name] / us / 1e3
-        rows.append({"what": name, "us": round(us, 1), "tbs": round(gbs / 1e3, 3), "of_copy": round(gbs / copy_gbs, 3)})
+        row: dict[str, Any] = {"what": name, "us": round(us, 1), "tbs": round(gbs / 1e3, 3), "of_copy": round(gbs / copy_gbs, 3)}
+        rows.append(row | {"timed": "replayed", "alone_us": round(alone[name], 1)})
     return rows
+
+
+def _each(step: Callable[[int], Any]) -> None:
+    for i in range(LAYERS):
+        step(i)
 
 
 def main(commit: str) -> None:
