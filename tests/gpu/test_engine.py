@@ -18,7 +18,7 @@ from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput
 from rooftile.serve.sampling_params import SamplingParams
 from tests.models.checkpoints import CONFIGS
-from tests.serve.test_engine import GREEDY, ROOM, assert_clean, prompts
+from tests.serve.asking import GREEDY, ROOM, assert_clean, prompts
 
 pytestmark = pytest.mark.gpu
 

@@ -16,8 +16,8 @@ import transformers
 from rooftile.errors import InvalidInput
 from rooftile.serve import LLM, AsyncEngine, Overloaded, RequestOutput, SamplingParams
 from tests.models.checkpoints import SMALL, saved
+from tests.serve.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts
 from tests.serve.folders import save
-from tests.serve.test_engine import GREEDY, ROOM, TOKENS, assert_clean, prompts
 
 LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
 SOON = 120.0

@@ -11,7 +11,7 @@ import pytest
 from rooftile.errors import InvalidInput
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput
-from tests.serve.test_engine import GREEDY, ROOM, TOKENS, assert_clean, prompts
+from tests.serve.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts
 
 THREADS = 4
 

@@ -1,0 +1,41 @@
+"""Prompts, the tokens that an engine answers with, and whether it is left clean."""
+
+from __future__ import annotations
+
+import random
+
+from rooftile.serve.llm import LLM
+from rooftile.serve.sampling_params import SamplingParams
+from tests.models.checkpoints import VOCABULARY
+
+FAMILIES = ["llama", "llama, llama3", "mistral", "qwen2", "qwen2, windows", "qwen3", "gemma2", "gpt2"]
+TOKENS = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+ROOM = {"max_model_len": 96, "num_blocks": 600}
+
+
+def prompts(count: int = 64, seed: int = 0) -> list[list[int]]:
+    """Of mixed lengths around those of blocks, some of which begin alike."""
+    rng = random.Random(seed)
+    made = [[rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 15, 16, 17, 33, 48, 60]))] for _ in range(count)]
+    for n in range(3, count, 5):
+        made[n] = made[n - 1][:40] + made[n]
+        del made[n][60:]
+    return made
+
+
+def tokens_of(llm: LLM, asked: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[list[int]]]:
+    """All answers to each prompt; the engine is left clean."""
+    outputs = llm.generate(asked, params)
+    assert [output.error for output in outputs] == [None] * len(asked)
+    assert [output.prompt_token_ids for output in outputs] == asked
+    assert_clean(llm)
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+def assert_clean(llm: LLM) -> None:
+    engine = llm.engine
+    engine.pool.check()
+    assert engine.pool.used_blocks == 0
+    assert engine.idle
+    assert sorted(engine.scheduler._slots) == list(range(engine.max_answers))
