@@ -2,7 +2,7 @@
 
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon, reinterpreted
 from rooftile.backends.hopper.pipeline import Ring
-from rooftile.backends.hopper.tiles import WARPGROUP
+from rooftile.backends.hopper.tiles import EIGHT, LINE_COLUMNS, WARPGROUP
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -20,10 +20,10 @@ def position(row, ROWS: gl.constexpr):
 
 @gluon.constexpr_function
 def _by_eights(rows, columns):
-    """The layout of rows that lie by eights, and of each eight line by line of columns, swizzled."""
+    """The layout of rows that lie by eights, and of each eight line by line of columns: where each bit of an address leads."""
     within = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
-    lines = [[0, 64 << i] for i in range((columns // 64).bit_length() - 1)]
-    eights = [[8 << i, 0] for i in range((rows // 8).bit_length() - 1)]
+    lines = [[0, LINE_COLUMNS << i] for i in range((columns // LINE_COLUMNS).bit_length() - 1)]
+    eights = [[EIGHT << i, 0] for i in range((rows // EIGHT).bit_length() - 1)]
     return gl.SharedLinearLayout(within + lines + eights, [], 1024)
 
 
@@ -86,8 +86,8 @@ class Shape:
         self.PACKED = gl.constexpr(PACKED)
         self.SIZE = gl.constexpr(SIZE)
         self.BOX = gl.constexpr(min(SIZE, KEYS))
-        self.K_LINES = gl.constexpr(D // 64 if DIM == D and SIZE > 0 else 1)
-        self.V_LINES = gl.constexpr(DV // 64 if DIM_V == DV and SIZE > 0 else 1)
+        self.K_LINES = gl.constexpr(D // LINE_COLUMNS if DIM == D and SIZE > 0 else 1)
+        self.V_LINES = gl.constexpr(DV // LINE_COLUMNS if DIM_V == DV and SIZE > 0 else 1)
         self.MASKED = gl.constexpr(MASKED)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.SINKS = gl.constexpr(SINKS)
