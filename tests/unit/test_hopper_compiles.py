@@ -128,7 +128,7 @@ def test_kernels_before_and_after_the_products_compile(module: str, name: str, c
         *((desc, (1, 128, dim), *codes) for desc in ("q_out_desc", "k_out_desc")),
         ("v_out_desc", (1, dim, 128), torch.float8_e4m3fn, "fp8e4nv"),
     ):
-        kinds[desc] = f"tensordesc<{word}{[1, *box]},{layout(box, dtype)!r}>"
+        kinds[desc] = f"tensordesc<{word}{[1, *box]},{layout((1, *box), dtype)!r}>"
     options = {"num_warps": 4 * dim // 64, "maxnreg": 128} if name == "quantise" else {"num_warps": 4}
     signature = {arg: kinds.get(arg, "*fp32" if arg.endswith("_ptr") else "i32") for arg in kernel.arg_names}
     places = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}

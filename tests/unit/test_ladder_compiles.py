@@ -33,7 +33,7 @@ def test_rung_compiles(rung: str, causal: bool) -> None:
             return "constexpr"
         if name.endswith("_desc"):
             rows = 64 if name[0] in "qo" and rung != "plain" else 128
-            return f"tensordesc<bf16{[1, 1, rows, 128]},{layout((1, rows, 128), torch.bfloat16)!r}>"
+            return f"tensordesc<bf16{[1, 1, rows, 128]},{layout((1, 1, rows, 128), torch.bfloat16)!r}>"
         return {"lse_ptr": "*fp32", "factor": "fp32"}.get(name, "i32")
 
     names = kernel.arg_names
