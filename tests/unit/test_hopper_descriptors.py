@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from rooftile.backends.hopper.descriptors import are_readable, box_of_pages, of_pages, steps_of_pages
+from rooftile.backends.hopper.shape import by_eights
 
 GUARD = -7.0
 
@@ -72,3 +73,19 @@ def test_pages_at_odd_distances_are_not_read_in_place() -> None:
     assert are_readable(apart[:1]), "one page is not apart from any"
     heads = torch.as_strided(storage, (2, 16, 2, 128), (16 * 4 * 128, 4 * 128, 128 + 16, 1))
     assert not are_readable(heads)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (64, 128), (64, 256)])
+def test_products_read_a_block_as_its_boxes_leave_it(rows: int, columns: int) -> None:
+    """Where the copy engine puts an element, swizzled: 16 bytes of a line of 128 lie where their number and the line's differ."""
+    layout = by_eights(rows, columns)
+    assert 1 << len(layout.offset_bases) == rows * columns
+    for row in range(rows):
+        for column in range(columns):
+            eight, token, line = row // 8, row % 8, column // 64
+            place = ((eight * (columns // 64) + line) * 8 + token) * 64 + (column % 64 // 8 ^ token) * 8 + column % 8
+            at = [0, 0]
+            for bit, basis in enumerate(layout.offset_bases):
+                if place >> bit & 1:
+                    at = [a ^ b for a, b in zip(at, basis, strict=True)]
+            assert at == [row, column]

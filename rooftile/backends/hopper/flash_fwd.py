@@ -59,6 +59,12 @@ def _load_block(keys: Ring, values: Ring, k_desc, v_desc, table: Table, turn, pl
 
 
 @gluon.jit
+def _draw(counter_ptr):
+    """How many tiles were drawn before. Nothing else is passed on with it, and a fence would empty the L1 that holds tables."""
+    return gl.atomic_add(counter_ptr, 1, sem="relaxed")
+
+
+@gluon.jit
 def _load(
     plans: Ring, queries: Ring, keys: Ring, values: Ring, mask: Mask, q_desc, k_desc, v_desc,
     B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, table: Table, counter_ptr, shape: Shape,
@@ -95,18 +101,18 @@ def _load(
                 # the loop alone (see `pipeline.opaque`)
                 for i in range(plan.last - plan.first + 1):
                     if i == plan.last - plan.first:
-                        n = gl.atomic_add(counter_ptr, 1, sem="relaxed") + programs
+                        n = _draw(counter_ptr) + programs
                     _load_block(keys, values, k_desc, v_desc, table, turn, plan, plan.last - i, shape)
                     turn += 1
             else:
                 for i in range(plan.last - plan.first):
                     _load_block(keys, values, k_desc, v_desc, table, turn, plan, plan.last - i, shape)
                     turn += 1
-                n = gl.atomic_add(counter_ptr, 1, sem="relaxed") + programs
+                n = _draw(counter_ptr) + programs
                 _load_block(keys, values, k_desc, v_desc, table, turn, plan, plan.first, shape)
                 turn += 1
         else:
-            n = gl.atomic_add(counter_ptr, 1, sem="relaxed") + programs
+            n = _draw(counter_ptr) + programs
     publish_end(plans, tile)
     put_back(counter_ptr)
 
@@ -339,7 +345,7 @@ def flash_fwd(
     masked: gl.constexpr = LEFT or RIGHT or PREFIX or CHUNK
     shape = Shape(
         GROUP, D, DV, DIM, DIM_V, KEYS, CREW, TOGETHER, PING_PONG, HELD, LAZY, SOFTMAX_FIRST, PACKED, SIZE, masked, SOFTCAP,
-        SINKS,
+        SINKS, k_desc.block_type.shape[1], v_desc.block_type.shape[1],
     )
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     queries = ring(gl.allocate_shared_memory(dtype, [Q_SLOTS * CREW, 1, TOGETHER, shape.ROWS, D], q_desc.layout), Q_SLOTS, CREW)

@@ -136,7 +136,8 @@ def _outputs(q: Tensor, v: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
 
 def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, ...], ...]:
     """What one copy takes of q, k, v and o: heads, positions, elements. What there is not comes as zeros, and is not stored.
-    Of pages of `size` tokens, see `box_of_pages`.
+
+    Of pages of `size` tokens k and v have boxes of another kind: `box_of_pages`.
     """
     dim, dim_v = padded(spec.dim), padded(spec.dim_v)
     heads, rows = tile.TOGETHER, WARPGROUP // tile.TOGETHER

@@ -185,7 +185,8 @@ def paged_decode(
 ):
     # fmt: on
     dtype: gl.constexpr = k_desc.dtype
-    shape = Shape(GROUP, D, D, D, D, KEYS, 1, 1, False, 0, False, False, False, SIZE, LEFT or CHUNK, SOFTCAP, SINKS)
+    LINES: gl.constexpr = k_desc.block_type.shape[1]
+    shape = Shape(GROUP, D, D, D, D, KEYS, 1, 1, False, 0, False, False, False, SIZE, LEFT or CHUNK, SOFTCAP, SINKS, LINES, LINES)
     # a query is its sequence's last: what is to its right, and before a prefix, does not matter
     mask = Mask(left, B * 0, B * 0, chunk, LEFT, False, False, CHUNK)
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, D], dtype)

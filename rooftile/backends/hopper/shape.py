@@ -19,7 +19,7 @@ def position(row, ROWS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _by_eights(rows, columns):
+def by_eights(rows, columns):
     """The layout of rows that lie by eights, and of each eight line by line of columns: where each bit of an address leads."""
     within = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
     lines = [[0, LINE_COLUMNS << i] for i in range((columns // LINE_COLUMNS).bit_length() - 1)]
@@ -30,7 +30,7 @@ def _by_eights(rows, columns):
 @gluon.jit
 def _block(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LINES: gl.constexpr):
     if LINES > 1:
-        block = reinterpreted(buffer, buffer.dtype, [ROWS, COLUMNS], _by_eights(ROWS, COLUMNS))
+        block = reinterpreted(buffer, buffer.dtype, [ROWS, COLUMNS], by_eights(ROWS, COLUMNS))
     else:
         block = buffer.reshape([ROWS, COLUMNS])
     return block
@@ -56,7 +56,7 @@ class Shape:
     PACKED: gl.constexpr
     SIZE: gl.constexpr  # tokens of a page in which keys and values lie; 0: they lie in a row
     BOX: gl.constexpr  # tokens of a page that one copy takes
-    K_LINES: gl.constexpr  # swizzled lines of a key's elements that one copy of a page takes
+    K_LINES: gl.constexpr  # swizzled lines of a key's elements that one copy of a page takes (`descriptors.box_of_pages`), or 1
     V_LINES: gl.constexpr
     MASKED: gl.constexpr  # anything but a full mask
     SOFTCAP: gl.constexpr
@@ -68,7 +68,7 @@ class Shape:
     @gluon.constexpr_function
     def __init__(
         self, GROUP, D, DV, DIM, DIM_V, KEYS, CREW, TOGETHER, PING_PONG, HELD, LAZY, SOFTMAX_FIRST,
-        PACKED, SIZE, MASKED, SOFTCAP, SINKS,
+        PACKED, SIZE, MASKED, SOFTCAP, SINKS, K_LINES, V_LINES,
     ):  # fmt: skip
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
@@ -86,8 +86,8 @@ class Shape:
         self.PACKED = gl.constexpr(PACKED)
         self.SIZE = gl.constexpr(SIZE)
         self.BOX = gl.constexpr(min(SIZE, KEYS))
-        self.K_LINES = gl.constexpr(D // LINE_COLUMNS if DIM == D and SIZE > 0 else 1)
-        self.V_LINES = gl.constexpr(DV // LINE_COLUMNS if DIM_V == DV and SIZE > 0 else 1)
+        self.K_LINES = gl.constexpr(K_LINES)
+        self.V_LINES = gl.constexpr(V_LINES)
         self.MASKED = gl.constexpr(MASKED)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.SINKS = gl.constexpr(SINKS)
