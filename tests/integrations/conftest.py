@@ -54,3 +54,34 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     torch._dynamo.reset()
     dispatch.choose.cache_clear()
     torch_sdpa._route.cache_clear()
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Rooftile among the attentions that Transformers knows."""
+    from rooftile.integrations import transformers as integration
+
+    integration.register()
+    yield
+    integration.disable()
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """How often the integration called Rooftile: dense, with a bias, packed."""
+    from rooftile.integrations import transformers as integration
+
+    counted: Counter = Counter()
+    dense, packed = integration.api.attention, integration.api.attention_packed
+
+    def count_dense(*args, **options):
+        counted["dense" if options.get("bias") is None else "bias"] += 1
+        return dense(*args, **options)
+
+    def count_packed(*args, **options):
+        counted["packed"] += 1
+        return packed(*args, **options)
+
+    monkeypatch.setattr(integration.api, "attention", count_dense)
+    monkeypatch.setattr(integration.api, "attention_packed", count_packed)
+    return counted

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rooftile.errors import Unsupported
-from rooftile.integrations import transformers as integration
 
 transformers = pytest.importorskip("transformers")
 # Transformers asks it how much memory a CPU has
@@ -18,11 +17,7 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def registered():
-    integration.register()
-    yield
-    integration.unregister()
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 @pytest.mark.parametrize("window", [None, 8], ids=["full", "sliding"])
