@@ -132,7 +132,7 @@ def prompts(clock: Any) -> list[dict[str, Any]]:
         q = torch.randn(B, S, H, DIM, device="cuda", dtype=torch.bfloat16)
         cu = torch.arange(B + 1, device="cuda", dtype=torch.int32) * S
         works: dict[str, Callable[[], Any]] = {}
-        for size in (16, 64, 256):
+        for size in (16, 64, 128, 256):
             paged = replace(shuffled(B, S, Hk, size), cu_q=cu)
             works[f"rooftile, block {size}"] = partial(rt.attention_paged, q.flatten(0, 1), paged, rt.CAUSAL)
         k, v = (torch.randn(B, S, Hk, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.hardware.arch import arch
+from rooftile.kvcache.pages import MOST_GATHERED
 from rooftile.masks import CAUSAL, FULL, Mask
 from rooftile.precision import Precision
 from rooftile.spec import DTYPE_NAMES, Options, Problem, Sizes, decode, encode
@@ -164,9 +165,8 @@ def paged_code(
 
 # tokens of a block, at least, that a copy of its own is worth where a token is decoded
 BLOCK = 16
-# queries of a sequence, on average, that are worth the kernels for prompts; and where its keys and values must be copied in one
-# piece first, the bytes of it at most
-PROMPT, MOST_GATHERED = 64, 1 << 30
+# queries of a sequence, on average, that are worth the kernels for prompts
+PROMPT = 64
 
 
 def _layout(q: Tensor, cache: Any, deterministic: bool) -> str:
@@ -179,11 +179,10 @@ def _layout(q: Tensor, cache: Any, deterministic: bool) -> str:
 
 def _has_prompts(q: Tensor, cache: Any) -> bool:
     """Whether the sequences have many queries each, and all that their tables have room for may be gathered if it must be."""
-    B, N = cache.table.shape
-    if q.shape[:-2].numel() < PROMPT * B:
+    if q.shape[:-2].numel() < PROMPT * cache.table.shape[0]:
         return False
-    line = cache.k[0, 0].nbytes + cache.v[0, 0].nbytes if cache.k_scale is not None and cache.k.shape[0] else 0
-    return bool(B * N * cache.k.shape[1] * line <= MOST_GATHERED)
+    must = cache.k_scale is not None or cache.size < BLOCK
+    return not must or cache.gathered_bytes(q.dtype) <= MOST_GATHERED
 
 
 def check_shared_prefix(q: Tensor, cache: Any, mask: Mask, alibi: Tensor | None, tokens: int) -> None:

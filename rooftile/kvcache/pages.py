@@ -13,6 +13,10 @@ from rooftile.kvcache.rotation import Rotation, rotate
 
 # the largest number of torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
+# bytes of a gathered copy, at most; what does not fit is read by a kernel that needs none
+MOST_GATHERED = 1 << 30
+# queries of a sequence, on average, beside whose products a copy of small pages is short
+LONG_PROMPT = 8192
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +42,11 @@ class PagedKV:
     def size(self) -> int:
         """Tokens of a block."""
         return self.k.shape[1]
+
+    def gathered_bytes(self, dtype: torch.dtype) -> int:
+        """What all that the tables have room for takes out of its blocks."""
+        tokens = self.table.numel() * self.size
+        return tokens * self.k.shape[2] * (self.k.shape[3] + self.v.shape[3]) * dtype.itemsize
 
     def gathered(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values out of their blocks, sequence after sequence: (total, Hk, D), (total, Hk, Dv), offsets (B + 1,)."""

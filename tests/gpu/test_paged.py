@@ -172,7 +172,7 @@ def test_long_prompts_go_by_the_kernels_of_hopper() -> None:
     """Of small pages they are gathered; the heads of a group have tiles of their own."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
-    for size in (16, 64):
+    for size in (16, 128):
         cache = cache_of([9000, 8500], 1, 128, size)
         counts = torch.tensor([0, 8800, 8300]).cumsum(0).int().cuda()
         cache = PagedKV(cache.k, cache.v, cache.table, cache.lengths, counts)

@@ -13,6 +13,7 @@ import rooftile as rt
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import BlockPool, Copy, PagedKV, Pages
 from rooftile.masks import Mask
+from rooftile.validate import _layout
 
 BACKENDS = ["eager", "tiled"]
 backends = pytest.mark.parametrize("name", BACKENDS)
@@ -269,3 +270,14 @@ def test_pages_in_fp8() -> None:
             assert ((found - due).abs() <= due.abs() / 16 + due.abs().amax(-1, keepdim=True) / 448 / 64).all()
     assert not found_k[2, 1].any()
     assert str(pages).endswith("2 x 2 heads x (16 bytes + 4 of scale) = 3.84 kB")
+
+
+@pytest.mark.parametrize(
+    ("room", "fp8", "due"), [(1 << 18, True, "paged-prompts"), (1 << 19, True, "paged"), (1 << 19, False, "paged-prompts")]
+)
+def test_what_has_to_be_copied_has_to_fit(room: int, fp8: bool, due: str) -> None:
+    """Prompts to a cache with scales: a copy in the dtype of the queries, here 1 or 2 GiB, or the kernel that needs none."""
+    dtype, scale = (torch.float8_e4m3fn, torch.ones(4, 16, 8)) if fp8 else (torch.bfloat16, None)
+    k, v = (torch.empty(4, 16, 8, 128, dtype=dtype) for _ in range(2))
+    cache = PagedKV(k, v, torch.zeros(1, room // 16, dtype=torch.int32), torch.tensor([64]), None, scale, scale)
+    assert _layout(torch.empty(1, 64, 32, 128, dtype=torch.bfloat16), cache, deterministic=False) == due

@@ -24,7 +24,7 @@ from rooftile.backends.hopper.descriptors import (
 from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile, padded, paged_tile
 from rooftile.backends.launch import empties
-from rooftile.kvcache import PagedKV
+from rooftile.kvcache.pages import LONG_PROMPT, MOST_GATHERED, PagedKV
 from rooftile.masks import FULL
 from rooftile.spec import Options, Sizes, Spec
 
@@ -71,7 +71,8 @@ def reads_pages(q: Tensor, cache: PagedKV) -> bool:
     k, v = cache.k, cache.v
     if cache.k_scale is not None or k.numel() == 0 or not (are_readable(k) and are_readable(v)):
         return False
-    return cache.size >= (PAGE_OF_PROMPT if q.shape[:-2].numel() < LONG_PROMPT * cache.table.shape[0] else PAGE)
+    is_long = q.shape[:-2].numel() >= LONG_PROMPT * cache.table.shape[0]
+    return cache.size >= (PAGE_OF_LONG if is_long and cache.gathered_bytes(q.dtype) <= MOST_GATHERED else PAGE)
 
 
 @cache
@@ -147,8 +148,8 @@ def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, ...], ...]:
     return (heads, rows, dim), k, v, (heads, rows, min(dim_v, 128))
 
 
-# tokens of a page, at least, that is worth boxes of its own; and in prompts of fewer tokens on average than LONG_PROMPT
-PAGE, PAGE_OF_PROMPT, LONG_PROMPT = 64, 16, 8192
+# tokens of a page, at least, that is worth boxes of its own; and in prompts so long that a copy is short
+PAGE, PAGE_OF_LONG = 16, 128
 # tiles a program, on average, that the heads taken together at the end have; packed ones are less alike
 TAIL, PACKED_TAIL = 2, 3
 
