@@ -113,7 +113,7 @@ def _rows(asked: Asked, session: Session) -> Iterator[dict[str, Any]]:
     llm, start = started(asked, decoder)
     ours = {"engine": "rooftile"}
     yield {"row": "start", **ours, **start, "weights_s": round(loaded, 2)}
-    workloads, costs = workloads_for(asked, decoder), costs_of(decoder, session)
+    workloads, costs = workloads_for(asked, decoder), costs_of(llm, session)
     w1, w10, w11 = workloads.values()
     several = f"n = 4, {len(w11.requests)} prompts, {w11.requests[0].params.max_tokens} tokens"
     for name, workload in (("W1", w1), ("batch 1", w10), (several, w11)):

@@ -183,7 +183,6 @@ def measure(
     began = clock.now()
     decoder = decoder_named(model, session.device)
     loaded = clock.now() - began
-    costs = costs_of(decoder, session)
     llm: LLM | None = None
     started, known = 0.0, None
     for workload in workloads:
@@ -199,7 +198,7 @@ def measure(
                 began = clock.now()
                 llm, known = LLM(decoder, **asked), asked
                 started = loaded + clock.now() - began
-            first, found = repeat(llm, workload, runs, costs=costs, clock=clock, say=say)
+            first, found = repeat(llm, workload, runs, costs=costs_of(llm, session), clock=clock, say=say)
             row = _row(
                 workload, session, found, model=model, allocator=one, settings=asked, scale=scale, start_s=started, first_s=first
             )
@@ -226,8 +225,9 @@ def repeat(
     return first, [_run(llm, workload, costs, clock, f"{workload.name}, run {n} of {runs}", say) for n in range(1, runs + 1)]
 
 
-def costs_of(decoder: Decoder, session: Session) -> Costs | None:
-    """Of a model here; None where no product was measured in its dtype."""
+def costs_of(llm: LLM, session: Session) -> Costs | None:
+    """Of its model and cache here; None where no product was measured in the model's dtype."""
+    decoder, pages = llm.engine.runner.decoder, llm.pages
     config = decoder.config
     dtype = decoder.embedding.dtype
     word = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
@@ -239,7 +239,7 @@ def costs_of(decoder: Decoder, session: Session) -> Costs | None:
     layers = sum(weight.numel() for layer in decoder.layers for weight in layer.parameters())
     return Costs(
         weight_bytes=(numbers - looked_up) * dtype.itemsize,
-        token_bytes=config.layers * 2 * config.kv_heads * config.head_dim * dtype.itemsize,
+        token_bytes=pages.nbytes // (pages.storage.shape[0] * pages.storage.shape[3]),
         token_flops=2 * layers,
         bytes_s=session.ceilings.copy_gbs * 1e9,
         flops_s=session.ceilings.matmul_tflops[word] * 1e12,

@@ -107,6 +107,7 @@ def serve(
     num_blocks: Annotated[int | None, typer.Option(help="Blocks of the cache.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a block.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Answers that run at once.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Of the cache: fp8; left out, the model's.")] = None,
     runs: Annotated[int, typer.Option(help="How often each is run; the median is shown.")] = 3,
     device: DeviceOption = "auto",
     commit: Annotated[str, typer.Option(help="The commit that is measured, where git cannot say.")] = "",
@@ -120,7 +121,7 @@ def serve(
     from rooftile.bench import serving, workloads
 
     chosen = workloads.named(workload or ["W1"], factor=scale, rate=rate)
-    asked = {"num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": max_num_seqs}
+    asked = {"num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": max_num_seqs, "kv_dtype": kv_dtype}
     found: list[serving.Row] = []
     with progress() as say:
         say("the ceilings")

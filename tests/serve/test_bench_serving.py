@@ -233,13 +233,17 @@ def test_the_floor_counts_weights_each_step_the_cache_each_token_and_the_product
 
 def test_costs_of_a_model_are_its_numbers() -> None:
     decoder = decoder_named("tiny", torch.device("cpu"))
-    costs = serving.costs_of(decoder, SESSION)
+    room = {"num_blocks": 16, "max_model_len": 64}
+    costs, in_fp8 = (serving.costs_of(LLM(decoder, **room, kv_dtype=kind), SESSION) for kind in ("auto", "fp8"))
     assert costs is not None
+    assert in_fp8 is not None
     # q and o 64 x 64, k and v 64 x 32, three of the feed-forward, two norms; the tied table is read for the head
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
     assert costs.token_flops == 2 * 2 * layer
     assert costs.weight_bytes == 4 * (2 * layer + 512 * 64 + 64)
     assert costs.token_bytes == 2 * 2 * 2 * 16 * 4
+    # a number takes a byte, a head 4 for its scale
+    assert in_fp8.token_bytes == 2 * 2 * 2 * (16 + 4)
 
 
 @pytest.mark.parametrize(("name", "billions", "kib"), [("0.6b", 0.596, 112), ("1b", 1.236, 32), ("8b", 8.03, 128)])

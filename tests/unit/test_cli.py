@@ -121,12 +121,12 @@ def test_bench_serving_prints_tables_and_appends_lines(run, tmp_path: Path) -> N
 
 def test_bench_serving_hands_its_options_to_the_engine(run) -> None:
     words = ("bench", "serving", "--device", "cpu", "--workload", "W3", "--scale", "0.01", "--runs", "1", "--rate", "1000")
-    more = ("--allocator", "contiguous", "--num-blocks", "64", "--block-size", "8", "--max-num-seqs", "2", "--json", "-")
-    code, out, _ = run(*words, *more)
+    more = ("--allocator", "contiguous", "--num-blocks", "64", "--block-size", "8", "--max-num-seqs", "2", "--kv-dtype", "fp8")
+    code, out, _ = run(*words, *more, "--json", "-")
     (line,) = out.splitlines()
     row = json.loads(line)
     assert (code, row["workload"], row["allocator"]) == (0, "W3@1000", "contiguous")
-    assert row["settings"] | {"num_blocks": 64, "block_size": 8, "max_num_seqs": 2} == row["settings"]
+    assert row["settings"] | {"num_blocks": 64, "block_size": 8, "max_num_seqs": 2, "kv_dtype": "fp8"} == row["settings"]
     assert row["median"]["running"] <= 2
 
 
