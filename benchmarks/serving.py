@@ -10,7 +10,7 @@ Random weights, on a GPU in bf16, of which the peer has views. A JSON line a row
     W1, first N           the same requests that the peer gets
     start, again          in a process of its own, which finds Triton's cache filled
     idle                  how long no kernel, copy or fill ran in such steps: under the profiler, in that second process, so
-                          that no other row is profiled; and beside the milliseconds of the row above
+                          that no other row is profiled; and beside the milliseconds of steps there that nobody watched
     W1, first N           Transformers; "times" is our rate over its rate
     W8, first N           a cache of 15.7k slots, whole reservations and then pages; "times" is the second rate over the first
 
@@ -100,7 +100,11 @@ def again(asked: Asked, device: torch.device) -> dict[str, Any]:
     decoder = decoder_named(asked.model, device)
     llm, start = started(asked, decoder)
     sizes = decode_step.Sizes.of(Scale(asked.scale))
-    return {"start": start, "idle": decode_step.idle(llm.engine, sizes) if device.type == "cuda" else None}
+    if device.type != "cuda":
+        return {"start": start, "idle": None}
+    # another process, another temperature: what the profiler sees is compared with steps just before
+    step_ms, _ = decode_step.milliseconds(llm.engine, sizes)
+    return {"start": start, "idle": {"unprofiled_ms": round(step_ms, 4)} | decode_step.idle(llm.engine, sizes)}
 
 
 def _rows(asked: Asked, session: Session) -> Iterator[dict[str, Any]]:
@@ -129,7 +133,7 @@ def _rows(asked: Asked, session: Session) -> Iterator[dict[str, Any]]:
     tidy(device)
     second = _in_second_process(asked, device)
     yield {"row": "start, again", **ours, **second["start"]}
-    yield {"row": f"idle, {sizes}", **ours, **_idle(second["idle"], step["ms"])}
+    yield {"row": f"idle, {sizes}", **ours, **_idle(second["idle"])}
     if asked.w8_requests:
         yield from _allocators(asked, decoder, costs)
     if asked.peer:
@@ -183,12 +187,12 @@ def _step(llm: LLM, sizes: decode_step.Sizes, costs: Costs | None) -> dict[str, 
     return {"ms": round(median(each), 4), "each": each, "contexts": [round(context, 1) for _, context in found], **more}
 
 
-def _idle(found: dict[str, Any] | None, step_ms: float) -> dict[str, Any]:
-    """Of a step's time the share in which the GPU did nothing: as profiled, and of the step that was not."""
-    about = {"measured": "under the profiler, in a second process", "unprofiled_ms": step_ms}
+def _idle(found: dict[str, Any] | None) -> dict[str, Any]:
+    """Of a step's time the share in which the GPU did nothing: as profiled, and of the steps before that were not."""
+    about = {"measured": "in a second process"}
     if found is None or "busy_ms" not in found:
         return {"busy_ms": None, "idle_percent": None, "idle_percent_unprofiled": None, **about, **(found or {})}
-    return {**found, "idle_percent_unprofiled": round(100 * (1 - found["busy_ms"] / step_ms), 1), **about}
+    return {**found, "idle_percent_unprofiled": round(100 * (1 - found["busy_ms"] / found["unprofiled_ms"]), 1), **about}
 
 
 def _in_second_process(asked: Asked, device: torch.device) -> dict[str, Any]:

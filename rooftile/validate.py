@@ -18,7 +18,6 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.hardware.arch import arch
-from rooftile.kvcache.pages import MOST_GATHERED
 from rooftile.masks import CAUSAL, FULL, Mask
 from rooftile.precision import Precision
 from rooftile.spec import DTYPE_NAMES, Options, Problem, Sizes, decode, encode
@@ -182,7 +181,7 @@ def _has_prompts(q: Tensor, cache: Any) -> bool:
     if q.shape[:-2].numel() < PROMPT * cache.table.shape[0]:
         return False
     must = cache.k_scale is not None or cache.size < BLOCK
-    return not must or cache.gathered_bytes(q.dtype) <= MOST_GATHERED
+    return not must or cache.can_be_gathered(q.dtype)
 
 
 def check_shared_prefix(q: Tensor, cache: Any, mask: Mask, alibi: Tensor | None, tokens: int) -> None:

@@ -43,10 +43,10 @@ class PagedKV:
         """Tokens of a block."""
         return self.k.shape[1]
 
-    def gathered_bytes(self, dtype: torch.dtype) -> int:
-        """What all that the tables have room for takes out of its blocks."""
+    def can_be_gathered(self, dtype: torch.dtype) -> bool:
+        """Whether there is room for a copy of all that the tables have room for."""
         tokens = self.table.numel() * self.size
-        return tokens * self.k.shape[2] * (self.k.shape[3] + self.v.shape[3]) * dtype.itemsize
+        return tokens * self.k.shape[2] * (self.k.shape[3] + self.v.shape[3]) * dtype.itemsize <= MOST_GATHERED
 
     def gathered(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values out of their blocks, sequence after sequence: (total, Hk, D), (total, Hk, Dv), offsets (B + 1,)."""

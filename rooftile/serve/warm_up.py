@@ -1,7 +1,7 @@
 """Kernels compiled before a first request waits for them, on a GPU: by running each once, on next to no memory.
 
-The configuration is enough for that, so that it can be done while weights are read. Each job has a thread of its own: the
-compiler spends most of its time outside of Python.
+The configuration is enough for that, so that it can be done while weights are read, in a few threads: the compiler spends most
+of its time outside of Python.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from rooftile.serve.sampler import SamplingState, Wants, sample
 SHORT, USUAL, LONG = 8, 64, 8192
 # of a step that decodes
 ROWS = 16
+# threads, at most: a kernel's first part is Python, and more of them keep the largest kernel waiting, which all wait for
+THREADS = 4
 # what samples want, mostly
 WANTS = (Wants(chance=True), Wants(chance=True, truncation=True))
 
@@ -50,7 +52,7 @@ def compile_kernels(
         # Triton's driver is made here, once
         import_module("triton").runtime.driver.active.get_current_target()
         work = jobs(config, dtype, device, size=size, kv_dtype=kv_dtype, longest=longest)
-        with ThreadPoolExecutor(len(work)) as threads:
+        with ThreadPoolExecutor(THREADS) as threads:
             for done in [threads.submit(_on, device, job) for job in work]:
                 done.result()
 
@@ -58,7 +60,7 @@ def compile_kernels(
 def jobs(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int
 ) -> list[Callable[[], None]]:
-    """What is run once. What goes the same way is one job, so that nothing is compiled twice."""
+    """What is run once, what takes longest first. What goes the same way is one job, so that nothing is compiled twice."""
     # a layer is like the others, and neither embedding nor head have kernels of ours
     small = replace(config, layers=1, windows=(None,), vocab_size=1, max_len=ROWS)
     decoder = Decoder(small, dtype=dtype, device=device)

@@ -24,7 +24,7 @@ from rooftile.backends.hopper.descriptors import (
 from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile, padded, paged_tile
 from rooftile.backends.launch import empties
-from rooftile.kvcache.pages import LONG_PROMPT, MOST_GATHERED, PagedKV
+from rooftile.kvcache.pages import LONG_PROMPT, PagedKV
 from rooftile.masks import FULL
 from rooftile.spec import Options, Sizes, Spec
 
@@ -72,7 +72,7 @@ def reads_pages(q: Tensor, cache: PagedKV) -> bool:
     if cache.k_scale is not None or k.numel() == 0 or not (are_readable(k) and are_readable(v)):
         return False
     is_long = q.shape[:-2].numel() >= LONG_PROMPT * cache.table.shape[0]
-    return cache.size >= (PAGE_OF_LONG if is_long and cache.gathered_bytes(q.dtype) <= MOST_GATHERED else PAGE)
+    return cache.size >= (PAGE_OF_LONG if is_long and cache.can_be_gathered(q.dtype) else PAGE)
 
 
 @cache
