@@ -138,7 +138,7 @@ def test_a_second_process_that_fails_is_a_reason(monkeypatch, capsys) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     found = serving._in_second_process(Asked("tiny"), torch.device("cpu"))
     assert found["start"] == found["idle"] == {"reason": "failed with 1: RuntimeError: no room"}
-    row = serving._idle(found["idle"], 5.0)
+    row = serving._idle(found["idle"])
     assert (row["busy_ms"], row["idle_percent_unprofiled"], row["reason"]) == (None, None, found["idle"]["reason"])
     assert "RuntimeError: no room" in capsys.readouterr().err
 
@@ -194,8 +194,8 @@ def test_idle_is_what_the_profilers_intervals_leave(monkeypatch) -> None:
     engine = LLM(decoder_named("tiny", torch.device("cpu")), max_model_len=64).engine
     found = decode_step.idle(engine, decode_step.Sizes(2, 8, 2))
     assert found == {"busy_ms": 4.0, "profiled_ms": 5.0, "idle_percent": 20.0, "steps": 2, "events_step": 2}
-    # the step that was not profiled took 4.4 ms: of these, 4 are work
-    assert serving._idle(found, 4.4)["idle_percent_unprofiled"] == 9.1
+    # the steps that were not profiled took 4.4 ms each: of these, 4 are work
+    assert serving._idle({"unprofiled_ms": 4.4} | found)["idle_percent_unprofiled"] == 9.1
     events[:] = [event for event in events if event.name() == "cudaLaunchKernel"]
     with pytest.raises(RuntimeError, match=r"nothing run on the GPU, only \['cudaLaunchKernel'\]"):
         decode_step.idle(engine, decode_step.Sizes(2, 8, 2))
