@@ -83,7 +83,10 @@ class Runner:
         # of each slot's request
         self._wants = [Wants()] * (max_answers + 1)
         self._graphs: dict[tuple[int, Wants], Graph] | None = {} if graphs and self.device.type == "cuda" else None
-        self._memory = torch.cuda.graph_pool_handle() if self._graphs is not None else None
+        if self._graphs is not None:
+            self._memory = torch.cuda.graph_pool_handle()
+            # torch's own is of the device of a process's first capture
+            self._capturing = torch.cuda.Stream(self.device)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Result:
@@ -246,13 +249,13 @@ class Runner:
     def _captured(self, rows: int, wants: Wants) -> Graph:
         inputs = self._nobodies(rows)
         # kernels are compiled and workspaces made before the capture
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._decode(inputs, wants)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._capturing):
             logits, tokens = self._decode(inputs, wants)
         return Graph(graph, inputs, logits, tokens)
 
