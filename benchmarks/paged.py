@@ -44,11 +44,23 @@ DECODING = [
 PROMPTS = [(8, 2048, 32, 8), (1, 16384, 32, 8)]
 
 
+# tokens that all of 64 sequences begin with, before 256 of their own
+PREFIXES = [2048, 32768]
+
+
 def shuffled(B: int, S: int, Hk: int, size: int) -> PagedKV:
     count = S // size
     k, v = (torch.randn(B * count, size, Hk, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     table = torch.randperm(B * count, device="cuda").int().view(B, count)
     return PagedKV(k, v, table, torch.full((B,), S, dtype=torch.int32, device="cuda"))
+
+
+def in_fp8(cache: PagedKV) -> PagedKV:
+    """A cache as large, with the same tables."""
+    scales = [torch.full(cache.k.shape[:3], 0.01, device="cuda") for _ in range(2)]
+    return PagedKV(
+        cache.k.to(torch.float8_e4m3fn), cache.v.to(torch.float8_e4m3fn), cache.table, cache.lengths, None, *scales
+    )
 
 
 def peer(q: torch.Tensor, cache: PagedKV) -> Callable[[], Any]:
@@ -81,6 +93,7 @@ def replayed(works: dict[str, Callable[[], Any]], times: int = 10, rounds: int =
 
 
 def decoding(clock: Any, copy_gbs: float) -> list[dict[str, Any]]:
+    """Beside bf16 a cache in FP8, whose bytes count its scales."""
     rows = []
     for B, S, H, Hk in DECODING:
         q = torch.randn(B, 1, H, DIM, device="cuda", dtype=torch.bfloat16)
@@ -90,11 +103,12 @@ def decoding(clock: Any, copy_gbs: float) -> list[dict[str, Any]]:
             works[f"rooftile, block {size}"] = partial(rt.attention_paged, q, cache, rt.CAUSAL)
             if size == 16:
                 works["rooftile, portable, block 16"] = partial(rt.attention_paged, q, cache, rt.CAUSAL, backend="triton")
+                works["rooftile, fp8, block 16"] = partial(rt.attention_paged, q, in_fp8(cache), rt.CAUSAL)
             if importlib.util.find_spec("flash_attn") and size == 128:
                 works[f"fa4, block {size}"] = peer(q, cache)
-        moved = B * S * Hk * DIM * 2 * 2
         alone, found = medians(works, clock), replayed(works)
         for name, us in found.items():
+            moved = B * S * Hk * 2 * (DIM + 4 if "fp8" in name else DIM * 2)
             row: dict[str, Any] = {"what": name, "queries": 1, "B": B, "S": S, "heads": f"{H}/{Hk}", "us": round(us, 1)}
             row |= {"tbs": round(moved / us / 1e6, 3), "of_copy": round(moved / us / 1e3 / copy_gbs, 3)}
             rows.append(row | {"timed": "replayed", "alone_us": round(alone[name], 1)})
@@ -113,17 +127,23 @@ def captured(work: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def shared(clock: Any) -> list[dict[str, Any]]:
-    """64 questions after one prefix of 2,048 tokens, read for each of them, or once."""
-    B, prefix, own, H, Hk = 64, 2048, 256, 32, 8
-    q = torch.randn(B, 1, H, DIM, device="cuda", dtype=torch.bfloat16)
-    cache = shuffled(B, prefix + own, Hk, 16)
-    cache.table[:, : prefix // 16] = cache.table[0, : prefix // 16].clone()
-    works = {
-        "each reads the prefix": captured(partial(rt.attention_paged, q, cache, rt.CAUSAL)),
-        "the prefix is read once": captured(partial(rt.attention_paged, q, cache, rt.CAUSAL, shared_prefix=prefix)),
-    }
-    found = medians(works, clock)
-    return [{"what": name, "B": B, "S": prefix + own, "heads": f"{H}/{Hk}", "us": round(us, 1)} for name, us in found.items()]
+    """64 questions after one prefix, read for each of them, or once."""
+    B, own, H, Hk = 64, 256, 32, 8
+    rows = []
+    for prefix in PREFIXES:
+        q = torch.randn(B, 1, H, DIM, device="cuda", dtype=torch.bfloat16)
+        count = (prefix + B * own) // 16
+        k, v = (torch.randn(count, 16, Hk, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        blocks = torch.randperm(count, device="cuda").int()
+        table = torch.cat([blocks[: prefix // 16].expand(B, -1), blocks[prefix // 16 :].view(B, -1)], 1)
+        cache = PagedKV(k, v, table, torch.full((B,), prefix + own, dtype=torch.int32, device="cuda"))
+        works = {
+            "each reads the prefix": captured(partial(rt.attention_paged, q, cache, rt.CAUSAL)),
+            "the prefix is read once": captured(partial(rt.attention_paged, q, cache, rt.CAUSAL, shared_prefix=prefix)),
+        }
+        about = {"B": B, "S": prefix + own, "heads": f"{H}/{Hk}"}
+        rows += [{"what": name, **about, "us": round(us, 1)} for name, us in medians(works, clock).items()]
+    return rows
 
 
 def prompts(clock: Any) -> list[dict[str, Any]]:
