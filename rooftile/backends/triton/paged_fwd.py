@@ -71,8 +71,9 @@ def _walk(
         k = tl.load(k_lines[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
         v = tl.load(v_lines[:, None] + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
         if SCALED:
-            k = k.to(q.dtype)
-            v = v.to(q.dtype)
+            # by way of fp32: straight from FP8 to bf16 Triton has an F2F for each number, a slow instruction on Hopper
+            k = k.to(tl.float32).to(q.dtype)
+            v = v.to(tl.float32).to(q.dtype)
         if CAREFUL:
             x = tl.dot(q, tl.trans(finite(k)), input_precision=PRECISION) + poison(k, 1)[None, :]
         else:
