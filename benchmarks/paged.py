@@ -42,8 +42,6 @@ DECODING = [
     (256, 640, 32, 8),
 ]
 PROMPTS = [(8, 2048, 32, 8), (1, 16384, 32, 8)]
-
-
 # tokens that all of 64 sequences begin with, before 256 of their own
 PREFIXES = [2048, 32768]
 

@@ -9,6 +9,7 @@ from rooftile.errors import InvalidInput
 from rooftile.kvcache import Rotation
 from rooftile.kvcache.pages import LONG_PROMPT, MOST_GATHERED
 from rooftile.models import Decoder
+from rooftile.validate import BLOCK
 
 # of a CPU's memory, unless it is told how much
 HOST_BYTES = 1 << 30
@@ -40,8 +41,9 @@ def blocks_that_fit(
     if device.type != "cuda":
         return max(min(HOST_BYTES // each, useful), -(-max_len // size))
     working = _working_bytes(decoder, min(max_batched_tokens, max_answers * max_len), max_answers)
-    # prompts that are read from a copy: any of a cache with scales, else long ones
-    copied = max_answers if dtype == torch.float8_e4m3fn else min(max_batched_tokens // LONG_PROMPT, max_answers)
+    # prompts that are read from a copy: any of a cache with scales or of the smallest blocks, else long ones
+    any_prompt = dtype == torch.float8_e4m3fn or size < BLOCK
+    copied = max_answers if any_prompt else min(max_batched_tokens // LONG_PROMPT, max_answers)
     config = decoder.config
     line = 2 * config.kv_heads * config.head_dim * decoder.embedding.dtype.itemsize
     working += min(copied * max_len * line, MOST_GATHERED)
