@@ -162,7 +162,7 @@ def paged_code(
     )
 
 
-# tokens of a block, at least, that a copy of its own is worth where a token is decoded
+# tokens of a block, at least, that is worth a copy of its own: kernels with a copy engine read smaller ones from a gathered copy
 BLOCK = 16
 # queries of a sequence, on average, that are worth the kernels for prompts
 PROMPT = 64

@@ -13,7 +13,7 @@ from rooftile.kvcache.rotation import Rotation, rotate
 
 # the largest number of torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
-# bytes of a gathered copy, at most; what does not fit is read by a kernel that needs none
+# bytes of a gathered copy, at most: an engine keeps them free; what does not fit is read by a kernel that needs none
 MOST_GATHERED = 1 << 30
 # queries of a sequence, on average, beside whose products a copy of small pages is short
 LONG_PROMPT = 8192

@@ -44,8 +44,8 @@ def blocks_that_fit(
     # prompts that are read from a copy: any of a cache with scales or of the smallest blocks, else long ones
     any_prompt = dtype == torch.float8_e4m3fn or size < BLOCK
     copied = max_answers if any_prompt else min(max_batched_tokens // LONG_PROMPT, max_answers)
-    config = decoder.config
-    line = 2 * config.kv_heads * config.head_dim * decoder.embedding.dtype.itemsize
+    # a layer's at a time
+    line = block_bytes(decoder, 1, decoder.embedding.dtype) // decoder.config.layers
     working += min(copied * max_len * line, MOST_GATHERED)
     free, total = torch.cuda.mem_get_info(device)
     room = free - int(total * (1 - utilization)) - working - SPARE_BYTES

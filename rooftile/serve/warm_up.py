@@ -18,13 +18,14 @@ from torch import Tensor
 from rooftile.api import paged_alike
 from rooftile.backends import hopper
 from rooftile.kvcache import PagedKV, Pages
+from rooftile.kvcache.pages import LONG_PROMPT
 from rooftile.masks import Mask
 from rooftile.models import Decoder, ModelConfig
 from rooftile.serve.runner import masks_of
 from rooftile.serve.sampler import SamplingState, Wants, sample
 
-# tokens of prompts: so short that they go another way, usual, and so long that a backend may copy keys and values together first
-SHORT, USUAL, LONG = 8, 64, 8192
+# tokens of prompts: so short that they go another way, and usual; those of LONG_PROMPT a backend may copy together first
+SHORT, USUAL = 8, 64
 # of a step that decodes
 ROWS = 16
 # threads, at most: a kernel's first part is Python, and more of them keep the largest kernel waiting, which all wait for
@@ -66,10 +67,10 @@ def jobs(
     decoder = Decoder(small, dtype=dtype, device=device)
     pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
     masks = tuple(dict.fromkeys(masks_of(config)))
-    together = [(longest,), (USUAL,)] if longest >= LONG else [(longest, USUAL)]
+    together = [(longest,), (USUAL,)] if longest >= LONG_PROMPT else [(longest, USUAL)]
     return [
         *(partial(_read_prompts, decoder, pages, mask, lengths) for lengths in (*together, (SHORT,)) for mask in masks),
-        *(partial(_read_prompts, decoder, pages, mask, (SHORT,), room=LONG) for mask in masks),
+        *(partial(_read_prompts, decoder, pages, mask, (SHORT,), room=LONG_PROMPT) for mask in masks),
         partial(_decode_alone, decoder, pages, masks),
         partial(_decode_without_attention, decoder),
         *(partial(_sample, decoder, config.vocab_size, wants) for wants in WANTS),

@@ -43,7 +43,7 @@ def test_threads_find_all_modules_imported() -> None:
 def test_all_that_is_run_for_its_kernels_runs(name: str, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In plain operations here; a long prompt and a short longest one."""
     config = config_of(CONFIGS[name]().to_dict(), "here")
-    monkeypatch.setattr(warm_up, "LONG", 200)
+    monkeypatch.setattr(warm_up, "LONG_PROMPT", 200)
     for longest in (40, 300):
         found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=16, kv_dtype=kv_dtype, longest=longest)
         masks = len(set(config.windows))

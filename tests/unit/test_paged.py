@@ -273,11 +273,15 @@ def test_pages_in_fp8() -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "fp8", "due"), [(1 << 18, True, "paged-prompts"), (1 << 19, True, "paged"), (1 << 19, False, "paged-prompts")]
-)
-def test_what_has_to_be_copied_has_to_fit(room: int, fp8: bool, due: str) -> None:
-    """Prompts to a cache with scales: a copy in the dtype of the queries, here 1 or 2 GiB, or the kernel that needs none."""
-    dtype, scale = (torch.float8_e4m3fn, torch.ones(4, 16, 8)) if fp8 else (torch.bfloat16, None)
-    k, v = (torch.empty(4, 16, 8, 128, dtype=dtype) for _ in range(2))
-    cache = PagedKV(k, v, torch.zeros(1, room // 16, dtype=torch.int32), torch.tensor([64]), None, scale, scale)
+    ("room", "size", "fp8", "due"),
+    [
+        (1 << 18, 16, True, "paged-prompts"), (1 << 19, 16, True, "paged"), (1 << 19, 16, False, "paged-prompts"),
+        (1 << 18, 8, False, "paged-prompts"), (1 << 19, 8, False, "paged"),
+    ],
+)  # fmt: skip
+def test_what_has_to_be_copied_has_to_fit(room: int, size: int, fp8: bool, due: str) -> None:
+    """Prompts to a cache with scales, or of small blocks: a copy as wide as the queries, of 1 or 2 GiB, or a kernel without."""
+    dtype, scale = (torch.float8_e4m3fn, torch.ones(4, size, 8)) if fp8 else (torch.bfloat16, None)
+    k, v = (torch.empty(4, size, 8, 128, dtype=dtype) for _ in range(2))
+    cache = PagedKV(k, v, torch.zeros(1, room // size, dtype=torch.int32), torch.tensor([64]), None, scale, scale)
     assert _layout(torch.empty(1, 64, 32, 128, dtype=torch.bfloat16), cache, deterministic=False) == due

@@ -67,6 +67,15 @@ def test_decoding_compiles(sm: int, dim: int, group: int, T: int, mask: Mask, dt
     assert_compiles(row_of_work._merge, constants, sm, dtype)
 
 
+@pytest.mark.parametrize(("sm", "dim"), [(89, 128), (90, 64), (90, 128), (90, 256), (100, 128)])
+def test_decoding_from_caches_in_fp8_compiles(sm: int, dim: int) -> None:
+    from rooftile.backends.triton import paged_decode
+
+    what = {"dtype": torch.bfloat16, "dim": dim, "dim_v": dim, "group": 4, "mask": CAUSAL, "scale": 1.0}
+    spec = Spec(**what, layout="paged", device=f"sm{sm}", has_kv_scales=True)
+    assert_compiles(paged_decode._decode, paged_decode._constants(spec, 16, 1, 256), sm, torch.bfloat16)
+
+
 @pytest.mark.parametrize("mask", [CAUSAL, CAUSAL & Window(9) & Chunk(64)], ids=str)
 def test_what_hoppers_own_decoding_leaves_is_merged(mask: Mask) -> None:
     from rooftile.backends import row_of_work
@@ -95,7 +104,9 @@ def assert_compiles(kernel, constants: dict, sm: int, dtype: torch.dtype, beside
 
     known = {name: value for name, value in constants.items() if name in kernel.arg_names}
     ints = dict.fromkeys(("table_ptr", "lengths_ptr", "cu_q_ptr", "cu_k_ptr"), "*i32") | {"slots_ptr": "*i64"}
-    numbers = ("parts_ptr", "lse_ptr", "alibi_ptr", "sinks_ptr")
+    numbers = ("parts_ptr", "lse_ptr", "alibi_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr")
+    if constants.get("SCALED"):
+        ints |= dict.fromkeys(("k_ptr", "v_ptr"), "*fp8e4nv")
     signature = {}
     for name in kernel.arg_names:
         if name in known:

@@ -1,0 +1,50 @@
+"""How many blocks an engine takes on a GPU, with the device's memory as it is said to be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rooftile.errors import InvalidInput
+from rooftile.serve import memory
+
+GB = 10**9
+WORKING = 2 * GB
+
+
+@pytest.fixture
+def decoder(monkeypatch) -> SimpleNamespace:
+    """Of 32 layers with 8 heads of 128 in bf16: a token takes 4,096 bytes a layer. 70 GB of 80 are free, and a step takes 2."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GB, 80 * GB))
+    monkeypatch.setattr(memory, "_working_bytes", lambda *_: WORKING)
+    config = SimpleNamespace(layers=32, kv_heads=8, head_dim=128)
+    return SimpleNamespace(config=config, embedding=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "batched", "max_len", "copied"),
+    [
+        (16, torch.bfloat16, 8191, 131_072, 0),
+        (16, torch.bfloat16, 8192, 131_072, 131_072 * 4096),
+        (16, torch.bfloat16, 16_384, 131_072, 1 << 30),
+        (8, torch.bfloat16, 2048, 4096, 1 << 30),
+        (16, torch.float8_e4m3fn, 2048, 131_072, 1 << 30),
+    ],
+)
+def test_what_prompts_are_copied_to_stays_free(decoder, size: int, dtype, batched: int, max_len: int, copied: int) -> None:
+    blocks = memory.blocks_that_fit(
+        decoder, size, dtype, utilization=0.9, max_batched_tokens=batched, max_answers=256, max_len=max_len
+    )
+    each = 32 * 2 * size * 8 * (128 * 2 if dtype == torch.bfloat16 else 128 + 4)
+    room = 70 * GB - 8 * GB - WORKING - memory.SPARE_BYTES - copied
+    assert blocks == room // each
+
+
+def test_no_room_is_said_with_the_arithmetic(decoder, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GB, 80 * GB))
+    with pytest.raises(InvalidInput, match=r"of 80\.0 GB 10\.0 are free, 10% stay so"):
+        memory.blocks_that_fit(
+            decoder, 16, torch.bfloat16, utilization=0.9, max_batched_tokens=2048, max_answers=256, max_len=4096
+        )
