@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile.kvcache import PagedKV
+
 _HERE = nullcontext()
 
 
@@ -64,3 +66,13 @@ def empties(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
         return partial(torch.empty, shape, dtype=dtype, device=device)
     strides = tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
     return partial(quick, shape, strides, dtype)
+
+
+def scales_of(cache: PagedKV) -> tuple[Tensor, Tensor, int, int]:
+    """The scales of a cache in FP8 and their strides; something in their place if it is in no such format."""
+    k_scale, v_scale = cache.k_scale, cache.v_scale
+    if k_scale is None or v_scale is None:
+        return cache.lengths, cache.lengths, 0, 0
+    if k_scale.stride() != v_scale.stride() or k_scale.stride(2) != 1:
+        k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
+    return k_scale, v_scale, k_scale.stride(0), k_scale.stride(1)

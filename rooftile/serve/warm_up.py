@@ -67,7 +67,8 @@ def jobs(
     decoder = Decoder(small, dtype=dtype, device=device)
     pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
     masks = tuple(dict.fromkeys(masks_of(config)))
-    together = [(longest,), (USUAL,)] if longest >= LONG_PROMPT else [(longest, USUAL)]
+    # in FP8 all are
+    together = [(longest,), (USUAL,)] if longest >= LONG_PROMPT and kv_dtype == dtype else [(longest, USUAL)]
     return [
         *(partial(_read_prompts, decoder, pages, mask, lengths) for lengths in (*together, (SHORT,)) for mask in masks),
         *(partial(_read_prompts, decoder, pages, mask, (SHORT,), room=LONG_PROMPT) for mask in masks),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,58 @@ def test_decoding(by: str, H: int, Hk: int, dim: int, size: int, mask: Mask, opt
         assert torch.equal(again[1], found[1])
 
 
+def in_fp8(cache: PagedKV) -> PagedKV:
+    """The same in FP8, with scales; what is NaN stays so, and its scales are NaN too."""
+
+    def coded(x: Tensor) -> tuple[Tensor, Tensor]:
+        scale = x.float().abs().amax(-1).clamp_min(1e-12) / 448
+        return (x.float() / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
+
+    (k, k_scale), (v, v_scale) = coded(cache.k), coded(cache.v)
+    return PagedKV(k, v, cache.table, cache.lengths, None, k_scale, v_scale)
+
+
+@pytest.mark.parametrize("by", ["hopper", "triton"])
+@pytest.mark.parametrize(
+    ("H", "Hk", "dim", "size", "mask", "options"),
+    [
+        *((32, 8, 128, size, rt.CAUSAL, {}) for size in (16, 32, 64, 256)),
+        *((H, Hk, 64, size, rt.CAUSAL, {}) for H, Hk, size in ((2, 2, 16), (14, 2, 128), (64, 1, 16), (20, 2, 16))),
+        *((32, 8, 128, 16, mask, {}) for mask in MASKS if mask != rt.CAUSAL),
+        (32, 8, 128, 16, rt.CAUSAL & rt.Window(0), {}),
+        (32, 8, 128, 16, rt.CAUSAL, {"softcap": 20.0, "scale": 0.3}),
+        (32, 8, 64, 16, rt.CAUSAL & rt.Window(99), {"sinks": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_decoding_from_a_cache_in_fp8(
+    by: str, H: int, Hk: int, dim: int, size: int, mask: Mask, options: dict[str, Any], dtype: torch.dtype
+) -> None:  # fmt: skip
+    """Values a thousand times larger in some tokens than in others, and numbers of a query too: nothing small is lost."""
+    if torch.cuda.get_device_capability() < (8, 9) or (by == "hopper" and torch.cuda.get_device_capability() != (9, 0)):
+        pytest.skip("no FP8 here, or no Hopper")
+    plain = cache_of(LENGTHS, Hk, dim, size, torch.float32)
+    spread = 10 ** torch.empty(plain.v.shape[:3], device="cuda").uniform_(-1.5, 1.5)
+    cache = in_fp8(PagedKV(plain.k, plain.v * spread.unsqueeze(-1), plain.table, plain.lengths))
+    q = torch.randn(len(LENGTHS), 1, H, dim, device="cuda") * 10 ** torch.empty(dim, device="cuda").uniform_(-6, 0)
+    q = (q * 3).to(dtype)
+    if "sinks" in options:
+        options = {"sinks": torch.randn(H, device="cuda")}
+    # in fp32, which rounds no key that is times its scale
+    due = rt.attention_paged_with_lse(q.float(), cache, mask, backend="eager", **options)
+    found = rt.attention_paged_with_lse(q, cache, mask, backend=by, **options)
+    assert found[0].dtype == dtype
+    # a weight has 8 bits or more
+    largest = due[0].abs().amax(-1, keepdim=True)
+    assert ((found[0] - due[0]).abs() <= 1e-2 * largest + 1e-6).all()
+    torch.testing.assert_close(found[1], due[1], rtol=1e-4, atol=1e-3)
+    for _ in range(3):
+        again = rt.attention_paged_with_lse(q, cache, mask, backend=by, **options)
+        assert torch.equal(again[0], found[0])
+        assert torch.equal(again[1], found[1])
+
+
 def test_decoding_goes_by_the_kernel_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or, what its copies cannot read, by a gathered copy; several queries a sequence by the portable one."""
     if torch.cuda.get_device_capability() != (9, 0):
@@ -98,6 +151,9 @@ def test_decoding_goes_by_the_kernel_of_hopper(monkeypatch: pytest.MonkeyPatch) 
     # keys that do not begin at a multiple of 16 bytes
     k, v = (torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x) for x in (cache.k, cache.v))
     assert_close(rt.attention_paged_with_lse(q[:, :1], PagedKV(k, v, cache.table, cache.lengths), rt.CAUSAL), due)
+    assert not called
+    coded = in_fp8(cache)
+    assert_near(rt.attention_paged_with_lse(q[:, :1], coded, rt.CAUSAL), due)
     assert not called
     rt.attention_paged(q, cache, rt.CAUSAL)
     assert len(called) == 1
@@ -179,6 +235,25 @@ def test_long_prompts_go_by_the_kernels_of_hopper() -> None:
         q = torch.randn(17100, 4, 128, device="cuda").bfloat16()
         found = rt.attention_paged_with_lse(q, cache, rt.CAUSAL, backend="hopper")
         assert_close(found, rt.attention_paged_with_lse(q, cache, rt.CAUSAL, backend="triton"))
+
+
+@pytest.mark.parametrize(("size", "coded"), [(16, False), (16, True), (8, False)])
+def test_prompts_of_all_lengths_have_the_same_kernels(size: int, coded: bool) -> None:
+    """A server meets every length, and a kernel takes seconds to compile."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    from rooftile.backends.hopper import launch
+
+    def read(lengths: list[int]) -> int:
+        cache = cache_of(lengths, 2, 64, size)
+        cache = in_fp8(cache) if coded else cache
+        counts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+        q = torch.randn(sum(lengths), 8, 64, device="cuda").bfloat16()
+        rt.attention_paged(q, replace(cache, cu_q=counts), rt.CAUSAL, backend="hopper")
+        return launch._launcher.cache_info().currsize
+
+    known = read([9000]), read([70])
+    assert [read(lengths) for lengths in ([600], [4000], [9000, 9000], [80] * 50, [200, 6000])] == [known[1]] * 5
 
 
 def test_a_captured_graph_sees_new_lengths() -> None:

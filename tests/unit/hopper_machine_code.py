@@ -32,6 +32,7 @@ from rooftile.backends.hopper import (
     launch_bwd,
     launch_decode,
     paged_decode,
+    paged_decode_8bit,
     work,
 )
 from rooftile.backends.hopper.descriptors import LINE, layout
@@ -85,18 +86,19 @@ class Configuration:
         return Spec(
             dtype=dtype, dim=self.dim, dim_v=self.values or self.dim, scale=1.0, mask=self.mask, layout=self.layout,
             softcap=softcap, has_sinks=self.extras, group=self.group, precision=PRESETS.get(self.precision), device="sm90",
+            has_kv_scales=self.kernel == "paged_decode_8bit",
         )  # fmt: skip
 
     @property
     def function(self) -> Any:
-        modules = (flash_fwd, flash_fwd_8bit, flash_bwd, flash_bwd_kv, flash_bwd_q, paged_decode)
+        modules = (flash_fwd, flash_fwd_8bit, flash_bwd, flash_bwd_kv, flash_bwd_q, paged_decode, paged_decode_8bit)
         (module,) = [module for module in modules if module.__name__.endswith(f".{self.kernel}")]
         return getattr(module, self.kernel)
 
     @property
     def constants(self) -> dict[str, Any]:
         """The compile-time arguments, as the launchers give them."""
-        if self.kernel == "paged_decode":
+        if self.kernel.startswith("paged_decode"):
             found = launch_decode.constants_of(self.spec, self.size, 256)
             return {name: value for name, value in found.items() if name not in ("num_warps", "maxnreg")}
         if self.precision:
@@ -111,7 +113,7 @@ class Configuration:
     @property
     def options(self) -> dict[str, Any]:
         """What the compiler is told besides."""
-        if self.kernel == "paged_decode":
+        if self.kernel.startswith("paged_decode"):
             found = launch_decode.constants_of(self.spec, self.size, 256)
             return {name: found[name] for name in ("num_warps", "maxnreg")}
         return {"num_warps": 4}
@@ -129,11 +131,13 @@ class Configuration:
             words = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8"}
             return f"tensordesc<{words[dtype]}{[1, *box]},{layout((1, *box), dtype)!r}>"
         box = (1, 64, padded(self.dim))
-        if self.kernel == "paged_decode":
+        if self.kernel.startswith("paged_decode"):
             box = launch_decode.box_of(self.spec, self.size)
         elif self.tile is not None:
             box = dict(zip("qkvo", launch.boxes(self.spec, self.tile, self.size), strict=True))[name[0]]
         block = (1, *box)[-4:]
+        if self.spec.has_kv_scales:
+            return f"tensordesc<fp8e4nv{list(block)},{layout(block, torch.float8_e4m3fn)!r}>"
         return f"tensordesc<{self.dtype}{list(block)},{layout(block, self.spec.dtype)!r}>"
 
 
@@ -198,6 +202,15 @@ FORWARD |= {
     )
 }  # fmt: skip
 FORWARD |= {
+    # the same with a cache in FP8
+    f"decode-fp8-d{dim}-pages-{size}-{name}": Configuration(dim, None, **what, kernel="paged_decode_8bit", size=size)
+    for dim, size, name, what in (
+        (64, 16, "causal", {"mask": CAUSAL, "group": 4}), (128, 16, "causal", {"mask": CAUSAL, "group": 4}),
+        (128, 256, "fp16", {"mask": CAUSAL, "group": 16, "dtype": "fp16"}),
+        (128, 16, "everything", {"mask": CAUSAL & Window(100) & Chunk(64), "group": 32, "extras": True}),
+    )
+}  # fmt: skip
+FORWARD |= {
     f"{precision}-d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel="flash_fwd_8bit", precision=precision)
     for precision in PRESETS
     for dim in (64, 128, 256)
@@ -244,6 +257,7 @@ def compiled(configuration: Configuration) -> Found:
     kernel = configuration.function
     constants = configuration.constants
     words = {"lse_ptr", "sinks_ptr", "parts_ptr", "delta_ptr", "shift_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr"}
+    words |= {"k_scale_ptr", "v_scale_ptr"}
     numbers = {"cu_q_ptr", "cu_k_ptr", "table_ptr", "lengths_ptr", "counter_ptr", "lost_ptr"}
 
     def kind(name: str) -> str:

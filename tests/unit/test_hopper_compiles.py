@@ -65,7 +65,7 @@ def test_page_says_what_the_configuration_compiles_to(name: str) -> None:
 def test_newest_triton_compiles_the_kernels() -> None:
     names = [
         "d64-full-3", "d128-causal", "d128-everything", "d256-packed-causal", "d128-pages-16-packed-causal",
-        "decode-d128-pages-16-causal",
+        "decode-d128-pages-16-causal", "decode-fp8-d128-pages-16-causal",
         "bwd-d64-causal", "bwd-ordered-d64-full", "bwd-d128-full", "bwd-kv-d256-causal", "bwd-q-d256-full",
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(NEWEST), str(ROOT)))}

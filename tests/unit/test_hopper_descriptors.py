@@ -12,30 +12,30 @@ from rooftile.backends.hopper.descriptors import are_readable, box_of_pages, of_
 from rooftile.backends.hopper.shape import by_eights
 from rooftile.kvcache import PagedKV
 
-GUARD = -7.0
+GUARD = -7
 
 
-def lying(how: str, pages: int, size: int, heads: int, dim: int) -> Tensor:
-    """Pages (pages, size, heads, dim) of different numbers, a guard around them, lying in memory in one of the usual ways."""
+def lying(how: str, pages: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """Pages (pages, size, heads, dim) in one of the usual ways in memory, a guard around; their numbers repeat after 127."""
     if how == "tokens first":
-        whole = torch.full((pages, size, heads, dim), GUARD)
+        whole = torch.full((pages, size, heads, dim), GUARD, dtype=dtype)
         x = whole
     elif how == "heads first":
-        whole = torch.full((pages, heads, size, dim), GUARD)
+        whole = torch.full((pages, heads, size, dim), GUARD, dtype=dtype)
         x = whole.transpose(1, 2)
     elif how == "all layers":
-        whole = torch.full((pages, 3, 2, size, heads, dim), GUARD)
+        whole = torch.full((pages, 3, 2, size, heads, dim), GUARD, dtype=dtype)
         x = whole[:, 1, 1]
     else:
-        whole = torch.full((pages, size, heads, 2 * dim), GUARD)
+        whole = torch.full((pages, size, heads, 2 * dim), GUARD, dtype=dtype)
         x = whole[..., dim:]
-    x.copy_(torch.arange(x.numel(), dtype=torch.float32).view(x.shape))
+    x.copy_((torch.arange(x.numel()) % 127).view(x.shape))
     return x
 
 
 def copied(x: Tensor, described, at: list[int]) -> Tensor:
     """The box at a place, as the copy engine copies it: zeros outside of what is described."""
-    box = torch.zeros(described.block_shape)
+    box = torch.zeros(described.block_shape, dtype=x.dtype)
     places = torch.cartesian_prod(*(torch.arange(n) for n in described.block_shape)) + torch.tensor(at)
     inside = ((places >= 0) & (places < torch.tensor(described.shape))).all(1)
     offsets = (places * torch.tensor(described.strides)).sum(1)[inside] + x.storage_offset()
@@ -47,17 +47,20 @@ def copied(x: Tensor, described, at: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("pages", "size", "heads", "dim"), [(3, 16, 4, 128), (1, 16, 1, 128), (2, 64, 3, 64), (3, 32, 2, 96), (1, 16, 2, 256)]
 )
-def test_a_box_holds_what_the_page_does(how: str, pages: int, size: int, heads: int, dim: int) -> None:
-    x = lying(how, pages, size, heads, dim)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_a_box_holds_what_the_page_does(
+    how: str, pages: int, size: int, heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    x = lying(how, pages, size, heads, dim, dtype)
     assert are_readable(x)
-    box = box_of_pages(dim, 16)
+    box = box_of_pages(dim, 16, dtype)
     described = of_pages(x, box)
     page_step, head_step = steps_of_pages(x)
     _, lines, _, line = box
     for page in range(pages):
         for place in range(0, size, 16):
             for head in range(heads):
-                rows = torch.zeros(16, -(-dim // (lines * line)) * lines * line)
+                rows = torch.zeros(16, -(-dim // (lines * line)) * lines * line, dtype=dtype)
                 for column in range(0, rows.shape[1], lines * line):
                     got = copied(x, described, [page * page_step + place // 8, head * head_step, 0, column])
                     # shared memory: eight rows, line by line, and then the next eight

@@ -47,7 +47,7 @@ NAME = "hopper"
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # of queries and keys, and of values
 DIMS_8BIT = ((64, 64), (128, 128), (256, 256))
-# of queries with a cache of 16 bits, one a sequence: head dims, and heads that share a tile's rows
+# of queries with a cache, one a sequence: head dims, and heads that share a tile's rows
 DIMS_DECODING = ((64, 64), (128, 128))
 MOST_TOGETHER = 64
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -100,8 +100,6 @@ def _refusals_of_decoding(spec: Spec) -> Iterator[str]:
         yield f"{spec.group} query heads a key head with layout 'paged-token'; has up to {MOST_TOGETHER} with it"
     if spec.mask.right or spec.mask.prefix is not None:
         yield f"mask {spec.mask} with layout 'paged-token'; has windows to the left and chunks with it"
-    if spec.has_kv_scales:
-        yield "keys and values in FP8 with layout 'paged-token'; has 16 bits with it"
 
 
 @cache
@@ -178,7 +176,7 @@ def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tup
         if not _launch().reads_pages(q, cache):
             from rooftile.kvcache.kernels import gather
 
-            return gathered.attend(forward, q, cache, options, spec, gather)
+            return gathered.attend(_launch().forward_gathered, q, cache, options, spec, gather)
         return gathered.like_queries(q, *_launch().forward_paged(q, cache, options, spec))
 
 

@@ -66,9 +66,9 @@ def of_pages(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     return TensorDescriptor(x, shape, strides, list(box), layout(box, x.dtype))
 
 
-def box_of_pages(dim: int, tokens: int) -> tuple[int, ...]:
+def box_of_pages(dim: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, ...]:
     """What one copy takes of a page: all lines of a head's elements, unless the last one is not full."""
-    return tokens // EIGHT, _lines(dim), EIGHT, LINE_COLUMNS
+    return tokens // EIGHT, _lines(dim, dtype), EIGHT, _columns(dim, dtype)
 
 
 def steps_of_pages(x: Tensor) -> tuple[int, int]:
@@ -77,13 +77,19 @@ def steps_of_pages(x: Tensor) -> tuple[int, int]:
     return page, x.stride(2) // _line_stride(x) if x.shape[2] > 1 else 1
 
 
-def _lines(dim: int) -> int:
-    return dim // LINE_COLUMNS if padded(dim) == dim else 1
+def _columns(dim: int, dtype: torch.dtype) -> int:
+    """Elements of a line: 128 bytes at most."""
+    return min(LINE_COLUMNS * 2 // dtype.itemsize, padded(dim))
+
+
+def _lines(dim: int, dtype: torch.dtype) -> int:
+    return dim // _columns(dim, dtype) if padded(dim) == dim else 1
 
 
 def _line_stride(x: Tensor) -> int:
     """From one line of a head's elements to the next, of the last axis; where there is one, from head to head."""
-    return LINE_COLUMNS if _lines(x.shape[3]) > 1 or x.shape[2] == 1 else x.stride(2)
+    dim = x.shape[3]
+    return _columns(dim, x.dtype) if _lines(dim, x.dtype) > 1 or x.shape[2] == 1 else x.stride(2)
 
 
 def are_readable(pages: Tensor) -> bool:

@@ -8,11 +8,13 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -26,6 +28,8 @@ __all__ = [
     "TensorDescriptor",
     "aggregate",
     "barrier",
+    "copy_arrived",
+    "copy_words",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -36,6 +40,7 @@ __all__ = [
     "tma_store",
     "tma_store_wait",
     "warpgroup_mma",
+    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]
 
@@ -60,4 +65,7 @@ def reinterpreted(buffer, dtype, shape, layout, _semantic=None):
 
 # adds shared memory to memory; in 3.6 the compiler has it, and the language no name for it
 tma_add = getattr(tma, "async_atomic_add", _tma_add)
+# copies of words by threads, and their arrival
+copy_arrived = async_copy.mbarrier_arrive
+copy_words = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier

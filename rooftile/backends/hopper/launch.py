@@ -29,8 +29,10 @@ from rooftile.masks import FULL
 from rooftile.spec import Options, Sizes, Spec
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Returns o (B, T, H, Dv) and lse (B, H, T), or packed (total_q, H, Dv) and (H, total_q)."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns o (B, T, H, Dv) and lse (B, H, T), or packed (total_q, H, Dv) and (H, total_q); the tile may be given."""
     sizes = sizes_of(q, k, options)
     o, lse = _outputs(q, v, sizes)
     if lse.numel() == 0:
@@ -39,12 +41,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
         # a descriptor needs an element; the kernel is told that there is none
         k, v = (x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:])) for x in (k, v))
     q, k, v = readable(q), readable(k), readable(v)
-    tile = tile_of(spec, sizes, q.device)
+    tile = tile or tile_of(spec, sizes, q.device)
     grid, numbers = _numbers(q.device, sizes, tile, spec)
     sinks, cu_q, cu_k = (lse if x is None else x.contiguous() for x in (options.sinks, options.cu_q, options.cu_k))
     tensors = (q, k, v, o, lse, sinks, cu_q, cu_k, cu_q, counter(q.device))
     _launcher(spec, tile, q.device)(grid, (q, k, v, o), tensors, (0, 0, 0, 0, 0, *numbers))
     return o, lse
+
+
+def forward_gathered(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The forward of what was copied out of its pages: whatever the lengths, by one kernel."""
+    return forward(q, k, v, options, spec, paged_tile(spec))
 
 
 def forward_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
-from rooftile.backends.hopper import paged_decode
+from rooftile.backends.hopper import paged_decode, paged_decode_8bit
 from rooftile.backends.hopper.descriptors import are_readable, box_of_pages, of_pages, steps_of_pages
 from rooftile.backends.hopper.launch import flags_of, numbers_of, processors
 from rooftile.backends.hopper.launcher import Launcher
+from rooftile.backends.launch import scales_of
 from rooftile.backends.row_of_work import BATCH, start_merge
 from rooftile.kvcache import PagedKV
 from rooftile.spec import Options, Spec
@@ -21,6 +22,8 @@ from rooftile.spec import Options, Spec
 BLOCK = 8192
 # two blocks on their way a program: with three the chip's programs are further apart in the cache, and all are slower
 SLOTS = 2
+# of half the bytes
+SLOTS_8BIT = 4
 # that share a multiprocessor: what one waits for, the other uses
 PROGRAMS = 2
 
@@ -41,9 +44,12 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     table, lengths = cache.table.contiguous(), cache.lengths.contiguous()
     sinks = lse if options.sinks is None else options.sinks.contiguous()
     scale, softcap, left, right, prefix, chunk = numbers_of(spec)
-    strides = table.stride(0), *steps_of_pages(cache.k), *steps_of_pages(cache.v), q.stride(0), q.stride(2)
-    numbers = (*strides, B, H, scale, softcap, left, chunk)
-    tensors = (q, o, lse, parts, table, lengths, sinks)
+    tensors: tuple[Tensor, ...] = (q, o, lse, parts, table, lengths, sinks)
+    strides = table.stride(0), *steps_of_pages(cache.k), *steps_of_pages(cache.v)
+    if spec.has_kv_scales:
+        k_scale, v_scale, *apart = scales_of(cache)
+        tensors, strides = (*tensors, k_scale, v_scale), (*strides, *apart)
+    numbers = (*strides, q.stride(0), q.stride(2), B, H, scale, softcap, left, chunk)
     _launcher(spec, cache.size, constants["BATCH"], q.device)((heads, teams, 1), (cache.k, cache.v), tensors, numbers)
     if teams > 1:
         arguments = (o, lse, parts, lengths, sinks, B, H, 1, left, right, prefix, chunk)
@@ -59,23 +65,27 @@ def can_read(cache: PagedKV) -> bool:
 @cache
 def _launcher(spec: Spec, size: int, batch: int, device: torch.device) -> Launcher:
     describe = partial(of_pages, box=box_of(spec, size))
-    return Launcher(paged_decode.paged_decode, constants_of(spec, size, batch), device, (describe, describe))
+    kernel = paged_decode_8bit.paged_decode_8bit if spec.has_kv_scales else paged_decode.paged_decode
+    return Launcher(kernel, constants_of(spec, size, batch), device, (describe, describe))
 
 
 def box_of(spec: Spec, size: int) -> tuple[int, ...]:
     """What one copy takes of a page of `size` tokens."""
-    return box_of_pages(spec.dim, min(size, BLOCK // spec.dim))
+    dtype = torch.float8_e4m3fn if spec.has_kv_scales else spec.dtype
+    return box_of_pages(spec.dim, min(size, BLOCK // spec.dim), dtype)
 
 
 @cache
 def constants_of(spec: Spec, size: int, batch: int) -> dict[str, Any]:
     """The kernel's compile-time arguments; `size` is that of pages."""
     flags = flags_of(spec)
+    # a wgmma of the 8-bit kernel has a column for each head of a group, and 8 at least
+    own = {"SLOTS": SLOTS_8BIT, "HEADS": max(triton.next_power_of_2(spec.group), 8)} if spec.has_kv_scales else {"SLOTS": SLOTS}
     return {name: flags[name] for name in ("LEFT", "CHUNK", "SOFTCAP")} | {
         "GROUP": spec.group, "D": spec.dim, "SIZE": size, "BATCH": batch, "ROWS": max(triton.next_power_of_2(spec.group), 16),
-        "SINKS": spec.has_sinks, "KEYS": BLOCK // spec.dim, "SLOTS": SLOTS, "COPY_REGISTERS": 40, "num_warps": 4,
+        "SINKS": spec.has_sinks, "KEYS": BLOCK // spec.dim, "COPY_REGISTERS": 40, "num_warps": 4,
         # of all warps together, an eighth of a multiprocessor's each; the roles divide them anew
-        "maxnreg": 256 // PROGRAMS,
+        "maxnreg": 256 // PROGRAMS, **own,
     }  # fmt: skip
 
 

@@ -24,21 +24,21 @@ def _add(a, b):
 
 
 @gluon.jit
-def _span(S, mask: Mask, KEYS: gl.constexpr):
+def span(S, mask: Mask, KEYS: gl.constexpr):
     """The first block that the one query of a sequence reads, and how many it reads, at least one."""
     first = mask.first_key(S - 1) // KEYS
     return first, gl.maximum((S + KEYS - 1) // KEYS - first, 1)
 
 
 @gluon.jit
-def _load_keys(
+def load_keys(
     plans: Ring, keys: Ring, k_desc, table: Table, lengths_ptr, B, mask: Mask, BATCH: gl.constexpr, shape: Shape
 ):  # fmt: skip
     """The role that finds a program's sequences, tells the others, and has the keys copied in."""
     layout: gl.constexpr = gl.BlockedLayout([max(BATCH // 32, 1)], [32], [1], [0])
     lane = gl.arange(0, BATCH, layout)
     lengths = gl.load(lengths_ptr + lane, mask=lane < B, other=0)
-    _, each = _span(lengths, mask, shape.KEYS)
+    _, each = span(lengths, mask, shape.KEYS)
     ends = gl.associative_scan(gl.where(lane < B, each, 0), 0, _add)
     total = gl.max(ends, 0)
     share = (total + gl.num_programs(1) - 1) // gl.num_programs(1)
@@ -51,7 +51,7 @@ def _load_keys(
         b = gl.sum((ends <= place).to(gl.int32), 0)
         before = gl.max(gl.where(ends <= place, ends, 0), 0)
         S = gl.sum(gl.where(lane == b, lengths, 0), 0)
-        first, blocks = _span(S, mask, shape.KEYS)
+        first, blocks = span(S, mask, shape.KEYS)
         count = gl.minimum(last - place, blocks - (place - before))
         first += place - before
         zero = b * 0
@@ -66,7 +66,15 @@ def _load_keys(
 
 
 @gluon.jit
-def _without_hidden(values, j_0, S, first_key):
+def merge_may_start():
+    """Lets the merge start beside programs that are still at work: it waits for all of them."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def without_hidden(values, j_0, S, first_key):
     """Zeros in shared memory for values that nobody sees: a weight of zero does not hide a NaN in a slot nobody has written."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // values.shape[1], values.shape[1] // 8], [4, 1], [1, 0])
     j = j_0 + gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
@@ -127,13 +135,13 @@ def _compute(
             values.wait_full(turn)
             v = shape.block_of_values(values, turn)
             if cut:
-                _without_hidden(v, j_0, plan.S, first_key)
+                without_hidden(v, j_0, plan.S, first_key)
             acc = warpgroup_mma(gl.convert_layout(p.to(dtype), shape.p_layout), v, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             values.give_back(turn)
             turn += 1
 
-        start, blocks = _span(plan.S, mask, shape.KEYS)
+        start, blocks = span(plan.S, mask, shape.KEYS)
         m = m * scoring.factor
         row = gl.arange(0, WG_ROWS, row_layout)
         there = row < shape.GROUP
@@ -163,10 +171,7 @@ def _compute(
             gl.store(piece + row * (shape.DV + 2) + (shape.DV + 1), l, mask=there)
         tile += 1
         plan = take(plans, tile)
-    # the merge may start beside programs that are still at work: it waits for all of them
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    merge_may_start()
 
 
 # fmt: off
@@ -204,7 +209,7 @@ def paged_decode(
     gl.warp_specialize(
         [
             (_compute, compute),
-            (_load_keys, (plans, keys, k_desc, k_table, lengths_ptr, B, mask, BATCH, shape)),
+            (load_keys, (plans, keys, k_desc, k_table, lengths_ptr, B, mask, BATCH, shape)),
             (load_values, (plans, values, v_desc, v_table, shape)),
         ],
         [1, 1], [COPY_REGISTERS, COPY_REGISTERS],

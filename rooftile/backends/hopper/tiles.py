@@ -106,7 +106,7 @@ def forward_tile(spec: Spec, T: int) -> Tile:
 
 
 def paged_tile(spec: Spec) -> Tile:
-    """The forward's tile for keys and values in pages, whatever the lengths: each kind takes seconds to compile.
+    """The forward's tile for keys and values in pages, or out of them, whatever the lengths: each kind takes seconds to compile.
 
     The warps that ask for a box a page need more registers. Four heads together are as fast as one in long prompts, and much
     faster in short ones, whose tiles they fill.

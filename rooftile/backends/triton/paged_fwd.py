@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.backends.launch import scales_of
 from rooftile.backends.row_of_work import finish
 from rooftile.backends.triton.arguments import constants_of, padded
 from rooftile.backends.triton.schedule import packed_tile
@@ -285,16 +286,6 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
             o, lse, parts, lengths, cu_q, sinks, *sizes, *bounds, **{name: constants[name] for name in shared}, num_warps=4,
         )  # fmt: skip
     return o, lse
-
-
-def scales_of(cache: PagedKV) -> tuple[Tensor, Tensor, int, int]:
-    """The scales of a cache in FP8 and their strides; something in their place if it is in no such format."""
-    if cache.k_scale is None or cache.v_scale is None:
-        return cache.lengths, cache.lengths, 0, 0
-    if cache.k_scale.stride() == cache.v_scale.stride() and cache.k_scale.stride(2) == 1:
-        return cache.k_scale, cache.v_scale, *cache.k_scale.stride()[:2]
-    k_scale, v_scale = cache.k_scale.contiguous(), cache.v_scale.contiguous()
-    return k_scale, v_scale, *k_scale.stride()[:2]
 
 
 def flags_of(spec: Spec, T: int) -> dict[str, Any]:
