@@ -22,7 +22,7 @@ def report(
 ) -> None:
     """One HTML page about attention on this machine: time, memory and error, a Llama trained twice and served, masks as tiles.
 
-    Under five minutes on two CPU cores, under two on a GPU. Prints the page's path; exits with 1 if an experiment failed.
+    Under five minutes on two CPU cores, under three on a GPU. Prints the page's path; exits with 1 if an experiment failed.
 
     Example: rooftile report --out page.html
     """
