@@ -133,6 +133,21 @@ def test_decoding_from_a_cache_in_fp8(
         assert torch.equal(again[1], found[1])
 
 
+@pytest.mark.parametrize("by", ["hopper", "triton"])
+def test_a_scale_that_fp16_has_no_number_for(by: str) -> None:
+    """Though it has one for each value."""
+    if torch.cuda.get_device_capability() < (8, 9) or (by == "hopper" and torch.cuda.get_device_capability() != (9, 0)):
+        pytest.skip("no FP8 here, or no Hopper")
+    cache = in_fp8(cache_of([300, 17, 3000], 2, 128, 16, torch.float32))
+    small = (cache.v.float() / 2048).to(torch.float8_e4m3fn)
+    cache = replace(cache, v=small, v_scale=cache.v_scale * 0 + 1e5)
+    q = torch.randn(3, 1, 8, 128, device="cuda").half()
+    due = rt.attention_paged(q.float(), cache, rt.CAUSAL, backend="eager")
+    found = rt.attention_paged(q, cache, rt.CAUSAL, backend=by)
+    assert due.abs().max() > 1e3
+    assert ((found - due).abs() <= 1e-2 * due.abs().amax(-1, keepdim=True)).all()
+
+
 def test_decoding_goes_by_the_kernel_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or, what its copies cannot read, by a gathered copy; several queries a sequence by the portable one."""
     if torch.cuda.get_device_capability() != (9, 0):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -50,6 +52,19 @@ def test_a_cache_in_fp8(deterministic: bool) -> None:
     for mask in (rt.CAUSAL, rt.CAUSAL & rt.Window(20)):
         found = rt.attention_paged_with_lse(q, cache, mask, sinks=sinks, deterministic=deterministic, backend="triton")
         torch.testing.assert_close(found, rt.attention_paged_with_lse(q, cache, mask, sinks=sinks, backend="eager"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["shared work", "chunks"])
+def test_a_scale_that_fp16_has_no_number_for(deterministic: bool) -> None:
+    """Though it has one for each value."""
+    cache, _ = in_fp8(paged(sequences((70, 5, 0, 33), D=16, Dv=16), 16))
+    small = (cache.v.float() / 2048).to(torch.float8_e4m3fn)
+    cache = replace(cache, v=small, v_scale=torch.full_like(cache.v_scale, 1e5))
+    q = torch.randn(4, 1, 4, 16).half()
+    due = rt.attention_paged(q.float(), cache, rt.CAUSAL, backend="eager")
+    assert due.abs().max() > 1e4
+    found = rt.attention_paged(q, cache, rt.CAUSAL, deterministic=deterministic, backend="triton")
+    assert ((found - due).abs() <= 1e-2 * due.abs().amax(-1, keepdim=True)).all()
 
 
 def test_a_shared_prefix() -> None:

@@ -30,9 +30,6 @@ from rooftile.backends.hopper.schedule import WORDS, Mask, take
 from rooftile.backends.hopper.shape import LN2, LOG2E, Shape
 from rooftile.backends.hopper.softmax import Scoring, make_scoring
 
-# weights are times a value's scale and this, which is about the value itself: in fp16 a scale alone may be too small
-UNIT = gl.constexpr(512.0)
-
 
 @aggregate
 class Scales:
@@ -120,7 +117,6 @@ def _compute(
     q_stride_b, q_stride_h, H, mask: Mask, scoring: Scoring, ROWS: gl.constexpr, shape: Shape,
 ):  # fmt: skip
     """The role that multiplies: the blocks of a sequence with a group's heads, from the last block down."""
-    dtype: gl.constexpr = v_smem.dtype
     HEADS: gl.constexpr = q_smem.shape[0]
     KEYS: gl.constexpr = shape.KEYS
     D: gl.constexpr = shape.D
@@ -143,7 +139,7 @@ def _compute(
             q_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(d, 0), mask=gl.expand_dims(g < shape.GROUP, 1), other=0.0
         )  # fmt: skip
         # keys are multiplied in fp16, which has all of FP8 and is had from it by one instruction for two. A power of two brings
-        # queries to where fp16 has all the digits of bf16, down to 2^-25 of a query's largest number
+        # queries to where fp16 has all the digits of bf16, down to 2^-24 of a query's largest number
         larger, unit = _powers_of_two(gl.max(gl.abs(q.to(gl.float32)), 1))
         q_smem.store(_in_order_of_keys((q.to(gl.float32) * gl.expand_dims(larger, 1)).to(gl.float16), D))
         unit = gl.convert_layout(unit, of_heads)
@@ -166,11 +162,9 @@ def _compute(
             v = shape.block_of_values(values, turn).load(v_layout)
             scales.wait_full(turn)
             k_scale = _scales_of(scales, turn, 0).load(of_keys)
-            v_scale = _scales_of(scales, turn, 1).load(of_keys) * UNIT
-            if dtype == gl.bfloat16:
-                # by way of fp32: straight to bf16 Triton has an F2F for each number, a slow instruction on Hopper
-                v = v.to(gl.float32)
-            v = v.to(dtype)
+            v_scale = _scales_of(scales, turn, 1).load(of_keys)
+            # by way of fp32: straight to bf16 Triton has an F2F for each number, a slow instruction on Hopper
+            v = v.to(gl.float32).to(gl.bfloat16)
             # the values of the block before have been multiplied too: their place is free
             s, acc = warpgroup_mma_wait(0, deps=(s, acc))
             v_smem.store(v)
@@ -190,7 +184,7 @@ def _compute(
             p = gl.exp2(s * scoring.factor - gl.expand_dims(reference, 0))
             l = l * gl.expand_dims(alpha, 0) + p
             m = m_new
-            p_smem.permute((1, 0)).store((p * gl.expand_dims(v_scale, 1)).to(dtype))
+            p_smem.permute((1, 0)).store((p * gl.expand_dims(v_scale, 1)).to(gl.bfloat16))
             acc = acc * gl.expand_dims(alpha, 0)
             fence_async_shared()
             # all have read what was copied in, and written what is multiplied next
@@ -205,7 +199,6 @@ def _compute(
         start, blocks = span(plan.S, mask, KEYS)
         m = m * scoring.factor
         l = gl.sum(l, 0)
-        acc = acc * (1 / UNIT)
         there = column < shape.GROUP
         e = gl.expand_dims(gl.arange(0, D, of_keys), 1)
         mine = gl.expand_dims(there, 0)
@@ -221,7 +214,7 @@ def _compute(
             line = plan.b.to(gl.int64) * H + head
             gl.store(lse_ptr + line + column, (m + gl.log2(l)) * LN2, mask=there)
             share = gl.where(l == 0.0, 0.0, share / l)
-            o = (acc * gl.expand_dims(share, 0)).to(dtype)
+            o = (acc * gl.expand_dims(share, 0)).to(o_ptr.dtype.element_ty)
             gl.store(o_ptr + (gl.expand_dims((line + column) * D, 0) + e), o, mask=mine)
         else:
             # a program's pieces: of a sequence that began before it, and of one that goes on after it
@@ -233,6 +226,13 @@ def _compute(
         tile += 1
         plan = take(plans, tile)
     merge_may_start()
+
+
+@gluon.jit
+def _matrix(dtype: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    """Shared memory that a wgmma reads."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+    return gl.allocate_shared_memory(dtype, [rows, columns], layout)
 
 
 # fmt: off
@@ -253,7 +253,6 @@ def paged_decode_8bit(
 ):
     # fmt: on
     codes: gl.constexpr = k_desc.dtype
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
     shape = Shape(GROUP, D, D, D, D, KEYS, 1, 1, False, 0, False, False, False, SIZE, LEFT or CHUNK, SOFTCAP, SINKS, 1, 1)
     # a query is its sequence's last: what is to its right, and before a prefix, does not matter
     mask = Mask(left, B * 0, B * 0, chunk, LEFT, False, False, CHUNK)
@@ -264,9 +263,10 @@ def paged_decode_8bit(
     # each thread of the warp that copies them says when its own have come
     scales = ring(gl.allocate_shared_memory(gl.float32, [2 * SLOTS, KEYS], words), SLOTS, 1, 32)
     plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, 2)
-    q_smem = gl.allocate_shared_memory(gl.float16, [HEADS, D], gl.NVMMASharedLayout.get_default_for([HEADS, D], gl.float16))
-    p_smem = gl.allocate_shared_memory(dtype, [HEADS, KEYS], gl.NVMMASharedLayout.get_default_for([HEADS, KEYS], dtype))
-    v_smem = gl.allocate_shared_memory(dtype, [KEYS, D], gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype))
+    q_smem = _matrix(gl.float16, HEADS, D)
+    # weights are times a value's scale, which in fp16 could be too much or too little
+    p_smem = _matrix(gl.bfloat16, HEADS, KEYS)
+    v_smem = _matrix(gl.bfloat16, KEYS, D)
     fence_async_shared()
     scoring = make_scoring(mask, scale, softcap, SOFTCAP)
     compute = (

@@ -74,7 +74,8 @@ def _walk(
         if SCALED:
             # by way of fp32: straight from FP8 to bf16 Triton has an F2F for each number, a slow instruction on Hopper
             k = k.to(tl.float32).to(q.dtype)
-            v = v.to(tl.float32).to(q.dtype)
+            # weights are times a value's scale, which in fp16 could be too much or too little
+            v = v.to(tl.float32).to(tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
         if CAREFUL:
             x = tl.dot(q, tl.trans(finite(k)), input_precision=PRECISION) + poison(k, 1)[None, :]
         else:
