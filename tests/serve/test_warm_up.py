@@ -32,9 +32,9 @@ def test_threads_find_all_modules_imported() -> None:
     found = set(done.stdout.split())
     kernels = {
         "rooftile.backends.hopper.flash_fwd", "rooftile.backends.hopper.launch", "rooftile.backends.hopper.launch_decode",
-        "rooftile.backends.hopper.paged_decode", "rooftile.backends.hopper.paged_decode_8bit", "rooftile.backends.triton.paged_decode",
-        "rooftile.backends.triton.paged_fwd", "rooftile.kvcache.kernels", "rooftile.models.kernels",
-        "rooftile.serve.sampling_kernels",
+        "rooftile.backends.hopper.paged_decode", "rooftile.backends.hopper.paged_decode_8bit",
+        "rooftile.backends.triton.paged_decode", "rooftile.backends.triton.paged_fwd", "rooftile.kvcache.kernels",
+        "rooftile.models.kernels", "rooftile.serve.sampling_kernels",
     }  # fmt: skip
     assert kernels <= found
 
