@@ -74,6 +74,20 @@ def merge_may_start():
 
 
 @gluon.jit
+def shares(m, l, sinks, there, SINKS: gl.constexpr):
+    """What a softmax's outputs are to be multiplied with, and its lse: by its largest score, in units of log2, and its sum."""
+    share = gl.full(m.shape, 1.0, gl.float32, m.type.layout)
+    if SINKS:
+        sink = gl.load(sinks, mask=there, other=0.0).to(gl.float32) * LOG2E
+        top = gl.maximum(m, sink)
+        reference = gl.where(top == float("-inf"), 0.0, top)
+        share = gl.exp2(m - reference)
+        l = l * share + gl.exp2(sink - reference)
+        m = top
+    return gl.where(l == 0.0, 0.0, share / l), (m + gl.log2(l)) * LN2
+
+
+@gluon.jit
 def without_hidden(values, j_0, S, first_key):
     """Zeros in shared memory for values that nobody sees: a weight of zero does not hide a NaN in a slot nobody has written."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // values.shape[1], values.shape[1] // 8], [4, 1], [1, 0])
@@ -149,17 +163,9 @@ def _compute(
         e = gl.arange(0, shape.DV, gl.SliceLayout(0, shape.o_layout))
         mine = gl.expand_dims(o_row < shape.GROUP, 1)
         if plan.last - plan.first + 1 == blocks:
-            share = gl.full([WG_ROWS], 1.0, gl.float32, row_layout)
-            if shape.SINKS:
-                sink = gl.load(sinks_ptr + head + row, mask=there, other=0.0).to(gl.float32) * LOG2E
-                top = gl.maximum(m, sink)
-                reference = gl.where(top == float("-inf"), 0.0, top)
-                share = gl.exp2(m - reference)
-                l = l * share + gl.exp2(sink - reference)
-                m = top
             line = plan.b.to(gl.int64) * H + head
-            gl.store(lse_ptr + line + row, (m + gl.log2(l)) * LN2, mask=there)
-            share = gl.where(l == 0.0, 0.0, share / l)
+            share, lse = shares(m, l, sinks_ptr + head + row, there, shape.SINKS)
+            gl.store(lse_ptr + line + row, lse, mask=there)
             o = acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, shape.o_layout)), 1)
             gl.store(o_ptr + (gl.expand_dims((line + o_row) * shape.DV, 1) + gl.expand_dims(e, 0)), o.to(dtype), mask=mine)
         else:

@@ -24,10 +24,10 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from rooftile.backends.hopper.paged_copies import Table, load_pages
-from rooftile.backends.hopper.paged_decode import load_keys, merge_may_start, span, without_hidden
+from rooftile.backends.hopper.paged_decode import load_keys, merge_may_start, shares, span, without_hidden
 from rooftile.backends.hopper.pipeline import Ring, ring
 from rooftile.backends.hopper.schedule import WORDS, Mask, take
-from rooftile.backends.hopper.shape import LN2, LOG2E, Shape
+from rooftile.backends.hopper.shape import Shape
 from rooftile.backends.hopper.softmax import Scoring, make_scoring
 
 
@@ -203,17 +203,9 @@ def _compute(
         e = gl.expand_dims(gl.arange(0, D, of_keys), 1)
         mine = gl.expand_dims(there, 0)
         if plan.last - plan.first + 1 == blocks:
-            share = gl.full([HEADS], 1.0, gl.float32, of_heads)
-            if shape.SINKS:
-                sink = gl.load(sinks_ptr + head + column, mask=there, other=0.0).to(gl.float32) * LOG2E
-                top = gl.maximum(m, sink)
-                reference = gl.where(top == float("-inf"), 0.0, top)
-                share = gl.exp2(m - reference)
-                l = l * share + gl.exp2(sink - reference)
-                m = top
             line = plan.b.to(gl.int64) * H + head
-            gl.store(lse_ptr + line + column, (m + gl.log2(l)) * LN2, mask=there)
-            share = gl.where(l == 0.0, 0.0, share / l)
+            share, lse = shares(m, l, sinks_ptr + head + column, there, shape.SINKS)
+            gl.store(lse_ptr + line + column, lse, mask=there)
             o = (acc * gl.expand_dims(share, 0)).to(o_ptr.dtype.element_ty)
             gl.store(o_ptr + (gl.expand_dims((line + column) * D, 0) + e), o, mask=mine)
         else:
