@@ -152,7 +152,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def paged(dim: int, name: str, size: int) -> Configuration:
-    """Keys and values in pages."""
+    """Keys and values in pages; of size 0: gathered out of them."""
     without = Configuration(dim, None, **CASES[name], size=size, group=4)
     return replace(without, tile=paged_tile(without.spec))
 
@@ -192,7 +192,7 @@ FORWARD |= {
         (64, 16, "packed-causal"), (64, 16, "everything"), (128, 16, "packed-causal"), (128, 16, "packed"),
         (128, 64, "packed-causal"), (128, 256, "packed-causal"), (256, 16, "packed-causal"),
     )
-}  # fmt: skip
+} | {f"d{dim}-gathered-packed-causal": paged(dim, "packed-causal", 0) for dim in (64, 128, 256)}  # fmt: skip
 FORWARD |= {
     # a query a sequence
     f"decode-d{dim}-pages-{size}-{name}": Configuration(dim, None, **what, kernel="paged_decode", size=size, group=4)
