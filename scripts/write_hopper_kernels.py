@@ -14,9 +14,9 @@ Each row is a configuration of the forward or, from `bwd-` on, of a backward ker
 read from its machine code. Nothing here needs a GPU, and a test holds every row to the page, so a change of a kernel shows
 what it did to the code.
 
-- *kernel*: head dim and problem; `-3` and `-short` are other tiles, `-gathered` that of what was copied out of pages. `bwd-` alone
-  adds dq up in memory, `bwd-ordered-` leaves it to `bwd-q-`, and `bwd-kv-` is the twins' of wide heads. `decode-` reads pages for
-  a query a sequence; `decode-fp8-`, FP8.
+- *kernel*: head dim and problem; `-3` and `-short` are other tiles, `-gathered` that of what was copied out of pages. `bwd-`
+  alone adds dq up in memory, `bwd-ordered-` leaves it to `bwd-q-`, and `bwd-kv-` is the twins' of wide heads. `decode-` reads
+  pages for a query a sequence; `decode-fp8-`, FP8.
 - *registers*: a thread's share at the start; the warp roles then trade them (`setmaxnreg`), and a warpgroup that computes
   gets 240, 208 in the backward at D = 64, or 160 where there are three.
 - *stack*: bytes kept outside registers. The forward's loops over blocks touch none of them, the backward's a word or two under
