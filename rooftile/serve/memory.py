@@ -27,6 +27,11 @@ def block_bytes(decoder: Decoder, size: int, dtype: torch.dtype) -> int:
     return config.layers * 2 * size * config.kv_heads * line
 
 
+def copies_all_prompts(size: int, dtype: torch.dtype) -> bool:
+    """Whether a backend may read any prompt from a copy, and not long ones alone: with scales, or in the smallest blocks."""
+    return dtype == torch.float8_e4m3fn or size < BLOCK
+
+
 def blocks_that_fit(
     decoder: Decoder, size: int, dtype: torch.dtype, *, utilization: float, max_batched_tokens: int, max_answers: int,
     max_len: int,
@@ -41,9 +46,7 @@ def blocks_that_fit(
     if device.type != "cuda":
         return max(min(HOST_BYTES // each, useful), -(-max_len // size))
     working = _working_bytes(decoder, min(max_batched_tokens, max_answers * max_len), max_answers)
-    # prompts that are read from a copy: any of a cache with scales or of the smallest blocks, else long ones
-    any_prompt = dtype == torch.float8_e4m3fn or size < BLOCK
-    copied = max_answers if any_prompt else min(max_batched_tokens // LONG_PROMPT, max_answers)
+    copied = max_answers if copies_all_prompts(size, dtype) else min(max_batched_tokens // LONG_PROMPT, max_answers)
     # a layer's at a time
     line = block_bytes(decoder, 1, decoder.embedding.dtype) // decoder.config.layers
     working += min(copied * max_len * line, MOST_GATHERED)

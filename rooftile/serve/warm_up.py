@@ -21,6 +21,7 @@ from rooftile.kvcache import PagedKV, Pages
 from rooftile.kvcache.pages import LONG_PROMPT
 from rooftile.masks import Mask
 from rooftile.models import Decoder, ModelConfig
+from rooftile.serve.memory import copies_all_prompts
 from rooftile.serve.runner import masks_of
 from rooftile.serve.sampler import SamplingState, Wants, sample
 
@@ -67,8 +68,8 @@ def jobs(
     decoder = Decoder(small, dtype=dtype, device=device)
     pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
     masks = tuple(dict.fromkeys(masks_of(config)))
-    # in FP8 all are
-    together = [(longest,), (USUAL,)] if longest >= LONG_PROMPT and kv_dtype == dtype else [(longest, USUAL)]
+    apart = longest >= LONG_PROMPT and not copies_all_prompts(size, kv_dtype)
+    together = [(longest,), (USUAL,)] if apart else [(longest, USUAL)]
     return [
         *(partial(_read_prompts, decoder, pages, mask, lengths) for lengths in (*together, (SHORT,)) for mask in masks),
         *(partial(_read_prompts, decoder, pages, mask, (SHORT,), room=LONG_PROMPT) for mask in masks),

@@ -66,7 +66,7 @@ def of_pages(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     return TensorDescriptor(x, shape, strides, list(box), layout(box, x.dtype))
 
 
-def box_of_pages(dim: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, ...]:
+def box_of_pages(dim: int, tokens: int, dtype: torch.dtype) -> tuple[int, ...]:
     """What one copy takes of a page: all lines of a head's elements, unless the last one is not full."""
     return tokens // EIGHT, _lines(dim, dtype), EIGHT, _columns(dim, dtype)
 

@@ -151,7 +151,7 @@ def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, ...], ...]:
     heads, rows = tile.TOGETHER, WARPGROUP // tile.TOGETHER
     k, v = (1, tile.KEYS, dim), (1, tile.KEYS, dim_v)
     if size:
-        k, v = (box_of_pages(dim, min(size, tile.KEYS)) for dim in (spec.dim, spec.dim_v))
+        k, v = (box_of_pages(dim, min(size, tile.KEYS), spec.dtype) for dim in (spec.dim, spec.dim_v))
     return (heads, rows, dim), k, v, (heads, rows, min(dim_v, 128))
 
 

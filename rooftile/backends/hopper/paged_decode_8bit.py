@@ -5,8 +5,8 @@ Scores are KEYS rows by the heads of a group, and outputs D rows by those heads,
 their way into registers, from where a wgmma takes its left side; values, which it needs columns first, on their way into another
 place of shared memory. Scales come beside the values, 4 bytes a token.
 
-Which four numbers of a key a thread holds together does not matter to a sum over all of them: keys and queries have theirs in the
-order that lets a thread read 16 bytes at once.
+Which numbers of a key a thread holds does not matter to a sum over all of them: keys and queries have theirs in the order that
+lets a thread read 16 bytes at once.
 
 Micikevicius et al., FP8 formats for deep learning, arXiv:2209.05433; Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
