@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import rooftile as rt
 from rooftile import validate
 from rooftile.backends.triton import flash_fwd
-from rooftile.backends.triton.arguments import call_of
+from rooftile.backends.triton.call import call_of
 from rooftile.backends.triton.tiles import forward_tile
 from rooftile.spec import Options, decode
 

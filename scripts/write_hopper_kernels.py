@@ -33,7 +33,7 @@ Written by `make tables`.
 
 def main() -> None:
     sys.path.insert(0, str(ROOT))
-    from tests.unit.hopper_machine_code import table
+    from tests.kernels.hopper_machine_code import table
 
     PAGE.write_text(HEAD + table() + "\n")
 

@@ -14,7 +14,8 @@ Dao, FlashAttention-2, arXiv:2307.08691; Shah et al., FlashAttention-3, arXiv:24
 import torch
 from torch import Tensor
 
-from rooftile.backends.hopper.descriptors import descriptor
+from rooftile.backends.hopper.device.config import LN2, LOG2E
+from rooftile.backends.hopper.device.pipeline import Ring, named_barrier, ring
 from rooftile.backends.hopper.gluon import (
     barrier,
     fence_async_shared,
@@ -27,8 +28,7 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from rooftile.backends.hopper.pipeline import Ring, named_barrier, ring
-from rooftile.backends.hopper.shape import LN2, LOG2E
+from rooftile.backends.hopper.tma import descriptor
 
 RUNGS = ("plain", "specialised", "overlapped", "ping-pong")
 

@@ -8,7 +8,7 @@ import torch
 from rooftile import reference
 from rooftile.backends import triton
 from rooftile.backends.triton import row_stats
-from rooftile.backends.triton.arguments import call_of, strides_of
+from rooftile.backends.triton.call import call_of, strides_of
 from rooftile.masks import CAUSAL
 from rooftile.spec import Grads, Options, Spec
 

@@ -77,7 +77,7 @@ def test_no_backend_imports_another() -> None:
         own = path.relative_to(PACKAGE / "backends").parts[0]
         for module in imports(path):
             # what starts kernels, what gathers pages, and what kernels have in common belongs to no backend
-            shared = tuple(f"rooftile.backends.{name}" for name in ("launch.", "gathered", "row_of_work.", "visibility."))
+            shared = tuple(f"rooftile.backends.{name}" for name in ("launch.", "paged_by_gather", "device."))
             if place(module) == "backends" and not module.startswith(shared):
                 assert module.split(".")[2] == own, f"{path} imports {module}"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rooftile import reference
-from rooftile.backends import gathered
+from rooftile.backends import paged_by_gather
 from rooftile.backends.eager import low_precision
 from rooftile.kvcache import PagedKV
 from rooftile.numerics.hadamard import SHORTEST
@@ -81,7 +81,7 @@ def attend_quantised(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[T
 
 
 def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
-    return gathered.attend(attend, q, cache, options, spec)
+    return paged_by_gather.attend(attend, q, cache, options, spec)
 
 
 def backward(

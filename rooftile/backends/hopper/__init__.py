@@ -35,7 +35,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from rooftile.backends import gathered
+from rooftile.backends import paged_by_gather
 from rooftile.backends.launch import device_of, on_its_device
 from rooftile.kvcache import PagedKV
 from rooftile.numerics.recipe import QuantisedQKV
@@ -119,23 +119,23 @@ def _missing() -> str | None:
 @cache
 def _launch() -> ModuleType:
     """Imports Gluon at the first call."""
-    from rooftile.backends.hopper import launch
+    from rooftile.backends.hopper.forward import run
 
-    return launch
+    return run
 
 
 @cache
 def _launch_decode() -> ModuleType:
-    from rooftile.backends.hopper import launch_decode
+    from rooftile.backends.hopper.decode import run
 
-    return launch_decode
+    return run
 
 
 @cache
 def _launch_8bit() -> ModuleType:
-    from rooftile.backends.hopper import launch_8bit
+    from rooftile.backends.hopper.quantised import run
 
-    return launch_8bit
+    return run
 
 
 def import_kernels() -> None:
@@ -176,8 +176,8 @@ def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tup
         if not _launch().reads_pages(q, cache):
             from rooftile.kvcache.kernels import gather
 
-            return gathered.attend(_launch().forward_gathered, q, cache, options, spec, gather)
-        return gathered.like_queries(q, *_launch().forward_paged(q, cache, options, spec))
+            return paged_by_gather.attend(_launch().forward_gathered, q, cache, options, spec, gather)
+        return paged_by_gather.like_queries(q, *_launch().forward_paged(q, cache, options, spec))
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
@@ -200,7 +200,7 @@ def backward(
     repair: Callable[..., None],
 ) -> Grads:
     """`repair` (see `dispatch.REPAIR`) sets right what a NaN behind the mask spoiled."""
-    from rooftile.backends.hopper import launch_bwd
+    from rooftile.backends.hopper.backward import run
 
     with device_of(q):
-        return launch_bwd.backward(do, dlse, q, k, v, o, lse, options, spec, repair)
+        return run.backward(do, dlse, q, k, v, o, lse, options, spec, repair)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rooftile.backends import gathered
+from rooftile.backends import paged_by_gather
 from rooftile.kvcache import PagedKV
 from rooftile.spec import Grads, Options, Spec
 
@@ -41,7 +41,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
 
 
 def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
-    return gathered.attend(forward, q, cache, options, spec)
+    return paged_by_gather.attend(forward, q, cache, options, spec)
 
 
 def backward(

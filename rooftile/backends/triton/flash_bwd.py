@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
-from rooftile.backends.triton.arguments import Call, call_of, strides_of
+from rooftile.backends.triton.call import Call, call_of, strides_of
 from rooftile.backends.triton.tiles import backward_bias_tile, backward_kv_walks, backward_q_tile
 from rooftile.hardware.quick import remember
 from rooftile.reference.gradients import sinks_gradient

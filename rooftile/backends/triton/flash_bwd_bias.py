@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.triton.arguments import Call
+from rooftile.backends.device.visibility import visible
+from rooftile.backends.triton.call import Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, kept, shifted, weight
 from rooftile.backends.triton.tiles import Tile
-from rooftile.backends.visibility import visible
 
 
 # fmt: off

@@ -27,13 +27,13 @@ from collections.abc import Callable
 import triton
 import triton.language as tl
 
+from rooftile.backends.device.visibility import first_position, last_position, visible
 from rooftile.backends.launch import repeated
-from rooftile.backends.triton.arguments import REPAIRERS, Call
+from rooftile.backends.triton.call import REPAIRERS, Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, poison, shifted, weight
 from rooftile.backends.triton.tiles import Walk
-from rooftile.backends.visibility import first_position, last_position, visible
 
 # queries a step of the second walk: small, since it is rare and must not cost the first one registers
 CAREFUL_T = tl.constexpr(16)

@@ -19,13 +19,13 @@ from collections.abc import Callable
 import triton
 import triton.language as tl
 
+from rooftile.backends.device.visibility import first_key, last_key, visible
 from rooftile.backends.launch import repeated
-from rooftile.backends.triton.arguments import REPAIRERS, Call
+from rooftile.backends.triton.call import REPAIRERS, Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, shifted, weight
 from rooftile.backends.triton.tiles import Tile
-from rooftile.backends.visibility import first_key, last_key, visible
 
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
 CAREFUL_S = tl.constexpr(16)

@@ -30,12 +30,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.backends.device.visibility import first_key, last_key, visible
 from rooftile.backends.launch import empties, repeated
-from rooftile.backends.triton.arguments import Call, call_of, constants_of
+from rooftile.backends.triton.call import Call, call_of, constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, kept, poison, shifted, weight
 from rooftile.backends.triton.tiles import Tile, forward_tile
-from rooftile.backends.visibility import first_key, last_key, visible
 from rooftile.spec import Options, Spec
 
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers

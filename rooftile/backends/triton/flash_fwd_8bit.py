@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.triton.arguments import constants_of
+from rooftile.backends.device.visibility import first_key, last_key, visible
+from rooftile.backends.triton.call import constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LN2, LOG2E, capped
-from rooftile.backends.visibility import first_key, last_key, visible
 from rooftile.numerics.recipe import QuantisedQKV, part_of_rows
 from rooftile.numerics.scaling import BLOCK
 from rooftile.spec import Options, Spec

@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from rooftile.backends.device.split_kv import BATCH, LOG2E, ends_of, finish, part, sequence_at, start_merge
 from rooftile.backends.launch import scales_of
-from rooftile.backends.row_of_work import BATCH, LOG2E, ends_of, finish, part, sequence_at, start_merge
-from rooftile.backends.triton.arguments import constants_of, padded
+from rooftile.backends.triton.call import constants_of, padded
 from rooftile.backends.triton.paged_fwd import _walk, flags_of
 from rooftile.hardware.quick import Quick
 from rooftile.kvcache import PagedKV

@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.backends.device.split_kv import finish
+from rooftile.backends.device.visibility import first_key, last_key, visible
 from rooftile.backends.launch import scales_of
-from rooftile.backends.row_of_work import finish
-from rooftile.backends.triton.arguments import constants_of, padded
+from rooftile.backends.triton.call import constants_of, padded
 from rooftile.backends.triton.schedule import packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, finite, poison
-from rooftile.backends.visibility import first_key, last_key, visible
 from rooftile.kvcache import PagedKV
 from rooftile.spec import Options, Spec
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.triton.arguments import Call, strides_of
+from rooftile.backends.triton.call import Call, strides_of
 from rooftile.backends.triton.scores import LOG2E
 
 

@@ -2,7 +2,7 @@
 
 The Hopper rows for bf16 were the fastest of some eight a kernel on an H200 (2026-11-21); what they reach stands in
 benchmarks/results/h200.jsonl. The other rows are the largest tiles that the compiler keeps in registers
-(tests/unit/test_triton_compiles.py holds all of them to it), and nobody has timed them.
+(tests/kernels/test_triton_compiles.py holds all of them to it), and nobody has timed them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rooftile.backends.triton.arguments import padded
+from rooftile.backends.triton.call import padded
 from rooftile.spec import Spec
 
 

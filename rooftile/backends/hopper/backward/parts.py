@@ -1,0 +1,362 @@
+"""What the backward kernels share: their compile-time shape, the walk of a tile of keys, weights, and how tiles are stored.
+
+With P the weights, recomputed from lse, and D_i = sum_c dO_ic O_ic - dL_i, a row's word in memory beside its lse:
+
+    S  = Q K^T            P  = exp(scale S - L)         dV = P^T dO
+    dP = dO V^T           dS = P (dP - D)               dQ = scale dS K        dK = scale dS^T Q
+
+Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttention-3, arXiv:2407.08608.
+"""
+
+from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS
+from rooftile.backends.hopper.device.mask import FAR
+from rooftile.backends.hopper.device.mma import product_over_dim
+from rooftile.backends.hopper.device.nan_fallback import holds_nan
+from rooftile.backends.hopper.device.pipeline import Ring
+from rooftile.backends.hopper.device.scheduler import (
+    MOST_SORTED,
+    Mask,
+    Plan,
+    dense_tile,
+    packed_tile,
+    padded_row,
+    publish,
+    publish_end,
+    put_back,
+    tile_by_work,
+)
+from rooftile.backends.hopper.device.softmax import Scoring
+from rooftile.backends.hopper.gluon import (
+    aggregate,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+
+# queries, or keys, of a block
+BLOCK = gl.constexpr(64)
+
+
+@aggregate
+class Backward:
+    """What is known when a backward kernel is compiled."""
+
+    GROUP: gl.constexpr  # query heads that a tile of keys walks
+    PARTS: gl.constexpr  # tiles that share a key head's group, each with its own sum
+    CREW: gl.constexpr  # rows of 64 keys, or queries, in a tile
+    D: gl.constexpr  # of all rows in shared memory, padded with zeros to a power of two
+    DIM: gl.constexpr  # of queries and keys in memory
+    DIM_V: gl.constexpr  # of values and outputs
+    PACKED: gl.constexpr
+    MASKED: gl.constexpr  # anything but a full mask
+    SOFTCAP: gl.constexpr
+    HALF: gl.constexpr  # fp16: gradients of scores are scaled before they are rounded, for its range is narrow
+    ADD: gl.constexpr  # dq is added up in memory
+    LATE: gl.constexpr  # a block's product with dO is issued after its gradients of the scores are known
+    AHEAD: gl.constexpr  # the next block's scores are issued before this one is done
+    SPARE: gl.constexpr  # at D = 64: keys and values stay in registers, and dq has a warpgroup of its own
+    s_layout: gl.constexpr  # a warpgroup's scores of a block, either way round
+    acc_layout: gl.constexpr
+    DV: gl.constexpr  # columns of dv
+    dv_layout: gl.constexpr
+    p_layout: gl.constexpr  # of weights on its left
+    a_layout: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, GROUP, PARTS, CREW, D, DIM, DIM_V, PACKED, MASKED, SOFTCAP, HALF, ADD=False, LATE=False, AHEAD=False):
+        self.GROUP = gl.constexpr(GROUP)
+        self.PARTS = gl.constexpr(PARTS)
+        self.CREW = gl.constexpr(CREW)
+        self.D = gl.constexpr(D)
+        self.DIM = gl.constexpr(DIM)
+        self.DIM_V = gl.constexpr(DIM_V)
+        self.PACKED = gl.constexpr(PACKED)
+        self.MASKED = gl.constexpr(MASKED)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.HALF = gl.constexpr(HALF)
+        self.ADD = gl.constexpr(ADD)
+        self.LATE = gl.constexpr(LATE)
+        self.AHEAD = gl.constexpr(AHEAD)
+        self.SPARE = gl.constexpr(D <= 64)
+        acc_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+        self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+        self.acc_layout = gl.constexpr(acc_layout)
+        self.a_layout = gl.constexpr(gl.DotOperandLayout(0, acc_layout, 2))
+        DV = D // 2 if DIM_V <= D // 2 else D
+        dv_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+        self.DV = gl.constexpr(DV)
+        self.dv_layout = gl.constexpr(dv_layout)
+        self.p_layout = gl.constexpr(gl.DotOperandLayout(0, dv_layout, 2))
+
+
+@gluon.jit
+def make_plan_of_keys(
+    n, B, Hk, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask: Mask, KEYS: gl.constexpr, PACKED: gl.constexpr
+):  # fmt: skip
+    """The plan of tile number n of keys: `t` is its first key, `h` its key head, or part of one, and `first` to `last` are
+    blocks of queries.
+
+    The tiles with the most work are the first keys, which all queries see under a causal mask. Heads come from the last down:
+    what `row_words` read and wrote last is still in the L2 cache, and what comes last here is what the kernel for dq begins with.
+    """
+    zero = n * 0
+    if PACKED:
+        h, slot = dense_tile(n, tiles, Hk, tail)
+        h = Hk - 1 - h
+        slot = tiles - 1 - slot
+        if (n >= (Hk - tail) * tiles) & (B <= MOST_SORTED):
+            i_b, i_tile = tile_by_work(slot, cu_k_ptr, cu_q_ptr, B, KEYS, mask.SLOPED)
+            i_tile = gl.where(i_tile < 0, tiles, i_tile)
+        else:
+            i_b, _ = packed_tile(slot, cu_k_ptr, B, KEYS)
+            i_tile = slot - gl.load(cu_k_ptr + i_b).to(gl.int32) // KEYS - i_b
+        row = gl.load(cu_q_ptr + i_b).to(gl.int32)
+        key = gl.load(cu_k_ptr + i_b).to(gl.int32)
+        T = gl.load(cu_q_ptr + i_b + 1).to(gl.int32) - row
+        S = gl.load(cu_k_ptr + i_b + 1).to(gl.int32) - key
+        b = zero
+        padded = padded_row(i_b, row)
+    else:
+        i_bh, i_tile = dense_tile(n, tiles, B * Hk, tail)
+        i_bh = B * Hk - 1 - i_bh
+        i_tile = tiles - 1 - i_tile
+        b = i_bh // Hk
+        h = i_bh % Hk
+        row = zero
+        key = zero
+        padded = zero
+        T = zero + T
+        S = zero + S
+    s = i_tile * KEYS
+    start = mask.first_position(s) - (S - T)
+    stop = gl.minimum(mask.last_position(gl.minimum(s + KEYS, S) - 1) - (S - T) + 1, T)
+    # a tile that nothing sees walks one block and finds nothing there
+    last = gl.maximum(stop - 1, 0) // BLOCK
+    first = gl.minimum(gl.maximum(start, 0) // BLOCK, last)
+    return Plan((s < S).to(gl.int32), b, h, s, T, S, row, key, padded, first, last)
+
+
+@gluon.jit
+def next_block(h, block, plan: Plan, shape: Backward):
+    """The query head and the block of queries that a tile of keys meets next: block by block, then the next head."""
+    block += 1
+    if shape.GROUP > 1:
+        over = block > plan.last
+        h = gl.where(over, h + 1, h)
+        block = gl.where(over, plan.first, block)
+    return h, block
+
+
+@gluon.jit
+def clear_queries(plan: Plan, s, KEYS: gl.constexpr, mask: Mask):
+    """The first and the last query between which every query sees each of KEYS keys from s on.
+
+    Queries past the end weigh nothing (see `row_words`), so none of this asks for them.
+    """
+    offset = plan.S - plan.T
+    low = mask.first_position(s + (KEYS - 1)) - offset
+    high = mask.last_position(s) - offset
+    return low, gl.where(s + KEYS > plan.S, -FAR, high)
+
+
+@gluon.jit
+def products(a, rows: Ring, turn, DIM: gl.constexpr, shape: Backward):
+    """Issues 64 rows times a block's 64, over their head dim, once the block is there."""
+    rows.wait_full(turn)
+    return product_over_dim(a, rows.buffer(turn).reshape([64, shape.D]), DIM, shape.s_layout)
+
+
+@gluon.jit
+def hidden_queries(x, s, t, plan: Plan, mask: Mask):
+    """Scores of 64 keys from s on by 64 queries from t on, with -inf for each query that does not see the key.
+
+    As `softmax.hidden`: along the columns a thread compares constants, with two limits a row.
+    """
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    parts = x.reshape([ROWS, COLUMNS // 8, 4, 2])
+    layout: gl.constexpr = parts.type.layout
+    j = s + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    eights = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    column = gl.expand_dims(gl.expand_dims(gl.expand_dims(eights * 8, 0), 2), 3) + gl.expand_dims(
+        gl.expand_dims(gl.expand_dims(pair, 0), 1), 2
+    )
+    start = t + gl.expand_dims(gl.expand_dims(gl.expand_dims(lane * 2, 0), 1), 3)
+    offset = plan.S - plan.T
+    high = gl.where(j < plan.S, mask.last_position(j) - offset, -FAR)
+    sees = column <= _limit(high) - start
+    if mask.RIGHT or mask.PREFIX or mask.CHUNK:
+        sees = sees & (column >= _limit(mask.first_position(j) - offset) - start)
+    return gl.convert_layout(gl.where(sees, parts, float("-inf")).reshape([ROWS, COLUMNS]), x.type.layout)
+
+
+@gluon.jit
+def _limit(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 1), 2), 3)
+
+
+@gluon.jit
+def capped_again(p, lses, turn, slots: gl.constexpr, shape: Backward):
+    """The capped scores in units of log2, from their weights: kept, they would not fit in the registers."""
+    s = p
+    if shape.SOFTCAP:
+        lse = lses.index(turn % slots).load(gl.SliceLayout(0, shape.s_layout))
+        log2 = gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [p], dtype=gl.float32, is_pure=True, pack=1)
+        s = gl.where(p == 0.0, float("-inf"), log2 + gl.expand_dims(lse, 0))
+    return s
+
+
+@gluon.jit
+def score_gradients(p, dp, delta, s, scoring: Scoring, shape: Backward):
+    """dS from the weights, the gradients that come to them and, under a softcap, the capped scores in units of log2."""
+    if shape.HALF:
+        p = p * scoring.scale
+    ds = p * (dp - delta)
+    if shape.SOFTCAP:
+        tanh = s * (1.0 / (scoring.softcap * LOG2E))
+        # where the mask hides, s is -inf and ds is 0
+        ds = gl.where(s == float("-inf"), 0.0, ds * (1 - tanh * tanh))
+    return ds
+
+
+@gluon.jit
+def load_rows(ring: Ring, turn, desc, b, h, row):
+    """Has a block of rows copied into a ring's slot."""
+    ring.wait_empty(turn)
+    mbarrier.expect(ring.filled(turn), desc.block_type.nbytes)
+    tma_load(desc, [b, h, row, 0], ring.filled(turn), ring.buffer(turn))
+
+
+@gluon.jit
+def _load_rows_and_words(ring: Ring, words, turn, desc, words_desc, b, h, row, word):
+    """As `load_rows`, with one fp32 word a row from a line of them."""
+    ring.wait_empty(turn)
+    mbarrier.expect(ring.filled(turn), desc.block_type.nbytes + words_desc.block_type.nbytes)
+    tma_load(desc, [b, h, row, 0], ring.filled(turn), ring.buffer(turn))
+    tma_load(words_desc, [word], ring.filled(turn), words.index(turn % ring.slots))
+
+
+@gluon.jit
+def load_walks(
+    plans: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, mask: Mask,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+    B, T, S, padded_T, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape: Backward,
+):  # fmt: skip
+    """The role that draws tiles of keys, 64 a crew member, and has them copied in, then the queries and the gradients of the
+    output that they meet.
+
+    The first block's queries are asked for between the keys and the values: who waits for the keys needs them next.
+    """
+    Hk = k_desc.shape[1].to(gl.int32) * shape.PARTS
+    H = Hk * shape.GROUP
+    total = tiles * (Hk if shape.PACKED else B * Hk)
+    programs = gl.num_programs(0)
+    n = gl.program_id(0)
+    tile = 0
+    turn = 0
+    while n < total:
+        plan = make_plan_of_keys(n, B, Hk, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, shape.CREW * BLOCK, shape.PACKED)
+        if plan.live != 0:
+            publish(plans, tile, plan)
+            blocks = plan.last - plan.first + 1
+            walk = blocks * shape.GROUP
+            h = plan.h * shape.GROUP
+            block = plan.first
+            for i in range(walk):
+                t = block * BLOCK
+                word = (plan.b * H + h) * padded_T + plan.padded + t
+                if i == 0:
+                    _load_rows_of_crew(keys, tile, k_desc, plan, shape)
+                _load_rows_and_words(queries, lses, turn, q_desc, lse_desc, plan.b, h, plan.row + t, word)
+                if i == 0:
+                    _load_rows_of_crew(values, tile, v_desc, plan, shape)
+                _load_rows_and_words(grads, deltas, turn, do_desc, delta_desc, plan.b, h, plan.row + t, word)
+                turn += 1
+                h, block = next_block(h, block, plan, shape)
+            tile += 1
+        n = gl.atomic_add(counter_ptr, 1) + programs
+    publish_end(plans, tile)
+    put_back(counter_ptr)
+
+
+@gluon.jit
+def _load_rows_of_crew(rows: Ring, tile, desc, plan, shape: Backward):
+    """A tile's keys or values, 64 for each member of the crew."""
+    rows.wait_empty(tile)
+    mbarrier.expect(rows.filled(tile), shape.CREW * desc.block_type.nbytes)
+    for i in gl.static_range(shape.CREW):
+        tma_load(
+            desc, [plan.b, plan.h // shape.PARTS, plan.key + plan.t + i * WG_ROWS, 0], rows.filled(tile), rows.buffers.index(i)
+        )  # fmt: skip
+
+
+@gluon.jit
+def note_nan(lost_ptr, acc, shape: Backward):
+    """Notes that a gradient holds a NaN, which under a mask, or beside another sequence, may have come from behind it.
+
+    A weight of zero does not hide a NaN or an infinity in the other factor. What to do about it is the launcher's.
+    """
+    if shape.MASKED or shape.PACKED:
+        if holds_nan(acc):
+            gl.store(lost_ptr, 1)
+
+
+@gluon.jit
+def store_rows(buffer, x, desc, ptr, plan: Plan, heads, start, base, length, dim: gl.constexpr, shape: Backward):
+    """64 rows, from `start` of a sequence on, to memory by way of shared memory; `wait_for_store` must follow.
+
+    A packed sequence may end inside the tile, where the copy engine would not stop: its rows are stored one by one.
+    """
+    staged = buffer.reshape([WG_ROWS, shape.D])
+    staged.store(x)
+    # the copy engine reads what was written here, or writes here next
+    fence_async_shared()
+    if shape.PACKED:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
+        t = start + gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
+        e = gl.arange(0, shape.D, gl.SliceLayout(0, layout))
+        lines = ((base + t).to(gl.int64) * heads + plan.h) * dim
+        there = gl.expand_dims(t < length, 1) & gl.expand_dims(e < dim, 0)
+        gl.store(ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=there)
+    else:
+        tma_store(desc, [plan.b, plan.h, start, 0], buffer)
+
+
+@gluon.jit
+def wait_for_store():
+    """Until the staged rows are on their way: one thread asked for the copy, and all of them are to write there next."""
+    tma_store_wait(0)
+    barrier()
+
+
+@gluon.jit
+def exchanged(x):
+    """A warpgroup's block of weights (64, 64) as words of two fp16 numbers, in the order of its threads.
+
+    Weights lie between 0 and 1, where fp16 keeps eight times as many digits as bf16; the twin warpgroup holds them in the
+    same registers, so they cross shared memory without a conflict between banks.
+    """
+    even, odd = x.reshape([64, 32, 2]).split()
+    words = gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+    words = words.reshape([4, 2, 8, 4, 2, 4]).permute((3, 0, 2, 5, 1, 4)).reshape([2048])
+    return gl.convert_layout(words, gl.BlockedLayout([4], [32], [4], [0]), assert_trivial=True)
+
+
+@gluon.jit
+def received(words, layout: gl.constexpr):
+    """The weights of `exchanged`, in fp32."""
+    words = words.reshape([4, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 5, 3)).reshape([64, 32])
+    even, odd = gl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+        "=r,=r,r", [words], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.convert_layout(gl.join(even, odd).reshape([64, 64]), layout, assert_trivial=True)

@@ -1,0 +1,98 @@
+"""Starts decoding from pages: the outputs, the kernel, and the merge of its pieces."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rooftile.backends.device.split_kv import BATCH, start_merge
+from rooftile.backends.hopper.decode import bf16, fp8
+from rooftile.backends.hopper.forward.run import flags_of, numbers_of, processors
+from rooftile.backends.hopper.launcher import Launcher
+from rooftile.backends.hopper.tma import are_readable, box_of_pages, of_pages, steps_of_pages
+from rooftile.backends.launch import scales_of
+from rooftile.kvcache import PagedKV
+from rooftile.spec import Options, Spec
+
+# numbers of a block of keys, and of values: 16 kB
+BLOCK = 8192
+# two blocks on their way a program: with three the chip's programs are further apart in the cache, and all are slower
+SLOTS = 2
+# of half the bytes
+SLOTS_8BIT = 4
+# that share a multiprocessor: what one waits for, the other uses
+PROGRAMS = 2
+
+
+def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o (B, 1, H, D) and lse (B, H, 1), of q (B, 1, H, D)."""
+    B, _, H, dim = q.shape
+    if not q.numel() or not cache.k.numel():
+        # a descriptor needs an element
+        return torch.zeros_like(q), torch.full((B, H, 1), -torch.inf, dtype=torch.float32, device=q.device)
+    q = q if q.stride(3) == 1 else q.contiguous()
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((B, H, 1), dtype=torch.float32, device=q.device)
+    constants = constants_of(spec, cache.size, max(BATCH, triton.next_power_of_2(B)))
+    heads = H // spec.group
+    teams = max(PROGRAMS * processors(q.device) // heads, 1)
+    parts = torch.empty(2 * teams * heads * constants["ROWS"] * (dim + 2), dtype=torch.float32, device=q.device)
+    table, lengths = cache.table.contiguous(), cache.lengths.contiguous()
+    sinks = lse if options.sinks is None else options.sinks.contiguous()
+    scale, softcap, left, right, prefix, chunk = numbers_of(spec)
+    tensors: tuple[Tensor, ...] = (q, o, lse, parts, table, lengths, sinks)
+    strides = table.stride(0), *steps_of_pages(cache.k), *steps_of_pages(cache.v)
+    if spec.has_kv_scales:
+        k_scale, v_scale, *apart = scales_of(cache)
+        tensors, strides = (*tensors, k_scale, v_scale), (*strides, *apart)
+    numbers = (*strides, q.stride(0), q.stride(2), B, H, scale, softcap, left, chunk)
+    _launcher(spec, cache.size, constants["BATCH"], q.device)((heads, teams, 1), (cache.k, cache.v), tensors, numbers)
+    if teams > 1:
+        arguments = (o, lse, parts, lengths, sinks, B, H, 1, left, right, prefix, chunk)
+        start_merge((heads, teams - 1, spec.group), arguments, _constants_of_merge(spec, cache.size, constants["BATCH"]))
+    return o, lse
+
+
+def can_read(cache: PagedKV) -> bool:
+    """Whether the copy engine can read keys and values where they are."""
+    return are_readable(cache.k) and are_readable(cache.v)
+
+
+@cache
+def _launcher(spec: Spec, size: int, batch: int, device: torch.device) -> Launcher:
+    describe = partial(of_pages, box=box_of(spec, size))
+    kernel = fp8.paged_decode_8bit if spec.has_kv_scales else bf16.paged_decode
+    return Launcher(kernel, constants_of(spec, size, batch), device, (describe, describe))
+
+
+def box_of(spec: Spec, size: int) -> tuple[int, ...]:
+    """What one copy takes of a page of `size` tokens."""
+    dtype = torch.float8_e4m3fn if spec.has_kv_scales else spec.dtype
+    return box_of_pages(spec.dim, min(size, BLOCK // spec.dim), dtype)
+
+
+@cache
+def constants_of(spec: Spec, size: int, batch: int) -> dict[str, Any]:
+    """The kernel's compile-time arguments; `size` is that of pages."""
+    flags = flags_of(spec)
+    # a wgmma of the 8-bit kernel has a column for each head of a group, and 8 at least
+    own = {"SLOTS": SLOTS_8BIT, "HEADS": max(triton.next_power_of_2(spec.group), 8)} if spec.has_kv_scales else {"SLOTS": SLOTS}
+    return {name: flags[name] for name in ("LEFT", "CHUNK", "SOFTCAP")} | {
+        "GROUP": spec.group, "D": spec.dim, "SIZE": size, "BATCH": batch, "ROWS": max(triton.next_power_of_2(spec.group), 16),
+        "SINKS": spec.has_sinks, "KEYS": BLOCK // spec.dim, "COPY_REGISTERS": 40, "num_warps": 4,
+        # of all warps together, an eighth of a multiprocessor's each; the roles divide them anew
+        "maxnreg": 256 // PROGRAMS, **own,
+    }  # fmt: skip
+
+
+@cache
+def _constants_of_merge(spec: Spec, size: int, batch: int) -> dict[str, Any]:
+    constants = constants_of(spec, size, batch)
+    return {name: constants[name] for name in ("GROUP", "BATCH", "LEFT", "CHUNK", "SINKS", "ROWS")} | {
+        "HEADS": spec.group, "DV": spec.dim, "RIGHT": False, "PREFIX": False, "BLOCK_DV": spec.dim, "BLOCK_S": constants["KEYS"],
+        "PDL": True, "num_warps": 2, "launch_pdl": True,
+    }  # fmt: skip

@@ -1,0 +1,115 @@
+"""What the parts of the forward know of it when it is compiled."""
+
+from rooftile.backends.hopper.device.pipeline import Ring
+from rooftile.backends.hopper.gluon import aggregate, gl, gluon, reinterpreted
+from rooftile.backends.hopper.tiles import EIGHT, LINE_COLUMNS, WARPGROUP
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+# queries of a warpgroup: what one wgmma has
+WG_ROWS = gl.constexpr(WARPGROUP)
+
+
+@gluon.jit
+def position(row, ROWS: gl.constexpr):
+    """How far a warpgroup's row is from its first position, if there are ROWS of them."""
+    if ROWS < WG_ROWS:
+        row = row % ROWS
+    return row
+
+
+@gluon.constexpr_function
+def by_eights(rows, columns):
+    """The layout of rows that lie by eights, and of each eight line by line of columns: where each bit of an address leads."""
+    within = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
+    lines = [[0, LINE_COLUMNS << i] for i in range((columns // LINE_COLUMNS).bit_length() - 1)]
+    eights = [[EIGHT << i, 0] for i in range((rows // EIGHT).bit_length() - 1)]
+    return gl.SharedLinearLayout(within + lines + eights, [], 1024)
+
+
+@gluon.jit
+def _block(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LINES: gl.constexpr):
+    if LINES > 1:
+        block = reinterpreted(buffer, buffer.dtype, [ROWS, COLUMNS], by_eights(ROWS, COLUMNS))
+    else:
+        block = buffer.reshape([ROWS, COLUMNS])
+    return block
+
+
+@aggregate
+class Shape:
+    """What is known when the kernel is compiled."""
+
+    GROUP: gl.constexpr
+    D: gl.constexpr  # of a query and a key in shared memory, padded with zeros to a power of two
+    DV: gl.constexpr  # of a value and an output
+    DIM: gl.constexpr  # the same two in memory
+    DIM_V: gl.constexpr
+    KEYS: gl.constexpr  # of a block
+    CREW: gl.constexpr  # warpgroups that compute
+    TOGETHER: gl.constexpr  # query heads of a group that share each one's rows
+    ROWS: gl.constexpr  # of each one, those of one head
+    PING_PONG: gl.constexpr  # whether they take turns to issue
+    HELD: gl.constexpr  # columns of its queries that each holds in registers
+    LAZY: gl.constexpr  # whether outputs are rescaled only when they must be
+    SOFTMAX_FIRST: gl.constexpr  # whether they wait for the product with the values only after the softmax
+    PACKED: gl.constexpr
+    SIZE: gl.constexpr  # tokens of a page in which keys and values lie; 0: they lie in a row
+    BOX: gl.constexpr  # tokens of a page that one copy takes
+    K_LINES: gl.constexpr  # swizzled lines of a key's elements that one copy of a page takes (`descriptors.box_of_pages`), or 1
+    V_LINES: gl.constexpr
+    MASKED: gl.constexpr  # anything but a full mask
+    SOFTCAP: gl.constexpr
+    SINKS: gl.constexpr
+    s_layout: gl.constexpr
+    o_layout: gl.constexpr
+    p_layout: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, GROUP, D, DV, DIM, DIM_V, KEYS, CREW, TOGETHER, PING_PONG, HELD, LAZY, SOFTMAX_FIRST,
+        PACKED, SIZE, MASKED, SOFTCAP, SINKS, K_LINES, V_LINES,
+    ):  # fmt: skip
+        self.GROUP = gl.constexpr(GROUP)
+        self.D = gl.constexpr(D)
+        self.DV = gl.constexpr(DV)
+        self.DIM = gl.constexpr(DIM)
+        self.DIM_V = gl.constexpr(DIM_V)
+        self.KEYS = gl.constexpr(KEYS)
+        self.CREW = gl.constexpr(CREW)
+        self.TOGETHER = gl.constexpr(TOGETHER)
+        self.ROWS = gl.constexpr(WARPGROUP // TOGETHER)
+        self.PING_PONG = gl.constexpr(PING_PONG)
+        self.HELD = gl.constexpr(HELD)
+        self.LAZY = gl.constexpr(LAZY)
+        self.SOFTMAX_FIRST = gl.constexpr(SOFTMAX_FIRST)
+        self.PACKED = gl.constexpr(PACKED)
+        self.SIZE = gl.constexpr(SIZE)
+        self.BOX = gl.constexpr(min(SIZE, KEYS))
+        self.K_LINES = gl.constexpr(K_LINES)
+        self.V_LINES = gl.constexpr(V_LINES)
+        self.MASKED = gl.constexpr(MASKED)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.SINKS = gl.constexpr(SINKS)
+        o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+        self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
+        self.o_layout = gl.constexpr(o_layout)
+        self.p_layout = gl.constexpr(gl.DotOperandLayout(0, o_layout, 2))
+
+    @gluon.jit
+    def block_of_keys(self, keys: Ring, turn):
+        """A block (KEYS, D) in shared memory."""
+        return _block(keys.buffer(turn), self.KEYS, self.D, self.K_LINES)
+
+    @gluon.jit
+    def block_of_values(self, values: Ring, turn):
+        """A block (KEYS, DV) in shared memory."""
+        return _block(values.buffer(turn), self.KEYS, self.DV, self.V_LINES)
+
+    @gluon.jit
+    def head(self, row, plan):
+        """The query head of a warpgroup's row; a plan's heads are numbered as they are taken together."""
+        h = plan.h
+        if self.TOGETHER > 1:
+            h = plan.h * self.TOGETHER + row // self.ROWS
+        return h

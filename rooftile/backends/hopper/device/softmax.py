@@ -1,0 +1,199 @@
+"""From products of queries and keys to weights, a block at a time: scores, mask, online softmax.
+
+Scores are in units of log2, so that an exponential is one multiply-add and one instruction.
+"""
+
+from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS, Shape, position
+from rooftile.backends.hopper.device.scheduler import Mask
+from rooftile.backends.hopper.gluon import aggregate, gl, gluon
+
+# how far, in powers of 2, a row's largest score may be above what its weights refer to
+LAG = gl.constexpr(8.0)
+
+
+@aggregate
+class Scoring:
+    """From the products of queries and keys to the exponents of 2."""
+
+    mask: Mask
+    scale: gl.tensor
+    softcap: gl.tensor
+    factor: gl.tensor  # what a score is still to be multiplied with
+
+    @gluon.constexpr_function
+    def __init__(self, mask, scale, softcap, factor):
+        self.mask = mask
+        self.scale = scale
+        self.softcap = softcap
+        self.factor = factor
+
+    @gluon.jit
+    def capped(self, s):
+        """softcap tanh(scale s / softcap) in units of log2: tanh by one exponential that saturates at both ends."""
+        return self.softcap * LOG2E * (1 - 2 / (gl.exp2(s * (2 * LOG2E * self.scale / self.softcap)) + 1))
+
+
+@gluon.jit
+def make_scoring(mask: Mask, scale, softcap, SOFTCAP: gl.constexpr):
+    factor = scale * LOG2E
+    if SOFTCAP:
+        # capped scores have their unit already
+        factor = scale * 0.0 + 1.0
+    return Scoring(mask, scale, softcap, factor)
+
+
+@gluon.jit
+def scores(s, row, column, plan, scoring: Scoring, shape: Shape, CHECK: gl.constexpr):
+    """The products of queries and keys, capped, and -inf where the mask or the end of the keys hides one."""
+    if shape.SOFTCAP:
+        s = scoring.capped(s)
+    if CHECK:
+        if shape.MASKED:
+            s = hidden(s, row, column, plan, scoring.mask, shape.ROWS)
+        elif column + shape.KEYS > plan.S:
+            s = hidden(s, row, column, plan, scoring.mask, shape.ROWS)
+    return s
+
+
+@gluon.jit
+def hidden(s, row, column, plan, mask: Mask, ROWS: gl.constexpr = WG_ROWS):
+    """Scores with -inf for each key that its row does not see."""
+    KEYS: gl.constexpr = s.shape[1]
+    # columns as (eights, lane of four, pair): what a thread holds differs by constants, and a lane shifts its limits
+    parts = s.reshape([WG_ROWS, KEYS // 8, 4, 2])
+    layout: gl.constexpr = parts.type.layout
+    rows = gl.arange(0, WG_ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    i = row + plan.S - plan.T + position(rows, ROWS)
+    eights = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    j = _column(eights * 8) + _pair(pair)
+    start = column + _lane(lane * 2)
+    sees = j <= _row(mask.last_key(i, plan.S)) - start
+    if mask.LEFT or mask.CHUNK:
+        sees = sees & (j >= _row(mask.first_key(i)) - start)
+    return gl.convert_layout(gl.where(sees, parts, float("-inf")).reshape([WG_ROWS, KEYS]), s.type.layout)
+
+
+@gluon.jit
+def _row(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 1), 2), 3)
+
+
+@gluon.jit
+def _column(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 2), 3)
+
+
+@gluon.jit
+def _lane(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 3)
+
+
+@gluon.jit
+def _pair(x):
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(x, 0), 1), 2)
+
+
+@gluon.jit
+def softmax(s, m, l, factor, shape: Shape, FIRST: gl.constexpr):
+    """Online softmax: the block's weights, and the rows' reference, sum and the factor for what was summed before.
+
+    Weights are powers of 2 of how far a score is above its row's reference m, which is the largest score so far. Any reference
+    gives the same quotients in the end; a LAZY one stays until the largest score is more than LAG above it: weights stay below
+    2**LAG, far from the largest number of 16 bits, and the factor is exactly 1 for nearly every block.
+
+    The sum is kept in four parts a row, one a thread, and added up once a tile.
+    """
+    top = gl.maximum(m, gl.max(s, 1))
+    m_new = top
+    if shape.LAZY and not FIRST:
+        m_new = gl.where((top - m) * factor > LAG, top, m)
+    # a row that has seen no key yet: exp2(-inf - 0) is 0
+    reference = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = gl.exp2((m - reference) * factor)
+    p = gl.exp2(s * factor - gl.expand_dims(reference * factor, 1))
+    parts = gl.sum(gl.sum(gl.reshape(p, [WG_ROWS, shape.KEYS // 8, 4, 2]), 3), 1)
+    if FIRST:
+        l = parts
+    else:
+        l = l * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, parts.type.layout)), 1) + parts
+    return p, m_new, l, alpha
+
+
+# taken only where a sum is a NaN, which then waits early and is none the worse for it
+_BRANCH = gl.constexpr(
+    "{ .reg .pred nan; setp.nan.f32 nan, $0, $0; setp.nan.or.f32 nan, $1, $1, nan; vote.sync.any.pred nan, nan, -1; "
+    "@!nan bra number; wgmma.wait_group.sync.aligned 0; number: }"
+)
+
+
+@gluon.jit
+def settled(l):
+    """l, known before anything that follows is waited for.
+
+    The assembler moves a wait for matrix products up as far as it can, here above the exponentials that were to run meanwhile. It
+    moves none across a branch.
+    """
+    return gl.inline_asm_elementwise(_BRANCH, "=f,=f,0,1", [l], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.constexpr_function
+def rescaling(n):
+    """Multiplies registers 0 to n - 1 with n to 2 n - 1, unless those are all 1 in the whole warp. Rows take turns by pairs."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    one = "0f3F800000"
+    return (
+        f"{{ .reg .pred moved; setp.neu.f32 moved, ${2 * n}, {one}; setp.neu.or.f32 moved, ${2 * n + 2}, {one}, moved; "
+        f"vote.sync.any.pred moved, moved, -1; @!moved bra unmoved; {products} unmoved: }}"
+    )
+
+
+@gluon.constexpr_function
+def scaled_in_place(n):
+    """The constraints of n registers that are read and written, and n that are read."""
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.jit
+def rescaled(acc, alpha, shape: Shape):
+    """Each row of an accumulator times its factor.
+
+    LAZY: a warp whose 16 rows all have a factor of 1 does nothing, and the result is the same to the bit.
+    Zadouri et al., FlashAttention-4, rescale as seldom.
+    """
+    WORDS: gl.constexpr = shape.DV // 2
+    alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, shape.o_layout)), 1)
+    if shape.LAZY:
+        acc, alpha = gl.broadcast(acc, alpha)
+        acc = gl.inline_asm_elementwise(
+            rescaling(WORDS), scaled_in_place(WORDS), [acc, alpha], dtype=gl.float32, is_pure=False, pack=WORDS
+        )
+    else:
+        acc = acc * alpha
+    return acc
+
+
+@gluon.jit
+def packed(p, dtype: gl.constexpr):
+    """A block's weights in 16 bits, two to a register.
+
+    They live from one turn of a loop to the next, and as tensors of 16 bits the compiler would take the pairs apart and
+    put them together again each time around.
+    """
+    even, odd = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
+    kind: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + kind + ".f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpacked(p, dtype: gl.constexpr, layout: gl.constexpr):
+    """The weights of `packed` as the left side of a product: no instruction, only another name for the registers."""
+    twice = gl.join(p, p).reshape([p.shape[0], p.shape[1] * 2])
+    if dtype == gl.bfloat16:
+        weights = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        weights = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], dtype=gl.float16, is_pure=True, pack=2)
+    return gl.convert_layout(weights, layout)

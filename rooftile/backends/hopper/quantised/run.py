@@ -1,0 +1,212 @@
+"""Starts attention in 8 bits: the kernels that quantise, and the one that attends."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile.backends.hopper.counters import counter
+from rooftile.backends.hopper.forward.run import numbers_of, processors, programs_and_tail, sizes_of
+from rooftile.backends.hopper.launcher import Launcher
+from rooftile.backends.hopper.quantised import kernel, quantise
+from rooftile.backends.hopper.tiles import WARPGROUP
+from rooftile.backends.hopper.tma import descriptor, readable
+from rooftile.numerics.hadamard import norms, signs_of
+from rooftile.numerics.recipe import QuantisedQKV
+from rooftile.numerics.scaling import BLOCK
+from rooftile.precision import Precision
+from rooftile.spec import Options, Sizes, Spec
+
+_CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+class Tile8(NamedTuple):
+    """How `flash_fwd_8bit` is staffed, for 128 queries."""
+
+    KEYS: int  # of a block
+    Q_SLOTS: int
+    KV_SLOTS: int
+    COMPUTE_REGISTERS: int
+    COPY_REGISTERS: int
+
+
+TILE = Tile8(KEYS=128, Q_SLOTS=2, KV_SLOTS=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+# what registers and shared memory hold
+WIDE = TILE._replace(KEYS=64, Q_SLOTS=1)
+
+
+def tile_of(spec: Spec) -> Tile8:
+    return WIDE if spec.dim_v > 128 else TILE
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o and lse of tensors that are quantised first."""
+    return attend(quantise_qkv(q, k, v, options, spec), spec)
+
+
+def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> QuantisedQKV:
+    """The integers of `rooftile.numerics.recipe`; values as `v_columns`."""
+    precision = _recipe(spec)
+    sizes = sizes_of(q, k, options)
+    packed = spec.layout == "packed"
+    queries = _Blocks(sizes.B, sizes.T, q.shape[-2], options.cu_q)
+    keys = _Blocks(sizes.B, sizes.S, k.shape[-2], options.cu_k)
+    q_codes, k_codes = (torch.empty(x.shape, dtype=_CODES[precision.qk], device=x.device) for x in (q, k))
+    # packed: one line of all parts
+    columns = (1, sizes.Hk, spec.dim_v, keys.slots * BLOCK) if packed else (sizes.B, sizes.Hk, spec.dim_v, keys.each * BLOCK)
+    v_columns = torch.empty(columns, dtype=torch.float8_e4m3fn, device=v.device)
+    # a packed slot may stay empty
+    made_of = torch.ones if packed else torch.empty
+    q_scales, k_scales, v_scales = (made_of(x.slots, x.heads, 1, device=q.device) for x in (queries, keys, keys))
+    shift = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if precision.smooth_k else None
+    signs = _signs(spec.dim, q.device) if precision.incoherent else None
+    made = QuantisedQKV(
+        q=q_codes, k=k_codes, v=None, q_scales=q_scales, k_scales=k_scales, v_scales=v_scales, shift=shift,
+        signs=None if signs is None else signs_of(spec.dim, device=q.device), precision=precision, dtype=spec.dtype,
+        cu_q=options.cu_q, cu_k=options.cu_k, v_columns=v_columns, backend="hopper",
+    )  # fmt: skip
+    mean = _mean(readable(k), keys, spec) if precision.smooth_k and sizes.S else None
+    if q.numel() and mean is None and shift is not None:
+        shift.zero_()
+    if q.numel() or k.numel():
+        _quantise((readable(q), readable(k), readable(v)), made, mean, signs, queries, keys)
+    return made
+
+
+class _Blocks(NamedTuple):
+    """A tensor as blocks of 128 positions."""
+
+    B: int
+    length: int  # packed: the total
+    heads: int
+    cu: Tensor | None
+
+    @property
+    def each(self) -> int:
+        """Blocks of a dense sequence."""
+        return -(-self.length // BLOCK)
+
+    @property
+    def slots(self) -> int:
+        """Parts of the tensor: blocks of all sequences; packed, some stay empty."""
+        return self.B * self.each if self.cu is None else self.length // BLOCK + self.B
+
+    def programs(self, dim: int, device: torch.device) -> int:
+        """As many as run at once."""
+        return min(self.slots * self.heads, processors(device) * 256 // dim)
+
+
+def _recipe(spec: Spec) -> Precision:
+    assert spec.precision is not None
+    return spec.precision
+
+
+@cache
+def _signs(dim: int, device: torch.device) -> Tensor:
+    return signs_of(dim, device=device) * norms(dim, device)
+
+
+def _mean(k: Tensor, keys: _Blocks, spec: Spec) -> Tensor:
+    """The mean key (B, Hk, D), fp32."""
+    mean = torch.empty(keys.B, keys.heads, spec.dim, dtype=torch.float32, device=k.device)
+    programs = keys.B * keys.heads * spec.dim // quantise.COLUMNS.value
+    cu = mean if keys.cu is None else keys.cu
+    _launcher_of_mean(spec.dim, keys.cu is not None, k.device)((programs, 1, 1), (k,), (k, mean, cu), ())
+    return mean
+
+
+def _quantise(
+    tensors: tuple[Tensor, Tensor, Tensor], made: QuantisedQKV, mean: Tensor | None, signs: Tensor | None,
+    queries: _Blocks, keys: _Blocks,
+) -> None:  # fmt: skip
+    q, k, v = tensors
+    columns = made.v_columns
+    assert columns is not None
+    D, packed = q.shape[-1], keys.cu is not None
+    constants = {
+        "GROUP": queries.heads // keys.heads, "D": D, "DV": v.shape[-1], "PACKED": packed,
+        "INTEGER": made.q.dtype == torch.int8, "ROTATE": signs is not None, "SMOOTH": mean is not None,
+        # a product and a sum in one instruction would be rounded once, and the recipe's are rounded twice
+        "enable_fp_fusion": False,
+        # begins with values while `mean_keys` runs
+        "launch_pdl": mean is not None,
+        # two programs a multiprocessor
+        "num_warps": 4 * D // 64, "maxnreg": 128,
+    }  # fmt: skip
+    described = (q, k, v, made.q, made.k, columns.transpose(1, 2))
+    # what has no elements has no descriptor, and nothing reads what stands for it
+    described = tuple([x if x.numel() else x.new_empty([n or BLOCK for n in x.shape]) for x in described])
+    scales = (made.q_scales, made.k_scales, made.v_scales)
+    others = (made.shift, mean, signs, queries.cu, keys.cu)
+    launch = _launcher_of_quantise(tuple(constants.items()), q.device)
+    launch(
+        (max(queries.programs(D, q.device), keys.programs(D, q.device)), 1, 1),
+        described,
+        (made.q, made.k, *scales, *(made.q_scales if x is None else x for x in others)),
+        (keys.B, queries.heads, keys.heads, queries.length, keys.length, queries.each, keys.each, queries.slots, keys.slots),
+    )
+
+
+def attend(qkv: QuantisedQKV, spec: Spec) -> tuple[Tensor, Tensor]:
+    """o and lse of what `quantise_qkv` made."""
+    q, k, columns = qkv.q, qkv.k, qkv.v_columns
+    assert columns is not None
+    packed = qkv.cu_q is not None
+    B = qkv.cu_q.shape[0] - 1 if qkv.cu_q is not None else q.shape[0]
+    sizes = Sizes(B=B, T=q.shape[-3], S=k.shape[-3], H=q.shape[-2], Hk=k.shape[-2])
+    o = torch.empty((*q.shape[:-1], spec.dim_v), dtype=qkv.dtype, device=q.device)
+    lse = torch.empty((sizes.H, sizes.T) if packed else (B, sizes.H, sizes.T), dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    if sizes.S == 0:
+        return o.zero_(), lse.fill_(-torch.inf)
+    tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, 2 * WARPGROUP, sizes, q.device, spec)
+    scale, _, *mask = numbers_of(spec)
+    cu_q, cu_k, shift = (lse if x is None else x for x in (qkv.cu_q, qkv.cu_k, qkv.shift))
+    _launcher(spec, q.device)(
+        (programs, 1, 1),
+        (q, k, columns.transpose(1, 2), o),
+        (q, k, columns, o, lse, qkv.q_scales, qkv.k_scales, qkv.v_scales, shift, cu_q, cu_k, counter(q.device)),
+        (sizes.B, sizes.S, tiles, tail, scale, *mask),
+    )
+    return o, lse
+
+
+@cache
+def _launcher(spec: Spec, device: torch.device) -> Launcher:
+    describe = tuple(partial(descriptor, box=box) for box in boxes(spec))
+    return Launcher(kernel.flash_fwd_8bit, constants(spec), device, describe)
+
+
+def boxes(spec: Spec) -> tuple[tuple[int, int, int], ...]:
+    """What one copy takes of q, k, v_columns and o."""
+    D, DV = spec.dim, spec.dim_v
+    KEYS = tile_of(spec).KEYS
+    return (1, WARPGROUP, D), (1, KEYS, D), (1, DV, KEYS), (1, WARPGROUP, DV)
+
+
+def constants(spec: Spec) -> dict[str, int]:
+    """The compile-time arguments of `flash_fwd_8bit`."""
+    mask = spec.mask
+    return tile_of(spec)._asdict() | {
+        "GROUP": spec.group, "D": spec.dim, "DV": spec.dim_v, "PACKED": spec.layout == "packed",
+        "LEFT": mask.left is not None, "RIGHT": mask.right is not None, "PREFIX": mask.prefix is not None,
+        "CHUNK": bool(mask.chunks), "SMOOTHED": _recipe(spec).smooth_k, "num_warps": 4,
+    }  # fmt: skip
+
+
+@cache
+def _launcher_of_mean(dim: int, packed: bool, device: torch.device) -> Launcher:
+    block = partial(descriptor, box=(1, BLOCK, dim))
+    return Launcher(quantise.mean_keys, {"D": dim, "PACKED": packed, "num_warps": 8}, device, (block,))
+
+
+@cache
+def _launcher_of_quantise(constants: tuple[tuple[str, int], ...], device: torch.device) -> Launcher:
+    dims = dict(constants)
+    rows = partial(descriptor, box=(1, BLOCK, dims["D"]))
+    columns = partial(descriptor, box=(1, dims["DV"], BLOCK))
+    return Launcher(quantise.quantise, dims, device, (rows, rows, rows, rows, rows, columns))

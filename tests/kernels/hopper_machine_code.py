@@ -1,0 +1,345 @@
+"""Compiles the Hopper kernels without a GPU and reads the machine code.
+
+    python -m tests.kernels.hopper_machine_code            the table of docs/reference/hopper-kernels.md
+    python -m tests.kernels.hopper_machine_code NAME ...   these configurations, a JSON line each
+"""
+
+# ruff: noqa: T201 - what it prints is what it is for
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from rooftile.backends.hopper.backward import dkdv, dq, dq_accumulator, fused
+from rooftile.backends.hopper.backward import run as backward
+from rooftile.backends.hopper.decode import bf16, fp8
+from rooftile.backends.hopper.decode import run as decode
+from rooftile.backends.hopper.forward import kernel as forward_kernel
+from rooftile.backends.hopper.forward import run as forward
+from rooftile.backends.hopper.quantised import kernel as quantised_kernel
+from rooftile.backends.hopper.quantised import run as quantised
+from rooftile.backends.hopper.tiles import (
+    LONG,
+    MASKED,
+    NARROW,
+    SHORT,
+    THREE,
+    TWO,
+    WIDE,
+    Tile,
+    backward_kv_tile,
+    backward_q_tile,
+    backward_tile,
+    padded,
+    paged_tile,
+)
+from rooftile.backends.hopper.tma import LINE, layout
+from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.precision import PRESETS
+from rooftile.spec import Spec
+from tests.kernels.register_flow import overwritten_operands, undefined_reads
+
+SUFFIX = {THREE: "-3", SHORT: "-short", LONG: "-long"}
+# of 16 bits, of FP8, of INT8
+PRODUCT = r"\b[HQI]GMMA"
+EVERYTHING = Window(100, 7) & Chunk(64) & Prefix(8)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A kernel that we ship, as one kind of call compiles it."""
+
+    dim: int
+    tile: Tile | None  # of the forward
+    mask: Mask = FULL
+    layout: str = "dense"
+    extras: bool = False  # softcap and sinks
+    dtype: str = "bf16"
+    kernel: str = "flash_fwd"
+    add: bool = False  # flash_bwd: dq too
+    values: int = 0  # the head dim of values, where it is another
+    group: int = 1
+    precision: str = ""  # of flash_fwd_8bit
+    size: int = 0  # of pages
+
+    @property
+    def spec(self) -> Spec:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
+        softcap = 20.0 if self.extras else 0.0
+        return Spec(
+            dtype=dtype, dim=self.dim, dim_v=self.values or self.dim, scale=1.0, mask=self.mask, layout=self.layout,
+            softcap=softcap, has_sinks=self.extras, group=self.group, precision=PRESETS.get(self.precision), device="sm90",
+            has_kv_scales=self.kernel == "paged_decode_8bit",
+        )  # fmt: skip
+
+    @property
+    def function(self) -> Any:
+        modules = (forward_kernel, quantised_kernel, fused, dkdv, dq, bf16, fp8)
+        (module,) = [module for module in modules if hasattr(module, self.kernel)]
+        return getattr(module, self.kernel)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The compile-time arguments, as the launchers give them."""
+        if self.kernel.startswith("paged_decode"):
+            found = decode.constants_of(self.spec, self.size, 256)
+            return {name: value for name, value in found.items() if name not in ("num_warps", "maxnreg")}
+        if self.precision:
+            return {name: value for name, value in quantised.constants(self.spec).items() if name != "num_warps"}
+        if self.tile is not None:
+            found = forward.constants(self.spec, self.tile, self.size)
+            return {name: value for name, value in found.items() if name != "num_warps"}
+        tile = {"flash_bwd": backward_tile, "flash_bwd_kv": backward_kv_tile, "flash_bwd_q": backward_q_tile}[self.kernel]
+        found = backward._constants(self.spec, 0 if self.kernel == "flash_bwd_q" else 1) | tile(self.spec)._asdict()
+        return found | {"ADD": self.add} if self.kernel == "flash_bwd" else found
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the compiler is told besides."""
+        if self.kernel.startswith("paged_decode"):
+            found = decode.constants_of(self.spec, self.size, 256)
+            return {name: found[name] for name in ("num_warps", "maxnreg")}
+        return {"num_warps": 4}
+
+    def descriptor(self, name: str) -> str:
+        """The type of a descriptor, in Triton's words."""
+        if name in ("lse_desc", "delta_desc"):
+            return f"tensordesc<fp32[64],{LINE!r}>"
+        if name == "work_desc":
+            rows, columns = dq_accumulator.UNIT_ROWS.value, dq_accumulator.UNIT_COLUMNS.value
+            return f"tensordesc<fp32[{rows}, {columns}],{dq_accumulator.LAYOUT!r}>"
+        if self.precision:
+            box = dict(zip("qkvo", quantised.boxes(self.spec), strict=True))[name[0]]
+            codes = torch.int8 if self.precision == "int8" and name[0] in "qk" else torch.float8_e4m3fn
+            dtype = self.spec.dtype if name[0] == "o" else codes
+            words = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.int8: "i8"}
+            return f"tensordesc<{words[dtype]}{[1, *box]},{layout((1, *box), dtype)!r}>"
+        box = (1, 64, padded(self.dim))
+        if self.kernel.startswith("paged_decode"):
+            box = decode.box_of(self.spec, self.size)
+        elif self.tile is not None:
+            box = dict(zip("qkvo", forward.boxes(self.spec, self.tile, self.size), strict=True))[name[0]]
+        block = (1, *box)[-4:]
+        if self.spec.has_kv_scales:
+            return f"tensordesc<fp8e4nv{list(block)},{layout(block, torch.float8_e4m3fn)!r}>"
+        return f"tensordesc<{self.dtype}{list(block)},{layout(block, self.spec.dtype)!r}>"
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask": CAUSAL},
+    "window": {"mask": CAUSAL & Window(100)},
+    "everything": {"mask": EVERYTHING, "layout": "packed", "extras": True},
+    "packed": {"layout": "packed"},
+    "packed-causal": {"mask": CAUSAL, "layout": "packed"},
+}
+
+
+def paged(dim: int, name: str, size: int) -> Configuration:
+    """Keys and values in pages; of size 0: gathered out of them."""
+    without = Configuration(dim, None, **CASES[name], size=size, group=4)
+    return replace(without, tile=paged_tile(without.spec))
+
+
+FORWARD = {
+    f"d{dim}-{name}{SUFFIX.get(tile, '')}": Configuration(dim, tile, **what)
+    for dim, tile in ((64, NARROW), (64, SHORT), (64, THREE), (128, TWO), (128, LONG), (128, MASKED), (256, WIDE))
+    for name, what in CASES.items()
+    # what `forward_tile` gives these to
+    if tile is not THREE or (what.get("mask", FULL) in (FULL, CAUSAL) and not what.get("extras"))
+    if tile is not SHORT or (what.get("mask", FULL) == CAUSAL)
+    if tile not in (TWO, MASKED) or (tile is MASKED) == (what.get("mask", FULL) != FULL)
+    if tile is not LONG or (what.get("mask", FULL) in (FULL, CAUSAL) and "layout" not in what)
+} | {
+    # the heads of a group together
+    **{
+        f"d{dim}-{name}-group-8": Configuration(dim, tile._replace(TOGETHER=8), **CASES[name], group=8)
+        for dim, tile in ((64, SHORT), (128, MASKED), (256, WIDE))
+        for name in ("causal", "everything", "packed-causal")
+    },
+    "d128-causal-group-64": Configuration(128, MASKED._replace(TOGETHER=64), CAUSAL, group=64),
+    "d128-fp16": Configuration(128, MASKED, CAUSAL, dtype="fp16"),
+    # between two powers of two, padded to the next
+    **{
+        f"d96-{name}": Configuration(96, tile._replace(HELD=64), **CASES[name])
+        for name, tile in (("full", LONG), ("causal", MASKED), ("packed-causal", MASKED))
+    },
+    **{
+        f"d192-v128-{name}": Configuration(192, WIDE, **CASES[name], values=128)
+        for name in ("full", "causal", "packed-causal")
+    },
+}
+FORWARD |= {
+    # keys and values in pages
+    f"d{dim}-pages-{size}-{name}": paged(dim, name, size)
+    for dim, size, name in (
+        (64, 16, "packed-causal"), (64, 16, "everything"), (128, 16, "packed-causal"), (128, 16, "packed"),
+        (128, 64, "packed-causal"), (128, 256, "packed-causal"), (256, 16, "packed-causal"),
+    )
+} | {f"d{dim}-gathered-packed-causal": paged(dim, "packed-causal", 0) for dim in (64, 128, 256)}  # fmt: skip
+FORWARD |= {
+    # a query a sequence
+    f"decode-d{dim}-pages-{size}-{name}": Configuration(dim, None, **what, kernel="paged_decode", size=size, group=4)
+    for dim, size, name, what in (
+        (64, 16, "causal", {"mask": CAUSAL}), (128, 16, "causal", {"mask": CAUSAL}), (128, 256, "causal", {"mask": CAUSAL}),
+        (128, 16, "everything", {"mask": CAUSAL & Window(100) & Chunk(64), "extras": True}),
+    )
+}  # fmt: skip
+FORWARD |= {
+    # the same with a cache in FP8
+    f"decode-fp8-d{dim}-pages-{size}-{name}": Configuration(dim, None, **what, kernel="paged_decode_8bit", size=size)
+    for dim, size, name, what in (
+        (64, 16, "causal", {"mask": CAUSAL, "group": 4}), (128, 16, "causal", {"mask": CAUSAL, "group": 4}),
+        (128, 256, "fp16", {"mask": CAUSAL, "group": 16, "dtype": "fp16"}),
+        (128, 16, "everything", {"mask": CAUSAL & Window(100) & Chunk(64), "group": 32, "extras": True}),
+    )
+}  # fmt: skip
+FORWARD |= {
+    f"{precision}-d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel="flash_fwd_8bit", precision=precision)
+    for precision in PRESETS
+    for dim in (64, 128, 256)
+    for name in ("full", "causal", "window", "packed-causal")
+}
+BACKWARD = {
+    f"bwd-{part}d{dim}-{name}": Configuration(dim, None, **CASES[name], kernel=kernel, add=part == "")
+    for kernel, part, dims, names in (
+        ("flash_bwd", "", (64, 128), tuple(CASES)),
+        # in a fixed order, without dq
+        ("flash_bwd", "ordered-", (64, 128), ("full", "causal")),
+        ("flash_bwd_kv", "kv-", (256,), tuple(CASES)),
+        ("flash_bwd_q", "q-", (256,), tuple(CASES)),
+        ("flash_bwd_q", "q-", (64, 128), ("full", "causal")),
+    )
+    for dim in dims
+    for name in names
+} | {
+    "bwd-d128-fp16": Configuration(128, None, CAUSAL, dtype="fp16", kernel="flash_bwd", add=True),
+    "bwd-d128-full-group-4": Configuration(128, None, kernel="flash_bwd", add=True, group=4),
+    "bwd-d96-packed-causal": Configuration(96, None, CAUSAL, "packed", kernel="flash_bwd", add=True),
+    "bwd-kv-d192-v128-packed-causal": Configuration(192, None, CAUSAL, "packed", kernel="flash_bwd_kv", values=128),
+    "bwd-q-d192-v128-packed-causal": Configuration(192, None, CAUSAL, "packed", kernel="flash_bwd_q", values=128),
+}
+CONFIGURATIONS: dict[str, Configuration] = FORWARD | BACKWARD
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a kernel's machine code says of it."""
+
+    registers: int
+    stack: int  # bytes
+    shared: int  # bytes
+    hot_spills: int  # accesses to local memory in loops with matrix products
+    loop: int  # instructions a block: the forward's loop over clear ones; the backward's longest role, with its mask
+    products: int  # HGMMA instructions, or those of FP8 and INT8
+    undefined: int  # reads of registers that nothing may have written
+    overwritten: int  # products whose left side is held in registers, and is overwritten there
+    serialised: bool  # the assembler warned that it takes matrix products one by one
+
+
+def compiled(configuration: Configuration) -> Found:
+    kernel = configuration.function
+    constants = configuration.constants
+    words = {"lse_ptr", "sinks_ptr", "parts_ptr", "delta_ptr", "shift_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr"}
+    words |= {"k_scale_ptr", "v_scale_ptr"}
+    numbers = {"cu_q_ptr", "cu_k_ptr", "table_ptr", "lengths_ptr", "counter_ptr", "lost_ptr"}
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name.endswith("_desc"):
+            return configuration.descriptor(name)
+        if name.endswith("_ptr"):
+            return "*" + ("fp32" if name in words else "i32" if name in numbers else configuration.dtype)
+        return "fp32" if name in ("scale", "softcap") else "i32"
+
+    names = kernel.arg_names
+    source = GluonASTSource(
+        kernel,
+        {name: kind(name) for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name.endswith("_ptr")},
+    )
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=configuration.options)
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, ptx = Path(folder, "k.cubin"), Path(folder, "k.ptx")
+        cubin.write_bytes(built.asm["cubin"])
+        ptx.write_text(built.asm["ptx"])
+        words = _run(_assembler(), "-v", "--gpu-name=sm_90a", ptx, "-o", Path(folder, "k.o"))
+        usage = _run(tools / "cuobjdump", "--dump-resource-usage", cubin)
+        code = _run(tools / "nvdisasm", "-c", cubin)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    loops = _loops(code)
+    return Found(
+        registers=int(registers),
+        stack=int(stack),
+        shared=built.metadata.shared,
+        hot_spills=sum(bool(re.search(r"\b(LDL|STL)", line)) for body in loops for line in body),
+        loop=(max if configuration.kernel.startswith("flash_bwd") else min)(len(body) for body in loops),
+        products=len(re.findall(PRODUCT, code)),
+        undefined=len(undefined_reads(code)),
+        overwritten=len(overwritten_operands(code)),
+        serialised="C75" in words,
+    )
+
+
+def _assembler() -> str:
+    """The ptxas that this Triton itself calls: newer ones carry two."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return str(get_ptxas(90).path)
+
+
+def _run(*command: Any) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _loops(code: str) -> list[list[str]]:
+    """The innermost loops with matrix products."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    spans = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            lines.append(instruction[1])
+            back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
+            # what comes after the last exit waits for a barrier and goes back to where it came from
+            if back and back[1] in labels:
+                spans.append((labels[back[1]], len(lines)))
+    end = max(n for n, line in enumerate(lines) if "EXIT" in line)
+    spans = [(a, b) for a, b in spans if b <= end and any(re.search(PRODUCT, line) for line in lines[a:b])]
+    inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
+    return [lines[a:b] for a, b in inner]
+
+
+def table() -> str:
+    """All configurations, as a Markdown table."""
+    rows = ["| kernel | registers | stack | shared | instructions a block | HGMMA |", "|---|--:|--:|--:|--:|--:|"]
+    for name, configuration in CONFIGURATIONS.items():
+        found = compiled(configuration)
+        rows.append(
+            f"| `{name}` | {found.registers} | {found.stack} | {found.shared:,} | {found.loop} | {found.products} |"
+        )
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        print(table())
+    for name in sys.argv[1:]:
+        print(json.dumps({"name": name, "triton": triton.__version__, **asdict(compiled(CONFIGURATIONS[name]))}))

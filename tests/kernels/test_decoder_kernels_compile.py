@@ -1,0 +1,113 @@
+"""The decoder's kernels compile for the chips that they are for, without one; rows stay in registers, 16 bytes a load."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+from tests.kernels.test_sampling_compiles import stack  # noqa: E402
+
+WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+
+
+def compiled(name: str, sm: int, dtype: torch.dtype, constants: dict[str, object], even: bool = True):
+    """A kernel as it is launched for rows that are aligned to 16 bytes, or not."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rooftile.models import kernels
+
+    kernel = getattr(kernels, name)
+    constants = dict(constants)
+    options = {"num_warps": constants.pop("num_warps")}
+    others = {"total": "i32", "x_stride_t": "i32", "x_stride_h": "i32", "eps": "fp32", "post_eps": "fp32"}
+    signature = {
+        argument: "constexpr" if argument in constants else others.get(argument, WORDS[dtype])
+        for argument in kernel.arg_names
+    }
+    places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
+    round_16 = [
+        n for n, argument in enumerate(kernel.arg_names)
+        if argument.endswith("_ptr") or (even and argument in ("x_stride_t", "x_stride_h"))
+    ]  # fmt: skip
+    source = ASTSource(kernel, signature, places, {(n,): [["tt.divisibility", 16]] for n in round_16})
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+def constants_of(kind: str, size: int, heads: int, residual: bool, post: bool) -> dict[str, object]:
+    from rooftile.models import kernels
+
+    layer, plus_one = kind == "layer", kind == "plus one"
+    kinds = {"LAYER": layer, "PLUS_ONE": plus_one, "POST_LAYER": layer, "POST_PLUS_ONE": plus_one}
+    return kernels._tile(size) | kinds | {"HEADS": heads, "SIZE": size, "RESIDUAL": residual, "POST": post}
+
+
+@pytest.mark.parametrize(
+    ("sm", "dtype"),
+    [(80, torch.bfloat16), (90, torch.bfloat16), (90, torch.float16), (90, torch.float32), (100, torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("kind", "size", "heads", "residual", "post"),
+    [
+        ("rms", 4096, 1, True, False),
+        ("rms", 2048, 1, False, False),
+        ("rms", 128, 32, False, False),
+        ("rms", 896, 1, True, False),
+        ("plus one", 4608, 1, True, True),
+        ("layer", 1600, 1, True, False),
+        ("layer", 40, 3, False, False),
+        ("rms", 16384, 1, True, False),
+        ("layer", 16384, 1, True, False),
+    ],
+)
+def test_norms_compile(
+    sm: int, dtype: torch.dtype, kind: str, size: int, heads: int, residual: bool, post: bool
+) -> None:
+    constants = constants_of(kind, size, heads, residual, post)
+    built = compiled("_normalise", sm, dtype, constants, even=size % 16 == 0)
+    assert built.metadata.shared <= 1024
+    # x, its weight, and what else there is
+    wide = 2 + residual + post + (kind == "layer")
+    if size % 16 == 0:
+        assert len(re.findall(r"ld\.global\.v4\.b32", built.asm["ptx"])) >= wide
+        assert len(re.findall(r"st\.global\.v4\.b32", built.asm["ptx"])) >= 1 + residual
+    if sm == 90:
+        assert stack(built) == 0
+
+
+@pytest.mark.parametrize(
+    ("sm", "dtype"), [(80, torch.bfloat16), (90, torch.bfloat16), (90, torch.float32), (100, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("ffn", [14336, 4864, 7])
+@pytest.mark.parametrize("kind", ["silu", "tanh", "erf", "relu"])
+def test_gates_compile(sm: int, dtype: torch.dtype, ffn: int, kind: str) -> None:
+    from rooftile.models import kernels
+
+    piece = min(kernels.PIECE, triton.next_power_of_2(ffn))
+    constants = {"FFN": ffn, "PIECE": piece, "KIND": kind, "num_warps": kernels._warps(piece)}
+    built = compiled("_gated", sm, dtype, constants)
+    if ffn % 16 == 0:
+        assert len(re.findall(r"ld\.global\.v4\.b32", built.asm["ptx"])) >= 2
+        assert "st.global.v4.b32" in built.asm["ptx"]
+    if sm == 90:
+        assert stack(built) == 0
+
+
+def test_every_activation_has_a_kernel() -> None:
+    from rooftile.models import kernels, layers
+
+    assert kernels.KINDS.keys() == layers.ACTIVATIONS.keys()
+
+
+def test_places_are_of_64_bits() -> None:
+    """Rows times their size may pass 2^31."""
+    rows = compiled("_normalise", 90, torch.bfloat16, constants_of("rms", 128, 32, True, False))
+    assert not re.search(r"arith\.(muli|addi) .*i32", rows.asm["ttir"])
+    gates = compiled("_gated", 90, torch.bfloat16, {"FFN": 8192, "PIECE": 2048, "KIND": "silu", "num_warps": 4})
+    # a row's place in what is read, and in what is written
+    assert len(re.findall(r"arith\.muli .*i64", gates.asm["ttir"])) == 2

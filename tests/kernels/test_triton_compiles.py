@@ -1,0 +1,205 @@
+"""Every Triton kernel configuration we ship compiles without a GPU, for Ampere, Hopper and Blackwell.
+
+What is read off the machine code: that it fits the shared memory of its chip, that its hot loops keep everything in
+registers, and that Hopper's run on wgmma. `python -m tests.kernels.test_triton_compiles` prints the table.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from rooftile.masks import CAUSAL, FULL, Chunk, Prefix, Window
+from rooftile.spec import Spec
+
+triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+# bytes of shared memory that a block may use
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# bytes that the compiler may keep outside registers, by kind of problem: for the common ones a few words that live across a
+# whole walk; more with every option at once, and for fp32, which has no matrix unit
+STACK = {"full": 96, "causal": 96, "window": 96, "everything": 256, "blocks": 96, "fp32": 512}
+# of them inside a hot loop: a word or two at D = 256
+HOT_SPILLS = 2
+
+INTEGERS = {
+    *("B", "H", "T", "S", "tiles", "total", "wave", "left", "right", "prefix", "chunk", "threshold"),
+    *("padded_T", "slots", "rows", "columns", "BIAS_B", "BIAS_H"),
+}
+POINTERS = {
+    "stats_ptr": "i64",
+    "seed_ptr": "i64",
+    "cu_q_ptr": "i32",
+    "cu_k_ptr": "i32",
+    "lse_ptr": "fp32",
+    "dlse_ptr": "fp32",
+    "delta_ptr": "fp32",
+    "alibi_ptr": "fp32",
+    "sinks_ptr": "fp32",
+    "lost_ptr": "i32",
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {"mask": FULL},
+    "causal": {"mask": CAUSAL},
+    "window": {"mask": CAUSAL & Window(100), "softcap": 30.0, "has_sinks": True},
+    "blocks": {"mask": Prefix(100) & Chunk(1000) & Window(500)},
+    "everything": {
+        "mask": Window(100, 7) & Chunk(64) & Prefix(8),
+        "softcap": 30.0,
+        "dropout": 0.1,
+        "has_bias": True,
+        "bias_grad": True,
+        "has_alibi": True,
+        "has_sinks": True,
+        "layout": "packed",
+    },
+}
+SPECS = [
+    ("bf16", dim, dim, kind) for dim in (64, 128, 256) for kind in KINDS
+] + [
+    ("fp16", 64, 64, "causal"),
+    ("bf16", 192, 128, "causal"),
+    ("bf16", 96, 96, "full"),
+    ("bf16", 16, 16, "causal"),
+    *(("fp32", dim, dim, kind) for dim in (64, 128, 256) for kind in ("causal", "everything")),
+]  # fmt: skip
+
+
+class Compiled(NamedTuple):
+    """What a kernel's machine code says of it."""
+
+    kernel: str
+    registers: int
+    stack: int  # bytes
+    shared: int  # bytes
+    hot_spills: int  # loads and stores of local memory inside loops with matrix instructions
+    matrix: str  # "HGMMA", "HMMA", "UTCHMMA", or "" if none
+
+
+def launches(spec: Spec) -> list[tuple[Any, dict[str, Any], Any]]:
+    """(kernel, constants, tile) of every launch that a forward and a backward of this spec make."""
+    from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, flash_fwd, tiles
+    from rooftile.backends.triton.call import constants_of
+
+    flags = constants_of(spec).flags
+    pieces = constants_of(spec).pieces
+    half = {"HALF": spec.dtype == torch.float16, "REPAIR": False}
+    found = [
+        (flash_fwd._forward, {"SINKS": spec.has_sinks, **pieces}, tiles.forward_tile(spec)),
+        (flash_bwd_q._backward_q, half, tiles.backward_q_tile(spec)),
+    ]
+    for tile, wants_dk, wants_dv in tiles.backward_kv_walks(spec):
+        found.append((flash_bwd_kv._backward_kv, {**half, "WANT_DK": wants_dk, "WANT_DV": wants_dv}, tile))
+    if spec.device == "sm90" and spec.mask == CAUSAL and spec.dtype.itemsize == 2:
+        # what sets right the gradients of the Hopper kernels
+        found += [(kernel, {**own, "REPAIR": True}, tile) for kernel, own, tile in found[1:]]
+    if spec.bias_grad:
+        bias = {"ONE_ROW": False, "ONE_COLUMN": False}
+        found.append((flash_bwd_bias._backward_bias, bias, tiles.backward_bias_tile(spec)))
+    return [(kernel, {**flags, **own, **_blocks(tile)}, tile) for kernel, own, tile in found]
+
+
+def compiled(kernel: Any, constants: dict[str, Any], tile: Any, dtype: str, sm: int) -> Compiled:
+    """A kernel's machine code for a chip, read with the tools that Triton carries."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: _type(name, constants, dtype) for name in names}
+    aligned = [n for n, name in enumerate(names) if "_stride_" in name or name.endswith("_ptr") or name == "padded_T"]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
+        attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
+    )
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        usage = _run(tools / "cuobjdump", "--dump-resource-usage", file.name)
+        code = _run(tools / "nvdisasm", "-c", file.name)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    matrix = next((word for word in ("UTCHMMA", "UTCQMMA", "HGMMA", "HMMA") if word in code), "")
+    return Compiled(kernel.__name__, int(registers), int(stack), built.metadata.shared, _hot_spills(code), matrix)
+
+
+def _blocks(tile: Any) -> dict[str, Any]:
+    return {"BLOCK_T": tile.BLOCK_T, "BLOCK_S": tile.BLOCK_S, "STAGES": tile.num_stages}
+
+
+def _type(name: str, constants: dict[str, Any], dtype: str) -> str:
+    if name in constants:
+        return "constexpr"
+    if name.endswith("_ptr"):
+        return "*" + POINTERS.get(name, dtype)
+    return "i32" if name in INTEGERS or "_stride_" in name else "fp32"
+
+
+def _run(*command: Any) -> str:
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
+
+
+def _hot_spills(code: str) -> int:
+    """Accesses to local memory in innermost loops that hold exponentials and matrix products, the second walk's aside."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    spans = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            lines.append(instruction[1])
+            back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
+            if back and back[1] in labels:
+                spans.append((labels[back[1]], len(lines)))
+    inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
+    # the walk with care comes last in the code and is rare
+    hot = [lines[a:b] for a, b in inner if any("MUFU.EX2" in x for x in lines[a:b])][:2]
+    return sum(bool(re.search(r"\b(LDL|STL)", x)) for body in hot for x in body)
+
+
+def _spec(dtype: str, dim: int, dim_v: int, kind: str, sm: int) -> Spec:
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    return Spec(
+        dtype=torch_dtype, dim=dim, dim_v=dim_v, scale=dim**-0.5, needs_grad=True, device=f"sm{sm}", **KINDS[kind]
+    )
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize(("dtype", "dim", "dim_v", "kind"), SPECS, ids=lambda x: str(x))
+def test_configuration_compiles_within_its_chip(dtype, dim, dim_v, kind, sm):
+    for kernel, constants, tile in launches(_spec(dtype, dim, dim_v, kind, sm)):
+        found = compiled(kernel, constants, tile, dtype, sm)
+        assert found.shared <= SHARED[sm], found
+        if constants.get("REPAIR"):
+            # rare, and only begun where there is something to repair
+            continue
+        if dtype == "fp32":
+            assert found.stack <= STACK["fp32"], found
+            continue
+        assert found.stack <= STACK[kind], found
+        assert found.hot_spills <= HOT_SPILLS or kind == "everything", found
+        if sm == 90:
+            assert found.matrix == "HGMMA", f"{found} does not use wgmma"
+
+
+def test_ampere_tiles_fit_consumer_chips():
+    """sm86, sm89 and sm120 have 99 KiB where sm80 has 163; they take the same tiles."""
+    for kernel, constants, tile in launches(_spec("bf16", 256, 256, "causal", 86)):
+        assert compiled(kernel, constants, tile, "bf16", 86).shared <= SHARED[86]
+
+
+if __name__ == "__main__":
+    for sm in (80, 90, 100):
+        for dtype, dim, dim_v, kind in SPECS:
+            for kernel, constants, tile in launches(_spec(dtype, dim, dim_v, kind, sm)):
+                print(f"sm{sm}", dtype, dim, dim_v, kind, tuple(tile), *compiled(kernel, constants, tile, dtype, sm))  # noqa: T201
