@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 
 from rooftile.bench.workloads import IDS, Scale
 from rooftile.serve.engine import Engine
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 
 
 class Sizes(NamedTuple):

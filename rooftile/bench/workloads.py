@@ -27,7 +27,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from rooftile.errors import InvalidInput
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 
 LONGEST = 1024
 """Tokens of a prompt, and of an answer, in W1 to W6 and W8."""

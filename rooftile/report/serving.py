@@ -28,7 +28,7 @@ from rooftile.report.training import corpus, quiet
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput
 from rooftile.serve.runner import Runner
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 
 # answers' lengths are drawn from a log-normal distribution of this spread: most are short, a few long
 SPREAD = 0.8

@@ -1,23 +1,24 @@
 """Serving language models from a paged cache.
 
-    llm              LLM: prompts in, answers out
-    async_engine     AsyncEngine: the same for many callers at once, as in a server
-    engine           requests in, tokens out, a step at a time
-    scheduler        what the model reads next
-    runner           a step on a device
-    sampler          the next tokens
-    beam_search      which beams go on
-    detokeniser      text while tokens come
+    llm            LLM: prompts in, answers out
+    async_engine   AsyncEngine: the same for many callers at once, as in a server
+    engine         one step at a time: requests in, tokens out
+    scheduler      which requests the model reads in the next step (continuous batching)
+    runner         runs a step on a device
+    request        a request and its answers while they are being computed
+    output         what a caller gets back
+    beam_search    which beams go on
+    memory         how many blocks fit into memory
+    warm_up        compiles kernels while weights load
 
-    prompt, sampling_params, request, output     what is asked for, and what comes back
-    memory           how many blocks a cache has
-    tokenizer        of a checkpoint
+    text/          prompts, tokenizer, detokenizer
+    sampling/      parameters, sampler, its kernels
 """
 
 from rooftile.serve.async_engine import AsyncEngine, Overloaded
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import CompletionOutput, RequestOutput
 from rooftile.serve.request import Logprob
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 
 __all__ = ["LLM", "AsyncEngine", "CompletionOutput", "Logprob", "Overloaded", "RequestOutput", "SamplingParams"]

@@ -25,9 +25,9 @@ import torch
 from rooftile.errors import InvalidInput
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput, output_of
-from rooftile.serve.prompt import Asked, Prompt, asked
 from rooftile.serve.request import Request
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.text.prompt import Asked, Prompt, asked
 
 # requests that wait for the first step of theirs: what comes after them is told so at once
 MAX_WAITING = 1024

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import BlockPool
 from rooftile.serve.beam_search import BeamSearch
-from rooftile.serve.detokeniser import Detokeniser
-from rooftile.serve.prompt import tokens_of
 from rooftile.serve.request import Answer, FinishReason, Request, Top
 from rooftile.serve.runner import Result, Runner, top_rows
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.scheduler import Scheduler
-from rooftile.serve.tokenizer import Tokenizer
+from rooftile.serve.text.detokenizer import Detokenizer
+from rooftile.serve.text.prompt import tokens_of
+from rooftile.serve.text.tokenizer import Tokenizer
 
 
 class Engine:
@@ -79,7 +79,7 @@ class Engine:
             )
         seed = secrets.randbits(62) if params.seed is None else params.seed
         for n in range(answers):
-            words = None if self.tokenizer is None or request.search is not None else Detokeniser(self.tokenizer, params)
+            words = None if self.tokenizer is None or request.search is not None else Detokenizer(self.tokenizer, params)
             request.answers.append(Answer(request, n, seed + n, list(prompt), words=words))
         self.scheduler.add(request)
         return request
@@ -184,7 +184,7 @@ class Engine:
             answer.logprob, answer.score = found.logprob, found.score
             answer.finish_reason = "stop" if found.tokens[-1] in request.ends else "length"
             if self.tokenizer is not None:
-                answer.words = Detokeniser(self.tokenizer, request.params)
+                answer.words = Detokenizer(self.tokenizer, request.params)
                 answer.words.add(found.tokens[:-1] if answer.finish_reason == "stop" else found.tokens)
                 answer.words.finish()
 

@@ -17,11 +17,11 @@ from rooftile.models import Decoder, ModelConfig
 from rooftile.serve import memory
 from rooftile.serve.engine import Engine
 from rooftile.serve.output import RequestOutput, output_of
-from rooftile.serve.prompt import Prompt, asked, listed
 from rooftile.serve.request import Request
 from rooftile.serve.runner import Runner
-from rooftile.serve.sampling_params import SamplingParams
-from rooftile.serve.tokenizer import Tokenizer
+from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.text.prompt import Prompt, asked, listed
+from rooftile.serve.text.tokenizer import Tokenizer
 from rooftile.serve.warm_up import compile_kernels
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

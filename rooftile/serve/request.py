@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from rooftile.kvcache import BlockTable
 from rooftile.serve.beam_search import BeamSearch
-from rooftile.serve.detokeniser import Detokeniser
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.text.detokenizer import Detokenizer
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -56,7 +56,7 @@ class Answer:
     """The sum over the tokens, if they were asked for."""
     score: float | None = None
     """In a beam search."""
-    words: Detokeniser | None = None
+    words: Detokenizer | None = None
     """Its text as it grows, if the model has a tokenizer."""
 
     @property

@@ -20,7 +20,7 @@ from rooftile.kvcache import Copy, PagedKV, Pages, Rotation
 from rooftile.masks import CAUSAL, Mask, Window
 from rooftile.models import Decoder, ModelConfig
 from rooftile.serve.request import Answer, Top
-from rooftile.serve.sampler import MOST_NUMBERS, SamplingState, Wants, logprobs, sample, wants_of
+from rooftile.serve.sampling.sampler import MOST_NUMBERS, SamplingState, Wants, logprobs, sample, wants_of
 from rooftile.serve.scheduler import Plan, Work
 
 # rows of the graphs: a step of fewer is filled up. Products of 224 rows take cuBLAS longer than those of 256

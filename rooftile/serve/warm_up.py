@@ -23,7 +23,7 @@ from rooftile.masks import Mask
 from rooftile.models import Decoder, ModelConfig
 from rooftile.serve.memory import copies_all_prompts
 from rooftile.serve.runner import masks_of
-from rooftile.serve.sampler import SamplingState, Wants, sample
+from rooftile.serve.sampling.sampler import SamplingState, Wants, sample
 
 # tokens of prompts: so short that they go another way, and usual; those of LONG_PROMPT a backend may copy together first
 SHORT, USUAL = 8, 64
@@ -83,7 +83,7 @@ def import_kernels() -> None:
     """All that threads would import, by one: several that import the same at once get in each other's way."""
     for name in ("backends.triton.paged_decode", "backends.triton.paged_fwd", "kvcache.kernels", "models.kernels"):
         import_module(f"rooftile.{name}")
-    import_module("rooftile.serve.sampling_kernels")
+    import_module("rooftile.serve.sampling.kernels")
     hopper.import_kernels()
 
 

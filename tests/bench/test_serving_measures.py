@@ -25,7 +25,7 @@ from rooftile.kvcache import BlockPool, ReservedPool
 from rooftile.serve.engine import Engine
 from rooftile.serve.llm import LLM
 from rooftile.serve.runner import Result
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.scheduler import Plan
 
 SESSION = Session(

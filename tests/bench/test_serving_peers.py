@@ -19,7 +19,7 @@ from rooftile.errors import Unsupported
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.hardware.device import describe
 from rooftile.serve.llm import LLM
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 
 transformers = pytest.importorskip("transformers")
 # Transformers asks it how much memory a CPU has

@@ -16,7 +16,7 @@ from rooftile.models.families import config_of
 from rooftile.serve.async_engine import AsyncEngine
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 from tests.models.checkpoints import CONFIGS
 from tests.serve.asking import GREEDY, ROOM, assert_clean, prompts
 
@@ -146,7 +146,7 @@ PROGRAM = """
 import torch
 from rooftile.bench.models import decoder_named
 from rooftile.serve.llm import LLM
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 llm = LLM(decoder_named("tiny", torch.device("cuda")), max_model_len=256)
 answers = llm.generate([[1, 2, 3], [4] * 100], SamplingParams(max_tokens=5, ignore_eos=True))
 print(*(len(answer.outputs[0].token_ids) for answer in answers))

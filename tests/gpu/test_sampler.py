@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.serve import sampling_kernels
-from rooftile.serve.sampler import Wants, penalised, sample, sample_as_defined, thresholds, wants_of
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling import kernels as sampling_kernels
+from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.sampling.sampler import Wants, penalised, sample, sample_as_defined, thresholds, wants_of
 from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
 
 pytestmark = pytest.mark.gpu

@@ -7,9 +7,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.serve import sampling_kernels
-from rooftile.serve.sampler import SamplingState, Wants, penalised, sample_as_defined, thresholds, wants_of
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling import kernels as sampling_kernels
+from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.sampling.sampler import SamplingState, Wants, penalised, sample_as_defined, thresholds, wants_of
 from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
 
 # masked lanes take a logarithm of 0, and NaN is compared, on purpose

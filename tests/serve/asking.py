@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from rooftile.serve.llm import LLM
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 from tests.models.checkpoints import VOCABULARY
 
 FAMILIES = ["llama", "llama, llama3", "mistral", "qwen2", "qwen2, windows", "qwen3", "gemma2", "gpt2"]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rooftile.serve.sampler import SamplingState, Wants, wants_of
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.sampling.sampler import SamplingState, Wants, wants_of
 
 # one of each kind
 KINDS = {

@@ -12,7 +12,7 @@ import transformers
 
 from rooftile.serve import runner
 from rooftile.serve.llm import LLM
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 from tests.models.checkpoints import VOCABULARY
 from tests.serve.asking import FAMILIES, GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 

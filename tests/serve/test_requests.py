@@ -11,7 +11,7 @@ import transformers
 
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.serve.llm import LLM
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 from tests.models.checkpoints import SMALL, VOCABULARY, saved
 from tests.serve.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts
 from tests.serve.folders import save

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rooftile.errors import InvalidInput
-from rooftile.serve.sampler import (
+from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.sampling.sampler import (
     SamplingState,
     Wants,
     gumbel,
@@ -19,7 +20,6 @@ from rooftile.serve.sampler import (
     uniform,
     wants_of,
 )
-from rooftile.serve.sampling_params import SamplingParams
 from tests.serve import sampling
 from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
 from tests.unit.test_philox import philox
@@ -117,7 +117,7 @@ def test_the_bits_are_philox_of_token_and_position_keyed_by_the_seed() -> None:
 
 
 def test_the_noise_of_extreme_bits_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rooftile.serve import sampler
+    from rooftile.serve.sampling import sampler
 
     for bits, bound in ((0, 22.9), (2**32 - 1, -2.9)):
         words = (torch.full((1, 1), bits),) * 4
@@ -313,7 +313,7 @@ def test_a_token_that_the_model_has_not_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "vocab", "k"), [(5, 100, 4), (1, 3, 20), (7, 50, 0), (0, 10, 2)])
 def test_logprobs(n: int, vocab: int, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rooftile.serve import sampler
+    from rooftile.serve.sampling import sampler
 
     # a piece of two rows
     monkeypatch.setattr(sampler, "MOST_NUMBERS", 2 * vocab + 1)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rooftile.errors import InvalidInput
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 
 
 def test_defaults_and_what_other_engines_write() -> None:

@@ -7,7 +7,7 @@ import pytest
 from rooftile.serve import output as telling
 from rooftile.serve import runner
 from rooftile.serve.llm import LLM
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 from tests.models.checkpoints import VOCABULARY
 from tests.serve.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerBase
 
 from rooftile.errors import InvalidInput
-from rooftile.serve.tokenizer import Tokenizer
+from rooftile.serve.text.tokenizer import Tokenizer
 from tests.serve.folders import CORPUS, KINDS, SPECIAL, TEXTS, core, save
 
 CHAT = [{"role": "user", "content": "Hello, the stop?"}, {"role": "assistant", "content": " naïve 😀"}]
@@ -274,6 +274,6 @@ def test_a_chat_needs_two_packages(absent: str, tmp_path, monkeypatch) -> None:
 def test_neither_package_is_imported_before_it_is_needed() -> None:
     """Reading this module costs nothing to those who serve ids."""
     names = "{'transformers', 'tokenizers', 'jinja2'} & set(sys.modules)"
-    code = f"import sys; import rooftile.serve.tokenizer, rooftile.serve.detokeniser; print({names})"
+    code = f"import sys; import rooftile.serve.text.tokenizer, rooftile.serve.text.detokenizer; print({names})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rooftile.errors import InvalidInput
-from rooftile.serve.tokenizer import Tokenizer
+from rooftile.serve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.serve.sampling_params import SamplingParams
+from rooftile.serve.sampling.params import SamplingParams
 
 # within these a temperature's reciprocal and its product with the noise are finite; no answer changes beyond them
 COLDEST, HOTTEST = 1e-20, 1e20

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from rooftile.hardware.quick import Quick
-from rooftile.serve.sampling_state import SamplingState, Wants
+from rooftile.serve.sampling.state import SamplingState, Wants
 
 # tokens of a program of _draw and _survey
 SEGMENT = tl.constexpr(2048)

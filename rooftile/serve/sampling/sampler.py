@@ -12,7 +12,7 @@ its seed, its logits and its positions, never on its slot, the batch or its neig
 What is not a number counts as -inf, and +inf as the largest number. A token of -inf is never drawn as long as there is
 another; if there is none, the token is 0. So a row with a NaN in it is drawn from the rest.
 
-This file is the definition, in torch on any device. On CUDA, `sample` runs the kernels of `sampling_kernels` instead. Neither
+This file is the definition, in torch on any device. On CUDA, `sample` runs the kernels of `kernels.py` instead. Neither
 waits for the device nor has a shape that depends on what it holds: it may be captured into a CUDA graph, one for each `Wants`.
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rooftile.reference import philox
-from rooftile.serve.sampling_state import SamplingState, Wants, wants_of
+from rooftile.serve.sampling.state import SamplingState, Wants, wants_of
 
 __all__ = ["SamplingState", "Wants", "logprobs", "sample", "wants_of"]
 
@@ -45,7 +45,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
     assert not wants.penalties or state.counts is not None, "prepare the state for penalties first"
     assert not wants.bias or state.bias is not None, "prepare the state for biases first"
     if logits.is_cuda:
-        from rooftile.serve.sampling_kernels import sample as launch
+        from rooftile.serve.sampling.kernels import sample as launch
 
         return launch(logits, slots, positions, state, wants)
     return sample_as_defined(logits, slots, positions, state, wants)

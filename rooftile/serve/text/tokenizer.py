@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftile.errors import InvalidInput
-from rooftile.serve.tokenizer_files import (
+from rooftile.serve.text.tokenizer_files import (
     NAMED,
     add_tokens,
     read_core,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from rooftile.serve.detokeniser import Detokeniser
-from rooftile.serve.sampling_params import SamplingParams
-from rooftile.serve.tokenizer import Tokenizer
+from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.text.detokenizer import Detokenizer
+from rooftile.serve.text.tokenizer import Tokenizer
 from tests.serve.folders import CORPUS, KINDS, SPECIAL, TEXTS, save
 
 STOPS = [
@@ -55,9 +55,9 @@ def chunks(ids: list[int], draw: random.Random) -> list[list[int]]:
     return [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
 
 
-def run(tokenizer: Tokenizer, params: SamplingParams, parts: Sequence[list[int]]) -> tuple[Detokeniser, list[str]]:
-    """A detokeniser at the end of an answer, and what it gave; checks that it never took anything back."""
-    text, given = Detokeniser(tokenizer, params), []
+def run(tokenizer: Tokenizer, params: SamplingParams, parts: Sequence[list[int]]) -> tuple[Detokenizer, list[str]]:
+    """A detokenizer at the end of an answer, and what it gave; checks that it never took anything back."""
+    text, given = Detokenizer(tokenizer, params), []
     for part in parts:
         given.append(text.add(part))
         assert text.text == "".join(given)
@@ -169,7 +169,7 @@ def test_tokens_kept_in_a_run_of_bytes(tokenizers: dict[str, Tokenizer]) -> None
 def test_what_is_held_back(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     """No more than may still change."""
     tokenizer = tokenizers[kind]
-    text = Detokeniser(tokenizer, SamplingParams(stop=["abcx", "##"]))
+    text = Detokenizer(tokenizer, SamplingParams(stop=["abcx", "##"]))
 
     def given(part: str) -> list[str]:
         return [text.add([id]) for c in part for id in tokenizer.encode("\n" + c, special=False)[len(line) :]]
@@ -261,7 +261,7 @@ def test_a_token_costs_the_same_however_long_the_answer(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_at_all(tokenizers: dict[str, Tokenizer], kind: str) -> None:
-    text = Detokeniser(tokenizers[kind], SamplingParams(stop="x"))
+    text = Detokenizer(tokenizers[kind], SamplingParams(stop="x"))
     assert (text.add([]), text.finish(), text.text, text.tokens_kept) == ("", "", "", 0)
     with pytest.raises(AssertionError):
         text.add([1])

@@ -27,15 +27,15 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from rooftile.serve.sampling_params import SamplingParams
-from rooftile.serve.tokenizer import Tokenizer
+from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.text.tokenizer import Tokenizer
 
 SPAN = 4
 SPAN_CLEANED = 32
 HELD_CLEANED = 8
 
 
-class Detokeniser:
+class Detokenizer:
     """The text of one answer, token by token.
 
     Args:
@@ -46,7 +46,7 @@ class Detokeniser:
     complete within the first min_tokens tokens is text like any other.
 
     Example:
-        >>> text = Detokeniser(tokenizer, SamplingParams(stop="."))                       # doctest: +SKIP
+        >>> text = Detokenizer(tokenizer, SamplingParams(stop="."))                       # doctest: +SKIP
         >>> text.add(tokenizer.encode("One. Two.")), text.stopped, text.text              # doctest: +SKIP
         ('One', '.', 'One')
     """
