@@ -23,35 +23,16 @@ from rooftile.errors import Unsupported
 from rooftile.hardware import quick
 from rooftile.kvcache import PagedKV
 from rooftile.masks import Mask
+from rooftile.operators import below_autograd, define, wants_grad, watched
 from rooftile.spec import Options, Spec, decode, option_names
-
-_LIBRARY = torch.library.Library("rooftile", "DEF")
-_LIBRARY.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor[] options, str spec, str backend) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor[] options, "
-    "str spec, str backend) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "attention_paged(Tensor q, Tensor k, Tensor v, Tensor table, Tensor lengths, Tensor? cu_q, Tensor? k_scale, Tensor? v_scale, "
-    "Tensor[] options, str spec, str backend) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-attention = torch.ops.rooftile.attention.default
-attention_backward = torch.ops.rooftile.attention_backward.default
-
-_BELOW_AUTOGRAD = torch._C._AutoDispatchBelowAutograd
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
     """The operator, or what it would run where nobody watches: two trips through the dispatcher cost host time."""
     listed = [x for x in options if x is not None]
-    if torch.compiler.is_compiling() or _watched(q, k, v, *listed):
+    if torch.compiler.is_compiling() or watched(q, k, v, *listed):
         return attention(q, k, v, listed, spec, backend)
-    if _wants_grad(q, k, v, *listed):
+    if wants_grad(q, k, v, *listed):
         return _Attention.apply(q, k, v, spec, backend, *listed)
     return dispatch.BACKENDS[backend].forward(q, k, v, options, decode(spec))
 
@@ -78,7 +59,7 @@ def signature(
 
     A call with a known signature was checked when it was first made. Without gradients it costs an allocation and a launch.
     """
-    if type(mask) is not Mask or k is None or v is None or torch.compiler.is_compiling() or _watched(q, k, v):
+    if type(mask) is not Mask or k is None or v is None or torch.compiler.is_compiling() or watched(q, k, v):
         return None
     # True equals 1, and a list has no hash
     plain = type(scale) in _NUMBERS and type(softcap) in _NUMBERS and type(dropout) in _NUMBERS
@@ -94,7 +75,7 @@ def signature(
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, mask, torch.are_deterministic_algorithms_enabled(),
-        scale, softcap, dropout, deterministic, needs_lse, backend, _wants_grad(q, k, v),
+        scale, softcap, dropout, deterministic, needs_lse, backend, wants_grad(q, k, v),
     )  # fmt: skip
 
 
@@ -104,37 +85,13 @@ def prepared(key: tuple[Any, ...]) -> Callable[[Tensor, Tensor, Tensor], tuple[T
 
 def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, spec: str, backend: str) -> None:
     """Lets the backend prepare calls like this one, if it can; with gradients, only the checks are done beforehand."""
-    if _wants_grad(q, k, v):
+    if wants_grad(q, k, v):
         quick.remember(_PREPARED, key, lambda q, k, v: _Attention.apply(q, k, v, spec, backend))
         return
     prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
     ready = prepare(q, k, v, decode(spec)) if prepare is not None else None
     if ready is not None:
         quick.remember(_PREPARED, key, ready)
-
-
-def _wants_grad(*tensors: Tensor) -> bool:
-    if torch.is_grad_enabled():
-        for x in tensors:
-            if x.requires_grad:
-                return True
-    return False
-
-
-def _watched(*tensors: Tensor | None) -> bool:
-    """Whether something has to see the operator: a mode, a transform, a tensor subclass, the profiler, torch.jit.trace."""
-    for x in tensors:
-        if type(x) not in _PLAIN:
-            return True
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
-    )
-
-
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def named_options(spec: Spec, options: list[Tensor]) -> Options:
@@ -167,7 +124,9 @@ def _run_paged(
     return dispatch.BACKENDS[backend].attend_paged(q, cache, named_options(problem, options), problem)
 
 
-def _fake_paged(q, k, v, table, lengths, cu_q, k_scale, v_scale, options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
+def _fake_paged(
+    q, k, v, table, lengths, cu_q, k_scale, v_scale, options, spec: str, backend: str
+) -> tuple[Tensor, Tensor]:
     return _fake(q, k, v, options, spec, backend)
 
 
@@ -201,8 +160,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dlse):
         q, k, v, o, lse, *options = ctx.saved_tensors
-        watched = torch.is_grad_enabled() or _watched(do, dlse, q, k, v, o, lse, *options)
-        run = attention_backward if watched else _run_backward
+        as_operator = torch.is_grad_enabled() or watched(do, dlse, q, k, v, o, lse, *options)
+        run = attention_backward if as_operator else _run_backward
         found = run(do, dlse, q, k, v, o, lse, options, ctx.spec, ctx.backend)
         spec = decode(ctx.spec)
         extra = dict(zip(_differentiable(spec), found[3:], strict=True))
@@ -215,7 +174,7 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, do, dlse, spec, backend, count, *tensors):
         ctx.backend = backend
-        with _BELOW_AUTOGRAD():
+        with below_autograd():
             return tuple(attention_backward(do, dlse, *tensors[:count], tensors[count:], spec, backend))
 
     @staticmethod
@@ -227,16 +186,16 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def _autograd(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
-    if _wants_grad(q, k, v, *options):
+    if wants_grad(q, k, v, *options):
         return _Attention.apply(q, k, v, spec, backend, *options)
     return _forward(q, k, v, options, spec, backend)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     """The operator below autograd, or its kernel at once."""
-    if not _watched(q, k, v, *options):
+    if not watched(q, k, v, *options):
         return _run(q, k, v, options, spec, backend)
-    with _BELOW_AUTOGRAD():
+    with below_autograd():
         return attention(q, k, v, options, spec, backend)
 
 
@@ -244,17 +203,23 @@ def _autograd_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: s
     tensors = (q, k, v, o, lse, *options)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (do, dlse, *tensors)):
         return list(_AttentionBackward.apply(do, dlse, spec, backend, 5, *tensors))
-    with _BELOW_AUTOGRAD():
+    with below_autograd():
         return attention_backward(do, dlse, q, k, v, o, lse, options, spec, backend)
 
 
-for _name, _kernel, _fake_kernel, _rule in (
-    ("attention", _run, _fake, _autograd),
-    ("attention_backward", _run_backward, _fake_backward, _autograd_backward),
-):
-    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _rule, "Autograd")
-    torch.library.register_fake(f"rooftile::{_name}", _fake_kernel, lib=_LIBRARY)
-
-_LIBRARY.impl("attention_paged", _run_paged, "CompositeExplicitAutograd")
-torch.library.register_fake("rooftile::attention_paged", _fake_paged, lib=_LIBRARY)
+attention = define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor[] options, str spec, str backend) -> (Tensor, Tensor)",
+    _run,
+    _fake,
+    _autograd,
+)
+attention_backward = define(
+    "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor[] options, "
+    "str spec, str backend) -> Tensor[]",
+    _run_backward, _fake_backward, _autograd_backward,
+)  # fmt: skip
+attention_paged = define(
+    "attention_paged(Tensor q, Tensor k, Tensor v, Tensor table, Tensor lengths, Tensor? cu_q, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor[] options, str spec, str backend) -> (Tensor, Tensor)",
+    _run_paged, _fake_paged,
+)  # fmt: skip

@@ -18,7 +18,7 @@ FLOORS = {
     # `errors` lies below the ground: every floor may raise one
     "errors": -1,
     "hardware": 0,
-    "masks": 1, "precision": 1,
+    "masks": 1, "precision": 1, "operators": 1,
     "spec": 2,
     "validate": 3, "cases": 3, "reference": 3, "cost": 3, "numerics": 3, "sparsity": 3, "kvcache": 3,
     "backends": 4,

@@ -1,0 +1,95 @@
+"""The torch operators of this package (`torch.ops.rooftile`): how one is defined, and when a call goes through it.
+
+An operator is what the rest of PyTorch sees of a kernel: `torch.compile`, a `TorchDispatchMode`, the profiler. A trip through
+PyTorch's dispatcher costs several microseconds of the host's time, so a call that nobody watches runs the operator's function
+directly. Private names of PyTorch's dispatcher are used in this file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from rooftile.errors import Unsupported
+
+_LIBRARY = torch.library.Library("rooftile", "DEF")
+
+# a context in which an operator is called without its gradient rule
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+# every operator by its name, in the order of definition
+DEFINED: dict[str, OpOverload] = {}
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype))
+
+
+def define(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], gradient: Callable[..., Any] | None = None
+) -> OpOverload:
+    """Defines `rooftile::name` and returns it.
+
+    Args:
+        schema: name, arguments and results in PyTorch's notation; `Tensor(a!)` is an argument that is written to.
+        run: computes the results, on any device, without recording gradients.
+        fake: returns results of the right shapes, dtypes and devices, with nothing in them.
+        gradient: runs the operator where a gradient may be asked for. Without it, such a call raises `Unsupported`.
+
+    Example:
+        >>> twice = define("twice(Tensor x) -> Tensor", lambda x: 2 * x, torch.empty_like)
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    operator: OpOverload = getattr(torch.ops.rooftile, name).default
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, gradient or _refusal_of_gradients(name, operator), "Autograd")
+    torch.library.register_fake(f"rooftile::{name}", fake, lib=_LIBRARY)
+    DEFINED[name] = operator
+    return operator
+
+
+def call(operator: OpOverload, run: Callable[..., Any], *arguments: Any) -> Any:
+    """The operator where somebody watches, `run` where nobody does; the results carry no gradient."""
+    if torch.compiler.is_compiling() or watched(*arguments):
+        with torch.no_grad():
+            return operator(*arguments)
+    return run(*arguments)
+
+
+def watched(*arguments: Any) -> bool:
+    """Whether something has to see the operator: a mode, a transform, a tensor subclass, the profiler, torch.jit.trace."""
+    return (
+        not _PLAIN.issuperset(map(type, arguments))
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def wants_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd is recording, and one of these requires a gradient."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+def _refusal_of_gradients(name: str, operator: OpOverload) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        tensors = [
+            x for part in arguments for x in (part if isinstance(part, list) else (part,)) if isinstance(x, Tensor)
+        ]
+        if wants_grad(*tensors):
+            raise Unsupported(
+                f"rooftile::{name} has no gradient, and an input requires one: call it under torch.no_grad(), "
+                "or give it inputs without requires_grad"
+            )
+        with below_autograd():
+            return operator(*arguments)
+
+    return run
