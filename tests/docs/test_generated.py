@@ -24,6 +24,11 @@ def test_running_the_script_changes_nothing(script, page):
     assert (ROOT / page).read_text(encoding="utf-8") == before
 
 
+def test_the_figures_are_what_their_script_draws():
+    done = run([str(ROOT / "scripts" / "write_figures.py"), "--check"], ROOT)
+    assert done.returncode == 0, f"{done.stderr}\nrun: make tables"
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if TABLE.search((ROOT / name).read_text(encoding="utf-8"))])
 def test_tables_of_results_are_what_their_lines_say(name):
     text = (ROOT / name).read_text(encoding="utf-8")

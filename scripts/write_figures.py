@@ -1,0 +1,120 @@
+"""Writes the SVG figures of docs/concepts: the schedule of the Hopper forward, and a paged KV cache.
+
+The figures carry their own colours, for light and for dark pages.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rooftile.report.draw import svg, text
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "concepts"
+STYLE = """<style>
+text { font: 13px sans-serif; fill: #1c2430 } .small { font-size: 11.5px; fill: #4a5563 } .inside { fill: #ffffff }
+.page { fill: #ffffff } .track { fill: #eef1f5 } .free { fill: #eef1f5; stroke: #9aa5b1 } .arrow { stroke: #4a5563; fill: none }
+.a { fill: #2f6fab } .b { fill: #a8641a } .both { fill: #2c7a4b } .copy { fill: #5f6b7a }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6ebf0 } .small { fill: #b4bec9 } .inside { fill: #ffffff } .page { fill: #12181f } .track { fill: #1f2832 }
+  .free { fill: #1f2832; stroke: #6b7783 } .arrow { stroke: #b4bec9 }
+}
+</style>"""
+
+
+def box(x: float, y: float, width: float, height: float, kind: str, words: str = "") -> str:
+    """A rectangle with words in its middle."""
+    rect = f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2"/>'
+    return rect + (text(x + width / 2, y + height / 2 + 4.5, words, "inside", "middle") if words else "")
+
+
+def figure(title: str, what: str, parts: list[str], width: float, height: float) -> str:
+    page = f'<rect class="page" width="{width:g}" height="{height:g}"/>'
+    return svg(title, what, [f"\n{STYLE}\n", page, *(f"\n{part}" for part in parts), "\n"], width, height) + "\n"
+
+
+def schedule() -> str:
+    """The steady state of the Hopper forward: one row per unit of hardware, time to the right."""
+    left, unit, row, gap = 168.0, 44.0, 26.0, 6.0
+    rows = ("loader warp: copies (TMA)", "warpgroup 1: products", "warpgroup 1: softmax", "warpgroup 2: products", "warpgroup 2: softmax")
+    tops = [34 + n * (row + gap) + (8 if n > 0 else 0) + (8 if n > 2 else 0) for n in range(len(rows))]
+    parts = [text(left, 20, "time →", "small", "start")]
+    for name, top in zip(rows, tops, strict=True):
+        parts += [text(left - 10, top + 17.5, name, "small", "end"), box(left, top, 12 * unit, row, "track")]
+
+    def work(n: int, start: float, units: float, kind: str, words: str) -> None:
+        parts.append(box(left + start * unit + 1, tops[n], units * unit - 2, row, kind, words))
+
+    # a period of four units: both products of one warpgroup, then both of the other
+    for n in range(3):
+        start, j = 4 * n, n + 1
+        work(0, start, 2, "copy", f"K{_low(j + 2)}")
+        work(0, start + 2, 2, "copy", f"V{_low(j + 1)}")
+        work(1, start, 1, "a", f"QK{_low(j + 1)}")
+        work(1, start + 1, 1, "a", f"P{_low(j)}V{_low(j)}")
+        work(2, start + 1, 2, "a", f"softmax {j + 1}")
+        work(3, start + 2, 1, "b", f"QK{_low(j + 1)}")
+        work(3, start + 3, 1, "b", f"P{_low(j)}V{_low(j)}")
+        if n < 2:
+            work(4, start + 3, 2, "b", f"softmax {j + 1}")
+    work(4, 0, 1, "b", "…")
+    work(4, 11, 1, "b", "…")
+    return figure(
+        "How the Hopper forward overlaps copies, matrix products and softmax",
+        "copies run ahead; while one warpgroup is in its softmax, the tensor cores multiply for the other",
+        parts, left + 12 * unit + 16, tops[-1] + row + 16,
+    )  # fmt: skip
+
+
+def paged_cache() -> str:
+    """Two sequences that share a prompt: their block tables, and the blocks in memory."""
+    tables = {"a": ("sample 1", (4, 0, 6)), "b": ("sample 2", (4, 0, 3))}
+    owners = {4: "both", 0: "both", 6: "a", 3: "b"}
+    words = {4: "tokens 0–15", 0: "tokens 16–31", 6: "tokens 32–40", 3: "tokens 32–38"}
+    filled = {4: 1.0, 0: 1.0, 6: 9 / 16, 3: 7 / 16}
+    return figure(
+        "A paged KV cache",
+        "two samples of one prompt name the same two full blocks, and each has a last block of its own",
+        [*_memory(owners, words, filled), *_tables(tables, owners)], 640, 300,
+    )  # fmt: skip
+
+
+def _memory(owners: dict[int, str], words: dict[int, str], filled: dict[int, float]) -> Iterator[str]:
+    yield text(400, 24, "blocks of 16 tokens in GPU memory", "small", "start")
+    for n in range(8):
+        y = 34 + 32 * n
+        yield text(392, y + 18, f"{n}", "small", "end")
+        yield box(400, y, 220, 27, "free")
+        if n in owners:
+            yield box(400, y, 220 * filled[n], 27, owners[n])
+            yield text(406, y + 18, words[n], "inside", "start")
+        else:
+            yield text(406, y + 18, "free", "small", "start")
+
+
+def _tables(tables: dict[str, tuple[str, tuple[int, ...]]], owners: dict[int, str]) -> Iterator[str]:
+    for (name, blocks), top in zip(tables.values(), (44.0, 176.0), strict=True):
+        yield text(20, top - 8, f"block table of {name}", "small", "start")
+        for n, block in enumerate(blocks):
+            y = top + 28 * n
+            yield box(20, y, 64, 24, owners[block], f"{block}")
+            yield f'<path class="arrow" d="M 86 {y + 12:g} C 200 {y + 12:g} 260 {47.5 + 32 * block:g} 376 {47.5 + 32 * block:g}"/>'
+
+
+def _low(n: int) -> str:
+    """n as a subscript."""
+    return str(n).translate(str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉"))
+
+
+FIGURES = {"asynchrony.svg": schedule, "paging.svg": paged_cache}
+
+if __name__ == "__main__":
+    for file, draw in FIGURES.items():
+        due = draw()
+        if "--check" in sys.argv:
+            if (FOLDER / file).read_text(encoding="utf-8") != due:
+                sys.exit(f"docs/concepts/{file} is out of date")
+        else:
+            (FOLDER / file).write_text(due, encoding="utf-8")
+            print(f"wrote docs/concepts/{file}")
