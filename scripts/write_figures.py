@@ -37,7 +37,8 @@ def figure(title: str, what: str, parts: list[str], width: float, height: float)
 def schedule() -> str:
     """The steady state of the Hopper forward: one row per unit of hardware, time to the right."""
     left, unit, row, gap = 168.0, 44.0, 26.0, 6.0
-    rows = ("loader warp: copies (TMA)", "warpgroup 1: products", "warpgroup 1: softmax", "warpgroup 2: products", "warpgroup 2: softmax")
+    groups = [f"warpgroup {n}: {what}" for n in (1, 2) for what in ("products", "softmax")]
+    rows = ["loader warp: copies (TMA)", *groups]
     tops = [34 + n * (row + gap) + (8 if n > 0 else 0) + (8 if n > 2 else 0) for n in range(len(rows))]
     parts = [text(left, 20, "time →", "small", "start")]
     for name, top in zip(rows, tops, strict=True):
@@ -99,7 +100,8 @@ def _tables(tables: dict[str, tuple[str, tuple[int, ...]]], owners: dict[int, st
         for n, block in enumerate(blocks):
             y = top + 28 * n
             yield box(20, y, 64, 24, owners[block], f"{block}")
-            yield f'<path class="arrow" d="M 86 {y + 12:g} C 200 {y + 12:g} 260 {47.5 + 32 * block:g} 376 {47.5 + 32 * block:g}"/>'
+            start, end = y + 12, 47.5 + 32 * block
+            yield f'<path class="arrow" d="M 86 {start:g} C 200 {start:g} 260 {end:g} 376 {end:g}"/>'
 
 
 def _low(n: int) -> str:
