@@ -41,8 +41,8 @@ TURNS = gl.constexpr(9)
 @gluon.jit
 def _ask(rows: Ring, turn, desc, b, h, row):
     """Has a block copied into its slot."""
-    mbarrier.expect(rows.filled(turn), desc.block_type.nbytes)
-    tma_load(desc, [b, h, row, 0], rows.filled(turn), rows.buffer(turn))
+    mbarrier.expect(rows.full_barrier(turn), desc.block_type.nbytes)
+    tma_load(desc, [b, h, row, 0], rows.full_barrier(turn), rows.buffer(turn))
 
 
 @gluon.jit
@@ -167,7 +167,7 @@ def _compute(
     if OVERLAPPED:
         keys.wait_full(0)
         s = warpgroup_mma_wait(0, deps=(_scores(q, keys, 0, 64, D, s_layout),))
-        keys.give_back(0)
+        keys.release(0)
         p, m, l, alpha = _softmax(s, m, l, factor, row, 0, CAUSAL)
         weights = gl.convert_layout(p.to(dtype), left)
         for i in range(1, blocks):
@@ -180,27 +180,27 @@ def _compute(
             if PING_PONG:
                 named_barrier("arrive", TURNS + 1 - WG)
             s = warpgroup_mma_wait(1, deps=(s,))
-            keys.give_back(i)
+            keys.release(i)
             p, m, l, alpha = _softmax(s, m, l, factor, row, i * KEYS, CAUSAL)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            values.give_back(i - 1)
+            values.release(i - 1)
             acc = _scaled(acc, alpha)
             weights = gl.convert_layout(p.to(dtype), left)
         values.wait_full(blocks - 1)
         acc = warpgroup_mma(weights, values.buffer(blocks - 1).reshape([KEYS, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        values.give_back(blocks - 1)
+        values.release(blocks - 1)
     else:
         for i in range(blocks):
             keys.wait_full(i)
             s = warpgroup_mma_wait(0, deps=(_scores(q, keys, i, 64, D, s_layout),))
-            keys.give_back(i)
+            keys.release(i)
             p, m, l, alpha = _softmax(s, m, l, factor, row, i * KEYS, CAUSAL)
             values.wait_full(i)
             weights = gl.convert_layout(p.to(dtype), left)
             acc = warpgroup_mma(weights, values.buffer(i).reshape([KEYS, D]), _scaled(acc, alpha), is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            values.give_back(i)
+            values.release(i)
     if PING_PONG and WG == 0:
         named_barrier("sync", TURNS)
     _store(acc, m, l, output, o_desc, lse_ptr, b, h, H, T, row)

@@ -83,7 +83,7 @@ def test_heads_of_a_group_share_tiles(dim: int, dim_v: int, mask: Mask, T: int, 
     layout = "packed" if packed else "dense"
     spec = Spec(dtype=q.dtype, dim=dim, dim_v=dim_v, mask=mask, scale=1.0, group=H // Hk, layout=layout, device="sm90")
     sizes = Sizes(B=B, T=B * T if packed else T, S=S, H=H, Hk=Hk)
-    assert tile_of(spec, sizes, q.device).TOGETHER > 1
+    assert tile_of(spec, sizes, q.device).HEADS_PER_TILE > 1
     # behind the mask of some: those tiles are walked again with care
     v[3, S - 2] = float("nan")
     poison()

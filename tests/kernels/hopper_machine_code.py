@@ -102,7 +102,7 @@ class Configuration:
             return {name: value for name, value in found.items() if name != "num_warps"}
         tile = {"flash_bwd": backward_tile, "flash_bwd_kv": backward_kv_tile, "flash_bwd_q": backward_q_tile}[self.kernel]
         found = backward._constants(self.spec, 0 if self.kernel == "flash_bwd_q" else 1) | tile(self.spec)._asdict()
-        return found | {"ADD": self.add} if self.kernel == "flash_bwd" else found
+        return found | {"ACCUMULATE_DQ": self.add} if self.kernel == "flash_bwd" else found
 
     @property
     def options(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class Configuration:
         """The type of a descriptor, in Triton's words."""
         if name in ("lse_desc", "delta_desc"):
             return f"tensordesc<fp32[64],{LINE!r}>"
-        if name == "work_desc":
+        if name == "dq_sum_desc":
             rows, columns = dq_accumulator.UNIT_ROWS.value, dq_accumulator.UNIT_COLUMNS.value
             return f"tensordesc<fp32[{rows}, {columns}],{dq_accumulator.LAYOUT!r}>"
         if self.precision:
@@ -164,15 +164,15 @@ FORWARD = {
 } | {
     # the heads of a group together
     **{
-        f"d{dim}-{name}-group-8": Configuration(dim, tile._replace(TOGETHER=8), **CASES[name], group=8)
+        f"d{dim}-{name}-group-8": Configuration(dim, tile._replace(HEADS_PER_TILE=8), **CASES[name], group=8)
         for dim, tile in ((64, SHORT), (128, MASKED), (256, WIDE))
         for name in ("causal", "everything", "packed-causal")
     },
-    "d128-causal-group-64": Configuration(128, MASKED._replace(TOGETHER=64), CAUSAL, group=64),
+    "d128-causal-group-64": Configuration(128, MASKED._replace(HEADS_PER_TILE=64), CAUSAL, group=64),
     "d128-fp16": Configuration(128, MASKED, CAUSAL, dtype="fp16"),
     # between two powers of two, padded to the next
     **{
-        f"d96-{name}": Configuration(96, tile._replace(HELD=64), **CASES[name])
+        f"d96-{name}": Configuration(96, tile._replace(Q_IN_REGISTERS=64), **CASES[name])
         for name, tile in (("full", LONG), ("causal", MASKED), ("packed-causal", MASKED))
     },
     **{
@@ -251,9 +251,9 @@ class Found:
 def compiled(configuration: Configuration) -> Found:
     kernel = configuration.function
     constants = configuration.constants
-    words = {"lse_ptr", "sinks_ptr", "parts_ptr", "delta_ptr", "shift_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr"}
+    words = {"lse_ptr", "sinks_ptr", "partials_ptr", "delta_ptr", "shift_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr"}
     words |= {"k_scale_ptr", "v_scale_ptr"}
-    numbers = {"cu_q_ptr", "cu_k_ptr", "table_ptr", "lengths_ptr", "counter_ptr", "lost_ptr"}
+    numbers = {"cu_q_ptr", "cu_k_ptr", "table_ptr", "lengths_ptr", "counter_ptr", "nan_flag_ptr"}
 
     def kind(name: str) -> str:
         if name in constants:

@@ -87,7 +87,7 @@ def test_newest_triton_compiles_the_kernels() -> None:
         assert not kernel["serialised"]
 
 
-WORDS = {"D": 128, "DIM": 96, "DO": True, "DLSE": True, "SINKS": True, "CARE": True}
+WORDS = {"D": 128, "DIM": 96, "DO": True, "DLSE": True, "SINKS": True, "CHECK_NAN": True}
 
 
 # as `launch_8bit` has it
@@ -104,8 +104,8 @@ QUANTISE = {"GROUP": 4, "ROTATE": True, "SMOOTH": True}
         ("quantised.quantise", "quantise", QUANTISE | {"D": 256, "DV": 256, "PACKED": False, "INTEGER": False}),
         ("backward.row_stats", "row_words_of", WORDS | {"PACKED": False, "SUM": 128}),
         ("backward.row_stats", "row_words_of", WORDS | {"PACKED": True, "SUM": 0}),
-        ("backward.dq_accumulator", "finish_dq", {"D": 128, "DIM": 96, "PACKED": False, "CARE": True}),
-        ("backward.dq_accumulator", "finish_dq", {"D": 64, "DIM": 64, "PACKED": True, "CARE": False}),
+        ("backward.dq_accumulator", "finish_dq", {"D": 128, "DIM": 96, "PACKED": False, "CHECK_NAN": True}),
+        ("backward.dq_accumulator", "finish_dq", {"D": 64, "DIM": 64, "PACKED": True, "CHECK_NAN": False}),
     ],
     ids=str,
 )
@@ -119,7 +119,7 @@ def test_kernels_before_and_after_the_products_compile(module: str, name: str, c
 
     kernel = getattr(import_module(f"rooftile.backends.hopper.{module}"), name)
     kinds = dict.fromkeys(("o_ptr", "do_ptr", "dq_ptr"), "*bf16") | {"k_ptr": "*bf16", "scale": "fp32", "stats_ptr": "*i64"}
-    kinds |= dict.fromkeys(("lost_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr")
+    kinds |= dict.fromkeys(("nan_flag_ptr", "cu_ptr"), "*i32") | dict.fromkeys(constants, "constexpr")
     dim = constants.get("D", 64)
     codes = (torch.int8, "i8") if constants.get("INTEGER") else (torch.float8_e4m3fn, "fp8e4nv")
     kinds |= dict.fromkeys(("q_out_ptr", "k_out_ptr"), f"*{codes[1]}") | dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.backends.hopper.device.config import by_eights
+from rooftile.backends.hopper.device.config import swizzled_layout
 from rooftile.backends.hopper.tma import are_readable, box_of_pages, of_pages, steps_of_pages
 from rooftile.kvcache import PagedKV
 
@@ -82,7 +82,7 @@ def test_pages_at_odd_distances_are_not_read_in_place() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(128, 128), (64, 128), (64, 256)])
 def test_products_read_a_block_as_its_boxes_leave_it(rows: int, columns: int) -> None:
     """Where the copy engine puts an element, swizzled: 16 bytes of a line of 128 lie where their number and the line's differ."""
-    layout = by_eights(rows, columns)
+    layout = swizzled_layout(rows, columns)
     assert 1 << len(layout.offset_bases) == rows * columns
     for row in range(rows):
         for column in range(columns):

@@ -58,7 +58,7 @@ def test_an_order_of_the_sums_does_not_depend_on_the_batch() -> None:
 
 def together(group: int, *, B: int, T: int, Hk: int = 8, layout: str = "dense") -> int:
     spec = Spec(dtype=torch.bfloat16, dim=128, dim_v=128, scale=1.0, group=group, mask=CAUSAL, layout=layout, device="sm90")
-    return forward.tile_of(spec, Sizes(B=B, T=T, S=8192, H=group * Hk, Hk=Hk), DEVICE).TOGETHER
+    return forward.tile_of(spec, Sizes(B=B, T=T, S=8192, H=group * Hk, Hk=Hk), DEVICE).HEADS_PER_TILE
 
 
 def test_heads_of_a_group_share_tiles_where_that_saves_rounds() -> None:

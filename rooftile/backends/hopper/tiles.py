@@ -10,11 +10,11 @@ from rooftile.spec import Spec
 # queries of a warpgroup: what one wgmma has
 WARPGROUP = 64
 # elements of 16 bits in a line of shared memory, which is what a swizzle permutes
-LINE_COLUMNS = 64
+SWIZZLE_COLUMNS = 64
 
 
 # tokens of a page that a box of the copy engine counts together: the rows over which a swizzle repeats
-EIGHT = 8
+SWIZZLE_ROWS = 8
 
 
 def padded(dim: int) -> int:
@@ -26,12 +26,12 @@ class Tile(NamedTuple):
     """How a program of the forward is staffed and what it holds in shared memory."""
 
     KEYS: int  # of a block
-    CREW: int  # warpgroups, of 64 queries each
-    TOGETHER: int  # query heads of a group that share a warpgroup's 64
-    Q_SLOTS: int
-    KV_SLOTS: int
+    NUM_CONSUMERS: int  # warpgroups, of 64 queries each
+    HEADS_PER_TILE: int  # query heads of a group that share a warpgroup's 64
+    Q_STAGES: int
+    KV_STAGES: int
     PING_PONG: bool  # whether the warpgroups take turns to issue
-    HELD: int  # columns of its queries that a warpgroup holds in registers: they need not be read again for every block
+    Q_IN_REGISTERS: int  # columns of its queries that a warpgroup holds in registers: they need not be read again for every block
     SOFTMAX_FIRST: bool  # whether the product with the values is waited for only after the softmax
     LAZY: bool  # whether outputs are rescaled only when a row's weights have outgrown what they refer to
     COMPUTE_REGISTERS: int
@@ -40,15 +40,15 @@ class Tile(NamedTuple):
     @property
     def rows(self) -> int:
         """Of a query head."""
-        return self.CREW * WARPGROUP // self.TOGETHER
+        return self.NUM_CONSUMERS * WARPGROUP // self.HEADS_PER_TILE
 
 
 class BackwardTile(NamedTuple):
     """How a program of `flash_bwd` is staffed, for 128 keys, and how far it runs ahead."""
 
-    SLOTS: int  # blocks of 64 queries
-    LATE: bool  # whether a block's product with dO is issued after its gradients of the scores are known
-    AHEAD: bool  # whether the next block's scores are issued before this one is done
+    STAGES: int  # blocks of 64 queries
+    DV_AFTER_DS: bool  # whether a block's product with dO is issued after its gradients of the scores are known
+    SCORES_AHEAD: bool  # whether the next block's scores are issued before this one is done
     COMPUTE_REGISTERS: int
     DQ_REGISTERS: int  # of the warpgroup that multiplies dq, at D = 64
     COPY_REGISTERS: int
@@ -57,7 +57,7 @@ class BackwardTile(NamedTuple):
 class BackwardKeysTile(NamedTuple):
     """`flash_bwd_kv`, for 64 keys."""
 
-    SLOTS: int
+    STAGES: int
     COMPUTE_REGISTERS: int
     COPY_REGISTERS: int
 
@@ -65,14 +65,15 @@ class BackwardKeysTile(NamedTuple):
 class BackwardQueriesTile(NamedTuple):
     """`flash_bwd_q`, for 128 queries."""
 
-    K_SLOTS: int  # blocks of 64 keys
-    V_SLOTS: int
+    K_STAGES: int  # blocks of 64 keys
+    V_STAGES: int
     COMPUTE_REGISTERS: int
     COPY_REGISTERS: int
 
 
 TWO = Tile(
-    KEYS=128, CREW=2, TOGETHER=1, Q_SLOTS=2, KV_SLOTS=2, PING_PONG=True, HELD=128, SOFTMAX_FIRST=False, LAZY=False,
+    KEYS=128, NUM_CONSUMERS=2, HEADS_PER_TILE=1, Q_STAGES=2, KV_STAGES=2, PING_PONG=True, Q_IN_REGISTERS=128,
+    SOFTMAX_FIRST=False, LAZY=False,
     COMPUTE_REGISTERS=240, COPY_REGISTERS=24,
 )  # fmt: skip
 # a branch in the loop pays under a mask. Two of them, which take registers, pay in long sequences that are not packed: there each
@@ -80,13 +81,13 @@ TWO = Tile(
 MASKED = TWO._replace(LAZY=True)
 LONG = MASKED._replace(SOFTMAX_FIRST=True, PING_PONG=False)
 # at D = 64 there is room to run three blocks ahead, and short causal sequences waste less of smaller blocks
-NARROW = TWO._replace(KV_SLOTS=3, HELD=64)
-SHORT = NARROW._replace(KEYS=64, KV_SLOTS=4)
+NARROW = TWO._replace(KV_STAGES=3, Q_IN_REGISTERS=64)
+SHORT = NARROW._replace(KEYS=64, KV_STAGES=4)
 # at D = 64 a third warpgroup has room, and shares each block of keys among more queries
-THREE = TWO._replace(CREW=3, HELD=0, LAZY=True, COMPUTE_REGISTERS=160, COPY_REGISTERS=32)
+THREE = TWO._replace(NUM_CONSUMERS=3, Q_IN_REGISTERS=0, LAZY=True, COMPUTE_REGISTERS=160, COPY_REGISTERS=32)
 # at D = 256 the accumulator takes half of the registers, and a tile of queries 64 KiB. The products of a block take four times as
 # long as its softmax: nothing is won by turns, and much by leaving out 128 multiplications a thread
-WIDE = TWO._replace(KEYS=64, Q_SLOTS=1, PING_PONG=False, HELD=0, LAZY=True)
+WIDE = TWO._replace(KEYS=64, Q_STAGES=1, PING_PONG=False, Q_IN_REGISTERS=0, LAZY=True)
 
 
 def forward_tile(spec: Spec, T: int) -> Tile:
@@ -97,7 +98,7 @@ def forward_tile(spec: Spec, T: int) -> Tile:
         long = spec.layout == "dense" and ((spec.mask == FULL and T >= 2048) or (spec.mask == CAUSAL and T >= 4096))
         tile = LONG if long else TWO if spec.mask == FULL else MASKED
         # of 96 columns the first power of two is held
-        return tile if spec.dim == 128 else tile._replace(HELD=64)
+        return tile if spec.dim == 128 else tile._replace(Q_IN_REGISTERS=64)
     # short sequences, and masks that cut both ends, keep smaller tiles busier; 160 registers hold no more than this
     plain = not (spec.softcap or spec.has_sinks)
     if plain and ((spec.mask == FULL and T >= 1024) or (spec.mask == CAUSAL and T >= 8192)):
@@ -112,9 +113,9 @@ def paged_tile(spec: Spec) -> Tile:
     faster in short ones, whose tiles they fill.
     """
     tile = WIDE if spec.dim > 128 else NARROW if spec.dim <= 64 else TWO if spec.mask == FULL else MASKED
-    held = 64 if spec.dim == 96 else tile.HELD
+    held = 64 if spec.dim == 96 else tile.Q_IN_REGISTERS
     together = next(count for count in (4, 2, 1) if spec.group % count == 0)
-    return tile._replace(HELD=held, TOGETHER=together, COMPUTE_REGISTERS=232, COPY_REGISTERS=40)
+    return tile._replace(Q_IN_REGISTERS=held, HEADS_PER_TILE=together, COMPUTE_REGISTERS=232, COPY_REGISTERS=40)
 
 
 def backward_tile(spec: Spec) -> BackwardTile:
@@ -123,17 +124,19 @@ def backward_tile(spec: Spec) -> BackwardTile:
         late = spec.softcap > 0
         # whatever keeps the two warpgroups out of step makes each wait for the other then
         ahead = spec.mask == FULL and spec.layout == "dense" and spec.group == 1
-        return BackwardTile(SLOTS=3, LATE=late, AHEAD=ahead, COMPUTE_REGISTERS=240, DQ_REGISTERS=0, COPY_REGISTERS=24)
+        return BackwardTile(
+            STAGES=3, DV_AFTER_DS=late, SCORES_AHEAD=ahead, COMPUTE_REGISTERS=240, DQ_REGISTERS=0, COPY_REGISTERS=24
+        )  # fmt: skip
     # without a mask the warpgroups fall into step, and one more product to wait for keeps them out of it
     late = spec.mask == FULL or spec.softcap > 0
-    return BackwardTile(SLOTS=2, LATE=late, AHEAD=False, COMPUTE_REGISTERS=208, DQ_REGISTERS=72, COPY_REGISTERS=24)
+    return BackwardTile(STAGES=2, DV_AFTER_DS=late, SCORES_AHEAD=False, COMPUTE_REGISTERS=208, DQ_REGISTERS=72, COPY_REGISTERS=24)
 
 
 def backward_kv_tile(spec: Spec) -> BackwardKeysTile:
-    return BackwardKeysTile(SLOTS=2, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+    return BackwardKeysTile(STAGES=2, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
 
 
 def backward_q_tile(spec: Spec) -> BackwardQueriesTile:
     # at D = 256 the queries and the gradients of their outputs take 128 KiB
     slots = 1 if spec.dim > 128 else 2
-    return BackwardQueriesTile(K_SLOTS=2, V_SLOTS=slots, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+    return BackwardQueriesTile(K_STAGES=2, V_STAGES=slots, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.hopper.gluon import TensorDescriptor, gl
-from rooftile.backends.hopper.tiles import EIGHT, LINE_COLUMNS, padded
+from rooftile.backends.hopper.tiles import SWIZZLE_COLUMNS, SWIZZLE_ROWS, padded
 
 # of a line of fp32 words in shared memory
 LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
@@ -61,25 +61,25 @@ def of_pages(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     _, size, heads, dim = x.shape
     lines = box[1]
     page, head = steps_of_pages(x)
-    shape = [(len(x) - 1) * page + size // EIGHT, (heads - 1) * head + lines, EIGHT, dim // lines]
-    strides = [EIGHT * x.stride(1), _line_stride(x), x.stride(1), 1]
+    shape = [(len(x) - 1) * page + size // SWIZZLE_ROWS, (heads - 1) * head + lines, SWIZZLE_ROWS, dim // lines]
+    strides = [SWIZZLE_ROWS * x.stride(1), _line_stride(x), x.stride(1), 1]
     return TensorDescriptor(x, shape, strides, list(box), layout(box, x.dtype))
 
 
 def box_of_pages(dim: int, tokens: int, dtype: torch.dtype) -> tuple[int, ...]:
     """What one copy takes of a page: all lines of a head's elements, unless the last one is not full."""
-    return tokens // EIGHT, _lines(dim, dtype), EIGHT, _columns(dim, dtype)
+    return tokens // SWIZZLE_ROWS, _lines(dim, dtype), SWIZZLE_ROWS, _columns(dim, dtype)
 
 
 def steps_of_pages(x: Tensor) -> tuple[int, int]:
     """How many eights of tokens lie from one page (pages, size, heads, dim) to the next, and how many lines from head to head."""
-    page = x.stride(0) // (EIGHT * x.stride(1)) if len(x) > 1 else x.shape[1] // EIGHT
+    page = x.stride(0) // (SWIZZLE_ROWS * x.stride(1)) if len(x) > 1 else x.shape[1] // SWIZZLE_ROWS
     return page, x.stride(2) // _line_stride(x) if x.shape[2] > 1 else 1
 
 
 def _columns(dim: int, dtype: torch.dtype) -> int:
     """Elements of a line: 128 bytes at most."""
-    return min(LINE_COLUMNS * 2 // dtype.itemsize, padded(dim))
+    return min(SWIZZLE_COLUMNS * 2 // dtype.itemsize, padded(dim))
 
 
 def _lines(dim: int, dtype: torch.dtype) -> int:
@@ -94,7 +94,7 @@ def _line_stride(x: Tensor) -> int:
 
 def are_readable(pages: Tensor) -> bool:
     """Whether the copy engine can read pages (pages, size, heads, dim) in place."""
-    whole = len(pages) == 1 or pages.stride(0) % (EIGHT * pages.stride(1)) == 0
+    whole = len(pages) == 1 or pages.stride(0) % (SWIZZLE_ROWS * pages.stride(1)) == 0
     return is_readable(pages) and whole and (pages.shape[2] == 1 or pages.stride(2) % _line_stride(pages) == 0)
 
 

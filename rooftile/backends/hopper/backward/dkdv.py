@@ -16,23 +16,23 @@ one owner and one order, so two runs agree bit for bit.
 
 from rooftile.backends.hopper.backward.parts import (
     BLOCK,
-    Backward,
-    capped_again,
-    clear_queries,
-    exchanged,
-    hidden_queries,
-    load_walks,
-    next_block,
-    note_nan,
-    products,
-    received,
-    score_gradients,
+    BackwardConfig,
+    advance_block,
+    apply_mask_transposed,
+    compute_ds,
+    find_unmasked_queries,
+    flag_nan,
+    issue_mma_qk,
+    load_key_tiles,
+    pack_for_twin,
+    recompute_capped_scores,
     store_rows,
+    unpack_from_twin,
     wait_for_store,
 )
 from rooftile.backends.hopper.device.pipeline import Ring, ring
-from rooftile.backends.hopper.device.scheduler import WORDS, Mask, take
-from rooftile.backends.hopper.device.softmax import Scoring, make_scoring, packed, unpacked
+from rooftile.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
+from rooftile.backends.hopper.device.softmax import Scoring, make_scoring, pack_16bit, unpack_16bit
 from rooftile.backends.hopper.gluon import (
     fence_async_shared,
     gl,
@@ -44,194 +44,199 @@ from rooftile.backends.hopper.gluon import (
 
 
 @gluon.jit
-def _weights(s, lses, turn, block, plan, low, high, weights: Ring, scoring: Scoring, shape: Backward):
+def _compute_weights(s, lses, fill, block, work, low, high, weights: Ring, scoring: Scoring, config: BackwardConfig):
     """A block's weights, for this warpgroup in 16 bits and for its twin."""
-    if shape.SOFTCAP:
-        s = scoring.capped(s)
+    if config.SOFTCAP:
+        s = scoring.apply_softcap(s)
     t = block * BLOCK
     if (t < low) | (t + (BLOCK - 1) > high):
-        s = hidden_queries(s, plan.t, t, plan, scoring.mask)
+        s = apply_mask_transposed(s, work.t, t, work, scoring.mask)
     # the queries are given back by now, yet their words stay: the twin gives back only after it has these weights
-    lse = lses.load(gl.SliceLayout(0, shape.s_layout))
-    p = gl.exp2(s * scoring.factor - gl.expand_dims(lse, 0))
-    weights.wait_empty(turn)
-    weights.buffer(turn).store(exchanged(p))
-    mbarrier.arrive(weights.filled(turn), count=1)
+    lse = lses.load(gl.SliceLayout(0, config.s_layout))
+    p = gl.exp2(s * scoring.scale_log2 - gl.expand_dims(lse, 0))
+    weights.wait_empty(fill)
+    weights.buffer(fill).store(pack_for_twin(p))
+    mbarrier.arrive(weights.full_barrier(fill), count=1)
     return p
 
 
 @gluon.jit
-def _columns(rows, shape: Backward):
+def _columns(rows, config: BackwardConfig):
     """The columns of 64 rows of dO that are not padding."""
-    rows = rows.reshape([64, shape.D])
-    if shape.DV < shape.D:
-        rows = rows.slice(0, shape.DV, 1)
+    rows = rows.reshape([64, config.D])
+    if config.DV < config.D:
+        rows = rows.slice(0, config.DV, 1)
     return rows
 
 
 @gluon.jit
-def _padded(dv, shape: Backward):
+def _padded(dv, config: BackwardConfig):
     """Rows of dv as wide as those in shared memory; the padding is not stored."""
-    if shape.DV < shape.D:
-        dv = gl.join(dv, gl.zeros_like(dv)).permute((0, 2, 1)).reshape([64, shape.D])
+    if config.DV < config.D:
+        dv = gl.join(dv, gl.zeros_like(dv)).permute((0, 2, 1)).reshape([64, config.D])
     return dv
 
 
 @gluon.jit
 def _values(
-    plans: Ring, keys: Ring, queries: Ring, grads: Ring, weights: Ring, lses, dv_desc, dv_ptr, lost_ptr,
-    scoring: Scoring, shape: Backward,
+    work_tiles: Ring, keys: Ring, queries: Ring, grads: Ring, weights: Ring, lses, dv_desc, dv_ptr, nan_flag_ptr,
+    scoring: Scoring, config: BackwardConfig,
 ):  # fmt: skip
     """The role that sums dv."""
     dtype: gl.constexpr = keys.buffers.dtype
     tile = 0
-    turn = 0
-    plan = take(plans, 0)
+    fill = 0
+    work = consume(work_tiles, 0)
     Hk = dv_desc.shape[1].to(gl.int32)
-    while plan.live != 0:
-        blocks = plan.last - plan.first + 1
-        walk = blocks * shape.GROUP
-        low, high = clear_queries(plan, plan.t, BLOCK, scoring.mask)
+    while work.is_valid != 0:
+        blocks = work.last_block - work.first_block + 1
+        steps = blocks * config.GROUP
+        low, high = find_unmasked_queries(work, work.t, BLOCK, scoring.mask)
         keys.wait_full(tile)
-        k = keys.buffer(tile).reshape([64, shape.D])
-        s = products(k, queries, turn, shape.DIM, shape)
+        k = keys.buffer(tile).reshape([64, config.D])
+        s = issue_mma_qk(k, queries, fill, config.DIM, config)
         s = warpgroup_mma_wait(0, deps=(s,))
-        queries.give_back(turn)
-        weight = _weights(s, lses.index(turn % queries.slots), turn, plan.first, plan, low, high, weights, scoring, shape)
-        p = packed(weight, dtype)
-        dv = gl.zeros([64, shape.DV], gl.float32, shape.dv_layout)
-        h = plan.h
-        block = plan.first
-        for _ in range(1, walk):
-            turn += 1
-            h, block = next_block(h, block, plan, shape)
-            s = products(k, queries, turn, shape.DIM, shape)
-            grads.wait_full(turn - 1)
+        queries.release(fill)
+        weight = _compute_weights(
+            s, lses.index(fill % queries.stages), fill, work.first_block, work, low, high, weights, scoring, config
+        )  # fmt: skip
+        p = pack_16bit(weight, dtype)
+        dv = gl.zeros([64, config.DV], gl.float32, config.dv_layout)
+        h = work.h
+        block = work.first_block
+        for _ in range(1, steps):
+            fill += 1
+            h, block = advance_block(h, block, work, config)
+            s = issue_mma_qk(k, queries, fill, config.DIM, config)
+            grads.wait_full(fill - 1)
             dv = warpgroup_mma(
-                unpacked(p, dtype, shape.p_layout), _columns(grads.buffer(turn - 1), shape), dv, is_async=True
+                unpack_16bit(p, dtype, config.p_layout), _columns(grads.buffer(fill - 1), config), dv, is_async=True
             )
             s = warpgroup_mma_wait(1, deps=(s,))
-            queries.give_back(turn)
-            weight = _weights(s, lses.index(turn % queries.slots), turn, block, plan, low, high, weights, scoring, shape)
+            queries.release(fill)
+            weight = _compute_weights(
+                s, lses.index(fill % queries.stages), fill, block, work, low, high, weights, scoring, config
+            )  # fmt: skip
             dv = warpgroup_mma_wait(0, deps=(dv,))
-            grads.give_back(turn - 1)
-            p = packed(weight, dtype)
-        grads.wait_full(turn)
+            grads.release(fill - 1)
+            p = pack_16bit(weight, dtype)
+        grads.wait_full(fill)
         dv = warpgroup_mma(
-            unpacked(p, dtype, shape.p_layout), _columns(grads.buffer(turn), shape), dv, is_async=True
+            unpack_16bit(p, dtype, config.p_layout), _columns(grads.buffer(fill), config), dv, is_async=True
         )
         dv = warpgroup_mma_wait(0, deps=(dv,))
-        grads.give_back(turn)
-        note_nan(lost_ptr, dv, shape)
+        grads.release(fill)
+        flag_nan(nan_flag_ptr, dv, config)
         # nobody else reads the keys
-        dv = _padded(dv.to(dtype), shape)
-        store_rows(keys.buffer(tile), dv, dv_desc, dv_ptr, plan, Hk, plan.t, plan.key, plan.S, shape.DIM_V, shape)
+        dv = _padded(dv.to(dtype), config)
+        store_rows(keys.buffer(tile), dv, dv_desc, dv_ptr, work, Hk, work.t, work.k_start, work.S, config.DIM_V, config)
         wait_for_store()
-        keys.give_back(tile)
+        keys.release(tile)
         tile += 1
-        turn += 1
-        plan = take(plans, tile)
+        fill += 1
+        work = consume(work_tiles, tile)
 
 
 @gluon.jit
 def _keys(
-    plans: Ring, values: Ring, queries: Ring, grads: Ring, weights: Ring, lses, deltas, dk_desc, dk_ptr, lost_ptr,
-    scoring: Scoring, shape: Backward,
+    work_tiles: Ring, values: Ring, queries: Ring, grads: Ring, weights: Ring, lses, deltas, dk_desc, dk_ptr, nan_flag_ptr,
+    scoring: Scoring, config: BackwardConfig,
 ):  # fmt: skip
     """The role that sums dk."""
     dtype: gl.constexpr = values.buffers.dtype
     tile = 0
-    turn = 0
-    plan = take(plans, 0)
+    fill = 0
+    work = consume(work_tiles, 0)
     Hk = dk_desc.shape[1].to(gl.int32)
-    while plan.live != 0:
-        walk = (plan.last - plan.first + 1) * shape.GROUP
+    while work.is_valid != 0:
+        steps = (work.last_block - work.first_block + 1) * config.GROUP
         values.wait_full(tile)
-        v = values.buffer(tile).reshape([64, shape.D])
-        dp = products(v, grads, turn, shape.DIM_V, shape)
+        v = values.buffer(tile).reshape([64, config.D])
+        dp = issue_mma_qk(v, grads, fill, config.DIM_V, config)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        ds = packed(_score_gradients(dp, lses, deltas, queries, grads, weights, turn, scoring, shape), dtype)
-        dk = gl.zeros([64, shape.D], gl.float32, shape.acc_layout)
-        for _ in range(1, walk):
-            turn += 1
+        ds = pack_16bit(_compute_ds(dp, lses, deltas, queries, grads, weights, fill, scoring, config), dtype)
+        dk = gl.zeros([64, config.D], gl.float32, config.acc_layout)
+        for _ in range(1, steps):
+            fill += 1
             # first the product that gives queries back: they are the next to be filled, and their copy takes a while
-            queries.wait_full(turn - 1)
+            queries.wait_full(fill - 1)
             dk = warpgroup_mma(
-                unpacked(ds, dtype, shape.a_layout), queries.buffer(turn - 1).reshape([64, shape.D]), dk, is_async=True
+                unpack_16bit(ds, dtype, config.a_layout), queries.buffer(fill - 1).reshape([64, config.D]), dk, is_async=True
             )
-            dp = products(v, grads, turn, shape.DIM_V, shape)
+            dp = issue_mma_qk(v, grads, fill, config.DIM_V, config)
             dk = warpgroup_mma_wait(1, deps=(dk,))
-            queries.give_back(turn - 1)
+            queries.release(fill - 1)
             dp = warpgroup_mma_wait(0, deps=(dp,))
-            gradient = _score_gradients(dp, lses, deltas, queries, grads, weights, turn, scoring, shape)
-            ds = packed(gradient, dtype)
-        queries.wait_full(turn)
+            gradient = _compute_ds(dp, lses, deltas, queries, grads, weights, fill, scoring, config)
+            ds = pack_16bit(gradient, dtype)
+        queries.wait_full(fill)
         dk = warpgroup_mma(
-            unpacked(ds, dtype, shape.a_layout), queries.buffer(turn).reshape([64, shape.D]), dk, is_async=True
+            unpack_16bit(ds, dtype, config.a_layout), queries.buffer(fill).reshape([64, config.D]), dk, is_async=True
         )
         dk = warpgroup_mma_wait(0, deps=(dk,))
-        queries.give_back(turn)
-        if not shape.HALF:
+        queries.release(fill)
+        if not config.FP16:
             dk = dk * scoring.scale
-        note_nan(lost_ptr, dk, shape)
+        flag_nan(nan_flag_ptr, dk, config)
         # nobody else reads the values
-        store_rows(values.buffer(tile), dk.to(dtype), dk_desc, dk_ptr, plan, Hk, plan.t, plan.key, plan.S, shape.DIM, shape)
+        store_rows(values.buffer(tile), dk.to(dtype), dk_desc, dk_ptr, work, Hk, work.t, work.k_start, work.S, config.DIM, config)
         wait_for_store()
-        values.give_back(tile)
+        values.release(tile)
         tile += 1
-        turn += 1
-        plan = take(plans, tile)
+        fill += 1
+        work = consume(work_tiles, tile)
 
 
 @gluon.jit
-def _score_gradients(dp, lses, deltas, queries, grads: Ring, weights: Ring, turn, scoring: Scoring, shape: Backward):
-    delta = deltas.index(turn % grads.slots).load(gl.SliceLayout(0, shape.s_layout))
-    grads.give_back(turn)
-    weights.wait_full(turn)
-    p = received(weights.buffer(turn).load(gl.BlockedLayout([4], [32], [4], [0])), shape.s_layout)
-    weights.give_back(turn)
-    if shape.SOFTCAP:
-        queries.wait_full(turn)
-    s = capped_again(p, lses, turn, queries.slots, shape)
-    return score_gradients(p, dp, gl.expand_dims(delta, 0), s, scoring, shape)
+def _compute_ds(dp, lses, deltas, queries, grads: Ring, weights: Ring, fill, scoring: Scoring, config: BackwardConfig):
+    delta = deltas.index(fill % grads.stages).load(gl.SliceLayout(0, config.s_layout))
+    grads.release(fill)
+    weights.wait_full(fill)
+    p = unpack_from_twin(weights.buffer(fill).load(gl.BlockedLayout([4], [32], [4], [0])), config.s_layout)
+    weights.release(fill)
+    if config.SOFTCAP:
+        queries.wait_full(fill)
+    s = recompute_capped_scores(p, lses, fill, queries.stages, config)
+    return compute_ds(p, dp, gl.expand_dims(delta, 0), s, scoring, config)
 
 
 # fmt: off
 @gluon.jit(
-    do_not_specialize=["B", "T", "S", "padded_T", "tiles", "tail", "left", "right", "prefix", "chunk"],
+    do_not_specialize=["B", "T", "S", "padded_T", "tiles", "balanced_heads", "left", "right", "prefix", "chunk"],
     do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"],
 )
 def flash_bwd_kv(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc,
-    dk_ptr, dv_ptr, lost_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
-    B, T, S, padded_T, tiles, tail, scale, softcap, left, right, prefix, chunk,
-    GROUP: gl.constexpr, PARTS: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
+    dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
+    B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+    GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr,
+    PACKED: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
-    SOFTCAP: gl.constexpr, HALF: gl.constexpr,
-    SLOTS: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    SOFTCAP: gl.constexpr, FP16: gl.constexpr,
+    STAGES: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    shape = Backward(GROUP, PARTS, 1, D, DIM, DIM_V, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, HALF)
+    config = BackwardConfig(GROUP, GROUP_SPLITS, 1, D, DIM, DIM_V, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, FP16)
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     keys = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK, D], k_desc.layout), 1, 1)
     values = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK, D], v_desc.layout), 1, 1)
-    queries = ring(gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK, D], q_desc.layout), SLOTS, 2)
-    grads = ring(gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK, D], do_desc.layout), SLOTS, 2)
+    queries = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], q_desc.layout), STAGES, 2)
+    grads = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], do_desc.layout), STAGES, 2)
     weights = ring(gl.allocate_shared_memory(gl.int32, [2, 2048], words), 2, 1)
-    lses = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK], lse_desc.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK], delta_desc.layout)
-    plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, 2)
+    lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], delta_desc.layout)
+    work_tiles = ring(gl.allocate_shared_memory(gl.int32, [2 * WORK_TILE_WORDS, 1], words), 2, 2)
     fence_async_shared()
     scoring = make_scoring(mask, scale, softcap, SOFTCAP)
     gl.warp_specialize(
         [
-            (_values, (plans, keys, queries, grads, weights, lses, dv_desc, dv_ptr, lost_ptr, scoring, shape)),
-            (_keys, (plans, values, queries, grads, weights, lses, deltas, dk_desc, dk_ptr, lost_ptr, scoring, shape)),
-            (load_walks, (
-                plans, keys, values, queries, grads, lses, deltas, mask,
+            (_values, (work_tiles, keys, queries, grads, weights, lses, dv_desc, dv_ptr, nan_flag_ptr, scoring, config)),
+            (_keys, (work_tiles, values, queries, grads, weights, lses, deltas, dk_desc, dk_ptr, nan_flag_ptr, scoring, config)),
+            (load_key_tiles, (
+                work_tiles, keys, values, queries, grads, lses, deltas, mask,
                 q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-                B, T, S, padded_T, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape,
+                B, T, S, padded_T, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config,
             )),
         ],
         [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS],

@@ -24,7 +24,7 @@ LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @gluon.jit
-def in_order_of_threads(x):
+def to_thread_order(x):
     """An accumulator (64, 64) as a unit: four words of one thread, thread by thread, then the next four."""
     words = x.reshape([4, 2, 8, 4, 2, 4, 2]).permute((3, 1, 0, 2, 5, 4, 6)).reshape([4096])
     words = gl.convert_layout(words, gl.BlockedLayout([4], [32], [4], [0]), assert_trivial=True)
@@ -42,8 +42,8 @@ def descriptor(work: Tensor) -> TensorDescriptor:
 # fmt: off
 @gluon.jit(do_not_specialize=["B", "H", "T", "padded_T"], do_not_specialize_on_alignment=["cu_ptr"])
 def finish_dq(
-    work_ptr, dq_ptr, lost_ptr, cu_ptr, B, H, T, padded_T, scale,
-    D: gl.constexpr, DIM: gl.constexpr, PACKED: gl.constexpr, CARE: gl.constexpr,
+    dq_sum_ptr, dq_ptr, nan_flag_ptr, cu_ptr, B, H, T, padded_T, scale,
+    D: gl.constexpr, DIM: gl.constexpr, PACKED: gl.constexpr, CHECK_NAN: gl.constexpr,
 ):
     # fmt: on
     tile: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -59,10 +59,10 @@ def finish_dq(
         t = row_0 + t - (row_0 // PADDED + i_b) * PADDED
         there = t < gl.load(cu_ptr + i_b + 1).to(gl.int32)
     words = (b * H + h) * padded_T * D + unit * (UNIT * UNIT)
-    x = gl.load(work_ptr + words + gl.arange(0, UNIT * UNIT, gl.BlockedLayout([4], [32], [4], [0]))) * scale
-    if CARE:
+    x = gl.load(dq_sum_ptr + words + gl.arange(0, UNIT * UNIT, gl.BlockedLayout([4], [32], [4], [0]))) * scale
+    if CHECK_NAN:
         lost = gl.max((x != x).to(gl.int32), 0)
-        gl.store(lost_ptr, 1, mask=lost != 0)
+        gl.store(nan_flag_ptr, 1, mask=lost != 0)
     x = x.reshape([4, 2, 4, 8, 4, 2, 2]).permute((2, 1, 3, 0, 5, 4, 6)).reshape([UNIT, UNIT])
     x = gl.convert_layout(x.to(dq_ptr.dtype.element_ty), tile)
     column = unit % (D // UNIT) * UNIT + gl.arange(0, UNIT, gl.SliceLayout(0, tile))
@@ -83,4 +83,4 @@ def finish(work: Tensor, dq: Tensor, lost: Tensor | None, cu_q: Tensor | None, p
 
 @cache
 def _launcher(dim: int, packed: bool, care: bool, device: torch.device) -> Launcher:
-    return Launcher(finish_dq, {"D": padded(dim), "DIM": dim, "PACKED": packed, "CARE": care, "num_warps": 4}, device)
+    return Launcher(finish_dq, {"D": padded(dim), "DIM": dim, "PACKED": packed, "CHECK_NAN": care, "num_warps": 4}, device)

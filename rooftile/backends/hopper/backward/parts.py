@@ -10,19 +10,19 @@ Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttentio
 
 from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS
 from rooftile.backends.hopper.device.mask import FAR
-from rooftile.backends.hopper.device.mma import product_over_dim
+from rooftile.backends.hopper.device.mma import mma_qk
 from rooftile.backends.hopper.device.nan_fallback import holds_nan
 from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.device.scheduler import (
     MOST_SORTED,
     Mask,
-    Plan,
+    WorkTile,
     dense_tile,
     packed_tile,
     padded_row,
     publish,
     publish_end,
-    put_back,
+    reset_counter,
     tile_by_work,
 )
 from rooftile.backends.hopper.device.softmax import Scoring
@@ -43,23 +43,23 @@ BLOCK = gl.constexpr(64)
 
 
 @aggregate
-class Backward:
+class BackwardConfig:
     """What is known when a backward kernel is compiled."""
 
     GROUP: gl.constexpr  # query heads that a tile of keys walks
-    PARTS: gl.constexpr  # tiles that share a key head's group, each with its own sum
-    CREW: gl.constexpr  # rows of 64 keys, or queries, in a tile
+    GROUP_SPLITS: gl.constexpr  # tiles that share a key head's group, each with its own sum
+    BLOCKS_PER_TILE: gl.constexpr  # rows of 64 keys, or queries, in a tile
     D: gl.constexpr  # of all rows in shared memory, padded with zeros to a power of two
     DIM: gl.constexpr  # of queries and keys in memory
     DIM_V: gl.constexpr  # of values and outputs
     PACKED: gl.constexpr
     MASKED: gl.constexpr  # anything but a full mask
     SOFTCAP: gl.constexpr
-    HALF: gl.constexpr  # fp16: gradients of scores are scaled before they are rounded, for its range is narrow
-    ADD: gl.constexpr  # dq is added up in memory
-    LATE: gl.constexpr  # a block's product with dO is issued after its gradients of the scores are known
-    AHEAD: gl.constexpr  # the next block's scores are issued before this one is done
-    SPARE: gl.constexpr  # at D = 64: keys and values stay in registers, and dq has a warpgroup of its own
+    FP16: gl.constexpr  # fp16: gradients of scores are scaled before they are rounded, for its range is narrow
+    ACCUMULATE_DQ: gl.constexpr  # dq is added up in memory
+    DV_AFTER_DS: gl.constexpr  # a block's product with dO is issued after its gradients of the scores are known
+    SCORES_AHEAD: gl.constexpr  # the next block's scores are issued before this one is done
+    DQ_WARPGROUP: gl.constexpr  # at D = 64: keys and values stay in registers, and dq has a warpgroup of its own
     s_layout: gl.constexpr  # a warpgroup's scores of a block, either way round
     acc_layout: gl.constexpr
     DV: gl.constexpr  # columns of dv
@@ -68,21 +68,24 @@ class Backward:
     a_layout: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, GROUP, PARTS, CREW, D, DIM, DIM_V, PACKED, MASKED, SOFTCAP, HALF, ADD=False, LATE=False, AHEAD=False):
+    def __init__(
+        self, GROUP, GROUP_SPLITS, BLOCKS_PER_TILE, D, DIM, DIM_V, PACKED, MASKED, SOFTCAP, FP16, ACCUMULATE_DQ=False,
+        DV_AFTER_DS=False, SCORES_AHEAD=False,
+    ):  # fmt: skip
         self.GROUP = gl.constexpr(GROUP)
-        self.PARTS = gl.constexpr(PARTS)
-        self.CREW = gl.constexpr(CREW)
+        self.GROUP_SPLITS = gl.constexpr(GROUP_SPLITS)
+        self.BLOCKS_PER_TILE = gl.constexpr(BLOCKS_PER_TILE)
         self.D = gl.constexpr(D)
         self.DIM = gl.constexpr(DIM)
         self.DIM_V = gl.constexpr(DIM_V)
         self.PACKED = gl.constexpr(PACKED)
         self.MASKED = gl.constexpr(MASKED)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
-        self.HALF = gl.constexpr(HALF)
-        self.ADD = gl.constexpr(ADD)
-        self.LATE = gl.constexpr(LATE)
-        self.AHEAD = gl.constexpr(AHEAD)
-        self.SPARE = gl.constexpr(D <= 64)
+        self.FP16 = gl.constexpr(FP16)
+        self.ACCUMULATE_DQ = gl.constexpr(ACCUMULATE_DQ)
+        self.DV_AFTER_DS = gl.constexpr(DV_AFTER_DS)
+        self.SCORES_AHEAD = gl.constexpr(SCORES_AHEAD)
+        self.DQ_WARPGROUP = gl.constexpr(D <= 64)
         acc_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
         self.acc_layout = gl.constexpr(acc_layout)
@@ -95,8 +98,8 @@ class Backward:
 
 
 @gluon.jit
-def make_plan_of_keys(
-    n, B, Hk, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask: Mask, KEYS: gl.constexpr, PACKED: gl.constexpr
+def make_work_tile_of_keys(
+    n, B, Hk, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, mask: Mask, KEYS: gl.constexpr, PACKED: gl.constexpr
 ):  # fmt: skip
     """The plan of tile number n of keys: `t` is its first key, `h` its key head, or part of one, and `first` to `last` are
     blocks of queries.
@@ -106,10 +109,10 @@ def make_plan_of_keys(
     """
     zero = n * 0
     if PACKED:
-        h, slot = dense_tile(n, tiles, Hk, tail)
+        h, slot = dense_tile(n, tiles, Hk, balanced_heads)
         h = Hk - 1 - h
         slot = tiles - 1 - slot
-        if (n >= (Hk - tail) * tiles) & (B <= MOST_SORTED):
+        if (n >= (Hk - balanced_heads) * tiles) & (B <= MOST_SORTED):
             i_b, i_tile = tile_by_work(slot, cu_k_ptr, cu_q_ptr, B, KEYS, mask.SLOPED)
             i_tile = gl.where(i_tile < 0, tiles, i_tile)
         else:
@@ -122,7 +125,7 @@ def make_plan_of_keys(
         b = zero
         padded = padded_row(i_b, row)
     else:
-        i_bh, i_tile = dense_tile(n, tiles, B * Hk, tail)
+        i_bh, i_tile = dense_tile(n, tiles, B * Hk, balanced_heads)
         i_bh = B * Hk - 1 - i_bh
         i_tile = tiles - 1 - i_tile
         b = i_bh // Hk
@@ -138,41 +141,41 @@ def make_plan_of_keys(
     # a tile that nothing sees walks one block and finds nothing there
     last = gl.maximum(stop - 1, 0) // BLOCK
     first = gl.minimum(gl.maximum(start, 0) // BLOCK, last)
-    return Plan((s < S).to(gl.int32), b, h, s, T, S, row, key, padded, first, last)
+    return WorkTile((s < S).to(gl.int32), b, h, s, T, S, row, key, padded, first, last)
 
 
 @gluon.jit
-def next_block(h, block, plan: Plan, shape: Backward):
+def advance_block(h, block, work: WorkTile, config: BackwardConfig):
     """The query head and the block of queries that a tile of keys meets next: block by block, then the next head."""
     block += 1
-    if shape.GROUP > 1:
-        over = block > plan.last
+    if config.GROUP > 1:
+        over = block > work.last_block
         h = gl.where(over, h + 1, h)
-        block = gl.where(over, plan.first, block)
+        block = gl.where(over, work.first_block, block)
     return h, block
 
 
 @gluon.jit
-def clear_queries(plan: Plan, s, KEYS: gl.constexpr, mask: Mask):
+def find_unmasked_queries(work: WorkTile, s, KEYS: gl.constexpr, mask: Mask):
     """The first and the last query between which every query sees each of KEYS keys from s on.
 
     Queries past the end weigh nothing (see `row_words`), so none of this asks for them.
     """
-    offset = plan.S - plan.T
+    offset = work.S - work.T
     low = mask.first_position(s + (KEYS - 1)) - offset
     high = mask.last_position(s) - offset
-    return low, gl.where(s + KEYS > plan.S, -FAR, high)
+    return low, gl.where(s + KEYS > work.S, -FAR, high)
 
 
 @gluon.jit
-def products(a, rows: Ring, turn, DIM: gl.constexpr, shape: Backward):
+def issue_mma_qk(a, rows: Ring, fill, DIM: gl.constexpr, config: BackwardConfig):
     """Issues 64 rows times a block's 64, over their head dim, once the block is there."""
-    rows.wait_full(turn)
-    return product_over_dim(a, rows.buffer(turn).reshape([64, shape.D]), DIM, shape.s_layout)
+    rows.wait_full(fill)
+    return mma_qk(a, rows.buffer(fill).reshape([64, config.D]), DIM, config.s_layout)
 
 
 @gluon.jit
-def hidden_queries(x, s, t, plan: Plan, mask: Mask):
+def apply_mask_transposed(x, s, t, work: WorkTile, mask: Mask):
     """Scores of 64 keys from s on by 64 queries from t on, with -inf for each query that does not see the key.
 
     As `softmax.hidden`: along the columns a thread compares constants, with two limits a row.
@@ -189,8 +192,8 @@ def hidden_queries(x, s, t, plan: Plan, mask: Mask):
         gl.expand_dims(gl.expand_dims(pair, 0), 1), 2
     )
     start = t + gl.expand_dims(gl.expand_dims(gl.expand_dims(lane * 2, 0), 1), 3)
-    offset = plan.S - plan.T
-    high = gl.where(j < plan.S, mask.last_position(j) - offset, -FAR)
+    offset = work.S - work.T
+    high = gl.where(j < work.S, mask.last_position(j) - offset, -FAR)
     sees = column <= _limit(high) - start
     if mask.RIGHT or mask.PREFIX or mask.CHUNK:
         sees = sees & (column >= _limit(mask.first_position(j) - offset) - start)
@@ -203,23 +206,23 @@ def _limit(x):
 
 
 @gluon.jit
-def capped_again(p, lses, turn, slots: gl.constexpr, shape: Backward):
+def recompute_capped_scores(p, lses, fill, slots: gl.constexpr, config: BackwardConfig):
     """The capped scores in units of log2, from their weights: kept, they would not fit in the registers."""
     s = p
-    if shape.SOFTCAP:
-        lse = lses.index(turn % slots).load(gl.SliceLayout(0, shape.s_layout))
+    if config.SOFTCAP:
+        lse = lses.index(fill % slots).load(gl.SliceLayout(0, config.s_layout))
         log2 = gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [p], dtype=gl.float32, is_pure=True, pack=1)
         s = gl.where(p == 0.0, float("-inf"), log2 + gl.expand_dims(lse, 0))
     return s
 
 
 @gluon.jit
-def score_gradients(p, dp, delta, s, scoring: Scoring, shape: Backward):
+def compute_ds(p, dp, delta, s, scoring: Scoring, config: BackwardConfig):
     """dS from the weights, the gradients that come to them and, under a softcap, the capped scores in units of log2."""
-    if shape.HALF:
+    if config.FP16:
         p = p * scoring.scale
     ds = p * (dp - delta)
-    if shape.SOFTCAP:
+    if config.SOFTCAP:
         tanh = s * (1.0 / (scoring.softcap * LOG2E))
         # where the mask hides, s is -inf and ds is 0
         ds = gl.where(s == float("-inf"), 0.0, ds * (1 - tanh * tanh))
@@ -227,106 +230,107 @@ def score_gradients(p, dp, delta, s, scoring: Scoring, shape: Backward):
 
 
 @gluon.jit
-def load_rows(ring: Ring, turn, desc, b, h, row):
+def load_rows(ring: Ring, fill, desc, b, h, row):
     """Has a block of rows copied into a ring's slot."""
-    ring.wait_empty(turn)
-    mbarrier.expect(ring.filled(turn), desc.block_type.nbytes)
-    tma_load(desc, [b, h, row, 0], ring.filled(turn), ring.buffer(turn))
+    ring.wait_empty(fill)
+    mbarrier.expect(ring.full_barrier(fill), desc.block_type.nbytes)
+    tma_load(desc, [b, h, row, 0], ring.full_barrier(fill), ring.buffer(fill))
 
 
 @gluon.jit
-def _load_rows_and_words(ring: Ring, words, turn, desc, words_desc, b, h, row, word):
+def _load_rows_and_stats(ring: Ring, words, fill, desc, words_desc, b, h, row, word):
     """As `load_rows`, with one fp32 word a row from a line of them."""
-    ring.wait_empty(turn)
-    mbarrier.expect(ring.filled(turn), desc.block_type.nbytes + words_desc.block_type.nbytes)
-    tma_load(desc, [b, h, row, 0], ring.filled(turn), ring.buffer(turn))
-    tma_load(words_desc, [word], ring.filled(turn), words.index(turn % ring.slots))
+    ring.wait_empty(fill)
+    mbarrier.expect(ring.full_barrier(fill), desc.block_type.nbytes + words_desc.block_type.nbytes)
+    tma_load(desc, [b, h, row, 0], ring.full_barrier(fill), ring.buffer(fill))
+    tma_load(words_desc, [word], ring.full_barrier(fill), words.index(fill % ring.stages))
 
 
 @gluon.jit
-def load_walks(
-    plans: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, mask: Mask,
+def load_key_tiles(
+    work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, mask: Mask,
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-    B, T, S, padded_T, tiles, tail, cu_q_ptr, cu_k_ptr, counter_ptr, shape: Backward,
+    B, T, S, padded_T, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config: BackwardConfig,
 ):  # fmt: skip
     """The role that draws tiles of keys, 64 a crew member, and has them copied in, then the queries and the gradients of the
     output that they meet.
 
     The first block's queries are asked for between the keys and the values: who waits for the keys needs them next.
     """
-    Hk = k_desc.shape[1].to(gl.int32) * shape.PARTS
-    H = Hk * shape.GROUP
-    total = tiles * (Hk if shape.PACKED else B * Hk)
+    Hk = k_desc.shape[1].to(gl.int32) * config.GROUP_SPLITS
+    H = Hk * config.GROUP
+    total = tiles * (Hk if config.PACKED else B * Hk)
     programs = gl.num_programs(0)
     n = gl.program_id(0)
     tile = 0
-    turn = 0
+    fill = 0
     while n < total:
-        plan = make_plan_of_keys(n, B, Hk, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, shape.CREW * BLOCK, shape.PACKED)
-        if plan.live != 0:
-            publish(plans, tile, plan)
-            blocks = plan.last - plan.first + 1
-            walk = blocks * shape.GROUP
-            h = plan.h * shape.GROUP
-            block = plan.first
-            for i in range(walk):
+        work = make_work_tile_of_keys(
+            n, B, Hk, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, mask, config.BLOCKS_PER_TILE * BLOCK, config.PACKED
+        )  # fmt: skip
+        if work.is_valid != 0:
+            publish(work_tiles, tile, work)
+            blocks = work.last_block - work.first_block + 1
+            steps = blocks * config.GROUP
+            h = work.h * config.GROUP
+            block = work.first_block
+            for i in range(steps):
                 t = block * BLOCK
-                word = (plan.b * H + h) * padded_T + plan.padded + t
+                word = (work.b * H + h) * padded_T + work.padded_start + t
                 if i == 0:
-                    _load_rows_of_crew(keys, tile, k_desc, plan, shape)
-                _load_rows_and_words(queries, lses, turn, q_desc, lse_desc, plan.b, h, plan.row + t, word)
+                    _load_tile_rows(keys, tile, k_desc, work, config)
+                _load_rows_and_stats(queries, lses, fill, q_desc, lse_desc, work.b, h, work.q_start + t, word)
                 if i == 0:
-                    _load_rows_of_crew(values, tile, v_desc, plan, shape)
-                _load_rows_and_words(grads, deltas, turn, do_desc, delta_desc, plan.b, h, plan.row + t, word)
-                turn += 1
-                h, block = next_block(h, block, plan, shape)
+                    _load_tile_rows(values, tile, v_desc, work, config)
+                _load_rows_and_stats(grads, deltas, fill, do_desc, delta_desc, work.b, h, work.q_start + t, word)
+                fill += 1
+                h, block = advance_block(h, block, work, config)
             tile += 1
         n = gl.atomic_add(counter_ptr, 1) + programs
-    publish_end(plans, tile)
-    put_back(counter_ptr)
+    publish_end(work_tiles, tile)
+    reset_counter(counter_ptr)
 
 
 @gluon.jit
-def _load_rows_of_crew(rows: Ring, tile, desc, plan, shape: Backward):
+def _load_tile_rows(rows: Ring, tile, desc, work, config: BackwardConfig):
     """A tile's keys or values, 64 for each member of the crew."""
     rows.wait_empty(tile)
-    mbarrier.expect(rows.filled(tile), shape.CREW * desc.block_type.nbytes)
-    for i in gl.static_range(shape.CREW):
-        tma_load(
-            desc, [plan.b, plan.h // shape.PARTS, plan.key + plan.t + i * WG_ROWS, 0], rows.filled(tile), rows.buffers.index(i)
-        )  # fmt: skip
+    mbarrier.expect(rows.full_barrier(tile), config.BLOCKS_PER_TILE * desc.block_type.nbytes)
+    for i in gl.static_range(config.BLOCKS_PER_TILE):
+        row = work.k_start + work.t + i * WG_ROWS
+        tma_load(desc, [work.b, work.h // config.GROUP_SPLITS, row, 0], rows.full_barrier(tile), rows.buffers.index(i))
 
 
 @gluon.jit
-def note_nan(lost_ptr, acc, shape: Backward):
+def flag_nan(nan_flag_ptr, acc, config: BackwardConfig):
     """Notes that a gradient holds a NaN, which under a mask, or beside another sequence, may have come from behind it.
 
     A weight of zero does not hide a NaN or an infinity in the other factor. What to do about it is the launcher's.
     """
-    if shape.MASKED or shape.PACKED:
+    if config.MASKED or config.PACKED:
         if holds_nan(acc):
-            gl.store(lost_ptr, 1)
+            gl.store(nan_flag_ptr, 1)
 
 
 @gluon.jit
-def store_rows(buffer, x, desc, ptr, plan: Plan, heads, start, base, length, dim: gl.constexpr, shape: Backward):
+def store_rows(buffer, x, desc, ptr, work: WorkTile, heads, start, base, length, dim: gl.constexpr, config: BackwardConfig):
     """64 rows, from `start` of a sequence on, to memory by way of shared memory; `wait_for_store` must follow.
 
     A packed sequence may end inside the tile, where the copy engine would not stop: its rows are stored one by one.
     """
-    staged = buffer.reshape([WG_ROWS, shape.D])
+    staged = buffer.reshape([WG_ROWS, config.D])
     staged.store(x)
     # the copy engine reads what was written here, or writes here next
     fence_async_shared()
-    if shape.PACKED:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // shape.D, shape.D // 8], [4, 1], [1, 0])
+    if config.PACKED:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // config.D, config.D // 8], [4, 1], [1, 0])
         t = start + gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
-        e = gl.arange(0, shape.D, gl.SliceLayout(0, layout))
-        lines = ((base + t).to(gl.int64) * heads + plan.h) * dim
-        there = gl.expand_dims(t < length, 1) & gl.expand_dims(e < dim, 0)
-        gl.store(ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=there)
+        e = gl.arange(0, config.D, gl.SliceLayout(0, layout))
+        lines = ((base + t).to(gl.int64) * heads + work.h) * dim
+        in_bounds = gl.expand_dims(t < length, 1) & gl.expand_dims(e < dim, 0)
+        gl.store(ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=in_bounds)
     else:
-        tma_store(desc, [plan.b, plan.h, start, 0], buffer)
+        tma_store(desc, [work.b, work.h, start, 0], buffer)
 
 
 @gluon.jit
@@ -337,7 +341,7 @@ def wait_for_store():
 
 
 @gluon.jit
-def exchanged(x):
+def pack_for_twin(x):
     """A warpgroup's block of weights (64, 64) as words of two fp16 numbers, in the order of its threads.
 
     Weights lie between 0 and 1, where fp16 keeps eight times as many digits as bf16; the twin warpgroup holds them in the
@@ -352,7 +356,7 @@ def exchanged(x):
 
 
 @gluon.jit
-def received(words, layout: gl.constexpr):
+def unpack_from_twin(words, layout: gl.constexpr):
     """The weights of `exchanged`, in fp32."""
     words = words.reshape([4, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 5, 3)).reshape([64, 32])
     even, odd = gl.inline_asm_elementwise(

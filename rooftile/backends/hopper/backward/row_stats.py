@@ -56,12 +56,12 @@ def _word(lse, delta):
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_ptr"],
 )
 def row_words_of(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, words_ptr, delta_ptr, rows_ptr, stats_ptr, lost_ptr, sum_ptr, cu_ptr,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, words_ptr, delta_ptr, rows_ptr, stats_ptr, nan_flag_ptr, sum_ptr, cu_ptr,
     o_unit_b, o_unit_t, o_unit_h,                       # strides, in units of 8 elements
     do_unit_b, do_unit_t, do_unit_h,
     B, H, T, padded_T,
     D: gl.constexpr, DIM: gl.constexpr,
-    DO: gl.constexpr, DLSE: gl.constexpr, SINKS: gl.constexpr, CARE: gl.constexpr, PACKED: gl.constexpr,
+    DO: gl.constexpr, DLSE: gl.constexpr, SINKS: gl.constexpr, CHECK_NAN: gl.constexpr, PACKED: gl.constexpr,
     SUM: gl.constexpr,                                  # columns of the sum of dq, 0 if there is none
 ):
     # fmt: on
@@ -97,12 +97,12 @@ def row_words_of(
     gl.store(delta_ptr + word, delta)
     if SINKS:
         gl.store(rows_ptr + row, delta, mask=there)
-    if CARE:
+    if CHECK_NAN:
         if PACKED:
             gl.store(stats_ptr + row, _word(lse, delta), mask=there)
         else:
             gl.store(stats_ptr + word, _word(lse, delta))
-        gl.store(lost_ptr, 0, mask=(first == 0) & (h == 0) & (gl.program_id(2) == 0))
+        gl.store(nan_flag_ptr, 0, mask=(first == 0) & (h == 0) & (gl.program_id(2) == 0))
     if SUM:
         flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
         start = ((b * H + h) * padded_T + first) * SUM
@@ -143,7 +143,7 @@ def row_words(
 def _launcher(
     dim: int, do: bool, dlse: bool, sinks: bool, care: bool, packed: bool, columns: int, device: torch.device
 ) -> Launcher:
-    constants = {"D": padded(dim), "DIM": dim, "DO": do, "DLSE": dlse, "SINKS": sinks, "CARE": care, "PACKED": packed}
+    constants = {"D": padded(dim), "DIM": dim, "DO": do, "DLSE": dlse, "SINKS": sinks, "CHECK_NAN": care, "PACKED": packed}
     return Launcher(row_words_of, constants | {"SUM": columns, "num_warps": 4}, device)
 
 

@@ -170,7 +170,7 @@ def _queries(dq: Tensor, call: _Call) -> None:
 @cache
 def _launcher_of_both(spec: Spec, parts: int, add: bool, device: torch.device) -> Launcher:
     rows = _rows_of(spec)
-    constants = _constants(spec, parts) | backward_tile(spec)._asdict() | {"ADD": add, "num_warps": 4}
+    constants = _constants(spec, parts) | backward_tile(spec)._asdict() | {"ACCUMULATE_DQ": add, "num_warps": 4}
     return Launcher(flash_bwd, constants, device, (rows, rows, rows, rows, _WORDS, _WORDS, dq_accumulator.descriptor, rows, rows))
 
 
@@ -204,5 +204,5 @@ def _rows_of(spec: Spec) -> Describe:
 @cache
 def _constants(spec: Spec, parts: int) -> dict[str, Any]:
     """Compile-time arguments; `parts` 0: of the kernel for queries, which knows of none."""
-    heads = {"GROUP": spec.group // parts, "PARTS": parts} if parts else {"GROUP": spec.group}
-    return flags_of(spec) | heads | {"D": _width(spec), "HALF": spec.dtype == torch.float16}
+    heads = {"GROUP": spec.group // parts, "GROUP_SPLITS": parts} if parts else {"GROUP": spec.group}
+    return flags_of(spec) | heads | {"D": _width(spec), "FP16": spec.dtype == torch.float16}

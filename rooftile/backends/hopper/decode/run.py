@@ -21,9 +21,9 @@ from rooftile.spec import Options, Spec
 # numbers of a block of keys, and of values: 16 kB
 BLOCK = 8192
 # two blocks on their way a program: with three the chip's programs are further apart in the cache, and all are slower
-SLOTS = 2
+STAGES = 2
 # of half the bytes
-SLOTS_8BIT = 4
+STAGES_8BIT = 4
 # that share a multiprocessor: what one waits for, the other uses
 PROGRAMS = 2
 
@@ -80,9 +80,12 @@ def constants_of(spec: Spec, size: int, batch: int) -> dict[str, Any]:
     """The kernel's compile-time arguments; `size` is that of pages."""
     flags = flags_of(spec)
     # a wgmma of the 8-bit kernel has a column for each head of a group, and 8 at least
-    own = {"SLOTS": SLOTS_8BIT, "HEADS": max(triton.next_power_of_2(spec.group), 8)} if spec.has_kv_scales else {"SLOTS": SLOTS}
+    own = {
+        "STAGES": STAGES_8BIT, "HEADS": max(triton.next_power_of_2(spec.group), 8)
+    } if spec.has_kv_scales else {"STAGES": STAGES}  # fmt: skip
     return {name: flags[name] for name in ("LEFT", "CHUNK", "SOFTCAP")} | {
-        "GROUP": spec.group, "D": spec.dim, "SIZE": size, "BATCH": batch, "ROWS": max(triton.next_power_of_2(spec.group), 16),
+        "GROUP": spec.group, "D": spec.dim, "PAGE_SIZE": size, "BATCH": batch,
+        "ROWS": max(triton.next_power_of_2(spec.group), 16),
         "SINKS": spec.has_sinks, "KEYS": BLOCK // spec.dim, "COPY_REGISTERS": 40, "num_warps": 4,
         # of all warps together, an eighth of a multiprocessor's each; the roles divide them anew
         "maxnreg": 256 // PROGRAMS, **own,

@@ -2,7 +2,7 @@
 
 from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon, reinterpreted
-from rooftile.backends.hopper.tiles import EIGHT, LINE_COLUMNS, WARPGROUP
+from rooftile.backends.hopper.tiles import SWIZZLE_COLUMNS, SWIZZLE_ROWS, WARPGROUP
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -11,7 +11,7 @@ WG_ROWS = gl.constexpr(WARPGROUP)
 
 
 @gluon.jit
-def position(row, ROWS: gl.constexpr):
+def query_offset(row, ROWS: gl.constexpr):
     """How far a warpgroup's row is from its first position, if there are ROWS of them."""
     if ROWS < WG_ROWS:
         row = row % ROWS
@@ -19,25 +19,25 @@ def position(row, ROWS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def by_eights(rows, columns):
+def swizzled_layout(rows, columns):
     """The layout of rows that lie by eights, and of each eight line by line of columns: where each bit of an address leads."""
     within = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
-    lines = [[0, LINE_COLUMNS << i] for i in range((columns // LINE_COLUMNS).bit_length() - 1)]
-    eights = [[EIGHT << i, 0] for i in range((rows // EIGHT).bit_length() - 1)]
+    lines = [[0, SWIZZLE_COLUMNS << i] for i in range((columns // SWIZZLE_COLUMNS).bit_length() - 1)]
+    eights = [[SWIZZLE_ROWS << i, 0] for i in range((rows // SWIZZLE_ROWS).bit_length() - 1)]
     return gl.SharedLinearLayout(within + lines + eights, [], 1024)
 
 
 @gluon.jit
-def _block(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LINES: gl.constexpr):
+def _as_matrix(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LINES: gl.constexpr):
     if LINES > 1:
-        block = reinterpreted(buffer, buffer.dtype, [ROWS, COLUMNS], by_eights(ROWS, COLUMNS))
+        block = reinterpreted(buffer, buffer.dtype, [ROWS, COLUMNS], swizzled_layout(ROWS, COLUMNS))
     else:
         block = buffer.reshape([ROWS, COLUMNS])
     return block
 
 
 @aggregate
-class Shape:
+class KernelConfig:
     """What is known when the kernel is compiled."""
 
     GROUP: gl.constexpr
@@ -46,18 +46,18 @@ class Shape:
     DIM: gl.constexpr  # the same two in memory
     DIM_V: gl.constexpr
     KEYS: gl.constexpr  # of a block
-    CREW: gl.constexpr  # warpgroups that compute
-    TOGETHER: gl.constexpr  # query heads of a group that share each one's rows
+    NUM_CONSUMERS: gl.constexpr  # warpgroups that compute
+    HEADS_PER_TILE: gl.constexpr  # query heads of a group that share each one's rows
     ROWS: gl.constexpr  # of each one, those of one head
     PING_PONG: gl.constexpr  # whether they take turns to issue
-    HELD: gl.constexpr  # columns of its queries that each holds in registers
+    Q_IN_REGISTERS: gl.constexpr  # columns of its queries that each holds in registers
     LAZY: gl.constexpr  # whether outputs are rescaled only when they must be
     SOFTMAX_FIRST: gl.constexpr  # whether they wait for the product with the values only after the softmax
     PACKED: gl.constexpr
-    SIZE: gl.constexpr  # tokens of a page in which keys and values lie; 0: they lie in a row
-    BOX: gl.constexpr  # tokens of a page that one copy takes
-    K_LINES: gl.constexpr  # swizzled lines of a key's elements that one copy of a page takes (`descriptors.box_of_pages`), or 1
-    V_LINES: gl.constexpr
+    PAGE_SIZE: gl.constexpr  # tokens of a page in which keys and values lie; 0: they lie in a row
+    TMA_TOKENS: gl.constexpr  # tokens of a page that one copy takes
+    K_TMA_LINES: gl.constexpr  # swizzled lines of a key that one copy of a page takes (`tma.box_of_pages`), or 1
+    V_TMA_LINES: gl.constexpr
     MASKED: gl.constexpr  # anything but a full mask
     SOFTCAP: gl.constexpr
     SINKS: gl.constexpr
@@ -67,8 +67,8 @@ class Shape:
 
     @gluon.constexpr_function
     def __init__(
-        self, GROUP, D, DV, DIM, DIM_V, KEYS, CREW, TOGETHER, PING_PONG, HELD, LAZY, SOFTMAX_FIRST,
-        PACKED, SIZE, MASKED, SOFTCAP, SINKS, K_LINES, V_LINES,
+        self, GROUP, D, DV, DIM, DIM_V, KEYS, NUM_CONSUMERS, HEADS_PER_TILE, PING_PONG, Q_IN_REGISTERS, LAZY, SOFTMAX_FIRST,
+        PACKED, PAGE_SIZE, MASKED, SOFTCAP, SINKS, K_TMA_LINES, V_TMA_LINES,
     ):  # fmt: skip
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
@@ -76,18 +76,18 @@ class Shape:
         self.DIM = gl.constexpr(DIM)
         self.DIM_V = gl.constexpr(DIM_V)
         self.KEYS = gl.constexpr(KEYS)
-        self.CREW = gl.constexpr(CREW)
-        self.TOGETHER = gl.constexpr(TOGETHER)
-        self.ROWS = gl.constexpr(WARPGROUP // TOGETHER)
+        self.NUM_CONSUMERS = gl.constexpr(NUM_CONSUMERS)
+        self.HEADS_PER_TILE = gl.constexpr(HEADS_PER_TILE)
+        self.ROWS = gl.constexpr(WARPGROUP // HEADS_PER_TILE)
         self.PING_PONG = gl.constexpr(PING_PONG)
-        self.HELD = gl.constexpr(HELD)
+        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         self.LAZY = gl.constexpr(LAZY)
         self.SOFTMAX_FIRST = gl.constexpr(SOFTMAX_FIRST)
         self.PACKED = gl.constexpr(PACKED)
-        self.SIZE = gl.constexpr(SIZE)
-        self.BOX = gl.constexpr(min(SIZE, KEYS))
-        self.K_LINES = gl.constexpr(K_LINES)
-        self.V_LINES = gl.constexpr(V_LINES)
+        self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
+        self.TMA_TOKENS = gl.constexpr(min(PAGE_SIZE, KEYS))
+        self.K_TMA_LINES = gl.constexpr(K_TMA_LINES)
+        self.V_TMA_LINES = gl.constexpr(V_TMA_LINES)
         self.MASKED = gl.constexpr(MASKED)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.SINKS = gl.constexpr(SINKS)
@@ -97,19 +97,19 @@ class Shape:
         self.p_layout = gl.constexpr(gl.DotOperandLayout(0, o_layout, 2))
 
     @gluon.jit
-    def block_of_keys(self, keys: Ring, turn):
+    def key_block(self, keys: Ring, fill):
         """A block (KEYS, D) in shared memory."""
-        return _block(keys.buffer(turn), self.KEYS, self.D, self.K_LINES)
+        return _as_matrix(keys.buffer(fill), self.KEYS, self.D, self.K_TMA_LINES)
 
     @gluon.jit
-    def block_of_values(self, values: Ring, turn):
+    def value_block(self, values: Ring, fill):
         """A block (KEYS, DV) in shared memory."""
-        return _block(values.buffer(turn), self.KEYS, self.DV, self.V_LINES)
+        return _as_matrix(values.buffer(fill), self.KEYS, self.DV, self.V_TMA_LINES)
 
     @gluon.jit
-    def head(self, row, plan):
+    def query_head(self, row, work):
         """The query head of a warpgroup's row; a plan's heads are numbered as they are taken together."""
-        h = plan.h
-        if self.TOGETHER > 1:
-            h = plan.h * self.TOGETHER + row // self.ROWS
+        h = work.h
+        if self.HEADS_PER_TILE > 1:
+            h = work.h * self.HEADS_PER_TILE + row // self.ROWS
         return h

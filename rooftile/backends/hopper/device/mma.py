@@ -8,7 +8,7 @@ from rooftile.backends.hopper.gluon import gl, gluon, warpgroup_mma
 
 
 @gluon.constexpr_function
-def pieces(DIM):
+def num_mmas(DIM):
     """How many products are issued."""
     return 1 if DIM & (DIM - 1) == 0 else 2
 
@@ -27,7 +27,7 @@ def _first_columns(b, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def product_over_dim(a, b, DIM: gl.constexpr, layout: gl.constexpr, held=0, HELD: gl.constexpr = 0):
+def mma_qk(a, b, DIM: gl.constexpr, layout: gl.constexpr, a_registers=0, IN_REGISTERS: gl.constexpr = 0):
     """Issues a b^T for a (rows, D) and b (columns, D), of which DIM elements are not padding.
 
     `held` has the first HELD columns of a in registers.
@@ -36,11 +36,11 @@ def product_over_dim(a, b, DIM: gl.constexpr, layout: gl.constexpr, held=0, HELD
     COLUMNS: gl.constexpr = b.shape[0]
     FIRST: gl.constexpr = _first(DIM)
     none = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    if HELD > 0:
-        x = warpgroup_mma(held, _first_columns(b, HELD).permute((1, 0)), none, use_acc=False, is_async=True)
-        if HELD < DIM:
-            LATER: gl.constexpr = DIM - HELD
-            x = warpgroup_mma(a.slice(HELD, LATER, 1), b.slice(HELD, LATER, 1).permute((1, 0)), x, is_async=True)
+    if IN_REGISTERS > 0:
+        x = warpgroup_mma(a_registers, _first_columns(b, IN_REGISTERS).permute((1, 0)), none, use_acc=False, is_async=True)
+        if IN_REGISTERS < DIM:
+            LATER: gl.constexpr = DIM - IN_REGISTERS
+            x = warpgroup_mma(a.slice(IN_REGISTERS, LATER, 1), b.slice(IN_REGISTERS, LATER, 1).permute((1, 0)), x, is_async=True)
         return x
     if a.shape[1] == FIRST:
         return warpgroup_mma(a, b.permute((1, 0)), none, use_acc=False, is_async=True)

@@ -15,47 +15,47 @@ class Ring:
     buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    slots: gl.constexpr
+    stages: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, slots):
+    def __init__(self, buffers, full, empty, stages):
         self.buffers = buffers
         self.full = full
         self.empty = empty
-        self.slots = gl.constexpr(slots)
+        self.stages = gl.constexpr(stages)
 
     @gluon.jit
-    def buffer(self, turn):
-        return self.buffers.index(turn % self.slots)
+    def buffer(self, fill):
+        return self.buffers.index(fill % self.stages)
 
     @gluon.jit
-    def wait_empty(self, turn):
-        mbarrier.wait(self.empty.index(turn % self.slots), ((turn // self.slots) & 1) ^ 1)
+    def wait_empty(self, fill):
+        mbarrier.wait(self.empty.index(fill % self.stages), ((fill // self.stages) & 1) ^ 1)
 
     @gluon.jit
-    def wait_full(self, turn, there=True):
+    def wait_full(self, fill, wait=True):
         """`there` false: passes at once."""
-        mbarrier.wait(self.full.index(turn % self.slots), (turn // self.slots) & 1, pred=there)
+        mbarrier.wait(self.full.index(fill % self.stages), (fill // self.stages) & 1, pred=wait)
 
     @gluon.jit
-    def filled(self, turn):
+    def full_barrier(self, fill):
         """The barrier that counts what arrives in the slot of a turn."""
-        return self.full.index(turn % self.slots)
+        return self.full.index(fill % self.stages)
 
     @gluon.jit
-    def give_back(self, turn):
-        mbarrier.arrive(self.empty.index(turn % self.slots), count=1)
+    def release(self, fill):
+        mbarrier.arrive(self.empty.index(fill % self.stages), count=1)
 
 
 @gluon.jit
-def ring(buffers, slots: gl.constexpr, readers: gl.constexpr, fillers: gl.constexpr = 1):
+def ring(buffers, stages: gl.constexpr, consumers: gl.constexpr, producers: gl.constexpr = 1):
     """A ring over `slots` buffers, filled by `fillers` roles and given back by `readers`; `fence_async_shared` must follow."""
-    full = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(slots):
-        mbarrier.init(full.index(i), count=fillers)
-        mbarrier.init(empty.index(i), count=readers)
-    return Ring(buffers, full, empty, slots)
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(full.index(i), count=producers)
+        mbarrier.init(empty.index(i), count=consumers)
+    return Ring(buffers, full, empty, stages)
 
 
 @gluon.constexpr_function
@@ -73,7 +73,7 @@ def named_barrier(verb: gl.constexpr, name: gl.constexpr):
 
 
 @gluon.jit
-def opaque(x):
+def hide_from_ptxas(x):
     """x, in a way that the assembler cannot tell: what follows from it is computed anew.
 
     ptxas 12.8 keeps what two loops in a row have in common where it was computed for the first, and then runs the second

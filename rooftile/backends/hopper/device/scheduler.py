@@ -15,7 +15,7 @@ from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier
 
 # int32s of shared memory for a plan: a power of two, as every shape here
-WORDS = gl.constexpr(16)
+WORK_TILE_WORDS = gl.constexpr(16)
 # the most packed sequences whose tiles are put in the order of their work: a lane each
 MOST_SORTED = gl.constexpr(32)
 # what the backward pads sequences of queries to: the largest of its blocks
@@ -23,34 +23,34 @@ PADDED = gl.constexpr(128)
 
 
 @aggregate
-class Plan:
+class WorkTile:
     """One tile of queries and the keys that it walks."""
 
-    live: gl.tensor  # 0: there is no tile left
+    is_valid: gl.tensor  # 0: there is no tile left
     b: gl.tensor  # packed: 0
     h: gl.tensor
     t: gl.tensor  # the tile's first query, within its sequence
     T: gl.tensor  # the lengths of its sequence
     S: gl.tensor
-    row: gl.tensor  # packed: where the sequence begins among the queries and the keys; of keys in pages the sequence's number
-    key: gl.tensor
-    padded: gl.tensor  # packed: where it begins when each sequence's queries are padded to a multiple of 128
-    first: gl.tensor  # the blocks it walks: for queries those of keys, from last down to first, both included
-    last: gl.tensor
+    q_start: gl.tensor  # packed: where the sequence begins among the queries and the keys; of keys in pages the sequence's number
+    k_start: gl.tensor
+    padded_start: gl.tensor  # packed: where it begins when each sequence's queries are padded to a multiple of 128
+    first_block: gl.tensor  # the blocks it walks: for queries those of keys, from last down to first, both included
+    last_block: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, live, b, h, t, T, S, row, key, padded, first, last):
-        self.live = live
+    def __init__(self, is_valid, b, h, t, T, S, q_start, k_start, padded_start, first_block, last_block):
+        self.is_valid = is_valid
         self.b = b
         self.h = h
         self.t = t
         self.T = T
         self.S = S
-        self.row = row
-        self.key = key
-        self.padded = padded
-        self.first = first
-        self.last = last
+        self.q_start = q_start
+        self.k_start = k_start
+        self.padded_start = padded_start
+        self.first_block = first_block
+        self.last_block = last_block
 
 
 @aggregate
@@ -97,12 +97,12 @@ class Mask:
 
 
 @gluon.jit
-def dense_tile(n, tiles, heads, tail):
+def dense_tile(n, tiles, heads, balanced_heads):
     """The (head of the batch, tile) of number n: head by head, but the last `tail` heads together, longest tiles first."""
-    alone = (heads - tail) * tiles
+    alone = (heads - balanced_heads) * tiles
     rank = n - alone
-    i_head = gl.where(rank < 0, n // tiles, heads - tail + rank % gl.maximum(tail, 1))
-    i_tile = gl.where(rank < 0, n % tiles, rank // gl.maximum(tail, 1))
+    i_head = gl.where(rank < 0, n // tiles, heads - balanced_heads + rank % gl.maximum(balanced_heads, 1))
+    i_tile = gl.where(rank < 0, n % tiles, rank // gl.maximum(balanced_heads, 1))
     return i_head, tiles - 1 - i_tile
 
 
@@ -127,13 +127,13 @@ def _add(a, b):
 
 
 @gluon.jit
-def _at_least(work, tiles, top, SLOPED: gl.constexpr):
+def _at_least(size, tiles, top, SLOPED: gl.constexpr):
     """How many tiles of each sequence have at least so much work."""
     if SLOPED:
-        found = gl.minimum(gl.maximum(top - work + 1, 0), tiles)
+        found = gl.minimum(gl.maximum(top - size + 1, 0), tiles)
     else:
-        found = gl.where(top >= work, tiles, 0)
-    return gl.where(work <= 0, tiles, found)
+        found = gl.where(top >= size, tiles, 0)
+    return gl.where(size <= 0, tiles, found)
 
 
 @gluon.jit
@@ -145,25 +145,27 @@ def tile_by_work(rank, cu_own_ptr, cu_walked_ptr, B, ROWS: gl.constexpr, SLOPED:
     there are lengths, and no offsets.
     """
     lane = gl.arange(0, MOST_SORTED, gl.BlockedLayout([1], [32], [1], [0]))
-    there = lane < B
-    own = gl.load(cu_own_ptr + lane + 1, mask=there, other=0) - gl.load(cu_own_ptr + lane, mask=there, other=0)
+    in_bounds = lane < B
+    own = gl.load(cu_own_ptr + lane + 1, mask=in_bounds, other=0) - gl.load(cu_own_ptr + lane, mask=in_bounds, other=0)
     if LENGTHS:
-        walked = gl.load(cu_walked_ptr + lane, mask=there, other=0)
+        walked = gl.load(cu_walked_ptr + lane, mask=in_bounds, other=0)
     else:
-        walked = gl.load(cu_walked_ptr + lane + 1, mask=there, other=0) - gl.load(cu_walked_ptr + lane, mask=there, other=0)
+        walked = gl.load(
+            cu_walked_ptr + lane + 1, mask=in_bounds, other=0
+        ) - gl.load(cu_walked_ptr + lane, mask=in_bounds, other=0)  # fmt: skip
     tiles = (own.to(gl.int32) + (ROWS - 1)) // ROWS
     top = (walked.to(gl.int32) + (ROWS - 1)) // ROWS
     # the most work that more than `rank` tiles have
-    work = 0
+    size = 0
     high = gl.max(top, 0) + 1
-    while high - work > 1:
-        middle = (work + high) // 2
+    while high - size > 1:
+        middle = (size + high) // 2
         if gl.sum(_at_least(middle, tiles, top, SLOPED), 0) > rank:
-            work = middle
+            size = middle
         else:
             high = middle
-    before = _at_least(work + 1, tiles, top, SLOPED)
-    equal = _at_least(work, tiles, top, SLOPED) - before
+    before = _at_least(size + 1, tiles, top, SLOPED)
+    equal = _at_least(size, tiles, top, SLOPED) - before
     rest = rank - gl.sum(before, 0)
     skipped = gl.associative_scan(equal, 0, _add) - equal
     mine = (rest >= skipped) & (rest < skipped + equal)
@@ -171,14 +173,14 @@ def tile_by_work(rank, cu_own_ptr, cu_walked_ptr, B, ROWS: gl.constexpr, SLOPED:
 
 
 @gluon.jit
-def padded_row(i_b, row):
+def padded_row(i_b, q_start):
     """Where sequence i_b begins if each one's queries are padded: at least where those before it end."""
-    return (row // PADDED + i_b) * PADDED
+    return (q_start // PADDED + i_b) * PADDED
 
 
 @gluon.jit
-def make_plan(
-    n, B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, ROWS: gl.constexpr, KEYS: gl.constexpr, PACKED: gl.constexpr,
+def make_work_tile(
+    n, B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, mask, ROWS: gl.constexpr, KEYS: gl.constexpr, PACKED: gl.constexpr,
     PAGED: gl.constexpr = False,
 ):  # fmt: skip
     """The plan of tile number n, which is below the number of tiles; not live if its slot is past its sequence's end.
@@ -187,30 +189,30 @@ def make_plan(
     """
     zero = n * 0
     if PACKED:
-        h, slot = dense_tile(n, tiles, H, tail)
-        if (n >= (H - tail) * tiles) & (B <= MOST_SORTED):
+        h, slot = dense_tile(n, tiles, H, balanced_heads)
+        if (n >= (H - balanced_heads) * tiles) & (B <= MOST_SORTED):
             i_b, rank = tile_by_work(tiles - 1 - slot, cu_q_ptr, cu_k_ptr, B, ROWS, mask.SLOPED, PAGED)
-            last = (gl.load(cu_q_ptr + i_b + 1).to(gl.int32) - gl.load(cu_q_ptr + i_b).to(gl.int32) - 1) // ROWS
-            i_tile = gl.where(rank < 0, last + 1, last - rank)
+            last_tile = (gl.load(cu_q_ptr + i_b + 1).to(gl.int32) - gl.load(cu_q_ptr + i_b).to(gl.int32) - 1) // ROWS
+            i_tile = gl.where(rank < 0, last_tile + 1, last_tile - rank)
         else:
             i_b, i_tile = packed_tile(tiles - 1 - slot, cu_q_ptr, B, ROWS)
-        row = gl.load(cu_q_ptr + i_b).to(gl.int32)
-        T = gl.load(cu_q_ptr + i_b + 1).to(gl.int32) - row
+        q_start = gl.load(cu_q_ptr + i_b).to(gl.int32)
+        T = gl.load(cu_q_ptr + i_b + 1).to(gl.int32) - q_start
         if PAGED:
-            key = i_b
+            k_start = i_b
             S = gl.load(cu_k_ptr + i_b)
         else:
-            key = gl.load(cu_k_ptr + i_b).to(gl.int32)
-            S = gl.load(cu_k_ptr + i_b + 1).to(gl.int32) - key
+            k_start = gl.load(cu_k_ptr + i_b).to(gl.int32)
+            S = gl.load(cu_k_ptr + i_b + 1).to(gl.int32) - k_start
         b = zero
-        padded = padded_row(i_b, row)
+        padded_start = padded_row(i_b, q_start)
     else:
-        i_bh, i_tile = dense_tile(n, tiles, B * H, tail)
+        i_bh, i_tile = dense_tile(n, tiles, B * H, balanced_heads)
         b = i_bh // H
         h = i_bh % H
-        row = zero
-        key = zero
-        padded = zero
+        q_start = zero
+        k_start = zero
+        padded_start = zero
         T = zero + T
         S = zero + S
     t = i_tile * ROWS
@@ -218,65 +220,67 @@ def make_plan(
     start = mask.first_key(i)
     stop = mask.last_key(gl.minimum(t + ROWS, T) - 1 + S - T, S) + 1
     # a tile that sees nothing walks one block and finds nothing there
-    first = gl.maximum(gl.minimum(start // KEYS, (stop - 1) // KEYS), 0)
-    last = gl.maximum((stop - 1) // KEYS, first)
-    return Plan((t < T).to(gl.int32), b, h, t, T, S, row, key, padded, first, last)
+    first_block = gl.maximum(gl.minimum(start // KEYS, (stop - 1) // KEYS), 0)
+    last_block = gl.maximum((stop - 1) // KEYS, first_block)
+    return WorkTile((t < T).to(gl.int32), b, h, t, T, S, q_start, k_start, padded_start, first_block, last_block)
 
 
 @gluon.jit
-def _put(plans: Ring, turn, i: gl.constexpr, value):
+def _put(work_tiles: Ring, fill, i: gl.constexpr, value):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    plans.buffers.index(turn % plans.slots * WORDS + i).store(gl.full([1], 0, gl.int32, one) + value)
+    work_tiles.buffers.index(fill % work_tiles.stages * WORK_TILE_WORDS + i).store(gl.full([1], 0, gl.int32, one) + value)
 
 
 @gluon.jit
-def _get(plans: Ring, turn, i: gl.constexpr):
+def _get(work_tiles: Ring, fill, i: gl.constexpr):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(plans.buffers.index(turn % plans.slots * WORDS + i).load(one), 0)
+    return gl.max(work_tiles.buffers.index(fill % work_tiles.stages * WORK_TILE_WORDS + i).load(one), 0)
 
 
 @gluon.jit
-def publish(plans: Ring, turn, plan: Plan):
+def publish(work_tiles: Ring, fill, work: WorkTile):
     """Tells the other roles of a tile; by one warp."""
-    plans.wait_empty(turn)
-    _put(plans, turn, 0, plan.live)
-    _put(plans, turn, 1, plan.b)
-    _put(plans, turn, 2, plan.h)
-    _put(plans, turn, 3, plan.t)
-    _put(plans, turn, 4, plan.T)
-    _put(plans, turn, 5, plan.S)
-    _put(plans, turn, 6, plan.row)
-    _put(plans, turn, 7, plan.key)
-    _put(plans, turn, 8, plan.padded)
-    _put(plans, turn, 9, plan.first)
-    _put(plans, turn, 10, plan.last)
-    mbarrier.arrive(plans.filled(turn), count=1)
+    work_tiles.wait_empty(fill)
+    _put(work_tiles, fill, 0, work.is_valid)
+    _put(work_tiles, fill, 1, work.b)
+    _put(work_tiles, fill, 2, work.h)
+    _put(work_tiles, fill, 3, work.t)
+    _put(work_tiles, fill, 4, work.T)
+    _put(work_tiles, fill, 5, work.S)
+    _put(work_tiles, fill, 6, work.q_start)
+    _put(work_tiles, fill, 7, work.k_start)
+    _put(work_tiles, fill, 8, work.padded_start)
+    _put(work_tiles, fill, 9, work.first_block)
+    _put(work_tiles, fill, 10, work.last_block)
+    mbarrier.arrive(work_tiles.full_barrier(fill), count=1)
 
 
 @gluon.jit
-def publish_end(plans: Ring, turn):
+def publish_end(work_tiles: Ring, fill):
     """Tells the other roles that there is no tile left; the rest of the plan is an old one's."""
-    plans.wait_empty(turn)
-    _put(plans, turn, 0, 0)
-    mbarrier.arrive(plans.filled(turn), count=1)
+    work_tiles.wait_empty(fill)
+    _put(work_tiles, fill, 0, 0)
+    mbarrier.arrive(work_tiles.full_barrier(fill), count=1)
 
 
 @gluon.jit
-def take(plans: Ring, turn):
+def consume(work_tiles: Ring, fill):
     """The plan of a turn, once it is published."""
-    plans.wait_full(turn)
-    plan = Plan(
-        _get(plans, turn, 0), _get(plans, turn, 1), _get(plans, turn, 2), _get(plans, turn, 3), _get(plans, turn, 4),
-        _get(plans, turn, 5), _get(plans, turn, 6), _get(plans, turn, 7), _get(plans, turn, 8), _get(plans, turn, 9),
-        _get(plans, turn, 10),
+    work_tiles.wait_full(fill)
+    work = WorkTile(
+        _get(work_tiles, fill, 0), _get(work_tiles, fill, 1), _get(work_tiles, fill, 2), _get(work_tiles, fill, 3),
+        _get(work_tiles, fill, 4),
+        _get(work_tiles, fill, 5), _get(work_tiles, fill, 6), _get(work_tiles, fill, 7), _get(work_tiles, fill, 8),
+        _get(work_tiles, fill, 9),
+        _get(work_tiles, fill, 10),
     )  # fmt: skip
-    plans.give_back(turn)
-    return plan
+    work_tiles.release(fill)
+    return work
 
 
 @gluon.jit
-def put_back(counter_ptr):
+def reset_counter(counter_ptr):
     """Leaves the counter at zero for the next launch, if no other program is still to finish."""
-    last = gl.atomic_add(counter_ptr + 1, 1) == gl.num_programs(0) - 1
-    gl.store(counter_ptr, 0, mask=last)
-    gl.store(counter_ptr + 1, 0, mask=last)
+    is_last = gl.atomic_add(counter_ptr + 1, 1) == gl.num_programs(0) - 1
+    gl.store(counter_ptr, 0, mask=is_last)
+    gl.store(counter_ptr + 1, 0, mask=is_last)

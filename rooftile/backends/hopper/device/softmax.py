@@ -3,7 +3,7 @@
 Scores are in units of log2, so that an exponential is one multiply-add and one instruction.
 """
 
-from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS, Shape, position
+from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS, KernelConfig, query_offset
 from rooftile.backends.hopper.device.scheduler import Mask
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon
 
@@ -18,58 +18,58 @@ class Scoring:
     mask: Mask
     scale: gl.tensor
     softcap: gl.tensor
-    factor: gl.tensor  # what a score is still to be multiplied with
+    scale_log2: gl.tensor  # what a score is still to be multiplied with
 
     @gluon.constexpr_function
-    def __init__(self, mask, scale, softcap, factor):
+    def __init__(self, mask, scale, softcap, scale_log2):
         self.mask = mask
         self.scale = scale
         self.softcap = softcap
-        self.factor = factor
+        self.scale_log2 = scale_log2
 
     @gluon.jit
-    def capped(self, s):
+    def apply_softcap(self, s):
         """softcap tanh(scale s / softcap) in units of log2: tanh by one exponential that saturates at both ends."""
         return self.softcap * LOG2E * (1 - 2 / (gl.exp2(s * (2 * LOG2E * self.scale / self.softcap)) + 1))
 
 
 @gluon.jit
 def make_scoring(mask: Mask, scale, softcap, SOFTCAP: gl.constexpr):
-    factor = scale * LOG2E
+    scale_log2 = scale * LOG2E
     if SOFTCAP:
         # capped scores have their unit already
-        factor = scale * 0.0 + 1.0
-    return Scoring(mask, scale, softcap, factor)
+        scale_log2 = scale * 0.0 + 1.0
+    return Scoring(mask, scale, softcap, scale_log2)
 
 
 @gluon.jit
-def scores(s, row, column, plan, scoring: Scoring, shape: Shape, CHECK: gl.constexpr):
+def cap_and_mask(s, row, column, work, scoring: Scoring, config: KernelConfig, CHECK: gl.constexpr):
     """The products of queries and keys, capped, and -inf where the mask or the end of the keys hides one."""
-    if shape.SOFTCAP:
-        s = scoring.capped(s)
+    if config.SOFTCAP:
+        s = scoring.apply_softcap(s)
     if CHECK:
-        if shape.MASKED:
-            s = hidden(s, row, column, plan, scoring.mask, shape.ROWS)
-        elif column + shape.KEYS > plan.S:
-            s = hidden(s, row, column, plan, scoring.mask, shape.ROWS)
+        if config.MASKED:
+            s = apply_mask(s, row, column, work, scoring.mask, config.ROWS)
+        elif column + config.KEYS > work.S:
+            s = apply_mask(s, row, column, work, scoring.mask, config.ROWS)
     return s
 
 
 @gluon.jit
-def hidden(s, row, column, plan, mask: Mask, ROWS: gl.constexpr = WG_ROWS):
+def apply_mask(s, row, column, work, mask: Mask, ROWS: gl.constexpr = WG_ROWS):
     """Scores with -inf for each key that its row does not see."""
     KEYS: gl.constexpr = s.shape[1]
     # columns as (eights, lane of four, pair): what a thread holds differs by constants, and a lane shifts its limits
     parts = s.reshape([WG_ROWS, KEYS // 8, 4, 2])
     layout: gl.constexpr = parts.type.layout
     rows = gl.arange(0, WG_ROWS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
-    i = row + plan.S - plan.T + position(rows, ROWS)
+    i = row + work.S - work.T + query_offset(rows, ROWS)
     eights = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
     pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
     j = _column(eights * 8) + _pair(pair)
     start = column + _lane(lane * 2)
-    sees = j <= _row(mask.last_key(i, plan.S)) - start
+    sees = j <= _row(mask.last_key(i, work.S)) - start
     if mask.LEFT or mask.CHUNK:
         sees = sees & (j >= _row(mask.first_key(i)) - start)
     return gl.convert_layout(gl.where(sees, parts, float("-inf")).reshape([WG_ROWS, KEYS]), s.type.layout)
@@ -96,7 +96,7 @@ def _pair(x):
 
 
 @gluon.jit
-def softmax(s, m, l, factor, shape: Shape, FIRST: gl.constexpr):
+def update_softmax(s, m, l, scale_log2, config: KernelConfig, FIRST: gl.constexpr):
     """Online softmax: the block's weights, and the rows' reference, sum and the factor for what was summed before.
 
     Weights are powers of 2 of how far a score is above its row's reference m, which is the largest score so far. Any reference
@@ -107,13 +107,13 @@ def softmax(s, m, l, factor, shape: Shape, FIRST: gl.constexpr):
     """
     top = gl.maximum(m, gl.max(s, 1))
     m_new = top
-    if shape.LAZY and not FIRST:
-        m_new = gl.where((top - m) * factor > LAG, top, m)
+    if config.LAZY and not FIRST:
+        m_new = gl.where((top - m) * scale_log2 > LAG, top, m)
     # a row that has seen no key yet: exp2(-inf - 0) is 0
     reference = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = gl.exp2((m - reference) * factor)
-    p = gl.exp2(s * factor - gl.expand_dims(reference * factor, 1))
-    parts = gl.sum(gl.sum(gl.reshape(p, [WG_ROWS, shape.KEYS // 8, 4, 2]), 3), 1)
+    alpha = gl.exp2((m - reference) * scale_log2)
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(reference * scale_log2, 1))
+    parts = gl.sum(gl.sum(gl.reshape(p, [WG_ROWS, config.KEYS // 8, 4, 2]), 3), 1)
     if FIRST:
         l = parts
     else:
@@ -129,7 +129,7 @@ _BRANCH = gl.constexpr(
 
 
 @gluon.jit
-def settled(l):
+def force_before_wait(l):
     """l, known before anything that follows is waited for.
 
     The assembler moves a wait for matrix products up as far as it can, here above the exponentials that were to run meanwhile. It
@@ -156,15 +156,15 @@ def scaled_in_place(n):
 
 
 @gluon.jit
-def rescaled(acc, alpha, shape: Shape):
+def rescale(acc, alpha, config: KernelConfig):
     """Each row of an accumulator times its factor.
 
     LAZY: a warp whose 16 rows all have a factor of 1 does nothing, and the result is the same to the bit.
     Zadouri et al., FlashAttention-4, rescale as seldom.
     """
-    WORDS: gl.constexpr = shape.DV // 2
-    alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, shape.o_layout)), 1)
-    if shape.LAZY:
+    WORDS: gl.constexpr = config.DV // 2
+    alpha = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, config.o_layout)), 1)
+    if config.LAZY:
         acc, alpha = gl.broadcast(acc, alpha)
         acc = gl.inline_asm_elementwise(
             rescaling(WORDS), scaled_in_place(WORDS), [acc, alpha], dtype=gl.float32, is_pure=False, pack=WORDS
@@ -175,7 +175,7 @@ def rescaled(acc, alpha, shape: Shape):
 
 
 @gluon.jit
-def packed(p, dtype: gl.constexpr):
+def pack_16bit(p, dtype: gl.constexpr):
     """A block's weights in 16 bits, two to a register.
 
     They live from one turn of a loop to the next, and as tensors of 16 bits the compiler would take the pairs apart and
@@ -189,7 +189,7 @@ def packed(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def unpacked(p, dtype: gl.constexpr, layout: gl.constexpr):
+def unpack_16bit(p, dtype: gl.constexpr, layout: gl.constexpr):
     """The weights of `packed` as the left side of a product: no instruction, only another name for the registers."""
     twice = gl.join(p, p).reshape([p.shape[0], p.shape[1] * 2])
     if dtype == gl.bfloat16:

@@ -18,21 +18,35 @@ asynchronous too (wgmma), and three overlaps keep the tensor cores busy while th
 Shah et al., FlashAttention-3, arXiv:2407.08608; Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 """
 
-from rooftile.backends.hopper.device.config import LN2, LOG2E, WG_ROWS, Shape, position
-from rooftile.backends.hopper.device.mma import product_over_dim
-from rooftile.backends.hopper.device.nan_fallback import TABLE, holds_nan, note, note_word, with_care
+from rooftile.backends.hopper.device.config import LN2, LOG2E, WG_ROWS, KernelConfig, query_offset
+from rooftile.backends.hopper.device.mma import mma_qk
+from rooftile.backends.hopper.device.nan_fallback import (
+    TABLE_WORD,
+    holds_nan,
+    recompute_without_hidden_nan,
+    spill_tensor,
+    spill_word,
+)
 from rooftile.backends.hopper.device.page_loads import Table, load_pages, load_values
-from rooftile.backends.hopper.device.pipeline import Ring, named_barrier, opaque, ring
-from rooftile.backends.hopper.device.scheduler import WORDS, Mask, make_plan, publish, publish_end, put_back, take
+from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, named_barrier, ring
+from rooftile.backends.hopper.device.scheduler import (
+    WORK_TILE_WORDS,
+    Mask,
+    consume,
+    make_work_tile,
+    publish,
+    publish_end,
+    reset_counter,
+)
 from rooftile.backends.hopper.device.softmax import (
     Scoring,
+    cap_and_mask,
+    force_before_wait,
     make_scoring,
-    packed,
-    rescaled,
-    scores,
-    settled,
-    softmax,
-    unpacked,
+    pack_16bit,
+    rescale,
+    unpack_16bit,
+    update_softmax,
 )
 from rooftile.backends.hopper.gluon import (
     barrier,
@@ -48,23 +62,23 @@ from rooftile.backends.hopper.gluon import (
 )
 
 # the first of the warpgroups' named barriers, by which they take turns
-TURNS = gl.constexpr(9)
+PING_PONG_BARRIER = gl.constexpr(9)
 
 
 @gluon.jit
-def _load_block(keys: Ring, values: Ring, k_desc, v_desc, table: Table, turn, plan, block, shape: Shape):
+def _load_block(keys: Ring, values: Ring, k_desc, v_desc, table: Table, fill, work, block, config: KernelConfig):
     """Has one block of keys and values copied in; of those in pages the keys, `load_values` has the values copied."""
-    if shape.SIZE > 0:
-        load_pages(keys, k_desc, table, turn, plan, block, shape.D, shape)
+    if config.PAGE_SIZE > 0:
+        load_pages(keys, k_desc, table, fill, work, block, config.D, config)
     else:
-        h = plan.h * shape.TOGETHER // shape.GROUP
-        row = plan.key + block * shape.KEYS
-        keys.wait_empty(turn)
-        mbarrier.expect(keys.filled(turn), k_desc.block_type.nbytes)
-        tma_load(k_desc, [plan.b, h, row, 0], keys.filled(turn), keys.buffer(turn))
-        values.wait_empty(turn)
-        mbarrier.expect(values.filled(turn), v_desc.block_type.nbytes)
-        tma_load(v_desc, [plan.b, h, row, 0], values.filled(turn), values.buffer(turn))
+        h = work.h * config.HEADS_PER_TILE // config.GROUP
+        row = work.k_start + block * config.KEYS
+        keys.wait_empty(fill)
+        mbarrier.expect(keys.full_barrier(fill), k_desc.block_type.nbytes)
+        tma_load(k_desc, [work.b, h, row, 0], keys.full_barrier(fill), keys.buffer(fill))
+        values.wait_empty(fill)
+        mbarrier.expect(values.full_barrier(fill), v_desc.block_type.nbytes)
+        tma_load(v_desc, [work.b, h, row, 0], values.full_barrier(fill), values.buffer(fill))
 
 
 @gluon.jit
@@ -75,8 +89,8 @@ def _draw(counter_ptr):
 
 @gluon.jit
 def _load(
-    plans: Ring, queries: Ring, keys: Ring, values: Ring, mask: Mask, q_desc, k_desc, v_desc,
-    B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, table: Table, counter_ptr, shape: Shape,
+    work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, mask: Mask, q_desc, k_desc, v_desc,
+    B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, table: Table, counter_ptr, config: KernelConfig,
 ):  # fmt: skip
     """The role that draws tiles and has them copied in.
 
@@ -84,219 +98,227 @@ def _load(
     asked for: late, so that no program holds a tile that an idle one could start, and early enough to hide the wait.
     The counter is left at zero for the next launch by whoever finishes last.
     """
-    heads = H // shape.TOGETHER
-    total = tiles * (heads if shape.PACKED else B * heads)
+    heads = H // config.HEADS_PER_TILE
+    total = tiles * (heads if config.PACKED else B * heads)
     programs = gl.num_programs(0)
     n = gl.program_id(0)
     tile = 0
-    turn = 0
+    fill = 0
     while n < total:
-        plan = make_plan(
-            n, B, heads, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, mask, shape.CREW * shape.ROWS, shape.KEYS, shape.PACKED,
-            shape.SIZE > 0,
+        work = make_work_tile(
+            n, B, heads, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, mask, config.NUM_CONSUMERS * config.ROWS,
+            config.KEYS, config.PACKED,
+            config.PAGE_SIZE > 0,
         )  # fmt: skip
-        if plan.live != 0:
-            publish(plans, tile, plan)
+        if work.is_valid != 0:
+            publish(work_tiles, tile, work)
             queries.wait_empty(tile)
-            mbarrier.expect(queries.filled(tile), q_desc.block_type.nbytes * shape.CREW)
-            for i in gl.static_range(shape.CREW):
+            mbarrier.expect(queries.full_barrier(tile), q_desc.block_type.nbytes * config.NUM_CONSUMERS)
+            for i in gl.static_range(config.NUM_CONSUMERS):
                 tma_load(
-                    q_desc, [plan.b, plan.h * shape.TOGETHER, plan.row + plan.t + i * shape.ROWS, 0], queries.filled(tile),
-                    queries.buffers.index(tile % queries.slots * shape.CREW + i),
+                    q_desc, [work.b, work.h * config.HEADS_PER_TILE, work.q_start + work.t + i * config.ROWS, 0],
+                    queries.full_barrier(tile),
+                    queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + i),
                 )  # fmt: skip
             tile += 1
-            if shape.SIZE > 0:
+            if config.PAGE_SIZE > 0:
                 # all in one loop: what a loop's boxes and those of a block after it have in common, ptxas 12.8 would compute in
                 # the loop alone (see `pipeline.opaque`)
-                for i in range(plan.last - plan.first + 1):
-                    if i == plan.last - plan.first:
+                for i in range(work.last_block - work.first_block + 1):
+                    if i == work.last_block - work.first_block:
                         n = _draw(counter_ptr) + programs
-                    _load_block(keys, values, k_desc, v_desc, table, turn, plan, plan.last - i, shape)
-                    turn += 1
+                    _load_block(keys, values, k_desc, v_desc, table, fill, work, work.last_block - i, config)
+                    fill += 1
             else:
-                for i in range(plan.last - plan.first):
-                    _load_block(keys, values, k_desc, v_desc, table, turn, plan, plan.last - i, shape)
-                    turn += 1
+                for i in range(work.last_block - work.first_block):
+                    _load_block(keys, values, k_desc, v_desc, table, fill, work, work.last_block - i, config)
+                    fill += 1
                 n = _draw(counter_ptr) + programs
-                _load_block(keys, values, k_desc, v_desc, table, turn, plan, plan.first, shape)
-                turn += 1
+                _load_block(keys, values, k_desc, v_desc, table, fill, work, work.first_block, config)
+                fill += 1
         else:
             n = _draw(counter_ptr) + programs
-    publish_end(plans, tile)
-    put_back(counter_ptr)
+    publish_end(work_tiles, tile)
+    reset_counter(counter_ptr)
 
 
 @gluon.jit
-def _issue(
-    q, held, keys: Ring, values: Ring, p, acc, turn, there,
-    MINE: gl.constexpr, OTHER: gl.constexpr, shape: Shape, HELD: gl.constexpr,
+def _issue_mmas(
+    q, q_registers, keys: Ring, values: Ring, p, acc, fill, has_next,
+    MINE: gl.constexpr, OTHER: gl.constexpr, config: KernelConfig, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Issues the scores of block `turn` and the product of the block before it with its values; waits for neither.
 
     `there` false: there is no such block, and the scores are of a buffer's old keys, for nobody to read.
     """
-    keys.wait_full(turn, there)
-    if shape.PING_PONG:
+    keys.wait_full(fill, has_next)
+    if config.PING_PONG:
         named_barrier("sync", MINE)
-    s = product_over_dim(q, shape.block_of_keys(keys, turn), shape.DIM, shape.s_layout, held, HELD)
-    values.wait_full(turn - 1)
-    weights = unpacked(p, values.buffers.dtype, shape.p_layout)
-    acc = warpgroup_mma(weights, shape.block_of_values(values, turn - 1), acc, is_async=True)
-    if shape.PING_PONG:
+    s = mma_qk(q, config.key_block(keys, fill), config.DIM, config.s_layout, q_registers, Q_IN_REGISTERS)
+    values.wait_full(fill - 1)
+    weights = unpack_16bit(p, values.buffers.dtype, config.p_layout)
+    acc = warpgroup_mma(weights, config.value_block(values, fill - 1), acc, is_async=True)
+    if config.PING_PONG:
         named_barrier("arrive", OTHER)
     return s, acc
 
 
 @gluon.jit
 def _step(
-    q, held, keys: Ring, values: Ring, p, acc, m, l, turn, row, column, plan, scoring: Scoring,
-    MINE: gl.constexpr, OTHER: gl.constexpr, shape: Shape, CHECK: gl.constexpr,
+    q, q_registers, keys: Ring, values: Ring, p, acc, m, l, fill, row, column, work, scoring: Scoring,
+    MINE: gl.constexpr, OTHER: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
 ):  # fmt: skip
     """One block: its scores and weights, and the block before it into the output."""
-    s, acc = _issue(q, held, keys, values, p, acc, turn, True, MINE, OTHER, shape, shape.HELD)
+    s, acc = _issue_mmas(q, q_registers, keys, values, p, acc, fill, True, MINE, OTHER, config, config.Q_IN_REGISTERS)
     s = warpgroup_mma_wait(1, deps=(s,))
-    keys.give_back(turn)
-    s = scores(s, row, column, plan, scoring, shape, CHECK)
-    weights, m, l, alpha = softmax(s, m, l, scoring.factor, shape, False)
-    if shape.SOFTMAX_FIRST:
-        l = settled(l)
+    keys.release(fill)
+    s = cap_and_mask(s, row, column, work, scoring, config, CHECK)
+    weights, m, l, alpha = update_softmax(s, m, l, scoring.scale_log2, config, False)
+    if config.SOFTMAX_FIRST:
+        l = force_before_wait(l)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    values.give_back(turn - 1)
-    p = packed(weights, keys.buffers.dtype)
-    acc = rescaled(acc, alpha, shape)
+    values.release(fill - 1)
+    p = pack_16bit(weights, keys.buffers.dtype)
+    acc = rescale(acc, alpha, config)
     return p, acc, m, l
 
 
 @gluon.jit
 def _compute(
-    WG: gl.constexpr, plans: Ring, queries: Ring, keys: Ring, values: Ring, outputs, notes, o_desc,
-    o_ptr, lse_ptr, sinks_ptr, H, total, scoring: Scoring, shape: Shape,
+    WG: gl.constexpr, work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, outputs, spilled, o_desc,
+    o_ptr, lse_ptr, sinks_ptr, H, total, scoring: Scoring, config: KernelConfig,
 ):  # fmt: skip
     """A warpgroup's role: 64 queries of every tile."""
     # the named barriers of the ping-pong, one a warpgroup
-    MINE: gl.constexpr = TURNS + WG
-    OTHER: gl.constexpr = TURNS + (WG + 1) % shape.CREW
+    MINE: gl.constexpr = PING_PONG_BARRIER + WG
+    OTHER: gl.constexpr = PING_PONG_BARRIER + (WG + 1) % config.NUM_CONSUMERS
     dtype: gl.constexpr = queries.buffers.dtype
-    row_layout: gl.constexpr = gl.SliceLayout(1, shape.s_layout)
+    row_layout: gl.constexpr = gl.SliceLayout(1, config.s_layout)
     mask = scoring.mask
     none = gl.full([WG_ROWS], float("-inf"), gl.float32, row_layout)
     output = outputs.index(WG)
 
-    if shape.PING_PONG and WG == shape.CREW - 1:
-        named_barrier("arrive", TURNS)
+    if config.PING_PONG and WG == config.NUM_CONSUMERS - 1:
+        named_barrier("arrive", PING_PONG_BARRIER)
     tile = 0
-    turn = 0
-    plan = take(plans, 0)
+    fill = 0
+    work = consume(work_tiles, 0)
     # the first block of the first tile has nothing to overlap with
-    queries.wait_full(0, plan.live != 0)
-    keys.wait_full(0, plan.live != 0)
-    if shape.PING_PONG:
+    queries.wait_full(0, work.is_valid != 0)
+    keys.wait_full(0, work.is_valid != 0)
+    if config.PING_PONG:
         named_barrier("sync", MINE)
-    q = queries.buffers.index(WG).reshape([WG_ROWS, shape.D])
-    s = product_over_dim(q, shape.block_of_keys(keys, 0), shape.DIM, shape.s_layout)
-    if shape.PING_PONG:
+    q = queries.buffers.index(WG).reshape([WG_ROWS, config.D])
+    s = mma_qk(q, config.key_block(keys, 0), config.DIM, config.s_layout)
+    if config.PING_PONG:
         named_barrier("arrive", OTHER)
     s = warpgroup_mma_wait(0, deps=(s,))
-    keys.give_back(0)
-    s = scores(s, plan.t + WG * shape.ROWS, plan.last * shape.KEYS, plan, scoring, shape, True)
-    weights, m, l, _ = softmax(s, none, none, scoring.factor, shape, True)
-    p = packed(weights, dtype)
+    keys.release(0)
+    s = cap_and_mask(s, work.t + WG * config.ROWS, work.last_block * config.KEYS, work, scoring, config, True)
+    weights, m, l, _ = update_softmax(s, none, none, scoring.scale_log2, config, True)
+    p = pack_16bit(weights, dtype)
 
-    while plan.live != 0:
-        acc = gl.zeros([WG_ROWS, shape.DV], gl.float32, shape.o_layout)
-        held = 0
-        if shape.HELD > 0:
-            q = queries.buffers.index(opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
-            held = q.slice(0, shape.HELD, 1).load(gl.DotOperandLayout(0, shape.s_layout, 2))
-        row = plan.t + WG * shape.ROWS
-        i_0 = row + plan.S - plan.T
+    while work.is_valid != 0:
+        acc = gl.zeros([WG_ROWS, config.DV], gl.float32, config.o_layout)
+        q_registers = 0
+        if config.Q_IN_REGISTERS > 0:
+            q = queries.buffers.index(
+                hide_from_ptxas(tile) % queries.stages * config.NUM_CONSUMERS + WG
+            ).reshape([WG_ROWS, config.D])  # fmt: skip
+            q_registers = q.slice(0, config.Q_IN_REGISTERS, 1).load(gl.DotOperandLayout(0, config.s_layout, 2))
+        row = work.t + WG * config.ROWS
+        i_0 = row + work.S - work.T
         # blocks from last down to first: some at the right end that the mask cuts, clear ones, some at the left end
-        blocks = plan.last - plan.first + 1
+        blocks = work.last_block - work.first_block + 1
         right = 1
         left = blocks
-        if shape.MASKED:
-            clear_stop = (mask.last_key(i_0, plan.S) + 1) // shape.KEYS
-            right = gl.minimum(gl.maximum(plan.last + 1 - clear_stop, 1), blocks)
-            q = queries.buffers.index(tile % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
+        if config.MASKED:
+            clear_stop = (mask.last_key(i_0, work.S) + 1) // config.KEYS
+            right = gl.minimum(gl.maximum(work.last_block + 1 - clear_stop, 1), blocks)
+            q = queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
             for i in range(1, right):
-                turn += 1
-                column = (plan.last - i) * shape.KEYS
+                fill += 1
+                column = (work.last_block - i) * config.KEYS
                 p, acc, m, l = _step(
-                    q, held, keys, values, p, acc, m, l, turn, row, column, plan, scoring, MINE, OTHER, shape, True
+                    q, q_registers, keys, values, p, acc, m, l, fill, row, column, work, scoring, MINE, OTHER, config, True
                 )  # fmt: skip
         if mask.LEFT or mask.CHUNK:
-            clear_first = gl.maximum(mask.first_key(i_0 + (shape.ROWS - 1)) + (shape.KEYS - 1), 0) // shape.KEYS
-            left = gl.maximum(gl.minimum(plan.last + 1 - clear_first, blocks), right)
-        q = queries.buffers.index(opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
+            clear_first = gl.maximum(mask.first_key(i_0 + (config.ROWS - 1)) + (config.KEYS - 1), 0) // config.KEYS
+            left = gl.maximum(gl.minimum(work.last_block + 1 - clear_first, blocks), right)
+        q = queries.buffers.index(hide_from_ptxas(tile) % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
         for _ in range(right, left):
-            turn += 1
-            p, acc, m, l = _step(q, held, keys, values, p, acc, m, l, turn, row, 0, plan, scoring, MINE, OTHER, shape, False)
+            fill += 1
+            p, acc, m, l = _step(
+                q, q_registers, keys, values, p, acc, m, l, fill, row, 0, work, scoring, MINE, OTHER, config, False
+            )  # fmt: skip
         if mask.LEFT or mask.CHUNK:
-            q = queries.buffers.index(opaque(tile) % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
+            q = queries.buffers.index(
+                hide_from_ptxas(tile) % queries.stages * config.NUM_CONSUMERS + WG
+            ).reshape([WG_ROWS, config.D])  # fmt: skip
             for i in range(left, blocks):
-                turn += 1
-                column = (plan.last - i) * shape.KEYS
+                fill += 1
+                column = (work.last_block - i) * config.KEYS
                 p, acc, m, l = _step(
-                    q, held, keys, values, p, acc, m, l, turn, row, column, plan, scoring, MINE, OTHER, shape, True
+                    q, q_registers, keys, values, p, acc, m, l, fill, row, column, work, scoring, MINE, OTHER, config, True
                 )  # fmt: skip
-        queries.give_back(tile)
+        queries.release(tile)
 
         # the last product of this tile, together with the first scores of the next
         tile += 1
-        turn += 1
-        after = take(plans, tile)
-        there = after.live != 0
-        queries.wait_full(tile, there)
-        q = queries.buffers.index(tile % queries.slots * shape.CREW + WG).reshape([WG_ROWS, shape.D])
-        s, acc = _issue(q, 0, keys, values, p, acc, turn, there, MINE, OTHER, shape, 0)
-        m = m * scoring.factor
+        fill += 1
+        next_work = consume(work_tiles, tile)
+        has_next = next_work.is_valid != 0
+        queries.wait_full(tile, has_next)
+        q = queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
+        s, acc = _issue_mmas(q, 0, keys, values, p, acc, fill, has_next, MINE, OTHER, config, 0)
+        m = m * scoring.scale_log2
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
         rows = gl.arange(0, WG_ROWS, row_layout)
-        share = 1.0
-        if shape.SINKS:
-            sink = gl.load(sinks_ptr + shape.head(rows, plan)).to(gl.float32) * LOG2E
+        output_scale = 1.0
+        if config.SINKS:
+            sink = gl.load(sinks_ptr + config.query_head(rows, work)).to(gl.float32) * LOG2E
             m_new = gl.maximum(m, sink)
             reference = gl.where(m_new == float("-inf"), 0.0, m_new)
-            share = gl.exp2(m - reference)
-            l = l * share + gl.exp2(sink - reference)
+            output_scale = gl.exp2(m - reference)
+            l = l * output_scale + gl.exp2(sink - reference)
             m = m_new
-        t = row + position(rows, shape.ROWS)
-        line = plan.b * H + shape.head(rows, plan)
-        gl.store(lse_ptr + line.to(gl.int64) * total + plan.row + t, (m + gl.log2(l)) * LN2, mask=t < plan.T)
-        share = gl.where(l == 0.0, 0.0, share / l)
+        t = row + query_offset(rows, config.ROWS)
+        line = work.b * H + config.query_head(rows, work)
+        gl.store(lse_ptr + line.to(gl.int64) * total + work.q_start + t, (m + gl.log2(l)) * LN2, mask=t < work.T)
+        output_scale = gl.where(l == 0.0, 0.0, output_scale / l)
         s = warpgroup_mma_wait(1, deps=(s,))
-        keys.give_back(turn)
-        s = scores(s, after.t + WG * shape.ROWS, after.last * shape.KEYS, after, scoring, shape, True)
-        weights, m, l, _ = softmax(s, none, none, scoring.factor, shape, True)
+        keys.release(fill)
+        s = cap_and_mask(s, next_work.t + WG * config.ROWS, next_work.last_block * config.KEYS, next_work, scoring, config, True)
+        weights, m, l, _ = update_softmax(s, none, none, scoring.scale_log2, config, True)
         _wait_for_store()
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        values.give_back(turn - 1)
-        p = packed(weights, dtype)
-        acc = acc * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, shape.o_layout)), 1)
-        if shape.MASKED or shape.PACKED:
+        values.release(fill - 1)
+        p = pack_16bit(weights, dtype)
+        acc = acc * gl.expand_dims(gl.convert_layout(output_scale, gl.SliceLayout(1, config.o_layout)), 1)
+        if config.MASKED or config.PACKED:
             # a weight of zero does not hide a NaN or an infinity among the values
             if holds_nan(acc):
-                with_care(notes, o_ptr, lse_ptr, plan, row, H, total, scoring, shape)
+                recompute_without_hidden_nan(spilled, o_ptr, lse_ptr, work, row, H, total, scoring, config)
             else:
-                _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
+                _store(output, acc.to(dtype), o_desc, o_ptr, work, row, H, config)
         else:
-            _store(output, acc.to(dtype), o_desc, o_ptr, plan, row, H, shape)
-        plan = after
+            _store(output, acc.to(dtype), o_desc, o_ptr, work, row, H, config)
+        work = next_work
     tma_store_wait(0)
-    if shape.PING_PONG and WG == 0:
-        named_barrier("sync", TURNS)
+    if config.PING_PONG and WG == 0:
+        named_barrier("sync", PING_PONG_BARRIER)
 
 
 @gluon.jit
-def _store(output, o, o_desc, o_ptr, plan, row, H, shape: Shape):
+def _store(output, o, o_desc, o_ptr, work, row, H, config: KernelConfig):
     """The rows of a warpgroup, to memory, at most 128 columns at a time."""
-    if shape.DV > 128:
-        low, high = o.reshape([WG_ROWS, 2, shape.DV // 2]).permute((0, 2, 1)).split()
-        _store_columns(output, low, 0, o_desc, o_ptr, plan, row, H, shape)
+    if config.DV > 128:
+        low, high = o.reshape([WG_ROWS, 2, config.DV // 2]).permute((0, 2, 1)).split()
+        _store_columns(output, low, 0, o_desc, o_ptr, work, row, H, config)
         _wait_for_store()
-        _store_columns(output, high, shape.DV // 2, o_desc, o_ptr, plan, row, H, shape)
+        _store_columns(output, high, config.DV // 2, o_desc, o_ptr, work, row, H, config)
     else:
-        _store_columns(output, o, 0, o_desc, o_ptr, plan, row, H, shape)
+        _store_columns(output, o, 0, o_desc, o_ptr, work, row, H, config)
 
 
 @gluon.jit
@@ -307,74 +329,80 @@ def _wait_for_store():
 
 
 @gluon.jit
-def _store_columns(output, o, column: gl.constexpr, o_desc, o_ptr, plan, row, H, shape: Shape):
+def _store_columns(output, o, column: gl.constexpr, o_desc, o_ptr, work, row, H, config: KernelConfig):
     """A packed sequence may end inside the tile, where the copy engine would not stop: its rows are stored one by one then."""
     columns: gl.constexpr = o.shape[1]
     staged = output.reshape([WG_ROWS, columns])
     staged.store(o)
-    if shape.PACKED:
-        if row + shape.ROWS <= plan.T:
-            _copy_out(output, o_desc, plan, plan.row + row, column, shape)
+    if config.PACKED:
+        if row + config.ROWS <= work.T:
+            _copy_out(output, o_desc, work, work.q_start + row, column, config)
         else:
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
             rows = gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
-            t = row + position(rows, shape.ROWS)
+            t = row + query_offset(rows, config.ROWS)
             e = column + gl.arange(0, columns, gl.SliceLayout(0, layout))
-            lines = ((plan.row + t).to(gl.int64) * H + shape.head(rows, plan)) * shape.DIM_V
-            there = gl.expand_dims(t < plan.T, 1) & gl.expand_dims(e < shape.DIM_V, 0)
-            gl.store(o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=there)
+            lines = ((work.q_start + t).to(gl.int64) * H + config.query_head(rows, work)) * config.DIM_V
+            has_next = gl.expand_dims(t < work.T, 1) & gl.expand_dims(e < config.DIM_V, 0)
+            gl.store(o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=has_next)
     else:
-        _copy_out(output, o_desc, plan, row, column, shape)
+        _copy_out(output, o_desc, work, row, column, config)
 
 
 @gluon.jit
-def _copy_out(output, o_desc, plan, row, column: gl.constexpr, shape: Shape):
+def _copy_out(output, o_desc, work, row, column: gl.constexpr, config: KernelConfig):
     fence_async_shared()
-    tma_store(o_desc, [plan.b, plan.h * shape.TOGETHER, row, column], output)
+    tma_store(o_desc, [work.b, work.h * config.HEADS_PER_TILE, row, column], output)
 
 
 # fmt: off
 @gluon.jit(
     do_not_specialize=[
-        "table_stride", "k_page", "k_head", "v_page", "v_head", "B", "S", "tiles", "tail", "left", "right", "prefix", "chunk",
+        "table_stride", "k_page", "k_head", "v_page", "v_head", "B", "S", "tiles", "balanced_heads", "left", "right",
+        "prefix", "chunk",
     ],
     do_not_specialize_on_alignment=["sinks_ptr", "cu_q_ptr", "cu_k_ptr", "table_ptr"],
 )
 def flash_fwd(
     q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, table_ptr, counter_ptr,
-    table_stride, k_page, k_head, v_page, v_head, B, S, tiles, tail, scale, softcap, left, right, prefix, chunk,
+    table_stride, k_page, k_head, v_page, v_head, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
-    SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
     SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
-    KEYS: gl.constexpr, CREW: gl.constexpr, TOGETHER: gl.constexpr, Q_SLOTS: gl.constexpr, KV_SLOTS: gl.constexpr,
-    PING_PONG: gl.constexpr, HELD: gl.constexpr, LAZY: gl.constexpr, SOFTMAX_FIRST: gl.constexpr,
+    KEYS: gl.constexpr, NUM_CONSUMERS: gl.constexpr, HEADS_PER_TILE: gl.constexpr, Q_STAGES: gl.constexpr,
+    KV_STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, SOFTMAX_FIRST: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     masked: gl.constexpr = LEFT or RIGHT or PREFIX or CHUNK
-    shape = Shape(
-        GROUP, D, DV, DIM, DIM_V, KEYS, CREW, TOGETHER, PING_PONG, HELD, LAZY, SOFTMAX_FIRST, PACKED, SIZE, masked, SOFTCAP,
+    config = KernelConfig(
+        GROUP, D, DV, DIM, DIM_V, KEYS, NUM_CONSUMERS, HEADS_PER_TILE, PING_PONG, Q_IN_REGISTERS, LAZY, SOFTMAX_FIRST, PACKED,
+        PAGE_SIZE, masked, SOFTCAP,
         SINKS, k_desc.block_type.shape[1], v_desc.block_type.shape[1],
     )
     mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
-    queries = ring(gl.allocate_shared_memory(dtype, [Q_SLOTS * CREW, 1, TOGETHER, shape.ROWS, D], q_desc.layout), Q_SLOTS, CREW)
+    queries = ring(
+        gl.allocate_shared_memory(dtype, [Q_STAGES * NUM_CONSUMERS, 1, HEADS_PER_TILE, config.ROWS, D], q_desc.layout),
+        Q_STAGES, NUM_CONSUMERS,
+    )  # fmt: skip
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, D], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, DV], dtype)
-    keys = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, KEYS, D], k_layout), KV_SLOTS, CREW)
-    values = ring(gl.allocate_shared_memory(dtype, [KV_SLOTS, 1, 1, KEYS, DV], v_layout), KV_SLOTS, CREW)
-    outputs = gl.allocate_shared_memory(dtype, [CREW, 1, TOGETHER, shape.ROWS, min(DV, 128)], o_desc.layout)
+    keys = ring(gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, KEYS, D], k_layout), KV_STAGES, NUM_CONSUMERS)
+    values = ring(gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, KEYS, DV], v_layout), KV_STAGES, NUM_CONSUMERS)
+    outputs = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, HEADS_PER_TILE, config.ROWS, min(DV, 128)], o_desc.layout)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    plans = ring(gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words), 2, CREW + (SIZE > 0))
-    notes = gl.allocate_shared_memory(gl.int64, [16, 1], words)
-    note(notes, 0, q_ptr, q_desc)
-    if SIZE > 0:
-        note(notes, 1, k_ptr, k_desc, k_page, k_head)
-        note(notes, 2, v_ptr, v_desc, v_page, v_head)
-        note_word(notes, TABLE, table_ptr.to(gl.int64, bitcast=True))
-        note_word(notes, TABLE + 1, table_stride)
+    work_tiles = ring(gl.allocate_shared_memory(gl.int32, [2 * WORK_TILE_WORDS, 1], words), 2, NUM_CONSUMERS + (PAGE_SIZE > 0))
+    spilled = gl.allocate_shared_memory(gl.int64, [16, 1], words)
+    spill_tensor(spilled, 0, q_ptr, q_desc)
+    if PAGE_SIZE > 0:
+        spill_tensor(spilled, 1, k_ptr, k_desc, k_page, k_head)
+        spill_tensor(spilled, 2, v_ptr, v_desc, v_page, v_head)
+        spill_word(spilled, TABLE_WORD, table_ptr.to(gl.int64, bitcast=True))
+        spill_word(spilled, TABLE_WORD + 1, table_stride)
     else:
-        note(notes, 1, k_ptr, k_desc)
-        note(notes, 2, v_ptr, v_desc)
+        spill_tensor(spilled, 1, k_ptr, k_desc)
+        spill_tensor(spilled, 2, v_ptr, v_desc)
     fence_async_shared()
     # packed: one sequence, of all queries
     H = q_desc.shape[1].to(gl.int32)
@@ -382,23 +410,23 @@ def flash_fwd(
     k_table = Table(table_ptr, table_stride, k_page, k_head)
     v_table = Table(table_ptr, table_stride, v_page, v_head)
     load = (
-        plans, queries, keys, values, mask, q_desc, k_desc, v_desc,
-        B, H, T, S, tiles, tail, cu_q_ptr, cu_k_ptr, k_table, counter_ptr, shape,
+        work_tiles, queries, keys, values, mask, q_desc, k_desc, v_desc,
+        B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, k_table, counter_ptr, config,
     )
     scoring = make_scoring(mask, scale, softcap, SOFTCAP)
     args = (
-        plans, queries, keys, values, outputs, notes, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring, shape,
+        work_tiles, queries, keys, values, outputs, spilled, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring, config,
     )
-    if SIZE > 0:
-        gl.static_assert(CREW == 2)
+    if PAGE_SIZE > 0:
+        gl.static_assert(NUM_CONSUMERS == 2)
         gl.warp_specialize(
             [
                 (_compute, (0,) + args), (_compute, (1,) + args), (_load, load),
-                (load_values, (plans, values, v_desc, v_table, shape)),
+                (load_values, (work_tiles, values, v_desc, v_table, config)),
             ],
             [4, 1, 1], [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
         )
-    elif CREW == 2:
+    elif NUM_CONSUMERS == 2:
         gl.warp_specialize(
             [(_compute, (0,) + args), (_compute, (1,) + args), (_load, load)],
             [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS],

@@ -116,10 +116,10 @@ def tile_of(spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
         return alone
 
     def rounds(tile: Tile) -> int:
-        tiles, heads = tiles_and_heads(sizes.T, sizes.H // tile.TOGETHER, tile.rows, sizes, spec)
+        tiles, heads = tiles_and_heads(sizes.T, sizes.H // tile.HEADS_PER_TILE, tile.rows, sizes, spec)
         return -(-tiles * heads // processors(device))
 
-    best = min((alone._replace(TOGETHER=2**i) for i in range(7) if spec.group % 2**i == 0), key=rounds)
+    best = min((alone._replace(HEADS_PER_TILE=2**i) for i in range(7) if spec.group % 2**i == 0), key=rounds)
     return best if 10 * rounds(best) <= 9 * rounds(alone) else alone
 
 
@@ -148,7 +148,7 @@ def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, ...], ...]:
     Of pages of `size` tokens k and v have boxes of another kind: `box_of_pages`.
     """
     dim, dim_v = padded(spec.dim), padded(spec.dim_v)
-    heads, rows = tile.TOGETHER, WARPGROUP // tile.TOGETHER
+    heads, rows = tile.HEADS_PER_TILE, WARPGROUP // tile.HEADS_PER_TILE
     k, v = (1, tile.KEYS, dim), (1, tile.KEYS, dim_v)
     if size:
         k, v = (box_of_pages(dim, min(size, tile.KEYS), spec.dtype) for dim in (spec.dim, spec.dim_v))
@@ -163,7 +163,7 @@ TAIL, PACKED_TAIL = 2, 3
 
 def _numbers(device: torch.device, sizes: Sizes, tile: Tile, spec: Spec) -> tuple[tuple[int, int, int], tuple[float, ...]]:
     """The grid and the kernel's numbers."""
-    tiles, programs, tail = programs_and_tail(sizes.T, sizes.H // tile.TOGETHER, tile.rows, sizes, device, spec)
+    tiles, programs, tail = programs_and_tail(sizes.T, sizes.H // tile.HEADS_PER_TILE, tile.rows, sizes, device, spec)
     return (programs, 1, 1), (sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
 
 
@@ -219,4 +219,4 @@ def flags_of(spec: Spec) -> dict[str, Any]:
 def constants(spec: Spec, tile: Tile, size: int = 0) -> dict[str, Any]:
     """The forward's compile-time arguments, put together once; `size` is that of pages."""
     own = {"GROUP": spec.group, "D": padded(spec.dim), "DV": padded(spec.dim_v), "SINKS": spec.has_sinks, "num_warps": 4}
-    return flags_of(spec) | own | {"SIZE": size} | tile._asdict()
+    return flags_of(spec) | own | {"PAGE_SIZE": size} | tile._asdict()

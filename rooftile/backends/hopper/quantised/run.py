@@ -27,15 +27,15 @@ class Tile8(NamedTuple):
     """How `flash_fwd_8bit` is staffed, for 128 queries."""
 
     KEYS: int  # of a block
-    Q_SLOTS: int
-    KV_SLOTS: int
+    Q_STAGES: int
+    KV_STAGES: int
     COMPUTE_REGISTERS: int
     COPY_REGISTERS: int
 
 
-TILE = Tile8(KEYS=128, Q_SLOTS=2, KV_SLOTS=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
+TILE = Tile8(KEYS=128, Q_STAGES=2, KV_STAGES=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
 # what registers and shared memory hold
-WIDE = TILE._replace(KEYS=64, Q_SLOTS=1)
+WIDE = TILE._replace(KEYS=64, Q_STAGES=1)
 
 
 def tile_of(spec: Spec) -> Tile8:

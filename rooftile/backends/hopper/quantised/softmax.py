@@ -74,7 +74,7 @@ def _text(n: int) -> str:
 
 
 # the first named barriers that Triton leaves
-TURNS = gl.constexpr(9)
+PING_PONG_BARRIER = gl.constexpr(9)
 # for blocks of 64 and of 128 keys
 _TEXT_64 = gl.constexpr(_text(32))
 _TEXT_128 = gl.constexpr(_text(64))
@@ -91,7 +91,7 @@ def _constraints(n):
 
 
 @gluon.jit
-def _halved(x, low: gl.constexpr):
+def _take_alternate(x, low: gl.constexpr):
     """Of (WG_ROWS, n, 4), every other of the n."""
     n: gl.constexpr = x.shape[1] // 2
     even, odd = x.reshape([WG_ROWS, n, 2, 4]).permute((0, 1, 3, 2)).split()
@@ -101,34 +101,34 @@ def _halved(x, low: gl.constexpr):
 
 
 @gluon.jit
-def _own(x, SECOND: gl.constexpr):
+def _one_per_thread(x, SECOND: gl.constexpr):
     """Of a register each row that every thread has, a thread's: (WG_ROWS, 4). It is register 0 or 4."""
     KEYS: gl.constexpr = x.shape[1]
     first, _ = x.reshape([WG_ROWS, KEYS // 8, 4, 2]).split()
-    own = _halved(_halved(_halved(first, not SECOND), True), True)
+    own = _take_alternate(_take_alternate(_take_alternate(first, not SECOND), True), True)
     if KEYS == 128:
-        own = _halved(own, True)
+        own = _take_alternate(own, True)
     return own.reshape([WG_ROWS, 4])
 
 
 @gluon.jit
-def by_thread(x, KEYS: gl.constexpr, s_layout: gl.constexpr):
+def per_thread(x, KEYS: gl.constexpr, s_layout: gl.constexpr):
     """A number for every row and thread of it, (WG_ROWS, 4)."""
-    return _own(gl.zeros([WG_ROWS, KEYS], gl.float32, s_layout) + x, False)
+    return _one_per_thread(gl.zeros([WG_ROWS, KEYS], gl.float32, s_layout) + x, False)
 
 
 @gluon.jit
-def first_references(s, factor):
+def initial_references(s, factor):
     """The rows' largest scores, for every thread of a row (WG_ROWS, 4)."""
     KEYS: gl.constexpr = s.shape[1]
     layout: gl.constexpr = s.type.layout
     largest = gl.max(gl.max(gl.max(gl.reshape(s, [WG_ROWS, KEYS // 8, 4, 2]), 3), 1), 1)
     largest = gl.convert_layout(largest, gl.SliceLayout(1, layout)) * factor
-    return by_thread(gl.expand_dims(largest, 1), KEYS, layout)
+    return per_thread(gl.expand_dims(largest, 1), KEYS, layout)
 
 
 @gluon.jit
-def spread(x, COLUMNS: gl.constexpr, layout: gl.constexpr):
+def broadcast_to_columns(x, COLUMNS: gl.constexpr, layout: gl.constexpr):
     """(WG_ROWS, 4), a number a row and thread, over all columns that the thread holds."""
     held = gl.zeros([WG_ROWS, COLUMNS], gl.float32, layout).reshape([WG_ROWS, COLUMNS // 8, 4, 2])
     inner: gl.constexpr = gl.SliceLayout(3, held.type.layout)
@@ -138,7 +138,7 @@ def spread(x, COLUMNS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(s, m, factor, WG: gl.constexpr):
+def compute_weights(s, m, factor, WG: gl.constexpr):
     """Words of four weights (WG_ROWS, KEYS / 16, 4), and the rows' sums and references (WG_ROWS, 4), from scores s x factor.
 
     A thread holds two neighbours of every eight; four that it holds become neighbours, and values are stored in that order.
@@ -147,12 +147,12 @@ def weights_of(s, m, factor, WG: gl.constexpr):
     layout: gl.constexpr = s.type.layout
     text: gl.constexpr = _TEXT_64 if KEYS == 64 else _TEXT_128
     words, state = gl.inline_asm_elementwise(
-        _taking_turns(text, TURNS + WG, TURNS + 1 - WG), _constraints(KEYS // 2),
-        [s, spread(m, KEYS, layout), gl.zeros([WG_ROWS, KEYS], gl.float32, layout) + factor],
+        _taking_turns(text, PING_PONG_BARRIER + WG, PING_PONG_BARRIER + 1 - WG), _constraints(KEYS // 2),
+        [s, broadcast_to_columns(m, KEYS, layout), gl.zeros([WG_ROWS, KEYS], gl.float32, layout) + factor],
         dtype=(gl.int32, gl.float32), is_pure=False, pack=KEYS // 2,
     )  # fmt: skip
     first, _ = words.reshape([WG_ROWS, KEYS // 8, 4, 2]).split()
-    return _halved(first, True), _own(state, False), _own(state, True)
+    return _take_alternate(first, True), _one_per_thread(state, False), _one_per_thread(state, True)
 
 
 @gluon.constexpr_function
@@ -162,17 +162,17 @@ def _same(n):
 
 
 @gluon.jit
-def kept(x):
+def compute_here(x):
     """An accumulator, computed here: else the compiler moves that down to where it is used."""
     WORDS: gl.constexpr = x.shape[1] // 2
     return gl.inline_asm_elementwise("", _same(WORDS), [x], dtype=gl.float32, is_pure=False, pack=WORDS)
 
 
 @gluon.jit
-def rescaled(acc, alpha, o_layout: gl.constexpr):
+def rescale(acc, alpha, o_layout: gl.constexpr):
     """Each row of an accumulator times its factor (WG_ROWS, 4), unless those are 1 in all rows of a warp."""
     WORDS: gl.constexpr = acc.shape[1] // 2
     return gl.inline_asm_elementwise(
-        rescaling(WORDS), scaled_in_place(WORDS), [acc, spread(alpha, acc.shape[1], o_layout)],
+        rescaling(WORDS), scaled_in_place(WORDS), [acc, broadcast_to_columns(alpha, acc.shape[1], o_layout)],
         dtype=gl.float32, is_pure=False, pack=WORDS,
     )  # fmt: skip
