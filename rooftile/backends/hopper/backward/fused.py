@@ -17,6 +17,7 @@ order, the kernel leaves dq to `flash_bwd_q`, for two more products.
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
 
+from rooftile.backends.hopper.backward.dq_accumulator import UNIT, UNIT_COLUMNS, UNIT_ROWS, to_thread_order
 from rooftile.backends.hopper.backward.parts import (
     BLOCK,
     BackwardConfig,
@@ -30,8 +31,6 @@ from rooftile.backends.hopper.backward.parts import (
     store_rows,
     wait_for_store,
 )
-
-from rooftile.backends.hopper.backward.dq_accumulator import UNIT, UNIT_COLUMNS, UNIT_ROWS, to_thread_order
 from rooftile.backends.hopper.device.config import WG_ROWS
 from rooftile.backends.hopper.device.mma import mma_qk, num_mmas
 from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, named_barrier, ring
