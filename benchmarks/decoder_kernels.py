@@ -21,17 +21,11 @@ import torch
 
 from rooftile.bench.clock import clock_for, medians
 from rooftile.bench.session import open_session
+from rooftile.fused import add_norm, gated, normalise
+from rooftile.fused.gated import gated_as_defined
+from rooftile.fused.norm import added_as_defined, normalised_as_defined
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import (
-    Memory,
-    Norm,
-    add_norm,
-    added_as_defined,
-    gated,
-    gated_as_defined,
-    normalise,
-    normalised_as_defined,
-)
+from rooftile.models.layers import Memory, Norm
 
 ROWS, HIDDEN, FFN = (1, 256, 8192), (2048, 4096), (8192, 14336)
 # heads of queries, heads of keys, and their size

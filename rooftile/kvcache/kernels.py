@@ -9,58 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.fused import Rotation
+from rooftile.fused.kernels.rope import NUMBERS, rotate_heads, rotates, store_heads
 from rooftile.hardware.quick import Quick
 from rooftile.kvcache.pages import PagedKV
-from rooftile.kvcache.rotation import Rotation
 
 # of a program's piece of a block, in words of four bytes
 WORDS = 1024
-# of a program, of keys and of values
-NUMBERS = 2048
-
-
-@triton.jit
-def _turned(x_ptr, cos_ptr, sin_ptr, d, there, HALF: tl.constexpr):
-    """Both halves of what turns: x_d cos - x_(d + half) sin, and x_(d + half) cos + x_d sin."""
-    mask = there[:, None] & (d < HALF)[None, :]
-    first = tl.load(x_ptr + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + HALF + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    return first * cos - second * sin, second * cos + first * sin, mask
-
-
-@triton.jit
-def _moved(
-    x_ptr, o_ptr, cos_ptr, sin_ptr, scale_ptr, there,
-    D: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """Lines of D numbers from one place to another, the first 2 HALF of them turned, each over its scale."""
-    rest = tl.arange(0, BLOCK_D)
-    mask = there[:, None] & ((rest >= 2 * HALF) & (rest < D))[None, :]
-    d = tl.arange(0, BLOCK_HALF)
-    x = tl.zeros(mask.shape, tl.float32)
-    if 2 * HALF < D:
-        x = tl.load(x_ptr + rest[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HALF > 0:
-        first, second, turned = _turned(x_ptr, cos_ptr, sin_ptr, d, there, HALF)
-    if SCALED:
-        largest = tl.max(tl.abs(x), 1)
-        if HALF > 0:
-            largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1))
-        scale = tl.div_rn(largest, 448.0)
-        tl.store(scale_ptr, scale, mask=there)
-        # a head of nothing but zeros has scale 0, and stays zeros
-        scale = tl.where(scale > 0, scale, 1.0)[:, None]
-        x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-        if HALF > 0:
-            scale = tl.broadcast_to(scale, first.shape)
-            first, second = tl.div_rn(first, scale), tl.div_rn(second, scale)
-    if HALF > 0:
-        tl.store(o_ptr + d[None, :], first.to(o_ptr.dtype.element_ty), mask=turned)
-        tl.store(o_ptr + HALF + d[None, :], second.to(o_ptr.dtype.element_ty), mask=turned)
-    if 2 * HALF < D:
-        tl.store(o_ptr + rest[None, :], x.to(o_ptr.dtype.element_ty), mask=mask)
 
 
 # fmt: off
@@ -77,7 +32,7 @@ def _write(
     if Q_HEADS > 0:
         n = tl.program_id(0) - tl.cdiv(total * HEADS, BLOCK_R)
         if n >= 0:
-            _turn_heads(
+            rotate_heads(
                 q_ptr, o_ptr, cos_ptr, sin_ptr, total, n, q_stride_t, q_stride_h, cos_stride_t, Q_HEADS, D, HALF, BLOCK_R,
                 BLOCK_D, BLOCK_HALF,
             )  # fmt: skip
@@ -89,43 +44,15 @@ def _write(
     page, place = slot // SIZE, slot % SIZE
     waves = (t * cos_stride_t)[:, None]
     scale = page * scale_stride_p + place * scale_stride_s + h
-    _moved(
+    store_heads(
         k_ptr + (t * k_stride_t + h * k_stride_h)[:, None],
         k_cache_ptr + (page * k_stride_p + place * k_stride_s + h * k_stride_n)[:, None],
         cos_ptr + waves, sin_ptr + waves, k_scale_ptr + scale, there, D, HALF, BLOCK_D, BLOCK_HALF, SCALED,
     )  # fmt: skip
-    _moved(
+    store_heads(
         v_ptr + (t * v_stride_t + h * v_stride_h)[:, None],
         v_cache_ptr + (page * v_stride_p + place * v_stride_s + h * v_stride_n)[:, None],
         cos_ptr, sin_ptr, v_scale_ptr + scale, there, D, 0, BLOCK_D, BLOCK_HALF, SCALED,
-    )  # fmt: skip
-
-
-@triton.jit
-def _turn_heads(
-    x_ptr, o_ptr, cos_ptr, sin_ptr, total, n, x_stride_t, x_stride_h, cos_stride_t,
-    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
-    """The n-th BLOCK_R heads of tokens, turned."""
-    r = n.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    t, h = r // HEADS, r % HEADS
-    waves = (t * cos_stride_t)[:, None]
-    _moved(
-        x_ptr + (t * x_stride_t + h * x_stride_h)[:, None], o_ptr + (r * D)[:, None], cos_ptr + waves, sin_ptr + waves, o_ptr,
-        t < total, D, HALF, BLOCK_D, BLOCK_HALF, False,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["total"])
-def _rotate(
-    x_ptr, o_ptr, cos_ptr, sin_ptr, total, x_stride_t, x_stride_h, cos_stride_t,
-    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
-    _turn_heads(
-        x_ptr, o_ptr, cos_ptr, sin_ptr, total, tl.program_id(0), x_stride_t, x_stride_h, cos_stride_t, HEADS, D, HALF, BLOCK_R,
-        BLOCK_D, BLOCK_HALF,
     )  # fmt: skip
 
 
@@ -179,7 +106,7 @@ def _gather(
     tl.store(v_ptr + line[:, None] * DV + dv[None, :], v.to(v_ptr.dtype.element_ty), mask=there & (dv < DV)[None, :])
 
 
-_start_write, _start_rotate = Quick(_write), Quick(_rotate)
+_start_write = Quick(_write)
 
 
 def write(
@@ -206,19 +133,6 @@ def write(
         x, x if o is None else o, *x.stride()[:2],
     )  # fmt: skip
     _start_write((triton.cdiv(total * heads, block_r) + triton.cdiv(total * q_heads, block_r), 1, 1), arguments, constants)
-    return o
-
-
-def turn(x: Tensor, rotation: Rotation) -> Tensor:
-    """x (total, heads, D), turned."""
-    total, heads, dim = x.shape
-    x = x if x.stride(2) == 1 else x.contiguous()
-    o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    cos, sin = rotation
-    constants = _constants(heads, dim, cos.shape[1])
-    if total:
-        arguments = (x, o, cos, sin, total, *x.stride()[:2], cos.stride(0))
-        _start_rotate((triton.cdiv(total * heads, constants["BLOCK_R"]), 1, 1), arguments, constants)
     return o
 
 
@@ -255,13 +169,4 @@ def copy_blocks(storage: Tensor, pairs: Tensor) -> None:
 
 @cache
 def _writes(heads: int, q_heads: int, dim: int, half: int, size: int, scaled: bool) -> dict[str, int]:
-    return _constants(heads, dim, half) | {"Q_HEADS": q_heads, "SIZE": size, "SCALED": scaled}
-
-
-@cache
-def _constants(heads: int, dim: int, half: int) -> dict[str, int]:
-    block_d = triton.next_power_of_2(dim)
-    return {
-        "HEADS": heads, "D": dim, "HALF": half, "BLOCK_R": max(NUMBERS // block_d, 1), "BLOCK_D": block_d,
-        "BLOCK_HALF": triton.next_power_of_2(max(half, 1)),
-    }  # fmt: skip
+    return rotates(heads, dim, half) | {"Q_HEADS": q_heads, "SIZE": size, "SCALED": scaled}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rooftile.fused import Rotation, rotate, runs_on
 from rooftile.kvcache.blocks import Copy
-from rooftile.kvcache.rotation import Rotation, rotate
 
 # the largest number of torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
@@ -106,7 +106,7 @@ class Pages:
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         self.storage = torch.empty(blocks, layers, 2, size, heads, dim, dtype=dtype, device=device)
-        if self.storage.is_cuda:
+        if runs_on(self.storage):
             # a slot that nobody has written holds no NaN: kernels would take their slow way around it
             self.storage.view(torch.uint8).zero_()
         self._layers = [(self.storage[:, n, 0], self.storage[:, n, 1]) for n in range(layers)]
@@ -135,7 +135,7 @@ class Pages:
 
         What has a slot below 0 is left out. Keys are turned by `rotation` on their way.
         """
-        if self.storage.is_cuda:
+        if runs_on(self.storage):
             from rooftile.kvcache import kernels
 
             kernels.write(k, v, *self.layer(layer), slots, rotation, self._scales_of(layer))
@@ -159,7 +159,7 @@ class Pages:
         if rotation is None:
             self.write(layer, k, v, slots)
             return q
-        if self.storage.is_cuda:
+        if runs_on(self.storage):
             from rooftile.kvcache import kernels
 
             turned = kernels.write(k, v, *self.layer(layer), slots, rotation, self._scales_of(layer), q)
@@ -196,9 +196,11 @@ def _copy(storage: Tensor, copies: Sequence[Copy]) -> None:
     elif copies:
         pairs = torch.tensor(copies)
         if storage.is_cuda:
+            pairs = pairs.pin_memory().to(storage.device, non_blocking=True)
+        if runs_on(storage):
             from rooftile.kvcache import kernels
 
-            kernels.copy_blocks(storage, pairs.pin_memory().to(storage.device, non_blocking=True))
+            kernels.copy_blocks(storage, pairs)
         else:
             storage[pairs[:, 1]] = storage[pairs[:, 0]]
 

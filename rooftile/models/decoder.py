@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rooftile.errors import InvalidInput
-from rooftile.kvcache import Rotation
+from rooftile.fused import ACTIVATIONS, Rotation, add_norm, gated, normalise
 from rooftile.models import weights
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import ACTIVATIONS, Memory, Norm, Projection, add_norm, capped, gated, normalise
+from rooftile.models.layers import Memory, Norm, Projection, capped
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

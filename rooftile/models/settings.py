@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rooftile.errors import InvalidInput
-from rooftile.models.layers import ACTIVATIONS
+from rooftile.fused import ACTIVATIONS
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DUE: Any = object()

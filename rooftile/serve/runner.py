@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftile.api import paged_alike
+from rooftile.fused import runs_on
 from rooftile.kvcache import Copy, PagedKV, Pages, Rotation
 from rooftile.masks import CAUSAL, Mask, Window
 from rooftile.models import Decoder, ModelConfig
@@ -82,7 +83,8 @@ class Runner:
         self.masks = masks_of(decoder.config)
         # of each slot's request
         self._wants = [Wants()] * (max_answers + 1)
-        self._graphs: dict[tuple[int, Wants], Graph] | None = {} if graphs and self.device.type == "cuda" else None
+        captures = graphs and self.table.is_cuda and runs_on(self.table)
+        self._graphs: dict[tuple[int, Wants], Graph] | None = {} if captures else None
         if self._graphs is not None:
             self._memory = torch.cuda.graph_pool_handle()
             # torch's own is of the device of a process's first capture

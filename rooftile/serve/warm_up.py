@@ -81,7 +81,10 @@ def jobs(
 
 def import_kernels() -> None:
     """All that threads would import, by one: several that import the same at once get in each other's way."""
-    for name in ("backends.triton.paged_decode", "backends.triton.paged_fwd", "kvcache.kernels", "models.kernels"):
+    for name in (
+        "backends.triton.paged_decode", "backends.triton.paged_fwd", "kvcache.kernels", "fused.kernels.norm",
+        "fused.kernels.gated",
+    ):  # fmt: skip
         import_module(f"rooftile.{name}")
     import_module("rooftile.serve.sampling.kernels")
     hopper.import_kernels()

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from rooftile.kvcache import Rotation, rotate
-from rooftile.models import Decoder, layers
+from rooftile import fused
+from rooftile.fused import ACTIVATIONS, Rotation, rotate
+from rooftile.fused.gated import gated_as_defined
+from rooftile.fused.norm import added_as_defined, normalised_as_defined
+from rooftile.models import Decoder
 from rooftile.models.families import config_of
-from rooftile.models.layers import ACTIVATIONS
 from tests.models.checkpoints import CONFIGS
 from tests.models.norms import KINDS, assert_within_an_ulp, norm_of
 
@@ -28,9 +30,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def test_norms(total: int, size: int, kind: str, dtype: torch.dtype) -> None:
     norm = norm_of(kind, size, dtype, "cuda")
     x, residual = (2 * torch.randn(2, total, size, device="cuda")).to(dtype)
-    assert_within_an_ulp(layers.normalise(x, norm), layers.normalised_as_defined(x, norm))
-    due, due_stream = layers.added_as_defined(x, residual, norm)
-    found, stream = layers.add_norm(x, residual, norm)
+    assert_within_an_ulp(fused.normalise(x, norm), normalised_as_defined(x, norm))
+    due, due_stream = added_as_defined(x, residual, norm)
+    found, stream = fused.add_norm(x, residual, norm)
     assert torch.equal(stream, due_stream)
     assert_within_an_ulp(found, due)
 
@@ -41,15 +43,15 @@ def test_norms(total: int, size: int, kind: str, dtype: torch.dtype) -> None:
 def test_what_is_added_is_normalised_first(total: int, size: int, kind: str, dtype: torch.dtype) -> None:
     norm, post = (norm_of(kind, size, dtype, "cuda", eps=eps) for eps in (1e-2, 0.3))
     x, residual = (2 * torch.randn(2, total, size, device="cuda")).to(dtype)
-    _, due_stream = layers.added_as_defined(x, residual, norm, post)
-    added = layers.normalised_as_defined(x, post).double().abs()
-    found, stream = layers.add_norm(x, residual, norm, post)
+    _, due_stream = added_as_defined(x, residual, norm, post)
+    added = normalised_as_defined(x, post).double().abs()
+    found, stream = fused.add_norm(x, residual, norm, post)
     # an ulp of what is added may be many of a sum near zero
     assert_within_an_ulp(stream, due_stream, also=(8 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps * added)
     # of the kind that a family has after its projections (Gemma 2)
     if dtype != torch.float32 and kind == "plus one":
         assert (stream != due_stream).float().mean() < 0.01
-    assert_within_an_ulp(found, layers.normalised_as_defined(stream, norm))
+    assert_within_an_ulp(found, normalised_as_defined(stream, norm))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,7 +63,7 @@ def test_heads_of_a_projection(total: int, heads: int, size: int, kind: str, dty
     norm = norm_of(kind, size, dtype, "cuda")
     qkv = torch.randn(total, 3 * heads * size, device="cuda").to(dtype).unflatten(-1, (3 * heads, size))
     for x in (*qkv.split(heads, dim=1), qkv.transpose(0, 1), qkv[:, ::2]):
-        assert_within_an_ulp(layers.normalise(x, norm), layers.normalised_as_defined(x, norm))
+        assert_within_an_ulp(fused.normalise(x, norm), normalised_as_defined(x, norm))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -70,7 +72,7 @@ def test_heads_of_a_projection(total: int, heads: int, size: int, kind: str, dty
 def test_gates(total: int, ffn: int, activation: str, dtype: torch.dtype) -> None:
     x = (4 * torch.randn(total, 2 * ffn, device="cuda")).to(dtype)
     tail = 1e-6 * x.chunk(2, dim=-1)[1].double().abs() if activation.startswith("gelu") else None
-    assert_within_an_ulp(layers.gated(x, activation), layers.gated_as_defined(x, activation), of=2.0, also=tail)
+    assert_within_an_ulp(fused.gated(x, activation), gated_as_defined(x, activation), of=2.0, also=tail)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,15 +80,15 @@ def test_gates(total: int, ffn: int, activation: str, dtype: torch.dtype) -> Non
 def test_a_row_does_not_know_its_neighbours(size: int, kind: str) -> None:
     norm = norm_of(kind, size, torch.bfloat16, "cuda")
     x, residual = torch.randn(2, 1000, size, device="cuda").bfloat16()
-    together, stream = layers.add_norm(x, residual.clone(), norm)
-    gates = layers.gated(x, "silu")
+    together, stream = fused.add_norm(x, residual.clone(), norm)
+    gates = fused.gated(x, "silu")
     for first, rows in ((0, 1), (999, 1), (40, 17), (0, 512)):
         some = slice(first, first + rows)
-        found, part = layers.add_norm(x[some].clone(), residual[some].clone(), norm)
+        found, part = fused.add_norm(x[some].clone(), residual[some].clone(), norm)
         assert torch.equal(part, stream[some])
         assert torch.equal(found, together[some])
-        assert torch.equal(layers.normalise(part, norm), together[some])
-        assert torch.equal(layers.gated(x[some].clone(), "silu"), gates[some])
+        assert torch.equal(fused.normalise(part, norm), together[some])
+        assert torch.equal(fused.gated(x[some].clone(), "silu"), gates[some])
 
 
 def test_places_past_2_to_the_31() -> None:
@@ -95,9 +97,9 @@ def test_places_past_2_to_the_31() -> None:
         pytest.skip("needs 16 GiB")
     x = torch.zeros(total, 2 * ffn, device="cuda", dtype=torch.bfloat16)
     x[-2:].normal_()
-    assert torch.equal(layers.gated(x, "relu")[-2:], layers.gated_as_defined(x[-2:], "relu"))
+    assert torch.equal(fused.gated(x, "relu")[-2:], gated_as_defined(x[-2:], "relu"))
     norm = norm_of("rms", 2 * ffn, torch.bfloat16, "cuda")
-    assert torch.equal(layers.normalise(x, norm)[-2:], layers.normalise(x[-2:].clone(), norm))
+    assert torch.equal(fused.normalise(x, norm)[-2:], fused.normalise(x[-2:].clone(), norm))
 
 
 def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:

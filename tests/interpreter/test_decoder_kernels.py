@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.models import kernels, layers
-from rooftile.models.layers import ACTIVATIONS
+from rooftile.fused import ACTIVATIONS, add_norm, gated, normalise
+from rooftile.fused.gated import gated_as_defined
+from rooftile.fused.kernels.norm import tile_of
+from rooftile.fused.norm import added_as_defined, normalised_as_defined
 from tests.models.norms import KINDS, assert_within_an_ulp, norm_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -20,8 +22,8 @@ OVERFLOWS = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encounte
 def test_rows_are_normalised(total: int, size: int, kind: str, dtype: torch.dtype) -> None:
     norm = norm_of(kind, size, dtype)
     x = (3 * torch.randn(total, size) + 0.5).to(dtype)
-    found = kernels.normalise(x, norm)
-    assert_within_an_ulp(found, layers.normalised_as_defined(x, norm))
+    found = normalise(x, norm)
+    assert_within_an_ulp(found, normalised_as_defined(x, norm))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -31,17 +33,17 @@ def test_rows_are_normalised(total: int, size: int, kind: str, dtype: torch.dtyp
 def test_what_is_added_is_normalised(total: int, size: int, kind: str, post: str | None, dtype: torch.dtype) -> None:
     norm, first = norm_of(kind, size, dtype), None if post is None else norm_of(post, size, dtype, eps=0.3)
     x, residual = (2 * torch.randn(2, total, size)).to(dtype)
-    _, due_stream = layers.added_as_defined(x, residual, norm, first)
-    found, stream = kernels.add_norm(x, residual, norm, first)
+    _, due_stream = added_as_defined(x, residual, norm, first)
+    found, stream = add_norm(x, residual, norm, first)
     if first is None:
         assert torch.equal(stream, due_stream)
     else:
         # an ulp of what is added may be many of a sum near zero
-        added = layers.normalised_as_defined(x, first).double().abs()
+        added = normalised_as_defined(x, first).double().abs()
         assert_within_an_ulp(stream, due_stream, also=torch.finfo(dtype).eps * added)
         if dtype != torch.float32 and total * size > 1000:
             assert (stream != due_stream).float().mean() < 0.01
-    assert_within_an_ulp(found, layers.normalised_as_defined(stream, norm))
+    assert_within_an_ulp(found, normalised_as_defined(stream, norm))
     # in place, and what was added is as it was
     assert stream.data_ptr() == residual.data_ptr()
     assert not x.isnan().any()
@@ -51,10 +53,10 @@ def test_a_residual_with_gaps_stays() -> None:
     norm = norm_of("rms", 40, torch.float32)
     x, wide = torch.randn(6, 40), torch.randn(6, 50)
     before = wide.clone()
-    found, stream = kernels.add_norm(x, wide[:, :40], norm)
+    found, stream = add_norm(x, wide[:, :40], norm)
     assert torch.equal(wide, before)
     assert torch.equal(stream, before[:, :40] + x)
-    assert_within_an_ulp(found, layers.normalised_as_defined(stream, norm))
+    assert_within_an_ulp(found, normalised_as_defined(stream, norm))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -64,15 +66,15 @@ def test_heads_of_a_projection_are_normalised(total: int, heads: int, size: int,
     norm = norm_of(kind, size, dtype)
     qkv = torch.randn(total, 3 * heads * size).to(dtype).unflatten(-1, (3 * heads, size))
     for x in (*qkv.split(heads, dim=1), qkv.transpose(0, 1), qkv[:, ::2], qkv.flip(2).transpose(1, 2).mT):
-        found = kernels.normalise(x, norm)
+        found = normalise(x, norm)
         assert found.is_contiguous()
-        assert_within_an_ulp(found, layers.normalised_as_defined(x, norm))
+        assert_within_an_ulp(found, normalised_as_defined(x, norm))
 
 
 def test_columns_are_rows_too() -> None:
     norm = norm_of("layer", 40, torch.float32)
     x = torch.randn(40, 6).T
-    assert_within_an_ulp(kernels.normalise(x, norm), layers.normalised_as_defined(x, norm))
+    assert_within_an_ulp(normalise(x, norm), normalised_as_defined(x, norm))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -81,12 +83,12 @@ def test_columns_are_rows_too() -> None:
 @OVERFLOWS
 def test_gates(total: int, ffn: int, activation: str, dtype: torch.dtype) -> None:
     x = (4 * torch.randn(total, 2 * ffn)).to(dtype)
-    found = kernels.gated(x, activation)
+    found = gated(x, activation)
     # PyTorch loses the tails of gelu, where 1 + tanh and 1 + erf cancel: 1e-6 of what the gate lets through, at most
     tail = 1e-6 * x.chunk(2, dim=-1)[1].double().abs() if activation.startswith("gelu") else None
-    assert_within_an_ulp(found, layers.gated_as_defined(x, activation), of=2.0, also=tail)
+    assert_within_an_ulp(found, gated_as_defined(x, activation), of=2.0, also=tail)
     with_gaps = torch.cat((x, x), dim=1)[:, : 2 * ffn]
-    assert torch.equal(kernels.gated(with_gaps, activation), found)
+    assert torch.equal(gated(with_gaps, activation), found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -96,8 +98,8 @@ def test_gates_far_away(activation: str, dtype: torch.dtype) -> None:
     """An activation is its asymptote there, and nothing is NaN that need not be."""
     far = torch.tensor([0.0, 30.0, 1e3, 1e10, 1e20, 1e38, -30.0, -100.0, -1e3, -1e10, -1e20, -1e38, float("nan")])
     x = torch.stack((far, torch.full_like(far, 0.5))).to(dtype).reshape(1, -1)
-    found = kernels.gated(x, activation)
-    torch.testing.assert_close(found, layers.gated_as_defined(x, activation), rtol=1e-6, atol=1e-11, equal_nan=True)
+    found = gated(x, activation)
+    torch.testing.assert_close(found, gated_as_defined(x, activation), rtol=1e-6, atol=1e-11, equal_nan=True)
     assert found[0, :-1].isfinite().all()
     assert found[0, -1].isnan()
 
@@ -106,7 +108,7 @@ def test_gates_far_away(activation: str, dtype: torch.dtype) -> None:
 def test_the_tail_of_gelu_is_not_lost() -> None:
     """1 + tanh z is 0 in fp32 from z = -9 on, and gelu is not."""
     gate = torch.linspace(-7, -0.1, 100)
-    found = kernels.gated(torch.cat((gate, torch.ones(100)))[None], "gelu_pytorch_tanh")[0]
+    found = gated(torch.cat((gate, torch.ones(100)))[None], "gelu_pytorch_tanh")[0]
     z = (2 / torch.pi) ** 0.5 * (gate.double() + 0.044715 * gate.double() ** 3)
     torch.testing.assert_close(found.double(), gate.double() * torch.sigmoid(2 * z), rtol=1e-5, atol=0)
 
@@ -120,8 +122,8 @@ def test_rows_of_any_size_of_numbers(scale: float, kind: str, dtype: torch.dtype
     x, residual = torch.randn(2, 2, 4096) * scale
     residual[:, ::1000] *= 1000
     x, residual = x.to(dtype), residual.to(dtype)
-    due, due_stream = layers.added_as_defined(x, residual, norm)
-    found, stream = kernels.add_norm(x, residual, norm)
+    due, due_stream = added_as_defined(x, residual, norm)
+    found, stream = add_norm(x, residual, norm)
     assert torch.equal(stream, due_stream)
     assert_within_an_ulp(found, due)
 
@@ -130,29 +132,29 @@ def test_rows_of_any_size_of_numbers(scale: float, kind: str, dtype: torch.dtype
 def test_a_row_does_not_know_its_neighbours(size: int) -> None:
     norm = norm_of("rms", size, torch.bfloat16)
     x, residual = torch.randn(2, 70, size).bfloat16()
-    together, stream = kernels.add_norm(x, residual.clone(), norm)
-    gates = kernels.gated(x, "silu")
+    together, stream = add_norm(x, residual.clone(), norm)
+    gates = gated(x, "silu")
     for row in (0, 33, 69):
         one = slice(row, row + 1)
-        assert torch.equal(kernels.add_norm(x[one], residual[one].clone(), norm)[0], together[one])
-        assert torch.equal(kernels.normalise(stream[one], norm), together[one])
-        assert torch.equal(kernels.gated(x[one], "silu"), gates[one])
+        assert torch.equal(add_norm(x[one], residual[one].clone(), norm)[0], together[one])
+        assert torch.equal(normalise(stream[one], norm), together[one])
+        assert torch.equal(gated(x[one], "silu"), gates[one])
 
 
 def test_no_rows() -> None:
     norm = norm_of("rms", 8, torch.float32)
     none = torch.empty(0, 8)
-    assert kernels.normalise(none, norm).shape == (0, 8)
-    assert kernels.normalise(torch.empty(0, 3, 8), norm).shape == (0, 3, 8)
-    assert [x.shape for x in kernels.add_norm(none, none, norm)] == [(0, 8), (0, 8)]
-    assert kernels.gated(none, "silu").shape == (0, 4)
+    assert normalise(none, norm).shape == (0, 8)
+    assert normalise(torch.empty(0, 3, 8), norm).shape == (0, 3, 8)
+    assert [x.shape for x in add_norm(none, none, norm)] == [(0, 8), (0, 8)]
+    assert gated(none, "silu").shape == (0, 4)
 
 
 def test_tiles_hold_their_rows_and_follow_from_their_size() -> None:
     for size in (1, 40, 64, 128, 896, 2048, 4096, 5000, 16384):
-        tile = kernels._tile(size)
+        tile = tile_of(size)
         assert tile["BLOCK_N"] >= size
         assert 1 <= tile["num_warps"] <= 16
         assert tile["BLOCK_R"] * tile["BLOCK_N"] >= 2048
-    assert kernels._tile(4096) == {"BLOCK_R": 1, "BLOCK_N": 4096, "num_warps": 8}
-    assert kernels._tile(128) == {"BLOCK_R": 16, "BLOCK_N": 128, "num_warps": 4}
+    assert tile_of(4096) == {"BLOCK_R": 1, "BLOCK_N": 4096, "num_warps": 8}
+    assert tile_of(128) == {"BLOCK_R": 16, "BLOCK_N": 128, "num_warps": 4}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.kvcache import Pages, Rotation, kernels, rotate
+from rooftile.fused import rotate
+from rooftile.fused.rope import rotated_as_defined
+from rooftile.kvcache import Pages, Rotation, kernels
 from tests.unit.test_paged import in_fp8, paged, sequences
 
 
@@ -31,7 +33,7 @@ def test_tokens_go_to_their_slots(heads: int, dim: int, turned: int, dtype: torc
     torch.testing.assert_close(pages.storage.float(), due.storage.float())
     torch.testing.assert_close(pages.scales, due.scales)
     if rotation is not None:
-        torch.testing.assert_close(kernels.turn(k, rotation), rotate(k, rotation))
+        torch.testing.assert_close(rotate(k, rotation), rotated_as_defined(k, rotation))
 
 
 def test_blocks_are_copied_whole() -> None:

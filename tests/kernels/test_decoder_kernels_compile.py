@@ -14,14 +14,18 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
 
+def kernel_named(name: str):
+    from rooftile.fused.kernels import gated, norm
+
+    return {"_normalise": norm._normalise, "_gate": gated._gate}[name]
+
+
 def compiled(name: str, sm: int, dtype: torch.dtype, constants: dict[str, object], even: bool = True):
     """A kernel as it is launched for rows that are aligned to 16 bytes, or not."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.models import kernels
-
-    kernel = getattr(kernels, name)
+    kernel = kernel_named(name)
     constants = dict(constants)
     options = {"num_warps": constants.pop("num_warps")}
     others = {"total": "i32", "x_stride_t": "i32", "x_stride_h": "i32", "eps": "fp32", "post_eps": "fp32"}
@@ -39,11 +43,11 @@ def compiled(name: str, sm: int, dtype: torch.dtype, constants: dict[str, object
 
 
 def constants_of(kind: str, size: int, heads: int, residual: bool, post: bool) -> dict[str, object]:
-    from rooftile.models import kernels
+    from rooftile.fused.kernels.norm import tile_of
 
     layer, plus_one = kind == "layer", kind == "plus one"
     kinds = {"LAYER": layer, "PLUS_ONE": plus_one, "POST_LAYER": layer, "POST_PLUS_ONE": plus_one}
-    return kernels._tile(size) | kinds | {"HEADS": heads, "SIZE": size, "RESIDUAL": residual, "POST": post}
+    return tile_of(size) | kinds | {"HEADS": heads, "SIZE": size, "RESIDUAL": residual, "POST": post}
 
 
 @pytest.mark.parametrize(
@@ -86,11 +90,11 @@ def test_norms_compile(
 @pytest.mark.parametrize("ffn", [14336, 4864, 7])
 @pytest.mark.parametrize("kind", ["silu", "tanh", "erf", "relu"])
 def test_gates_compile(sm: int, dtype: torch.dtype, ffn: int, kind: str) -> None:
-    from rooftile.models import kernels
+    from rooftile.fused.kernels.tile import PIECE, warps_for
 
-    piece = min(kernels.PIECE, triton.next_power_of_2(ffn))
-    constants = {"FFN": ffn, "PIECE": piece, "KIND": kind, "num_warps": kernels._warps(piece)}
-    built = compiled("_gated", sm, dtype, constants)
+    piece = min(PIECE, triton.next_power_of_2(ffn))
+    constants = {"FFN": ffn, "PIECE": piece, "KIND": kind, "num_warps": warps_for(piece)}
+    built = compiled("_gate", sm, dtype, constants)
     if ffn % 16 == 0:
         assert len(re.findall(r"ld\.global\.v4\.b32", built.asm["ptx"])) >= 2
         assert "st.global.v4.b32" in built.asm["ptx"]
@@ -99,15 +103,16 @@ def test_gates_compile(sm: int, dtype: torch.dtype, ffn: int, kind: str) -> None
 
 
 def test_every_activation_has_a_kernel() -> None:
-    from rooftile.models import kernels, layers
+    from rooftile.fused import ACTIVATIONS
+    from rooftile.fused.kernels.gated import KINDS
 
-    assert kernels.KINDS.keys() == layers.ACTIVATIONS.keys()
+    assert KINDS.keys() == ACTIVATIONS.keys()
 
 
 def test_places_are_of_64_bits() -> None:
     """Rows times their size may pass 2^31."""
     rows = compiled("_normalise", 90, torch.bfloat16, constants_of("rms", 128, 32, True, False))
     assert not re.search(r"arith\.(muli|addi) .*i32", rows.asm["ttir"])
-    gates = compiled("_gated", 90, torch.bfloat16, {"FFN": 8192, "PIECE": 2048, "KIND": "silu", "num_warps": 4})
+    gates = compiled("_gate", 90, torch.bfloat16, {"FFN": 8192, "PIECE": 2048, "KIND": "silu", "num_warps": 4})
     # a row's place in what is read, and in what is written
     assert len(re.findall(r"arith\.muli .*i64", gates.asm["ttir"])) == 2

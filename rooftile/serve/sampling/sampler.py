@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rooftile.fused import runs_on
 from rooftile.reference import philox
 from rooftile.serve.sampling.state import SamplingState, Wants, wants_of
 
@@ -44,7 +45,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
     assert positions.shape == slots.shape
     assert not wants.penalties or state.counts is not None, "prepare the state for penalties first"
     assert not wants.bias or state.bias is not None, "prepare the state for biases first"
-    if logits.is_cuda:
+    if runs_on(logits):
         from rooftile.serve.sampling.kernels import sample as launch
 
         return launch(logits, slots, positions, state, wants)

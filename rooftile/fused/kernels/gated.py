@@ -1,0 +1,65 @@
+"""A gated activation in one pass: `rooftile.fused.gated` defines it, and this rounds where it rounds."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.fused.kernels.tile import PIECE, warps_for
+from rooftile.hardware.quick import Quick
+
+# the kernel's formula for each activation of `rooftile.fused.ACTIVATIONS`
+KINDS = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "relu": "relu", "silu": "silu"}
+
+
+@triton.jit
+def _activated(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif KIND == "tanh":
+        # gelu(x) = x (1 + tanh z) / 2 with z = √(2/π) (x + 0.044715 x³), and (1 + tanh z) / 2 = 1 / (1 + exp(-2z)): nothing
+        # cancels, and exp may overflow, as x / inf is the zero that is due
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * (x * x * x))))
+    elif KIND == "erf":
+        y = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(KIND == "relu")
+        # in this order NaN stays NaN
+        y = tl.where(x <= 0.0, 0.0, x)
+    return y
+
+
+@triton.jit
+def _gate(x_ptr, o_ptr, FFN: tl.constexpr, PIECE: tl.constexpr, KIND: tl.constexpr):
+    """Writes a piece of a row: the activation of its gate, rounded, times the other half."""
+    pieces: tl.constexpr = (FFN + PIECE - 1) // PIECE
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    n = tl.program_id(0) % pieces * PIECE + tl.arange(0, PIECE)
+    gate = tl.load(x_ptr + row * (2 * FFN) + n, mask=n < FFN, other=0.0)
+    up = tl.load(x_ptr + row * (2 * FFN) + FFN + n, mask=n < FFN, other=0.0)
+    opened = _activated(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
+    tl.store(o_ptr + row * FFN + n, (opened * up.to(tl.float32)).to(gate.dtype), mask=n < FFN)
+
+
+_start_gate = Quick(_gate)
+
+
+def gated(x: Tensor, activation: str) -> Tensor:
+    """Activation of the first half of each row times the second: x (total, 2 * ffn) to (total, ffn)."""
+    x = x.contiguous()
+    total, ffn = x.shape[0], x.shape[1] // 2
+    o = torch.empty((total, ffn), dtype=x.dtype, device=x.device)
+    piece = min(PIECE, triton.next_power_of_2(ffn))
+    if total:
+        _start_gate((total * triton.cdiv(ffn, piece), 1, 1), (x, o), _constants(ffn, piece, activation))
+    return o
+
+
+@cache
+def _constants(ffn: int, piece: int, activation: str) -> dict[str, Any]:
+    return {"FFN": ffn, "PIECE": piece, "KIND": KINDS[activation], "num_warps": warps_for(piece)}

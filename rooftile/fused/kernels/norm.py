@@ -1,0 +1,121 @@
+"""Norms, and an addition with its norm, in one pass: `rooftile.fused.norm` defines them, and these round where it rounds."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.fused.kernels.tile import PIECE, warps_for
+from rooftile.hardware.quick import Quick
+
+
+@triton.jit
+def _normalised(x, weight, bias, there, eps, dtype, SIZE: tl.constexpr, LAYER: tl.constexpr, PLUS_ONE: tl.constexpr):
+    """RMS: x / sqrt(mean x² + eps) * w. Layer: the same for x - mean x, plus b. All in fp32; x is 0 outside `there`."""
+    if LAYER:
+        x = tl.where(there, x - (tl.sum(x, 1) / SIZE)[:, None], 0.0)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None]
+    if LAYER:
+        x = x * weight + bias
+    elif PLUS_ONE:
+        x = x * (1.0 + weight)
+    else:
+        # rounded before the product and after it
+        x = x.to(dtype).to(tl.float32) * weight
+    return x.to(dtype)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["total"])
+def _normalise(
+    x_ptr, residual_ptr, o_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, total, x_stride_t, x_stride_h,
+    eps, post_eps, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    LAYER: tl.constexpr, PLUS_ONE: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr, POST_LAYER: tl.constexpr,
+    POST_PLUS_ONE: tl.constexpr,
+):
+    # fmt: on
+    """Normalises BLOCK_R rows, each a head of a token: x, or the residual plus x, which may itself be normalised first."""
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    n = tl.arange(0, BLOCK_N)[None, :]
+    t, h = r // HEADS, r % HEADS
+    there = (t < total)[:, None] & (n < SIZE)
+    dtype: tl.constexpr = o_ptr.dtype.element_ty
+    # every load is issued before the first sum waits for one
+    x = tl.load(x_ptr + (t * x_stride_t + h * x_stride_h)[:, None] + n, mask=there, other=0.0).to(tl.float32)
+    line = (r * SIZE)[:, None] + n
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + line, mask=there, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
+    bias = weight
+    if LAYER:
+        bias = tl.load(bias_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
+    if POST:
+        post_weight = tl.load(post_weight_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
+        post_bias = post_weight
+        if POST_LAYER:
+            post_bias = tl.load(post_bias_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
+        x = _normalised(x, post_weight, post_bias, there, post_eps, dtype, SIZE, POST_LAYER, POST_PLUS_ONE).to(tl.float32)
+    if RESIDUAL:
+        # the norm sees the stream as later layers will read it: rounded
+        stream = (residual + x).to(dtype)
+        tl.store(residual_ptr + line, stream, mask=there)
+        x = stream.to(tl.float32)
+    tl.store(o_ptr + line, _normalised(x, weight, bias, there, eps, dtype, SIZE, LAYER, PLUS_ONE), mask=there)
+
+
+_start_normalise = Quick(_normalise)
+
+
+def normalise(x: Tensor, norm) -> Tensor:
+    """x (total, size) or (total, heads, size), normalised over its last axis: contiguous, whatever x is."""
+    o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        _launch(x, None, o, norm, None)
+    return o
+
+
+def add_norm(x: Tensor, residual: Tensor, norm, post=None) -> Tensor:
+    """Adds x, or x normalised by `post`, to a contiguous residual in place, and returns the sum normalised by `norm`."""
+    o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        _launch(x, residual, o, norm, post)
+    return o
+
+
+def _launch(x: Tensor, residual: Tensor | None, o: Tensor, norm, post) -> None:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    total, heads, size = x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
+    first = norm if post is None else post
+    weight, bias, first_weight, first_bias = norm.weight, norm.bias, first.weight, first.bias
+    constants = _constants(
+        heads, size, bias is not None, norm.plus_one, residual is not None, post is not None,
+        first_bias is not None, first.plus_one,
+    )  # fmt: skip
+    arguments = (
+        x, o if residual is None else residual, o, weight, weight if bias is None else bias,
+        first_weight, first_weight if first_bias is None else first_bias, total, x.stride(0), x.stride(1) if heads > 1 else 0,
+        norm.eps, first.eps,
+    )  # fmt: skip
+    _start_normalise((triton.cdiv(total * heads, constants["BLOCK_R"]), 1, 1), arguments, constants)
+
+
+@cache
+def _constants(
+    heads: int, size: int, layer: bool, plus_one: bool, residual: bool, post: bool, post_layer: bool, post_plus_one: bool
+) -> dict[str, Any]:  # fmt: skip
+    return tile_of(size) | {
+        "HEADS": heads, "SIZE": size, "LAYER": layer, "PLUS_ONE": plus_one, "RESIDUAL": residual, "POST": post,
+        "POST_LAYER": post_layer, "POST_PLUS_ONE": post_plus_one,
+    }  # fmt: skip
+
+
+def tile_of(size: int) -> dict[str, int]:
+    """Rows and columns of a program's tile, and its warps, for rows of so many numbers."""
+    block_n = triton.next_power_of_2(size)
+    block_r = max(PIECE // block_n, 1)
+    return {"BLOCK_R": block_r, "BLOCK_N": block_n, "num_warps": warps_for(block_r * block_n)}

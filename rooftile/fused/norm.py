@@ -1,0 +1,152 @@
+"""Layer norm and RMS norm of rows, and of a residual stream after an addition to it.
+
+They round where Transformers rounds, so that a checkpoint in bfloat16 gives the same text; exceptions are named.
+
+Zhang and Sennrich, RMSNorm, arXiv:1910.07467; Ba et al., Layer Normalization, arXiv:1607.06450.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rooftile.fused.where import runs_on
+from rooftile.operators import call, define, wants_grad
+
+
+class Norm(Protocol):
+    """The weights of a norm, and its kind: a layer norm has a bias, an RMS norm has none."""
+
+    @property
+    def weight(self) -> Tensor:
+        """(size,)."""
+        ...
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(size,), of a layer norm."""
+        ...
+
+    @property
+    def eps(self) -> float:
+        """Added to the variance."""
+        ...
+
+    @property
+    def plus_one(self) -> bool:
+        """Whether an RMS norm's weights are distances from one, as Gemma's are."""
+        ...
+
+
+class Weights(NamedTuple):
+    """A `Norm` of plain values, as it crosses an operator's schema."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    plus_one: bool
+
+
+def normalise(x: Tensor, norm: Norm) -> Tensor:
+    """x (..., size), contiguous, normalised over its last axis.
+
+    Args:
+        x: (total, size) or (total, heads, size), in the dtype of the weights, any strides.
+        norm: `rooftile.models.layers.Norm`, or `Weights`.
+
+    Example:
+        >>> normalise(torch.randn(5, 64), Weights(torch.ones(64), None, 1e-6, False)).shape
+        torch.Size([5, 64])
+    """
+    weight, bias = norm.weight, norm.bias
+    if wants_grad(x, weight, bias):
+        return normalised_as_defined(x, norm)
+    found: Tensor = call(_NORMALISE, _normalise, x, weight, bias, norm.eps, norm.plus_one)
+    return found
+
+
+def add_norm(x: Tensor, residual: Tensor, norm: Norm, post: Norm | None = None) -> tuple[Tensor, Tensor]:
+    """The residual stream with x added to it: normalised, and as it is. x is normalised by `post` first, if there is one.
+
+    Where no gradient is wanted, a contiguous residual is updated in place: use the returned stream afterwards, not `residual`.
+
+    Args:
+        x: (total, size), in the dtype of the weights.
+        residual: (total, size), the stream.
+        norm: of the sum.
+        post: of x alone, before it is added.
+
+    Returns:
+        the normalised stream and the stream, both (total, size).
+    """
+    first = norm if post is None else post
+    if wants_grad(x, residual, norm.weight, norm.bias, first.weight, first.bias):
+        return added_as_defined(x, residual, norm, post)
+    residual = residual.contiguous()
+    before = (None, None, 0.0, False) if post is None else (post.weight, post.bias, post.eps, post.plus_one)
+    found = call(_ADD_NORM, _add_norm, x, residual, norm.weight, norm.bias, norm.eps, norm.plus_one, *before)
+    return found, residual
+
+
+def normalised_as_defined(x: Tensor, norm: Norm) -> Tensor:
+    """`normalise` in plain operations."""
+    if norm.bias is not None:
+        return functional.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.plus_one:
+        # Gemma multiplies before it rounds
+        return (wide * (1.0 + norm.weight.float())).to(x.dtype)
+    return norm.weight * wide.to(x.dtype)
+
+
+def added_as_defined(x: Tensor, residual: Tensor, norm: Norm, post: Norm | None = None) -> tuple[Tensor, Tensor]:
+    """`add_norm` in plain operations; the residual stays as it was."""
+    stream = residual + (x if post is None else normalised_as_defined(x, post))
+    return normalised_as_defined(stream, norm), stream
+
+
+def _normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_one: bool) -> Tensor:
+    norm = Weights(weight, bias, eps, plus_one)
+    if _kernels_run_on(x):
+        from rooftile.fused.kernels import norm as kernels
+
+        return kernels.normalise(x, norm)
+    return normalised_as_defined(x, norm).contiguous()
+
+
+def _add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_one: bool,
+    post_weight: Tensor | None, post_bias: Tensor | None, post_eps: float, post_plus_one: bool,
+) -> Tensor:  # fmt: skip
+    norm = Weights(weight, bias, eps, plus_one)
+    post = None if post_weight is None else Weights(post_weight, post_bias, post_eps, post_plus_one)
+    if _kernels_run_on(x) and residual.is_contiguous():
+        from rooftile.fused.kernels import norm as kernels
+
+        return kernels.add_norm(x, residual, norm, post)
+    residual += x if post is None else normalised_as_defined(x, post)
+    return normalised_as_defined(residual, norm).contiguous()
+
+
+def _kernels_run_on(x: Tensor) -> bool:
+    """They compute in fp32."""
+    return runs_on(x) and x.dtype != torch.float64
+
+
+def _fake(x: Tensor, *others: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_NORMALISE = define(
+    "normalise(Tensor x, Tensor weight, Tensor? bias, float eps, bool plus_one) -> Tensor", _normalise, _fake
+)
+_ADD_NORM = define(
+    "add_norm(Tensor x, Tensor(a!) residual, Tensor weight, Tensor? bias, float eps, bool plus_one, "
+    "Tensor? post_weight, Tensor? post_bias, float post_eps, bool post_plus_one) -> Tensor",
+    _add_norm,
+    _fake,
+)

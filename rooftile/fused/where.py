@@ -1,0 +1,35 @@
+"""Where the Triton kernels outside attention run: on CUDA tensors, and on CPU tensors in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cache
+from importlib import util
+
+from torch import Tensor
+
+# Triton's interpreter runs the same kernels on CPU tensors, for tests
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether Triton's kernels run on x; where they do not, PyTorch's own operations compute the same.
+
+    A CUDA tensor without Triton is computed so as well, with a warning once: the result is right, and slower.
+    """
+    if not x.is_cuda:
+        return INTERPRETED and x.device.type == "cpu"
+    return _triton_is_installed()
+
+
+@cache
+def _triton_is_installed() -> bool:
+    if util.find_spec("triton") is not None:
+        return True
+    warnings.warn(
+        "Triton is not installed, so CUDA tensors are normalised, gated, rotated, cached and sampled by PyTorch's own "
+        "operations, which are slower: install triton 3.6 or newer",
+        stacklevel=3,
+    )
+    return False
