@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 
 from rooftile import dispatch
 from rooftile.errors import Unsupported
-from rooftile.hardware import quick
 from rooftile.kvcache import PagedKV
+from rooftile.launch import BoundedCache
 from rooftile.masks import Mask
 from rooftile.operators import below_autograd, define, wants_grad, watched
 from rooftile.spec import Options, Spec, decode, option_names
@@ -47,7 +47,7 @@ def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: str, backend
 
 
 # calls seen before, by all that a plain call depends on
-_PREPARED: dict[tuple[Any, ...], Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
+_PREPARED = BoundedCache()
 _NUMBERS = frozenset((type(None), int, float))
 _FLAGS = frozenset((type(None), bool))
 
@@ -86,12 +86,12 @@ def prepared(key: tuple[Any, ...]) -> Callable[[Tensor, Tensor, Tensor], tuple[T
 def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, spec: str, backend: str) -> None:
     """Lets the backend prepare calls like this one, if it can; with gradients, only the checks are done beforehand."""
     if wants_grad(q, k, v):
-        quick.remember(_PREPARED, key, lambda q, k, v: _Attention.apply(q, k, v, spec, backend))
+        _PREPARED[key] = lambda q, k, v: _Attention.apply(q, k, v, spec, backend)
         return
     prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
     ready = prepare(q, k, v, decode(spec)) if prepare is not None else None
     if ready is not None:
-        quick.remember(_PREPARED, key, ready)
+        _PREPARED[key] = ready
 
 
 def named_options(spec: Spec, options: list[Tensor]) -> Options:

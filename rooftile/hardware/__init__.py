@@ -1,1 +1,1 @@
-"""The machine: its datasheet (chips), what is here (device), what was measured here (ceilings), how a kernel starts (quick)."""
+"""The machine: its datasheet (chips), what is here (device), what was measured here (ceilings)."""

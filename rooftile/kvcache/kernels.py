@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rooftile.fused import Rotation
 from rooftile.fused.kernels.rope import NUMBERS, rotate_heads, rotates, store_heads
-from rooftile.hardware.quick import Quick
 from rooftile.kvcache.pages import PagedKV
+from rooftile.launch import Kernel
 
 # of a program's piece of a block, in words of four bytes
 WORDS = 1024
@@ -106,7 +106,8 @@ def _gather(
     tl.store(v_ptr + line[:, None] * DV + dv[None, :], v.to(v_ptr.dtype.element_ty), mask=there & (dv < DV)[None, :])
 
 
-_start_write = Quick(_write)
+_start_write, _start_gather, _start_copy = Kernel(_write), Kernel(_gather), Kernel(_copy)
+_COPIES = {"WORDS": WORDS, "num_warps": 8}
 
 
 def write(
@@ -150,13 +151,12 @@ def gather(cache: PagedKV, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     scales = (k, v) if cache.k_scale is None else (cache.k_scale, cache.v_scale)
     lengths, table = cache.lengths.contiguous(), cache.table.contiguous()
     cu_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
-    block_r = max(NUMBERS // max(block_d, block_dv), 1)
-    _gather[(triton.cdiv(max(room, PAST) * heads, block_r), B + 1)](
+    constants = _gathers(heads, dim, dim_v, cache.size, cache.k_scale is not None)
+    arguments = (
         k_cache, v_cache, k, v, table, lengths, cu_k, B, N, *k_cache.stride()[:3], *v_cache.stride()[:3], table.stride(0),
-        *scales, *(scales[0].stride()[:2] if cache.k_scale is not None else (0, 0)), SCALED=cache.k_scale is not None,
-        SIZE=cache.size, HEADS=heads, D=dim, DV=dim_v, PAST=PAST, BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_DV=block_dv,
+        *scales, *(scales[0].stride()[:2] if cache.k_scale is not None else (0, 0)),
     )  # fmt: skip
+    _start_gather((triton.cdiv(max(room, PAST) * heads, constants["BLOCK_R"]), B + 1, 1), arguments, constants)
     return k, v, cu_k
 
 
@@ -164,7 +164,17 @@ def copy_blocks(storage: Tensor, pairs: Tensor) -> None:
     """Copies blocks of `storage`, (source, target) each in pairs (n, 2), int64; no target is another's source."""
     blocks = storage.flatten(1).view(torch.int32)
     words = blocks.shape[1]
-    _copy[(triton.cdiv(words, WORDS), pairs.shape[0])](blocks, pairs, blocks.stride(0), words, WORDS=WORDS, num_warps=8)
+    grid = (triton.cdiv(words, WORDS), pairs.shape[0], 1)
+    _start_copy(grid, (blocks, pairs, blocks.stride(0), words), _COPIES)
+
+
+@cache
+def _gathers(heads: int, dim: int, dim_v: int, size: int, scaled: bool) -> dict[str, int]:
+    block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
+    return {
+        "SIZE": size, "HEADS": heads, "D": dim, "DV": dim_v, "PAST": PAST, "BLOCK_R": max(NUMBERS // max(block_d, block_dv), 1),
+        "BLOCK_D": block_d, "BLOCK_DV": block_dv, "SCALED": scaled,
+    }  # fmt: skip
 
 
 @cache

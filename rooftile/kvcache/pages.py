@@ -43,6 +43,18 @@ class PagedKV:
         """Tokens of a block."""
         return self.k.shape[1]
 
+    def scales_and_strides(self) -> tuple[Tensor, Tensor, int, int]:
+        """k_scale, v_scale and their strides from block to block and from token to token, as kernels take them.
+
+        Without scales, tensors that nobody reads and zeros stand in their place.
+        """
+        k_scale, v_scale = self.k_scale, self.v_scale
+        if k_scale is None or v_scale is None:
+            return self.lengths, self.lengths, 0, 0
+        if k_scale.stride() != v_scale.stride() or k_scale.stride(2) != 1:
+            k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
+        return k_scale, v_scale, k_scale.stride(0), k_scale.stride(1)
+
     def can_be_gathered(self, dtype: torch.dtype) -> bool:
         """Whether there is room for a copy of all that the tables have room for."""
         tokens = self.table.numel() * self.size

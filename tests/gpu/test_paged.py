@@ -275,7 +275,7 @@ def test_prompts_of_all_lengths_have_the_same_kernels(size: int, coded: bool) ->
         counts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
         q = torch.randn(sum(lengths), 8, 64, device="cuda").bfloat16()
         rt.attention_paged(q, replace(cache, cu_q=counts), rt.CAUSAL, backend="hopper")
-        return run._launcher.cache_info().currsize
+        return run._kernel.cache_info().currsize
 
     known = read([9000]), read([70])
     assert [read(lengths) for lengths in ([600], [4000], [9000, 9000], [80] * 50, [200, 6000])] == [known[1]] * 5

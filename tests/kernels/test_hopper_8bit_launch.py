@@ -18,34 +18,32 @@ from rooftile.spec import Options, Spec
 
 
 class Recorder:
-    """Stands for the launcher: keeps what each kernel is called with, by the kernel's own names."""
+    """Stands in for `Kernel`: keeps what each kernel is launched with, by the kernel's own names."""
 
     calls: ClassVar[list[tuple[str, tuple[int, ...], dict[str, object]]]] = []
 
-    def __init__(self, kernel, constants, device, describe=()):
-        self.kernel, self.constants, self.describe = kernel, constants, describe
+    def __init__(self, kernel, describe=()):
+        self.kernel, self.describe = kernel, describe
 
-    def __call__(self, grid, described, tensors, numbers):
-        assert len(described) == len(self.describe)
-        names = [name for name in self.kernel.arg_names if name not in self.constants]
-        given = (*described, *tensors, *numbers)
-        assert len(names) == len(given)
-        by_name = dict(zip(names, given, strict=True))
+    def __call__(self, grid, arguments, constants):
+        names = [name for name in self.kernel.arg_names if name not in constants]
+        by_name = dict(zip(names, arguments, strict=True))
         for name, value in by_name.items():
             assert isinstance(value, torch.Tensor) == name.endswith(("_ptr", "_desc")), name
-        for make, x in zip(self.describe, described, strict=True):
+        for make, x in zip(self.describe, arguments, strict=False):
             # as the copy engine wants it: whole boxes of an array of four axes
             described_as = make(x)
             assert len(described_as.block_shape) == 4
             assert described_as.strides[-1] == 1
-        missing = set(self.kernel.arg_names) - set(by_name) - set(self.constants)
+        assert [name.endswith("_desc") for name in names] == [n < len(self.describe) for n in range(len(names))]
+        missing = set(self.kernel.arg_names) - set(by_name) - set(constants)
         assert not missing
-        self.calls.append((self.kernel.fn.__name__, grid, by_name | self.constants))
+        self.calls.append((self.kernel.fn.__name__, grid, by_name | constants))
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...], dict[str, object]]]:
-    monkeypatch.setattr(quantised, "Launcher", Recorder)
+    monkeypatch.setattr(quantised, "Kernel", Recorder)
     monkeypatch.setattr(Recorder, "calls", [])
     monkeypatch.setattr(quantised, "counter", lambda device: torch.zeros(2, dtype=torch.int32))
     for module in (forward, quantised):
@@ -83,7 +81,12 @@ def test_dense(calls, qk: str, smooth: bool) -> None:
         assert given["mean_ptr"] is quantising["mean_ptr"]
         assert given["mean_ptr"].shape == (2, 2, 64)
     assert (quantising["H"], quantising["Hk"], quantising["T"], quantising["S"]) == (4, 2, 300, 200)
-    assert (quantising["q_blocks"], quantising["k_blocks"], quantising["q_slots"], quantising["k_slots"]) == (3, 2, 2 * 3, 2 * 2)
+    assert (quantising["q_blocks"], quantising["k_blocks"], quantising["q_slots"], quantising["k_slots"]) == (
+        3,
+        2,
+        2 * 3,
+        2 * 2,
+    )
     assert quantising["grid"] == (2 * 3 * 4, 1, 1)
     for name in ("q", "k"):
         assert quantising[f"{name}_out_ptr"] is quantising[f"{name}_out_desc"] is attention[f"{name}_ptr"]

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from rooftile.backends.device.visibility import first_key, last_key
-from rooftile.hardware.quick import Quick
+from rooftile.launch import Kernel
 
 # sequences that a kernel is compiled for, at least: their lengths are added up by each program
 BATCH = 256
@@ -162,4 +162,4 @@ def _merge(
     finish(m_row, l_row, acc[None, :], sink, o_ptr, lse_ptr, b, H, T, 0, t + one, h + one, lines, one == 0, DV, SINKS, False, BLOCK_DV)
 
 
-start_merge = Quick(_merge)
+start_merge = Kernel(_merge)

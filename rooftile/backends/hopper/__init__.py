@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from rooftile.backends import paged_by_gather
-from rooftile.backends.launch import device_of, on_its_device
 from rooftile.kvcache import PagedKV
+from rooftile.launch import device_of, on_device
 from rooftile.numerics.recipe import QuantisedQKV
 from rooftile.precision import Precision
 from rooftile.spec import Grads, Options, Spec
@@ -183,7 +183,7 @@ def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tup
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """A forward ready to run on tensors of just these shapes and strides; None if it would have to copy one of them."""
     run = _launch().prepare(q, k, v, spec)
-    return None if run is None else on_its_device(run)
+    return None if run is None else on_device(run, q.device)
 
 
 def backward(

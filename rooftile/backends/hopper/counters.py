@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rooftile.launch import current_stream, is_capturing
+
 _OF_STREAM: dict[tuple[int, int], Tensor] = {}
 
 
@@ -14,10 +16,9 @@ def counter(device: torch.device) -> Tensor:
     Kernels of one stream run one after the other, so they share a pair. A graph being captured gets its own, since it may
     be replayed on any stream.
     """
-    if torch._C._cuda_isCurrentStreamCapturing():
+    if is_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
-    # the public ways to ask make objects, and cost as much host time as all else in a call
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    key = (device.index, current_stream(device.index))
     found = _OF_STREAM.get(key)
     if found is None:
         found = _OF_STREAM[key] = torch.zeros(2, dtype=torch.int32, device=device)

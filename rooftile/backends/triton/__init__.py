@@ -20,8 +20,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rooftile.backends.launch import device_of, on_its_device
 from rooftile.kvcache import PagedKV
+from rooftile.launch import device_of, on_device
 from rooftile.numerics.hadamard import SHORTEST
 from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
 from rooftile.precision import Precision
@@ -120,7 +120,7 @@ def prepare(
         return None
     from rooftile.backends.triton import flash_fwd
 
-    return on_its_device(flash_fwd.prepare(q, k, v, spec))
+    return on_device(flash_fwd.prepare(q, k, v, spec), q.device)
 
 
 def backward(

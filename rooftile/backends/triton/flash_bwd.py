@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
 from rooftile.backends.triton.call import Call, call_of, strides_of
 from rooftile.backends.triton.tiles import backward_bias_tile, backward_kv_walks, backward_q_tile
-from rooftile.hardware.quick import remember
+from rooftile.launch import BoundedCache
 from rooftile.reference.gradients import sinks_gradient
 from rooftile.spec import Grads, Options, Spec
 
@@ -53,7 +50,7 @@ def repair(
     _fill(lost, call_of(q, k, v, options, spec), do, stats, grads.dq, grads.dk, grads.dv, repair=True)
 
 
-_FILLS: dict[tuple[Any, ...], tuple[list[Callable[..., None]], list[Callable[..., None]]]] = {}
+_FILLS = BoundedCache()
 
 
 def _fill(
@@ -72,7 +69,7 @@ def _fill(
             flash_bwd_kv.launchers(call, backward_kv_walks(call.spec), strides, repair=repair),
             flash_bwd_q.launchers(call, backward_q_tile(call.spec), strides, repair=repair),
         )
-        remember(_FILLS, key, ready)
+        _FILLS[key] = ready
     for fill in ready[0]:
         fill(lost, q, k, v, do, stats, dk, dv, *options)
     for fill in ready[1]:

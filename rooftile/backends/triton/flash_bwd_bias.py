@@ -6,17 +6,22 @@ Each program owns one tile of the bias and walks every batch row, head, query ti
 P and dP again. One owner a sum: no atomics, no T x S matrix but the bias's own gradient, the same bits every time.
 """
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rooftile.backends.device.visibility import visible
-from rooftile.backends.triton.call import Call
+from rooftile.backends.triton.call import Call, constants_of
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, kept, shifted, weight
 from rooftile.backends.triton.tiles import Tile
+from rooftile.launch import Kernel
+from rooftile.spec import Spec
 
 
 # fmt: off
@@ -134,6 +139,9 @@ def _backward_bias(
         tl.store(tile, acc.to(dbias_ptr.dtype.element_ty), mask=(t < length_out)[:, None] & (j < columns)[None, :])
 
 
+_start_backward = Kernel(_backward_bias)
+
+
 def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stats: Tensor) -> Tensor:
     """Returns the gradient in the shape and dtype of the bias."""
     bias = call.options.bias
@@ -148,9 +156,14 @@ def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stat
     # an axis of one that is not broadcast is a tile like any other
     one_row, one_column = rows == 1, columns == 1
     grid = (1 if one_column else -(-columns // tile.BLOCK_S), 1 if one_row else slots, heads[0] * heads[1])
-    _backward_bias[grid](
+    arguments = (
         call.q, call.k, call.v, do, stats, dbias, *call.option_tensors, *call.strides, *do_strides,
         call.B, call.H, call.T, call.S, call.padded_T, slots, rows, columns, heads[0], heads[1], *call.numbers,
-        **call.constants, ONE_ROW=one_row, ONE_COLUMN=one_column, **tile.constants,
     )  # fmt: skip
+    _start_backward(grid, arguments, _constants(call.spec, tile, one_row, one_column))
     return dbias
+
+
+@cache
+def _constants(spec: Spec, tile: Tile, one_row: bool, one_column: bool) -> dict[str, Any]:
+    return constants_of(spec).flags | {"ONE_ROW": one_row, "ONE_COLUMN": one_column} | tile.constants

@@ -28,12 +28,12 @@ import triton
 import triton.language as tl
 
 from rooftile.backends.device.visibility import first_position, last_position, visible
-from rooftile.backends.launch import repeated
 from rooftile.backends.triton.call import REPAIRERS, Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, poison, shifted, weight
 from rooftile.backends.triton.tiles import Walk
+from rooftile.launch import Kernel
 
 # queries a step of the second walk: small, since it is rare and must not cost the first one registers
 CAREFUL_T = tl.constexpr(16)
@@ -319,6 +319,9 @@ def _backward_kv(
         )  # fmt: skip
 
 
+_start_backward = Kernel(_backward_kv)
+
+
 def launchers(
     call: Call, walks: tuple[Walk, ...], do_strides: tuple[int, ...], *, repair: bool
 ) -> list[Callable[..., None]]:
@@ -336,5 +339,5 @@ def launchers(
         own = {"HALF": call.half, "WANT_DK": wants_dk, "WANT_DV": wants_dv, "REPAIR": repair}
         if programs:
             grid = min(programs, REPAIRERS) if repair else programs
-            found.append(repeated(_backward_kv, grid, numbers, call.constants | own | tile.constants))
+            found.append(_start_backward.bound((grid, 1, 1), numbers, call.constants | own | tile.constants))
     return found

@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 
 from rooftile.backends.device.visibility import first_key, last_key, visible
-from rooftile.backends.launch import repeated
 from rooftile.backends.triton.call import REPAIRERS, Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, shifted, weight
 from rooftile.backends.triton.tiles import Tile
+from rooftile.launch import Kernel
 
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
 CAREFUL_S = tl.constexpr(16)
@@ -252,6 +252,9 @@ def _backward_q(
         )  # fmt: skip
 
 
+_start_backward = Kernel(_backward_q)
+
+
 def launchers(call: Call, tile: Tile, do_strides: tuple[int, ...], *, repair: bool) -> list[Callable[..., None]]:
     """What fills dq, given lost, q, k, v, do, stats, dq and the options.
 
@@ -264,4 +267,5 @@ def launchers(call: Call, tile: Tile, do_strides: tuple[int, ...], *, repair: bo
         *call.strides, *do_strides, programs, call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave, *call.numbers,
     )  # fmt: skip
     constants = call.constants | {"HALF": call.half, "REPAIR": repair} | tile.constants
-    return [repeated(_backward_q, min(programs, REPAIRERS) if repair else programs, numbers, constants)]
+    grid = (min(programs, REPAIRERS) if repair else programs, 1, 1)
+    return [_start_backward.bound(grid, numbers, constants)]

@@ -31,11 +31,11 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.backends.device.visibility import first_key, last_key, visible
-from rooftile.backends.launch import empties, repeated
 from rooftile.backends.triton.call import Call, call_of, constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, kept, poison, shifted, weight
 from rooftile.backends.triton.tiles import Tile, forward_tile
+from rooftile.launch import Kernel, empties
 from rooftile.spec import Options, Spec
 
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
@@ -276,6 +276,9 @@ def _forward(
         tl.store(rest_tile, (acc_rest / l[:, None]).to(o_ptr.dtype.element_ty), mask=(t < T)[:, None])
 
 
+_start_forward = Kernel(_forward)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """The forward of a call, in the tile for its spec."""
     return launch(call_of(q, k, v, options, spec), forward_tile(spec))
@@ -288,10 +291,11 @@ def launch(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
     lse = torch.empty(call.rows_shape, dtype=torch.float32, device=q.device)
     programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
     if programs:
-        _forward[(programs,)](
+        arguments = (
             q, call.k, v, o, lse, *call.option_tensors, *call.strides,
-            call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers, **_constants(call.spec, tile),
+            call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers,
         )  # fmt: skip
+        _start_forward((programs, 1, 1), arguments, _constants(call.spec, tile))
     return o, lse
 
 
@@ -302,7 +306,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
     new_o = empties((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
     new_lse = empties(call.rows_shape, torch.float32, q.device)
     numbers = (*call.strides, call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers)
-    launch = repeated(_forward, programs, numbers, _constants(spec, tile)) if programs else None
+    launch = _start_forward.bound((programs, 1, 1), numbers, _constants(spec, tile)) if programs else None
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         o, lse = new_o(), new_lse()

@@ -9,6 +9,7 @@ A tile whose result holds a NaN is computed again with care, as in `flash_fwd`; 
 product, so where a scale says that there are some (it is negative), all products are taken for NaN at first.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rooftile.backends.device.visibility import first_key, last_key, visible
 from rooftile.backends.triton.call import constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LN2, LOG2E, capped
+from rooftile.launch import Kernel
 from rooftile.numerics.recipe import QuantisedQKV, part_of_rows
 from rooftile.numerics.scaling import BLOCK
 from rooftile.spec import Options, Spec
@@ -197,6 +199,9 @@ def _forward(
     tl.store(o_tile, (acc / l[:, None]).to(o_ptr.dtype.element_ty), mask=there[:, None] & (dv < DV)[None, :])
 
 
+_start_forward = Kernel(_forward)
+
+
 def attend(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """o and lse of a recipe's tensors."""
     q, k, v = qkv.q.contiguous(), qkv.k.contiguous(), _values(qkv).contiguous()
@@ -214,11 +219,12 @@ def attend(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Ten
     part_q, part_k = (part_of_rows(x, recipe.granularity, cu)[0].int() for x, cu in ((q, qkv.cu_q), (k, qkv.cu_k)))
     stand_ins = (qkv.q_scales, qkv.k_scales, qkv.v_scales, qkv.shift)
     scalars = (spec.scale, spec.softcap, *constants_of(spec).numbers[2:6])
-    _forward[(programs,)](
+    arguments = (
         q, k, v, o, lse, *(lse if x is None else x for x in stand_ins), part_q, part_k,
         *(lse if x is None else x.contiguous() for x in (options.sinks, qkv.cu_q, qkv.cu_k)),
-        B, H, T, k.shape[-3], tiles, *scalars, **_constants(spec, qkv),
+        B, H, T, k.shape[-3], tiles, *scalars,
     )  # fmt: skip
+    _start_forward((programs, 1, 1), arguments, _constants(spec, qkv))
     return o, lse
 
 
@@ -236,10 +242,17 @@ def _values(qkv: QuantisedQKV) -> Tensor:
 
 
 def _constants(spec: Spec, qkv: QuantisedQKV) -> dict[str, Any]:
+    by_channel = qkv.v_scales is not None and qkv.v_scales.shape[-1] > 1
+    return _constants_of(
+        spec, qkv.q.dtype == torch.int8, qkv.q_scales is not None, qkv.v_scales is not None, by_channel, qkv.shift is not None
+    )
+
+
+@cache
+def _constants_of(spec: Spec, integer: bool, scaled: bool, rounds: bool, by_channel: bool, shift: bool) -> dict[str, Any]:
     flags = constants_of(spec).flags
     shared = {name: flags[name] for name in ("GROUP", "D", "DV", "PACKED", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SOFTCAP")}
     return shared | _tile(spec) | {
-        "SINKS": spec.has_sinks, "INTEGER": qkv.q.dtype == torch.int8, "SCALED": qkv.q_scales is not None,
-        "ROUND": qkv.v_scales is not None, "BY_CHANNEL": qkv.v_scales is not None and qkv.v_scales.shape[-1] > 1,
-        "SHIFT": qkv.shift is not None, "BLOCK_D": flags["BLOCK_D"], "BLOCK_DV": flags["BLOCK_DV"],
+        "SINKS": spec.has_sinks, "INTEGER": integer, "SCALED": scaled, "ROUND": rounds, "BY_CHANNEL": by_channel,
+        "SHIFT": shift, "BLOCK_D": flags["BLOCK_D"], "BLOCK_DV": flags["BLOCK_DV"],
     }  # fmt: skip

@@ -21,11 +21,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from rooftile.backends.device.split_kv import BATCH, LOG2E, ends_of, finish, part, sequence_at, start_merge
-from rooftile.backends.launch import scales_of
 from rooftile.backends.triton.call import constants_of, padded
 from rooftile.backends.triton.paged_fwd import _walk, flags_of
-from rooftile.hardware.quick import Quick
 from rooftile.kvcache import PagedKV
+from rooftile.launch import Kernel
 from rooftile.spec import Options, Spec
 
 
@@ -107,7 +106,7 @@ def _decode(
         gdc_launch_dependents()
 
 
-_start_decode = Quick(_decode)
+_start_decode = Kernel(_decode)
 
 
 def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -129,7 +128,7 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     bounds = constants_of(spec).numbers[2:6]
     arguments = (
         rows, k, v, o, lse, parts, table, lengths, lengths if alibi is None else alibi, sinks,
-        *rows.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0), *scales_of(cache), *slopes, B, H, T,
+        *rows.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0), *cache.scales_and_strides(), *slopes, B, H, T,
         spec.scale, spec.softcap, *bounds,
     )  # fmt: skip
     _start_decode((heads, teams, 1), arguments, constants)

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from rooftile.backends.device.split_kv import finish
 from rooftile.backends.device.visibility import first_key, last_key, visible
-from rooftile.backends.launch import scales_of
 from rooftile.backends.triton.call import constants_of, padded
 from rooftile.backends.triton.schedule import packed_tile
 from rooftile.backends.triton.scores import LOG2E, capped, finite, poison
 from rooftile.kvcache import PagedKV
+from rooftile.launch import Kernel
 from rooftile.spec import Options, Spec
 
 CHUNK_KEYS = tl.constexpr(1024)
@@ -248,6 +248,9 @@ def _join(
     finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, there, DV, SINKS, PACKED, BLOCK_DV)
 
 
+_start_forward, _start_join = Kernel(_forward), Kernel(_join)
+
+
 def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """o (B, T, H, Dv) and lse (B, H, T), or packed (total, H, Dv) and (H, total)."""
     packed = cache.cu_q is not None
@@ -259,7 +262,8 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     lse = torch.empty((H, total) if packed else (B, H, T), dtype=torch.float32, device=q.device)
     if not lse.numel():
         return o, lse
-    constants = _constants(spec, packed, cache.size, 0 if packed else T)
+    kind = (spec, packed, cache.size, 0 if packed else T)
+    constants = _constants(*kind)
     block_t = constants["BLOCK_T"]
     tiles = -(-T // block_t)
     parts_of_group = -(-spec.group // constants["HEADS"])
@@ -275,17 +279,15 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     slopes = (0, 0) if alibi is None else (alibi.stride(0) if alibi.ndim == 2 else 0, alibi.stride(-1))
     bounds = constants_of(spec).numbers[2:6]
     sizes = (B, H, T, total, tiles, chunks)
-    _forward[(programs, chunks if split else 1)](
+    arguments = (
         rows, k, v, o, lse, parts if split else lse, table, lengths, cu_q, lengths if alibi is None else alibi, sinks,
-        *rows.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0), *scales_of(cache), *slopes,
+        *rows.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0), *cache.scales_and_strides(), *slopes,
         *sizes, spec.scale, spec.softcap, *bounds,
-        SPLIT=split, **constants,
     )  # fmt: skip
+    _start_forward((programs, chunks if split else 1, 1), arguments, _with_split(*kind, split))
     if split:
-        shared = ("GROUP", "HEADS", "DV", "PACKED", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SINKS", "BLOCK_DV", "BLOCK_T", "ROWS", "BLOCK_S")
-        _join[(programs,)](
-            o, lse, parts, lengths, cu_q, sinks, *sizes, *bounds, **{name: constants[name] for name in shared}, num_warps=4,
-        )  # fmt: skip
+        arguments = (o, lse, parts, lengths, cu_q, sinks, *sizes, *bounds)
+        _start_join((programs, 1, 1), arguments, _constants_of_join(*kind))
     return o, lse
 
 
@@ -310,3 +312,15 @@ def _constants(spec: Spec, packed: bool, size: int, T: int) -> dict[str, Any]:
         "BLOCK_DV": max(padded(spec.dim_v), 16), "BLOCK_T": rows // heads, "ROWS": rows, "HEADS": heads,
         "BLOCK_S": 32 if wide else 64, "STAGES": 2 if wide else 3, "num_warps": 4,
     }  # fmt: skip
+
+
+@cache
+def _with_split(spec: Spec, packed: bool, size: int, T: int, split: bool) -> dict[str, Any]:
+    return _constants(spec, packed, size, T) | {"SPLIT": split}
+
+
+@cache
+def _constants_of_join(spec: Spec, packed: bool, size: int, T: int) -> dict[str, Any]:
+    names = ("GROUP", "HEADS", "DV", "PACKED", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SINKS", "BLOCK_DV", "BLOCK_T", "ROWS", "BLOCK_S")
+    constants = _constants(spec, packed, size, T)
+    return {name: constants[name] for name in names} | {"num_warps": 4}

@@ -9,13 +9,21 @@ A row that sees nothing gets lse = +inf: exp(x - inf) is 0, so it weighs nothing
 such rows, which spares the walks their bounds.
 """
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.triton.call import Call, strides_of
+from rooftile.backends.triton.call import Call, constants_of, strides_of
 from rooftile.backends.triton.scores import LOG2E
+from rooftile.launch import Kernel
+from rooftile.spec import Spec
+
+# of a program
+ROWS = 32
 
 
 @triton.jit
@@ -68,6 +76,9 @@ def _row_stats(
     tl.store(stats_ptr + (b.to(tl.int64) * H + h) * padded_T + t, pair(lse, delta), mask=t < padded_T)
 
 
+_start_row_stats = Kernel(_row_stats)
+
+
 def launch(
     call: Call, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None, do_strides: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
@@ -75,12 +86,20 @@ def launch(
     delta = torch.empty(call.rows_shape, dtype=torch.float32, device=o.device)
     padded_T = call.padded_T
     stats = torch.empty((*call.rows_shape[:-1], padded_T), dtype=torch.int64, device=o.device)
-    block = 32
     sequences = 1 if call.packed else call.B
     if stats.numel():
-        _row_stats[(-(-padded_T // block), call.H, sequences)](
+        arguments = (
             o, o if do is None else do, lse, delta if dlse is None else dlse, delta, stats, *strides_of(o), *do_strides,
-            call.H, call.T, padded_T, DV=call.spec.dim_v, BLOCK_DV=call.constants["BLOCK_DV"], BLOCK_ROWS=block,
-            DO=do is not None, DLSE=dlse is not None, UNIT=1.0 if call.constants["NATURAL"] else LOG2E.value, num_warps=4,
+            call.H, call.T, padded_T,
         )  # fmt: skip
+        _start_row_stats((-(-padded_T // ROWS), call.H, sequences), arguments, _constants(call.spec, do is not None, dlse is not None))
     return delta, stats
+
+
+@cache
+def _constants(spec: Spec, do: bool, dlse: bool) -> dict[str, Any]:
+    flags = constants_of(spec).flags
+    unit = 1.0 if flags["NATURAL"] else LOG2E.value
+    return {
+        "DV": spec.dim_v, "BLOCK_DV": flags["BLOCK_DV"], "BLOCK_ROWS": ROWS, "DO": do, "DLSE": dlse, "UNIT": unit, "num_warps": 4,
+    }  # fmt: skip

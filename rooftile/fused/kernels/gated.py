@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.fused.kernels.tile import PIECE, warps_for
-from rooftile.hardware.quick import Quick
+from rooftile.launch import Kernel
 
 # the kernel's formula for each activation of `rooftile.fused.ACTIVATIONS`
 KINDS = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "relu": "relu", "silu": "silu"}
@@ -46,7 +46,7 @@ def _gate(x_ptr, o_ptr, FFN: tl.constexpr, PIECE: tl.constexpr, KIND: tl.constex
     tl.store(o_ptr + row * FFN + n, (opened * up.to(tl.float32)).to(gate.dtype), mask=n < FFN)
 
 
-_start_gate = Quick(_gate)
+_start_gate = Kernel(_gate)
 
 
 def gated(x: Tensor, activation: str) -> Tensor:

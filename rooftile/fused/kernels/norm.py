@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.fused.kernels.tile import PIECE, warps_for
-from rooftile.hardware.quick import Quick
+from rooftile.launch import Kernel
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _normalise(
     tl.store(o_ptr + line, _normalised(x, weight, bias, there, eps, dtype, SIZE, LAYER, PLUS_ONE), mask=there)
 
 
-_start_normalise = Quick(_normalise)
+_start_normalise = Kernel(_normalise)
 
 
 def normalise(x: Tensor, norm) -> Tensor:

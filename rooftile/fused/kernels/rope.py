@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.hardware.quick import Quick
+from rooftile.launch import Kernel
 
 # numbers per program
 NUMBERS = 2048
@@ -87,7 +87,7 @@ def _rotate(
     )  # fmt: skip
 
 
-_start_rotate = Quick(_rotate)
+_start_rotate = Kernel(_rotate)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from rooftile.hardware.quick import Quick
+from rooftile.launch import Kernel
 from rooftile.serve.sampling.state import SamplingState, Wants
 
 # tokens of a program of _draw and _survey
@@ -43,6 +43,7 @@ LOWEST = tl.constexpr(-2139095041)
 THRESHOLD_WARPS = 16
 # a fused product and sum would round once where the definition rounds twice
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+_THRESHOLDS = _OPTIONS | {"num_warps": THRESHOLD_WARPS}
 
 
 @triton.jit
@@ -336,6 +337,9 @@ def _tables(state: SamplingState, wants: Wants) -> tuple[Tensor, ...]:
     return (counts, prompted, bias, state.presence, state.frequency, state.repetition, state.biased)
 
 
+_start_survey, _start_threshold, _start_draw, _start_join = Kernel(_survey), Kernel(_threshold), Kernel(_draw), Kernel(_join)
+
+
 def thresholds(logits: Tensor, slots: Tensor, state: SamplingState, wants: Wants) -> Tensor:
     """The least score that may be drawn, (n,) fp32: -inf for rows that do not ask."""
     n, V = logits.shape
@@ -346,15 +350,10 @@ def thresholds(logits: Tensor, slots: Tensor, state: SamplingState, wants: Wants
     copy = torch.empty((n, ROOM.value), dtype=x.dtype, device=logits.device)
     tops, out = (torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in ((n, groups), (n,)))
     asked = (state.temperature, state.top_k, state.top_p, state.min_p)
-    _survey[(n, segments)](
-        logits, slots, x, tops, *asked, *_tables(state, wants), logits.stride(0), V, segments,
-        PENALTIES=wants.penalties, BIAS=wants.bias, **_OPTIONS,
-    )  # fmt: skip
-    _threshold[(n,)](x, copy, slots, tops, out, *asked, x.stride(0), V, groups, **_OPTIONS | {"num_warps": THRESHOLD_WARPS})
+    arguments = (logits, slots, x, tops, *asked, *_tables(state, wants), logits.stride(0), V, segments)
+    _start_survey((n, segments, 1), arguments, _surveys(wants.penalties, wants.bias))
+    _start_threshold((n, 1, 1), (x, copy, slots, tops, out, *asked, x.stride(0), V, groups), _THRESHOLDS)
     return out
-
-
-_start_draw, _start_join = Quick(_draw), Quick(_join)
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, wants: Wants) -> Tensor:
@@ -377,6 +376,11 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
     _start_draw((n, segments, 1), arguments, _draws(wants))
     _start_join((n, 1, 1), (best, token, slots, out, tables[0], V, segments), _joins(wants.penalties, segments))
     return out
+
+
+@cache
+def _surveys(penalties: bool, bias: bool) -> dict[str, Any]:
+    return {"PENALTIES": penalties, "BIAS": bias} | _OPTIONS
 
 
 @cache

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rooftile.backends.hopper.device.scheduler import PADDED, packed_tile
 from rooftile.backends.hopper.gluon import TensorDescriptor, gl, gluon
-from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.tiles import padded
+from rooftile.launch import Kernel
 
 # queries, and columns, of a unit; then its words as the copy engine sees them
 UNIT = gl.constexpr(64)
@@ -71,16 +71,18 @@ def finish_dq(
     gl.store(dq_ptr + gl.expand_dims(line, 1) + gl.expand_dims(column, 0), x, mask=mask)
 
 
+_start_finish = Kernel(finish_dq)
+
+
 def finish(work: Tensor, dq: Tensor, lost: Tensor | None, cu_q: Tensor | None, padded_T: int, scale: float) -> None:
     """dq from its sum; notes a NaN in `lost`."""
     T, H, dim = dq.shape[-3:]
     B = dq.shape[0] if cu_q is None else cu_q.shape[0] - 1
     grid = (padded_T // UNIT.value * (padded(dim) // UNIT.value), H, B if cu_q is None else 1)
     tensors = (work, dq, dq if lost is None else lost, dq if cu_q is None else cu_q)
-    launch = _launcher(dim, cu_q is not None, lost is not None, dq.device)
-    launch(grid, (), tensors, (B, H, T, padded_T, scale))
+    _start_finish(grid, (*tensors, B, H, T, padded_T, scale), _constants(dim, cu_q is not None, lost is not None))
 
 
 @cache
-def _launcher(dim: int, packed: bool, care: bool, device: torch.device) -> Launcher:
-    return Launcher(finish_dq, {"D": padded(dim), "DIM": dim, "PACKED": packed, "CHECK_NAN": care, "num_warps": 4}, device)
+def _constants(dim: int, packed: bool, care: bool) -> dict[str, int]:
+    return {"D": padded(dim), "DIM": dim, "PACKED": packed, "CHECK_NAN": care, "num_warps": 4}

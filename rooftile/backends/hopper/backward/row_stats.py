@@ -17,8 +17,8 @@ from rooftile.backends.hopper.backward import dq_accumulator
 from rooftile.backends.hopper.device.config import LOG2E
 from rooftile.backends.hopper.device.scheduler import PADDED, packed_tile
 from rooftile.backends.hopper.gluon import gl, gluon
-from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.tiles import padded
+from rooftile.launch import Kernel
 
 ROWS = gl.constexpr(32)
 
@@ -110,6 +110,9 @@ def row_words_of(
             gl.store(sum_ptr + start + i * 512 + gl.arange(0, 512, flat), gl.zeros([512], gl.float32, flat))
 
 
+_start_row_words = Kernel(row_words_of)
+
+
 def row_words(
     o: Tensor, do: Tensor | None, lse: Tensor, dlse: Tensor | None, cu_q: Tensor | None, *,
     care: bool, sinks: bool, columns: int,
@@ -134,17 +137,15 @@ def row_words(
     grid = (padded_T // ROWS.value, H, B if cu_q is None else 1)
     tensors = (o, *(lse if x is None else x for x in (do, lse, dlse, words, delta, rows, stats, lost, sum_of_dq, cu_q)))
     numbers = (*_units(o), *_units(o if do is None else do), B, H, T, padded_T)
-    launch = _launcher(o.shape[-1], do is not None, dlse is not None, sinks, care, cu_q is not None, columns, lse.device)
-    launch(grid, (), tensors, numbers)
+    constants = _constants(o.shape[-1], do is not None, dlse is not None, sinks, care, cu_q is not None, columns)
+    _start_row_words(grid, (*tensors, *numbers), constants)
     return Words(words, delta, rows, stats, lost, sum_of_dq)
 
 
 @cache
-def _launcher(
-    dim: int, do: bool, dlse: bool, sinks: bool, care: bool, packed: bool, columns: int, device: torch.device
-) -> Launcher:
-    constants = {"D": padded(dim), "DIM": dim, "DO": do, "DLSE": dlse, "SINKS": sinks, "CHECK_NAN": care, "PACKED": packed}
-    return Launcher(row_words_of, constants | {"SUM": columns, "num_warps": 4}, device)
+def _constants(dim: int, do: bool, dlse: bool, sinks: bool, care: bool, packed: bool, columns: int) -> dict[str, int]:
+    flags = {"D": padded(dim), "DIM": dim, "DO": do, "DLSE": dlse, "SINKS": sinks, "CHECK_NAN": care, "PACKED": packed}
+    return flags | {"SUM": columns, "num_warps": 4}
 
 
 def _units(x: Tensor) -> tuple[int, ...]:

@@ -16,9 +16,9 @@ from rooftile.backends.hopper.backward.fused import flash_bwd
 from rooftile.backends.hopper.backward.row_stats import Words, row_words
 from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.forward.run import flags_of, numbers_of, processors, programs_and_tail, sizes_of
-from rooftile.backends.hopper.launcher import Describe, Launcher
 from rooftile.backends.hopper.tiles import WARPGROUP, backward_kv_tile, backward_q_tile, backward_tile, padded
 from rooftile.backends.hopper.tma import descriptor, line, readable
+from rooftile.launch import Describe, Kernel
 from rooftile.masks import FULL
 from rooftile.reference.gradients import sinks_gradient
 from rooftile.spec import Grads, Options, Sizes, Spec
@@ -137,54 +137,61 @@ def _together(dk: Tensor, dv: Tensor, parts: int, call: _Call) -> None:
     tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk * parts, 2 * WARPGROUP, sizes, call.q.device, spec)
     unit = dq_accumulator.UNIT_ROWS.value, dq_accumulator.UNIT_COLUMNS.value
     nowhere = words.lse.new_empty(unit) if sum_of_dq is None else sum_of_dq
-    _launcher_of_both(spec, parts, sum_of_dq is not None, call.q.device)(
-        (programs, 1, 1),
-        (call.q, call.k, call.v, call.do, words.lse, words.delta, nowhere, dk, dv),
-        (dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device)),
-        (sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec)),
-    )
+    described = (call.q, call.k, call.v, call.do, words.lse, words.delta, nowhere, dk, dv)
+    tensors = (dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device))
+    numbers = (sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec))
+    constants = _constants_of_both(spec, parts, sum_of_dq is not None)
+    _kernel_of_both(spec)((programs, 1, 1), (*described, *tensors, *numbers), constants)
 
 
 def _keys(dk: Tensor, dv: Tensor, parts: int, call: _Call) -> None:
     spec, sizes, words = call.spec, call.sizes, call.words
     tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk * parts, WARPGROUP, sizes, call.q.device, spec)
-    _launcher_of_keys(spec, parts, call.q.device)(
-        (programs, 1, 1),
-        (call.q, call.k, call.v, call.do, words.lse, words.delta, dk, dv),
-        (dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device)),
-        (sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec)),
-    )
+    described = (call.q, call.k, call.v, call.do, words.lse, words.delta, dk, dv)
+    tensors = (dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device))
+    numbers = (sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec))
+    _kernel_of_keys(spec)((programs, 1, 1), (*described, *tensors, *numbers), _constants_of_keys(spec, parts))
 
 
 def _queries(dq: Tensor, call: _Call) -> None:
     spec, sizes, words = call.spec, call.sizes, call.words
     tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, 2 * WARPGROUP, sizes, call.q.device, spec)
-    _launcher_of_queries(spec, call.q.device)(
-        (programs, 1, 1),
-        (call.q, call.k, call.v, call.do, dq),
-        (dq, call.lost, words.lse, words.delta, call.cu_q, call.cu_k, counter(call.q.device)),
-        (sizes.B, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec)),
-    )
+    described = (call.q, call.k, call.v, call.do, dq)
+    tensors = (dq, call.lost, words.lse, words.delta, call.cu_q, call.cu_k, counter(call.q.device))
+    numbers = (sizes.B, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec))
+    _kernel_of_queries(spec)((programs, 1, 1), (*described, *tensors, *numbers), _constants_of_queries(spec))
 
 
 @cache
-def _launcher_of_both(spec: Spec, parts: int, add: bool, device: torch.device) -> Launcher:
+def _kernel_of_both(spec: Spec) -> Kernel:
     rows = _rows_of(spec)
-    constants = _constants(spec, parts) | backward_tile(spec)._asdict() | {"ACCUMULATE_DQ": add, "num_warps": 4}
-    return Launcher(flash_bwd, constants, device, (rows, rows, rows, rows, _WORDS, _WORDS, dq_accumulator.descriptor, rows, rows))
+    return Kernel(flash_bwd, (rows, rows, rows, rows, _WORDS, _WORDS, dq_accumulator.descriptor, rows, rows))
 
 
 @cache
-def _launcher_of_keys(spec: Spec, parts: int, device: torch.device) -> Launcher:
+def _constants_of_both(spec: Spec, parts: int, add: bool) -> dict[str, Any]:
+    return _constants(spec, parts) | backward_tile(spec)._asdict() | {"ACCUMULATE_DQ": add, "num_warps": 4}
+
+
+@cache
+def _kernel_of_keys(spec: Spec) -> Kernel:
     rows = _rows_of(spec)
-    constants = _constants(spec, parts) | backward_kv_tile(spec)._asdict() | {"num_warps": 4}
-    return Launcher(flash_bwd_kv, constants, device, (rows, rows, rows, rows, _WORDS, _WORDS, rows, rows))
+    return Kernel(flash_bwd_kv, (rows, rows, rows, rows, _WORDS, _WORDS, rows, rows))
 
 
 @cache
-def _launcher_of_queries(spec: Spec, device: torch.device) -> Launcher:
-    constants = _constants(spec, 0) | backward_q_tile(spec)._asdict() | {"num_warps": 4}
-    return Launcher(flash_bwd_q, constants, device, (_rows_of(spec),) * 5)
+def _constants_of_keys(spec: Spec, parts: int) -> dict[str, Any]:
+    return _constants(spec, parts) | backward_kv_tile(spec)._asdict() | {"num_warps": 4}
+
+
+@cache
+def _kernel_of_queries(spec: Spec) -> Kernel:
+    return Kernel(flash_bwd_q, (_rows_of(spec),) * 5)
+
+
+@cache
+def _constants_of_queries(spec: Spec) -> dict[str, Any]:
+    return _constants(spec, 0) | backward_q_tile(spec)._asdict() | {"num_warps": 4}
 
 
 # 64 words of rows, as the kernels copy them

@@ -12,10 +12,9 @@ from torch import Tensor
 from rooftile.backends.device.split_kv import BATCH, start_merge
 from rooftile.backends.hopper.decode import bf16, fp8
 from rooftile.backends.hopper.forward.run import flags_of, numbers_of, processors
-from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.tma import are_readable, box_of_pages, of_pages, steps_of_pages
-from rooftile.backends.launch import scales_of
 from rooftile.kvcache import PagedKV
+from rooftile.launch import Kernel
 from rooftile.spec import Options, Spec
 
 # numbers of a block of keys, and of values: 16 kB
@@ -47,10 +46,10 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     tensors: tuple[Tensor, ...] = (q, o, lse, parts, table, lengths, sinks)
     strides = table.stride(0), *steps_of_pages(cache.k), *steps_of_pages(cache.v)
     if spec.has_kv_scales:
-        k_scale, v_scale, *apart = scales_of(cache)
+        k_scale, v_scale, *apart = cache.scales_and_strides()
         tensors, strides = (*tensors, k_scale, v_scale), (*strides, *apart)
     numbers = (*strides, q.stride(0), q.stride(2), B, H, scale, softcap, left, chunk)
-    _launcher(spec, cache.size, constants["BATCH"], q.device)((heads, teams, 1), (cache.k, cache.v), tensors, numbers)
+    _kernel(spec, cache.size)((heads, teams, 1), (cache.k, cache.v, *tensors, *numbers), constants)
     if teams > 1:
         arguments = (o, lse, parts, lengths, sinks, B, H, 1, left, right, prefix, chunk)
         start_merge((heads, teams - 1, spec.group), arguments, _constants_of_merge(spec, cache.size, constants["BATCH"]))
@@ -63,10 +62,10 @@ def can_read(cache: PagedKV) -> bool:
 
 
 @cache
-def _launcher(spec: Spec, size: int, batch: int, device: torch.device) -> Launcher:
+def _kernel(spec: Spec, size: int) -> Kernel:
     describe = partial(of_pages, box=box_of(spec, size))
     kernel = fp8.paged_decode_8bit if spec.has_kv_scales else bf16.paged_decode
-    return Launcher(kernel, constants_of(spec, size, batch), device, (describe, describe))
+    return Kernel(kernel, (describe, describe))
 
 
 def box_of(spec: Spec, size: int) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.forward import kernel
-from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile, padded, paged_tile
 from rooftile.backends.hopper.tma import (
     are_readable,
@@ -23,8 +22,8 @@ from rooftile.backends.hopper.tma import (
     readable,
     steps_of_pages,
 )
-from rooftile.backends.launch import empties
 from rooftile.kvcache.pages import LONG_PROMPT, PagedKV
+from rooftile.launch import Kernel, empties
 from rooftile.masks import FULL
 from rooftile.spec import Options, Sizes, Spec
 
@@ -45,7 +44,7 @@ def forward(
     grid, numbers = _numbers(q.device, sizes, tile, spec)
     sinks, cu_q, cu_k = (lse if x is None else x.contiguous() for x in (options.sinks, options.cu_q, options.cu_k))
     tensors = (q, k, v, o, lse, sinks, cu_q, cu_k, cu_q, counter(q.device))
-    _launcher(spec, tile, q.device)(grid, (q, k, v, o), tensors, (0, 0, 0, 0, 0, *numbers))
+    _kernel(spec, tile)(grid, (q, k, v, o, *tensors, 0, 0, 0, 0, 0, *numbers), constants(spec, tile))
     return o, lse
 
 
@@ -69,7 +68,8 @@ def forward_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tu
     sinks, cu_q, lengths = (lse if x is None else x.contiguous() for x in (options.sinks, cu_q, cache.lengths))
     tensors = (q, cache.k, cache.v, o, lse, sinks, cu_q, lengths, table, counter(q.device))
     strides = table.stride(0), *steps_of_pages(cache.k), *steps_of_pages(cache.v)
-    _launcher(spec, tile, q.device, cache.size)(grid, (q, cache.k, cache.v, o), tensors, (*strides, *numbers))
+    arguments = (q, cache.k, cache.v, o, *tensors, *strides, *numbers)
+    _kernel(spec, tile, cache.size)(grid, arguments, constants(spec, tile, cache.size))
     return o, lse
 
 
@@ -95,14 +95,14 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
         return None
     tile = tile_of(spec, sizes, q.device)
     grid, numbers = _numbers(q.device, sizes, tile, spec)
-    launch = _launcher(spec, tile, q.device).repeated(grid, (0, 0, 0, 0, 0, *numbers))
+    launch = _kernel(spec, tile).bound(grid, (0, 0, 0, 0, 0, *numbers), constants(spec, tile))
     new_o = empties((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
     new_lse = empties((sizes.B, sizes.H, sizes.T), torch.float32, q.device)
     device = q.device
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         o, lse = new_o(), new_lse()
-        launch((q, k, v, o, lse, lse, lse, lse, lse, counter(device)))
+        launch(q, k, v, o, q, k, v, o, lse, lse, lse, lse, lse, counter(device))
         return o, lse
 
     return run
@@ -124,9 +124,9 @@ def tile_of(spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
 
 
 @cache
-def _launcher(spec: Spec, tile: Tile, device: torch.device, size: int = 0) -> Launcher:
+def _kernel(spec: Spec, tile: Tile, size: int = 0) -> Kernel:
     describe = [partial(of_pages if len(box) == 4 else descriptor, box=box) for box in boxes(spec, tile, size)]
-    return Launcher(kernel.flash_fwd, constants(spec, tile, size), device, tuple(describe))
+    return Kernel(kernel.flash_fwd, tuple(describe))
 
 
 def sizes_of(q: Tensor, k: Tensor, options: Options) -> Sizes:

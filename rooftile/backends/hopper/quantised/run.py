@@ -10,10 +10,10 @@ from torch import Tensor
 
 from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.forward.run import numbers_of, processors, programs_and_tail, sizes_of
-from rooftile.backends.hopper.launcher import Launcher
 from rooftile.backends.hopper.quantised import kernel, quantise
 from rooftile.backends.hopper.tiles import WARPGROUP
 from rooftile.backends.hopper.tma import descriptor, readable
+from rooftile.launch import Kernel
 from rooftile.numerics.hadamard import norms, signs_of
 from rooftile.numerics.recipe import QuantisedQKV
 from rooftile.numerics.scaling import BLOCK
@@ -114,7 +114,8 @@ def _mean(k: Tensor, keys: _Blocks, spec: Spec) -> Tensor:
     mean = torch.empty(keys.B, keys.heads, spec.dim, dtype=torch.float32, device=k.device)
     programs = keys.B * keys.heads * spec.dim // quantise.COLUMNS.value
     cu = mean if keys.cu is None else keys.cu
-    _launcher_of_mean(spec.dim, keys.cu is not None, k.device)((programs, 1, 1), (k,), (k, mean, cu), ())
+    constants = _constants_of_mean(spec.dim, keys.cu is not None)
+    _mean_kernel(spec.dim)((programs, 1, 1), (k, k, mean, cu), constants)
     return mean
 
 
@@ -125,29 +126,19 @@ def _quantise(
     q, k, v = tensors
     columns = made.v_columns
     assert columns is not None
-    D, packed = q.shape[-1], keys.cu is not None
-    constants = {
-        "GROUP": queries.heads // keys.heads, "D": D, "DV": v.shape[-1], "PACKED": packed,
-        "INTEGER": made.q.dtype == torch.int8, "ROTATE": signs is not None, "SMOOTH": mean is not None,
-        # a product and a sum in one instruction would be rounded once, and the recipe's are rounded twice
-        "enable_fp_fusion": False,
-        # begins with values while `mean_keys` runs
-        "launch_pdl": mean is not None,
-        # two programs a multiprocessor
-        "num_warps": 4 * D // 64, "maxnreg": 128,
-    }  # fmt: skip
+    D, DV = q.shape[-1], v.shape[-1]
     described = (q, k, v, made.q, made.k, columns.transpose(1, 2))
     # what has no elements has no descriptor, and nothing reads what stands for it
     described = tuple([x if x.numel() else x.new_empty([n or BLOCK for n in x.shape]) for x in described])
     scales = (made.q_scales, made.k_scales, made.v_scales)
     others = (made.shift, mean, signs, queries.cu, keys.cu)
-    launch = _launcher_of_quantise(tuple(constants.items()), q.device)
-    launch(
-        (max(queries.programs(D, q.device), keys.programs(D, q.device)), 1, 1),
-        described,
-        (made.q, made.k, *scales, *(made.q_scales if x is None else x for x in others)),
-        (keys.B, queries.heads, keys.heads, queries.length, keys.length, queries.each, keys.each, queries.slots, keys.slots),
+    tensors = (made.q, made.k, *scales, *(made.q_scales if x is None else x for x in others))
+    numbers = (keys.B, queries.heads, keys.heads, queries.length, keys.length, queries.each, keys.each, queries.slots, keys.slots)
+    constants = _constants_of_quantise(
+        queries.heads // keys.heads, D, DV, keys.cu is not None, made.q.dtype == torch.int8, signs is not None, mean is not None
     )
+    grid = (max(queries.programs(D, q.device), keys.programs(D, q.device)), 1, 1)
+    _quantise_kernel(D, DV)(grid, (*described, *tensors, *numbers), constants)
 
 
 def attend(qkv: QuantisedQKV, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -166,19 +157,16 @@ def attend(qkv: QuantisedQKV, spec: Spec) -> tuple[Tensor, Tensor]:
     tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, 2 * WARPGROUP, sizes, q.device, spec)
     scale, _, *mask = numbers_of(spec)
     cu_q, cu_k, shift = (lse if x is None else x for x in (qkv.cu_q, qkv.cu_k, qkv.shift))
-    _launcher(spec, q.device)(
-        (programs, 1, 1),
-        (q, k, columns.transpose(1, 2), o),
-        (q, k, columns, o, lse, qkv.q_scales, qkv.k_scales, qkv.v_scales, shift, cu_q, cu_k, counter(q.device)),
-        (sizes.B, sizes.S, tiles, tail, scale, *mask),
-    )
+    described = (q, k, columns.transpose(1, 2), o)
+    tensors = (q, k, columns, o, lse, qkv.q_scales, qkv.k_scales, qkv.v_scales, shift, cu_q, cu_k, counter(q.device))
+    arguments = (*described, *tensors, sizes.B, sizes.S, tiles, tail, scale, *mask)
+    _kernel(spec)((programs, 1, 1), arguments, constants(spec))
     return o, lse
 
 
 @cache
-def _launcher(spec: Spec, device: torch.device) -> Launcher:
-    describe = tuple(partial(descriptor, box=box) for box in boxes(spec))
-    return Launcher(kernel.flash_fwd_8bit, constants(spec), device, describe)
+def _kernel(spec: Spec) -> Kernel:
+    return Kernel(kernel.flash_fwd_8bit, tuple(partial(descriptor, box=box) for box in boxes(spec)))
 
 
 def boxes(spec: Spec) -> tuple[tuple[int, int, int], ...]:
@@ -188,6 +176,7 @@ def boxes(spec: Spec) -> tuple[tuple[int, int, int], ...]:
     return (1, WARPGROUP, D), (1, KEYS, D), (1, DV, KEYS), (1, WARPGROUP, DV)
 
 
+@cache
 def constants(spec: Spec) -> dict[str, int]:
     """The compile-time arguments of `flash_fwd_8bit`."""
     mask = spec.mask
@@ -199,14 +188,32 @@ def constants(spec: Spec) -> dict[str, int]:
 
 
 @cache
-def _launcher_of_mean(dim: int, packed: bool, device: torch.device) -> Launcher:
-    block = partial(descriptor, box=(1, BLOCK, dim))
-    return Launcher(quantise.mean_keys, {"D": dim, "PACKED": packed, "num_warps": 8}, device, (block,))
+def _mean_kernel(dim: int) -> Kernel:
+    return Kernel(quantise.mean_keys, (partial(descriptor, box=(1, BLOCK, dim)),))
 
 
 @cache
-def _launcher_of_quantise(constants: tuple[tuple[str, int], ...], device: torch.device) -> Launcher:
-    dims = dict(constants)
-    rows = partial(descriptor, box=(1, BLOCK, dims["D"]))
-    columns = partial(descriptor, box=(1, dims["DV"], BLOCK))
-    return Launcher(quantise.quantise, dims, device, (rows, rows, rows, rows, rows, columns))
+def _constants_of_mean(dim: int, packed: bool) -> dict[str, int]:
+    return {"D": dim, "PACKED": packed, "num_warps": 8}
+
+
+@cache
+def _quantise_kernel(dim: int, dim_v: int) -> Kernel:
+    rows = partial(descriptor, box=(1, BLOCK, dim))
+    columns = partial(descriptor, box=(1, dim_v, BLOCK))
+    return Kernel(quantise.quantise, (rows, rows, rows, rows, rows, columns))
+
+
+@cache
+def _constants_of_quantise(
+    group: int, dim: int, dim_v: int, packed: bool, integer: bool, rotate: bool, smooth: bool
+) -> dict[str, int]:
+    return {
+        "GROUP": group, "D": dim, "DV": dim_v, "PACKED": packed, "INTEGER": integer, "ROTATE": rotate, "SMOOTH": smooth,
+        # a product and a sum in one instruction would be rounded once, and the recipe's are rounded twice
+        "enable_fp_fusion": False,
+        # begins with values while `mean_keys` runs
+        "launch_pdl": smooth,
+        # two programs a multiprocessor
+        "num_warps": 4 * dim // 64, "maxnreg": 128,
+    }  # fmt: skip
