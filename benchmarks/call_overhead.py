@@ -27,7 +27,7 @@ from rooftile import validate
 from rooftile.backends.triton import flash_fwd
 from rooftile.backends.triton.call import call_of
 from rooftile.backends.triton.tiles import forward_tile
-from rooftile.spec import Options, decode
+from rooftile.spec import Asked, Options, decode
 
 CALLS, ROUNDS = 1000, 9
 
@@ -50,8 +50,7 @@ def main(commit: str) -> None:
     q, k, v = (torch.randn(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     wants_grad = q.detach().requires_grad_()
     o = rt.attention(wants_grad, k, v, rt.CAUSAL)
-    plain = {"scale": None, "softcap": None, "dropout": 0.0, "deterministic": False, "needs_lse": False}
-    spec = decode(validate.spec_code(q, k, v, rt.CAUSAL, Options(), forward_mode=False, **plain))
+    spec = decode(validate.spec_code(q, k, v, rt.CAUSAL, Options(), Asked(deterministic=False)))
     call, tile = call_of(q, k, v, Options(), spec), forward_tile(spec)
     out, lse = flash_fwd.launch(call, tile)
     arguments = (q, k, v, out, lse, *call.option_tensors, *call.strides)

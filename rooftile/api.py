@@ -1,27 +1,29 @@
 """The public functions: exact attention on whatever backend runs it fastest.
 
-A call goes `attention -> validate.spec_code -> dispatch.choose -> ops.attend -> backends.X.forward`.
+A call goes `attention -> checks.spec_code -> dispatch.choose -> ops.attend -> backends.X.forward`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rooftile import dispatch, ops, reference, validate
+from rooftile import dispatch, ops, reference
+from rooftile import validate as checks
 from rooftile.backends import eager
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import PagedKV
 from rooftile.masks import FULL, Mask
 from rooftile.numerics import QuantisedQKV
 from rooftile.precision import Precision, recipe_of
-from rooftile.spec import Options, decode
+from rooftile.spec import Asked, Options, decode
 
-_NONE = Options()
+_NO_OPTIONS, _AS_USUAL = Options(), Asked()
 
 
 def attention(
@@ -76,10 +78,8 @@ def attention(
 
     Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.08691.
     """
-    options = _NONE if bias is None and alibi is None and sinks is None else Options(bias, alibi, sinks)
-    return _attend(
-        q, k, v, mask, options, False, backend, deterministic, dropout, precision, scale, seed, softcap
-    )[0]  # fmt: skip
+    asked = Asked(scale, softcap, dropout, seed, deterministic, precision, False, backend)
+    return _attend(q, k, v, mask, Options(bias, alibi, sinks), asked)[0]
 
 
 def attention_with_lse(
@@ -110,10 +110,8 @@ def attention_with_lse(
         >>> far = attention_with_lse(q, k[:, :64], v[:, :64])
         >>> o, lse = merge([near, far])
     """
-    options = _NONE if bias is None and alibi is None and sinks is None else Options(bias, alibi, sinks)
-    return _attend(
-        q, k, v, mask, options, True, backend, deterministic, dropout, precision, scale, seed, softcap
-    )  # fmt: skip
+    asked = Asked(scale, softcap, dropout, seed, deterministic, precision, True, backend)
+    return _attend(q, k, v, mask, Options(bias, alibi, sinks), asked)
 
 
 def attention_packed(
@@ -156,10 +154,8 @@ def attention_packed(
         >>> attention_packed(q, k, v, cu, cu, CAUSAL).shape
         torch.Size([10, 4, 64])
     """
-    options = _packed_options(q, k, cu_q, cu_k, bias, alibi, sinks, validate)
-    return _attend(
-        q, k, v, mask, options, False, backend, deterministic, dropout, precision, scale, seed, softcap
-    )[0]  # fmt: skip
+    asked = Asked(scale, softcap, dropout, seed, deterministic, precision, False, backend)
+    return _attend_packed(q, k, v, mask, Options(bias, alibi, sinks, None, cu_q, cu_k), asked, validate)[0]
 
 
 def attention_packed_with_lse(
@@ -183,10 +179,8 @@ def attention_packed_with_lse(
     validate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`attention_packed`, and lse (H, total_q); gradients flow through both."""
-    options = _packed_options(q, k, cu_q, cu_k, bias, alibi, sinks, validate)
-    return _attend(
-        q, k, v, mask, options, True, backend, deterministic, dropout, precision, scale, seed, softcap
-    )  # fmt: skip
+    asked = Asked(scale, softcap, dropout, seed, deterministic, precision, True, backend)
+    return _attend_packed(q, k, v, mask, Options(bias, alibi, sinks, None, cu_q, cu_k), asked, validate)
 
 
 def quantise_qkv(
@@ -215,15 +209,15 @@ def quantise_qkv(
         (torch.int8, torch.float8_e4m3fn)
         >>> o = attention_quantised(qkv, CAUSAL)
     """
-    validate.check_query(q)
+    checks.check_query(q)
     recipe = recipe_of(precision)
     if recipe is None:
         raise InvalidInput("precision is native; must be one that quantises: 'fp8', 'int8' or a rooftile.Precision")
     if (cu_q is None) != (cu_k is None):
         raise InvalidInput("cu_q and cu_k must both be given (packed sequences), or neither")
-    options = _NONE if cu_q is None else _packed_options(q, k, cu_q, cu_k, None, None, None, False)
+    options = Options() if cu_q is None else checks.check_packed(q, k, Options(cu_q=cu_q, cu_k=cu_k), False)
     with torch.no_grad():
-        code = _spec_code(q, k, v, FULL, options, False, False, 0.0, recipe, None, None)
+        code = checks.spec_code(q, k, v, FULL, options, Asked(precision=recipe, deterministic=False))
         made: QuantisedQKV = dispatch.BACKENDS[_choose(code, backend)].quantise(q, k, v, options, decode(code))
     return made
 
@@ -256,11 +250,12 @@ def attention_quantised_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """`attention_quantised`, and lse (B, H, T), or packed (H, total_q): of the original keys, also where they were smoothed."""
     if not isinstance(qkv, QuantisedQKV):
-        raise InvalidInput(f"qkv is {validate.shown(qkv)}; must be what quantise_qkv returns")
-    code = validate.quantised_code(qkv, mask, scale, softcap, sinks)
+        raise InvalidInput(f"qkv is {checks.shown(qkv)}; must be what quantise_qkv returns")
+    options = Options(sinks=sinks)
+    code = checks.quantised_code(qkv, mask, options, Asked(scale, softcap, deterministic=False))
     with torch.no_grad():
         backend = dispatch.BACKENDS[_choose(code, qkv.backend)]
-        found: tuple[Tensor, Tensor] = backend.attend_quantised(qkv, Options(sinks=sinks), decode(code))
+        found: tuple[Tensor, Tensor] = backend.attend_quantised(qkv, options, decode(code))
     return found
 
 
@@ -325,11 +320,11 @@ def attention_paged_with_lse(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention_paged`, and lse (B, H, T), or packed (H, total_q)."""
-    validate.check_query(q)
+    checks.check_query(q)
     if not isinstance(cache, PagedKV):
-        raise InvalidInput(f"cache is {validate.shown(cache)}; must be a rooftile.kvcache.PagedKV")
+        raise InvalidInput(f"cache is {checks.shown(cache)}; must be a rooftile.kvcache.PagedKV")
     if shared_prefix:
-        validate.check_shared_prefix(q, cache, mask, alibi, shared_prefix)
+        checks.check_shared_prefix(q, cache, mask, alibi, shared_prefix)
         same = partial(
             attention_paged_with_lse, backend=backend, deterministic=deterministic, scale=scale, softcap=softcap
         )
@@ -340,19 +335,18 @@ def attention_paged_with_lse(
             o, lse = o.view(*q.shape[:-1], -1), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
         with torch.no_grad():
             return merge([(o, lse), same(q, rest, mask, sinks=sinks)])
-    attend = paged_alike(q, cache, mask, Options(alibi=alibi, sinks=sinks), backend, deterministic, scale, softcap)
+    asked = Asked(scale, softcap, deterministic=deterministic, backend=backend)
+    attend = prepare_paged(q, cache, mask, Options(alibi=alibi, sinks=sinks), asked)
     with torch.no_grad():
         return attend(q, cache)
 
 
-def paged_alike(
-    q: Tensor, cache: PagedKV, mask: Mask, options: Options = _NONE, backend: str | None = None,
-    deterministic: bool | None = None, scale: float | None = None, softcap: float | None = None,
-) -> Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]:  # fmt: skip
-    """`attention_paged_with_lse` for calls that differ from this one in nothing but what is in the tensors: checked once."""
-    wanted = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    code = validate.paged_code(q, cache, mask, options, scale, softcap, wanted)
-    chosen = _choose(code, backend)
+def prepare_paged(
+    q: Tensor, cache: PagedKV, mask: Mask, options: Options = _NO_OPTIONS, asked: Asked = _AS_USUAL
+) -> Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]:
+    """Checks a call of `attention_paged_with_lse` once, for all calls that differ from it in nothing but tensors' contents."""
+    code = checks.paged_code(q, cache, mask, options, asked)
+    chosen = _choose(code, asked.backend)
     if torch.compiler.is_compiling():
         return lambda q, cache: ops.attend_paged(q, cache, options, code, chosen)
     run, spec = dispatch.BACKENDS[chosen].attend_paged, decode(code)
@@ -372,7 +366,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         >>> q, k, v = (torch.randn(1, 128, 8, 64) for _ in range(3))
         >>> o, lse = merge([attention_with_lse(q, k[:, s], v[:, s]) for s in (slice(0, 50), slice(50, 128))])
     """
-    return reference.merge(validate.check_parts(parts))
+    return reference.merge(checks.check_parts(parts))
 
 
 def explain(
@@ -396,58 +390,54 @@ def explain(
     Example:
         >>> print(explain(q, k, v, CAUSAL))
     """
-    validate.check_query(q)
+    checks.check_query(q)
     seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout else None
     options = Options(bias, alibi, sinks, seed)
-    recipe = recipe_of(precision)
-    code = _spec_code(q, k, v, mask, options, needs_lse, deterministic, dropout, recipe, scale, softcap)
-    return dispatch.explain(decode(code))
+    asked = Asked(scale, softcap, dropout, None, deterministic, precision, needs_lse)
+    return dispatch.explain(decode(checks.spec_code(q, k, v, mask, options, asked, _carries_tangent(q, k, v, *options))))
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked) -> tuple[Tensor, Tensor]:
+    checks.check_query(q)
+    key = ops.signature(q, k, v, mask, options, asked)
+    ready = None if key is None else ops.prepared(key)
+    if ready is not None:
+        return ready(q, k, v, options)
+    return _attend_anew(q, k, v, mask, options, asked, key)
 
-def _attend(
-    q, k, v, mask, options: Options, needs_lse, backend, deterministic, dropout, precision, scale, seed, softcap
+
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked, read: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    validate.check_query(q)
-    key = None
-    recipe = None if precision == "native" else recipe_of(precision)
-    if options is _NONE and recipe is None and seed is None and not dropout:
-        key = ops.signature(q, k, v, mask, scale, softcap, dropout, deterministic, needs_lse, backend)
-        ready = None if key is None else ops.prepared(key)
-        if ready is not None:
-            return ready(q, k, v)
+    """`_attend` for packed sequences, whose offsets are checked too; `read`: also on a GPU, where that waits."""
+    checks.check_query(q)
+    known = not read and options.cu_q is not None and options.cu_k is not None
+    key = ops.signature(q, k, v, mask, options, asked) if known else None
+    ready = None if key is None else ops.prepared(key)
+    if ready is not None:
+        return ready(q, k, v, options)
+    return _attend_anew(q, k, v, mask, checks.check_packed(q, k, options, read), asked, key)
+
+
+def _attend_anew(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked, key: tuple[Any, ...] | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Checks a call, chooses its backend and runs it; a call with a key is remembered by it."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(x) for x in (q, k, v))
-    if dropout or seed is not None:
-        options = options._replace(seed=validate.check_seed(seed, dropout, q.device))
-    code = _spec_code(q, k, v, mask, options, needs_lse, deterministic, dropout, recipe, scale, softcap)
-    chosen = _choose(code, backend)
+    if asked.dropout or asked.seed is not None:
+        options = options._replace(seed=checks.check_seed(asked.seed, asked.dropout, q.device))
+    code = checks.spec_code(q, k, v, mask, options, asked, _carries_tangent(q, k, v, *options))
+    chosen = _choose(code, asked.backend)
     if options.bias is not None and q.ndim == 4:
         options = options._replace(bias=_dense_bias(options.bias))
     # a compiled graph has no second derivative to offer, so there eager is an operator like the others
-    if chosen == eager.NAME and recipe is None and not torch.compiler.is_compiling():
+    if chosen == eager.NAME and not torch.compiler.is_compiling() and decode(code).precision is None:
         return eager.attend(q, k, v, options, decode(code))
     answer = ops.attend(q, k, v, options, code, chosen)
     if key is not None:
-        ops.remember(key, q, k, v, code, chosen)
+        ops.remember(key, q, k, v, options, code, chosen)
     return answer
-
-
-def _spec_code(q, k, v, mask, options: Options, needs_lse, deterministic, dropout, recipe, scale, softcap) -> str:
-    return validate.spec_code(
-        q,
-        k,
-        v,
-        mask,
-        options,
-        scale=scale,
-        softcap=softcap,
-        dropout=dropout,
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        needs_lse=needs_lse,
-        forward_mode=_carries_tangent(q, k, v, *options),
-        precision=recipe,
-    )
 
 
 def _choose(code: str, backend: str | None) -> str:
@@ -462,7 +452,9 @@ def _carries_tangent(*tensors: Tensor | None) -> bool:
     """Whether forward-mode differentiation is under way through one of these."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
-    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors if x is not None and x.is_floating_point())
+    return any(
+        forward_ad.unpack_dual(x).tangent is not None for x in tensors if isinstance(x, Tensor) and x.is_floating_point()
+    )
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -474,16 +466,3 @@ def _autocast(x: Tensor) -> Tensor:
 def _dense_bias(bias: Tensor) -> Tensor:
     """The bias with all its four axes written out."""
     return bias[(None,) * (4 - bias.ndim)] if bias.ndim < 4 else bias
-
-
-def _packed_options(q, k, cu_q, cu_k, bias, alibi, sinks, read: bool) -> Options:
-    for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, Tensor) or x.ndim != 3:
-            raise InvalidInput(f"{name} must be a tensor (total, H, D) of sequences back to back; got {validate.shown(x)}")
-    if isinstance(bias, Tensor):
-        validate.check_bias_columns(bias, cu_k, read)
-    cu_q = validate.check_offsets("cu_q", cu_q, q.shape[0], "queries", q.device, read)
-    cu_k = validate.check_offsets("cu_k", cu_k, k.shape[0], "keys", k.device, read)
-    if cu_q.shape != cu_k.shape:
-        raise InvalidInput(f"cu_q has {len(cu_q) - 1} sequences and cu_k has {len(cu_k) - 1}; they must agree")
-    return Options(bias, alibi, sinks, None, cu_q, cu_k)

@@ -28,6 +28,12 @@ def backward_of(name: str) -> Callable[..., Grads]:
     return partial(backward, repair=REPAIR[name]) if name in REPAIR else backward
 
 
+def prepare_backward_of(name: str) -> Callable[..., Callable[..., Grads] | None] | None:
+    """The function of `name` that prepares a repeated backward; None for a backend without one."""
+    prepare: Callable[..., Callable[..., Grads] | None] | None = getattr(BACKENDS[name], "prepare_backward", None)
+    return partial(prepare, repair=REPAIR[name]) if prepare is not None and name in REPAIR else prepare
+
+
 def verdicts(spec: Spec) -> dict[str, tuple[str, ...]]:
     """Every backend's reasons against running `spec`, in ORDER; none for one that runs it."""
     return {name: tuple(backend.refusals(spec)) for name, backend in BACKENDS.items()}

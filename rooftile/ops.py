@@ -24,65 +24,93 @@ from rooftile.kvcache import PagedKV
 from rooftile.launch import BoundedCache
 from rooftile.masks import Mask
 from rooftile.operators import below_autograd, define, wants_grad, watched
-from rooftile.spec import Options, Spec, decode, option_names
+from rooftile.spec import Asked, Grads, Options, Spec, decode, option_names
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
     """The operator, or what it would run where nobody watches: two trips through the dispatcher cost host time."""
-    listed = [x for x in options if x is not None]
+    listed = _listed(options)
     if torch.compiler.is_compiling() or watched(q, k, v, *listed):
         return attention(q, k, v, listed, spec, backend)
     if wants_grad(q, k, v, *listed):
-        return _Attention.apply(q, k, v, spec, backend, *listed)
+        return _apply(q, k, v, _Call(spec, backend), *listed)
     return dispatch.BACKENDS[backend].forward(q, k, v, options, decode(spec))
 
 
 def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
     """The operator of a paged cache, for a compiler; there are no gradients."""
-    listed = [x for x in options if x is not None]
+    listed = _listed(options)
     found: tuple[Tensor, Tensor] = torch.ops.rooftile.attention_paged.default(
         q, cache.k, cache.v, cache.table, cache.lengths, cache.cu_q, cache.k_scale, cache.v_scale, listed, spec, backend
     )
     return found
 
 
+Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
+
 # calls seen before, by all that a plain call depends on
+<<<<<<< HEAD
 _PREPARED = BoundedCache()
+=======
+_PREPARED = BoundedCache()
+>>>>>>> 0d36f46 (Options of attention are handed on as one value, Asked; calls with sinks, packed offsets on a GPU and gradients are remembered too)
 _NUMBERS = frozenset((type(None), int, float))
 _FLAGS = frozenset((type(None), bool))
 
 
-def signature(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale, softcap, dropout, deterministic, needs_lse: bool, backend
-) -> tuple[Any, ...] | None:  # fmt: skip
-    """What a call without options depends on; None for one that is not as plain as that.
+def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked) -> tuple[Any, ...] | None:
+    """Everything that a plain call depends on besides its tensors' contents; None for a call that is not plain.
 
-    A call with a known signature was checked when it was first made. Without gradients it costs an allocation and a launch.
+    A call whose signature is known was checked when it was first made. A plain call may carry sinks and packed offsets on the
+    GPU. It has no bias, ALiBi, dropout or recipe, and nobody watches it.
     """
-    if type(mask) is not Mask or k is None or v is None or torch.compiler.is_compiling() or watched(q, k, v):
+    bias, alibi, sinks, seed, cu_q, cu_k = options
+    scale, softcap, dropout, asked_seed, deterministic, precision, needs_lse, backend = asked
+    if bias is not None or alibi is not None or seed is not None or asked_seed is not None :
+        return None
+    if not isinstance(k, Tensor) or not isinstance(v, Tensor):
+        return None
+    if type(mask) is not Mask or precision != "native" or torch.compiler.is_compiling() or watched(q, k, v, sinks, cu_q, cu_k):
         return None
     # True equals 1, and a list has no hash
-    plain = type(scale) in _NUMBERS and type(softcap) in _NUMBERS and type(dropout) in _NUMBERS
+    plain = type(scale) in _NUMBERS and type(softcap) in _NUMBERS and type(dropout) in _NUMBERS and not dropout
     if not plain or type(deterministic) not in _FLAGS or (backend is not None and type(backend) is not str):
         return None
-    if forward_ad._current_level >= 0 or torch.is_autocast_enabled(q.device.type):
+    if forward_ad._current_level >= 0 or q.is_nested or k.is_nested or v.is_nested:
         return None
-    if q.is_nested or k.is_nested or v.is_nested or not q.layout is k.layout is v.layout is torch.strided:
+    if not q.layout is k.layout is v.layout is torch.strided:
+        return None
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind) and not q.dtype is k.dtype is v.dtype is torch.get_autocast_dtype(kind):
         return None
     # a kernel compiled for aligned addresses may be given no others
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    extra: tuple[Any, ...] = ()
+    if sinks is not None or cu_q is not None:
+        for x in (sinks, cu_q, cu_k):
+            if x is not None:
+                # offsets on the host are read at every call
+                if not isinstance(x, Tensor) or x.device != q.device or (kind == "cpu" and x is not sinks):
+                    return None
+                addresses |= x.data_ptr()
+                extra = (*extra, x.shape, x.stride(), x.dtype)
+            else:
+                extra = (*extra, None)
+    if addresses % 16:
         return None
     return (
         q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, mask, torch.are_deterministic_algorithms_enabled(),
-        scale, softcap, dropout, deterministic, needs_lse, backend, wants_grad(q, k, v),
+        scale, softcap, dropout, deterministic, needs_lse, backend, wants_grad(q, k, v, sinks), extra,
     )  # fmt: skip
 
 
-def prepared(key: tuple[Any, ...]) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+def prepared(key: tuple[Any, ...]) -> Forward | None:
+    """The forward that was prepared for calls with this signature."""
     return _PREPARED.get(key)
 
 
+<<<<<<< HEAD
 def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, spec: str, backend: str) -> None:
     """Lets the backend prepare calls like this one, if it can; with gradients, only the checks are done beforehand."""
     if wants_grad(q, k, v):
@@ -92,6 +120,61 @@ def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, spec: str, b
     ready = prepare(q, k, v, decode(spec)) if prepare is not None else None
     if ready is not None:
         _PREPARED[key] = ready
+=======
+def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend: str) -> None:
+    """Prepares calls like this one, which was checked: the backend's launches where it can, else only the checks are saved."""
+    prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
+    run: Forward | None = None
+    if prepare is not None and not _listed(options):
+        plain = prepare(q, k, v, decode(spec))
+        run = None if plain is None else lambda q, k, v, options: plain(q, k, v)
+    if wants_grad(q, k, v, options.sinks):
+        call = _Call(spec, backend, run)
+        _PREPARED[key] = lambda q, k, v, options: _apply(q, k, v, call, *_listed(options))
+    elif run is not None:
+        _PREPARED[key] = run
+
+
+class _Call:
+    """One signature of calls with gradients: what runs them forward, and backward by what comes in."""
+
+    __slots__ = ("_backwards", "backend", "forward", "spec")
+
+    def __init__(self, spec: str, backend: str, forward: Forward | None = None) -> None:
+        self.spec, self.backend, self.forward = spec, backend, forward
+        self._backwards = BoundedCache(64)
+
+    def backward(self, do, dlse, q, k, v, o, lse, options: list[Tensor]) -> Callable[..., Grads] | None:
+        """The prepared backward of tensors like these; None where there is none, or somebody watches."""
+        if self.forward is None or torch.is_grad_enabled() or watched(do, dlse, q, k, v, o, lse, *options):
+            return None
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | o.data_ptr() | lse.data_ptr()
+        for x in (do, dlse, *options):
+            if x is not None:
+                addresses |= x.data_ptr()
+        if addresses % 16:
+            return None
+        # what was saved may come back with other strides, from a hook that keeps it on the host
+        key = (
+            None if do is None else do.stride(), None if dlse is None else dlse.stride(),
+            q.stride(), k.stride(), v.stride(), o.stride(), lse.stride(), q.device,
+        )  # fmt: skip
+        if key not in self._backwards:
+            prepare, problem = dispatch.prepare_backward_of(self.backend), decode(self.spec)
+            ready = None
+            if prepare is not None and problem.precision is None:
+                ready = prepare(do, dlse, q, k, v, o, lse, named_options(problem, options), problem)
+            self._backwards[key] = ready
+        return self._backwards[key]
+
+
+_NO_OPTIONS = Options()
+
+
+def _listed(options: Options) -> list[Tensor]:
+    """The tensors that there are, in the order of `option_names`."""
+    return [x for x in options if x is not None]
+>>>>>>> 0d36f46 (Options of attention are handed on as one value, Asked; calls with sinks, packed offsets on a GPU and gradients are remembered too)
 
 
 def named_options(spec: Spec, options: list[Tensor]) -> Options:
@@ -150,22 +233,36 @@ def _differentiable(spec: Spec) -> tuple[str, ...]:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, spec, backend, *options):
-        o, lse = _forward(q, k, v, options, spec, backend)
+    def forward(ctx, q, k, v, call, *options):
+        if call.forward is None:
+            o, lse = _forward(q, k, v, options, call.spec, call.backend)
+        else:
+            o, lse = call.forward(q, k, v, named_options(decode(call.spec), options) if options else _NO_OPTIONS)
         ctx.save_for_backward(q, k, v, o, lse, *options)
-        ctx.spec, ctx.backend = spec, backend
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
     def backward(ctx, do, dlse):
         q, k, v, o, lse, *options = ctx.saved_tensors
-        as_operator = torch.is_grad_enabled() or watched(do, dlse, q, k, v, o, lse, *options)
-        run = attention_backward if as_operator else _run_backward
-        found = run(do, dlse, q, k, v, o, lse, options, ctx.spec, ctx.backend)
-        spec = decode(ctx.spec)
+        call = ctx.call
+        spec = decode(call.spec)
+        ready = call.backward(do, dlse, q, k, v, o, lse, options)
+        if ready is not None:
+            grads = ready(do, dlse, q, k, v, o, lse, named_options(spec, options) if options else _NO_OPTIONS)
+            found = [grad for grad in grads if grad is not None]
+        else:
+            seen = torch.is_grad_enabled() or watched(do, dlse, q, k, v, o, lse, *options)
+            run = attention_backward if seen else _run_backward
+            found = run(do, dlse, q, k, v, o, lse, options, call.spec, call.backend)
+        if not options:
+            return *found, None
         extra = dict(zip(_differentiable(spec), found[3:], strict=True))
-        return *found[:3], None, None, *(extra.get(name) for name in option_names(spec))
+        return *found[:3], None, *(extra.get(name) for name in option_names(spec))
+
+
+_apply = _Attention.apply
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -187,7 +284,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 def _autograd(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     if wants_grad(q, k, v, *options):
-        return _Attention.apply(q, k, v, spec, backend, *options)
+        return _apply(q, k, v, _Call(spec, backend), *options)
     return _forward(q, k, v, options, spec, backend)
 
 

@@ -52,7 +52,7 @@ class Spec:
     needs_lse: bool = False  # the caller takes lse, so a gradient may come in through it
     forward_mode: bool = False  # an input carries a tangent
     has_kv_scales: bool = False  # a paged cache in FP8, with a scale for each token's key and value of a head
-    deterministic: bool = False  # bit-equal gradients from run to run, and no word from neighbours in the batch
+    deterministic: bool = False  # the same bits from run to run, and whatever else is in the batch
     precision: Precision | None = None  # formats of the forward's products; None: that of the inputs
     device: str = "cpu"  # "cpu", "sm80", "sm90", "sm100", ...
     # a spec is looked up several times a call, and so many fields take as long to hash as a small kernel runs
@@ -101,6 +101,22 @@ class Options(NamedTuple):
     seed: Tensor | None = None
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
+
+
+class Asked(NamedTuple):
+    """The options of an attention call that are not tensors, as the caller gave them: unchecked, None for a default.
+
+    `rooftile.validate` turns them into a Spec. The docstring of `rooftile.attention` explains each.
+    """
+
+    scale: Any = None
+    softcap: Any = None
+    dropout: Any = 0.0
+    seed: Any = None
+    deterministic: Any = None
+    precision: Any = "native"
+    needs_lse: bool = False
+    backend: Any = None
 
 
 def option_names(spec: Spec) -> tuple[str, ...]:
@@ -163,8 +179,9 @@ class Problem:
 
 
 def encode(
-    *, dtype, dim, dim_v, group, mask, layout, scale, softcap, dropout, has_bias, has_alibi, has_sinks,
-    needs_grad, bias_grad, needs_lse, forward_mode, deterministic, precision, device, has_kv_scales=False,
+    *, dtype, dim, dim_v, group, mask, layout, scale, device, deterministic=False, softcap=0.0, dropout=0.0, has_bias=False,
+    has_alibi=False, has_sinks=False, needs_grad=False, bias_grad=False, needs_lse=False, forward_mode=False,
+    precision="native", has_kv_scales=False,
 ) -> str:  # fmt: skip
     """A Spec's string. Plain f-strings of plain values, so that Dynamo can trace it."""
     chunks = ",".join([f"{n}" for n in mask.chunks]) if mask.chunks else ""

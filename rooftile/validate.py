@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,111 +19,61 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.hardware.arch import arch
+from rooftile.kvcache import PagedKV
 from rooftile.masks import CAUSAL, FULL, Mask
-from rooftile.precision import Precision
-from rooftile.spec import DTYPE_NAMES, Options, Problem, Sizes, decode, encode
+from rooftile.numerics import QuantisedQKV
+from rooftile.precision import recipe_of
+from rooftile.spec import DTYPE_NAMES, Asked, Options, Problem, Sizes, decode, encode
 
 DENSE = ("B", "T", "H", "D")
 PACKED = ("total", "H", "D")
 
 
 def spec_code(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    options: Options,
-    *,
-    scale: float | None,
-    softcap: float | None,
-    dropout: float,
-    deterministic: bool,
-    needs_lse: bool,
-    forward_mode: bool,
-    precision: Precision | None = None,
-) -> str:
-    """The code of the Spec of this call (`rooftile.spec.decode` reads it). Raises InvalidInput."""
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked, forward_mode: bool = False
+) -> str:  # fmt: skip
+    """The code of this call's Spec, which `rooftile.spec.decode` reads. Raises InvalidInput."""
     packed = options.cu_q is not None
     _check_tensors(q, k, v, PACKED if packed else DENSE)
-    H, D = q.shape[-2], q.shape[-1]
-    Hk, Dv = k.shape[-2], v.shape[-1]
-    _check_mask(mask)
     bias, alibi, sinks = options.bias, options.alibi, options.sinks
     if bias is not None:
         _check_bias(bias, q, k, packed)
     if alibi is not None:
-        B = options.cu_q.shape[0] - 1 if packed else q.shape[0]
-        _check_vector("alibi", alibi, q, {"(H,)": (H,), "(B, H)": (B, H)})
+        _check_slopes(alibi, q, options.cu_q.shape[0] - 1 if packed else q.shape[0])
         if alibi.requires_grad:
             raise InvalidInput("alibi requires a gradient and has none; pass alibi.detach(), or the slopes' effect as bias")
-    if sinks is not None:
-        _check_vector("sinks", sinks, q, {"(H,)": (H,)})
-    if not isinstance(deterministic, bool):
-        raise InvalidInput(f"deterministic is {shown(deterministic)}; must be True, False, or None to follow torch")
+    recipe = recipe_of(asked.precision)
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (bias is not None and bias.requires_grad)
-        or (sinks is not None and sinks.requires_grad)
+        or (isinstance(sinks, Tensor) and sinks.requires_grad)
     )
-    return encode(
-        dtype=q.dtype,
-        dim=D,
-        dim_v=Dv,
-        group=H // Hk,
-        mask=mask,
+    return _code(
+        q, k.shape[-2], v.shape[-1], mask, options, asked,
         layout="packed" if packed else "dense",
-        scale=_scale(scale, D),
-        softcap=_softcap(softcap),
-        dropout=_probability(dropout),
+        dropout=_probability(asked.dropout),
         has_bias=bias is not None,
-        has_alibi=alibi is not None,
-        has_sinks=sinks is not None,
         needs_grad=needs_grad,
         bias_grad=needs_grad and bias is not None and bias.requires_grad,
-        needs_lse=needs_lse,
+        needs_lse=asked.needs_lse,
         forward_mode=forward_mode,
-        deterministic=deterministic,
-        precision="native" if precision is None else precision.code,
-        device=arch(q.device),
-    )
+        precision="native" if recipe is None else recipe.code,
+    )  # fmt: skip
 
 
-def quantised_code(
-    qkv: Any, mask: Mask, scale: float | None, softcap: float | None, sinks: Tensor | None
-) -> str:  # fmt: skip
-    """The code of the Spec of attention to what `quantise_qkv` made."""
-    _check_mask(mask)
-    H, D = qkv.q.shape[-2:]
-    if sinks is not None:
-        _check_vector("sinks", sinks, qkv.q, {"(H,)": (H,)})
-    return encode(
+def quantised_code(qkv: QuantisedQKV, mask: Mask, options: Options, asked: Asked) -> str:
+    """The code of the Spec of attention to tensors that `quantise_qkv` returned."""
+    return _code(
+        qkv.q, qkv.k.shape[-2], qkv.dim_v, mask, options, asked,
         dtype=qkv.dtype,
-        dim=D,
-        dim_v=qkv.dim_v,
-        group=H // qkv.k.shape[-2],
-        mask=mask,
         layout="dense" if qkv.cu_q is None else "packed",
-        scale=_scale(scale, D),
-        softcap=_softcap(softcap),
-        dropout=0.0,
-        has_bias=False,
-        has_alibi=False,
-        has_sinks=sinks is not None,
-        needs_grad=False,
-        bias_grad=False,
-        needs_lse=False,
-        forward_mode=False,
-        deterministic=False,
         precision=qkv.precision.code,
-        device=arch(qkv.q.device),
-    )
+    )  # fmt: skip
 
 
-def paged_code(
-    q: Tensor, cache: Any, mask: Mask, options: Options, scale: float | None, softcap: float | None, deterministic: bool
-) -> str:  # fmt: skip
+def paged_code(q: Tensor, cache: PagedKV, mask: Mask, options: Options, asked: Asked) -> str:
     """The code of the Spec of attention to a paged cache."""
     packed = cache.cu_q is not None
     axes = PACKED if packed else DENSE
@@ -130,35 +81,38 @@ def paged_code(
         word = "with cache.cu_q queries are packed" if packed else "without cache.cu_q every sequence has as many queries"
         raise InvalidInput(f"q is {tuple(q.shape)}; {word}, so it must have {len(axes)} axes ({', '.join(axes)})")
     _check_pages(q, cache)
-    _check_mask(mask)
-    B, H, D = cache.table.shape[0], q.shape[-2], q.shape[-1]
     if options.alibi is not None:
-        _check_vector("alibi", options.alibi, q, {"(H,)": (H,), "(B, H)": (B, H)})
-    if options.sinks is not None:
-        _check_vector("sinks", options.sinks, q, {"(H,)": (H,)})
+        _check_slopes(options.alibi, q, cache.table.shape[0])
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, cache.k, cache.v)):
         raise InvalidInput("q or the cache requires a gradient; attention_paged has none: call it under torch.no_grad()")
+    return _code(
+        q, cache.k.shape[2], cache.v.shape[-1], mask, options, asked,
+        layout=_layout(q, cache, _deterministic(asked.deterministic)),
+        has_kv_scales=cache.k_scale is not None,
+    )  # fmt: skip
+
+
+def _code(q: Tensor, kv_heads: int, dim_v: int, mask: Mask, options: Options, asked: Asked, **own: Any) -> str:
+    """The code of a Spec: the mask and the options that every kind of call has are checked here; `own` is the rest."""
+    if not isinstance(mask, Mask):
+        raise InvalidInput(
+            f"mask is {shown(mask)}; must be a rooftile mask: FULL, CAUSAL, Window, Prefix, Chunk, or some of them joined by &"
+        )
+    H, D = q.shape[-2], q.shape[-1]
+    if options.sinks is not None:
+        _check_vector("sinks", options.sinks, q, {"(H,)": (H,)})
     return encode(
-        dtype=q.dtype,
         dim=D,
-        dim_v=cache.v.shape[-1],
-        group=H // cache.k.shape[-2],
+        dim_v=dim_v,
+        group=H // kv_heads,
         mask=mask,
-        layout=_layout(q, cache, deterministic),
-        scale=_scale(scale, D),
-        softcap=_softcap(softcap),
-        dropout=0.0,
-        has_bias=False,
+        scale=D**-0.5 if asked.scale is None else _number("scale", asked.scale, -math.inf, math.inf),
+        softcap=0.0 if asked.softcap is None else _number("softcap", asked.softcap, 0.0, math.inf),
         has_alibi=options.alibi is not None,
         has_sinks=options.sinks is not None,
-        needs_grad=False,
-        bias_grad=False,
-        needs_lse=False,
-        forward_mode=False,
-        deterministic=deterministic,
-        precision="native",
+        deterministic=_deterministic(asked.deterministic),
         device=arch(q.device),
-        has_kv_scales=cache.k_scale is not None,
+        **{"dtype": q.dtype} | own,
     )
 
 
@@ -168,7 +122,7 @@ BLOCK = 16
 PROMPT = 64
 
 
-def _layout(q: Tensor, cache: Any, deterministic: bool) -> str:
+def _layout(q: Tensor, cache: PagedKV, deterministic: bool) -> str:
     if deterministic:
         return "paged"
     if _has_prompts(q, cache):
@@ -176,7 +130,7 @@ def _layout(q: Tensor, cache: Any, deterministic: bool) -> str:
     return "paged-token" if cache.cu_q is None and q.shape[1] == 1 and cache.k.shape[1] >= BLOCK else "paged"
 
 
-def _has_prompts(q: Tensor, cache: Any) -> bool:
+def _has_prompts(q: Tensor, cache: PagedKV) -> bool:
     """Whether the sequences have many queries each, and all that their tables have room for may be gathered if it must be."""
     if q.shape[:-2].numel() < PROMPT * cache.table.shape[0]:
         return False
@@ -184,7 +138,7 @@ def _has_prompts(q: Tensor, cache: Any) -> bool:
     return not must or cache.can_be_gathered(q.dtype)
 
 
-def check_shared_prefix(q: Tensor, cache: Any, mask: Mask, alibi: Tensor | None, tokens: int) -> None:
+def check_shared_prefix(q: Tensor, cache: PagedKV, mask: Mask, alibi: Tensor | None, tokens: int) -> None:
     """Raises InvalidInput unless all sequences may share their first tokens."""
     _check_pages(q, cache)
     size, room = cache.k.shape[1], cache.table.shape[1] * cache.k.shape[1]
@@ -202,7 +156,7 @@ def check_shared_prefix(q: Tensor, cache: Any, mask: Mask, alibi: Tensor | None,
             raise InvalidInput(f"shared_prefix is {tokens}; a sequence has fewer tokens before its queries")
 
 
-def _check_pages(q: Tensor, cache: Any) -> None:
+def _check_pages(q: Tensor, cache: PagedKV) -> None:
     k, v, table, lengths = cache.k, cache.v, cache.table, cache.lengths
     scaled = cache.k_scale is not None or cache.v_scale is not None
     due = torch.float8_e4m3fn if scaled else q.dtype
@@ -237,7 +191,7 @@ def _check_pages(q: Tensor, cache: Any) -> None:
         if x is not None:
             _check_device(f"cache.{name}", x, q)
     if cache.cu_q is not None:
-        check_offsets("cache.cu_q", cache.cu_q, q.shape[0], "queries", q.device, False)
+        _check_offsets("cache.cu_q", cache.cu_q, q.shape[0], "queries", q.device, False)
     # as with offsets: looked at where that waits for nobody
     if q.device.type == "cpu" and B and not torch.compiler.is_compiling():
         longest, room = int(lengths.max()), table.shape[1] * k.shape[1]
@@ -266,7 +220,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, code: str, options: Options) -> 
     return Problem(spec=decode(code), sizes=sizes)
 
 
-def check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.device, read: bool) -> Tensor:
+def _check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.device, read: bool) -> Tensor:
     """Packed offsets on the tensors' device, checked as far as can be known without waiting for the GPU.
 
     read: check the values too, wherever they are.
@@ -287,7 +241,25 @@ def check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.de
     return cu if cu.device == device else cu.to(device, non_blocking=True)
 
 
-def check_bias_columns(bias: Tensor, cu_k: Tensor, read: bool) -> None:
+def check_packed(q: Tensor, k: Tensor, options: Options, read: bool) -> Options:
+    """The options of a packed call, with its offsets checked and on the device of q.
+
+    read: check the offsets' values too, wherever they are.
+    """
+    cu_q, cu_k = options.cu_q, options.cu_k
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            raise InvalidInput(f"{name} must be a tensor (total, H, D) of sequences back to back; got {shown(x)}")
+    if isinstance(options.bias, Tensor):
+        _check_bias_columns(options.bias, cu_k, read)
+    cu_q = _check_offsets("cu_q", cu_q, q.shape[0], "queries", q.device, read)
+    cu_k = _check_offsets("cu_k", cu_k, k.shape[0], "keys", k.device, read)
+    if cu_q.shape != cu_k.shape:
+        raise InvalidInput(f"cu_q has {len(cu_q) - 1} sequences and cu_k has {len(cu_k) - 1}; they must agree")
+    return options._replace(cu_q=cu_q, cu_k=cu_k)
+
+
+def _check_bias_columns(bias: Tensor, cu_k: Tensor, read: bool) -> None:
     """A packed bias has a column for every key of the longest sequence, as far as that can be known without waiting."""
     known = isinstance(cu_k, Tensor) and cu_k.ndim == 1 and (cu_k.device.type == "cpu" or read)
     if not known or cu_k.shape[0] < 2 or bias.ndim == 0 or torch.compiler.is_compiling():
@@ -318,7 +290,7 @@ def check_parts(parts: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]
 
 
 def check_query(q: Tensor) -> None:
-    """What must hold before anything asks for q's device."""
+    """Checks what must hold before anything asks for q's device."""
     if not isinstance(q, Tensor):
         raise InvalidInput(f"q is {shown(q)}; must be a tensor")
     if q.device.type == "meta":
@@ -404,23 +376,21 @@ def _check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise InvalidInput(f"{name} is on {x.device}; q is on {q.device}, and all inputs must be on one device")
 
 
-def _check_mask(mask: Mask) -> None:
-    if not isinstance(mask, Mask):
-        raise InvalidInput(
-            f"mask is {shown(mask)}; must be a rooftile mask: FULL, CAUSAL, Window, Prefix, Chunk, or some of them joined by &"
-        )
+def _check_slopes(alibi: Tensor, q: Tensor, batch: int) -> None:
+    H = q.shape[-2]
+    _check_vector("alibi", alibi, q, {"(H,)": (H,), "(B, H)": (batch, H)})
 
 
-def _scale(scale: float | None, D: int) -> float:
-    return D**-0.5 if scale is None else _number("scale", scale, -math.inf, math.inf)
-
-
-def _softcap(softcap: float | None) -> float:
-    return 0.0 if softcap is None else _number("softcap", softcap, 0.0, math.inf)
+def _deterministic(asked: bool | None) -> bool:
+    if asked is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if not isinstance(asked, bool):
+        raise InvalidInput(f"deterministic is {shown(asked)}; must be True, False, or None to follow torch")
+    return asked
 
 
 def _number(name: str, value: float, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not _is_number(value):
         raise InvalidInput(f"{name} is {shown(value)}; must be a number")
     if math.isnan(value) or math.isinf(value) or not least <= value <= most:
         raise InvalidInput(f"{name} is {value}; must be finite" + (f" and at least {least:g}" if math.isfinite(least) else ""))
@@ -428,9 +398,17 @@ def _number(name: str, value: float, least: float, most: float) -> float:
 
 
 def _probability(dropout: float) -> float:
-    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+    if not _is_number(dropout) or not 0.0 <= dropout < 1.0:
         raise InvalidInput(f"dropout is {shown(dropout)}; must be a probability in [0, 1)")
     return float(dropout)
+
+
+def _is_number(value: object) -> bool:
+    """Whether this is a real number: an int or float of Python, or of numpy, which registers its scalars with `numbers`."""
+    if isinstance(value, bool):
+        return False
+    # Dynamo traces the first test and not the second
+    return isinstance(value, (int, float)) or (not torch.compiler.is_compiling() and isinstance(value, numbers.Real))
 
 
 def shown(value: object) -> str:

@@ -15,8 +15,8 @@ from rooftile import api, dispatch, validate
 from rooftile.bench.clock import clock_for
 from rooftile.errors import InvalidInput
 from rooftile.masks import Mask
-from rooftile.precision import PRESETS, Precision, recipe_of
-from rooftile.spec import Options, decode
+from rooftile.precision import PRESETS, Precision
+from rooftile.spec import Asked, Options, decode
 
 # from the plainest to the most careful
 RECIPES: dict[str, str | Precision] = {
@@ -173,8 +173,5 @@ def _time(q: Tensor, k: Tensor, v: Tensor, mask: Mask, precision: str | Precisio
         return api.attention(q, k, v, mask, precision=precision)
 
     work()
-    code = validate.spec_code(
-        q, k, v, mask, Options(), scale=None, softcap=None, dropout=0.0, deterministic=False, needs_lse=False,
-        forward_mode=False, precision=recipe_of(precision),
-    )  # fmt: skip
+    code = validate.spec_code(q, k, v, mask, Options(), Asked(deterministic=False, precision=precision))
     return statistics.median(clock_for(q.device).samples(work)), str(dispatch.select(decode(code)).NAME)

@@ -14,6 +14,7 @@ Dao et al., FlashAttention, arXiv:2205.14135, appendix B; the term dL makes merg
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,23 +32,15 @@ def gradients(
     k: Tensor,  # (B, S, Hk, D)
     v: Tensor,  # (B, S, Hk, Dv)
     mask: Mask = FULL,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    bias: Tensor | None = None,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
+    **options: Any,
 ) -> Grads:
-    """The gradients for finite inputs. Same shapes as `rooftile.reference.attention`; dbias has bias's own shape."""
+    """The gradients for finite inputs. Takes the options of `rooftile.reference.attention`; dbias has bias's own shape."""
+    o, lse = attention(q, k, v, mask, **options)
+    bias, alibi, sinks = (options.get(name) for name in ("bias", "alibi", "sinks"))
+    scale, softcap, dropout = options.get("scale"), options.get("softcap", 0.0), options.get("dropout", 0.0)
     B, T, H, D = q.shape
     S, Hk = k.shape[1:3]
     scale = D**-0.5 if scale is None else scale
-    o, lse = attention(
-        q, k, v, mask,
-        scale=scale, softcap=softcap, bias=bias, alibi=alibi, sinks=sinks, dropout=dropout, seed=seed,
-    )  # fmt: skip
     keys, values = (x.repeat_interleave(H // Hk, dim=2) for x in (k, v))
     s = torch.einsum("bthd,bshd->bhts", q, keys) * scale
     if softcap:
@@ -64,7 +57,8 @@ def gradients(
     kept = 1.0
     if dropout:
         b, h, t, j = (torch.arange(n, device=q.device) for n in (B, H, T, S))
-        kept = keep_mask(seed, dropout, b[:, None, None, None], h[:, None, None], t[:, None], j).to(q.dtype) / (1 - dropout)
+        keep = keep_mask(options["seed"], dropout, b[:, None, None, None], h[:, None, None], t[:, None], j)
+        kept = keep.to(q.dtype) / (1 - dropout)
     D_i = torch.einsum("bthd,bthd->bht", do, o) - dlse
     dP = torch.einsum("bthd,bshd->bhts", do, values) * kept
     dX = p * (dP - D_i[..., None])

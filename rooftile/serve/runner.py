@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rooftile.api import paged_alike
+from rooftile.api import prepare_paged
 from rooftile.fused import runs_on
 from rooftile.kvcache import Copy, PagedKV, Pages, Rotation
 from rooftile.masks import CAUSAL, Mask, Window
@@ -23,6 +23,7 @@ from rooftile.models import Decoder, ModelConfig
 from rooftile.serve.request import Answer, Top
 from rooftile.serve.sampling.sampler import MOST_NUMBERS, SamplingState, Wants, logprobs, sample, wants_of
 from rooftile.serve.scheduler import Plan, Work
+from rooftile.spec import Asked
 
 # rows of the graphs: a step of fewer is filled up. Products of 224 rows take cuBLAS longer than those of 256
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160, 176, 192, 208, 256, 320, 384, 448, 512)
@@ -184,7 +185,7 @@ class Runner:
         def see(layer: int, q: Tensor, cache: PagedKV) -> Tensor:
             kind = masks[layer], q.dim() == 4
             if kind not in known:
-                known[kind] = paged_alike(q, cache, masks[layer], scale=config.scale, softcap=config.softcap)
+                known[kind] = prepare_paged(q, cache, masks[layer], asked=Asked(config.scale, config.softcap))
             return known[kind](q, cache)[0]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:

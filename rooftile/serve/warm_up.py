@@ -15,7 +15,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from rooftile.api import paged_alike
+from rooftile.api import prepare_paged
 from rooftile.backends import hopper
 from rooftile.kvcache import PagedKV, Pages
 from rooftile.kvcache.pages import LONG_PROMPT
@@ -24,6 +24,7 @@ from rooftile.models import Decoder, ModelConfig
 from rooftile.serve.memory import copies_all_prompts
 from rooftile.serve.runner import masks_of
 from rooftile.serve.sampling.sampler import SamplingState, Wants, sample
+from rooftile.spec import Asked
 
 # tokens of prompts: so short that they go another way, and usual; those of LONG_PROMPT a backend may copy together first
 SHORT, USUAL = 8, 64
@@ -147,4 +148,4 @@ def _projected(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _see(decoder: Decoder, mask: Mask, q: Tensor, cache: PagedKV) -> None:
     config = decoder.config
-    paged_alike(q, cache, mask, scale=config.scale, softcap=config.softcap)(q, cache)
+    prepare_paged(q, cache, mask, asked=Asked(config.scale, config.softcap))(q, cache)

@@ -13,7 +13,7 @@ import rooftile as rt
 from rooftile import dispatch, ops
 from rooftile.cases import CASES, Case
 from rooftile.hardware.arch import arch
-from rooftile.spec import Options, decode
+from rooftile.spec import Asked, Options, decode
 from rooftile.validate import spec_code
 from tests.conformance.exact import answer
 
@@ -147,9 +147,7 @@ def operator_arguments(case: Case, backend: str, device: torch.device, requires_
         torch.tensor([seed], device=device) if seed is not None else None,
         *offsets,
     )
-    code = spec_code(
-        q, k, v, mask, named, needs_lse=True, deterministic=False, forward_mode=False, **{"dropout": 0.0} | options
-    )
+    code = spec_code(q, k, v, mask, named, Asked(deterministic=False, needs_lse=True, **options))
     return (q, k, v, [x for x in named if x is not None], code, backend)
 
 

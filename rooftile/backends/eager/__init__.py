@@ -77,7 +77,7 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Q
 def attend_quantised(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """o and lse of what `quantise` made."""
     with torch.autocast(qkv.q.device.type, enabled=False):
-        return low_precision.attend(qkv, spec.mask, scale=spec.scale, softcap=spec.softcap, sinks=options.sinks)
+        return low_precision.attend(qkv, options.sinks, spec)
 
 
 def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:

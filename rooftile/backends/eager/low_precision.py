@@ -20,10 +20,10 @@ import math
 import torch
 from torch import Tensor
 
-from rooftile.masks import Mask
 from rooftile.numerics.formats import FP8_E4M3, decode, encode
 from rooftile.numerics.recipe import QuantisedQKV, codes, scales_of_rows
 from rooftile.numerics.scaling import BLOCK
+from rooftile.spec import Spec
 
 # weights are multiplied by 2^2
 RAISED = 2.0
@@ -32,10 +32,8 @@ TOO_LARGE = 432.0
 _LOG2E = math.log2(math.e)
 
 
-def attend(
-    qkv: QuantisedQKV, mask: Mask, *, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """o in the original's dtype, and lse, fp32, of a recipe's tensors."""
+def attend(qkv: QuantisedQKV, sinks: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Returns o in the dtype of the original tensors, and lse in fp32."""
     by = qkv.precision.granularity
     assert qkv.v is not None
     q_rows = scales_of_rows(qkv.q, qkv.q_scales, by, qkv.cu_q)
@@ -44,7 +42,7 @@ def attend(
     shift = qkv.shift if qkv.shift is not None else q_rows.new_zeros(()).expand(qkv.q.shape[:-1])
     queries = (codes(qkv.q), q_rows, shift.unsqueeze(-1))
     keys = (codes(qkv.k), k_rows, codes(qkv.v), v_rows)
-    numbers = (mask, scale, softcap, sinks, qkv.precision.pv == "fp8")
+    numbers = (sinks, spec, qkv.precision.pv == "fp8")
     if qkv.cu_q is None or qkv.cu_k is None:
         o, lse = _walk(*queries, *keys, *numbers)
         return o.to(qkv.dtype).contiguous(), lse.contiguous()
@@ -60,7 +58,7 @@ def attend(
 
 def _walk(
     q: Tensor, q_scales: Tensor, shift: Tensor, k: Tensor, k_scales: Tensor, v: Tensor, v_scales: Tensor,
-    mask: Mask, scale: float, softcap: float, sinks: Tensor | None, round_weights: bool,
+    sinks: Tensor | None, spec: Spec, round_weights: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """fp32 o (B, T, H, Dv) and lse (B, H, T), from codes and scales, block by block from the last keys to the first."""
     (B, T, H, _), (S, Hk), Dv = q.shape, k.shape[1:3], v.shape[-1]
@@ -72,7 +70,7 @@ def _walk(
 
     q, q_scales, shift, k, k_scales, v, v_scales = (heads_first(x) for x in (q, q_scales, shift, k, k_scales, v, v_scales))
     i = torch.arange(T, device=q.device)[:, None] + (S - T)
-    first, last = mask.first_key(i), mask.last_key(i)
+    first, last = spec.mask.first_key(i), spec.mask.last_key(i)
     lost_values = v.isnan()
     clean_v = v.nan_to_num(nan=0.0)
     m = q.new_full((B, Hk, group, T, 1), -torch.inf)
@@ -86,9 +84,9 @@ def _walk(
         j = slice(start, min(start + step, S))
         keys = torch.arange(j.start, j.stop, device=q.device)
         sees = (keys >= first) & (keys <= last)
-        x = (q @ k[:, :, :, j].mT * (q_scales * k_scales[:, :, :, j].mT) + shift) * scale
-        if softcap:
-            x = softcap * torch.tanh(x / softcap)
+        x = (q @ k[:, :, :, j].mT * (q_scales * k_scales[:, :, :, j].mT) + shift) * spec.scale
+        if spec.softcap:
+            x = spec.softcap * torch.tanh(x / spec.softcap)
         x = torch.where(sees, x * _LOG2E, -torch.inf)
         top = torch.where((m == -torch.inf) | _too_large(torch.exp2(x - _finite(m) + RAISED)), x.amax(-1, keepdim=True), m)
         alpha = torch.exp2(m - _finite(top))
