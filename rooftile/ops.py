@@ -66,7 +66,7 @@ def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, ask
     """
     bias, alibi, sinks, seed, cu_q, cu_k = options
     scale, softcap, dropout, asked_seed, deterministic, precision, needs_lse, backend = asked
-    if bias is not None or alibi is not None or seed is not None or asked_seed is not None :
+    if bias is not None or alibi is not None or seed is not None or asked_seed is not None:
         return None
     if not isinstance(k, Tensor) or not isinstance(v, Tensor):
         return None
