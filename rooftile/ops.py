@@ -49,11 +49,7 @@ def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: str, backend
 Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
 
 # calls seen before, by all that a plain call depends on
-<<<<<<< HEAD
 _PREPARED = BoundedCache()
-=======
-_PREPARED = BoundedCache()
->>>>>>> 0d36f46 (Options of attention are handed on as one value, Asked; calls with sinks, packed offsets on a GPU and gradients are remembered too)
 _NUMBERS = frozenset((type(None), int, float))
 _FLAGS = frozenset((type(None), bool))
 
@@ -110,17 +106,6 @@ def prepared(key: tuple[Any, ...]) -> Forward | None:
     return _PREPARED.get(key)
 
 
-<<<<<<< HEAD
-def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, spec: str, backend: str) -> None:
-    """Lets the backend prepare calls like this one, if it can; with gradients, only the checks are done beforehand."""
-    if wants_grad(q, k, v):
-        _PREPARED[key] = lambda q, k, v: _Attention.apply(q, k, v, spec, backend)
-        return
-    prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
-    ready = prepare(q, k, v, decode(spec)) if prepare is not None else None
-    if ready is not None:
-        _PREPARED[key] = ready
-=======
 def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend: str) -> None:
     """Prepares calls like this one, which was checked: the backend's launches where it can, else only the checks are saved."""
     prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
@@ -174,7 +159,6 @@ _NO_OPTIONS = Options()
 def _listed(options: Options) -> list[Tensor]:
     """The tensors that there are, in the order of `option_names`."""
     return [x for x in options if x is not None]
->>>>>>> 0d36f46 (Options of attention are handed on as one value, Asked; calls with sinks, packed offsets on a GPU and gradients are remembered too)
 
 
 def named_options(spec: Spec, options: list[Tensor]) -> Options:
