@@ -20,7 +20,7 @@ FLOORS = {
     "hardware": 0, "launch": 0,
     "masks": 1, "precision": 1, "operators": 1,
     "spec": 2, "fused": 2,
-    "validate": 3, "cases": 3, "reference": 3, "cost": 3, "numerics": 3, "sparsity": 3, "kvcache": 3,
+    "validate": 3.5, "cases": 3, "reference": 3, "cost": 3, "numerics": 3, "sparsity": 3, "kvcache": 3,
     "backends": 4,
     "dispatch": 5,
     "ops": 6,
