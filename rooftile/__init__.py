@@ -3,7 +3,7 @@
     import rooftile as rt
     o = rt.attention(q, k, v, rt.CAUSAL)    # q (B, T, H, D), k and v (B, S, Hk, D)
 
-`rooftile.explain(q, k, v)` says which backend would run and why each other one would not.
+`rooftile.explain(q, k, v)` shows which backend would run, and why the others would not.
 """
 
 from typing import TYPE_CHECKING
@@ -62,7 +62,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """What serves models is imported by who serves models: the rest is a matter of milliseconds."""
+    """Imports the serving names only when they are used: their imports are slow, the rest of the package is fast."""
     if name in ("LLM", "SamplingParams"):
         from rooftile import serve
 

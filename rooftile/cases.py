@@ -1,10 +1,10 @@
 """Named attention problems: the one list of shapes for tests, benchmarks and tuning.
 
-A case says everything but the device. `CASES` maps names to cases; `tagged("gpu-bench")` picks by tag.
+A case fixes everything except the device. `CASES` maps names to cases; `tagged("gpu-bench")` picks by tag.
 
     conformance   small, run against the definition on every backend
-    gpu-bench     the shapes that published GPU numbers come from
-    cpu-bench     shapes that two CPU cores finish
+    gpu-bench     the shapes of the published GPU numbers
+    cpu-bench     shapes that are feasible on two CPU cores
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A problem with a name. Lengths per sequence make it packed."""
+    """A named problem. With lengths per sequence it is packed."""
 
     name: str
     tags: frozenset[str]
@@ -46,14 +46,14 @@ class Case:
     scale: float | None = None
     softcap: float = 0.0
     dropout: float = 0.0
-    bias: str = ""  # the axes it really has, such as "BHTS" or "HTS"; the others are broadcast
+    bias: str = ""  # its own axes, such as "BHTS" or "HTS"; the others are broadcast
     alibi: bool = False
     sinks: bool = False
     strides: str = "contiguous"  # or "transposed" (a view of (B, H, T, D)), "expanded" (one batch row for all), "sliced"
     scatter: str = "normal"  # or "outliers", "hot" (fp16 near its largest numbers), "cold" (lse < -88)
 
     def problem(self, device: str = "cpu", *, needs_grad: bool = True, needs_lse: bool = False) -> Problem:
-        """This case on a device, a Spec's word for it ("cpu", "sm90")."""
+        """Returns the problem on a device, named as in a Spec ("cpu", "sm90")."""
         spec = Spec(
             dtype=DTYPES[self.dtype],
             dim=self.dim,
@@ -77,7 +77,7 @@ class Case:
         return Problem(spec=spec, sizes=Sizes(B=B, T=T, S=S, H=self.H, Hk=self.Hk, lengths=self.lengths))
 
     def inputs(self, device: torch.device | str = "cpu", *, seed: int = 0, requires_grad: bool = False) -> Inputs:
-        """Fresh random tensors for this case; the same on every device for the same seed."""
+        """Draws random tensors for this case: the same on every device for the same seed."""
         generator = torch.Generator().manual_seed(seed)
         sizes = self.problem().sizes
         Dv = self.dim_v or self.dim
@@ -113,10 +113,10 @@ class Case:
         if self.scatter == "outliers":
             x = x + 10 * torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 1e-3)
         elif self.scatter == "hot":
-            # scores stay finite: one of the two factors is small
+            # one of the two factors is small, so that scores stay finite
             x = (x * 2e4).clamp(-6e4, 6e4) if which != 1 else x * 1e-4
         elif self.scatter == "cold":
-            # every score of a row far below exp's underflow
+            # puts every score of a row far below exp's underflow
             x = x.abs() + 4.0 if which == 0 else -(x.abs() + 4.0) if which == 1 else x
         x = x.to(device, DTYPES[self.dtype])
         if self.strides == "transposed" and x.ndim == 4:
@@ -129,7 +129,7 @@ class Case:
 
 
 def tagged(tag: str) -> list[Case]:
-    """The cases with a tag, in the order of the list."""
+    """Returns the cases with a tag, in the order of the list."""
     return [case for case in CASES.values() if tag in case.tags]
 
 
@@ -138,7 +138,7 @@ def _conformance(name: str, **what: Any) -> Case:
 
 
 def _gpu_bench(dim: int, causal: bool, length: int, dim_v: int | None = None) -> Case:
-    # 16,384 tokens and 2,048 / D heads throughout: the same FLOPs at each length of a row of the table
+    # always 16,384 tokens and 2,048 / D heads, so that the FLOPs per length are comparable
     size = f"{length // 1024}k" if length >= 1024 else f"{length}"
     tag = f"d{dim}" if dim_v is None else f"d{dim}-{dim_v}"
     name = f"{tag}-{'causal' if causal else 'full'}-{size}"
@@ -168,7 +168,7 @@ _LIST = (
     _conformance("t65", T=65, S=65),
     _conformance("t129", T=129, S=129, mask=CAUSAL),
     _conformance("t191", T=191, S=191),
-    # more keys, and more queries, than any backend's tile holds
+    # more keys, and more queries, than a tile of any backend
     _conformance("long", B=1, T=600, S=600, H=2, Hk=1, dim=16, mask=CAUSAL),
     _conformance("long-keys", B=1, T=70, S=1100, dim=16),
     _conformance("long-window", B=1, T=40, S=1300, dim=16, mask=CAUSAL & Window(700), sinks=True),

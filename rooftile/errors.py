@@ -1,4 +1,4 @@
-"""What Rooftile raises. A message says what came, what is due, and what to do."""
+"""The exceptions that Rooftile raises. A message says what came, what is due, and what to do."""
 
 
 class InvalidInput(ValueError):

@@ -1,8 +1,8 @@
-"""Which keys a query sees.
+"""Masks: the keys that each query sees.
 
-Every mask here lets a query see one *interval* of keys, and both ends of that interval rise with the query's position.
-Intersections keep that property. It is all that a tiled kernel needs: the tiles that hold visible pairs follow from two
-numbers per query, no mask is ever stored, and the backward finds the queries of a key the same way.
+Under every mask here, a query sees one *interval* of keys, and both ends of that interval rise with the query's position.
+Intersections keep that property. A tiled kernel needs nothing else: two numbers per query give the tiles that hold visible
+pairs, no mask is ever stored, and the backward finds the queries of a key in the same way.
 
 Positions are on the key axis. A query's position is `t + S - T` (aligned bottom-right: the last query sees the last key);
 it is negative for the first queries when T > S.
@@ -12,7 +12,7 @@ it is negative for the first queries when T > S.
     Window(left, right)   i - left <= j <= i + right, both inclusive; None for no bound
     Prefix(n)             j < n or j <= i
     Chunk(n)              j // n == i // n
-    a & b                 what both let through
+    a & b                 the keys that both show
 
 `python -m rooftile.masks "CAUSAL & Window(4)"` draws a mask.
 """
@@ -44,7 +44,7 @@ class Mask:
         if not isinstance(other, Mask):
             return NotImplemented
         chunks = {*self.chunks, *other.chunks}
-        # a chunk size that another one divides adds nothing
+        # a chunk size that is a multiple of another adds nothing
         chunks = {n for n in chunks if not any(m != n and n % m == 0 for m in chunks)}
         right = _least(self.right, other.right)
         # the prefix of a causal mask adds nothing: j <= i already holds
@@ -57,7 +57,7 @@ class Mask:
         return self == FULL
 
     def first_key(self, i: Any) -> Any:
-        """The first key that position `i` sees, before clipping to the keys there are. Ints or integer tensors."""
+        """The first key that position `i` sees, not clipped to the existing keys. Ints or integer tensors."""
         low = -UNBOUNDED + 0 * i
         if self.left is not None:
             low = i - self.left
@@ -66,7 +66,7 @@ class Mask:
         return low
 
     def last_key(self, i: Any) -> Any:
-        """The last key that position `i` sees, before clipping; less than `first_key` if there is none."""
+        """The last key that position `i` sees, not clipped; less than `first_key` if it sees none."""
         high = UNBOUNDED + 0 * i
         if self.right is not None:
             high = i + self.right
@@ -132,12 +132,12 @@ def Prefix(n: int) -> Mask:  # noqa: N802
 
 
 def Chunk(n: int) -> Mask:  # noqa: N802
-    """Sees j // n == i // n: blocks of n tokens that do not see one another."""
+    """Sees j // n == i // n: blocks of n tokens that do not see each other."""
     return Mask(chunks=(_size(n, "Chunk: n", 1),))
 
 
 def materialise(mask: Mask, T: int, S: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """The mask as a boolean matrix (T, S), True where visible. For definitions and pictures only: kernels never make it."""
+    """Returns the mask as a boolean matrix (T, S), True where visible. For definitions and pictures only: no kernel builds it."""
     import torch
 
     i = torch.arange(T, device=device)[:, None] + (S - T)  # (T, 1)
@@ -146,14 +146,14 @@ def materialise(mask: Mask, T: int, S: int, device: torch.device | str | None = 
 
 
 def visible(mask: Mask, t: int, T: int, S: int) -> tuple[int, int]:
-    """The keys [start, stop) that query `t` sees; start == stop if none."""
+    """Returns the keys [start, stop) that query `t` sees; start == stop if none."""
     i = t + S - T
     start = max(mask.first_key(i), 0)
     return start, max(min(mask.last_key(i) + 1, S), start)
 
 
 def key_range(mask: Mask, t_start: int, t_stop: int, T: int, S: int) -> tuple[int, int]:
-    """The keys [start, stop) that hold every key some query in [t_start, t_stop) sees; start == stop if none."""
+    """Returns the smallest range [start, stop) with every key that a query in [t_start, t_stop) sees; empty if none."""
     if t_stop <= t_start:
         return 0, 0
     start = max(mask.first_key(t_start + S - T), 0)
@@ -161,7 +161,7 @@ def key_range(mask: Mask, t_start: int, t_stop: int, T: int, S: int) -> tuple[in
 
 
 def query_range(mask: Mask, s_start: int, s_stop: int, T: int, S: int) -> tuple[int, int]:
-    """The queries [start, stop) that hold every query which sees some key in [s_start, s_stop); start == stop if none."""
+    """Returns the smallest range [start, stop) with every query that sees a key in [s_start, s_stop); empty if none."""
     if s_stop <= s_start:
         return 0, 0
     start = max(mask.first_query(s_start) - (S - T), 0)
@@ -174,7 +174,7 @@ def sees_all(mask: Mask, t_start: int, t_stop: int, s_start: int, s_stop: int, T
 
 
 def pairs(mask: Mask, T: int, S: int) -> int:
-    """How many (query, key) pairs are visible: what attention's FLOPs are counted from."""
+    """Counts the visible (query, key) pairs. FLOPs are counted from them."""
     if mask.is_full or T == 0 or S == 0:
         return T * S
     import numpy as np
@@ -186,13 +186,13 @@ def pairs(mask: Mask, T: int, S: int) -> int:
 
 
 def draw(mask: Mask, T: int = 16, S: int = 16) -> str:
-    """The mask as text, one row a query: `#` visible, `.` hidden."""
+    """Returns the mask as text, one row per query: `#` visible, `.` hidden."""
     rows = ((visible(mask, t, T, S)) for t in range(T))
     return "\n".join("." * a + "#" * (b - a) + "." * (S - b) for a, b in rows)
 
 
 def _bound(value: int | None, word: str) -> int | None:
-    """A window's side or a size, checked; None for no bound, also for one past every position."""
+    """Checks a window's side. Returns None for no bound, and for a bound beyond every position."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise InvalidInput(f"{word} is {value!r}; must be an integer of at least 0, or None for no bound")
     # keeps sums of positions and bounds within the kernels' int32

@@ -1,4 +1,4 @@
-"""In which number formats attention is computed: a recipe, part of what a problem is."""
+"""The recipe for quantised attention: number formats, scales and transformations. It is part of a problem."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _HAS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Formats of the two products of attention, and what is done before numbers are rounded to them.
+    """The number formats of attention's two matrix products, and how tensors are quantised to them.
 
     Args:
-        qk: of queries and keys: "fp8" (e4m3), "int8", or "native", the dtype of the tensors.
-        pv: of weights and values: "fp8" (e4m3) or "native".
-        granularity: what shares a scale: a "tensor", a "head" of a sequence, a "block" of 128 positions of one, or a "row". Under
-            "row" values have a scale a channel of a head, since a row's scale would not come out of the sum over rows.
-        incoherent: queries and keys are multiplied by one random orthogonal matrix (`rooftile.numerics.hadamard`), which spreads
-            outliers and leaves their products as they are. Head dims that are multiples of 16.
-        smooth_k: the mean key, of long sequences the mean of some, is taken from every key. It adds the same to all scores of a
-            row, which softmax does not see; lse is given it back.
+        qk: the format of queries and keys: "fp8" (e4m3), "int8", or "native", the dtype of the tensors.
+        pv: the format of weights and values: "fp8" (e4m3) or "native".
+        granularity: the numbers that share a scale: a whole "tensor", a "head" of a sequence, a "block" of 128 positions of a
+            head, or a "row". Under "row" values have one scale per channel of a head, because a row's scale could not be taken
+            out of the sum over rows.
+        incoherent: multiplies queries and keys by one random orthogonal matrix (`rooftile.numerics.hadamard`), which spreads
+            outliers and does not change their products. The head dim must be a multiple of 16.
+        smooth_k: subtracts the mean key (in long sequences, the mean of some keys) from every key. This shifts all scores of a
+            row by the same number, which softmax ignores; lse is corrected for it.
 
     Example:
         >>> o = attention(*torch.randn(3, 1, 40, 2, 64), CAUSAL, precision=Precision(qk="int8", granularity="row"))
@@ -51,7 +52,7 @@ class Precision:
 
     @property
     def code(self) -> str:
-        """The recipe as a word: `decode(precision.code) == precision`."""
+        """The recipe as a short string: `decode(precision.code) == precision`."""
         return f"{self.qk}/{self.pv}/{self.granularity}/{int(self.incoherent)}{int(self.smooth_k)}"
 
     def __str__(self) -> str:
@@ -63,7 +64,7 @@ PRESETS = {"fp8": Precision(), "int8": Precision(qk="int8")}
 
 
 def recipe_of(precision: object) -> Precision | None:
-    """What a caller means by `precision`; None for the dtype of the tensors throughout."""
+    """Returns the recipe for an argument `precision`; None if all is computed in the dtype of the tensors."""
     if precision is None or precision == "native":
         return None
     if isinstance(precision, Precision):

@@ -13,7 +13,7 @@ from rooftile import FULL
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "api.md"
 
-# a section of the page: its title, the module, and the names in the order in which a reader needs them
+# a section: its title, its module, and its names in the order in which a reader needs them
 SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Functions",
@@ -23,9 +23,9 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "enable", "disable",
         ),
     ),
-    ("In few bits", "rooftile", ("Precision", "quantise_qkv", "attention_quantised", "attention_quantised_with_lse")),
-    ("From a paged cache", "rooftile", ("attention_paged", "attention_paged_with_lse")),
-    ("Its blocks", "rooftile.kvcache", ("BlockPool", "BlockTable", "OutOfBlocks", "Pages", "PagedKV")),
+    ("FP8 and INT8 attention", "rooftile", ("Precision", "quantise_qkv", "attention_quantised", "attention_quantised_with_lse")),
+    ("Attention to a paged KV cache", "rooftile", ("attention_paged", "attention_paged_with_lse")),
+    ("The paged KV cache", "rooftile.kvcache", ("BlockPool", "BlockTable", "OutOfBlocks", "Pages", "PagedKV")),
     ("Serving", "rooftile.serve", ("LLM", "AsyncEngine", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob")),
     (
         "Number formats",
@@ -36,7 +36,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Errors", "rooftile", ("InvalidInput", "Unsupported")),
     ("As a module", "rooftile.nn", ("Attention",)),
     (
-        "Under the names of flash-attn",
+        "flash-attn names",
         "rooftile.integrations.flash_attn",
         (
             "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -48,21 +48,21 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def page() -> str:
-    """The whole page, in Markdown."""
-    head = "# Reference\n\nWritten by `scripts/write_reference.py` from the docstrings; `make tables` writes it anew."
+    """Returns the whole page in Markdown."""
+    head = "# Reference\n\nWritten by `scripts/write_reference.py` from the docstrings; `make tables` rewrites it."
     return "\n\n".join([head, *(part for section in SECTIONS for part in section_text(*section))]) + "\n"
 
 
 def section_text(title: str, module: str, names: tuple[str, ...]) -> Iterator[str]:
     yield f"## {title}"
     if module != "rooftile":
-        yield f"In `{module}`, which is imported by that name."
+        yield f"In `{module}`."
     for name in names:
         yield from entry(name, getattr(importlib.import_module(module), name))
 
 
 def entry(name: str, thing: object) -> Iterator[str]:
-    """One name: its heading, its signature, and what its docstring says."""
+    """Yields the heading, the signature and the docstring of one name."""
     yield f"### `{name}`"
     if not callable(thing):
         yield f"The mask `{thing}`: see the table of masks in [masks as intervals](../concepts/masks-as-intervals.md)."
@@ -73,7 +73,7 @@ def entry(name: str, thing: object) -> Iterator[str]:
 
 
 def signature(name: str, thing: object) -> str:
-    """The signature on one line if it fits, else an argument a line."""
+    """Returns the signature on one line if it fits, else with one argument per line."""
     found = inspect.signature(thing)
     arguments = [str(p) for p in found.parameters.values()]
     kinds = [p.kind for p in found.parameters.values()]
@@ -87,11 +87,11 @@ def signature(name: str, thing: object) -> str:
 
 
 def docstring(text: str) -> Iterator[str]:
-    """A docstring's paragraphs; `Args:` and `Raises:` become lists and an `Example:` a fence."""
+    """Yields a docstring's paragraphs: `Args:` and `Raises:` as lists, `Example:` as a fence."""
     for block in re.split(r"\n\n(?=\S)", text):
         title, _, body = block.partition("\n")
         if title == "Example:":
-            # what is for the docs test is not for readers
+            # leave out the directives for the docs test
             yield "```pycon\n" + re.sub(r" +# doctest:.*", "", inspect.cleandoc(body)) + "\n```"
         elif title in ("Args:", "Raises:"):
             items = re.findall(r"^(\w[\w, ]*): (.*?)(?=^\w[\w, ]*: |\Z)", inspect.cleandoc(body), re.DOTALL | re.MULTILINE)

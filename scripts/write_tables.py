@@ -1,6 +1,6 @@
 """Writes the generated tables of README.md between their markers: `<!-- features -->` ... `<!-- /features -->`.
 
-The table of features is what the backends' own refusals say: a cell is a yes if the backend refuses nothing.
+The backends' own refusals make the table of features: a cell is "yes" if the backend refuses nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rooftile.spec import Spec
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
-# a column is a backend on the kind of device it is asked about
+# a column is a backend on one kind of device
 COLUMNS = (
     ("hopper", "sm90", "hopper (H100, H200)"),
     ("triton", "sm90", "triton (GPU)"),
@@ -41,8 +41,8 @@ FEATURES: tuple[tuple[str, dict[str, object]], ...] = (
     ("`Prefix`", {"mask": Prefix(16)}),
     ("`Chunk`", {"mask": Chunk(64)}),
     ("packed sequences", {"layout": "packed"}),
-    ("a paged cache: decoding", {"layout": "paged-token"}),
-    ("a paged cache: prompts", {"layout": "paged-prompts"}),
+    ("paged KV cache: decode", {"layout": "paged-token"}),
+    ("paged KV cache: prefill", {"layout": "paged-prompts"}),
     ("`softcap`", {"softcap": 30.0}),
     ("`bias`", {"has_bias": True}),
     ("`alibi`", {"has_alibi": True}),
@@ -58,7 +58,7 @@ FEATURES: tuple[tuple[str, dict[str, object]], ...] = (
 
 
 def features() -> str:
-    """The table of features x backends, in Markdown."""
+    """Returns the table of features x backends in Markdown."""
     lines = ["| | " + " | ".join(title for _, _, title in COLUMNS) + " |", "|---|" + ":-:|" * len(COLUMNS)]
     for words, what in FEATURES:
         cells = []
@@ -70,7 +70,7 @@ def features() -> str:
 
 
 def written(text: str, name: str, body: str) -> str:
-    """`text` with what stands between the markers of `name` replaced by `body`."""
+    """Replaces the text between the markers of `name` by `body`."""
     pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
     found, count = re.subn(pattern, lambda m: f"{m[1]}{body}\n{m[2]}", text, flags=re.DOTALL)
     if count != 1:

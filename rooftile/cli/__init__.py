@@ -1,4 +1,4 @@
-"""The `rooftile` command. One file a command; `app` puts them together."""
+"""The `rooftile` command. One file per command; `app` combines them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits: 0 when done, 2 with one sentence on stderr for what the user can mend."""
+    """Runs the command line and exits: 0 on success, 2 with one sentence on stderr for a mistake of the user."""
     from rooftile.cli.app import app
     from rooftile.errors import InvalidInput, Unsupported
 

@@ -1,4 +1,4 @@
-"""`rooftile accuracy`: what attention in few bits loses, recipe by recipe."""
+"""`rooftile accuracy`: the error of FP8 and INT8 attention, recipe by recipe."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ MASKS = {"full": FULL, "causal": CAUSAL}
 
 def accuracy(
     distribution: Annotated[
-        str, typer.Option("--distribution", help="Of random tensors: outliers, gaussian or sink.")
+        str, typer.Option("--distribution", help="Distribution of the random tensors: outliers, gaussian or sink.")
     ] = "outliers",
     tensors: Annotated[
-        Path | None, typer.Option("--tensors", help="A file with q, k and v (.safetensors or .pt) instead of random ones.")
+        Path | None, typer.Option("--tensors", help="A file with q, k and v (.safetensors or .pt), used instead of random tensors.")
     ] = None,
     dim: Annotated[int, typer.Option("--dim", min=16, max=512, help="The head dim.")] = 128,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens.")] = 2048,
     heads: Annotated[int, typer.Option("--heads", min=1, help="Heads.")] = 4,
-    draws: Annotated[int, typer.Option("--draws", min=1, help="How many draws the errors are means over.")] = 6,
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the tensors: bf16, fp16 or fp32.")] = "bf16",
+    draws: Annotated[int, typer.Option("--draws", min=1, help="Random draws to average the errors over.")] = 6,
+    dtype: Annotated[str, typer.Option("--dtype", help="Dtype of the tensors: bf16, fp16 or fp32.")] = "bf16",
     mask: Annotated[str, typer.Option("--mask", help="full or causal.")] = "full",
     device: DeviceOption = "auto",
     json: JsonOption = False,
 ) -> None:
-    """What attention loses in FP8 and INT8: errors of each recipe against fp64, and its time, beside the tensors' own dtype.
+    """Measures FP8 and INT8 attention: error of each recipe against fp64, and its time, compared with the tensors' own dtype.
 
     Example: rooftile accuracy --distribution sink --dim 64
     """

@@ -1,4 +1,4 @@
-"""The commands of `rooftile`, put together."""
+"""Combines the commands of `rooftile`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rooftile.cli import accuracy, bench, doctor, explain, generate, report, war
 
 app = typer.Typer(
     name="rooftile",
-    help="Exact, hardware-aware attention for PyTorch: what this machine can do, and what attention does on it.",
+    help="Exact, hardware-aware attention for PyTorch: measures, explains and runs attention on this machine.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

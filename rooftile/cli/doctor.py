@@ -1,4 +1,4 @@
-"""`rooftile doctor`: what this machine has, what it reaches, and which backends run on it."""
+"""`rooftile doctor`: the hardware, its measured ceilings, and the backends that run on it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rooftile.spec import DTYPES, Spec
 
 def doctor(
     device: DeviceOption = "auto",
-    refresh: Annotated[bool, typer.Option(help="Measure the ceilings again, cached or not.")] = False,
+    refresh: Annotated[bool, typer.Option(help="Measure the ceilings again, even if they are cached.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """What this machine has, what it reaches (measured), which backends run and why the others do not.
+    """Shows this machine's hardware, its measured ceilings, which backends run, and why the others do not.
 
     Example: rooftile doctor --device cuda
     """
@@ -49,7 +49,7 @@ def doctor(
 
 
 def _backends(arch: str, dtype: str) -> dict[str, dict[str, Any]]:
-    """Of each backend whether it runs a plain causal training step here, and why not."""
+    """Returns for each backend whether it runs a plain causal training step here, and why not."""
     spec = Spec(dtype=DTYPES[dtype], dim=128, dim_v=128, mask=CAUSAL, scale=128**-0.5, needs_grad=True, device=arch)
     verdicts = dispatch.verdicts(spec)
     return {
@@ -59,7 +59,7 @@ def _backends(arch: str, dtype: str) -> dict[str, dict[str, Any]]:
 
 
 def _rates(of: Ceilings | Chip) -> dict[str, float | None]:
-    """Bandwidth in GB/s and matrix rates in TFLOP/s, by one set of names for both sources."""
+    """Returns bandwidth in GB/s and matrix rates in TFLOP/s, with the same names for both sources."""
     if isinstance(of, Ceilings):
         return {"memory_gbs": of.copy_gbs, **{f"{dtype}_tflops": rate for dtype, rate in of.matmul_tflops.items()}}
     rates = {f"{dtype}_tflops": getattr(of, f"{dtype}_tflops") for dtype in ("fp32", "bf16", "fp16", "fp8")}
@@ -67,7 +67,7 @@ def _rates(of: Ceilings | Chip) -> dict[str, float | None]:
 
 
 def _software() -> dict[str, str]:
-    """The optional software that something of Rooftile, or a benchmark, makes use of; "absent" where it is."""
+    """Returns the versions of optional packages that Rooftile or its benchmarks use; "absent" if not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     def installed(package: str) -> str:
@@ -78,12 +78,12 @@ def _software() -> dict[str, str]:
 
     found = {name: installed(name) for name in ("transformers", "matplotlib", "flash-attn", "flash-attn-4")}
     hook = hasattr(attention, "register_flash_attention_impl")
-    found["torch.nn.attention.register_flash_attention_impl"] = "there" if hook else "absent"
+    found["torch.nn.attention.register_flash_attention_impl"] = "present" if hook else "absent"
     return found
 
 
 def _kernel_cache() -> Path:
-    """Where Triton keeps compiled kernels."""
+    """Returns the folder of Triton's compiled kernels."""
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
 
 
@@ -108,11 +108,11 @@ def _show(found: dict[str, Any]) -> None:
     source = (
         f"datasheet of {chip['name']} ({chip['kind'].split(', ')[-1]})" if chip else "datasheet (none for this chip)"
     )
-    print_table("Ceilings", ("", "measured", source, "reached"), lines)
+    print_table("Ceilings", ("", "measured", source, "of datasheet"), lines)
     print(f"\nBackends, for {next(iter(found['backends'].values()))['problem']}")
     for name, verdict in found["backends"].items():
         print(f"  {name:8} {'runs' if verdict['runs'] else 'no: ' + '; '.join(verdict['reasons'])}")
     print("\nSoftware")
     for name, state in found["software"].items():
         print(f"  {name:52} {state}")
-    print(f"\nCeilings are kept in {found['caches']['ceilings']}, Triton's kernels in {found['caches']['kernels']}")
+    print(f"\nCeilings are stored in {found['caches']['ceilings']}, Triton's kernels in {found['caches']['kernels']}")

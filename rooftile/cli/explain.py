@@ -1,4 +1,4 @@
-"""`rooftile explain`: what a case costs here at least, and which backend would run it."""
+"""`rooftile explain`: the backend that would run a case, and its roofline on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def explain(
     device: DeviceOption = "auto",
     json: JsonOption = False,
 ) -> None:
-    """Which backend runs a case, why each other one does not, and the least that the case costs on this machine.
+    """Shows which backend runs a case, why the others do not, and the case's minimum cost on this machine.
 
     Example: rooftile explain --case d128-causal-4k
     """
@@ -44,7 +44,7 @@ def explain(
         return
     print(dispatch.explain(problem.spec) + "\n")
     lines = [(name, *(_shown(costs[phase][name]) for phase in costs)) for name in costs["fwd"]]
-    print_table("Least cost, by the measured ceilings", ("", *costs), lines)
+    print_table("Minimum cost, from the measured ceilings", ("", *costs), lines)
 
 
 def _shown(value: Any) -> str:

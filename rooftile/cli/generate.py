@@ -1,4 +1,4 @@
-"""`rooftile generate`: what a checkpoint's model answers, on the terminal while it comes."""
+"""`rooftile generate`: streams the answers of a checkpoint's model to the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rooftile.hardware.device import device_of
 from rooftile.spec import DTYPES
 
 if TYPE_CHECKING:
-    # they take a while to import, and --help does not need them
+    # slow imports, which --help does not need
     from rooftile.serve import LLM, RequestOutput, SamplingParams
 
 
@@ -26,42 +26,42 @@ def generate(
         list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be given several times.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", help="A file whose text is one more prompt; - for stdin.")
+        Path | None, typer.Option("--prompt-file", help="A file that holds one more prompt; - for stdin.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Send each prompt as a user's message, by the checkpoint's template.")
+        bool, typer.Option("--chat", help="Send each prompt as a user message, with the checkpoint's chat template.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens of an answer at most.")] = 128,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum number of tokens per answer.")] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", help="Scores are divided by it; 0 takes the most likely token.")
+        float, typer.Option("--temperature", help="Divides the scores; 0 takes the most likely token.")
     ] = 1.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens of this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="Keep so many of the likeliest tokens; 0 for all.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Keep the most likely tokens up to this total probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Keep this many of the most likely tokens; 0 for all.")] = 0,
     min_p: Annotated[
-        float, typer.Option("--min-p", help="Keep tokens at least this share as likely as the likeliest.")
+        float, typer.Option("--min-p", help="Keep tokens with at least this fraction of the highest probability.")
     ] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer.")] = None,
-    n: Annotated[int, typer.Option("--n", help="Answers to each prompt.")] = 1,
+    n: Annotated[int, typer.Option("--n", help="Answers per prompt.")] = 1,
     beam_width: Annotated[
-        int | None, typer.Option("--beam-width", help="Search with so many beams instead of sampling.")
+        int | None, typer.Option("--beam-width", help="Use beam search with this many beams instead of sampling.")
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="A text that ends an answer; may be given several times.")
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option("--max-model-len", help="Tokens of a prompt and its answer at most.")
+        int | None, typer.Option("--max-model-len", help="Maximum number of tokens of a prompt and its answer.")
     ] = None,
     num_blocks: Annotated[
-        int | None, typer.Option("--num-blocks", help="Blocks of the cache; left out, what fits into memory.")
+        int | None, typer.Option("--num-blocks", help="Blocks of the KV cache; by default, as many as fit into memory.")
     ] = None,
-    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Of the cache; auto for the model's.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Dtype of the KV cache; auto for the model's.")] = "auto",
     dtype: Annotated[
-        str, typer.Option("--dtype", help="Of the model: bf16, fp16, fp32; auto for the checkpoint's.")
+        str, typer.Option("--dtype", help="Dtype of the model: bf16, fp16, fp32; auto for the checkpoint's.")
     ] = "auto",
     device: DeviceOption = "auto",
     json: JsonOption = False,
 ) -> None:
-    """Text from a model in a checkpoint's folder. Answers on stdout as they come, speed and memory on stderr.
+    """Generates text with a checkpoint's model. Streams answers to stdout; prints speed and memory to stderr.
 
     Example: rooftile generate Llama-3.2-1B -p "The roof" --max-tokens 50 --temperature 0.7
     """
@@ -78,9 +78,9 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,
         beam_width=beam_width, stop=stop or (),
     )  # fmt: skip
-    # before a model is read, which takes a while
+    # check before reading the model, which takes a while
     if (model / "config.json").is_file() and not any((model / name).is_file() for name in TOKENIZER_FILES):
-        raise InvalidInput(f"{model} has no tokenizer.json; a prompt that is text needs a tokenizer")
+        raise InvalidInput(f"{model} has no tokenizer.json; text prompts need a tokenizer")
     with progress() as say:
         say(f"reading {model}")
         llm = LLM(
@@ -99,7 +99,7 @@ def generate(
 
 
 class _Run:
-    """All prompts, answered together; each one's newest state, and the clock."""
+    """Runs all prompts together; holds the latest output of each, and the time."""
 
     def __init__(self, llm: LLM, prompts: Sequence[str], params: SamplingParams, *, chat: bool) -> None:
         self.llm = llm
@@ -108,11 +108,11 @@ class _Run:
         self.outputs: dict[int, RequestOutput] = {}
         self.seconds = 0.0
         self.first: float | None = None
-        """Seconds to the first token of any."""
+        """Seconds to the first token of any answer."""
         self._asked: Sequence[Any] = [self._chat(prompt) for prompt in prompts] if chat else prompts
 
     def go(self, changed: Callable[[], None]) -> None:
-        """To the end; calls `changed` whenever something has."""
+        """Runs to the end; calls `changed` after each new output."""
         start = time.perf_counter()
         for place, output in self.llm.stream(self._asked, self.params):
             if output.error is not None:
@@ -126,12 +126,12 @@ class _Run:
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """The number of tokens of all answers."""
         return sum(len(answer.token_ids) for output in self.outputs.values() for answer in output.outputs)
 
     @property
     def rate(self) -> float:
-        """Tokens a second, reading the prompts included."""
+        """Tokens per second, including prefill."""
         return self.tokens / self.seconds
 
     def json(self) -> dict[str, Any]:
@@ -170,21 +170,21 @@ class _Run:
 
 
 class _Writer:
-    """Answers on stdout, one after the other: the one whose turn it is while it grows, the others when it is theirs."""
+    """Writes answers to stdout in order: streams the current one, and holds back the others until their turn."""
 
     def __init__(self, run: _Run) -> None:
         self._run = run
         self._turns = [(place, index) for place in range(len(run.prompts)) for index in range(run.params.n)]
-        # characters of the answer whose turn it is that are written; None before it has begun
+        # written characters of the current answer; None before it begins
         self._written: int | None = None
         self._terminal = sys.stdout.isatty()
 
     def write(self) -> None:
-        """All that is new."""
+        """Writes all new text."""
         while self._turns:
             place, index = self._turns[0]
             output = self._run.outputs.get(place)
-            # beams change places until the search is over
+            # beams change their order until the search ends
             if output is None or (self._run.params.beam_width is not None and not output.finished):
                 return
             answer = output.outputs[index]
@@ -200,7 +200,7 @@ class _Writer:
             print("\n" if self._turns else "", flush=True)
 
     def _head(self, place: int, index: int) -> None:
-        """What an answer stands under, if there are several."""
+        """Prints the heading of an answer, if there are several."""
         if len(self._run.prompts) > 1 and index == 0:
             print(*(f"> {line}" for line in self._run.prompts[place].splitlines() or [""]), sep="\n")
         if self._run.params.n > 1:
@@ -208,18 +208,18 @@ class _Writer:
 
     def _put(self, text: str) -> None:
         if self._terminal:
-            # what a model writes does not command a terminal
+            # keep a model's control characters from the terminal
             text = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         if text:
             print(text, end="", flush=True)
 
 
 def _text_of(file: Path) -> str:
-    """What a file holds, without the newline that ends it; of - stdin."""
+    """Reads a file, or stdin for -, without the final newline."""
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except OSError as error:
         raise InvalidInput(f"--prompt-file {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"--prompt-file {file} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise InvalidInput(f"--prompt-file {file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     return text.removesuffix("\n")

@@ -1,4 +1,4 @@
-"""What every command shares: the options that all have, progress on stderr, tables and JSON on stdout."""
+"""Shared by all commands: common options, progress on stderr, tables and JSON on stdout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rooftile.bench.run import Progress
 from rooftile.cases import CASES, Case, tagged
 from rooftile.errors import InvalidInput
 
-DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N; auto takes CUDA where there is one.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N; auto uses CUDA if there is a GPU.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
 CaseOption = Annotated[list[str] | None, typer.Option("--case", help="A case's name; may be given several times.")]
 TagOption = Annotated[
@@ -23,10 +23,10 @@ TagOption = Annotated[
 
 
 def chosen_cases(names: Sequence[str] | None, tag: str, otherwise: str) -> list[Case]:
-    """The cases that --case and --tag name, or those tagged `otherwise` where neither was given."""
+    """Returns the cases of --case and --tag, or those tagged `otherwise` if neither is given."""
     unknown = [name for name in names or () if name not in CASES]
     if unknown:
-        raise InvalidInput(f"no case is called {unknown[0]!r}; `rooftile bench list` prints the cases there are")
+        raise InvalidInput(f"no case is named {unknown[0]!r}; `rooftile bench list` prints all cases")
     if tag and not tagged(tag):
         tags = sorted({word for case in CASES.values() for word in case.tags})
         raise InvalidInput(f"no case has the tag {tag!r}; has {', '.join(tags)}")
@@ -36,7 +36,7 @@ def chosen_cases(names: Sequence[str] | None, tag: str, otherwise: str) -> list[
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """A line on stderr that says what is being done, where stderr is a terminal; nothing elsewhere."""
+    """Shows the current step on stderr, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda words: None
         return
@@ -47,12 +47,12 @@ def progress() -> Iterator[Progress]:
 
 
 def print_json(value: Any) -> None:
-    """A value as JSON on stdout."""
+    """Prints a value as JSON on stdout."""
     print(json.dumps(value, indent=2))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """A table on stdout: the first `left` columns flush left, the others right. Wide ones are never cut when piped."""
+    """Prints a table: the first `left` columns flush left, the others right. Piped output is never truncated."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`rooftile report`: measures this machine and writes the page. The main job of `make demo`."""
+"""`rooftile report`: measures this machine and writes the report page. `make demo` runs it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rooftile.hardware.device import device_of
 
 
 def report(
-    out: Annotated[Path, typer.Option("--out", help="Where the page goes.")] = Path("report/index.html"),
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("report/index.html"),
     device: DeviceOption = "auto",
     json: JsonOption = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: under a minute, to see that it works.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: a smoke test of under a minute.")] = False,
 ) -> None:
-    """One HTML page about attention on this machine: time, memory and error, a Llama trained twice and served, masks as tiles.
+    """Writes an HTML page about attention on this machine: time, memory, error, a small Llama trained and served, masks.
 
     Under five minutes on two CPU cores, under three on a GPU. Prints the page's path; exits with 1 if an experiment failed.
 
@@ -49,6 +49,6 @@ def report(
 
 
 def _command(out: Path, device: str, quick: bool) -> str:
-    """The command that makes this page again."""
+    """Returns the command that makes this page again."""
     words = ["rooftile", "report", "--out", str(out), "--device", device]
     return shlex.join(words + ["--quick"] * quick)

@@ -1,4 +1,4 @@
-"""`rooftile warmup`: compiles the kernels that cases need, so that a program's first call does not."""
+"""`rooftile warmup`: compiles the kernels of cases ahead of a program's first call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def warmup(
     device: DeviceOption = "auto",
     json: JsonOption = False,
 ) -> None:
-    """Runs each case once, forward and backward, with one sequence: Triton compiles its kernels and keeps them on disk.
+    """Runs each case once, forward and backward, with one sequence, so that Triton compiles its kernels to its disk cache.
 
     Example: rooftile warmup --tag gpu-bench --device cuda
     """
@@ -44,7 +44,7 @@ def warmup(
 
 def _run(case: Case, device: torch.device) -> float:
     start = time.perf_counter()
-    # the batch changes no kernel
+    # the kernels do not depend on the batch size
     inputs = (case if case.lengths else replace(case, B=1)).inputs(device, requires_grad=True)
     function: Callable[..., Tensor] = api.attention_packed if case.lengths else api.attention
     o = function(*inputs.tensors, inputs.mask, **inputs.options)

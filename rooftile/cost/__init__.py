@@ -1,6 +1,6 @@
-"""What a Problem must cost: arithmetic (flops), bytes through memory and caches (io), and the least time (roofline).
+"""The cost model of a Problem: FLOPs (flops), bytes through memory and caches (io), and the minimum time (roofline).
 
-Everything that prints a FLOP, a byte or a percentage of the roofline takes it from here.
+All code that prints FLOPs, bytes or a percentage of the roofline takes them from here.
 """
 
 from rooftile.cost import flops, io

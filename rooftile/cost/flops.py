@@ -1,10 +1,10 @@
 """The arithmetic of attention. A multiply and an add are two FLOPs; only matrix products count.
 
 Forward: q . k costs 2 D and p v costs 2 Dv for each visible pair of each query head: 2 (D + Dv) pairs H, which is the
-usual 4 B H pairs D where D = Dv. Hidden pairs count for nothing.
+usual 4 B H pairs D where D = Dv. Hidden pairs do not count.
 
 Backward: 2.5 times the forward, the usual convention. It is the exact count where D = Dv: five products (the scores
-again, dp, dv, dq, dk) against two. Where D > Dv the five products come to 2 (3 D + 2 Dv) a pair, a little more.
+again, dp, dv, dq, dk) against two. Where D > Dv the five products come to 2 (3 D + 2 Dv) per pair, a little more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PHASES = ("fwd", "bwd")
 
 
 def count(problem: Problem, phase: str = "fwd") -> int:
-    """FLOPs of a phase, "fwd" or "bwd" (the backward alone)."""
+    """Counts the FLOPs of a phase, "fwd" or "bwd" (the backward alone)."""
     check_phase(phase)
     spec = problem.spec
     forward = 2 * (spec.dim + spec.dim_v) * problem.pairs * problem.sizes.H
@@ -24,7 +24,7 @@ def count(problem: Problem, phase: str = "fwd") -> int:
 
 
 def exponentials(problem: Problem) -> int:
-    """Exponentials of either phase: one a visible pair and query head. The forward's rescaling of tiles adds a few."""
+    """Counts the exponentials of either phase: one per visible pair and query head. The forward's rescaling adds a few more."""
     return problem.pairs * problem.sizes.H
 
 

@@ -1,8 +1,8 @@
 """The bytes that attention moves, counted exactly for a stated schedule.
 
-    compulsory   device memory, each input that matters read once, each output written once: what a large cache leaves
-    tiles        FlashAttention-2's schedule through L2: the forward keeps a query tile and walks the keys
-    flash1       FlashAttention-1's schedule: keeps a key tile and walks the queries, output and statistics in memory
+    compulsory   device memory: each visible input read once, each output written once, as with a very large cache
+    tiles        FlashAttention-2's schedule through L2: the forward keeps a query tile and loops over the keys
+    flash1       FlashAttention-1's schedule: keeps a key tile and loops over the queries, with output and statistics in memory
     standard     scores and probabilities written to memory and read back
 
 On a GPU the re-reads of `tiles` mostly hit L2, so device memory sees about `compulsory` and L2 sees `tiles`. Only
@@ -43,19 +43,19 @@ class Traffic:
 
 
 class _Bytes(NamedTuple):
-    """Bytes of a row of each kind."""
+    """The bytes of one row of each kind."""
 
-    q: int  # of q, dq, k or dk: D elements
-    v: int  # of v, dv, o or do: Dv elements
-    stat: int  # of lse or delta: one number
-    wide: int  # of a dq that is being summed: D wide numbers
+    q: int  # q, dq, k or dk: D elements
+    v: int  # v, dv, o or do: Dv elements
+    stat: int  # lse or delta: one number
+    wide: int  # a dq that is being summed: D wide numbers
 
 
 def compulsory(problem: Problem, phase: str = "fwd") -> Traffic:
-    """Device-memory bytes that no schedule avoids.
+    """Counts the device-memory bytes that no schedule avoids.
 
     Forward: reads q, k and v, writes o and lse. Backward: reads q, k, v, o, do and lse, writes and reads delta, the row
-    sums of o do, and writes dq, dk and dv. Rows of q that see nothing and keys that nobody sees need no reading; every
+    sums of o do, and writes dq, dk and dv. Rows of q that see no key and keys that no row sees are not read; every
     output is written.
     """
     check_phase(phase)
@@ -76,7 +76,7 @@ def compulsory(problem: Problem, phase: str = "fwd") -> Traffic:
 
 
 def tiles(problem: Problem, phase: str = "fwd", *, block_t: int = 128, block_s: int = 64) -> Traffic:
-    """Bytes through L2 of FlashAttention-2's schedule with tiles of block_t queries and block_s keys.
+    """Counts the bytes through L2 of FlashAttention-2's schedule with tiles of block_t queries and block_s keys.
 
     Forward: a tile of one head's queries is read, its visible tiles of k and v are read, and o and lse are written.
     Backward: delta is made first (o and do read, delta written). Then a tile of keys is read once and, for each query
@@ -102,9 +102,10 @@ def tiles(problem: Problem, phase: str = "fwd", *, block_t: int = 128, block_s: 
 
 
 def flash1(problem: Problem, fast_elements: int) -> Traffic:
-    """Bytes of FlashAttention-1's forward with fast memory for so many elements: its Algorithm 1, hidden tiles skipped.
+    """Counts the bytes of FlashAttention-1's forward with fast memory for `fast_elements` elements: Algorithm 1, hidden tiles
+    skipped.
 
-    Tiles of ceil(M / 4d) keys and min(that, d) queries, d the larger head dim. k and v are read once a query head. Each
+    Tiles have ceil(M / 4d) keys and min(that, d) queries, d the larger head dim. k and v are read once per query head. Each
     visit of a query tile reads q, o, l and m and writes o, l and m, which are set first.
     """
     row, sizes = _rows(problem), problem.sizes
@@ -121,7 +122,7 @@ def flash1(problem: Problem, fast_elements: int) -> Traffic:
 
 
 def standard(problem: Problem, phase: str = "fwd") -> Traffic:
-    """Device-memory bytes of attention one operation at a time: T x S matrices in the inputs' dtype, masked or not.
+    """Counts the device-memory bytes of attention as separate operations: T x S matrices in the inputs' dtype, masked or not.
 
     Forward: S = q k^T; P = softmax S, the mask applied on the way; o = P v. Backward, with P kept: dv = P^T do;
     dP = do v^T; dS from P and dP; dq = dS k; dk = dS^T q. Each operation reads its inputs once and writes its output.
@@ -143,14 +144,14 @@ def standard(problem: Problem, phase: str = "fwd") -> Traffic:
 
 
 def standard_peak(problem: Problem, phase: str = "fwd") -> int:
-    """Bytes of T x S matrices that standard attention holds at once: S and P; in the backward P, dP and dS."""
+    """Counts the bytes of T x S matrices that standard attention holds at once: S and P; in the backward P, dP and dS."""
     check_phase(phase)
     elements = sum(T * S for T, S in problem.sizes.sequences) * problem.sizes.H
     return elements * problem.spec.dtype.itemsize * (2 if phase == "fwd" else 3)
 
 
 def flash_peak(problem: Problem, phase: str = "fwd") -> int:
-    """Bytes that tiled attention holds beside its inputs and outputs: lse; in the backward also delta and a wide dq."""
+    """Counts the bytes that tiled attention holds beyond inputs and outputs: lse; in the backward also delta and a wide dq."""
     check_phase(phase)
     row, sizes = _rows(problem), problem.sizes
     rows = sum(T for T, _ in sizes.sequences) * sizes.H
@@ -166,7 +167,7 @@ def _rows(problem: Problem) -> _Bytes:
 
 
 def _key_spans(problem: Problem, T: int, S: int, block_t: int, block_s: int) -> Iterator[tuple[int, int]]:
-    """For each query tile, the keys [start, stop) that its visible key tiles hold."""
+    """Yields, per query tile, the keys [start, stop) of its visible key tiles."""
     for t in range(0, T, block_t):
         start, stop = key_range(problem.spec.mask, t, min(t + block_t, T), T, S)
         if start < stop:
@@ -174,7 +175,7 @@ def _key_spans(problem: Problem, T: int, S: int, block_t: int, block_s: int) -> 
 
 
 def _query_spans(problem: Problem, T: int, S: int, block_t: int, block_s: int) -> Iterator[tuple[int, int]]:
-    """For each key tile, the queries [start, stop) that its visible query tiles hold."""
+    """Yields, per key tile, the queries [start, stop) of its visible query tiles."""
     for s in range(0, S, block_s):
         start, stop = query_range(problem.spec.mask, s, min(s + block_s, S), T, S)
         if start < stop:

@@ -1,8 +1,8 @@
-"""The least time that a machine allows a problem: its arithmetic at the matrix rate, its bytes at the copy rate.
+"""The roofline: the minimum time of a problem on a machine, from its FLOPs at the matrix rate and its bytes at the copy rate.
 
     time = max(FLOPs / rate, compulsory bytes / bandwidth)
 
-Whichever is larger binds. Exponentials, launches and imperfect overlap come on top, so real programs stay below 100 %.
+The larger of the two binds. Exponentials, launches and imperfect overlap add time, so real programs stay below 100 %.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rooftile.spec import DTYPE_NAMES, Problem
 
 
 class Machine(Protocol):
-    """What has roofs: measured `Ceilings`, or a datasheet's `Chip`."""
+    """A machine with known rates: measured `Ceilings`, or a datasheet's `Chip`."""
 
     def rates(self, dtype: str) -> Rates: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roof:
-    """A problem's floor in time on one machine."""
+    """The minimum time of a problem on one machine."""
 
     flops: int
     bytes_moved: int  # compulsory, through device memory
@@ -37,7 +37,7 @@ class Roof:
 
     @property
     def binds(self) -> str:
-        """Which roof is met first: "compute" or "memory"."""
+        """The limit that binds: "compute" or "memory"."""
         return "compute" if self.compute_us >= self.memory_us else "memory"
 
     @property
@@ -46,14 +46,14 @@ class Roof:
         return self.flops / self.bytes_moved if self.bytes_moved else 0.0
 
     def percent(self, measured_us: float) -> float:
-        """How much of the roofline a measured time reaches, in %."""
+        """Returns the roofline time over a measured time, in %."""
         return 100 * self.time_us / measured_us
 
 
 def roof(problem: Problem, machine: Machine, phase: str = "fwd") -> Roof:
-    """The roofline of a problem's phase, "fwd" or "bwd" (the backward alone).
+    """Computes the roofline of a problem's phase, "fwd" or "bwd" (the backward alone).
 
-    machine: `hardware.ceilings.measure(device)` for what was measured here, or a `Chip` of `hardware.chips`.
+    machine: `hardware.ceilings.measure(device)` for this machine's measured ceilings, or a `Chip` of `hardware.chips`.
 
     Example:
         >>> roof(CASES["d128-causal-4k"].problem(), chip_named("NVIDIA H200")).binds

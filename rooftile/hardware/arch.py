@@ -1,4 +1,4 @@
-"""The word that a Spec uses for where its tensors are."""
+"""The name of a device's architecture in a Spec."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _KNOWN: dict[torch.device, str] = {}
 
 
 def arch(device: torch.device) -> str:
-    """"cpu", "sm80", "sm90", "sm100", ...; for other devices their type ("mps", "xpu")."""
+    """Returns "cpu", "sm80", "sm90", "sm100", ...; for other devices their type ("mps", "xpu")."""
     word = _KNOWN.get(device)
     if word is None:
         word = device.type
@@ -21,5 +21,5 @@ def arch(device: torch.device) -> str:
     return word
 
 
-# what torch.compiler.assume_constant_result sets; calling it would import Dynamo, over a second
+# torch.compiler.assume_constant_result sets this attribute, but calling it would import Dynamo, which takes over a second
 arch._dynamo_marked_constant = True  # type: ignore[attr-defined]

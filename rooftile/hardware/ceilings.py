@@ -1,8 +1,8 @@
-"""What was measured here: how fast this machine copies memory and multiplies matrices at best.
+"""Measured ceilings: the highest rates at which this machine copies memory and multiplies matrices.
 
-A kernel is judged against these, not against the datasheet. Copy bandwidth counts bytes read and bytes written. Matrix
-products run on random data, since zeros cost less power and can run faster than real data. Results are kept in the
-user's cache directory per device, torch version and thread count.
+Kernels are compared with these, not with the datasheet. Copy bandwidth counts bytes read and bytes written. Matrix
+products run on random data, because zeros draw less power and can run faster. Results are stored in the user's cache
+directory per device, torch version and thread count.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Ceilings:
     device: str  # its name
     kind: str = "measured"
     copy_gbs: float  # read plus written
-    matmul_tflops: dict[str, float]  # by dtype: fp32, bf16, fp16, and fp8 where torch multiplies it
-    launch_us: float  # one small operation after another: what the host spends on each
+    matmul_tflops: dict[str, float]  # by dtype: fp32, bf16, fp16, and fp8 if torch supports it
+    launch_us: float  # host time per operation, for a sequence of small ones
     date: str
 
     def rates(self, dtype: str) -> Rates:
-        """The roofs for a dtype: "fp32", "bf16", "fp16" or "fp8"."""
+        """Returns the ceilings for a dtype: "fp32", "bf16", "fp16" or "fp8"."""
         if dtype not in self.matmul_tflops:
             raise InvalidInput(f"no ceiling was measured for {dtype!r} here; has {', '.join(self.matmul_tflops)}")
         return Rates(self.matmul_tflops[dtype] * 1e12, self.copy_gbs * 1e9)
 
     def json(self) -> dict[str, Any]:
-        """The fields as a dictionary that json can write."""
+        """Returns the fields as a JSON-serialisable dictionary."""
         return asdict(self)
 
 
@@ -54,9 +54,9 @@ _MEASURED: dict[str, Ceilings] = {}
 
 
 def measure(device: torch.device | str, *, refresh: bool = False) -> Ceilings:
-    """The ceilings of a device: measured once (about a second on a GPU, under five on a CPU), then read from the cache.
+    """Returns the ceilings of a device: measured once (about a second on a GPU, under five on a CPU), then read from the cache.
 
-    refresh: measure again, and keep the new numbers.
+    refresh: measure again, and store the new numbers.
 
     Example:
         >>> measure("cpu").copy_gbs > 0
@@ -74,14 +74,14 @@ def measure(device: torch.device | str, *, refresh: bool = False) -> Ceilings:
 
 
 def cache_directory() -> Path:
-    """Where Rooftile keeps what it measured: $XDG_CACHE_HOME/rooftile, or ~/.cache/rooftile."""
+    """Returns the folder of stored measurements: $XDG_CACHE_HOME/rooftile, or ~/.cache/rooftile."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rooftile"
 
 
 def _path(device: torch.device) -> Path:
     here = describe(device)
     threads = str(torch.get_num_threads()) if device.type == "cpu" else ""
-    # the fields too: another version of this class reads no file of this one
+    # the field names are part of the key, so that another version of this class does not read this file
     words = [here.name, here.uuid, here.torch, threads, *(field.name for field in fields(Ceilings))]
     return cache_directory() / f"ceilings-{hashlib.sha256('|'.join(words).encode()).hexdigest()[:16]}.json"
 
@@ -89,12 +89,12 @@ def _path(device: torch.device) -> Path:
 def _keep(path: Path, ceilings: Ceilings) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # a reader at the same time sees the old file or the new one, never half of it
+        # replace atomically: a concurrent reader sees the old file or the new one
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(json.dumps(ceilings.json()) + "\n")
         unfinished.replace(path)
     except OSError as error:
-        warnings.warn(f"the measured ceilings could not be kept: {error}", stacklevel=3)
+        warnings.warn(f"could not store the measured ceilings: {error}", stacklevel=3)
 
 
 def _measure(device: torch.device) -> Ceilings:
@@ -107,7 +107,7 @@ def _measure(device: torch.device) -> Ceilings:
 def _measure_current(device: torch.device) -> Ceilings:
     seconds = _cuda_seconds if device.type == "cuda" else _host_seconds
     rates = {name: _matmul(dtype, device, seconds) for name, dtype in DTYPES.items()}
-    # AMD's first fp8 is another format
+    # AMD's first fp8 format is a different one
     has_fp8 = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
     if has_fp8:
         rates["fp8"] = _fp8_matmul(device, seconds)
@@ -121,7 +121,7 @@ def _measure_current(device: torch.device) -> Ceilings:
 
 
 def _copy(device: torch.device, seconds: Callable[[Callable[[], Any]], float]) -> float:
-    """Bytes per second of a copy, read plus written, far larger than any cache."""
+    """Measures bytes per second, read plus written, of a copy far larger than any cache."""
     size = (1 << 30) if device.type == "cuda" else (1 << 28)
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -142,7 +142,7 @@ def _matmul(dtype: torch.dtype, device: torch.device, seconds: Callable[[Callabl
 def _matmul_size(dtype: torch.dtype, device: torch.device) -> int:
     if device.type == "cuda":
         return 4096 if dtype == torch.float32 else 8192
-    # a CPU without instructions for a half type may be a hundred times slower in it
+    # a CPU without half-precision instructions may be a hundred times slower
     small = 256
     a = torch.randn(small, small).to(dtype)
     return 1536 if _host_seconds(lambda: a @ a, rounds=2) < 2e-3 else small
@@ -167,7 +167,7 @@ def _launch_us(device: torch.device, count: int = 300) -> float:
 
 
 def _cuda_seconds(work: Callable[[], Any], rounds: int = 10) -> float:
-    """The median of single runs between CUDA events, after warm-up."""
+    """Returns the median time of single runs between CUDA events, after warm-up."""
     for _ in range(3):
         work()
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
@@ -180,7 +180,7 @@ def _cuda_seconds(work: Callable[[], Any], rounds: int = 10) -> float:
 
 
 def _host_seconds(work: Callable[[], Any], rounds: int = 5) -> float:
-    """The fastest of a few runs: on shared cores, the one that was disturbed least."""
+    """Returns the fastest of a few runs: on shared cores it was disturbed least."""
     work()
     taken = []
     for _ in range(rounds):

@@ -1,8 +1,8 @@
-"""What the makers' datasheets say of a chip: leads, not measurements. `rooftile.hardware.ceilings` measures.
+"""Datasheet numbers of GPUs and CPUs, for orientation. `rooftile.hardware.ceilings` measures.
 
 Rates are for dense operands (datasheets often print twice that, for 2:4 sparse ones) with fp32 accumulation, which
 halves the fp16 and fp8 rates of GeForce cards. Bandwidth is the memory's, in GB/s of 1e9 bytes. L2 of the H200 and
-B200 is what the driver reports; their datasheets do not say.
+B200 is the driver's value; their datasheets do not give it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rooftile.errors import InvalidInput
 
 
 class Rates(NamedTuple):
-    """The two roofs over a program: matrix arithmetic in one dtype, and memory traffic."""
+    """The two ceilings of a program: matrix FLOP/s in one dtype, and memory bandwidth."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -23,12 +23,12 @@ class Rates(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """One row of the table. A rate that the chip does not have is None."""
+    """One row of the table. A rate is None if the chip does not support the dtype."""
 
     name: str
-    pattern: str  # of the name that torch.cuda.get_device_name gives
-    arch: str  # a Spec's word: "sm90", "cpu"
-    kind: str = "datasheet, dense"  # what the numbers are
+    pattern: str  # a pattern for the name from torch.cuda.get_device_name
+    arch: str  # as in a Spec: "sm90", "cpu"
+    kind: str = "datasheet, dense"  # the source of the numbers
     memory_gb: float
     bandwidth_gbs: float
     fp32_tflops: float  # without matrix units
@@ -40,7 +40,7 @@ class Chip:
     shared_kb: int  # shared memory of one multiprocessor that kernels can use; 0 for a CPU
 
     def rates(self, dtype: str) -> Rates:
-        """The chip's roofs for a dtype: "fp32", "bf16", "fp16" or "fp8"."""
+        """Returns the chip's rates for a dtype: "fp32", "bf16", "fp16" or "fp8"."""
         tflops = getattr(self, f"{dtype}_tflops", None)
         if tflops is None:
             raise InvalidInput(f"{self.name} has no datasheet rate for {dtype!r}; use one that its matrix units have")
@@ -86,7 +86,7 @@ GENERIC_CPU = Chip(
     name="one CPU core",
     pattern="",
     arch="cpu",
-    # no datasheet: AVX2, two fused multiply-adds of 8 floats a cycle at 3 GHz; two channels of DDR4-3200
+    # no datasheet: AVX2 with two fused multiply-adds of 8 floats per cycle at 3 GHz, and two channels of DDR4-3200
     kind="assumed, one core with AVX2 at 3 GHz",
     memory_gb=16,
     bandwidth_gbs=51.2,
@@ -101,7 +101,7 @@ GENERIC_CPU = Chip(
 
 
 def chip_named(device_name: str) -> Chip | None:
-    """The datasheet row of a GPU by the name that torch.cuda gives it; None if the table has none.
+    """Returns the datasheet row of a GPU by its torch.cuda name; None if the table has none.
 
     >>> chip_named("NVIDIA H100 80GB HBM3").name
     'H100 SXM'

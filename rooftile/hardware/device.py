@@ -1,4 +1,4 @@
-"""What is here: the device that a program would run on, and the software over it."""
+"""A description of this machine's compute device and its software."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from rooftile.hardware.arch import arch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A machine's compute device and its software, all plain values."""
+    """A compute device and its software, in plain values."""
 
     name: str
     type: str  # "cpu" or "cuda"
-    arch: str  # a Spec's word: "cpu", "sm90"
-    uuid: str  # of a GPU; the host's name for a CPU
+    arch: str  # as in a Spec: "cpu", "sm90"
+    uuid: str  # the GPU's id, or the host name for a CPU
     memory_bytes: int
     cores: int  # streaming multiprocessors of a GPU; cores that this process may use of a CPU
-    l2_bytes: int  # 0 if the system does not say
-    driver: str  # of a GPU; the kernel's release for a CPU
+    l2_bytes: int  # 0 if unknown
+    driver: str  # the GPU driver's version, or the kernel's release for a CPU
     torch: str
     triton: str  # "" if absent
     python: str
 
     def json(self) -> dict[str, Any]:
-        """The fields as a dictionary that json can write."""
+        """Returns the fields as a JSON-serialisable dictionary."""
         return asdict(self)
 
 
 def device_of(word: str) -> torch.device:
-    """The torch device behind `--device`: "cpu", "cuda", "cuda:1", or "auto" for CUDA where there is one.
+    """Returns the torch device for `--device`: "cpu", "cuda", "cuda:1", or "auto" for CUDA if there is a GPU.
 
-    Raises InvalidInput where it is absent.
+    Raises InvalidInput if the device is absent.
     """
     if word == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,7 +55,7 @@ def device_of(word: str) -> torch.device:
 
 
 def describe(device: torch.device | str) -> Device:
-    """The Device behind a torch device.
+    """Describes a torch device.
 
     Example:
         >>> describe("cpu").arch
@@ -90,7 +90,7 @@ def describe(device: torch.device | str) -> Device:
 
 
 def _triton_version() -> str:
-    # the version from its metadata: importing a kernel language is not this file's business
+    # read the version from package metadata, because importing Triton is slow
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -2,18 +2,18 @@
 
     from rooftile.integrations.flash_attn import flash_attn_func    # was: from flash_attn import flash_attn_func
 
-What is the same: layouts, defaults, groups, causal aligned bottom-right, -1 for no bound in window_size, 0.0 for no softcap,
+The same: layouts, defaults, groups, causal aligned bottom-right, -1 for no bound in window_size, 0.0 for no softcap,
 zeros for a row that sees no key, and gradients for q, k and v.
 
-What differs:
+Different:
 
-- any device and dtype that Rooftile has, fp32 and the CPU included, and any head dim;
-- dropout draws from Rooftile's generator, seeded from PyTorch's: other weights are dropped than flash-attn would;
-- return_attn_probs=True returns (out, softmax_lse, None): the weights are never formed, not even for tests. Gradients flow
-  through softmax_lse too;
+- every device and dtype that Rooftile supports, including fp32 and the CPU, and any head dim;
+- dropout draws from Rooftile's generator, seeded from PyTorch's, so it drops other weights than flash-attn;
+- return_attn_probs=True returns (out, softmax_lse, None): the weights are never stored. Gradients flow through softmax_lse
+  too;
 - deterministic=True holds, and False follows torch.use_deterministic_algorithms;
-- max_seqlen and num_splits arguments are not needed, and not read;
-- paged caches have blocks of any power of two, and no gradients; cache_leftpad is refused.
+- max_seqlen and num_splits are ignored;
+- paged KV caches have blocks of any power of two, and no gradients; cache_leftpad is refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Output:
-    """`rooftile.attention` by flash-attn's arguments; the module says what differs.
+    """`rooftile.attention` with flash-attn's arguments; the module's docstring lists the differences.
 
     Returns:
         out (B, T, H, Dv); with return_attn_probs also softmax_lse (B, H, T), fp32, and None for the weights.
@@ -127,13 +127,13 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,  # (B, N) int32
 ) -> Output:
-    """`rooftile.attention_packed`, or with block_table `rooftile.attention_paged`, by flash-attn's arguments.
+    """`rooftile.attention_packed`, or with block_table `rooftile.attention_paged`, with flash-attn's arguments.
 
     Returns:
         out (total_q, H, Dv); with return_attn_probs also softmax_lse (H, total_q), fp32, and None for the weights.
 
     Raises:
-        Unsupported: dropout from a paged cache.
+        Unsupported: dropout with a paged KV cache.
 
     Example:
         >>> q, k, v = (torch.randn(10, 4, 64) for _ in range(3))
@@ -145,7 +145,7 @@ def flash_attn_varlen_func(
     options = _options(dropout_p, softmax_scale, softcap, alibi_slopes, deterministic)
     if block_table is not None:
         if options.pop("dropout"):
-            raise Unsupported(f"dropout_p is {dropout_p} with block_table; attention to a paged cache has no dropout")
+            raise Unsupported(f"dropout_p is {dropout_p} with block_table; attention to a paged KV cache has no dropout")
         lengths = cu_seqlens_k.diff().int()
         cache = PagedKV(k, v, block_table, lengths, cu_seqlens_q.int())
         found = api.attention_paged_with_lse(q, cache, mask, **options)
@@ -221,13 +221,13 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Queries against a cache, whose next slots k and v are put into first: `rooftile.attention_paged` by flash-attn's arguments.
+    """Appends k and v to a KV cache and attends to it: `rooftile.attention_paged` with flash-attn's arguments.
 
     Args:
-        cache_seqlens: tokens that are in the cache before the call. k and v go behind them, in place.
-        cache_batch_idx: which line of an unpaged cache is each sequence's; the first B if None.
-        rotary_cos, rotary_sin: turn k by its positions, and q by the positions that follow the cache: one each under causal or
-            window_size, else all by the first.
+        cache_seqlens: the number of tokens in the cache before the call. k and v are written after them, in place.
+        cache_batch_idx: the line of an unpaged cache for each sequence; the first B if None.
+        rotary_cos, rotary_sin: rotate k by its positions, and q by the positions after the cache: by one position each under
+            causal or window_size, else all by the first.
 
     Returns:
         out (B, T, H, Dv); with return_softmax_lse also lse (B, H, T), fp32.
@@ -242,12 +242,12 @@ def flash_attn_with_kvcache(
         torch.Size([2, 1, 4, 64])
     """
     if cache_leftpad is not None:
-        raise Unsupported(f"cache_leftpad is {shown(cache_leftpad)}; has caches whose sequences begin at their first slot")
+        raise Unsupported(f"cache_leftpad is {shown(cache_leftpad)}; must be None: sequences begin at their first slot")
     if (k is None) != (v is None):
         raise InvalidInput("one of k and v is None; give both, or neither")
     if cache_seqlens is None:
         if k is not None or block_table is not None:
-            raise InvalidInput("cache_seqlens is None; with k and v, or a block_table, it must say how many tokens there are")
+            raise InvalidInput("cache_seqlens is None; with k and v, or a block_table, it must give the number of tokens")
         cache_seqlens = k_cache.shape[1]
     B, T = q.shape[:2]
     if isinstance(cache_seqlens, int):
@@ -279,10 +279,10 @@ def flash_attn_with_kvcache(
 
 
 def _lines_as_blocks(k: Tensor, v: Tensor, lines: Tensor | None, B: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A cache of a line a sequence as a paged one: views of it, and the blocks of each line in a row."""
+    """Views a cache with one line per sequence as a paged one. Returns the views, and one row of blocks per line."""
     S = k.shape[1]
     if S == 0:
-        raise InvalidInput(f"k_cache is {shown(k)}; must have room for one token of a sequence at least")
+        raise InvalidInput(f"k_cache is {shown(k)}; must have room for at least one token per sequence")
     # the largest power of two that divides S
     size = S & -S
     each = S // size
@@ -293,7 +293,7 @@ def _lines_as_blocks(k: Tensor, v: Tensor, lines: Tensor | None, B: int) -> tupl
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor | None, places: Tensor, interleaved: bool) -> Tensor:
-    """Rows (B, T, H, D) turned by the angles of their positions (B, T): pairs of neighbours, or of the two halves."""
+    """Rotates rows (B, T, H, D) by the angles of their positions (B, T): pairs of neighbours, or of the two halves."""
     if sin is None or cos.shape != sin.shape or cos.ndim != 2 or 2 * cos.shape[1] > x.shape[-1]:
         due = f"(positions, at most {x.shape[-1] // 2})"
         raise InvalidInput(f"rotary_cos is {shown(cos)} and rotary_sin is {shown(sin)}; must be two tensors {due}")
@@ -322,13 +322,13 @@ def _options(
         "deterministic": deterministic or None,
         "dropout": dropout_p,
         "scale": softmax_scale,
-        # anything up to 0 is none in flash-attn
+        # in flash-attn, values up to 0 mean none
         "softcap": softcap if softcap > 0 else None,
     }
 
 
 def _unpacked(name: str, x: Tensor, parts: int, axes: str) -> tuple[Tensor, ...]:
-    """The tensors in one, as views."""
+    """Returns the packed tensors as views."""
     ndim = axes.count(",") + 1
     if not isinstance(x, Tensor) or x.ndim != ndim or x.shape[-3] != parts:
         raise InvalidInput(f"{name} is {shown(x)}; must be a tensor {axes}")

@@ -1,15 +1,14 @@
 """F.scaled_dot_product_attention on Rooftile: its flash operators, forward and backward, on CUDA and on the CPU.
 
-PyTorch decides first, as always: a call reaches these operators when its own rules pick flash attention (on CUDA: fp16
-or bf16, no attn_mask). Then Rooftile runs it, unless one of these holds and the stock kernel does, as if Rooftile were
-not there:
+PyTorch decides first: a call reaches these operators if its own rules pick flash attention (on CUDA: fp16 or bf16, no
+attn_mask). Then Rooftile runs it, unless one of these holds and the stock kernel runs instead:
 
-- dropout, because its mask comes from PyTorch's generator state, which the backward must find again;
-- attn_mask, ALiBi, paged keys, a debug mask: what the operators carry and this module does not translate;
-- is_causal with more queries than keys, which SDPA aligns top-left and Rooftile bottom-right (fewer queries than keys
-  means leaving the last keys out, and runs on the CPU; on CUDA PyTorch does not pick flash for either);
-- no backend gains anything: the one that would run is the stock kernel itself ("sdpa") or the definition ("eager"). On
-  the CPU PyTorch's kernel is often the fastest, so there this is the rule unless `enable(backend="tiled")` asks;
+- dropout, because its mask comes from PyTorch's generator state, which the backward must reproduce;
+- attn_mask, ALiBi, paged keys or a debug mask, which this module does not translate;
+- is_causal with more queries than keys, which SDPA aligns top-left and Rooftile bottom-right (with fewer queries than
+  keys, the last keys are left out on the CPU; on CUDA PyTorch does not pick flash for either);
+- no backend is faster: the choice would be the stock kernel itself ("sdpa") or the definition ("eager"). On the CPU
+  PyTorch's kernel is often the fastest, so it always runs unless you call `enable(backend="tiled")`;
 - the backend that `enable` named refuses the problem.
 
 On Hopper PyTorch prefers cuDNN to flash, so `enable` switches cuDNN attention off and `disable` restores it.
@@ -75,7 +74,7 @@ def disable() -> None:
     previous, cudnn = _before
     _backend = _before = None
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    # somebody may have activated another implementation since: it stays
+    # another implementation may be active by now: leave it
     if registry.current_flash_attention_impl() == NAME:
         registry.restore_flash_attention_impl()
         if previous is not None:
@@ -106,7 +105,7 @@ class _Handle:
 def _register() -> _Handle:
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        # PyTorch warns that a kernel is overridden, which is what the caller asked for
+        # PyTorch warns that a kernel is overridden, but the caller asked for that
         warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
         _override(library)
     return _Handle(library)
@@ -122,8 +121,8 @@ def _override(library: torch.library.Library) -> None:
 
 
 def _or_stock(name: str, key: str, override: Callable[..., Any]) -> Callable[..., Any]:
-    """The override, which returns None for what is not Rooftile's to run, and then the stock kernel."""
-    # fetched before the override is there
+    """Returns a kernel that calls the override, and the stock kernel if the override returns None."""
+    # look it up before the override is registered
     kernel_of_torch = stock.kernel(name, key)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -135,7 +134,7 @@ def _or_stock(name: str, key: str, override: Callable[..., Any]) -> Callable[...
 
 @cache
 def _route(backend: str | None, **problem: Any) -> tuple[ModuleType, Spec] | None:
-    """Who runs a problem, given as the fields of its Spec, and that Spec; None for the stock kernel."""
+    """Chooses the backend for a problem, given as Spec fields. Returns it and the Spec, or None for the stock kernel."""
     spec = Spec(**problem)
     chosen = dispatch.select(spec) if backend is None else dispatch.BACKENDS[backend]
     if chosen.NAME in _NO_GAIN or next(chosen.refusals(spec), None) is not None:
@@ -146,7 +145,7 @@ def _route(backend: str | None, **problem: Any) -> tuple[ModuleType, Spec] | Non
 def _plan(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, needs_grad: bool, options: Options
 ) -> tuple[ModuleType, Spec] | None:
-    """Who runs attention on these (B, T, H, D) or (total, H, D) tensors, or None for the stock kernel."""
+    """Chooses the backend for these (B, T, H, D) or (total, H, D) tensors; None for the stock kernel."""
     if q.dtype not in DTYPE_NAMES or not q.numel() or not k.numel() or q.shape[-2] % k.shape[-2]:
         return None
     # the operators have checked the shapes
@@ -185,13 +184,13 @@ def _is_ours(query: Tensor, key: Tensor, dropout_p: float, is_causal: bool) -> b
 
 
 def _visible(query: Tensor, is_causal: bool, *pair: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values as (B, S, Hk, D), those left out that no query sees when causal is aligned top-left."""
+    """Returns keys and values as (B, S, Hk, D), without those that no query sees under a top-left causal mask."""
     pair = tuple(x.transpose(1, 2) for x in pair)
     return tuple(x[:, : query.shape[2]] for x in pair) if is_causal else pair
 
 
 def _dense_forward(query, key, value, dropout_p, is_causal, scale) -> tuple[Tensor, Tensor] | None:
-    """o (B, T, H, D) and lse (B, H, T)."""
+    """Returns o (B, T, H, D) and lse (B, H, T)."""
     if not _is_ours(query, key, dropout_p, is_causal):
         return None
     k, v = _visible(query, is_causal, key, value)
@@ -199,7 +198,7 @@ def _dense_forward(query, key, value, dropout_p, is_causal, scale) -> tuple[Tens
 
 
 def _dense_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale):
-    """dq, dk, dv as (B, T, H, D)."""
+    """Returns dq, dk, dv as (B, T, H, D)."""
     if not _is_ours(query, key, dropout_p, is_causal):
         return None
     k, v = _visible(query, is_causal, key, value)
@@ -213,7 +212,7 @@ def _dense_backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_c
 
 
 def _laid_out_like(x: Tensor, like: Tensor) -> Tensor:
-    """x with the strides that empty_like(like) has: what the operator's fake promises."""
+    """Returns x with the strides of empty_like(like), as the operator's fake has them."""
     due = torch.empty_like(like)
     return x if x.stride() == due.stride() else due.copy_(x)
 
@@ -238,7 +237,7 @@ def _cpu_backward(
 
 
 def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The generator's state, its offset and the debug mask of a call without dropout."""
+    """Returns placeholders for the generator's state, its offset and the debug mask of a call without dropout."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 

@@ -4,16 +4,16 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="rooftile")
     model.set_attn_implementation("paged|rooftile")     # for generate_batch: continuous batching
 
-`attention` here runs what `transformers_mask.mask` prepared: padding is gathered away before and comes back as zeros,
-sequences packed in one row do not see one another, and a dense mask becomes a bias on the scores. Weights are never
-formed, so output_attentions is refused.
+`attention` here runs what `transformers_mask.mask` prepared: padding is removed before and its outputs are zeros,
+sequences packed in one row do not see each other, and a dense mask becomes a bias on the scores. Weights are never
+stored, so output_attentions is refused.
 
-The GPU is waited for once per forward to learn whether there is padding (as in Transformers' own masks), or whether
-position_ids restart, and again if so; every layer after the first finds the answer on the mask. Single queries without
-attention_mask, and whatever is compiled, never wait.
+The host waits for the GPU once per forward to learn whether there is padding (as in Transformers' own masks) or whether
+position_ids restart, and once more if so. Later layers read the answer from the mask. Single queries without
+attention_mask, and compiled code, never wait.
 
-Transformers itself drops the padding mask for an implementation whose name has no mask function, without a word; and it
-takes a name with "flash" in it for its own. So both are registered, as "rooftile".
+Transformers silently drops the padding mask for an implementation without a mask function, and treats every name that
+contains "flash" as its own. So both functions are registered, as "rooftile".
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Window
 NAME = "rooftile"
 PAGED = f"paged|{NAME}"
 
-# arguments that change who sees whom, or what comes back, in ways that nothing here expresses
+# arguments that change the mask or the result in ways that are not implemented here
 _REFUSED = {
     "block_indices": "sparse attention by block_indices",
     "block_table": "a paged cache",
     "cache": 'continuous batching, which has "paged|rooftile",',
     "head_mask": "head_mask",
     "indices": "sparse attention by indices",
-    "output_attentions": "output_attentions=True (the weights are never formed)",
+    "output_attentions": "output_attentions=True (the weights are never stored)",
 }
 _NOT_PASSED: Any = object()
 _SOURCE = "transformers.modeling_utils"
 
 
 def register() -> None:
-    """Make attn_implementation="rooftile" known to Transformers, importing it. Again is harmless."""
+    """Registers attn_implementation="rooftile" with Transformers, which it imports. Calling it again is harmless."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
     AttentionInterface.register(PAGED, attention_paged)
     AttentionMaskInterface.register(NAME, transformers_mask.mask)
-    # without it decoding stops on the shape of a mask that nothing here looks at
+    # without it, decoding fails on the shape of a mask that this module does not read
     AttentionMaskInterface.register(PAGED, _no_mask)
 
 
@@ -70,7 +70,7 @@ def unregister() -> None:
 
 
 def enable() -> None:
-    """`register` now if Transformers' models are imported already, else once they are: importing costs seconds."""
+    """Calls `register` now if Transformers' models are imported, else once they are: importing them takes seconds."""
     if _SOURCE in sys.modules:
         register()
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
@@ -123,11 +123,11 @@ def attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers' models call. Returns o (B, T, H, Dv), and None for the weights.
+    """The attention function that Transformers' models call. Returns o (B, T, H, Dv), and None for the weights.
 
     Raises:
-        Unsupported: an argument asks for what Rooftile does not do.
-        InvalidInput: the mask has no meaning here.
+        Unsupported: an argument asks for something that Rooftile does not support.
+        InvalidInput: the mask cannot be interpreted.
     """
     for name, what in _REFUSED.items():
         if others.get(name) is not None and others[name] is not False:
@@ -177,12 +177,12 @@ def attention_paged(
     write_index: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers' continuous batching calls: the batch's sequences back to back, against its own paged cache.
+    """The attention function of Transformers' continuous batching: packed sequences against its own paged KV cache.
 
-    Its cache puts the new keys and values in and hands back all that each sequence sees. Returns o (1, total_q, H, Dv), and None.
+    The cache stores the new keys and values, and returns all that each sequence sees. Returns o (1, total_q, H, Dv), and None.
 
     Raises:
-        Unsupported: it was called outside of continuous batching.
+        Unsupported: called outside continuous batching.
     """
     if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
         raise Unsupported('attn_implementation="paged|rooftile" is for generate_batch; use "rooftile" for generate and training')
@@ -210,7 +210,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def _check_mask(attention_mask: Tensor, causal: bool, q: Tensor, k: Tensor) -> bool:
-    """Whether this mask of two axes means causal attention."""
+    """Whether this 2-D mask means causal attention."""
     due = (k.shape[0], k.shape[1])
     if attention_mask.dtype not in (torch.bool, torch.int32) or tuple(attention_mask.shape) != due:
         raise InvalidInput(
@@ -226,7 +226,7 @@ def _check_mask(attention_mask: Tensor, causal: bool, q: Tensor, k: Tensor) -> b
 
 
 def _pattern_of(config: Any, layer: int | None, causal: bool, sliding_window: int | None, S: int) -> Mask:
-    """Who sees whom, by the arguments of the call and the type of its layer."""
+    """Returns the mask for a call, from its arguments and the type of its layer."""
     types = getattr(config, "layer_types", None)
     kind = types[layer] if types is not None and layer is not None and layer < len(types) else None
     pattern = CAUSAL if causal else FULL
@@ -237,17 +237,17 @@ def _pattern_of(config: Any, layer: int | None, causal: bool, sliding_window: in
         sliding_window = getattr(config, "sliding_window", None) if has_window else None
         if sliding_window and kind is None and sliding_window < S:
             raise Unsupported(
-                f"config.sliding_window is {sliding_window}, and this model does not say which layers have it; use "
+                f"config.sliding_window is {sliding_window}, and this model does not name the layers that have it; use "
                 'attn_implementation="sdpa"'
             )
     if not sliding_window:
         return pattern
-    # Transformers counts the query itself; encoders see as far ahead
+    # Transformers counts the query itself; encoders also see as far ahead
     return pattern & Window(sliding_window - 1, None if causal else sliding_window - 1)
 
 
 def _added(attention_mask: Tensor, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A dense mask (1|B, 1|H, T, S), bool or additive, and the bias, as one bias."""
+    """Combines a dense mask (1|B, 1|H, T, S), bool or additive, and the bias into one bias."""
     if attention_mask.dtype == torch.bool:
         hidden = ~attention_mask
         attention_mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
@@ -256,7 +256,7 @@ def _added(attention_mask: Tensor, position_bias: Tensor | None, dtype: torch.dt
 
 
 class _Packing(NamedTuple):
-    """The queries and keys that a padded batch has, as indices into (B T,) and (B S,), None for all; their offsets."""
+    """The real tokens of a padded batch: indices into (B T,) and (B S,), None for all; and their offsets."""
 
     queries: Tensor | None
     keys: Tensor | None
@@ -265,7 +265,7 @@ class _Packing(NamedTuple):
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, pattern: Mask, packing: _Packing, options: dict[str, Any]) -> Tensor:
-    """Attention (B, T, H, Dv) on the tokens that are there; zeros for the queries that are not."""
+    """Computes attention (B, T, H, Dv) on the real tokens; padded queries get zeros."""
     B, T = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     if packing.queries is not None:
@@ -279,7 +279,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, pattern: Mask, packing: _Packing, o
 
 
 def _unpadding(attention_mask: Tensor, T: int, pattern: Mask, config: Any) -> _Packing:
-    """The packing of a mask of two axes, made by the first layer of a forward and kept on the mask for the others."""
+    """Returns the packing for a 2-D mask. The first layer of a forward computes it and stores it on the mask."""
     B, S = attention_mask.shape
     is_bool = attention_mask.dtype == torch.bool
     of_keys_only = is_bool and (T != S or (pattern == FULL and not _only_attends_to_itself(config)))
@@ -298,7 +298,7 @@ def _unpadding(attention_mask: Tensor, T: int, pattern: Mask, config: Any) -> _P
 
 
 def _packing_of(sequences: Tensor, T: int) -> _Packing:
-    """From the sequence of each key slot (B, S), as `transformers_mask` numbers them, and the number of queries."""
+    """Builds the packing from the sequence number of each key slot (B, S), as in `transformers_mask`, and T."""
     slots = (sequences >= 0).sum(1, keepdim=True) - T + torch.arange(T, device=sequences.device)
     of_queries = sequences.gather(1, slots.clamp(min=0))  # (B, T)
     count = int(sequences.max()) if sequences.numel() else 0
@@ -312,9 +312,9 @@ def _packing_of(sequences: Tensor, T: int) -> _Packing:
 
 
 def _restarts(position_ids: Tensor, q: Tensor, k: Tensor) -> _Packing | None:
-    """The packing of rows (B, T) whose position_ids start anew, or None if none does.
+    """Returns the packing of rows (B, T) whose position_ids restart, or None if none does.
 
-    Transformers looks for these itself when there is no cache, and then the mask says so; with a cache it does not.
+    Without a cache, Transformers detects these itself, and the mask contains them; with a cache it does not.
     """
     B, T = q.shape[:2]
     if T == 1 or k.shape[1] != T or position_ids.shape not in ((1, T), (B, T)) or torch.compiler.is_compiling():
@@ -323,7 +323,7 @@ def _restarts(position_ids: Tensor, q: Tensor, k: Tensor) -> _Packing | None:
     if (B, position_ids._version) not in kept:
         first = position_ids[:, :1]
         starts = torch.diff(position_ids, prepend=first - 1, dim=-1) != 1
-        # positions that jump otherwise (images in text) are one sequence
+        # other jumps of positions (images in text) stay in one sequence
         found = bool((starts & (position_ids == first)).any()) and bool((position_ids == first)[starts].all())
         rows = starts.cumsum(1).expand(B, T)
         kept[B, position_ids._version] = _packing_of(transformers_mask.numbered(rows), T) if found else None
@@ -331,6 +331,6 @@ def _restarts(position_ids: Tensor, q: Tensor, k: Tensor) -> _Packing | None:
 
 
 def _only_attends_to_itself(config: Any) -> bool:
-    """Whether a model has no cross-attention, where the keys' padding would say nothing about the queries."""
+    """Whether a model has no cross-attention. With it, the padding of keys would not apply to queries."""
     said = (getattr(config, name, None) for name in ("is_decoder", "add_cross_attention", "is_encoder_decoder"))
     return all(value is False for value in said)

@@ -1,17 +1,17 @@
 """The masks of Transformers' models, in the forms that attn_implementation="rooftile" runs.
 
-`mask` is what Transformers calls once per forward and pattern. It returns one of
+Transformers calls `mask` once per forward and pattern. It returns one of
 
-    None                   the pattern alone (causal, window) says who sees whom
-    bool (B, S)            bidirectional: which keys are there
-    int32 (B, S)           causal: the sequence that each key slot belongs to, from 1; 0 for padding, -1 for a slot of a
-                           static cache that nothing was written to. The queries are those of the last T written slots
+    None                   the pattern (causal, window) defines the mask
+    bool (B, S)            bidirectional: True for real keys
+    int32 (B, S)           causal: the sequence of each key slot, from 1; 0 for padding, -1 for an unwritten slot of a
+                           static cache. The queries belong to the last T written slots
     float (B, 1, T, S)     added to the scores, as Transformers' eager attention does
 
-The last one costs memory and is never wrong. It is for single queries with padding, for patterns that nothing above
-expresses (image tokens that see one another, functions of the user's own, chunks in a cache that has dropped keys), and
-under torch.compile, where nothing may depend on the padding. A pattern is recognised by the functions that Transformers
-composes it of.
+The last form costs memory and is always correct. It serves single queries with padding, patterns that the other forms
+cannot express (image tokens that see each other, user-defined functions, chunks in a cache that has dropped keys), and
+torch.compile, where nothing may depend on the padding. A pattern is recognised by the functions that Transformers
+composes it from.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def mask(
     attention_mask: Tensor | None = None,  # (B, all slots so far), bool
     **settings: Any,
 ) -> Tensor | None:
-    """What Transformers calls to make a model's mask. Takes what its own do; returns as the module says."""
+    """The mask function that Transformers calls, with the arguments of its own. The module's docstring lists its results."""
     from transformers.masking_utils import causal_mask_function, eager_mask
 
     mask_function = causal_mask_function if mask_function is None else mask_function
@@ -50,16 +50,16 @@ def mask(
         return dense()
     pattern, packed = recognised
     causal = pattern.right == 0
-    # how many key slots hold something; a static cache has more, and then the last query is not at the last key
+    # the number of written key slots; a static cache has more, and then the last query is not at the last key
     written = q_offset + q_length - kv_offset if causal else kv_length
     if causal and not q_length <= written <= kv_length:
         return dense()
     if packed is not None and (pattern.chunks or packed.shape != (batch_size, kv_length)):
         return dense()
-    # without causality only a window minds where the queries are
+    # without a causal mask, only a window depends on the positions of the queries
     if not causal and pattern != FULL and (q_length, q_offset) != (kv_length, kv_offset):
         return dense()
-    # chunks count from the first key, and `attention` learns their size by the layer's type
+    # chunks count from the first key, and `attention` takes their size from the layer's type
     if pattern.chunks and (kv_offset or not hasattr(settings.get("config"), "layer_types")):
         return dense()
 
@@ -85,7 +85,7 @@ def mask(
 
 
 def _recognise(mask_function: Callable[..., Any]) -> tuple[Mask, Tensor | None] | None:
-    """The pattern that a mask function stands for, and (B, T) indices of packed sequences; None for an unknown one."""
+    """Returns the pattern of a mask function, and (B, T) indices of packed sequences; None for an unknown function."""
     from transformers import masking_utils
 
     if mask_function is masking_utils.causal_mask_function:
@@ -119,12 +119,12 @@ def _recognise_all(parts: Iterable[Callable[..., Any]]) -> tuple[Mask, Tensor | 
 
 
 def _has_holes(keys: Tensor) -> bool:
-    """Whether padding stands between tokens somewhere: once it is gathered away, distances are not what they were."""
+    """Whether padding is between tokens: removing it would change distances."""
     rises = (keys[:, 1:] & ~keys[:, :-1]).sum(1) + keys[:, 0]
     return bool((rises > 1).any())
 
 
 def numbered(index: Tensor) -> Tensor:
-    """Rising indices (B, T) from 0 in each row, as int32 that goes on counting from row to row, from 1."""
+    """Renumbers rising indices (B, T), which start at 0 in each row, to int32 that continues from row to row, from 1."""
     counts = index[:, -1] + 1
     return (index + (counts.cumsum(0) - counts)[:, None] + 1).to(torch.int32)

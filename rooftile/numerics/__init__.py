@@ -1,4 +1,4 @@
-"""Number formats of few bits: how numbers become them, with which scales, and what is lost."""
+"""Quantisation: number formats with 8 bits or fewer, scales, and fake quantisation."""
 
 from rooftile.numerics.block_floating import BLOCK_FORMATS, BlockScaled, quantise_blocks
 from rooftile.numerics.fake_quant import fake_quantise

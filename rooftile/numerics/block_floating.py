@@ -1,7 +1,8 @@
 """Block floating point: 32 neighbours of a row share a power of two (OCP Microscaling Formats, MX, 1.0).
 
 The scale is a power of two, stored as its exponent and a bias in one byte (E8M0); 255 says that the block is NaN. Elements are
-8-bit floats (MXFP8) or 4-bit ones (MXFP4). A block with anything that is not finite is NaN: MXFP4 could not say which one it was.
+8-bit floats (MXFP8) or 4-bit floats (MXFP4). A block that holds a NaN or infinity becomes NaN as a whole, because MXFP4 has no
+NaN.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class BlockScaled:
     format: Format
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Each element times its block's power of two."""
+        """Multiplies each element by its block's power of two."""
         numbers = decode(self.values, self.format).unflatten(-1, (-1, SHARED))
-        # in two halves: the smallest power of two has no fp32 of its own on every device
+        # two factors: the smallest power of two is subnormal in fp32, and some devices flush it to zero
         exponents = self.exponents.to(torch.int32) - _BIAS
         half = exponents // 2
         scaled = numbers * _power(half).unsqueeze(-1) * _power(exponents - half).unsqueeze(-1)
@@ -44,17 +45,17 @@ class BlockScaled:
 
 
 def quantise_blocks(x: Tensor, format: str = "mxfp8_e4m3", *, rule: Rule = "floor") -> BlockScaled:
-    """A tensor in block floating point, by blocks of 32 along its last axis.
+    """Quantises a tensor to block floating point, in blocks of 32 along its last axis.
 
     Args:
         x: (..., D), float, D a multiple of 32; computed in fp32.
         format: mxfp8_e4m3, mxfp8_e5m2 or mxfp4.
-        rule: how a block's scale follows from its largest size. "floor", the standard's: 2^(floor(log2 size) - exponent of the
-            format's largest power of two), under which the largest numbers may saturate. "round_up": the smallest power of two
-            under which none does.
+        rule: how a block's scale is computed from its largest absolute value. "floor", the standard's rule: 2^(floor(log2 size) -
+            exponent of the format's largest power of two), so that the largest numbers may saturate. "round_up": the smallest
+            power of two for which none saturates.
 
     Raises:
-        InvalidInput: no such format or rule, or D is no multiple of 32.
+        InvalidInput: the format or rule does not exist, or D is not a multiple of 32.
 
     Example:
         >>> quantise_blocks(torch.randn(4, 128), "mxfp4", rule="round_up").exponents.shape
@@ -81,7 +82,7 @@ def quantise_blocks(x: Tensor, format: str = "mxfp8_e4m3", *, rule: Rule = "floo
 
 def _floor_exponent(size: Tensor, kind: Format) -> Tensor:
     _, exponent = torch.frexp(size)
-    # frexp's fraction is below 1: of 1 the exponent is 1
+    # frexp's fraction is below 1, so frexp(1) has exponent 1
     return _of_zero(size, exponent - 1 - kind.largest_exponent)
 
 
@@ -91,10 +92,10 @@ def _round_up_exponent(size: Tensor, kind: Format) -> Tensor:
 
 
 def _of_zero(size: Tensor, exponent: Tensor) -> Tensor:
-    """A block of zeros takes the smallest scale."""
+    """Gives blocks of zeros the smallest scale."""
     return exponent.masked_fill(size == 0, -_BIAS)
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """2^exponent by its bits, for normal numbers: exact on every device."""
+    """Builds 2^exponent from its bits, for normal numbers: exact on every device."""
     return ((exponent + 127) << 23).view(torch.float32)

@@ -1,7 +1,7 @@
-"""Fake quantisation: a forward that rounds, and a backward that looks through it.
+"""Fake quantisation: the forward rounds, and the backward ignores the rounding.
 
-A network that will run in few bits is trained with its tensors rounded as they will be. Rounding has no gradient; the
-straight-through estimator takes that of the identity, and none where a number saturated.
+A network that will run quantised is trained with rounded tensors. Rounding has no gradient. The straight-through estimator
+uses the gradient of the identity, and zero where a number saturated.
 
 Bengio et al., arXiv:1308.3432; Jacob et al., arXiv:1712.05877.
 """
@@ -20,14 +20,15 @@ from rooftile.numerics.scaling import Granularity, Scaled, quantise
 def fake_quantise(
     x: Tensor, format: str = "int8", *, granularity: Granularity = "tensor", scales: Tensor | None = None
 ) -> Tensor:
-    """x as it would come back from `quantise(x).dequantise()`, in the dtype of x, with a straight-through gradient.
+    """Returns `quantise(x).dequantise()` in the dtype of x, with a straight-through gradient.
 
     Args:
         x: (..., T, H, D), float.
         format: fp8_e4m3, fp8_e5m2, int8 or int4.
         granularity: as in `quantise`.
-        scales: to be used as they are, in the shape that `quantise` gives them; None: the largest size in each part decides, and
-            nothing saturates. With scales of one's own, numbers beyond the format's largest saturate and get no gradient.
+        scales: given scales, in the shape that `quantise` returns; None computes them from the largest absolute value of each
+            part, so that nothing saturates. With given scales, numbers beyond the format's largest saturate and get no
+            gradient.
 
     Example:
         >>> w = torch.randn(64, 1, 64, requires_grad=True)

@@ -1,9 +1,9 @@
-"""The signed Hadamard transform: spreads an outlier over a whole row without changing a product of two rows.
+"""The signed Hadamard transform: spreads an outlier over a whole row, and keeps the product of two rows.
 
     M = diag(signs) H / sqrt(n)        M M^T = 1, so (q M)(k M)^T = q k^T
 
-H is Sylvester's matrix of ones and minus ones; a row is multiplied by it in log2 n steps of sums and differences. Without the
-signs, a row of equal numbers would become a single spike: with signs drawn at random it does not.
+H is Sylvester's matrix of ones and minus ones. A row is multiplied by it in log2 n steps of sums and differences. Without
+random signs, a row of equal numbers would become a single spike.
 
 Tseng et al., QuIP#, arXiv:2402.04396; Shah et al., FlashAttention-3, arXiv:2407.08608, section 3.3.
 """
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 
-# the longest row that is transformed in one piece
+# the longest row that one transform covers
 LONGEST = 512
 SHORTEST = 16
 
 
 def hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
-    """Rows times the signed Hadamard matrix, in fp32.
+    """Multiplies rows by the signed Hadamard matrix, in fp32.
 
     Args:
-        x: (..., D), float. D a multiple of 16: a power of two up to 512 is one transform, others are several side by side (96 is
-            64 and 32).
+        x: (..., D), float. D is a multiple of 16. A power of two up to 512 is one transform; other sizes are several side by side
+            (96 is 64 and 32).
         signs: (D,), 1 or -1 each; `signs_of(D)` if None.
 
     Raises:
@@ -48,14 +48,14 @@ def hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
 
 
 def inverse_hadamard(x: Tensor, signs: Tensor | None = None) -> Tensor:
-    """What `hadamard` turned into x: H is its own inverse, and the signs come last."""
+    """Inverts `hadamard`: H is its own inverse, and the signs are applied last."""
     D = x.shape[-1]
     signs = signs_of(D, device=x.device) if signs is None else signs
     return hadamard(x, torch.ones_like(signs)) * signs
 
 
 def pieces(D: int) -> list[int]:
-    """The lengths of the transforms that a row of D numbers takes, the longest first."""
+    """Returns the lengths of the transforms that cover a row of D numbers, the longest first."""
     if D < SHORTEST or D % SHORTEST:
         raise InvalidInput(f"head dim {D} has no Hadamard transform; must be a multiple of {SHORTEST}, or take incoherent=False")
     found = []
@@ -65,18 +65,18 @@ def pieces(D: int) -> list[int]:
     return found
 
 
-# not tensors of inference mode, if that is where they are first asked for: a later call may need gradients through them
+# not created as inference tensors, even in inference mode: a later call may need gradients through them
 @cache
 @torch.inference_mode(False)
 def signs_of(D: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
-    """D signs, fp32, the same for a seed on every machine; made once, as a copy to a GPU would wait for it."""
+    """Returns D signs, fp32, the same for a seed on every machine. Cached, because a copy to a GPU makes the host wait."""
     if torch.device(device).type != "cpu":
         return signs_of(D, seed).to(device)
     return torch.tensor([1.0 if _mixed(seed * 2**32 + n) >> 63 else -1.0 for n in range(D)])
 
 
 def _mixed(n: int) -> int:
-    """64 bits that look random (SplitMix64), and that no release of PyTorch can draw differently."""
+    """Hashes n to 64 bits (SplitMix64), independent of the PyTorch release."""
     z = (n + 1) * 0x9E3779B97F4A7C15 % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
@@ -86,14 +86,14 @@ def _mixed(n: int) -> int:
 @cache
 @torch.inference_mode(False)
 def norms(D: int, device: torch.device | str = "cpu") -> Tensor:
-    """1 / sqrt(n) for each number of a row, n the length of its transform."""
+    """Returns 1 / sqrt(n) for each number of a row, n the length of its transform."""
     if torch.device(device).type != "cpu":
         return norms(D).to(device)
     return torch.cat([torch.full((n,), n**-0.5) for n in pieces(D)])
 
 
 def _transformed(x: Tensor) -> Tensor:
-    """Sums and differences of neighbours at distance 1, 2, 4, ...: the order that every device keeps."""
+    """Computes sums and differences of neighbours at distance 1, 2, 4, ..., in the same order on every device."""
     n = x.shape[-1]
     step = 1
     while step < n:

@@ -1,7 +1,7 @@
-"""Queries, keys and values in the formats of a recipe: what the attention kernels multiply, bit for bit.
+"""Quantises queries, keys and values by a recipe, to the integers that the attention kernels multiply, bit for bit.
 
-Every step is one that all devices do alike: fp32 sums and products of two numbers in a fixed order, an exact mean, and rounding
-to the nearest. So a CPU and a GPU give the same integers.
+Every step is the same on all devices: fp32 sums and products of two numbers in a fixed order, an exact mean, and rounding to
+nearest. So a CPU and a GPU compute the same integers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rooftile.numerics.hadamard import hadamard, signs_of
 from rooftile.numerics.scaling import BLOCK, divided, scales_of, set_aside
 from rooftile.precision import Precision
 
-# a mean key is of at least so many keys, or of all
+# the mean key is taken over at least this many keys, or over all
 MEAN_OF = 1024
 
 _FORMATS = {"fp8": FP8_E4M3, "int8": INT8}
@@ -26,11 +26,11 @@ _FORMATS = {"fp8": FP8_E4M3, "int8": INT8}
 class QuantisedQKV:
     """Queries, keys and values as `quantise_qkv` makes them, for `attention_quantised`.
 
-    q (B, T, H, D), k (B, S, Hk, D) and v (B, S, Hk, Dv), or packed (total, heads, dim), are float8_e4m3fn, int8, or in the dtype
-    of the original where the recipe leaves them so. A number is its code times a scale: the fp32 scales are (parts, heads, 1), or
-    (parts, Hk, Dv) for v under granularity "row"; a row's part is `part_of_rows`. A scale of INT8 is negative if some code of its
-    part stands for a NaN. Queries and keys are rotated and smoothed as the recipe says: `shift` (B, T, H) is what smoothing took
-    from all of a query's products, `signs` (D,) are the rotation's.
+    q (B, T, H, D), k (B, S, Hk, D) and v (B, S, Hk, Dv), or packed (total, heads, dim), are float8_e4m3fn, int8, or in the
+    original dtype where the recipe says "native". A number is its code times a scale. The fp32 scales are (parts, heads, 1), or
+    (parts, Hk, Dv) for v under granularity "row"; `part_of_rows` gives the part of a row. An INT8 scale is negative if its part
+    holds a NaN. Queries and keys are rotated and smoothed by the recipe: `shift` (B, T, H) is the amount that smoothing
+    subtracted from all scores of a query, and `signs` (D,) are those of the rotation.
 
     `backend` made it and can attend to it. Made for `hopper`, v is None and values are `v_columns`: transposed, (B, Hk, Dv, S)
     with S padded to whole blocks of 128, or packed (1, Hk, Dv, parts x 128), and each 16 keys in the order of `COLUMN_ORDER`.
@@ -53,7 +53,7 @@ class QuantisedQKV:
 
     @property
     def dim_v(self) -> int:
-        """Of a value and an output."""
+        """The head dim of values and outputs."""
         values = self.v if self.v_columns is None else self.v_columns.mT
         assert values is not None
         return values.shape[-1]
@@ -87,7 +87,7 @@ def columns_of(v: Tensor, cu: Tensor | None) -> Tensor:
 def quantise_qkv(
     q: Tensor, k: Tensor, v: Tensor, precision: Precision, cu_q: Tensor | None = None, cu_k: Tensor | None = None
 ) -> QuantisedQKV:
-    """Queries, keys and values, dense or packed, by a recipe."""
+    """Quantises queries, keys and values, dense or packed, by a recipe."""
     dtype = q.dtype
     shift = signs = q_scales = k_scales = v_scales = None
     q, k, v = set_aside(q), set_aside(k), set_aside(v)
@@ -109,10 +109,10 @@ def quantise_qkv(
 
 
 def mean_key(k: Tensor, cu: Tensor | None) -> Tensor:
-    """The mean key of each sequence and head, fp32 (B, Hk, D); of long sequences that of each n-th key, n = length // MEAN_OF.
+    """Returns the mean key of each sequence and head, fp32 (B, Hk, D). Long sequences use every n-th key, n = length // MEAN_OF.
 
-    What keys have in common shows in a thousand of them, and attention is the same whatever all keys are moved by. What is not
-    finite counts as zero. Summed in fp64, where a sum of 16-bit numbers comes out the same in any order.
+    A thousand keys are enough to estimate their common component, and attention is exact for any shift of all keys. NaN and
+    infinity count as zero. The sum is in fp64, where 16-bit numbers add up exactly in any order.
     """
     if cu is None:
         some = _finite(k[:, :: max(k.shape[1] // MEAN_OF, 1)])
@@ -131,26 +131,26 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def _shift(q: Tensor, mean: Tensor, cu_q: Tensor | None) -> Tensor:
-    """q . mean for each query and head."""
+    """Computes q . mean for each query and head."""
     means = _of_rows(mean, q, cu_q).repeat_interleave(q.shape[-2] // mean.shape[-2], dim=-2)
     return (q * means).sum(-1)
 
 
 def _of_rows(of_sequences: Tensor, x: Tensor, cu: Tensor | None) -> Tensor:
-    """(B, ...) spread over the rows of x."""
+    """Spreads one entry per sequence, (B, ...), over the rows of x."""
     return of_sequences[:, None] if cu is None else of_sequences[sequence_of_rows(cu, x.shape[0])]
 
 
 def sequence_of_rows(cu: Tensor, rows: int) -> Tensor:
-    """Which sequence each packed row belongs to."""
+    """Returns the sequence of each packed row."""
     return torch.searchsorted(cu[1:].long(), torch.arange(rows, device=cu.device), right=True)
 
 
 def part_of_rows(x: Tensor, granularity: str, cu: Tensor | None) -> tuple[Tensor, int]:
-    """Which part of a granularity each row belongs to, and how many parts there are.
+    """Returns the part of each row under a granularity, and the number of parts.
 
-    Dense rows are numbered through the batch. Blocks count from a sequence's start, so that a sequence's bits do not depend on
-    what is packed with it: those of sequence b begin with part cu[b] // 128 + b.
+    Dense rows are numbered through the batch. Blocks count from a sequence's start, so that its bits do not depend on the
+    sequences packed with it: the parts of sequence b begin at cu[b] // 128 + b.
     """
     rows = x.shape[0] if cu is not None else x.shape[0] * x.shape[1]
     row = torch.arange(rows, device=x.device)
@@ -172,12 +172,12 @@ def part_of_rows(x: Tensor, granularity: str, cu: Tensor | None) -> tuple[Tensor
 def _by_parts(
     x: Tensor, precision: Precision, kind: Format, cu: Tensor | None, *, of_products: bool, by_channel: bool = False
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Codes in the shape of x, and scales (parts, heads, 1 or dim). of_products: of queries or keys, of which rows are summed."""
+    """Returns codes in the shape of x, and scales (parts, heads, 1 or dim). of_products: x is q or k, summed over rows."""
     rows = x if cu is not None else x.flatten(0, 1)
     part, parts = part_of_rows(x, "head" if by_channel else precision.granularity, cu)
     size = rows.abs()
     if not by_channel:
-        # a row with a NaN takes no part: all that meets it is NaN, whatever its other numbers become
+        # ignore rows with a NaN: all their products are NaN anyway
         size = (size if of_products else size.nan_to_num(nan=0.0)).amax(-1, keepdim=True)
     size = size.nan_to_num(nan=0.0)
     index = part.view(-1, 1, 1).expand_as(size)
@@ -192,13 +192,13 @@ def _by_parts(
 
 
 def codes(x: Tensor) -> Tensor:
-    """What the codes of a part of QuantisedQKV mean without their scales, fp32."""
+    """Decodes a tensor of QuantisedQKV without its scales, fp32."""
     kind = {FP8_E4M3.dtype: FP8_E4M3, INT8.dtype: INT8}.get(x.dtype)
     return x.float() if kind is None else decode(x, kind)
 
 
 def scales_of_rows(x: Tensor, scales: Tensor | None, granularity: str, cu: Tensor | None) -> Tensor:
-    """The scale of each row and head (…, heads, 1), or channel, of a part of QuantisedQKV."""
+    """Returns the scale of each row and head (…, heads, 1), or channel, for a tensor of QuantisedQKV."""
     if scales is None:
         return x.new_ones((), dtype=torch.float32).expand(*x.shape[:-1], 1)
     by_channel = scales.shape[-1] > 1

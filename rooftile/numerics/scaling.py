@@ -1,7 +1,7 @@
-"""Scaled tensors: values in a format of few bits, times scales that each cover a part of the tensor.
+"""Scaled tensors: quantised values times scales, each of which covers a part of the tensor.
 
-A scale is the largest size in its part over the format's largest number, so that nothing saturates. What is not finite takes no
-part in it, and becomes a NaN where it stands. A part of zeros has scale 1.
+A scale is the largest absolute value of its part over the format's largest number, so that nothing saturates. NaN and infinity
+do not affect the scale, and become NaN. A part of zeros has scale 1.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BLOCK = 128
 class Scaled:
     """A quantised tensor: `values` in the shape of the original, in the format's storage type, and fp32 `scales`.
 
-    scales have the shape of the original with 1 along what they cover; under "block" their axis of positions has one for each
-    128 positions, the last of which may be fewer.
+    scales have the shape of the original, with 1 along the axes that they cover. Under "block" the axis of positions has one
+    scale per 128 positions; the last block may be shorter.
     """
 
     values: Tensor
@@ -36,27 +36,27 @@ class Scaled:
     granularity: Granularity
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """values times scales."""
+        """Returns values times scales."""
         return (decode(self.values, self.format) * self.row_scales()).to(dtype)
 
     def row_scales(self) -> Tensor:
-        """The scales, one for each position if they are by blocks: they broadcast over the values then."""
+        """Returns scales that broadcast over the values: those of blocks are repeated for each position."""
         if self.granularity != "block":
             return self.scales
         return self.scales.repeat_interleave(BLOCK, dim=-3)[..., : self.values.shape[-3], :, :]
 
 
 def quantise(x: Tensor, format: str = "fp8_e4m3", *, granularity: Granularity = "tensor") -> Scaled:
-    """A tensor in few bits and scales.
+    """Quantises a tensor: values in a format, and scales.
 
     Args:
         x: (..., T, H, D), float; computed in fp32.
         format: fp8_e4m3, fp8_e5m2, int8 or int4.
-        granularity: what shares a scale: all of the "tensor"; a "head", over all positions and channels; a "block" of 128
-            positions of a head; a "row", one position of a head; a "channel" of a head, over all positions.
+        granularity: the numbers that share a scale: the whole "tensor"; a "head", over all positions and channels; a "block" of
+            128 positions of a head; a "row", one position of a head; a "channel" of a head, over all positions.
 
     Raises:
-        InvalidInput: no such format or granularity, or x lacks an axis for it.
+        InvalidInput: the format or granularity does not exist, or x has too few axes for it.
 
     Example:
         >>> scaled = quantise(torch.randn(2, 300, 8, 64), "int8", granularity="row")
@@ -78,29 +78,29 @@ def quantise(x: Tensor, format: str = "fp8_e4m3", *, granularity: Granularity = 
 
 
 def scales_of(size: Tensor, kind: Format) -> tuple[Tensor, Tensor]:
-    """The scales for parts whose largest sizes these are, and what their numbers are multiplied by.
+    """Returns scales for parts with these largest absolute values, and the factors that numbers are multiplied by.
 
-    A division a scale and a multiplication a number, on every device: the same bits everywhere, and those of torchao. No scale is
-    below 2^-126, and that of zeros is 1.
+    One division per scale and one multiplication per number give the same bits on every device, equal to torchao's. No scale is
+    below 2^-126, and a part of zeros has scale 1.
     """
-    # a scale below the normal numbers has no inverse, and a zero times that would be a NaN
+    # a subnormal scale has no finite inverse, and 0 * inf is NaN
     size = size.clamp(min=kind.largest * 2.0**-126).masked_fill(size == 0, kind.largest)
     scales = divided(size, kind.largest)
     return scales, 1.0 / scales if kind.is_integer else kind.largest / size
 
 
 def divided(x: Tensor, by: float) -> Tensor:
-    """x / by, rounded once: PyTorch divides by a number on a GPU by multiplying with its inverse, which rounds twice."""
+    """Returns x / by, rounded once. On a GPU, PyTorch multiplies by the inverse of a Python number, which rounds twice."""
     return x / torch.full_like(x, by)
 
 
 def set_aside(x: Tensor) -> Tensor:
-    """x with a NaN for everything that is not finite."""
+    """Replaces infinities by NaN."""
     return torch.where(x.isfinite(), x, torch.nan)
 
 
 def sizes(x: Tensor, granularity: Granularity) -> Tensor:
-    """The largest size of a number in each part, NaNs left out; 0 if there is none."""
+    """Returns the largest absolute value of each part, ignoring NaN; 0 if there is none."""
     size = x.abs().nan_to_num(nan=0.0)
     if granularity == "tensor":
         return _largest(size, tuple(range(x.ndim)))

@@ -1,4 +1,4 @@
-"""The definitions: plain torch, able to run in fp64, O(T S) memory. Every backend is held against these."""
+"""The definitions: plain PyTorch, also in fp64, with O(T S) memory. Every backend is tested against them."""
 
 from rooftile.reference.attention import attention, attention_packed
 from rooftile.reference.gradients import gradients

@@ -1,4 +1,4 @@
-"""Attention as it is defined.
+"""The definition of attention.
 
     x_ij = scale q_i . k_j                     and softcap * tanh(x / softcap) if there is a softcap
     x_ij += bias_ij - slope |i - j|            and -inf where the mask hides j from i
@@ -6,8 +6,8 @@
     p_ij = exp(x_ij - lse_i)                   dropped with probability d, else divided by 1 - d
     o_i = sum_j p_ij v_j
 
-A row with no visible key (and no sink) gives 0 and lse = -inf. What is behind the mask does not exist: a NaN there
-reaches nothing, which is why non-finite inputs are set aside first and put back only where they are seen.
+A row with no visible key (and no sink) gives 0 and lse = -inf. A NaN behind the mask reaches no output: non-finite inputs are
+replaced by zeros first, and NaN is written afterwards to the rows that see them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def attention_packed(
     alibi: Tensor | None = None,  # (H,) or (B, H)
     **options,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` on each sequence by itself. Returns o (total_q, H, Dv) and lse (H, total_q)."""
+    """Runs `attention` on each sequence separately. Returns o (total_q, H, Dv) and lse (H, total_q)."""
     ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
     outs, lses = [], []
     for b in range(len(ends_q) - 1):
@@ -109,7 +109,7 @@ def attention_packed(
 
 
 def _logsumexp(x: Tensor) -> Tensor:
-    """log sum exp over the last axis; -inf, with zero gradients, where there is nothing to sum."""
+    """Computes log sum exp over the last axis; -inf, with zero gradients, for an empty sum."""
     if x.shape[-1] == 0:
         return x.sum(-1) - math.inf
     pivot = x.detach().amax(-1)
@@ -119,11 +119,11 @@ def _logsumexp(x: Tensor) -> Tensor:
 
 
 def _set_aside(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x with 0 for each NaN and infinity, and where they were."""
+    """Returns x with 0 for each NaN and infinity, and a boolean tensor that marks them."""
     lost = ~torch.isfinite(x)
     return torch.where(lost, 0.0, x), lost
 
 
 def _poison(lost: Tensor, dtype: torch.dtype) -> Tensor:
-    """NaN where something was set aside, 0 elsewhere."""
+    """Returns NaN where `lost` is set, and 0 elsewhere."""
     return torch.where(lost, math.nan, 0.0).to(dtype)

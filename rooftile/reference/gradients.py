@@ -1,6 +1,6 @@
 """The gradients of attention as formulas: the definition that the backward kernels follow.
 
-    D_i  = sum_c dO_ic O_ic - dL_i             dL is the gradient that comes in through lse
+    D_i  = sum_c dO_ic O_ic - dL_i             dL is the gradient of lse
     dV_j = sum_i P~_ij dO_i                    P~ is P after dropout
     dP_ij = dO_i . V_j                         through dropout
     dX_ij = P_ij (dP_ij - D_i)                 the gradient of the scores, bias and ALiBi included
@@ -34,7 +34,7 @@ def gradients(
     mask: Mask = FULL,
     **options: Any,
 ) -> Grads:
-    """The gradients for finite inputs. Takes the options of `rooftile.reference.attention`; dbias has bias's own shape."""
+    """Returns the gradients, for finite inputs. Takes the options of `rooftile.reference.attention`; dbias has bias's own shape."""
     o, lse = attention(q, k, v, mask, **options)
     bias, alibi, sinks = (options.get(name) for name in ("bias", "alibi", "sinks"))
     scale, softcap, dropout = options.get("scale"), options.get("softcap", 0.0), options.get("dropout", 0.0)
@@ -73,7 +73,7 @@ def gradients(
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """dsink_h = sum_i -exp(sink_h - L_i) D_i, from rows (B, H, T) or packed (H, total_q).
+    """Computes dsink_h = sum_i -exp(sink_h - L_i) D_i, from rows (B, H, T) or packed (H, total_q).
 
     A sink is part of every row, so lse is finite.
     """

@@ -2,7 +2,7 @@
 
     lse = log sum_r exp(lse_r)          o = sum_r exp(lse_r - lse) o_r
 
-A part that saw no key has lse = -inf and counts for nothing, whatever its o.
+A part that sees no key has lse = -inf and weight 0, whatever its o.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Parts (o (B, T, H, Dv), lse (B, H, T)), or packed (total, H, Dv) and (H, total), into one such pair."""
+    """Merges parts (o (B, T, H, Dv), lse (B, H, T)), or packed (total, H, Dv) and (H, total), into one such pair."""
     lses = torch.stack([lse for _, lse in parts])  # (R, B, H, T)
     empty = lses == -math.inf
     pivot = lses.detach().amax(0)
     pivot = torch.where(pivot == -math.inf, 0.0, pivot)
-    # an empty part's own lse is kept out of the graph: exp(-inf) has the gradient 0 * inf
+    # the lse of an empty part stays out of the graph: the gradient of exp(-inf) would be 0 * inf
     weights = torch.where(empty, 0.0, torch.exp(torch.where(empty, 0.0, lses) - pivot))  # (R, B, H, T)
     total = weights.sum(0)
     nothing = total == 0

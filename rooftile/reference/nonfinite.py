@@ -1,9 +1,9 @@
-"""Where a NaN shows, and where it must not.
+"""Non-finite inputs: which rows see one, and which keys a non-finite row sees.
 
-Behind the mask nothing exists, yet 0 * NaN is NaN in a product of matrices. A backend that multiplies whole tiles
-therefore computes with zeros in the places of NaN and infinities, and writes NaN afterwards where they are seen. Every
-row sees an interval of keys and every key is seen by an interval of rows (`rooftile.masks`), so "is one of them seen" is
-a difference of two running counts, O(T + S), for every mask.
+A NaN behind the mask must not reach any output, yet 0 * NaN is NaN in a matrix product. So a backend that multiplies whole
+tiles replaces NaN and infinities by zeros, and afterwards writes NaN to the rows that see one. Every row sees an interval of
+keys, and an interval of rows sees each key (`rooftile.masks`). So "does this row see one" is a difference of two running
+counts, O(T + S), for every mask.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from rooftile.masks import Mask
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether nothing here is NaN or infinite. May say no where a sum of large numbers overflows: then look closer."""
+    """Whether no tensor holds NaN or infinity. May return False for finite tensors whose sum overflows: then check further."""
     return all(math.isfinite(x.sum().item()) for x in tensors)
 
 
 def set_aside(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x with 0 for each NaN and infinity, and where they were."""
+    """Returns x with 0 for each NaN and infinity, and a boolean tensor that marks them."""
     lost = ~torch.isfinite(x)
     return torch.where(lost, 0.0, x), lost
 
 
 def seen_by_rows(lost: Tensor, mask: Mask, T: int) -> Tensor:
-    """Which rows see something lost: keys (..., S, C) to rows (..., T, C), booleans."""
+    """Marks the rows that see a lost key: booleans, keys (..., S, C) to rows (..., T, C)."""
     first, stop = _visible_ends(mask, T, lost.shape[-2], lost.device)
     return _any_between(lost, first, stop)
 
 
 def seeing_keys(lost: Tensor, mask: Mask, S: int) -> Tensor:
-    """Which keys are seen by a lost row: rows (..., T, C) to keys (..., S, C), booleans."""
+    """Marks the keys that a lost row sees: booleans, rows (..., T, C) to keys (..., S, C)."""
     first, stop = _visible_ends(mask, lost.shape[-2], S, lost.device)
     j = torch.arange(S, device=lost.device)
     # both ends rise with the row: a key's rows begin where `stop` passes it and end where `first` does
@@ -43,7 +43,7 @@ def seeing_keys(lost: Tensor, mask: Mask, S: int) -> Tensor:
 
 
 def _visible_ends(mask: Mask, T: int, S: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each row (T,), the first visible key and the one after the last; both rise."""
+    """Returns each row's visible keys [first, stop), two tensors (T,); both rise."""
     i = torch.arange(T, device=device) + (S - T)
     first = mask.first_key(i).clamp(0, S)
     return first, torch.maximum(first, mask.last_key(i).clamp(-1, S - 1) + 1)

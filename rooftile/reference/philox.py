@@ -1,7 +1,7 @@
-"""Random bits that depend on place and seed alone: Philox4x32-10 as integer arithmetic in torch, the bits that kernels draw too.
+"""Random bits that depend only on position and seed: Philox4x32-10 in integer arithmetic, the same bits as in the kernels.
 
-For dropout the counter is (column, row, head, batch) and the key is the seed, so a weight's fate depends on nothing but its
-place: the backward draws it again, and so does any other backend, tile size or batch composition.
+For dropout the counter is (column, row, head, batch) and the key is the seed. So whether a weight is dropped depends only on
+its position: the backward, and every backend, tile size and batch composition, draws the same.
 
 Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011.
 """
@@ -16,12 +16,12 @@ _LOW = 0xFFFFFFFF
 
 
 def threshold(dropout: float) -> int:
-    """A weight is dropped when its 32 random bits, as an unsigned integer, are below this."""
+    """Returns the threshold: a weight is dropped if its 32 random bits, as an unsigned integer, are below it."""
     return min(round(dropout * 2**32), _LOW)
 
 
 def words(seed: Tensor, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four random words of 32 bits, as int64, of each counter of four words; everything broadcasts. seed: int64."""
+    """Returns four random 32-bit words, as int64, for each counter of four words; all arguments broadcast. seed: int64."""
     c0, c1, c2, c3 = (c.to(torch.int64) for c in torch.broadcast_tensors(*counter))
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for _ in range(ROUNDS):
@@ -33,6 +33,6 @@ def words(seed: Tensor, *counter: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def keep_mask(seed: Tensor, dropout: float, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Which weights stay, as booleans of the four indices' broadcast shape. seed: int64, one element."""
+    """Marks the weights to keep: booleans in the broadcast shape of the four indices. seed: int64, one element."""
     seed = seed.reshape(()).to(column.device)
     return words(seed, column, row, head, batch)[0] >= threshold(dropout)

@@ -39,8 +39,8 @@ def refusals(spec: Spec) -> Iterator[str]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
-    """o and lse by operations that autograd can differentiate as often as asked."""
-    # half precision is computed in fp32 and rounded once
+    """Computes o and lse with operations that autograd can differentiate any number of times."""
+    # compute half precision in fp32 and round once
     wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
     shared = {
         "scale": spec.scale,
@@ -69,13 +69,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
 
 
 def quantise(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> QuantisedQKV:
-    """The tensors of the spec's recipe."""
+    """Quantises q, k and v by the spec's recipe."""
     assert spec.precision is not None
     return quantise_qkv(q, k, v, spec.precision, options.cu_q, options.cu_k)
 
 
 def attend_quantised(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
-    """o and lse of what `quantise` made."""
+    """Computes o and lse from the result of `quantise`."""
     with torch.autocast(qkv.q.device.type, enabled=False):
         return low_precision.attend(qkv, options.sinks, spec)
 
@@ -109,7 +109,7 @@ def backward(
 
 
 def _autograd_again() -> AbstractContextManager[object]:
-    """An operator runs below autograd, where nothing is recorded: what it excluded is let in again."""
+    """Re-enables autograd inside an operator, which PyTorch runs with recording disabled."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther):
         excluded = excluded.remove(key)

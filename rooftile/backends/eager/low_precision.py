@@ -1,16 +1,16 @@
-"""Attention on quantised tensors, as the kernels compute it, in plain operations: weights in FP8, by blocks of 128 keys, or of
-64 where values have more than 128 channels.
+"""Attention on quantised tensors in plain operations, as the kernels compute it: weights in FP8, in blocks of 128 keys, or of
+64 if values have more than 128 channels.
 
-    S = (s_q s_k) Q_8 K_8^T + shift        the products of codes, their scales, what smoothing took
-    P = 2^2 exp(scale S - m), in e4m3      below 432, the largest that the format has room for
+    S = (s_q s_k) Q_8 K_8^T + shift        codes multiplied, then scaled, then the smoothing undone
+    P = 2^2 exp(scale S - m), in e4m3      below 432, so that it rounds to at most 448, the format's largest
     O = exp(m - m') O + s_v P_8 V_8        summed block by block in fp32
 
-m, a row's reference, is a score of its own: at first the largest of the first block that it sees, and later the largest of a
-block in which its weights would be too large: two of each eight keys have a sum of 432 or more (what one thread of a GPU adds).
-So it seldom moves, and what was summed is seldom multiplied anew.
+m is the reference score of a row. It starts as the maximum of the first block that the row sees. It moves to the maximum of a
+later block if weights there would be too large: if two of each eight keys have a sum of 432 or more (one GPU thread adds these).
+So it seldom moves, and the sums are seldom rescaled.
 
-The codes of queries, keys and values are the kernels' bit for bit; the output is theirs within the rounding of sums, and of a
-weight that falls on the other side of a tie.
+The codes of queries, keys and values equal the kernels' bit for bit. The output differs by the rounding of sums, and of weights
+close to a tie.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def _walk(
     q: Tensor, q_scales: Tensor, shift: Tensor, k: Tensor, k_scales: Tensor, v: Tensor, v_scales: Tensor,
     sinks: Tensor | None, spec: Spec, round_weights: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """fp32 o (B, T, H, Dv) and lse (B, H, T), from codes and scales, block by block from the last keys to the first."""
+    """Computes fp32 o (B, T, H, Dv) and lse (B, H, T) from codes and scales, block by block from the last keys to the first."""
     (B, T, H, _), (S, Hk), Dv = q.shape, k.shape[1:3], v.shape[-1]
     group = H // Hk
 
     def heads_first(x: Tensor) -> Tensor:
-        """(B, rows, heads, n) as (B, Hk, group or 1, rows, n)."""
+        """Views (B, rows, heads, n) as (B, Hk, group or 1, rows, n)."""
         return x.unflatten(2, (Hk, -1)).permute(0, 2, 3, 1, 4)
 
     q, q_scales, shift, k, k_scales, v, v_scales = (heads_first(x) for x in (q, q_scales, shift, k, k_scales, v, v_scales))
@@ -78,7 +78,7 @@ def _walk(
         m = (sinks.float() * _LOG2E).view(1, Hk, group, 1, 1).expand_as(m)
     l = torch.exp2(m - _finite(m) + RAISED)
     o = q.new_zeros(B, Hk, group, T, Dv)
-    # what a GPU has registers for at once
+    # a GPU has registers for this many at once
     step = BLOCK if Dv <= 128 else BLOCK // 2
     for start in range((S - 1) // step * step, -1, -step) if S else ():
         j = slice(start, min(start + step, S))
@@ -94,7 +94,7 @@ def _walk(
         l = l * alpha + p.sum(-1, keepdim=True)
         if round_weights:
             p = decode(encode(p, FP8_E4M3), FP8_E4M3)
-        # one scale for the block, or one a channel
+        # one scale for the block, or one per channel
         part = p @ clean_v[:, :, :, j] * v_scales[:, :, :, start : start + 1]
         lost = sees.float() @ lost_values[:, :, :, j].float() > 0
         o = (o * alpha + part).masked_fill(lost, torch.nan)
@@ -105,11 +105,11 @@ def _walk(
 
 
 def _too_large(p: Tensor) -> Tensor:
-    """Whether weights of a block are, of each row (..., 1)."""
+    """Marks the rows whose weights in this block are too large (..., 1)."""
     eights = torch.nn.functional.pad(p, (0, -p.shape[-1] % 8)).unflatten(-1, (-1, 4, 2))
     return ~(eights.sum((-3, -1)) < TOO_LARGE).all(-1, keepdim=True)
 
 
 def _finite(m: Tensor) -> Tensor:
-    """A row that has seen nothing yet: exp2(-inf - 0) is 0."""
+    """Replaces -inf, of a row without a visible key so far, by 0: exp2(-inf - 0) is 0."""
     return m.masked_fill(m == -torch.inf, 0.0)

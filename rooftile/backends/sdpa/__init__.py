@@ -1,7 +1,7 @@
-"""Torch's own fused kernels: the fast path on the CPU, and something to compare with on a GPU.
+"""PyTorch's own fused kernels: the fast path on the CPU, and a comparison on a GPU.
 
-On the CPU it takes FULL and CAUSAL attention of any lengths; on a GPU, FULL only. What torch's kernels get wrong by
-Rooftile's contract is refused, or put right around them (`cpu.py`).
+On the CPU it runs FULL and CAUSAL attention with any lengths; on a GPU, FULL only. Where PyTorch's kernels break
+Rooftile's contract, it refuses, or corrects their results (`cpu.py`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def _cpu_refusals(spec: Spec) -> Iterator[str]:
     if spec.mask not in (FULL, CAUSAL):
         yield f"mask {spec.mask}; has full, causal"
     if spec.scale <= 0:
-        # it multiplies by the scale after it has set what is hidden to -inf
+        # the kernel applies the scale after it sets hidden scores to -inf
         yield f"scale {spec.scale:g}; has positive ones"
     if spec.deterministic:
-        # in half precision it decides by the size of the batch whether to pack keys, and that changes the bits
+        # in half precision the batch size decides whether the kernel packs keys, which changes the bits
         yield "deterministic=True; its sums depend on the size of the batch"
 
 

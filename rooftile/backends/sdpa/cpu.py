@@ -1,13 +1,13 @@
-"""Torch's flash attention on the CPU, made exact by Rooftile's contract.
+"""PyTorch's flash attention on the CPU, adapted to Rooftile's contract.
 
-Its causal mask is aligned top-left and it stops the process (a division by zero) when there is no query or no key. So the
-rows without keys are cut off first, and causal attention of T queries to S > T keys is two calls: full attention to the
-first S - T keys and square causal attention to the rest, merged by their lse. The backward of each part takes the merged
-o and lse, and is exact.
+Its causal mask is aligned top-left, and it crashes (a division by zero) without queries or keys. So rows without keys are
+cut off first, and causal attention of T queries to S > T keys takes two calls: full attention to the first S - T keys and
+square causal attention to the rest, merged by their lse. The backward of each part uses the merged o and lse, and is
+exact.
 
-It multiplies whole tiles, so NaN behind the mask comes out as NaN. NaN in a result is therefore the sign to look at the
-inputs: if they are not finite, the call is made again with zeros in those places, and NaN is written where they are seen.
-Where the result is finite nothing leaked, and the look costs one sum.
+It multiplies whole tiles, so NaN behind the mask leaks into the result. If a result holds NaN, the inputs are checked: if
+they are not finite, the call runs again with zeros in place of them, and NaN is written to the rows that see one. If the
+result is finite, nothing leaked; that check costs one sum.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 
 
 def _keyless(q: Tensor, k: Tensor, spec: Spec) -> int:
-    """How many of the first rows see no key."""
+    """Counts the first rows, which see no key."""
     return 0 if spec.mask.is_full else max(q.shape[1] - k.shape[1], 0)
 
 
 def _parts(T: int, S: int, spec: Spec) -> tuple[tuple[slice, bool], ...]:
-    """Which keys each call takes, and whether it is causal."""
+    """Returns the keys of each call, and whether it is causal."""
     # one query, the last, sees all keys
     if spec.mask.is_full or T == 1:
         return ((slice(0, S), False),)
@@ -71,7 +71,7 @@ def _parts(T: int, S: int, spec: Spec) -> tuple[tuple[slice, bool], ...]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """o (B, T, H, D) and lse (B, H, T), any strides."""
+    """Returns o (B, T, H, D) and lse (B, H, T), any strides."""
     run = stock.kernel(stock.CPU_FORWARD, "CPU")
     parts = []
     for keys, causal in _parts(q.shape[1], k.shape[1], spec):
@@ -87,7 +87,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
 def _gradients(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: Spec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, T, H, D), dk and dv (B, S, Hk, D), any strides."""
+    """Returns dq (B, T, H, D), dk and dv (B, S, Hk, D), any strides."""
     run = stock.kernel(stock.CPU_BACKWARD, "CPU")
     dqs, dks, dvs = [], [], []
     for keys, causal in _parts(q.shape[1], k.shape[1], spec):
@@ -104,9 +104,9 @@ def _gradients(
 
 
 def _groups(k: Tensor, v: Tensor, group: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Query heads, and the keys and values (B, heads, S, D) that they share: the kernel wants as many heads of each.
+    """Yields query heads with their keys and values (B, heads, S, D): the kernel needs equal numbers of heads.
 
-    A group is one call on one key head that is read again and again by a stride of zero, so no key is copied.
+    Each group is one call on one key head, repeated with a stride of zero, so that no key is copied.
     """
     if group == 1:
         yield slice(None), _by_heads(k), _by_heads(v)
@@ -117,7 +117,7 @@ def _groups(k: Tensor, v: Tensor, group: int) -> Iterator[tuple[slice, Tensor, T
 
 
 def _by_heads(x: Tensor) -> Tensor:
-    """(B, T, H, D) as torch's kernels take it, (B, H, T, D); they read a last axis that is not contiguous wrongly."""
+    """(B, T, H, D) in the layout of torch's kernels, (B, H, T, D). They misread a last axis that is not contiguous."""
     x = x.transpose(1, 2)
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -141,7 +141,7 @@ def _gradients_beside_nan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     (do, lost_do), (q, _), (k, _), (v, _), (o, lost_o) = (set_aside(x) for x in (do, q, k, v, o))
     lost_p = ~torch.isfinite(lse)  # (B, H, T): NaN in q or k that the row sees
-    # what a lost row adds to gradients is written over below; until then its weights are exp(-huge) = 0
+    # gradients from lost rows are overwritten below; until then their weights are exp(-huge) = 0
     grads = _gradients(do, q, k, v, o, lse.masked_fill(lost_p, 1e30), spec)
     lost_p, lost_do = lost_p[..., None], lost_do.transpose(1, 2)  # (B, H, T, 1 | D)
     lost_x = lost_p | (lost_do | lost_o.transpose(1, 2)).any(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Torch's FlashAttention-2 on a GPU, for full attention. It has groups of its own and reads any strides but the last."""
+"""PyTorch's FlashAttention-2 on a GPU, for full attention. It supports grouped heads, and any strides but the last."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> tuple[Tensor, Tensor
 def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: Spec) -> Grads:
     if not q.numel() or not k.numel():
         return Grads(*(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
-    # without dropout the state of its generator is not read
+    # without dropout the generator's state is not read
     state = torch.empty(0, dtype=torch.uint64, device=q.device)
     grads = stock.kernel(stock.CUDA_BACKWARD, "CUDA")(
         *(_by_heads(x) for x in (do, q, k, v, o)), lse, None, None, q.shape[1], k.shape[1], 0.0, False, state, state,
@@ -36,6 +36,6 @@ def backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 
 
 def _by_heads(x: Tensor) -> Tensor:
-    """(B, T, H, D) as torch's kernels take it, (B, H, T, D), the last axis contiguous."""
+    """(B, T, H, D) in the layout of torch's kernels, (B, H, T, D), with the last axis contiguous."""
     x = x.transpose(1, 2)
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,8 +1,8 @@
-"""Torch's own fused attention kernels, whatever is registered over them.
+"""PyTorch's own fused attention kernels, even if other kernels override them.
 
-`rooftile.integrations` may put Rooftile in the place of these operators. Calling the operators from here would then come
-back here for ever, so each kernel is looked up once and called past the dispatcher. Whoever overrides an operator calls
-`kernel` for it first: what is found afterwards is the override.
+`rooftile.integrations` may replace these operators by Rooftile. Calling the operators from here would then recurse for
+ever, so each kernel is looked up once and called past the dispatcher. Code that overrides an operator must call `kernel`
+for it first: a later lookup finds the override.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ CUDA_BACKWARD = "aten::_scaled_dot_product_flash_attention_backward"
 
 @cache
 def kernel(operator: str, key: str) -> Callable[..., Any]:
-    """The kernel behind an operator of torch for a dispatch key ("CPU", "CUDA"), as it was at the first call.
+    """Returns the kernel of a torch operator for a dispatch key ("CPU", "CUDA"), as it was at the first call.
 
-    It takes the operator's arguments, runs below autograd, and returns what the operator returns.
+    It has the arguments and results of the operator, and runs below autograd.
 
     >>> o, lse = kernel(CPU_FORWARD, "CPU")(q, k, v, 0.0, True)
     """

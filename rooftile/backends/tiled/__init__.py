@@ -1,7 +1,7 @@
 """Exact attention on the CPU in tiles that stay in cache: vectorised torch, forward and backward, O(T + S) memory.
 
-Each sequence is taken by itself and its heads in blocks, in a fixed order, so a sequence's bits depend neither on the run
-nor on its neighbours in the batch, whether or not that was asked for.
+Each sequence is computed separately, and its heads in blocks, in a fixed order. So the bits of a sequence never depend on
+the run or on its neighbours in the batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
     from rooftile.backends.tiled import flash_fwd
     from rooftile.backends.tiled.heads import blocks
 
-    # (B, H, T) or (H, total): the rows' axis goes from before the heads to behind them
+    # (B, H, T) or (H, total): moves the axis of rows behind that of heads
     shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -60,7 +60,7 @@ def backward(
 
     wide = lse.dtype
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
-    # what many rows add to is summed in the wide type and rounded once
+    # gradients that many rows add to are summed in the wide dtype and rounded once
     dbias = torch.zeros(options.bias.shape, dtype=wide) if spec.bias_grad else None
     dsinks = torch.zeros(options.sinks.shape, dtype=wide) if spec.has_sinks else None
     for heads in blocks(q, k, v, options, spec):

@@ -1,6 +1,6 @@
-"""FlashAttention-2 backward on the CPU: weights recomputed from lse, one walk over the tiles for all gradients.
+"""FlashAttention-2 backward on the CPU: weights recomputed from lse, one loop over the tiles for all gradients.
 
-    D  = rowsum(dO * O) - dL          dL is the gradient that comes in through lse
+    D  = rowsum(dO * O) - dL          dL is the gradient of lse
     P  = exp(X - lse)                 dV_j += P~^T dO
     dP = dO V_j^T                     through dropout
     dX = P * (dP - D)                 the gradient of bias
@@ -8,7 +8,7 @@
     dQ += dS K_j                      dK_j += dS^T Q
     dsink = -sum exp(sink - lse) D
 
-Rows that see nothing, or whose lse is NaN, get the weights 0 here by an lse of +inf.
+Rows that see nothing, or whose lse is NaN, get an lse of +inf here, and so weights of 0.
 
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
@@ -28,7 +28,7 @@ from rooftile.spec import Grads
 
 
 class Incoming(NamedTuple):
-    """What the forward left and what comes in, (heads, G, T, Dv) and (heads, G, T)."""
+    """Results of the forward and incoming gradients, (heads, G, T, Dv) and (heads, G, T)."""
 
     do: Tensor | None
     dlse: Tensor | None
@@ -37,7 +37,7 @@ class Incoming(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Strips of what the backward needs of each row, finite but for the +inf of rows without weights."""
+    """Strips of per-row data for the backward, finite except for the lse of +inf of rows without weights."""
 
     do: Tensor  # (heads, G, T, Dv)
     D: Tensor  # (heads, G, T, 1)
@@ -56,7 +56,7 @@ def run(heads: Heads, incoming: Incoming, grads: Grads) -> None:
             keys = slice(tile.s, tile.s_stop)
             x, capped = heads.scores(q, tile)
             p, dx = _weights(heads, x.sub_(lse).exp_(), torch.bmm(do, heads.v[:, keys].mT), D, tile, rows)
-            # a product and a sum: in place, on a slice, torch multiplies head by head at half the speed
+            # a product, then a sum: torch's in-place product on a slice multiplies head by head, at half the speed
             dv[:, keys] += torch.bmm(p.mT, do)
             if grads.dbias is not None:
                 heads.add_to_bias(grads.dbias, _shown(heads, dx, tile, rows), tile)
@@ -65,7 +65,7 @@ def run(heads: Heads, incoming: Incoming, grads: Grads) -> None:
             dq.baddbmm_(dx, heads.k[:, keys])
             dk[:, keys] += torch.bmm(dx.mT, q)
         grads.dq[:, :, t:t_stop] = dq.mul_(heads.spec.scale).unflatten(1, (heads.spec.group, -1))
-    # the strip of q holds the scale already
+    # the strip of q is already scaled
     grads.dk.copy_(dk)
     grads.dv.copy_(dv)
     if rows.lost is not None:
@@ -73,7 +73,7 @@ def run(heads: Heads, incoming: Incoming, grads: Grads) -> None:
 
 
 def _weights(heads: Heads, p: Tensor, dp: Tensor, D: Tensor, tile: Tile, rows: Rows) -> tuple[Tensor, Tensor]:
-    """A tile's weights after dropout, and the gradient of its scores. Writes over p and dp."""
+    """Returns a tile's weights after dropout, and the gradient of its scores. Overwrites p and dp."""
     if rows.lost is not None:
         p.nan_to_num_(nan=0.0)
     dropped = p
@@ -96,7 +96,7 @@ def _prepare(heads: Heads, incoming: Incoming, grads: Grads) -> Rows:
     if incoming.dlse is not None:
         D -= incoming.dlse[..., None]
     empty = lse == -math.inf
-    # D shows what is wrong in do and o, in rows that see nothing too: 0 * NaN is NaN
+    # D reveals NaN in do and o, also in rows that see nothing: 0 * NaN is NaN
     finite = heads.lost is None and all_finite(D, lse.masked_fill(empty, 0.0))
     D.masked_fill_(empty, 0.0)
     lse.masked_fill_(empty, math.inf)
@@ -111,7 +111,7 @@ def _prepare(heads: Heads, incoming: Incoming, grads: Grads) -> Rows:
 
 
 def _shown(heads: Heads, dx: Tensor, tile: Tile, rows: Rows) -> Tensor:
-    """dx with NaN where it is lost: a bias has an element, and so a gradient, for each pair."""
+    """Returns dx with NaN where it is lost: a bias has an element, and so a gradient, per pair."""
     if rows.lost is None:
         return dx
     lost = rows.lost[2][:, :, tile.t : tile.t_stop]  # (heads, G, rows, 1)
@@ -121,7 +121,7 @@ def _shown(heads: Heads, dx: Tensor, tile: Tile, rows: Rows) -> Tensor:
 
 
 def _show_lost(heads: Heads, rows: Rows, grads: Grads) -> None:
-    """NaN for the gradients that a lost row, or a lost element of do, reaches through a visible pair."""
+    """Writes NaN to the gradients that a lost row, or a lost element of do, reaches through a visible pair."""
     lost_p, lost_do, lost_x = rows.lost
     mask, S = heads.spec.mask, heads.S
     grads.dq.masked_fill_(lost_x, math.nan)

@@ -8,7 +8,7 @@ For each tile of queries, over the tiles of keys that it sees:
     l  = exp(m - m') l + rowsum P
     O  = exp(m - m') O + P~ V_j   P~ is P after dropout
 
-and at the end O / l and lse = m + log l. A sink is where m and l begin: a score of its own whose value is zero.
+and at the end O / l and lse = m + log l. A sink initialises m and l: a score whose value is zero.
 
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 1.
 """
@@ -36,7 +36,7 @@ def run(heads: Heads, o: Tensor, lse: Tensor) -> None:
 
 
 def _rows(heads: Heads, t: int, t_stop: int) -> tuple[Tensor, Tensor]:
-    """o (heads, G * rows, Dv) and lse (heads, G * rows, 1) of the queries [t, t_stop)."""
+    """Returns o (heads, G * rows, Dv) and lse (heads, G * rows, 1) for the queries [t, t_stop)."""
     q = heads.rows(heads.q, t, t_stop)  # (heads, G * rows, D)
     acc = q.new_zeros((*q.shape[:2], heads.v.shape[-1]))
     m = q.new_full((*q.shape[:2], 1), -math.inf)
@@ -59,15 +59,15 @@ def _rows(heads: Heads, t: int, t_stop: int) -> tuple[Tensor, Tensor]:
 
 
 def _finite_pivot(m: Tensor) -> Tensor:
-    """m, or 0 in a row that has met no key yet: -inf - -inf is NaN."""
+    """Returns m, or 0 for a row without a visible key so far: -inf - -inf is NaN."""
     return m.masked_fill(m == -math.inf, 0.0)
 
 
 def _show_lost(heads: Heads, o: Tensor, lse: Tensor) -> None:
-    """NaN for what sees a number that is not finite, and for nothing else."""
+    """Writes NaN to exactly the outputs that see a non-finite number."""
     lost_q, lost_k, lost_v = heads.lost
     mask, T = heads.spec.mask, heads.T
-    # a row that sees no key uses its query for nothing
+    # a row that sees no key does not use its query
     sees = seen_by_rows(torch.ones(heads.S, 1, dtype=torch.bool), mask, T)  # (T, 1)
     rows = lost_q.any(-1, keepdim=True) & sees | seen_by_rows(lost_k.any(-1, keepdim=True), mask, T)[:, None]
     lse.masked_fill_(rows[..., 0], math.nan)

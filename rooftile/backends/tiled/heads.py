@@ -1,7 +1,7 @@
-"""The work in portions: some key heads of one sequence, with the query heads that share them.
+"""Portions of the work: some key heads of one sequence, with the query heads that share them.
 
-A portion's queries, keys and values are copied once into contiguous strips in the precision of the computation, scaled
-and free of NaN: so half precision is widened a few heads at a time, and no repeated key or value is ever made.
+The queries, keys and values of a portion are copied once into contiguous strips in the dtype of the computation, scaled and
+free of NaN. So only a few heads at a time are widened from half precision, and no key or value is ever repeated.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rooftile.spec import Options, Spec
 
 
 class Place(NamedTuple):
-    """Where a portion lies in a call's tensors. Every method returns a view, to be read or written."""
+    """The place of a portion in a call's tensors. Every method returns a view, to read or write."""
 
     b: int  # the sequence
-    rows: slice | int  # of packed queries, or the sequence again
+    rows: slice | int  # rows of packed queries, or the sequence again
     keys: slice | int
     S: int
     h: int  # its first key head
@@ -35,24 +35,24 @@ class Place(NamedTuple):
         return slice(self.h * self.group, self.h_stop * self.group)
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """(heads, group, T, D) of something laid out like q."""
+        """Views a tensor laid out like q as (heads, group, T, D)."""
         return x[self.rows, ..., self.query_heads, :].unflatten(-2, (-1, self.group)).permute(1, 2, 0, 3)
 
     def of_keys(self, x: Tensor) -> Tensor:
-        """(heads, S, D) of something laid out like k."""
+        """Views a tensor laid out like k as (heads, S, D)."""
         return x[self.keys, ..., self.h : self.h_stop, :].transpose(0, 1)
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """(heads, group, T) of something laid out like lse."""
+        """Views a tensor laid out like lse as (heads, group, T)."""
         x = x[self.rows] if isinstance(self.rows, int) else x[:, self.rows]
         return x[self.query_heads].unflatten(0, (-1, self.group))
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """(heads, group) of one number per query head."""
+        """Views one number per query head as (heads, group)."""
         return x[self.query_heads].unflatten(0, (-1, self.group))
 
     def of_bias(self, x: Tensor) -> Tensor:
-        """(1 | heads, 1 | group, 1 | T, 1 | S) of something laid out like bias."""
+        """Views a tensor laid out like bias as (1 | heads, 1 | group, 1 | T, 1 | S)."""
         if x.ndim == 4:
             x = x[self.b if x.shape[0] > 1 else 0]
         elif x.shape[1] > 1:
@@ -70,7 +70,7 @@ class Heads:
     q: Tensor  # (heads, G, T, D), times scale
     k: Tensor  # (heads, S, D)
     v: Tensor  # (heads, S, Dv)
-    lost: tuple[Tensor, Tensor, Tensor] | None  # where q, k and v were not finite
+    lost: tuple[Tensor, Tensor, Tensor] | None  # marks where q, k and v were not finite
     bias: Tensor | None  # (1 | heads, 1 | G, 1 | T, 1 | S)
     slopes: Tensor | None  # (heads, G, 1, 1)
     sinks: Tensor | None  # (heads, G)
@@ -85,11 +85,11 @@ class Heads:
         return self.k.shape[1]
 
     def rows(self, x: Tensor, t: int, t_stop: int) -> Tensor:
-        """The rows [t, t_stop) of (heads, G, T, ...), the query heads of a key head stacked: (heads, G * rows, C)."""
+        """Returns the rows [t, t_stop) of (heads, G, T, ...) with the query heads of a key head stacked: (heads, G * rows, C)."""
         return x[:, :, t:t_stop].reshape(x.shape[0], x.shape[1] * (t_stop - t), -1)
 
     def scores(self, q: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None]:
-        """A tile of scores (heads, G * rows, keys), -inf where hidden; and tanh(scores / softcap) if there is a softcap."""
+        """Computes a tile of scores (heads, G * rows, keys), -inf where hidden; with a softcap also tanh(scores / softcap)."""
         x = torch.bmm(q, self.k[:, tile.s : tile.s_stop].mT)
         capped = None
         if self.spec.softcap:
@@ -107,15 +107,15 @@ class Heads:
         return x, capped
 
     def hidden(self, tile: Tile) -> Tensor:
-        """Where a tile's rows do not see its keys (rows, keys)."""
+        """Marks the hidden pairs of a tile (rows, keys)."""
         return hidden_pairs(self.spec.mask, tile, self.T, self.S)
 
     def unstacked(self, x: Tensor, tile: Tile) -> Tensor:
-        """(heads, G * rows, keys) as (heads, G, rows, keys)."""
+        """Views (heads, G * rows, keys) as (heads, G, rows, keys)."""
         return x.unflatten(1, (self.spec.group, tile.t_stop - tile.t))
 
     def kept(self, tile: Tile) -> Tensor:
-        """What dropout multiplies a tile's weights by: 0 or 1 / (1 - dropout), (heads, G * rows, keys)."""
+        """Returns the dropout factors of a tile's weights: 0 or 1 / (1 - dropout), (heads, G * rows, keys)."""
         heads = torch.arange(self.place.query_heads.start, self.place.query_heads.stop)
         kept = keep_mask(
             self.seed,
@@ -128,13 +128,13 @@ class Heads:
         return kept.view(self.k.shape[0], -1, tile.s_stop - tile.s) * self.q.new_tensor(1 / (1 - self.spec.dropout))
 
     def add_to_bias(self, dbias: Tensor, dx: Tensor, tile: Tile) -> None:
-        """Adds the gradient of a tile's scores to the gradient of what the bias was broadcast from."""
+        """Adds the gradient of a tile's scores to the bias's gradient, summed over its broadcast axes."""
         part = _part(dbias, tile)
         part.add_(self.unstacked(dx, tile).sum_to_size(part.shape))
 
 
 def blocks(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Iterator[Heads]:
-    """A call's portions, sequence by sequence."""
+    """Yields a call's portions, sequence by sequence."""
     if spec.layout == "packed":
         ends_q, ends_k = options.cu_q.tolist(), options.cu_k.tolist()
         sequences = [(slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])) for b in range(len(ends_q) - 1)]
@@ -150,7 +150,7 @@ def blocks(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Ite
 
 
 def strip(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous copy in a dtype."""
+    """Returns a contiguous copy in a dtype."""
     return torch.empty(x.shape, dtype=dtype).copy_(x)
 
 
@@ -179,7 +179,7 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, place:
 
 
 def _part(x: Tensor, tile: Tile) -> Tensor:
-    """A tile's part of something laid out like the bias."""
+    """Returns a tile's part of a tensor laid out like the bias."""
     if x.shape[-2] > 1:
         x = x[..., tile.t : tile.t_stop, :]
     if x.shape[-1] > 1:

@@ -1,4 +1,4 @@
-"""How a matrix of scores is cut into tiles, and which of them are walked."""
+"""The tiles of a score matrix, and those that hold visible pairs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rooftile.masks import Mask, key_range, sees_all
 
-# Rows of a tile (over the query heads of one key head), its keys, and the scores worked on at once over all heads of a
-# portion: 2 MiB of fp32, so that they and their gradients stay in the L2 caches of two cores. Of eleven choices that were
-# timed at lengths of 256 to 4,096 (two Sapphire Rapids cores, 2026-11) the fastest or close to it everywhere.
+# Rows of a tile (over the query heads of one key head), keys of a tile, and scores per portion over all its heads: 2 MiB
+# of fp32, so that they and their gradients stay in the L2 caches of two cores. The fastest, or close to it, of eleven
+# choices timed at lengths of 256 to 4,096 (two Sapphire Rapids cores, 2026-11).
 ROWS = 256
 KEYS = 512
 SCORES = 4 * ROWS * KEYS
@@ -29,12 +29,12 @@ class Tile(NamedTuple):
 
 
 def rows_for(group: int) -> int:
-    """Queries per tile when `group` query heads share a key head: their rows are stacked in one product."""
+    """Returns the queries per tile if `group` query heads share a key head: their rows are stacked in one product."""
     return max(ROWS // group, 16)
 
 
 def heads_for(group: int, T: int, S: int, Hk: int) -> int:
-    """Key heads that are worked on at once. Depends on one sequence only, never on how many there are."""
+    """Returns the key heads per portion. It depends on one sequence only, never on the batch."""
     scores = group * min(rows_for(group), max(T, 1)) * min(KEYS, max(S, 1))
     return min(Hk, max(1, SCORES // scores))
 
@@ -46,7 +46,7 @@ def query_tiles(T: int, group: int) -> Iterator[tuple[int, int]]:
 
 
 def key_tiles(mask: Mask, t: int, t_stop: int, T: int, S: int) -> Iterator[Tile]:
-    """The tiles of queries [t, t_stop) that hold a visible pair."""
+    """Yields the tiles of queries [t, t_stop) that hold a visible pair."""
     start, stop = key_range(mask, t, t_stop, T, S)
     for s in range(start, stop, KEYS):
         s_stop = min(s + KEYS, stop)
@@ -54,7 +54,7 @@ def key_tiles(mask: Mask, t: int, t_stop: int, T: int, S: int) -> Iterator[Tile]
 
 
 def hidden_pairs(mask: Mask, tile: Tile, T: int, S: int) -> Tensor:
-    """Where a tile's queries do not see its keys: booleans (t_stop - t, s_stop - s)."""
+    """Marks the hidden pairs of a tile: booleans (t_stop - t, s_stop - s)."""
     i = torch.arange(tile.t, tile.t_stop)[:, None] + (S - T)
     j = torch.arange(tile.s, tile.s_stop)
     return (j < mask.first_key(i)) | (j > mask.last_key(i))
