@@ -117,7 +117,7 @@ def attend(**given):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"output_attentions": True}, "weights are never formed"),
+        ({"output_attentions": True}, "weights are never stored"),
         ({"head_mask": torch.ones(2)}, "head_mask is not for attn_implementation"),
         ({"indices": torch.ones(2)}, "sparse attention by indices"),
         ({"cache": object()}, "continuous batching"),

@@ -128,7 +128,7 @@ def test_ceilings_that_cannot_be_kept_are_still_measured(monkeypatch: pytest.Mon
     monkeypatch.setattr(ceilings, "_MEASURED", {})
     made = ceilings.Ceilings(device="d", copy_gbs=3.0, matmul_tflops={}, launch_us=1.0, date="2026-01-01")
     monkeypatch.setattr(ceilings, "_measure", lambda device: made)
-    with pytest.warns(UserWarning, match="could not be kept"):
+    with pytest.warns(UserWarning, match="could not store"):
         assert ceilings.measure("cpu") == made
 
 
