@@ -24,7 +24,7 @@ def accuracy(
         str, typer.Option("--distribution", help="Distribution of the random tensors: outliers, gaussian or sink.")
     ] = "outliers",
     tensors: Annotated[
-        Path | None, typer.Option("--tensors", help="A file with q, k and v (.safetensors or .pt), used instead of random tensors.")
+        Path | None, typer.Option("--tensors", help="A file with q, k and v (.safetensors or .pt) to use instead.")
     ] = None,
     dim: Annotated[int, typer.Option("--dim", min=16, max=512, help="The head dim.")] = 128,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens.")] = 2048,

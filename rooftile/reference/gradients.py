@@ -34,7 +34,7 @@ def gradients(
     mask: Mask = FULL,
     **options: Any,
 ) -> Grads:
-    """Returns the gradients, for finite inputs. Takes the options of `rooftile.reference.attention`; dbias has bias's own shape."""
+    """Returns gradients for finite inputs. Takes the options of `rooftile.reference.attention`; dbias has bias's own shape."""
     o, lse = attention(q, k, v, mask, **options)
     bias, alibi, sinks = (options.get(name) for name in ("bias", "alibi", "sinks"))
     scale, softcap, dropout = options.get("scale"), options.get("softcap", 0.0), options.get("dropout", 0.0)

@@ -156,7 +156,7 @@ def test_stdin_is_a_prompt(run, folder: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("gone", "put", "words", "sentence"),
     [
-        (["tokenizer.json", "tokenizer_config.json"], [], (), "{} has no tokenizer.json; a prompt that is text needs"),
+        (["tokenizer.json", "tokenizer_config.json"], [], (), "{} has no tokenizer.json; text prompts need"),
         (["model.safetensors"], ["pytorch_model.bin"], (), "{} has pytorch_model.bin, a pickle, which can run any code"),
         (["config.json"], [], (), "{} has no config.json"),
         (["chat_template.jinja"], [], ("--chat",), "{} has no chat template"),
@@ -166,7 +166,7 @@ def test_stdin_is_a_prompt(run, folder: Path, monkeypatch: pytest.MonkeyPatch) -
         ([], [], ("--kv-dtype", "fp4"), "kv_dtype is 'fp4'"),
         ([], [], ("--stop", ""), "a stop is ''; must be a string of 1 to 256 characters"),
         ([], [], ("--beam-width", "2", "--n", "3"), "n is 3 with beam_width 2"),
-        ([], [], ("--prompt-file", "{}/model.safetensors"), "--prompt-file {}/model.safetensors is no UTF-8 text"),
+        ([], [], ("--prompt-file", "{}/model.safetensors"), "--prompt-file {}/model.safetensors is not UTF-8 text"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "" if isinstance(value, list) else value[:30],
 )

@@ -168,7 +168,7 @@ def test_warmup_runs_each_case_once(run) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("explain", "--case", "nope"), "no case is called 'nope'; `rooftile bench list` prints the cases there are"),
+        (("explain", "--case", "nope"), "no case is named 'nope'; `rooftile bench list` prints all cases"),
         (("bench", "attention", "--tag", "nope"), "no case has the tag 'nope'; has conformance, cpu-bench"),
         (
             ("bench", "attention", "--case", "mha", "--backend", "nope"),
