@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.fused import Rotation
 from rooftile.fused.kernels.rope import NUMBERS, rotate_heads, rotates, store_heads
-from rooftile.kvcache.pages import PagedKV
-from rooftile.launch import Kernel
+    constants = _gathers(heads, dim, dim_v, size, past, k_scale is not None)
+    arguments = (
+        k_cache, v_cache, k, v, table, lengths, cu_k, B, N, *k_cache.stride()[:3], *v_cache.stride()[:3], table.stride(0),
+        *_scales(k_scale, v_scale, k),
 
 # of a program's piece of a block, in words of four bytes
 WORDS = 1024
@@ -111,12 +112,12 @@ _COPIES = {"WORDS": WORDS, "num_warps": 8}
 
 
 def write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, rotation: Rotation | None,
-    scales: tuple[Tensor, Tensor] | None = None, q: Tensor | None = None,
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, cos: Tensor | None, sin: Tensor | None,
+    k_scale: Tensor | None, v_scale: Tensor | None, q: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Puts k and v (total, heads, D) into slots (total,) of a layer's caches (blocks, size, heads, D); k turned.
+    """Puts k and v (total, heads, D) into slots (total,) of a layer's caches (blocks, size, heads, D); k rotated.
 
-    With scales (blocks, size, heads) the caches are in FP8. Returns q (total, q_heads, D) turned, which the same kernel does.
+    With scales (blocks, size, heads) the caches are in FP8. Returns q (total, q_heads, D) rotated, by the same kernel.
     """
     total, heads, dim = k.shape
     o = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -124,39 +125,53 @@ def write(
         return o
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     x = k if q is None else q if q.stride(2) == 1 else q.contiguous()
-    cos, sin = (k, k) if rotation is None else rotation
+    half = 0 if cos is None else cos.shape[1]
+    if cos is None:
+        cos = sin = k
     q_heads = 0 if q is None else q.shape[1]
-    constants = _writes(heads, q_heads, dim, 0 if rotation is None else cos.shape[1], k_cache.shape[1], scales is not None)
+    constants = _writes(heads, q_heads, dim, half, k_cache.shape[1], k_scale is not None)
     block_r = constants["BLOCK_R"]
     arguments = (
         k, v, k_cache, v_cache, slots, cos, sin, total, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
-        *v_cache.stride()[:3], cos.stride(0), *(scales or (k_cache, v_cache)), *(scales[0].stride()[:2] if scales else (0, 0)),
-        x, x if o is None else o, *x.stride()[:2],
+        *v_cache.stride()[:3], cos.stride(0), *_scales(k_scale, v_scale, k_cache), x, x if o is None else o, *x.stride()[:2],
     )  # fmt: skip
     _start_write((triton.cdiv(total * heads, block_r) + triton.cdiv(total * q_heads, block_r), 1, 1), arguments, constants)
     return o
 
 
-# rows of a tile of keys, at most: a kernel reads so many past the last sequence
-PAST = 256
+def _scales(k_scale: Tensor | None, v_scale: Tensor | None, unread: Tensor) -> tuple[Tensor | int, ...]:
+    """Scales of keys and values and their strides, as the kernels take them; any tensor stands for those that are not there."""
+    return (unread, unread, 0, 0) if k_scale is None else (k_scale, v_scale, *k_scale.stride()[:2])
 
 
-def gather(cache: PagedKV, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """As `cache.gathered(dtype)`, in memory for all that the tables have room for: nobody waits for the lengths."""
-    B, N = cache.table.shape
-    heads, dim, dim_v = cache.k.shape[2], cache.k.shape[3], cache.v.shape[3]
-    k_cache, v_cache = (x if x.stride(3) == 1 else x.contiguous() for x in (cache.k, cache.v))
-    room = N * cache.size
-    k, v = (torch.empty(B * room + PAST, heads, x.shape[3], dtype=dtype, device=x.device) for x in (k_cache, v_cache))
-    scales = (k, v) if cache.k_scale is None else (cache.k_scale, cache.v_scale)
-    lengths, table = cache.lengths.contiguous(), cache.table.contiguous()
+def gather(
+    k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    dtype: torch.dtype, past: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Keys and values sequence after sequence, with room for all that the table can hold and `past` rows more; offsets."""
+    B, N = table.shape
+    _, size, heads, dim = k_cache.shape
+    dim_v = v_cache.shape[3]
+    k_cache, v_cache = (x if x.stride(3) == 1 else x.contiguous() for x in (k_cache, v_cache))
+    room = N * size
+    k, v = (torch.empty(B * room + past, heads, x.shape[3], dtype=dtype, device=x.device) for x in (k_cache, v_cache))
+    lengths, table = lengths.contiguous(), table.contiguous()
     cu_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+<<<<<<< HEAD
     constants = _gathers(heads, dim, dim_v, cache.size, cache.k_scale is not None)
     arguments = (
         k_cache, v_cache, k, v, table, lengths, cu_k, B, N, *k_cache.stride()[:3], *v_cache.stride()[:3], table.stride(0),
         *scales, *(scales[0].stride()[:2] if cache.k_scale is not None else (0, 0)),
+=======
+    block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
+    block_r = max(NUMBERS // max(block_d, block_dv), 1)
+    _gather[(triton.cdiv(max(room, past) * heads, block_r), B + 1)](
+        k_cache, v_cache, k, v, table, lengths, cu_k, B, N, *k_cache.stride()[:3], *v_cache.stride()[:3], table.stride(0),
+        *_scales(k_scale, v_scale, k), SCALED=k_scale is not None, SIZE=size, HEADS=heads, D=dim, DV=dim_v, PAST=past,
+        BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_DV=block_dv,
+>>>>>>> 9d91eff (Cache writes, gathers and block copies are operators, each with its definition, in kvcache/operators.py)
     )  # fmt: skip
-    _start_gather((triton.cdiv(max(room, PAST) * heads, constants["BLOCK_R"]), B + 1, 1), arguments, constants)
+    _start_gather((triton.cdiv(max(room, past) * heads, constants["BLOCK_R"]), B + 1, 1), arguments, constants)
     return k, v, cu_k
 
 
@@ -169,10 +184,10 @@ def copy_blocks(storage: Tensor, pairs: Tensor) -> None:
 
 
 @cache
-def _gathers(heads: int, dim: int, dim_v: int, size: int, scaled: bool) -> dict[str, int]:
+def _gathers(heads: int, dim: int, dim_v: int, size: int, past: int, scaled: bool) -> dict[str, int]:
     block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
     return {
-        "SIZE": size, "HEADS": heads, "D": dim, "DV": dim_v, "PAST": PAST, "BLOCK_R": max(NUMBERS // max(block_d, block_dv), 1),
+        "SIZE": size, "HEADS": heads, "D": dim, "DV": dim_v, "PAST": past, "BLOCK_R": max(NUMBERS // max(block_d, block_dv), 1),
         "BLOCK_D": block_d, "BLOCK_DV": block_dv, "SCALED": scaled,
     }  # fmt: skip
 

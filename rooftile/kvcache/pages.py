@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rooftile.fused import Rotation, rotate, runs_on
+from rooftile.fused import Rotation, runs_on
 from rooftile.kvcache.blocks import Copy
+from rooftile.kvcache.operators import copy_blocks, gather, gathered_as_defined, write, write_and_rotate
 
-# the largest number of torch.float8_e4m3fn
-LARGEST_FP8 = 448.0
 # bytes of a gathered copy, at most: an engine keeps them free; what does not fit is read by a kernel that needs none
 MOST_GATHERED = 1 << 30
 # queries of a sequence, on average, beside whose products a copy of small pages is short
@@ -62,16 +61,11 @@ class PagedKV:
 
     def gathered(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values out of their blocks, sequence after sequence: (total, Hk, D), (total, Hk, Dv), offsets (B + 1,)."""
-        lengths = self.lengths.long()
-        cu_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        sequence = torch.repeat_interleave(lengths)
-        place = torch.arange(sequence.shape[0], device=sequence.device) - cu_k[sequence]
-        blocks = self.table[sequence, place // self.size].long()
-        k, v = self.k[blocks, place % self.size], self.v[blocks, place % self.size]
-        if self.k_scale is not None and self.v_scale is not None:
-            k_scale, v_scale = (x[blocks, place % self.size].unsqueeze(-1) for x in (self.k_scale, self.v_scale))
-            k, v = (k.float() * k_scale).to(dtype), (v.float() * v_scale).to(dtype)
-        return k, v, cu_k
+        return gathered_as_defined(self.k, self.v, self.table, self.lengths, self.k_scale, self.v_scale, dtype)
+
+    def gathered_with_room(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """`gathered` into memory for all that the tables can hold, and more, so that nobody waits for the lengths."""
+        return gather(self.k, self.v, self.table, self.lengths, self.k_scale, self.v_scale, dtype)
 
     def cut(self, tokens: int, queries: int) -> tuple[PagedKV, PagedKV]:
         """The first tokens, which all sequences share, as one sequence's that all queries belong to; and the rest of each."""
@@ -147,41 +141,17 @@ class Pages:
 
         What has a slot below 0 is left out. Keys are turned by `rotation` on their way.
         """
-        if runs_on(self.storage):
-            from rooftile.kvcache import kernels
-
-            kernels.write(k, v, *self.layer(layer), slots, rotation, self._scales_of(layer))
-            return
-        k_cache, v_cache = self.layer(layer)
-        k = k if rotation is None else rotate(k, rotation)
-        there = slots >= 0
-        places = (slots[there] // k_cache.shape[1], slots[there] % k_cache.shape[1])
-        for n, (x, cache) in enumerate(((k, k_cache), (v, v_cache))):
-            x = x[there]
-            if self.scales is not None:
-                wide = x.float()
-                scale = wide.abs().amax(-1) / LARGEST_FP8
-                self.scales[:, layer, n][places] = scale
-                # a head of nothing but zeros has scale 0, and stays zeros
-                x = wide / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
-            cache[places] = x.to(cache.dtype)
+        write(k, v, *self.layer(layer), slots, rotation, *self._scales_of(layer))
 
     def write_and_rotate(self, layer: int, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, rotation: Rotation | None) -> Tensor:
         """`write`, and q (total, q_heads, dim) turned as the keys are: on a GPU in one kernel."""
         if rotation is None:
             self.write(layer, k, v, slots)
             return q
-        if runs_on(self.storage):
-            from rooftile.kvcache import kernels
+        return write_and_rotate(q, k, v, *self.layer(layer), slots, rotation, *self._scales_of(layer))
 
-            turned = kernels.write(k, v, *self.layer(layer), slots, rotation, self._scales_of(layer), q)
-            assert turned is not None
-            return turned
-        self.write(layer, k, v, slots, rotation)
-        return rotate(q, rotation)
-
-    def _scales_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        return None if self.scales is None else (self.scales[:, layer, 0], self.scales[:, layer, 1])
+    def _scales_of(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.scales is None else (self.scales[:, layer, 0], self.scales[:, layer, 1])
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies blocks, in all layers at once; as if one after the other."""
@@ -209,12 +179,7 @@ def _copy(storage: Tensor, copies: Sequence[Copy]) -> None:
         pairs = torch.tensor(copies)
         if storage.is_cuda:
             pairs = pairs.pin_memory().to(storage.device, non_blocking=True)
-        if runs_on(storage):
-            from rooftile.kvcache import kernels
-
-            kernels.copy_blocks(storage, pairs)
-        else:
-            storage[pairs[:, 1]] = storage[pairs[:, 0]]
+        copy_blocks(storage, pairs)
 
 
 def _bytes(n: float) -> str:

@@ -7,7 +7,8 @@ import torch
 
 from rooftile.fused import rotate
 from rooftile.fused.rope import rotated_as_defined
-from rooftile.kvcache import Pages, Rotation, kernels
+from rooftile.kvcache import Copy, Pages, Rotation
+from rooftile.kvcache.operators import PAST, write_as_defined
 from tests.unit.test_paged import in_fp8, paged, sequences
 
 
@@ -28,8 +29,9 @@ def test_tokens_go_to_their_slots(heads: int, dim: int, turned: int, dtype: torc
         x.storage.view(torch.uint8).zero_()
         if x.scales is not None:
             x.scales.zero_()
-    kernels.write(k, v, *pages.layer(1), slots, rotation, None if pages.scales is None else tuple(pages.scales[:, 1].unbind(1)))
-    due.write(1, k, v, slots, rotation)
+    pages.write(1, k, v, slots, rotation)
+    scales = (None, None) if due.scales is None else due.scales[:, 1].unbind(1)
+    write_as_defined(k, v, *due.layer(1), slots, *(rotation or (None, None)), *scales)
     torch.testing.assert_close(pages.storage.float(), due.storage.float())
     torch.testing.assert_close(pages.scales, due.scales)
     if rotation is not None:
@@ -41,7 +43,7 @@ def test_blocks_are_copied_whole() -> None:
     pages.storage.normal_()
     due = pages.storage.clone()
     due[[7, 2]] = due[[1, 0]]
-    kernels.copy_blocks(pages.storage, torch.tensor([[1, 7], [0, 2]]))
+    pages.copy([Copy(1, 7), Copy(0, 2)])
     assert torch.equal(pages.storage, due)
 
 
@@ -51,12 +53,12 @@ def test_a_cache_is_gathered(D: int, Dv: int, size: int, fp8: bool) -> None:
     cache = paged(sequences((0, 70, 16, 1, 0), Hk=3, D=D, Dv=Dv), size)
     if fp8:
         cache, _ = in_fp8(cache)
-    k, v, cu_k = kernels.gather(cache, torch.float32)
+    k, v, cu_k = cache.gathered_with_room(torch.float32)
     due_k, due_v, due_cu = cache.gathered(torch.float32)
     total = int(due_cu[-1])
     assert torch.equal(cu_k.long(), due_cu)
     assert torch.equal(k[:total], due_k)
     assert torch.equal(v[:total], due_v)
     # a tile of keys may reach past the last sequence
-    assert not k[total : total + kernels.PAST].any()
-    assert not v[total : total + kernels.PAST].any()
+    assert not k[total : total + PAST].any()
+    assert not v[total : total + PAST].any()

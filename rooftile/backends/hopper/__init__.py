@@ -174,9 +174,7 @@ def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tup
         if spec.layout == "paged-token" and _launch_decode().can_read(cache):
             return _launch_decode().attend(q, cache, options, spec)
         if not _launch().reads_pages(q, cache):
-            from rooftile.kvcache.kernels import gather
-
-            return paged_by_gather.attend(_launch().forward_gathered, q, cache, options, spec, gather)
+            return paged_by_gather.attend(_launch().forward_gathered, q, cache, options, spec, PagedKV.gathered_with_room)
         return paged_by_gather.like_queries(q, *_launch().forward_paged(q, cache, options, spec))
 
 
