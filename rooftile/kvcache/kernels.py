@@ -10,10 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.fused.kernels.rope import NUMBERS, rotate_heads, rotates, store_heads
-    constants = _gathers(heads, dim, dim_v, size, past, k_scale is not None)
-    arguments = (
-        k_cache, v_cache, k, v, table, lengths, cu_k, B, N, *k_cache.stride()[:3], *v_cache.stride()[:3], table.stride(0),
-        *_scales(k_scale, v_scale, k),
+from rooftile.launch import Kernel
 
 # of a program's piece of a block, in words of four bytes
 WORDS = 1024
@@ -157,19 +154,10 @@ def gather(
     k, v = (torch.empty(B * room + past, heads, x.shape[3], dtype=dtype, device=x.device) for x in (k_cache, v_cache))
     lengths, table = lengths.contiguous(), table.contiguous()
     cu_k = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-<<<<<<< HEAD
-    constants = _gathers(heads, dim, dim_v, cache.size, cache.k_scale is not None)
+    constants = _gathers(heads, dim, dim_v, size, past, k_scale is not None)
     arguments = (
         k_cache, v_cache, k, v, table, lengths, cu_k, B, N, *k_cache.stride()[:3], *v_cache.stride()[:3], table.stride(0),
-        *scales, *(scales[0].stride()[:2] if cache.k_scale is not None else (0, 0)),
-=======
-    block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(dim_v)
-    block_r = max(NUMBERS // max(block_d, block_dv), 1)
-    _gather[(triton.cdiv(max(room, past) * heads, block_r), B + 1)](
-        k_cache, v_cache, k, v, table, lengths, cu_k, B, N, *k_cache.stride()[:3], *v_cache.stride()[:3], table.stride(0),
-        *_scales(k_scale, v_scale, k), SCALED=k_scale is not None, SIZE=size, HEADS=heads, D=dim, DV=dim_v, PAST=past,
-        BLOCK_R=block_r, BLOCK_D=block_d, BLOCK_DV=block_dv,
->>>>>>> 9d91eff (Cache writes, gathers and block copies are operators, each with its definition, in kvcache/operators.py)
+        *_scales(k_scale, v_scale, k),
     )  # fmt: skip
     _start_gather((triton.cdiv(max(room, past) * heads, constants["BLOCK_R"]), B + 1, 1), arguments, constants)
     return k, v, cu_k
