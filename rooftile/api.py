@@ -197,7 +197,8 @@ def quantise_qkv(
 
     Args:
         precision: "fp8", "int8" or a `Precision`.
-        backend: who will attend to them; None takes the fastest that has the recipe. "eager" leaves every option open.
+        backend: who quantises; None takes the fastest that has the recipe. "hopper" puts values in columns, which only it reads,
+            and the others in rows (`QuantisedQKV.v_order`).
         cu_q, cu_k: offsets (B + 1,) of packed sequences, as in `attention_packed`.
 
     Nothing of it has a gradient; `attention(..., precision=...)` has.
@@ -226,24 +227,28 @@ def attention_quantised(
     qkv: QuantisedQKV,
     mask: Mask = FULL,
     *,
+    backend: str | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """`attention` on what `quantise_qkv` made: o (B, T, H, Dv), or packed (total_q, H, Dv), in the dtype of the original.
 
+    The arguments are those of `attention`. A backend that cannot read the order of the values refuses.
+
     Example:
         >>> qkv = quantise_qkv(*(torch.randn(1, 300, 8, 64) for _ in range(3)))
         >>> attention_quantised(qkv, CAUSAL & Window(64)).shape
         torch.Size([1, 300, 8, 64])
     """
-    return attention_quantised_with_lse(qkv, mask, scale=scale, sinks=sinks, softcap=softcap)[0]
+    return attention_quantised_with_lse(qkv, mask, backend=backend, scale=scale, sinks=sinks, softcap=softcap)[0]
 
 
 def attention_quantised_with_lse(
     qkv: QuantisedQKV,
     mask: Mask = FULL,
     *,
+    backend: str | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
@@ -254,8 +259,8 @@ def attention_quantised_with_lse(
     options = Options(sinks=sinks)
     code = checks.quantised_code(qkv, mask, options, Asked(scale, softcap, deterministic=False))
     with torch.no_grad():
-        backend = dispatch.BACKENDS[_choose(code, qkv.backend)]
-        found: tuple[Tensor, Tensor] = backend.attend_quantised(qkv, options, decode(code))
+        chosen = dispatch.BACKENDS[_choose(code, backend)]
+        found: tuple[Tensor, Tensor] = chosen.attend_quantised(qkv, options, decode(code))
     return found
 
 

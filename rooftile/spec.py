@@ -18,9 +18,12 @@ from rooftile.masks import FULL, Mask
 from rooftile.precision import Precision
 from rooftile.precision import decode as decode_precision
 
-# "paged-prompts": a paged cache that many queries of each sequence look at; "paged-token": one query of each, and blocks that are
-# not too small. Neither is deterministic
-Layout = Literal["dense", "packed", "paged", "paged-prompts", "paged-token"]
+Layout = Literal["dense", "packed", "paged"]
+# how many queries each sequence of a paged call has, as far as a kernel may rely on it (`kvcache.route` decides): just one
+# (decoding), many on average (prompts), or any number
+Queries = Literal["any", "one", "many"]
+# how the values of a `QuantisedQKV` are laid out: like v itself, or transposed into the columns that Hopper's kernel reads
+ValueOrder = Literal["rows", "columns"]
 
 DTYPES = {
     "fp32": torch.float32,
@@ -41,6 +44,7 @@ class Spec:
     group: int = 1  # query heads per key/value head
     mask: Mask = FULL
     layout: Layout = "dense"
+    queries: Queries = "any"  # of each sequence, with layout "paged"
     scale: float  # of the scores, q . k * scale
     softcap: float = 0.0  # scores become softcap * tanh(scores / softcap); 0: off
     dropout: float = 0.0  # probability that a weight is dropped
@@ -54,6 +58,7 @@ class Spec:
     has_kv_scales: bool = False  # a paged cache in FP8, with a scale for each token's key and value of a head
     deterministic: bool = False  # the same bits from run to run, and whatever else is in the batch
     precision: Precision | None = None  # formats of the forward's products; None: that of the inputs
+    v_order: ValueOrder | None = None  # of values that came quantised; None: they did not, and the backend quantises them
     device: str = "cpu"  # "cpu", "sm80", "sm90", "sm100", ...
     # a spec is looked up several times a call, and so many fields take as long to hash as a small kernel runs
     _hash: int = field(init=False, repr=False, compare=False)
@@ -78,8 +83,9 @@ class Spec:
         heads = "mha" if self.group == 1 else f"gqa{self.group}"
         dims = f"d{self.dim}" if self.dim == self.dim_v else f"d{self.dim}/{self.dim_v}"
         words = [DTYPE_NAMES[self.dtype], dims, heads, str(self.mask), self.layout]
+        words += {"any": [], "one": ["one-query"], "many": ["many-queries"]}[self.queries]
         words += [f"softcap({self.softcap:g})"] * bool(self.softcap) + [f"dropout({self.dropout:g})"] * bool(self.dropout)
-        words += [str(self.precision)] * (self.precision is not None)
+        words += [str(self.precision)] * (self.precision is not None) + [f"v-in-{self.v_order}"] * (self.v_order is not None)
         words += [w for w in ("bias", "alibi", "sinks") if getattr(self, f"has_{w}")]
         words += ["fp8 cache"] * self.has_kv_scales
         words += ["fwd+bwd" if self.needs_grad else "fwd"]
@@ -181,7 +187,7 @@ class Problem:
 def encode(
     *, dtype, dim, dim_v, group, mask, layout, scale, device, deterministic=False, softcap=0.0, dropout=0.0, has_bias=False,
     has_alibi=False, has_sinks=False, needs_grad=False, bias_grad=False, needs_lse=False, forward_mode=False,
-    precision="native", has_kv_scales=False,
+    precision="native", has_kv_scales=False, queries="any", v_order=None,
 ) -> str:  # fmt: skip
     """A Spec's string. Plain f-strings of plain values, so that Dynamo can trace it."""
     chunks = ",".join([f"{n}" for n in mask.chunks]) if mask.chunks else ""
@@ -191,7 +197,7 @@ def encode(
     )  # fmt: skip
     return (
         f"{DTYPE_NAMES[dtype]} {dim} {dim_v} {group} {mask.left} {mask.right} {mask.prefix} [{chunks}] {layout} "
-        f"{scale} {softcap} {dropout} {flags} {precision} {device}"
+        f"{scale} {softcap} {dropout} {flags} {precision} {device} {queries} {v_order}"
     )
 
 
@@ -199,7 +205,7 @@ def encode(
 def decode(code: str) -> Spec:
     """The Spec behind its string."""
     dtype, dim, dim_v, group, left, right, prefix, chunks, *rest = code.split(" ")
-    layout, scale, softcap, dropout, flags, precision, device = rest
+    layout, scale, softcap, dropout, flags, precision, device, queries, v_order = rest
     bound = {word: None if word == "None" else int(word) for word in (left, right, prefix)}
     bits = (bool(int(flags) >> n & 1) for n in range(9))
     bias, alibi, sinks, needs_grad, bias_grad, needs_lse, forward_mode, deterministic, kv_scales = bits
@@ -210,6 +216,7 @@ def decode(code: str) -> Spec:
         group=int(group),
         mask=Mask(bound[left], bound[right], bound[prefix], tuple(int(n) for n in chunks[1:-1].split(",") if n)),
         layout=layout,
+        queries=queries,
         scale=float(scale),
         softcap=float(softcap),
         dropout=float(dropout),
@@ -223,5 +230,6 @@ def decode(code: str) -> Spec:
         deterministic=deterministic,
         has_kv_scales=kv_scales,
         precision=None if precision == "native" else decode_precision(precision),
+        v_order=None if v_order == "None" else v_order,
         device=device,
     )

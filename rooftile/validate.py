@@ -20,6 +20,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.hardware.arch import arch
 from rooftile.kvcache import PagedKV
+from rooftile.kvcache.route import route_of
 from rooftile.masks import CAUSAL, FULL, Mask
 from rooftile.numerics import QuantisedQKV
 from rooftile.precision import recipe_of
@@ -70,6 +71,7 @@ def quantised_code(qkv: QuantisedQKV, mask: Mask, options: Options, asked: Asked
         dtype=qkv.dtype,
         layout="dense" if qkv.cu_q is None else "packed",
         precision=qkv.precision.code,
+        v_order=qkv.v_order,
     )  # fmt: skip
 
 
@@ -87,7 +89,8 @@ def paged_code(q: Tensor, cache: PagedKV, mask: Mask, options: Options, asked: A
         raise InvalidInput("q or the cache requires a gradient; attention_paged has none: call it under torch.no_grad()")
     return _code(
         q, cache.k.shape[2], cache.v.shape[-1], mask, options, asked,
-        layout=_layout(q, cache, _deterministic(asked.deterministic)),
+        layout="paged",
+        queries=route_of(q, cache, deterministic=_deterministic(asked.deterministic)).queries,
         has_kv_scales=cache.k_scale is not None,
     )  # fmt: skip
 
@@ -114,28 +117,6 @@ def _code(q: Tensor, kv_heads: int, dim_v: int, mask: Mask, options: Options, as
         device=arch(q.device),
         **{"dtype": q.dtype} | own,
     )
-
-
-# tokens of a block, at least, that is worth a copy of its own: kernels with a copy engine read smaller ones from a gathered copy
-BLOCK = 16
-# queries of a sequence, on average, that are worth the kernels for prompts
-PROMPT = 64
-
-
-def _layout(q: Tensor, cache: PagedKV, deterministic: bool) -> str:
-    if deterministic:
-        return "paged"
-    if _has_prompts(q, cache):
-        return "paged-prompts"
-    return "paged-token" if cache.cu_q is None and q.shape[1] == 1 and cache.k.shape[1] >= BLOCK else "paged"
-
-
-def _has_prompts(q: Tensor, cache: PagedKV) -> bool:
-    """Whether the sequences have many queries each, and all that their tables have room for may be gathered if it must be."""
-    if q.shape[:-2].numel() < PROMPT * cache.table.shape[0]:
-        return False
-    must = cache.k_scale is not None or cache.size < BLOCK
-    return not must or cache.can_be_gathered(q.dtype)
 
 
 def check_shared_prefix(q: Tensor, cache: PagedKV, mask: Mask, alibi: Tensor | None, tokens: int) -> None:

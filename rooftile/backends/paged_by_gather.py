@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,8 +22,14 @@ def attend(
     """Returns o and lse of `attention_paged`, through a backend's forward on packed sequences."""
     k, v, cu_k = gather(cache, q.dtype)
     rows, cu_q = cache.packed_queries(q)
-    o, lse = forward(rows, k, v, options._replace(cu_q=cu_q, cu_k=cu_k), replace(spec, layout="packed"))
+    o, lse = forward(rows, k, v, options._replace(cu_q=cu_q, cu_k=cu_k), as_packed(spec))
     return like_queries(q, o, lse)
+
+
+@cache
+def as_packed(spec: Spec) -> Spec:
+    """The spec of the same call on packed sequences."""
+    return replace(spec, layout="packed", queries="any")
 
 
 def like_queries(q: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,6 @@ from rooftile.fused import Rotation, runs_on
 from rooftile.kvcache.blocks import Copy
 from rooftile.kvcache.operators import copy_blocks, gather, gathered_as_defined, write, write_and_rotate
 
-# bytes of a gathered copy, at most: an engine keeps them free; what does not fit is read by a kernel that needs none
-MOST_GATHERED = 1 << 30
-# queries of a sequence, on average, beside whose products a copy of small pages is short
-LONG_PROMPT = 8192
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedKV:
@@ -54,10 +49,10 @@ class PagedKV:
             k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
         return k_scale, v_scale, k_scale.stride(0), k_scale.stride(1)
 
-    def can_be_gathered(self, dtype: torch.dtype) -> bool:
-        """Whether there is room for a copy of all that the tables have room for."""
+    def copy_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a copy of every token in the tables takes in `dtype`, full or not."""
         tokens = self.table.numel() * self.size
-        return tokens * self.k.shape[2] * (self.k.shape[3] + self.v.shape[3]) * dtype.itemsize <= MOST_GATHERED
+        return tokens * self.k.shape[2] * (self.k.shape[3] + self.v.shape[3]) * dtype.itemsize
 
     def gathered(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values out of their blocks, sequence after sequence: (total, Hk, D), (total, Hk, Dv), offsets (B + 1,)."""

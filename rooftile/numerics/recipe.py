@@ -15,6 +15,7 @@ from rooftile.numerics.formats import FP8_E4M3, INT8, Format, decode, encode
 from rooftile.numerics.hadamard import hadamard, signs_of
 from rooftile.numerics.scaling import BLOCK, divided, scales_of, set_aside
 from rooftile.precision import Precision
+from rooftile.spec import ValueOrder
 
 # the mean key is taken over at least this many keys, or over all
 MEAN_OF = 1024
@@ -32,13 +33,14 @@ class QuantisedQKV:
     holds a NaN. Queries and keys are rotated and smoothed by the recipe: `shift` (B, T, H) is the amount that smoothing
     subtracted from all scores of a query, and `signs` (D,) are those of the rotation.
 
-    `backend` made it and can attend to it. Made for `hopper`, v is None and values are `v_columns`: transposed, (B, Hk, Dv, S)
-    with S padded to whole blocks of 128, or packed (1, Hk, Dv, parts x 128), and each 16 keys in the order of `COLUMN_ORDER`.
+    v is in one of two orders, and a backend reads one of them. With `v_order` "rows" it is as above. With "columns" it is
+    transposed: (B, Hk, Dv, S) with S padded to whole blocks of 128, or packed (1, Hk, Dv, parts x 128), and each 16 keys are in
+    the order of `COLUMN_ORDER`.
     """
 
     q: Tensor
     k: Tensor
-    v: Tensor | None
+    v: Tensor
     q_scales: Tensor | None
     k_scales: Tensor | None
     v_scales: Tensor | None
@@ -48,29 +50,26 @@ class QuantisedQKV:
     dtype: torch.dtype
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
-    v_columns: Tensor | None = None
-    backend: str = "eager"
+    v_order: ValueOrder = "rows"
 
     @property
     def dim_v(self) -> int:
         """The head dim of values and outputs."""
-        values = self.v if self.v_columns is None else self.v_columns.mT
-        assert values is not None
-        return values.shape[-1]
+        return self.v.shape[-1 if self.v_order == "rows" else -2]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the three tensors and their scales."""
-        held = (self.q, self.k, self.v, self.v_columns, self.q_scales, self.k_scales, self.v_scales, self.shift)
+        held = (self.q, self.k, self.v, self.q_scales, self.k_scales, self.v_scales, self.shift)
         return sum(x.nbytes for x in held if x is not None)
 
 
-# which key of each 16 comes at each place of `v_columns`: as a thread of a matrix instruction holds weights
+# which key of each 16 comes at each place of values in columns: as a thread of a matrix instruction holds weights
 COLUMN_ORDER = tuple(8 * eight + 2 * lane + one for lane in range(4) for eight in range(2) for one in range(2))
 
 
 def columns_of(v: Tensor, cu: Tensor | None) -> Tensor:
-    """Codes of values as `v_columns`; what no key fills is zero."""
+    """Codes of values, in rows, put into columns; places that no key fills are zero."""
     if cu is None:
         columns = torch.nn.functional.pad(v.permute(0, 2, 3, 1).contiguous().view(torch.int8), (0, -v.shape[1] % BLOCK))
     else:

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import Rotation
-from rooftile.kvcache.pages import LONG_PROMPT, MOST_GATHERED
+from rooftile.kvcache.route import MOST_GATHERED, route
 from rooftile.models import Decoder
-from rooftile.validate import BLOCK
 
 # of a CPU's memory, unless it is told how much
 HOST_BYTES = 1 << 30
@@ -27,9 +26,10 @@ def block_bytes(decoder: Decoder, size: int, dtype: torch.dtype) -> int:
     return config.layers * 2 * size * config.kv_heads * line
 
 
-def copies_all_prompts(size: int, dtype: torch.dtype) -> bool:
-    """Whether a backend may read any prompt from a copy, and not long ones alone: with scales, or in the smallest blocks."""
-    return dtype == torch.float8_e4m3fn or size < BLOCK
+def most_gathered(size: int, dtype: torch.dtype, *, tokens: int, answers: int) -> int:
+    """The most prompts that one step may read from a copy: of up to `answers` that have up to `tokens` tokens together."""
+    fp8 = dtype == torch.float8_e4m3fn
+    return next((n for n in range(answers, 0, -1) if route(tokens, n, size, fp8=fp8, copy_bytes=0).gather), 0)
 
 
 def blocks_that_fit(
@@ -46,7 +46,7 @@ def blocks_that_fit(
     if device.type != "cuda":
         return max(min(HOST_BYTES // each, useful), -(-max_len // size))
     working = _working_bytes(decoder, min(max_batched_tokens, max_answers * max_len), max_answers)
-    copied = max_answers if copies_all_prompts(size, dtype) else min(max_batched_tokens // LONG_PROMPT, max_answers)
+    copied = most_gathered(size, dtype, tokens=max_batched_tokens, answers=max_answers)
     # a layer's at a time
     line = block_bytes(decoder, 1, decoder.embedding.dtype) // decoder.config.layers
     working += min(copied * max_len * line, MOST_GATHERED)

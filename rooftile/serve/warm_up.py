@@ -18,15 +18,14 @@ from torch import Tensor
 from rooftile.api import prepare_paged
 from rooftile.backends import hopper
 from rooftile.kvcache import PagedKV, Pages
-from rooftile.kvcache.pages import LONG_PROMPT
+from rooftile.kvcache.route import LONG_PROMPT, route
 from rooftile.masks import Mask
 from rooftile.models import Decoder, ModelConfig
-from rooftile.serve.memory import copies_all_prompts
 from rooftile.serve.runner import masks_of
 from rooftile.serve.sampling.sampler import SamplingState, Wants, sample
 from rooftile.spec import Asked
 
-# tokens of prompts: so short that they go another way, and usual; those of LONG_PROMPT a backend may copy together first
+# tokens of prompts: so few that the kernels for prompts are not worth it, and usual ones
 SHORT, USUAL = 8, 64
 # of a step that decodes
 ROWS = 16
@@ -69,8 +68,8 @@ def jobs(
     decoder = Decoder(small, dtype=dtype, device=device)
     pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
     masks = tuple(dict.fromkeys(masks_of(config)))
-    apart = longest >= LONG_PROMPT and not copies_all_prompts(size, kv_dtype)
-    together = [(longest,), (USUAL,)] if apart else [(longest, USUAL)]
+    ways = {route(n, 1, size, fp8=kv_dtype == torch.float8_e4m3fn, copy_bytes=0).gather for n in (longest, USUAL)}
+    together = [(longest,), (USUAL,)] if len(ways) > 1 else [(longest, USUAL)]
     return [
         *(partial(_read_prompts, decoder, pages, mask, lengths) for lengths in (*together, (SHORT,)) for mask in masks),
         *(partial(_read_prompts, decoder, pages, mask, (SHORT,), room=LONG_PROMPT) for mask in masks),

@@ -53,7 +53,7 @@ def same(found: QuantisedQKV, due: QuantisedQKV) -> None:
         assert torch.equal(a[used], b[used]), name
     columns = columns_of(due.v, due.cu_k).cpu().view(torch.int8)
     filled = columns_of(torch.ones_like(due.v.float()).to(torch.float8_e4m3fn), due.cu_k).cpu().view(torch.int8) != 0
-    assert torch.equal(found.v_columns.cpu().view(torch.int8)[filled], columns[filled])
+    assert torch.equal(found.v.cpu().view(torch.int8)[filled], columns[filled])
     assert (found.shift is None) == (due.shift is None)
     if due.shift is not None:
         torch.testing.assert_close(found.shift.cpu(), due.shift.cpu(), rtol=1e-5, atol=1e-4)
@@ -214,6 +214,10 @@ def test_the_kernels_are_chosen_and_refuse_in_sentences() -> None:
     with pytest.raises(rt.Unsupported, match="softcap with precision fp8; has masks, groups and packed sequences with it"):
         rt.attention(q, q, q, precision="fp8", softcap=5.0, backend="hopper")
     qkv = rt.quantise_qkv(q, q, q)
-    assert qkv.backend == "hopper"
+    assert qkv.v_order == "columns"
     with pytest.raises(rt.Unsupported, match="softcap with precision fp8"):
         rt.attention_quantised(qkv, softcap=5.0)
+    with pytest.raises(rt.Unsupported, match="values quantised in columns; reads rows"):
+        rt.attention_quantised(qkv, backend="triton")
+    with pytest.raises(rt.Unsupported, match="values quantised in rows; reads columns"):
+        rt.attention_quantised(rt.quantise_qkv(q, q, q, backend="triton"), backend="hopper")

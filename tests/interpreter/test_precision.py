@@ -84,5 +84,6 @@ def test_rows_that_see_nothing_and_no_keys() -> None:
 def test_what_it_made_it_attends_to() -> None:
     q, k, v = inputs(20, 30, 2, 2, 16, 16)
     qkv = rt.quantise_qkv(q, k, v, "int8")
-    assert qkv.backend == "triton"
-    assert torch.equal(rt.attention_quantised(qkv, rt.CAUSAL), rt.attention(q, k, v, rt.CAUSAL, precision="int8"))
+    assert qkv.v_order == "rows"
+    found = rt.attention_quantised(qkv, rt.CAUSAL, backend="triton")
+    assert torch.equal(found, rt.attention(q, k, v, rt.CAUSAL, precision="int8"))

@@ -10,7 +10,6 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from rooftile.backends.hopper.device.config import swizzled_layout
 from rooftile.backends.hopper.tma import are_readable, box_of_pages, of_pages, steps_of_pages
-from rooftile.kvcache import PagedKV
 
 GUARD = -7
 
@@ -93,17 +92,3 @@ def test_products_read_a_block_as_its_boxes_leave_it(rows: int, columns: int) ->
                 if place >> bit & 1:
                     at = [a ^ b for a, b in zip(at, basis, strict=True)]
             assert at == [row, column]
-
-
-@pytest.mark.parametrize(
-    ("size", "queries", "room", "in_place"),
-    [(8, 512, 512, False), (16, 8191, 8192, True), (16, 8192, 8192, False), (64, 8192, 8192, False), (128, 8192, 8192, True),
-     (16, 8192, 1 << 20, True)],
-)  # fmt: skip
-def test_prompts_are_read_in_place_where_a_copy_is_not_shorter(size: int, queries: int, room: int, in_place: bool) -> None:
-    """Nor where a copy would take more memory than is kept for it: the last row's has 4 GiB."""
-    from rooftile.backends.hopper.forward.run import reads_pages
-
-    k, v = (torch.empty(4, size, 8, 128, dtype=torch.bfloat16) for _ in range(2))
-    cache = PagedKV(k, v, torch.zeros(1, room // size, dtype=torch.int32), torch.full((1,), room, dtype=torch.int32))
-    assert reads_pages(torch.empty(1, queries, 32, 128, dtype=torch.bfloat16, device="meta"), cache) == in_place

@@ -81,7 +81,8 @@ def test_what_hoppers_own_decoding_leaves_is_merged(mask: Mask) -> None:
     from rooftile.backends.device import split_kv
     from rooftile.backends.hopper.decode import run
 
-    spec = Spec(dtype=torch.bfloat16, dim=128, dim_v=128, group=4, mask=mask, scale=1.0, layout="paged-token", device="sm90")
+    paged = {"layout": "paged", "queries": "one", "device": "sm90"}
+    spec = Spec(dtype=torch.bfloat16, dim=128, dim_v=128, group=4, mask=mask, scale=1.0, **paged)
     assert_compiles(split_kv._merge, run._constants_of_merge(spec, 16, 256), 90, torch.bfloat16)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def test_it_uses_the_chips_matrix_instructions(sm: int, dim: int, precision: Pre
     from rooftile.backends.triton import flash_fwd_8bit
 
     x = torch.randn(1, 4, 1, dim, dtype=torch.bfloat16)
-    qkv = replace(quantise_qkv(x, x, x, precision), backend="triton")
+    qkv = quantise_qkv(x, x, x, precision)
     spec = Spec(dtype=torch.bfloat16, dim=dim, dim_v=dim, scale=1.0, precision=precision, device=f"sm{sm}")
     constants = flash_fwd_8bit._constants(spec, qkv)
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}

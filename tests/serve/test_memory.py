@@ -29,7 +29,10 @@ def decoder(monkeypatch) -> SimpleNamespace:
         (16, torch.bfloat16, 8191, 131_072, 0),
         (16, torch.bfloat16, 8192, 131_072, 131_072 * 4096),
         (16, torch.bfloat16, 16_384, 131_072, 1 << 30),
-        (8, torch.bfloat16, 2048, 4096, 1 << 30),
+        # 32 prompts of 64 tokens read from copies of all before them
+        (8, torch.bfloat16, 2048, 4096, 32 * 4096 * 4096),
+        (8, torch.bfloat16, 1 << 20, 2048, 1 << 30),
+        (128, torch.bfloat16, 16_384, 131_072, 0),
         (16, torch.float8_e4m3fn, 2048, 131_072, 1 << 30),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rooftile.errors import InvalidInput
+from rooftile.kvcache import route
 from rooftile.models.families import config_of
 from rooftile.serve import llm, warm_up
 from tests.models.checkpoints import CONFIGS
@@ -45,6 +46,7 @@ def test_all_that_is_run_for_its_kernels_runs(name: str, kv_dtype: torch.dtype, 
     """In plain operations here; a long prompt and a short longest one."""
     config = config_of(CONFIGS[name]().to_dict(), "here")
     monkeypatch.setattr(warm_up, "LONG_PROMPT", 200)
+    monkeypatch.setattr(route, "LONG_PROMPT", 200)
     for longest, size in ((40, 16), (300, 16), (300, 8)):
         found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=size, kv_dtype=kv_dtype, longest=longest)
         masks = len(set(config.windows))

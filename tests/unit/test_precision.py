@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -289,11 +290,29 @@ def test_memory_is_a_quarter_of_fp32() -> None:
     assert 3 * q.numel() <= qkv.nbytes <= 1.05 * 3 * q.numel()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_values_in_columns_are_refused_by_who_reads_rows(packed: bool) -> None:
+    q, k, v = inputs(130, 130, 2, 2, 16, B=1)
+    cu = torch.tensor([0, 130], dtype=torch.int32) if packed else None
+    made = rt.quantise_qkv(*(x[0] if packed else x for x in (q, k, v)), cu_q=cu, cu_k=cu)
+    turned = replace(made, v=columns_of(made.v, made.cu_k), v_order="columns")
+    assert (made.v_order, turned.dim_v) == ("rows", made.dim_v)
+    for backend in ("eager", "triton"):
+        with pytest.raises(rt.Unsupported, match=f"quantised in columns; reads rows, which .*backend='{backend}'"):
+            rt.attention_quantised(turned, backend=backend)
+    with pytest.raises(rt.Unsupported, match="v-in-columns"):
+        rt.attention_quantised(turned)
+    with pytest.raises(rt.Unsupported, match="quantised in rows; reads columns"):
+        rt.attention_quantised(made, backend="hopper")
+
+
 @recipes
 def test_a_recipe_crosses_as_a_word(precision: rt.Precision) -> None:
     assert decode(precision.code) == precision
     spec = Spec(dtype=torch.bfloat16, dim=64, dim_v=64, scale=0.125, precision=precision)
     assert decode_spec(spec.code) == spec
+    kept = replace(spec, v_order="columns")
+    assert decode_spec(kept.code) == kept != spec
     assert str(precision) in str(spec)
     assert decode_spec(spec.code) != Spec(dtype=torch.bfloat16, dim=64, dim_v=64, scale=0.125)
 

@@ -24,6 +24,8 @@ NAME = "eager"
 
 
 def refusals(spec: Spec) -> Iterator[str]:
+    if spec.v_order == "columns":
+        yield "values quantised in columns; reads rows, which quantise_qkv(..., backend='eager') makes"
     if spec.precision is not None:
         for name in ("bias", "alibi"):
             if getattr(spec, f"has_{name}"):

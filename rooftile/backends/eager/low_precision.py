@@ -35,7 +35,6 @@ _LOG2E = math.log2(math.e)
 def attend(qkv: QuantisedQKV, sinks: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
     """Returns o in the dtype of the original tensors, and lse in fp32."""
     by = qkv.precision.granularity
-    assert qkv.v is not None
     q_rows = scales_of_rows(qkv.q, qkv.q_scales, by, qkv.cu_q)
     k_rows = scales_of_rows(qkv.k, qkv.k_scales, by, qkv.cu_k)
     v_rows = scales_of_rows(qkv.v, qkv.v_scales, by, qkv.cu_k)

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from rooftile.backends import paged_by_gather
 from rooftile.kvcache import PagedKV
+from rooftile.kvcache.route import route_of
 from rooftile.launch import device_of, on_device
 from rooftile.numerics.recipe import QuantisedQKV
 from rooftile.precision import Precision
@@ -73,10 +74,12 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield f"scale {spec.scale:g}; has positive scales"
     if len(spec.mask.chunks) > 1:
         yield f"chunk sizes {', '.join(map(str, spec.mask.chunks))} at once; has one"
-    if spec.layout == "paged":
-        yield "layout 'paged'; has 'dense', 'packed', 'paged-token', 'paged-prompts'"
-    if spec.layout == "paged-token":
+    if spec.layout == "paged" and spec.queries == "any":
+        yield "a paged cache with any number of queries; has one query per sequence, or many, neither deterministic"
+    if spec.queries == "one":
         yield from _refusals_of_decoding(spec)
+    if spec.v_order == "rows":
+        yield "values quantised in rows; reads columns, which quantise_qkv(..., backend='hopper') makes"
     if spec.forward_mode:
         yield "forward-mode derivatives; only backend='eager' has them"
 
@@ -95,11 +98,12 @@ def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:
 def _refusals_of_decoding(spec: Spec) -> Iterator[str]:
     if (spec.dim, spec.dim_v) not in DIMS_DECODING:
         has = ", ".join(str(dim) for dim, _ in DIMS_DECODING)
-        yield f"head dims {spec.dim} and {spec.dim_v} with layout 'paged-token'; has {has} with it"
+        yield f"head dims {spec.dim} and {spec.dim_v} with one query per sequence of a paged cache; has {has} with it"
     if spec.group > MOST_TOGETHER:
-        yield f"{spec.group} query heads a key head with layout 'paged-token'; has up to {MOST_TOGETHER} with it"
+        came = f"{spec.group} query heads per key head"
+        yield f"{came} with one query per sequence of a paged cache; has up to {MOST_TOGETHER} with it"
     if spec.mask.right or spec.mask.prefix is not None:
-        yield f"mask {spec.mask} with layout 'paged-token'; has windows to the left and chunks with it"
+        yield f"mask {spec.mask} with one query per sequence of a paged cache; has windows to the left and chunks with it"
 
 
 @cache
@@ -165,16 +169,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
 
 
 def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
-    """o and lse of queries to a paged cache.
-
-    What the copy engine cannot read is gathered first; so are, of prompts, keys and values in FP8, or in small pages of long
-    ones: a copy is short beside the products.
-    """
+    """o and lse of queries to a paged cache, read in place or from a copy as `kvcache.route` says."""
     with device_of(q):
-        if spec.layout == "paged-token" and _launch_decode().can_read(cache):
-            return _launch_decode().attend(q, cache, options, spec)
-        if not _launch().reads_pages(q, cache):
+        if route_of(q, cache, readable=_launch().can_read(cache)).gather:
             return paged_by_gather.attend(_launch().forward_gathered, q, cache, options, spec, PagedKV.gathered_with_room)
+        if spec.queries == "one":
+            return _launch_decode().attend(q, cache, options, spec)
         return paged_by_gather.like_queries(q, *_launch().forward_paged(q, cache, options, spec))
 
 

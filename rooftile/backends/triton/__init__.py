@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -47,6 +46,8 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield f"chunk sizes {', '.join(map(str, spec.mask.chunks))} at once; has one"
     if spec.precision is not None:
         yield from _refusals_of_recipe(spec.precision, spec)
+    if spec.v_order == "columns":
+        yield "values quantised in columns; reads rows, which quantise_qkv(..., backend='triton') makes"
     if spec.has_kv_scales and spec.device in ("sm80", "sm86", "sm87"):
         yield f"a cache in FP8 on {spec.device}; needs sm89 (Ada) or newer"
     if spec.forward_mode:
@@ -83,7 +84,7 @@ def _launchers() -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Gr
 def quantise(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> QuantisedQKV:
     """The tensors of the spec's recipe, by PyTorch's operations."""
     assert spec.precision is not None
-    return replace(quantise_qkv(q, k, v, spec.precision, options.cu_q, options.cu_k), backend=NAME)
+    return quantise_qkv(q, k, v, spec.precision, options.cu_q, options.cu_k)
 
 
 def attend_quantised(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -204,7 +204,7 @@ _start_forward = Kernel(_forward)
 
 def attend(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """o and lse of a recipe's tensors."""
-    q, k, v = qkv.q.contiguous(), qkv.k.contiguous(), _values(qkv).contiguous()
+    q, k, v = qkv.q.contiguous(), qkv.k.contiguous(), qkv.v.contiguous()
     recipe = qkv.precision
     packed = qkv.cu_q is not None
     B = qkv.cu_q.shape[0] - 1 if qkv.cu_q is not None else q.shape[0]
@@ -234,11 +234,6 @@ def _tile(spec: Spec) -> dict[str, int]:
         rows = 64 if spec.device == "sm90" else 32
         return {"BLOCK_T": rows, "BLOCK_S": rows, "num_warps": 4, "num_stages": 1}
     return {"BLOCK_T": 64, "BLOCK_S": BLOCK, "num_warps": 4, "num_stages": 2}
-
-
-def _values(qkv: QuantisedQKV) -> Tensor:
-    assert qkv.v is not None
-    return qkv.v
 
 
 def _constants(spec: Spec, qkv: QuantisedQKV) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from rooftile.backends.device.split_kv import BATCH, start_merge
 from rooftile.backends.hopper.decode import bf16, fp8
 from rooftile.backends.hopper.forward.run import flags_of, numbers_of, processors
-from rooftile.backends.hopper.tma import are_readable, box_of_pages, of_pages, steps_of_pages
+from rooftile.backends.hopper.tma import box_of_pages, of_pages, steps_of_pages
 from rooftile.kvcache import PagedKV
 from rooftile.launch import Kernel
 from rooftile.spec import Options, Spec
@@ -30,8 +30,7 @@ PROGRAMS = 2
 def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """o (B, 1, H, D) and lse (B, H, 1), of q (B, 1, H, D)."""
     B, _, H, dim = q.shape
-    if not q.numel() or not cache.k.numel():
-        # a descriptor needs an element
+    if not q.numel():
         return torch.zeros_like(q), torch.full((B, H, 1), -torch.inf, dtype=torch.float32, device=q.device)
     q = q if q.stride(3) == 1 else q.contiguous()
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -54,11 +53,6 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
         arguments = (o, lse, parts, lengths, sinks, B, H, 1, left, right, prefix, chunk)
         start_merge((heads, teams - 1, spec.group), arguments, _constants_of_merge(spec, cache.size, constants["BATCH"]))
     return o, lse
-
-
-def can_read(cache: PagedKV) -> bool:
-    """Whether the copy engine can read keys and values where they are."""
-    return are_readable(cache.k) and are_readable(cache.v)
 
 
 @cache

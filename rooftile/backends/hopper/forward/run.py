@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -22,7 +21,8 @@ from rooftile.backends.hopper.tma import (
     readable,
     steps_of_pages,
 )
-from rooftile.kvcache.pages import LONG_PROMPT, PagedKV
+from rooftile.backends.paged_by_gather import as_packed
+from rooftile.kvcache import PagedKV
 from rooftile.launch import Kernel, empties
 from rooftile.masks import FULL
 from rooftile.spec import Options, Sizes, Spec
@@ -73,19 +73,9 @@ def forward_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tu
     return o, lse
 
 
-def reads_pages(q: Tensor, cache: PagedKV) -> bool:
-    """Whether `forward_paged` can read a cache, and in less time than a copy of it takes."""
-    k, v = cache.k, cache.v
-    if cache.k_scale is not None or k.numel() == 0 or not (are_readable(k) and are_readable(v)):
-        return False
-    is_long = q.shape[:-2].numel() >= LONG_PROMPT * cache.table.shape[0]
-    return cache.size >= (PAGE_OF_LONG if is_long and cache.can_be_gathered(q.dtype) else PAGE)
-
-
-@cache
-def as_packed(spec: Spec) -> Spec:
-    """What packed queries are to a kernel, wherever their keys lie."""
-    return replace(spec, layout="packed")
+def can_read(cache: PagedKV) -> bool:
+    """Whether the copy engine can read keys and values where they lie. It reads nothing from a cache without a block."""
+    return cache.k.numel() > 0 and are_readable(cache.k) and are_readable(cache.v)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
@@ -155,8 +145,6 @@ def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, ...], ...]:
     return (heads, rows, dim), k, v, (heads, rows, min(dim_v, 128))
 
 
-# tokens of a page, at least, that is worth boxes of its own; and in prompts so long that a copy is short
-PAGE, PAGE_OF_LONG = 16, 128
 # tiles a program, on average, that the heads taken together at the end have; packed ones are less alike
 TAIL, PACKED_TAIL = 2, 3
 

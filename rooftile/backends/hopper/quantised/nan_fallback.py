@@ -22,7 +22,7 @@ def _decode(codes, scale, INTEGER: gl.constexpr):
 
 @gluon.jit
 def _stored_column(j):
-    """Where key j is in the order of `v_columns`."""
+    """Where key j is among values in columns."""
     return j // 16 * 16 + j % 8 // 2 * 4 + j % 16 // 8 * 2 + j % 2
 
 

@@ -48,7 +48,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
 
 
 def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> QuantisedQKV:
-    """The integers of `rooftile.numerics.recipe`; values as `v_columns`."""
+    """The integers of `rooftile.numerics.recipe`; values in columns."""
     precision = _recipe(spec)
     sizes = sizes_of(q, k, options)
     packed = spec.layout == "packed"
@@ -57,16 +57,16 @@ def quantise_qkv(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) 
     q_codes, k_codes = (torch.empty(x.shape, dtype=_CODES[precision.qk], device=x.device) for x in (q, k))
     # packed: one line of all parts
     columns = (1, sizes.Hk, spec.dim_v, keys.slots * BLOCK) if packed else (sizes.B, sizes.Hk, spec.dim_v, keys.each * BLOCK)
-    v_columns = torch.empty(columns, dtype=torch.float8_e4m3fn, device=v.device)
+    v_codes = torch.empty(columns, dtype=torch.float8_e4m3fn, device=v.device)
     # a packed slot may stay empty
     made_of = torch.ones if packed else torch.empty
     q_scales, k_scales, v_scales = (made_of(x.slots, x.heads, 1, device=q.device) for x in (queries, keys, keys))
     shift = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if precision.smooth_k else None
     signs = _signs(spec.dim, q.device) if precision.incoherent else None
     made = QuantisedQKV(
-        q=q_codes, k=k_codes, v=None, q_scales=q_scales, k_scales=k_scales, v_scales=v_scales, shift=shift,
+        q=q_codes, k=k_codes, v=v_codes, q_scales=q_scales, k_scales=k_scales, v_scales=v_scales, shift=shift,
         signs=None if signs is None else signs_of(spec.dim, device=q.device), precision=precision, dtype=spec.dtype,
-        cu_q=options.cu_q, cu_k=options.cu_k, v_columns=v_columns, backend="hopper",
+        cu_q=options.cu_q, cu_k=options.cu_k, v_order="columns",
     )  # fmt: skip
     mean = _mean(readable(k), keys, spec) if precision.smooth_k and sizes.S else None
     if q.numel() and mean is None and shift is not None:
@@ -124,10 +124,8 @@ def _quantise(
     queries: _Blocks, keys: _Blocks,
 ) -> None:  # fmt: skip
     q, k, v = tensors
-    columns = made.v_columns
-    assert columns is not None
     D, DV = q.shape[-1], v.shape[-1]
-    described = (q, k, v, made.q, made.k, columns.transpose(1, 2))
+    described = (q, k, v, made.q, made.k, made.v.transpose(1, 2))
     # what has no elements has no descriptor, and nothing reads what stands for it
     described = tuple([x if x.numel() else x.new_empty([n or BLOCK for n in x.shape]) for x in described])
     scales = (made.q_scales, made.k_scales, made.v_scales)
@@ -143,8 +141,8 @@ def _quantise(
 
 def attend(qkv: QuantisedQKV, spec: Spec) -> tuple[Tensor, Tensor]:
     """o and lse of what `quantise_qkv` made."""
-    q, k, columns = qkv.q, qkv.k, qkv.v_columns
-    assert columns is not None
+    assert qkv.v_order == "columns"
+    q, k, columns = qkv.q, qkv.k, qkv.v
     packed = qkv.cu_q is not None
     B = qkv.cu_q.shape[0] - 1 if qkv.cu_q is not None else q.shape[0]
     sizes = Sizes(B=B, T=q.shape[-3], S=k.shape[-3], H=q.shape[-2], Hk=k.shape[-2])
@@ -170,7 +168,7 @@ def _kernel(spec: Spec) -> Kernel:
 
 
 def boxes(spec: Spec) -> tuple[tuple[int, int, int], ...]:
-    """What one copy takes of q, k, v_columns and o."""
+    """What one copy takes of q, k, v (in columns) and o."""
     D, DV = spec.dim, spec.dim_v
     KEYS = tile_of(spec).KEYS
     return (1, WARPGROUP, D), (1, KEYS, D), (1, DV, KEYS), (1, WARPGROUP, DV)
