@@ -6,10 +6,18 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu check bench tables wheel clean
+.PHONY: help setup demo test test-all test-sweep test-gpu check bench tables wheel clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+# runs pytest on the tests that a marker selects, in two processes: Triton's interpreter is on or off for a whole process
+define suite
+failed=0; set -x; \
+$(BIN)/python -m pytest -n 2 -m "$(1)" --ignore tests/interpreter $(ARGS) || failed=1; \
+TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "$(1)" tests/interpreter $(ARGS) || failed=1; \
+exit $$failed
+endef
 
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	@PY="$(PY)" VENV="$(VENV)" sh scripts/setup.sh
@@ -20,11 +28,13 @@ setup: $(READY) ## make the virtual environment (.venv) that the others use
 demo: $(READY) ## the main job: measure this machine and write the report page, then print where it is
 	$(BIN)/rooftile report $(ARGS)
 
-test: $(READY) ## every test that needs no GPU
-	@failed=0; set -x; \
-	$(BIN)/python -m pytest -n 2 --ignore tests/interpreter $(ARGS) || failed=1; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter $(ARGS) || failed=1; \
-	exit $$failed
+test: $(READY) ## every test that needs no GPU; of large grids a few cases that cover them
+	@$(call suite,not sweep)
+
+test-all: test test-sweep ## make test, then make test-sweep: every case of every grid
+
+test-sweep: $(READY) ## the cases of the grids that make test leaves out
+	@$(call suite,sweep)
 
 test-gpu: $(READY) ## the conformance suite and the GPU tests on this machine's GPU
 	$(BIN)/python -m pytest --device cuda tests/conformance tests/gpu $(ARGS)

@@ -7,11 +7,14 @@
 # ruff: noqa: T201 - what it prints is what it is for
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.cache import get_cache_manager
 
 from rooftile.backends.hopper.backward import dkdv, dq, dq_accumulator, fused
 from rooftile.backends.hopper.backward import run as backward
@@ -48,11 +52,15 @@ from rooftile.backends.hopper.tma import LINE, layout
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.precision import PRESETS
 from rooftile.spec import Spec
+from tests.kernels import register_flow
 from tests.kernels.register_flow import overwritten_operands, undefined_reads
 
 SUFFIX = {THREE: "-3", SHORT: "-short", LONG: "-long"}
 # of 16 bits, of FP8, of INT8
 PRODUCT = r"\b[HQI]GMMA"
+# the name of the file that keeps it; a change of the code that reads machine code changes the name
+READERS = b"".join(Path(file).read_bytes() for file in (__file__, register_flow.__file__))
+KEPT = f"found-{hashlib.sha256(READERS).hexdigest()[:16]}.json"
 EVERYTHING = Window(100, 7) & Chunk(64) & Prefix(8)
 
 
@@ -249,6 +257,7 @@ class Found:
 
 
 def compiled(configuration: Configuration) -> Found:
+    """Compiles a configuration and reads its machine code, once: Triton's cache keeps what was found beside the kernel."""
     kernel = configuration.function
     constants = configuration.constants
     words = {"lse_ptr", "sinks_ptr", "partials_ptr", "delta_ptr", "shift_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr"}
@@ -271,13 +280,32 @@ def compiled(configuration: Configuration) -> Found:
         {(names.index(name),): value for name, value in constants.items()},
         {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name.endswith("_ptr")},
     )
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=configuration.options)
+    built, words = _build(source, configuration.options)
+    kept = get_cache_manager(built.hash)
+    if (path := kept.get_file(KEPT)) is not None:
+        return Found(**json.loads(Path(path).read_text()))
+    # a kernel from Triton's cache comes without the output of ptxas
+    found = _read(*((built, words) if words else _build(source, configuration.options, anew=True)), configuration)
+    kept.put(json.dumps(asdict(found)), KEPT, binary=False)
+    return found
+
+
+def _build(source: GluonASTSource, options: dict[str, Any], anew: bool = False) -> tuple[Any, str]:
+    """Returns the kernel and the output of ptxas, which is empty if the kernel was in Triton's cache."""
+    words = io.StringIO()
+    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), redirect_stdout(words):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        triton.knobs.compilation.always_compile = anew
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return built, words.getvalue()
+
+
+def _read(built: Any, words: str, configuration: Configuration) -> Found:
+    assert "Compiling entry function" in words, "the output of ptxas is missing, and with it its warnings"
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
-        cubin, ptx = Path(folder, "k.cubin"), Path(folder, "k.ptx")
+        cubin = Path(folder, "k.cubin")
         cubin.write_bytes(built.asm["cubin"])
-        ptx.write_text(built.asm["ptx"])
-        words = _run(_assembler(), "-v", "--gpu-name=sm_90a", ptx, "-o", Path(folder, "k.o"))
         usage = _run(tools / "cuobjdump", "--dump-resource-usage", cubin)
         code = _run(tools / "nvdisasm", "-c", cubin)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
@@ -293,13 +321,6 @@ def compiled(configuration: Configuration) -> Found:
         overwritten=len(overwritten_operands(code)),
         serialised="C75" in words,
     )
-
-
-def _assembler() -> str:
-    """The ptxas that this Triton itself calls: newer ones carry two."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    return str(get_ptxas(90).path)
 
 
 def _run(*command: Any) -> str:

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
+from tests.grids import swept  # noqa: E402
 from tests.kernels.hopper_machine_code import BACKWARD, CONFIGURATIONS, FORWARD, Configuration, compiled  # noqa: E402
 from tests.kernels.register_flow import overwritten_operands, undefined_reads  # noqa: E402
 
@@ -29,14 +29,20 @@ SHARED = 227 * 1024
 STACK = 128
 
 
-@cache
-def found(name: str):
-    return compiled(CONFIGURATIONS[name])
+def _traits(name: str) -> list:
+    """`make test` compiles each kernel with each value of each field, and each tile of the forward."""
+    c = CONFIGURATIONS[name]
+    fields = ("dim", "mask", "layout", "extras", "dtype", "add", "precision", "size")
+    tile, heads = (c.tile._replace(HEADS_PER_TILE=1), c.tile.HEADS_PER_TILE) if c.tile else (None, None)
+    return [*((c.kernel, field, getattr(c, field)) for field in fields), (c.kernel, c.group > 1), tile, ("heads", heads)]
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+GRID = swept(CONFIGURATIONS, _traits)
+
+
+@pytest.mark.parametrize("name", GRID)
 def test_configuration_fits_the_chip_and_keeps_its_loops_in_registers(name: str) -> None:
-    kernel = found(name)
+    kernel = compiled(CONFIGURATIONS[name])
     assert kernel.shared <= SHARED
     # a word or two outside registers in the backward's loop under a mask, and where integers become numbers; more with every
     # option at once
@@ -51,10 +57,10 @@ def test_configuration_fits_the_chip_and_keeps_its_loops_in_registers(name: str)
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the page was written with Triton 3.6")
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", GRID)
 def test_page_says_what_the_configuration_compiles_to(name: str) -> None:
     (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |")]
-    kernel = found(name)
+    kernel = compiled(CONFIGURATIONS[name])
     cells = [cell.strip().replace(",", "") for cell in row.strip("|").split("|")[1:]]
     assert cells == [
         str(n) for n in (kernel.registers, kernel.stack, kernel.shared, kernel.loop, kernel.products)
@@ -62,12 +68,17 @@ def test_page_says_what_the_configuration_compiles_to(name: str) -> None:
 
 
 @pytest.mark.skipif(not NEWEST.exists(), reason="Triton 3.9 could not be installed when this environment was made")
-def test_newest_triton_compiles_the_kernels() -> None:
-    names = [
-        "d64-full-3", "d128-causal", "d128-everything", "d256-packed-causal", "d128-pages-16-packed-causal",
-        "decode-d128-pages-16-causal", "decode-fp8-d128-pages-16-causal",
-        "bwd-d64-causal", "bwd-ordered-d64-full", "bwd-d128-full", "bwd-kv-d256-causal", "bwd-q-d256-full",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["d128-pages-16-packed-causal", "decode-d128-pages-16-causal", "decode-fp8-d128-pages-16-causal", "bwd-d64-causal",
+         "bwd-kv-d256-causal", "bwd-q-d256-full"],
+        pytest.param(["d64-full-3", "d128-causal", "d128-everything", "d256-packed-causal", "bwd-ordered-d64-full",
+                      "bwd-d128-full"], marks=pytest.mark.sweep),
+    ],
+    ids=["kernels", "other masks and tiles"],
+)  # fmt: skip
+def test_newest_triton_compiles_the_kernels(names: list[str]) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(NEWEST), str(ROOT)))}
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.hopper_machine_code", *names],
