@@ -7,7 +7,7 @@ import torch
 
 import rooftile as rt
 from rooftile.backends.hopper import DIMS
-from rooftile.backends.hopper.forward.run import tile_of
+from rooftile.backends.hopper.flash_fwd.run import tile_of
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.spec import Sizes, Spec
 

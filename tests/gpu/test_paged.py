@@ -267,7 +267,7 @@ def test_prompts_of_all_lengths_have_the_same_kernels(size: int, coded: bool) ->
     """A server meets every length, and a kernel takes seconds to compile."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
-    from rooftile.backends.hopper.forward import run
+    from rooftile.backends.hopper.flash_fwd import run
 
     def read(lengths: list[int]) -> int:
         cache = cache_of(lengths, 2, 64, size)

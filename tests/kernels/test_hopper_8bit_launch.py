@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.backends.hopper.forward import run as forward
+from rooftile.backends.hopper.flash_fwd import run as forward
 from rooftile.backends.hopper.quantised import run as quantised
 from rooftile.masks import CAUSAL
 from rooftile.numerics.recipe import columns_of, part_of_rows

@@ -8,8 +8,8 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 import torch
 
-from rooftile.backends.hopper.backward import run as backward
-from rooftile.backends.hopper.forward import run as forward
+from rooftile.backends.hopper.flash_bwd import run as backward
+from rooftile.backends.hopper.flash_fwd import run as forward
 from rooftile.masks import CAUSAL
 from rooftile.spec import Sizes, Spec
 

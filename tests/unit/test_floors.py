@@ -106,3 +106,12 @@ def test_importing_rooftile_brings_no_kernel_language_and_no_optional_package() 
     assert "rooftile" in brought
     assert heavy.isdisjoint(brought)
     assert dynamo == "False"
+
+
+def test_no_submodule_takes_the_name_of_what_its_package_defines() -> None:
+    """Importing a submodule sets it as an attribute of its package: a function of that name is gone from then on."""
+    for path in PACKAGE.rglob("__init__.py"):
+        submodules = {p.stem for p in path.parent.glob("*.py")} | {p.name for p in path.parent.iterdir() if p.is_dir()}
+        tree = ast.parse(path.read_text())
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert submodules & defined == set(), path

@@ -123,7 +123,7 @@ def _missing() -> str | None:
 @cache
 def _launch() -> ModuleType:
     """Imports Gluon at the first call."""
-    from rooftile.backends.hopper.forward import run
+    from rooftile.backends.hopper.flash_fwd import run
 
     return run
 
@@ -198,7 +198,7 @@ def backward(
     repair: Callable[..., None],
 ) -> Grads:
     """`repair` (see `dispatch.REPAIR`) sets right what a NaN behind the mask spoiled."""
-    from rooftile.backends.hopper.backward import run
+    from rooftile.backends.hopper.flash_bwd import run
 
     with device_of(q):
         return run.backward(do, dlse, q, k, v, o, lse, options, spec, repair)

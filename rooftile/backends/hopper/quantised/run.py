@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.hopper.counters import counter
-from rooftile.backends.hopper.forward.run import numbers_of, processors, programs_and_tail, sizes_of
+from rooftile.backends.hopper.flash_fwd.run import numbers_of, processors, programs_and_tail, sizes_of
 from rooftile.backends.hopper.quantised import kernel, quantise
 from rooftile.backends.hopper.tiles import WARPGROUP
 from rooftile.backends.hopper.tma import descriptor, readable

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.hopper.counters import counter
-from rooftile.backends.hopper.forward import kernel
+from rooftile.backends.hopper.flash_fwd import kernel
 from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile, padded, paged_tile
 from rooftile.backends.hopper.tma import (
     are_readable,

@@ -10,7 +10,7 @@ under the other one's.
 Dao, FlashAttention-2, arXiv:2307.08691; Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
 
-from rooftile.backends.hopper.backward.parts import (
+from rooftile.backends.hopper.flash_bwd.parts import (
     BLOCK,
     BackwardConfig,
     compute_ds,

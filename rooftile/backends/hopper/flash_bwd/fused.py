@@ -17,8 +17,8 @@ order, the kernel leaves dq to `flash_bwd_q`, for two more products.
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
 
-from rooftile.backends.hopper.backward.dq_accumulator import UNIT, UNIT_COLUMNS, UNIT_ROWS, to_thread_order
-from rooftile.backends.hopper.backward.parts import (
+from rooftile.backends.hopper.flash_bwd.dq_accumulator import UNIT, UNIT_COLUMNS, UNIT_ROWS, to_thread_order
+from rooftile.backends.hopper.flash_bwd.parts import (
     BLOCK,
     BackwardConfig,
     advance_block,

@@ -14,7 +14,7 @@ of dq in fp32 is as many bytes as all else that crosses shared memory, which is 
 one owner and one order, so two runs agree bit for bit.
 """
 
-from rooftile.backends.hopper.backward.parts import (
+from rooftile.backends.hopper.flash_bwd.parts import (
     BLOCK,
     BackwardConfig,
     advance_block,
