@@ -25,10 +25,10 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_manager
 
-from rooftile.backends.hopper.flash_bwd import dkdv, dq, dq_accumulator, fused
-from rooftile.backends.hopper.flash_bwd import run as backward
 from rooftile.backends.hopper.decode import bf16, fp8
 from rooftile.backends.hopper.decode import run as decode
+from rooftile.backends.hopper.flash_bwd import dkdv, dq, dq_accumulator, fused
+from rooftile.backends.hopper.flash_bwd import run as backward
 from rooftile.backends.hopper.flash_fwd import kernel as forward_kernel
 from rooftile.backends.hopper.flash_fwd import run as forward
 from rooftile.backends.hopper.quantised import kernel as quantised_kernel

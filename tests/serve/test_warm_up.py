@@ -32,7 +32,8 @@ def test_threads_find_all_modules_imported() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     found = set(done.stdout.split())
     kernels = {
-        "rooftile.backends.hopper.flash_fwd.kernel", "rooftile.backends.hopper.flash_fwd.run", "rooftile.backends.hopper.decode.run",
+        "rooftile.backends.hopper.flash_fwd.kernel", "rooftile.backends.hopper.flash_fwd.run",
+        "rooftile.backends.hopper.decode.run",
         "rooftile.backends.hopper.decode.bf16", "rooftile.backends.hopper.decode.fp8",
         "rooftile.backends.triton.paged_decode", "rooftile.backends.triton.paged_fwd", "rooftile.kvcache.kernels",
         "rooftile.fused.kernels.norm", "rooftile.fused.kernels.gated", "rooftile.serve.sampling.kernels",

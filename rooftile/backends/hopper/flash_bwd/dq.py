@@ -10,16 +10,6 @@ under the other one's.
 Dao, FlashAttention-2, arXiv:2307.08691; Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
 
-from rooftile.backends.hopper.flash_bwd.parts import (
-    BLOCK,
-    BackwardConfig,
-    compute_ds,
-    flag_nan,
-    issue_mma_qk,
-    load_rows,
-    store_rows,
-    wait_for_store,
-)
 from rooftile.backends.hopper.device.config import WG_ROWS
 from rooftile.backends.hopper.device.mma import num_mmas
 from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, ring
@@ -33,6 +23,16 @@ from rooftile.backends.hopper.device.scheduler import (
     reset_counter,
 )
 from rooftile.backends.hopper.device.softmax import Scoring, apply_mask, make_scoring
+from rooftile.backends.hopper.flash_bwd.parts import (
+    BLOCK,
+    BackwardConfig,
+    compute_ds,
+    flag_nan,
+    issue_mma_qk,
+    load_rows,
+    store_rows,
+    wait_for_store,
+)
 from rooftile.backends.hopper.gluon import (
     fence_async_shared,
     gl,

@@ -17,6 +17,11 @@ order, the kernel leaves dq to `flash_bwd_q`, for two more products.
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
 
+from rooftile.backends.hopper.device.config import WG_ROWS
+from rooftile.backends.hopper.device.mma import mma_qk, num_mmas
+from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, named_barrier, ring
+from rooftile.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
+from rooftile.backends.hopper.device.softmax import Scoring, make_scoring
 from rooftile.backends.hopper.flash_bwd.dq_accumulator import UNIT, UNIT_COLUMNS, UNIT_ROWS, to_thread_order
 from rooftile.backends.hopper.flash_bwd.parts import (
     BLOCK,
@@ -31,11 +36,6 @@ from rooftile.backends.hopper.flash_bwd.parts import (
     store_rows,
     wait_for_store,
 )
-from rooftile.backends.hopper.device.config import WG_ROWS
-from rooftile.backends.hopper.device.mma import mma_qk, num_mmas
-from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, named_barrier, ring
-from rooftile.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
-from rooftile.backends.hopper.device.softmax import Scoring, make_scoring
 from rooftile.backends.hopper.gluon import (
     fence_async_shared,
     gl,

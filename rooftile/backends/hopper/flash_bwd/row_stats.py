@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.backends.hopper.flash_bwd import dq_accumulator
 from rooftile.backends.hopper.device.config import LOG2E
 from rooftile.backends.hopper.device.scheduler import PADDED, packed_tile
+from rooftile.backends.hopper.flash_bwd import dq_accumulator
 from rooftile.backends.hopper.gluon import gl, gluon
 from rooftile.backends.hopper.tiles import padded
 from rooftile.launch import Kernel

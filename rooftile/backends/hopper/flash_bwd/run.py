@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.flash_bwd import dq_accumulator
 from rooftile.backends.hopper.flash_bwd.dkdv import flash_bwd_kv
 from rooftile.backends.hopper.flash_bwd.dq import flash_bwd_q
 from rooftile.backends.hopper.flash_bwd.fused import flash_bwd
 from rooftile.backends.hopper.flash_bwd.row_stats import Words, row_words
-from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.flash_fwd.run import flags_of, numbers_of, processors, programs_and_tail, sizes_of
 from rooftile.backends.hopper.tiles import WARPGROUP, backward_kv_tile, backward_q_tile, backward_tile, padded
 from rooftile.backends.hopper.tma import descriptor, line, readable
