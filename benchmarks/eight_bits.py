@@ -1,6 +1,6 @@
 """Attention in 8 bits beside the fastest in 16: end to end, the attention alone, and what quantising reads and writes a second.
 
-    PYTHONPATH=. python benchmarks/eight_bits.py COMMIT >> benchmarks/results/h200-eight-bits.jsonl
+    PYTHONPATH=. python benchmarks/eight_bits.py COMMIT >> benchmarks/results/h200-precision.jsonl
 
 16,384 queries and keys, 2,048 / D heads, and shorter, bf16; contestants take turns, medians of all samples. Peers that are
 installed.

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import ncu
+from benchmarks.ladder import ncu
 from rooftile.bench.peers import provider_named
 from rooftile.cases import CASES
 from rooftile.cost import flops

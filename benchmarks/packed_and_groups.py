@@ -1,6 +1,6 @@
 """Packed sequences beside dense ones, and groups beside as many heads without: TFLOP/s, forward and backward.
 
-    PYTHONPATH=. python benchmarks/packed_and_groups.py COMMIT [fwd|bwd] >> benchmarks/results/h200-packed-groups.jsonl
+    PYTHONPATH=. python benchmarks/packed_and_groups.py COMMIT [fwd|bwd] >> benchmarks/results/h200-packed.jsonl
 
 16,384 tokens and 2,048 / D heads, bf16. The packed lengths are drawn between 64 and 8,192 from a fixed seed; dense is two
 sequences of 8,192. What is compared takes turns, and each number is the median of all its samples.

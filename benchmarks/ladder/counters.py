@@ -1,22 +1,22 @@
-"""What the chip's counters say of every rung of the ladder: a JSON line a rung. Needs Nsight Compute (ncu).
+"""Reads the chip's counters for every rung of the ladder: a row for each rung, as a JSON line. Needs Nsight Compute (ncu).
 
-    PYTHONPATH=. python -m benchmarks.ladder.counters COMMIT [RUNG ...] >> benchmarks/results/h200-ladder-counters.jsonl
+    PYTHONPATH=. python -m benchmarks.ladder.counters [RUNG ...] >> benchmarks/results/h200-ladder-counters.jsonl
 
-One warm run of each rung, all its kernels; shares of a peak are means over the kernels by their time. A stall is a reason for
-which warps, on average over a cycle in which one issues, could not.
+Each rung is run once, warm. A share of a peak is the mean over the rung's kernels, weighted by their time. `stall_REASON` counts
+the warps that could not issue for that reason, on average over the cycles in which one issued; the four largest are kept.
 """
 
 # ruff: noqa: T201 - what it prints is what it is for
 from __future__ import annotations
 
-import json
 import sys
-from datetime import UTC, datetime
 
 import torch
 
-from benchmarks import ncu
-from benchmarks.ladder.run import RUNGS
+from benchmarks.ladder import ncu
+from benchmarks.ladder.run import RUNGS, case_of
+from rooftile.bench.results import Row
+from rooftile.bench.session import Session, open_session
 
 TIME, BYTES = "gpu__time_duration.sum", "dram__bytes.sum"
 SHARES = {
@@ -34,7 +34,7 @@ REASONS = (
 )  # fmt: skip
 
 
-def found(rung: str, causal: bool) -> dict[str, object]:
+def counted(session: Session, rung: str, causal: bool) -> Row:
     metrics = [TIME, BYTES, *SHARES.values(), *(STALL.format(reason) for reason in REASONS)]
     arguments = ("--once", rung, *(["causal"] if causal else []))
     kernels = ncu.kernels(metrics, "benchmarks.ladder.run", *arguments, clocks="none")
@@ -43,24 +43,22 @@ def found(rung: str, causal: bool) -> dict[str, object]:
     def mean(metric: str) -> float:
         return round(sum(kernel[TIME] * kernel[metric] for kernel in kernels) / time, 2)
 
-    stalls = {reason: mean(STALL.format(reason)) for reason in REASONS}
-    return {
-        "rung": rung,
-        "mask": "causal" if causal else "full",
-        "kernels": len(kernels),
-        "us": round(time / 1e3, 1),
-        "dram_mb": round(sum(kernel[BYTES] for kernel in kernels) / 1e6, 1),
-        **{f"{name}_percent": mean(metric) for name, metric in SHARES.items()},
-        "stalls": dict(sorted(stalls.items(), key=lambda item: -item[1])[:4]),
-    }
+    stalls = sorted(((mean(STALL.format(reason)), reason) for reason in REASONS), reverse=True)
+    measures = {"kernels": len(kernels), "kernels_us": round(time / 1e3, 1)}
+    measures |= {"dram_mb": round(sum(kernel[BYTES] for kernel in kernels) / 1e6, 1)}
+    measures |= {f"{name}_percent": mean(metric) for name, metric in SHARES.items()}
+    measures |= {f"stall_{reason}": warps for warps, reason in stalls[:4]}
+    return Row(
+        suite="ladder-counters", case=case_of(causal).name, backend=rung, phase="fwd", measures=measures, **session.about("bf16")
+    )
 
 
-def main(commit: str, rungs: tuple[str, ...]) -> None:
-    about = {"device": torch.cuda.get_device_name(), "commit": commit, "date": datetime.now(UTC).isoformat()}
+def main(rungs: tuple[str, ...]) -> None:
+    session = open_session(torch.device("cuda"))
     for causal in (False, True):
         for rung in rungs:
-            print(json.dumps(found(rung, causal) | about), flush=True)
+            print(counted(session, rung, causal).json(), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "unknown", tuple(sys.argv[2:]) or RUNGS)
+    main(tuple(sys.argv[1:]) or RUNGS)

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from benchmarks.ladder.run import RUNGS
+from rooftile.bench import results
+from rooftile.bench.results import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMES = ROOT / "benchmarks/results/h200-ladder.jsonl"
@@ -18,9 +18,7 @@ COUNTERS = ROOT / "benchmarks/results/h200-ladder-counters.jsonl"
 PAGE = ROOT / "docs/concepts/ladder.md"
 FIGURE = ROOT / "docs/concepts/ladder.svg"
 
-Row = dict[str, Any]
-
-# what each rung is, and what its counters say holds it back
+# each rung, and its limit by the counters
 RUNG = {
     "standard": (
         "the matrices of scores and weights in memory",
@@ -84,8 +82,7 @@ is not among them is not in the table.
 
 def read(path: Path) -> dict[tuple[str, str], Row]:
     """The last row of each (rung, mask)."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return {(row["rung"], row["mask"]): row for row in rows}
+    return {(row.backend, row.case.split("-")[1]): row for row in results.read(path)}
 
 
 def page(times: dict[tuple[str, str], Row], counters: dict[tuple[str, str], Row]) -> str:
@@ -97,14 +94,14 @@ def page(times: dict[tuple[str, str], Row], counters: dict[tuple[str, str], Row]
     ]
     for rung in there:
         full, causal, found = times[rung, "full"], times[rung, "causal"], counters[rung, "full"]
-        shares = (f"{found[f'{name}_percent']:.0f} %" for name in ("tensor", "exp", "issue", "dram", "l2"))
+        shares = (f"{found.measures[f'{name}_percent']:.0f} %" for name in ("tensor", "exp", "issue", "dram", "l2"))
         cells = (
-            rung, f"{full['median_us']:,.0f}", f"{full['tflops']:.0f}", f"{100 * full['tflops'] / full['matmul_tflops']:.0f} %",
-            f"{causal['median_us']:,.0f}", f"{causal['tflops']:.0f}", *shares, f"{found['dram_mb']:,.0f}",
+            rung, f"{full.median_us:,.0f}", f"{full.tflops:.0f}", f"{100 * full.tflops / full.matmul_tflops:.0f} %",
+            f"{causal.median_us:,.0f}", f"{causal.tflops:.0f}", *shares, f"{found.measures['dram_mb']:,.0f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     sources = {
-        f"{what}: {row['device']}, {row['date'][:10]}, commit {row['commit']}"
+        f"{what}: {row.device}, {row.date[:10]}, commit {row.commit}"
         for what, rows in (("Times", times), ("Counters", counters))
         for (rung, _), row in rows.items()
         if rung in there
@@ -117,7 +114,7 @@ def page(times: dict[tuple[str, str], Row], counters: dict[tuple[str, str], Row]
 def figure(times: dict[tuple[str, str], Row]) -> str:
     """Bars for each rung: full above causal, and the ceiling as a line."""
     there = [rung for rung in RUNGS if (rung, "full") in times]
-    ceiling = times[there[0], "full"]["matmul_tflops"]
+    ceiling = times[there[0], "full"].matmul_tflops
     left, width, step, top = 110, 560, 46, 34
     scale = width / ceiling
     height = top + step * len(there) + 8
@@ -133,7 +130,7 @@ def figure(times: dict[tuple[str, str], Row]) -> str:
         y = top + step * n
         parts.append(f'<text x="{left - 8}" y="{y + 22}" fill="#222222" text-anchor="end">{escape(rung)}</text>')
         for mask, color, down in (("full", "#2f6fab", 0), ("causal", "#d08a2e", 18)):
-            tflops = times[rung, mask]["tflops"]
+            tflops = times[rung, mask].tflops
             length = round(tflops * scale, 1)
             parts.append(f'<rect x="{left}" y="{y + down}" width="{length}" height="15" rx="2" fill="{color}"/>')
             parts.append(f'<text x="{left + length + 6}" y="{y + down + 12}" fill="#222222">{tflops:.0f}</text>')

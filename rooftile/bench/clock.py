@@ -1,14 +1,17 @@
 """Time and peak memory of a call, on CUDA and on the CPU.
 
-CUDA: events around each call, the L2 cache flushed before it. The stream is first kept busy long enough for the host to
-queue every call, so that what is timed is the device and not Python. Peak memory is the caching allocator's.
+CudaClock puts events around each call and flushes the L2 cache before it. The stream is first kept busy long enough for
+the host to queue every call, so the device is timed and not Python. Peak memory is the caching allocator's.
 
-CPU: the host's clock around each call. Peak memory is what torch's allocator handed out and had not got back, from the
-profiler's allocation events; scratch space that a library takes for itself (MKL, oneDNN) is not seen.
+HostClock reads the host's clock around each call. Peak memory is the most that torch's allocator had handed out and not
+got back, from the profiler's allocation events; scratch space that a library takes for itself (MKL, oneDNN) is not seen.
+
+ReplayClock captures a call in a CUDA graph and replays it back to back; CallClock times a loop of calls on the host.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -21,13 +24,17 @@ Work = Callable[[], Any]
 Name = TypeVar("Name", bound=Hashable)
 
 
-class Clock(Protocol):
-    """How one kind of device is timed. The work has run before: compiling is not a clock's business."""
-
-    peak_kind: str
+class Sampler(Protocol):
+    """How a call is timed. The work has run before: compiling is not a clock's business."""
 
     def samples(self, work: Work) -> list[float]:
         """Times of single calls in µs: as many as fit the time that a round has, at least one."""
+
+
+class Clock(Sampler, Protocol):
+    """How one kind of device is timed, and the memory of a call measured."""
+
+    peak_kind: str
 
     def peak_bytes(self, work: Work) -> int:
         """The most memory that a call holds beyond what was held before it, its results included."""
@@ -38,14 +45,19 @@ def clock_for(device: torch.device, budget_ms: float = 25.0) -> Clock:
     return CudaClock(device, budget_ms) if device.type == "cuda" else HostClock(budget_ms)
 
 
-def medians(works: Mapping[Name, Work], clock: Clock, rounds: int = 4) -> dict[Name, float]:
-    """The median of all samples of each work in µs; the works take turns."""
+def take_turns(works: Mapping[Name, Work], clock: Sampler, rounds: int = 4) -> dict[Name, list[float]]:
+    """All samples of each work in µs; the works take turns."""
     taken: dict[Name, list[float]] = {name: [] for name in works}
     for turn in range(rounds):
         # back and forth: a chip that has been busy for a while clocks lower
         for name in list(works)[:: -1 if turn % 2 else 1]:
             taken[name] += clock.samples(works[name])
-    return {name: median(samples) for name, samples in taken.items()}
+    return taken
+
+
+def medians(works: Mapping[Name, Work], clock: Sampler, rounds: int = 4) -> dict[Name, float]:
+    """The median of all samples of each work in µs; the works take turns."""
+    return {name: median(samples) for name, samples in take_turns(works, clock, rounds).items()}
 
 
 class HostClock:
@@ -135,6 +147,109 @@ class CudaClock:
             stop.record()
         torch.cuda.synchronize(self._device)
         return [start.elapsed_time(stop) * 1e3 for start, stop in marks]
+
+
+class ReplayClock:
+    """CUDA graphs replayed back to back, as a serving engine runs a step: a sample is the mean of `times` replays.
+
+    The L2 cache is not flushed, so a work must read much more than it holds. Events around single calls would add the time
+    that a launch takes, and a flush before each leaves an L2 full of lines that must be written back meanwhile.
+    """
+
+    def __init__(self, times: int = 10) -> None:
+        self._times = times
+        self._graphs: dict[Work, torch.cuda.CUDAGraph] = {}
+
+    def samples(self, work: Work) -> list[float]:
+        """One sample in µs. The first one captures the work."""
+        if work not in self._graphs:
+            self._graphs[work] = captured(work)
+        replay = self._graphs[work].replay
+        start, stop = _event(), _event()
+        replay()
+        start.record()
+        for _ in range(self._times):
+            replay()
+        stop.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(stop) * 1e3 / self._times]
+
+
+class CallClock:
+    """The host's time per call in a loop of calls: a sample is the mean of `calls`.
+
+    Args:
+        device: a GPU is waited for before and after each loop.
+        calls: of one loop.
+        wait: whether the wait after the loop counts. With small tensors and `wait=False` the host's own work is timed; with
+            `wait=True` the time per call of a program that does nothing else.
+    """
+
+    def __init__(self, device: torch.device, calls: int = 1000, *, wait: bool = False) -> None:
+        self._device, self._calls, self._wait = device, calls, wait
+
+    def samples(self, work: Work) -> list[float]:
+        """One sample in µs, without garbage collection."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            self._synchronise()
+            start = time.perf_counter()
+            for _ in range(self._calls):
+                work()
+            if self._wait:
+                self._synchronise()
+            taken = time.perf_counter() - start
+        finally:
+            if collects:
+                gc.enable()
+        self._synchronise()
+        return [taken / self._calls * 1e6]
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def captured(work: Work) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of one call, which is run once before it is captured."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def kernel_times(work: Work, calls: int = 10) -> tuple[float, float]:
+    """The µs that the kernels of one call take on the GPU, and how many there are: from torch's profiler, mean of `calls`.
+
+    Copies and fills count as kernels. Gaps between kernels do not count, so this is the least that a call could take.
+    """
+    intervals = device_intervals(work, calls)
+    return sum(stop - start for start, stop in intervals) / calls / 1e3, len(intervals) / calls
+
+
+def device_intervals(work: Work, calls: int) -> list[tuple[int, int]]:
+    """Start and end, in ns, of everything that runs on the GPU in so many calls. Raises RuntimeError if nothing does."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    # the profiler prints a line when it starts and stops otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # a step in flight belongs to nobody who is counted
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        for _ in range(calls):
+            work()
+        torch.cuda.synchronize()
+    events = seen.profiler.kineto_results.events()
+    # kernels, copies and fills; the host's part of a launch has the device type CPU
+    intervals = [(event.start_ns(), event.end_ns()) for event in events if event.device_type() == DeviceType.CUDA]
+    if not intervals:
+        raise RuntimeError(
+            f"the profiler saw nothing run on the GPU, only {sorted({event.name() for event in events})}"
+        )
+    return intervals
 
 
 def _event() -> torch.cuda.Event:

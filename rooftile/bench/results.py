@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from rooftile.bench.session import About
 from rooftile.errors import InvalidInput
@@ -24,17 +25,22 @@ from rooftile.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row(About):
-    """One case on one backend in one phase, or why it was not timed."""
+    """One case on one backend in one phase, or the reason why it was not timed.
 
+    A field that does not apply keeps its default and is absent from the line. Low and high are quartiles; of fewer than
+    four runs they are the least and the most.
+    """
+
+    suite: str  # the `rooftile bench` command that measured it
     case: str
     backend: str  # as asked: "rooftile" for the automatic choice, a backend's or a peer's name
-    ran: str  # the backend that ran: for "rooftile" the one that was chosen; "" if none
-    phase: str  # "fwd" without gradients, "bwd" the backward alone
-    problem: str  # the spec and sizes in words
-    median_us: float | None = None
-    low_us: float | None = None  # quartiles
+    ran: str = ""  # the backend that ran: for "rooftile" the one that was chosen
+    phase: str  # "fwd" without gradients, "bwd" the backward alone, "step", "decode", "serve", ...
+    problem: str = ""  # the spec and sizes in words
+    median_us: float | None = None  # of a call, a training step or a whole run of a workload
+    low_us: float | None = None
     high_us: float | None = None
-    samples: int = 0
+    samples: int | None = None
     tflops: float | None = None
     gbs: float | None = None  # compulsory bytes over the time
     roofline_percent: float | None = None
@@ -42,11 +48,19 @@ class Row(About):
     error: float | None = None  # |x - exact| / |exact|, Frobenius, against fp64; the worst of dq, dk, dv in "bwd"
     peak_bytes: int | None = None  # beyond the inputs; in "bwd" of a forward and backward together
     peak_kind: str = ""  # how it was measured
+    measures: dict[str, float] = field(default_factory=dict)  # other numbers, medians; each name ends with its unit
+    low: dict[str, float] = field(default_factory=dict)  # of measures
+    high: dict[str, float] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # how it was run, where the case's name does not say
     reason: str = ""  # why there is no time
 
     def json(self) -> str:
-        """The row as one line."""
-        return json.dumps(asdict(self))
+        """The row as one line, without the fields that do not apply."""
+        shared = {one.name for one in fields(About)}
+        # the measurement first, then the machine
+        ordered = sorted(fields(self), key=lambda one: one.name in shared)
+        values = [(one.name, getattr(self, one.name), one.default) for one in ordered]
+        return json.dumps({name: value for name, value, default in values if value != default and value != {}})
 
 
 METRICS: dict[str, tuple[str, Callable[[Row], str]]] = {

@@ -11,8 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from statistics import quantiles
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,11 +20,13 @@ from rooftile.bench import peers
 from rooftile.bench.check import Conformance
 from rooftile.bench.clock import Clock, clock_for
 from rooftile.bench.results import Row
+from rooftile.bench.rows import timed_row
 from rooftile.bench.session import Session, open_session
 from rooftile.cases import Case, Inputs
 from rooftile.cost import roof
 from rooftile.cost.flops import check_phase
 from rooftile.errors import InvalidInput
+from rooftile.spec import Problem
 
 __all__ = ["Progress", "Session", "measure", "open_session"]
 
@@ -186,14 +187,15 @@ def _take_turn(contestant: _Contestant, inputs: Inputs, do: Tensor | None, phase
 
         def turn(phase: str = phase) -> None:
             assert contestant.forward is not None
-            work = _timed_work(contestant.forward, inputs, do, phase)
+            work = timed_work(contestant.forward, inputs, do, phase)
             contestant.times.setdefault(phase, []).extend(clock.samples(work))
 
         if phase not in contestant.reasons and sum(contestant.times.get(phase, [])) < PATIENCE_US:
             _guarded(contestant, (phase,), turn)
 
 
-def _timed_work(forward: Callable[[], Tensor], inputs: Inputs, do: Tensor | None, phase: str) -> Callable[[], object]:
+def timed_work(forward: Callable[[], Tensor], inputs: Inputs, do: Tensor | None, phase: str) -> Callable[[], object]:
+    """The call that is timed: a forward without gradients, or the backward alone, on a graph that is kept."""
     if phase == "fwd":
 
         def alone() -> Tensor:
@@ -231,37 +233,26 @@ def _guarded(contestant: _Contestant, phases: Sequence[str], work: Callable[[], 
 
 def _row(contestant: _Contestant, phase: str, case: Case, session: Session, clock: Clock) -> Row:
     problem = case.problem(session.machine.arch, needs_grad=phase == "bwd")
-    sizes = problem.sizes
-    floor = roof(problem, session.ceilings, phase)
-    row = Row(
+    reason = contestant.reasons.get(phase, "")
+    return timed_row(
+        session,
+        [] if reason else contestant.times.get(phase, []),
+        dtype=case.dtype,
+        roof=roof(problem, session.ceilings, phase),
+        suite="attention",
         case=case.name,
         backend=contestant.name,
         ran=contestant.ran.get(phase, ""),
         phase=phase,
-        problem=f"{problem.spec}, B {sizes.B} T {sizes.T} S {sizes.S} H {sizes.H} Hk {sizes.Hk}",
-        binds=floor.binds,
+        problem=words_of(problem),
         error=contestant.errors.get(phase),
         peak_bytes=contestant.peaks.get(phase),
         peak_kind=clock.peak_kind,
-        **session.about(case.dtype),
-        reason=contestant.reasons.get(phase, ""),
-    )
-    times = contestant.times.get(phase, [])
-    if row.reason or not times:
-        return row
-    low, median, high = quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-    return replace(
-        row,
-        median_us=_figures(median),
-        low_us=_figures(low),
-        high_us=_figures(high),
-        samples=len(times),
-        tflops=_figures(floor.flops / median / 1e6),
-        gbs=_figures(floor.bytes_moved / median / 1e3),
-        roofline_percent=_figures(floor.percent(median)),
+        reason=reason,
     )
 
 
-def _figures(value: float) -> float:
-    """Six significant figures: more are noise in a line that people read."""
-    return float(f"{value:.6g}")
+def words_of(problem: Problem) -> str:
+    """A spec and its sizes in words."""
+    sizes = problem.sizes
+    return f"{problem.spec}, B {sizes.B} T {sizes.T} S {sizes.S} H {sizes.H} Hk {sizes.Hk}"

@@ -1,7 +1,8 @@
-"""What the rows of one run share: the machine, its ceilings, the commit, and when it began."""
+"""The facts that all rows of one run share: the machine, its ceilings, the commit, and the time at which the run began."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
@@ -18,17 +19,17 @@ from rooftile.hardware.device import Device, describe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What every row of a run says of the machine, the software and the run."""
+    """The machine, the software and the run that a row belongs to. Lines that were converted may lack some of it."""
 
     device: str
-    arch: str
-    driver: str
-    torch: str
-    triton: str
+    arch: str = ""
+    driver: str = ""
+    torch: str = ""
+    triton: str = ""
     commit: str
     date: str  # when the run began: the same for all lines of a run
-    copy_gbs: float  # the ceilings that percentages refer to
-    matmul_tflops: float | None
+    copy_gbs: float | None = None  # the ceilings that percentages refer to
+    matmul_tflops: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,13 @@ class Session:
     commit: str
     date: str
 
+    @property
+    def dtype(self) -> str:
+        """The dtype in which models run here: "bf16" on a GPU, "fp32" on a CPU."""
+        return "bf16" if self.device.type == "cuda" else "fp32"
+
     def about(self, dtype: str) -> dict[str, Any]:
-        """The fields of `About`, with the ceilings of what is computed in dtype."""
+        """The fields of `About`, with the matrix-product ceiling of a dtype."""
         machine, rates = self.machine, self.ceilings.matmul_tflops
         about = About(
             device=machine.name, arch=machine.arch, driver=machine.driver, torch=machine.torch, triton=machine.triton,
@@ -51,20 +57,26 @@ class Session:
         return asdict(about)
 
 
-def open_session(device: torch.device | str = "cpu", *, refresh: bool = False, commit: str = "") -> Session:
+def open_session(device: torch.device | str = "cpu", *, refresh: bool = False) -> Session:
     """Describes the machine and takes its ceilings: from the cache, or measured now with `refresh`."""
     device = torch.device(device)
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return Session(device, describe(device), ceilings.measure(device, refresh=refresh), commit or _commit(), date)
+    return Session(device, describe(device), ceilings.measure(device, refresh=refresh), commit(), date)
 
 
-def _commit() -> str:
-    """The commit of the checkout that this code runs from, "+" after it if files changed; "" where git cannot say."""
+def commit() -> str:
+    """The commit of the checkout that this code runs from, with "+" after it if tracked files changed.
+
+    Without a git checkout: the environment variable ROOFTILE_COMMIT, or "unknown".
+    """
     folder = Path(__file__).parents[2]
-    if not (folder / ".git").exists() or shutil.which("git") is None:
-        return ""
-    asked = [
-        subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False).stdout.strip()
-        for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-    ]
-    return asked[0] + "+" * bool(asked[1])
+    if (folder / ".git").exists() and shutil.which("git") is not None:
+        asked = [
+            subprocess.run(
+                ["git", "-C", str(folder), *words], capture_output=True, text=True, check=False
+            ).stdout.strip()
+            for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        ]
+        if asked[0]:
+            return asked[0] + "+" * bool(asked[1])
+    return os.environ.get("ROOFTILE_COMMIT") or "unknown"

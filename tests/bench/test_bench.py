@@ -14,16 +14,10 @@ from rooftile.bench import check, compare, peers, results
 from rooftile.bench.clock import HostClock, medians
 from rooftile.bench.results import Row
 from rooftile.bench.run import measure
-from rooftile.bench.session import Session
 from rooftile.cases import CASES, Case
-from rooftile.hardware.ceilings import Ceilings
-from rooftile.hardware.device import describe
 from rooftile.masks import CAUSAL, FULL, Window
+from tests.bench.session import CEILINGS, SESSION
 
-CEILINGS = Ceilings(
-    device="d", copy_gbs=10.0, matmul_tflops={"fp32": 0.1, "bf16": 0.1, "fp16": 0.1}, launch_us=1.0, date="2026-01-01"
-)
-SESSION = Session(torch.device("cpu"), describe("cpu"), CEILINGS, "abc", "2026-01-02T03:04:05+00:00")
 SMALL = CASES["gqa2"]
 
 
@@ -315,7 +309,9 @@ def test_the_peers_of_a_cpu_are_right(name: str, case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", ["mha", "causal-more-keys", "causal-window", "prefix", "two-chunks", "softcap", "alibi"])
+@pytest.mark.parametrize(
+    "name", ["mha", "causal-more-keys", "causal-window", "prefix", "two-chunks", "softcap", "alibi"]
+)
 def test_flex_is_asked_for_the_same_problem(monkeypatch, name: str) -> None:
     # uncompiled it runs anywhere, and its masks and scores are the same functions
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
@@ -356,9 +352,9 @@ def test_what_would_fill_the_memory_of_a_host_is_refused(name: str) -> None:
 
 def row(case: str = "c", backend: str = "ours", phase: str = "fwd", us: float | None = 10.0, **more) -> Row:
     values = {
-        "case": case, "backend": backend, "ran": backend, "phase": phase, "problem": "p", "median_us": us, "low_us": us,
-        "high_us": us, "tflops": 12.34, "device": "GPU", "arch": "sm90", "driver": "1", "torch": "2", "triton": "3",
-        "commit": "abc", "date": "2026-01-01", "copy_gbs": 1.0, "matmul_tflops": 2.0,
+        "suite": "attention", "case": case, "backend": backend, "ran": backend, "phase": phase, "problem": "p",
+        "median_us": us, "low_us": us, "high_us": us, "tflops": 12.34,
+        "device": "GPU", "arch": "sm90", "driver": "1", "torch": "2", "triton": "3", "commit": "abc", "date": "2026-01-01", "copy_gbs": 1.0, "matmul_tflops": 2.0,
     }  # fmt: skip
     return Row(**(values | more))
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 pytest.importorskip("triton", reason="the rungs are Triton kernels")
 
 from benchmarks.ladder import page
 from benchmarks.ladder.run import RUNGS
+from rooftile.bench import results
+from rooftile.bench.results import Row
 
 
 def test_page_and_figure_are_what_the_results_make_them() -> None:
@@ -23,7 +23,11 @@ def test_every_rung_has_a_name_for_its_limit() -> None:
 
 
 def test_a_later_line_of_a_rung_counts(tmp_path) -> None:
-    lines = [{"rung": "plain", "mask": "full", "median_us": n} for n in (1.0, 2.0)]
+    about = {"device": "d", "commit": "c", "date": "2026-01-01"}
+    rows = [
+        Row(suite="ladder", case="d128-full-4k", backend="plain", phase="fwd", median_us=us, **about)
+        for us in (1.0, 2.0)
+    ]
     path = tmp_path / "times.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert page.read(path) == {("plain", "full"): lines[1]}
+    results.append(path, [row.json() for row in rows])
+    assert page.read(path) == {("plain", "full"): rows[1]}

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ncu
+from benchmarks.ladder import ncu
 
-PRINTED = '''==PROF== Connected to process 1
+PRINTED = """==PROF== Connected to process 1
 "ID","Kernel Name","time.sum","cycles.avg"
 "","","nsecond","cycle"
 "0","first","1,250","3.5"
 "1","second","10","1,000,000"
-'''
+"""
 
 
 def pretend(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

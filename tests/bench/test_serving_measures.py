@@ -3,9 +3,8 @@ pool with a stub for a model."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,25 +13,20 @@ import torch
 
 from rooftile.bench import results, serving, workloads
 from rooftile.bench.driver import Course, Sample, Trace, drive, fitted
+from rooftile.bench.measures import Costs, Measures, measures
 from rooftile.bench.models import MODELS, decoder_named
-from rooftile.bench.serving import Measures, Row, measure, measures
-from rooftile.bench.session import Session
+from rooftile.bench.serving import measure
 from rooftile.bench.workloads import ALPACA, LONGEST, SHAREGPT, SLOTS, WORKLOADS, Ask, Scale, Workload, named, poisson
+from rooftile.cost.decoder import DecoderCost
 from rooftile.errors import InvalidInput
-from rooftile.hardware.ceilings import Ceilings
-from rooftile.hardware.device import describe
+from rooftile.hardware.chips import Rates
 from rooftile.kvcache import BlockPool, ReservedPool
 from rooftile.serve.engine import Engine
 from rooftile.serve.llm import LLM
 from rooftile.serve.runner import Result
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.scheduler import Plan
-
-SESSION = Session(
-    torch.device("cpu"), describe("cpu"),
-    Ceilings(device="d", copy_gbs=10.0, matmul_tflops={"fp32": 0.1}, launch_us=1.0, date="2026-01-01"),
-    "abc", "2026-01-02T03:04:05+00:00",
-)  # fmt: skip
+from tests.bench.session import SESSION
 
 
 @dataclass
@@ -165,7 +159,13 @@ def asked(prompt: list[int], tokens: int, at: float = 0.0, **more: int) -> Ask:
 
 def test_rates_and_percentiles_are_those_of_a_hand() -> None:
     clock = Ticks(time=40.0)
-    requests = (asked([1, 2], 3), asked([3], 2, at=0.8), asked([4], 1, at=3.0), asked([], 1), asked([5], 9, at=0.9, gone=2))
+    requests = (
+        asked([1, 2], 3),
+        asked([3], 2, at=0.8),
+        asked([4], 1, at=3.0),
+        asked([], 1),
+        asked([5], 9, at=0.9, gone=2),
+    )
     workload = Workload(name="w", purpose="p", requests=requests)
     course = drive(FakeEngine(clock), workload, clock=clock, every=2)  # type: ignore[arg-type]
     # tokens at 0.5, 1, 1.5; the second and the last are taken in at 1: 1.5, 2; it sleeps from 2 to 3: 3.5
@@ -224,10 +224,12 @@ def test_a_run_without_answers_has_no_times() -> None:
 
 
 def test_the_floor_counts_weights_each_step_the_cache_each_token_and_the_products_of_prompts() -> None:
-    costs = serving.Costs(weight_bytes=1000, token_bytes=10, token_flops=50, bytes_s=1e4, flops_s=1e3)
+    costs = Costs(
+        DecoderCost(weight_bytes=1000, token_bytes=10, token_flops=50), Rates(flops_per_s=1e3, bytes_per_s=1e4)
+    )
     # 4 tokens after a prompt of 10: the first comes with the prompt, the others read 11, 12 and 13 tokens
     course = Course([Trace(10, lengths=[4], times=[1.0], fate="answered")], [Sample(0, 0, 1, 1.0)], 2.0, 0.0, 4, 14, 0)
-    assert costs.floor(course) == pytest.approx((4 * 1000 + 36 * 10) / 1e4 + 10 * 50 / 1e3)
+    assert costs.floor_s(course) == pytest.approx((4 * 1000 + 36 * 10) / 1e4 + 10 * 50 / 1e3)
     assert measures(course, costs=costs).floor_percent == pytest.approx(100 * (0.436 + 0.5) / 2.0)
 
 
@@ -239,11 +241,12 @@ def test_costs_of_a_model_are_its_numbers() -> None:
     assert in_fp8 is not None
     # q and o 64 x 64, k and v 64 x 32, three of the feed-forward, two norms; the tied table is read for the head
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
-    assert costs.token_flops == 2 * 2 * layer
-    assert costs.weight_bytes == 4 * (2 * layer + 512 * 64 + 64)
-    assert costs.token_bytes == 2 * 2 * 2 * 16 * 4
+    assert costs.model.token_flops == 2 * 2 * layer
+    assert costs.model.weight_bytes == 4 * (2 * layer + 512 * 64 + 64)
+    assert costs.rates == (0.1e12, 10e9)
+    assert costs.model.token_bytes == 2 * 2 * 2 * 16 * 4
     # a number takes a byte, a head 4 for its scale
-    assert in_fp8.token_bytes == 2 * 2 * 2 * (16 + 4)
+    assert in_fp8.model.token_bytes == 2 * 2 * 2 * (16 + 4)
 
 
 @pytest.mark.parametrize(("name", "billions", "kib"), [("0.6b", 0.596, 112), ("1b", 1.236, 32), ("8b", 8.03, 128)])
@@ -310,9 +313,10 @@ def test_paging_answers_twice_as_many_requests_in_a_step_as_reserving() -> None:
     # as in the paper: seven at once
     assert contiguous.running == pytest.approx(7.0, abs=0.1)
     assert contiguous.waste_percent > 75
-    ratio = serving.ratios(paged, contiguous)
-    assert ratio["requests_per_step"] == pytest.approx(ratio["steps"]) == pytest.approx(ratio["output_tok_s"])
-    assert ratio["steps"] > 4
+    ratio = serving.ratios(asdict(paged), asdict(contiguous))
+    assert ratio["requests_per_step_over_reserved"] == pytest.approx(ratio["steps_over_reserved"])
+    assert ratio["requests_per_step_over_reserved"] == pytest.approx(ratio["output_tok_s_over_reserved"])
+    assert ratio["steps_over_reserved"] > 4
 
 
 # the paper gives 16.2 to 30.5 % for ShareGPT's lengths, and for six samples drawn lengths give 29 %: they stay below its most.
@@ -362,7 +366,7 @@ def test_every_workload_runs_on_a_small_model_and_leaves_the_pool_clean(name: st
     monkeypatch.setattr(serving, "LLM", lambda *given, **options: made.append(LLM(*given, **options)) or made[-1])
     (workload,) = named([name], factor=0.02)
     rows = list(measure([workload], SESSION, model="tiny", scale=0.02, runs=1))
-    assert [row.allocator for row in rows] == sorted(workload.allocators)
+    assert [row.backend for row in rows] == [f"rooftile, {name}" for name in sorted(workload.allocators)]
     assert len(made) == len(rows)
     for llm in made:
         engine = llm.engine
@@ -371,40 +375,39 @@ def test_every_workload_runs_on_a_small_model_and_leaves_the_pool_clean(name: st
         assert engine.pool.used_blocks == 0
         assert not hasattr(engine.runner, "samples")
     for row in rows:
-        found = row.median
-        assert found.requests + found.refused + found.gone == len(workload.requests)
-        assert (found.refused > 0) == (name == "W9")
-        assert found.output_tok_s > 0
-        assert found.host_us_step > 0
-        assert found.peak_bytes > 0
-        assert row.start_s > 0
+        found = row.measures
+        assert (row.suite, row.case, row.phase, row.samples) == ("serving", f"{name}-tiny-x0.02", "serve", 1)
+        assert found["requests"] + found["refused"] + found["gone"] == len(workload.requests)
+        assert (found["refused"] > 0) == (name == "W9")
+        assert found["output_tok_s"] > 0
+        assert found["host_us_step"] > 0
+        assert found["start_s"] > 0
+        assert row.median_us > 0
+        assert row.peak_bytes > 0
 
 
 def test_w8_takes_fewer_steps_paged_than_contiguous() -> None:
     contiguous, paged = measure(named(["W8"], factor=0.04), SESSION, model="tiny", runs=1)
-    assert (contiguous.allocator, paged.allocator) == ("contiguous", "paged")
-    assert paged.median.requests == contiguous.median.requests == 40
-    assert paged.median.steps < contiguous.median.steps
-    assert paged.over_contiguous is not None
-    assert paged.over_contiguous["steps"] == pytest.approx(contiguous.median.steps / paged.median.steps)
-    assert contiguous.over_contiguous is None
+    assert (contiguous.backend, paged.backend) == ("rooftile, contiguous", "rooftile, paged")
+    assert paged.measures["requests"] == contiguous.measures["requests"] == 40
+    assert paged.measures["steps"] < contiguous.measures["steps"]
+    due = contiguous.measures["steps"] / paged.measures["steps"]
+    assert paged.measures["steps_over_reserved"] == pytest.approx(due, rel=1e-5)
+    assert "steps_over_reserved" not in contiguous.measures
 
 
 def test_runs_begin_with_an_empty_cache_and_rows_survive_their_file(tmp_path: Path) -> None:
     chosen = named(["W4-80"], factor=0.05)
     one, three = (next(measure(chosen, SESSION, model="tiny", scale=0.05, runs=runs)) for runs in (1, 3))
     # all runs read the same tokens: what they have in common they find anew
-    assert three.low.steps == three.high.steps == three.median.steps == one.median.steps
-    assert three.low.waste_percent <= three.median.waste_percent <= three.high.waste_percent
-    assert three.low.output_tok_s <= three.median.output_tok_s <= three.high.output_tok_s
+    assert three.low["steps"] == three.high["steps"] == three.measures["steps"] == one.measures["steps"]
+    for name in ("waste_percent", "output_tok_s"):
+        assert three.low[name] <= three.measures[name] <= three.high[name]
     path = tmp_path / "deep" / "rows.jsonl"
-    for row in (one, three):
-        results.append(path, [row.json()])
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["runs"] for line in lines] == [1, 3]
-    restored = Row(**{key: Measures(**value) if key in ("median", "low", "high") else value for key, value in lines[1].items()})
-    assert restored == three
-    assert (lines[0]["commit"], lines[0]["date"], lines[0]["device"]) == ("abc", SESSION.date, SESSION.machine.name)
+    results.append(path, [row.json() for row in (one, three)])
+    assert results.read(path) == [one, three]
+    assert [row.samples for row in results.read(path)] == [1, 3]
+    assert (one.commit, one.date, one.device) == ("abc", SESSION.date, SESSION.machine.name)
 
 
 def test_an_engine_whose_driver_fails_is_left_idle() -> None:
@@ -418,7 +421,9 @@ def test_an_engine_whose_driver_fails_is_left_idle() -> None:
     workload = replace(workload, requests=fitted(workload, 512))
     with pytest.raises(KeyboardInterrupt):
         drive(LLM(runner.decoder, max_model_len=256).engine, workload, say=fail)
-    short = replace(workload, requests=(workload.requests[0]._replace(prompt=[1], params=SamplingParams(max_tokens=3)),))
+    short = replace(
+        workload, requests=(workload.requests[0]._replace(prompt=[1], params=SamplingParams(max_tokens=3)),)
+    )
     assert drive(llm.engine, short).traces[0].fate == "answered"
     assert llm.engine.runner is runner
     assert llm.engine.idle

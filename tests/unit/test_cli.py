@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rooftile.bench import results
+from rooftile.bench import results, session
+from rooftile.bench.suites import SUITES
 from rooftile.cli import main
 from rooftile.hardware import ceilings
 
@@ -42,7 +43,7 @@ def run(capsys: pytest.CaptureFixture[str]):
 COMMANDS = [
     ("doctor",), ("explain",), ("warmup",), ("generate",), ("report",), ("bench", "attention"), ("bench", "serving"),
     ("bench", "list"),
-    ("bench", "compare"),
+    ("bench", "compare"), ("bench", "engine"), *(("bench", name) for name in SUITES),
 ]  # fmt: skip
 
 
@@ -99,23 +100,23 @@ def test_bench_attention_prints_a_table_and_appends_lines(run, tmp_path: Path) -
 
 def test_bench_attention_prints_json_lines_on_stdout(run) -> None:
     words = ("bench", "attention", "--device", "cpu", "--case", "one-by-one", "--backend", "eager", "--peers", "")
-    code, out, _ = run(*words, "--phase", "fwd", "--rounds", "1", "--json", "-", "--commit", "c0ffee")
+    code, out, _ = run(*words, "--phase", "fwd", "--rounds", "1", "--json", "-")
     (line,) = out.splitlines()
     assert code == 0
-    assert json.loads(line)["commit"] == "c0ffee"
+    assert json.loads(line)["commit"] == session.commit()
 
 
 def test_bench_serving_prints_tables_and_appends_lines(run, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     words = ("bench", "serving", "--device", "cpu", "--workload", "W8", "--workload", "W10", "--scale", "0.02", "--runs", "1")
-    code, out, err = run(*words, "--commit", "c0ffee", "--json", str(file))
+    code, out, err = run(*words, "--json", str(file))
     assert (code, err) == (0, "")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(line["workload"], line["allocator"]) for line in lines] == [
-        ("W8", "contiguous"), ("W8", "paged"), ("W10", "paged")
+    rows = results.read(file)
+    assert [(row.case, row.backend) for row in rows] == [
+        ("W8-tiny-x0.02", "rooftile, contiguous"), ("W8-tiny-x0.02", "rooftile, paged"), ("W10-tiny-x0.02", "rooftile, paged")
     ]  # fmt: skip
-    assert {(line["model"], line["commit"], line["scale"], line["runs"]) for line in lines} == {("tiny", "c0ffee", 0.02, 1)}
-    for word in ("out tok/s", "waste %", "% floor", "TTFT", "E2E a token", "W8, paged over contiguous: requests_per_step"):
+    assert {(row.settings["model"], row.settings["scale"], row.samples) for row in rows} == {("tiny", 0.02, 1)}
+    for word in ("out tok/s", "waste %", "% floor", "TTFT", "E2E per token", "paged over contiguous: requests_per_step"):
         assert word in out
 
 
@@ -125,9 +126,9 @@ def test_bench_serving_hands_its_options_to_the_engine(run) -> None:
     code, out, _ = run(*words, *more, "--json", "-")
     (line,) = out.splitlines()
     row = json.loads(line)
-    assert (code, row["workload"], row["allocator"]) == (0, "W3@1000", "contiguous")
+    assert (code, row["case"], row["backend"]) == (0, "W3@1000-tiny-fp8-cache-x0.01", "rooftile, contiguous")
     assert row["settings"] | {"num_blocks": 64, "block_size": 8, "max_num_seqs": 2, "kv_dtype": "fp8"} == row["settings"]
-    assert row["median"]["running"] <= 2
+    assert row["measures"]["running"] <= 2
 
 
 def test_bench_list_knows_cases_and_providers(run) -> None:
@@ -142,7 +143,7 @@ def test_bench_list_knows_cases_and_providers(run) -> None:
 def test_bench_compare_states_the_bar(run, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     shared = {
-        "case": "c", "ran": "", "phase": "fwd", "problem": "", "device": "", "arch": "", "driver": "", "torch": "",
+        "suite": "", "case": "c", "ran": "", "phase": "fwd", "problem": "", "device": "", "arch": "", "driver": "", "torch": "",
         "triton": "", "commit": "", "date": "", "copy_gbs": 1.0, "matmul_tflops": 1.0,
     }  # fmt: skip
     rows = [results.Row(backend=name, median_us=us, **shared) for name, us in (("a", 10.0), ("b", 15.0))]
@@ -178,6 +179,8 @@ def test_warmup_runs_each_case_once(run) -> None:
         (("bench", "attention", "--case", "mha", "--rounds", "0"), "rounds is 0; must be at least 1"),
         (("bench", "attention", "--backend", "", "--peers", ""), "bench got nothing to time"),
         (("bench", "serving", "--workload", "W12"), "no workload is called 'W12'; has W1, W2, W3"),
+        (("bench", "engine", "--case", "nope"), "bench engine has no case 'nope'; has start, W1, W10"),
+        (("bench", "overhead", "--case", "nope"), "bench overhead has no case 'nope'; has host, d64-causal-512"),
         (("bench", "serving", "--model", "nope"), "model is 'nope', which is no folder; has tiny, 0.6b, 1b, 8b"),
         (("bench", "compare", "no-such-file.jsonl"), "no-such-file.jsonl does not exist"),
         (("doctor", "--device", "tpu"), "device is 'tpu'; must be cpu, cuda or cuda:N"),

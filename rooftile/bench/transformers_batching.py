@@ -1,9 +1,9 @@
-"""Transformers' continuous batching, the peer of `benchmarks/serving.py`: the same requests to the same weights.
+"""Transformers' continuous batching, the peer of `rooftile bench engine`: the same requests on the same weights.
 
-Its model has no weights of its own but views of the decoder's. It gets what it can have without another package: a cache in which
-all requests find room, as many tokens a step as our engine, no search for shared prefixes, and a run of short answers before the
-one that counts. It decides itself against CUDA graphs: they need padding, and the mask of its own attention makes padding dear;
-of ours it does not know that it needs none.
+The model of Transformers holds views of the decoder's weights. It is given all that it can have without another package: a cache
+with room for all requests, as many tokens per step as our engine, no search for shared prefixes, and a run of short answers
+before the one that counts. It decides against CUDA graphs by itself: they need padding, which its own attention's mask makes
+expensive, and it does not know that ours needs no mask.
 """
 
 from __future__ import annotations
@@ -23,26 +23,34 @@ from rooftile.integrations import transformers as integration
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.weights import tensors_of
 
-# what the run before has of each answer
+# tokens of each answer in the run before the one that counts
 WARM_TOKENS = 16
 STEP_TOKENS = 8192
 
 
-# the attentions that Transformers is run with
-PEERS = ("paged|sdpa", "paged|rooftile")
+class Answers(NamedTuple):
+    """A peer's run: rate and lengths; only `reason` if it never got that far."""
+
+    output_tok_s: float = 0.0
+    output_tokens: int = 0
+    requests: int = 0
+    as_asked: bool = False
+    seconds: float = 0.0
+    reason: str = ""
+    settings: dict[str, Any] | None = None
 
 
 class Answered(NamedTuple):
-    """What became of requests."""
+    """How requests ended."""
 
     lengths: list[int]
     """Tokens of each answer, made before the limit."""
     seconds: float
     """From the first request to the last token; the limit, if it was reached."""
     stopped: bool
-    """Whether it was."""
+    """Whether the limit was reached."""
     reason: str
-    """Why requests failed, if some did before it was."""
+    """Why requests failed, if some did before the limit."""
 
 
 def model_of(decoder: Decoder) -> LlamaForCausalLM:
@@ -57,8 +65,8 @@ def model_of(decoder: Decoder) -> LlamaForCausalLM:
     return model.requires_grad_(False).eval()
 
 
-def answers(decoder: Decoder, requests: Sequence[Ask], attention: str, limit_s: float) -> dict[str, Any]:
-    """What a peer's row says: rate and lengths of a run after a short one, each of at most so many seconds."""
+def answers(decoder: Decoder, requests: Sequence[Ask], attention: str, limit_s: float) -> Answers:
+    """Rate and lengths of a run after a short one, each of at most `limit_s` seconds."""
     integration.register()
     model = model_of(decoder)
     model.set_attn_implementation(attention)
@@ -69,7 +77,8 @@ def answers(decoder: Decoder, requests: Sequence[Ask], attention: str, limit_s: 
         manager.start()
         warm = answered(manager, [(prompt, min(tokens, WARM_TOKENS)) for prompt, tokens in asked], limit_s)
         if warm.stopped or warm.reason:
-            return {"reason": warm.reason or f"the run before, of {WARM_TOKENS} tokens an answer, did not end in {limit_s} s"}
+            late = f"the first run, of {WARM_TOKENS} tokens per answer, did not end in {limit_s} s"
+            return Answers(reason=warm.reason or late)
         found = answered(manager, asked, limit_s)
     finally:
         if manager.is_running():
@@ -77,32 +86,34 @@ def answers(decoder: Decoder, requests: Sequence[Ask], attention: str, limit_s: 
         manager.destroy()
     resolved = manager.continuous_batching_config
     names = ("block_size", "num_blocks", "max_batch_tokens", "use_cuda_graph", "use_async_batching")
+    settings = {name: getattr(resolved, name) for name in names} | {"sampling": f"T = {requests[0].params.temperature}"}
+    if found.stopped:
+        settings["stopped_at_s"] = limit_s
     tokens = sum(found.lengths)
-    return {
-        "output_tok_s": round(tokens / found.seconds, 1), "output_tokens": tokens, "requests": len(asked),
-        "as_asked": found.lengths == [tokens for _, tokens in asked], "seconds": round(found.seconds, 3),
-        "stopped_at_s": limit_s if found.stopped else None, "reason": found.reason,
-        "attention": attention, "sampling": f"T = {requests[0].params.temperature}",
-        "settings": {name: getattr(resolved, name) for name in names},
-    }  # fmt: skip
+    return Answers(
+        output_tok_s=tokens / found.seconds, output_tokens=tokens, requests=len(asked), seconds=found.seconds,
+        as_asked=found.lengths == [tokens for _, tokens in asked], reason=found.reason, settings=settings,
+    )  # fmt: skip
 
 
 def manager_of(model: LlamaForCausalLM, requests: Sequence[Ask]) -> ContinuousBatchingManager:
-    """Transformers' engine, which no end of a text stops, in a cache that holds all requests at once."""
+    """Transformers' engine with a cache that holds all requests at once; no end of a text stops an answer."""
     size = ContinuousBatchingConfig.block_size
-    # it takes a block more than an answer needs now and then
+    # now and then it takes a block more than an answer needs
     blocks = sum(-(-(len(ask.prompt) + (ask.params.max_tokens or 1)) // size) + 2 for ask in requests)
     batching = ContinuousBatchingConfig(
         num_blocks=blocks, max_batch_tokens=min(STEP_TOKENS, sum(len(ask.prompt) for ask in requests)),
         max_requests_per_batch=len(requests), allow_block_sharing=False, safety_margin=0.0,
     )  # fmt: skip
-    # -1 is its word for no end
-    sampled = GenerationConfig(do_sample=True, temperature=requests[0].params.temperature, eos_token_id=-1, pad_token_id=0)
+    # -1 means that no token ends a text
+    sampled = GenerationConfig(
+        do_sample=True, temperature=requests[0].params.temperature, eos_token_id=-1, pad_token_id=0
+    )
     return model.init_continuous_batching(generation_config=sampled, continuous_batching_config=batching)
 
 
 def answered(manager: ContinuousBatchingManager, asked: Sequence[tuple[list[int], int]], limit_s: float) -> Answered:
-    """Puts prompts to a manager that runs, each with the number of tokens that it is to get; past the limit it is stopped."""
+    """Sends prompts, each with the number of tokens it asks for, to a running manager, which is stopped at the limit."""
     began = time.perf_counter()
     names = [
         manager.add_request(prompt, max_new_tokens=tokens, record_timestamps=True, eos_token_id=-1)
@@ -116,12 +127,12 @@ def answered(manager: ContinuousBatchingManager, asked: Sequence[tuple[list[int]
     stopped = len(found) < len(names) and manager.is_running()
     failed = found.copy()
     if stopped:
-        # what is not complete comes back with what it has, and an error that says so
+        # incomplete answers come back with the tokens they have, and an error that says so
         manager.stop(hard_stop=True)
     while (result := manager.get_result(timeout=0)) is not None:
         found[result.request_id] = result
     reason = next((result.error for result in (failed if stopped else found).values() if result.error), "")
-    # those that it had not looked at when it was stopped are lost
+    # requests that it had not looked at when it was stopped are lost
     if len(found) < len(names) and not stopped:
         reason = reason or f"{len(names) - len(found)} requests never came back"
     times = [found[name].timestamps or [] if name in found else [] for name in names]

@@ -1,8 +1,7 @@
-"""`benchmarks/serving.py`: each engine gives each request what it asks for, and the GPU's idle time is that of its intervals."""
+"""The engine suite: each engine answers each request as asked, and the GPU's idle time follows from its intervals."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 from types import SimpleNamespace
 
@@ -10,29 +9,23 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import decode_step, serving
-from benchmarks.serving import Asked
+from rooftile.bench import decode_step, results
 from rooftile.bench.models import MODELS, decoder_named
-from rooftile.bench.session import Session
+from rooftile.bench.suites import engine as suite
+from rooftile.bench.suites.engine import PARTS, Asked
 from rooftile.bench.workloads import Ask, Scale, named
-from rooftile.errors import Unsupported
-from rooftile.hardware.ceilings import Ceilings
-from rooftile.hardware.device import describe
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.serve.llm import LLM
 from rooftile.serve.sampling.params import SamplingParams
+from tests.bench.session import SESSION
 
 transformers = pytest.importorskip("transformers")
 # Transformers asks it how much memory a CPU has
 pytest.importorskip("psutil")
 
-from benchmarks import transformers_batching as peer  # noqa: E402
+from rooftile.bench import transformers_batching as peer  # noqa: E402
 from rooftile.integrations import transformers as integration  # noqa: E402
 
-SESSION = Session(
-    torch.device("cpu"), describe("cpu"),
-    Ceilings(device="d", copy_gbs=10.0, matmul_tflops={"fp32": 0.1}, launch_us=1.0, date="2026-01-01"),
-    "abc", "2026-01-02T03:04:05+00:00",
-)  # fmt: skip
 SCALE = 0.02
 SDPA = "paged|sdpa"
 
@@ -56,7 +49,7 @@ def decoder():
 @pytest.fixture(scope="module")
 def rows():
     # five requests of W1, of which the peer gets three
-    return list(serving.measure(Asked("tiny", SCALE, peer_requests=3, w8_requests=4), SESSION))
+    return list(suite.measure(Asked(model="tiny", scale=SCALE, peer_requests=3, w8_requests=4), SESSION))
 
 
 def asks(tokens: list[int]) -> list[Ask]:
@@ -68,92 +61,103 @@ def asks(tokens: list[int]) -> list[Ask]:
 # rows
 
 
-def test_the_rows_are_the_lines_of_the_peers(rows) -> None:
-    assert [(row["row"], row["engine"]) for row in rows] == [
-        ("start", "rooftile"),
-        ("W1", "rooftile"),
-        ("batch 1", "rooftile"),
-        ("n = 4, 1 prompts, 3 tokens", "rooftile"),
-        ("decode step, 5 x 13", "rooftile"),
-        ("W1, first 3", "rooftile"),
-        ("start, again", "rooftile"),
-        ("idle, 5 x 13", "rooftile"),
-        ("W8, first 4", "rooftile, contiguous"),
-        ("W8, first 4", "rooftile, paged"),
-        ("W1, first 3", "transformers, paged|sdpa"),
-        ("W1, first 3", "transformers, paged|rooftile"),
+def test_each_part_has_its_rows(rows, tmp_path) -> None:
+    assert [(row.case.removesuffix("-tiny-x0.02"), row.backend, row.phase) for row in rows] == [
+        ("start", "rooftile", "start"),
+        ("W1", "rooftile", "serve"),
+        ("W10", "rooftile", "serve"),
+        ("W11", "rooftile", "serve"),
+        ("decode-step-5x13", "rooftile", "decode"),
+        ("start-again", "rooftile", "start"),
+        ("idle-5x13", "rooftile", "decode"),
+        ("W8-first-4", "rooftile, contiguous", "serve"),
+        ("W8-first-4", "rooftile, paged", "serve"),
+        ("W1-first-3", "rooftile", "serve"),
+        ("W1-first-3", "transformers, paged|sdpa", "serve"),
+        ("W1-first-3", "transformers, paged|rooftile", "serve"),
     ]
+    results.append(tmp_path / "rows.jsonl", [row.json() for row in rows])
+    assert results.read(tmp_path / "rows.jsonl") == rows
     for row in rows:
-        assert not row.get("reason")
-        assert (row["model"], row["scale"], row["commit"], row["date"]) == ("tiny", SCALE, "abc", SESSION.date)
-        assert (row["device"], row["torch"]) == (SESSION.machine.name, torch.__version__)
-        json.dumps(row)
+        assert (row.suite, row.settings["model"], row.settings["scale"]) == ("engine", "tiny", SCALE)
+        assert (row.commit, row.date, row.torch) == ("abc", SESSION.date, torch.__version__)
+        assert (row.median_us is None) == bool(row.reason)
 
 
 def test_every_engine_gives_what_is_asked_for(rows) -> None:
     (w1,), (w10,) = named(["W1"], factor=SCALE), named(["W10"], factor=SCALE)
     due = {
-        "W1": sum(ask.params.max_tokens for ask in w1.requests),
-        "batch 1": w10.requests[0].params.max_tokens,
-        "n = 4, 1 prompts, 3 tokens": 12,
-        "W1, first 3": sum(ask.params.max_tokens for ask in w1.requests[:3]),
+        "W1-tiny-x0.02": sum(ask.params.max_tokens for ask in w1.requests),
+        "W10-tiny-x0.02": w10.requests[0].params.max_tokens,
+        "W11-tiny-x0.02": 12,
+        "W1-first-3-tiny-x0.02": sum(ask.params.max_tokens for ask in w1.requests[:3]),
     }
-    counted = [row for row in rows if "as_asked" in row]
+    counted = [row for row in rows if row.case in due]
     assert len(counted) == 6
     for row in counted:
-        assert row["output_tokens"] == due[row["row"]]
-        assert row["as_asked"]
-        assert row["output_tok_s"] > 0
+        assert row.measures["output_tokens"] == due[row.case]
+        assert row.settings["as_asked"]
+        assert row.measures["output_tok_s"] > 0
 
 
 def test_the_peers_rows_say_how_they_were_run_and_compare_with_ours(rows) -> None:
-    *_, shared = (row for row in rows if row["row"] == "W1, first 3" and row["engine"] == "rooftile")
+    ours = rows[-3].measures["output_tok_s"]
     for row in rows[-2:]:
-        assert row["times"] == pytest.approx(shared["output_tok_s"] / row["output_tok_s"], abs=0.006)
-        assert (row["sampling"], row["stopped_at_s"], row["requests"]) == ("T = 0.6", None, 3)
-        assert row["transformers"] == transformers.__version__
-        assert row["settings"]["use_cuda_graph"] == (False, False)
+        ratio = ours / row.measures["output_tok_s"]
+        assert row.measures["rooftile_over_this"] == pytest.approx(ratio, rel=1e-4)
+        assert (row.settings["sampling"], row.measures["requests"]) == ("T = 0.6", 3)
+        assert "stopped_at_s" not in row.settings
+        assert row.settings["transformers"] == transformers.__version__
+        assert row.settings["use_cuda_graph"] == (False, False)
 
 
 def test_pages_and_reservations_answer_the_same_requests(rows) -> None:
-    contiguous, paged = (row for row in rows if row["row"] == "W8, first 4")
+    contiguous, paged = (row.measures for row in rows if row.case.startswith("W8"))
     assert contiguous["output_tokens"] == paged["output_tokens"] > 0
     assert contiguous["waste_percent"] > paged["waste_percent"]
-    assert contiguous["times"] is None
-    assert paged["times"] == pytest.approx(paged["output_tok_s"] / contiguous["output_tok_s"], abs=0.006)
+    assert "output_tok_s_over_reserved" not in contiguous
+    due = paged["output_tok_s"] / contiguous["output_tok_s"]
+    assert paged["output_tok_s_over_reserved"] == pytest.approx(due, rel=1e-4)
 
 
-def test_what_only_a_gpu_has_is_none_and_not_a_number(rows) -> None:
-    idle = next(row for row in rows if row["row"].startswith("idle"))
-    assert (idle["busy_ms"], idle["idle_percent"], idle["idle_percent_unprofiled"]) == (None, None, None)
-    assert rows[1]["first_s"] is None
+def test_a_cpu_has_no_idle_time_and_no_first_run(rows) -> None:
+    idle = next(row for row in rows if row.case.startswith("idle"))
+    assert (idle.measures, idle.reason) == ({}, "refused: only a GPU has idle time")
+    assert "first_run_s" not in rows[1].measures
     # the second process has made an engine all the same
-    again = next(row for row in rows if row["row"] == "start, again")
-    assert again["compiled"] == 0
-    assert again["settings"] == rows[0]["settings"]
+    again = next(row for row in rows if row.case.startswith("start-again"))
+    assert again.measures["compiled"] == 0
+    assert again.settings == rows[0].settings
+
+
+def test_parts_are_chosen_by_name_and_others_refused() -> None:
+    (row,) = suite.measure(Asked(model="tiny", scale=SCALE, parts=["W10"]), SESSION)
+    assert row.case == "W10-tiny-x0.02"
+    with pytest.raises(InvalidInput, match="bench engine has no case 'W2'; has start, W1, W10"):
+        next(suite.measure(Asked(model="tiny", parts=[*PARTS, "W2"]), SESSION))
+    with pytest.raises(InvalidInput, match=r"model is '0\.6b'; bench engine has tiny, 1b, 8b"):
+        next(suite.measure(Asked(model="0.6b"), SESSION))
 
 
 def test_a_second_process_that_fails_is_a_reason(monkeypatch, capsys) -> None:
     failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nRuntimeError: no room\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    found = serving._in_second_process(Asked("tiny"), torch.device("cpu"))
-    assert found["start"] == found["idle"] == {"reason": "failed with 1: RuntimeError: no room"}
-    row = serving._idle(found["idle"])
-    assert (row["busy_ms"], row["idle_percent_unprofiled"], row["reason"]) == (None, None, found["idle"]["reason"])
+    again, idle = suite.measure(Asked(model="tiny", scale=SCALE, parts=["idle"]), SESSION)
+    assert again.reason == idle.reason == "failed with 1: RuntimeError: no room"
+    assert idle.median_us is None
     assert "RuntimeError: no room" in capsys.readouterr().err
 
 
-def test_a_peer_that_fails_is_a_reason_and_the_next_one_goes_on(decoder, monkeypatch, capsys) -> None:
+def test_a_peer_that_fails_is_a_reason_and_the_next_one_goes_on(monkeypatch, capsys) -> None:
     def answers(decoder, requests, one, limit_s):
         if one == "paged|sdpa":
             raise MemoryError("too large")
-        return {"output_tok_s": 50.0}
+        return peer.Answers(output_tok_s=50.0, output_tokens=100, seconds=2.0)
 
     monkeypatch.setattr(peer, "answers", answers)
-    (w1,) = named(["W1"], factor=SCALE)
-    first, second = serving._peers(Asked("tiny"), decoder, w1, 100.0)
-    assert (first["reason"], first["times"]) == ("failed: MemoryError: too large", None)
-    assert second["times"] == 2.0
+    ours, first, second = suite.measure(Asked(model="tiny", scale=SCALE, parts=["peers"], peer_requests=2), SESSION)
+    assert (first.reason, first.median_us) == ("failed: MemoryError: too large", None)
+    assert second.measures["rooftile_over_this"] == pytest.approx(ours.measures["output_tok_s"] / 50.0, rel=1e-4)
     assert "MemoryError" in capsys.readouterr().err
 
 
@@ -193,9 +197,12 @@ def test_idle_is_what_the_profilers_intervals_leave(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     engine = LLM(decoder_named("tiny", torch.device("cpu")), max_model_len=64).engine
     found = decode_step.idle(engine, decode_step.Sizes(2, 8, 2))
-    assert found == {"busy_ms": 4.0, "profiled_ms": 5.0, "idle_percent": 20.0, "steps": 2, "events_step": 2}
+    assert found == {"busy_ms": 4.0, "profiled_ms": 5.0, "idle_percent": 20.0, "steps": 2, "events_per_step": 2}
     # the steps that were not profiled took 4.4 ms each: of these, 4 are work
-    assert serving._idle({"unprofiled_ms": 4.4} | found)["idle_percent_unprofiled"] == 9.1
+    answer = {"start": {"seconds": 1.0, "compiled": 0, "settings": {}}, "idle": {"unprofiled_ms": 4.4} | found}
+    monkeypatch.setattr(suite, "in_second_process", lambda *_: answer)
+    _, row = suite.measure(Asked(model="tiny", scale=SCALE, parts=["idle"]), SESSION)
+    assert (row.median_us, row.measures["idle_percent_unprofiled"]) == (5000.0, pytest.approx(9.0909))
     events[:] = [event for event in events if event.name() == "cudaLaunchKernel"]
     with pytest.raises(RuntimeError, match=r"nothing run on the GPU, only \['cudaLaunchKernel'\]"):
         decode_step.idle(engine, decode_step.Sizes(2, 8, 2))
@@ -206,7 +213,9 @@ def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monk
     engine = LLM(decoder, max_model_len=128, max_batched_tokens=36).engine
     plans: list[list[int]] = []
     run = engine.runner.run
-    monkeypatch.setattr(engine.runner, "run", lambda plan: plans.append([work.tokens for work in plan.work]) or run(plan))
+    monkeypatch.setattr(
+        engine.runner, "run", lambda plan: plans.append([work.tokens for work in plan.work]) or run(plan)
+    )
     with decode_step.decoding(engine, decode_step.Sizes(batch=4, context=40, steps=8)) as context:
         before, begun = context(), len(plans)
         assert 36 <= before < 37
@@ -227,7 +236,9 @@ def test_nobody_reads_a_prompt_while_steps_are_timed(decoder, monkeypatch) -> No
     with decode_step.decoding(engine, decode_step.Sizes(batch=4, context=40, steps=8)):
         run = engine.runner.run
         reads: list[int] = []
-        monkeypatch.setattr(engine.runner, "run", lambda plan: reads.extend(work.tokens for work in plan.work) or run(plan))
+        monkeypatch.setattr(
+            engine.runner, "run", lambda plan: reads.extend(work.tokens for work in plan.work) or run(plan)
+        )
         for _ in range(8):
             engine.step()
         assert reads == [1] * 32
@@ -235,7 +246,7 @@ def test_nobody_reads_a_prompt_while_steps_are_timed(decoder, monkeypatch) -> No
 
 def test_the_sizes_are_those_of_the_peers() -> None:
     assert decode_step.Sizes.of(Scale()) == (256, 640, 64)
-    assert str(decode_step.Sizes.of(Scale())) == "256 x 640"
+    assert str(decode_step.Sizes.of(Scale())) == "256x640"
 
 
 # the peer
@@ -243,13 +254,20 @@ def test_the_sizes_are_those_of_the_peers() -> None:
 
 def test_the_peer_is_the_same_model(decoder) -> None:
     prompts = [list(range(5, 30)), list(range(100, 140))]
-    ours = LLM(decoder, max_model_len=64).generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    ours = LLM(decoder, max_model_len=64).generate(
+        prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    )
     model = peer.model_of(decoder)
     assert model.lm_head.weight.data_ptr() == decoder.embedding.data_ptr()
     for prompt, output in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
         found = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=12,
+            eos_token_id=None,
+            pad_token_id=0,
         )[0, len(prompt) :].tolist()
         assert found == list(output.outputs[0].token_ids)
         assert len(set(found)) > 3
@@ -275,9 +293,9 @@ def test_it_samples_at_the_temperature_alone_and_never_ends_early(decoder) -> No
 
 def test_it_is_stopped_at_the_limit_and_what_it_made_by_then_counts(decoder) -> None:
     found = peer.answers(decoder, asks([20, 30_000, 30_000]), SDPA, 2.0)
-    assert (found["stopped_at_s"], found["seconds"], found["as_asked"], found["reason"]) == (2.0, 2.0, False, "")
-    assert 20 < found["output_tokens"] < 60_020
-    assert found["output_tok_s"] == pytest.approx(found["output_tokens"] / 2.0, abs=0.1)
+    assert (found.settings["stopped_at_s"], found.seconds, found.as_asked, found.reason) == (2.0, 2.0, False, "")
+    assert 20 < found.output_tokens < 60_020
+    assert found.output_tok_s == pytest.approx(found.output_tokens / 2.0, abs=0.1)
 
 
 def test_tokens_after_the_limit_do_not_count(monkeypatch) -> None:
@@ -312,7 +330,7 @@ def test_tokens_after_the_limit_do_not_count(monkeypatch) -> None:
 
 def test_a_run_before_that_does_not_end_is_a_reason(decoder) -> None:
     found = peer.answers(decoder, asks([20, 20]), SDPA, 0.0)
-    assert found == {"reason": "the run before, of 16 tokens an answer, did not end in 0.0 s"}
+    assert found == peer.Answers(reason="the first run, of 16 tokens per answer, did not end in 0.0 s")
 
 
 def test_a_peer_whose_steps_fail_says_so(decoder, monkeypatch) -> None:
@@ -322,4 +340,4 @@ def test_a_peer_whose_steps_fail_says_so(decoder, monkeypatch) -> None:
     monkeypatch.setattr(decoder_model := peer.model_of(decoder), "forward", broken)
     monkeypatch.setattr(peer, "model_of", lambda _: decoder_model)
     found = peer.answers(decoder, asks([5, 5]), SDPA, 20.0)
-    assert found == {"reason": "no such kernel"}
+    assert found == peer.Answers(reason="no such kernel")

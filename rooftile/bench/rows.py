@@ -1,0 +1,58 @@
+"""Rows made from samples: medians, quartiles, and the share of the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median, quantiles
+from typing import Any
+
+from rooftile.bench.results import Row
+from rooftile.bench.session import Session
+from rooftile.cost import Roof
+
+
+def spread(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile; of fewer than four samples the least, the median and the most."""
+    if len(samples) < 4:
+        return figures(min(samples)), figures(median(samples)), figures(max(samples))
+    low, middle, high = quantiles(samples, n=4, method="inclusive")
+    return figures(low), figures(middle), figures(high)
+
+
+def timed_row(
+    session: Session, samples: Sequence[float], *, dtype: str = "bf16", roof: Roof | None = None, **named: Any
+) -> Row:
+    """A row of one contestant from its samples in µs.
+
+    Args:
+        session: the run.
+        samples: of the time; may be empty, where `named` has a reason.
+        dtype: whose matrix-product ceiling the row names.
+        roof: the floor that TFLOP/s, GB/s and the share of the roofline follow from; None where there is none.
+        named: the other fields of `Row`.
+    """
+    found: dict[str, Any] = session.about(dtype) | named
+    if roof is not None:
+        found["binds"] = roof.binds
+    if samples:
+        found["low_us"], found["median_us"], found["high_us"] = spread(samples)
+        found["samples"] = len(samples)
+    if samples and roof is not None:
+        middle = median(samples)
+        if roof.flops:
+            found["tflops"] = figures(roof.flops / middle / 1e6)
+        found["gbs"] = figures(roof.bytes_moved / middle / 1e3)
+        found["roofline_percent"] = figures(roof.percent(middle))
+    return Row(**found)
+
+
+def measured(taken: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """`measures`, `low` and `high` of a row, from the values of each run."""
+    found = {name: spread(values) for name, values in taken.items() if values}
+    fields = {"low": 0, "measures": 1, "high": 2}
+    return {field: {name: each[place] for name, each in found.items()} for field, place in fields.items()}
+
+
+def figures(value: float) -> float:
+    """Six significant figures: more are noise in a line that people read."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,264 @@
+"""Whole training steps of Transformers models, unchanged, on random tokens: eager attention, SDPA and Rooftile in turns.
+
+A step is forward, backward and AdamW. Each contestant has a model of its own with the same weights, and all steps of a turn
+follow one another without a wait, as in a training loop, so the host's time counts where the GPU has to wait for it.
+
+    median_us       the whole step ("step"), or forward and backward alone ("fwd+bwd")
+    tok_s           tokens per second; padding counts, as every contestant computes it outside attention
+    of_sdpa_ratio   SDPA's median time over this one's: above 1 is faster than SDPA
+
+Weights are random and in bf16 on a GPU, dropout is off. The SDPA of PyTorch is run as it comes, without Rooftile behind it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rooftile as rt
+from rooftile.bench.results import Row
+from rooftile.bench.rows import figures, timed_row
+from rooftile.bench.run import Progress
+from rooftile.bench.session import Session
+from rooftile.errors import Unsupported
+from rooftile.spec import DTYPES
+
+CONTESTANTS = ("eager", "sdpa", "rooftile")
+PHASES = ("step", "fwd+bwd")
+# bytes that eager attention keeps of each score until the backward: weights in bf16 and fp32, and a little
+SCORE_BYTES = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A model's shape and the batch that it is trained on."""
+
+    family: str  # "llama", "gpt2" or "bert"
+    batch: int
+    length: int
+    layers: int
+    heads: int
+    shape: dict[str, Any] = field(default_factory=dict)  # other words of the family's configuration
+    padded: bool = False
+    steps: int = 5  # of one turn
+    rounds: int = 4
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes that eager attention keeps of its T x S matrices."""
+        return SCORE_BYTES * self.layers * self.heads * self.batch * self.length**2
+
+
+_LLAMA_1B = {
+    "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "num_key_value_heads": 8, "head_dim": 64,
+    "max_position_embeddings": 32_768,
+}  # fmt: skip
+
+
+def _llama_1b(batch: int, length: int, **more: int) -> Recipe:
+    return Recipe("llama", batch, length, layers=16, heads=32, shape=_LLAMA_1B, **more)
+
+
+RECIPES = {
+    "gpt2-16x1k": Recipe("gpt2", 16, 1024, layers=12, heads=12, shape={"vocab_size": 50_257, "n_embd": 768}, steps=8),
+    "bert-64x512": Recipe("bert", 64, 512, layers=12, heads=12, shape={"hidden_size": 768}, padded=True, steps=8),
+    "llama-1b-1x4k": _llama_1b(1, 4096, steps=8),
+    "llama-1b-2x4k": _llama_1b(2, 4096),
+    "llama-1b-1x16k": _llama_1b(1, 16_384, steps=3),
+    "llama-1b-1x32k": _llama_1b(1, 32_768, steps=2),
+    # small enough for a CPU
+    "tiny-llama-2x64": Recipe(
+        "llama", 2, 64, layers=2, heads=4, steps=2, rounds=2,
+        shape={"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16},
+    ),
+    "tiny-gpt2-2x64": Recipe("gpt2", 2, 64, layers=2, heads=4, shape={"vocab_size": 128, "n_embd": 64}, steps=2, rounds=2),
+    "tiny-bert-4x64": Recipe(
+        "bert", 4, 64, layers=2, heads=4, padded=True, steps=2, rounds=2,
+        shape={"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128},
+    ),
+}  # fmt: skip
+CPU = tuple(name for name in RECIPES if name.startswith("tiny"))
+GPU = tuple(name for name in RECIPES if name not in CPU)
+QUICK = ("gpt2-16x1k", "bert-64x512", "llama-1b-2x4k")
+
+
+def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[Row]:
+    """A row for each case, contestant and phase."""
+    for name in names:
+        yield from _case(session, name, RECIPES[name], say)
+
+
+def _case(session: Session, name: str, recipe: Recipe, say: Progress) -> Iterator[Row]:
+    batch = batch_of(recipe, session.device)
+    reasons = {name: reason for name in CONTESTANTS if (reason := _reason(name, recipe, session))}
+    students: dict[str, Student] = {}
+    for contestant in CONTESTANTS:
+        if contestant not in reasons:
+            say(f"{name}: {contestant}, the first steps")
+            students[contestant] = Student(contestant, recipe, session, batch)
+            students[contestant].train(3)
+            students[contestant].forget()
+    for turn in range(recipe.rounds):
+        say(f"{name}: round {turn + 1} of {recipe.rounds}")
+        # back and forth: a chip clocks lower after a busy neighbour
+        for contestant in list(students)[:: -1 if turn % 2 else 1]:
+            students[contestant].train(recipe.steps)
+    yield from _rows(session, name, recipe, batch, students, reasons)
+    students.clear()
+    gc.collect()
+    if session.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _rows(
+    session: Session,
+    name: str,
+    recipe: Recipe,
+    batch: dict[str, Tensor],
+    students: dict[str, Student],
+    reasons: dict[str, str],
+) -> Iterator[Row]:
+    tokens = recipe.batch * recipe.length
+    for contestant in CONTESTANTS:
+        student = students.get(contestant)
+        for phase in PHASES:
+            taken = [] if student is None else student.taken[phase]
+            measures: dict[str, float] = {}
+            if taken:
+                measures = {"tok_s": figures(tokens / median(taken) * 1e6)}
+                if "sdpa" in students:
+                    measures["of_sdpa_ratio"] = figures(median(students["sdpa"].taken[phase]) / median(taken))
+            yield timed_row(
+                session, taken, dtype=session.dtype, suite="training", case=name, backend=contestant, phase=phase,
+                problem=f"{recipe.family}, batch {recipe.batch} x {recipe.length}", measures=measures,
+                peak_bytes=None if student is None else student.peak_bytes, reason=reasons.get(contestant, ""),
+                settings={"tokens": int(batch["attention_mask"].sum()) if recipe.padded else tokens, "dropout": 0.0},
+            )  # fmt: skip
+
+
+def _reason(contestant: str, recipe: Recipe, session: Session) -> str:
+    """Why a contestant is not run: eager attention where its matrices find no room."""
+    room = 0.8 * session.machine.memory_bytes
+    if contestant == "eager" and recipe.score_bytes > room:
+        return f"refused: about {recipe.score_bytes / 2**30:.0f} GiB of T x S matrices; {room / 2**30:.0f} GiB are left for them"
+    return ""
+
+
+class Student:
+    """A model in training with one attention, and the time that its steps took."""
+
+    def __init__(self, attention: str, recipe: Recipe, session: Session, batch: dict[str, Tensor]) -> None:
+        self.attention, self.batch, self.device = attention, batch, session.device
+        # weights are drawn where they stay: a CPU takes ten seconds for a billion of them
+        with attending(attention), session.device:
+            self.model = model_of(recipe, attention).to(DTYPES[session.dtype])
+        self.model.train()
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        self.taken: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        self.peak_bytes: int | None = None
+        self.loss: Tensor | None = None
+
+    def forget(self) -> None:
+        """Forgets the times so far, those of steps in which kernels were compiled."""
+        self.taken = {phase: [] for phase in PHASES}
+
+    def train(self, steps: int) -> None:
+        """Takes steps one after the other, and keeps the time of each."""
+        held = 0
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            held = torch.cuda.memory_allocated(self.device)
+        with attending(self.attention):
+            # the first mark comes after a step that is not counted: the host is ahead from then on, as in a long loop
+            self._step(lambda: None)
+            marks = [mark(self.device)]
+            for _ in range(steps):
+                self._step(lambda: marks.append(mark(self.device)))
+                marks.append(mark(self.device))
+        times = times_of(marks, self.device)
+        for begun, learned, ended in zip(times[:-1:2], times[1::2], times[2::2], strict=True):
+            self.taken["fwd+bwd"].append(learned - begun)
+            self.taken["step"].append(ended - begun)
+        if self.device.type == "cuda":
+            # activations and gradients: weights and the optimiser's state are held all the time
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - held
+
+    def _step(self, before_update: Callable[[], None]) -> None:
+        self.loss = self.model(**self.batch).loss
+        self.loss.backward()
+        before_update()
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def attending(attention: str) -> Iterator[None]:
+    """Rooftile behind Transformers for its own contestant alone: the SDPA of the others stays PyTorch's."""
+    if attention != "rooftile":
+        yield
+        return
+    rt.enable()
+    try:
+        yield
+    finally:
+        rt.disable()
+
+
+def mark(device: torch.device) -> Any:
+    """A moment: an event on a GPU, the host's clock elsewhere."""
+    if device.type != "cuda":
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def times_of(marks: Sequence[Any], device: torch.device) -> list[float]:
+    """The moments in µs since the first."""
+    if device.type != "cuda":
+        return [(one - marks[0]) * 1e6 for one in marks]
+    torch.cuda.synchronize(device)
+    return [marks[0].elapsed_time(one) * 1e3 for one in marks]
+
+
+def model_of(recipe: Recipe, attention: str) -> Any:
+    """A model with random weights, the same ones each time, without dropout."""
+    try:
+        import transformers
+    except ImportError:
+        raise Unsupported("`rooftile bench training` trains models of Transformers; pip install transformers") from None
+    sizes = {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads, "attn_implementation": attention}
+    torch.manual_seed(0)
+    if recipe.family == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**recipe.shape, **sizes, use_cache=False))
+    if recipe.family == "gpt2":
+        off: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        off |= {"bos_token_id": None, "eos_token_id": None}
+        sizes = {"n_layer": recipe.layers, "n_head": recipe.heads, "attn_implementation": attention}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**recipe.shape, **sizes, **off, use_cache=False))
+    off = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return transformers.BertForMaskedLM(transformers.BertConfig(**recipe.shape, **sizes, **off))
+
+
+def batch_of(recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
+    """Random tokens, which are their own labels. Padded batches have lengths between an eighth of the longest and all of it."""
+    vocabulary = recipe.shape.get("vocab_size", 30_522)  # BERT's own
+    tokens = torch.randint(vocabulary, (recipe.batch, recipe.length), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    if recipe.padded:
+        rng = Random(0)
+        lengths = [recipe.length, *(rng.randint(recipe.length // 8, recipe.length) for _ in range(recipe.batch - 1))]
+        visible = torch.arange(recipe.length) < torch.tensor(lengths)[:, None]
+        batch["attention_mask"] = visible.long()
+        batch["labels"] = tokens.masked_fill(~visible, -100)
+    return {name: x.to(device) for name, x in batch.items()}
