@@ -93,7 +93,8 @@ def packed(line: Line) -> Iterator[Row]:
     )  # fmt: skip
     yield Row(
         suite="packed", case=case.name, backend="rooftile", phase=phase,
-        **counted(case, phase, square(case, phase), line["tflops"]), measures={"of_dense_ratio": line["of_dense"]}, settings={"lengths": line["lengths"]}, **about(line),
+        **counted(case, phase, square(case, phase), line["tflops"]),
+        measures={"of_dense_ratio": line["of_dense"]}, settings={"lengths": line["lengths"]}, **about(line),
     )  # fmt: skip
 
 

@@ -354,7 +354,8 @@ def row(case: str = "c", backend: str = "ours", phase: str = "fwd", us: float | 
     values = {
         "suite": "attention", "case": case, "backend": backend, "ran": backend, "phase": phase, "problem": "p",
         "median_us": us, "low_us": us, "high_us": us, "tflops": 12.34,
-        "device": "GPU", "arch": "sm90", "driver": "1", "torch": "2", "triton": "3", "commit": "abc", "date": "2026-01-01", "copy_gbs": 1.0, "matmul_tflops": 2.0,
+        "device": "GPU", "arch": "sm90", "driver": "1", "torch": "2", "triton": "3",
+        "commit": "abc", "date": "2026-01-01", "copy_gbs": 1.0, "matmul_tflops": 2.0,
     }  # fmt: skip
     return Row(**(values | more))
 
