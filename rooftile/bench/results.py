@@ -98,10 +98,10 @@ def append(path: str | Path, lines: Iterable[str]) -> None:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """For each (case, backend, phase, device) the row with the last date; of equal dates, the later line."""
-    last: dict[tuple[str, str, str, str], Row] = {}
+    """For each (suite, case, backend, phase, device) the row with the last date; of equal dates, the later line."""
+    last: dict[tuple[str, ...], Row] = {}
     for row in rows:
-        key = (row.case, row.backend, row.phase, row.device)
+        key = (row.suite, row.case, row.backend, row.phase, row.device)
         if key not in last or row.date >= last[key].date:
             last[key] = row
     return list(last.values())
