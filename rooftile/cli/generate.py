@@ -72,7 +72,7 @@ def generate(
         raise InvalidInput(f"--dtype is {dtype!r}; has auto, bf16, fp16, fp32")
     target = device_of(device)
     from rooftile.serve import LLM, SamplingParams
-    from rooftile.serve.llm import TOKENIZER_FILES
+    from rooftile.serve.build import TOKENIZER_FILES
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,

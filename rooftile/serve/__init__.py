@@ -2,6 +2,8 @@
 
     llm            LLM: prompts in, answers out
     async_engine   AsyncEngine: the same for many callers at once, as in a server
+    config         EngineConfig: the settings of an engine
+    build          builds an engine from a checkpoint folder
     engine         one step at a time: requests in, tokens out
     scheduler      which requests the model reads in the next step (continuous batching)
     runner         runs a step on a device
@@ -16,9 +18,10 @@
 """
 
 from rooftile.serve.async_engine import AsyncEngine, Overloaded
+from rooftile.serve.config import EngineConfig
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import CompletionOutput, RequestOutput
 from rooftile.serve.request import Logprob
 from rooftile.serve.sampling.params import SamplingParams
 
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "Logprob", "Overloaded", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "EngineConfig", "Logprob", "Overloaded", "RequestOutput", "SamplingParams"]

@@ -27,7 +27,7 @@ from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput, output_of
 from rooftile.serve.request import Request
 from rooftile.serve.sampling.params import SamplingParams
-from rooftile.serve.text.prompt import Asked, Prompt, asked
+from rooftile.serve.text.prompt import ParsedPrompt, Prompt, parse_prompt
 
 # requests that wait for the first step of theirs: what comes after them is told so at once
 MAX_WAITING = 1024
@@ -44,7 +44,7 @@ class _Call:
     """A caller's wish, and what it has been told of it."""
 
     loop: asyncio.AbstractEventLoop
-    asked: Asked
+    asked: ParsedPrompt
     params: SamplingParams
     grows: bool
     """Whether it wants to see the answers grow, or only complete."""
@@ -148,9 +148,9 @@ class AsyncEngine:
         self._check_room()
         if isinstance(prompt, str | Mapping):
             # a text may be long: it is read off the loop
-            read = await asyncio.to_thread(asked, prompt, self.llm.tokenizer, salt)
+            read = await asyncio.to_thread(parse_prompt, prompt, self.llm.tokenizer, salt)
         else:
-            read = asked(prompt, None, salt)
+            read = parse_prompt(prompt, None, salt)
         call = _Call(asyncio.get_running_loop(), read, SamplingParams() if params is None else params, grows)
         with self._wake:
             if self._over or self._closing:
@@ -235,7 +235,7 @@ class AsyncEngine:
         """Takes a request in; or what is wrong with it, which is its caller's business alone."""
         try:
             self._check_room()
-            call.request = self.llm.engine.add(call.asked.tokens, call.params, salt=call.asked.salt)
+            call.request = self.llm.engine.add(call.asked.tokens, call.params, cache_salt=call.asked.cache_salt)
         except Exception as error:
             return [(call, error)]
         self._calls[call.request.id] = call
@@ -299,7 +299,7 @@ class AsyncEngine:
                 if isinstance(call, _Call) and call.request is not None:
                     self.llm.engine.abort(call.request)
         finally:
-            self.llm.lent = False
+            self.llm.owned = False
 
 
 def _ring(calls: list[_Call]) -> None:

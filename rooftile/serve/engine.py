@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, a step at a time."""
+"""`Engine`: takes requests in and computes their tokens, step by step."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rooftile.serve.runner import Result, Runner, top_rows
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.scheduler import Scheduler
 from rooftile.serve.text.detokenizer import Detokenizer
-from rooftile.serve.text.prompt import tokens_of
+from rooftile.serve.text.prompt import check_tokens
 from rooftile.serve.text.tokenizer import Tokenizer
 
 
 class Engine:
     """Runs requests together on one model.
 
-    On a GPU a step is begun before the tokens of the one before have reached the host: a token that ends a text is noticed a step
-    late, and what was computed after it is dropped. On a CPU, which has nothing to wait for, each step is finished at once.
+    On a GPU a step is launched before the tokens of the previous step have reached the host. So a token that ends an answer is
+    noticed one step late, and the token computed after it is dropped. On a CPU each step is finished at once.
 
     Args:
         runner: the model on its device.
-        pool: the blocks of its cache.
-        max_len: tokens of a sequence.
-        max_answers: how many run at once.
-        max_batched_tokens: of a step.
-        tokenizer: of the model; without one answers have no text, and requests no stop strings.
+        pool: the blocks of its KV cache.
+        max_len: the longest sequence in tokens, prompt and answer together.
+        max_answers: the most answers that run at once.
+        max_batched_tokens: the most tokens that the model reads in one step.
+        tokenizer: the model's tokenizer; without one answers have no text, and stop strings are refused.
     """
 
     def __init__(
@@ -44,32 +44,37 @@ class Engine:
         self.max_answers = max_answers
         self.scheduler = Scheduler(pool, max_answers, max_batched_tokens)
         self.steps = Counter[str]()
-        """Steps, and what was read in them."""
+        """How many "steps" were run, and how many "tokens" the model has read in them."""
         config = runner.decoder.config
-        # some checkpoints name tokens that they have not, for none
+        # some checkpoints write an out-of-range id to mean "no EOS token"
         self._eos = frozenset(token for token in config.eos_ids if 0 <= token < config.vocab_size)
         self._ahead = runner.device.type == "cuda"
-        self._flying: Result | None = None
+        self._in_flight: Result | None = None
         self._count = 0
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return self.scheduler.idle and self._flying is None
+        """Whether no request waits or runs and no step is in flight."""
+        return self.scheduler.idle and self._in_flight is None
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, *, salt: str = "") -> Request:
-        """Takes a request in, to run as soon as there is room.
+    def add(self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = "") -> Request:
+        """Takes a request in; it runs as soon as there is room.
+
+        Args:
+            prompt: token ids.
+            params: how to answer it.
+            cache_salt: the request shares cached prefixes only with requests of the same salt.
 
         Raises:
-            InvalidInput: it can never run; the sentence says why.
+            InvalidInput: the request can never run; the sentence says why.
         """
-        prompt = tokens_of(prompt, self.runner.decoder.config.vocab_size)
-        limit = self._checked(prompt, params, salt)
+        prompt = check_tokens(prompt, self.runner.decoder.config.vocab_size)
+        limit = self._check(prompt, params, cache_salt)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         if params.prompt_logprobs is not None:
-            # each of the prompt's tokens must be read: nothing of it is taken from the cache
-            salt = secrets.token_hex(16)
-        request = Request(self._count, prompt, params, limit, ends, salt)
+            # logprobs need every prompt token to be read: a salt of its own keeps the prefix cache out
+            cache_salt = secrets.token_hex(16)
+        request = Request(self._count, prompt, params, limit, ends, cache_salt)
         self._count += 1
         answers = params.n
         if params.beam_width is not None:
@@ -79,55 +84,55 @@ class Engine:
             )
         seed = secrets.randbits(62) if params.seed is None else params.seed
         for n in range(answers):
-            words = None if self.tokenizer is None or request.search is not None else Detokenizer(self.tokenizer, params)
-            request.answers.append(Answer(request, n, seed + n, list(prompt), words=words))
+            text = None if self.tokenizer is None or request.search is not None else Detokenizer(self.tokenizer, params)
+            request.answers.append(Answer(request, n, seed + n, list(prompt), detokenizer=text))
         self.scheduler.add(request)
         return request
 
     def abort(self, request: Request) -> None:
-        """Ends a request; its answers keep what they have."""
+        """Ends a request; its answers keep the tokens that they have."""
         for answer in request.live:
             self._close(answer, "abort")
         self.scheduler.abort(request)
 
     def step(self) -> list[Request]:
-        """Computes a step. Returns the requests that have got tokens, or have ended.
+        """Runs a step; returns the requests that have got tokens or have ended.
 
-        If it fails, whatever the error, all requests that run or wait are aborted, and the engine is as good as new.
+        If it fails, whatever the error, all requests that run or wait are aborted, and the engine can be used again.
         """
         try:
-            return self._stepped()
+            return self._run_step()
         except BaseException:
-            self._flying = None
+            self._in_flight = None
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
                 self.abort(request)
-            # of blocks that are found by what they hold, some may not have been written
+            # the prefix cache may list blocks that the failed step never wrote
             self.pool.forget_prefixes()
             raise
 
-    def _stepped(self) -> list[Request]:
+    def _run_step(self) -> list[Request]:
         changed: dict[int, Request] = {}
-        if self._flying is not None and any(request.search is not None for request in self.scheduler.running):
-            # which beams go on is the host's to say
-            self._land(changed)
+        if self._in_flight is not None and any(request.search is not None for request in self.scheduler.running):
+            # the host decides which beams go on, so it needs their tokens before the next step
+            self._collect_step(changed)
         plan = self.scheduler.schedule()
-        begun = None
+        launched = None
         if plan.work:
-            begun = self.runner.run(plan)
+            launched = self.runner.run(plan)
             self.steps.update(steps=1, tokens=sum(work.tokens for work in plan.work))
-        elif self._flying is None and not self.scheduler.idle:
+        elif self._in_flight is None and not self.scheduler.idle:
             raise AssertionError("requests wait, none runs, and none can be admitted: this is a mistake in the scheduler")
-        if self._flying is not None:
-            self._land(changed)
-        self._flying = begun
-        if self._flying is not None and not self._ahead:
-            self._land(changed)
+        if self._in_flight is not None:
+            self._collect_step(changed)
+        self._in_flight = launched
+        if self._in_flight is not None and not self._ahead:
+            self._collect_step(changed)
         return list(changed.values())
 
-    def _land(self, changed: dict[int, Request]) -> None:
-        """Takes in what the step in flight has found."""
-        assert self._flying is not None
-        result, self._flying = self._flying, None
+    def _collect_step(self, changed: dict[int, Request]) -> None:
+        """Waits for the step in flight and gives its tokens to the answers."""
+        assert self._in_flight is not None
+        result, self._in_flight = self._in_flight, None
         for answer, token, top in result.wait():
             request = answer.request
             answer.pending -= 1
@@ -135,18 +140,18 @@ class Engine:
             if answer.finish_reason is not None:
                 continue
             if request.search is None:
-                self._take(answer, token, top)
+                self._take_token(answer, token, top)
             else:
                 assert top is not None
                 answer.tops.append(top)
                 if all(len(other.tops) for other in request.answers):
-                    self._search(request, request.search)
+                    self._step_search(request, request.search)
         for work, found in result.prompts:
             for place, top in enumerate(top_rows(found), work.start + 1):
                 work.answer.request.prompt_tops[place] = top
 
-    def _take(self, answer: Answer, token: int, top: Top | None) -> None:
-        """A token of an answer."""
+    def _take_token(self, answer: Answer, token: int, top: Top | None) -> None:
+        """Adds a token to an answer, and ends the answer if the token does."""
         request = answer.request
         answer.ids.append(token)
         if top is not None:
@@ -155,63 +160,64 @@ class Engine:
         if token in request.ends:
             self._finish(answer, "stop", token if token in request.params.stop_token_ids else None)
             return
-        if answer.words is not None:
-            answer.words.add([token])
-        if answer.words is not None and answer.words.stopped is not None:
+        if answer.detokenizer is not None:
+            answer.detokenizer.add([token])
+        if answer.detokenizer is not None and answer.detokenizer.stopped is not None:
             self._finish(answer, "stop")
         elif answer.generated == request.limit:
             self._finish(answer, "length")
         elif answer.table is not None and len(answer.ids) // self.pool.size > answer.table.sealed:
             self.pool.seal(answer.table, answer.ids)
 
-    def _search(self, request: Request, search: BeamSearch) -> None:
-        """A step of a search: all beams have been read."""
+    def _step_search(self, request: Request, search: BeamSearch) -> None:
+        """Advances a beam search by one token, once every beam has its candidates."""
         answers = request.answers
         going = search.step([answer.tops[0].ids for answer in answers], [answer.tops[0].logprobs for answer in answers])
         for answer in answers:
             answer.tops.clear()
         if not search.over:
             ids = [[*answers[successor.parent].ids, successor.token] for successor in going]
-            self.scheduler.adopt(answers, [successor.parent for successor in going])
+            self.scheduler.fork_beams(answers, [successor.parent for successor in going])
             for answer, known in zip(answers, ids, strict=True):
                 answer.ids = known
             return
         self.scheduler.abort(request)
-        # as many as there are tokens to tell them apart, at most
+        # a tiny vocabulary may leave fewer distinct answers than were asked for
         request.answers = answers[: min(request.params.n, len(search.found))]
         for answer, found in zip(request.answers, search.found, strict=False):
             answer.ids = [*request.prompt, *found.tokens]
             answer.logprob, answer.score = found.logprob, found.score
             answer.finish_reason = "stop" if found.tokens[-1] in request.ends else "length"
             if self.tokenizer is not None:
-                answer.words = Detokenizer(self.tokenizer, request.params)
-                answer.words.add(found.tokens[:-1] if answer.finish_reason == "stop" else found.tokens)
-                answer.words.finish()
+                answer.detokenizer = Detokenizer(self.tokenizer, request.params)
+                answer.detokenizer.add(found.tokens[:-1] if answer.finish_reason == "stop" else found.tokens)
+                answer.detokenizer.finish()
 
     def _finish(self, answer: Answer, reason: FinishReason, stop: int | str | None = None) -> None:
         self._close(answer, reason, stop)
         self.scheduler.finish(answer)
 
     def _close(self, answer: Answer, reason: FinishReason, stop: int | str | None = None) -> None:
-        """Ends an answer; also for a stop string that only what was held back shows to be there."""
-        words = answer.words
-        if words is not None:
-            words.finish()
-            if words.stopped is not None:
-                reason, stop = "stop", words.stopped
-                kept = words.tokens_kept
-                del answer.ids[len(answer.request.prompt) + kept :]
+        """Ends an answer; the text held back so far may turn out to hold a stop string, which is then the reason."""
+        text = answer.detokenizer
+        if text is not None:
+            text.finish()
+            if text.stopped is not None:
+                reason, stop = "stop", text.stopped
+                kept = text.tokens_kept
+                # a new list: outputs that callers hold share the old one
+                answer.ids = answer.ids[: len(answer.request.prompt) + kept]
                 answer.logprob -= sum(top.logprob for top in answer.tops[kept:])
                 del answer.tops[kept:]
         answer.finish_reason = reason
         answer.stop_reason = stop
 
-    def _checked(self, prompt: list[int], params: SamplingParams, salt: str) -> int:
-        """How many tokens an answer may have."""
+    def _check(self, prompt: list[int], params: SamplingParams, cache_salt: str) -> int:
+        """Checks a request; returns the most tokens that an answer may have."""
         if not isinstance(params, SamplingParams):
             raise InvalidInput(f"the sampling parameters are {repr(params)[:40]}; must be SamplingParams")
-        if not isinstance(salt, str):
-            raise InvalidInput(f"the salt is {repr(salt)[:40]}; must be a string")
+        if not isinstance(cache_salt, str):
+            raise InvalidInput(f"the cache_salt is {repr(cache_salt)[:40]}; must be a string")
         params.check_vocabulary(self.runner.decoder.config.vocab_size)
         if params.stops and (self.tokenizer is None or params.beam_width is not None):
             why = "the model has no tokenizer" if self.tokenizer is None else "a beam search ends at tokens"

@@ -1,20 +1,71 @@
-"""What a caller gets back; the names are those of vLLM."""
+"""What a caller gets back: a `RequestOutput` with one `CompletionOutput` per answer. The names are those of vLLM."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from rooftile.serve.request import Answer, FinishReason, Logprob, Request, Top
+from rooftile.serve.text.growing import TextSnapshot
+
+
+class _Snapshot(NamedTuple):
+    """An answer at one moment: lists that it shares with the growing answer, and how much of each was there.
+
+    The engine only appends to these lists, or replaces them; it never changes what is in them. So a snapshot stays true while
+    the answer grows, and nothing is copied until it is read.
+    """
+
+    ids: list[int]
+    first: int
+    last: int
+    text: TextSnapshot | None
+    logprobs: list[dict[int, Logprob]] | None
+
+    def read(self, name: str) -> object:
+        """Returns a list or a text of the reader's own."""
+        if name == "token_ids":
+            return self.ids[self.first : self.last]
+        if name == "text":
+            return "" if self.text is None else self.text.read()
+        return None if self.logprobs is None else self.logprobs[: self.last - self.first]
+
+
+class _Lazy:
+    """Reads text, token_ids and logprobs from a snapshot when they are first asked for."""
+
+    __slots__ = ("_snapshot",)
+    _snapshot: _Snapshot
+
+    def _share(self, snapshot: _Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def __getattr__(self, name: str) -> Any:
+        # called only for an attribute that is not set
+        if name not in ("logprobs", "text", "token_ids"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = self._snapshot.read(name)
+        setattr(self, name, value)
+        return value
+
+    def __getstate__(self) -> tuple[None, dict[str, object]]:
+        """Copies and pickles hold the fields, and nothing that is shared with the engine."""
+        return None, {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
-class CompletionOutput:
-    """One answer.
+class CompletionOutput(_Lazy):
+    """One answer, complete or still growing; a later step changes nothing in it.
 
-    token_ids has the token that ended it, if one did; text has not. A stop string leaves both, but for include_stop, and so do
-    the tokens that are of it alone. finish_reason is "stop", "length" or "abort", None while it
-    grows; stop_reason is the stop string or the id of stop_token_ids that ended it. logprobs has for each token its Logprob and
-    those of the most likely ones, by id. score is that of a beam search.
+    Args:
+        index: the place of the answer among the n of its request.
+        text: the text without the token or stop string that ended it, unless include_stop is set.
+        token_ids: the tokens, with the end token if one ended the answer. The tokens of a stop string are left out.
+        cumulative_logprob: the sum of the tokens' logprobs, if they were asked for, or of a beam's.
+        logprobs: for each token its `Logprob` and those of the most likely tokens, by token id; None if not asked for.
+        finish_reason: "stop", "length" or "abort"; None while the answer grows.
+        stop_reason: the stop string, or the id out of stop_token_ids, that ended the answer.
+        score: the score in a beam search.
     """
 
     index: int
@@ -29,7 +80,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answers to a prompt; or, in `error`, why it has none."""
+    """The answers to one prompt; or, in `error`, the reason why it has none."""
 
     request_id: int
     prompt: str | None
@@ -41,18 +92,15 @@ class RequestOutput:
 
 
 def output_of(request: Request, prompt: str | None = None) -> RequestOutput:
-    """A request as it stands.
-
-    What was told before is not made again: of a long answer a new token costs what one costs, and a copy of lists.
-    """
+    """Returns a request's state of this moment; the cost is that of the new tokens, however long the answers are."""
     if not request.shown_prompt:
-        # the engine's own stays as it is, whatever callers do to theirs
+        # a copy for callers, who may change theirs; the engine's own stays as it is
         request.shown_prompt = list(request.prompt)
     return RequestOutput(
         request_id=request.id,
         prompt=prompt,
         prompt_token_ids=request.shown_prompt,
-        # beams on their way are more than come back
+        # a beam search has more beams than it returns answers
         outputs=[_completion(answer) for answer in request.answers[: request.params.n]],
         finished=not request.live,
         prompt_logprobs=_prompt_logprobs(request),
@@ -61,29 +109,30 @@ def output_of(request: Request, prompt: str | None = None) -> RequestOutput:
 
 def _completion(answer: Answer) -> CompletionOutput:
     params = answer.request.params
-    tokens = answer.ids[len(answer.request.prompt) :]
+    first, last = len(answer.request.prompt), len(answer.ids)
     logprobs = None
     if params.logprobs is not None:
-        # a stop string takes away what was told
-        del answer.shown[len(tokens) :]
-        told = len(answer.shown)
-        new = zip(tokens[told:], answer.tops[told:], strict=True)
+        if len(answer.shown) > last - first:
+            # a stop string has taken tokens away that were shown; a new list, since earlier outputs share the old one
+            answer.shown = answer.shown[: last - first]
+        shown = len(answer.shown)
+        new = zip(answer.ids[first + shown :], answer.tops[shown:], strict=True)
         answer.shown += [_shown(token, top, params.logprobs) for token, top in new]
-        logprobs = answer.shown.copy()
-    return CompletionOutput(
-        index=answer.index,
-        text="" if answer.words is None else answer.words.text,
-        token_ids=tokens,
-        cumulative_logprob=answer.logprob if params.logprobs is not None or answer.score is not None else None,
-        logprobs=logprobs,
-        finish_reason=answer.finish_reason,
-        stop_reason=answer.stop_reason,
-        score=answer.score,
-    )
+        logprobs = answer.shown
+    text = None if answer.detokenizer is None else answer.detokenizer.snapshot()
+    # text, token_ids and logprobs stay unset: they are read from the snapshot
+    output = CompletionOutput.__new__(CompletionOutput)
+    output._share(_Snapshot(answer.ids, first, last, text, logprobs))
+    output.index = answer.index
+    output.cumulative_logprob = answer.logprob if params.logprobs is not None or answer.score is not None else None
+    output.finish_reason = answer.finish_reason
+    output.stop_reason = answer.stop_reason
+    output.score = answer.score
+    return output
 
 
 def _prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
-    """Of each token of the prompt; None for the first, which follows nothing."""
+    """Returns the logprobs of the prompt's tokens; None for the first token, which follows nothing."""
     count = request.params.prompt_logprobs
     if count is None:
         return None
@@ -91,12 +140,13 @@ def _prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None
         return [None]
     if not request.shown_prompt_logprobs:
         places = range(1, len(request.prompt))
-        told = (_shown(request.prompt[place], request.prompt_tops[place], count) for place in places)
-        request.shown_prompt_logprobs = [None, *told]
+        made = (_shown(request.prompt[place], request.prompt_tops[place], count) for place in places)
+        request.shown_prompt_logprobs = [None, *made]
     return request.shown_prompt_logprobs
 
 
 def _shown(token: int, top: Top, count: int) -> dict[int, Logprob]:
+    """Returns the logprobs of one place by token id: the `count` most likely tokens, and the token that was taken."""
     best = zip(top.ids[:count], top.logprobs[:count], strict=True)
     shown = {id_: Logprob(logprob, rank) for rank, (id_, logprob) in enumerate(best, 1)}
     return shown | {token: Logprob(top.logprob, top.rank)}

@@ -1,4 +1,4 @@
-"""What was asked, and the answers as they grow."""
+"""A request and its answers while they are being computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Top(NamedTuple):
-    """Of a token: its logprob and rank, and the most likely tokens in its place with theirs."""
+    """A token's logprob and rank, and the most likely tokens in its place with their logprobs."""
 
     logprob: float
     rank: int
@@ -24,7 +24,7 @@ class Top(NamedTuple):
 
 
 class Logprob(NamedTuple):
-    """Of a token in one place: natural logarithm of its probability, and how many were more likely, plus 1."""
+    """The natural logarithm of a token's probability in one place, and its rank: the number of more likely tokens, plus 1."""
 
     logprob: float
     rank: int
@@ -32,10 +32,12 @@ class Logprob(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One answer to a request: its tokens, and how far the cache has them.
+    """One answer to a request: its tokens, and how many of them the KV cache holds.
 
-    Its tokens `ids` are known. `pending` more are being computed and will be told. Keys and values of the first `planned` are in
-    the cache, or on their way into it.
+    The tokens in `ids`, prompt included, are known. `pending` more are being computed and will arrive. Keys and values of the
+    first `planned` tokens are in the cache, or are being written by a step in flight.
+
+    The list `ids` is shared with the outputs that callers hold: it is appended to or replaced, never changed in place.
     """
 
     request: Request
@@ -49,37 +51,37 @@ class Answer:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     tops: list[Top] = field(default_factory=list)
-    """Of each token, if logprobs were asked for."""
+    """One per generated token, if logprobs were asked for."""
     shown: list[dict[int, Logprob]] = field(default_factory=list)
-    """The same as callers are told it, as far as they were."""
+    """The same in the form that callers see, as far as they have seen it; shared with their outputs, like `ids`."""
     logprob: float = 0.0
-    """The sum over the tokens, if they were asked for."""
+    """The sum over the generated tokens, if logprobs were asked for."""
     score: float | None = None
-    """In a beam search."""
-    words: Detokenizer | None = None
-    """Its text as it grows, if the model has a tokenizer."""
+    """The score in a beam search."""
+    detokenizer: Detokenizer | None = None
+    """Builds the text, if the model has a tokenizer."""
 
     @property
     def generated(self) -> int:
-        """Tokens of the answer that are known."""
+        """How many tokens of the answer are known."""
         return len(self.ids) - len(self.request.prompt)
 
     @property
-    def behind(self) -> int:
-        """Tokens that the model has not read yet; one in steady decoding."""
+    def unread(self) -> int:
+        """How many tokens the model has not read yet; one in steady decoding."""
         return len(self.ids) + self.pending - self.planned
 
     @property
     def wants_more(self) -> bool:
-        """Whether another token is due after those on their way."""
+        """Whether another token is due after the pending ones."""
         return self.finish_reason is None and self.generated + self.pending < self.request.limit
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, and how it is to be answered.
+    """A prompt and its answers.
 
-    limit is how many tokens an answer may have: max_tokens, or what the model's length leaves.
+    `limit` is the most tokens that an answer may have: max_tokens, or less where the longest sequence leaves less.
     """
 
     id: int
@@ -88,28 +90,29 @@ class Request:
     limit: int
     ends: frozenset[int]
     """Tokens that end an answer."""
-    salt: str = ""
+    cache_salt: str = ""
     answers: list[Answer] = field(default_factory=list)
-    begun: bool = False
-    """Whether the prompt has been read once: then each answer goes its own way."""
+    prefilled: bool = False
+    """Whether the prompt has been read once; from then on each answer runs by itself."""
     prompt_tops: dict[int, Top] = field(default_factory=dict)
-    """Of the prompt's tokens, by position, if they were asked for."""
+    """Logprobs of the prompt's tokens by position, if they were asked for."""
     search: BeamSearch | None = None
     shown_prompt: list[int] = field(default_factory=list)
+    """The prompt as callers see it, the same list in each output; empty before the first output."""
     shown_prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
-    """The prompt and its logprobs as callers are told them, all of them the same lists; empty before."""
+    """The prompt's logprobs as callers see them, likewise."""
 
     @property
     def top_count(self) -> int | None:
-        """How many of the most likely tokens are asked for; None for no logprobs at all."""
+        """How many of the most likely tokens are asked for; None if no logprobs are."""
         return self.params.logprobs if self.search is None else self.search.keep
 
     @property
     def live(self) -> list[Answer]:
-        """Answers that are not complete."""
+        """The answers that are not complete."""
         return [answer for answer in self.answers if answer.finish_reason is None]
 
     @property
     def pending(self) -> bool:
-        """Whether something of it is being computed."""
+        """Whether a step in flight computes a token of this request."""
         return any(answer.pending for answer in self.answers)

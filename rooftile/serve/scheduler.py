@@ -1,8 +1,11 @@
-"""What the model reads next: decoding first, then prompts by chunks, then new requests; all in plain Python.
+"""Decides what the model reads in the next step (continuous batching), in plain Python without a tensor.
 
-A step mixes one token of each running answer with chunks of prompts, `max_batched_tokens` in all. When the pool has no block left
-for a running answer, the newest request gives its blocks up and waits again, at the front; it is computed anew, what of it is
-still in the prefix index excepted. A request with several answers has its prompt read once, runs and waits as one.
+A step mixes one token of each decoding answer with chunks of prompts (chunked prefill), `max_batched_tokens` in all. Decoding
+comes first, then prompts that are partly read, then new requests.
+
+When the pool has no block left for a running answer, the newest request is preempted: it gives up its blocks and waits again, at
+the head of the queue. Later it is computed again, except for what the prefix cache still holds. The answers of one request run
+and wait together, and its prompt is read once.
 """
 
 from __future__ import annotations
@@ -16,49 +19,50 @@ from rooftile.serve.request import Answer, Request
 
 
 class Work(NamedTuple):
-    """Tokens of an answer, from `start` on, for the model to read."""
+    """Tokens of one answer for the model to read: `tokens` of them from position `start`."""
 
     answer: Answer
     start: int
     tokens: int
-    heirs: tuple[Answer, ...]
-    """The answers that get a next token from the last of them; none if the prompt goes on."""
+    outputs: tuple[Answer, ...]
+    """The answers that get their next token from the last of these tokens; none while the prompt goes on."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """A step: what the model reads, and what must be put in place before."""
+    """One step: what the model reads, and what must be done before."""
 
     work: list[Work] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    """Blocks to copy before the step writes into them (copy-on-write)."""
     entries: dict[tuple[int, int], int] = field(default_factory=dict)
-    """What block tables hold from now on: a block, by slot and column."""
+    """New entries of the block tables on the device: a block by (slot, column)."""
     started: list[Answer] = field(default_factory=list)
-    """Answers that have a new slot."""
+    """Answers that have got a slot."""
 
 
 class Scheduler:
-    """Requests that wait and requests that run.
+    """The requests that wait and the requests that run.
 
     Args:
-        pool: the blocks of the cache.
-        max_answers: how many run at once, each in a slot of its own.
-        max_batched_tokens: of a step.
+        pool: the blocks of the KV cache.
+        max_answers: the most answers that run at once; each has a slot of its own.
+        max_batched_tokens: the most tokens that the model reads in one step.
     """
 
     def __init__(self, pool: BlockPool, max_answers: int, max_batched_tokens: int) -> None:
         self.pool = pool
         self.max_batched_tokens = max_batched_tokens
         self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # the oldest first
+        self.running: list[Request] = []  # oldest first
         self.preemptions = 0
-        # taken from the end: the lowest first
+        # slots are taken from the end, so the lowest is used first
         self._slots = list(range(max_answers - 1, -1, -1))
-        self._moved: dict[tuple[int, int], int] = {}
+        self._forked: dict[tuple[int, int], int] = {}
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits or runs."""
+        """Whether no request waits or runs."""
         return not self.waiting and not self.running
 
     def add(self, request: Request) -> None:
@@ -66,29 +70,34 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> Plan:
-        """The next step; of no work if nothing can be done before more results are known."""
-        plan = Plan(entries=self._moved)
-        self._moved = {}
+        """Plans the next step; the plan has no work if every request waits for results of the step in flight."""
+        plan = Plan(entries=self._forked)
+        self._forked = {}
         budget = self._decode(plan, self.max_batched_tokens)
-        budget = self._read_on(plan, budget)
+        budget = self._continue_prefill(plan, budget)
         self._admit(plan, budget)
         return plan
 
     def finish(self, answer: Answer) -> None:
-        """Takes back what a complete answer has."""
+        """Takes back the blocks and the slot of a complete answer."""
         self._release(answer)
         request = answer.request
         if not request.live:
-            self._leave(request)
+            self._remove(request)
 
     def abort(self, request: Request) -> None:
-        """Takes back what a request has, wherever it is."""
+        """Takes back everything that a request has, whether it runs or waits."""
         for answer in request.answers:
             self._release(answer)
-        self._leave(request)
+        self._remove(request)
 
-    def adopt(self, answers: list[Answer], parents: list[int]) -> None:
-        """Lets each answer go on from the blocks of its parent: a search has chosen among its beams' successors."""
+    def fork_beams(self, answers: list[Answer], parents: list[int]) -> None:
+        """Gives each answer the blocks of its parent, after a beam search has chosen which beams go on.
+
+        Args:
+            answers: the beams.
+            parents: for each beam the index of the beam that it continues.
+        """
         stays = [parent == n and parents.count(n) == 1 for n, parent in enumerate(parents)]
         old = [(answer.table, answer.planned) for answer in answers]
         new = [None if (table := old[parent][0]) is None else self.pool.fork(table) for parent in parents]
@@ -99,15 +108,15 @@ class Scheduler:
             if not stays[n]:
                 answer.table, answer.planned = new[n], old[parents[n]][1]
                 if answer.table is not None:
-                    self._moved |= entries_of(answer)
+                    self._forked |= entries_of(answer)
 
     def _decode(self, plan: Plan, budget: int) -> int:
-        """A token of each answer that has read all but one."""
+        """Plans one token of each answer that has one unread token; returns the budget that is left."""
         for request in self.running.copy():
             for answer in request.answers:
-                if not (request.begun and answer.slot >= 0 and answer.behind == 1 and answer.wants_more and budget):
+                if not (request.prefilled and answer.slot >= 0 and answer.unread == 1 and answer.wants_more and budget):
                     continue
-                if not self._grown(plan, answer):
+                if not self._ensure_block(plan, answer):
                     break
                 plan.work.append(Work(answer, answer.planned, 1, (answer,)))
                 budget -= 1
@@ -116,12 +125,15 @@ class Scheduler:
             work.answer.pending += 1
         return budget
 
-    def _grown(self, plan: Plan, answer: Answer) -> bool:
-        """Room for the answer's next token; the newest requests make way. False if it had to go itself."""
+    def _ensure_block(self, plan: Plan, answer: Answer) -> bool:
+        """Makes room for the answer's next token, if need be by preempting the newest requests.
+
+        Returns False if the answer's own request was preempted.
+        """
         while True:
             assert answer.table is not None
             try:
-                # what is computed anew has its room already
+                # an answer that is computed again after a preemption has its room already
                 self._append(plan, answer, answer.planned + 1 - answer.table.length)
             except OutOfBlocks:
                 newest = self.running[-1]
@@ -133,49 +145,54 @@ class Scheduler:
                 return True
 
     def _append(self, plan: Plan, answer: Answer, tokens: int) -> None:
+        """Gives an answer room for more tokens and notes the new table entries in the plan."""
         table = answer.table
         assert table is not None
         before, count = table.blocks, len(table.blocks)
         copies = self.pool.append(table, tokens)
         plan.copies += copies
-        # new are those at the end, and the last one if it was shared; or all, as a reserving pool does it
+        # new are the blocks at the end, and the last old one if it was shared; a reserving pool makes all of them new
         for column in range(count - len(copies) if table.blocks is before else 0, len(table.blocks)):
             plan.entries[answer.slot, column] = table.blocks[column]
 
-    def _read_on(self, plan: Plan, budget: int) -> int:
-        """Chunks of prompts that are being read."""
+    def _continue_prefill(self, plan: Plan, budget: int) -> int:
+        """Plans further chunks of running prompts; returns the budget that is left."""
         for request in self.running:
             for answer in request.answers:
-                reads = answer.table is not None and answer.wants_more and (answer.behind > 1 or not request.begun)
+                reads = answer.table is not None and answer.wants_more and (answer.unread > 1 or not request.prefilled)
                 if reads and budget:
-                    budget -= self._read(plan, answer, budget)
+                    budget -= self._prefill(plan, answer, budget)
         return budget
 
-    def _read(self, plan: Plan, answer: Answer, budget: int) -> int:
-        """As much of what an answer is behind as the budget allows; after the last of a prompt its other answers begin."""
-        tokens = min(answer.behind, budget)
+    def _prefill(self, plan: Plan, answer: Answer, budget: int) -> int:
+        """Plans as many unread tokens of an answer as the budget allows; returns how many.
+
+        When the last token of a prompt is read, the request's other answers start from the same blocks.
+        """
+        tokens = min(answer.unread, budget)
         start = answer.planned
         answer.planned += tokens
         assert answer.table is not None
         self.pool.seal(answer.table, answer.ids[: answer.planned])
-        heirs: tuple[Answer, ...] = ()
-        if not answer.behind:
-            heirs = (answer,) if answer.request.begun else tuple(answer.request.answers)
-            answer.request.begun = True
-            for heir in heirs:
-                heir.pending += 1
-                if heir is not answer:
-                    heir.table = self.pool.fork(answer.table)
-                    heir.planned = answer.planned
-                    plan.entries |= entries_of(heir)
-        plan.work.append(Work(answer, start, tokens, heirs))
+        outputs: tuple[Answer, ...] = ()
+        if not answer.unread:
+            outputs = (answer,) if answer.request.prefilled else tuple(answer.request.answers)
+            answer.request.prefilled = True
+            for output in outputs:
+                output.pending += 1
+                if output is not answer:
+                    output.table = self.pool.fork(answer.table)
+                    output.planned = answer.planned
+                    plan.entries |= entries_of(output)
+        plan.work.append(Work(answer, start, tokens, outputs))
         return tokens
 
     def _admit(self, plan: Plan, budget: int) -> None:
+        """Starts waiting requests, in order, while there are slots, blocks and budget for them."""
         while self.waiting and budget:
             request = self.waiting[0]
-            # what is being computed of a preempted request is part of what it must read again
-            if request.pending or len(request.live) > len(self._slots) or not self._housed(request):
+            # a preempted request waits for its token in flight, which it must read again too
+            if request.pending or len(request.live) > len(self._slots) or not self._reserve(request):
                 return
             self.waiting.popleft()
             self.running.append(request)
@@ -186,15 +203,15 @@ class Scheduler:
                     plan.entries |= entries_of(answer)
             for answer in [answer for answer in request.live if answer.table is not None]:
                 if budget:
-                    budget -= self._read(plan, answer, budget)
+                    budget -= self._prefill(plan, answer, budget)
 
-    def _housed(self, request: Request) -> bool:
-        """Room for all that a request has to read, with some to spare for those that run; or nothing has changed."""
-        readers = request.live if request.begun else request.live[:1]
+    def _reserve(self, request: Request) -> bool:
+        """Reserves blocks for all that a request has to read, with some to spare for running requests; or changes nothing."""
+        readers = request.live if request.prefilled else request.live[:1]
         for answer in readers:
-            answer.table = self.pool.begin(answer.ids, request.salt)
+            answer.table = self.pool.begin(answer.ids, request.cache_salt)
             if answer is not readers[0]:
-                self._share(request, readers[0], answer)
+                self._share_prompt(request, readers[0], answer)
             answer.planned = answer.table.length
             missing = len(answer.ids) - answer.table.length
             spare = self.pool.watermark if self.running else 0
@@ -205,11 +222,12 @@ class Scheduler:
             self.pool.append(answer.table, missing)
         return True
 
-    def _share(self, request: Request, first: Answer, other: Answer) -> None:
-        """Lets an answer that comes back have its prompt from the first one, which reads before it, unless it is cached."""
+    def _share_prompt(self, request: Request, first: Answer, other: Answer) -> None:
+        """Lets a preempted request's other answers share the prompt's blocks of the first, which reads before them."""
         assert first.table is not None
         assert other.table is not None
         shared = len(request.prompt) // self.pool.size * self.pool.size
+        # a prefix found in the cache is as good
         if self.pool.shares and other.table.length < shared and first.table.sealed * self.pool.size <= shared:
             self.pool.free(other.table)
             other.table = self.pool.fork(first.table)
@@ -222,8 +240,8 @@ class Scheduler:
         self.running.remove(request)
         self.waiting.appendleft(request)
 
-    def _leave(self, request: Request) -> None:
-        # one that was preempted may be completed by what was being computed of it: it waits then
+    def _remove(self, request: Request) -> None:
+        # a preempted request may be completed by its token in flight while it waits
         for queue in (self.waiting, self.running):
             if request in queue:
                 queue.remove(request)
@@ -242,6 +260,6 @@ class Scheduler:
 
 
 def entries_of(answer: Answer) -> dict[tuple[int, int], int]:
-    """All blocks of an answer, by slot and column."""
+    """Returns all blocks of an answer by (slot, column)."""
     assert answer.table is not None
     return {(answer.slot, column): block for column, block in enumerate(answer.table.blocks)}

@@ -22,7 +22,7 @@ from rooftile.kvcache.route import LONG_PROMPT, route
 from rooftile.masks import Mask
 from rooftile.models import Decoder, ModelConfig
 from rooftile.serve.runner import masks_of
-from rooftile.serve.sampling.sampler import SamplingState, Wants, sample
+from rooftile.serve.sampling.sampler import SamplingFeatures, SamplingState, sample
 from rooftile.spec import Asked
 
 # tokens of prompts: so few that the kernels for prompts are not worth it, and usual ones
@@ -32,7 +32,7 @@ ROWS = 16
 # threads, at most: a kernel's first part is Python, and more of them keep the largest kernel waiting, which all wait for
 THREADS = 4
 # what samples want, mostly
-WANTS = (Wants(chance=True), Wants(chance=True, truncation=True))
+FEATURES = (SamplingFeatures(chance=True), SamplingFeatures(chance=True, truncation=True))
 
 
 @torch.inference_mode()
@@ -75,7 +75,7 @@ def jobs(
         *(partial(_read_prompts, decoder, pages, mask, (SHORT,), room=LONG_PROMPT) for mask in masks),
         partial(_decode_alone, decoder, pages, masks),
         partial(_decode_without_attention, decoder),
-        *(partial(_sample, decoder, config.vocab_size, wants) for wants in WANTS),
+        *(partial(_sample, decoder, config.vocab_size, features) for features in FEATURES),
     ]
 
 
@@ -126,14 +126,14 @@ def _decode_without_attention(decoder: Decoder) -> None:
     decoder(rows, rows, lambda layer, q, k, v, rotation: q)
 
 
-def _sample(decoder: Decoder, vocabulary: int, wants: Wants) -> None:
+def _sample(decoder: Decoder, vocabulary: int, features: SamplingFeatures) -> None:
     """The next tokens."""
     device = decoder.embedding.device
     rows = torch.zeros(ROWS, dtype=torch.int64, device=device)
     logits = torch.zeros(ROWS, vocabulary, dtype=decoder.embedding.dtype, device=device)
     if decoder.config.logit_softcap is not None:
         logits = logits.float()
-    sample(logits, rows, rows, SamplingState(1, vocabulary, device), wants)
+    sample(logits, rows, rows, SamplingState(1, vocabulary, device), features)
 
 
 def _projected(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

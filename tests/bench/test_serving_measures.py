@@ -53,14 +53,14 @@ class Stub:
 
     def run(self, plan: Plan) -> Result:
         self.clock.time += 1.0
-        heirs = [answer for work in plan.work for answer in work.heirs]
-        keep = max((answer.request.top_count or 0 for answer in heirs), default=0)
+        outputs = [answer for work in plan.work for answer in work.outputs]
+        keep = max((answer.request.top_count or 0 for answer in outputs), default=0)
         tops = None
         if keep:
             # the best of a thousand tokens with scores of N(0, 1)
-            scores = torch.randn(len(heirs), 1000, generator=self.generator).log_softmax(1).topk(keep).values
-            tops = scores[:, 0], self._ids(len(heirs), keep), scores, torch.ones(len(heirs), dtype=torch.int64)
-        return Result(heirs, self._ids(len(heirs)), tops, [], None)
+            scores = torch.randn(len(outputs), 1000, generator=self.generator).log_softmax(1).topk(keep).values
+            tops = scores[:, 0], self._ids(len(outputs), keep), scores, torch.ones(len(outputs), dtype=torch.int64)
+        return Result(outputs, self._ids(len(outputs)), tops, [], None)
 
     def _ids(self, *shape: int) -> torch.Tensor:
         return torch.randint(self.decoder.config.vocab_size, shape, generator=self.generator)

@@ -7,7 +7,14 @@ import torch
 
 from rooftile.serve.sampling import kernels as sampling_kernels
 from rooftile.serve.sampling.params import SamplingParams
-from rooftile.serve.sampling.sampler import Wants, penalised, sample, sample_as_defined, thresholds, wants_of
+from rooftile.serve.sampling.sampler import (
+    SamplingFeatures,
+    features_of,
+    penalised,
+    sample,
+    sample_as_defined,
+    thresholds,
+)
 from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
 
 pytestmark = pytest.mark.gpu
@@ -21,10 +28,10 @@ def test_the_kept_sets(vocab: int, dtype: torch.dtype) -> None:
     """The same scores to the bit; the same sets, but for a token at which top-p's mass is reached to within rounding."""
     batch = Batch(PARAMS, vocab, "cuda")
     logits = batch.logits.to(dtype)
-    x = penalised(logits, batch.index, batch.state, batch.wants)
+    x = penalised(logits, batch.index, batch.state, batch.features)
     on_host = Batch(PARAMS, vocab)
-    assert torch.equal(x.cpu(), penalised(logits.cpu(), on_host.index, on_host.state, on_host.wants))
-    found = x >= sampling_kernels.thresholds(logits, batch.index, batch.state, batch.wants)[:, None]
+    assert torch.equal(x.cpu(), penalised(logits.cpu(), on_host.index, on_host.state, on_host.features))
+    found = x >= sampling_kernels.thresholds(logits, batch.index, batch.state, batch.features)[:, None]
     due = x >= thresholds(x, batch.index, batch.state)
     wrong = (found != due).sum(1).tolist()
     for params, count, kept in zip(PARAMS, wrong, due.sum(1).tolist(), strict=True):
@@ -39,7 +46,7 @@ def test_top_k_is_exact(k: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         batch = Batch([SamplingParams(top_k=k)] * 5, 151936, "cuda")
         x = batch.logits.to(dtype).float()
-        found = x >= sampling_kernels.thresholds(x.to(dtype), batch.index, batch.state, batch.wants)[:, None]
+        found = x >= sampling_kernels.thresholds(x.to(dtype), batch.index, batch.state, batch.features)[:, None]
         assert torch.equal(found, x >= x.topk(k).values[:, -1:])
 
 
@@ -51,8 +58,8 @@ def test_tokens_and_counts(vocab: int, dtype: torch.dtype) -> None:
     batch, other = Batch(params, vocab, "cuda"), Batch(params, vocab, "cuda")
     logits, steps, differ = batch.logits.to(dtype), 50, 0
     for _ in range(steps):
-        found = sample(logits, batch.index, batch.positions, batch.state, batch.wants)
-        due = sample_as_defined(logits, other.index, batch.positions, other.state, other.wants)
+        found = sample(logits, batch.index, batch.positions, batch.state, batch.features)
+        due = sample_as_defined(logits, other.index, batch.positions, other.state, other.features)
         differ += (found != due).sum().item()
         if batch.state.counts is not None:
             assert batch.state.counts.sum() == other.state.counts.sum()
@@ -66,12 +73,12 @@ def test_a_row_does_not_depend_on_its_slot_or_its_neighbours(n: int) -> None:
     params = (PARAMS * 40)[:n]
     batch = Batch(params, 32000, "cuda")
     other = Batch(params, 32000, "cuda", slots=[2 * n - i for i in range(n)])
-    together = sample(batch.logits, batch.index, batch.positions, batch.state, batch.wants)
+    together = sample(batch.logits, batch.index, batch.positions, batch.state, batch.features)
     order = torch.randperm(n).tolist()
-    assert torch.equal(sample(*other.of(order), other.state, batch.wants), together[order])
+    assert torch.equal(sample(*other.of(order), other.state, batch.features), together[order])
     alone = Batch(params, 32000, "cuda")
     for row in range(min(n, len(PARAMS))):
-        assert sample(*alone.of([row]), alone.state, wants_of(params[row])).item() == together[row]
+        assert sample(*alone.of([row]), alone.state, features_of(params[row])).item() == together[row]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -80,25 +87,28 @@ def test_hostile_rows(name: str) -> None:
     batch = Batch(kinds, 6, "cuda")
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.tensor([HOSTILE[name]] * len(kinds), device="cuda").to(dtype)
-        tokens = sample(logits, batch.index, batch.positions, batch.state, batch.wants)
+        tokens = sample(logits, batch.index, batch.positions, batch.state, batch.features)
         assert set(tokens.tolist()) <= MAY[name]
 
 
 @pytest.mark.parametrize(
-    "wants",
-    [Wants(), Wants(chance=True), Wants(True, True), Wants(True, False, True), Wants(True, True, True, True)],
+    "features",
+    [
+        SamplingFeatures(), SamplingFeatures(chance=True), SamplingFeatures(True, True), SamplingFeatures(True, False, True),
+        SamplingFeatures(True, True, True, True),
+    ],
     ids=str,
-)
-def test_it_is_captured(wants: Wants) -> None:
+)  # fmt: skip
+def test_it_is_captured(features: SamplingFeatures) -> None:
     """A graph reads new logits, positions and requests, and the host never waits."""
     vocab = 32000
     batch, plain = Batch(PARAMS, vocab, "cuda"), Batch(PARAMS, vocab, "cuda")
     logits, positions = batch.logits.clone(), batch.positions.clone()
-    sample(logits, batch.index, positions, batch.state, wants)
+    sample(logits, batch.index, positions, batch.state, features)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sample(logits, batch.index, positions, batch.state, wants)
+        out = sample(logits, batch.index, positions, batch.state, features)
     batch.state.set(batch.slots, batch.params, batch.seeds, list(batch.prompts), list(batch.generated))
     for step in range(4):
         if step == 2:
@@ -107,18 +117,18 @@ def test_it_is_captured(wants: Wants) -> None:
         logits.copy_(batch.logits.roll(step, 1))
         positions.copy_(batch.positions + step)
         graph.replay()
-        assert torch.equal(out, sample(logits, plain.index, positions, plain.state, wants))
+        assert torch.equal(out, sample(logits, plain.index, positions, plain.state, features))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_wait() -> None:
     batch = Batch(PARAMS, 32000, "cuda")
-    sample(batch.logits, batch.index, batch.positions, batch.state, batch.wants)
+    sample(batch.logits, batch.index, batch.positions, batch.state, batch.features)
     torch.cuda.synchronize()
     mode = torch.cuda.get_sync_debug_mode()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        sample(batch.logits, batch.index, batch.positions, batch.state, batch.wants)
+        sample(batch.logits, batch.index, batch.positions, batch.state, batch.features)
         batch.state.set(batch.slots, batch.params, batch.seeds, list(batch.prompts), list(batch.generated))
     finally:
         torch.cuda.set_sync_debug_mode(mode)

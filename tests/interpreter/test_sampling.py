@@ -9,7 +9,14 @@ from torch import Tensor
 
 from rooftile.serve.sampling import kernels as sampling_kernels
 from rooftile.serve.sampling.params import SamplingParams
-from rooftile.serve.sampling.sampler import SamplingState, Wants, penalised, sample_as_defined, thresholds, wants_of
+from rooftile.serve.sampling.sampler import (
+    SamplingFeatures,
+    SamplingState,
+    features_of,
+    penalised,
+    sample_as_defined,
+    thresholds,
+)
 from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
 
 # masked lanes take a logarithm of 0, and NaN is compared, on purpose
@@ -18,18 +25,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 PARAMS = list(KINDS.values())
 
 
-def kept(logits: Tensor, slots: Tensor, state: SamplingState, wants: Wants) -> tuple[Tensor, Tensor]:
+def kept(logits: Tensor, slots: Tensor, state: SamplingState, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
     """What the kernel keeps, and what the definition does."""
-    x = penalised(logits, slots, state, wants)
-    return x >= sampling_kernels.thresholds(logits, slots, state, wants)[:, None], x >= thresholds(x, slots, state)
+    x = penalised(logits, slots, state, features)
+    return x >= sampling_kernels.thresholds(logits, slots, state, features)[:, None], x >= thresholds(x, slots, state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [7, 1000, 2049, 9001])
 def test_the_kept_sets(vocab: int, dtype: torch.dtype) -> None:
     batch = Batch(PARAMS, vocab)
-    wants = Wants(chance=True, truncation=True)
-    for asked in (wants, batch.wants):
+    features = SamplingFeatures(chance=True, truncation=True)
+    for asked in (features, batch.features):
         found, due = kept(batch.logits.to(dtype), batch.index, batch.state, asked)
         assert torch.equal(found, due)
         assert not due.all()
@@ -46,7 +53,7 @@ def test_top_k_is_exact(k: int, digits: int | None) -> None:
         logits = logits.round(decimals=digits)
     state = SamplingState(3, V, "cpu")
     state.set([0, 1, 2], [SamplingParams(top_k=k)] * 3, [0, 1, 2], [[]] * 3, [[]] * 3)
-    found, due = kept(logits, torch.arange(3), state, Wants(True, True))
+    found, due = kept(logits, torch.arange(3), state, SamplingFeatures(True, True))
     assert torch.equal(found, due)
 
 
@@ -58,7 +65,7 @@ def test_top_p_is_exact_up_to_rounding(top_p: float, temperature: float) -> None
     logits = torch.randn(4, V) * torch.tensor([[0.1], [1.0], [3.0], [10.0]])
     state = SamplingState(4, V, "cpu")
     state.set([0, 1, 2, 3], [SamplingParams(top_p=top_p, temperature=temperature)] * 4, [0] * 4, [[]] * 4, [[]] * 4)
-    found, due = kept(logits, torch.arange(4), state, Wants(True, True))
+    found, due = kept(logits, torch.arange(4), state, SamplingFeatures(True, True))
     p = (logits.double() / temperature).softmax(1)
     for row in range(4):
         mass, least = p[row, found[row]].sum(), p[row, found[row]].min()
@@ -69,8 +76,8 @@ def test_top_p_is_exact_up_to_rounding(top_p: float, temperature: float) -> None
 
 def test_rows_that_do_not_ask_keep_everything() -> None:
     batch = Batch(PARAMS, 100)
-    found = sampling_kernels.thresholds(batch.logits, batch.index, batch.state, batch.wants)
-    asks = torch.tensor([wants_of(params).truncation for params in PARAMS])
+    found = sampling_kernels.thresholds(batch.logits, batch.index, batch.state, batch.features)
+    asks = torch.tensor([features_of(params).truncation for params in PARAMS])
     assert torch.equal(found > -torch.inf, asks)
 
 
@@ -82,8 +89,8 @@ def test_tokens_and_counts(vocab: int, dtype: torch.dtype) -> None:
         rows = torch.randperm(len(PARAMS)).tolist()
         logits, slots, positions = batch.of(rows)
         logits = (logits + step).to(dtype)
-        due = sample_as_defined(logits, slots, positions, batch.state, batch.wants)
-        assert torch.equal(sampling_kernels.sample(logits, slots, positions, other.state, batch.wants), due)
+        due = sample_as_defined(logits, slots, positions, batch.state, batch.features)
+        assert torch.equal(sampling_kernels.sample(logits, slots, positions, other.state, batch.features), due)
         assert torch.equal(batch.state.counts, other.state.counts)
         batch.positions += 1
 
@@ -92,12 +99,12 @@ def test_tokens_and_counts(vocab: int, dtype: torch.dtype) -> None:
 def test_each_kind_alone_draws_what_it_draws_among_others(name: str) -> None:
     row = list(KINDS).index(name)
     batch, alone = Batch(PARAMS, 2500), Batch(PARAMS, 2500)
-    together = sampling_kernels.sample(batch.logits, batch.index, batch.positions, batch.state, batch.wants)
-    token = sampling_kernels.sample(*alone.of([row]), alone.state, wants_of(KINDS[name]))
+    together = sampling_kernels.sample(batch.logits, batch.index, batch.positions, batch.state, batch.features)
+    token = sampling_kernels.sample(*alone.of([row]), alone.state, features_of(KINDS[name]))
     assert token.item() == together[row]
     assert (
         token.item()
-        == sample_as_defined(*Batch(PARAMS, 2500).of([row]), Batch(PARAMS, 2500).state, wants_of(KINDS[name])).item()
+        == sample_as_defined(*Batch(PARAMS, 2500).of([row]), Batch(PARAMS, 2500).state, features_of(KINDS[name])).item()
     )
 
 
@@ -105,11 +112,11 @@ def test_logits_that_are_a_view() -> None:
     batch = Batch([KINDS["all_three"], KINDS["plain"]], 300)
     wide = torch.full((2, 512), 1e4)
     wide[:, :300] = batch.logits
-    due = sample_as_defined(*batch.of([0, 1]), batch.state, batch.wants)
+    due = sample_as_defined(*batch.of([0, 1]), batch.state, batch.features)
     for view in (wide[:, :300], batch.logits.T.contiguous().T):
-        assert torch.equal(sampling_kernels.sample(view, batch.index, batch.positions, batch.state, batch.wants), due)
+        assert torch.equal(sampling_kernels.sample(view, batch.index, batch.positions, batch.state, batch.features), due)
     assert sampling_kernels.sample(
-        wide[:0, :300], batch.index[:0], batch.positions[:0], batch.state, batch.wants
+        wide[:0, :300], batch.index[:0], batch.positions[:0], batch.state, batch.features
     ).shape == (0,)
 
 
@@ -117,16 +124,16 @@ def test_equals_go_to_the_lowest_id_across_segments() -> None:
     state, logits = SamplingState(1, 9000, "cpu"), torch.zeros(1, 9000)
     logits[0, [8999, 4500, 2100, 2099]] = 1.0
     none = torch.tensor([0])
-    assert sampling_kernels.sample(logits, none, none, state, Wants()).item() == 2099
+    assert sampling_kernels.sample(logits, none, none, state, SamplingFeatures()).item() == 2099
 
 
 def test_rows_that_share_a_slot_are_all_counted() -> None:
     """Rows that fill a batch up to the size of a graph do."""
     state = SamplingState(1, 50, "cpu")
-    state.prepare(Wants(penalties=True))
+    state.prepare(SamplingFeatures(penalties=True))
     logits = torch.zeros(4, 50)
     logits[:, 9] = 1.0
-    sampling_kernels.sample(logits, torch.zeros(4, dtype=torch.int64), torch.arange(4), state, Wants(penalties=True))
+    sampling_kernels.sample(logits, torch.zeros(4, dtype=torch.int64), torch.arange(4), state, SamplingFeatures(penalties=True))
     assert state.counts[0, 9] == 4
     assert state.counts.sum() == 4
 
@@ -140,20 +147,20 @@ def test_hostile_rows(name: str) -> None:
         logits = torch.tensor([HOSTILE[name]] * len(kinds)).to(dtype)
         # the interpreter reads the smallest numbers of bf16 as 0
         if name != "huge" or dtype == torch.float32:
-            found, due = kept(logits, batch.index, batch.state, batch.wants)
+            found, due = kept(logits, batch.index, batch.state, batch.features)
             assert torch.equal(found, due)
-        tokens = sampling_kernels.sample(logits, batch.index, batch.positions, batch.state, batch.wants)
+        tokens = sampling_kernels.sample(logits, batch.index, batch.positions, batch.state, batch.features)
         assert set(tokens.tolist()) <= MAY[name]
 
 
 def test_the_search_copes_with_any_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy is a shortcut: without room, and with room for few, the sets are the same."""
     batch = Batch(PARAMS, 3000)
-    _, due = kept(batch.logits, batch.index, batch.state, batch.wants)
+    _, due = kept(batch.logits, batch.index, batch.state, batch.features)
     for room in (1, 50, 600):
         with monkeypatch.context() as patch:
             patch.setattr(sampling_kernels, "ROOM", tl.constexpr(room))
-            found, _ = kept(batch.logits, batch.index, batch.state, batch.wants)
+            found, _ = kept(batch.logits, batch.index, batch.state, batch.features)
         assert torch.equal(found, due)
 
 
@@ -166,7 +173,7 @@ def test_a_copy_that_is_just_full(room: int, monkeypatch: pytest.MonkeyPatch) ->
     state, none = SamplingState(1, 2048, "cpu"), torch.tensor([0])
     for params in (SamplingParams(top_k=20), SamplingParams(top_k=20, top_p=0.99, temperature=5.0)):
         state.set([0], [params], [0], [[]], [[]])
-        found, due = kept(logits, none, state, Wants(True, True))
+        found, due = kept(logits, none, state, SamplingFeatures(True, True))
         assert torch.equal(found, due)
 
 
@@ -176,6 +183,6 @@ def test_the_noise_of_every_segment() -> None:
     state = SamplingState(1, V, "cpu")
     state.set([0], [SamplingParams()], [2**40 + 3], [[]], [[]])
     slots, positions = torch.zeros(n, dtype=torch.int64), torch.arange(n) + 2**33
-    due = sample_as_defined(torch.zeros(n, V), slots, positions, state, Wants(chance=True))
+    due = sample_as_defined(torch.zeros(n, V), slots, positions, state, SamplingFeatures(chance=True))
     assert set((due // 2048).tolist()) == {0, 1, 2}
-    assert torch.equal(sampling_kernels.sample(torch.zeros(n, V), slots, positions, state, Wants(chance=True)), due)
+    assert torch.equal(sampling_kernels.sample(torch.zeros(n, V), slots, positions, state, SamplingFeatures(chance=True)), due)

@@ -58,9 +58,9 @@ def stack(built) -> int:
     [(80, torch.bfloat16, True), (90, torch.float32, True), (90, torch.bfloat16, False), (100, torch.bfloat16, True)],
     ids=str,
 )
-@pytest.mark.parametrize("wants", [(0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 1), (0, 0, 1, 0)], ids=str)
-def test_it_compiles(sm: int, dtype: torch.dtype, aligned: bool, wants: tuple[int, ...]) -> None:
-    chance, truncation, penalties, bias = (bool(want) for want in wants)
+@pytest.mark.parametrize("features", [(0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 1), (0, 0, 1, 0)], ids=str)
+def test_it_compiles(sm: int, dtype: torch.dtype, aligned: bool, features: tuple[int, ...]) -> None:
+    chance, truncation, penalties, bias = (bool(want) for want in features)
     tables = {"PENALTIES": penalties, "BIAS": bias}
     kernels = {
         "_draw": (tables | {"CHANCE": chance, "TRUNCATION": truncation}, 4),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rooftile.serve.sampling.params import SamplingParams
-from rooftile.serve.sampling.sampler import SamplingState, Wants, wants_of
+from rooftile.serve.sampling.sampler import SamplingFeatures, SamplingState, features_of
 
 # one of each kind
 KINDS = {
@@ -71,12 +71,12 @@ def distribution(x: Sequence[float], params: SamplingParams) -> list[float]:
     return [weight[token] / total if token in kept else 0.0 for token in range(len(x))]
 
 
-def joined(params: Sequence[SamplingParams]) -> Wants:
-    """What a batch of these wants."""
-    wants = Wants()
+def joined(params: Sequence[SamplingParams]) -> SamplingFeatures:
+    """What a batch of these features."""
+    features = SamplingFeatures()
     for each in params:
-        wants = wants | wants_of(each)
-    return wants
+        features = features | features_of(each)
+    return features
 
 
 class Batch:
@@ -87,7 +87,7 @@ class Batch:
     ) -> None:
         n = len(params)
         draw = torch.Generator().manual_seed(vocab)
-        self.params, self.wants = list(params), joined(params)
+        self.params, self.features = list(params), joined(params)
         self.prompts = [torch.randint(vocab, (20,), generator=draw).tolist() for _ in range(n)]
         self.generated = [torch.randint(vocab, (n_said,), generator=draw).tolist() * 2 for n_said in range(n)]
         self.slots = list(range(n)) if slots is None else slots

@@ -173,7 +173,7 @@ def test_samples_that_come_back_share_their_prompt_again(peers) -> None:
         engine.scheduler._preempt(request)
         engine.pool.forget_prefixes()
         assert engine.pool.used_blocks == 0
-        while any(answer.behind > 1 for answer in request.answers):
+        while any(answer.unread > 1 for answer in request.answers):
             engine.step()
         assert engine.pool.used_blocks == before == 3 + 3
         engine.pool.check()

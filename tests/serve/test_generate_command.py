@@ -97,9 +97,10 @@ def test_the_text_comes_in_pieces(folder: Path, run, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("sign", ["\x1b", "\x07", "\x9b", "\r"])
 def test_a_terminal_is_not_commanded(sign: str, folder: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rooftile.serve.text import detokenizer
+    from rooftile.serve.text.detokenizer import Detokenizer
+    from rooftile.serve.text.growing import TextSnapshot
 
-    monkeypatch.setattr(detokenizer.Detokenizer, "text", property(lambda self: f"a{sign}[2Jb\n\tc"))
+    monkeypatch.setattr(Detokenizer, "snapshot", lambda self: TextSnapshot([f"a{sign}[2Jb\n\tc"], 1, [], 0))
     for terminal, due in ((True, "a\ufffd[2Jb\n\tc\n"), (False, f"a{sign}[2Jb\n\tc\n")):
         screen = io.StringIO()
         monkeypatch.setattr(screen, "isatty", lambda terminal=terminal: terminal)

@@ -10,15 +10,15 @@ import torch
 from rooftile.errors import InvalidInput
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.sampling.sampler import (
+    SamplingFeatures,
     SamplingState,
-    Wants,
+    features_of,
     gumbel,
     logprobs,
     penalised,
     sample,
     thresholds,
     uniform,
-    wants_of,
 )
 from tests.serve import sampling
 from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
@@ -35,8 +35,8 @@ def test_the_kept_set_is_the_definitions(name: str, vocab: int) -> None:
     batch = Batch([params] * 12, vocab)
     batch.logits *= torch.linspace(0.1, 3, 12)[:, None]
     batch.logits[6:] = batch.logits[6:].round()
-    wants = wants_of(params)
-    x = penalised(batch.logits, batch.index, batch.state, wants)
+    features = features_of(params)
+    x = penalised(batch.logits, batch.index, batch.state, features)
     keeps = x >= thresholds(x, batch.index, batch.state)
     for row, logits in enumerate(batch.logits.tolist()):
         due = sampling.penalised(logits, params, batch.prompts[row], batch.generated[row])
@@ -73,13 +73,13 @@ def test_frequencies_are_the_probabilities(name: str) -> None:
     row = 2
     x = sampling.penalised(batch.logits[row].tolist(), params, batch.prompts[row], batch.generated[row])
     due = torch.tensor(sampling.distribution(x, params), dtype=torch.float64) * n
-    wants = wants_of(params)
+    features = features_of(params)
     # what is drawn here must not be counted
     counts = None if batch.state.counts is None else batch.state.counts.clone()
     drawn = torch.zeros(vocab, dtype=torch.float64)
     for first in range(0, n, 2000):
         slots = torch.full((2000,), row)
-        tokens = sample(batch.logits[[row] * 2000], slots, torch.arange(first, first + 2000), batch.state, wants)
+        tokens = sample(batch.logits[[row] * 2000], slots, torch.arange(first, first + 2000), batch.state, features)
         drawn += torch.bincount(tokens, minlength=vocab)
         if counts is not None:
             batch.state.counts.copy_(counts)
@@ -137,24 +137,24 @@ def test_a_row_does_not_depend_on_its_slot_or_its_neighbours() -> None:
     params = list(KINDS.values())
     n = len(params)
     batch, elsewhere = Batch(params, 301), Batch(params, 301, slots=[2 * n - i for i in range(n)])
-    together = sample(*batch.of(list(range(n))), batch.state, batch.wants)
+    together = sample(*batch.of(list(range(n))), batch.state, batch.features)
     order = torch.randperm(n).tolist()
-    assert torch.equal(sample(*elsewhere.of(order), elsewhere.state, batch.wants), together[order])
+    assert torch.equal(sample(*elsewhere.of(order), elsewhere.state, batch.features), together[order])
     alone = Batch(params, 301)
     for row, each in enumerate(params):
         # by itself a row wants less
-        assert sample(*alone.of([row]), alone.state, wants_of(each)).item() == together[row]
+        assert sample(*alone.of([row]), alone.state, features_of(each)).item() == together[row]
 
 
 def test_another_seed_or_position_draws_another_token() -> None:
     state, vocab = SamplingState(2, 5000, "cpu"), 5000
     state.set([0, 1], [SamplingParams()] * 2, [7, 8], [[]] * 2, [[]] * 2)
-    wants, flat = Wants(chance=True), torch.zeros(50, vocab)
+    features, flat = SamplingFeatures(chance=True), torch.zeros(50, vocab)
     slots, positions = torch.zeros(50, dtype=torch.int64), torch.arange(50)
-    first = sample(flat, slots, positions, state, wants)
-    assert torch.equal(sample(flat, slots, positions, state, wants), first)
+    first = sample(flat, slots, positions, state, features)
+    assert torch.equal(sample(flat, slots, positions, state, features), first)
     assert len(set(first.tolist())) > 45
-    assert (sample(flat, slots + 1, positions, state, wants) == first).sum() < 3
+    assert (sample(flat, slots + 1, positions, state, features) == first).sum() < 3
 
 
 def test_greedy_rows_take_the_first_of_the_largest_in_any_batch() -> None:
@@ -162,12 +162,12 @@ def test_greedy_rows_take_the_first_of_the_largest_in_any_batch() -> None:
     batch = Batch(params, 50)
     batch.logits[0, [9, 4, 30]] = 20.0
     for _ in range(5):
-        x = penalised(batch.logits, batch.index, batch.state, batch.wants)
-        tokens = sample(*batch.of([0, 1, 2]), batch.state, batch.wants)
+        x = penalised(batch.logits, batch.index, batch.state, batch.features)
+        tokens = sample(*batch.of([0, 1, 2]), batch.state, batch.features)
         assert tokens[0] == 4
         assert tokens[2] == x[2].argmax()
         batch.positions += 1
-    assert sample(*batch.of([0]), batch.state, Wants()).item() == 4
+    assert sample(*batch.of([0]), batch.state, SamplingFeatures()).item() == 4
 
 
 def test_sampled_tokens_are_counted() -> None:
@@ -177,7 +177,7 @@ def test_sampled_tokens_are_counted() -> None:
         params = SamplingParams(temperature=0, frequency_penalty=penalty)
         state.set([2], [params], [0], [[]], [[]])
         logits = torch.linspace(0, 0.1, 8)[None]
-        said = [sample(logits, torch.tensor([2]), torch.tensor([n]), state, wants_of(params)).item() for n in range(8)]
+        said = [sample(logits, torch.tensor([2]), torch.tensor([n]), state, features_of(params)).item() for n in range(8)]
         assert len(set(said)) == kinds
         assert state.counts is not None
         assert torch.equal(state.counts[2], torch.bincount(torch.tensor(said), minlength=8))
@@ -212,13 +212,13 @@ def test_a_resumed_request_goes_on_as_if_it_had_not_been_preempted() -> None:
         state = SamplingState(2, vocab, "cpu")
         state.set([0], [params], [77], [prompt], [[]])
         for n in range(steps):
-            whole += sample(logits[n], torch.tensor([0]), torch.tensor([3 + n]), state, wants_of(params)).tolist()
+            whole += sample(logits[n], torch.tensor([0]), torch.tensor([3 + n]), state, features_of(params)).tolist()
         for stop in (1, 5, 11):
             said = whole[:stop]
             state.set([1], [params], [77], [prompt], [said])
             for n in range(stop, steps):
                 said = (
-                    said + sample(logits[n], torch.tensor([1]), torch.tensor([3 + n]), state, wants_of(params)).tolist()
+                    said + sample(logits[n], torch.tensor([1]), torch.tensor([3 + n]), state, features_of(params)).tolist()
                 )
             assert said == whole
 
@@ -232,12 +232,12 @@ def test_hostile_rows(name: str, kind: str) -> None:
     logits = torch.tensor([HOSTILE[name]] * 30)
     state = SamplingState(1, 6, "cpu")
     state.set([0], [params], [1], [[0, 1]], [[2]])
-    wants = wants_of(params)
-    assert (penalised(logits, torch.zeros(30, dtype=torch.int64), state, wants) < torch.inf).all()
-    tokens = sample(logits, torch.zeros(30, dtype=torch.int64), torch.arange(30), state, wants)
+    features = features_of(params)
+    assert (penalised(logits, torch.zeros(30, dtype=torch.int64), state, features) < torch.inf).all()
+    tokens = sample(logits, torch.zeros(30, dtype=torch.int64), torch.arange(30), state, features)
     assert set(tokens.tolist()) <= MAY[name]
     assert (
-        set(sample(logits.bfloat16(), torch.zeros(30, dtype=torch.int64), torch.arange(30), state, wants).tolist())
+        set(sample(logits.bfloat16(), torch.zeros(30, dtype=torch.int64), torch.arange(30), state, features).tolist())
         <= MAY[name]
     )
 
@@ -250,7 +250,7 @@ def test_extreme_parameters() -> None:
     ]  # fmt: skip
     for vocab in (1, 9):
         batch = Batch(params, vocab)
-        tokens = sample(*batch.of(list(range(len(params)))), batch.state, batch.wants)
+        tokens = sample(*batch.of(list(range(len(params)))), batch.state, batch.features)
         assert (tokens >= 0).all()
         assert (tokens < vocab).all()
         for row in (0, 4, 5, 6):
@@ -261,7 +261,7 @@ def test_extreme_parameters() -> None:
         torch.ones(900, dtype=torch.int64),
         torch.arange(900),
         batch.state,
-        Wants(chance=True),
+        SamplingFeatures(chance=True),
     )
     assert torch.bincount(hot, minlength=9).min() > 60
 
@@ -269,22 +269,23 @@ def test_extreme_parameters() -> None:
 def test_seeds_of_64_bits() -> None:
     state = SamplingState(3, 500, "cpu")
     state.set([0, 1, 2], [SamplingParams()] * 3, [2**63 - 1, 2**63, 0], [[]] * 3, [[]] * 3)
-    tokens = sample(torch.zeros(3, 500), torch.arange(3), torch.zeros(3, dtype=torch.int64), state, Wants(chance=True))
+    tokens = sample(torch.zeros(3, 500), torch.arange(3), torch.zeros(3, dtype=torch.int64), state, SamplingFeatures(chance=True))
     assert len(set(tokens.tolist())) == 3
 
 
 def test_what_is_wanted() -> None:
-    assert wants_of(KINDS["greedy"]) == Wants()
-    assert wants_of(SamplingParams(temperature=0, top_k=5, top_p=0.1, min_p=0.5)) == Wants()
-    assert wants_of(KINDS["plain"]) == Wants(chance=True)
-    assert wants_of(KINDS["rewards"]) == Wants(penalties=True)
-    assert wants_of(KINDS["bias"]) == Wants(chance=True, bias=True)
+    assert features_of(KINDS["greedy"]) == SamplingFeatures()
+    assert features_of(SamplingParams(temperature=0, top_k=5, top_p=0.1, min_p=0.5)) == SamplingFeatures()
+    assert features_of(KINDS["plain"]) == SamplingFeatures(chance=True)
+    assert features_of(KINDS["rewards"]) == SamplingFeatures(penalties=True)
+    assert features_of(KINDS["bias"]) == SamplingFeatures(chance=True, bias=True)
     for only in ({"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.5}):
-        assert wants_of(SamplingParams(**only)) == Wants(chance=True, truncation=True)
+        assert features_of(SamplingParams(**only)) == SamplingFeatures(chance=True, truncation=True)
     for only in ({"presence_penalty": 1}, {"frequency_penalty": 1}, {"repetition_penalty": 2}):
-        assert wants_of(SamplingParams(**only)) == Wants(chance=True, penalties=True)
-    assert Wants(True, False, True, False) | Wants(False, True, True, False) == Wants(True, True, True, False)
-    assert len({Wants(), Wants(bias=True), Wants(bias=True)}) == 2
+        assert features_of(SamplingParams(**only)) == SamplingFeatures(chance=True, penalties=True)
+    union = SamplingFeatures(True, False, True, False) | SamplingFeatures(False, True, True, False)
+    assert union == SamplingFeatures(True, True, True, False)
+    assert len({SamplingFeatures(), SamplingFeatures(bias=True), SamplingFeatures(bias=True)}) == 2
 
 
 def test_tables_are_made_when_they_are_wanted() -> None:

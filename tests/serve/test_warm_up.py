@@ -14,7 +14,7 @@ import torch
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import route
 from rooftile.models.families import config_of
-from rooftile.serve import llm, warm_up
+from rooftile.serve import build, llm, warm_up
 from tests.models.checkpoints import CONFIGS
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
@@ -66,8 +66,8 @@ def test_who_hears_of_a_bad_folder_does_not_wait_for_kernels(peers, tmp_path: Pa
         begun.set()
         compiled.append(told.wait(10))
 
-    monkeypatch.setattr(llm, "compile_kernels", compile_slowly)
-    monkeypatch.setattr(llm, "_device_of", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(build, "compile_kernels", compile_slowly)
+    monkeypatch.setattr(build, "find_device", lambda *_: torch.device("cuda", 0))
     with pytest.raises(InvalidInput, match=r"safetensors"):
         llm.LLM(folder)
     assert begun.wait(10)

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from rooftile.launch import Kernel
-from rooftile.serve.sampling.state import SamplingState, Wants
+from rooftile.serve.sampling.state import SamplingFeatures, SamplingState
 
 # tokens of a program of _draw and _survey
 SEGMENT = tl.constexpr(2048)
@@ -329,34 +329,34 @@ def _threshold(
     tl.store(out_ptr + row, tl.maximum(_number(low), likely))
 
 
-def _tables(state: SamplingState, wants: Wants) -> tuple[Tensor, ...]:
+def _tables(state: SamplingState, features: SamplingFeatures) -> tuple[Tensor, ...]:
     """In the kernels' order; what is not wanted is not read, and any tensor stands for it."""
     none = state.seed
-    counts, prompted = (state.counts, state.prompted.view(torch.uint8)) if wants.penalties else (none, none)
-    bias = state.bias if wants.bias else none
+    counts, prompted = (state.counts, state.prompted.view(torch.uint8)) if features.penalties else (none, none)
+    bias = state.bias if features.bias else none
     return (counts, prompted, bias, state.presence, state.frequency, state.repetition, state.biased)
 
 
 _start_survey, _start_threshold, _start_draw, _start_join = Kernel(_survey), Kernel(_threshold), Kernel(_draw), Kernel(_join)
 
 
-def thresholds(logits: Tensor, slots: Tensor, state: SamplingState, wants: Wants) -> Tensor:
+def thresholds(logits: Tensor, slots: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:
     """The least score that may be drawn, (n,) fp32: -inf for rows that do not ask."""
     n, V = logits.shape
     segments = triton.cdiv(V, SEGMENT.value)
     groups = segments * (SEGMENT.value // GROUP.value)
-    changed = wants.penalties or wants.bias
+    changed = features.penalties or features.bias
     x = torch.empty((n, V), dtype=torch.float32, device=logits.device) if changed else logits
     copy = torch.empty((n, ROOM.value), dtype=x.dtype, device=logits.device)
     tops, out = (torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in ((n, groups), (n,)))
     asked = (state.temperature, state.top_k, state.top_p, state.min_p)
-    arguments = (logits, slots, x, tops, *asked, *_tables(state, wants), logits.stride(0), V, segments)
-    _start_survey((n, segments, 1), arguments, _surveys(wants.penalties, wants.bias))
+    arguments = (logits, slots, x, tops, *asked, *_tables(state, features), logits.stride(0), V, segments)
+    _start_survey((n, segments, 1), arguments, _surveys(features.penalties, features.bias))
     _start_threshold((n, 1, 1), (x, copy, slots, tops, out, *asked, x.stride(0), V, groups), _THRESHOLDS)
     return out
 
 
-def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, wants: Wants) -> Tensor:
+def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:
     """What `sampler.sample` says."""
     n, V = logits.shape
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
@@ -366,15 +366,15 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
         logits = logits.contiguous()
     slots, positions = slots.contiguous(), positions.contiguous()
     segments = triton.cdiv(V, SEGMENT.value)
-    least = thresholds(logits, slots, state, wants) if wants.truncation else logits
+    least = thresholds(logits, slots, state, features) if features.truncation else logits
     best = torch.empty((n, segments), dtype=torch.float32, device=logits.device)
     token = torch.empty((n, segments), dtype=torch.int32, device=logits.device)
-    tables = _tables(state, wants)
+    tables = _tables(state, features)
     arguments = (
         logits, slots, positions, least, best, token, state.temperature, state.seed, *tables, logits.stride(0), V, segments,
     )  # fmt: skip
-    _start_draw((n, segments, 1), arguments, _draws(wants))
-    _start_join((n, 1, 1), (best, token, slots, out, tables[0], V, segments), _joins(wants.penalties, segments))
+    _start_draw((n, segments, 1), arguments, _draws(features))
+    _start_join((n, 1, 1), (best, token, slots, out, tables[0], V, segments), _joins(features.penalties, segments))
     return out
 
 
@@ -384,8 +384,8 @@ def _surveys(penalties: bool, bias: bool) -> dict[str, Any]:
 
 
 @cache
-def _draws(wants: Wants) -> dict[str, Any]:
-    flags = {"CHANCE": wants.chance, "TRUNCATION": wants.truncation, "PENALTIES": wants.penalties, "BIAS": wants.bias}
+def _draws(features: SamplingFeatures) -> dict[str, Any]:
+    flags = {"CHANCE": features.chance, "TRUNCATION": features.truncation, "PENALTIES": features.penalties, "BIAS": features.bias}
     return flags | _OPTIONS
 
 

@@ -9,11 +9,11 @@ which is a draw from softmax(x / T), and with T = 0 the most likely token, the f
 keyed by the request's seed, at the counter (token id // 4, position, 0) and the word token id % 4: a request's tokens depend on
 its seed, its logits and its positions, never on its slot, the batch or its neighbours.
 
-What is not a number counts as -inf, and +inf as the largest number. A token of -inf is never drawn as long as there is
-another; if there is none, the token is 0. So a row with a NaN in it is drawn from the rest.
+NaN counts as -inf, and +inf as the largest finite number. A token of -inf is never drawn while there is another; if there is
+none, the token is 0. A row with a NaN in it is therefore drawn from its other tokens.
 
-This file is the definition, in torch on any device. On CUDA, `sample` runs the kernels of `kernels.py` instead. Neither
-waits for the device nor has a shape that depends on what it holds: it may be captured into a CUDA graph, one for each `Wants`.
+This file is the definition, in torch on any device. On CUDA `sample` runs the kernels in `kernels.py` instead. Neither waits for
+the device, and no shape depends on data, so both can be captured into a CUDA graph, one for each `SamplingFeatures`.
 """
 
 from __future__ import annotations
@@ -23,69 +23,74 @@ from torch import Tensor
 
 from rooftile.fused import runs_on
 from rooftile.reference import philox
-from rooftile.serve.sampling.state import SamplingState, Wants, wants_of
+from rooftile.serve.sampling.state import SamplingFeatures, SamplingState, features_of
 
-__all__ = ["SamplingState", "Wants", "logprobs", "sample", "wants_of"]
+__all__ = ["SamplingFeatures", "SamplingState", "features_of", "logprobs", "sample"]
 
 LARGEST = torch.finfo(torch.float32).max
-# of logits made fp32 at once by logprobs: a long prompt times a large vocabulary does not fit
+# logprobs makes at most this many logits fp32 at once: a long prompt times a large vocabulary does not fit into memory
 MOST_NUMBERS = 1 << 26
 
 
-def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, wants: Wants) -> Tensor:
-    """A token for each row, (n,) int64; with penalties they are counted in the state.
+def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:
+    """Chooses a token for each row; with penalties it also counts the token in the state.
 
     Args:
-        logits: (n, V), fp32 or bf16; not written.
-        slots: (n,) int64, of each row in the state.
-        positions: (n,) int64, where the new tokens will stand in their sequences.
-        wants: of all rows together; what is not in it is not done for any row.
+        logits: (n, V), fp32 or bf16; they are not written.
+        slots: (n,) int64, each row's slot in the state.
+        positions: (n,) int64, the positions of the new tokens in their sequences.
+        features: the union of what the rows ask for; a feature that is off is off for every row.
+
+    Returns:
+        The tokens, (n,) int64.
     """
     assert logits.shape == (len(slots), state.vocab)
     assert positions.shape == slots.shape
-    assert not wants.penalties or state.counts is not None, "prepare the state for penalties first"
-    assert not wants.bias or state.bias is not None, "prepare the state for biases first"
+    assert not features.penalties or state.counts is not None, "prepare the state for penalties first"
+    assert not features.bias or state.bias is not None, "prepare the state for biases first"
     if runs_on(logits):
         from rooftile.serve.sampling.kernels import sample as launch
 
-        return launch(logits, slots, positions, state, wants)
-    return sample_as_defined(logits, slots, positions, state, wants)
+        return launch(logits, slots, positions, state, features)
+    return sample_as_defined(logits, slots, positions, state, features)
 
 
-def sample_as_defined(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, wants: Wants) -> Tensor:
-    """What `sample` does, in torch on any device."""
-    x = penalised(logits, slots, state, wants)
-    if wants.truncation:
+def sample_as_defined(
+    logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures
+) -> Tensor:
+    """Does what `sample` does, in torch on any device."""
+    x = penalised(logits, slots, state, features)
+    if features.truncation:
         x = x.masked_fill(x < thresholds(x, slots, state), -torch.inf)
-    if wants.chance:
+    if features.chance:
         x = x + state.temperature[slots][:, None] * gumbel(state.seed[slots], positions, state.vocab)
     tokens = x.argmax(1)
-    if wants.penalties and state.counts is not None:
+    if features.penalties and state.counts is not None:
         state.counts.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
     return tokens
 
 
-def penalised(logits: Tensor, slots: Tensor, state: SamplingState, wants: Wants) -> Tensor:
-    """Logits in fp32 after penalties and bias: numbers and -inf, nothing else, (n, V)."""
+def penalised(logits: Tensor, slots: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:
+    """Returns fp32 logits (n, V) after penalties and bias; each is a finite number or -inf."""
     x = logits.float()
-    if wants.penalties and state.counts is not None and state.prompted is not None:
+    if features.penalties and state.counts is not None and state.prompted is not None:
         counts = state.counts[slots]
         repetition = state.repetition[slots][:, None]
         seen = state.prompted[slots] | (counts > 0)
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
         x = x - state.frequency[slots][:, None] * counts
         x = x - state.presence[slots][:, None] * (counts > 0)
-    if wants.bias and state.bias is not None:
+    if features.bias and state.bias is not None:
         x = x + state.bias[slots]
     return torch.where(x.isnan(), -torch.inf, x).clamp(max=LARGEST)
 
 
 def thresholds(x: Tensor, slots: Tensor, state: SamplingState) -> Tensor:
-    """The least x that may be drawn, (n, 1); x as `penalised` returns it.
+    """Returns the smallest x that may be drawn from each row, (n, 1); `x` is what `penalised` returned.
 
-    Top-k keeps the k most likely tokens, and each that is equal to the k-th. Of these top-p keeps the fewest of the most likely
-    that together have at least this share of their probability, at least one, and each that is equal to the last of them.
-    Min-p keeps what is at least this share as likely as the most likely token.
+    Top-k keeps the k most likely tokens and all that tie with the k-th. Among these top-p keeps the smallest set of the most
+    likely tokens whose probability is at least top_p of theirs together, at least one token, and all that tie with the last.
+    Min-p keeps the tokens whose probability is at least min_p times that of the most likely token.
     """
     V = x.shape[1]
     temperature, top_p, min_p = (each[slots][:, None] for each in (state.temperature, state.top_p, state.min_p))
@@ -105,10 +110,11 @@ def thresholds(x: Tensor, slots: Tensor, state: SamplingState) -> Tensor:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Noise, (n, V) fp32, from -2.9 to 22.9.
+    """Returns Gumbel noise, (n, V) fp32, between -2.9 and 22.9.
 
-    Of 32 random bits b, w = min((b + 1/2) / 2^32, 1 - 2^-24) in fp32 lies in (0, 1), and u = 1 - w. It is w that is near 0
-    where the noise is large, so that fp32 resolves the tail from which unlikely tokens are drawn; -log(1 - w) is a series there.
+    32 random bits b give w = min((b + 1/2) / 2^32, 1 - 2^-24) in fp32, which lies in (0, 1), and u = 1 - w. Large noise comes
+    from w near 0, where fp32 is finest, so the tail from which unlikely tokens are drawn is resolved; -log(1 - w) is computed
+    as a series there.
     """
     w = uniform(seeds, positions, vocab)
     small = w * (1 + w * (1 / 2 + w * (1 / 3 + w * (1 / 4))))
@@ -116,7 +122,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def uniform(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Numbers in (0, 1), (n, V) fp32, the same bits on every device."""
+    """Returns uniform numbers in (0, 1), (n, V) fp32, with the same bits on every device."""
     quads = torch.arange(-(-vocab // 4), device=seeds.device)
     p = positions[:, None]
     four = philox.words(seeds[:, None], quads, p & 0xFFFFFFFF, (p >> 32) & 0xFFFFFFFF, torch.zeros_like(p))
@@ -125,10 +131,16 @@ def uniform(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of log_softmax(logits) in fp32, before penalties and temperature: what tokens got, the k best, and the tokens' ranks.
+    """Computes logprobs, log_softmax(logits) in fp32, before penalties and temperature.
 
-    Returns the tokens' logprobs (n,), ids and logprobs of the k most likely ones, both (n, k), and ranks (n,): how many tokens
-    are more likely, plus 1. Equal tokens share a rank, and stand among the k in any order. Of a vocabulary below k there are all.
+    Args:
+        logits: (n, V).
+        tokens: (n,) int64, the token chosen in each row.
+        k: how many of the most likely tokens to return; all of them if V is smaller.
+
+    Returns:
+        The tokens' logprobs (n,); ids and logprobs of the k most likely tokens, (n, k) each; and the tokens' ranks (n,), the
+        number of more likely tokens plus 1. Tokens that tie share a rank, and their order among the k is not defined.
     """
     n, V = logits.shape
     parts = []

@@ -1,24 +1,24 @@
-"""The text of an answer while its tokens come, and the stop that ends it.
+"""Turns tokens into text while they arrive, and finds the stop string that ends an answer.
 
-What a token's text is depends on its neighbours: the first loses its leading space, bytes of several make one
-character. So text comes from decoding a few tokens together, in a window that moves along:
+The text of a token depends on its neighbours: the first token loses its leading space, and the bytes of several tokens can make
+one character. So a few tokens are decoded together, in a window that moves along:
 
-    text(1 .. n+1) = text(1 .. n) + what decode(window + token n+1) has more than decode(window)
+    text(1 .. n+1) = text(1 .. n) + (decode(window + token n+1) without its beginning, decode(window))
 
-Nothing of an answer is decoded again but the window, at most twice SPAN tokens, so that a token costs the same however
-long the answer is. The difference is right because
+Only the window is decoded again, at most 2 SPAN tokens, so a token costs the same however long the answer is. The difference is
+right for these reasons:
 
-- what happens at the beginning (a space taken away, a "##" kept) happens to the window's first token, in both decodes;
-- a character is at most 4 bytes, and so is what an incomplete one leaves to be read: decode writes one U+FFFD for it,
-  at the very end, which is held back. SPAN tokens have 4 bytes at least, and UTF-8 is read alike from its next leading byte;
-- tokens of one byte each (byte fallback) are read as a run: if that is no UTF-8, each of its bytes becomes a U+FFFD,
-  also those that were a character before. So a run is held back until another token ends it, and a window ends after one;
-- tokens that decode passes over (special ones that are skipped) never come into a window;
-- a checkpoint that has spaces before punctuation taken out changes text at most 8 characters behind its end:
-  so many are held back, and a window has more tokens.
+- What happens at the beginning of a text (a space removed, a "##" kept) happens to the window's first token in both decodes.
+- A character has at most 4 bytes. For an incomplete one decode writes one U+FFFD at the very end, which is held back. SPAN tokens
+  have at least 4 bytes, so every window contains a leading byte, from which on UTF-8 is decoded alike.
+- Tokens of one byte each (byte fallback) are decoded as a run: if the run is not valid UTF-8, each of its bytes becomes a U+FFFD,
+  even those that formed a character before. So a run is held back until another token ends it: no window ends inside a run.
+- Tokens that decode skips (special tokens) never enter a window.
+- A checkpoint that removes spaces before punctuation changes at most the last 8 characters: these are held back, and the window
+  is longer.
 
-That text then goes by the stops. Each is matched with its table of borders (Knuth, Morris and Pratt, 1977): what could
-still become a stop is held back, no character is looked at twice, and nothing else waits.
+The decoded text is then searched for the stop strings. Each is matched with its table of borders (Knuth, Morris and Pratt, 1977):
+text that may still become a stop string is held back, no character is looked at twice, and all other text is released at once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.text.growing import GrowingText, TextSnapshot
 from rooftile.serve.text.tokenizer import Tokenizer
 
 SPAN = 4
@@ -36,14 +37,14 @@ HELD_CLEANED = 8
 
 
 class Detokenizer:
-    """The text of one answer, token by token.
+    """Builds the text of one answer, token by token.
+
+    The stop string that is complete first ends the answer; if several are complete at the same character, the longest is taken.
+    A stop string that is complete within the first min_tokens tokens is text like any other.
 
     Args:
-        tokenizer: of the checkpoint.
+        tokenizer: the checkpoint's tokenizer.
         params: stop, include_stop, min_tokens and skip_special_tokens are used.
-
-    A stop ends the answer where it is complete first, and of those that end together the longest is taken. One that is
-    complete within the first min_tokens tokens is text like any other.
 
     Example:
         >>> text = Detokenizer(tokenizer, SamplingParams(stop="."))                       # doctest: +SKIP
@@ -57,73 +58,77 @@ class Detokenizer:
         self._stops = [_Stop(stop) for stop in params.stops]
         self._include_stop = params.include_stop
         self._min_tokens = params.min_tokens
-        # given out; decoded and held back, as it may begin a stop; characters of both
-        self._released: list[str] = []
-        self._waiting = ""
+        self._released = GrowingText()
+        # decoded, but held back: it may become a stop string
+        self._held = ""
+        # characters of both together
         self._length = 0
         self._finished = False
 
     @property
     def text(self) -> str:
-        """The text so far that is final."""
-        self._released = ["".join(self._released)]
-        return self._released[0]
+        """The final text so far."""
+        return self.snapshot().read()
+
+    def snapshot(self) -> TextSnapshot:
+        """Returns the final text so far without copying it."""
+        return self._released.snapshot()
 
     @property
     def tokens_kept(self) -> int:
-        """How many tokens belong to the text: after a stop those that begin before its end, and else all."""
+        """How many tokens belong to the text: all of them, or after a stop string those that begin before its end."""
         begins = self._pieces.begins
         return len(begins) if self.stopped is None else bisect_left(begins, self._length)
 
     def add(self, ids: Sequence[int]) -> str:
-        """Takes the next tokens; returns the text that is final by them. What comes after a stop is dropped."""
+        """Takes the next tokens; returns the text that they make final. Tokens after a stop string are dropped."""
         assert not self._finished or self.stopped is not None, "an answer that is finished takes no more tokens"
         new = ""
         for id in ids:
             if self.stopped is not None:
                 break
-            new += self._passed(self._pieces.add(id))
+            new += self._release(self._pieces.add(id))
         return new
 
     def finish(self) -> str:
-        """Ends the answer; returns what was held back. A stop may be in it, of a character that was not final."""
+        """Ends the answer; returns the text that was held back, in which a stop string may still be found."""
         new = ""
         if not self._finished and self.stopped is None:
-            new = self._passed(self._pieces.finish())
+            new = self._release(self._pieces.finish())
             if self.stopped is None:
-                self._released.append(self._waiting)
-                new, self._waiting = new + self._waiting, ""
+                self._released.append(self._held)
+                new, self._held = new + self._held, ""
         self._finished = True
         return new
 
-    def _passed(self, piece: str) -> str:
-        """Moves a piece of text by the stops; returns what may be given out."""
+    def _release(self, piece: str) -> str:
+        """Searches a piece of text for stop strings; returns the text that is now final."""
         if not piece:
             return ""
         begins = self._pieces.begins
-        # a stop ends after this many characters at least: its last one is of a token that may end the answer
+        # a stop string may end after this many characters at the earliest: its last one belongs to a token past min_tokens
         least = begins[self._min_tokens] + 1 if self._min_tokens < len(begins) else self._length + len(piece) + 1
         ends = [(end, stop) for stop in self._stops if (end := stop.find(piece, least - self._length)) is not None]
-        text = self._waiting + piece
+        text = self._held + piece
         if ends:
             end, stop = min(ends, key=lambda found: (found[0], -len(found[1].text)))
             self.stopped = stop.text
-            kept = len(self._waiting) + end - (0 if self._include_stop else len(stop.text))
-            self._length += kept - len(self._waiting)
-            text, self._waiting = text[:kept], ""
+            kept = len(self._held) + end - (0 if self._include_stop else len(stop.text))
+            self._length += kept - len(self._held)
+            text, self._held = text[:kept], ""
         else:
             self._length += len(piece)
             held = max((stop.matched for stop in self._stops), default=0)
-            text, self._waiting = text[: len(text) - held], text[len(text) - held :]
+            text, self._held = text[: len(text) - held], text[len(text) - held :]
         self._released.append(text)
         return text
 
 
 class _Pieces:
-    """An answer's text in final pieces, whatever its stops.
+    """Decodes an answer into final pieces of text; it knows nothing of stop strings.
 
-    begins: for each token, how many characters are before its text; one that comes after half a character begins with
-    it, whether it is the other half or not.
+    `begins` has, for each token, how many characters come before its text. A token that follows half a character begins with
+    that character, whether it completes it or not.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
@@ -132,16 +137,16 @@ class _Pieces:
         self._skip_special = skip_special
         self._span, self._margin = (SPAN_CLEANED, HELD_CLEANED) if tokenizer.cleans_up else (SPAN, 0)
         self._window: list[int] = []
-        # of the window's text: given out, and decoded
+        # characters of the window's text that were returned, and that are decoded
         self._shown = 0
         self._decoded = 0
-        # characters of all decoded text
+        # characters of the whole decoded text
         self._length = 0
-        # a run of bytes: its ids with their bytes, None for a token without text among them
+        # the run of byte tokens at the end: ids with their bytes, None for a token without text among them
         self._run: list[tuple[int, int | None]] = []
 
     def add(self, id: int) -> str:
-        """Takes a token; returns the text that is final by it."""
+        """Takes a token; returns the text that it makes final."""
         if self._tokenizer.is_silent(id, self._skip_special):
             if self._run:
                 self._run.append((id, None))
@@ -155,17 +160,17 @@ class _Pieces:
         if not self._run:
             self._begin()
             return self._read([id], self._margin)
-        # the token shows where the run ends; the window must not begin to move before it is in
+        # the token ends the run; the run is decoded before the token enters the window
         before = self._read_run(self._margin)
         self._begin()
         return before + self._read([id], self._margin)
 
     def _begin(self) -> None:
-        # cleaning may take a space away that was there when the token before began
+        # removing spaces before punctuation may shorten the text below where the previous token began
         self.begins.append(max(self._length, self.begins[-1] if self.begins else 0))
 
     def finish(self) -> str:
-        """Returns what is left: a run, half a character."""
+        """Returns the rest: a run of byte tokens, or half a character."""
         before = self._read_run(0) if self._run else ""
         return before + self._read([], 0, ended=True)
 
@@ -174,9 +179,9 @@ class _Pieces:
         start, first = self._length, len(self.begins) - len(self._run)
         piece = self._read(ids, margin, ended=True)
         spans = _spans(bytes(byte for _, byte in self._run if byte is not None))
-        # a space that decode takes away at the beginning of an answer
+        # decode removes one space at the beginning of an answer
         lost = sum(1 for span in spans if span) - (self._length - start)
-        # characters that are complete before each byte; a token without text is where the next byte is
+        # characters that are complete before each byte; a token without text begins where the next byte does
         before = [0, *accumulate(spans)]
         place = 0
         for i, (_, byte) in enumerate(self._run):
@@ -186,7 +191,7 @@ class _Pieces:
         return piece
 
     def _read(self, ids: list[int], margin: int, *, ended: bool = False) -> str:
-        """Decodes the window with more tokens; returns what is new in it."""
+        """Adds tokens to the window and decodes it; returns the new text."""
         decode = self._tokenizer.decode
         self._window += ids
         text = decode(self._window, self._skip_special)
@@ -195,7 +200,7 @@ class _Pieces:
         self._length += whole - self._decoded
         final = max(self._shown, whole - margin)
         piece, self._shown, self._decoded = text[self._shown : final], final, whole
-        # after a run the token that ended it is still to come
+        # after a run the window does not move yet: the token that ended the run is still to be added
         if not ended and len(self._window) >= 2 * self._span:
             self._window = self._window[self._start() :]
             cut = len(decode(self._window, self._skip_special)) - len(text)
@@ -204,7 +209,7 @@ class _Pieces:
         return piece
 
     def _start(self) -> int:
-        """Where the window moves to: SPAN tokens from its end, or before a run, if its text may still be held back."""
+        """Returns the window's next first token: SPAN tokens from its end, or before a run whose text may be held back."""
         start = len(self._window) - self._span
         while self._margin and start and self._window[start - 1] in self._tokenizer.byte_ids:
             start -= 1
@@ -212,22 +217,22 @@ class _Pieces:
 
 
 def _spans(run: bytes) -> list[int]:
-    """For each byte, whether a character of the run is complete with it; every byte of what is no UTF-8 is one."""
+    """Returns 1 for each byte that completes a character, else 0; in a run that is not valid UTF-8 each byte is a character."""
     try:
         run.decode()
     except UnicodeDecodeError:
         return [1] * len(run)
-    # complete before a byte that does not continue one, and at the end
+    # a character is complete before a byte that does not continue it, and at the end
     return [int(i + 1 == len(run) or run[i + 1] & 0xC0 != 0x80) for i in range(len(run))]
 
 
 class _Stop:
-    """One stop and how much of it the text so far ends with."""
+    """A stop string, and how many of its characters the text so far ends with."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        # borders[n]: the longest proper beginning of text[:n] that also ends it
+        # borders[n]: the length of the longest proper prefix of text[:n] that is also its suffix
         self._borders = [0, 0]
         for character in text[1:]:
             border = self._borders[-1]
@@ -236,7 +241,7 @@ class _Stop:
             self._borders.append(border + (text[border] == character))
 
     def find(self, piece: str, least: int) -> int | None:
-        """Moves on by a piece of text; returns where in it the stop first ends, if after least characters."""
+        """Reads a piece of text; returns how many of its characters there are up to the stop string's end, at least `least`."""
         if not self.matched and self.text[0] not in piece:
             return None
         for i, character in enumerate(piece):

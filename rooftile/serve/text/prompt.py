@@ -1,4 +1,7 @@
-"""What a prompt may be: a text, token ids, or a dictionary with either and a salt, as users of vLLM write it."""
+"""Reads prompts.
+
+A prompt is a text, a list of token ids, or, like in vLLM, a dictionary with either of them and a `cache_salt`.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,21 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
-class Asked(NamedTuple):
-    """A prompt as it is understood: its text, if it was one, its tokens, and under which salt its prefixes are shared."""
+class ParsedPrompt(NamedTuple):
+    """A prompt that has been read. `Engine.add` still checks its tokens."""
 
     text: str | None
+    """The prompt's text; None if token ids were given."""
     tokens: Sequence[int]
-    salt: str
+    cache_salt: str
+    """Requests share cached prefixes only if their salts are equal."""
 
 
-def asked(prompt: Prompt, tokenizer: Tokenizer | None, salt: str = "") -> Asked:
-    """Reads a prompt.
+def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None, cache_salt: str = "") -> ParsedPrompt:
+    """Reads one prompt; a salt in the prompt's dictionary takes the place of `cache_salt`.
 
     Raises:
-        InvalidInput: it is a text that the tokenizer does not read, or a dictionary without a prompt.
+        InvalidInput: the prompt is a text that the tokenizer cannot read, or a dictionary without a prompt.
     """
     given: Any = prompt
     if isinstance(prompt, Mapping):
@@ -34,21 +39,20 @@ def asked(prompt: Prompt, tokenizer: Tokenizer | None, salt: str = "") -> Asked:
             keys = ", ".join(map(repr, prompt)) or "nothing"
             raise InvalidInput(f"the prompt has {keys}; must have 'prompt' or 'prompt_token_ids', and may have 'cache_salt'")
         if prompt.get("cache_salt") is not None:
-            salt = prompt["cache_salt"]
+            cache_salt = prompt["cache_salt"]
         given = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
     if not isinstance(given, str):
-        # the engine looks at each of them
-        return Asked(None, given, salt)
+        return ParsedPrompt(None, given, cache_salt)
     if tokenizer is None:
         raise InvalidInput("the prompt is text and the model has no tokenizer; give token ids")
-    return Asked(given, tokenizer.encode(given), salt)
+    return ParsedPrompt(given, tokenizer.encode(given), cache_salt)
 
 
-def listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """A list of prompts, also of a single one.
+def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Returns a list of prompts, also for a single prompt.
 
     Raises:
-        InvalidInput: it is neither.
+        InvalidInput: `prompts` is neither a prompt nor several.
     """
     if isinstance(prompts, str | bytes | Mapping):
         return [prompts]
@@ -58,11 +62,11 @@ def listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     return [several] if several and _is_whole(several[0]) else several
 
 
-def tokens_of(prompt: Sequence[int], vocabulary: int) -> list[int]:
-    """The tokens of a prompt, checked.
+def check_tokens(prompt: Sequence[int], vocabulary: int) -> list[int]:
+    """Returns the token ids of a prompt as plain integers.
 
     Raises:
-        InvalidInput: they are none of a model with so many tokens.
+        InvalidInput: there is none, or one of them is outside 0 to vocabulary - 1.
     """
     if not isinstance(prompt, Iterable) or isinstance(prompt, str | bytes | Mapping):
         raise InvalidInput(f"the prompt is {str(prompt)[:40]!r}, of type {type(prompt).__name__}; must be a list of token ids")
@@ -77,7 +81,7 @@ def tokens_of(prompt: Sequence[int], vocabulary: int) -> list[int]:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether it is a whole number, of whatever library."""
+    """Tells whether `value` is a whole number, also one of NumPy or PyTorch."""
     if type(value) is int:
         return True
     if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -1,0 +1,163 @@
+"""Builds an engine from a checkpoint folder or a decoder, in the order of `build_engine`.
+
+Whatever can be refused is refused before gigabytes of weights are read. On a GPU kernels compile in threads while weights load,
+and memory for the cache is measured after both.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from rooftile.errors import InvalidInput
+from rooftile.kvcache import BlockPool, Pages, ReservedPool
+from rooftile.models import Decoder, ModelConfig
+from rooftile.serve import memory
+from rooftile.serve.config import EngineConfig
+from rooftile.serve.engine import Engine
+from rooftile.serve.runner import Runner
+from rooftile.serve.text.tokenizer import Tokenizer
+from rooftile.serve.warm_up import compile_kernels
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
+    """Builds the engine of a model.
+
+    Raises:
+        InvalidInput: the model or a setting cannot be used; the sentence says why.
+    """
+    device = find_device(model, config)
+    shape = model.config if isinstance(model, Decoder) else ModelConfig.from_folder(model)
+    max_len = longest_sequence(shape, config)
+    decoder = load_decoder(model, shape, config, device, max_len)
+    num_blocks = count_blocks(decoder, config, max_len)
+    if config.max_model_len is None:
+        max_len = min(max_len, num_blocks * config.block_size)
+    pages = allocate_pages(decoder, config, num_blocks)
+    pool: BlockPool
+    if config.allocator == "paged":
+        pool = BlockPool(num_blocks, config.block_size)
+    else:
+        pool = ReservedPool(num_blocks, config.block_size, reserve=max_len)
+    return Engine(
+        Runner(decoder, pages, config.max_num_seqs, max_len, graphs=not config.enforce_eager),
+        pool,
+        max_len=max_len,
+        max_answers=config.max_num_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+        tokenizer=None if isinstance(model, Decoder) else find_tokenizer(Path(model)),
+    )
+
+
+def find_device(model: str | Path | Decoder, config: EngineConfig) -> torch.device:
+    """Returns the device of the model. A decoder must already have the dtype and device that are asked for."""
+    wanted = None if config.device is None else torch.device(config.device)
+    if isinstance(model, Decoder):
+        its = model.embedding
+        if config.dtype not in ("auto", its.dtype):
+            raise InvalidInput(
+                f"dtype is {config.dtype} and the decoder's {its.dtype}; make it with that dtype, or leave dtype out"
+            )
+        if wanted is not None and (wanted.type != its.device.type or wanted.index not in (None, its.device.index)):
+            raise InvalidInput(f"device is {wanted} and the decoder is on {its.device}; make it there, or leave device out")
+        return its.device
+    if wanted is None:
+        wanted = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.type != "cuda":
+        return wanted
+    if not torch.cuda.is_available():
+        raise InvalidInput(f'device is {str(wanted)!r}, and PyTorch finds no GPU; has "cpu"')
+    # each thread has its own current device, so the number is fixed here
+    return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
+
+
+def longest_sequence(shape: ModelConfig, config: EngineConfig) -> int:
+    """Returns the longest sequence in tokens that the model allows and the caller asks for."""
+    longest = config.max_model_len
+    if longest is None:
+        return shape.max_len
+    if not 2 <= longest <= shape.max_len:
+        raise InvalidInput(f"max_model_len is {longest:,}; the model has positions for 2 to {shape.max_len:,}")
+    return longest
+
+
+def load_decoder(
+    model: str | Path | Decoder, shape: ModelConfig, config: EngineConfig, device: torch.device, max_len: int
+) -> Decoder:
+    """Loads the weights; on a GPU the kernels are compiled meanwhile, and are ready when this returns."""
+    if isinstance(model, Decoder):
+        compiled = start_compiling(shape, model.embedding.dtype, config, device, max_len)
+        decoder = model
+    else:
+        computed = shape.dtype if config.dtype == "auto" else config.dtype
+        compiled = start_compiling(shape, computed, config, device, max_len)
+        decoder = Decoder.from_folder(model, config.dtype, device)
+    if compiled is not None:
+        compiled.result()
+    return decoder
+
+
+def start_compiling(
+    shape: ModelConfig, computed: torch.dtype | str, config: EngineConfig, device: torch.device, max_len: int
+) -> Future[None] | None:
+    """Starts to compile the model's kernels in a thread; None where there is nothing to compile."""
+    if device.type != "cuda" or not isinstance(computed, torch.dtype):
+        return None
+    thread = ThreadPoolExecutor(1)
+    compiled = thread.submit(
+        compile_kernels, shape, computed, device, size=config.block_size, kv_dtype=config.cache_dtype(computed),
+        longest=min(config.max_batched_tokens, max_len),
+    )  # fmt: skip
+    # a caller whose folder has no weights hears that at once, and does not wait for kernels
+    thread.shutdown(wait=False)
+    return compiled
+
+
+def count_blocks(decoder: Decoder, config: EngineConfig, max_len: int) -> int:
+    """Returns how many blocks the cache gets; checks that one sequence of the asked length fits into them."""
+    size, num_blocks = config.block_size, config.num_blocks
+    if num_blocks is None:
+        with current_device(decoder.embedding.device):
+            num_blocks = memory.blocks_that_fit(
+                decoder, size, config.cache_dtype(decoder.embedding.dtype), utilization=config.gpu_memory_utilization,
+                max_batched_tokens=config.max_batched_tokens, max_answers=config.max_num_seqs, max_len=max_len,
+            )  # fmt: skip
+    if config.max_model_len is not None and num_blocks * size < max_len:
+        raise InvalidInput(
+            f"{num_blocks:,} blocks of {size} are room for {num_blocks * size:,} tokens; a sequence may have "
+            f"{max_len:,}: make num_blocks larger, or max_model_len smaller"
+        )
+    return num_blocks
+
+
+def allocate_pages(decoder: Decoder, config: EngineConfig, num_blocks: int) -> Pages:
+    """Allocates the memory of the KV cache."""
+    shape, size = decoder.config, config.block_size
+    cached = config.cache_dtype(decoder.embedding.dtype)
+    try:
+        return Pages(
+            num_blocks, shape.layers, shape.kv_heads, shape.head_dim, size=size, dtype=cached, device=decoder.embedding.device
+        )
+    except RuntimeError as error:
+        each = memory.block_bytes(decoder, size, cached)
+        raise InvalidInput(
+            f"no memory for a cache: {num_blocks:,} blocks (num_blocks) of {each:,} bytes take "
+            f"{num_blocks * each / 1e9:,.1f} GB"
+        ) from error
+
+
+def find_tokenizer(folder: Path) -> Tokenizer | None:
+    """Loads the checkpoint's tokenizer; None if the folder has no file of one."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return Tokenizer.from_folder(folder)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the thread's current device, on which kernels are launched."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

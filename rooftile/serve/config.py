@@ -1,0 +1,101 @@
+"""`EngineConfig`: the settings of an engine, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rooftile.errors import InvalidInput, Unsupported
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The settings of an engine; `LLM` takes the same keywords.
+
+    Args:
+        dtype: the dtype of weights and computation; "auto" takes the checkpoint's.
+        device: None takes a GPU if there is one.
+        max_model_len: the longest sequence in tokens, prompt and answer together; None takes what the model has positions for,
+            or what the cache has room for if that is less.
+        block_size: tokens per block of the KV cache, a power of two of at least 8.
+        num_blocks: blocks in the KV cache; None takes what fits into memory.
+        max_batched_tokens: the most tokens that the model reads in one step.
+        gpu_memory_utilization: the share of a GPU's memory that model and cache may take, above 0 and at most 1.
+        kv_dtype: the dtype of the KV cache: "auto" takes the model's; "fp8" takes half of 16 bits, plus a scale per token, head,
+            key and value.
+        allocator: "paged", or "contiguous" to reserve max_model_len tokens for each sequence, for comparison.
+        tensor_parallel_size: must be 1.
+        max_num_seqs: the most answers that run at once.
+        enforce_eager: run without CUDA graphs.
+
+    Raises:
+        InvalidInput: a value makes no sense; the sentence says which one and what it must be.
+        Unsupported: a value names a feature that is missing here.
+
+    Example:
+        >>> from rooftile.serve import EngineConfig
+        >>> EngineConfig(max_model_len=4096).block_size
+        16
+    """
+
+    dtype: torch.dtype | str = "auto"
+    device: torch.device | str | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.9
+    kv_dtype: str = "auto"
+    allocator: Literal["paged", "contiguous"] = "paged"
+    tensor_parallel_size: int = 1
+    max_num_seqs: int = 256
+    enforce_eager: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        self._check_numbers()
+        self._check_device()
+
+    def cache_dtype(self, computed: torch.dtype) -> torch.dtype:
+        """Returns the dtype of the KV cache for a model that computes in `computed`."""
+        return FP8 if self.kv_dtype == "fp8" else computed
+
+    def _check_choices(self) -> None:
+        if self.tensor_parallel_size != 1:
+            raise Unsupported(f"tensor_parallel_size is {self.tensor_parallel_size}; has 1")
+        if self.kv_dtype not in ("auto", "fp8"):
+            raise Unsupported(f'kv_dtype is {self.kv_dtype!r}; has "auto", the dtype of the model, and "fp8"')
+        if self.allocator not in ("paged", "contiguous"):
+            raise InvalidInput(f'allocator is {self.allocator!r}; must be "paged" or "contiguous"')
+
+    def _check_numbers(self) -> None:
+        size = self.block_size
+        if not _is_whole(size) or size < 8 or size & (size - 1):
+            raise InvalidInput(f"block_size is {size}; must be a power of two of at least 8")
+        for name in ("max_batched_tokens", "max_num_seqs", "num_blocks"):
+            value = getattr(self, name)
+            if not (value is None and name == "num_blocks") and (not _is_whole(value) or value < 1):
+                raise InvalidInput(f"{name} is {value!r}; must be a whole number of at least 1")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise InvalidInput(f"gpu_memory_utilization is {share!r}; must be above 0 and at most 1")
+        if self.max_model_len is not None and not _is_whole(self.max_model_len):
+            raise InvalidInput(f"max_model_len is {self.max_model_len!r}; must be a whole number")
+
+    def _check_device(self) -> None:
+        if self.device is None:
+            return
+        try:
+            torch.device(self.device)
+        except (RuntimeError, TypeError):
+            raise InvalidInput(
+                f'device is {self.device!r}; must be a device of torch, such as "cuda" or "cpu", or None'
+            ) from None
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

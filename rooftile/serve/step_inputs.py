@@ -1,0 +1,76 @@
+"""`StepInputs`: what the model reads in one step, in tensors that reach the device in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rooftile.serve.scheduler import Work
+
+
+class StepInputs(NamedTuple):
+    """The n tokens that a step reads, the m answers that get a token from it, and its c chunks of prompts; all int64.
+
+    The tokens of the chunks come first, then the single tokens of decoding answers.
+    """
+
+    tokens: Tensor  # (n,) token ids; -1 for a token that only the device knows, the last one of its slot
+    positions: Tensor  # (n,) positions in their sequences
+    slots: Tensor  # (n,) slots of their answers
+    rows: Tensor  # (m,) for each output the row of the last token that it follows
+    output_slots: Tensor  # (m,)
+    output_positions: Tensor  # (m,) positions of the new tokens
+    cu_q: Tensor  # (c + 1,) offsets of the chunks' tokens
+    chunk_lengths: Tensor  # (c,) tokens of each sequence up to the end of its chunk
+    chunk_slots: Tensor  # (c,)
+
+    @classmethod
+    def of(cls, works: Sequence[Work]) -> StepInputs:
+        """Lays out the work of a step, on the host."""
+        ordered = in_reading_order(works)
+        chunks = [work for work in ordered if work.tokens > 1]
+        ends = np.cumsum([0, *(work.tokens for work in ordered)])
+        n = int(ends[-1])
+        tokens = np.full(n, -1)
+        positions, slots = np.empty((2, n), dtype=np.int64)
+        last_row: dict[int, int] = {}
+        for work, begin, end in zip(ordered, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            known = work.answer.ids[work.start : work.start + work.tokens]
+            tokens[begin : begin + len(known)] = known
+            positions[begin:end] = np.arange(work.start, work.start + work.tokens)
+            slots[begin:end] = work.answer.slot
+            last_row[id(work)] = end - 1
+        outputs = [(last_row[id(work)], each.slot, work.start + work.tokens) for work in works for each in work.outputs]
+        rows, output_slots, output_positions = np.array(outputs, dtype=np.int64).reshape(-1, 3).T
+        arrays = (
+            tokens, positions, slots, rows, output_slots, output_positions, ends[: len(chunks) + 1],
+            np.array([work.start + work.tokens for work in chunks], dtype=np.int64),
+            np.array([work.answer.slot for work in chunks], dtype=np.int64),
+        )  # fmt: skip
+        return cls(*map(torch.from_numpy, arrays))
+
+    def to(self, device: torch.device) -> StepInputs:
+        """Copies all of it to the device in one transfer, without waiting for it."""
+        if device.type == "cpu":
+            return self
+        packed = torch.cat(self).pin_memory().to(device, non_blocking=True)
+        return StepInputs(*packed.split([len(part) for part in self]))
+
+
+class Chunks(NamedTuple):
+    """The chunks of prompts in a step, as attention reads them from the cache."""
+
+    tokens: int
+    """Tokens of all chunks together; they come first among the step's tokens."""
+    table: Tensor
+    lengths: Tensor
+    cu_q: Tensor
+
+
+def in_reading_order(works: Sequence[Work]) -> list[Work]:
+    """Returns chunks of prompts first, then single tokens: the order of a step's rows."""
+    return [work for work in works if work.tokens > 1] + [work for work in works if work.tokens == 1]

@@ -1,0 +1,45 @@
+"""`GrowingText`: a text that only grows, of which a snapshot costs the same however long the text is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# so many pieces are joined into one: a snapshot is read with few joins, and every character is joined once before
+PIECES = 64
+
+
+class TextSnapshot(NamedTuple):
+    """A text as it was at one moment. Its lists are shared with a `GrowingText`, which only appends to them."""
+
+    joined: list[str]
+    joined_count: int
+    pieces: list[str]
+    piece_count: int
+
+    def read(self) -> str:
+        """Returns the text."""
+        return "".join(self.joined[: self.joined_count] + self.pieces[: self.piece_count])
+
+
+class GrowingText:
+    """A text that grows piece by piece. One thread appends; snapshots may be read in any thread."""
+
+    __slots__ = ("_joined", "_pieces")
+
+    def __init__(self) -> None:
+        self._joined: list[str] = []
+        self._pieces: list[str] = []
+
+    def append(self, piece: str) -> None:
+        """Adds a piece at the end."""
+        if not piece:
+            return
+        self._pieces.append(piece)
+        if len(self._pieces) == PIECES:
+            self._joined.append("".join(self._pieces))
+            # a new list: snapshots go on reading the old one
+            self._pieces = []
+
+    def snapshot(self) -> TextSnapshot:
+        """Returns the text of this moment without copying it."""
+        return TextSnapshot(self._joined, len(self._joined), self._pieces, len(self._pieces))
