@@ -20,17 +20,17 @@ class Attention(torch.nn.Module):
         heads: query heads.
         kv_heads: key and value heads, a divisor of heads (GQA; 1 for MQA); heads if None.
         head_dim: width of a head; dim / heads if None.
-        mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`.
+        mask: FULL, CAUSAL, Window, Prefix, Chunk, or several combined with `&`.
         bias: whether the projections add one.
-        context_dim: width of the context that keys and values are made of; dim if None.
+        context_dim: width of the context for keys and values; dim if None.
         dropout: probability of dropping a weight, in training only.
         softcap: as in `rooftile.attention`; None for none.
-        sinks: whether each head has a learned logit that takes part in the softmax with a value of zero.
-        backend: as in `rooftile.attention`; None takes the fastest.
+        sinks: whether each head has a learned logit that joins the softmax with a value of zero.
+        backend: as in `rooftile.attention`; None for the fastest.
         device, dtype: of the parameters.
 
     Raises:
-        InvalidInput: sizes do not fit one another.
+        InvalidInput: sizes do not match.
 
     Example:
         >>> layer = Attention(512, heads=8, kv_heads=2, mask=rooftile.CAUSAL)
@@ -81,7 +81,7 @@ class Attention(torch.nn.Module):
         x: Tensor,  # (B, T, dim)
         context: Tensor | None = None,  # (B, S, context_dim)
     ) -> Tensor:
-        """Attention of x to itself, or to a context if one is given."""
+        """Computes attention of x to itself, or to a context if one is given."""
         context = x if context is None else context
         q = self.q(x).unflatten(-1, (self.heads, self.head_dim))  # (B, T, H, D)
         k = self.k(context).unflatten(-1, (self.kv_heads, self.head_dim))  # (B, S, Hk, D)

@@ -33,7 +33,7 @@ def short_queries(dim: int) -> None:
     rt.attention(q, k, v, rt.CAUSAL, backend="hopper")
 
 
-def few_bits(dim: int, precision: str) -> None:
+def quantised(dim: int, precision: str) -> None:
     """Dense, and packed with a NaN, which has rows looked at once more."""
     q, k, v = (torch.randn(200, heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
     cu = torch.tensor([0, 70, 200], dtype=torch.int32, device="cuda")
@@ -46,7 +46,7 @@ def few_bits(dim: int, precision: str) -> None:
 def main() -> None:
     for dim in (64, 128, 256):
         for precision in ("fp8", "int8"):
-            few_bits(dim, precision)
+            quantised(dim, precision)
         for mask in (rt.FULL, rt.CAUSAL):
             dense(dim, mask)
             dense(dim, mask, deterministic=True)

@@ -1,1 +1,1 @@
-"""The report: experiments on this machine, and one HTML page that shows them. The main job of `make demo`."""
+"""The report: experiments on this machine, and one HTML page that shows them. `make demo` runs it."""

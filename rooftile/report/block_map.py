@@ -1,7 +1,7 @@
 """Pictures of block tables: all blocks of a cache over the steps, and the tables of several answers in one step.
 
-Each request has a hue of its own; the page's style sheet makes tones of it for light and dark (`owner`). What hue alone would
-carry is written in words that appear over each request's blocks.
+Each request has its own hue; the page's style sheet derives light and dark tones from it (`owner`). A tooltip over each
+request's blocks gives the same information in words.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rooftile.report.serving import Served
 
 HEIGHT = 330
 TOP = 28
-# hues that an eye tells apart, at equal distances for it: a wheel of degrees has a third of nothing but greens
+# hues at perceptually equal distances: a third of the plain colour wheel looks green
 HUES = (0, 26, 45, 75, 135, 178, 205, 230, 262, 290, 325, 360)
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A block while it is one request's, from a step on."""
+    """A block while one request owns it, from step `start`."""
 
     block: int
     request: int
     start: int
     filled: list[int]  # slots with a token, step by step
-    tables: list[int]  # that have it, step by step
+    tables: list[int]  # tables that contain it, step by step
 
     @property
     def stop(self) -> int:
@@ -39,14 +39,14 @@ class Span:
 
 
 def hue_of(request: int) -> str:
-    """A request's hue in degrees: neighbours differ much, and however many there are, none has that of another."""
+    """Returns a request's hue in degrees. Neighbours differ strongly, and every request has its own hue."""
     turn, part = divmod(request * GOLDEN_RATIO % 1 * (len(HUES) - 1), 1)
     low, high = HUES[int(turn) : int(turn) + 2]
     return f"{low + part * (high - low):.1f}"
 
 
 def spans(frames: Sequence[Frame]) -> list[Span]:
-    """Every block of every request."""
+    """Returns every block of every request."""
     found: list[Span] = []
     going: dict[int, Span] = {}
     for step, frame in enumerate(frames):
@@ -63,7 +63,7 @@ def spans(frames: Sequence[Frame]) -> list[Span]:
 
 
 def block_map(served: Served, *, title: str, blocks: int, steps: int) -> str:
-    """The blocks over time: steps across, blocks down. `steps` is how far the axis goes, the same for what is compared."""
+    """Draws the blocks over time: steps across, blocks down. `steps` is the length of the axis, equal for compared pictures."""
     x = Axis(low=0, high=steps, start=LEFT, stop=WIDTH - RIGHT, log=False)
     y = Axis(low=0, high=blocks, start=TOP, stop=HEIGHT - BOTTOM, log=False)
     end = x.place(served.steps)
@@ -83,11 +83,11 @@ def block_map(served: Served, *, title: str, blocks: int, steps: int) -> str:
 
 
 def _owner(request: int, owned: list[Span], x: Axis, y: Axis) -> str:
-    """All of one request's blocks."""
+    """Draws all blocks of one request."""
     start, stop = min(span.start for span in owned), max(span.stop for span in owned)
     words = f"request {request + 1}: {len({span.block for span in owned})} blocks, steps {start:,} to {stop:,}"
     room, filled, shared = [], [], []
-    # a little less than a row, so that rows are seen
+    # slightly less than a row, so that rows are visible
     height = 0.85 * (y.place(1) - y.place(0))
     for span in owned:
         left, width = x.place(span.start), x.place(span.stop) - x.place(span.start)
@@ -108,7 +108,7 @@ def _owner(request: int, owned: list[Span], x: Axis, y: Axis) -> str:
 
 
 def _corners(span: Span) -> list[tuple[int, int]]:
-    """Where the course of the filled slots bends: (step, slots), from the first step to the end of the last."""
+    """Returns the corners of the curve of filled slots: (step, slots), from the first step to the end of the last."""
     course = [*span.filled, span.filled[-1]]
     return [
         (span.start + n, slots)
@@ -118,7 +118,7 @@ def _corners(span: Span) -> list[tuple[int, int]]:
 
 
 def sample_tables(samples: Samples, *, title: str) -> str:
-    """The block tables of several answers: a row each, a block's number in each cell; shared ones are full."""
+    """Draws the block tables of several answers, one row each, with a block number per cell; shared blocks are solid."""
     left, top, row = 66, 22, 30
     columns = max(len(table.blocks) for table in samples.tables)
     width = min((WIDTH - left) / columns, 44)

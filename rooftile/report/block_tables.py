@@ -1,4 +1,4 @@
-"""The block tables of an engine, written down step by step."""
+"""Records the block tables of an engine, step by step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ BLOCK = 16
 class Table(NamedTuple):
     """An answer's block table in one step."""
 
-    request: int  # the place in the list of requests
-    answer: int  # the place among its answers
+    request: int  # its index in the list of requests
+    answer: int  # its index among the request's answers
     blocks: tuple[int, ...]
     length: int  # tokens that have a slot
 
@@ -24,21 +24,21 @@ class Table(NamedTuple):
 class Cell(NamedTuple):
     """A block in one step."""
 
-    request: int  # the oldest that has it
-    tables: int  # that have it
+    request: int  # the oldest request that owns it
+    tables: int  # tables that contain it
     filled: int  # slots with a token
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """All block tables in one step, and what the pool says of them."""
+    """All block tables in one step, and the pool's numbers."""
 
     tables: tuple[Table, ...]
     waste: float  # BlockPool.waste
     saved: float  # BlockPool.saved
 
     def cells(self) -> dict[int, Cell]:
-        """Every block that some table has."""
+        """Returns every block that is in a table."""
         found: dict[int, Cell] = {}
         for table in self.tables:
             for n, block in enumerate(table.blocks):
@@ -49,10 +49,10 @@ class Frame:
 
 
 class Recorder:
-    """Stands before an engine's runner and writes the block tables down in each step.
+    """Wraps an engine's runner and records the block tables in each step.
 
-    Between two steps finished answers have gone and new ones are not there yet: the tables are those of a step only within it.
-    On a GPU they are written down while it computes.
+    Between two steps, finished answers are gone and new ones are not there yet, so the tables of a step exist only during it.
+    On a GPU they are recorded while it computes.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -69,7 +69,7 @@ class Recorder:
         result = self._runner.run(plan)
         running = self._engine.scheduler.running
         if self._first is None:
-            # requests are numbered as they come, and the first to come is the first to run
+            # requests are numbered in order of arrival, which is the order in which they first run
             self._first = running[0].id
         tables = tuple(
             Table(request.id - self._first, one.index, tuple(one.table.blocks), one.table.length)
@@ -92,7 +92,7 @@ class Samples:
 
     @property
     def shared(self) -> int:
-        """Blocks that all of them have."""
+        """The number of blocks that all of them share."""
         return len(set.intersection(*(set(table.blocks) for table in self.tables)))
 
     @property
@@ -105,7 +105,7 @@ class Samples:
         return sum(len(table.blocks) for table in self.tables)
 
     def json(self) -> dict[str, Any]:
-        """The numbers and the texts."""
+        """Returns the numbers and the texts."""
         return {
             "prompt": self.prompt, "answers": self.answers, "tables": [table.blocks for table in self.tables],
             "shared": self.shared, "distinct": self.distinct, "listed": self.listed,

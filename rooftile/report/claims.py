@@ -1,16 +1,16 @@
-"""The sentences that stand over the charts, made from the numbers in them: if the data says slower, they say slower."""
+"""The titles of the charts, computed from their numbers: if the data is slower, the title says so."""
 
 from __future__ import annotations
 
 from rooftile.report.block_tables import BLOCK, Samples
 from rooftile.report.comparison import OURS, STANDARD, Comparison
-from rooftile.report.few_bits import FewBits
+from rooftile.report.precision import PrecisionErrors
 from rooftile.report.serving import Check, Served, Serving
 from rooftile.report.tiles import TileMap
 from rooftile.report.training import Run, Training
 from rooftile.report.units import number, percent, power, times, tokens
 
-# two medians closer than this are the same for a reader
+# two medians closer than this count as equal
 ALIKE = 0.05
 
 WHAT = {
@@ -25,7 +25,7 @@ WHAT = {
 
 
 def against(ours: float, theirs: float, less: str, more: str, alike: str) -> str:
-    """How ours stands to theirs, where less is better.
+    """Compares ours with theirs in words; less is better.
 
     >>> against(2.0, 46.0, "less memory", "more memory", "the same memory")
     '23× less memory'
@@ -38,19 +38,19 @@ def against(ours: float, theirs: float, less: str, more: str, alike: str) -> str
 
 
 def common_length(comparison: Comparison, ours: str = OURS) -> int:
-    """The longest sequence that both sides finished."""
+    """Returns the longest sequence that both sides finished."""
     return max(set(comparison.of(ours)) & set(comparison.of(STANDARD)))
 
 
 def standing(comparison: Comparison, what: str) -> str:
-    """Ours against standard attention in one quantity at the common length: "23× less memory"."""
+    """Compares ours with standard attention in one quantity at the common length: "23× less memory"."""
     N = common_length(comparison)
     ours, theirs = (getattr(comparison.of(side)[N], what) for side in (OURS, STANDARD))
     return against(ours, theirs, *WHAT[what])
 
 
 def headline(comparison: Comparison) -> str:
-    """The page's first sentence."""
+    """Returns the page's first sentence."""
     N = common_length(comparison)
     ours, theirs = comparison.of(OURS)[N], comparison.of(STANDARD)[N]
     memory = standing(comparison, "training_peak_bytes")
@@ -59,26 +59,26 @@ def headline(comparison: Comparison) -> str:
 
 
 def split(standing: str) -> tuple[str, str]:
-    """A standing as a figure and its words: ("43×", "less memory")."""
+    """Splits a comparison into figure and words: ("43×", "less memory")."""
     figure, _, words = standing.partition(" ")
     return (figure, words) if figure[0].isdigit() else ("equal", standing)
 
 
 def time_claim(comparison: Comparison, what: str) -> str:
-    """Over a chart of times: what is "forward_us" or "backward_us"."""
+    """Returns the title of a chart of times; what is "forward_us" or "backward_us"."""
     N = common_length(comparison)
     return f"{what.removesuffix('_us').capitalize()}, {N:,} tokens: {standing(comparison, what)}"
 
 
 def memory_claim(comparison: Comparison, what: str) -> str:
-    """Over a chart of peak memory."""
+    """Returns the title of a chart of peak memory."""
     N = common_length(comparison)
     phase = {"forward_peak_bytes": "Forward", "training_peak_bytes": "Forward and backward"}[what]
     return f"{phase}, {N:,} tokens: {standing(comparison, what)}"
 
 
 def error_claim(comparison: Comparison, what: str) -> str:
-    """Over a chart of errors."""
+    """Returns the title of a chart of errors."""
     N = common_length(comparison)
     ours, theirs = (getattr(comparison.of(side)[N], what) for side in (OURS, STANDARD))
     which = {"forward_error": "output", "backward_error": "gradient"}[what]
@@ -89,7 +89,7 @@ def error_claim(comparison: Comparison, what: str) -> str:
 
 
 def traffic_claim(comparison: Comparison) -> str:
-    """Over the chart of the cost model's bytes, at the longest length counted."""
+    """Returns the title of the chart of the cost model's bytes, at the longest length."""
     last = comparison.traffic[-1]
     least = against(last.compulsory, last.standard, "fewer bytes", "more bytes", "as many bytes")
     tiled = against(last.tiled, last.standard, "fewer", "more", "as many")
@@ -97,7 +97,7 @@ def traffic_claim(comparison: Comparison) -> str:
 
 
 def scaling_claim(comparison: Comparison) -> str:
-    """How far each side came."""
+    """States the longest sequence of each side."""
     ours, theirs = (max(comparison.of(side)) for side in (OURS, STANDARD))
     if ours == theirs:
         return f"Both reached {ours:,} tokens"
@@ -105,46 +105,46 @@ def scaling_claim(comparison: Comparison) -> str:
 
 
 def loss_claim(training: Training) -> str:
-    """Over the loss curves."""
+    """Returns the title of the loss curves."""
     apart = training.furthest_apart
     words = "never differ" if apart == 0 else f"never differ by more than {short(apart)}"
     return f"Over {len(training.runs[0].losses)} steps the two losses {words}"
 
 
 def standing_of_step(training: Training, what: str) -> str:
-    """The second run against the first in one quantity, "step_ms" or "peak_bytes"."""
+    """Compares the second run with the first in one quantity, "step_ms" or "peak_bytes"."""
     eager, ours = (getattr(run, what) for run in training.runs)
     return against(ours, eager, *WHAT[what])
 
 
 def learning(run: Run) -> tuple[float, float]:
-    """The first loss and the mean of the last tenth."""
+    """Returns the first loss and the mean of the last tenth."""
     tail = run.losses[-max(len(run.losses) // 10, 1) :]
     return run.losses[0], sum(tail) / len(tail)
 
 
 def tiles_claim(maps: tuple[TileMap, ...]) -> str:
-    """Over the pictures of the masks."""
+    """Returns the title of the pictures of the masks."""
     most = max(maps, key=lambda tile_map: tile_map.saved)
-    return f"Tiles that nobody sees are skipped: {most.mask} leaves out {percent(most.saved)} of the scores"
+    return f"Hidden tiles are skipped: {most.mask} leaves out {percent(most.saved)} of the scores"
 
 
-def few_bits_claim(bits: FewBits) -> str:
-    """Over the section on number formats."""
+def precision_claim(bits: PrecisionErrors) -> str:
+    """Returns the title of the section on FP8 and INT8."""
     fp8, int8 = (bits.of("outliers", name).better for name in ("fp8", "int8"))
     words = [against(1.0, ratio, "closer", "further off", "as close") for ratio in (fp8, int8)]
-    return f"Few bits, well chosen: with outliers fp8 is {words[0]}, int8 {words[1]}, beside FP8 with one scale"
+    return f"FP8 and INT8 attention: with outliers fp8 is {words[0]}, int8 {words[1]}, compared with FP8 with one scale"
 
 
-def distribution_claim(bits: FewBits, distribution: str) -> str:
-    """Over a distribution's chart."""
+def distribution_claim(bits: PrecisionErrors, distribution: str) -> str:
+    """Returns the title of a distribution's chart."""
     best = min((loss for loss in bits.losses[distribution] if loss.precision != "native"), key=lambda loss: loss.rmse)
     words = {"outliers": "With outliers", "gaussian": "Without outliers", "sink": "With a sink"}[distribution]
     return f"{words} the best of these is {best.recipe}"
 
 
 def serving_claim(serving: Serving) -> str:
-    """Over the section on serving."""
+    """Returns the title of the section on serving."""
     reserved, paged = serving.contiguous, serving.paged
     held = against(reserved.running, paged.running, "more answers at once", "fewer answers at once", "as many answers at once")
     empty = f"{percent(paged.waste)} of the used slots are empty, against {percent(reserved.waste)}"
@@ -152,42 +152,42 @@ def serving_claim(serving: Serving) -> str:
 
 
 def serving_setup(serving: Serving) -> str:
-    """What was served, and how."""
+    """Describes the serving experiment."""
     plan, lengths = serving.plan, sorted(serving.lengths)
     return (
-        f"The Llama trained above answers {plan.requests} requests that wait from the beginning, through rooftile.LLM. Each goes on "
-        f"from a piece of its text; one in {plan.sampled} asks for {plan.samples} answers. Prompt and answer are {lengths[0]} to "
-        f"{lengths[-1]} tokens long together, {lengths[len(lengths) // 2]} at the median, and the cache is not told how long. It has "
+        f"The Llama trained above answers {plan.requests} requests, all queued at the start, through rooftile.LLM. Each continues "
+        f"a piece of its text; one in {plan.sampled} asks for {plan.samples} answers. Prompt and answer together have {lengths[0]} to "
+        f"{lengths[-1]} tokens, {lengths[len(lengths) // 2]} at the median; the KV cache does not know the lengths. It has "
         f"{plan.blocks} blocks of {BLOCK} tokens, {plan.blocks * BLOCK:,} slots. In one run each answer reserves the {plan.reserve} "
-        "slots that the longest may need, in the other it gets blocks as it grows; model, kernels, scheduler and requests are the same."
+        "slots of the longest; in the other it gets blocks as it grows. Model, kernels, scheduler and requests are the same."
     )
 
 
 def allocator_claim(served: Served) -> str:
-    """Over an allocator's picture."""
-    name = {"contiguous": "Room for the longest", "paged": "Pages"}[served.allocator]
+    """Returns the title of an allocator's picture."""
+    name = {"contiguous": "Contiguous KV cache", "paged": "Paged KV cache"}[served.allocator]
     return f"{name}: {number(served.running)} answers at once on average, done in {served.steps:,} steps"
 
 
 def pace_claim(serving: Serving) -> str:
-    """Over the table of both allocators."""
+    """Returns the title of the table of both allocators."""
     reserved, paged = serving.contiguous, serving.paged
     steps = against(paged.steps, reserved.steps, "fewer steps", "more steps", "as many steps")
-    pace = against(reserved.tokens_s, paged.tokens_s, "more tokens a second", "fewer tokens a second", "as many tokens a second")
+    pace = against(reserved.tokens_s, paged.tokens_s, "more tokens per second", "fewer tokens per second", "as many tokens per second")
     return f"The same requests from pages: {steps}, {pace}"
 
 
 def samples_claim(samples: Samples) -> str:
-    """Over the block tables of several answers."""
+    """Returns the title of the block tables of several answers."""
     return f"{len(samples.answers)} answers to one prompt take {samples.distinct} blocks, not {samples.listed}"
 
 
 def check_claim(check: Check) -> str:
-    """What Transformers says to the answers."""
+    """States how far the answers agree with Transformers."""
     other = check.tokens - check.agreeing
     words = (
         f"Of the {check.answers} greedy answers from pages, {check.agreeing:,} of {check.tokens:,} bytes are the trained "
-        "model's own choice, as Transformers makes it in fp32 with eager attention and no cache."
+        "model's own choice, computed by Transformers in fp32 with eager attention and no cache."
     )
     if not other:
         return words
@@ -196,10 +196,10 @@ def check_claim(check: Check) -> str:
 
 
 def tile_time_claim(tile_map: TileMap, full: TileMap) -> str:
-    """Under a mask's picture: its time against attention without a mask."""
+    """Returns the caption of a mask's picture: its time relative to attention without a mask."""
     return f"{percent(tile_map.forward_us / full.forward_us)} of the time of full attention"
 
 
 def short(value: float) -> str:
-    """A small difference in two digits."""
+    """Writes a small difference with two digits."""
     return f"{value:.2g}" if value >= 1e-3 else power(value)

@@ -1,7 +1,7 @@
-"""Exact attention against standard attention, from short sequences up to where a side runs out of patience or memory.
+"""Compares exact with standard attention, from short sequences up to each side's limit of time or memory.
 
-Standard attention is the textbook's: a matrix product, a softmax, a matrix product in plain torch, with the whole T x S
-matrix in memory between them. No mask, so that neither side gains by skipping. `rooftile.bench` checks and measures.
+Standard attention is a matrix product, a softmax and a matrix product in plain PyTorch, with the whole T x S matrix in memory.
+There is no mask, so that neither side gains by skipping tiles. `rooftile.bench` checks and measures.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Reading:
     backward_us: float  # the backward alone
     forward_peak_bytes: int  # beyond the inputs
     training_peak_bytes: int  # forward and backward, beyond the inputs
-    forward_error: float  # of o
-    backward_error: float  # the worst of dq, dk, dv
+    forward_error: float  # the error of o
+    backward_error: float  # the largest of dq, dk, dv
 
     @property
     def step_us(self) -> float:
@@ -49,13 +49,13 @@ class Traffic:
 
     N: int
     standard: int  # scores and probabilities through memory
-    tiled: int  # every tile's reads and writes, wherever they hit
+    tiled: int  # the reads and writes of every tile, from cache or memory
     compulsory: int  # each input read once, each output written once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Every reading, the bytes that the cost model counts, and why a side stopped where it did."""
+    """All readings, the bytes of the cost model, and the reason why each side stopped."""
 
     dtype: str
     batch: int
@@ -68,7 +68,7 @@ class Comparison:
     stopped: dict[str, str]
 
     def of(self, side: str) -> dict[int, Reading]:
-        """One side's readings by length."""
+        """Returns one side's readings by length."""
         return {reading.N: reading for reading in self.readings if reading.side == side}
 
     @property
@@ -77,9 +77,9 @@ class Comparison:
 
 
 def compare(plan: Plan, device: str, on_step: Callable[[float, str], None]) -> Comparison:
-    """Runs every side over the plan's lengths; on_step is called with the share done and what comes next.
+    """Runs every side over the plan's lengths; on_step is called with the fraction done and the next step.
 
-    Where dispatch takes torch's own fused kernel, Rooftile's tiles run beside it, so that the page shows both.
+    If dispatch chooses PyTorch's fused kernel, Rooftile's own tiles are measured too, so that the page shows both.
     """
     session = run.open_session(device)
     backends = _sides(plan, device)
@@ -95,7 +95,7 @@ def compare(plan: Plan, device: str, on_step: Callable[[float, str], None]) -> C
             if side not in stopped and (reason := too_much(plan, side, problem, earlier, memory_limit(plan, device))):
                 stopped[side] = reason
         running = [side for side in backends if side not in stopped]
-        # a length costs about four times the one before
+        # each length costs about four times as much as the one before
         say = lambda words, n=n, N=N: on_step(4.0 ** (n + 1 - len(plan.lengths)), f"{words}, {N:,} tokens")  # noqa: E731
         rows = run.measure(
             case, running, device=device, rounds=plan.rounds, session=session,
@@ -115,7 +115,7 @@ def compare(plan: Plan, device: str, on_step: Callable[[float, str], None]) -> C
 
 
 def case_of(plan: Plan, N: int) -> Case:
-    """The plan's problem at one length."""
+    """Returns the plan's problem at one length."""
     return Case(
         name=f"report-{N}", tags=frozenset(), B=plan.batch, T=N, S=N, H=plan.heads, Hk=plan.heads, dim=plan.dim,
         dtype=plan.dtype,
@@ -123,12 +123,12 @@ def case_of(plan: Plan, N: int) -> Case:
 
 
 def memory_limit(plan: Plan, device: str) -> int:
-    """Bytes that a step may be expected to need: the plan's, or a third of a smaller machine."""
+    """Returns the memory limit of a step in bytes: the plan's, or a third of a smaller machine's memory."""
     return min(plan.memory_limit, describe(device).memory_bytes // 3)
 
 
 def too_much(plan: Plan, side: str, problem: Problem, earlier: list[Reading], limit: int) -> str:
-    """Why the next step of a side is not tried, by the cost model and its last step; "" if it is."""
+    """Returns why the next step of a side is skipped, from the cost model and its last step; "" if it runs."""
     N = problem.sizes.T
     need = io.standard_peak(problem, "bwd") if side == STANDARD else io.flash_peak(problem, "bwd")
     if need > limit:
@@ -145,7 +145,7 @@ def too_much(plan: Plan, side: str, problem: Problem, earlier: list[Reading], li
 
 
 def _sides(plan: Plan, device: str) -> dict[str, str]:
-    """Who takes part, and the backend that each runs on."""
+    """Returns the sides, and the backend of each."""
     spec = case_of(plan, plan.lengths[0]).problem(arch(torch.device(device))).spec
     chosen = str(dispatch.select(spec).NAME)
     sides = {OURS: chosen, STANDARD: "plain torch"}

@@ -1,8 +1,8 @@
-"""Pictures as SVG text: log-log charts, loss curves, masks as tiles, and what fits where.
+"""Draws pictures as SVG text: log-log charts, loss curves, masks as tiles, and sizes on a logarithmic scale.
 
 Colours come from the page's style sheet by class (`ours`, `standard`, `other`), so that they follow the reader's light or
-dark setting; every series also has its own marker and a label of its own, so that colour carries nothing alone. A picture
-is drawn about as wide as a phone, so that its letters stay readable there.
+dark setting. Every series also has its own marker and label, so that no information is in colour alone. A picture is
+about as wide as a phone, so that its text stays readable there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rooftile.report.units import size, tokens
 
 WIDTH, HEIGHT = 400, 270
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 14, 38
-LETTER = 8.2  # the width of a label's letter on a phone, where letters are drawn larger
+LETTER = 8.2  # the width of a label's letter on a phone, where text is larger
 Write = Callable[[float], str]
 Point = tuple[float, float]
 
@@ -51,7 +51,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """A range of data on a stretch of the drawing."""
+    """Maps a range of data to a range of the drawing."""
 
     low: float
     high: float
@@ -67,9 +67,9 @@ class Axis:
 def log_chart(
     series: Sequence[Series], *, title: str, y_name: str, write: Write, bracket: tuple[float, str] | None = None
 ) -> str:
-    """Lines over sequence length, both axes logarithmic.
+    """Draws lines over sequence length, both axes logarithmic.
 
-    bracket: a length, and words to put there between the first two series: the ratio that the title claims.
+    bracket: a length, and words to write there between the first two series: the ratio of the title.
     """
     series = [line for line in series if line.points]
     lengths = sorted({x for line in series for x, _ in line.points})
@@ -93,7 +93,7 @@ def log_chart(
 def line_chart(
     series: Sequence[Series], *, title: str, x_name: str, y_name: str, write: Write, log: bool = False
 ) -> str:
-    """Curves over steps; the first is drawn broad, so that one on top of it still shows."""
+    """Draws curves over steps. The first is broad, so that another curve on top of it is visible."""
     xs = [x for line in series for x, _ in line.points]
     ys = [y for line in series for _, y in line.points if not log or y > 0] or [1.0]
     low, high = min(ys), max(ys)
@@ -121,7 +121,7 @@ def line_chart(
 
 
 def bars(rows: Sequence[tuple[str, str, float, str]], *, title: str) -> str:
-    """Horizontal bars from zero: (name, kind, value, words), all of one quantity."""
+    """Draws horizontal bars from zero: (name, kind, value, words), all of one quantity."""
     longest = max(value for *_, value, _ in rows) or 1.0
     parts = []
     for n, (name, kind, value, words) in enumerate(rows):
@@ -134,7 +134,7 @@ def bars(rows: Sequence[tuple[str, str, float, str]], *, title: str) -> str:
 
 
 def mask_tiles(tile_map: TileMap, *, title: str, side: float = 160) -> str:
-    """A mask as the tiles that were computed: queries down, keys across."""
+    """Draws the computed tiles of a mask: queries down, keys across."""
     scale = side / tile_map.N
     paths: dict[bool, list[str]] = {False: [], True: []}
     hatch = []
@@ -145,7 +145,7 @@ def mask_tiles(tile_map: TileMap, *, title: str, side: float = 160) -> str:
             f"M{x + gap / 2:.2f} {y + gap / 2:.2f}h{width - gap:.2f}v{height - gap:.2f}h{gap - width:.2f}z"
         )
         if is_masked:
-            # colour alone would not tell a masked tile from a whole one
+            # colour alone would not distinguish a masked tile from an unmasked one
             hatch.append(f"M{x + gap:.2f} {y + height - gap:.2f}L{x + width - gap:.2f} {y + gap:.2f}")
     parts = [
         f'<rect class="tile skipped" width="{side:g}" height="{side:g}"/>',
@@ -157,7 +157,7 @@ def mask_tiles(tile_map: TileMap, *, title: str, side: float = 160) -> str:
 
 
 def size_ladder(rows: Sequence[tuple[str, float, str]], *, title: str) -> str:
-    """Sizes in bytes on a logarithmic rule, one a row: (what, bytes, kind)."""
+    """Draws sizes in bytes on a logarithmic scale, one per row: (what, bytes, kind)."""
     low = min(value for _, value, _ in rows) / 4
     high = max(value for _, value, _ in rows) * 4
     axis = Axis(low=low, high=high, start=0, stop=WIDTH - 76, log=True)
@@ -173,7 +173,7 @@ def size_ladder(rows: Sequence[tuple[str, float, str]], *, title: str) -> str:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis: powers of ten, every other one where they crowd, halves where there are too few."""
+    """Returns ticks of a logarithmic axis: powers of ten, fewer if they are crowded, and 1-2-5 steps if they are too few."""
     first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
     powers = [10.0**n for n in range(first, last + 1)]
     if len(powers) > 5:
@@ -184,7 +184,7 @@ def decades(low: float, high: float) -> list[float]:
 
 
 def even(low: float, high: float, most: int = 6) -> list[float]:
-    """Round ticks of a linear axis."""
+    """Returns round ticks of a linear axis."""
     rough = (high - low) / most
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= rough)
@@ -192,7 +192,7 @@ def even(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def svg(title: str, what: str, parts: Sequence[str], width: float = WIDTH, height: float = HEIGHT) -> str:
-    """A picture of its parts, with words for those who do not see it."""
+    """Returns a picture of its parts, with a description for screen readers."""
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}: {escape(what)}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
@@ -200,7 +200,7 @@ def svg(title: str, what: str, parts: Sequence[str], width: float = WIDTH, heigh
 
 
 def text(x: float, y: float, words: str, kind: str, anchor: str) -> str:
-    """Words at a place; anchor is the end of them that lies there: "start", "middle" or "end"."""
+    """Returns words at a position; anchor is the part of them at x: "start", "middle" or "end"."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
@@ -247,7 +247,7 @@ def _bracket(series: Sequence[Series], x_axis: Axis, y_axis: Axis, length: float
         return ""
     x = x_axis.place(length)
     top, bottom = sorted(y_axis.place(y) for y in ends)
-    # words beside a gap that is too low for them would lie on the lines
+    # in a narrow gap the words would cover the lines
     if bottom - top < 24:
         return ""
     y = (top + bottom) / 2
@@ -258,7 +258,7 @@ def _bracket(series: Sequence[Series], x_axis: Axis, y_axis: Axis, length: float
 
 
 def _label(line: Series, placed: dict[str, list[Point]], taken: list[Box]) -> str:
-    """The line's name where it covers the least: above or below one of its later points."""
+    """Places the line's name where it covers least: above or below one of its later points."""
     width = LETTER * len(line.name)
     drawn = [point for points in placed.values() for point in _along(points)]
     best: tuple[float, Box] | None = None
@@ -279,7 +279,7 @@ def _label(line: Series, placed: dict[str, list[Point]], taken: list[Box]) -> st
 
 
 def _along(points: Sequence[Point]) -> list[Point]:
-    """Points every few units along a polyline."""
+    """Returns points every few units along a polyline."""
     dense = list(points)
     for (x0, y0), (x1, y1) in pairwise(points):
         count = max(int(math.hypot(x1 - x0, y1 - y0) / 3), 1)

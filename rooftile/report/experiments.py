@@ -1,4 +1,4 @@
-"""Runs the experiments of the report, one after another. One that fails is told in words on the page; the others go on."""
+"""Runs the experiments of the report, one after another. If one fails, the page says so, and the others go on."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from typing import Any
 
 import torch
 
-from rooftile.report import comparison, few_bits, machine, serving, tiles, training
+from rooftile.report import comparison, machine, precision, serving, tiles, training
 from rooftile.report.plan import Plan
+from rooftile.report.precision import PrecisionErrors
 from rooftile.report.progress import Progress
 
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """Everything that the page shows. What is None has a sentence in `missing` or `failures`."""
+    """The content of the page. A field that is None has a sentence in `missing` or `failures`."""
 
     plan: Plan
     reproduction: dict[str, str]
     machine: machine.Machine | None = None
     comparison: comparison.Comparison | None = None
     tiling: tiles.Tiling | None = None
-    few_bits: few_bits.FewBits | None = None
+    precision: PrecisionErrors | None = None
     training: training.Training | None = None
     serving: serving.Serving | None = None
-    missing: dict[str, str] = field(default_factory=dict)  # an optional package, or what another experiment was to make
-    failures: dict[str, str] = field(default_factory=dict)  # an experiment broke
-    seconds: dict[str, float] = field(default_factory=dict)  # that each experiment took
+    missing: dict[str, str] = field(default_factory=dict)  # an optional package, or the result of another experiment, is missing
+    failures: dict[str, str] = field(default_factory=dict)  # an experiment failed
+    seconds: dict[str, float] = field(default_factory=dict)  # the time of each experiment
 
     def json(self) -> dict[str, Any]:
-        """The raw numbers, as plain values."""
+        """Returns the raw numbers as plain values."""
         return {
             "reproduction": self.reproduction,
             "plan": asdict(self.plan),
             "machine": self.machine and asdict(self.machine),
             "comparison": self.comparison and asdict(self.comparison),
             "tiling": self.tiling and self.tiling.json(),
-            "few_bits": self.few_bits and asdict(self.few_bits),
+            "precision": self.precision and asdict(self.precision),
             "training": self.training and asdict(self.training),
             "serving": self.serving and self.serving.json(),
             "missing": self.missing,
@@ -51,17 +52,17 @@ class Report:
 
 
 def run(plan: Plan, device: str, command: str, progress: Progress) -> Report:
-    """All experiments of a plan on a torch device ("cpu", "cuda")."""
+    """Runs all experiments of a plan on a torch device ("cpu", "cuda")."""
     report = Report(plan=plan, reproduction=machine.reproduction(command))
     if plan.device == "cuda":
         # Triton launches on the current device
         torch.cuda.set_device(torch.device(device).index or 0)
-        # autograd's own thread takes the device here; its first matrix product would otherwise warn that it has none
+        # set the device in autograd's thread, whose first matrix product would otherwise warn that it has none
         x = torch.ones((), device=device, requires_grad=True)
         (x * x).backward()
 
     def attempt(name: str, experiment: Callable[[], Any]) -> None:
-        # the one place that catches whatever an experiment raises: a page that says what broke is worth more than none
+        # the only place that catches any exception: a page that names the failure is better than no page
         began = time.perf_counter()
         try:
             setattr(report, name, experiment())
@@ -77,7 +78,7 @@ def run(plan: Plan, device: str, command: str, progress: Progress) -> Report:
     attempt("machine", lambda: machine.survey(plan, device))
     attempt("comparison", lambda: comparison.compare(plan, device, step("comparison")))
     attempt("tiling", lambda: tiles.tile_masks(plan, device, step("tiling")))
-    attempt("few_bits", lambda: few_bits.measure(plan, device, step("few_bits")))
+    attempt("precision", lambda: precision.measure(plan, device, step("precision")))
     if find_spec("transformers") is None:
         why = "The package transformers is not installed: pip install 'rooftile[report]' adds this part."
         report.missing |= {"training": why, "serving": why}

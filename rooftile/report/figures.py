@@ -1,4 +1,4 @@
-"""The page's figures: each a picture with the claim over it, words under it, and its numbers as a table."""
+"""The page's figures. Each is a picture with a title, a caption, and its numbers as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rooftile.report.block_tables import Samples
 from rooftile.report.comparison import OURS, STANDARD, TILED, Comparison, Reading
 from rooftile.report.draw import Series
 from rooftile.report.experiments import Report
-from rooftile.report.few_bits import FewBits
+from rooftile.report.precision import PrecisionErrors
 from rooftile.report.serving import Served, Serving
 from rooftile.report.training import Training
 from rooftile.report.units import duration, number, percent, power, size, times
@@ -26,7 +26,7 @@ class Table(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A picture with the claim over it, words under it, and its numbers."""
+    """A picture with a title, a caption, and its numbers."""
 
     title: str
     picture: Any  # SVG, marked as safe
@@ -81,14 +81,14 @@ def traffic_chart(comparison: Comparison) -> Chart:
         series, title=title, y_name="bytes", write=size, bracket=(last.N, times(last.standard / last.compulsory))
     )
     note = (
-        "Forward and backward, from the cost model. At least: each input read once, each output written once. "
-        "No cache: every tile read again from memory."
+        "Forward and backward, from the cost model. Minimum: each input read once, each output written once. "
+        "Without a cache: every tile is read from memory again."
     )
     return Chart(title, safe(picture), note, Table(["tokens", *(name for name, *_ in lines)], rows))
 
 
 def size_ladder(report: Report, N: int, element: int) -> Chart | None:
-    """What fits where, with the sizes of this run."""
+    """Draws the sizes of this run beside those of the caches."""
     rows = []
     if report.tiling:
         tile = report.tiling.block_t * report.tiling.block_s * 4
@@ -98,9 +98,9 @@ def size_ladder(report: Report, N: int, element: int) -> Chart | None:
     rows.append((f"one head's score matrix at {N:,} tokens", N * N * element, "standard"))
     if report.comparison:
         peak = report.comparison.of(STANDARD)[N].training_peak_bytes
-        rows.append((f"all that standard attention held at {N:,}, measured", peak, "standard"))
+        rows.append((f"peak memory of standard attention at {N:,}, measured", peak, "standard"))
         peak = report.comparison.of(OURS)[N].training_peak_bytes
-        rows.append((f"all that exact attention held at {N:,}, measured", peak, "ours"))
+        rows.append((f"peak memory of exact attention at {N:,}, measured", peak, "ours"))
     if report.machine:
         rows.append(("this machine's memory", report.machine.device["memory_bytes"], "plain"))
     rows.sort(key=lambda row: row[1])
@@ -111,7 +111,7 @@ def size_ladder(report: Report, N: int, element: int) -> Chart | None:
 
 
 def loss_chart(training: Training, first: float, last: float) -> Chart:
-    title = f"Both learn: the loss falls from {first:.2f} to {last:.2f} nats a byte"
+    title = f"Both learn: the loss falls from {first:.2f} to {last:.2f} nats per byte"
     names = ("eager", "Rooftile")
     series = [
         Series(name=name, kind=kind, points=tuple((float(n + 1), loss) for n, loss in enumerate(run.losses)))
@@ -125,7 +125,7 @@ def loss_chart(training: Training, first: float, last: float) -> Chart:
     ]  # fmt: skip
     picture = draw.line_chart(series, title=title, x_name="step", y_name="loss", write=lambda y: f"{y:g}")
     return Chart(
-        title, safe(picture), "The broad line is eager, the thin one Rooftile.", Table(["step", *names, "apart"], rows)
+        title, safe(picture), "Broad line: eager. Thin line: Rooftile.", Table(["step", *names, "apart"], rows)
     )
 
 
@@ -135,12 +135,12 @@ def difference_chart(training: Training) -> Chart:
     title = f"The two losses differ by {claims.short(sorted(apart)[len(apart) // 2])} at the median step"
     series = [Series(name="apart", kind="other", points=tuple((float(n + 1), d) for n, d in enumerate(apart)))]
     picture = draw.line_chart(series, title=title, x_name="step", y_name="difference", write=power, log=True)
-    note = "The two sum in another order, so they round differently, and training makes small differences grow. Equal losses lie on the floor."
+    note = "The two add in different orders, so they round differently, and training amplifies small differences. Equal losses are on the axis."
     return Chart(title, safe(picture), note)
 
 
-def loss_bars(bits: FewBits, distribution: str) -> Chart:
-    """What each recipe loses on a distribution."""
+def loss_bars(bits: PrecisionErrors, distribution: str) -> Chart:
+    """Draws the error of each recipe on a distribution."""
     title = claims.distribution_claim(bits, distribution)
     found = bits.losses[distribution]
     kinds = {"native": "plain", PLAINEST: "standard", "fp8": "ours", "int8": "ours"}
@@ -158,7 +158,7 @@ def loss_bars(bits: FewBits, distribution: str) -> Chart:
             for loss in found
         ],
     )  # fmt: skip
-    return Chart(title, safe(draw.bars(rows, title=title)), "Root of the mean squared error against fp64: shorter is better.", table)
+    return Chart(title, safe(draw.bars(rows, title=title)), "Root mean squared error against fp64: shorter is better.", table)
 
 
 def step_charts(training: Training) -> list[Chart]:
@@ -175,7 +175,7 @@ def step_charts(training: Training) -> list[Chart]:
             for name, kind, value in zip(("eager", "Rooftile"), ("standard", "ours"), values, strict=True)
         ]
         note = (
-            "The median over the run. The two took turns, step by step."
+            "The median over the run. The two ran in turns, step by step."
             if what == "step_ms"
             else "Measured in one step, beyond weights and optimiser state."
         )
@@ -184,22 +184,22 @@ def step_charts(training: Training) -> list[Chart]:
 
 
 def allocator_chart(served: Served, serving: Serving) -> Chart:
-    """The blocks over time, of one allocator."""
+    """Draws the blocks of one allocator over time."""
     title = claims.allocator_claim(served)
     steps = max(serving.contiguous.steps, serving.paged.steps)
     picture = block_map.block_map(served, title=title, blocks=serving.plan.blocks, steps=steps)
     note = {
         "contiguous": (
-            "Each answer gets room for the longest text when it begins. What stays faint nobody else may have. Where it is blank while "
-            "others wait, a request for several answers needs as many places at once."
+            "Each answer reserves memory for the longest text when it begins. Faint slots are reserved but unused. Blank areas are too small "
+            "for the next request, which may need several reservations at once."
         ),
-        "paged": "An answer gets a block when its last one is full, so little is faint, and what one gives back another takes.",
+        "paged": "An answer gets a block when its last one is full, so few slots are unused, and freed blocks are reused.",
     }[served.allocator]
     return Chart(title, safe(picture), note)
 
 
 def pace_table(serving: Serving) -> Table:
-    """Both allocators, quantity by quantity."""
+    """Compares both allocators, quantity by quantity."""
     quantities: tuple[tuple[str, Callable[[Served], str]], ...] = (
         ("answers at once", lambda served: number(served.running)),
         ("used slots that are empty", lambda served: percent(served.waste)),
@@ -213,15 +213,15 @@ def pace_table(serving: Serving) -> Table:
 
 
 def samples_chart(samples: Samples) -> Chart:
-    """The block tables of several answers to one prompt, and what they wrote."""
+    """Draws the block tables of several answers to one prompt, with their texts."""
     title = claims.samples_claim(samples)
     rows = [
         [f"answer {n}", ", ".join(str(block) for block in table.blocks), repr(answer)]
         for n, (table, answer) in enumerate(zip(samples.tables, samples.answers, strict=True), 1)
     ]
     note = (
-        f"The last step in which all run. Full cells are the prompt's {samples.shared} whole blocks, kept once for all; faint ones an "
-        "answer has for itself. Where the prompt ends inside a block, each but the last to write into it has taken a copy."
+        f"The last step in which all run. Solid cells are the prompt's {samples.shared} full blocks, stored once for all answers; faint cells "
+        "belong to one answer. If the prompt ends inside a block, each answer except the last to write into it has a copy."
     )
     picture = block_map.sample_tables(samples, title=title)
     return Chart(title, safe(picture), note, Table(["", "blocks", "text"], rows))

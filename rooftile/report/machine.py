@@ -1,4 +1,4 @@
-"""This machine in plain values: what it is, what it reaches, which backends run here and why the others do not."""
+"""This machine in plain values: hardware, measured ceilings, which backends run here, and why the others do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rooftile.report.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roof:
-    """One ceiling: measured here, and the datasheet's number if there is one."""
+    """One ceiling: the measured value, and the datasheet's if there is one."""
 
     what: str
     measured: float
@@ -31,19 +31,19 @@ class Roof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the first section of the page shows."""
+    """The content of the page's first section."""
 
     device: dict[str, Any]
-    datasheet: str  # whose numbers stand beside the measured ones
+    datasheet: str  # the source of the datasheet numbers
     roofs: tuple[Roof, ...]
     measured_on: str
-    problem: str  # the spec that the verdicts are about
+    problem: str  # the spec of the verdicts
     chosen: str
     verdicts: dict[str, tuple[str, ...]]
 
 
 def survey(plan: Plan, device: str) -> Machine:
-    """Measures the ceilings anew (a quick plan takes the cached ones) and asks every backend about a training step."""
+    """Measures the ceilings again (a quick plan uses cached ones) and checks every backend for a training step."""
     seen = describe(device)
     measured = ceilings.measure(device, refresh=not plan.is_quick)
     chip = chip_named(seen.name) if seen.type == "cuda" else GENERIC_CPU
@@ -61,7 +61,7 @@ def survey(plan: Plan, device: str) -> Machine:
 
 
 def _source(chip: Chip | None, seen: Device) -> str:
-    """Where the second column's numbers come from; "" if the chip is in no table."""
+    """Returns the source of the second column's numbers; "" if the chip is not in the table."""
     if chip is None:
         return ""
     return f"{chip.kind}, times {seen.cores}" if chip is GENERIC_CPU else f"{chip.name} ({chip.kind})"
@@ -88,7 +88,7 @@ def _roofs(measured: ceilings.Ceilings, chip: Chip | None, cores: int) -> list[R
 
 
 def reproduction(command: str) -> dict[str, str]:
-    """What a reader needs to run this again: the command, the commit if there is one, the date."""
+    """Returns the command, the commit if there is one, and the date, so that a reader can repeat the run."""
     return {
         "command": command,
         "rooftile": rooftile.__version__,
@@ -98,7 +98,7 @@ def reproduction(command: str) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit of the checkout that this package lies in, `+` for changes on top; "" outside a checkout."""
+    """Returns the commit of this package's checkout, with `+` for uncommitted changes; "" outside a checkout."""
     root = Path(rooftile.__file__).parents[1]
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():

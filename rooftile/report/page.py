@@ -1,6 +1,6 @@
 """The report as one HTML file: charts, sentences and tables from the numbers, and the numbers themselves.
 
-`page.html` is the frame, `page.css` the looks. The file loads nothing: it opens offline, on a phone and in the dark.
+`page.html` is the template and `page.css` the style. The file loads nothing: it works offline, on a phone and in dark mode.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rooftile.errors import InvalidInput
 from rooftile.report import claims, draw, figures
 from rooftile.report.comparison import OURS, Comparison
 from rooftile.report.experiments import Report
-from rooftile.report.few_bits import FewBits
 from rooftile.report.machine import Machine
+from rooftile.report.precision import PrecisionErrors
 from rooftile.report.serving import Serving
 from rooftile.report.tiles import Tiling, online_softmax
 from rooftile.report.training import Training
@@ -27,13 +27,13 @@ ONLINE_ROW = ((0.5, 2.0, 1.0), (3.0, 0.0, 2.5))
 
 
 def check_ready() -> None:
-    """Raises InvalidInput where jinja2 is not installed: before minutes of measuring, not after."""
+    """Raises InvalidInput if jinja2 is not installed, before minutes of measuring."""
     if find_spec("jinja2") is None:
-        raise InvalidInput("the page needs the package jinja2, which is not installed; pip install 'rooftile[report]'")
+        raise InvalidInput("the page needs jinja2, which is not installed; run pip install 'rooftile[report]'")
 
 
 def render(report: Report) -> str:
-    """The page. Needs jinja2."""
+    """Renders the page. Needs jinja2."""
     from jinja2 import Environment, StrictUndefined
 
     here = files("rooftile.report")
@@ -54,7 +54,7 @@ def render(report: Report) -> str:
         comparison=report.comparison and _comparison(report.comparison),
         why=_why(report),
         masks=report.tiling and _masks(report.tiling),
-        few_bits=report.few_bits and _few_bits(report.few_bits),
+        precision=report.precision and _precision(report.precision),
         model=report.training and _model(report.training, report),
         on_cpu=report.plan.device == "cpu",
         serving=report.serving and _serving(report.serving),
@@ -67,7 +67,7 @@ def render(report: Report) -> str:
 
 
 def _numbers(report: Report) -> list[dict[str, str]]:
-    """The four figures at the top."""
+    """Returns the four numbers at the top."""
     shown = []
     if report.comparison:
         N = claims.common_length(report.comparison)
@@ -76,11 +76,11 @@ def _numbers(report: Report) -> list[dict[str, str]]:
             shown.append({"big": big, "small": f"{small}, forward and backward at {N:,} tokens"})
     if report.tiling:
         most = max(report.tiling.maps, key=lambda tile_map: tile_map.saved)
-        shown.append({"big": percent(most.saved), "small": f"of the scores never computed under {most.mask}"})
+        shown.append({"big": percent(most.saved), "small": f"of the scores skipped under {most.mask}"})
     if report.training:
         apart = report.training.furthest_apart
         shown.append(
-            {"big": claims.short(apart), "small": "the most that two Llamas' losses ever differ, eager and Rooftile"}
+            {"big": claims.short(apart), "small": "largest difference between the losses of two Llamas, eager and Rooftile"}
         )
     return shown
 
@@ -95,16 +95,16 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         ("backward_error", claims.error_claim, "relative error", power),
     )
     fused = {
-        "sdpa": "On this machine dispatch hands this problem to PyTorch's own fused kernel; Rooftile's own tiles run beside it.",
+        "sdpa": "On this machine dispatch chooses PyTorch's own fused kernel for this problem; Rooftile's own tiles are measured too.",
         "eager": "On this machine only the definition runs this problem.",
     }.get(comparison.backends[OURS], "")
     precision = {"fp32": "single", "bf16": "bfloat16", "fp16": "half"}[comparison.dtype]
     return {
         "setup": (
-            "Standard attention is the textbook's: a matrix product, a softmax, a matrix product, in plain PyTorch. "
+            "Standard attention is a matrix product, a softmax and a matrix product in plain PyTorch. "
             f"Exact attention is rooftile.attention, which ran on its {comparison.backends[OURS]} backend. {fused} "
-            f"Both get the same {comparison.batch} × {comparison.heads} heads of {comparison.dim} numbers a token in {precision} "
-            "precision, no mask, so that neither gains by skipping."
+            f"Both get the same {comparison.batch} × {comparison.heads} heads of {comparison.dim} numbers per token in {precision} "
+            "precision, without a mask, so that neither gains by skipping tiles."
         ),
         "reach": claims.scaling_claim(comparison) + ".",
         "stops": [f"{figures.NAMES[side][0].upper()}{figures.NAMES[side][1:]}: {reason}." for side, reason in comparison.stopped.items()],
@@ -113,8 +113,8 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         ],
         "method": (
             f"Times are medians of calls taken in turns, after a check against the definition. Memory is measured ({comparison.peak_kind}), "
-            "beyond the inputs. Errors are |x − exact| / |exact| against a computation in 64 bits, on sampled rows and heads; the "
-            "gradient's is the worst of dq, dk and dv."
+            "beyond the inputs. Errors are |x − exact| / |exact| against fp64, on sampled rows and heads; the "
+            "gradient's is the largest of dq, dk and dv."
         ),
     }  # fmt: skip
 
@@ -140,17 +140,17 @@ def _why(report: Report) -> dict[str, Any]:
             }
             for n, step in enumerate(steps)
         ],
-        "online_note": f"The whole row at once gives the sum {exact:.4f}: the same.",
+        "online_note": f"Computed at once, the row has the same sum, {exact:.4f}.",
     }
 
 
 def _matrix_words(report: Report, matrix: int) -> str:
-    """What one head's matrix weighs, against the cache where that is known and smaller."""
+    """Describes the size of one head's matrix, relative to the cache if that is known and smaller."""
     cache = report.machine.device["l2_bytes"] if report.machine else 0
-    words = f"one such matrix takes {size(matrix)} a head"
+    words = f"one such matrix takes {size(matrix)} per head"
     if 0 < cache < matrix:
         return f"{words}, {times(matrix / cache)} this machine's L2 cache of {size(cache)}, so the processor waits for memory"
-    return f"{words}, and four times as much at twice the length: soon more than any cache holds"
+    return f"{words}, and four times as much at twice the length: soon more than any cache"
 
 
 def _masks(tiling: Tiling) -> dict[str, Any]:
@@ -180,27 +180,27 @@ def _masks(tiling: Tiling) -> dict[str, Any]:
     return {
         "claim": claims.tiles_claim(tiling.maps),
         "setup": (
-            f"Queries run down, keys across, {full.N:,} of each, in tiles of up to {tiling.block_t} × {tiling.block_s}. Each mask lets "
-            f"a query see one stretch of keys, so a kernel knows from two numbers which tiles to visit. These are the tiles that "
-            f"the {tiling.backend} backend walks, and the time of its forward on this machine."
+            f"Queries run down, keys across, {full.N:,} of each, in tiles of up to {tiling.block_t} × {tiling.block_s}. Under each mask "
+            f"a query sees one interval of keys, so two numbers tell a kernel which tiles to visit. These are the tiles of "
+            f"the {tiling.backend} backend, and the time of its forward on this machine."
         ),
         "maps": maps,
         "table": figures.Table(["mask", "computed", "masked", "skipped", "left out", "visible pairs", "forward"], rows),
     }  # fmt: skip
 
 
-def _few_bits(bits: FewBits) -> dict[str, Any]:
+def _precision(bits: PrecisionErrors) -> dict[str, Any]:
     return {
-        "claim": claims.few_bits_claim(bits),
+        "claim": claims.precision_claim(bits),
         "setup": (
-            f"Queries, keys and values of {bits.length:,} tokens, {bits.heads} heads of {bits.dim} numbers, are rounded to 8 bits, and so "
-            "are the weights. With outliers, one entry in a thousand is ten times as large: one scale for a whole tensor then spends "
-            "its bits on them. A rotation of queries and keys alike leaves every score as it is and spreads each outlier over its row; a "
-            "scale a block, or INT8 for the scores, does the rest. rooftile.attention(..., precision=\"fp8\") is all that a program "
-            "changes, and rooftile accuracy --tensors FILE shows the same for tensors of your own."
+            f"Queries, keys and values of {bits.length:,} tokens, {bits.heads} heads of {bits.dim} numbers, are quantised to 8 bits, and so "
+            "are the attention weights. With outliers, one entry in a thousand is ten times as large, and one scale for a whole tensor "
+            "is too coarse for the rest. Rotating queries and keys keeps every score and spreads each outlier over its row; one "
+            "scale per block, or INT8 for the scores, does the rest. A program only adds rooftile.attention(..., precision=\"fp8\"), "
+            "and rooftile accuracy --tensors FILE shows the same for your own tensors."
         ),
         "charts": [figures.loss_bars(bits, distribution) for distribution in bits.losses],
-        "note": f"Means over {bits.draws} draws. Where a time says plain operations, no kernel of this machine computes the recipe: it shows the numbers, not the speed.",
+        "note": f"Means over {bits.draws} draws. \"Plain operations\" means that this machine has no kernel for the recipe: the error is valid, the time is not representative.",
     }  # fmt: skip
 
 
@@ -212,17 +212,17 @@ def _model(training: Training, report: Report) -> dict[str, Any]:
         "claim": claims.loss_claim(training),
         "setup": (
             f"A Llama of Hugging Face Transformers with {training.parameters:,} random weights learns English from Python's own "
-            f"language reference (pydoc_data.topics, {training.text_bytes:,} bytes, a paragraph a line, one token a byte): {steps:,} steps of "
-            f"{plan.batch} × {plan.length:,} tokens. It is trained twice, from the same weights on the same batches, in {precision}. One word differs."
-            + f" It was to be {plan.steps:,} steps; this machine's time ran out." * (steps < plan.steps)
+            f"language reference (pydoc_data.topics, {training.text_bytes:,} bytes, one paragraph per line, one token per byte): {steps:,} steps of "
+            f"{plan.batch} × {plan.length:,} tokens. It is trained twice, from the same weights on the same batches, in {precision}. Only the attention differs."
+            + f" The plan was {plan.steps:,} steps; the time limit came first." * (steps < plan.steps)
         ),
         "charts": [figures.loss_chart(training, first, last), figures.difference_chart(training), *figures.step_charts(training)],
         "written_title": "Then it writes",
         "prompt": training.prompt,
         "written": training.written,
         "written_note": (
-            f"{len(training.written)} characters sampled from the model trained with Rooftile, through generate and its key/value "
-            f"cache. {steps:,} steps teach a small model letters, words and layout, not sense."
+            f"{len(training.written)} characters sampled from the model trained with Rooftile, through generate and its KV "
+            f"cache. {steps:,} steps teach a small model letters, words and layout, but no meaning."
         ),
     }  # fmt: skip
 
@@ -271,20 +271,20 @@ def _best(machine: Machine) -> str:
 
 def _not_shown(report: Report) -> str:
     sentences = [
-        "One machine, one run, one shape of problem: other head dimensions, other batches and other machines differ.",
-        "Standard attention here is written in three plain operations, without torch.compile; other fused kernels are not "
-        "raced here: rooftile bench attention does that.",
-        "Bytes moved are counted by a model, not read from hardware counters.",
-        "The Llama is tiny and its training short: the curves show that nothing changes, not what a large model would gain.",
+        "One machine, one run, one shape: other head dims, batches and machines give other numbers.",
+        "Standard attention is three plain operations here, without torch.compile. To compare other fused kernels, run "
+        "rooftile bench attention.",
+        "Bytes moved come from a cost model, not from hardware counters.",
+        "The Llama is tiny and its training short: the curves show that results do not change, not the speed-up of a large model.",
     ]
     if report.serving:
         sentences.append(
-            f"What was served are {report.serving.plan.requests} requests for short texts by that Llama, whose lengths were drawn "
-            "beforehand: a large model on many requests gains by other factors."
+            f"That Llama served {report.serving.plan.requests} requests for short texts, whose lengths were drawn "
+            "beforehand: the factors of a large model with many requests differ."
         )
     if report.plan.device == "cpu":
         sentences.append("Nothing here ran on a GPU.")
-    sentences.append("Other programs that ran at the same time are in the times, and cannot be told apart from them.")
+    sentences.append("The times include the load of other programs that ran at the same time.")
     return " ".join(sentences)
 
 

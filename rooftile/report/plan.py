@@ -1,4 +1,4 @@
-"""How much the report does on a machine: the one place where sizes and budgets are chosen."""
+"""The plan of the report on a machine: its sizes and time limits, all in one place."""
 
 from __future__ import annotations
 
@@ -14,64 +14,64 @@ class ModelPlan:
     hidden: int
     layers: int
     heads: int
-    length: int  # tokens of a sequence
+    length: int  # tokens per sequence
     batch: int
     steps: int
-    patience: float  # seconds; both runs end after it, wherever they are
+    patience: float  # seconds, after which both runs stop
     learning_rate: float
-    dtype: str  # autocast to this; "fp32" for none
+    dtype: str  # the autocast dtype; "fp32" for none
     written: int  # bytes of text sampled at the end
 
     @property
     def width(self) -> int:
-        """Of the MLP: eight thirds of the hidden size, as Llama has it, in multiples of 16."""
+        """The width of the MLP: eight thirds of the hidden size, as in Llama, in multiples of 16."""
         return self.hidden * 8 // 3 // 16 * 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPlan:
-    """The requests that the trained Llama answers, and the cache that it has for them."""
+    """The requests to the trained Llama, and its KV cache."""
 
     requests: int
-    sampled: int  # one request of so many asks for several answers
-    samples: int  # of such a request
-    prompt: tuple[int, int]  # tokens, from and to
-    answer: int  # tokens, the median
-    reserve: int  # tokens of a sequence at most: what the contiguous allocator sets aside for each
+    sampled: int  # one of this many requests asks for several answers
+    samples: int  # answers of such a request
+    prompt: tuple[int, int]  # tokens, minimum and maximum
+    answer: int  # tokens, median
+    reserve: int  # maximum tokens of a sequence, which the contiguous allocator reserves for each
     blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the report measures. Two CPU cores finish the whole of it in under five minutes, a GPU in under three."""
+    """The measurements of the report. They take under five minutes on two CPU cores, and under three on a GPU."""
 
     device: str  # "cpu" or "cuda"
-    dtype: str  # of the comparison
+    dtype: str  # the dtype of the comparison
     batch: int
     heads: int
     dim: int
-    lengths: tuple[int, ...]  # rising; each side stops earlier where its next step passes a limit below
-    memory_limit: int  # bytes that one step may be expected to need
-    patience: float  # seconds that one forward and backward may be expected to take
-    rounds: int  # timed calls; the median counts
+    lengths: tuple[int, ...]  # ascending; a side stops early if its next step exceeds a limit below
+    memory_limit: int  # bytes, expected for one step
+    patience: float  # seconds, expected for one forward and backward
+    rounds: int  # timed calls, of which the median counts
     tile_length: int  # tokens in the pictures of the masks
     bits_length: int  # tokens in the experiment on number formats
     bits_dim: int
     bits_draws: int
     model: ModelPlan
     serving: ServingPlan
-    seconds: dict[str, float]  # expected, by experiment: only the progress line reads it
+    seconds: dict[str, float]  # expected time per experiment, for the progress line only
     is_quick: bool = False
 
 
 def plan_for(device: str, *, quick: bool = False) -> Plan:
-    """The plan for "cpu" or "cuda"; quick: small enough for a test, and the page says so."""
+    """Returns the plan for "cpu" or "cuda"; quick: small enough for a test, as the page then states."""
     return {("cpu", False): CPU, ("cpu", True): CPU_QUICK, ("cuda", False): GPU, ("cuda", True): GPU_QUICK}[
         device, quick
     ]
 
 
-# small enough that a picture shows each block
+# small enough to draw each block
 SERVING = ServingPlan(requests=24, sampled=6, samples=4, prompt=(16, 96), answer=40, reserve=256, blocks=96)
 SERVING_QUICK = ServingPlan(requests=8, sampled=4, samples=4, prompt=(16, 40), answer=12, reserve=96, blocks=24)
 
@@ -97,13 +97,13 @@ CPU = Plan(
         batch=1,
         steps=700,
         patience=140.0,
-        # at twice the rate rounding grows until the two losses part by 0.1
+        # at twice the learning rate, rounding differences grow to 0.1 between the two losses
         learning_rate=1.5e-3,
         dtype="fp32",
         written=400,
     ),
     serving=SERVING,
-    seconds={"machine": 4, "comparison": 80, "tiling": 4, "few_bits": 12, "training": 95, "serving": 10},
+    seconds={"machine": 4, "comparison": 80, "tiling": 4, "precision": 12, "training": 95, "serving": 10},
 )
 
 CPU_QUICK = Plan(
@@ -133,7 +133,7 @@ CPU_QUICK = Plan(
         written=24,
     ),
     serving=SERVING_QUICK,
-    seconds={"machine": 5, "comparison": 5, "tiling": 1, "few_bits": 1, "training": 10, "serving": 2},
+    seconds={"machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "training": 10, "serving": 2},
     is_quick=True,
 )
 
@@ -164,7 +164,7 @@ GPU = Plan(
         written=600,
     ),
     serving=SERVING,
-    seconds={"machine": 4, "comparison": 50, "tiling": 10, "few_bits": 30, "training": 50, "serving": 12},
+    seconds={"machine": 4, "comparison": 50, "tiling": 10, "precision": 30, "training": 50, "serving": 12},
 )
 
 GPU_QUICK = Plan(
@@ -194,6 +194,6 @@ GPU_QUICK = Plan(
         written=24,
     ),
     serving=SERVING_QUICK,
-    seconds={"machine": 5, "comparison": 5, "tiling": 2, "few_bits": 3, "training": 15, "serving": 8},
+    seconds={"machine": 5, "comparison": 5, "tiling": 2, "precision": 3, "training": 15, "serving": 8},
     is_quick=True,
 )

@@ -1,4 +1,4 @@
-"""One line on a terminal: what is being measured, how far it is, and how long the rest may take."""
+"""A progress line on a terminal: the current step, the fraction done, and the estimated time left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WIDTH = 20
 
 
 class Progress:
-    """Experiments with expected seconds. Prints nothing where the stream is no terminal.
+    """Experiments with expected seconds. Prints nothing if the stream is not a terminal.
 
     >>> progress = Progress({"machine": 5.0, "model": 60.0})
     >>> progress.show("machine", 0.5, "measuring the copy rate")
@@ -22,7 +22,7 @@ class Progress:
         self.began = time.monotonic()
 
     def share(self, experiment: str, done: float) -> float:
-        """How much of the whole is done, when `done` of an experiment is."""
+        """Returns the fraction of all experiments that is done, if `done` of one is."""
         names = list(self.seconds)
         before = sum(self.seconds[name] for name in names[: names.index(experiment)])
         return (before + done * self.seconds[experiment]) / sum(self.seconds.values())
@@ -33,7 +33,7 @@ class Progress:
         share = self.share(experiment, done)
         elapsed = time.monotonic() - self.began
         expected = sum(self.seconds.values())
-        # the plan's guess at first, then what this machine shows
+        # the plan's estimate at first, then this machine's pace
         left = (1 - share) * ((1 - share) * expected + share * elapsed / max(share, 1e-3))
         bar = "━" * round(share * WIDTH) + "─" * (WIDTH - round(share * WIDTH))
         self.stream.write(f"\r\x1b[K{bar} {doing}, about {max(round(left), 1)} s left")

@@ -1,8 +1,8 @@
-"""The trained Llama serves: the same requests in the same memory, from pages and with whole reservations.
+"""Serves the trained Llama: the same requests in the same memory, with a paged and a contiguous KV cache.
 
-The model comes from the folder that the training left, as a user's would: `LLM(folder)`. Prompts are pieces of the text that it
-was trained on. In every step the block tables are written down; all that the page says of blocks is counted from them, or is
-what the pool itself said in that step. What the answers are worth is said by Transformers, which reads them without a cache.
+The model is loaded from the folder that the training wrote, as a user would do: `LLM(folder)`. Prompts are pieces of its training
+text. The block tables are recorded in every step; all numbers about blocks on the page are counted from them or come from the
+pool. Transformers checks the answers, without a cache.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from rooftile.serve.output import RequestOutput
 from rooftile.serve.runner import Runner
 from rooftile.serve.sampling.params import SamplingParams
 
-# answers' lengths are drawn from a log-normal distribution of this spread: most are short, a few long
+# the spread of the log-normal distribution of answer lengths: most are short, a few long
 SPREAD = 0.8
-# so many changes of an answer are a turn of one of the two: some ten steps
+# changed answers per turn of an allocator: some ten steps
 TURN = 64
-# fp32 scores that differ by less are the same but for the order of their sums
+# fp32 scores that differ by less differ only in the order of their sums
 ROUNDING = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """All requests answered with one allocator. Averages are over steps."""
+    """The results of one allocator. Averages are over steps."""
 
     allocator: str
-    frames: tuple[Frame, ...]  # one a step
+    frames: tuple[Frame, ...]  # one per step
     seconds: float
     output_tokens: int
-    preemptions: int  # requests that had to give their blocks up, and were computed again
+    preemptions: int  # requests that lost their blocks and were recomputed
 
     @property
     def steps(self) -> int:
@@ -58,21 +58,21 @@ class Served:
 
     @cached_property
     def waste(self) -> float:
-        """The share of the slots of used blocks that hold no token."""
+        """The fraction of the slots of used blocks that hold no token."""
         return mean(frame.waste for frame in self.frames)
 
     @cached_property
     def saved(self) -> float:
-        """The share of all tables' blocks that sharing saves."""
+        """The fraction of all tables' blocks that sharing saves."""
         return mean(frame.saved for frame in self.frames)
 
     @cached_property
     def running(self) -> float:
-        """Answers that run at once."""
+        """The number of answers that run at once."""
         return mean(len(frame.tables) for frame in self.frames)
 
     def json(self) -> dict[str, Any]:
-        """The numbers, without the tables."""
+        """Returns the numbers, without the tables."""
         return {
             "allocator": self.allocator, "steps": self.steps, "seconds": self.seconds, "output_tokens": self.output_tokens,
             "tokens_s": self.tokens_s, "waste": self.waste, "saved": self.saved, "running": self.running,
@@ -82,12 +82,12 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """What Transformers says to the greedy answers from pages, each byte given all before it."""
+    """Agreement of Transformers with the greedy answers of the paged cache, byte by byte."""
 
     answers: int
     tokens: int
-    agreeing: int  # tokens that are its own choice
-    behind: float  # how far the score of any other lies below its best
+    agreeing: int  # tokens that Transformers would choose too
+    behind: float  # the largest gap of another token's score to the best score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +95,14 @@ class Serving:
     """Both allocators on the same requests."""
 
     plan: ServingPlan
-    lengths: tuple[int, ...]  # of each request: prompt and one answer
+    lengths: tuple[int, ...]  # per request: prompt and one answer
     contiguous: Served
     paged: Served
     samples: Samples
     check: Check
 
     def json(self) -> dict[str, Any]:
-        """The numbers, without the tables of every step."""
+        """Returns the numbers, without the tables of every step."""
         return {
             "lengths": self.lengths, "block_size": BLOCK, "contiguous": self.contiguous.json(), "paged": self.paged.json(),
             "samples": self.samples.json(),
@@ -112,9 +112,9 @@ class Serving:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch on one core of the CPU. Its products here are too small for two.
+    """Runs torch on one CPU core. The matrix products here are too small for two.
 
-    On cores that others use as well, threads that wait for each other take many times as long.
+    On shared cores, threads that wait for each other take many times as long.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -128,17 +128,17 @@ def one_thread() -> Iterator[None]:
 def serve(plan: ServingPlan, folder: Path, device: str, on_step: Callable[[float, str], None]) -> Serving:
     """Serves the checkpoint in a folder, a model of bytes, with both allocators, and checks the answers. Needs transformers.
 
-    The two take turns, so that whatever else the machine does meets both. Raises ArithmeticError where the answers from pages are
-    not those of Transformers.
+    The two take turns, so that other load on the machine affects both. Raises ArithmeticError if the answers of the paged cache
+    differ from those of Transformers.
     """
     on_step(0.0, "loading the trained Llama twice")
     asks = requests(plan, bytes(corpus().tolist()))
     contiguous, paged = Side(plan, folder, device, asks, "contiguous"), Side(plan, folder, device, asks, "paged")
     while (done := min(contiguous.done, paged.done)) < 1:
-        on_step(0.9 * done, f"answering {len(asks)} requests, from pages and with room reserved")
+        on_step(0.9 * done, f"answering {len(asks)} requests, with a paged and a contiguous KV cache")
         contiguous.turn()
         paged.turn()
-    on_step(0.9, "Transformers reads the answers")
+    on_step(0.9, "Transformers checks the answers")
     outputs = paged.outputs
     return Serving(
         plan=plan,
@@ -151,9 +151,9 @@ def serve(plan: ServingPlan, folder: Path, device: str, on_step: Callable[[float
 
 
 def requests(plan: ServingPlan, text: bytes) -> list[Ask]:
-    """Pieces of the text to go on from, each from the beginning of a word; the same ones each time.
+    """Returns pieces of the text as prompts, each from the beginning of a word; the same ones each time.
 
-    The model knows no end of a text, so how long an answer gets is drawn beforehand. The allocators are not told.
+    The model has no end-of-text token, so the length of each answer is drawn beforehand. The allocators do not know it.
     """
     rng = Random(0)
     asks = []
@@ -168,7 +168,7 @@ def requests(plan: ServingPlan, text: bytes) -> list[Ask]:
 
 
 class Side:
-    """One allocator on its way: its engine, the answers so far, and what was measured."""
+    """A run of one allocator: its engine, the answers so far, and the measurements."""
 
     def __init__(
         self, plan: ServingPlan, folder: Path, device: str, asks: Sequence[Ask], allocator: Literal["paged", "contiguous"]
@@ -181,7 +181,7 @@ class Side:
         prompts, params = [ask.prompt for ask in asks], [ask.params for ask in asks]
         self._device = torch.device(device)
         if self._device.type == "cuda":
-            # kernels are compiled for lengths as they come: that is no part of serving
+            # kernels compile for new lengths, which is not part of serving
             llm.generate(prompts, params)
             llm.engine.pool.forget_prefixes()
         self._engine = llm.engine
@@ -195,17 +195,17 @@ class Side:
 
     @property
     def done(self) -> float:
-        """The share of the requests that are answered."""
+        """The fraction of the requests that are answered."""
         return sum(output.finished for output in self._outputs.values()) / self._asked
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """The answers to each request."""
+        """Returns the answers to each request."""
         return [self._outputs[n] for n in range(self._asked)]
 
     @property
     def frames(self) -> tuple[Frame, ...]:
-        """The block tables of each step so far."""
+        """Returns the block tables of each step so far."""
         return tuple(self._recorder.frames)
 
     def turn(self) -> None:
@@ -213,14 +213,14 @@ class Side:
         began = time.perf_counter()
         self._outputs.update(islice(self._stream, TURN))
         if self._device.type == "cuda":
-            # a step that is under way would be on the other's time
+            # a step in flight would count towards the other's time
             torch.cuda.synchronize(self._device)
         self._seconds += time.perf_counter() - began
 
     def served(self) -> Served:
         """What was measured."""
         refused = [output.error for output in self.outputs if output.error]
-        assert not refused, f"the plan asks for what cannot be answered: {refused[0]}"
+        assert not refused, f"the plan has a request that was refused: {refused[0]}"
         return Served(
             allocator=self.allocator,
             frames=self.frames,
@@ -231,7 +231,7 @@ class Side:
 
 
 def samples_of(frames: Sequence[Frame], outputs: Sequence[RequestOutput]) -> Samples:
-    """Of the requests with several answers, the one with the longest prompt."""
+    """Returns the request with several answers that has the longest prompt."""
     several = [n for n, output in enumerate(outputs) if len(output.outputs) > 1]
     chosen = max(several, key=lambda n: len(outputs[n].prompt_token_ids))
     found = outputs[chosen]
@@ -244,9 +244,9 @@ def samples_of(frames: Sequence[Frame], outputs: Sequence[RequestOutput]) -> Sam
 
 
 def check(folder: Path, outputs: Sequence[RequestOutput], device: str) -> Check:
-    """Has Transformers, with eager attention, read each greedy answer in one go and say which tokens it would have chosen.
+    """Runs Transformers, with eager attention, over each greedy answer at once, and compares its choice of each token.
 
-    Where all agree, its own greedy generation would write the same. Raises ArithmeticError where one does not, by more than
+    If all agree, its own greedy generation would write the same. Raises ArithmeticError if a token differs by more than
     rounding.
     """
     from transformers import AutoModelForCausalLM
@@ -260,7 +260,7 @@ def check(folder: Path, outputs: Sequence[RequestOutput], device: str) -> Check:
         (one,) = output.outputs
         ids = torch.tensor([output.prompt_token_ids + one.token_ids], device=device)
         with torch.no_grad():
-            # the score of a token stands in the place of the one before it
+            # a token's score is at the position before it
             scores = model(input_ids=ids, use_cache=False).logits[0, -len(one.token_ids) - 1 : -1]
         chosen = scores.gather(1, ids[0, -len(one.token_ids) :, None])[:, 0]
         below = scores.amax(1) - chosen
@@ -276,5 +276,5 @@ def check(folder: Path, outputs: Sequence[RequestOutput], device: str) -> Check:
 
 
 def _text(ids: Sequence[int]) -> str:
-    """Bytes as text; the ends may have cut a letter in two."""
+    """Decodes bytes to text; a letter may be cut at either end."""
     return bytes(ids).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Which tiles a kernel computes, masks and skips under each mask: the walk that the kernel makes, and its time."""
+"""The tiles that a kernel computes, masks and skips under each mask, and its time."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Visit(NamedTuple):
     t_stop: int
     s: int
     s_stop: int
-    is_masked: bool  # some of its pairs are hidden, so the mask is applied; else it costs a comparison less
+    is_masked: bool  # some of its pairs are hidden, so the mask is applied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileMap:
-    """A mask's walk over N queries and N keys."""
+    """The tiles of a mask over N queries and N keys."""
 
     mask: str
     N: int
     visits: tuple[Visit, ...]
-    full_visits: int  # what attention without a mask computes
+    full_visits: int  # tiles of attention without a mask
     visible_pairs: int
     forward_us: float
 
@@ -50,12 +50,12 @@ class TileMap:
 
     @property
     def saved(self) -> float:
-        """The share of the N x N scores that is never computed."""
+        """The fraction of the N x N scores that is never computed."""
         computed = sum((visit.t_stop - visit.t) * (visit.s_stop - visit.s) for visit in self.visits)
         return 1 - computed / self.N**2
 
     def json(self) -> dict[str, object]:
-        """The counts, without the list of tiles."""
+        """Returns the counts, without the list of tiles."""
         return {
             "mask": self.mask, "N": self.N, "computed": len(self.visits), "masked": self.masked, "skipped": self.skipped,
             "saved": self.saved, "visible_pairs": self.visible_pairs, "forward_us": self.forward_us,
@@ -66,14 +66,14 @@ class TileMap:
 class OnlineStep:
     """The running values of one row's softmax after a tile."""
 
-    scores: tuple[float, ...]  # of the tile
+    scores: tuple[float, ...]  # scores of the tile
     largest: float
-    rescale: float  # what the sum so far was multiplied by
-    sum: float  # of exp(score - largest)
+    rescale: float  # the factor of the sum so far
+    sum: float  # sum of exp(score - largest)
 
 
 def online_softmax(tiles: tuple[tuple[float, ...], ...]) -> list[OnlineStep]:
-    """Walks one row of scores tile by tile, as the kernels do.
+    """Processes one row of scores tile by tile, as the kernels do.
 
     >>> [round(step.sum, 3) for step in online_softmax(((1.0, 2.0), (4.0, 0.0)))]
     [1.368, 1.203]
@@ -91,7 +91,7 @@ def online_softmax(tiles: tuple[tuple[float, ...], ...]) -> list[OnlineStep]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """Every example mask on one backend."""
+    """The example masks on one backend."""
 
     backend: str
     block_t: int
@@ -99,19 +99,19 @@ class Tiling:
     maps: tuple[TileMap, ...]
 
     def json(self) -> dict[str, object]:
-        """The counts of every mask."""
+        """Returns the counts of every mask."""
         sizes = {"backend": self.backend, "block_t": self.block_t, "block_s": self.block_s}
         return {**sizes, "maps": [tile_map.json() for tile_map in self.maps]}
 
 
 def examples(N: int) -> tuple[Mask, ...]:
-    """One mask of each kind, in proportion to a length."""
+    """Returns one mask of each kind, sized for a length."""
     eighth = N // 8
     return FULL, CAUSAL, Window(eighth, eighth), Prefix(3 * eighth), Chunk(2 * eighth), CAUSAL & Window(eighth)
 
 
 def tile_masks(plan: Plan, device: str, on_step: Callable[[float, str], None]) -> Tiling:
-    """Walks and times each example; on_step is called with the share done and what comes next."""
+    """Counts the tiles of each example and times it; on_step is called with the fraction done and the next step."""
     N = plan.tile_length
     backend = "tiled" if device == "cpu" else "triton"
     block_t, block_s = _blocks(plan, device)
@@ -136,7 +136,7 @@ def _walk(backend: str, mask: Mask, N: int, block_t: int, block_s: int) -> Itera
 
 
 def aligned_walk(mask: Mask, N: int, block_t: int, block_s: int) -> Iterator[Visit]:
-    """The tiles of a grid that hold a visible pair, as the GPU kernels walk them."""
+    """Yields the tiles of a grid that hold a visible pair, in the order of the GPU kernels."""
     for t in range(0, N, block_t):
         t_stop = min(t + block_t, N)
         start, stop = masks.key_range(mask, t, t_stop, N, N)
@@ -146,7 +146,7 @@ def aligned_walk(mask: Mask, N: int, block_t: int, block_s: int) -> Iterator[Vis
 
 
 def tiled_walk(mask: Mask, N: int) -> Iterator[Visit]:
-    """The CPU backend's own walk."""
+    """Yields the tiles of the CPU backend."""
     from rooftile.backends.tiled.tiles import key_tiles, query_tiles
 
     for t, t_stop in query_tiles(N, 1):
@@ -174,7 +174,7 @@ def _case(plan: Plan, mask: Mask) -> Case:
 
 
 def _forward_us(plan: Plan, backend: str, device: str, on_step: Callable[[float, str], None]) -> dict[Mask, float]:
-    """The median time of a forward under each example, taken in turns."""
+    """Measures the median time of a forward under each example, in turns."""
     masks_here = examples(plan.tile_length)
     inputs = _case(plan, FULL).inputs(device)
     clock = clock_for(torch.device(device))
@@ -185,6 +185,6 @@ def _forward_us(plan: Plan, backend: str, device: str, on_step: Callable[[float,
             samples = clock.samples(
                 lambda mask=mask: rooftile.attention(*inputs.tensors, mask, backend=backend)
             )  # fmt: skip
-            # the first turn finds cold caches, or compiles
+            # the first turn has cold caches, or compiles
             taken[mask] += samples if turn else []
     return {mask: median(samples) for mask, samples in taken.items()}

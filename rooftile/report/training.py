@@ -1,7 +1,7 @@
-"""A real model, unchanged: a small Llama of Transformers, trained on the text that every Python carries.
+"""Trains an unmodified model: a small Llama of Transformers, on a text that is part of every Python.
 
-It is trained twice from the same weights on the same batches; only the word in `attn_implementation` differs. The text is
-Python's own language reference (`pydoc_data.topics`), one token a byte.
+It is trained twice from the same weights on the same batches; only `attn_implementation` differs. The text is
+Python's own language reference (`pydoc_data.topics`), one token per byte.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rooftile.report.plan import ModelPlan
 from rooftile.spec import DTYPES
 
 BYTES = 256
-# the first steps pay for warming up, and one of them for the record of memory
+# the first steps warm up, and one of them measures memory
 WARM_UP = 3
 PROMPT = "The "
 
@@ -32,15 +32,15 @@ PROMPT = "The "
 class Run:
     """One training run."""
 
-    attention: str  # what attn_implementation said
-    losses: tuple[float, ...]  # nats a byte, one a step
+    attention: str  # the value of attn_implementation
+    losses: tuple[float, ...]  # nats per byte, one per step
     step_ms: float  # the median step
-    peak_bytes: int  # of one step, beyond what was live before it
+    peak_bytes: int  # of one step, beyond the memory in use before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Both runs, and what the second model then writes."""
+    """Both runs, and a text written by the second model."""
 
     parameters: int
     text_bytes: int
@@ -55,7 +55,7 @@ class Training:
 
 
 def corpus() -> Tensor:
-    """The text as byte values, one long row of int64. Each paragraph on one line: indentation teaches a model only spaces."""
+    """Returns the text as byte values, one row of int64. Each paragraph is one line, because indentation teaches only spaces."""
     from pydoc_data.topics import topics
 
     paragraphs = [paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n")]
@@ -64,10 +64,10 @@ def corpus() -> Tensor:
 
 
 def train_twice(plan: ModelPlan, device: str, folder: Path, on_step: Callable[[float, str], None]) -> Training:
-    """Trains both models in turns, step by step, so that whatever else the machine does meets both; then the second writes.
+    """Trains both models in turns, step by step, so that other load affects both; then the second writes.
 
-    The second is left in the folder, as a checkpoint. Stops before the plan's steps are done where they would take longer than
-    its patience. on_step is called with the share done and what comes next. Needs transformers.
+    The second is saved in the folder as a checkpoint. The training stops early if the plan's time limit is reached. on_step is
+    called with the fraction done and the next step. Needs transformers.
     """
     import rooftile
 
@@ -99,7 +99,7 @@ def train_twice(plan: ModelPlan, device: str, folder: Path, on_step: Callable[[f
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the bars that Transformers draws while it reads and writes checkpoints: the report has a line of its own."""
+    """Hides the progress bars of Transformers, because the report has its own progress line."""
     from transformers.utils import logging
 
     had_bars = logging.is_progress_bar_enabled()
@@ -112,7 +112,7 @@ def quiet() -> Iterator[None]:
 
 
 def llama(plan: ModelPlan, attention: str) -> Any:
-    """A Llama with random weights, the same ones each time."""
+    """Builds a Llama with random weights, the same ones each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -125,7 +125,7 @@ def llama(plan: ModelPlan, attention: str) -> Any:
             num_attention_heads=plan.heads,
             num_key_value_heads=max(plan.heads // 2, 1),
             max_position_embeddings=4 * plan.length,
-            # a small model learns sooner from weights of about 1 / sqrt(hidden)
+            # a small model learns faster from weights of about 1 / sqrt(hidden)
             initializer_range=plan.hidden**-0.5,
             bos_token_id=None,
             eos_token_id=None,
@@ -135,7 +135,7 @@ def llama(plan: ModelPlan, attention: str) -> Any:
 
 
 class Student:
-    """One model on its way: its weights, its optimiser, and what was measured."""
+    """A model in training: its weights, its optimiser, and the measurements."""
 
     def __init__(self, plan: ModelPlan, attention: str, device: str) -> None:
         self.attention = attention
@@ -150,7 +150,7 @@ class Student:
         self.peak_bytes = 0
 
     def learn(self, batch: Tensor) -> None:
-        """One measured step: its time, and in one of the first its peak memory instead."""
+        """Runs one measured step: its time, or in one early step its peak memory."""
         if len(self.losses) == WARM_UP - 1:
             self.peak_bytes = clock_for(self.device).peak_bytes(lambda: self._step(batch))
             return
@@ -172,7 +172,7 @@ class Student:
         self.losses.append(loss.detach())
 
     def run(self) -> Run:
-        """What was measured. Raises ArithmeticError where the loss left the numbers."""
+        """Returns the measurements. Raises ArithmeticError if the loss is not finite."""
         losses = tuple(loss.item() for loss in self.losses)
         if not all(map(math.isfinite, losses)):
             raise ArithmeticError(f"the loss with {self.attention} attention is not finite after {len(losses)} steps")
@@ -185,7 +185,7 @@ class Student:
 
 
 def batches(plan: ModelPlan, text: Tensor) -> Iterator[Tensor]:
-    """Random stretches of the text (batch, length): the same ones each time."""
+    """Yields random pieces of the text (batch, length), the same ones each time."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(plan.steps):
         starts = torch.randint(len(text) - plan.length, (plan.batch,), generator=generator)
@@ -193,12 +193,12 @@ def batches(plan: ModelPlan, text: Tensor) -> Iterator[Tensor]:
 
 
 def write(model: Any, prompt: str, count: int, device: str) -> str:
-    """`count` bytes sampled after a prompt, by the model's own generate, as text."""
+    """Samples `count` bytes after a prompt with the model's own generate, and returns them as text."""
     ids = torch.tensor([list(prompt.encode())], device=device)
     torch.manual_seed(2)
     with torch.no_grad():
         out = model.eval().generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=True, temperature=0.7, top_k=20, pad_token_id=0
         )  # fmt: skip
-    # the last byte may have cut a letter in two
+    # the last letter may be incomplete
     return bytes(out[0].tolist()).decode(errors="replace")[len(prompt) :].rstrip("\N{REPLACEMENT CHARACTER}")

@@ -1,4 +1,4 @@
-"""How numbers are written on the page: a few digits, and a unit that a reader knows. Decimal units: 1 MB is 1e6 bytes."""
+"""Formats the numbers of the page: a few digits and a familiar unit. Units are decimal: 1 MB is 1e6 bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def size(count: float) -> str:
-    """Bytes.
+    """Formats bytes.
 
     >>> size(268435456)
     '268\xa0MB'
@@ -19,7 +19,7 @@ def size(count: float) -> str:
 
 
 def duration(us: float) -> str:
-    """Microseconds.
+    """Formats microseconds.
 
     >>> duration(1530)
     '1.53\xa0ms'
@@ -28,7 +28,7 @@ def duration(us: float) -> str:
 
 
 def tokens(count: float) -> str:
-    """A length on an axis.
+    """Formats a length on an axis.
 
     >>> tokens(16384)
     '16k'
@@ -37,7 +37,7 @@ def tokens(count: float) -> str:
 
 
 def power(value: float) -> str:
-    """A small number by its power of ten.
+    """Formats a small number with its power of ten.
 
     >>> power(3.4e-7)
     '3.4\xa0×\xa010⁻⁷'
@@ -51,7 +51,7 @@ def power(value: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """A ratio.
+    """Formats a ratio.
 
     >>> times(23.4), times(1.62)
     ('23×', '1.6×')
@@ -65,14 +65,14 @@ def percent(share: float) -> str:
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:
     step = 0
-    # 999.5 would be written as 1000
+    # 999.5 would round to 1000
     while value >= 999.5 and step < len(units) - 1:
         value, step = value / 1000, step + 1
     return f"{number(value)}{SPACE}{units[step]}"
 
 
 def number(value: float) -> str:
-    """Three digits or all before the point, without an exponent and without trailing zeros.
+    """Formats three digits, or all digits before the point, without exponent and trailing zeros.
 
     >>> number(1471.3), number(0.4591)
     ('1,471', '0.459')

@@ -296,6 +296,6 @@ def test_labels_do_not_lie_on_one_another():
 def test_a_plan_rises_in_length_and_names_every_experiment(device, quick):
     plan = plan_for(device, quick=quick)
     assert list(plan.lengths) == sorted(set(plan.lengths))
-    assert set(plan.seconds) == {"machine", "comparison", "tiling", "few_bits", "training", "serving"}
+    assert set(plan.seconds) == {"machine", "comparison", "tiling", "precision", "training", "serving"}
     assert plan.model.hidden % plan.model.heads == 0
     assert (plan.device, plan.is_quick) == (device, quick)

@@ -232,7 +232,7 @@ def run_with(monkeypatch, **parts) -> experiments.Report:
     """A report whose other experiments do nothing."""
     for module, name in (
         (experiments.machine, "survey"), (experiments.comparison, "compare"), (experiments.tiles, "tile_masks"),
-        (experiments.few_bits, "measure"),
+        (experiments.precision, "measure"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, lambda *args: None)
     for name, part in parts.items():

@@ -69,7 +69,7 @@ def test_doctor_as_json_says_what_is_here(run) -> None:
 def test_doctor_as_text_names_each_backend_and_the_caches(run) -> None:
     code, out, err = run("doctor", "--device", "cpu")
     assert (code, err) == (0, "")
-    for word in ("Ceilings", "fp32 matmul, TFLOP/s", "tiled    runs", "triton   no: tensors are on cpu", "kept in"):
+    for word in ("Ceilings", "fp32 matmul, TFLOP/s", "tiled    runs", "triton   no: tensors are on cpu", "stored in"):
         assert word in out
 
 

@@ -1,4 +1,4 @@
-"""The experiment on number formats: what attention in FP8 and INT8 loses on tensors that are easy and hard to round."""
+"""The experiment on precision: the error of FP8 and INT8 attention on tensors that are easy and hard to quantise."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ HEADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FewBits:
-    """What each recipe loses, by distribution."""
+class PrecisionErrors:
+    """The error of each recipe, by distribution."""
 
     length: int
     heads: int
@@ -31,14 +31,14 @@ class FewBits:
         return found
 
 
-def measure(plan: Plan, device: str, step: Callable[[float, str], None]) -> FewBits:
-    """The recipes of `rooftile accuracy` on every distribution that it has."""
+def measure(plan: Plan, device: str, step: Callable[[float, str], None]) -> PrecisionErrors:
+    """Measures the recipes of `rooftile accuracy` on each of its distributions."""
     shape = (1, plan.bits_length, HEADS, plan.bits_dim)
     found = {}
     for number, name in enumerate(DISTRIBUTIONS):
-        step(number / len(DISTRIBUTIONS), f"rounding to few bits: {name}")
+        step(number / len(DISTRIBUTIONS), f"FP8 and INT8 attention: {name}")
         inputs = draws(name, shape, plan.bits_draws, DTYPES["bf16"], torch.device(device))
         found[name] = losses(inputs, FULL, lambda words: None)
-    return FewBits(
+    return PrecisionErrors(
         length=plan.bits_length, heads=HEADS, dim=plan.bits_dim, draws=plan.bits_draws, dtype="bf16", losses=found
     )
