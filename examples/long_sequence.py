@@ -1,4 +1,4 @@
-"""A sequence whose matrix of scores would not be pleasant to keep: forward and backward in tiles, and the memory it took.
+"""Runs forward and backward on a sequence whose score matrix would be very large, and prints the memory used.
 
 Run: python examples/long_sequence.py [length]
 """
@@ -17,7 +17,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def peak_mib() -> float:
-    """The most memory so far, on the GPU or of this process."""
+    """Returns the peak memory so far, of the GPU or of this process."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     # KiB on Linux

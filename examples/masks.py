@@ -1,4 +1,4 @@
-"""What each mask lets a query see, drawn, and how many pairs that is. Run: python examples/masks.py"""
+"""Draws the keys that each query sees under each mask, and counts the pairs. Run: python examples/masks.py"""
 
 from rooftile import CAUSAL, FULL, Chunk, Prefix, Window
 from rooftile.masks import draw, pairs

@@ -1,4 +1,4 @@
-"""A batch of sequences of different lengths, padded and packed: the same outputs, fewer pairs.
+"""Compares a padded with a packed batch of sequences of different lengths: the same outputs, fewer pairs.
 
 Run: python examples/packed.py
 """
@@ -17,10 +17,10 @@ real = torch.arange(T) < torch.tensor(lengths)[:, None]  # (B, T)
 packed = padded[real]  # (total, H, D)
 cu = torch.tensor([0, *lengths]).cumsum(0)
 
-# under a causal mask the padding at the end is seen by padding only
+# under a causal mask, only padding sees the padding at the end
 with_padding = rt.attention(padded, padded, padded, rt.CAUSAL)[real]
 without = rt.attention_packed(packed, packed, packed, cu, cu, rt.CAUSAL)
 torch.testing.assert_close(without, with_padding)
 
 computed, needed = B * pairs(rt.CAUSAL, T, T), sum(pairs(rt.CAUSAL, n, n) for n in lengths)
-print(f"padded computes {computed:,} pairs a head, packed {needed:,}: {100 * needed / computed:.0f} %")
+print(f"padded computes {computed:,} pairs per head, packed {needed:,}: {100 * needed / computed:.0f} %")

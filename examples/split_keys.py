@@ -1,4 +1,4 @@
-"""Attention over keys that lie in several places, each part computed for itself and then merged: same output, same gradients.
+"""Computes attention over parts of the keys and merges the parts: same output, same gradients.
 
 Run: python examples/split_keys.py
 """
@@ -16,7 +16,7 @@ def whole() -> torch.Tensor:
 
 
 def in_parts(count: int) -> torch.Tensor:
-    """As `count` devices would, each with its share of keys and values."""
+    """Computes attention like `count` devices, each with a part of the keys and values."""
     shares = zip(k.chunk(count, dim=1), v.chunk(count, dim=1), strict=True)
     o, _ = rt.merge([rt.attention_with_lse(q, *share) for share in shares])
     return o

@@ -1,4 +1,4 @@
-"""A small language model on the bytes of this file, with a sliding window and grouped heads, in plain PyTorch and Rooftile.
+"""Trains a small language model on the bytes of this file, with a sliding window and grouped heads.
 
 Run: python examples/train.py [steps]
 """

@@ -1,8 +1,8 @@
-"""Small calls of every Hopper kernel, for NVIDIA's compute-sanitizer to watch.
+"""Runs small calls of every Hopper kernel, for NVIDIA's compute-sanitizer.
 
     compute-sanitizer --tool memcheck python scripts/sanitize.py
 
-The same calls without it beforehand fill Triton's cache, and it then has only kernels to watch.
+Run it once without the sanitizer first, to fill Triton's cache: then the sanitizer watches only kernels.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def packed(dim: int) -> None:
 
 
 def short_queries(dim: int) -> None:
-    """Enough of them that the heads of a group share tiles."""
+    """Runs enough short queries that the heads of a group share tiles."""
     q, k, v = (torch.randn(64, T, heads, dim, device="cuda", dtype=torch.bfloat16) for T, heads in ((5, 32), (200, 4), (200, 4)))
     rt.attention(q, k, v, rt.CAUSAL, backend="hopper")
 
 
 def quantised(dim: int, precision: str) -> None:
-    """Dense, and packed with a NaN, which has rows looked at once more."""
+    """Runs dense calls, and packed ones with a NaN, which triggers the NaN fallback."""
     q, k, v = (torch.randn(200, heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
     cu = torch.tensor([0, 70, 200], dtype=torch.int32, device="cuda")
     for mask in (rt.FULL, rt.CAUSAL & rt.Window(50)):

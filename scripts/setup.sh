@@ -1,14 +1,13 @@
 #!/bin/sh
 # Makes $VENV (.venv) ready to run Rooftile from this folder. Called by make; safe to run again.
 #
-#   PY                     the Python to start from (python3)
-#   VENV                   the virtual environment to make (.venv)
-#   ROOFTILE_TORCH_INDEX   where pip finds PyTorch, if not in its usual index: on a machine without a GPU,
-#                          the index of PyTorch's CPU builds saves some gigabytes
+#   PY                     the base Python (python3)
+#   VENV                   the virtual environment to create (.venv)
+#   ROOFTILE_TORCH_INDEX   the index from which pip installs PyTorch: on a machine without a GPU, the index of
+#                          PyTorch's CPU builds saves some gigabytes
 #
-# A torch that PY already has is used where it lies. Otherwise pip installs one: the build for CUDA where nvidia-smi
-# lists a GPU, else a build for the CPU. What is installed already is never looked up again, so a machine that has
-# everything needs no network.
+# If PY already has torch, it is used in place. Otherwise pip installs torch: for CUDA if nvidia-smi lists a GPU, else
+# for the CPU. Installed packages are never looked up again, so a machine that has all of them needs no network.
 set -eu
 
 PY="${PY:-python3}"
@@ -34,7 +33,7 @@ SITE=$("$BIN" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 pip_install() { "$BIN" -m pip install --quiet --disable-pip-version-check --retries 2 "$@"; }
 has_torch() { "$1" -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' >/dev/null 2>&1; }
-# what pyproject.toml requires (or, named, some extras of it require) and is not here: only that is looked up
+# prints the missing requirements of pyproject.toml (or of the named extras): only these are looked up
 missing() {
     "$BIN" - "$@" <<'PYTHON'
 import sys, tomllib
@@ -51,18 +50,18 @@ for need in map(Requirement, extras or project["dependencies"]):
             print(f"{need.name}{need.specifier}")
 PYTHON
 }
-add() { # what is missing, a word each
+add() { # arguments: the missing packages
     [ $# = 0 ] || { say "installing $*"; pip_install -c constraints.txt "$@"; }
 }
 
-# --system-site-packages would not do: where PY is itself a virtual environment, it shows that one's parent
+# --system-site-packages would not do: if PY is itself a virtual environment, it exposes the parent of that
 if ! has_torch "$BIN" && has_torch "$PY"; then
     say "using the torch of $(command -v "$PY")"
     "$PY" - >"$SITE/_rooftile_parent.pth" <<'PYTHON'
 import sys
 for path in sys.path:
     if path.endswith(("site-packages", "dist-packages")):
-        # addsitedir also follows the .pth files there, as an editable install needs
+        # addsitedir also processes the .pth files there, which editable installs need
         print(f"import site; site.addsitedir({path!r})")
 PYTHON
 fi
@@ -83,7 +82,7 @@ add $(missing) || stop "pip could not install $(missing | tr '\n' ' '); is there
 add $(missing test dev) ||
     say "carrying on without $(missing test dev | tr '\n' ' ')(is there a network?): what needs them fails and names them"
 
-# a second Triton, the newest that the Hopper kernels are known to compile with; only a test looks at it
+# a second Triton, the newest known to compile the Hopper kernels; only a test uses it
 other="$VENV/triton-3.9"
 if [ "$(uname -sm)" = "Linux x86_64" ] && [ ! -d "$other" ]; then
     say "installing Triton 3.9 beside the other, for a test"
@@ -91,7 +90,7 @@ if [ "$(uname -sm)" = "Linux x86_64" ] && [ ! -d "$other" ]; then
         say "carrying on without Triton 3.9 (is there a network?): the test that needs it is skipped"
 fi
 
-# this folder on the path and the command beside it: an editable install that needs no build tool
+# put this folder on the path and install the command: like an editable install, but without a build tool
 pwd >"$SITE/_rooftile.pth"
 printf '#!/bin/sh\nexec "%s" -m rooftile "$@"\n' "$(cd "$VENV/bin" && pwd)/python" >"$VENV/bin/rooftile"
 chmod +x "$VENV/bin/rooftile"

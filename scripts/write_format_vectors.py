@@ -1,4 +1,4 @@
-"""Writes tests/unit/format_vectors.json: what torchao makes of a few hundred numbers, bit for bit.
+"""Writes tests/unit/format_vectors.json: torchao's encodings of a few hundred numbers, bit for bit.
 
     pip install torchao==0.18.0; python scripts/write_format_vectors.py
 
@@ -17,7 +17,7 @@ VECTORS = Path(__file__).parents[1] / "tests/unit/format_vectors.json"
 
 
 def inputs() -> Tensor:
-    """(rows, 64): sizes far apart, zeros, ties, numbers at the ends of the formats."""
+    """Returns (rows, 64) numbers: sizes far apart, zeros, ties, and the limits of the formats."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.randn(8, 64, generator=generator) * torch.exp2(torch.arange(-40, 40, 10.0))[:, None]
     outlier = torch.randn(2, 64, generator=generator)
@@ -28,7 +28,7 @@ def inputs() -> Tensor:
 
 
 def by_torchao(x: Tensor) -> dict[str, dict[str, list[list[int]]]]:
-    """For each format the codes, and the bits of the scales, of rows."""
+    """Returns, per format, the codes of rows and the bits of their scales."""
     from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
     from torchao.prototype.mx_formats.kernels import unpack_uint4
     from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx

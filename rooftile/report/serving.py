@@ -218,7 +218,7 @@ class Side:
         self._seconds += time.perf_counter() - began
 
     def served(self) -> Served:
-        """What was measured."""
+        """Returns the measurements."""
         refused = [output.error for output in self.outputs if output.error]
         assert not refused, f"the plan has a request that was refused: {refused[0]}"
         return Served(

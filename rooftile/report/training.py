@@ -35,7 +35,7 @@ class Run:
     attention: str  # the value of attn_implementation
     losses: tuple[float, ...]  # nats per byte, one per step
     step_ms: float  # the median step
-    peak_bytes: int  # of one step, beyond the memory in use before it
+    peak_bytes: int  # during one step, beyond the memory in use before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

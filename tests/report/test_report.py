@@ -242,7 +242,7 @@ def test_saved_work_is_counted_in_scores():
     assert (len(causal.visits), causal.masked, causal.skipped) == (10, 4, 6)
     assert causal.saved == pytest.approx(6 / 16)
     maps = tuple(tile_map(mask, 256) for mask in (FULL, CAUSAL, CAUSAL & Window(0)))
-    assert claims.tiles_claim(maps).startswith("Tiles that nobody sees are skipped: causal & window(0) leaves out 75")
+    assert claims.tiles_claim(maps).startswith("Hidden tiles are skipped: causal & window(0) leaves out 75")
     text = page.render(report(tiling=Tiling(backend="tiled", block_t=64, block_s=64, maps=maps)))
     assert "10 tiles computed, 4 of them masked, 6 skipped" in text
 
