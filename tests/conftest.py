@@ -1,4 +1,4 @@
-"""What every test shares: the device, seeds, threads, NaN in memory that nobody wrote, and no network."""
+"""Fixtures for all tests: the device, seeds, threads, NaN in uninitialised memory, and no network."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import settings
 
 from rooftile import dispatch
 
-# the same examples on every run, and no clock: a slow machine is not a failing one
+# the same examples in every run, and no deadline: a slow machine must not fail tests
 settings.register_profile("cpu", deadline=None, derandomize=True)
-# every example may compile kernels of its own
+# every example may compile its own kernels
 settings.register_profile("cuda", parent=settings.get_profile("cpu"), max_examples=10)
 settings.load_profile("cpu")
 
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `backend` runs once for every backend there is; under Triton's interpreter, for that one."""
+    """Runs a test that takes `backend` once per backend; under Triton's interpreter, once for `triton`."""
     if "backend" in metafunc.fixturenames:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         metafunc.parametrize("backend", ["triton"] if interpreted else list(dispatch.BACKENDS))
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where this run's tensors live: --device."""
+    """Returns the device of this run's tensors, from --device."""
     return torch.device(request.config.getoption("device"))
 
 
@@ -61,7 +61,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _nan_in_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty and its kin return NaN, so an output that a kernel forgot to write does not pass for zero."""
+    """Makes torch.empty and its relatives return NaN, so that an output that a kernel does not write is not zero by chance."""
     for owner, name in (
         (torch, "empty"),
         (torch, "empty_like"),
@@ -75,7 +75,7 @@ def _nan_in_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def _filled(allocate):
     def allocate_nan(*args, **kwargs):
         x = allocate(*args, **kwargs)
-        # a compiled program's memory is the compiler's business
+        # a compiled program manages its own memory
         if torch.compiler.is_compiling() or not x.is_floating_point():
             return x
         return x.fill_(float("nan"))
@@ -85,7 +85,7 @@ def _filled(allocate):
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that reaches beyond this machine fails."""
+    """Fails a test that uses the network."""
     connect = socket.socket.connect
 
     def connect_here(self: socket.socket, address):

@@ -20,7 +20,7 @@ from rooftile.serve.sampling.params import SamplingParams
 from tests.bench.session import SESSION
 
 transformers = pytest.importorskip("transformers")
-# Transformers asks it how much memory a CPU has
+# Transformers uses it to read the memory of a CPU
 pytest.importorskip("psutil")
 
 from rooftile.bench import transformers_batching as peer  # noqa: E402

@@ -1,4 +1,4 @@
-"""What "exact" means: a backend is at most twice as wrong as the plain definition in the same precision, plus rounding.
+"""The tolerance: a backend's error is at most twice that of the plain definition in the same dtype, plus rounding.
 
     max|x - exact|  <=  2 max|plain - exact| + 8 ulp        and the same for the mean
 
@@ -20,12 +20,12 @@ from rooftile.cases import Case
 from rooftile.hardware.arch import arch
 from rooftile.spec import DTYPES, Spec
 
-# what is asked for: `attention` or `attention_with_lse`, alone or with gradients of all that comes out
+# the phases: `attention` or `attention_with_lse`, alone or with gradients of all results
 PHASES = ("forward", "forward-lse", "backward", "backward-lse")
 
 
 def check(case: Case, phase: str, backend: str, device: torch.device) -> None:
-    """The backend equals the definition on this case, or it refuses, and says why."""
+    """Asserts that the backend equals the definition on this case, or refuses it with a reason."""
     reasons = tuple(dispatch.BACKENDS[backend].refusals(spec_of(case, phase, device)))
     if not reasons:
         assert_exact(case, answer(case, phase, backend, device), definition(case, phase, device, torch.float64),
@@ -44,12 +44,12 @@ def spec_of(case: Case, phase: str, device: torch.device) -> Spec:
 
 
 def answer(case: Case, phase: str, backend: str | None, device: torch.device) -> dict[str, Tensor]:
-    """What rooftile returns: o, lse, dq, dk, dv, dbias, dsinks, as far as the phase and the case have them."""
+    """Returns rooftile's results: those of o, lse, dq, dk, dv, dbias, dsinks that the phase and the case have."""
     backward, with_lse = phase.startswith("backward"), phase.endswith("lse")
     tensors, mask, options = case.inputs(device, requires_grad=backward)
     words = ("packed",) * bool(case.lengths) + ("with_lse",) * with_lse
     attention = getattr(rt, "_".join(["attention", *words]))
-    # the spec of the cases leaves determinism to the default
+    # the specs of the cases have the default determinism
     found = attention(*tensors, mask, **options, backend=backend, deterministic=False)
     outputs = dict(zip(("o", "lse"), found, strict=True)) if with_lse else {"o": found}
     leaves = _leaves(tensors, options)
@@ -59,7 +59,7 @@ def answer(case: Case, phase: str, backend: str | None, device: torch.device) ->
 
 
 def definition(case: Case, phase: str, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same by the definition in a dtype, differentiated by autograd."""
+    """Returns the same from the definition in a dtype, differentiated by autograd."""
     backward = phase.startswith("backward")
     tensors, mask, options = case.inputs(device)
     tensors = tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
@@ -78,13 +78,13 @@ def definition(case: Case, phase: str, device: torch.device, dtype: torch.dtype)
 
 
 def assert_exact(case: Case, found: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-    """`found` keeps the tolerance that `exact` and `plain` set, tensor by tensor."""
+    """Asserts that `found` is within the tolerance given by `exact` and `plain`, tensor by tensor."""
     assert found.keys() == exact.keys() == plain.keys()
     dtype = DTYPES[case.dtype]
     largest = max((_magnitude(x) for x in exact.values()), default=0.0)
-    # where terms cancel, what is left is the rounding of the terms, and every backend sums them in fp32 at best
+    # if terms cancel, the rounding of the terms remains, and every backend sums them in fp32 at best
     floor = ulp(torch.float64 if dtype == torch.float64 else torch.float32, largest)
-    # a weight is the exponential of a difference of scores: where these are large, it is as wrong as their last bit in fp32
+    # a weight is the exponential of a difference of scores: for large scores its error is that of their last bit in fp32
     floor = max(floor, 0.5 * largest * _last_bit_of_scores(case))
     for name, due in exact.items():
         x = found[name].detach().to(torch.float64)
@@ -103,7 +103,7 @@ def assert_exact(case: Case, found: dict[str, Tensor], exact: dict[str, Tensor],
 
 
 def _last_bit_of_scores(case: Case) -> float:
-    """Of scores beyond a thousand, in units of log2, of which kernels take exponentials; at most what fp16 leaves of a weight."""
+    """Returns the error of exponentials of scores beyond a thousand, in units of log2; at most what fp16 leaves of a weight."""
     (q, k, _, *_), _, _ = case.inputs(torch.device("cpu"))
     if not q.numel() or not k.numel():
         return 0.0
@@ -113,7 +113,7 @@ def _last_bit_of_scores(case: Case) -> float:
 
 
 def ulp(dtype: torch.dtype, magnitude: float) -> float:
-    """The spacing of a dtype's numbers at a magnitude."""
+    """Returns the spacing of a dtype's numbers at a magnitude."""
     info = torch.finfo(dtype)
     return info.eps * 2.0 ** math.floor(math.log2(max(magnitude, info.tiny)))
 
@@ -124,26 +124,26 @@ def _magnitude(x: Tensor) -> float:
 
 
 def _leaves(tensors: tuple[Tensor, ...], options: dict) -> dict[str, Tensor]:
-    """What gradients are taken of, by name."""
+    """Returns the inputs that have gradients, by name."""
     named = dict(zip(("q", "k", "v"), tensors[:3], strict=True))
     return named | {name: options[name] for name in ("bias", "sinks") if name in options}
 
 
 def _gradients(case: Case, outputs: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    # "hot" values are near the largest of fp16, and so are gradients: of larger ones, dk would overflow
+    # "hot" values and their gradients are near the largest fp16 number: dk of larger ones would overflow
     size = 1e-6 if case.scatter == "hot" else 1.0
     incoming = {}
     for name, x in outputs.items():
         drawn = torch.randn(x.shape, generator=generator) * size
-        # both see the same numbers: those of the case's dtype
+        # both use the same numbers, rounded to the case's dtype
         incoming[name] = drawn.to(DTYPES[case.dtype]).to(x.device, x.dtype)
     grads = torch.autograd.grad(list(outputs.values()), list(leaves.values()), list(incoming.values()))
     return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
 def _assert_contract(outputs: dict[str, Tensor], grads: dict[str, Tensor], leaves: dict[str, Tensor]) -> None:
-    """Shapes, dtypes and strides that the backends promise."""
+    """Asserts the shapes, dtypes and strides of the backends' contract."""
     q, v = leaves["q"], leaves["v"]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     assert outputs["o"].shape == (*q.shape[:-1], v.shape[-1])

@@ -10,7 +10,7 @@ from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
 
 def draw_case(rng: random.Random) -> Case:
-    """A problem of at most 2 x 8 heads and 150 positions; about every option is off more often than on."""
+    """Draws a problem of at most 2 x 8 heads and 150 positions; most options are off more often than on."""
     group = rng.choice((1, 1, 2, 3, 5))
     Hk = rng.choice((1, 2))
     dim = rng.choice((1, 8, 16, 24, 32, 64, 80, 100))
@@ -19,7 +19,7 @@ def draw_case(rng: random.Random) -> Case:
         lengths = tuple((_length(rng), _length(rng)) for _ in range(rng.randint(1, 4)))
     bias = ""
     if rng.random() < 0.3:
-        # keys have a column each in a packed bias
+        # a packed bias has one column per key
         always = "S" if lengths else ""
         bias = "".join(axis for axis in ("HTS" if lengths else "BHTS") if axis in always or rng.random() < 0.6)
     case = Case(
@@ -43,7 +43,7 @@ def draw_case(rng: random.Random) -> Case:
         sinks=rng.random() < 0.2,
         strides=rng.choice(("contiguous", "transposed", "sliced")),
     )
-    # where no row sees two keys, every gradient but dv is zero, and what is left is rounding that the definition escapes
+    # if no row sees two keys, every gradient but dv is zero, and rounding remains that the definition does not have
     lonely = case.problem().pairs <= max(sum(t for t, _ in case.problem().sizes.sequences), 1)
     return replace(case, dtype="fp32", bias="") if lonely else case
 
@@ -64,5 +64,5 @@ def draw_mask(rng: random.Random) -> Mask:
 
 
 def _length(rng: random.Random) -> int:
-    """Often around the edges of a tile."""
+    """Draws lengths, often near multiples of a tile."""
     return rng.choice((0, 1, 2, 17, 31, 32, 33, 63, 64, 65, 100, rng.randint(1, 150)))

@@ -17,7 +17,7 @@ from rooftile.spec import Asked, Options, decode
 from rooftile.validate import spec_code
 from tests.conformance.exact import answer
 
-# what torch deprecates in itself
+# deprecations inside torch
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 NAMES = ["causal", "everything", "packed-everything", "bias-batch", "sinks-bf16", "expanded", "transposed"]
@@ -32,12 +32,12 @@ def _compiled_before_does_not_count() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fresh_memory_as_torch_has_it(monkeypatch: pytest.MonkeyPatch, _nan_in_fresh_memory: None) -> None:
-    """Fake tensors and tracing meet torch's own torch.empty here."""
+    """Restores torch.empty for fake tensors and tracing."""
     monkeypatch.undo()
 
 
 def refuses(case: Case, backend: str, device: torch.device) -> bool:
-    """Whether the backend refuses the case; if so, so does its compiled call."""
+    """Returns whether the backend refuses the case; if so, asserts that its compiled call does too."""
     if not tuple(dispatch.BACKENDS[backend].refusals(case.problem(arch(device), needs_lse=True).spec)):
         return False
     with pytest.raises(rt.Unsupported):
@@ -46,7 +46,7 @@ def refuses(case: Case, backend: str, device: torch.device) -> bool:
 
 
 def function_of(case: Case, backend: str | None):
-    """attention of the case's tensors, options and all, between two other operators."""
+    """Calls attention with the case's tensors and options, between two other operators."""
     attend = rt.attention_packed_with_lse if case.lengths else rt.attention_with_lse
 
     def function(tensors: tuple[Tensor, ...], options: dict) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ def test_gradients_of_some_inputs_only(wanted: str, device: torch.device) -> Non
 
 
 def operator_arguments(case: Case, backend: str, device: torch.device, requires_grad: bool):
-    """What crosses the operator's schema for a case, forward and backward."""
+    """Returns the operator's arguments for a case, forward and backward."""
     (q, k, v, *offsets), mask, options = case.inputs(device, requires_grad=requires_grad)
     bias = options.pop("bias", None)
     seed = options.pop("seed", None)
@@ -230,7 +230,7 @@ def test_an_input_that_is_wrong_is_refused_while_tracing(device: torch.device) -
         compiled(q, k)
 
 
-# tracing warns of every size that it takes for a constant
+# tracing warns about every size that it treats as a constant
 @pytest.mark.filterwarnings("ignore")
 def test_a_trace_records_the_operator() -> None:
     q, k, v = (torch.randn(1, 20, 2, 16) for _ in range(3))

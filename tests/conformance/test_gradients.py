@@ -17,7 +17,7 @@ from rooftile.cases import CASES, Case, tagged
 from rooftile.hardware.arch import arch
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
-# torch's own forward mode compiles its formulas with what torch deprecates
+# torch's forward mode uses deprecated parts of torch
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 # name: T, S, H, Hk, mask, options
@@ -39,7 +39,7 @@ SMALL: dict[str, tuple[int, int, int, int, Mask, tuple[str, ...]]] = {
 
 
 def small(name: str, device: torch.device) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor]]:
-    """A function of its differentiable inputs, and those inputs, in fp64."""
+    """Returns a function of its differentiable inputs, and these inputs, in fp64."""
     T, S, H, Hk, mask, words = SMALL[name]
     shapes = {"q": (1, T, H, 2), "k": (1, S, Hk, 2), "v": (1, S, Hk, 3)}
     shapes |= {word: {"bias": (H, 1, S), "sinks": (H,)}[word] for word in ("bias", "sinks") if word in words}
@@ -53,7 +53,7 @@ def small(name: str, device: torch.device) -> tuple[Callable[..., tuple[Tensor, 
     def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         given = dict(zip(leaves, tensors, strict=True))
         o, lse = rt.attention_with_lse(**given, mask=mask, backend="eager", **options)
-        # finite differences of -inf say nothing: rows that see no key are left out
+        # leave out rows that see no key: finite differences of -inf are meaningless
         return o, lse[lse.isfinite()]
 
     return attend, list(leaves.values())
@@ -141,7 +141,7 @@ def test_the_formulas_equal_autograd(case: Case, device: torch.device) -> None:
     options["softcap"] = case.softcap
     if "seed" in options:
         options["seed"] = torch.tensor([options["seed"]], device=device)
-    # of values near the largest of fp16, differences of products lose their digits
+    # for values near the largest fp16 number, differences of products lose their digits
     q, k, v = ((x if case.scatter != "hot" else x / 1e3).double().requires_grad_() for x in (q, k, v))
     leaves = {"q": q, "k": k, "v": v}
     for name in ("bias", "alibi", "sinks"):
@@ -160,7 +160,7 @@ def test_the_formulas_equal_autograd(case: Case, device: torch.device) -> None:
 
 
 def parts_of(options: dict[str, Any], cuts: list[int], q: Tensor, k: Tensor, v: Tensor, backend: str | None):
-    """Attention over each piece of the keys. A piece's bias is its columns."""
+    """Computes attention over each part of the keys, with the part's columns of the bias."""
     bias = options.get("bias")
     parts = []
     for start, stop in pairwise(cuts):

@@ -1,4 +1,4 @@
-"""What must not change an answer: neighbours, the run, the layout, other backends' dropout, and what the mask hides."""
+"""Invariance: results do not depend on neighbours, the run, the layout, the backend's dropout, or hidden inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERYTHING: dict[str, Any] = {"softcap": 4.0, "alibi": True, "sinks": True}
 
 
 def cases(*, packed: bool) -> list[Case]:
-    """Three problems, causal with groups, with every option but dropout, and in bf16."""
+    """Returns three problems: causal with groups, with every option but dropout, and in bf16."""
     shape: dict[str, Any] = {"lengths": LENGTHS} if packed else {"B": 3, "T": 129, "S": 150}
     shared = {"tags": frozenset(), "H": 4, "Hk": 2, "dim": 32, "mask": CAUSAL} | shape
     return [
@@ -33,7 +33,7 @@ def cases(*, packed: bool) -> list[Case]:
 
 
 def refused(case: Case, backend: str, device: torch.device, **options: Any) -> bool:
-    """Whether the backend refuses the case with gradients and lse; if so, that it says so is asserted."""
+    """Returns whether the backend refuses the case with gradients and lse; if so, asserts its reason."""
     spec = case.problem(arch(device), needs_lse=True).spec
     spec = replace(spec, **{"deterministic": True} | options)
     if not tuple(dispatch.BACKENDS[backend].refusals(spec)):
@@ -44,7 +44,7 @@ def refused(case: Case, backend: str, device: torch.device, **options: Any) -> b
 
 
 def run(inputs: Any, backend: str | None, **changed: Any) -> list[Tensor]:
-    """o, lse and the gradients of q, k, v (and sinks), for incoming gradients that depend on nothing but place."""
+    """Returns o, lse and the gradients of q, k, v (and sinks), for incoming gradients that depend only on position."""
     (q, k, v, *offsets), mask, options = inputs
     attend = rt.attention_packed_with_lse if offsets else rt.attention_with_lse
     o, lse = attend(q, k, v, *offsets, mask, backend=backend, **{"deterministic": True} | options | changed)
@@ -53,7 +53,7 @@ def run(inputs: Any, backend: str | None, **changed: Any) -> list[Tensor]:
 
 
 def fresh(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copies of their own that want gradients."""
+    """Returns copies that require gradients."""
     return tuple(x.clone().requires_grad_() for x in tensors)
 
 
@@ -109,7 +109,7 @@ def test_the_forward_gives_the_same_bits_without_being_asked(name: str, backend:
 
 
 def dropped(backend: str, mask: Mask, T: int, S: int, H: int, B: int, device: torch.device, dropout: float) -> Tensor:
-    """Which weights a backend drops (B, H, T, S): with v the unit vectors of the keys, o is the weights themselves."""
+    """Returns the dropped weights of a backend (B, H, T, S): with one-hot values, o equals the weights."""
     q = torch.zeros(B, T, H, 16, device=device)
     k = torch.zeros(B, S, H, 16, device=device)
     v = torch.eye(S, device=device)[None, :, None].expand(B, S, H, S)
@@ -144,7 +144,7 @@ def test_dropout_without_a_seed_follows_torchs_generator(device: torch.device) -
 @pytest.mark.parametrize("mask", [CAUSAL, Window(9, 3), Prefix(20), Chunk(16)], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_packed_equals_dense(mask: Mask, dropout: float, backend: str, device: torch.device) -> None:
-    """A batch of sequences of one length, laid out either way: the same numbers, the same weights dropped."""
+    """A dense and a packed batch of sequences of one length give the same numbers and drop the same weights."""
     B, T, S, H, Hk = 3, 65, 80, 4, 2
     shape: dict[str, Any] = {"tags": frozenset(), "H": H, "Hk": Hk, "dim": 16, "mask": mask, "dropout": dropout}
     dense_case, packed_case = Case(name="", B=B, T=T, S=S, **shape), Case(name="", lengths=((T, S),) * B, **shape)
@@ -175,7 +175,7 @@ def test_packed_equals_dense(mask: Mask, dropout: float, backend: str, device: t
 def test_what_the_mask_hides_does_not_leak(
     poison: float, mask: Mask, T: int, S: int, backend: str, device: torch.device
 ) -> None:
-    """Keys that no query reaches, and queries that reach no key, may hold anything."""
+    """Keys that no query sees, and queries that see no key, may hold any number."""
     case = Case(name="", tags=frozenset(), B=2, T=T, S=S, H=2, Hk=1, dim=32, mask=mask)
     if refused(case, backend, device):
         return
@@ -188,7 +188,7 @@ def test_what_the_mask_hides_does_not_leak(
         x[:, hidden] = poison
     found = run((fresh(q, k, v), mask, {}), backend)
     assert all(x[x != -math.inf].isfinite().all() for x in clean)
-    # a backend may take a more careful path where something is not finite
+    # a backend may take a slower path for non-finite inputs
     for x, y in zip(found, clean, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 

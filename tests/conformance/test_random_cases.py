@@ -1,4 +1,4 @@
-"""Attention itself on problems that nobody chose: each equals the definition, or is refused."""
+"""Attention on random problems: each equals the definition, or is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals: what they say, word for word; that what is not refused runs; that a named backend is never replaced."""
+"""Refusals: their exact text; problems without one run; a named backend is never replaced."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stub(name: str, *reasons: str) -> SimpleNamespace:
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch):
-    """A dispatch with three backends that give the reasons they are told to give."""
+    """Builds a dispatch with three backends that refuse with given reasons."""
 
     def install(fast: tuple[str, ...], middle: tuple[str, ...], plain: tuple[str, ...]) -> None:
         order = (stub("fast", *fast), stub("middle", *middle), stub("plain", *plain))
@@ -112,7 +112,7 @@ def test_eager_says_what_it_lacks() -> None:
 
 @pytest.mark.parametrize("arch_word", ["cpu", "sm80", "sm90", "sm100", "mps"])
 def test_refusals_are_pure_sentences(arch_word: str) -> None:
-    """Refusing needs no tensor and no device, gives the same answer twice, and says something each time."""
+    """Refusals need no tensor and no device, are the same twice, and are not empty."""
     for case in CASES.values():
         spec = case.problem(arch_word, needs_lse=True).spec
         first = dispatch.verdicts(spec)
@@ -171,7 +171,7 @@ def test_with_none_named_the_first_that_can_runs(
 
 
 def entry(backend: str) -> str:
-    """The function through which a call comes in: eager runs outside the operator, where autograd sees every step."""
+    """Returns the function that a call enters: eager runs outside the operator, where autograd sees every step."""
     return "attend" if backend == "eager" else "forward"
 
 

@@ -1,4 +1,4 @@
-"""A call like one made before is checked and answered as the first was: nothing that is remembered may show."""
+"""Repeated calls are checked and computed like the first: the cache must have no visible effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASE = Case(name="repeated", tags=frozenset(), T=70, S=70, dim=32)
 
 
 def refused(backend: str, device: torch.device) -> bool:
-    """Whether the backend refuses these calls; if so, that it says so is asserted."""
+    """Returns whether the backend refuses these calls; if so, asserts its reason."""
     if not dispatch.verdicts(CASE.problem(arch(device)).spec)[backend]:
         return False
     with pytest.raises(rt.Unsupported):
@@ -45,7 +45,7 @@ def test_a_repeated_call_reads_its_own_data(backend: str, device: torch.device) 
 
 
 def test_a_plain_call_can_be_remembered(device: torch.device) -> None:
-    """Otherwise every call would be checked anew, right and slow."""
+    """Without a cache hit, every call would be checked again: correct, but slow."""
     q, k, v = inputs(device)
     key = ops.signature(q, k, v, CAUSAL, Options(), Asked())
     assert key is not None
@@ -53,7 +53,7 @@ def test_a_plain_call_can_be_remembered(device: torch.device) -> None:
     assert ops.signature(q, k, v, CAUSAL, Options(), Asked(deterministic=True)) not in (None, key)
     with_sinks = ops.signature(q, k, v, CAUSAL, Options(sinks=torch.zeros(2, device=device)), Asked())
     assert with_sinks not in (None, key)
-    # 4 bytes off what kernels were compiled for
+    # 4 bytes off the alignment that kernels were compiled for
     off = torch.randn(q.numel() + 1, device=device)[1:].view(q.shape)
     assert ops.signature(off, k, v, CAUSAL, Options(), Asked()) is None
     assert ops.signature(q.requires_grad_(), k, v, CAUSAL, Options(), Asked()) not in (None, key)

@@ -1,4 +1,4 @@
-"""The pages that a reader sees, and what is in them."""
+"""The documentation pages and their contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def fences(page: Path, language: str) -> Iterator[tuple[int, str]]:
-    """The code fences of a language: the line on which each one's code starts, and the code."""
+    """Yields the code fences of a language: the line where the code starts, and the code."""
     text = page.read_text(encoding="utf-8")
     for match in _FENCE.finditer(text):
         if match[1] == language:
@@ -25,7 +25,7 @@ def fences(page: Path, language: str) -> Iterator[tuple[int, str]]:
 
 
 def program(page: Path) -> str:
-    """The page's Python fences as one program, each on its own lines of the page, so that a traceback points into it."""
+    """Returns the page's Python fences as one program, with the page's line numbers, so that tracebacks point into it."""
     lines: list[str] = []
     for start, code in fences(page, "python"):
         lines += [""] * (start - 1 - len(lines)) + code.splitlines()
@@ -33,7 +33,7 @@ def program(page: Path) -> str:
 
 
 def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Python in a process of its own, on this checkout, one thread, no network, warnings as they come."""
+    """Runs Python in a new process, on this checkout, with one thread and no network."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     return subprocess.run(
         [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""What the pages show runs: every Python fence, every example, and the examples in the public docstrings."""
+"""All shown code runs: every Python fence, every example, and the examples in the public docstrings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_docstring_example_runs(name):
     scope |= {public: getattr(rooftile, public) for public in rooftile.__all__} | DOCUMENTED
     for example in doctest.DocTestParser().get_examples(DOCUMENTED[name].__doc__):
         if example.options.get(doctest.SKIP):
-            # it needs what is not here, as a checkpoint
+            # it needs something that tests do not have, such as a checkpoint
             continue
         if example.want:
             assert repr(eval(example.source, scope)) == example.want.strip()

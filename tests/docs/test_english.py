@@ -17,7 +17,7 @@ from tests.docs.pages import PAGES, ROOT
 FOLDERS = ("rooftile", "tests", "scripts", "examples", "benchmarks")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 FIRST_WORDS = {"What", "Of", "Where", "Which", "As"}
-# words that only we used for what the field has a word for
+# private names for things that have a name in the field
 PRIVATE = re.compile(
     r"\b(row_of_work|row_words|over_dim|with_care|paged_alike|weights_8bit|low_precision|sum_of_dq|few_bits|FewBits|_housed|_grown|heirs)\b"
 )

@@ -1,4 +1,4 @@
-"""What a script writes is what is committed, and pyproject says what the package says."""
+"""The committed pages are those that their scripts write, and pyproject agrees with the package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_figures_are_what_their_script_draws():
 def test_tables_of_results_are_what_their_lines_say(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     absent = [body for source, body in TABLE.findall(text) if not (ROOT / source).exists()]
-    # no number without a line
+    # every table has its file of results
     assert "".join(absent) == ""
     assert absent or write_tables(text, ROOT) == text
 

@@ -1,4 +1,4 @@
-"""What the pages name exists: paths, links, make targets, commands and the public names."""
+"""Everything that the pages name exists: paths, links, make targets, commands and public names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PUBLIC = re.compile(r"\b(?:rt|rooftile)\.([A-Za-z_]+)\b(?!/)")
 
 
 def code_and_ticks(name: str) -> str:
-    """What a page sets as code: its fences and what is in backticks."""
+    """Returns the code of a page: its fences and the text in backticks."""
     blocks = [code for language in ("sh", "python") for _, code in fences(ROOT / name, language)]
     return "\n".join([*blocks, *re.findall(r"`[^`\n]+`", WORDS[name])])
 
@@ -53,7 +53,7 @@ COMMANDS = sorted({match[0].strip("` ") for name in NAMES for match in COMMAND.f
 def test_every_command_named_exists_and_has_its_options(line):
     words = line.removeprefix(".venv/bin/").split()[1:]
     options = {word for word in words if word.startswith("--")} - {"--help"}
-    # a command's name and its subcommand's, not what follows the first option or file
+    # the names of a command and its subcommand, without options and files
     names = [word for word in words[:2] if re.fullmatch("[a-z]+", word)]
     shown = CliRunner().invoke(app, [*names, "--help"])
     assert shown.exit_code == 0, shown.output

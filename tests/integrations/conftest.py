@@ -1,4 +1,4 @@
-"""A backend of formulas, first in the order, that counts its calls: whether Rooftile really ran is then a number."""
+"""A backend of formulas, first in the order, that counts its calls, to show that Rooftile really ran."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rooftile.spec import Grads
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
-    """How often Rooftile ran, by "forward" and "backward", once it is enabled; disabled again afterwards.
+    """Enables Rooftile and counts its runs, by "forward" and "backward"; disables it afterwards.
 
     The dense problems without bias run on the definition and on its gradients as formulas, in fp64.
     """
@@ -58,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """Rooftile among the attentions that Transformers knows."""
+    """Registers Rooftile with Transformers."""
     from rooftile.integrations import transformers as integration
 
     integration.register()
@@ -68,7 +68,7 @@ def registered() -> Iterator[None]:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """How often the integration called Rooftile: dense, with a bias, packed."""
+    """Counts the integration's calls of Rooftile: dense, with a bias, packed."""
     from rooftile.integrations import transformers as integration
 
     counted: Counter = Counter()

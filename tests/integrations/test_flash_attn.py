@@ -194,7 +194,7 @@ def test_bad_arguments(call, error, message):
 
 
 def turned(x: torch.Tensor, place: int, interleaved: bool) -> torch.Tensor:
-    """A row (D,) whose first eight numbers are turned by its place, as complex numbers."""
+    """Rotates the first eight numbers of a row (D,) by its position, as complex numbers."""
     angles = place * torch.tensor([1.0, 0.3, 0.1, 0.03])
     pairs = x[:8].view(4, 2) if interleaved else x[:8].view(2, 4).T
     numbers = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(4), angles))
@@ -228,7 +228,7 @@ def test_a_cache_is_appended_to_and_attended_to(paged: bool, interleaved: bool, 
     )  # fmt: skip
     torch.testing.assert_close(o, torch.cat([x for x, _ in due]))
     torch.testing.assert_close(lse, torch.cat([x for _, x in due]))
-    # in place, behind what was there
+    # in place, after the tokens in the cache
     assert torch.equal(v_cache.view(6, 24, Hk, D)[4, 5:8], v[0])
 
 

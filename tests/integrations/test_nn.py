@@ -1,4 +1,4 @@
-"""The module against torch's own, and against the definition."""
+"""The module, compared with torch's own and with the definition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rooftile.nn import Attention
 
 
 def by_definition(layer, x, context=None):
-    """What the layer is due to return, in fp64."""
+    """Returns the expected result of the layer, in fp64."""
     context = x if context is None else context
     q, k, v = (project(y) for project, y in ((layer.q, x), (layer.k, context), (layer.v, context)))
     q, k, v = (y.double().unflatten(-1, (-1, layer.head_dim)) for y in (q, k, v))

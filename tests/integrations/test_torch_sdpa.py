@@ -1,4 +1,4 @@
-"""F.scaled_dot_product_attention, and what is built on it, runs on Rooftile and gives what it gave before."""
+"""F.scaled_dot_product_attention, and modules built on it, run on Rooftile with unchanged results."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_dropout_stays_with_the_stock_path(calls):
     rooftile.enable()
     torch.manual_seed(3)
     assert_same(sdpa_and_gradients(q, k, v, dropout_p=0.4), due)
-    # on the CPU PyTorch does not even ask
+    # on the CPU PyTorch does not call the hook
     assert torch_sdpa._cpu_forward(q, k, v, 0.4) is None
     assert torch_sdpa._cuda_forward(q, k, v, 0.4) is None
     assert not calls
@@ -113,7 +113,7 @@ def test_dropout_stays_with_the_stock_path(calls):
 
 @pytest.mark.parametrize("sizes", [{"T": 20, "S": 45}, {"T": 45, "S": 20}], ids=str)
 def test_on_cuda_causal_attention_is_square(calls, sizes):
-    """The operator's own alignment is neither SDPA's nor asked for by SDPA: the stock kernel keeps it."""
+    """SDPA never uses the operator's own alignment: the stock kernel keeps such calls."""
     q, k, v = (x.detach() for x in tensors(**sizes))
     assert torch_sdpa._cuda_forward(q, k, v, 0.0, True) is None
     assert torch_sdpa._cuda_backward(q, q, k, v, q, q, None, None, 20, 20, 0.0, True, None, None) is None
@@ -123,7 +123,7 @@ def test_on_cuda_causal_attention_is_square(calls, sizes):
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "qkv in one", "expanded"])
 def test_what_cuda_would_get(calls, layout):
-    """The CUDA operators' answers, made of CPU tensors, beside their fakes."""
+    """Compares the results of the CUDA operators, on CPU tensors, with their fakes."""
     q, k, v = layouts()[layout]
     flash, flash_backward = (
         getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{end}") for end in ("", "_backward")
@@ -160,7 +160,7 @@ def layouts():
 
 @pytest.mark.parametrize("layout", layouts())
 def test_strides_are_those_of_the_fake(calls, layout):
-    """Inductor asserts them; an eager run never looks."""
+    """Inductor asserts strides; an eager run does not check them."""
     q, k, v = layouts()[layout]
     with torch._subclasses.FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in (q, k, v)]
@@ -277,7 +277,7 @@ def packed(*lengths, Hk=2, D=16):
     ("causal", "left", "right"), [(False, None, None), (True, -1, -1), (True, 3, None), (False, 3, 2)]
 )
 def test_the_varlen_operators(monkeypatch, causal, left, right):
-    """They are CUDA's; what stands behind them is checked here on CPU tensors, on the definition."""
+    """These are CUDA operators; their implementation is tested here on CPU tensors with the definition."""
     monkeypatch.setattr(torch_sdpa, "_NO_GAIN", ())
     torch_sdpa._route.cache_clear()
     q, k, v, cu = packed(5, 0, 30)

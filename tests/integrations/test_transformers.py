@@ -1,4 +1,4 @@
-"""Models of Transformers, tiny, with random weights: the logits, gradients and tokens of their own eager attention."""
+"""Models of Transformers, tiny, with random weights: logits, gradients and tokens equal those of their eager attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def build(config, auto=transformers.AutoModelForCausalLM):
     torch.manual_seed(0)
     model = auto.from_config(config, attn_implementation="eager")
     for name, p in model.named_parameters():
-        # large enough that attention is far from uniform, sinks and windows included
+        # large enough that attention is far from uniform, also with sinks and windows
         torch.nn.init.normal_(p, std=0.3 if p.ndim > 1 or "sinks" in name else 0.05)
     return model.eval()
 
@@ -35,7 +35,7 @@ def tokens(*shape):
 
 
 def logits_and_gradients(model, implementation, real=None, **inputs):
-    """The logits of the tokens that there are, and every parameter's gradient through them."""
+    """Returns the logits of the real tokens, and every parameter's gradient through them."""
     model.set_attn_implementation(implementation)
     model.zero_grad()
     logits = model(**inputs).logits
@@ -98,7 +98,7 @@ def test_padding_is_gathered_away(model, ran, side, cached):
 
 
 def test_padding_between_tokens(model, ran):
-    """Distances would change if it were gathered away, so windows and chunks are evaluated."""
+    """Removing this padding would change distances, so windows and chunks are evaluated."""
     there = padding("holes")
     inputs = {"input_ids": tokens(3, 17), "attention_mask": there}
     due = logits_and_gradients(model, "eager", there.bool(), **inputs)
@@ -107,7 +107,7 @@ def test_padding_between_tokens(model, ran):
 
 
 def test_attention_runs_with_few_queries_where_padding_is(monkeypatch):
-    """The rows that a packed call gets are the tokens that there are."""
+    """A packed call gets exactly the real tokens."""
     model = build(CAUSAL_MODELS["llama"]()).eval()
     model.set_attn_implementation("rooftile")
     rows = []
@@ -128,7 +128,7 @@ def positions_of(*lengths):
 
 
 def one_by_one(model, rows, lengths):
-    """The logits of each packed sequence by itself, in eager attention."""
+    """Returns the logits of each packed sequence by itself, with eager attention."""
     model.set_attn_implementation("eager")
     model.zero_grad()
     parts = [row[None].split(list(n), dim=1) for row, n in zip(rows, lengths, strict=True)]
@@ -139,13 +139,13 @@ def one_by_one(model, rows, lengths):
 @pytest.mark.parametrize("cached", [False, True], ids=["no cache", "cache"])
 @pytest.mark.parametrize("lengths", [((5, 9, 3),), ((5, 9, 3), (12, 5))], ids=["one row", "two rows"])
 def test_packed_position_ids_are_separate_sequences(model, ran, lengths, cached):
-    """Also where eager attention lets them see one another: with a cache, and in GPT-OSS."""
+    """Also where eager attention lets them see each other: with a cache, and in GPT-OSS."""
     rows = tokens(len(lengths), 17)
     positions = torch.cat([positions_of(*n) for n in lengths])
     inputs = {"input_ids": rows, "position_ids": positions, "use_cache": cached}
     found = logits_and_gradients(model, "rooftile", **inputs)
     if model.config.model_type == "llama4_text":
-        # its attention is not told position_ids, and its chunks go on from one sequence to the next, as in eager attention
+        # its attention does not get position_ids, and its chunks continue across sequences, as in eager attention
         assert ran == ({"dense": 2} if cached else {"bias": 1, "packed": 1})
         assert_same(found, logits_and_gradients(model, "eager", **inputs))
     else:
@@ -185,7 +185,7 @@ def test_the_same_tokens(model, ran, side):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_the_same_tokens_with_a_static_cache(model, ran, side):
-    """Its keys are more than its queries, and the last query is not at the last key."""
+    """There are more keys than queries, and the last query is not at the last key."""
     inputs = {"input_ids": tokens(3, 17), "attention_mask": padding(side), "cache_implementation": "static"}
     due = generate(model, "eager", **inputs, disable_compile=True)
     assert torch.equal(generate(model, "rooftile", **inputs, disable_compile=True), due)
@@ -195,7 +195,7 @@ def test_the_same_tokens_with_a_static_cache(model, ran, side):
 @pytest.mark.parametrize("cache", [transformers.DynamicCache, transformers.StaticCache])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_prompt_in_pieces(model, ran, cache, padded):
-    """1 < T < S, with a cache that grows and with one that is longer than what was written."""
+    """1 < T < S, with a dynamic cache and with a static one that is longer than the written tokens."""
     row, there = tokens(2, 16), torch.ones(2, 16, dtype=torch.long)
     if padded:
         there[0, :3] = 0
@@ -217,7 +217,7 @@ def test_a_prompt_in_pieces(model, ran, cache, padded):
 
 
 def test_a_mask_of_ones_own(model, ran):
-    """Four axes: it says all, and neither is_causal nor the window is added."""
+    """A 4-D mask is complete: neither is_causal nor the window is added."""
     own = torch.rand(2, 1, 17, 17, generator=torch.Generator().manual_seed(2)) < 0.5
     own[..., range(17), range(17)] = True
     added = torch.zeros(own.shape).masked_fill(~own, torch.finfo(torch.float32).min)
@@ -278,7 +278,7 @@ def test_vit(ran):
 
 @pytest.mark.parametrize("source", [9, 17], ids=["T != S", "T = S"])
 def test_an_encoder_and_a_decoder(ran, source):
-    """Cross-attention: padding of the source's keys says nothing about the target's queries, however long they are."""
+    """Cross-attention: the padding of the source's keys does not apply to the target's queries, at any length."""
     config = transformers.BartConfig(
         vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64, dropout=0,
@@ -367,7 +367,7 @@ def test_a_compiled_model(ran):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_sdpa_implementation_under_enable(calls, name):
-    """The other way in: attn_implementation="sdpa", once rooftile.enable() is behind PyTorch's operators."""
+    """Models also reach Rooftile with attn_implementation="sdpa", after rooftile.enable()."""
     model = build(CAUSAL_MODELS[name]())
     inputs = {"input_ids": tokens(2, 17)}
     due = logits_and_gradients(model, "eager", **inputs)

@@ -1,4 +1,4 @@
-"""Masks of Transformers, in the forms that they take here, and what is refused in a sentence."""
+"""Masks of Transformers in the forms that they take here, and the refused ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("registered")
 
 
 def test_a_pattern_that_is_not_recognised_is_evaluated(ran):
-    """Tokens of one image see one another in a causal model: the flash path of Transformers would drop that."""
+    """Tokens of one image see each other in a causal model: the flash path of Transformers would drop that."""
     config = CAUSAL_MODELS["llama"]()
     images = torch.full((2, 17), -1)
     images[0, 4:9] = 0
@@ -70,7 +70,7 @@ PATTERNS = {
 )
 @pytest.mark.parametrize("name", PATTERNS)
 def test_masks_say_what_transformers_own_say(ran, name, T, S, q_offset, kv_offset, seen):
-    """Whatever form a mask takes, attention under it is attention under the dense one, for the tokens that there are."""
+    """In every form of a mask, attention equals that under the dense mask, for the real tokens."""
     function, given = PATTERNS[name]
     config = transformers.Llama4TextConfig(
         **DECODER, **HEADS, **EXPERTS, attention_chunk_size=5, layer_types=["chunked_attention", "full_attention"]

@@ -8,7 +8,7 @@ import torch
 from rooftile.errors import Unsupported
 
 transformers = pytest.importorskip("transformers")
-# Transformers asks it how much memory a CPU has
+# Transformers uses it to read the memory of a CPU
 pytest.importorskip("psutil")
 
 SMALL = {
@@ -35,7 +35,7 @@ def test_generate_batch_gives_the_tokens_of_generate(window: int | None) -> None
         ids = torch.tensor([prompt])
         due.append(model.generate(ids, generation_config=chosen, attention_mask=torch.ones_like(ids))[0, len(prompt) :].tolist())
     model.set_attn_implementation("paged|rooftile")
-    # the longest prompt comes in chunks, and the others are decoding meanwhile
+    # the longest prompt is read in chunks, while the others decode
     batching = ContinuousBatchingConfig(block_size=16, num_blocks=64, max_batch_tokens=32)
     found = model.generate_batch(inputs=prompts, generation_config=chosen, continuous_batching_config=batching)
     assert [found[key].generated_tokens for key in sorted(found)] == due

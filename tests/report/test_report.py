@@ -1,4 +1,4 @@
-"""The report's page: built by the command in quick mode, self-contained, well formed, and its titles true to its data."""
+"""The report page: built by the command in quick mode, self-contained, well formed, with titles that match its data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VOID = {"meta", "link", "br", "img", "hr", "input", "source", "path", "rect", "c
 
 
 class Page(HTMLParser):
-    """A page's elements; complains of one that is closed out of turn."""
+    """Collects a page's elements; fails if one is closed out of order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Page(HTMLParser):
 
 
 def numbers_of(text: str) -> dict:
-    """The raw numbers that a page carries."""
+    """Returns the raw numbers in a page."""
     found = re.search(r'<script type="application/json" id="numbers">(.*?)</script>', text, re.DOTALL)
     assert found
     return json.loads(found[1])
@@ -69,7 +69,7 @@ def numbers_of(text: str) -> dict:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    """The page that the command writes with --quick, and how the command ended."""
+    """Returns the page that the command writes with --quick, and its exit status."""
     out = tmp_path_factory.mktemp("report") / "deep" / "page.html"
     command = [sys.executable, "-m", "rooftile", "report", "--quick", "--device", "cpu", "--out", str(out)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(out.parent.parent), "TRANSFORMERS_VERBOSITY": "error"}

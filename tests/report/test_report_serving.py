@@ -1,4 +1,4 @@
-"""The page's serving: numbers and pictures are those of the block tables, which are the pool's, and the answers Transformers'."""
+"""The serving section: numbers and pictures match the block tables, these match the pool, and answers match Transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 class Witness(Recorder):
-    """Also writes down what the pool itself says in each step."""
+    """Also records the pool's own numbers in each step."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -46,7 +46,7 @@ witnesses: list[Witness] = []
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A checkpoint as the training leaves it, with the weights of the beginning."""
+    """Writes a checkpoint like that of the training, with the initial weights."""
     made = tmp_path_factory.mktemp("checkpoint")
     with training.quiet():
         training.llama(PLAN.model, "eager").save_pretrained(made)
@@ -55,7 +55,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder) -> Serving:
-    """A run of the quick plan."""
+    """Runs the quick plan."""
     witnesses.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serving, "Recorder", Witness)
@@ -152,12 +152,12 @@ def test_the_picture_has_a_colour_for_each_request_and_true_areas(served):
     assert room == pytest.approx(len(cells) * across * down, rel=0.02)
     shared = sum(float(b) - float(a) for a, b in re.findall(r"M([\d.]+) [\d.]+H([\d.]+)", paths["shared"]))
     assert shared == pytest.approx(sum(cell.tables > 1 for cell in cells) * across, rel=0.05)
-    # an outline climbs from step to step, where slots are filled at once
+    # an outline rises between steps, while slots fill at once
     assert outlined(paths["filled"]) == pytest.approx(sum(cell.filled for cell in cells) / BLOCK * across * down, rel=0.05)
 
 
 def outlined(path: str) -> float:
-    """The area of closed outlines of the form M x y L x y ... V y z."""
+    """Returns the area of closed outlines of the form M x y L x y ... V y z."""
     area = 0.0
     for start, corners, base in re.findall(r"M([\d. ]+)((?:L[\d. ]+)+)V([\d.]+)z", path):
         points = [tuple(map(float, corner.split())) for corner in (start, *corners[1:].split("L"))]
@@ -229,7 +229,7 @@ def test_the_page_shows_the_section(found):
 
 
 def run_with(monkeypatch, **parts) -> experiments.Report:
-    """A report whose other experiments do nothing."""
+    """Builds a report whose other experiments do nothing."""
     for module, name in (
         (experiments.machine, "survey"), (experiments.comparison, "compare"), (experiments.tiles, "tile_masks"),
         (experiments.precision, "measure"),

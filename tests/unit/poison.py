@@ -1,4 +1,4 @@
-"""One NaN in one input: where it must show, found from the materialised mask, and that nothing else changes."""
+"""One NaN in one input: it must reach the outputs that the materialised mask predicts, and change no others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, mask: Mask, backend: str) -
 
 
 def expected_nan(seen: Tensor, poisoned: str, n: int) -> dict[str, Tensor]:
-    """Where NaN is due, (T | S, D) per output; seen is the mask (T, S), n the poisoned row or key, 3 its column."""
+    """Returns the expected NaNs, (T | S, D) per output; seen is the mask (T, S), n the poisoned row or key, 3 its column."""
     row, column = torch.zeros(len(seen), dtype=torch.bool), torch.zeros(8, dtype=torch.bool)
     column[3] = True
     row[n : n + 1] = poisoned in ("q", "do")

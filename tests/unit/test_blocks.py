@@ -1,4 +1,4 @@
-"""The bookkeeping of a paged cache, against a memory that is written and read through the tables."""
+"""The bookkeeping of a paged KV cache, tested with a memory that is written and read through the tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooftile.kvcache import BlockPool, BlockTable, OutOfBlocks
 
 
 class Memory:
-    """A cache whose keys and values are the tokens themselves, and what each sequence should read there."""
+    """A cache whose keys and values are the tokens themselves, and the expected contents of each sequence."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -104,7 +104,7 @@ def test_what_a_sequence_wrote_it_reads_whatever_happens_around_it(size: int, pr
         if n % 100 == 0:
             memory.check()
     memory.check()
-    # all of it happened
+    # every kind of event occurred
     assert refused > 100
     assert copied > 100
     assert (hits > 1000) == prefixes
@@ -128,7 +128,7 @@ def test_a_prefix_is_found_while_its_room_is_not_needed() -> None:
     assert whole.length == 4
     pool.free(whole)
     pool.free(again)
-    # three new blocks come from the free ones; two more take the cached, of which the end goes first
+    # three new blocks come from the free ones; two more evict cached blocks, from the end of the prefix
     pool.append(pool.begin([7]), 16)
     assert pool.begin(range(10)).length == 8
     pool.check()
@@ -158,7 +158,7 @@ def test_salts_and_other_beginnings_share_nothing() -> None:
     assert pool.begin([1, 2, 3, 4, 5, 6, 7, 8, 9], "a").length == 8
     assert pool.begin([1, 2, 3, 4, 5, 6, 7, 8, 9], "b").length == 0
     assert pool.begin([1, 2, 3, 4, 5, 6, 7, 8, 9]).length == 0
-    # the same tokens after others are another block
+    # the same tokens after another prefix are another block
     assert pool.begin([9, 9, 9, 9, 5, 6, 7, 8, 9], "a").length == 0
     pool.forget_prefixes()
     assert pool.begin([1, 2, 3, 4, 5, 6, 7, 8, 9], "a").length == 0
@@ -222,11 +222,11 @@ def lognormal(chance: random.Random, mean: float, spread: float) -> int:
     ("inputs", "outputs", "most"), [((161, 1.2), (338, 0.9), 0.02), ((19, 0.6), (58, 0.9), 0.07)], ids=["ShareGPT", "Alpaca"]
 )
 def test_waste_is_what_half_a_block_a_sequence_is(inputs, outputs, most: float) -> None:
-    """A thousand requests of lengths like those datasets', first come first served, the newest preempted; 15,700 slots."""
+    """Serves a thousand requests with lengths like those of the datasets, first come first served; 15,700 slots."""
     chance = random.Random(0)
     pool = BlockPool(15_700 // 16)
     lengths = [(lognormal(chance, *inputs), lognormal(chance, *outputs)) for _ in range(1000)]
-    waiting = [(length, length + more) for length, more in reversed(lengths)]  # tokens that it has, and will have
+    waiting = [(length, length + more) for length, more in reversed(lengths)]  # tokens now, and in the end
     running: list[tuple[BlockTable, int]] = []
     seen = []
     while waiting or running:

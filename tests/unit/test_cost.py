@@ -1,4 +1,4 @@
-"""The cost model against programs that walk the tiles and count every element they touch."""
+"""The cost model, compared with programs that loop over the tiles and count every element."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def blocks(length: int, size: int) -> Iterator[range]:
 
 
 def walk_forward(it: Problem, block_t: int, block_s: int, memory: Memory) -> None:
-    """Algorithm 1 of FlashAttention-2 as its loads and stores, one element at a time."""
+    """Performs the loads and stores of FlashAttention-2's Algorithm 1, one element at a time."""
     spec, e = it.spec, it.spec.dtype.itemsize
     for b, (T, S) in enumerate(it.sizes.sequences):
         sees = materialise(spec.mask, T, S)
@@ -110,7 +110,7 @@ def walk_forward(it: Problem, block_t: int, block_s: int, memory: Memory) -> Non
 
 
 def walk_backward(it: Problem, block_t: int, block_s: int, memory: Memory) -> None:
-    """Algorithm 2 of FlashAttention-2, a key head's query heads inside its key tile, dq summed in a wide buffer."""
+    """Performs FlashAttention-2's Algorithm 2: the query heads of a key head inside its key tile, dq in a wide buffer."""
     spec, e = it.spec, it.spec.dtype.itemsize
     wide = max(e, 4)
     for b, (T, S) in enumerate(it.sizes.sequences):
@@ -151,7 +151,7 @@ def walk_backward(it: Problem, block_t: int, block_s: int, memory: Memory) -> No
 
 
 def walk_flash1(it: Problem, fast_elements: int, memory: Memory) -> None:
-    """Algorithm 1 of FlashAttention: keys outside, queries inside, o and its statistics in memory."""
+    """Performs FlashAttention's Algorithm 1: keys in the outer loop, queries in the inner loop, o and statistics in memory."""
     spec, e = it.spec, it.spec.dtype.itemsize
     wide, d = max(e, 4), max(it.spec.dim, it.spec.dim_v)
     block_s = (fast_elements + 4 * d - 1) // (4 * d)
@@ -180,7 +180,7 @@ def walk_flash1(it: Problem, fast_elements: int, memory: Memory) -> None:
 
 
 def walk_pairs(it: Problem, phase: str, memory: Memory) -> None:
-    """Any schedule: every visible pair touches what it needs, every output is written."""
+    """Touches the inputs of every visible pair and writes every output, as any schedule must."""
     spec, e = it.spec, it.spec.dtype.itemsize
     wide, backward = max(e, 4), phase == "bwd"
     for b, (T, S) in enumerate(it.sizes.sequences):
@@ -334,7 +334,7 @@ def test_flops_of_a_causal_square_are_half_and_a_little() -> None:
 
 
 class Box:
-    """A machine of 1000 FLOP/s and so many bytes a second."""
+    """A machine with 1000 FLOP/s and the given bytes per second."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s

@@ -1,4 +1,4 @@
-"""The order of the house: imports go down, nothing is named utils, and importing rooftile stays cheap."""
+"""The structure of the package: imports go down, no module is named utils, and importing rooftile stays cheap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGE = Path(rooftile.__file__).parent
 
 # the first part of a module's name below rooftile, and the floor it lives on. A line of its own: rooms that are coming
 FLOORS = {
-    # `errors` lies below the ground: every floor may raise one
+    # `errors` is below all floors: every floor may raise one
     "errors": -1,
     "hardware": 0, "launch": 0,
     "masks": 1, "precision": 1, "operators": 1,
@@ -52,12 +52,12 @@ def name_of(path: Path) -> str:
 
 
 def place(module: str) -> str:
-    """`rooftile.backends.tiled.forward` lives in `backends`."""
+    """Returns the room of a module: `rooftile.backends.tiled.forward` is in `backends`."""
     return module.split(".")[1]
 
 
 def imports(path: Path) -> list[str]:
-    """Every rooftile module that a file imports, at its top, inside functions or for types, by full name."""
+    """Yields the full name of every rooftile module that a file imports, at its top, inside functions or for types."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -74,7 +74,7 @@ def test_imports_go_down(path: Path) -> None:
     assert own in FLOORS, f"{path.name} lives on no floor; give `{own}` one in design and here"
     for module in imports(path):
         other = place(module)
-        # what comes through the package's front door is the public API
+        # an import from `rooftile` itself is the public API
         floor = FLOORS.get(other, FLOORS["api"])
         lower = other == own or floor < FLOORS[own]
         assert lower, f"{name_of(path)} (floor {FLOORS[own]}) imports {module} (floor {floor})"
@@ -109,7 +109,7 @@ def test_importing_rooftile_brings_no_kernel_language_and_no_optional_package() 
 
 
 def test_no_submodule_takes_the_name_of_what_its_package_defines() -> None:
-    """Importing a submodule sets it as an attribute of its package: a function of that name is gone from then on."""
+    """A submodule becomes an attribute of its package on import, and would replace a function of the same name."""
     for path in PACKAGE.rglob("__init__.py"):
         submodules = {p.stem for p in path.parent.glob("*.py")} | {p.name for p in path.parent.iterdir() if p.is_dir()}
         tree = ast.parse(path.read_text())

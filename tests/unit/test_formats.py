@@ -1,4 +1,4 @@
-"""Formats of few bits: against torchao's bits, and at their edges."""
+"""Number formats: compared with torchao's bits, and at their limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ours(name: str) -> dict[str, list[list[int]]]:
 
 
 def without_zero_rows(found: dict[str, list[list[int]]], name: str) -> dict[str, list[list[int]]]:
-    """A row of zeros has some scale, and any will do; torchao takes the least that it is told."""
+    """Ignores the scale of rows of zeros: any is correct, and torchao uses its minimum."""
     zero = (INPUTS == 0).all(1).tolist()
     if not name.startswith("int"):
         return found
@@ -55,7 +55,7 @@ def test_vectors_are_what_torchao_makes() -> None:
     assert by_torchao(INPUTS) == VECTORS["formats"]
 
 
-# what the 256 codes mean, from the standards' own rules
+# the values of the 256 codes, by the rules of the standards
 def _float_codes(exponent_bits: int, mantissa_bits: int, bias: int) -> list[float]:
     found = []
     for code in range(2 ** (exponent_bits + mantissa_bits)):
@@ -113,7 +113,7 @@ def test_what_is_not_finite_is_nan_where_it_stands(name: str, granularity: numer
     bad[0, 5, 1, 3] = bad[1, 130, 0, 0] = bad[1, 131, 0, 15] = True
     largest = x.abs().amax()
     for value in (torch.nan, torch.inf, -torch.inf):
-        # what it replaces was no part's largest, or the scales would change with it
+        # the replaced number must not be the largest of a part, or the scales would change
         x[bad] = largest * 1e-3
         clean = quantise(x, name, granularity=granularity).dequantise()
         found = quantise(x.masked_fill(bad, value), name, granularity=granularity).dequantise()
@@ -175,7 +175,7 @@ def test_scales_cover_what_they_say(granularity: numerics.Granularity) -> None:
     assert tuple(scaled.scales.shape) == shape
     size = scaled.row_scales().expand_as(x) * 127
     assert (x.abs() <= size * (1 + 1e-6)).all()
-    # a part's scale is the size of one of its own: each is reached
+    # the scale of a part is reached by one of its numbers
     reached = torch.isclose(x.abs(), size, rtol=1e-6).sum()
     assert reached >= scaled.scales.numel()
 

@@ -9,7 +9,7 @@ from rooftile.numerics import fake_quantise, hadamard, inverse_hadamard, quantis
 
 
 def matrix(n: int) -> torch.Tensor:
-    """Sylvester's, by its definition."""
+    """Builds Sylvester's matrix by its definition."""
     h = torch.ones(1, 1, dtype=torch.float64)
     while len(h) < n:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])

@@ -50,7 +50,7 @@ def test_an_unknown_chip_has_no_row() -> None:
 def test_each_row_is_a_plausible_dense_machine(chip) -> None:
     rates = chip.rates("fp32")
     assert rates.bytes_per_s == chip.bandwidth_gbs * 1e9
-    # a ridge outside this span is a slip of units, or a rate for sparse operands
+    # a ridge outside this range means a wrong unit, or a rate for sparse operands
     assert 1 < rates.flops_per_s / rates.bytes_per_s < 120
     if chip.bf16_tflops is not None:
         assert 30 < chip.bf16_tflops * 1e3 / chip.bandwidth_gbs < 450

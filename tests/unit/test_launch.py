@@ -1,4 +1,4 @@
-"""What launching needs besides a kernel: a cache that stays small, output tensors, and the right device."""
+"""The parts of a launch besides the kernel: a bounded cache, output tensors, and the device guard."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_other_devices_and_releases_take_the_usual_way(monkeypatch: pytest.Monke
 
 
 def test_a_prepared_call_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever GPU is the current one."""
+    """Stands for any current GPU."""
     current = [0]
 
     class Device:

@@ -1,4 +1,4 @@
-"""Masks as intervals against their definitions, pair by pair."""
+"""Masks as intervals, compared with their definitions pair by pair."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rooftile import masks
 from rooftile.errors import InvalidInput
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
-# a condition as its docstring says it: (name, numbers) -> whether position i sees key j
+# the conditions of the docstrings: (name, numbers) -> whether position i sees key j
 CONDITIONS = {
     "full": lambda i, j: True,
     "causal": lambda i, j: j <= i,
@@ -44,7 +44,7 @@ def build(parts: list[tuple]) -> Mask:
 
 
 def brute(parts: list[tuple], T: int, S: int) -> list[list[bool]]:
-    """The definition, one pair at a time: query t sits at position t + S - T."""
+    """Evaluates the definition pair by pair: query t has position t + S - T."""
     return [
         [all(CONDITIONS[name](t + S - T, j, *numbers) for name, *numbers in parts) for j in range(S)] for t in range(T)
     ]

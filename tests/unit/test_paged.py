@@ -1,4 +1,4 @@
-"""Attention to a paged cache: what attention to the same keys and values laid out plainly is."""
+"""Attention to a paged KV cache equals attention to the same keys and values in dense tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LENGTHS = (37, 5, 0, 64, 1)
 
 
 def paged(sequences: list[tuple[Tensor, Tensor]], size: int, seed: int = 0, spare: int = 3) -> PagedKV:
-    """Keys and values in blocks in any order, NaN wherever nothing was written."""
+    """Builds a cache with blocks in random order, and NaN in unwritten slots."""
     lengths = [len(k) for k, _ in sequences]
     counts = [-(-n // size) for n in lengths]
     order = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(seed)).int()
     k, v = (torch.full((len(order), size, *x.shape[1:]), torch.nan, dtype=x.dtype) for x in sequences[0])
-    # what is past a sequence's end in the table is no block
+    # table entries past a sequence's end are not blocks
     table = torch.full((len(sequences), max(counts) + 1), 10**6, dtype=torch.int32)
     for b, (keys, values) in enumerate(sequences):
         start = sum(counts[:b])
@@ -79,7 +79,7 @@ def test_without_a_name_the_cpu_has_one() -> None:
 
 
 def test_a_pool_and_its_pages() -> None:
-    """Two samples of one prompt: they share what they have in common, and neither reads what the other wrote."""
+    """Two samples of one prompt share its blocks, and neither reads the tokens of the other."""
     pool, pages = BlockPool(8, 4), Pages(8, layers=2, heads=2, dim=16, size=4, dtype=torch.float32)
     pages.storage.fill_(torch.nan)
     k, v = torch.randn(2, 2, 6, 2, 16)
@@ -157,7 +157,7 @@ def test_other_bad_input() -> None:
 
 
 def sharing(Hk: int = 2, size: int = 16, prefix: int = 48) -> tuple[PagedKV, list[tuple[Tensor, Tensor]]]:
-    """Three sequences that begin in the same blocks."""
+    """Builds three sequences that begin with the same blocks."""
     head = (torch.randn(prefix, Hk, 16), torch.randn(prefix, Hk, 8))
     tails = [(torch.randn(n, Hk, 16), torch.randn(n, Hk, 8)) for n in (30, 5, 16)]
     cache = paged([head, *tails], size)
@@ -203,7 +203,7 @@ def test_a_prefix_that_is_not_shared_is_refused() -> None:
 
 
 def in_fp8(cache: PagedKV) -> tuple[PagedKV, PagedKV]:
-    """The cache in FP8 with scales, and what that stands for."""
+    """Returns the cache in FP8 with scales, and its dequantised numbers."""
     parts, plain = [], []
     for x in (cache.k, cache.v):
         scale = x.abs().amax(-1) / 448
@@ -233,7 +233,7 @@ def test_a_cache_in_fp8_is_times_its_scales(name: str) -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_compiler_sees_one_operator(packed: bool, fp8: bool, dynamic: bool) -> None:
-    """Whole, with every option, and once: other lengths compile nothing."""
+    """Compiles without graph breaks, with every option, and once: other lengths compile nothing."""
     torch._dynamo.reset()
     cache = paged(sequences(D=16, Dv=16), 16)
     if packed:
@@ -255,7 +255,7 @@ def test_a_compiler_sees_one_operator(packed: bool, fp8: bool, dynamic: bool) ->
 
 
 def test_pages_in_fp8() -> None:
-    """A key and a value each within a sixteenth, a zero a zero; copies take the scales along."""
+    """Keys and values are within a sixteenth, and zeros stay zeros; copies include the scales."""
     pages = Pages(6, layers=2, heads=2, dim=16, size=4, dtype=torch.float8_e4m3fn)
     k, v = torch.randn(2, 5, 2, 16)
     k[2, 1] = 0

@@ -1,4 +1,4 @@
-"""The dropout generator is Philox4x32-10, and its mask depends on nothing but place and seed."""
+"""The dropout generator is Philox4x32-10, and its mask depends only on position and seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rooftile.reference.philox import keep_mask, threshold
 
 MASK = 0xFFFFFFFF
 
-# counter (4 words), key (2 words), answer (4 words): the known answers that Random123 publishes
+# counter (4 words), key (2 words), answer (4 words): known answers, published with Random123
 ANSWERS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
@@ -22,7 +22,7 @@ def words(text: str) -> list[int]:
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
-    """Philox4x32-10 in Python's integers, written from the paper and not from rooftile."""
+    """Computes Philox4x32-10 in Python integers, written from the paper, independently of rooftile."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for n in range(10):
         high0, low0 = divmod(0xD2511F53 * c0, 1 << 32)
@@ -33,13 +33,13 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 def signed(high: int, low: int) -> int:
-    """Two words as one int64, as a seed carries them."""
+    """Combines two words into one int64, as in a seed."""
     value = high << 32 | low
     return value - (1 << 64) if value >> 63 else value
 
 
 def first_word(counter: list[int], key: list[int]) -> int:
-    """The 32 bits that decide a weight's fate, found by bisection: kept exactly when they reach the threshold."""
+    """Finds the 32 random bits of a weight by bisection: a weight is kept exactly if they reach the threshold."""
     seed = torch.tensor([signed(key[1], key[0])])
     column, row, head, batch = (torch.tensor(word) for word in counter)
     low, high = 0, 1 << 32

@@ -1,4 +1,4 @@
-"""Attention in few bits: the recipe's integers, its accuracy, its gradients, and what is told to a caller."""
+"""FP8 and INT8 attention: the integers of a recipe, its accuracy, its gradients, and its errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def inputs(T: int, S: int, H: int, Hk: int, dim: int, dim_v: int = 0, B: int = 2
 
 
 def with_outliers(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """N(0, 1), and one entry in a thousand with N(0, 100) on top: the distribution of FlashAttention-3's paper."""
+    """Draws N(0, 1), plus N(0, 100) for one entry in a thousand: the distribution of FlashAttention-3's paper."""
     rare = torch.rand(shape, generator=generator) < 1e-3
     return torch.randn(shape, generator=generator) + 10 * torch.randn(shape, generator=generator) * rare
 
@@ -62,7 +62,7 @@ def test_recipes_are_as_much_better_than_one_scale_as_they_promise(dim: int, fp8
 @recipes
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_output_is_that_of_the_numbers_behind_the_codes(precision: rt.Precision, mask: Mask) -> None:
-    """Exact attention on the dequantised tensors, but for the rounding of weights."""
+    """Equals exact attention on the dequantised tensors, except for the rounding of weights."""
     q, k, v = inputs(130, 200, 4, 2, 64, 32)
     qkv = rt.quantise_qkv(q, k, v, precision)
     plain = [
@@ -74,7 +74,7 @@ def test_output_is_that_of_the_numbers_behind_the_codes(precision: rt.Precision,
         due_lse = due_lse + qkv.shift.mT.double() * 64**-0.5
     o, lse = rt.attention_with_lse(q, k, v, mask, precision=precision)
     torch.testing.assert_close(lse.double(), due_lse, rtol=0, atol=2e-5)
-    # a weight is off by at most a sixteenth of itself, and their errors are independent
+    # the relative error of a weight is at most 1/16, and errors are independent
     size = 2**-4 * plain[2].abs().amax() if precision.pv == "fp8" else 1e-5
     assert (o.double() - due).abs().max() <= size
     assert rmse(o, due) <= 0.3 * size
@@ -104,7 +104,7 @@ def test_smoothing_takes_what_keys_share() -> None:
     assert errors[1] < 0.6 * errors[0]
 
 
-# one scale for all that is packed is another one
+# one scale for the whole packed tensor differs from one per sequence
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.granularity != "tensor"])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_packing_changes_no_bit(name: str, mask: Mask) -> None:
@@ -133,7 +133,7 @@ def test_a_nan_stays_where_exact_attention_has_it(precision: rt.Precision) -> No
     v[1, 80, 0, 7] = -torch.inf
     exact = rt.attention(q, k, v, rt.CAUSAL)
     found, lse = rt.attention_with_lse(q, k, v, rt.CAUSAL, precision=precision)
-    # an infinite value gives an infinity there, and a NaN in few bits
+    # an infinite value gives infinity there, and NaN in FP8
     assert torch.equal(found.isnan(), ~exact.isfinite())
     assert exact[0, 60:].isnan().all()
     assert lse[0, :, 60:].isnan().all()
@@ -184,7 +184,7 @@ def test_gradients_are_those_of_native_attention() -> None:
 
 
 def test_a_backward_is_given_what_native_attention_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel's backward recomputes weights from lse: those of rounded scores would not sum to one."""
+    """A kernel's backward recomputes weights from lse: with the lse of rounded scores they would not sum to one."""
     given = {}
 
     def backward(do, dlse, q, k, v, o, lse, options, spec):
@@ -202,7 +202,7 @@ def test_a_backward_is_given_what_native_attention_computes(monkeypatch: pytest.
 
 
 def test_weights_are_rounded_as_the_kernels_round_them() -> None:
-    """Two keys of weights 1 and 0.3: 256 times the second lies between the codes 72 and 80."""
+    """Two keys have weights 1 and 0.3: 256 times the second is between the codes 72 and 80."""
     q, k = torch.zeros(1, 1, 1, 16), torch.zeros(1, 2, 1, 16)
     q[..., 0], k[0, 1, 0, 0] = 1.0, math.log(0.3)
     v = torch.zeros(1, 2, 1, 16)
@@ -215,11 +215,11 @@ def test_weights_are_rounded_as_the_kernels_round_them() -> None:
 
 @pytest.mark.parametrize("step", [3.0, 40.0, 2000.0])
 def test_scores_may_grow_from_block_to_block(step: float) -> None:
-    """Weights refer to scores of blocks that came before, from the last keys on: these are far above them."""
+    """Weights are relative to scores of earlier blocks, from the last keys on; these scores are far above them."""
     k = torch.zeros(1, 500, 1, 16)
     k[0, :, 0, 0] = step * torch.arange(500).flip(0).div(128, rounding_mode="floor")
     q, v = torch.ones(1, 5, 1, 16), torch.randn(1, 500, 1, 16)
-    # few steps of FP8 lie between scores that are alike
+    # similar scores differ by few FP8 steps
     precision = rt.Precision(incoherent=False, smooth_k=False)
     found, lse = rt.attention_with_lse(q, k, v, scale=1.0, precision=precision)
     due, due_lse = rt.attention_with_lse(q, k, v, scale=1.0)
@@ -257,7 +257,7 @@ def test_the_mean_key_of_a_long_sequence_is_of_every_nth() -> None:
 
 
 def test_integers_are_what_the_formats_say() -> None:
-    """Without a rotation: by `rooftile.numerics.quantise`, block by block."""
+    """Without a rotation, the result equals `rooftile.numerics.quantise`, block by block."""
     q, k, v = inputs(300, 300, 2, 2, 48)
     for qk, name in (("fp8", "fp8_e4m3"), ("int8", "int8")):
         for granularity in ("tensor", "head", "block", "row"):
@@ -270,7 +270,7 @@ def test_integers_are_what_the_formats_say() -> None:
 
 
 def test_columns_are_values_in_the_order_of_weights() -> None:
-    """Within 16 keys a lane of four has its two of the first eight, then its two of the second."""
+    """Of 16 keys, each of four lanes holds two of the first eight, then two of the second eight."""
     v = torch.randn(2, 200, 3, 32).to(torch.float8_e4m3fn)
     columns = columns_of(v, None)
     assert columns.shape == (2, 3, 32, 256)

@@ -1,4 +1,4 @@
-"""Which calls to a paged cache read blocks in place, and which a gathered copy of them."""
+"""The route of a call to a paged KV cache: reading blocks in place, or from a gathered copy."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ COPIED = Route("many", gather=True)
     ],
 )
 def test_the_route_of_every_kind_of_call(queries, sequences, size, room, facts, due) -> None:
-    """From numbers, and from tensors of just these numbers. `room` is what each sequence's table has blocks for, in tokens."""
+    """Compares the route from numbers with that from tensors. `room` is the capacity of each sequence's table in tokens."""
     facts = {"fp8": False, "packed": True, "deterministic": False, "readable": True} | facts
     assert route(queries, sequences, size, copy_bytes=sequences * room * TOKEN, **facts) == due
     dtype, scale = (torch.float8_e4m3fn, torch.ones(1, size, 8)) if facts["fp8"] else (torch.bfloat16, None)

@@ -1,4 +1,4 @@
-"""What is special to the sdpa backend: what it puts right around torch's kernels. The cases run in tests/conformance."""
+"""The corrections of the sdpa backend around PyTorch's kernels. The cases run in tests/conformance."""
 
 from __future__ import annotations
 

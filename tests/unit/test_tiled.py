@@ -1,4 +1,4 @@
-"""What is special to the tiled backend: NaN behind the mask, memory, bits, dropout. The cases run in tests/conformance."""
+"""Properties of the tiled backend: NaN behind the mask, memory, bits, dropout. The cases run in tests/conformance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CAUSAL, Chunk, Prefix, Window = rt.CAUSAL, rt.Chunk, rt.Prefix, rt.Window
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so small that a short sequence has whole, partial and skipped ones."""
+    """Uses tiles so small that a short sequence has full, partial and skipped ones."""
     monkeypatch.setattr(tiles, "ROWS", 32)
     monkeypatch.setattr(tiles, "KEYS", 16)
     monkeypatch.setattr(tiles, "SCORES", 2 * 32 * 16)
@@ -73,7 +73,7 @@ def test_a_huge_value_behind_the_mask_does_not_overflow_into_gradients() -> None
 
 
 class Largest(TorchDispatchMode):
-    """The elements of the largest tensor that an operation made."""
+    """Records the number of elements of the largest tensor that an operation created."""
 
     elements = 0
 
@@ -129,7 +129,7 @@ def test_a_packed_sequence_has_the_bits_of_the_same_dense_one() -> None:
 def test_dropout_drops_what_the_generator_says(small_tiles: None) -> None:
     B, T, S, H, seed, dropout = 2, 60, 50, 4, 1234, 0.3
     q, k = torch.randn(B, T, H, 8), torch.randn(B, S, 2, 8)
-    # with one-hot values o is the weights themselves
+    # with one-hot values, o equals the weights
     v = torch.eye(S)[None, :, None].expand(B, S, 2, S)
     p = rt.attention(q, k, v, dropout=dropout, seed=seed, backend="tiled")  # (B, T, H, S)
     b, h, t, j = (torch.arange(n) for n in (B, H, T, S))

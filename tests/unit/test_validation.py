@@ -28,18 +28,18 @@ def ints(*values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def dense(**changed: Any) -> Tensor:
-    """A call with B 2, T 5, S 6, H 4, Hk 2, D 8 that is right but for what is changed."""
+    """Returns a correct call with B 2, T 5, S 6, H 4, Hk 2, D 8, with some arguments changed."""
     due = {"q": randn(2, 5, 4, 8), "k": randn(2, 6, 2, 8), "v": randn(2, 6, 2, 8)}
     return rt.attention(**due | changed)
 
 
 def packed(**changed: Any) -> Tensor:
-    """A packed call with two sequences, of 3 and 7 queries and of 8 and 4 keys, right but for what is changed."""
+    """Returns a correct packed call with two sequences, of 3 and 7 queries and of 8 and 4 keys, with some arguments changed."""
     due = {"q": randn(10, 4, 8), "k": randn(12, 2, 8), "v": randn(12, 2, 8)}
     return rt.attention_packed(**due | {"cu_q": ints(0, 3, 10), "cu_k": ints(0, 8, 12)} | changed)
 
 
-# what is changed in a right call, and the whole sentence that is due
+# the changed arguments of a correct call, and the expected sentence
 DENSE = [
     ({"q": [1]}, "q is [1]; must be a tensor"),
     ({"q": None, "dropout": 0.1}, "q is None; must be a tensor"),
