@@ -352,10 +352,7 @@ def prepare_paged(
     """Checks a call of `attention_paged_with_lse` once, for all calls that differ from it in nothing but tensors' contents."""
     code = checks.paged_code(q, cache, mask, options, asked)
     chosen = _choose(code, asked.backend)
-    if torch.compiler.is_compiling():
-        return lambda q, cache: ops.attend_paged(q, cache, options, code, chosen)
-    run, spec = dispatch.BACKENDS[chosen].attend_paged, decode(code)
-    return lambda q, cache: run(q, cache, options, spec)
+    return lambda q, cache: ops.attend_paged(q, cache, options, code, chosen)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rooftile as rt
-from rooftile import dispatch, ops
+from rooftile import dispatch
 from rooftile.cases import CASES, Case
 from rooftile.hardware.arch import arch
 from rooftile.spec import Asked, Options, decode
@@ -20,6 +20,7 @@ from tests.conformance.exact import answer
 # deprecations inside torch
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
+OPERATOR, BACKWARD = torch.ops.rooftile.attention.default, torch.ops.rooftile.attention_backward.default
 NAMES = ["causal", "everything", "packed-everything", "bias-batch", "sinks-bf16", "expanded", "transposed"]
 
 
@@ -157,15 +158,15 @@ def test_opcheck(name: str, backend: str, device: torch.device) -> None:
     if refuses(case, backend, device):
         return
     arguments = operator_arguments(case, backend, device, requires_grad=True)
-    results = torch.library.opcheck(ops.attention, arguments)
+    results = torch.library.opcheck(OPERATOR, arguments)
     assert set(results.values()) == {"SUCCESS"}
     with torch.no_grad():
-        o, lse = ops.attention(*arguments)
+        o, lse = OPERATOR(*arguments)
         q, k, v, options, code, _ = arguments
         tensors = [x.detach() for x in (q, k, v)]
         given = [x.detach() for x in options]
         backward = (torch.randn_like(o), torch.randn_like(lse), *tensors, o, lse, given, code, backend)
-    results = torch.library.opcheck(ops.attention_backward, backward)
+    results = torch.library.opcheck(BACKWARD, backward)
     assert set(results.values()) == {"SUCCESS"}
     assert decode(code).needs_grad
 
@@ -177,10 +178,10 @@ def test_opcheck_of_a_backward_with_one_gradient(missing: str, backend: str, dev
         return
     q, k, v, options, code, _ = operator_arguments(case, backend, device, requires_grad=True)
     with torch.no_grad():
-        o, lse = ops.attention(q, k, v, options, code, backend)
+        o, lse = OPERATOR(q, k, v, options, code, backend)
     given = {"do": torch.randn_like(o), "dlse": torch.randn_like(lse)} | {missing: None}
     arguments = (given["do"], given["dlse"], q.detach(), k.detach(), v.detach(), o, lse, options, code, backend)
-    assert set(torch.library.opcheck(ops.attention_backward, arguments).values()) == {"SUCCESS"}
+    assert set(torch.library.opcheck(BACKWARD, arguments).values()) == {"SUCCESS"}
 
 
 def test_autocast_runs_in_half_precision_and_gives_gradients_in_full(device: torch.device) -> None:

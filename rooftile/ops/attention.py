@@ -1,7 +1,6 @@
-"""Attention as torch operators: one schema, one fake, one autograd and for every backend and every option.
+"""Attention and its backward as operators: one schema, one fake and one autograd rule for every backend and every option.
 
-`rooftile::attention(q, k, v, options, spec, backend) -> (o, lse)` and its backward; and `rooftile::attention_paged`, which only a
-compiler sees. The spec crosses as a string and the optional tensors as a list in the spec's order
+`rooftile::attention(q, k, v, options, spec, backend) -> (o, lse)`. The spec crosses as a string and the optional tensors as a list in the spec's order
 (`rooftile.spec.option_names`), so a new option changes nothing here.
 
 The autograd rule is registered by hand rather than by `torch.library.register_autograd`, which flattens the tensor list
@@ -20,7 +19,6 @@ from torch.autograd import forward_ad
 
 from rooftile import dispatch
 from rooftile.errors import Unsupported
-from rooftile.kvcache import PagedKV
 from rooftile.launch import BoundedCache
 from rooftile.masks import Mask
 from rooftile.operators import below_autograd, define, wants_grad, watched
@@ -29,21 +27,12 @@ from rooftile.spec import Asked, Grads, Options, Spec, decode, option_names
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
     """The operator, or what it would run where nobody watches: two trips through the dispatcher cost host time."""
-    listed = _listed(options)
-    if torch.compiler.is_compiling() or watched(q, k, v, *listed):
-        return attention(q, k, v, listed, spec, backend)
-    if wants_grad(q, k, v, *listed):
-        return _apply(q, k, v, _Call(spec, backend), *listed)
+    given = listed(options)
+    if torch.compiler.is_compiling() or watched(q, k, v, *given):
+        return attention(q, k, v, given, spec, backend)
+    if wants_grad(q, k, v, *given):
+        return _apply(q, k, v, _Call(spec, backend), *given)
     return dispatch.BACKENDS[backend].forward(q, k, v, options, decode(spec))
-
-
-def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
-    """The operator of a paged cache, for a compiler; there are no gradients."""
-    listed = _listed(options)
-    found: tuple[Tensor, Tensor] = torch.ops.rooftile.attention_paged.default(
-        q, cache.k, cache.v, cache.table, cache.lengths, cache.cu_q, cache.k_scale, cache.v_scale, listed, spec, backend
-    )
-    return found
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
@@ -66,7 +55,12 @@ def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, ask
         return None
     if not isinstance(k, Tensor) or not isinstance(v, Tensor):
         return None
-    if type(mask) is not Mask or precision != "native" or torch.compiler.is_compiling() or watched(q, k, v, sinks, cu_q, cu_k):
+    if (
+        type(mask) is not Mask
+        or precision != "native"
+        or torch.compiler.is_compiling()
+        or watched(q, k, v, sinks, cu_q, cu_k)
+    ):
         return None
     # True equals 1, and a list has no hash
     plain = type(scale) in _NUMBERS and type(softcap) in _NUMBERS and type(dropout) in _NUMBERS and not dropout
@@ -110,12 +104,12 @@ def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, options: Opt
     """Prepares calls like this one, which was checked: the backend's launches where it can, else only the checks are saved."""
     prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
     run: Forward | None = None
-    if prepare is not None and not _listed(options):
+    if prepare is not None and not listed(options):
         plain = prepare(q, k, v, decode(spec))
         run = None if plain is None else lambda q, k, v, options: plain(q, k, v)
     if wants_grad(q, k, v, options.sinks):
         call = _Call(spec, backend, run)
-        _PREPARED[key] = lambda q, k, v, options: _apply(q, k, v, call, *_listed(options))
+        _PREPARED[key] = lambda q, k, v, options: _apply(q, k, v, call, *listed(options))
     elif run is not None:
         _PREPARED[key] = run
 
@@ -156,7 +150,7 @@ class _Call:
 _NO_OPTIONS = Options()
 
 
-def _listed(options: Options) -> list[Tensor]:
+def listed(options: Options) -> list[Tensor]:
     """The tensors that there are, in the order of `option_names`."""
     return [x for x in options if x is not None]
 
@@ -182,22 +176,9 @@ def _run_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: str) -
     return [grad for grad in grads if grad is not None]
 
 
-def _run_paged(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, cu_q: Tensor | None, k_scale: Tensor | None,
-    v_scale: Tensor | None, options: list[Tensor], spec: str, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    problem = decode(spec)
-    cache = PagedKV(k, v, table, lengths, cu_q, k_scale, v_scale)
-    return dispatch.BACKENDS[backend].attend_paged(q, cache, named_options(problem, options), problem)
-
-
-def _fake_paged(
-    q, k, v, table, lengths, cu_q, k_scale, v_scale, options, spec: str, backend: str
+def fake_attention(
+    q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str
 ) -> tuple[Tensor, Tensor]:
-    return _fake(q, k, v, options, spec, backend)
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows = (q.shape[0], q.shape[2], q.shape[1]) if q.ndim == 4 else (q.shape[1], q.shape[0])
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(rows, dtype=wide)
@@ -291,16 +272,11 @@ def _autograd_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: s
 attention = define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor[] options, str spec, str backend) -> (Tensor, Tensor)",
     _run,
-    _fake,
+    fake_attention,
     _autograd,
 )
 attention_backward = define(
     "attention_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor[] options, "
     "str spec, str backend) -> Tensor[]",
     _run_backward, _fake_backward, _autograd_backward,
-)  # fmt: skip
-attention_paged = define(
-    "attention_paged(Tensor q, Tensor k, Tensor v, Tensor table, Tensor lengths, Tensor? cu_q, Tensor? k_scale, Tensor? v_scale, "
-    "Tensor[] options, str spec, str backend) -> (Tensor, Tensor)",
-    _run_paged, _fake_paged,
 )  # fmt: skip

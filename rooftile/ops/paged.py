@@ -1,0 +1,55 @@
+"""Attention to a paged cache as an operator, `rooftile::attention_paged`; there are no gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rooftile import dispatch
+from rooftile.kvcache import PagedKV
+from rooftile.operators import define, watched
+from rooftile.ops.attention import fake_attention, listed, named_options
+from rooftile.spec import Options, decode
+
+
+def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
+    """The operator where somebody watches, the backend's function where nobody does."""
+    given = listed(options)
+    if torch.compiler.is_compiling() or watched(q, cache.k, cache.v, cache.table, cache.lengths, *given):
+        with torch.no_grad():
+            found: tuple[Tensor, Tensor] = _PAGED(
+                q,
+                cache.k,
+                cache.v,
+                cache.table,
+                cache.lengths,
+                cache.cu_q,
+                cache.k_scale,
+                cache.v_scale,
+                given,
+                spec,
+                backend,
+            )
+        return found
+    return dispatch.BACKENDS[backend].attend_paged(q, cache, options, decode(spec))
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, cu_q: Tensor | None, k_scale: Tensor | None,
+    v_scale: Tensor | None, options: list[Tensor], spec: str, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    problem = decode(spec)
+    cache = PagedKV(k, v, table, lengths, cu_q, k_scale, v_scale)
+    return dispatch.BACKENDS[backend].attend_paged(q, cache, named_options(problem, options), problem)
+
+
+def _fake(q, k, v, table, lengths, cu_q, k_scale, v_scale, options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
+    return fake_attention(q, k, v, options, spec, backend)
+
+
+_PAGED = define(
+    "attention_paged(Tensor q, Tensor k, Tensor v, Tensor table, Tensor lengths, Tensor? cu_q, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor[] options, str spec, str backend) -> (Tensor, Tensor)",
+    _run,
+    _fake,
+)
