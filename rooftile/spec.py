@@ -117,7 +117,8 @@ class Asked(NamedTuple):
 
     scale: Any = None
     softcap: Any = None
-    dropout: Any = 0.0
+    # whole: Dynamo may take a default that is a float for a number that varies
+    dropout: Any = 0
     seed: Any = None
     deterministic: Any = None
     precision: Any = "native"

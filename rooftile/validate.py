@@ -115,7 +115,8 @@ def _code(q: Tensor, kv_heads: int, dim_v: int, mask: Mask, options: Options, as
         has_sinks=options.sinks is not None,
         deterministic=_deterministic(asked.deterministic),
         device=arch(q.device),
-        **{"dtype": q.dtype} | own,
+        # written out, as Dynamo may take a function's default for a number that varies
+        **{"dtype": q.dtype, "dropout": 0.0} | own,
     )
 
 
