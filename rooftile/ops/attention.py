@@ -1,7 +1,7 @@
 """Attention and its backward as operators: one schema, one fake and one autograd rule for every backend and every option.
 
-`rooftile::attention(q, k, v, options, spec, backend) -> (o, lse)`. The spec crosses as a string and the optional tensors as a list
-in the spec's order (`rooftile.spec.option_names`), so a new option changes nothing here.
+`rooftile::attention(q, k, v, options, spec, backend) -> (o, lse)`. The spec crosses as a string, and the optional tensors as a
+list in the order of `rooftile.spec.option_names`, so a new option changes nothing here.
 
 The autograd rule is registered by hand rather than by `torch.library.register_autograd`, which flattens the tensor list
 by pytree on each call that wants gradients.
