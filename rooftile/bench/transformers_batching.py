@@ -21,7 +21,6 @@ from rooftile.bench.workloads import Ask
 from rooftile.errors import Unsupported
 from rooftile.integrations import transformers as integration
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.weights import tensors_of
 
 # tokens of each answer in the run before the one that counts
 WARM_TOKENS = 16
@@ -57,7 +56,7 @@ def model_of(decoder: Decoder) -> LlamaForCausalLM:
     """A model of Transformers on a decoder's weights."""
     with torch.device("meta"):
         model = LlamaForCausalLM(_config(decoder.config))
-    weights = {name if name.startswith("lm_head") else f"model.{name}": x for name, x in tensors_of(decoder)}
+    weights = {name if name.startswith("lm_head") else f"model.{name}": x for name, x in decoder.tensors()}
     weights.setdefault("lm_head.weight", decoder.head)
     model.load_state_dict(weights, assign=True)
     # its frequencies are no weights

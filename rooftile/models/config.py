@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from rooftile.errors import InvalidInput
+from rooftile.models.families import fields_of
 from rooftile.models.rotary import Rotary
+from rooftile.models.settings import read_json
 
 # beyond what any model has, and within what can be counted: a file from elsewhere may ask for more
 MOST_POSITIONS = 1 << 24
@@ -108,9 +111,6 @@ class ModelConfig:
         Raises:
             InvalidInput: there is no checkpoint, or it is not a model that `Decoder` can be.
         """
-        from rooftile.models.families import config_of
-        from rooftile.models.settings import read_json
-
         folder = Path(path)
         if not folder.is_dir():
             raise InvalidInput(
@@ -124,3 +124,12 @@ class ModelConfig:
             ids = ("bos_token_id", "eos_token_id")
             settings |= {name: generation[name] for name in ids if generation.get(name) is not None}
         return config_of(settings, str(folder))
+
+
+def config_of(values: Mapping[str, Any], folder: str) -> ModelConfig:
+    """The configuration that config.json of a folder, as a dictionary, describes.
+
+    Raises:
+        InvalidInput: it is of no family here, quantised, or asks for what is not supported.
+    """
+    return ModelConfig(**fields_of(values, folder))

@@ -2,74 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rooftile.errors import InvalidInput
-from rooftile.fused import ACTIVATIONS, Rotation, add_norm, gated, normalise
+from rooftile.fused import Rotation, add_norm, normalise
 from rooftile.models import weights
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Memory, Norm, Projection, capped
+from rooftile.models.layers import Attend, Layer, Memory, Norm, capped
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-class Attend(Protocol):
-    """Attention as the caller does it: who sees whom, and where keys and values are kept, is the caller's business.
-
-    Queries and keys come normalised and not yet turned (`rooftile.kvcache.rotate`), so that keys can be turned on their way
-    into a cache; all three are views with gaps between their tokens. Scale, softcap and window are in `decoder.config`:
-    config.scale, config.softcap, config.windows[layer].
-    """
-
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,  # (total, H, D)
-        k: Tensor,  # (total, Hk, D)
-        v: Tensor,  # (total, Hk, D)
-        rotation: Rotation | None,  # (total, D / 2) each; None where positions are learned
-    ) -> Tensor:  # (total, H, D)
-        """Attention of one layer."""
-        ...
-
-
-class Layer(nn.Module):
-    """Attention and feed-forward with the norms around them; q, k and v are one projection, gate and up another."""
-
-    def __init__(self, config: ModelConfig, memory: Memory) -> None:
-        super().__init__()
-        self.config = config
-        H, Hk, D, hidden, ffn = config.heads, config.kv_heads, config.head_dim, config.hidden, config.ffn
-        self.qkv = Projection((H + 2 * Hk) * D, hidden, bias=config.qkv_bias, memory=memory)
-        self.o = Projection(hidden, H * D, bias=config.o_bias, memory=memory)
-        self.up = Projection(2 * ffn if config.gated else ffn, hidden, bias=config.mlp_bias, memory=memory)
-        self.down = Projection(hidden, ffn, bias=config.mlp_bias, memory=memory)
-        self.attention_norm = Norm(config, hidden, memory=memory)
-        self.ffn_norm = Norm(config, hidden, memory=memory)
-        self.q_norm = Norm(config, D, memory=memory) if config.qk_norm else None
-        self.k_norm = Norm(config, D, memory=memory) if config.qk_norm else None
-        self.attention_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
-        self.ffn_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
-
-    def attention(self, n: int, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        """What layer n adds to the stream first, before its post norm; x is normalised."""
-        H, Hk, D = self.config.heads, self.config.kv_heads, self.config.head_dim
-        q, k, v = self.qkv(x).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = normalise(q, self.q_norm), normalise(k, self.k_norm)
-        return self.o(attend(n, q, k, v, rotation).flatten(1))
-
-    def feed_forward(self, x: Tensor) -> Tensor:
-        """What it adds second, before its post norm; x is normalised."""
-        x = self.up(x)
-        x = gated(x, self.config.activation) if self.config.gated else ACTIVATIONS[self.config.activation](x)
-        return self.down(x)
 
 
 class Decoder(nn.Module):
@@ -122,10 +69,14 @@ class Decoder(nn.Module):
         config = ModelConfig.from_folder(path)
         files = weights.files_of(Path(path))
         # no memory is asked for on the word of a config.json that is not the checkpoint's
-        weights.check(cls(config, dtype=config.dtype, device="meta"), files)
+        weights.check(config, cls(config, dtype=config.dtype, device="meta").tensors(), files)
         decoder = cls(config, dtype=dtype if isinstance(dtype, torch.dtype) else config.dtype, device=device)
-        weights.load(decoder, files)
+        weights.load(config, decoder.tensors(), files)
         return decoder
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of a checkpoint by name, without prefix, and the view of a parameter that it fills; the embedding first."""
+        return weights.tensors_of(self.config, self.embedding, self.positions, self.layers, self.norm, self.head)
 
     @classmethod
     def random(

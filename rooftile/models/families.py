@@ -10,15 +10,17 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from rooftile.models.config import ModelConfig
 from rooftile.models.rotary import Rotary, Scaling
 from rooftile.models.settings import Settings
 
 _SCALINGS = ("linear", "llama3", "yarn")
 
 
-def config_of(values: Mapping[str, Any], folder: str) -> ModelConfig:
-    """The configuration that config.json of a folder, as a dictionary, describes.
+Fields = dict[str, Any]
+
+
+def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
+    """The fields of the `ModelConfig` that config.json of a folder, as a dictionary, describes.
 
     Raises:
         InvalidInput: it is of no family here, quantised, or asks for what is not supported.
@@ -48,7 +50,7 @@ def _family(settings: Settings) -> str:
     raise settings.refused(f"has {what} {named}; nearest is {nearest}, of {', '.join(known)}")
 
 
-def _decoder(settings: Settings, family: str, *, head_dim: int | None = None, **differences: Any) -> ModelConfig:
+def _decoder(settings: Settings, family: str, *, head_dim: int | None = None, **differences: Any) -> Fields:
     """What all families but GPT-2 have in common, and the differences of one."""
     heads, hidden = settings.size("num_attention_heads"), settings.size("hidden_size")
     head_dim = settings.size("head_dim", head_dim or hidden // heads)
@@ -62,7 +64,7 @@ def _decoder(settings: Settings, family: str, *, head_dim: int | None = None, **
         "bos_ids": settings.ids("bos_token_id"),
         "eos_ids": settings.ids("eos_token_id"),
     }
-    return ModelConfig(
+    return Fields(
         family=family,
         vocab_size=settings.size("vocab_size"),
         layers=layers,
@@ -79,7 +81,7 @@ def _decoder(settings: Settings, family: str, *, head_dim: int | None = None, **
     )
 
 
-def _llama(settings: Settings) -> ModelConfig:
+def _llama(settings: Settings) -> Fields:
     bias = settings.flag("attention_bias")
     bos, eos = settings.ids("bos_token_id", 1), settings.ids("eos_token_id", 2)
     return _decoder(
@@ -87,7 +89,7 @@ def _llama(settings: Settings) -> ModelConfig:
     )
 
 
-def _mistral(settings: Settings) -> ModelConfig:
+def _mistral(settings: Settings) -> Fields:
     if settings.values.get("layer_types"):
         raise settings.refused(
             "has layer_types, which Mistral's attention does not read; supported is one window for all layers"
@@ -97,17 +99,17 @@ def _mistral(settings: Settings) -> ModelConfig:
     return _decoder(settings, "mistral", windows=windows, bos_ids=bos, eos_ids=eos)
 
 
-def _qwen2(settings: Settings) -> ModelConfig:
+def _qwen2(settings: Settings) -> Fields:
     return _decoder(settings, "qwen2", windows=_qwen_windows(settings), qkv_bias=True)
 
 
-def _qwen3(settings: Settings) -> ModelConfig:
+def _qwen3(settings: Settings) -> Fields:
     bias = settings.flag("attention_bias")
     windows = _qwen_windows(settings)
     return _decoder(settings, "qwen3", head_dim=128, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-def _gemma2(settings: Settings) -> ModelConfig:
+def _gemma2(settings: Settings) -> Fields:
     if settings.flag("use_bidirectional_attention"):
         raise settings.refused("has use_bidirectional_attention; supported is causal attention")
     layers, bias = settings.layers("num_hidden_layers"), settings.flag("attention_bias")
@@ -125,14 +127,14 @@ def _gemma2(settings: Settings) -> ModelConfig:
     )  # fmt: skip
 
 
-def _gpt2(settings: Settings) -> ModelConfig:
+def _gpt2(settings: Settings) -> Fields:
     for name in ("add_cross_attention", "scale_attn_by_inverse_layer_idx"):
         if settings.flag(name):
             raise settings.refused(f"has {name}; supported is GPT-2 without it")
     heads, hidden, layers = settings.size("n_head"), settings.size("n_embd"), settings.layers("n_layer")
     if hidden % heads:
         raise settings.refused(f"has n_embd {hidden} and n_head {heads}; the second must divide the first")
-    return ModelConfig(
+    return Fields(
         family="gpt2", vocab_size=settings.size("vocab_size"), layers=layers, hidden=hidden, heads=heads, kv_heads=heads,
         head_dim=hidden // heads, ffn=settings.size("n_inner", 4 * hidden), max_len=settings.size("n_positions"),
         scale=(hidden // heads) ** -0.5 if settings.flag("scale_attn_weights", True) else 1.0,
@@ -209,7 +211,7 @@ def _yarn_options(rope: Settings, factor: float) -> dict[str, Any]:
     }
 
 
-FAMILIES: dict[str, Callable[[Settings], ModelConfig]] = {
+FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,

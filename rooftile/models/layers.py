@@ -1,13 +1,14 @@
-"""The parts of a layer that hold weights; `rooftile.fused` computes with them."""
+"""A layer, and the parts of it that hold weights; `rooftile.fused` computes with them."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rooftile.fused import ACTIVATIONS, Rotation, gated, normalise
 from rooftile.models.config import ModelConfig
 
 
@@ -45,6 +46,59 @@ class Norm(nn.Module):
         self.plus_one = config.norm_plus_one
         self.weight = memory.parameter(size)
         self.bias = memory.parameter(size) if self.kind == "layer" else None
+
+
+class Attend(Protocol):
+    """Attention as the caller does it: who sees whom, and where keys and values are kept, is the caller's business.
+
+    Queries and keys come normalised and not yet turned (`rooftile.kvcache.rotate`), so that keys can be turned on their way
+    into a cache; all three are views with gaps between their tokens. Scale, softcap and window are in `decoder.config`:
+    config.scale, config.softcap, config.windows[layer].
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,  # (total, H, D)
+        k: Tensor,  # (total, Hk, D)
+        v: Tensor,  # (total, Hk, D)
+        rotation: Rotation | None,  # (total, D / 2) each; None where positions are learned
+    ) -> Tensor:  # (total, H, D)
+        """Attention of one layer."""
+        ...
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward with the norms around them; q, k and v are one projection, gate and up another."""
+
+    def __init__(self, config: ModelConfig, memory: Memory) -> None:
+        super().__init__()
+        self.config = config
+        H, Hk, D, hidden, ffn = config.heads, config.kv_heads, config.head_dim, config.hidden, config.ffn
+        self.qkv = Projection((H + 2 * Hk) * D, hidden, bias=config.qkv_bias, memory=memory)
+        self.o = Projection(hidden, H * D, bias=config.o_bias, memory=memory)
+        self.up = Projection(2 * ffn if config.gated else ffn, hidden, bias=config.mlp_bias, memory=memory)
+        self.down = Projection(hidden, ffn, bias=config.mlp_bias, memory=memory)
+        self.attention_norm = Norm(config, hidden, memory=memory)
+        self.ffn_norm = Norm(config, hidden, memory=memory)
+        self.q_norm = Norm(config, D, memory=memory) if config.qk_norm else None
+        self.k_norm = Norm(config, D, memory=memory) if config.qk_norm else None
+        self.attention_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
+        self.ffn_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
+
+    def attention(self, n: int, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+        """What layer n adds to the stream first, before its post norm; x is normalised."""
+        H, Hk, D = self.config.heads, self.config.kv_heads, self.config.head_dim
+        q, k, v = self.qkv(x).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = normalise(q, self.q_norm), normalise(k, self.k_norm)
+        return self.o(attend(n, q, k, v, rotation).flatten(1))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """What it adds second, before its post norm; x is normalised."""
+        x = self.up(x)
+        x = gated(x, self.config.activation) if self.config.gated else ACTIVATIONS[self.config.activation](x)
+        return self.down(x)
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.models.config import ModelConfig
+from rooftile.models.layers import Layer, Norm, Projection
 from rooftile.models.settings import read_json
 
-if TYPE_CHECKING:
-    from rooftile.models.decoder import Decoder, Layer
-    from rooftile.models.layers import Norm, Projection
+Places = Iterable[tuple[str, Tensor]]
 
 _PLAIN = ("BF16", "F16", "F32", "F64")
 # so many names are shown in a sentence
@@ -55,32 +54,33 @@ def files_of(folder: Path) -> list[Path]:
     )
 
 
-def check(decoder: Decoder, files: Iterable[Path]) -> None:
+def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
     """Compares names, shapes and dtypes of what a decoder and files have; the decoder may be without memory, on "meta".
 
     Raises:
         InvalidInput: tensors are missing, unexpected or of other shapes.
     """
     with ExitStack() as stack:
-        _matched(decoder, files, stack)
+        _matched(config, dict(places), files, stack)
 
 
-def load(decoder: Decoder, files: Iterable[Path]) -> None:
+def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
     """Fills a decoder from files, tensor by tensor: beside the decoder itself, one tensor is in memory.
 
     Raises:
         InvalidInput: tensors are missing, unexpected or of other shapes; nothing was loaded then.
     """
     with ExitStack() as stack:
-        for stored, place in _matched(decoder, files, stack):
+        for stored, place in _matched(config, dict(places), files, stack):
             place.copy_(stored.get_tensor())
 
 
-def _matched(decoder: Decoder, files: Iterable[Path], stack: ExitStack) -> list[tuple[_Stored, Tensor]]:
+def _matched(
+    config: ModelConfig, places: dict[str, Tensor], files: Iterable[Path], stack: ExitStack
+) -> list[tuple[_Stored, Tensor]]:
     """What is stored for each place."""
-    found = _tensors([stack.enter_context(_opened(path)) for path in files], _prefix(decoder.config))
-    places = dict(tensors_of(decoder))
-    if decoder.config.tie:
+    found = _tensors([stack.enter_context(_opened(path)) for path in files], _prefix(config))
+    if config.tie:
         _check_tie(found, next(iter(places)))
     _check(found, places)
     return [(found[name], place) for name, place in places.items()]
@@ -172,18 +172,20 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def tensors_of(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a checkpoint by its name, without prefix, and the view of a parameter that it fills; the embedding first."""
-    gpt2 = decoder.config.family == "gpt2"
-    yield "wte.weight" if gpt2 else "embed_tokens.weight", decoder.embedding
-    if decoder.positions is not None:
-        yield "wpe.weight", decoder.positions
-    for n, layer in enumerate(decoder.layers):
-        places = _gpt2_layer(layer) if gpt2 else _layer(layer, decoder.config)
+def tensors_of(
+    config: ModelConfig, embedding: Tensor, positions: Tensor | None, layers: Iterable[Layer], norm: Norm, head: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """See `Decoder.tensors`."""
+    gpt2 = config.family == "gpt2"
+    yield "wte.weight" if gpt2 else "embed_tokens.weight", embedding
+    if positions is not None:
+        yield "wpe.weight", positions
+    for n, layer in enumerate(layers):
+        places = _gpt2_layer(layer) if gpt2 else _layer(layer, config)
         yield from ((f"h.{n}.{name}" if gpt2 else f"layers.{n}.{name}", place) for name, place in places)
-    yield from _norm("ln_f" if gpt2 else "norm", decoder.norm)
-    if not decoder.config.tie:
-        yield "lm_head.weight", decoder.head
+    yield from _norm("ln_f" if gpt2 else "norm", norm)
+    if not config.tie:
+        yield "lm_head.weight", head
 
 
 def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from rooftile.fused import ACTIVATIONS, Rotation, rotate
 from rooftile.fused.gated import gated_as_defined
 from rooftile.fused.norm import added_as_defined, normalised_as_defined
 from rooftile.models import Decoder
-from rooftile.models.families import config_of
+from rooftile.models.config import config_of
 from tests.models.checkpoints import CONFIGS
 from tests.models.norms import KINDS, assert_within_an_ulp, norm_of
 

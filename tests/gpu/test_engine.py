@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rooftile.models import Decoder
-from rooftile.models.families import config_of
+from rooftile.models.config import config_of
 from rooftile.serve.async_engine import AsyncEngine
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.models.families import config_of
+from rooftile.models.config import config_of
 from rooftile.models.layers import Memory, Norm
 from tests.models.checkpoints import CONFIGS
 

@@ -13,7 +13,8 @@ import torch
 
 from rooftile import InvalidInput
 from rooftile.models import ModelConfig
-from rooftile.models.families import ARCHITECTURES, FAMILIES, config_of
+from rooftile.models.config import config_of
+from rooftile.models.families import ARCHITECTURES, FAMILIES
 from rooftile.models.rotary import Rotary
 from tests.models.checkpoints import CONFIGS, LAYER_TYPES, LLAMA3, YARN
 

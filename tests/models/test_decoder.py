@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftile.fused import Rotation, add_norm, gated, normalise, rotate
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.families import config_of
+from rooftile.models.config import config_of
 from rooftile.models.layers import Norm
 from tests.models.checkpoints import CONFIGS, logits_of_ours, prompts
 

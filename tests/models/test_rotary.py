@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rooftile.models.families import config_of
+from rooftile.models.config import config_of
 from rooftile.models.rotary import Rotary
 from tests.models.checkpoints import LINEAR, LLAMA3, SMALL, THETA, YARN, YARN_IN_FULL, YARN_SHORT
 

@@ -201,7 +201,7 @@ def test_loading_needs_no_second_model_in_memory(name: str, checkpoints: Path) -
     decoder = Decoder(ModelConfig.from_folder(checkpoints / name), dtype=torch.bfloat16)
     files = weights.files_of(checkpoints / name)
     with Allocations() as made:
-        weights.load(decoder, files)
+        weights.load(decoder.config, decoder.tensors(), files)
     biggest = max(weight.numel() for weight in decoder.parameters())
     assert made.largest <= biggest * torch.float32.itemsize
     assert not any(weight.isnan().any() for weight in decoder.parameters())
@@ -211,7 +211,7 @@ def test_nothing_is_loaded_of_a_checkpoint_that_is_refused(checkpoints: Path, tm
     folder = changed(copied(checkpoints, "llama", tmp_path), lambda tensors: tensors.pop("model.norm.weight"))
     decoder = Decoder(ModelConfig.from_folder(folder), dtype=torch.float32)
     with pytest.raises(InvalidInput, match=r"lacks norm.weight"):
-        weights.load(decoder, weights.files_of(folder))
+        weights.load(decoder.config, decoder.tensors(), weights.files_of(folder))
     assert all(weight.isnan().all() for weight in decoder.parameters())
 
 

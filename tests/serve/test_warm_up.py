@@ -13,7 +13,7 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import route
-from rooftile.models.families import config_of
+from rooftile.models.config import config_of
 from rooftile.serve import build, llm, warm_up
 from tests.models.checkpoints import CONFIGS
 
