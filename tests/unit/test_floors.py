@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,45 @@ def test_imports_go_down(path: Path) -> None:
         floor = FLOORS.get(other, FLOORS["api"])
         lower = other == own or floor < FLOORS[own]
         assert lower, f"{name_of(path)} (floor {FLOORS[own]}) imports {module} (floor {floor})"
+
+
+def graph() -> dict[str, set[str]]:
+    """The modules that each module imports, at its top, inside functions or for types. A package may import its own parts."""
+    named = {name_of(path): path for path in modules()}
+    found: dict[str, set[str]] = {}
+    for name, path in named.items():
+        # `from package import x` imports a module if there is one of that name, and the package if x is something in it
+        targets = {module if module in named else module.rpartition(".")[0] for module in imports(path)}
+        found[name] = {module for module in targets & named.keys() if not module.startswith(f"{name}.")} - {name}
+    return found
+
+
+def test_no_import_cycle() -> None:
+    edges = graph()
+    assert "rooftile.spec" in edges["rooftile.validate"]
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        pytest.fail(f"an import cycle: {' <- '.join(error.args[1])}")
+
+
+# entries of a folder, at most, so that a reader sees them all at a glance
+MOST_ENTRIES = 12
+# ... and why a folder may have more
+CROWDED = {
+    ".": "one entry per room: this is the map of the house",
+    "backends/triton": "one kernel per file, flat, with what they share beside them; parts of it would have two files each",
+    "bench": "what times, what is timed and what is written; `suites` holds what grows",
+    "report": "one section of the page per file",
+    "serve": "what a step goes through, in one folder; `text` and `sampling` hold the rest",
+}
+
+
+def test_folders_can_be_read_at_a_glance() -> None:
+    folders = [PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir() and path.name != "__pycache__")]
+    entries = {folder: [path for path in folder.iterdir() if path.name != "__pycache__"] for folder in folders}
+    crowded = {str(folder.relative_to(PACKAGE)) for folder, held in entries.items() if len(held) > MOST_ENTRIES}
+    assert crowded == CROWDED.keys(), "split the folder, or say above why it stays whole"
 
 
 def test_no_backend_imports_another() -> None:

@@ -18,13 +18,13 @@ from triton.language.extra.cuda import gdc_wait
 
 from rooftile.backends.device.visibility import first_key, last_key
 from rooftile.launch import Kernel
+from rooftile.numerics import softmax
 
 # sequences that a kernel is compiled for, at least: their lengths are added up by each program
 BATCH = 256
 # pieces that are read together
 PIECES = tl.constexpr(16)
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+LOG2E, LN2 = tl.constexpr(softmax.LOG2E), tl.constexpr(softmax.LN2)
 
 
 @triton.jit

@@ -15,21 +15,14 @@ close to a tie.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from rooftile.numerics.formats import FP8_E4M3, decode, encode
 from rooftile.numerics.recipe import QuantisedQKV, codes, scales_of_rows
 from rooftile.numerics.scaling import BLOCK
+from rooftile.numerics.softmax import LOG2E, RAISED, TOO_LARGE
 from rooftile.spec import Spec
-
-# weights are multiplied by 2^2
-RAISED = 2.0
-# rounds to 448, the format's largest
-TOO_LARGE = 432.0
-_LOG2E = math.log2(math.e)
 
 
 def attend(qkv: QuantisedQKV, sinks: Tensor | None, spec: Spec) -> tuple[Tensor, Tensor]:
@@ -74,7 +67,7 @@ def _walk(
     clean_v = v.nan_to_num(nan=0.0)
     m = q.new_full((B, Hk, group, T, 1), -torch.inf)
     if sinks is not None:
-        m = (sinks.float() * _LOG2E).view(1, Hk, group, 1, 1).expand_as(m)
+        m = (sinks.float() * LOG2E).view(1, Hk, group, 1, 1).expand_as(m)
     l = torch.exp2(m - _finite(m) + RAISED)
     o = q.new_zeros(B, Hk, group, T, Dv)
     # a GPU has registers for this many at once
@@ -86,7 +79,7 @@ def _walk(
         x = (q @ k[:, :, :, j].mT * (q_scales * k_scales[:, :, :, j].mT) + shift) * spec.scale
         if spec.softcap:
             x = spec.softcap * torch.tanh(x / spec.softcap)
-        x = torch.where(sees, x * _LOG2E, -torch.inf)
+        x = torch.where(sees, x * LOG2E, -torch.inf)
         top = torch.where((m == -torch.inf) | _too_large(torch.exp2(x - _finite(m) + RAISED)), x.amax(-1, keepdim=True), m)
         alpha = torch.exp2(m - _finite(top))
         p = torch.exp2(x - _finite(top) + RAISED)
@@ -98,7 +91,7 @@ def _walk(
         lost = sees.float() @ lost_values[:, :, :, j].float() > 0
         o = (o * alpha + part).masked_fill(lost, torch.nan)
         m = top
-    lse = (m + torch.log2(l) - RAISED) / _LOG2E
+    lse = (m + torch.log2(l) - RAISED) / LOG2E
     o = torch.where(l == 0, 0.0, o / l)
     return o.permute(0, 3, 1, 2, 4).reshape(B, T, H, Dv), lse.squeeze(-1).reshape(B, H, T)
 

@@ -22,14 +22,12 @@ from rooftile.backends.triton.call import constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LN2, LOG2E, capped
 from rooftile.launch import Kernel
+from rooftile.numerics import softmax
 from rooftile.numerics.recipe import QuantisedQKV, part_of_rows
 from rooftile.numerics.scaling import BLOCK
 from rooftile.spec import Options, Spec
 
-# weights are multiplied by 2^2
-RAISED = tl.constexpr(2.0)
-# rounds to 448, FP8's largest
-TOO_LARGE = tl.constexpr(432.0)
+RAISED, TOO_LARGE = tl.constexpr(softmax.RAISED), tl.constexpr(softmax.TOO_LARGE)
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
 CAREFUL_S = tl.constexpr(16)
 

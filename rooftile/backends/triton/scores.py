@@ -8,8 +8,9 @@ along each axis of the tile, so the same code serves a tile and its transpose.
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from rooftile.numerics import softmax
+
+LOG2E, LN2 = tl.constexpr(softmax.LOG2E), tl.constexpr(softmax.LN2)
 
 
 @triton.jit

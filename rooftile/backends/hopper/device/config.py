@@ -3,9 +3,9 @@
 from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon, reinterpreted
 from rooftile.backends.hopper.tiles import SWIZZLE_COLUMNS, SWIZZLE_ROWS, WARPGROUP
+from rooftile.numerics import softmax
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
+LOG2E, LN2 = gl.constexpr(softmax.LOG2E), gl.constexpr(softmax.LN2)
 # queries of a warpgroup: what one wgmma has
 WG_ROWS = gl.constexpr(WARPGROUP)
 

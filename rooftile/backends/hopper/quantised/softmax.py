@@ -14,11 +14,9 @@ import struct
 from rooftile.backends.hopper.device.config import WG_ROWS
 from rooftile.backends.hopper.device.softmax import rescaling, scaled_in_place
 from rooftile.backends.hopper.gluon import gl, gluon
+from rooftile.numerics import softmax
 
-# weights are multiplied by 2^2
-RAISED = gl.constexpr(2.0)
-# rounds to 448, the format's largest
-TOO_LARGE = 432.0
+RAISED = gl.constexpr(softmax.RAISED)
 
 
 def _number(x: float) -> str:
@@ -35,7 +33,7 @@ def _text(n: int) -> str:
 
     The warpgroups take turns at the exponentials, by two barriers: what computes them is busy with one of the two.
     """
-    raised, too_large, factor = _number(RAISED.value), _number(TOO_LARGE), f"${4 * n}"
+    raised, too_large, factor = _number(softmax.RAISED), _number(softmax.TOO_LARGE), f"${4 * n}"
     weights = [f"fma.rn.f32 p{e}, ${2 * n + e}, {factor}, n{e // 2 % 2}; ex2.approx.ftz.f32 p{e}, p{e};" for e in range(n)]
     sums, packs, again = [], [], ["mov.u32 lane, %laneid; and.b32 lane, lane, 28;"]
     for row in (0, 2):
