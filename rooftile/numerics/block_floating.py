@@ -83,15 +83,15 @@ def quantise_blocks(x: Tensor, format: str = "mxfp8_e4m3", *, rule: Rule = "floo
 def _floor_exponent(size: Tensor, kind: Format) -> Tensor:
     _, exponent = torch.frexp(size)
     # frexp's fraction is below 1, so frexp(1) has exponent 1
-    return _of_zero(size, exponent - 1 - kind.largest_exponent)
+    return _scale_zeros(size, exponent - 1 - kind.largest_exponent)
 
 
 def _round_up_exponent(size: Tensor, kind: Format) -> Tensor:
     fraction, exponent = torch.frexp(divided(size, kind.largest))
-    return _of_zero(size, exponent - (fraction == 0.5).int())
+    return _scale_zeros(size, exponent - (fraction == 0.5).int())
 
 
-def _of_zero(size: Tensor, exponent: Tensor) -> Tensor:
+def _scale_zeros(size: Tensor, exponent: Tensor) -> Tensor:
     """Gives blocks of zeros the smallest scale."""
     return exponent.masked_fill(size == 0, -_BIAS)
 

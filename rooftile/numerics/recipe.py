@@ -95,7 +95,7 @@ def quantise_qkv(
         if precision.smooth_k:
             mean = mean_key(k, cu_k)
             shift = _shift(q, mean, cu_q)
-            k = k - _of_rows(mean, k, cu_k)
+            k = k - _spread_over_rows(mean, k, cu_k)
         if precision.incoherent:
             signs = signs_of(q.shape[-1], device=q.device)
             q, k = hadamard(q, signs), hadamard(k, signs)
@@ -131,13 +131,13 @@ def _finite(x: Tensor) -> Tensor:
 
 def _shift(q: Tensor, mean: Tensor, cu_q: Tensor | None) -> Tensor:
     """Computes q . mean for each query and head."""
-    means = _of_rows(mean, q, cu_q).repeat_interleave(q.shape[-2] // mean.shape[-2], dim=-2)
+    means = _spread_over_rows(mean, q, cu_q).repeat_interleave(q.shape[-2] // mean.shape[-2], dim=-2)
     return (q * means).sum(-1)
 
 
-def _of_rows(of_sequences: Tensor, x: Tensor, cu: Tensor | None) -> Tensor:
+def _spread_over_rows(per_sequence: Tensor, x: Tensor, cu: Tensor | None) -> Tensor:
     """Spreads one entry per sequence, (B, ...), over the rows of x."""
-    return of_sequences[:, None] if cu is None else of_sequences[sequence_of_rows(cu, x.shape[0])]
+    return per_sequence[:, None] if cu is None else per_sequence[sequence_of_rows(cu, x.shape[0])]
 
 
 def sequence_of_rows(cu: Tensor, rows: int) -> Tensor:

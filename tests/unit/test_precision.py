@@ -270,7 +270,7 @@ def test_integers_are_what_the_formats_say() -> None:
 
 
 def test_columns_are_values_in_the_order_of_weights() -> None:
-    """Of 16 keys, each of four lanes holds two of the first eight, then two of the second eight."""
+    """Each of four lanes holds, of 16 keys, two of the first eight, then two of the second eight."""
     v = torch.randn(2, 200, 3, 32).to(torch.float8_e4m3fn)
     columns = columns_of(v, None)
     assert columns.shape == (2, 3, 32, 256)

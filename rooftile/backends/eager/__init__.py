@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rooftile import reference
 from rooftile.backends import paged_by_gather
-from rooftile.backends.eager import low_precision
+from rooftile.backends.eager import quantised
 from rooftile.kvcache import PagedKV
 from rooftile.numerics.hadamard import SHORTEST
 from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
@@ -79,7 +79,7 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Q
 def attend_quantised(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """Computes o and lse from the result of `quantise`."""
     with torch.autocast(qkv.q.device.type, enabled=False):
-        return low_precision.attend(qkv, options.sinks, spec)
+        return quantised.attend(qkv, options.sinks, spec)
 
 
 def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
