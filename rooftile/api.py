@@ -21,9 +21,9 @@ from rooftile.kvcache import PagedKV
 from rooftile.masks import FULL, Mask
 from rooftile.numerics import QuantisedQKV
 from rooftile.precision import Precision, recipe_of
-from rooftile.spec import Asked, Options, decode
+from rooftile.spec import NO_OPTIONS, Asked, Options, decode
 
-_NO_OPTIONS, _AS_USUAL = Options(), Asked()
+_AS_USUAL = Asked()
 
 
 def attention(
@@ -79,7 +79,7 @@ def attention(
     Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.08691.
     """
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, False, backend)
-    return _attend(q, k, v, mask, Options(bias, alibi, sinks), asked)[0]
+    return _attend(q, k, v, mask, _options(bias, alibi, sinks), asked)[0]
 
 
 def attention_with_lse(
@@ -111,7 +111,7 @@ def attention_with_lse(
         >>> o, lse = merge([near, far])
     """
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, True, backend)
-    return _attend(q, k, v, mask, Options(bias, alibi, sinks), asked)
+    return _attend(q, k, v, mask, _options(bias, alibi, sinks), asked)
 
 
 def attention_packed(
@@ -347,7 +347,7 @@ def attention_paged_with_lse(
 
 
 def prepare_paged(
-    q: Tensor, cache: PagedKV, mask: Mask, options: Options = _NO_OPTIONS, asked: Asked = _AS_USUAL
+    q: Tensor, cache: PagedKV, mask: Mask, options: Options = NO_OPTIONS, asked: Asked = _AS_USUAL
 ) -> Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]:
     """Checks a call of `attention_paged_with_lse` once, for all calls that differ from it in nothing but tensors' contents."""
     code = checks.paged_code(q, cache, mask, options, asked)
@@ -397,6 +397,10 @@ def explain(
     options = Options(bias, alibi, sinks, seed)
     asked = Asked(scale, softcap, dropout, None, deterministic, precision, needs_lse)
     return dispatch.explain(decode(checks.spec_code(q, k, v, mask, options, asked, _carries_tangent(q, k, v, *options))))
+
+
+def _options(bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None) -> Options:
+    return NO_OPTIONS if bias is None and alibi is None and sinks is None else Options(bias, alibi, sinks)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked) -> tuple[Tensor, Tensor]:

@@ -59,15 +59,22 @@ def call(operator: OpOverload, run: Callable[..., Any], *arguments: Any) -> Any:
     return run(*arguments)
 
 
+# whether autocast is on for any device
+autocast_on = torch._C._is_any_autocast_enabled
+
+# looked up once: these are asked at every call
+_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_profiler_on = torch.autograd._profiler_enabled
+_jit_trace = torch._C._get_tracing_state
+
+
 def watched(*arguments: Any) -> bool:
     """Whether something has to see the operator: a mode, a transform, a tensor subclass, the profiler, torch.jit.trace."""
-    return (
-        not _PLAIN.issuperset(map(type, arguments))
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd._profiler_enabled()
-        or torch._C._get_tracing_state() is not None
-    )
+    for x in arguments:
+        if type(x) not in _PLAIN:
+            return True
+    return _modes() > 0 or _transform() is not None or _profiler_on() or _jit_trace() is not None
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:

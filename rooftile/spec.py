@@ -73,6 +73,18 @@ class Spec:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
 
     @property
+    def options_on(self) -> tuple[str, ...]:
+        """Names of the options that change the scores or the weights and are switched on; a backend refuses those it lacks."""
+        present = {
+            "softcap": self.softcap > 0,
+            "bias": self.has_bias,
+            "alibi": self.has_alibi,
+            "sinks": self.has_sinks,
+            "dropout": self.dropout > 0,
+        }
+        return tuple(name for name, on in present.items() if on)
+
+    @property
     def code(self) -> str:
         """The spec as the string that crosses the operators' schema: `decode(spec.code) == spec`."""
         values = self._values()
@@ -124,6 +136,10 @@ class Asked(NamedTuple):
     precision: Any = "native"
     needs_lse: bool = False
     backend: Any = None
+
+
+# the options of a call that carries none: one object, by which a repeated call is recognised
+NO_OPTIONS = Options()
 
 
 def option_names(spec: Spec) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ from rooftile import dispatch
 from rooftile.errors import Unsupported
 from rooftile.launch import BoundedCache
 from rooftile.masks import Mask
-from rooftile.operators import below_autograd, define, wants_grad, watched
-from rooftile.spec import Asked, Grads, Options, Spec, decode, option_names
+from rooftile.operators import autocast_on, below_autograd, define, wants_grad, watched
+from rooftile.spec import NO_OPTIONS, Asked, Grads, Options, Spec, decode, option_names
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
@@ -39,60 +39,65 @@ Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
 
 # calls seen before, by all that a plain call depends on
 _PREPARED = BoundedCache()
-_NUMBERS = frozenset((type(None), int, float))
-_FLAGS = frozenset((type(None), bool))
+# types whose values have a hash, and are equal only if they mean the same once their types are
+_PLAIN_TYPES = frozenset((type(None), bool, int, float, str))
+# the types of an Asked that were found to be such
+_PLAIN_KINDS = BoundedCache()
 
 
 def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked) -> tuple[Any, ...] | None:
     """Everything that a plain call depends on besides its tensors' contents; None for a call that is not plain.
 
-    A call whose signature is known was checked when it was first made. A plain call may carry sinks and packed offsets on the
-    GPU. It has no bias, ALiBi, dropout or recipe, and nobody watches it.
+    A call whose signature is known was checked when it was first made. A plain call may carry sinks, and offsets of packed
+    sequences that are on a GPU. It has no bias, ALiBi, dropout or recipe, and nobody watches it.
     """
-    bias, alibi, sinks, seed, cu_q, cu_k = options
-    scale, softcap, dropout, asked_seed, deterministic, precision, needs_lse, backend = asked
-    if bias is not None or alibi is not None or seed is not None or asked_seed is not None:
+    if type(mask) is not Mask or not isinstance(k, Tensor) or not isinstance(v, Tensor):
         return None
-    if not isinstance(k, Tensor) or not isinstance(v, Tensor):
+    if torch.compiler.is_compiling() or watched(q, k, v) or forward_ad._current_level >= 0:
         return None
-    if (
-        type(mask) is not Mask
-        or precision != "native"
-        or torch.compiler.is_compiling()
-        or watched(q, k, v, sinks, cu_q, cu_k)
-    ):
+    kinds = tuple(map(type, asked))
+    if (kinds not in _PLAIN_KINDS and not _are_plain(kinds)) or asked.precision != "native":
         return None
-    # True equals 1, and a list has no hash
-    plain = type(scale) in _NUMBERS and type(softcap) in _NUMBERS and type(dropout) in _NUMBERS and not dropout
-    if not plain or type(deterministic) not in _FLAGS or (backend is not None and type(backend) is not str):
+    if asked.dropout or asked.seed is not None:
         return None
-    if forward_ad._current_level >= 0 or q.is_nested or k.is_nested or v.is_nested:
+    if q.is_nested or k.is_nested or v.is_nested or not q.layout is k.layout is v.layout is torch.strided:
         return None
-    if not q.layout is k.layout is v.layout is torch.strided:
-        return None
-    kind = q.device.type
-    if torch.is_autocast_enabled(kind) and not q.dtype is k.dtype is v.dtype is torch.get_autocast_dtype(kind):
-        return None
+    device = q.device
+    if autocast_on() and torch.is_autocast_enabled(device.type):
+        due = torch.get_autocast_dtype(device.type)
+        if not q.dtype is k.dtype is v.dtype is due:
+            return None
     # a kernel compiled for aligned addresses may be given no others
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    extra: tuple[Any, ...] = ()
-    if sinks is not None or cu_q is not None:
-        for x in (sinks, cu_q, cu_k):
-            if x is not None:
-                # offsets on the host are read at every call
-                if not isinstance(x, Tensor) or x.device != q.device or (kind == "cpu" and x is not sinks):
-                    return None
-                addresses |= x.data_ptr()
-                extra = (*extra, x.shape, x.stride(), x.dtype)
-            else:
-                extra = (*extra, None)
-    if addresses % 16:
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        return None
+    extra = () if options is NO_OPTIONS else _signature_of(options, device)
+    if extra is None:
         return None
     return (
-        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, mask, torch.are_deterministic_algorithms_enabled(),
-        scale, softcap, dropout, deterministic, needs_lse, backend, wants_grad(q, k, v, sinks), extra,
+        q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, k.dtype, v.dtype, device, k.device, v.device,
+        mask, torch.are_deterministic_algorithms_enabled(), asked, kinds, wants_grad(q, k, v, options.sinks), extra,
     )  # fmt: skip
+
+
+def _are_plain(kinds: tuple[type, ...]) -> bool:
+    if _PLAIN_TYPES.issuperset(kinds):
+        _PLAIN_KINDS[kinds] = True
+        return True
+    return False
+
+
+def _signature_of(options: Options, device: torch.device) -> tuple[Any, ...] | None:
+    """The part of a signature that sinks and offsets on a GPU make; None if there are other options."""
+    found: list[Any] = []
+    for name, x in zip(Options._fields, options, strict=True):
+        if x is None:
+            continue
+        # offsets on the host are read at every call
+        may = name == "sinks" or (name in ("cu_q", "cu_k") and device.type != "cpu")
+        if not may or watched(x) or not isinstance(x, Tensor) or x.device != device or x.data_ptr() % 16:
+            return None
+        found += name, x.shape, x.stride(), x.dtype
+    return tuple(found)
 
 
 def prepared(key: tuple[Any, ...]) -> Forward | None:
@@ -147,9 +152,6 @@ class _Call:
         return self._backwards[key]
 
 
-_NO_OPTIONS = Options()
-
-
 def listed(options: Options) -> list[Tensor]:
     """The tensors that there are, in the order of `option_names`."""
     return [x for x in options if x is not None]
@@ -202,7 +204,7 @@ class _Attention(torch.autograd.Function):
         if call.forward is None:
             o, lse = _forward(q, k, v, options, call.spec, call.backend)
         else:
-            o, lse = call.forward(q, k, v, named_options(decode(call.spec), options) if options else _NO_OPTIONS)
+            o, lse = call.forward(q, k, v, named_options(decode(call.spec), options) if options else NO_OPTIONS)
         ctx.save_for_backward(q, k, v, o, lse, *options)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -215,7 +217,7 @@ class _Attention(torch.autograd.Function):
         spec = decode(call.spec)
         ready = call.backward(do, dlse, q, k, v, o, lse, options)
         if ready is not None:
-            grads = ready(do, dlse, q, k, v, o, lse, named_options(spec, options) if options else _NO_OPTIONS)
+            grads = ready(do, dlse, q, k, v, o, lse, named_options(spec, options) if options else NO_OPTIONS)
             found = [grad for grad in grads if grad is not None]
         else:
             seen = torch.is_grad_enabled() or watched(do, dlse, q, k, v, o, lse, *options)

@@ -10,7 +10,7 @@ from rooftile import dispatch, ops
 from rooftile.cases import Case
 from rooftile.hardware.arch import arch
 from rooftile.masks import CAUSAL, FULL
-from rooftile.spec import Asked, Options
+from rooftile.spec import NO_OPTIONS, Asked, Options
 
 CASE = Case(name="repeated", tags=frozenset(), T=70, S=70, dim=32)
 
@@ -47,16 +47,16 @@ def test_a_repeated_call_reads_its_own_data(backend: str, device: torch.device) 
 def test_a_plain_call_can_be_remembered(device: torch.device) -> None:
     """Without a cache hit, every call would be checked again: correct, but slow."""
     q, k, v = inputs(device)
-    key = ops.signature(q, k, v, CAUSAL, Options(), Asked())
+    key = ops.signature(q, k, v, CAUSAL, NO_OPTIONS, Asked())
     assert key is not None
-    assert ops.signature(*inputs(device), CAUSAL, Options(), Asked()) == key
-    assert ops.signature(q, k, v, CAUSAL, Options(), Asked(deterministic=True)) not in (None, key)
+    assert ops.signature(*inputs(device), CAUSAL, NO_OPTIONS, Asked()) == key
+    assert ops.signature(q, k, v, CAUSAL, NO_OPTIONS, Asked(deterministic=True)) not in (None, key)
     with_sinks = ops.signature(q, k, v, CAUSAL, Options(sinks=torch.zeros(2, device=device)), Asked())
     assert with_sinks not in (None, key)
     # 4 bytes off the alignment that kernels were compiled for
     off = torch.randn(q.numel() + 1, device=device)[1:].view(q.shape)
-    assert ops.signature(off, k, v, CAUSAL, Options(), Asked()) is None
-    assert ops.signature(q.requires_grad_(), k, v, CAUSAL, Options(), Asked()) not in (None, key)
+    assert ops.signature(off, k, v, CAUSAL, NO_OPTIONS, Asked()) is None
+    assert ops.signature(q.requires_grad_(), k, v, CAUSAL, NO_OPTIONS, Asked()) not in (None, key)
 
 
 def test_what_differs_from_an_earlier_call_counts(backend: str, device: torch.device) -> None:

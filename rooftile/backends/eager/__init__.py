@@ -22,10 +22,13 @@ from rooftile.spec import Grads, Options, Spec, option_names
 
 NAME = "eager"
 
+OPTIONS = ("softcap", "bias", "alibi", "sinks", "dropout")
+
 
 def refusals(spec: Spec) -> Iterator[str]:
     if spec.v_order == "columns":
         yield "values quantised in columns; reads rows, which quantise_qkv(..., backend='eager') makes"
+    yield from (f"{name}; has {', '.join(OPTIONS)}" for name in spec.options_on if name not in OPTIONS)
     if spec.precision is not None:
         for name in ("bias", "alibi"):
             if getattr(spec, f"has_{name}"):

@@ -53,6 +53,8 @@ DIMS_DECODING = ((64, 64), (128, 128))
 MOST_TOGETHER = 64
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
+OPTIONS = ("softcap", "sinks")
+
 
 def refusals(spec: Spec) -> Iterator[str]:
     if spec.device != "sm90":
@@ -67,9 +69,7 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield f"head dim {came}; has {has}"
     if spec.precision is not None:
         yield from _refusals_of_recipe(spec.precision, spec)
-    for name, there in (("bias", spec.has_bias), ("alibi", spec.has_alibi), ("dropout", spec.dropout > 0)):
-        if there:
-            yield f"{name}; has softcap and sinks"
+    yield from (f"{name}; has {' and '.join(OPTIONS)}" for name in spec.options_on if name not in OPTIONS)
     if not spec.scale > 0:
         yield f"scale {spec.scale:g}; has positive scales"
     if len(spec.mask.chunks) > 1:
@@ -90,8 +90,8 @@ def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:
     if (spec.dim, spec.dim_v) not in DIMS_8BIT:
         has = ", ".join(str(dim) for dim, _ in DIMS_8BIT)
         yield f"head dims {spec.dim} and {spec.dim_v} with precision {precision}; has {has} with it"
-    for name, there in (("softcap", spec.softcap > 0), ("sinks", spec.has_sinks)):
-        if there:
+    for name in OPTIONS:
+        if name in spec.options_on:
             yield f"{name} with precision {precision}; has masks, groups and packed sequences with it"
 
 

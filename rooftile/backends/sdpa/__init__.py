@@ -24,15 +24,7 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield f"head dims {spec.dim} and {spec.dim_v}; has equal ones"
     if spec.precision is not None:
         yield f"precision {spec.precision}; computes in the dtype of its inputs"
-    for word, present in (
-        ("softcap", spec.softcap > 0),
-        ("bias", spec.has_bias),
-        ("alibi", spec.has_alibi),
-        ("sinks", spec.has_sinks),
-        ("dropout", spec.dropout > 0),
-    ):
-        if present:
-            yield f"{word}; has none"
+    yield from (f"{name}; has none" for name in spec.options_on)
     if spec.needs_grad and spec.needs_lse:
         yield "gradients through lse; has gradients through the output only"
     if spec.forward_mode:

@@ -17,12 +17,15 @@ from rooftile.spec import Grads, Options, Spec
 
 NAME = "tiled"
 
+OPTIONS = ("softcap", "bias", "alibi", "sinks", "dropout")
+
 
 def refusals(spec: Spec) -> Iterator[str]:
     if spec.device != "cpu":
         yield f"tensors are on {spec.device}; has cpu"
     if spec.precision is not None:
         yield f"precision {spec.precision}; computes in the dtype of its inputs"
+    yield from (f"{name}; has {', '.join(OPTIONS)}" for name in spec.options_on if name not in OPTIONS)
     if spec.forward_mode:
         yield "forward-mode derivatives; has reverse mode (use backend='eager')"
 

@@ -34,6 +34,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LARGEST_DIM = 256
 
+OPTIONS = ("softcap", "bias", "alibi", "sinks", "dropout")
+
 
 def refusals(spec: Spec) -> Iterator[str]:
     if not _runs_on(spec.device):
@@ -50,6 +52,7 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield "values quantised in columns; reads rows, which quantise_qkv(..., backend='triton') makes"
     if spec.has_kv_scales and spec.device in ("sm80", "sm86", "sm87"):
         yield f"a cache in FP8 on {spec.device}; needs sm89 (Ada) or newer"
+    yield from (f"{name}; has {', '.join(OPTIONS)}" for name in spec.options_on if name not in OPTIONS)
     if spec.forward_mode:
         yield "forward-mode derivatives; only backend='eager' has them"
 
