@@ -114,7 +114,7 @@ class ModelConfig:
         folder = Path(path)
         if not folder.is_dir():
             raise InvalidInput(
-                f"{folder} is no folder; give one with config.json and *.safetensors, downloaded beforehand"
+                f"{folder} is not a folder; give one with config.json and *.safetensors, downloaded beforehand"
             )
         if not (folder / "config.json").is_file():
             raise InvalidInput(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")

@@ -113,7 +113,7 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise InvalidInput(f"{path} is no whole safetensors file ({error}); download it again") from None
+        raise InvalidInput(f"{path} is not a complete safetensors file ({error}); download it again") from None
 
 
 def _prefix(config: ModelConfig) -> str:

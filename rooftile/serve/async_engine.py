@@ -1,12 +1,12 @@
-"""`AsyncEngine`: an LLM for many callers at once, each with requests of its own, as in a server.
+"""`AsyncEngine`: an LLM for many concurrent callers, for use in a server.
 
-    callers, in event loops                        the engine's thread
-    generate, abort --> orders ------------------> taken in between two steps
+    callers, in their event loops                  the engine's thread
+    generate, abort --> orders ------------------> read between two steps
                                                    step
-    the newest state of each request <------------ told after it, one wake-up for each event loop
+    newest state of each request <---------------- delivered after the step, one wake-up per event loop
 
-What belongs to the engine is touched by its thread only. A caller that reads slowly misses states on the way, never the last: of
-a request only the newest one is kept.
+Only the engine's thread touches the engine. For each request only the newest state is kept: a caller that reads slowly misses
+states in between, but never the last one.
 """
 
 from __future__ import annotations
@@ -16,63 +16,39 @@ import atexit
 import logging
 import threading
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, NamedTuple
 
 import torch
 
 from rooftile.errors import InvalidInput
+from rooftile.serve.calls import Call, Order, notify, stopped
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput, output_of
-from rooftile.serve.request import Request
 from rooftile.serve.sampling.params import SamplingParams
-from rooftile.serve.text.prompt import ParsedPrompt, Prompt, parse_prompt
+from rooftile.serve.text.prompt import Prompt, parse_prompt
 
-# requests that wait for the first step of theirs: what comes after them is told so at once
+# requests that may wait for their first step; one more is refused
 MAX_WAITING = 1024
-# what an interpreter waits at most for a step to end before it ends itself
+# seconds that a closing interpreter waits for the current step
 PATIENCE = 10.0
 
 
 class Overloaded(RuntimeError):
-    """Too many requests wait already; this one was not taken. A server answers 429 to it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A caller's wish, and what it has been told of it."""
-
-    loop: asyncio.AbstractEventLoop
-    asked: ParsedPrompt
-    params: SamplingParams
-    grows: bool
-    """Whether it wants to see the answers grow, or only complete."""
-    bell: asyncio.Event = field(default_factory=asyncio.Event)
-    request: Request | None = None
-    news: RequestOutput | Exception | None = None
-    """What it has not read yet; under the engine's lock."""
-
-
-class _Order(NamedTuple):
-    """What the engine's thread is to do: about a call, or about a request by its id."""
-
-    kind: Literal["add", "leave", "abort"]
-    subject: _Call | int
+    """Too many requests wait already, so this one was refused. A server answers it with status 429."""
 
 
 class AsyncEngine:
     """An LLM that many callers use at once, from one event loop or several.
 
-    It runs in a thread of its own, which sleeps when there is nothing to do. The LLM is the engine's until `close`: do not call
-    it yourself meanwhile.
+    It runs in a thread of its own, which sleeps when there is nothing to do. The engine owns the LLM until `close`: the LLM's own
+    methods refuse meanwhile.
 
     Args:
         llm: the model.
-        max_waiting: requests that wait beside those that run; one more is refused.
+        max_waiting: how many requests may wait beside those that run; one more is refused.
 
     Raises:
-        InvalidInput: somebody uses the LLM, or max_waiting is below 1.
+        InvalidInput: the LLM is in use, or max_waiting is below 1.
 
     Example:
         >>> async def main():                                                                   # doctest: +SKIP
@@ -87,11 +63,11 @@ class AsyncEngine:
         llm.lend()
         self.llm = llm
         self.max_waiting = max_waiting
-        # of the engine's thread
-        self._calls: dict[int, _Call] = {}
-        # of all, under the lock
+        # used by the engine's thread only
+        self._calls: dict[int, Call] = {}
+        # used by all threads, under the lock
         self._wake = threading.Condition()
-        self._orders: list[_Order] = []
+        self._orders: list[Order] = []
         self._closing = False
         self._over = False
         self._cause: BaseException | None = None
@@ -103,33 +79,37 @@ class AsyncEngine:
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The answers to a prompt while they grow: each output has everything so far, the last one is finished.
+        """Answers a prompt and yields its answers while they grow: each output holds everything so far, the last is finished.
 
-        Whoever stops reading (a cancelled task, a closed iterator) aborts the request.
+        A caller that stops reading (a cancelled task, a closed iterator) aborts its request.
 
         Args:
-            prompt: a text, or token ids; or a dictionary as `LLM.generate` takes it.
-            params: of the answers.
-            salt: prefixes are shared with requests of the same salt only.
+            prompt: a text, token ids, or a dictionary like in `LLM.generate`.
+            params: the sampling parameters.
+            salt: the request shares the prefix cache only with requests of the same salt; a "cache_salt" in the prompt's
+                dictionary takes its place.
 
         Raises:
-            InvalidInput: it can never be answered; the sentence says why.
+            InvalidInput: the request can never be answered; the sentence says why.
             Overloaded: max_waiting requests wait already.
-            RuntimeError: the engine has failed, or was closed.
+            RuntimeError: the engine has failed or was closed.
         """
-        return self._told(prompt, params, salt, grows=True)
+        return self._read(prompt, params, salt, streams=True)
 
     async def complete(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "") -> RequestOutput:
-        """As `generate`, for one who waits for the end: nothing is told, or built, on the way."""
-        (output,) = [output async for output in self._told(prompt, params, salt, grows=False)]
+        """Answers a prompt like `generate`, and returns only the complete answers; no output is built on the way."""
+        (output,) = [output async for output in self._read(prompt, params, salt, streams=False)]
         return output
 
     def abort(self, request_id: int) -> None:
-        """Ends a request; its caller gets what there is, with "abort" for a reason. One that is over is left as it is."""
-        self._order(_Order("abort", request_id))
+        """Ends a request; its caller gets the answers so far, with the finish reason "abort".
+
+        A request that has ended already stays as it is.
+        """
+        self._order(Order("abort", request_id))
 
     async def close(self) -> None:
-        """Aborts what runs, and ends the thread. The LLM is free again."""
+        """Aborts all requests and ends the thread; the LLM is free again."""
         await asyncio.to_thread(self._stop)
 
     async def __aenter__(self) -> AsyncEngine:
@@ -140,46 +120,47 @@ class AsyncEngine:
     ) -> None:
         await self.close()
 
-    # in the callers' event loops
+    # the methods down to _stop run in the callers' threads
 
-    async def _told(
-        self, prompt: Prompt, params: SamplingParams | None, salt: str, *, grows: bool
+    async def _read(
+        self, prompt: Prompt, params: SamplingParams | None, salt: str, *, streams: bool
     ) -> AsyncGenerator[RequestOutput, None]:
+        """Sends a call to the engine's thread and yields its news."""
         self._check_room()
         if isinstance(prompt, str | Mapping):
-            # a text may be long: it is read off the loop
-            read = await asyncio.to_thread(parse_prompt, prompt, self.llm.tokenizer, salt)
+            # a long text would block the event loop while it is encoded
+            parsed = await asyncio.to_thread(parse_prompt, prompt, self.llm.tokenizer, salt)
         else:
-            read = parse_prompt(prompt, None, salt)
-        call = _Call(asyncio.get_running_loop(), read, SamplingParams() if params is None else params, grows)
+            parsed = parse_prompt(prompt, None, salt)
+        call = Call(asyncio.get_running_loop(), parsed, SamplingParams() if params is None else params, streams)
         with self._wake:
             if self._over or self._closing:
-                raise _ended(self._cause)
-            self._orders.append(_Order("add", call))
+                raise stopped(self._cause)
+            self._orders.append(Order("add", call))
             self._wake.notify()
         over = False
         try:
             while not over:
-                await call.bell.wait()
-                call.bell.clear()
+                await call.changed.wait()
+                call.changed.clear()
                 with self._wake:
                     news, call.news = call.news, None
                 over = not isinstance(news, RequestOutput) or news.finished
                 if isinstance(news, Exception):
                     raise news
-                assert news is not None, "a bell rings for news only"
+                assert news is not None, "a caller was woken without news"
                 yield news
         finally:
             if not over:
-                self._order(_Order("leave", call))
+                self._order(Order("leave", call))
 
     def _check_room(self) -> None:
-        """Before a text is read for nothing; whoever passes is counted again when its turn comes."""
+        """Refuses a request while too many wait; checked before a text is encoded for nothing, and again in the engine."""
         waiting = len(self.llm.engine.scheduler.waiting)
         if waiting >= self.max_waiting:
             raise Overloaded(f"{waiting:,} requests wait already, as many as may (max_waiting); try again later")
 
-    def _order(self, order: _Order) -> None:
+    def _order(self, order: Order) -> None:
         with self._wake:
             if not self._over:
                 self._orders.append(order)
@@ -192,7 +173,7 @@ class AsyncEngine:
         self._thread.join(patience)
         atexit.unregister(self._stop)
 
-    # in the engine's thread
+    # the methods from here on run in the engine's thread
 
     def _run(self) -> None:
         try:
@@ -204,113 +185,99 @@ class AsyncEngine:
                 self._step()
             self._end(None)
         except BaseException as error:
-            # whatever it is, nobody may wait for ever
+            # whatever went wrong, no caller may wait for ever
             logging.getLogger(__name__).exception("the engine has failed, and takes no more requests")
             self._end(error)
 
     def _take_orders(self) -> bool:
-        """Does what callers want, and sleeps while nobody wants anything. False when all is over."""
+        """Carries out the callers' orders, and sleeps while there is nothing to do. Returns False when all is over."""
         engine = self.llm.engine
         with self._wake:
             while engine.idle and not self._orders and not self._closing:
                 self._wake.wait()
             orders, self._orders = self._orders, []
             closing = self._closing
-        told: list[tuple[_Call, RequestOutput | Exception]] = []
+        news: list[tuple[Call, RequestOutput | Exception]] = []
         for kind, subject in orders:
             if isinstance(subject, int):
-                told += self._aborted([subject])
+                news += self._abort([subject])
             elif kind == "leave":
-                self._left(subject)
+                self._leave(subject)
             elif closing:
-                told.append((subject, _ended(None)))
+                news.append((subject, stopped(None)))
             else:
-                told += self._added(subject)
+                news += self._add(subject)
         if closing:
-            told += self._aborted(list(self._calls))
-        self._tell(told)
+            news += self._abort(list(self._calls))
+        self._deliver(news)
         return not closing or not engine.idle
 
-    def _added(self, call: _Call) -> list[tuple[_Call, Exception]]:
-        """Takes a request in; or what is wrong with it, which is its caller's business alone."""
+    def _add(self, call: Call) -> list[tuple[Call, Exception]]:
+        """Adds a request to the engine; an error concerns its caller alone."""
         try:
             self._check_room()
-            call.request = self.llm.engine.add(call.asked.tokens, call.params, cache_salt=call.asked.cache_salt)
+            call.request = self.llm.engine.add(call.prompt.tokens, call.params, cache_salt=call.prompt.cache_salt)
         except Exception as error:
             return [(call, error)]
         self._calls[call.request.id] = call
         return []
 
-    def _aborted(self, ids: list[int]) -> list[tuple[_Call, RequestOutput]]:
-        """Aborts requests that are not over: their last state."""
+    def _abort(self, ids: list[int]) -> list[tuple[Call, RequestOutput]]:
+        """Aborts those of the requests that still run or wait; returns their last state."""
         calls = [call for id_ in ids if (call := self._calls.pop(id_, None)) is not None]
-        told = []
+        news = []
         for call in calls:
             assert call.request is not None
             self.llm.engine.abort(call.request)
-            told.append((call, output_of(call.request, call.asked.text)))
-        return told
+            news.append((call, output_of(call.request, call.prompt.text)))
+        return news
 
-    def _left(self, call: _Call) -> None:
-        """Nobody reads a call any more: its request ends, if it has not."""
+    def _leave(self, call: Call) -> None:
+        """Aborts the request of a caller that reads no more, if it has not ended."""
         if call.request is not None and self._calls.pop(call.request.id, None) is not None:
             self.llm.engine.abort(call.request)
 
     def _step(self) -> None:
-        told: list[tuple[_Call, RequestOutput | Exception]] = []
+        news: list[tuple[Call, RequestOutput | Exception]] = []
         for request in self.llm.engine.step():
             call = self._calls.get(request.id)
             if call is None:
-                # aborted while this step was computed
+                # aborted while this step was in flight
                 continue
             over = not request.live
             if over:
                 del self._calls[request.id]
-            if over or call.grows:
-                told.append((call, output_of(request, call.asked.text)))
-        self._tell(told)
+            if over or call.streams:
+                news.append((call, output_of(request, call.prompt.text)))
+        self._deliver(news)
 
-    def _tell(self, told: list[tuple[_Call, RequestOutput | Exception]]) -> None:
-        """Leaves callers their news, and rings at those who have read what they were left before."""
-        rings: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
+    def _deliver(self, news: list[tuple[Call, RequestOutput | Exception]]) -> None:
+        """Leaves callers their news, and wakes those who have read all that came before."""
+        woken: dict[asyncio.AbstractEventLoop, list[Call]] = {}
         with self._wake:
-            for call, news in told:
+            for call, newest in news:
                 if call.news is None:
-                    rings.setdefault(call.loop, []).append(call)
-                call.news = news
-        for loop, calls in rings.items():
+                    woken.setdefault(call.loop, []).append(call)
+                call.news = newest
+        for loop, calls in woken.items():
             try:
-                loop.call_soon_threadsafe(_ring, calls)
+                loop.call_soon_threadsafe(notify, calls)
             except RuntimeError:
-                # the loop is closed, and nobody there will read
+                # the loop is closed, so its callers will never read
                 for call in calls:
-                    self._left(call)
+                    self._leave(call)
 
     def _end(self, cause: BaseException | None) -> None:
-        """Nothing is taken any more; whoever still waits hears why."""
+        """Takes no more orders, and tells every caller that still waits why."""
         with self._wake:
             self._over, self._cause = True, cause
             orders, self._orders = self._orders, []
         waiting = [*self._calls.values(), *(order.subject for order in orders if order.kind == "add")]
         self._calls.clear()
-        self._tell([(call, _ended(cause)) for call in waiting if isinstance(call, _Call)])
+        self._deliver([(call, stopped(cause)) for call in waiting if isinstance(call, Call)])
         try:
             for call in waiting:
-                if isinstance(call, _Call) and call.request is not None:
+                if isinstance(call, Call) and call.request is not None:
                     self.llm.engine.abort(call.request)
         finally:
             self.llm.owned = False
-
-
-def _ring(calls: list[_Call]) -> None:
-    for call in calls:
-        call.bell.set()
-
-
-def _ended(cause: BaseException | None) -> RuntimeError:
-    """Why nothing goes on: an error of its own for each caller, as tracebacks grow."""
-    if cause is None:
-        return RuntimeError("the engine is closed; make another AsyncEngine")
-    error = RuntimeError(f"the engine has failed, and takes no more requests: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error

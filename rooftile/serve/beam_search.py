@@ -1,12 +1,13 @@
-"""Beam search: which successors of a request's beams go on, and which answers are complete.
+"""Beam search: decides which successors of a request's beams go on, and which answers are complete.
 
-Of all beams' most likely next tokens the best, by the sum of their logprobs, go on. One that ends its text, and is among the
-first `width`, becomes a candidate for the answer with the score
+Each step extends every beam by its most likely next tokens and keeps the best successors by the sum of their logprobs. A
+successor that ends its text and is among the first `width` becomes a candidate for the answer, with the score
 
     sum of its logprobs / (its number of tokens)^length_penalty
 
-and the search is over when `width` candidates are there and no beam could become better than the worst of them as it stands now,
-or at once with early_stopping. The beams, their scores and the end are those of `generate` in Transformers.
+The search is over when there are `width` candidates and the best beam, at its present length, scores no better than the worst of
+them; with early_stopping it is over as soon as there are `width` candidates. Beams, scores and the end of the search are those
+of `generate` in Transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Candidate(NamedTuple):
 
 
 class Successor(NamedTuple):
-    """A beam that goes on: which one it was, and its next token."""
+    """A beam that goes on: the index of its parent among the beams, and its next token."""
 
     parent: int
     token: int
@@ -35,11 +36,11 @@ class BeamSearch:
     """The search for one request.
 
     Args:
-        width: beams.
-        limit: tokens that an answer may have.
-        ends: tokens that end it.
-        least: an answer does not end before it has so many tokens.
-        length_penalty, early_stopping: as in `SamplingParams`.
+        width: the number of beams.
+        limit: the most tokens that an answer may have.
+        ends: the tokens that end an answer.
+        least: the fewest tokens that an answer may have.
+        length_penalty, early_stopping: see `SamplingParams`.
     """
 
     def __init__(
@@ -52,16 +53,24 @@ class BeamSearch:
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
         self.found: list[Candidate] = []
-        """The best first."""
+        """The candidates, best first."""
         self.over = False
         self.keep = max(2, 1 + len(ends)) * width
-        """Of each beam so many next tokens are looked at: enough that `width` of all go on."""
-        # at first all beams are the prompt, and only one of them is looked at
+        """How many next tokens of each beam are looked at: enough for `width` beams to go on even if others end."""
+        # all beams begin as the prompt, so the first step looks at one of them only
         self._sums = np.zeros(1, dtype=np.float32)
         self._tokens: list[list[int]] = [[]]
 
     def step(self, ids: list[list[int]], logprobs: list[list[float]]) -> list[Successor]:
-        """The beams that go on, `width` of them, from each beam's most likely next tokens; none if the search is over."""
+        """Extends the beams by one token.
+
+        Args:
+            ids: for each beam its most likely next tokens, best first.
+            logprobs: their logprobs.
+
+        Returns:
+            The `width` beams that go on; none if the search is over.
+        """
         beams = len(self._sums)
         sums = np.array(logprobs[:beams], dtype=np.float32) + self._sums[:, None]
         best = np.argsort(-sums, axis=None, kind="stable")[: self.keep]

@@ -1,4 +1,4 @@
-"""How many blocks a cache has: what a device has left beside the model."""
+"""Decides how many blocks the KV cache gets, from the memory that a device has left beside the model."""
 
 from __future__ import annotations
 
@@ -10,24 +10,31 @@ from rooftile.kvcache import Rotation
 from rooftile.kvcache.route import MOST_GATHERED, route
 from rooftile.models import Decoder
 
-# of a CPU's memory, unless it is told how much
+# the cache's memory on a CPU, unless num_blocks is given
 HOST_BYTES = 1 << 30
-# what graphs and libraries take besides
+# kept free on a GPU for CUDA graphs and libraries
 SPARE_BYTES = 768 << 20
 
 
 def block_bytes(decoder: Decoder, size: int, dtype: torch.dtype) -> int:
-    """A block through all layers."""
+    """Returns the bytes of one block in all layers together."""
     config = decoder.config
     line = config.head_dim * dtype.itemsize
     if dtype == torch.float8_e4m3fn:
-        # a scale
+        # one fp32 scale per token and head
         line += 4
     return config.layers * 2 * size * config.kv_heads * line
 
 
 def most_gathered(size: int, dtype: torch.dtype, *, tokens: int, answers: int) -> int:
-    """The most prompts that one step may read from a copy: of up to `answers` that have up to `tokens` tokens together."""
+    """Returns how many prompts one step may at most read from a gathered copy.
+
+    Args:
+        size: tokens per block.
+        dtype: the dtype of the KV cache.
+        tokens: the most tokens that a step reads.
+        answers: the most answers that run at once.
+    """
     fp8 = dtype == torch.float8_e4m3fn
     return next((n for n in range(answers, 0, -1) if route(tokens, n, size, fp8=fp8, copy_bytes=0).gather), 0)
 
@@ -36,9 +43,13 @@ def blocks_that_fit(
     decoder: Decoder, size: int, dtype: torch.dtype, *, utilization: float, max_batched_tokens: int, max_answers: int,
     max_len: int,
 ) -> int:  # fmt: skip
-    """As many as all sequences could use, or as memory has room for.
+    """Returns how many blocks fit into memory, but no more than all sequences together could use.
 
-    On a GPU that is `utilization` of its memory, less the model, less what the largest step takes: it is run once.
+    On a GPU the cache gets the share `utilization` of its memory, less the model, less what the largest step takes, which is run
+    once to measure it.
+
+    Raises:
+        InvalidInput: there is no room for a single block.
     """
     each = block_bytes(decoder, size, dtype)
     useful = max_answers * -(-max_len // size)
@@ -47,7 +58,7 @@ def blocks_that_fit(
         return max(min(HOST_BYTES // each, useful), -(-max_len // size))
     working = _working_bytes(decoder, min(max_batched_tokens, max_answers * max_len), max_answers)
     copied = most_gathered(size, dtype, tokens=max_batched_tokens, answers=max_answers)
-    # a layer's at a time
+    # copies of gathered prompts, one layer at a time
     line = block_bytes(decoder, 1, decoder.embedding.dtype) // decoder.config.layers
     working += min(copied * max_len * line, MOST_GATHERED)
     free, total = torch.cuda.mem_get_info(device)
@@ -63,19 +74,19 @@ def blocks_that_fit(
 
 @torch.inference_mode()
 def _working_bytes(decoder: Decoder, tokens: int, rows: int) -> int:
-    """What a step takes at most, besides model and cache."""
+    """Returns the most memory that a step takes besides model and cache, in bytes."""
     device = decoder.embedding.device
     ids = torch.zeros(tokens, dtype=torch.int64, device=device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
-        # a kernel would be compiled for nothing: what it takes besides is an lse
+        # running attention would compile a kernel for nothing: beside its output it only takes an lse
         return torch.empty_like(q).clone()
 
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     hidden = decoder(ids, ids, attend)
-    # logits of all rows, and as many numbers again for their scores
+    # logits of all rows, and as many numbers again for the sampler's scores
     logits = decoder.logits(hidden[:rows])
     scores = logits.clone()
     torch.cuda.synchronize(device)

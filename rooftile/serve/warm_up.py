@@ -1,7 +1,7 @@
-"""Kernels compiled before a first request waits for them, on a GPU: by running each once, on next to no memory.
+"""Compiles kernels before the first request, on a GPU, by running each once on very little memory.
 
-The configuration is enough for that, so that it can be done while weights are read, in a few threads: the compiler spends most
-of its time outside of Python.
+This needs only the model's configuration, so it runs in a few threads while the weights are loaded: the compiler spends most of
+its time outside Python.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from rooftile.spec import Asked
 
 # tokens of prompts: so few that the kernels for prompts are not worth it, and usual ones
 SHORT, USUAL = 8, 64
-# of a step that decodes
+# rows of the decode step
 ROWS = 16
-# threads, at most: a kernel's first part is Python, and more of them keep the largest kernel waiting, which all wait for
+# compile threads: the first phase of a compilation holds the GIL, so more threads delay the largest kernel, on which the total
+# depends
 THREADS = 4
-# what samples want, mostly
+# the features that most requests ask for
 FEATURES = (SamplingFeatures(chance=True), SamplingFeatures(chance=True, truncation=True))
 
 
@@ -39,19 +40,19 @@ FEATURES = (SamplingFeatures(chance=True), SamplingFeatures(chance=True, truncat
 def compile_kernels(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int
 ) -> None:
-    """All that steps without penalties and biases run.
+    """Compiles all kernels of steps without penalties and logit biases.
 
     Args:
-        config: of the model.
-        dtype: of weights and computation.
+        config: the model's configuration.
+        dtype: the dtype of weights and computation.
         device: a GPU.
-        size: tokens of a block of the cache.
-        kv_dtype: of the cache.
-        longest: tokens that are read of a prompt at once, at most.
+        size: tokens per block of the KV cache.
+        kv_dtype: the dtype of the KV cache.
+        longest: the most tokens of one prompt that a step reads.
     """
     import_kernels()
     with torch.cuda.device(device):
-        # Triton's driver is made here, once
+        # this makes Triton's driver, once, before threads use it
         import_module("triton").runtime.driver.active.get_current_target()
         work = jobs(config, dtype, device, size=size, kv_dtype=kv_dtype, longest=longest)
         with ThreadPoolExecutor(THREADS) as threads:
@@ -62,8 +63,8 @@ def compile_kernels(
 def jobs(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int
 ) -> list[Callable[[], None]]:
-    """What is run once, what takes longest first. What goes the same way is one job, so that nothing is compiled twice."""
-    # a layer is like the others, and neither embedding nor head have kernels of ours
+    """Returns the jobs that compile kernels, longest first; whatever shares a kernel is one job, so none is compiled twice."""
+    # all layers have the same kernels, and embedding and head have none of ours
     small = replace(config, layers=1, windows=(None,), vocab_size=1, max_len=ROWS)
     decoder = Decoder(small, dtype=dtype, device=device)
     pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
@@ -80,7 +81,7 @@ def jobs(
 
 
 def import_kernels() -> None:
-    """All that threads would import, by one: several that import the same at once get in each other's way."""
+    """Imports all modules that the threads need, in one thread: threads that import the same module at once can fail."""
     for name in (
         "backends.triton.paged_decode", "backends.triton.paged_fwd", "kvcache.kernels", "fused.kernels.norm",
         "fused.kernels.gated",
@@ -92,42 +93,43 @@ def import_kernels() -> None:
 
 @torch.inference_mode()
 def _on(device: torch.device, job: Callable[[], None]) -> None:
-    """A thread begins on the first device, and without inference mode."""
+    """Runs a job on the device in inference mode, both of which each thread must set for itself."""
     with torch.cuda.device(device):
         job()
 
 
 def _read_prompts(decoder: Decoder, pages: Pages, mask: Mask, lengths: tuple[int, ...], *, room: int = 0) -> None:
-    """Attention of prompts, all in the first block: what it says does not matter.
+    """Runs attention of prompts, all of them in the first block, since the values do not matter.
 
-    Tables have room for more: what comes after a long text may be computed in another way, before anybody knows its length.
+    With `room` the tables have columns for that many tokens: a kernel may be chosen by how long a sequence could be, since the
+    lengths are known only on the GPU.
     """
     device = decoder.embedding.device
     for tokens in lengths:
         table = torch.zeros(1, -(-max(tokens, room) // pages.storage.shape[3]), dtype=torch.int32, device=device)
         ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         q, _, _ = _projected(decoder, tokens)
-        _see(decoder, mask, q.contiguous(), pages.view(0, table, ends[1:], ends))
+        _attend(decoder, mask, q.contiguous(), pages.view(0, table, ends[1:], ends))
 
 
 def _decode_alone(decoder: Decoder, pages: Pages, masks: tuple[Mask, ...]) -> None:
-    """Writing and attention of single tokens."""
+    """Runs cache writes and attention of single tokens."""
     q, k, v = _projected(decoder, ROWS)
-    nobody = torch.full((ROWS,), -1, device=decoder.embedding.device)
-    q = pages.write_and_rotate(0, q, k, v, nobody, decoder.rotation(nobody.clamp(min=0)))
+    padding = torch.full((ROWS,), -1, device=decoder.embedding.device)
+    q = pages.write_and_rotate(0, q, k, v, padding, decoder.rotation(padding.clamp(min=0)))
     table = torch.zeros(ROWS, 1, dtype=torch.int32, device=decoder.embedding.device)
     for mask in masks:
-        _see(decoder, mask, q[:, None], pages.view(0, table, nobody.int() + 1))
+        _attend(decoder, mask, q[:, None], pages.view(0, table, padding.int() + 1))
 
 
 def _decode_without_attention(decoder: Decoder) -> None:
-    """The layers' rest."""
+    """Runs the rest of the layers."""
     rows = torch.zeros(ROWS, dtype=torch.int64, device=decoder.embedding.device)
     decoder(rows, rows, lambda layer, q, k, v, rotation: q)
 
 
 def _sample(decoder: Decoder, vocabulary: int, features: SamplingFeatures) -> None:
-    """The next tokens."""
+    """Runs the sampler."""
     device = decoder.embedding.device
     rows = torch.zeros(ROWS, dtype=torch.int64, device=device)
     logits = torch.zeros(ROWS, vocabulary, dtype=decoder.embedding.dtype, device=device)
@@ -137,7 +139,7 @@ def _sample(decoder: Decoder, vocabulary: int, features: SamplingFeatures) -> No
 
 
 def _projected(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as a layer projects them."""
+    """Returns queries, keys and values in the layout that a layer's projection gives them."""
     config = decoder.config
     heads = (config.heads, config.kv_heads, config.kv_heads)
     x = torch.zeros(tokens, sum(heads), config.head_dim, dtype=decoder.embedding.dtype, device=decoder.embedding.device)
@@ -145,6 +147,6 @@ def _projected(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _see(decoder: Decoder, mask: Mask, q: Tensor, cache: PagedKV) -> None:
+def _attend(decoder: Decoder, mask: Mask, q: Tensor, cache: PagedKV) -> None:
     config = decoder.config
     prepare_paged(q, cache, mask, asked=Asked(config.scale, config.softcap))(q, cache)

@@ -90,7 +90,7 @@ def test_ids_of_generation_config_come_first(tmp_path: Path) -> None:
 
 
 def test_no_folder_no_file_no_json(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"nowhere is no folder; give one with config.json"):
+    with pytest.raises(InvalidInput, match=r"nowhere is not a folder; give one with config.json"):
         ModelConfig.from_folder(tmp_path / "nowhere")
     with pytest.raises(InvalidInput, match=r"has no config.json; give the folder of a Hugging Face checkpoint"):
         ModelConfig.from_folder(tmp_path)

@@ -136,7 +136,7 @@ def test_files(checkpoints: Path, tmp_path: Path) -> None:
     folder = copied(checkpoints, "llama", tmp_path)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-100])
-    refused(folder, r"model.safetensors is no whole safetensors file \(.*\); download it again")
+    refused(folder, r"model.safetensors is not a complete safetensors file \(.*\); download it again")
     (folder / "model.safetensors").unlink()
     refused(folder, "has neither model.safetensors nor model.safetensors.index.json; give the folder of a Hugging Face")
     (folder / "pytorch_model.bin").write_bytes(b"")

@@ -206,18 +206,18 @@ def test_texts_that_are_refused(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="nowhere is no folder"):
+    with pytest.raises(InvalidInput, match="nowhere is not a folder"):
         Tokenizer.from_folder(tmp_path / "nowhere")
     with pytest.raises(InvalidInput, match=r"has no tokenizer.json, and Transformers reads none"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InvalidInput, match=r"tokenizer.json is no tokenizer"):
+    with pytest.raises(InvalidInput, match=r"tokenizer.json is not a tokenizer"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(InvalidInput, match=r"tokenizer_config.json holds a list; must be an object"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(InvalidInput, match=r"tokenizer_config.json is no JSON"):
+    with pytest.raises(InvalidInput, match=r"tokenizer_config.json is not JSON"):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -259,7 +259,7 @@ def test_strange_settings(settings: dict[str, object], sentence: str, tmp_path) 
 def test_a_template_that_is_no_text(tmp_path) -> None:
     folder = save("byte_level", tmp_path)
     (folder / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(InvalidInput, match=r"chat_template.jinja is no UTF-8 text \(invalid start byte at byte 0\)"):
+    with pytest.raises(InvalidInput, match=r"chat_template.jinja is not UTF-8 text \(invalid start byte at byte 0\)"):
         Tokenizer.from_folder(folder)
 
 

@@ -1,17 +1,18 @@
-"""The sampler on a GPU: the definition in `sampler`, without a sort, without a softmax, and without waiting.
+"""The sampler's Triton kernels: they compute what `sampler` defines, with no sort, no softmax and no wait.
 
-`_draw` reads a segment of a row's logits once: penalties, bias, temperature times noise, and the best token; `_join` takes the
-best of a row's segments. A maximum is exact and equals go to the lowest id, so neither the segments nor the batch matter.
+`_draw` reads each segment of a row's logits once, applies penalties, bias and temperature times noise, and finds the segment's
+best token; `_join` takes the best of a row's segments. A maximum is exact and ties go to the lowest id, so the result depends
+neither on how a row is cut into segments nor on the rest of the batch.
 
-Rows that ask for truncation get a threshold first, and only they. The row is searched for it by bisection on keys, which are
-fp32 numbers as integers of the same order: how many tokens (top-k), or what mass (top-p), is at or above a key? Three keys are
-tried in a pass, and a search ends when one token is left between what is enough and what is not. To make passes short,
+Only rows that ask for truncation get a threshold first. It is found by bisection on keys, integers that order like the fp32
+numbers they stand for. Each pass tries three keys and counts the tokens (top-k) or sums the mass (top-p) at or above them; the
+search ends when one token is left between a key with enough and a key with too little. Two steps make the passes short:
 
-    `_survey` finds the maximum of each GROUP tokens. The k-th largest of these is a lower bound of the k-th largest token;
-    `_bound`  copies what is above a lower bound out of the row, if it is at most ROOM tokens, and searches there from then on.
+    `_survey` finds the maximum of each GROUP tokens. The k-th largest of these maxima is a lower bound of the k-th largest logit.
+    `_bound`  copies the tokens above a lower bound out of the row, if they are at most ROOM, and the search goes on in the copy.
 
-Top-k is exact. Sums of exponentials are of fp32, always in the same order, so top-p may differ from the definition where the
-mass reaches top_p to within rounding. Penalised logits are the definition's bits, since no product is fused with a sum.
+Top-k is exact. Sums of exponentials are fp32, always in the same order, so top-p may differ from the definition where the mass
+equals top_p to within rounding. Penalised logits have the definition's bits, since no product is fused with a sum.
 """
 
 from functools import cache
@@ -26,42 +27,42 @@ from triton.language.extra import libdevice
 from rooftile.launch import Kernel
 from rooftile.serve.sampling.state import SamplingFeatures, SamplingState
 
-# tokens of a program of _draw and _survey
+# tokens per program of _draw and _survey
 SEGMENT = tl.constexpr(2048)
-# tokens whose maximum stands for them in a search of top-k
+# tokens that are represented by their maximum in a top-k search
 GROUP = tl.constexpr(64)
-# tokens that a search reads at once
+# tokens that a search reads per iteration
 BLOCK = tl.constexpr(2048)
-# tokens that a row's copy has room for
+# the most tokens in the copy of a row
 ROOM = tl.constexpr(4096)
-# reads that are under way while one is worked on
+# loads in flight while one block is processed
 STAGES = tl.constexpr(4)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 FAST = tl.constexpr(not triton.knobs.runtime.interpret)
 # the key of -inf
 LOWEST = tl.constexpr(-2139095041)
 THRESHOLD_WARPS = 16
-# a fused product and sum would round once where the definition rounds twice
+# fusing a product with a sum would round once where the definition rounds twice
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 _THRESHOLDS = _OPTIONS | {"num_warps": THRESHOLD_WARPS}
 
 
 @triton.jit
 def _tamed(x):
-    """NaN as -inf, and +inf as the largest number."""
+    """Replaces NaN by -inf, and +inf by the largest finite number."""
     return tl.minimum(tl.where(x == x, x, float("-inf")), LARGEST)
 
 
 @triton.jit
 def _key(x):
-    """An integer for a number: the order is the same."""
+    """Returns the key of a number: an integer, such that keys order like their numbers."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _number(key):
-    """The number whose key this is."""
+    """Returns the number that has this key."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -73,11 +74,11 @@ def _penalised(
     PENALTIES: tl.constexpr, BIAS: tl.constexpr,
 ):
     # fmt: on
-    """Logits after penalties and bias, -inf beyond the vocabulary. Rows that ask for neither read no table."""
+    """Returns logits after penalties and bias, -inf beyond the vocabulary. Rows that ask for neither read no table."""
     there = token < V
     x = tl.load(logits_row + token, mask=there, other=float("-inf")).to(tl.float32)
     line = slot * V + token
-    # what is asked of a row becomes as wide as its tokens before it is compared: the interpreter mistakes a scalar's type after
+    # a row's parameters are widened to its tokens before they are compared: the interpreter gets a scalar's type wrong afterwards
     zero = tl.zeros_like(x)
     if PENALTIES:
         presence = tl.load(presence_ptr + slot)
@@ -98,7 +99,7 @@ def _penalised(
 
 @triton.jit
 def _log(x):
-    """The logarithm, in the chip's one instruction: off by 2^-22 of it, or in all; the interpreter has another."""
+    """Returns the logarithm by the chip's single instruction, to within 2^-22, relative or absolute; the interpreter uses tl.log."""
     if FAST:
         y = libdevice.fast_logf(x)
     else:
@@ -108,13 +109,13 @@ def _log(x):
 
 @triton.jit
 def _gumbel(seed, position, first, SIZE: tl.constexpr):
-    """The noise of SIZE tokens from `first` on, a multiple of 4, to within 2^-16."""
+    """Returns the noise of SIZE tokens from token `first` on, a multiple of 4, to within 2^-16."""
     quad = (first // 4 + tl.arange(0, SIZE // 4)).to(tl.uint32)
     zero = quad * 0
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
     high = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     a, b, c, d = tl.philox(seed, quad, low, high, zero)
-    # a quad's words side by side
+    # lays the four words of each quad side by side
     bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (SIZE,))
     w = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     small = w * (1 + w * (0.5 + w * (0.3333333333333333 + w * 0.25)))
@@ -128,7 +129,7 @@ def _draw(
     counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr, logits_stride, V, segments,
     CHANCE: tl.constexpr, TRUNCATION: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr,
 ):
-    """The best score of a segment, and the first token that has it."""
+    """Writes the best score of a segment, and the first token that has it."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     first = tl.program_id(1) * SEGMENT
@@ -141,7 +142,7 @@ def _draw(
         x = tl.where(x >= tl.load(thresholds_ptr + row), x, float("-inf"))
     if CHANCE:
         temperature = tl.load(temperature_ptr + slot)
-        # of a truncated row most segments have nothing left
+        # most segments of a truncated row have no token left
         if (temperature > 0.0) & (tl.max(x, 0) > float("-inf")):
             x = x + temperature * _gumbel(tl.load(seed_ptr + slot), tl.load(positions_ptr + row), first, SEGMENT)
     best = tl.max(x, 0)
@@ -152,7 +153,7 @@ def _draw(
 
 @triton.jit(do_not_specialize=["segments", "V"], do_not_specialize_on_alignment=["slots_ptr"])
 def _join(best_ptr, token_ptr, slots_ptr, out_ptr, counts_ptr, V, segments, PENALTIES: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The best of a row's segments, which is counted."""
+    """Writes the best token of a row's segments; with penalties it also counts the token."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SEGMENTS)
     best = tl.load(best_ptr + row * segments + s, mask=s < segments, other=float("-inf"))
@@ -160,13 +161,13 @@ def _join(best_ptr, token_ptr, slots_ptr, out_ptr, counts_ptr, V, segments, PENA
     token = tl.min(tl.where(best == tl.max(best, 0), token, 2147483647), 0).to(tl.int64)
     tl.store(out_ptr + row, token)
     if PENALTIES:
-        # rows that fill a batch up may share a slot
+        # rows that pad a batch share a slot
         tl.atomic_add(counts_ptr + tl.load(slots_ptr + row) * V + token, 1)
 
 
 @triton.jit
 def _asks(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
-    """Whether a row is to be truncated; one that takes the most likely token is not."""
+    """Tells whether a row is truncated; a greedy row never is."""
     k = tl.load(top_k_ptr + slot)
     some = ((k > 0) & (k < V)) | (tl.load(top_p_ptr + slot) < 1.0) | (tl.load(min_p_ptr + slot) > 0.0)
     return some & (tl.load(temperature_ptr + slot) > 0.0)
@@ -179,7 +180,7 @@ def _survey(
     counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr, logits_stride, V, segments,
     PENALTIES: tl.constexpr, BIAS: tl.constexpr,
 ):
-    """The maximum of each group of a segment; with penalties or bias also the scores, for the search."""
+    """Writes the maximum of each group of a segment; with penalties or bias also the scores, for the search."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if not _asks(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
@@ -198,7 +199,7 @@ def _survey(
 
 @triton.jit
 def _mass(x_ptr, length, least, top, rate):
-    """The sum of exp((x - top) rate) over x from `least` up."""
+    """Returns the sum of exp((x - top) rate) over all x >= least."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, length, BLOCK, num_stages=STAGES):
         i = start + tl.arange(0, BLOCK)
@@ -209,7 +210,7 @@ def _mass(x_ptr, length, least, top, rate):
 
 @triton.jit
 def _bound(x_ptr, length, least, copy_ptr):
-    """How many x there are from `least` up, which are copied, as many as fit, in their order."""
+    """Counts the x >= least and copies them in their order, as many as fit; returns the count."""
     found = tl.cast(0, tl.int32)
     for start in tl.range(0, length, BLOCK, num_stages=STAGES):
         i = start + tl.arange(0, BLOCK)
@@ -218,7 +219,7 @@ def _bound(x_ptr, length, least, copy_ptr):
         place = found + tl.cumsum(takes, 0) - 1
         tl.store(copy_ptr + place, x, mask=(takes > 0) & (place < ROOM))
         found += tl.sum(takes, 0)
-    # other threads of this program read the copy next
+    # the barrier: other threads of this program read the copy next
     tl.debug_barrier()
     return found
 
@@ -227,10 +228,11 @@ def _bound(x_ptr, length, least, copy_ptr):
 @triton.jit
 def _search(x_ptr, length, copy_ptr, low, n_low, high, enough, top, rate, MASS: tl.constexpr, COPY: tl.constexpr):
     # fmt: on
-    """The largest key that has enough at or above it: so many tokens, or such a mass.
+    """Finds the largest key with enough at or above it: `enough` is a number of tokens, or with MASS a mass.
 
-    At and above `low`, n_low tokens, there is enough; at and above `high` there is nothing. Returns the key, the
-    number of tokens, and where to search on above it. With a single token between low and high, low keeps what the key would.
+    There is enough at and above `low`, which are n_low tokens, and nothing at and above `high`. Returns the key, its number of
+    tokens, and the row or copy with its length in which a further search goes on. With a single token left between low and high
+    the search stops: low then keeps the same tokens as the key.
     """
     n_high = tl.cast(0, tl.int32)
     while (high - low > 1) & (n_low - n_high > 1):
@@ -263,7 +265,7 @@ def _search(x_ptr, length, copy_ptr, low, n_low, high, enough, top, rate, MASS: 
             c_is = tl.sum(m_c, 0) >= enough
         else:
             a_is, b_is, c_is = at_a >= enough, at_b >= enough, at_c >= enough
-        # the lowest key that has not enough, and the highest that has
+        # high: the lowest key with too little; low: the highest key with enough
         high = tl.where(c_is, high, tl.where(b_is, c_key, tl.where(a_is, b_key, a_key)))
         n_high = tl.where(c_is, n_high, tl.where(b_is, at_c, tl.where(a_is, at_b, at_a)))
         low = tl.where(c_is, c_key, tl.where(b_is, b_key, tl.where(a_is, a_key, low)))
@@ -275,12 +277,12 @@ def _search(x_ptr, length, copy_ptr, low, n_low, high, enough, top, rate, MASS: 
     return low, n_low, x_ptr, length
 
 
-# a V of 1 must not become a constant: a length is V first, and something else later
+# V = 1 must not become a constant: `length` starts as V and changes in the loop
 @triton.jit(do_not_specialize=["groups", "V"])
 def _threshold(
     x_ptr, copy_ptr, slots_ptr, tops_ptr, out_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, x_stride, V, groups,
 ):  # fmt: skip
-    """The least score of a row that may be drawn."""
+    """Writes the smallest score of a row that may be drawn."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if not _asks(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
@@ -316,7 +318,7 @@ def _threshold(
         low, n_low, x_ptr, length = _search(x_ptr, length, copy_ptr, low, n_low, high, k, top, rate, False, True)
     if top_p < 1.0:
         total = _mass(x_ptr, length, _number(low), top, rate)
-        # all tokens below this together have at most half of the share that may be lost
+        # all tokens below this hold together at most half of the mass that top-p may drop
         spare = top + temperature * tl.log((1 - top_p) * 0.5 * total / V)
         if (length > ROOM) & (_key(spare) > low):
             low = _key(spare)
@@ -330,7 +332,7 @@ def _threshold(
 
 
 def _tables(state: SamplingState, features: SamplingFeatures) -> tuple[Tensor, ...]:
-    """In the kernels' order; what is not wanted is not read, and any tensor stands for it."""
+    """Returns the state's tables in the kernels' order; any tensor stands in for a table that is not read."""
     none = state.seed
     counts, prompted = (state.counts, state.prompted.view(torch.uint8)) if features.penalties else (none, none)
     bias = state.bias if features.bias else none
@@ -341,7 +343,7 @@ _start_survey, _start_threshold, _start_draw, _start_join = Kernel(_survey), Ker
 
 
 def thresholds(logits: Tensor, slots: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:
-    """The least score that may be drawn, (n,) fp32: -inf for rows that do not ask."""
+    """Returns the smallest score that may be drawn from each row, (n,) fp32; -inf for rows without truncation."""
     n, V = logits.shape
     segments = triton.cdiv(V, SEGMENT.value)
     groups = segments * (SEGMENT.value // GROUP.value)
@@ -357,7 +359,7 @@ def thresholds(logits: Tensor, slots: Tensor, state: SamplingState, features: Sa
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:
-    """What `sampler.sample` says."""
+    """Does what `sampler.sample` says."""
     n, V = logits.shape
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
     if not n:

@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen, and when it ends."""
+"""`SamplingParams`: how the tokens of a request are chosen, and when its answers end."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ from typing import Any
 
 from rooftile.errors import InvalidInput
 
-# what one request may ask for: a service is brought down by a parameter without a bound
+# limits for one request: a parameter without a bound can bring a service down
 MOST_SAMPLES = 16
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
 LONGEST_STOP = 256
-# beyond it a length to this power leaves the range of a float
+# a length to a larger power leaves the range of a float
 LARGEST_PENALTY = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a request are chosen, and when it ends.
+    """The sampling parameters of a request: how its tokens are chosen, and when its answers end.
 
     Args:
-        n: answers to a prompt; they share its blocks of the cache. The i-th of a seeded request has seed + i.
-        temperature: scores are divided by it; 0 takes the most likely token.
-        top_p: of the most likely tokens as many as together have this probability.
-        top_k: so many of the most likely tokens; 0 for all.
-        min_p: tokens at least this share as likely as the most likely one.
-        presence_penalty: taken from the score of each token that was generated, in [-2, 2].
-        frequency_penalty: taken as often as it was generated, in [-2, 2].
-        repetition_penalty: divides the score, if positive, or multiplies it, of each token in prompt and answer.
-        logit_bias: added to the scores of these token ids, in [-100, 100].
-        seed: the same seed, prompt and place give the same token, whatever else is in the batch; None for chance.
-        max_tokens: of an answer; None for as many as the model's length leaves.
-        min_tokens: before these neither the end of text nor a stop ends an answer.
-        stop: strings at which an answer ends, without them in it unless include_stop.
-        stop_token_ids: tokens at which it ends.
-        ignore_eos: the end of text does not end it.
-        logprobs: of the token and of so many of the most likely ones; None for none.
+        n: how many answers to return; they share the prompt's blocks of the KV cache. With a seed, answer i has seed + i.
+        temperature: logits are divided by it; 0 takes the most likely token (greedy).
+        top_p: keep the smallest set of the most likely tokens that together have at least this probability.
+        top_k: keep this many of the most likely tokens; 0 keeps all.
+        min_p: keep tokens that are at least this share as likely as the most likely one.
+        presence_penalty: subtracted from the logit of each token that was generated, in [-2, 2].
+        frequency_penalty: subtracted from a token's logit once for each time it was generated, in [-2, 2].
+        repetition_penalty: divides the logits, if positive, or multiplies them, of tokens in the prompt and the answer.
+        logit_bias: added to the logits of these token ids, in [-100, 100].
+        seed: the same seed, prompt and position give the same token, whatever else is in the batch; None for random samples.
+        max_tokens: the most tokens of an answer; None for as many as the longest sequence leaves.
+        min_tokens: an answer with fewer tokens is ended neither by the end of text nor by a stop.
+        stop: a string or several; the first one that appears ends the answer and is cut off, unless include_stop is set.
+        stop_token_ids: tokens that end the answer.
+        include_stop: keep the stop string in the text.
+        ignore_eos: go on past the end of text.
+        logprobs: return the logprob of each token, and of this many of the most likely ones; None for no logprobs.
         prompt_logprobs: the same for the prompt's tokens.
-        skip_special_tokens: they are not in the text.
-        beam_width: search for the most likely answers with so many beams, instead of sampling; n of them are returned.
-        length_penalty: of beam search: an answer's score is the sum of its logprobs over its length to this power, in [-10, 10].
-        early_stopping: of beam search: end as soon as there are beam_width complete answers.
+        skip_special_tokens: leave special tokens out of the text.
+        beam_width: search for the most likely answers with this many beams instead of sampling; the best n are returned.
+        length_penalty: for beam search: an answer's score is the sum of its logprobs divided by its length to this power,
+            in [-10, 10].
+        early_stopping: for beam search: end as soon as there are beam_width complete answers.
 
     Raises:
-        InvalidInput: a value is out of its bounds, or two contradict each other.
+        InvalidInput: a value is out of bounds, or two values contradict each other.
 
     Example:
         >>> from rooftile.serve import SamplingParams
@@ -86,9 +88,9 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping | None):
             raise InvalidInput(f"logit_bias is {self.logit_bias!r}; must be a dictionary of token ids and biases")
         if self.logit_bias is not None:
-            # the caller's may change after it was checked
+            # a copy: the caller's dictionary may change after it was checked
             object.__setattr__(self, "logit_bias", dict(self.logit_bias) or None)
-        # as other engines write it
+        # other engines write -1 for all tokens
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         self._check_bounds()
@@ -97,16 +99,16 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the most likely one."""
+        """Whether the most likely token is taken each time."""
         return self.temperature == 0 and self.beam_width is None
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The strings at which an answer ends."""
+        """The stop strings."""
         return tuple(self.stop)
 
     def check_vocabulary(self, size: int) -> None:
-        """Raises InvalidInput if a token id is none of a model's."""
+        """Raises InvalidInput if a token id is outside a vocabulary of `size` tokens."""
         for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
                 if not 0 <= token < size:

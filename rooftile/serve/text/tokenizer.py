@@ -1,9 +1,9 @@
-"""Text to token ids and back, as a checkpoint's folder says.
+"""`Tokenizer`: turns text into token ids and back, with the files of a checkpoint folder.
 
-A folder's tokenizer.json is read with the package tokenizers; of Transformers only the chat templates are used, and its
-loader for a folder with older files alone. Both are imported when they are needed. No code of a folder is ever run: its
-chat template is a program, and is rendered in Transformers' sandbox, where it changes nothing and reaches nothing. A
-template comes from the folder only, never with a request.
+The folder's tokenizer.json is read with the package tokenizers. Transformers renders chat templates, and loads folders that have
+only older files. Both are imported when they are needed. No code of a folder is ever run, except its chat template: that is a
+program, and runs in Transformers' sandbox, where it can change and reach nothing. A template comes only from the folder, never
+with a request.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from rooftile.serve.text.tokenizer_files import (
     token_ids,
 )
 
-# a service is brought down by a text without a bound: it is counted before it is read
+# a text without a bound can bring a service down: its bytes are counted before it is encoded
 MOST_BYTES = 4 * 2**20
 
-# what Transformers takes out of decoded text where a checkpoint asks for it, in this order
+# Transformers removes the spaces of these from decoded text where a checkpoint asks for it, in this order
 CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint's folder; reads what Transformers' AutoTokenizer reads of it.
+    """The tokenizer of a checkpoint folder; it encodes and decodes like Transformers' AutoTokenizer.
 
-    A special token that stands in a text is read as that token, as everywhere: an application that must not allow it
-    takes them out of its users' texts.
+    A special token that is spelt out in a text is encoded as that token. An application that must not allow this removes them
+    from its users' texts.
 
     Args:
-        core: the tokenizer of the package tokenizers.
-        named: its special tokens by name, as bos_token; a template may use them.
-        template: of a chat, a Jinja program; None if there is none.
-        cleans_up: decoded text loses the spaces before punctuation.
+        core: a tokenizer of the package tokenizers.
+        named: the special tokens by name, such as bos_token; a chat template may use them.
+        template: the chat template, a Jinja program; None if there is none.
+        cleans_up: whether spaces before punctuation are removed from decoded text.
         eos_ids: the tokens that end a text.
-        place: where it comes from, for messages.
+        place: the folder it comes from, for error messages.
 
     Example:
         >>> tokenizer = Tokenizer.from_folder("checkpoints/qwen")   # doctest: +SKIP
@@ -66,25 +66,25 @@ class Tokenizer:
         self._core = core
         self._named = dict(named or {})
         self._template = template
-        # Transformers spares BPE, whose spaces are the text's own
+        # Transformers never cleans up after BPE, whose spaces belong to the text
         self.cleans_up = cleans_up and type(core.model).__name__ != "BPE"
         own = core.token_to_id(self._named["eos_token"]) if "eos_token" in self._named else None
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids]))
         self._place = place
-        # a request is neither cut nor filled
+        # a prompt is neither cut nor padded
         core.no_truncation()
         core.no_padding()
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
-        """Reads a folder's tokenizer.json, or lets Transformers read its older files.
+        """Loads the tokenizer of a checkpoint folder: tokenizer.json, or older files through Transformers.
 
         Raises:
-            InvalidInput: there is no tokenizer in it, or one that needs code from the folder.
+            InvalidInput: the folder has no tokenizer, or one that needs code from the folder.
         """
         folder = Path(path)
         if not folder.is_dir():
-            raise InvalidInput(f"{folder} is no folder; a tokenizer is read from a checkpoint's folder")
+            raise InvalidInput(f"{folder} is not a folder; a tokenizer is read from a checkpoint's folder")
         eos_ids = token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
         if not (folder / "tokenizer.json").is_file():
             return _through_transformers(folder, eos_ids)
@@ -104,24 +104,29 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, the added ones too. A model may have scores for more."""
+        """How many tokens there are, added ones included. A model may have logits for more."""
         size: int = self._core.get_vocab_size(with_added_tokens=True)
         return size
 
     @property
     def has_template(self) -> bool:
-        """Whether it can write a chat."""
+        """Whether there is a chat template."""
         return self._template is not None
 
     def token(self, id: int) -> str:
-        """How the vocabulary spells a token, or "" where it has none of this id; its text is decode([id])."""
+        """Returns the vocabulary's spelling of a token, or "" if there is no such id; the token's text is decode([id])."""
         return self._core.id_to_token(id) or ""
 
     def encode(self, text: str, special: bool = True, *, most_bytes: int = MOST_BYTES) -> list[int]:
-        """The ids of a text, with the tokens that the checkpoint puts around it unless special is False.
+        """Encodes a text.
+
+        Args:
+            text: the text.
+            special: whether to add the tokens that the checkpoint puts around a text, such as the one that begins it.
+            most_bytes: the longest text that is accepted, in bytes of UTF-8.
 
         Raises:
-            InvalidInput: the text has more than most_bytes bytes, or half of a surrogate pair.
+            InvalidInput: the text is too long, or has half of a surrogate pair in it.
         """
         if not isinstance(text, str):
             raise InvalidInput(f"a text is a {type(text).__name__}; must be a string")
@@ -140,33 +145,33 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of ids; an id that is no token's has none."""
+        """Decodes token ids; an id that is not in the vocabulary has no text."""
         text: str = self._core.decode(list(ids), skip_special_tokens=skip_special)
         return _cleaned(text) if self.cleans_up else text
 
     def chat(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, *, most_bytes: int = MOST_BYTES
     ) -> list[int]:
-        """The ids of a conversation, as the checkpoint's template writes it.
+        """Encodes a conversation with the checkpoint's chat template.
 
         Args:
-            messages: each with its role and content.
-            add_generation_prompt: end where the model's answer begins.
-            most_bytes: of what the template writes.
+            messages: dictionaries with a role and content each.
+            add_generation_prompt: whether to end where the model's answer begins.
+            most_bytes: the longest text that the template may write, in bytes of UTF-8.
 
         Raises:
-            InvalidInput: there is no template, or it refuses these messages.
+            InvalidInput: there is no chat template, or it refuses these messages.
         """
-        # the template has written the special tokens already
+        # the template writes the special tokens itself
         return self.encode(self._written(messages, add_generation_prompt), False, most_bytes=most_bytes)
 
     def is_silent(self, id: int, skip_special: bool) -> bool:
-        """Whether decode passes over an id: a special token that is skipped, or no token at all."""
+        """Tells whether decode skips an id: a special token that is left out, or an id that is not in the vocabulary."""
         return (skip_special and id in self._special_ids) or self._core.id_to_token(id) is None
 
     @cached_property
     def byte_ids(self) -> dict[int, int]:
-        """The tokens that are one byte of a text each, where decode reads neighbouring ones together: id to byte."""
+        """The byte of each token that stands for one byte (byte fallback), by id; decode joins neighbouring ones."""
         decoder = self._core.decoder
         if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
             return {}
@@ -195,7 +200,7 @@ class Tokenizer:
                 **self._named,
             )
         except Exception as error:
-            # a template is a program of somebody else's: whatever it raises is its word on these messages
+            # a template is somebody else's program: whatever it raises is its refusal of these messages
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InvalidInput(f"the chat template of {self._place} cannot write these messages: {reason}") from error
         text: str = written[0]
@@ -210,7 +215,7 @@ def _cleaned(text: str) -> str:
 
 def _renderer() -> Any:
     refusal = InvalidInput("a chat template needs the packages transformers and jinja2; pip install 'rooftile[serve]'")
-    # Transformers imports it late, and says so then in its own words
+    # checked here, since Transformers imports jinja2 late and would raise an error of its own
     if find_spec("jinja2") is None:
         raise refusal
     try:
@@ -221,7 +226,7 @@ def _renderer() -> Any:
 
 
 def _through_transformers(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
-    """A folder without tokenizer.json, as those with a sentencepiece model, or a vocabulary and its merges."""
+    """Loads a folder without tokenizer.json: one with a sentencepiece model, or with a vocabulary and merges."""
     refusal = f"{folder} has no tokenizer.json"
     try:
         from transformers import AutoTokenizer
@@ -229,14 +234,14 @@ def _through_transformers(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
         raise InvalidInput(f"{refusal}; other files need Transformers: pip install 'rooftile[serve]'") from None
     try:
         theirs = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    # whatever a reader of old files meets, the folder's tokenizer is not there
+    # readers of old files raise many kinds of errors; each means that the folder has no usable tokenizer
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise InvalidInput(f"{refusal}, and Transformers reads none from its other files: {reason}") from error
     core = getattr(theirs, "backend_tokenizer", None)
     if core is None:
         raise InvalidInput(
-            f"{refusal}, and {type(theirs).__name__} of Transformers is no fast tokenizer; save it as one"
+            f"{refusal}, and {type(theirs).__name__} of Transformers is not a fast tokenizer; save it as one"
         )
     template = theirs.chat_template
     return Tokenizer(

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says of its tokenizer: tokenizer.json, and the settings beside it, read as Transformers does."""
+"""Reads a tokenizer from a checkpoint folder: tokenizer.json and the settings beside it, like Transformers does."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 def read_core(file: Path) -> Any:
+    """Loads tokenizer.json with the package tokenizers."""
     try:
         from tokenizers import Tokenizer as Core
     except ImportError:
@@ -21,25 +22,26 @@ def read_core(file: Path) -> Any:
         ) from None
     try:
         return Core.from_file(str(file))
-    # the package raises nothing narrower
+    # the package raises a bare Exception
     except Exception as error:
-        raise InvalidInput(f"{file} is no tokenizer ({error}); download it again") from None
+        raise InvalidInput(f"{file} is not a tokenizer ({error}); download it again") from None
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A file's object; an empty one if there is no file."""
+    """Reads a JSON object from a file; returns an empty one if there is no file."""
     if not file.is_file():
         return {}
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InvalidInput(f"{file} is no JSON ({error}); download it again") from None
+        raise InvalidInput(f"{file} is not JSON ({error}); download it again") from None
     if not isinstance(read, dict):
         raise InvalidInput(f"{file} holds a {type(read).__name__}; must be an object")
     return read
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
+    """Reads tokenizer_config.json, with the special tokens of older checkpoints."""
     settings = read_json(folder / "tokenizer_config.json")
     # older checkpoints name their special tokens in a file of their own; newer ones list all tokens in the settings
     if "added_tokens_decoder" not in settings:
@@ -48,7 +50,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def spelling(token: Any) -> str:
-    """A token's spelling: a string, or an object with it and how it meets its neighbours."""
+    """Returns a token's spelling; `token` is a string, or an object with its content and options."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         raise _strange(f"{token!r} for a token", "a string, or an object with its content")
@@ -60,12 +62,13 @@ def _strange(what: str, due: str) -> InvalidInput:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
+    """Returns the token ids in a setting that holds one id, a list of them, or null."""
     ids = value if isinstance(value, list) else [value]
     return tuple(id for id in ids if isinstance(id, int) and not isinstance(id, bool))
 
 
 def add_tokens(core: Any, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """What the settings add to the tokens of tokenizer.json, in Transformers' order: it gives them their ids."""
+    """Adds the tokens that the settings name to those of tokenizer.json, in Transformers' order, which decides their ids."""
     from tokenizers import AddedToken
 
     def made(token: Any, special: bool) -> Any:
@@ -96,13 +99,13 @@ def add_tokens(core: Any, settings: Mapping[str, Any], named: Mapping[str, str])
 
 
 def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The chat template: of its own file, or of the settings, where there may be several by name."""
+    """Reads the chat template from its own file or from the settings; of several named ones it takes "default"."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
             return file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise InvalidInput(f"{file} is no UTF-8 text ({error.reason} at byte {error.start}); download it again") from None
+            raise InvalidInput(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); download it again") from None
     template = settings.get("chat_template")
     if isinstance(template, list):
         if not all(isinstance(entry, dict) and {"name", "template"} <= set(entry) for entry in template):
