@@ -1,4 +1,4 @@
-"""A key/value cache in blocks: who owns which (`blocks`), and the tensors (`pages`)."""
+"""A paged KV cache: which sequence owns which blocks (`blocks`), and the tensors that hold them (`pages`)."""
 
 from rooftile.fused import Rotation, rotate
 from rooftile.kvcache.blocks import BlockPool, BlockTable, Copy, OutOfBlocks

@@ -1,15 +1,16 @@
-"""Which blocks of a key/value cache belong to which sequence: bookkeeping in plain Python, without a tensor.
+"""`BlockPool`: which blocks of a KV cache belong to which sequence, in plain Python without a tensor.
 
-A block holds the keys and values of `size` tokens in a row. A sequence's `BlockTable` lists its blocks in order, and gets one
-more when the last is full: at most size - 1 slots a sequence are allocated and empty. Sequences that begin alike share blocks:
+A block holds the keys and values of `size` consecutive tokens. A sequence's `BlockTable` lists its blocks in order and gets one
+more when the last is full, so at most size - 1 slots per sequence are allocated and empty. Sequences that begin alike share
+blocks:
 
-    fork      a table with the same blocks. The first of its owners that writes into a shared block gets a copy (copy-on-write);
-              the last owner writes in place
-    prefix    full blocks are found again by what they hold: a keyed hash of their tokens and all before them, and on a hit the
-              tokens themselves are compared. Blocks that nobody owns any more stay findable until their room is needed, the
-              longest unused first
+    fork      makes a table with the same blocks. An owner that writes into a shared block gets a copy of it first
+              (copy-on-write); the last owner writes in place.
+    prefix    finds full blocks again by their contents (prefix cache): by a keyed hash of their tokens and all tokens before
+              them; on a hit the tokens themselves are compared. Blocks without an owner can still be found until their room is
+              needed; the least recently used go first.
 
-Every block is in one of three states: `free`, `used` (some table has it), `cached` (no table has it, a prefix would find it).
+Every block is in one of three states: `free`, `used` (in some table), or `cached` (in no table, but a prefix would find it).
 
 Kwon et al., PagedAttention, arXiv:2309.06180.
 """
@@ -27,7 +28,7 @@ from rooftile.errors import InvalidInput
 
 
 class OutOfBlocks(RuntimeError):
-    """The pool has fewer blocks left than were asked for. Nothing has changed."""
+    """The pool has fewer blocks left than were asked for; nothing has changed."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"{needed} more blocks needed, {available} of the pool are left: free tables, or make the pool larger")
@@ -36,23 +37,23 @@ class OutOfBlocks(RuntimeError):
 
 
 class Copy(NamedTuple):
-    """A block whose contents must be copied before the next write."""
+    """A copy of one block's contents to another, due before the next write."""
 
     source: int
     target: int
 
 
 class BlockTable:
-    """The blocks of one sequence, in order. Made, grown and freed by its `BlockPool`."""
+    """The blocks of one sequence, in order. Its `BlockPool` makes, grows and frees it."""
 
     __slots__ = ("blocks", "digest", "length", "sealed")
 
     def __init__(self, blocks: list[int], length: int, digest: bytes, sealed: int) -> None:
         self.blocks = blocks
         self.length = length
-        """Tokens that have a slot."""
+        """How many tokens have a slot."""
         self.digest = digest
-        """Of the tokens in the first `sealed` blocks."""
+        """The hash of the tokens in the first `sealed` blocks."""
         self.sealed = sealed
 
     def __repr__(self) -> str:
@@ -60,7 +61,7 @@ class BlockTable:
 
 
 class _Contents(NamedTuple):
-    """What a sealed block holds."""
+    """The contents of a sealed block: its hash, the hash of all blocks before it, and its tokens."""
 
     digest: bytes
     before: bytes
@@ -68,13 +69,16 @@ class _Contents(NamedTuple):
 
 
 class BlockPool:
-    """`total` blocks of `size` tokens each.
+    """A pool of `total` blocks of `size` tokens each.
 
     Args:
-        total: how many blocks there are.
-        size: tokens of a block, a power of two.
-        watermark: the share of the blocks that `admits` leaves for sequences that run.
-        prefixes: whether full blocks are found again by what they hold.
+        total: the number of blocks.
+        size: tokens per block, a power of two.
+        watermark: the share of the blocks that `admits` keeps free for running sequences.
+        prefixes: whether full blocks can be found again by their contents.
+
+    Raises:
+        InvalidInput: a number makes no sense.
 
     Example:
         >>> pool = BlockPool(total=8, size=4)
@@ -92,7 +96,7 @@ class BlockPool:
     """
 
     shares = True
-    """Whether tables that are forked go on sharing what they have in common."""
+    """Whether forked tables go on sharing the blocks that they have in common."""
 
     def __init__(self, total: int, size: int = 16, *, watermark: float = 0.01, prefixes: bool = True) -> None:
         if total < 1:
@@ -104,57 +108,64 @@ class BlockPool:
         self.total = total
         self.size = size
         self.watermark = int(total * watermark)
-        """Blocks that `admits` leaves."""
+        """How many blocks `admits` keeps free."""
         self._prefixes = prefixes
-        # taken from the end: the lowest numbers first
+        # blocks are taken from the end, so the lowest number is used first
         self._free = list(range(total - 1, -1, -1))
         self._owners = [0] * total
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._contents: dict[int, _Contents] = {}
         self._found: dict[bytes, int] = {}
         self._tables: set[BlockTable] = set()
-        # nobody outside can make two prefixes collide
+        # the key is secret, so no user can make two prefixes collide
         self._hash = blake2b(digest_size=16, key=secrets.token_bytes(16))
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that hold nothing."""
+        """How many blocks hold nothing."""
         return len(self._free)
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks of no table that a prefix would find."""
+        """How many blocks are in no table but would be found by a prefix."""
         return len(self._cached)
 
     @property
     def used_blocks(self) -> int:
-        """Blocks of some table."""
+        """How many blocks are in some table."""
         return self.total - len(self._free) - len(self._cached)
 
     @property
     def available(self) -> int:
-        """Blocks that can be had: free ones and cached ones."""
+        """How many blocks can be taken: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     def blocks_of(self, tokens: int) -> int:
-        """How many blocks hold so many tokens."""
+        """Returns how many blocks hold this many tokens."""
         return -(-tokens // self.size)
 
     def needed_by(self, prompt: int, more: int, answers: int) -> int:
-        """Blocks that a prompt of so many tokens takes with so many answers of `more` tokens each: full ones are shared."""
+        """Returns how many blocks a request takes; the answers share the prompt's full blocks.
+
+        Args:
+            prompt: tokens of the prompt.
+            more: tokens of each answer.
+            answers: the number of answers.
+        """
         whole, shared = self.blocks_of(prompt + more), prompt // self.size
         return whole + (answers - 1) * (whole - shared)
 
     def admits(self, tokens: int) -> bool:
-        """Whether a new sequence of so many tokens fits, with `watermark` blocks to spare for those that run."""
+        """Tells whether a new sequence of this many tokens fits, with `watermark` blocks to spare for running ones."""
         return self.available - self.blocks_of(tokens) >= self.watermark
 
     def begin(self, tokens: Sequence[int], salt: str = "") -> BlockTable:
-        """A table with the longest prefix of the tokens that is cached; its `length` says how many those are.
+        """Makes the table of a new sequence, with the longest prefix of its tokens that is cached.
 
-        It never covers the last token: a model computes at least one. Prefixes are shared under the same `salt` only.
+        The table's `length` is the number of tokens in that prefix. It never covers the last token, since a model computes at
+        least one. A prefix is found only under the `salt` that it was stored with.
         """
-        # a salt may come from anywhere: half of a surrogate pair in it is as good as any character
+        # a salt may be any string, even one with half of a surrogate pair in it
         table = BlockTable([], 0, self._digest(salt.encode(errors="surrogatepass"), b""), 0)
         for start in range(0, (len(tokens) - 1) // self.size * self.size if self._prefixes else 0, self.size):
             part = array("q", tokens[start : start + self.size]).tobytes()
@@ -173,15 +184,15 @@ class BlockPool:
         return table
 
     def needs(self, table: BlockTable, tokens: int) -> int:
-        """How many blocks `append` would take."""
+        """Returns how many blocks `append` would take."""
         blocks = self.blocks_of(table.length + tokens) - len(table.blocks)
         return blocks + (tokens > 0 and table.length % self.size != 0 and self._owners[table.blocks[-1]] > 1)
 
     def append(self, table: BlockTable, tokens: int) -> list[Copy]:
-        """Gives slots to that many more tokens. Returns the blocks to copy, in order, before anything is written.
+        """Gives slots to this many more tokens; returns the copies to make, in order, before anything is written.
 
         Raises:
-            OutOfBlocks: there are not enough; nothing has changed.
+            OutOfBlocks: there are not enough blocks; nothing has changed.
         """
         blocks = table.blocks
         copies: list[Copy] = []
@@ -196,7 +207,7 @@ class BlockPool:
                 self._owners[last] -= 1
                 blocks[-1] = target
             elif last in self._contents:
-                # it was full once, and will hold something else
+                # the block was full once, and will now hold something else
                 self._forget(last)
         if more > 0:
             self._ask_for(more)
@@ -205,7 +216,12 @@ class BlockPool:
         return copies
 
     def seal(self, table: BlockTable, tokens: Sequence[int]) -> None:
-        """Makes the table's full blocks findable; the model has written them. `tokens` are those of the whole sequence."""
+        """Enters the table's full blocks, which the model has written, into the prefix cache.
+
+        Args:
+            table: the sequence's table.
+            tokens: the tokens of the whole sequence.
+        """
         if not self._prefixes:
             return
         full = min(table.length, len(tokens)) // self.size
@@ -216,7 +232,7 @@ class BlockPool:
         for n, block in enumerate(table.blocks[table.sealed : full]):
             part = words[n * width : (n + 1) * width]
             digest = self._digest(table.digest, part)
-            # what another sequence has computed meanwhile stays where it was found first
+            # if another sequence has stored the same tokens meanwhile, its block stays the one that is found
             if digest not in self._found and block not in self._contents:
                 self._found[digest] = block
                 self._contents[block] = _Contents(digest, table.digest, part)
@@ -224,7 +240,7 @@ class BlockPool:
             table.sealed += 1
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """Another table with the same blocks."""
+        """Makes another table with the same blocks."""
         for block in table.blocks:
             self._owners[block] += 1
         other = BlockTable(table.blocks.copy(), table.length, table.digest, table.sealed)
@@ -232,7 +248,11 @@ class BlockPool:
         return other
 
     def truncate(self, table: BlockTable, length: int) -> None:
-        """Gives up the slots past `length`, which is not inside a sealed block."""
+        """Gives up the slots past `length` tokens, which must not cut into a sealed block.
+
+        Raises:
+            InvalidInput: `length` is inside a sealed block, or larger than the table's.
+        """
         if not table.sealed * self.size <= length <= table.length:
             raise InvalidInput(
                 f"length {length}; a table of {table.length} tokens, {table.sealed * self.size} sealed, is cut between them"
@@ -243,7 +263,11 @@ class BlockPool:
         table.length = length
 
     def free(self, table: BlockTable) -> None:
-        """Gives up all of a table's blocks. What is sealed stays findable while nobody needs the room."""
+        """Gives up all blocks of a table; sealed ones stay in the prefix cache until their room is needed.
+
+        Raises:
+            InvalidInput: the table was freed already, or belongs to another pool.
+        """
         if table not in self._tables:
             raise InvalidInput(f"{table} is none of this pool's: it was freed already, or another pool has made it")
         self._tables.remove(table)
@@ -252,14 +276,14 @@ class BlockPool:
         table.length = table.sealed = 0
 
     def forget_prefixes(self) -> None:
-        """Nothing is found by its contents any more: for a cache whose model has changed."""
+        """Empties the prefix cache, for instance because the model has changed."""
         self._found.clear()
         self._contents.clear()
         self._free.extend(self._cached)
         self._cached.clear()
 
     def live_tokens(self) -> int:
-        """Tokens in tables, those of a shared block counted once."""
+        """Returns how many tokens are in tables; those in a shared block count once."""
         filled: dict[int, int] = {}
         for table in self._tables:
             left = table.length
@@ -269,17 +293,17 @@ class BlockPool:
         return sum(filled.values())
 
     def waste(self) -> float:
-        """The share of the slots of used blocks that hold no token."""
+        """Returns the share of used blocks' slots that hold no token."""
         slots = self.used_blocks * self.size
         return 1 - self.live_tokens() / slots if slots else 0.0
 
     def saved(self) -> float:
-        """The share of blocks that sharing saves: of those in all tables, each table's counted."""
+        """Returns the share of blocks that sharing saves, relative to tables that share nothing."""
         listed = sum(len(table.blocks) for table in self._tables)
         return 1 - self.used_blocks / listed if listed else 0.0
 
     def check(self) -> None:
-        """Raises AssertionError, which says what, if the books do not balance."""
+        """Raises AssertionError, with the reason, if the bookkeeping is inconsistent."""
         owners = Counter(block for table in self._tables for block in table.blocks)
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
@@ -297,7 +321,7 @@ class BlockPool:
         assert {block: known.digest for block, known in self._contents.items()} == {b: d for d, b in self._found.items()}
 
     def _due(self, table: BlockTable) -> int:
-        """How many blocks a table should have."""
+        """Returns how many blocks a table should have."""
         return self.blocks_of(table.length)
 
     def _ask_for(self, blocks: int) -> None:
@@ -305,7 +329,7 @@ class BlockPool:
             raise OutOfBlocks(blocks, self.available)
 
     def _take(self) -> int:
-        """A block with one owner; of cached ones the longest unused."""
+        """Takes a block for one owner: a free one, or else the least recently used of the cached ones."""
         if self._free:
             block = self._free.pop()
         else:
@@ -315,7 +339,7 @@ class BlockPool:
         return block
 
     def _give_up(self, blocks: list[int]) -> None:
-        # the last first: a prefix is of no use without what comes before
+        # last block first, so that it is evicted first: a block is useless to the prefix cache without those before it
         for block in reversed(blocks):
             self._owners[block] -= 1
             if self._owners[block] == 0:
@@ -328,7 +352,7 @@ class BlockPool:
         del self._found[self._contents.pop(block).digest]
 
     def _digest(self, before: bytes, tokens: bytes) -> bytes:
-        """Of tokens and, by its digest, of all before them: two sequences that differ anywhere have others."""
+        """Hashes tokens together with the hash of all tokens before them, so sequences that differ anywhere differ in it."""
         keyed = self._hash.copy()
         keyed.update(before + tokens)
         return keyed.digest()

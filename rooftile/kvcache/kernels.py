@@ -1,4 +1,4 @@
-"""Memory-bound kernels of a paged cache, in Triton: putting tokens into their slots, rotated, and copying blocks."""
+"""Memory-bound Triton kernels of a paged cache: writing tokens into their slots, gathering sequences, copying blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from rooftile.fused.kernels.rope import NUMBERS, rotate_heads, rotates, store_heads
 from rooftile.launch import Kernel
 
-# of a program's piece of a block, in words of four bytes
+# how much of a block one program copies, in words of four bytes
 WORDS = 1024
 
 
@@ -26,7 +26,10 @@ def _write(
     BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, SCALED: tl.constexpr,
 ):
     # fmt: on
-    """Keys and values of BLOCK_R heads of tokens into their slots, keys turned; a slot below 0 is nobody's. Then queries."""
+    """Writes keys and values of BLOCK_R heads into their slots, keys rotated; further programs rotate queries.
+
+    A token with a slot below 0 is left out.
+    """
     if Q_HEADS > 0:
         n = tl.program_id(0) - tl.cdiv(total * HEADS, BLOCK_R)
         if n >= 0:
@@ -56,7 +59,7 @@ def _write(
 
 @triton.jit(do_not_specialize=["words"])
 def _copy(storage_ptr, pairs_ptr, stride, words, WORDS: tl.constexpr):
-    """A piece of a block, from the first to the second of a pair."""
+    """Copies WORDS words of a block, from the first block of a pair to the second."""
     source = tl.load(pairs_ptr + 2 * tl.program_id(1))
     target = tl.load(pairs_ptr + 2 * tl.program_id(1) + 1)
     n = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
@@ -76,7 +79,7 @@ def _gather(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SCALED: tl.constexpr,
 ):
     # fmt: on
-    """Some heads of some tokens out of a block; after the last sequence, zeros."""
+    """Copies some heads of some tokens out of a block; writes zeros after the last sequence."""
     b = tl.program_id(1)
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     j, h = r // HEADS, r % HEADS
@@ -137,7 +140,7 @@ def write(
 
 
 def _scales(k_scale: Tensor | None, v_scale: Tensor | None, unread: Tensor) -> tuple[Tensor | int, ...]:
-    """Scales of keys and values and their strides, as the kernels take them; any tensor stands for those that are not there."""
+    """Returns the scales of keys and values and their strides in the kernels' form; any tensor stands in for missing ones."""
     return (unread, unread, 0, 0) if k_scale is None else (k_scale, v_scale, *k_scale.stride()[:2])
 
 
@@ -145,7 +148,10 @@ def gather(
     k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     dtype: torch.dtype, past: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Keys and values sequence after sequence, with room for all that the table can hold and `past` rows more; offsets."""
+    """Copies keys and values sequence after sequence; the copy has room for all that the table can hold and `past` rows more.
+
+    Returns keys, values and offsets.
+    """
     B, N = table.shape
     _, size, heads, dim = k_cache.shape
     dim_v = v_cache.shape[3]

@@ -23,9 +23,9 @@ def write(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, rotation: Rotation | None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Puts k and v (total, heads, dim) into slots (total,), keys rotated; a token with a slot below 0 is left out.
+    """Writes k and v (total, heads, dim) into slots (total,), keys rotated; a token with a slot below 0 is left out.
 
-    With scales (blocks, size, heads), fp32, the cache is in FP8, and each head's largest number over 448 goes into its scale.
+    With scales (blocks, size, heads), fp32, the cache is in FP8; each scale is a head's largest number divided by 448.
     """
     cos, sin = (None, None) if rotation is None else rotation
     call(_WRITE, _write, k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale)
@@ -35,7 +35,7 @@ def write_and_rotate(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, rotation: Rotation,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`write`, and q (total, q_heads, dim) rotated as the keys are: on a GPU in one kernel."""
+    """Does what `write` does, and returns q (total, q_heads, dim) rotated like the keys; on a GPU in one kernel."""
     found: Tensor = call(
         _WRITE_AND_ROTATE, _write_and_rotate, q, k, v, k_cache, v_cache, slots, *rotation, k_scale, v_scale
     )
@@ -46,10 +46,10 @@ def gather(
     k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Keys and values (room, heads, dim) in `dtype`, sequence after sequence, and offsets (B + 1,), int32.
+    """Copies keys and values out of their blocks, sequence after sequence, without waiting for the lengths.
 
-    There is room for all that the table (B, N) can hold and `PAST` rows more, so nobody waits for the lengths. `PAST` rows after
-    the last token are zero; what follows is not defined.
+    Returns keys and values (room, heads, dim) in `dtype`, and offsets (B + 1,), int32. There is room for all that the table
+    (B, N) can hold and `PAST` rows more. The `PAST` rows after the last token are zero; further rows are not defined.
     """
     found: tuple[Tensor, Tensor, Tensor] = call(
         _GATHER, _gather, k_cache, v_cache, table, lengths, k_scale, v_scale, dtype
@@ -58,7 +58,7 @@ def gather(
 
 
 def copy_blocks(storage: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks of storage (blocks, ...): pairs (n, 2), int64, of source and target; no target is a source."""
+    """Copies whole blocks of `storage` (blocks, ...); `pairs` (n, 2), int64, are sources and targets, no target is a source."""
     call(_COPY, _copy_blocks, storage, pairs)
 
 
@@ -67,7 +67,7 @@ def write_as_defined(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, cos: Tensor | None, sin: Tensor | None,
     k_scale: Tensor | None, v_scale: Tensor | None,
 ) -> None:  # fmt: skip
-    """`write` in plain operations."""
+    """Does what `write` does, in plain operations."""
     k = k if cos is None or sin is None else rotated_as_defined(k, Rotation(cos, sin))
     there = slots >= 0
     where = slots[there] // k_cache.shape[1], slots[there] % k_cache.shape[1]
@@ -77,7 +77,7 @@ def write_as_defined(
             wide = x.float()
             scale = wide.abs().amax(-1) / LARGEST_FP8
             scales[where] = scale
-            # a head of nothing but zeros has scale 0, and stays zeros
+            # a head of zeros has scale 0 and stays zeros
             x = wide / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
         cache[where] = x.to(cache.dtype)
 
@@ -86,7 +86,10 @@ def gathered_as_defined(
     k_cache: Tensor, v_cache: Tensor, table: Tensor, lengths: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Keys (total, heads, dim), values and offsets (B + 1,), int64, with room for no more than there is: it reads the lengths."""
+    """Does what `gather` does in plain operations; it reads the lengths, so keys and values have no spare rows.
+
+    Returns keys and values (total, heads, dim) and offsets (B + 1,), int64.
+    """
     lengths, size = lengths.long(), k_cache.shape[1]
     cu_k = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     sequence = torch.repeat_interleave(lengths)

@@ -1,4 +1,4 @@
-"""The tensors of a paged key/value cache: blocks of memory (`Pages`), and one layer of them as attention reads it (`PagedKV`)."""
+"""The tensors of a paged KV cache: the memory of all blocks (`Pages`), and one layer of it for attention (`PagedKV`)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from rooftile.kvcache.operators import copy_blocks, gather, gathered_as_defined,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedKV:
-    """One layer's keys and values in blocks, and which blocks are whose: what `attention_paged` reads.
+    """One layer's keys and values in blocks, and the block tables of the sequences: what `attention_paged` reads.
 
-    k (P, size, Hk, D) and v (P, size, Hk, Dv) are P blocks of `size` tokens, contiguous in their last axis. Token n of sequence b
-    is in block table[b, n // size], slot n % size. table (B, N) is int32; what lies past a sequence's length is never read.
-    lengths (B,), int32, counts a sequence's tokens in the cache: those of this call's queries are among them, the last ones.
-    cu_q (B + 1,), int32, are the offsets of packed queries; None for (B, T, H, D), the same number for every sequence.
-    k_scale and v_scale (P, size, Hk), fp32, belong to k and v in FP8 (torch.float8_e4m3fn): each key and value is times its own.
+    Args:
+        k, v: P blocks of `size` tokens, (P, size, Hk, D) and (P, size, Hk, Dv), contiguous in the last axis.
+        table: block tables, (B, N) int32. Token n of sequence b is in block table[b, n // size], slot n % size. Entries past a
+            sequence's length are never read.
+        lengths: tokens of each sequence in the cache, (B,) int32; the last of them are those of this call's queries.
+        cu_q: offsets of packed queries, (B + 1,) int32; None for queries (B, T, H, D), T for every sequence.
+        k_scale, v_scale: (P, size, Hk) fp32, for a cache in FP8 (torch.float8_e4m3fn): each head's key and value is multiplied
+            by its scale. None otherwise.
     """
 
     k: Tensor
@@ -34,13 +37,13 @@ class PagedKV:
 
     @property
     def size(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
         return self.k.shape[1]
 
     def scales_and_strides(self) -> tuple[Tensor, Tensor, int, int]:
-        """k_scale, v_scale and their strides from block to block and from token to token, as kernels take them.
+        """Returns k_scale, v_scale and their strides per block and per token, in the form that kernels take.
 
-        Without scales, tensors that nobody reads and zeros stand in their place.
+        Without scales it returns tensors that are never read, and zeros.
         """
         k_scale, v_scale = self.k_scale, self.v_scale
         if k_scale is None or v_scale is None:
@@ -50,46 +53,58 @@ class PagedKV:
         return k_scale, v_scale, k_scale.stride(0), k_scale.stride(1)
 
     def copy_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes that a copy of every token in the tables takes in `dtype`, full or not."""
+        """Returns how many bytes a copy of all blocks in the tables takes in `dtype`, whether they are full or not."""
         tokens = self.table.numel() * self.size
         return tokens * self.k.shape[2] * (self.k.shape[3] + self.v.shape[3]) * dtype.itemsize
 
     def gathered(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values out of their blocks, sequence after sequence: (total, Hk, D), (total, Hk, Dv), offsets (B + 1,)."""
+        """Copies keys and values out of their blocks, sequence after sequence.
+
+        Returns:
+            Keys (total, Hk, D), values (total, Hk, Dv) and offsets (B + 1,).
+        """
         return gathered_as_defined(self.k, self.v, self.table, self.lengths, self.k_scale, self.v_scale, dtype)
 
     def gathered_with_room(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """`gathered` into memory for all that the tables can hold, and more, so that nobody waits for the lengths."""
+        """Does what `gathered` does, without waiting for the lengths: the copy has room for all that the tables can hold."""
         return gather(self.k, self.v, self.table, self.lengths, self.k_scale, self.v_scale, dtype)
 
     def cut(self, tokens: int, queries: int) -> tuple[PagedKV, PagedKV]:
-        """The first tokens, which all sequences share, as one sequence's that all queries belong to; and the rest of each."""
+        """Splits the cache into a prefix that all sequences share and the rest of each sequence.
+
+        Args:
+            tokens: the length of the shared prefix, a multiple of the block size.
+            queries: how many queries there are; all of them belong to the prefix's one sequence.
+
+        Returns:
+            The prefix, as a cache of one sequence, and the rest.
+        """
         blocks = tokens // self.size
         device = self.table.device
         lengths = torch.full((1,), tokens, dtype=torch.int32, device=device)
-        # 0 and the number of all
+        # one sequence: its offsets are 0 and the number of queries
         cu_q = queries * torch.arange(2, dtype=torch.int32, device=device)
         shared = replace(self, table=self.table[:1, :blocks], lengths=lengths, cu_q=cu_q)
         return shared, replace(self, table=self.table[:, blocks:], lengths=self.lengths - tokens)
 
     def packed_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, T, H, D) or (total, H, D) as (total, H, D), and its offsets."""
+        """Returns q (B, T, H, D) or (total, H, D) as packed queries (total, H, D), and their offsets (B + 1,)."""
         if self.cu_q is not None:
             return q, self.cu_q
         return q.flatten(0, 1), q.shape[1] * torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
 
 
 class Pages:
-    """Memory for the keys and values of `blocks` blocks, in all layers.
+    """The memory of a KV cache: keys and values of `blocks` blocks in all layers.
 
-    A block is one piece of memory through all layers, so that copying one, or moving it elsewhere, is one copy.
+    A block is contiguous through all layers, so that copying or moving it takes one copy.
 
     Args:
-        blocks: how many blocks.
-        layers, heads, dim: of the model; heads are those of keys and values.
-        size: tokens of a block.
-        dtype, device: of the tensors. torch.float8_e4m3fn has a scale in fp32 for each token's key and value of a head: the
-            largest number of it over 448.
+        blocks: the number of blocks.
+        layers, heads, dim: the model's layers, key/value heads and head dim.
+        size: tokens per block.
+        dtype, device: the dtype and device of the tensors. With torch.float8_e4m3fn each token's key and value has an fp32 scale
+            per head: its largest number divided by 448.
 
     Example:
         >>> pages = Pages(4, layers=2, heads=1, dim=8, dtype=torch.float32)
@@ -108,7 +123,7 @@ class Pages:
     ) -> None:  # fmt: skip
         self.storage = torch.empty(blocks, layers, 2, size, heads, dim, dtype=dtype, device=device)
         if runs_on(self.storage):
-            # a slot that nobody has written holds no NaN: kernels would take their slow way around it
+            # zeroed, since a NaN in a slot that was never written would send kernels down their slow path
             self.storage.view(torch.uint8).zero_()
         self._layers = [(self.storage[:, n, 0], self.storage[:, n, 1]) for n in range(layers)]
         self.scales: Tensor | None = None
@@ -117,29 +132,33 @@ class Pages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all, scales included."""
+        """The bytes of keys, values and scales."""
         return self.storage.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def layer(self, n: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, (blocks, size, heads, dim) each: views."""
+        """Returns views of a layer's keys and values, (blocks, size, heads, dim) each."""
         return self._layers[n]
 
     def view(self, n: int, table: Tensor, lengths: Tensor, cu_q: Tensor | None = None) -> PagedKV:
-        """A layer as attention reads it."""
+        """Returns a layer in the form that attention reads."""
         k, v = self.layer(n)
         if self.scales is None:
             return PagedKV(k, v, table, lengths, cu_q)
         return PagedKV(k, v, table, lengths, cu_q, self.scales[:, n, 0], self.scales[:, n, 1])
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor, rotation: Rotation | None = None) -> None:
-        """Puts keys and values (total, heads, dim) of a layer into their slots (total,): block x size + place in it.
+        """Writes keys and values of a layer into their slots.
 
-        What has a slot below 0 is left out. Keys are turned by `rotation` on their way.
+        Args:
+            layer: the layer.
+            k, v: (total, heads, dim).
+            slots: (total,), the block times `size` plus the place in the block; a token with a slot below 0 is left out.
+            rotation: rotates keys while they are written; None to write them as they are.
         """
         write(k, v, *self.layer(layer), slots, rotation, *self._scales_of(layer))
 
     def write_and_rotate(self, layer: int, q: Tensor, k: Tensor, v: Tensor, slots: Tensor, rotation: Rotation | None) -> Tensor:
-        """`write`, and q (total, q_heads, dim) turned as the keys are: on a GPU in one kernel."""
+        """Does what `write` does, and returns q (total, q_heads, dim) rotated like the keys; on a GPU in one kernel."""
         if rotation is None:
             self.write(layer, k, v, slots)
             return q
@@ -149,7 +168,7 @@ class Pages:
         return (None, None) if self.scales is None else (self.scales[:, layer, 0], self.scales[:, layer, 1])
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Copies blocks, in all layers at once; as if one after the other."""
+        """Copies blocks in all layers at once; the result is that of copying them one after the other."""
         for storage in (self.storage,) if self.scales is None else (self.storage, self.scales):
             _copy(storage, copies)
 

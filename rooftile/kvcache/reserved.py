@@ -1,7 +1,7 @@
-"""The allocator that paging replaced: each sequence gets room for the longest at once, and shares nothing.
+"""`ReservedPool`: the allocator that paging replaced. Each sequence reserves room for the longest one, and shares nothing.
 
-For comparison: the same kernels, the same scheduler, another allocator. Blocks of a sequence need not lie side by side, since
-what it costs to reserve is room, not speed.
+It is here for comparison, with the same kernels and the same scheduler. A sequence's blocks need not be contiguous: reserving
+costs memory, not speed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from rooftile.kvcache.blocks import BlockPool, BlockTable, Copy
 
 
 class ReservedPool(BlockPool):
-    """`total` blocks of `size` tokens each, of which a sequence takes at once what `reserve` tokens need.
+    """A pool of `total` blocks of `size` tokens each, in which every sequence takes the blocks of `reserve` tokens at once.
 
-    A fork reads its parent's blocks until it writes, and then has them all copied.
+    A fork reads its parent's blocks until it writes; then all of them are copied.
 
     Example:
         >>> pool = ReservedPool(total=8, size=4, reserve=16)

@@ -37,16 +37,16 @@ def route(
     queries: int, sequences: int, size: int, *, fp8: bool, copy_bytes: int, packed: bool = True, deterministic: bool = False,
     readable: bool = True,
 ) -> Route:  # fmt: skip
-    """How a call is computed.
+    """Decides how a call is computed.
 
     Args:
-        queries: of all sequences together.
-        sequences: how many share them.
+        queries: the number of queries of all sequences together.
+        sequences: the number of sequences.
         size: tokens per block.
         fp8: whether the cache is in FP8: only the kernel for one query reads its scales.
-        copy_bytes: what a copy takes of all that the block tables have room for, in the queries' dtype.
+        copy_bytes: how many bytes a copy of all that the block tables have room for takes, in the queries' dtype.
         packed: whether sequences may differ in their number of queries.
-        deterministic: whether no sequence may feel its neighbours: how the fast kernels divide their work depends on them.
+        deterministic: whether a sequence's result may not depend on its neighbours; how the fast kernels divide work does.
         readable: whether the copy engine can read the blocks, by their strides and alignment.
 
     Example:

@@ -1,4 +1,4 @@
-"""Decoders that are loaded from checkpoint folders of Hugging Face: one module, many families by configuration."""
+"""Decoders loaded from Hugging Face checkpoint folders: one module for all families, which differ only in configuration."""
 
 from rooftile.models.config import ModelConfig
 from rooftile.models.decoder import Decoder

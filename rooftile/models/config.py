@@ -1,4 +1,4 @@
-"""What tells one decoder from another, and how it is read from a checkpoint's folder."""
+"""`ModelConfig`: the configuration of a decoder, which is read from a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rooftile.models.families import fields_of
 from rooftile.models.rotary import Rotary
 from rooftile.models.settings import read_json
 
-# beyond what any model has, and within what can be counted: a file from elsewhere may ask for more
+# limits beyond what any model has: a downloaded file may ask for more memory than there is
 MOST_POSITIONS = 1 << 24
 MOST_DIMS = 1 << 16
 MOST_NUMBERS = 1 << 40
@@ -22,31 +22,31 @@ MOST_NUMBERS = 1 << 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder: sizes, and everything that families do in different ways.
+    """The configuration of a decoder: its sizes, and everything in which families differ.
 
     Args:
         family: "llama", "mistral", "qwen2", "qwen3", "gemma2" or "gpt2".
         vocab_size, layers, hidden, heads, kv_heads, head_dim, ffn: sizes.
-        max_len: tokens that a sequence may have.
-        scale: scores of attention are multiplied by it.
-        softcap: they are pressed into (-softcap, softcap); None for not at all.
-        windows: for each layer how many tokens a query sees, itself among them; None for all before it.
-        rotary: how positions turn queries and keys; None for learned positions, added to the embedding.
-        norm, norm_eps: of what kind, and what is added to a variance.
-        norm_plus_one: the norms' weights are distances from one (Gemma).
-        post_norms: attention and feed-forward are normalised once more before they are added (Gemma 2).
-        qk_norm: each head's query and key are normalised (Qwen 3).
-        activation: of the feed-forward.
-        gated: whether it has a gate.
+        max_len: the longest sequence in tokens.
+        scale: attention scores are multiplied by it.
+        softcap: attention scores are soft-capped to (-softcap, softcap); None for no softcap.
+        windows: for each layer how many tokens a query sees, itself included; None for all tokens before it.
+        rotary: rotary positions of queries and keys; None for learned positions, which are added to the embedding.
+        norm, norm_eps: "rms" or "layer" norm, and the number added to its variance.
+        norm_plus_one: norms multiply by 1 + weight (Gemma).
+        post_norms: the outputs of attention and feed-forward are normalised before they are added (Gemma 2).
+        qk_norm: queries and keys are normalised per head (Qwen 3).
+        activation: the activation of the feed-forward.
+        gated: whether the feed-forward has a gate.
         qkv_bias, o_bias, mlp_bias: which projections have biases.
         embedding_scale: embeddings are multiplied by it, rounded to the model's dtype (Gemma).
-        logit_softcap: logits are pressed into (-logit_softcap, logit_softcap).
-        tie: the head is the embedding.
+        logit_softcap: logits are soft-capped to (-logit_softcap, logit_softcap).
+        tie: whether the output head shares the embedding's weights.
         bos_ids, eos_ids: the tokens that begin and that end a text.
-        dtype: of the checkpoint.
+        dtype: the checkpoint's dtype.
 
     Raises:
-        InvalidInput: sizes contradict each other.
+        InvalidInput: sizes are out of bounds or contradict each other.
     """
 
     family: str
@@ -106,10 +106,10 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Reads config.json of a checkpoint, and generation_config.json, whose token ids come first, where there is one.
+        """Reads a checkpoint's config.json; token ids in generation_config.json, if there is one, take precedence.
 
         Raises:
-            InvalidInput: there is no checkpoint, or it is not a model that `Decoder` can be.
+            InvalidInput: the folder has no checkpoint, or one that `Decoder` does not support.
         """
         folder = Path(path)
         if not folder.is_dir():

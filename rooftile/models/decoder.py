@@ -1,4 +1,4 @@
-"""One decoder for all families: embedding, layers of attention and feed-forward, head; the configuration says how."""
+"""`Decoder`: one decoder for all families: embedding, layers of attention and feed-forward, and output head."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Decoder(nn.Module):
-    """A decoder for inference: tokens in, hidden states and logits out, attention by the caller.
+    """A decoder for inference: tokens in, hidden states and logits out; the caller supplies attention.
 
-    Its sequences lie back to back, without padding. Nothing in it waits for the device or depends on data in its shapes.
+    Sequences are packed back to back, without padding. It never waits for the device, and no shape depends on data.
 
     Example:
         >>> decoder = Decoder.from_folder("Llama-3.2-1B", device="cuda")
@@ -33,20 +33,20 @@ class Decoder(nn.Module):
     rotary: Tensor | None
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str | None = None) -> None:
-        """The decoder with whatever is in memory for weights: see `from_folder` and `random`."""
+        """Makes a decoder with uninitialised weights; use `from_folder` or `random` for one with weights."""
         super().__init__()
         self.config = config
         memory = Memory(dtype, torch.get_default_device() if device is None else torch.device(device))
         self.embedding = memory.parameter(config.vocab_size, config.hidden)
         self.positions = memory.parameter(config.max_len, config.hidden) if config.rotary is None else None
-        # a list of modules is a sequence of them, which torch's types do not say
+        # a ModuleList is a sequence of its modules, but torch's types do not say so
         self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, memory) for _ in range(config.layers)))
         self.norm = Norm(config, config.hidden, memory=memory)
         self.head = self.embedding if config.tie else memory.parameter(config.vocab_size, config.hidden)
         self.register_buffer("rotary", None, persistent=False)
         if config.rotary is not None:
             self.rotary = config.rotary.table(config.max_len, dtype=dtype, device=memory.device)
-        # on the host, so that a multiplication by it needs no copy; the rounding is that of Transformers
+        # a number on the host, so that multiplying by it needs no copy; it is rounded like in Transformers
         scale = 1.0 if config.embedding_scale is None else config.embedding_scale
         self.embedding_scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
 
@@ -54,28 +54,28 @@ class Decoder(nn.Module):
     def from_folder(
         cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None
     ) -> Decoder:
-        """A decoder with the weights of a checkpoint: config.json, and model.safetensors or its shards with their index.
+        """Loads a checkpoint: config.json, and model.safetensors or its shards with their index.
 
         Args:
             path: the folder.
-            dtype: of weights and computation; "auto" for the checkpoint's.
-            device: None for torch's default device.
+            dtype: the dtype of weights and computation; "auto" takes the checkpoint's.
+            device: None takes torch's default device.
 
         Raises:
-            InvalidInput: the folder holds no checkpoint that a decoder can be; the sentence says why.
+            InvalidInput: the folder holds no checkpoint that is supported; the sentence says why.
         """
         if dtype != "auto" and dtype not in _DTYPES:
             raise InvalidInput(f'dtype is {dtype!r}; must be "auto" or a dtype such as torch.bfloat16')
         config = ModelConfig.from_folder(path)
         files = weights.files_of(Path(path))
-        # no memory is asked for on the word of a config.json that is not the checkpoint's
+        # compared on "meta" first, so that a wrong config.json allocates no memory
         weights.check(config, cls(config, dtype=config.dtype, device="meta").tensors(), files)
         decoder = cls(config, dtype=dtype if isinstance(dtype, torch.dtype) else config.dtype, device=device)
         weights.load(config, decoder.tensors(), files)
         return decoder
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of a checkpoint by name, without prefix, and the view of a parameter that it fills; the embedding first."""
+        """Yields each tensor's name in the checkpoint, without prefix, and the view of a parameter that it fills."""
         return weights.tensors_of(self.config, self.embedding, self.positions, self.layers, self.norm, self.head)
 
     @classmethod
@@ -86,7 +86,7 @@ class Decoder(nn.Module):
         device: torch.device | str | None = None,
         seed: int = 0,
     ) -> Decoder:
-        """A decoder with random weights, made on the device: for benchmarks of models that are not at hand."""
+        """Makes a decoder with random weights on the device, for benchmarks without a checkpoint."""
         decoder = cls(config, dtype=dtype, device=device)
         generator = torch.Generator(decoder.embedding.device).manual_seed(seed)
         for part in decoder.modules():
@@ -98,14 +98,20 @@ class Decoder(nn.Module):
         return decoder
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states (total, hidden) after the last norm, of tokens (total,) at positions (total,), both int64."""
+        """Returns the hidden states (total, hidden) after the last norm.
+
+        Args:
+            tokens: token ids, (total,) int64.
+            positions: their positions in their sequences, (total,) int64.
+            attend: computes attention.
+        """
         stream = self.embedding.index_select(0, tokens)
         if self.config.embedding_scale is not None:
             stream = stream * self.embedding_scale
         if self.positions is not None:
             stream = stream + self.positions.index_select(0, positions)
         rotation = self.rotation(positions)
-        # a norm belongs to the addition before it, which is the previous layer's
+        # each norm is fused with the addition before it, which belongs to the previous layer
         layers = list(self.layers)
         following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
         x = normalise(stream, layers[0].attention_norm)
@@ -116,13 +122,13 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of all tokens (n, vocab), of hidden states (n, hidden): in the model's dtype, or in fp32 after a softcap."""
+        """Returns logits (n, vocab) of hidden states (n, hidden), in the model's dtype, or in fp32 after a softcap."""
         scores = linear(hidden, self.head)
         cap = self.config.logit_softcap
         return scores if cap is None else capped(scores.float(), cap)
 
     def rotation(self, positions: Tensor) -> Rotation | None:
-        """By which queries and keys at positions (total,) are turned; None where positions are learned."""
+        """Returns the rotation of queries and keys at positions (total,); None where positions are learned."""
         if self.rotary is None:
             return None
         cos, sin = self.rotary.index_select(0, positions).chunk(2, dim=-1)

@@ -1,6 +1,6 @@
-"""The families of decoders: what config.json calls things in each, and what it leaves unsaid.
+"""Reads config.json for each family of decoders: its names for things, and its defaults.
 
-What is not in config.json has the value that Transformers gives it, but sizes must be there.
+A setting that config.json leaves out has Transformers' default; sizes must be there.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ Fields = dict[str, Any]
 
 
 def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
-    """The fields of the `ModelConfig` that config.json of a folder, as a dictionary, describes.
+    """Turns the settings of a config.json into the fields of a `ModelConfig`.
+
+    Args:
+        values: the settings.
+        folder: the checkpoint folder, for error messages.
 
     Raises:
-        InvalidInput: it is of no family here, quantised, or asks for what is not supported.
+        InvalidInput: the model belongs to no family here, is quantised, or asks for something that is not supported.
     """
     settings = Settings(values, folder)
     family = _family(settings)
@@ -51,7 +55,7 @@ def _family(settings: Settings) -> str:
 
 
 def _decoder(settings: Settings, family: str, *, head_dim: int | None = None, **differences: Any) -> Fields:
-    """What all families but GPT-2 have in common, and the differences of one."""
+    """Reads what all families but GPT-2 have in common; `differences` are one family's own values."""
     heads, hidden = settings.size("num_attention_heads"), settings.size("hidden_size")
     head_dim = settings.size("head_dim", head_dim or hidden // heads)
     layers = settings.layers("num_hidden_layers")
@@ -165,7 +169,7 @@ def _windows(settings: Settings, default: list[str], window: int | None) -> tupl
 
 
 def _rotary(settings: Settings, dim: int) -> tuple[Rotary, int]:
-    """How positions turn, as newer checkpoints say it or as older ones do; and to what length."""
+    """Reads the rotary positions, from newer or older names of the settings, and the longest sequence."""
     max_len = settings.size("max_position_embeddings")
     said = settings.section("rope_scaling") or settings.section("rope_parameters")
     if any(isinstance(value, dict) for value in said.values()):
@@ -187,7 +191,7 @@ def _rotary(settings: Settings, dim: int) -> tuple[Rotary, int]:
             "high_freq_factor": rope.positive("high_freq_factor"),
         }
     elif kind == "yarn":
-        # older checkpoints keep the length of the training where the stretched one is due
+        # older checkpoints give the training length where the stretched one belongs
         max_len = max(max_len, int(factor * trained))
         options = _yarn_options(rope, factor)
     else:

@@ -13,18 +13,18 @@ from rooftile.models.config import ModelConfig
 
 
 class Memory(NamedTuple):
-    """Where a model's tensors are made, and of what kind."""
+    """The dtype and device that a model's tensors are made with."""
 
     dtype: torch.dtype
     device: torch.device
 
     def parameter(self, *size: int) -> nn.Parameter:
-        """A tensor with whatever is in memory, for weights to come; it has no gradient."""
+        """Returns an uninitialised parameter, to be filled with weights later; it has no gradient."""
         return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device), requires_grad=False)
 
 
 class Projection(nn.Module):
-    """A weight (out, in), and a bias (out,) where the family has one."""
+    """A linear projection: a weight (out, in), and a bias (out,) where the family has one."""
 
     def __init__(self, outputs: int, inputs: int, *, bias: bool, memory: Memory) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Projection(nn.Module):
         self.bias = memory.parameter(outputs) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (total, in) to (total, out)."""
+        """Projects x (total, in) to (total, out)."""
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -49,11 +49,11 @@ class Norm(nn.Module):
 
 
 class Attend(Protocol):
-    """Attention as the caller does it: who sees whom, and where keys and values are kept, is the caller's business.
+    """The attention of the caller, who decides which tokens see which and where keys and values are kept.
 
-    Queries and keys come normalised and not yet turned (`rooftile.kvcache.rotate`), so that keys can be turned on their way
-    into a cache; all three are views with gaps between their tokens. Scale, softcap and window are in `decoder.config`:
-    config.scale, config.softcap, config.windows[layer].
+    Queries and keys are normalised but not yet rotated (see `rooftile.kvcache.rotate`), so that keys can be rotated while they
+    are written into a cache. All three tensors are views with gaps between their tokens. Scale, softcap and windows are in the
+    decoder's configuration: config.scale, config.softcap, config.windows[layer].
     """
 
     def __call__(
@@ -64,12 +64,12 @@ class Attend(Protocol):
         v: Tensor,  # (total, Hk, D)
         rotation: Rotation | None,  # (total, D / 2) each; None where positions are learned
     ) -> Tensor:  # (total, H, D)
-        """Attention of one layer."""
+        """Computes the attention of one layer."""
         ...
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward with the norms around them; q, k and v are one projection, gate and up another."""
+    """One layer: attention and feed-forward with their norms. q, k and v are one projection, gate and up another."""
 
     def __init__(self, config: ModelConfig, memory: Memory) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Layer(nn.Module):
         self.ffn_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
 
     def attention(self, n: int, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
-        """What layer n adds to the stream first, before its post norm; x is normalised."""
+        """Returns what attention in layer n adds to the residual stream, before its post norm; x is normalised."""
         H, Hk, D = self.config.heads, self.config.kv_heads, self.config.head_dim
         q, k, v = self.qkv(x).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -95,12 +95,12 @@ class Layer(nn.Module):
         return self.o(attend(n, q, k, v, rotation).flatten(1))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """What it adds second, before its post norm; x is normalised."""
+        """Returns what the feed-forward adds to the residual stream, before its post norm; x is normalised."""
         x = self.up(x)
         x = gated(x, self.config.activation) if self.config.gated else ACTIVATIONS[self.config.activation](x)
         return self.down(x)
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
-    """Scores pressed smoothly into (-cap, cap)."""
+    """Applies a softcap, cap tanh(x / cap), which keeps scores within (-cap, cap); None leaves them as they are."""
     return x if cap is None else cap * torch.tanh(x / cap)

@@ -1,7 +1,7 @@
-"""Rotary positions: the angles of a configuration, and the table of their cosines and sines.
+"""Rotary positions: the frequencies of a configuration, and the table of their cosines and sines.
 
-The order of the arithmetic is the one of Transformers, to the bit: at position 100,000 an error of one ulp in a frequency turns
-a query by a hundredth.
+The arithmetic is in Transformers' order, to the bit: at position 100,000 an error of one ulp in a frequency rotates a query by
+a hundredth of a radian.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ Scaling = Literal["linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """How a query and a key turn with their position.
+    """The rotary position embedding of a model: how queries and keys rotate with their position.
 
     Args:
-        dim: so many numbers of each head turn, all of them in the families here.
+        dim: how many numbers of each head rotate; all of them in the families here.
         theta: the base of the wavelengths.
-        scaling: how the wavelengths are stretched beyond the length of the training; None for not at all.
-        factor: of the stretching.
-        original_len: the length of the training; of "llama3" and "yarn".
-        low_freq_factor, high_freq_factor: waves with fewer turns than the first in original_len are stretched, those with more
-            than the second are not; of "llama3".
-        beta_fast, beta_slow: the same for "yarn": from so many turns on not at all, up to so many in full.
-        truncate: the bounds of "yarn" are rounded outwards to whole dimensions.
-        attention_factor: cosines and sines are multiplied by it; of "yarn".
+        scaling: how wavelengths are stretched for sequences beyond the training length; None for not at all.
+        factor: the factor of the stretching.
+        original_len: the training length, for "llama3" and "yarn".
+        low_freq_factor, high_freq_factor: for "llama3": waves with fewer turns than the first within original_len are stretched,
+            those with more turns than the second are not, and those between partly.
+        beta_fast, beta_slow: for "yarn": waves with at least the first number of turns are not stretched, those with at most the
+            second are stretched in full.
+        truncate: for "yarn": whether these bounds are rounded outwards to whole dimensions.
+        attention_factor: for "yarn": cosines and sines are multiplied by it.
 
     Raises:
-        InvalidInput: a number has no meaning, and would make others that are none.
+        InvalidInput: a number is out of bounds, and would make frequencies that are not finite.
     """
 
     dim: int
@@ -61,8 +62,8 @@ class Rotary:
             raise InvalidInput(f"rotary.beta_slow is {self.beta_slow} and beta_fast {self.beta_fast}; the first must not be more")
 
     def frequencies(self) -> Tensor:
-        """Radians that each pair of numbers turns from one position to the next, (dim / 2,) in fp32."""
-        # on the host, whatever torch's default device: powers differ between devices by an ulp
+        """Returns the radians that each pair of numbers rotates per position, (dim / 2,) fp32."""
+        # always on the CPU: powers differ between devices by an ulp
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device="cpu") / self.dim
         wavelengths = self.theta**exponents  # over 2 pi
         plain = 1.0 / wavelengths
@@ -77,7 +78,7 @@ class Rotary:
                 return self._yarn(plain, 1.0 / (self.factor * wavelengths))
 
     def table(self, length: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-        """Cosines, then sines, of all positions: (length, dim), computed in fp32."""
+        """Returns the cosines, then the sines, of all positions, (length, dim), computed in fp32."""
         positions = torch.arange(length, dtype=torch.float32, device=device)
         angles = positions[:, None] * self.frequencies().to(positions.device)  # (length, dim / 2)
         waves = torch.cat((angles.cos(), angles.sin()), dim=1)
@@ -100,12 +101,12 @@ class Rotary:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
         if low == high:
-            # a ramp of no length would divide by zero
+            # a ramp of length zero would divide by zero
             high += 0.001
         ramp = ((torch.arange(self.dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
         keep = 1 - ramp
         return stretched * (1 - keep) + plain * keep
 
     def _dimension(self, turns: float) -> float:
-        """Which dimension makes so many turns within original_len; a fraction."""
+        """Returns the dimension, a fraction, that makes this many turns within original_len."""
         return (self.dim * math.log(self.original_len / (turns * 2 * math.pi))) / (2 * math.log(self.theta))

@@ -1,4 +1,4 @@
-"""Settings out of a checkpoint's files, asked for by name and checked on the way."""
+"""Reads settings by name from a checkpoint's files, and checks them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rooftile.fused import ACTIVATIONS
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DUE: Any = object()
-# a file from elsewhere may ask for more than any model has
+# a downloaded file may ask for more than any model has
 MOST_LAYERS = 1000
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a file of settings says.
+    """Reads a JSON object from a file.
 
     Raises:
-        InvalidInput: it is not JSON, or not an object.
+        InvalidInput: the file is not JSON, or not an object.
     """
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -35,18 +35,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Settings:
-    """What config.json says, asked for by name."""
+    """The settings in a config.json, read by name."""
 
     def __init__(self, values: Mapping[str, Any], folder: str) -> None:
         self.values = values
         self.folder = folder
 
     def refused(self, what: str) -> InvalidInput:
-        """The error to raise about these settings."""
+        """Returns the error to raise about these settings."""
         return InvalidInput(f"config.json of {self.folder} {what}")
 
     def number(self, name: str, default: Any = _DUE) -> Any:
-        """A number of the settings; null is as good as none if there is a default."""
+        """Returns a number; `default` stands in for a missing or null one."""
         value = self.values.get(name)
         if value is None:
             if default is _DUE:
@@ -57,25 +57,25 @@ class Settings:
         return value
 
     def size(self, name: str, default: Any = _DUE) -> Any:
-        """A whole number of the settings, at least 1."""
+        """Returns a whole number of at least 1."""
         value = self.number(name, default)
         if not isinstance(value, int) or value < 1:
             raise self.refused(f"has {name} {value!r}; must be a whole number of at least 1")
         return value
 
     def positive(self, name: str, default: Any = _DUE) -> Any:
-        """A number of the settings above 0."""
+        """Returns a number above 0."""
         return self._above_zero(name, self.number(name, default))
 
     def layers(self, name: str) -> int:
-        """How many layers there are: each is an object, before any memory is asked for."""
+        """Returns the number of layers, which is bounded: each layer is an object, made before any memory is allocated."""
         layers: int = self.size(name)
         if layers > MOST_LAYERS:
             raise self.refused(f"has {name} {layers:,}; may be at most {MOST_LAYERS:,}")
         return layers
 
     def optional(self, name: str, default: float) -> Any:
-        """A number above 0 that null turns off, and that has a default if nothing is said."""
+        """Returns a number above 0; None if the setting is null, and `default` if it is missing."""
         return self._above_zero(name, self.number(name, None)) if name in self.values else default
 
     def _above_zero(self, name: str, value: Any) -> Any:
@@ -84,18 +84,18 @@ class Settings:
         return value
 
     def section(self, name: str) -> dict[str, Any]:
-        """Settings within the settings; empty if there are none."""
+        """Returns an object within the settings; an empty one if it is missing."""
         value = self.values.get(name) or {}
         if not isinstance(value, dict):
             raise self.refused(f"has {name} {value!r}; must be a JSON object")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Whether something is on."""
+        """Returns whether a setting is on."""
         return bool(self.values.get(name, default))
 
     def ids(self, name: str, default: int | None = None) -> tuple[int, ...]:
-        """One token or several."""
+        """Returns the token ids of a setting that holds one id or a list."""
         value = self.values.get(name, default)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
@@ -103,14 +103,14 @@ class Settings:
         return tuple(ids)
 
     def activation(self, name: str, default: str) -> str:
-        """The feed-forward's function."""
+        """Returns the name of the feed-forward's activation."""
         chosen = self.values.get(name) or default
         if not isinstance(chosen, str) or chosen not in ACTIVATIONS:
             raise self.refused(f"has {name} {chosen!r}; must be one of {', '.join(ACTIVATIONS)}")
         return chosen
 
     def dtype(self) -> torch.dtype:
-        """The checkpoint's; float32 if nothing is said."""
+        """Returns the checkpoint's dtype; float32 if none is given."""
         name = str(self.values.get("dtype") or self.values.get("torch_dtype") or "float32").removeprefix("torch.")
         if name not in _DTYPES:
             raise self.refused(f"has dtype {name!r}; must be one of {', '.join(_DTYPES)}")

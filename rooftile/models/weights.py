@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, and the places in a decoder where they belong."""
+"""Loads the tensors of a checkpoint into the parameters of a decoder."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from rooftile.models.settings import read_json
 Places = Iterable[tuple[str, Tensor]]
 
 _PLAIN = ("BF16", "F16", "F32", "F64")
-# so many names are shown in a sentence
+# how many names an error sentence lists
 SHOWN = 3
 _INDEX = "model.safetensors.index.json"
-# what older checkpoints carry and nobody needs: tables of frequencies, and GPT-2's causal mask
-_HARMLESS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+# tensors in older checkpoints that are not weights: tables of frequencies, and GPT-2's causal mask
+_IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
+    """Returns the safetensors files of a checkpoint.
 
     Raises:
-        InvalidInput: there are none, or not all that the index names.
+        InvalidInput: there are none, or some that the index names are missing.
     """
     if (folder / _INDEX).is_file():
         shards = read_json(folder / _INDEX).get("weight_map")
         names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
-        # an index from elsewhere must not point at files that are none of the checkpoint's
+        # a downloaded index must not point at files outside the checkpoint
         if not names or any(Path(name).name != name for name in names):
             raise InvalidInput(f"{folder / _INDEX} has no weight_map of files beside it; download it again")
         missing = [name for name in names if not (folder / name).is_file()]
@@ -55,7 +55,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
-    """Compares names, shapes and dtypes of what a decoder and files have; the decoder may be without memory, on "meta".
+    """Compares the names, shapes and dtypes of a decoder's parameters with those in files; the decoder may be on "meta".
 
     Raises:
         InvalidInput: tensors are missing, unexpected or of other shapes.
@@ -65,10 +65,10 @@ def check(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
 
 
 def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
-    """Fills a decoder from files, tensor by tensor: beside the decoder itself, one tensor is in memory.
+    """Fills a decoder from files, one tensor at a time, so that only one is in memory beside the decoder.
 
     Raises:
-        InvalidInput: tensors are missing, unexpected or of other shapes; nothing was loaded then.
+        InvalidInput: tensors are missing, unexpected or of other shapes; then nothing was loaded.
     """
     with ExitStack() as stack:
         for stored, place in _matched(config, dict(places), files, stack):
@@ -78,7 +78,7 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
 def _matched(
     config: ModelConfig, places: dict[str, Tensor], files: Iterable[Path], stack: ExitStack
 ) -> list[tuple[_Stored, Tensor]]:
-    """What is stored for each place."""
+    """Returns each stored tensor with the parameter that it fills."""
     found = _tensors([stack.enter_context(_opened(path)) for path in files], _prefix(config))
     if config.tie:
         _check_tie(found, next(iter(places)))
@@ -87,7 +87,7 @@ def _matched(
 
 
 class _Stored:
-    """One tensor in a file that is open."""
+    """One tensor in an open file."""
 
     def __init__(self, file: Any, name: str) -> None:
         self.file, self.name = file, name
@@ -117,24 +117,24 @@ def _opened(path: Path) -> Any:
 
 
 def _prefix(config: ModelConfig) -> str:
-    """What stands before the names of all tensors but the head's; some checkpoints leave it out."""
+    """Returns the prefix of all tensors' names but the head's; some checkpoints leave it out."""
     return "transformer." if config.family == "gpt2" else "model."
 
 
 def _tensors(files: list[Any], prefix: str) -> dict[str, _Stored]:
     stored = [_Stored(file, name) for file in files for name in _names(file)]
     named = ((one.name.removeprefix(prefix), one) for one in stored)
-    return {name: one for name, one in named if not name.endswith(_HARMLESS)}
+    return {name: one for name, one in named if not name.endswith(_IGNORED)}
 
 
 def _names(file: Any) -> list[str]:
-    """Of its tensors: an open file is no dictionary, and is not iterated."""
+    """Returns the names of an open file's tensors; the file has keys() but cannot be iterated."""
     names: list[str] = file.keys()
     return names
 
 
 def _check_tie(found: dict[str, _Stored], embedding: str) -> None:
-    """A tied head that was saved all the same is the embedding, or the configuration is wrong."""
+    """Removes a tied head that was saved all the same, after checking that it equals the embedding."""
     head = found.pop("lm_head.weight", None)
     if head is None:
         return
@@ -167,7 +167,7 @@ def _check(found: Mapping[str, _Stored], places: Mapping[str, Tensor]) -> None:
 
 
 def _some(names: list[str]) -> str:
-    """The first few, and how many more."""
+    """Lists the first few names, and says how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
@@ -194,7 +194,7 @@ def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     yield from _split(layer.o, {"self_attn.o_proj": config.hidden})
     yield from _split(layer.up, {"mlp.gate_proj": config.ffn, "mlp.up_proj": config.ffn})
     yield from _split(layer.down, {"mlp.down_proj": config.hidden})
-    # with four norms to a layer, the name of the second means another one
+    # in layers with four norms the second has another name
     second = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     yield from _norm("input_layernorm", layer.attention_norm)
     yield from _norm(second, layer.ffn_norm)
