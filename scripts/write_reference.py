@@ -26,7 +26,11 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("FP8 and INT8 attention", "rooftile", ("Precision", "quantise_qkv", "attention_quantised", "attention_quantised_with_lse")),
     ("Attention to a paged KV cache", "rooftile", ("attention_paged", "attention_paged_with_lse")),
     ("The paged KV cache", "rooftile.kvcache", ("BlockPool", "BlockTable", "OutOfBlocks", "Pages", "PagedKV")),
-    ("Serving", "rooftile.serve", ("LLM", "AsyncEngine", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob")),
+    (
+        "Serving",
+        "rooftile.serve",
+        ("LLM", "EngineConfig", "AsyncEngine", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob"),
+    ),
     (
         "Number formats",
         "rooftile.numerics",
