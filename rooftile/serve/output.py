@@ -1,4 +1,4 @@
-"""What a caller gets back: a `RequestOutput` with one `CompletionOutput` per answer. The names are those of vLLM."""
+"""The outputs that a caller gets: a `RequestOutput` with one `CompletionOutput` per answer. The names are those of vLLM."""
 
 from __future__ import annotations
 
