@@ -209,7 +209,7 @@ def test_idle_is_what_the_profilers_intervals_leave(monkeypatch) -> None:
 
 
 def test_steps_are_taken_where_all_decode_and_contexts_are_as_said(decoder, monkeypatch) -> None:
-    # of the four prompts of 32 tokens each is read in a step of its own
+    # each of the four prompts of 32 tokens is read in its own step
     engine = LLM(decoder, max_model_len=128, max_batched_tokens=36).engine
     plans: list[list[int]] = []
     run = engine.runner.run
@@ -299,7 +299,7 @@ def test_it_is_stopped_at_the_limit_and_what_it_made_by_then_counts(decoder) -> 
 
 
 def test_tokens_after_the_limit_do_not_count(monkeypatch) -> None:
-    """Of three requests one is complete, one is cut off, a token of its after the limit, and one has not begun."""
+    """Three requests at the time limit: one is complete, one is cut off with a token after the limit, one has not begun."""
 
     class Manager:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What only a GPU can show: offsets beyond 2^31, captured graphs, no waiting on the hot path, and bits under atomics."""
+"""Properties that need a GPU: offsets beyond 2^31, captured graphs, no synchronisation on the hot path, atomics."""
 
 from __future__ import annotations
 

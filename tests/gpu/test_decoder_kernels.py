@@ -48,7 +48,7 @@ def test_what_is_added_is_normalised_first(total: int, size: int, kind: str, dty
     found, stream = fused.add_norm(x, residual, norm, post)
     # an ulp of what is added may be many of a sum near zero
     assert_within_an_ulp(stream, due_stream, also=(8 if dtype == torch.float32 else 1) * torch.finfo(dtype).eps * added)
-    # of the kind that a family has after its projections (Gemma 2)
+    # the norm that a family has after its projections (Gemma 2)
     if dtype != torch.float32 and kind == "plus one":
         assert (stream != due_stream).float().mean() < 0.01
     assert_within_an_ulp(found, normalised_as_defined(stream, norm))

@@ -1,4 +1,4 @@
-"""What the Hopper kernels promise beyond the conformance suite: tiles drawn from a counter leave no trace in the results."""
+"""The Hopper kernels beyond the conformance suite: the order in which tiles are drawn does not affect the results."""
 
 from __future__ import annotations
 

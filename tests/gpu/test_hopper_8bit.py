@@ -36,7 +36,7 @@ def inputs(B: int, T: int, S: int, H: int, Hk: int, dim: int, dtype: torch.dtype
 
 
 def offsets() -> tuple[Tensor, Tensor]:
-    """Of packed queries and keys: ragged, short, none, whole blocks, and more keys than their mean is of."""
+    """Lengths of packed queries and keys: ragged, short, empty, whole blocks, and more keys than the mean key uses."""
     lengths = [(130, 200), (1, 5), (0, 7), (300, 300), (128, 256), (4, 2100)]
     cu_q, cu_k = (torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in zip(*lengths, strict=True))
     return cu_q, cu_k

@@ -1,4 +1,4 @@
-"""What the Hopper backward promises beyond the conformance suite."""
+"""The Hopper backward beyond the conformance suite."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_repeated_runs(dim: int, dim_v: int, mask: Mask) -> None:
 @pytest.mark.parametrize(("dim", "dim_v"), DIMS)
 @pytest.mark.parametrize("batch", [1, 16, 48])
 def test_groups_whole_and_in_parts(dim: int, dim_v: int, batch: int) -> None:
-    """Where there are few tiles of keys a group is cut into parts, each with sums of its own."""
+    """With few tiles of keys, a group is split into parts with separate sums."""
     q, k, v = randn(batch, 700, 8, dim), randn(batch, 1100, 2, dim), randn(batch, 1100, 2, dim_v)
     do = randn(batch, 700, 8, dim_v)
     found = gradients(q, k, v, CAUSAL, do)

@@ -250,7 +250,7 @@ def test_prompts_go_by_the_kernels_of_hopper(mask: Mask, dim: int, size: int) ->
 
 
 def test_long_prompts_go_by_the_kernels_of_hopper() -> None:
-    """Of small pages they are gathered; the heads of a group have tiles of their own."""
+    """Small pages are gathered; the heads of a group have separate tiles."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
     for size in (16, 128):

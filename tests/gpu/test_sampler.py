@@ -37,7 +37,7 @@ def test_the_kept_sets(vocab: int, dtype: torch.dtype) -> None:
     for params, count, kept in zip(PARAMS, wrong, due.sum(1).tolist(), strict=True):
         if params.top_p == 1:
             assert count == 0, params
-        # of bf16 many are equal, and stay or go together
+        # many bf16 values are equal, and are kept or dropped together
         assert count <= (1 if dtype == torch.float32 else max(1, kept // 20)), params
 
 

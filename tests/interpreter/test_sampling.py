@@ -26,7 +26,7 @@ PARAMS = list(KINDS.values())
 
 
 def kept(logits: Tensor, slots: Tensor, state: SamplingState, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
-    """What the kernel keeps, and what the definition does."""
+    """Returns the tokens that the kernel keeps, and those that the definition keeps."""
     x = penalised(logits, slots, state, features)
     return x >= sampling_kernels.thresholds(logits, slots, state, features)[:, None], x >= thresholds(x, slots, state)
 
@@ -60,7 +60,7 @@ def test_top_k_is_exact(k: int, digits: int | None) -> None:
 @pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.9, 0.9999])
 @pytest.mark.parametrize("temperature", [0.2, 1.0, 20.0])
 def test_top_p_is_exact_up_to_rounding(top_p: float, temperature: float) -> None:
-    """What the kernel keeps reaches top_p, and without its least likely token does not, give or take fp32's rounding."""
+    """The kept tokens reach top_p, and do not without the least likely one, up to fp32 rounding."""
     V = 9001
     logits = torch.randn(4, V) * torch.tensor([[0.1], [1.0], [3.0], [10.0]])
     state = SamplingState(4, V, "cpu")
@@ -178,7 +178,7 @@ def test_a_copy_that_is_just_full(room: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_noise_of_every_segment() -> None:
-    """Of equal logits the noise alone decides, wherever in the vocabulary it is largest."""
+    """With equal logits, only the noise decides, anywhere in the vocabulary."""
     V, n = 6001, 12
     state = SamplingState(1, V, "cpu")
     state.set([0], [SamplingParams()], [2**40 + 3], [[]], [[]])

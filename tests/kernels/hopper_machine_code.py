@@ -56,7 +56,7 @@ from tests.kernels import register_flow
 from tests.kernels.register_flow import overwritten_operands, undefined_reads
 
 SUFFIX = {THREE: "-3", SHORT: "-short", LONG: "-long"}
-# of 16 bits, of FP8, of INT8
+# 16 bits, FP8, INT8
 PRODUCT = r"\b[HQI]GMMA"
 # the name of the file that keeps it; a change of the code that reads machine code changes the name
 READERS = b"".join(Path(file).read_bytes() for file in (__file__, register_flow.__file__))
@@ -69,7 +69,7 @@ class Configuration:
     """A kernel that we ship, as one kind of call compiles it."""
 
     dim: int
-    tile: Tile | None  # of the forward
+    tile: Tile | None  # the forward's
     mask: Mask = FULL
     layout: str = "dense"
     extras: bool = False  # softcap and sinks
@@ -78,8 +78,8 @@ class Configuration:
     add: bool = False  # flash_bwd: dq too
     values: int = 0  # the head dim of values, where it is another
     group: int = 1
-    precision: str = ""  # of flash_fwd_8bit
-    size: int = 0  # of pages
+    precision: str = ""  # the quantised forward's
+    size: int = 0  # pages'
 
     @property
     def spec(self) -> Spec:
@@ -114,7 +114,7 @@ class Configuration:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the compiler is told besides."""
+        """Further arguments of the compiler."""
         if self.kernel.startswith("paged_decode"):
             found = decode.constants_of(self.spec, self.size, 256)
             return {name: found[name] for name in ("num_warps", "maxnreg")}
@@ -243,7 +243,7 @@ CONFIGURATIONS: dict[str, Configuration] = FORWARD | BACKWARD
 
 @dataclass(frozen=True)
 class Found:
-    """What a kernel's machine code says of it."""
+    """The properties of a kernel, read from its machine code."""
 
     registers: int
     stack: int  # bytes

@@ -1,4 +1,4 @@
-"""What attention in 8 bits hands to its kernels on Hopper, seen without a GPU."""
+"""The arguments of the FP8 and INT8 kernels on Hopper, checked without a GPU."""
 
 from __future__ import annotations
 

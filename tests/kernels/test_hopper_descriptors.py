@@ -1,4 +1,4 @@
-"""What the copy engine is told of pages: its boxes hold what the pages do, however they lie in memory."""
+"""TMA descriptors of pages: their boxes contain the pages, in any memory layout."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_pages_at_odd_distances_are_not_read_in_place() -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), [(128, 128), (64, 128), (64, 256)])
 def test_products_read_a_block_as_its_boxes_leave_it(rows: int, columns: int) -> None:
-    """Where the copy engine puts an element, swizzled: 16 bytes of a line of 128 lie where their number and the line's differ."""
+    """The layout matches the TMA swizzle: within a line of 128 bytes, 16-byte chunk c is at c XOR the line's number."""
     layout = swizzled_layout(rows, columns)
     assert 1 << len(layout.offset_bases) == rows * columns
     for row in range(rows):

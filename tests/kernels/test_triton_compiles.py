@@ -26,7 +26,7 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # bytes that the compiler may keep outside registers, by kind of problem: for the common ones a few words that live across a
 # whole walk; more with every option at once, and for fp32, which has no matrix unit
 STACK = {"full": 96, "causal": 96, "window": 96, "everything": 256, "blocks": 96, "fp32": 512}
-# of them inside a hot loop: a word or two at D = 256
+# those inside a hot loop: a word or two at D = 256
 HOT_SPILLS = 2
 
 INTEGERS = {
@@ -73,7 +73,7 @@ SPECS = [
 
 
 class Compiled(NamedTuple):
-    """What a kernel's machine code says of it."""
+    """The properties of a kernel, read from its machine code."""
 
     kernel: str
     registers: int

@@ -1,4 +1,4 @@
-"""What config.json says is read as Transformers reads it; what a decoder cannot be is refused in a sentence."""
+"""config.json is read as in Transformers; unsupported models are refused in one sentence."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ ROOM = {"max_model_len": 96, "num_blocks": 600}
 
 
 def prompts(count: int = 64, seed: int = 0) -> list[list[int]]:
-    """Of mixed lengths around those of blocks, some of which begin alike."""
+    """Returns prompts with lengths around multiples of a block, some with a common prefix."""
     rng = random.Random(seed)
     made = [[rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 7, 15, 16, 17, 33, 48, 60]))] for _ in range(count)]
     for n in range(3, count, 5):

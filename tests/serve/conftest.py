@@ -24,7 +24,7 @@ class Peer:
         self._greedy: dict[tuple[int, ...], list[int]] = {}
 
     def greedy(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """What `generate` goes on with, greedily and past the end of text; prompts of one length are one batch."""
+        """Returns the greedy continuation by `generate`, past the end of text; prompts of one length are one batch."""
         for length in {len(prompt) for prompt in prompts}:
             fresh = [prompt for prompt in prompts if len(prompt) == length and (*prompt, tokens) not in self._greedy]
             if fresh:

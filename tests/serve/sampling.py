@@ -72,7 +72,7 @@ def distribution(x: Sequence[float], params: SamplingParams) -> list[float]:
 
 
 def joined(params: Sequence[SamplingParams]) -> SamplingFeatures:
-    """What a batch of these features."""
+    """Returns the sampling features of a batch of these parameters."""
     features = SamplingFeatures()
     for each in params:
         features = features | features_of(each)

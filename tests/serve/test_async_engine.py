@@ -115,7 +115,7 @@ def test_a_slow_reader_misses_states_and_keeps_none(llm: LLM) -> None:
 
 
 def test_a_loop_that_stands_still_is_rung_at_once_only(llm: LLM, monkeypatch) -> None:
-    """What waits in a loop does not grow with the steps."""
+    """The queue of an event loop does not grow with the steps."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -195,7 +195,7 @@ def test_abort_gives_what_there_is(llm: LLM) -> None:
             (answer,) = seen[-1].outputs
             assert (answer.finish_reason, seen[-1].finished) == ("abort", True)
             assert 3 <= len(answer.token_ids) < 90
-            # of one that is over
+            # a request that is finished
             engine.abort(seen[-1].request_id)
             assert len((await engine.complete([1, 2, 3], GREEDY)).outputs[0].token_ids) == TOKENS
 

@@ -71,7 +71,7 @@ def run(tokenizer: Tokenizer, params: SamplingParams, parts: Sequence[list[int]]
 
 
 def oracle(text: str, params: SamplingParams) -> tuple[str, str | None]:
-    """Where a stop ends first; of those that end together the longest."""
+    """Finds the stop string that ends first, and the longest of those that end together."""
     for end in range(1, len(text) + 1):
         for stop in sorted(params.stops, key=len, reverse=True):
             if text[:end].endswith(stop):

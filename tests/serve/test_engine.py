@@ -205,7 +205,7 @@ def test_beams_are_those_of_transformers(name: str, width: int, penalty: float, 
 
 
 def test_beams_of_a_least_length_are_those_of_transformers(peers) -> None:
-    """What may not end yet keeps the model's probability, in tokens, scores and logprobs alike."""
+    """A text that may not end yet keeps the model's probability, in tokens, scores and logprobs."""
     peer, ends = peers("llama"), [2, *range(10, 25)]
     llm = LLM(peer.folder, **ROOM)
     params = SamplingParams(n=2, beam_width=3, min_tokens=4, max_tokens=9, stop_token_ids=ends)

@@ -16,7 +16,7 @@ WORKING = 2 * GB
 
 @pytest.fixture
 def decoder(monkeypatch) -> SimpleNamespace:
-    """Of 32 layers with 8 heads of 128 in bf16: a token takes 4,096 bytes a layer. 70 GB of 80 are free, and a step takes 2."""
+    """32 layers with 8 heads of 128 in bf16 take 4,096 bytes per token and layer. 70 GB of 80 are free, and a step takes 2."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GB, 80 * GB))
     monkeypatch.setattr(memory, "_working_bytes", lambda *_: WORKING)
     config = SimpleNamespace(layers=32, kv_heads=8, head_dim=128)

@@ -1,4 +1,4 @@
-"""What may be asked of an engine, in which forms, and the sentences for what may not."""
+"""The forms of a request, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_what_an_engine_cannot_be(settings: dict[str, Any], error: type[Exceptio
 
 
 def test_a_decoder_is_what_it_is(peers) -> None:
-    """What an LLM is told of its dtype and device beside it is not passed over."""
+    """An LLM does not ignore a dtype and device given with a decoder."""
     decoder = LLM(peers("llama").folder, **ROOM).engine.runner.decoder
     assert LLM(decoder, dtype=torch.float32, device="cpu", **ROOM).engine.runner.decoder is decoder
     with pytest.raises(InvalidInput, match=r"dtype is torch.bfloat16 and the decoder's torch.float32; make it with that dtype"):
@@ -147,7 +147,7 @@ def test_settings_of_the_wrong_kind(settings: dict[str, Any], sentence: str, pee
 
 
 def test_texts_and_stop_strings(tmp_path) -> None:
-    """Of text prompts; a stop is found a step late, and what came after it is dropped, with its tokens."""
+    """Text prompts: a stop is found one step late, and the text and tokens after it are dropped."""
     config = transformers.LlamaConfig(**SMALL | {"vocab_size": 420})
     saved(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
     save("byte_level", tmp_path)

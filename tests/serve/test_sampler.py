@@ -127,7 +127,7 @@ def test_the_noise_of_extreme_bits_is_finite(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_noise_joins_its_series() -> None:
-    """Where 1 - w loses w's bits a series takes over: both are -log(-log(1 - w))."""
+    """A series replaces -log(-log(1 - w)) where 1 - w loses the bits of w."""
     u = uniform(torch.arange(50), torch.arange(50), 4000)
     exact = -(-torch.log1p(-u.double())).log()
     assert (gumbel(torch.arange(50), torch.arange(50), 4000) - exact).abs().max() < 1e-5

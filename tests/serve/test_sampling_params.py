@@ -1,4 +1,4 @@
-"""What a request may ask for: each value by itself, and those that contradict each other."""
+"""Sampling parameters: the check of each value, and of contradictions."""
 
 from __future__ import annotations
 
