@@ -89,8 +89,8 @@ class Kernel:
         with device_of(arguments[0]):
             self._launch(grid, arguments, constants)
 
-    def bound(self, grid: Grid, numbers: tuple[float, ...], constants: dict[str, Any]) -> Callable[..., None]:
-        """A launch that takes the tensors alone; the numbers follow the tensors in the kernel's signature.
+    def bound(self, grid: Grid, numbers: tuple[Any, ...], constants: dict[str, Any]) -> Callable[..., None]:
+        """A launch that takes the tensors alone; numbers, and tuples of numbers, follow the tensors in the kernel's signature.
 
         The tensors of all its calls have the same sizes, strides, dtypes and device, and the same alignment to 16 bytes. The
         current device is theirs (see `on_device`).
@@ -124,6 +124,7 @@ class Kernel:
         # a compiled kernel is loaded into a device
         key: list[Any] = [id(constants), index, *[x.dtype for x in arguments[:count]]]
         words: list[Any] = []
+        word: Any
         for n, x in enumerate(arguments[count:], count):
             if isinstance(x, Tensor):
                 word = x.data_ptr()
@@ -132,6 +133,10 @@ class Kernel:
                 # a number that the kernel is not specialised on counts by whether it needs 64 bits
                 word = x
                 key.append(abs(x) >> 31 > 0 if n in self._free else x)
+            elif isinstance(x, tuple):
+                word = x
+                # Triton specialises on the numbers of a tuple, whatever the kernel says of the argument
+                key.append(x)
             else:
                 word = x
                 key.append(float)

@@ -105,20 +105,25 @@ def assert_compiles(kernel, constants: dict, sm: int, dtype: torch.dtype, beside
 
     known = {name: value for name, value in constants.items() if name in kernel.arg_names}
     ints = dict.fromkeys(("table_ptr", "lengths_ptr", "cu_q_ptr", "cu_k_ptr"), "*i32") | {"slots_ptr": "*i64"}
-    numbers = ("parts_ptr", "lse_ptr", "alibi_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr")
-    if constants.get("SCALED"):
+    numbers = ("partials_ptr", "lse_ptr", "alibi_ptr", "sinks_ptr", "k_scale_ptr", "v_scale_ptr")
+    tuples = dict.fromkeys(("q_strides", "scale_strides", "alibi_strides"), 2) | {"k_strides": 3, "v_strides": 3}
+    if constants.get("SCALED") or getattr(constants.get("SPEC"), "SCALED", False):
         ints |= dict.fromkeys(("k_ptr", "v_ptr"), "*fp8e4nv")
     signature = {}
     for name in kernel.arg_names:
         if name in known:
             signature[name] = "constexpr"
+        elif name in tuples:
+            signature[name] = ("i32",) * tuples[name]
         elif name.endswith("_ptr"):
             signature[name] = ints.get(name, "*fp32" if name in numbers else f"*{WORDS[dtype]}")
         else:
             signature[name] = "fp32" if name in ("scale", "softcap") else "i32"
     places = {(kernel.arg_names.index(name),): value for name, value in known.items()}
-    aligned = [n for n, name in enumerate(kernel.arg_names) if name.endswith("_ptr") or "_stride_" in name]
-    source = ASTSource(kernel, signature, places, {(n,): [["tt.divisibility", 16]] for n in aligned})
+    aligned = [(n,) for n, name in enumerate(kernel.arg_names) if name.endswith("_ptr") or "_stride_" in name]
+    strides = [(n, name) for n, name in enumerate(kernel.arg_names) if name.endswith("_strides")]
+    aligned += [(n, i) for n, name in strides for i in range(tuples[name])]
+    source = ASTSource(kernel, signature, places, {place: [["tt.divisibility", 16]] for place in aligned})
     built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": constants.get("num_warps", 4)})
     assert beside * built.metadata.shared <= LIMIT[sm]
     if sm == 90 and dtype == torch.bfloat16:

@@ -33,6 +33,12 @@ INTEGERS = {
     *("B", "H", "T", "S", "tiles", "total", "wave", "left", "right", "prefix", "chunk", "threshold"),
     *("padded_T", "slots", "rows", "columns", "BIAS_B", "BIAS_H"),
 }
+# arguments that are tuples
+TUPLES = {
+    **dict.fromkeys(("q_strides", "k_strides", "v_strides", "do_strides"), ("i32",) * 3),
+    "bias_strides": ("i32",) * 4,
+    "alibi_strides": ("i32",) * 2,
+}
 POINTERS = {
     "stats_ptr": "i64",
     "seed_ptr": "i64",
@@ -43,7 +49,7 @@ POINTERS = {
     "delta_ptr": "fp32",
     "alibi_ptr": "fp32",
     "sinks_ptr": "fp32",
-    "lost_ptr": "i32",
+    "nan_flag_ptr": "i32",
 }
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"mask": FULL},
@@ -88,22 +94,20 @@ def launches(spec: Spec) -> list[tuple[Any, dict[str, Any], Any]]:
     from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, flash_fwd, tiles
     from rooftile.backends.triton.call import constants_of
 
-    flags = constants_of(spec).flags
-    pieces = constants_of(spec).pieces
-    half = {"HALF": spec.dtype == torch.float16, "REPAIR": False}
+    known = constants_of(spec)
     found = [
-        (flash_fwd._forward, {"SINKS": spec.has_sinks, **pieces}, tiles.forward_tile(spec)),
-        (flash_bwd_q._backward_q, half, tiles.backward_q_tile(spec)),
+        (flash_fwd._forward, {"SPEC": known.forward_spec}, tiles.forward_tile(spec)),
+        (flash_bwd_q._backward_q, {"REPAIR": False}, tiles.backward_q_tile(spec)),
     ]
-    for tile, wants_dk, wants_dv in tiles.backward_kv_walks(spec):
-        found.append((flash_bwd_kv._backward_kv, {**half, "WANT_DK": wants_dk, "WANT_DV": wants_dv}, tile))
+    for walk in tiles.backward_kv_walks(spec):
+        found.append((flash_bwd_kv._backward_kv, {"WALK": walk, "REPAIR": False}, walk.tile))
     if spec.device == "sm90" and spec.mask == CAUSAL and spec.dtype.itemsize == 2:
         # what sets right the gradients of the Hopper kernels
         found += [(kernel, {**own, "REPAIR": True}, tile) for kernel, own, tile in found[1:]]
     if spec.bias_grad:
         bias = {"ONE_ROW": False, "ONE_COLUMN": False}
         found.append((flash_bwd_bias._backward_bias, bias, tiles.backward_bias_tile(spec)))
-    return [(kernel, {**flags, **own, **_blocks(tile)}, tile) for kernel, own, tile in found]
+    return [(kernel, {"SPEC": known.spec, "TILE": tile, **own}, tile) for kernel, own, tile in found]
 
 
 def compiled(kernel: Any, constants: dict[str, Any], tile: Any, dtype: str, sm: int) -> Compiled:
@@ -113,12 +117,13 @@ def compiled(kernel: Any, constants: dict[str, Any], tile: Any, dtype: str, sm: 
 
     names = kernel.arg_names
     signature = {name: _type(name, constants, dtype) for name in names}
-    aligned = [n for n, name in enumerate(names) if "_stride_" in name or name.endswith("_ptr") or name == "padded_T"]
+    aligned = [(n,) for n, name in enumerate(names) if name.endswith("_ptr") or name == "padded_T"]
+    aligned += [(n, i) for n, name in enumerate(names) if name.endswith("_strides") for i in range(len(TUPLES[name]))]
     source = ASTSource(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
-        attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
+        attrs={place: [["tt.divisibility", 16]] for place in aligned},
     )
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
@@ -134,16 +139,14 @@ def compiled(kernel: Any, constants: dict[str, Any], tile: Any, dtype: str, sm: 
     return Compiled(kernel.__name__, registers, stack, built.metadata.shared, _hot_spills(code), matrix)
 
 
-def _blocks(tile: Any) -> dict[str, Any]:
-    return {"BLOCK_T": tile.BLOCK_T, "BLOCK_S": tile.BLOCK_S, "STAGES": tile.num_stages}
-
-
-def _type(name: str, constants: dict[str, Any], dtype: str) -> str:
+def _type(name: str, constants: dict[str, Any], dtype: str) -> str | tuple[str, ...]:
     if name in constants:
         return "constexpr"
+    if name in TUPLES:
+        return TUPLES[name]
     if name.endswith("_ptr"):
         return "*" + POINTERS.get(name, dtype)
-    return "i32" if name in INTEGERS or "_stride_" in name else "fp32"
+    return "i32" if name in INTEGERS else "fp32"
 
 
 def _run(*command: Any) -> str:

@@ -12,24 +12,41 @@ that of one that goes on after it; each ROWS lines of DV outputs, a maximum and 
 Osama et al., Stream-K, arXiv:2301.03598.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from rooftile.backends.device.visibility import first_key, last_key
+from rooftile.backends.device.visibility import Mask, first_key, last_key
 from rooftile.launch import Kernel
 from rooftile.numerics import softmax
 
 # sequences that a kernel is compiled for, at least: their lengths are added up by each program
 BATCH = 256
 # pieces that are read together
-PIECES = tl.constexpr(16)
+PARTIALS = tl.constexpr(16)
 LOG2E, LN2 = tl.constexpr(softmax.LOG2E), tl.constexpr(softmax.LN2)
 
 
+class MergeSpec(NamedTuple):
+    """What the merge of partial softmaxes is compiled for: its argument SPEC."""
+
+    GROUP: int
+    HEADS: int  # query heads of a group in a tile
+    DV: int
+    BLOCK_DV: int
+    ROWS: int  # of a partial
+    LEFT: bool
+    RIGHT: bool
+    PREFIX: bool
+    CHUNK: bool
+    SINKS: bool
+
+
 @triton.jit
-def finish(
-    m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, there,
+def write_output(
+    m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, in_bounds,
     DV: tl.constexpr, SINKS: tl.constexpr, PACKED: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Writes output and lse of rows whose softmax is complete but for the sink."""
@@ -45,52 +62,43 @@ def finish(
         l = l * alpha + tl.exp2(sink - m_new)
         acc = acc * alpha[:, None]
         m = m_new
-    nothing = l == 0.0
-    l = tl.where(nothing, 1.0, l)
-    tl.store(lse_lines, tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2), mask=there)
-    tl.store(o_tile, (acc / l[:, None]).to(o_tile.dtype.element_ty), mask=there[:, None] & (dv < DV)[None, :])
+    sees_none = l == 0.0
+    l = tl.where(sees_none, 1.0, l)
+    tl.store(lse_lines, tl.where(sees_none, float("-inf"), (m + tl.log2(l)) * LN2), mask=in_bounds)
+    tl.store(o_tile, (acc / l[:, None]).to(o_tile.dtype.element_ty), mask=in_bounds[:, None] & (dv < DV)[None, :])
 
 
 @triton.jit
-def bounds(
-    S, T, left, right, prefix, chunk,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+def visible_blocks(S, T, mask, SPEC: tl.constexpr, BLOCK_S: tl.constexpr):
     """The first key that a tile reads, the one after its last, and how many blocks that is, at least one."""
-    start = first_key(S - T, left, chunk, LEFT, CHUNK) // BLOCK_S * BLOCK_S
-    stop = tl.maximum(last_key(S - 1, S, right, prefix, chunk, RIGHT, PREFIX, CHUNK) + 1, start)
+    start = first_key(S - T, mask, SPEC) // BLOCK_S * BLOCK_S
+    stop = tl.maximum(last_key(S - 1, S, mask, SPEC) + 1, start)
     return start, stop, tl.maximum(tl.cdiv(stop - start, BLOCK_S), 1)
 
 
 @triton.jit
-def ends_of(
-    lengths_ptr, B, T, left, right, prefix, chunk,
-    BATCH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+def block_offsets(lengths_ptr, B, T, mask, SPEC: tl.constexpr, BATCH: tl.constexpr, BLOCK_S: tl.constexpr):
     """Where the blocks of each sequence end in the row of work, and all."""
     b = tl.arange(0, BATCH)
     S = tl.load(lengths_ptr + b, mask=b < B, other=0)
-    _, _, blocks = bounds(S, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
+    _, _, blocks = visible_blocks(S, T, mask, SPEC, BLOCK_S)
     ends = tl.cumsum(tl.where(b < B, blocks, 0), 0)
     return ends, tl.max(ends)
 
 
 @triton.jit
-def part(team, share, total):
+def range_start(split, blocks_per_split, total):
     """Where a team's part of the row of work begins."""
-    return tl.minimum(team * share, total)
+    return tl.minimum(split * blocks_per_split, total)
 
 
 @triton.jit
-def sequence_at(
-    place, ends, lengths_ptr, T, left, right, prefix, chunk,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+def find_sequence(place, ends, lengths_ptr, T, mask, SPEC: tl.constexpr, BLOCK_S: tl.constexpr):
     """Of a place in the row of work: sequence, its keys in the cache, first key, one after the last, blocks, the place's block."""
     b = tl.sum((ends <= place).to(tl.int32))
     first = place - tl.max(tl.where(ends <= place, ends, 0))
     S = tl.load(lengths_ptr + b)
-    start, stop, n = bounds(S, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
+    start, stop, n = visible_blocks(S, T, mask, SPEC, BLOCK_S)
     return b, S, start, stop, n, first
 
 
@@ -99,67 +107,65 @@ def sequence_at(
     do_not_specialize=["B", "H", "T", "left", "right", "prefix", "chunk"], do_not_specialize_on_alignment=["lengths_ptr"]
 )
 def _merge(
-    o_ptr, lse_ptr, parts_ptr, lengths_ptr, sinks_ptr, B, H, T, left, right, prefix, chunk,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, BATCH: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PREFIX: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
+    o_ptr, lse_ptr, partials_ptr, lengths_ptr, sinks_ptr, B, H, T, left, right, prefix, chunk,
+    SPEC: tl.constexpr, BATCH: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     """A row of the sequence on the border after a team, if that is the first border in the sequence."""
-    ends, total = ends_of(lengths_ptr, B, T, left, right, prefix, chunk, BATCH, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S)
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    mask = Mask(left, right, prefix, chunk)
+    ends, total = block_offsets(lengths_ptr, B, T, mask, SPEC, BATCH, BLOCK_S)
     head = tl.program_id(0)
-    team = tl.program_id(1)
+    split = tl.program_id(1)
     # after the last team there is no border
-    teams = tl.num_programs(1) + 1
-    share = tl.cdiv(total, teams)
-    border = part(team + 1, share, total)
-    b, _, _, _, n, first = sequence_at(
-        tl.minimum(border, total - 1), ends, lengths_ptr, T, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK, BLOCK_S
-    )
+    splits = tl.num_programs(1) + 1
+    blocks_per_split = tl.cdiv(total, splits)
+    boundary = range_start(split + 1, blocks_per_split, total)
+    b, _, _, _, n, first = find_sequence(tl.minimum(boundary, total - 1), ends, lengths_ptr, T, mask, SPEC, BLOCK_S)
     if PDL:
         # until here it ran beside the kernel that leaves the pieces
         gdc_wait()
-    begin = border - first
-    if (border == total) | (first == 0) | (part(team, share, total) > begin):
+    sequence_start = boundary - first
+    if (boundary == total) | (first == 0) | (range_start(split, blocks_per_split, total) > sequence_start):
         return
-    PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    TILES_PER_GROUP: tl.constexpr = (SPEC.GROUP + SPEC.HEADS - 1) // SPEC.HEADS
     r = tl.program_id(2)
-    t = r // HEADS
-    g = head % PARTS * HEADS + r % HEADS
-    if (t >= T) | (g >= GROUP):
+    t = r // SPEC.HEADS
+    g = head % TILES_PER_GROUP * SPEC.HEADS + r % SPEC.HEADS
+    if (t >= T) | (g >= SPEC.GROUP):
         return
-    h = head // PARTS * GROUP + g
+    h = head // TILES_PER_GROUP * SPEC.GROUP + g
     dv = tl.arange(0, BLOCK_DV)
     m = float("-inf")
     l = 0.0
     acc = tl.zeros((BLOCK_DV,), tl.float32)
-    base = team
-    while (base < teams) & (part(base, share, total) < begin + n):
-        at = base + tl.arange(0, PIECES)
-        low = part(at, share, total)
+    first_split = split
+    while (first_split < splits) & (range_start(first_split, blocks_per_split, total) < sequence_start + n):
+        i_split = first_split + tl.arange(0, PARTIALS)
+        first_block = range_start(i_split, blocks_per_split, total)
         # the first piece is of the team that began the sequence; a part of no blocks has left none
-        ours = (at < teams) & (low < begin + n) & (low < total)
-        piece = parts_ptr + ((2 * (at * tl.num_programs(0) + head) + (at == team)) * ROWS + r).to(tl.int64) * (DV + 2)
-        m_c = tl.load(piece + DV, mask=ours, other=float("-inf"))
-        l_c = tl.load(piece + DV + 1, mask=ours, other=0.0)
-        acc_c = tl.load(piece[:, None] + dv[None, :], mask=ours[:, None] & (dv < DV)[None, :], other=0.0)
+        holds_partial = (i_split < splits) & (first_block < sequence_start + n) & (first_block < total)
+        partial = partials_ptr + ((2 * (i_split * tl.num_programs(0) + head) + (i_split == split)) * SPEC.ROWS + r).to(tl.int64) * (SPEC.DV + 2)
+        m_c = tl.load(partial + SPEC.DV, mask=holds_partial, other=float("-inf"))
+        l_c = tl.load(partial + SPEC.DV + 1, mask=holds_partial, other=0.0)
+        acc_c = tl.load(partial[:, None] + dv[None, :], mask=holds_partial[:, None] & (dv < SPEC.DV)[None, :], other=0.0)
         m_new = tl.maximum(m, tl.max(m_c))
-        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m - pivot)
-        beta = tl.exp2(m_c - pivot)
+        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - reference)
+        beta = tl.exp2(m_c - reference)
         l = l * alpha + tl.sum(l_c * beta)
         acc = acc * alpha + tl.sum(acc_c * beta[:, None], 0)
         m = m_new
-        base += PIECES
+        first_split += PARTIALS
     # as a tile of one row
     one = tl.arange(0, 1)
     sink = tl.zeros((1,), tl.float32)
-    if SINKS:
+    if SPEC.SINKS:
         sink += tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
     m_row = tl.zeros((1,), tl.float32) + m
     l_row = tl.zeros((1,), tl.float32) + l
     lines = b.to(tl.int64) * T + t + one
-    finish(m_row, l_row, acc[None, :], sink, o_ptr, lse_ptr, b, H, T, 0, t + one, h + one, lines, one == 0, DV, SINKS, False, BLOCK_DV)
+    write_output(m_row, l_row, acc[None, :], sink, o_ptr, lse_ptr, b, H, T, 0, t + one, h + one, lines, one == 0, SPEC.DV, SPEC.SINKS, False, BLOCK_DV)
 
 
 start_merge = Kernel(_merge)

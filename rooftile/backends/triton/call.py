@@ -20,12 +20,38 @@ REPAIRERS = 256
 ROWS_PADDED = 128
 
 
+class KernelSpec(NamedTuple):
+    """What a kernel of this backend is compiled for: its argument SPEC."""
+
+    GROUP: int
+    D: int
+    DV: int
+    PACKED: bool
+    LEFT: bool
+    RIGHT: bool
+    PREFIX: bool
+    CHUNK: bool
+    FOLD: bool  # the scale rides in the exponential's multiply-add, since nothing else touches the scores
+    NATURAL: bool  # scores in natural units, where every bit of lse counts; else in units of log2
+    SOFTCAP: bool
+    BIAS: bool
+    ALIBI: bool
+    DROPOUT: bool
+    SINKS: bool
+    FP16: bool  # the gradients of the scores have fp16's narrow range
+    PRECISION: str  # of products of fp32 numbers
+    BLOCK_D: int  # head dims as tiles hold them
+    BLOCK_DV: int
+    REST_D: int = 0  # columns beyond BLOCK_D, in a tile of their own
+    REST_DV: int = 0
+
+
 class Constants(NamedTuple):
-    """What follows from a spec alone; computed once a spec."""
+    """What follows from a spec alone; computed once per spec."""
 
     numbers: tuple[float | int, ...]  # scale, softcap, left, right, prefix, chunk, threshold, keep_scale
-    flags: dict[str, Any]  # constexpr arguments
-    pieces: dict[str, int]  # the head dims as the forward holds them
+    spec: KernelSpec
+    forward_spec: KernelSpec  # with the head dims as the forward holds them
 
 
 class Call(NamedTuple):
@@ -47,11 +73,6 @@ class Call(NamedTuple):
     @property
     def packed(self) -> bool:
         return self.spec.layout == "packed"
-
-    @property
-    def half(self) -> bool:
-        """Whether the gradients of the scores have fp16's narrow range."""
-        return self.spec.dtype == torch.float16
 
     @property
     def padded_T(self) -> int:
@@ -77,9 +98,9 @@ class Call(NamedTuple):
         return tiles * heads * self.B, tiles
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        """(batch, position, head) of q, k and v, then bias's four and alibi's two."""
-        return (*strides_of(self.q), *strides_of(self.k), *strides_of(self.v), *self.bias_strides, *self.alibi_strides)
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """(batch, position, head) of q, k and v, then the bias's four and ALiBi's two."""
+        return strides_of(self.q), strides_of(self.k), strides_of(self.v), self.bias_strides, self.alibi_strides
 
     @property
     def bias_strides(self) -> tuple[int, ...]:
@@ -114,12 +135,12 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Ca
     else:
         (B, T, H), (S, Hk) = q.shape[:3], k.shape[1:3]
     constants = constants_of(spec)
-    return Call(q, k, v, options, spec, B, H, Hk, T, S, constants.numbers, constants.flags)
+    return Call(q, k, v, options, spec, B, H, Hk, T, S, constants.numbers, {"SPEC": constants.spec})
 
 
 @cache
 def constants_of(spec: Spec) -> Constants:
-    """The numbers and flags that every kernel takes for this spec."""
+    """The numbers and compile-time flags that every kernel takes for this spec."""
     mask = spec.mask
     (chunk,) = mask.chunks or (0,)
     # dropped when 32 random bits, as an unsigned integer, are below it; crosses as a signed one so that its type never varies
@@ -130,30 +151,31 @@ def constants_of(spec: Spec) -> Constants:
         threshold, 1.0 / (1.0 - spec.dropout),
     )  # fmt: skip
     plain = not (spec.softcap or spec.has_bias or spec.has_alibi)
-    flags = {
-        "GROUP": spec.group,
-        "D": spec.dim,
-        "DV": spec.dim_v,
-        "PACKED": spec.layout == "packed",
-        "LEFT": mask.left is not None,
-        "RIGHT": mask.right is not None,
-        "PREFIX": mask.prefix is not None,
-        "CHUNK": bool(chunk),
-        # the scale can ride in the exponential's multiply-add when nothing else touches the scores
-        "FOLD": plain and spec.scale > 0 and spec.dtype.itemsize == 2,
-        # scores in units of log2, or natural where every bit of lse counts
-        "NATURAL": spec.dtype.itemsize == 4,
-        "SOFTCAP": spec.softcap > 0,
-        "BIAS": spec.has_bias,
-        "ALIBI": spec.has_alibi,
-        "DROPOUT": spec.dropout > 0,
+    known = KernelSpec(
+        GROUP=spec.group,
+        D=spec.dim,
+        DV=spec.dim_v,
+        PACKED=spec.layout == "packed",
+        LEFT=mask.left is not None,
+        RIGHT=mask.right is not None,
+        PREFIX=mask.prefix is not None,
+        CHUNK=bool(chunk),
+        FOLD=plain and spec.scale > 0 and spec.dtype.itemsize == 2,
+        NATURAL=spec.dtype.itemsize == 4,
+        SOFTCAP=spec.softcap > 0,
+        BIAS=spec.has_bias,
+        ALIBI=spec.has_alibi,
+        DROPOUT=spec.dropout > 0,
+        SINKS=spec.has_sinks,
+        FP16=spec.dtype == torch.float16,
         # fp32 means fp32: three tf32 products on the tensor cores miss the tolerance on long sums
-        "PRECISION": "ieee" if spec.dtype.itemsize == 4 else "tf32",
-        "BLOCK_D": padded(spec.dim),
-        "BLOCK_DV": padded(spec.dim_v),
-    }
+        PRECISION="ieee" if spec.dtype.itemsize == 4 else "tf32",
+        BLOCK_D=padded(spec.dim),
+        BLOCK_DV=padded(spec.dim_v),
+    )
     (block, rest), (block_v, rest_v) = split(spec.dim), split(spec.dim_v)
-    return Constants(numbers, flags, {"BLOCK_D": block, "REST_D": rest, "BLOCK_DV": block_v, "REST_DV": rest_v})
+    held = known._replace(BLOCK_D=block, REST_D=rest, BLOCK_DV=block_v, REST_DV=rest_v)
+    return Constants(numbers, known, held)
 
 
 def padded(dim: int) -> int:

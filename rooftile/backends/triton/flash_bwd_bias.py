@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.device.visibility import visible
+from rooftile.backends.device.visibility import Mask, visible
 from rooftile.backends.triton.call import Call, constants_of
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import packed_tile
-from rooftile.backends.triton.scores import LOG2E, capped, kept, shifted, weight
+from rooftile.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponential, scaled_tanh
 from rooftile.backends.triton.tiles import Tile
 from rooftile.launch import Kernel
 from rooftile.spec import Spec
@@ -31,36 +31,35 @@ from rooftile.spec import Spec
 def _backward_bias(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dbias_ptr,          # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
-    q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
-    k_stride_b, k_stride_s, k_stride_h,
-    v_stride_b, v_stride_s, v_stride_h,
-    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
-    alibi_stride_b, alibi_stride_h,
-    do_stride_b, do_stride_t, do_stride_h,
+    q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     B, H, T, S, padded_T, slots, rows, columns, BIAS_B, BIAS_H,           # sizes; the bias is (BIAS_B, BIAS_H, rows, columns)
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    NATURAL: tl.constexpr, PRECISION: tl.constexpr, ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
-    STAGES: tl.constexpr,
+    SPEC: tl.constexpr, ONE_ROW: tl.constexpr, ONE_COLUMN: tl.constexpr, TILE: tl.constexpr,
 ):
     # fmt: on
-    UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
+    BLOCK_T: tl.constexpr = TILE.BLOCK_T
+    BLOCK_S: tl.constexpr = TILE.BLOCK_S
+    q_stride_b, q_stride_t, q_stride_h = q_strides
+    k_stride_b, k_stride_s, k_stride_h = k_strides
+    v_stride_b, v_stride_s, v_stride_h = v_strides
+    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s = bias_strides
+    alibi_stride_b, alibi_stride_h = alibi_strides
+    do_stride_b, do_stride_t, do_stride_h = do_strides
+    mask = Mask(left, right, prefix, chunk)
+    UNIT: tl.constexpr = 1.0 if SPEC.NATURAL else LOG2E
     own_s = tl.program_id(0)
     own_t = tl.program_id(1)
     bias_b = tl.program_id(2) // BIAS_H
     bias_h = tl.program_id(2) % BIAS_H
-    over_b = B // BIAS_B if not PACKED else 1
+    over_b = B // BIAS_B if not SPEC.PACKED else 1
     over_h = H // BIAS_H
     over_t = slots if ONE_ROW else 1
     over_s = tl.cdiv(S, BLOCK_S) if ONE_COLUMN else 1
     seed = 0
-    if DROPOUT:
+    if SPEC.DROPOUT:
         seed = tl.load(seed_ptr)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, SPEC.BLOCK_D)
+    dv = tl.arange(0, SPEC.BLOCK_DV)
     acc = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)
     row_out = own_t * BLOCK_T
     length_out = rows
@@ -73,7 +72,7 @@ def _backward_bias(
         key_0 = tl.cast(0, tl.int64)
         length = T
         keys = S
-        if PACKED:
+        if SPEC.PACKED:
             b, i_t = packed_tile(i_t, cu_q_ptr, B, BLOCK_T)
             row_0 = tl.load(cu_q_ptr + b).to(tl.int64)
             key_0 = tl.load(cu_k_ptr + b).to(tl.int64)
@@ -85,7 +84,7 @@ def _backward_bias(
                 length_out = row_0.to(tl.int32) + length
         else:
             stats_h = stats_ptr + (b.to(tl.int64) * H + h) * padded_T
-        batch = tl.cast(b, tl.int64) * (0 if PACKED else 1)
+        batch = tl.cast(b, tl.int64) * (0 if SPEC.PACKED else 1)
         offset = keys - length
         t = i_t * BLOCK_T + tl.arange(0, BLOCK_T)
         j = i_s * BLOCK_S + tl.arange(0, BLOCK_S)
@@ -93,34 +92,34 @@ def _backward_bias(
         there = (j < keys)[:, None]
         row = (row_0 + t)[:, None]
         key = (key_0 + j)[:, None]
-        hk = (h // GROUP).to(tl.int64)
+        hk = (h // SPEC.GROUP).to(tl.int64)
         q_tile = q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h + row * q_stride_t + d[None, :]
         k_tile = k_ptr + batch * k_stride_b + hk * k_stride_h + key * k_stride_s + d[None, :]
         v_tile = v_ptr + batch * v_stride_b + hk * v_stride_h + key * v_stride_s + dv[None, :]
         do_tile = do_ptr + batch * do_stride_b + h.to(tl.int64) * do_stride_h + row * do_stride_t + dv[None, :]
-        q = tl.load(q_tile, mask=here & (d < D)[None, :], other=0.0)
-        k = tl.load(k_tile, mask=there & (d < D)[None, :], other=0.0)
-        v = tl.load(v_tile, mask=there & (dv < DV)[None, :], other=0.0)
-        do = tl.load(do_tile, mask=here & (dv < DV)[None, :], other=0.0)
+        q = tl.load(q_tile, mask=here & (d < SPEC.D)[None, :], other=0.0)
+        k = tl.load(k_tile, mask=there & (d < SPEC.D)[None, :], other=0.0)
+        v = tl.load(v_tile, mask=there & (dv < SPEC.DV)[None, :], other=0.0)
+        do = tl.load(do_tile, mask=here & (dv < SPEC.DV)[None, :], other=0.0)
         lse, delta = unpair(tl.load(stats_h + t, mask=t < length, other=0))
         slope = 0.0
-        if ALIBI:
+        if SPEC.ALIBI:
             slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if SOFTCAP:
-            x = capped(x, scale, softcap) * (softcap * UNIT)
+        x = tl.dot(q, tl.trans(k), input_precision=SPEC.PRECISION)
+        if SPEC.SOFTCAP:
+            x = scaled_tanh(x, scale, softcap) * (softcap * UNIT)
         else:
             x = x * (scale * UNIT)
         first = bias_ptr + batch * bias_stride_b + h.to(tl.int64) * bias_stride_h + row_0 * bias_stride_t
-        x = shifted(
-            x, t[:, None], j[None, :], length, keys, offset, first, bias_stride_t, bias_stride_s, slope, True, ALIBI, UNIT
+        x = add_bias(
+            x, t[:, None], j[None, :], length, keys, offset, first, bias_stride_t, bias_stride_s, slope, True, SPEC.ALIBI, UNIT
         )
-        p = weight(x, lse[:, None], 1.0, NATURAL)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        if DROPOUT:
-            dp = tl.where(kept(seed, threshold, b, h, t[:, None], j[None, :]), dp * keep_scale, 0.0)
+        p = exponential(x, lse[:, None], 1.0, SPEC.NATURAL)
+        dp = tl.dot(do, tl.trans(v), input_precision=SPEC.PRECISION)
+        if SPEC.DROPOUT:
+            dp = tl.where(dropout_mask(seed, threshold, b, h, t[:, None], j[None, :]), dp * keep_scale, 0.0)
         sees = visible(
-            t[:, None] + offset, j[None, :], keys, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK
+            t[:, None] + offset, j[None, :], keys, mask, SPEC
         )
         acc += tl.where(sees & here, p * (dp - delta[:, None]), 0.0)
 
@@ -157,7 +156,7 @@ def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stat
     one_row, one_column = rows == 1, columns == 1
     grid = (1 if one_column else -(-columns // tile.BLOCK_S), 1 if one_row else slots, heads[0] * heads[1])
     arguments = (
-        call.q, call.k, call.v, do, stats, dbias, *call.option_tensors, *call.strides, *do_strides,
+        call.q, call.k, call.v, do, stats, dbias, *call.option_tensors, *call.strides, do_strides,
         call.B, call.H, call.T, call.S, call.padded_T, slots, rows, columns, heads[0], heads[1], *call.numbers,
     )  # fmt: skip
     _start_backward(grid, arguments, _constants(call.spec, tile, one_row, one_column))
@@ -166,4 +165,4 @@ def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stat
 
 @cache
 def _constants(spec: Spec, tile: Tile, one_row: bool, one_column: bool) -> dict[str, Any]:
-    return constants_of(spec).flags | {"ONE_ROW": one_row, "ONE_COLUMN": one_column} | tile.constants
+    return {"SPEC": constants_of(spec).spec, "ONE_ROW": one_row, "ONE_COLUMN": one_column} | tile.constants

@@ -27,99 +27,104 @@ from collections.abc import Callable
 import triton
 import triton.language as tl
 
-from rooftile.backends.device.visibility import first_position, last_position, visible
+from rooftile.backends.device.visibility import Mask, first_position, last_position, visible
 from rooftile.backends.triton.call import REPAIRERS, Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
-from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, poison, shifted, weight
+from rooftile.backends.triton.scores import (
+    LOG2E,
+    add_bias,
+    dropout_mask,
+    exponential,
+    nan_if_non_finite,
+    scaled_tanh,
+    zero_non_finite,
+)
 from rooftile.backends.triton.tiles import Walk
 from rooftile.launch import Kernel
 
 # queries a step of the second walk: small, since it is rare and must not cost the first one registers
-CAREFUL_T = tl.constexpr(16)
+NAN_SAFE_T = tl.constexpr(16)
 
 
 # fmt: off
 @triton.jit
 def _walk(
-    dk, dv, k, v, j, first, second, turn, count,                # the sums, the keys and values, the queries to visit
+    dk, dv, k, v, j,                                            # the sums, the keys and values
+    low, high, low_tiles, tiles,                                # the queries to visit
     q_ptr, do_ptr, stats_ptr, q_stride_t, do_stride_t,
-    T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
-    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
-    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, PACKED: tl.constexpr, FOLD: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
-    HALF: tl.constexpr, STAGES: tl.constexpr,
+    T, S, offset, b, h, mask, factor, scale, softcap,
+    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout,
+    SPEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
+    """Walks `tiles` tiles of queries: `low_tiles` of them from query `low` on, the others from query `high` on."""
+    UNIT: tl.constexpr = 1.0 if SPEC.NATURAL else LOG2E
     rows = tl.arange(0, BLOCK_T)
-    d = tl.arange(0, BLOCK_D)
-    dv_ = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, SPEC.BLOCK_D)
+    dv_ = tl.arange(0, SPEC.BLOCK_DV)
     q_offsets = rows[:, None] * q_stride_t + d[None, :]
     do_offsets = rows[:, None] * do_stride_t + dv_[None, :]
-    for n in tl.range(0, count, num_stages=STAGES):
-        # `turn` tiles from `first` on, the others from `second` on
-        t_0 = tl.where(n < turn, first + n * BLOCK_T, second + (n - turn) * BLOCK_T)
+    for n in tl.range(0, tiles, num_stages=STAGES):
+        t_0 = tl.where(n < low_tiles, low + n * BLOCK_T, high + (n - low_tiles) * BLOCK_T)
         t = t_0 + rows
         there = t < T
         # int64: position times stride passes 2**31 in a long context
         q_tile = q_ptr + tl.cast(t_0, tl.int64) * q_stride_t + q_offsets
         do_tile = do_ptr + tl.cast(t_0, tl.int64) * do_stride_t + do_offsets
         if MASKED:
-            q = tl.load(q_tile, mask=there[:, None] & (d < D)[None, :], other=0.0)
-        elif D < BLOCK_D:
-            q = tl.load(q_tile, mask=(d < D)[None, :], other=0.0)
+            q = tl.load(q_tile, mask=there[:, None] & (d < SPEC.D)[None, :], other=0.0)
+        elif SPEC.D < SPEC.BLOCK_D:
+            q = tl.load(q_tile, mask=(d < SPEC.D)[None, :], other=0.0)
         else:
             q = tl.load(q_tile)
         # dense rows past the end weigh nothing; packed ones are another sequence's
-        lse, delta = unpair(tl.load(stats_ptr + t, mask=there, other=0) if PACKED else tl.load(stats_ptr + t))
-        if CAREFUL:
-            q = finite(q)
-        x = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_S, BLOCK_T)
-        if SOFTCAP:
-            cap = capped(x, scale, softcap)
+        lse, delta = unpair(tl.load(stats_ptr + t, mask=there, other=0) if SPEC.PACKED else tl.load(stats_ptr + t))
+        if NAN_SAFE:
+            q = zero_non_finite(q)
+        x = tl.dot(k, tl.trans(q), input_precision=SPEC.PRECISION)  # (BLOCK_S, BLOCK_T)
+        if SPEC.SOFTCAP:
+            cap = scaled_tanh(x, scale, softcap)
             x = cap * (softcap * UNIT)
-        elif not FOLD:
+        elif not SPEC.FOLD:
             x = x * (scale * UNIT)
-        x = shifted(
-            x, t[None, :], j[:, None], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, BIAS, ALIBI, UNIT
+        x = add_bias(
+            x, t[None, :], j[:, None], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, SPEC.BIAS, SPEC.ALIBI, UNIT
         )
-        p = weight(x, lse[None, :], factor, NATURAL)
+        p = exponential(x, lse[None, :], factor, SPEC.NATURAL)
         if MASKED:
             i = t[None, :] + offset
-            sees = visible(i, j[:, None], S, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
-            if PACKED:
+            sees = visible(i, j[:, None], S, mask, SPEC)
+            if SPEC.PACKED:
                 sees = sees & there[None, :]
             p = tl.where(sees, p, 0.0)
         if MASKED:
-            do = tl.load(do_tile, mask=there[:, None] & (dv_ < DV)[None, :], other=0.0)
-        elif DV < BLOCK_DV:
-            do = tl.load(do_tile, mask=(dv_ < DV)[None, :], other=0.0)
+            do = tl.load(do_tile, mask=there[:, None] & (dv_ < SPEC.DV)[None, :], other=0.0)
+        elif SPEC.DV < SPEC.BLOCK_DV:
+            do = tl.load(do_tile, mask=(dv_ < SPEC.DV)[None, :], other=0.0)
         else:
             do = tl.load(do_tile)
-        if DROPOUT:
-            keep = kept(seed, threshold, b, h, t[None, :], j[:, None])
+        if SPEC.DROPOUT:
+            keep = dropout_mask(seed, dropout[0], b, h, t[None, :], j[:, None])
         if WANT_DV:
-            kept_p = tl.where(keep, p * keep_scale, 0.0) if DROPOUT else p
+            kept_p = tl.where(keep, p * dropout[1], 0.0) if SPEC.DROPOUT else p
             values = do
-            if CAREFUL:
-                kept_p = tl.where(sees, kept_p + poison(do, 1)[None, :], 0.0)
-                values = finite(do)
-            dv = tl.dot(kept_p.to(do.dtype), values, dv, input_precision=PRECISION)
+            if NAN_SAFE:
+                kept_p = tl.where(sees, kept_p + nan_if_non_finite(do, 1)[None, :], 0.0)
+                values = zero_non_finite(do)
+            dv = tl.dot(kept_p.to(do.dtype), values, dv, input_precision=SPEC.PRECISION)
         if WANT_DK:
-            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-            if DROPOUT:
-                dp = tl.where(keep, dp * keep_scale, 0.0)
+            dp = tl.dot(v, tl.trans(do), input_precision=SPEC.PRECISION)
+            if SPEC.DROPOUT:
+                dp = tl.where(keep, dp * dropout[1], 0.0)
             # fp16 ends at 65,504: the scale comes in before the rounding rather than after the sum
-            ds = (p * scale if HALF else p) * (dp - delta[None, :])
-            if SOFTCAP:
+            ds = (p * scale if SPEC.FP16 else p) * (dp - delta[None, :])
+            if SPEC.SOFTCAP:
                 ds = ds * (1 - cap * cap)
-            if CAREFUL:
+            if NAN_SAFE:
                 ds = tl.where(sees, ds, 0.0)
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=SPEC.PRECISION)
     return dk, dv
 
 
@@ -129,25 +134,30 @@ def _tile(
     n,
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,     # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
-    q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
-    k_stride_b, k_stride_s, k_stride_h,
-    v_stride_b, v_stride_s, v_stride_h,
-    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
-    alibi_stride_b, alibi_stride_h,
-    do_stride_b, do_stride_t, do_stride_h,
+    q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    NATURAL: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
-    STAGES: tl.constexpr,
+    SPEC: tl.constexpr, WALK: tl.constexpr,
 ):
     # fmt: on
-    """Tile number n of keys and values."""
-    HK = H // GROUP
-    if PACKED:
+    """Computes tile number n of keys and values."""
+    WANT_DK: tl.constexpr = WALK.wants_dk
+    WANT_DV: tl.constexpr = WALK.wants_dv
+    BLOCK_T: tl.constexpr = WALK.tile.BLOCK_T
+    BLOCK_S: tl.constexpr = WALK.tile.BLOCK_S
+    STAGES: tl.constexpr = WALK.tile.num_stages
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    q_stride_b, q_stride_t, q_stride_h = q_strides
+    k_stride_b, k_stride_s, k_stride_h = k_strides
+    v_stride_b, v_stride_s, v_stride_h = v_strides
+    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s = bias_strides
+    alibi_stride_b, alibi_stride_h = alibi_strides
+    do_stride_b, do_stride_t, do_stride_h = do_strides
+    mask = Mask(left, right, prefix, chunk)
+    dropout = (threshold, keep_scale)
+    HK = H // SPEC.GROUP
+    if SPEC.PACKED:
         slot = n // HK
         hk = n % HK
         b, i_s = packed_tile(slot, cu_k_ptr, B, BLOCK_S)
@@ -168,11 +178,11 @@ def _tile(
         batch = b.to(tl.int64)
         stats_ptr += b.to(tl.int64) * H * padded_T
     # a sequence's first query and key: by the batch stride if dense, by the row stride if packed
-    q_row = row_0 * q_stride_t if PACKED else batch * q_stride_b
-    do_row = row_0 * do_stride_t if PACKED else batch * do_stride_b
-    k_row = key_0 * k_stride_s if PACKED else batch * k_stride_b
-    v_row = key_0 * v_stride_s if PACKED else batch * v_stride_b
-    bias_row = row_0 * bias_stride_t if PACKED else batch * bias_stride_b
+    q_row = row_0 * q_stride_t if SPEC.PACKED else batch * q_stride_b
+    do_row = row_0 * do_stride_t if SPEC.PACKED else batch * do_stride_b
+    k_row = key_0 * k_stride_s if SPEC.PACKED else batch * k_stride_b
+    v_row = key_0 * v_stride_s if SPEC.PACKED else batch * v_stride_b
+    bias_row = row_0 * bias_stride_t if SPEC.PACKED else batch * bias_stride_b
 
     j_0 = i_s * BLOCK_S
     j = j_0 + tl.arange(0, BLOCK_S)
@@ -180,24 +190,24 @@ def _tile(
     dv_ = tl.arange(0, BLOCK_DV)
     k_tile = k_ptr + k_row + hk.to(tl.int64) * k_stride_h + j.to(tl.int64)[:, None] * k_stride_s + d[None, :]
     v_tile = v_ptr + v_row + hk.to(tl.int64) * v_stride_h + j.to(tl.int64)[:, None] * v_stride_s + dv_[None, :]
-    k = tl.load(k_tile, mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)
+    k = tl.load(k_tile, mask=(j < S)[:, None] & (d < SPEC.D)[None, :], other=0.0)
     v = k
     dk = 0.0
     dv = 0.0
     if WANT_DK:
-        v = tl.load(v_tile, mask=(j < S)[:, None] & (dv_ < DV)[None, :], other=0.0)
+        v = tl.load(v_tile, mask=(j < S)[:, None] & (dv_ < SPEC.DV)[None, :], other=0.0)
         dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     if WANT_DV:
         dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
-    HIDES: tl.constexpr = LEFT or RIGHT or PREFIX or CHUNK
+    HIDES: tl.constexpr = SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK
 
     # the queries that see some of these keys, [start, stop), and within them those that see all
     offset = S - T
     j_1 = tl.minimum(j_0 + BLOCK_S, S) - 1
-    start = first_position(j_0, right, prefix, chunk, RIGHT, PREFIX, CHUNK) - offset
-    stop = tl.minimum(last_position(j_1, left, chunk, LEFT, CHUNK) - offset + 1, T)
-    clear_start = first_position(j_1, right, prefix, chunk, RIGHT, PREFIX, CHUNK) - offset
-    clear_stop = last_position(j_0, left, chunk, LEFT, CHUNK) - offset + 1
+    start = first_position(j_0, mask, SPEC) - offset
+    stop = tl.minimum(last_position(j_1, mask, SPEC) - offset + 1, T)
+    clear_start = first_position(j_1, mask, SPEC) - offset
+    clear_stop = last_position(j_0, mask, SPEC) - offset + 1
     start = tl.maximum(start, 0) // BLOCK_T * BLOCK_T
     stop = tl.maximum(stop, start)
     clear_start = tl.minimum(tl.cdiv(tl.maximum(clear_start, 0), BLOCK_T), tl.cdiv(stop, BLOCK_T)) * BLOCK_T
@@ -210,112 +220,88 @@ def _tile(
     masked_tiles = early_tiles + tl.cdiv(tl.maximum(stop - clear_stop, 0), BLOCK_T)
 
     seed = 0
-    if DROPOUT:
+    if SPEC.DROPOUT:
         seed = tl.load(seed_ptr)
-    factor = scale * LOG2E if FOLD else 1.0
+    factor = scale * LOG2E if SPEC.FOLD else 1.0
     slope = 0.0
 
     # fmt: off
-    for g in range(0, GROUP):
-        h = hk * GROUP + g
+    for g in range(0, SPEC.GROUP):
+        h = hk * SPEC.GROUP + g
         q_h = q_ptr + q_row + h.to(tl.int64) * q_stride_h
         do_h = do_ptr + do_row + h.to(tl.int64) * do_stride_h
         stats_h = stats_ptr + h.to(tl.int64) * padded_T
         bias_h = bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h
-        if ALIBI:
+        if SPEC.ALIBI:
             slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
         dk, dv = _walk(
             dk, dv, k, v, j, clear_start, clear_start, 0, clear_tiles,
-            q_h, do_h, stats_h, q_stride_t, do_stride_t,
-            T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
-            bias_h, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, LEFT, RIGHT, PREFIX, CHUNK, WANT_DK, WANT_DV,
-            False, False, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF, STAGES)
+            q_h, do_h, stats_h, q_stride_t, do_stride_t, T, S, offset, b, h, mask, factor, scale, softcap,
+            bias_h, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, WANT_DK, WANT_DV, BLOCK_T, False, False, STAGES)
         dk, dv = _walk(
             dk, dv, k, v, j, start, clear_stop, early_tiles, masked_tiles,
-            q_h, do_h, stats_h, q_stride_t, do_stride_t,
-            T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
-            bias_h, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, LEFT, RIGHT, PREFIX, CHUNK, WANT_DK, WANT_DV,
-            True, False, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF, STAGES)
+            q_h, do_h, stats_h, q_stride_t, do_stride_t, T, S, offset, b, h, mask, factor, scale, softcap,
+            bias_h, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, WANT_DK, WANT_DV, BLOCK_T, True, False, STAGES)
     if HIDES:
-        lost = 0
+        has_nan = 0
         if WANT_DK:
-            lost += tl.max(tl.where(dk == dk, 0, 1))
+            has_nan += tl.max(tl.where(dk == dk, 0, 1))
         if WANT_DV:
-            lost += tl.max(tl.where(dv == dv, 0, 1))
-        if lost > 0:
+            has_nan += tl.max(tl.where(dv == dv, 0, 1))
+        if has_nan > 0:
             # the sums are NaN in places: start again from zeros of their shape
             dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32) if WANT_DK else 0.0
             dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32) if WANT_DV else 0.0
-            for g in range(0, GROUP):
-                h = hk * GROUP + g
-                if ALIBI:
+            for g in range(0, SPEC.GROUP):
+                h = hk * SPEC.GROUP + g
+                if SPEC.ALIBI:
                     slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
                 dk, dv = _walk(
-                    dk, dv, k, v, j, start, start, 0, tl.cdiv(stop - start, CAREFUL_T),
+                    dk, dv, k, v, j, start, start, 0, tl.cdiv(stop - start, NAN_SAFE_T),
                     q_ptr + q_row + h.to(tl.int64) * q_stride_h, do_ptr + do_row + h.to(tl.int64) * do_stride_h,
                     stats_ptr + h.to(tl.int64) * padded_T, q_stride_t, do_stride_t,
-                    T, S, offset, b, h, left, right, prefix, chunk, factor, scale, softcap,
+                    T, S, offset, b, h, mask, factor, scale, softcap,
                     bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h, bias_stride_t, bias_stride_s,
-                    slope, seed, threshold, keep_scale,
-                    D, DV, BLOCK_D, BLOCK_DV, CAREFUL_T, LEFT, RIGHT, PREFIX, CHUNK, WANT_DK, WANT_DV,
-                    True, True, PACKED, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF, 1)
+                    slope, seed, dropout, SPEC, WANT_DK, WANT_DV, NAN_SAFE_T, True, True, 1)
     # fmt: on
 
     if WANT_DK:
-        dk_tile = dk_ptr + (key_0 + j)[:, None] * (HK * D) + hk * D + d[None, :]
-        dk = dk if HALF else dk * scale
-        tl.store(dk_tile, dk.to(dk_ptr.dtype.element_ty), mask=(j < S)[:, None] & (d < D)[None, :])
+        dk_tile = dk_ptr + (key_0 + j)[:, None] * (HK * SPEC.D) + hk * SPEC.D + d[None, :]
+        dk = dk if SPEC.FP16 else dk * scale
+        tl.store(dk_tile, dk.to(dk_ptr.dtype.element_ty), mask=(j < S)[:, None] & (d < SPEC.D)[None, :])
     if WANT_DV:
-        dv_tile = dv_ptr + (key_0 + j)[:, None] * (HK * DV) + hk * DV + dv_[None, :]
-        tl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=(j < S)[:, None] & (dv_ < DV)[None, :])
+        dv_tile = dv_ptr + (key_0 + j)[:, None] * (HK * SPEC.DV) + hk * SPEC.DV + dv_[None, :]
+        tl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=(j < S)[:, None] & (dv_ < SPEC.DV)[None, :])
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold", "total"])
 def _backward_kv(
-    lost_ptr,                                                   # REPAIR: whether to
+    nan_flag_ptr,                                                   # REPAIR: whether to
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,     # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
-    q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
-    k_stride_b, k_stride_s, k_stride_h,
-    v_stride_b, v_stride_s, v_stride_h,
-    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
-    alibi_stride_b, alibi_stride_h,
-    do_stride_b, do_stride_t, do_stride_h,
+    q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     total,                                                      # REPAIR: how many tiles there are
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    NATURAL: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
-    STAGES: tl.constexpr,
+    SPEC: tl.constexpr, WALK: tl.constexpr,
     REPAIR: tl.constexpr,
 ):
     # fmt: on
     if REPAIR:
         # everything once more, where another backend's gradients lost what a mask should hide; else nothing
-        stop = tl.where(tl.load(lost_ptr) != 0, total, 0)
+        stop = tl.where(tl.load(nan_flag_ptr) != 0, total, 0)
         for n in range(tl.program_id(0), stop, tl.num_programs(0)):
             _tile(
                 n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
-                cu_k_ptr, q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
-                bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s, alibi_stride_b, alibi_stride_h, do_stride_b, do_stride_t,
-                do_stride_h, B, H, T, S, padded_T, tiles, wave, scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
-                GROUP, D, DV, PACKED, LEFT, RIGHT, PREFIX, CHUNK, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF,
-                WANT_DK, WANT_DV, BLOCK_D, BLOCK_DV, BLOCK_T, BLOCK_S, STAGES,
+                cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
+                scale, softcap, left, right, prefix, chunk, threshold, keep_scale, SPEC, WALK,
             )  # fmt: skip
     else:
         _tile(
-            tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr,
-            cu_q_ptr, cu_k_ptr, q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
-            bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s, alibi_stride_b, alibi_stride_h, do_stride_b, do_stride_t,
-            do_stride_h, B, H, T, S, padded_T, tiles, wave, scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
-            GROUP, D, DV, PACKED, LEFT, RIGHT, PREFIX, CHUNK, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF,
-            WANT_DK, WANT_DV, BLOCK_D, BLOCK_DV, BLOCK_T, BLOCK_S, STAGES,
+            tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
+            cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
+            scale, softcap, left, right, prefix, chunk, threshold, keep_scale, SPEC, WALK,
         )  # fmt: skip
 
 
@@ -330,14 +316,14 @@ def launchers(
     repair: only where `lost`, one int32, is not zero when the kernels run; else it may be any tensor.
     """
     found = []
-    for tile, wants_dk, wants_dv in walks:
-        programs, tiles = call.programs(call.S, tile.BLOCK_S, call.Hk)
+    for walk in walks:
+        programs, tiles = call.programs(call.S, walk.tile.BLOCK_S, call.Hk)
         numbers = (
-            *call.strides, *do_strides, programs, call.B, call.H, call.T, call.S, call.padded_T, tiles,
+            *call.strides, do_strides, programs, call.B, call.H, call.T, call.S, call.padded_T, tiles,
             call.wave // call.spec.group, *call.numbers,
         )  # fmt: skip
-        own = {"HALF": call.half, "WANT_DK": wants_dk, "WANT_DV": wants_dv, "REPAIR": repair}
+        constants = call.constants | {"WALK": walk, "REPAIR": repair, "num_warps": walk.tile.num_warps}
         if programs:
             grid = min(programs, REPAIRERS) if repair else programs
-            found.append(_start_backward.bound((grid, 1, 1), numbers, call.constants | own | tile.constants))
+            found.append(_start_backward.bound((grid, 1, 1), numbers, constants))
     return found

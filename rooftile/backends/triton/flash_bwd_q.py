@@ -19,74 +19,71 @@ from collections.abc import Callable
 import triton
 import triton.language as tl
 
-from rooftile.backends.device.visibility import first_key, last_key, visible
+from rooftile.backends.device.visibility import Mask, first_key, last_key, visible
 from rooftile.backends.triton.call import REPAIRERS, Call
 from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
-from rooftile.backends.triton.scores import LOG2E, capped, finite, kept, shifted, weight
+from rooftile.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponential, scaled_tanh, zero_non_finite
 from rooftile.backends.triton.tiles import Tile
 from rooftile.launch import Kernel
 
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
-CAREFUL_S = tl.constexpr(16)
+NAN_SAFE_S = tl.constexpr(16)
 
 
 # fmt: off
 @triton.jit
 def _walk(
-    dq, q, do, lse, delta, first, second, turn, count,          # the sum, this tile's rows, the keys to visit
-    k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h, factor, scale, softcap,
-    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, FOLD: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
-    HALF: tl.constexpr, STAGES: tl.constexpr,
+    dq, q, do, lse, delta,                                      # the sum, this tile's rows
+    low, high, low_tiles, tiles,                                # the keys to visit
+    k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
+    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout,
+    SPEC: tl.constexpr, BLOCK_S: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
+    """Walks `tiles` tiles of keys: `low_tiles` of them from key `low` on, the others from key `high` on."""
+    UNIT: tl.constexpr = 1.0 if SPEC.NATURAL else LOG2E
     s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, SPEC.BLOCK_D)
+    dv = tl.arange(0, SPEC.BLOCK_DV)
     k_offsets = s[:, None] * k_stride_s + d[None, :]
     v_offsets = s[:, None] * v_stride_s + dv[None, :]
-    for n in tl.range(0, count, num_stages=STAGES):
-        # `turn` tiles from `first` on, the others from `second` on
-        j_0 = tl.where(n < turn, first + n * BLOCK_S, second + (n - turn) * BLOCK_S)
+    for n in tl.range(0, tiles, num_stages=STAGES):
+        j_0 = tl.where(n < low_tiles, low + n * BLOCK_S, high + (n - low_tiles) * BLOCK_S)
         # int64: position times stride passes 2**31 in a long context
         k_tile = k_ptr + tl.cast(j_0, tl.int64) * k_stride_s + k_offsets
         v_tile = v_ptr + tl.cast(j_0, tl.int64) * v_stride_s + v_offsets
         j = j_0 + s
         if MASKED:
-            k = tl.load(k_tile, mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)
-            v = tl.load(v_tile, mask=(j < S)[:, None] & (dv < DV)[None, :], other=0.0)
+            k = tl.load(k_tile, mask=(j < S)[:, None] & (d < SPEC.D)[None, :], other=0.0)
+            v = tl.load(v_tile, mask=(j < S)[:, None] & (dv < SPEC.DV)[None, :], other=0.0)
         else:
-            k = tl.load(k_tile, mask=(d < D)[None, :], other=0.0)
-            v = tl.load(v_tile, mask=(dv < DV)[None, :], other=0.0)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_T, BLOCK_S)
-        if SOFTCAP:
-            cap = capped(x, scale, softcap)
+            k = tl.load(k_tile, mask=(d < SPEC.D)[None, :], other=0.0)
+            v = tl.load(v_tile, mask=(dv < SPEC.DV)[None, :], other=0.0)
+        x = tl.dot(q, tl.trans(k), input_precision=SPEC.PRECISION)  # (BLOCK_T, BLOCK_S)
+        if SPEC.SOFTCAP:
+            cap = scaled_tanh(x, scale, softcap)
             x = cap * (softcap * UNIT)
-        elif not FOLD:
+        elif not SPEC.FOLD:
             x = x * (scale * UNIT)
-        x = shifted(
-            x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, BIAS, ALIBI, UNIT
+        x = add_bias(
+            x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, SPEC.BIAS, SPEC.ALIBI, UNIT
         )
-        p = weight(x, lse[:, None], factor, NATURAL)
+        p = exponential(x, lse[:, None], factor, SPEC.NATURAL)
         if MASKED:
-            sees = visible(t[:, None] + offset, j[None, :], S, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+            sees = visible(t[:, None] + offset, j[None, :], S, mask, SPEC)
             p = tl.where(sees, p, 0.0)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        if DROPOUT:
-            dp = tl.where(kept(seed, threshold, b, h, t[:, None], j[None, :]), dp * keep_scale, 0.0)
+        dp = tl.dot(do, tl.trans(v), input_precision=SPEC.PRECISION)
+        if SPEC.DROPOUT:
+            dp = tl.where(dropout_mask(seed, dropout[0], b, h, t[:, None], j[None, :]), dp * dropout[1], 0.0)
         # fp16 ends at 65,504: the scale comes in before the rounding rather than after the sum
-        ds = (p * scale if HALF else p) * (dp - delta[:, None])
-        if SOFTCAP:
+        ds = (p * scale if SPEC.FP16 else p) * (dp - delta[:, None])
+        if SPEC.SOFTCAP:
             ds = ds * (1 - cap * cap)
-        if CAREFUL:
+        if NAN_SAFE:
             ds = tl.where(sees, ds, 0.0)
-            k = finite(k)
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+            k = zero_non_finite(k)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=SPEC.PRECISION)
     return dq
 
 
@@ -96,24 +93,26 @@ def _tile(
     n,
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr,             # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
-    q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
-    k_stride_b, k_stride_s, k_stride_h,
-    v_stride_b, v_stride_s, v_stride_h,
-    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
-    alibi_stride_b, alibi_stride_h,
-    do_stride_b, do_stride_t, do_stride_h,
+    q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    NATURAL: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
-    STAGES: tl.constexpr,
+    SPEC: tl.constexpr, TILE: tl.constexpr,
 ):
     # fmt: on
-    """Tile number n of queries."""
-    if PACKED:
+    """Computes tile number n of queries."""
+    BLOCK_T: tl.constexpr = TILE.BLOCK_T
+    BLOCK_S: tl.constexpr = TILE.BLOCK_S
+    STAGES: tl.constexpr = TILE.num_stages
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    q_stride_b, q_stride_t, q_stride_h = q_strides
+    k_stride_b, k_stride_s, k_stride_h = k_strides
+    v_stride_b, v_stride_s, v_stride_h = v_strides
+    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s = bias_strides
+    alibi_stride_b, alibi_stride_h = alibi_strides
+    do_stride_b, do_stride_t, do_stride_h = do_strides
+    mask = Mask(left, right, prefix, chunk)
+    dropout = (threshold, keep_scale)
+    if SPEC.PACKED:
         slot = n // H
         h = n % H
         b, i_t = packed_tile(slot, cu_q_ptr, B, BLOCK_T)
@@ -130,7 +129,7 @@ def _tile(
         stats_ptr += h.to(tl.int64) * padded_T + row_0
         bias_ptr += row_0 * bias_stride_t
     else:
-        bh, i_t = dense_tile(n, tiles, B * H, wave, RIGHT or PREFIX)
+        bh, i_t = dense_tile(n, tiles, B * H, wave, SPEC.RIGHT or SPEC.PREFIX)
         b = bh // H
         h = bh % H
         row_0 = b.to(tl.int64) * T
@@ -142,40 +141,40 @@ def _tile(
         bias_ptr += b.to(tl.int64) * bias_stride_b
     q_ptr += h.to(tl.int64) * q_stride_h
     do_ptr += h.to(tl.int64) * do_stride_h
-    k_ptr += (h // GROUP).to(tl.int64) * k_stride_h
-    v_ptr += (h // GROUP).to(tl.int64) * v_stride_h
+    k_ptr += (h // SPEC.GROUP).to(tl.int64) * k_stride_h
+    v_ptr += (h // SPEC.GROUP).to(tl.int64) * v_stride_h
     bias_ptr += h.to(tl.int64) * bias_stride_h
 
     t_0 = i_t * BLOCK_T
     t = t_0 + tl.arange(0, BLOCK_T)
     there = t < T
     d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    dv = tl.arange(0, SPEC.BLOCK_DV)
     q_tile = q_ptr + t.to(tl.int64)[:, None] * q_stride_t + d[None, :]
     do_tile = do_ptr + t.to(tl.int64)[:, None] * do_stride_t + dv[None, :]
-    q = tl.load(q_tile, mask=there[:, None] & (d < D)[None, :], other=0.0)
-    do = tl.load(do_tile, mask=there[:, None] & (dv < DV)[None, :], other=0.0)
-    lse, delta = unpair(tl.load(stats_ptr + t, mask=there, other=0) if PACKED else tl.load(stats_ptr + t))
+    q = tl.load(q_tile, mask=there[:, None] & (d < SPEC.D)[None, :], other=0.0)
+    do = tl.load(do_tile, mask=there[:, None] & (dv < SPEC.DV)[None, :], other=0.0)
+    lse, delta = unpair(tl.load(stats_ptr + t, mask=there, other=0) if SPEC.PACKED else tl.load(stats_ptr + t))
 
     # the keys that some row sees, [start, stop), and within them those that every row sees
     offset = S - T
     top = t_0 + offset
     bottom = tl.minimum(t_0 + BLOCK_T, T) - 1 + offset
-    start = first_key(top, left, chunk, LEFT, CHUNK) // BLOCK_S * BLOCK_S
-    stop = last_key(bottom, S, right, prefix, chunk, RIGHT, PREFIX, CHUNK) + 1
-    clear_start = tl.cdiv(first_key(bottom, left, chunk, LEFT, CHUNK), BLOCK_S) * BLOCK_S
-    clear_stop = tl.maximum(last_key(top, S, right, prefix, chunk, RIGHT, PREFIX, CHUNK) + 1, 0) // BLOCK_S * BLOCK_S
+    start = first_key(top, mask, SPEC) // BLOCK_S * BLOCK_S
+    stop = last_key(bottom, S, mask, SPEC) + 1
+    clear_start = tl.cdiv(first_key(bottom, mask, SPEC), BLOCK_S) * BLOCK_S
+    clear_stop = tl.maximum(last_key(top, S, mask, SPEC) + 1, 0) // BLOCK_S * BLOCK_S
     stop = tl.maximum(stop, start)
     clear_start = tl.minimum(clear_start, tl.cdiv(stop, BLOCK_S) * BLOCK_S)
     clear_stop = tl.maximum(clear_stop, clear_start)
 
     slope = 0.0
-    if ALIBI:
+    if SPEC.ALIBI:
         slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
     seed = 0
-    if DROPOUT:
+    if SPEC.DROPOUT:
         seed = tl.load(seed_ptr)
-    factor = scale * LOG2E if FOLD else 1.0
+    factor = scale * LOG2E if SPEC.FOLD else 1.0
 
     dq = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     # fmt: off
@@ -183,72 +182,52 @@ def _tile(
     right_tiles = tl.cdiv(tl.maximum(stop - clear_stop, 0), BLOCK_S)
     dq = _walk(
         dq, q, do, lse, delta, clear_start, clear_start, 0, (clear_stop - clear_start) // BLOCK_S,
-        k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset,
-        b, h, factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, False, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF, STAGES)
+        k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
+        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, BLOCK_S, False, False, STAGES)
     dq = _walk(
         dq, q, do, lse, delta, start, clear_stop, left_tiles, left_tiles + right_tiles,
-        k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset,
-        b, h, factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, True, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF, STAGES)
-    if LEFT or RIGHT or PREFIX or CHUNK:
+        k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
+        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, BLOCK_S, True, False, STAGES)
+    if SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK:
         if tl.max(tl.where(dq == dq, 0, 1)) > 0:
             dq = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
             dq = _walk(
-                dq, q, do, lse, delta, start, start, 0, tl.cdiv(stop - start, CAREFUL_S),
-                k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset,
-                b, h, factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-                D, DV, BLOCK_D, BLOCK_DV, CAREFUL_S, LEFT, RIGHT, PREFIX, CHUNK, True, True, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF, 1)
+                dq, q, do, lse, delta, start, start, 0, tl.cdiv(stop - start, NAN_SAFE_S),
+                k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
+                bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, NAN_SAFE_S, True, True, 1)
     # fmt: on
-    dq_tile = dq_ptr + (row_0 + t)[:, None] * (H * D) + h * D + d[None, :]
-    tl.store(dq_tile, (dq if HALF else dq * scale).to(dq_ptr.dtype.element_ty), mask=there[:, None] & (d < D)[None, :])
+    dq_tile = dq_ptr + (row_0 + t)[:, None] * (H * SPEC.D) + h * SPEC.D + d[None, :]
+    tl.store(dq_tile, (dq if SPEC.FP16 else dq * scale).to(dq_ptr.dtype.element_ty), mask=there[:, None] & (d < SPEC.D)[None, :])
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold", "total"])
 def _backward_q(
-    lost_ptr,                                                   # REPAIR: whether to
+    nan_flag_ptr,                                                   # REPAIR: whether to
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr,             # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
-    q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
-    k_stride_b, k_stride_s, k_stride_h,
-    v_stride_b, v_stride_s, v_stride_h,
-    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
-    alibi_stride_b, alibi_stride_h,
-    do_stride_b, do_stride_t, do_stride_h,
+    q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     total,                                                      # REPAIR: how many tiles there are
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    NATURAL: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,   # the tile
-    STAGES: tl.constexpr,
+    SPEC: tl.constexpr, TILE: tl.constexpr,
     REPAIR: tl.constexpr,
 ):
     # fmt: on
     if REPAIR:
         # everything once more, where another backend's gradients lost what a mask should hide; else nothing
-        stop = tl.where(tl.load(lost_ptr) != 0, total, 0)
+        stop = tl.where(tl.load(nan_flag_ptr) != 0, total, 0)
         for n in range(tl.program_id(0), stop, tl.num_programs(0)):
             _tile(
-                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
-                q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
-                bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s, alibi_stride_b, alibi_stride_h, do_stride_b, do_stride_t,
-                do_stride_h, B, H, T, S, padded_T, tiles, wave, scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
-                GROUP, D, DV, PACKED, LEFT, RIGHT, PREFIX, CHUNK, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF,
-                BLOCK_D, BLOCK_DV, BLOCK_T, BLOCK_S, STAGES,
+                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
+                cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
+                scale, softcap, left, right, prefix, chunk, threshold, keep_scale, SPEC, TILE,
             )  # fmt: skip
     else:
         _tile(
-            tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr,
-            cu_q_ptr, cu_k_ptr,
-            q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
-            bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s, alibi_stride_b, alibi_stride_h, do_stride_b, do_stride_t,
-            do_stride_h, B, H, T, S, padded_T, tiles, wave, scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
-            GROUP, D, DV, PACKED, LEFT, RIGHT, PREFIX, CHUNK, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, HALF,
-            BLOCK_D, BLOCK_DV, BLOCK_T, BLOCK_S, STAGES,
+            tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
+            cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
+            scale, softcap, left, right, prefix, chunk, threshold, keep_scale, SPEC, TILE,
         )  # fmt: skip
 
 
@@ -264,8 +243,8 @@ def launchers(call: Call, tile: Tile, do_strides: tuple[int, ...], *, repair: bo
     if not programs:
         return []
     numbers = (
-        *call.strides, *do_strides, programs, call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave, *call.numbers,
+        *call.strides, do_strides, programs, call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave, *call.numbers,
     )  # fmt: skip
-    constants = call.constants | {"HALF": call.half, "REPAIR": repair} | tile.constants
+    constants = call.constants | {"REPAIR": repair} | tile.constants
     grid = (min(programs, REPAIRERS) if repair else programs, 1, 1)
     return [_start_backward.bound(grid, numbers, constants)]

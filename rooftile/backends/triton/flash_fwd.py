@@ -30,107 +30,112 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.device.visibility import first_key, last_key, visible
+from rooftile.backends.device.visibility import Mask, first_key, last_key, visible
 from rooftile.backends.triton.call import Call, call_of, constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
-from rooftile.backends.triton.scores import LN2, LOG2E, capped, finite, kept, poison, shifted, weight
+from rooftile.backends.triton.scores import (
+    LN2,
+    LOG2E,
+    add_bias,
+    dropout_mask,
+    exponential,
+    nan_if_non_finite,
+    scaled_tanh,
+    zero_non_finite,
+)
 from rooftile.backends.triton.tiles import Tile, forward_tile
 from rooftile.launch import Kernel, empties
 from rooftile.spec import Options, Spec
 
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
-CAREFUL_S = tl.constexpr(16)
+NAN_SAFE_S = tl.constexpr(16)
 
 
 # fmt: off
 @triton.jit
 def _walk(
-    acc, acc_rest, m, l, q, q_rest, first, second, turn, count, # the running softmax, the queries, the keys to visit
-    k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk,
+    acc, acc_rest, m, l, q, q_rest,                             # the running softmax, the queries
+    low, high, low_tiles, tiles,                                # the keys to visit
+    k_ptr, v_ptr, k_stride_s, v_stride_s, mask,
     t, T, S, offset, b, h, factor, scale, softcap,
-    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
-    REST_D: tl.constexpr, REST_DV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, FOLD: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout,
+    SPEC: tl.constexpr, BLOCK_S: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
+    """Walks `tiles` tiles of keys: `low_tiles` of them from key `low` on, the others from key `high` on."""
+    UNIT: tl.constexpr = 1.0 if SPEC.NATURAL else LOG2E
     s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, SPEC.BLOCK_D)
+    dv = tl.arange(0, SPEC.BLOCK_DV)
     k_offsets = s[:, None] * k_stride_s + d[None, :]
     v_offsets = s[:, None] * v_stride_s + dv[None, :]
-    if REST_D:
-        k_rest_offsets = s[:, None] * k_stride_s + (BLOCK_D + tl.arange(0, REST_D))[None, :]
-    if REST_DV:
-        v_rest_offsets = s[:, None] * v_stride_s + (BLOCK_DV + tl.arange(0, REST_DV))[None, :]
-    for n in tl.range(0, count, num_stages=STAGES):
-        # `turn` tiles from `first` on, the others from `second` on
-        j_0 = tl.where(n < turn, first + n * BLOCK_S, second + (n - turn) * BLOCK_S)
+    if SPEC.REST_D:
+        k_rest_offsets = s[:, None] * k_stride_s + (SPEC.BLOCK_D + tl.arange(0, SPEC.REST_D))[None, :]
+    if SPEC.REST_DV:
+        v_rest_offsets = s[:, None] * v_stride_s + (SPEC.BLOCK_DV + tl.arange(0, SPEC.REST_DV))[None, :]
+    for n in tl.range(0, tiles, num_stages=STAGES):
+        j_0 = tl.where(n < low_tiles, low + n * BLOCK_S, high + (n - low_tiles) * BLOCK_S)
         # int64: position times stride passes 2**31 in a long context
         k_tile = k_ptr + tl.cast(j_0, tl.int64) * k_stride_s + k_offsets
         v_tile = v_ptr + tl.cast(j_0, tl.int64) * v_stride_s + v_offsets
         j = j_0 + s
         if MASKED:
-            k = tl.load(k_tile, mask=(j < S)[:, None] & (d < D)[None, :], other=0.0)
-        elif D < BLOCK_D:
-            k = tl.load(k_tile, mask=(d < D)[None, :], other=0.0)
+            k = tl.load(k_tile, mask=(j < S)[:, None] & (d < SPEC.D)[None, :], other=0.0)
+        elif SPEC.D < SPEC.BLOCK_D:
+            k = tl.load(k_tile, mask=(d < SPEC.D)[None, :], other=0.0)
         else:
             k = tl.load(k_tile)
-        if CAREFUL:
-            x = tl.dot(q, tl.trans(finite(k)), input_precision=PRECISION) + poison(k, 1)[None, :]
+        if NAN_SAFE:
+            x = tl.dot(q, tl.trans(zero_non_finite(k)), input_precision=SPEC.PRECISION) + nan_if_non_finite(k, 1)[None, :]
         else:
-            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_T, BLOCK_S)
-        if REST_D:
+            x = tl.dot(q, tl.trans(k), input_precision=SPEC.PRECISION)  # (BLOCK_T, BLOCK_S)
+        if SPEC.REST_D:
             k_rest_tile = k_ptr + tl.cast(j_0, tl.int64) * k_stride_s + k_rest_offsets
             k_rest = tl.load(k_rest_tile, mask=(j < S)[:, None], other=0.0) if MASKED else tl.load(k_rest_tile)
-            if CAREFUL:
-                x += poison(k_rest, 1)[None, :]
-                k_rest = finite(k_rest)
-            x = tl.dot(q_rest, tl.trans(k_rest), x, input_precision=PRECISION)
-        if SOFTCAP:
-            x = capped(x, scale, softcap) * (softcap * UNIT)
-        elif not FOLD:
+            if NAN_SAFE:
+                x += nan_if_non_finite(k_rest, 1)[None, :]
+                k_rest = zero_non_finite(k_rest)
+            x = tl.dot(q_rest, tl.trans(k_rest), x, input_precision=SPEC.PRECISION)
+        if SPEC.SOFTCAP:
+            x = scaled_tanh(x, scale, softcap) * (softcap * UNIT)
+        elif not SPEC.FOLD:
             x = x * (scale * UNIT)
-        x = shifted(
-            x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, BIAS, ALIBI, UNIT
+        x = add_bias(
+            x, t[:, None], j[None, :], T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope, SPEC.BIAS, SPEC.ALIBI, UNIT
         )
         if MASKED:
-            v = tl.load(v_tile, mask=(j < S)[:, None] & (dv < DV)[None, :], other=0.0)
-        elif DV < BLOCK_DV:
-            v = tl.load(v_tile, mask=(dv < DV)[None, :], other=0.0)
+            v = tl.load(v_tile, mask=(j < S)[:, None] & (dv < SPEC.DV)[None, :], other=0.0)
+        elif SPEC.DV < SPEC.BLOCK_DV:
+            v = tl.load(v_tile, mask=(dv < SPEC.DV)[None, :], other=0.0)
         else:
             v = tl.load(v_tile)
         if MASKED:
-            sees = visible(t[:, None] + offset, j[None, :], S, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+            sees = visible(t[:, None] + offset, j[None, :], S, mask, SPEC)
             x = tl.where(sees, x, float("-inf"))
 
         m_new = tl.maximum(m, tl.max(x, 1))
-        if MASKED or BIAS:
+        if MASKED or SPEC.BIAS:
             # a row that has met no key yet: -inf - -inf is nan
-            pivot = tl.where(m_new == float("-inf"), 0.0, m_new) * factor
+            reference = tl.where(m_new == float("-inf"), 0.0, m_new) * factor
         else:
-            pivot = m_new * factor
-        p = weight(x, pivot[:, None], factor, NATURAL)
-        alpha = weight(m, pivot, factor, NATURAL)
+            reference = m_new * factor
+        p = exponential(x, reference[:, None], factor, SPEC.NATURAL)
+        alpha = exponential(m, reference, factor, SPEC.NATURAL)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        if DROPOUT:
-            p = tl.where(kept(seed, threshold, b, h, t[:, None], j[None, :]), p * keep_scale, 0.0)
-        if CAREFUL:
-            p = tl.where(sees, p + poison(v, 1)[None, :], 0.0)
-            v = finite(v)
-        if REST_DV:
+        if SPEC.DROPOUT:
+            p = tl.where(dropout_mask(seed, dropout[0], b, h, t[:, None], j[None, :]), p * dropout[1], 0.0)
+        if NAN_SAFE:
+            p = tl.where(sees, p + nan_if_non_finite(v, 1)[None, :], 0.0)
+            v = zero_non_finite(v)
+        if SPEC.REST_DV:
             v_rest_tile = v_ptr + tl.cast(j_0, tl.int64) * v_stride_s + v_rest_offsets
             v_rest = tl.load(v_rest_tile, mask=(j < S)[:, None], other=0.0) if MASKED else tl.load(v_rest_tile)
-            if CAREFUL:
-                p = tl.where(sees, p + poison(v_rest, 1)[None, :], 0.0)
-                v_rest = finite(v_rest)
-            acc_rest = tl.dot(p.to(v.dtype), v_rest, acc_rest * alpha[:, None], input_precision=PRECISION)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+            if NAN_SAFE:
+                p = tl.where(sees, p + nan_if_non_finite(v_rest, 1)[None, :], 0.0)
+                v_rest = zero_non_finite(v_rest)
+            acc_rest = tl.dot(p.to(v.dtype), v_rest, acc_rest * alpha[:, None], input_precision=SPEC.PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=SPEC.PRECISION)
         m = m_new
     return acc, acc_rest, m, l
 
@@ -140,23 +145,26 @@ def _walk(
 def _forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,                        # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
-    q_stride_b, q_stride_t, q_stride_h,                         # strides, one line a tensor
-    k_stride_b, k_stride_s, k_stride_h,
-    v_stride_b, v_stride_s, v_stride_h,
-    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s,
-    alibi_stride_b, alibi_stride_h,
+    q_strides, k_strides, v_strides, bias_strides, alibi_strides,
     B, H, T, S, tiles, wave,                                    # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,           # the spec
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
-    FOLD: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr,
-    DROPOUT: tl.constexpr, NATURAL: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, REST_D: tl.constexpr, REST_DV: tl.constexpr,     # the tile
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
+    SPEC: tl.constexpr, TILE: tl.constexpr,
 ):
     # fmt: on
+    BLOCK_T: tl.constexpr = TILE.BLOCK_T
+    BLOCK_S: tl.constexpr = TILE.BLOCK_S
+    STAGES: tl.constexpr = TILE.num_stages
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    REST_DV: tl.constexpr = SPEC.REST_DV
+    q_stride_b, q_stride_t, q_stride_h = q_strides
+    k_stride_b, k_stride_s, k_stride_h = k_strides
+    v_stride_b, v_stride_s, v_stride_h = v_strides
+    bias_stride_b, bias_stride_h, bias_stride_t, bias_stride_s = bias_strides
+    alibi_stride_b, alibi_stride_h = alibi_strides
+    mask = Mask(left, right, prefix, chunk)
+    dropout = (threshold, keep_scale)
     total = T
-    if PACKED:
+    if SPEC.PACKED:
         slot = tl.program_id(0) // H
         h = tl.program_id(0) % H
         b, i_t = packed_tile(slot, cu_q_ptr, B, BLOCK_T)
@@ -169,56 +177,56 @@ def _forward(
         q_ptr += row_0 * q_stride_t
         k_ptr += key_0 * k_stride_s
         v_ptr += key_0 * v_stride_s
-        o_ptr += (row_0 * H + h) * DV
+        o_ptr += (row_0 * H + h) * SPEC.DV
         lse_ptr += h.to(tl.int64) * total + row_0
         bias_ptr += row_0 * bias_stride_t
     else:
-        bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, wave, RIGHT or PREFIX)
+        bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, wave, SPEC.RIGHT or SPEC.PREFIX)
         b = bh // H
         h = bh % H
         q_ptr += b.to(tl.int64) * q_stride_b
         k_ptr += b.to(tl.int64) * k_stride_b
         v_ptr += b.to(tl.int64) * v_stride_b
-        o_ptr += (b.to(tl.int64) * T * H + h) * DV
+        o_ptr += (b.to(tl.int64) * T * H + h) * SPEC.DV
         lse_ptr += bh.to(tl.int64) * T
         bias_ptr += b.to(tl.int64) * bias_stride_b
     q_ptr += h.to(tl.int64) * q_stride_h
-    k_ptr += (h // GROUP).to(tl.int64) * k_stride_h
-    v_ptr += (h // GROUP).to(tl.int64) * v_stride_h
+    k_ptr += (h // SPEC.GROUP).to(tl.int64) * k_stride_h
+    v_ptr += (h // SPEC.GROUP).to(tl.int64) * v_stride_h
     bias_ptr += h.to(tl.int64) * bias_stride_h
 
     t_0 = i_t * BLOCK_T
     t = t_0 + tl.arange(0, BLOCK_T)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, SPEC.BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     # int64: position times stride passes 2**31 in a long context
     q_tile = q_ptr + t.to(tl.int64)[:, None] * q_stride_t + d[None, :]
-    q = tl.load(q_tile, mask=(t < T)[:, None] & (d < D)[None, :], other=0.0)
+    q = tl.load(q_tile, mask=(t < T)[:, None] & (d < SPEC.D)[None, :], other=0.0)
 
     q_rest = 0.0
-    if REST_D:
-        q_rest_tile = q_ptr + t.to(tl.int64)[:, None] * q_stride_t + (BLOCK_D + tl.arange(0, REST_D))[None, :]
+    if SPEC.REST_D:
+        q_rest_tile = q_ptr + t.to(tl.int64)[:, None] * q_stride_t + (SPEC.BLOCK_D + tl.arange(0, SPEC.REST_D))[None, :]
         q_rest = tl.load(q_rest_tile, mask=(t < T)[:, None], other=0.0)
 
     # the keys that some row sees, [start, stop), and within them those that every row sees
     offset = S - T
     top = t_0 + offset
     bottom = tl.minimum(t_0 + BLOCK_T, T) - 1 + offset
-    start = first_key(top, left, chunk, LEFT, CHUNK) // BLOCK_S * BLOCK_S
-    stop = last_key(bottom, S, right, prefix, chunk, RIGHT, PREFIX, CHUNK) + 1
-    clear_start = tl.cdiv(first_key(bottom, left, chunk, LEFT, CHUNK), BLOCK_S) * BLOCK_S
-    clear_stop = tl.maximum(last_key(top, S, right, prefix, chunk, RIGHT, PREFIX, CHUNK) + 1, 0) // BLOCK_S * BLOCK_S
+    start = first_key(top, mask, SPEC) // BLOCK_S * BLOCK_S
+    stop = last_key(bottom, S, mask, SPEC) + 1
+    clear_start = tl.cdiv(first_key(bottom, mask, SPEC), BLOCK_S) * BLOCK_S
+    clear_stop = tl.maximum(last_key(top, S, mask, SPEC) + 1, 0) // BLOCK_S * BLOCK_S
     stop = tl.maximum(stop, start)
     clear_start = tl.minimum(clear_start, tl.cdiv(stop, BLOCK_S) * BLOCK_S)
     clear_stop = tl.maximum(clear_stop, clear_start)
 
     slope = 0.0
-    if ALIBI:
+    if SPEC.ALIBI:
         slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
     seed = 0
-    if DROPOUT:
+    if SPEC.DROPOUT:
         seed = tl.load(seed_ptr)
-    factor = scale * LOG2E if FOLD else 1.0
+    factor = scale * LOG2E if SPEC.FOLD else 1.0
 
     m = tl.full((BLOCK_T,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_T,), tl.float32)
@@ -227,52 +235,49 @@ def _forward(
     if REST_DV:
         acc_rest = tl.zeros((BLOCK_T, REST_DV), tl.float32)
     # fmt: off
-    left_tiles = (clear_start - start) // BLOCK_S
+    low_tiles = (clear_start - start) // BLOCK_S
     right_tiles = tl.cdiv(tl.maximum(stop - clear_stop, 0), BLOCK_S)
     acc, acc_rest, m, l = _walk(
         acc, acc_rest, m, l, q, q_rest, clear_start, clear_start, 0, (clear_stop - clear_start) // BLOCK_S,
-        k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h,
-        factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, REST_D, REST_DV, LEFT, RIGHT, PREFIX, CHUNK, False, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, STAGES)
+        k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
+        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, BLOCK_S, False, False, STAGES)
     acc, acc_rest, m, l = _walk(
-        acc, acc_rest, m, l, q, q_rest, start, clear_stop, left_tiles, left_tiles + right_tiles,
-        k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h,
-        factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_S, REST_D, REST_DV, LEFT, RIGHT, PREFIX, CHUNK, True, False, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, STAGES)
-    if LEFT or RIGHT or PREFIX or CHUNK:
-        lost = tl.max(tl.where(acc == acc, 0, 1))
+        acc, acc_rest, m, l, q, q_rest, start, clear_stop, low_tiles, low_tiles + right_tiles,
+        k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
+        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, BLOCK_S, True, False, STAGES)
+    if SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK:
+        has_nan = tl.max(tl.where(acc == acc, 0, 1))
         if REST_DV:
-            lost += tl.max(tl.where(acc_rest == acc_rest, 0, 1))
-        if lost > 0:
+            has_nan += tl.max(tl.where(acc_rest == acc_rest, 0, 1))
+        if has_nan > 0:
             m = tl.full((BLOCK_T,), float("-inf"), tl.float32)
             l = tl.zeros((BLOCK_T,), tl.float32)
             acc = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)
             if REST_DV:
                 acc_rest = tl.zeros((BLOCK_T, REST_DV), tl.float32)
             acc, acc_rest, m, l = _walk(
-                acc, acc_rest, m, l, q, q_rest, start, start, 0, tl.cdiv(stop - start, CAREFUL_S),
-                k_ptr, v_ptr, k_stride_s, v_stride_s, left, right, prefix, chunk, t, T, S, offset, b, h,
-                factor, scale, softcap, bias_ptr, bias_stride_t, bias_stride_s, slope, seed, threshold, keep_scale,
-                D, DV, BLOCK_D, BLOCK_DV, CAREFUL_S, REST_D, REST_DV, LEFT, RIGHT, PREFIX, CHUNK, True, True, FOLD, SOFTCAP, BIAS, ALIBI, DROPOUT, NATURAL, PRECISION, 1)
+                acc, acc_rest, m, l, q, q_rest, start, start, 0, tl.cdiv(stop - start, NAN_SAFE_S),
+                k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
+                bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, NAN_SAFE_S, True, True, 1)
     # fmt: on
 
     m = m * factor
-    if SINKS:
-        sink = tl.load(sinks_ptr + h).to(tl.float32) * (1.0 if NATURAL else LOG2E)
+    if SPEC.SINKS:
+        sink = tl.load(sinks_ptr + h).to(tl.float32) * (1.0 if SPEC.NATURAL else LOG2E)
         m_new = tl.maximum(m, sink)
-        alpha = weight(m, m_new, 1.0, NATURAL)
-        l = l * alpha + weight(sink, m_new, 1.0, NATURAL)
+        alpha = exponential(m, m_new, 1.0, SPEC.NATURAL)
+        l = l * alpha + exponential(sink, m_new, 1.0, SPEC.NATURAL)
         acc = acc * alpha[:, None]
         acc_rest = acc_rest * alpha[:, None] if REST_DV else acc_rest
         m = m_new
-    nothing = l == 0.0
-    l = tl.where(nothing, 1.0, l)
-    lse = m * (1.0 if NATURAL else LN2) + tl.log2(l) * LN2
-    tl.store(lse_ptr + t, tl.where(nothing, float("-inf"), lse), mask=t < T)
-    o_tile = o_ptr + t.to(tl.int64)[:, None] * (H * DV) + dv[None, :]
-    tl.store(o_tile, (acc / l[:, None]).to(o_ptr.dtype.element_ty), mask=(t < T)[:, None] & (dv < DV)[None, :])
+    sees_none = l == 0.0
+    l = tl.where(sees_none, 1.0, l)
+    lse = m * (1.0 if SPEC.NATURAL else LN2) + tl.log2(l) * LN2
+    tl.store(lse_ptr + t, tl.where(sees_none, float("-inf"), lse), mask=t < T)
+    o_tile = o_ptr + t.to(tl.int64)[:, None] * (H * SPEC.DV) + dv[None, :]
+    tl.store(o_tile, (acc / l[:, None]).to(o_ptr.dtype.element_ty), mask=(t < T)[:, None] & (dv < SPEC.DV)[None, :])
     if REST_DV:
-        rest_tile = o_ptr + t.to(tl.int64)[:, None] * (H * DV) + (BLOCK_DV + tl.arange(0, REST_DV))[None, :]
+        rest_tile = o_ptr + t.to(tl.int64)[:, None] * (H * SPEC.DV) + (BLOCK_DV + tl.arange(0, REST_DV))[None, :]
         tl.store(rest_tile, (acc_rest / l[:, None]).to(o_ptr.dtype.element_ty), mask=(t < T)[:, None])
 
 
@@ -320,5 +325,4 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Te
 @cache
 def _constants(spec: Spec, tile: Tile) -> dict[str, Any]:
     """The compile-time arguments, put together once."""
-    known = constants_of(spec)
-    return {**known.flags, **known.pieces, "SINKS": spec.has_sinks, **tile.constants}
+    return {"SPEC": constants_of(spec).forward_spec, **tile.constants}

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.device.visibility import first_key, last_key, visible
+from rooftile.backends.device.visibility import Mask, first_key, last_key, visible
 from rooftile.backends.triton.call import constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
-from rooftile.backends.triton.scores import LN2, LOG2E, capped
+from rooftile.backends.triton.scores import LN2, LOG2E, scaled_tanh
 from rooftile.launch import Kernel
 from rooftile.numerics import softmax
 from rooftile.numerics.recipe import QuantisedQKV, part_of_rows
@@ -29,11 +29,11 @@ from rooftile.spec import Options, Spec
 
 RAISED, TOO_LARGE = tl.constexpr(softmax.RAISED), tl.constexpr(softmax.TOO_LARGE)
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
-CAREFUL_S = tl.constexpr(16)
+NAN_SAFE_S = tl.constexpr(16)
 
 
 @triton.jit
-def _numbers(codes, INTEGER: tl.constexpr):
+def _decode(codes, INTEGER: tl.constexpr):
     """What codes mean, fp32: the code below the smallest is a NaN."""
     x = codes.to(tl.float32)
     if INTEGER:
@@ -42,7 +42,7 @@ def _numbers(codes, INTEGER: tl.constexpr):
 
 
 @triton.jit
-def _too_large(x, m, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
+def _exceeds_format(x, m, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
     """Whether a row's weights of a block are, as the definition has it: sums of two of each eight keys."""
     p = tl.exp2(x - tl.where(m == float("-inf"), 0.0, m)[:, None] + RAISED)
     sums = tl.sum(tl.sum(tl.reshape(p, (BLOCK_T, BLOCK_S // 8, 4, 2)), 3), 1)
@@ -53,15 +53,14 @@ def _too_large(x, m, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr):
 @triton.jit
 def _walk(
     q, q_scale, shift, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, part_k_ptr, k_stride_s, v_stride_s, scale_stride,
-    start, stop, t, T, S, offset, sink, scale, softcap, left, right, prefix, chunk,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    INTEGER: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, BY_CHANNEL: tl.constexpr, CAREFUL: tl.constexpr,
+    start, stop, t, T, S, offset, sink, scale, softcap, mask,
+    SPEC: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    INTEGER: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, BY_CHANNEL: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):
     # fmt: on
     """The running softmax over the sink and the blocks of keys in [start, stop), from the last to the first."""
-    d = tl.arange(0, BLOCK_D)
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    d = tl.arange(0, SPEC.BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     m = tl.full((BLOCK_T,), 0.0, tl.float32) + sink
     l = tl.where(m == float("-inf"), 0.0, 4.0)
@@ -72,33 +71,33 @@ def _walk(
         j = j_0 + tl.arange(0, BLOCK_S)
         there = j < S
         lines = tl.cast(j, tl.int64)[:, None]
-        k = tl.load(k_ptr + lines * k_stride_s + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(v_ptr + lines * v_stride_s + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
-        sees = visible(t[:, None] + offset, j[None, :], S, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
-        if CAREFUL:
-            x = tl.dot(_numbers(q, INTEGER), tl.trans(_numbers(k, INTEGER)), input_precision="ieee")
+        k = tl.load(k_ptr + lines * k_stride_s + d[None, :], mask=there[:, None] & (d < SPEC.D)[None, :], other=0.0)
+        v = tl.load(v_ptr + lines * v_stride_s + dv[None, :], mask=there[:, None] & (dv < SPEC.DV)[None, :], other=0.0)
+        sees = visible(t[:, None] + offset, j[None, :], S, mask, SPEC)
+        if NAN_SAFE:
+            x = tl.dot(_decode(q, INTEGER), tl.trans(_decode(k, INTEGER)), input_precision="ieee")
         else:
             x = tl.dot(q, tl.trans(k)).to(tl.float32)
         v_scale = 1.0
         if SCALED:
             k_scale = tl.load(k_scales_ptr + tl.load(part_k_ptr + j, mask=there, other=0) * scale_stride, mask=there, other=0.0)
-            k_scale = tl.abs(k_scale) if CAREFUL else tl.where(k_scale < 0.0, float("nan"), k_scale)
+            k_scale = tl.abs(k_scale) if NAN_SAFE else tl.where(k_scale < 0.0, float("nan"), k_scale)
             x = x * (q_scale[:, None] * k_scale[None, :])
         x = (x + shift[:, None]) * scale
-        if SOFTCAP:
-            x = capped(x, 1.0, softcap) * softcap
+        if SPEC.SOFTCAP:
+            x = scaled_tanh(x, 1.0, softcap) * softcap
         x = tl.where(sees, x * LOG2E, float("-inf"))
-        m_new = tl.where((m == float("-inf")) | _too_large(x, m, BLOCK_T, BLOCK_S), tl.max(x, 1), m)
-        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(x - pivot[:, None] + RAISED)
-        alpha = tl.exp2(m - pivot)
+        m_new = tl.where((m == float("-inf")) | _exceeds_format(x, m, BLOCK_T, BLOCK_S), tl.max(x, 1), m)
+        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(x - reference[:, None] + RAISED)
+        alpha = tl.exp2(m - reference)
         l = l * alpha + tl.sum(p, 1)
         if ROUND:
             if BY_CHANNEL:
-                v_scale = tl.load(v_scales_ptr + dv, mask=dv < DV, other=0.0)[None, :]
+                v_scale = tl.load(v_scales_ptr + dv, mask=dv < SPEC.DV, other=0.0)[None, :]
             else:
                 v_scale = tl.load(v_scales_ptr + tl.load(part_k_ptr + j_0) * scale_stride)
-        if CAREFUL:
+        if NAN_SAFE:
             values = v.to(tl.float32)
             lost = tl.where(values == values, 0.0, 1.0)
             part = tl.dot(p, tl.where(values == values, values, 0.0), input_precision="ieee")
@@ -118,16 +117,14 @@ def _forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr, shift_ptr, part_q_ptr, part_k_ptr,
     sinks_ptr, cu_q_ptr, cu_k_ptr,
     B, H, T, S, tiles, scale, softcap, left, right, prefix, chunk,
-    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, INTEGER: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, SHIFT: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    SPEC: tl.constexpr, INTEGER: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    SHIFT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     # fmt: on
+    mask = Mask(left, right, prefix, chunk)
     total = T
-    Hk = H // GROUP
-    if PACKED:
+    Hk = H // SPEC.GROUP
+    if SPEC.PACKED:
         slot = tl.program_id(0) // H
         h = tl.program_id(0) % H
         b, i_t = packed_tile(slot, cu_q_ptr, B, BLOCK_T)
@@ -139,29 +136,29 @@ def _forward(
             return
         lse_ptr += h.to(tl.int64) * total + row_0
     else:
-        bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, B * H, RIGHT or PREFIX)
+        bh, i_t = dense_tile(tl.program_id(0), tiles, B * H, B * H, SPEC.RIGHT or SPEC.PREFIX)
         b = bh // H
         h = bh % H
         row_0 = b.to(tl.int64) * T
         key_0 = b.to(tl.int64) * S
         lse_ptr += bh.to(tl.int64) * T
     # all are contiguous: rows of all heads
-    h_k = h // GROUP
-    q_ptr += row_0 * H * D + h * D
-    k_ptr += key_0 * Hk * D + h_k * D
-    v_ptr += key_0 * Hk * DV + h_k * DV
-    o_ptr += row_0 * H * DV + h * DV
+    h_k = h // SPEC.GROUP
+    q_ptr += row_0 * H * SPEC.D + h * SPEC.D
+    k_ptr += key_0 * Hk * SPEC.D + h_k * SPEC.D
+    v_ptr += key_0 * Hk * SPEC.DV + h_k * SPEC.DV
+    o_ptr += row_0 * H * SPEC.DV + h * SPEC.DV
     part_q_ptr += row_0
     part_k_ptr += key_0
     k_scales_ptr += h_k
-    v_scales_ptr += (b * Hk + h_k) * DV if BY_CHANNEL else h_k
+    v_scales_ptr += (b * Hk + h_k) * SPEC.DV if BY_CHANNEL else h_k
 
     t = i_t * BLOCK_T + tl.arange(0, BLOCK_T)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
+    d = tl.arange(0, SPEC.BLOCK_D)
+    dv = tl.arange(0, SPEC.BLOCK_DV)
     there = t < T
     lines = t.to(tl.int64)
-    q = tl.load(q_ptr + lines[:, None] * (H * D) + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
+    q = tl.load(q_ptr + lines[:, None] * (H * SPEC.D) + d[None, :], mask=there[:, None] & (d < SPEC.D)[None, :], other=0.0)
     q_scale = tl.full((BLOCK_T,), 1.0, tl.float32)
     if SCALED:
         q_scale = tl.load(q_scales_ptr + tl.load(part_q_ptr + t, mask=there, other=0) * H + h, mask=there, other=1.0)
@@ -171,30 +168,28 @@ def _forward(
 
     # a sink is a key with a value of zero
     sink = float("-inf")
-    if SINKS:
+    if SPEC.SINKS:
         sink = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E
     offset = S - T
-    start = first_key(i_t * BLOCK_T + offset, left, chunk, LEFT, CHUNK) // BLOCK_S * BLOCK_S
+    start = first_key(i_t * BLOCK_T + offset, mask, SPEC) // BLOCK_S * BLOCK_S
     bottom = tl.minimum(i_t * BLOCK_T + BLOCK_T, T) - 1 + offset
-    stop = tl.maximum(last_key(bottom, S, right, prefix, chunk, RIGHT, PREFIX, CHUNK) + 1, start)
+    stop = tl.maximum(last_key(bottom, S, mask, SPEC) + 1, start)
     # fmt: off
     acc, m, l = _walk(
-        q, tl.where(q_scale < 0.0, float("nan"), q_scale), shift, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, part_k_ptr, Hk * D, Hk * DV, Hk,
-        start, stop, t, T, S, offset, sink, scale, softcap, left, right, prefix, chunk,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, BLOCK_S, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, INTEGER, SCALED, ROUND, BY_CHANNEL, False)
+        q, tl.where(q_scale < 0.0, float("nan"), q_scale), shift, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, part_k_ptr, Hk * SPEC.D, Hk * SPEC.DV, Hk,
+        start, stop, t, T, S, offset, sink, scale, softcap, mask, SPEC, BLOCK_T, BLOCK_S, INTEGER, SCALED, ROUND, BY_CHANNEL, False)
     lost = tl.max(tl.where(acc == acc, 0, 1))
     if lost > 0:
         acc, m, l = _walk(
-            q, tl.abs(q_scale), shift, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, part_k_ptr, Hk * D, Hk * DV, Hk,
-            start, stop, t, T, S, offset, sink, scale, softcap, left, right, prefix, chunk,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_T, CAREFUL_S, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, INTEGER, SCALED, ROUND, BY_CHANNEL, True)
+            q, tl.abs(q_scale), shift, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, part_k_ptr, Hk * SPEC.D, Hk * SPEC.DV, Hk,
+            start, stop, t, T, S, offset, sink, scale, softcap, mask, SPEC, BLOCK_T, NAN_SAFE_S, INTEGER, SCALED, ROUND, BY_CHANNEL, True)
     # fmt: on
-    nothing = l == 0.0
-    l = tl.where(nothing, 1.0, l)
+    sees_none = l == 0.0
+    l = tl.where(sees_none, 1.0, l)
     lse = (m + tl.log2(l) - RAISED) * LN2
-    tl.store(lse_ptr + t, tl.where(nothing, float("-inf"), lse), mask=there)
-    o_tile = o_ptr + lines[:, None] * (H * DV) + dv[None, :]
-    tl.store(o_tile, (acc / l[:, None]).to(o_ptr.dtype.element_ty), mask=there[:, None] & (dv < DV)[None, :])
+    tl.store(lse_ptr + t, tl.where(sees_none, float("-inf"), lse), mask=there)
+    o_tile = o_ptr + lines[:, None] * (H * SPEC.DV) + dv[None, :]
+    tl.store(o_tile, (acc / l[:, None]).to(o_ptr.dtype.element_ty), mask=there[:, None] & (dv < SPEC.DV)[None, :])
 
 
 _start_forward = Kernel(_forward)
@@ -216,7 +211,7 @@ def attend(qkv: QuantisedQKV, options: Options, spec: Spec) -> tuple[Tensor, Ten
         return o, lse
     part_q, part_k = (part_of_rows(x, recipe.granularity, cu)[0].int() for x, cu in ((q, qkv.cu_q), (k, qkv.cu_k)))
     stand_ins = (qkv.q_scales, qkv.k_scales, qkv.v_scales, qkv.shift)
-    scalars = (spec.scale, spec.softcap, *constants_of(spec).numbers[2:6])
+    scalars = constants_of(spec).numbers[:6]
     arguments = (
         q, k, v, o, lse, *(lse if x is None else x for x in stand_ins), part_q, part_k,
         *(lse if x is None else x.contiguous() for x in (options.sinks, qkv.cu_q, qkv.cu_k)),
@@ -243,9 +238,6 @@ def _constants(spec: Spec, qkv: QuantisedQKV) -> dict[str, Any]:
 
 @cache
 def _constants_of(spec: Spec, integer: bool, scaled: bool, rounds: bool, by_channel: bool, shift: bool) -> dict[str, Any]:
-    flags = constants_of(spec).flags
-    shared = {name: flags[name] for name in ("GROUP", "D", "DV", "PACKED", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SOFTCAP")}
-    return shared | _tile(spec) | {
-        "SINKS": spec.has_sinks, "INTEGER": integer, "SCALED": scaled, "ROUND": rounds, "BY_CHANNEL": by_channel,
-        "SHIFT": shift, "BLOCK_D": flags["BLOCK_D"], "BLOCK_DV": flags["BLOCK_DV"],
+    return {"SPEC": constants_of(spec).spec} | _tile(spec) | {
+        "INTEGER": integer, "SCALED": scaled, "ROUND": rounds, "BY_CHANNEL": by_channel, "SHIFT": shift,
     }  # fmt: skip

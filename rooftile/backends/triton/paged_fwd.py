@@ -12,18 +12,18 @@ Kwon et al., PagedAttention, arXiv:2309.06180; Dao et al., Flash-Decoding, 2023.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.device.split_kv import finish
-from rooftile.backends.device.visibility import first_key, last_key, visible
-from rooftile.backends.triton.call import constants_of, padded
+from rooftile.backends.device.split_kv import write_output
+from rooftile.backends.device.visibility import Mask, first_key, last_key, visible
+from rooftile.backends.triton.call import KernelSpec, constants_of, padded
 from rooftile.backends.triton.schedule import packed_tile
-from rooftile.backends.triton.scores import LOG2E, capped, finite, poison
+from rooftile.backends.triton.scores import LOG2E, nan_if_non_finite, scaled_tanh, zero_non_finite
 from rooftile.kvcache import PagedKV
 from rooftile.launch import Kernel
 from rooftile.spec import Options, Spec
@@ -35,13 +35,37 @@ ENOUGH = 512
 MOST_NUMBERS = 1 << 26
 
 
+class PagedSpec(NamedTuple):
+    """What a kernel that reads pages is compiled for: its argument SPEC."""
+
+    GROUP: int
+    HEADS: int  # query heads of a group in a tile
+    D: int
+    DV: int
+    PAGE_SIZE: int
+    PACKED: bool
+    LEFT: bool
+    RIGHT: bool
+    PREFIX: bool
+    CHUNK: bool
+    SOFTCAP: bool
+    ALIBI: bool
+    SINKS: bool
+    SCALED: bool  # keys and values in FP8, with a scale per token and head
+    PRECISION: str  # of products of fp32 numbers
+    BLOCK_D: int
+    BLOCK_DV: int
+    ROWS: int  # of a tile: BLOCK_T queries times HEADS
+    BLOCK_T: int = 0
+
+
 @triton.jit
-def _joined(m, l, acc, m_c, l_c, acc_c):
+def _merge_softmax(m, l, acc, m_c, l_c, acc_c):
     """The running softmax of some keys, and that of the keys after them, as one."""
     m_new = tl.maximum(m, m_c)
-    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2(m - pivot)
-    beta = tl.exp2(m_c - pivot)
+    reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m - reference)
+    beta = tl.exp2(m_c - reference)
     return m_new, l * alpha + l_c * beta, acc * alpha[:, None] + acc_c * beta[:, None]
 
 
@@ -49,87 +73,83 @@ def _joined(m, l, acc, m_c, l_c, acc_c):
 @triton.jit
 def _walk(
     q, first, stop, k_ptr, v_ptr, table_ptr, k_stride_p, k_stride_s, v_stride_p, v_stride_s, k_scale_ptr, v_scale_ptr,
-    scale_stride_p, scale_stride_s, i, S, slope, scale, softcap, left, right, prefix, chunk,
-    D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
-    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
-    SCALED: tl.constexpr, CAREFUL: tl.constexpr,
+    scale_stride_p, scale_stride_s, i, S, slope, scale, softcap, mask,
+    SPEC: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):
     # fmt: on
     """The softmax over the keys from first up to stop: maximum, sum and output, not divided."""
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    ROWS: tl.constexpr = SPEC.ROWS
     s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, SPEC.BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
     for j_0 in tl.range(first, stop, BLOCK_S, num_stages=STAGES):
         j = j_0 + s
-        there = j < S
-        page = tl.load(table_ptr + j // SIZE, mask=there, other=0).to(tl.int64)
-        k_lines = k_ptr + page * k_stride_p + (j % SIZE) * k_stride_s
-        v_lines = v_ptr + page * v_stride_p + (j % SIZE) * v_stride_s
-        k = tl.load(k_lines[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(v_lines[:, None] + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
-        if SCALED:
+        in_bounds = j < S
+        page = tl.load(table_ptr + j // SPEC.PAGE_SIZE, mask=in_bounds, other=0).to(tl.int64)
+        k_lines = k_ptr + page * k_stride_p + (j % SPEC.PAGE_SIZE) * k_stride_s
+        v_lines = v_ptr + page * v_stride_p + (j % SPEC.PAGE_SIZE) * v_stride_s
+        k = tl.load(k_lines[:, None] + d[None, :], mask=in_bounds[:, None] & (d < SPEC.D)[None, :], other=0.0)
+        v = tl.load(v_lines[:, None] + dv[None, :], mask=in_bounds[:, None] & (dv < SPEC.DV)[None, :], other=0.0)
+        if SPEC.SCALED:
             # by way of fp32: straight from FP8 to bf16 Triton has an F2F for each number, a slow instruction on Hopper
             k = k.to(tl.float32).to(q.dtype)
             # weights are times a value's scale, which in fp16 could be too much or too little
             v = v.to(tl.float32).to(tl.bfloat16 if q.dtype == tl.float16 else q.dtype)
-        if CAREFUL:
-            x = tl.dot(q, tl.trans(finite(k)), input_precision=PRECISION) + poison(k, 1)[None, :]
+        if NAN_SAFE:
+            x = tl.dot(q, tl.trans(zero_non_finite(k)), input_precision=SPEC.PRECISION) + nan_if_non_finite(k, 1)[None, :]
         else:
-            x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if SCALED:
-            lines = page * scale_stride_p + (j % SIZE) * scale_stride_s
-            x *= tl.load(k_scale_ptr + lines, mask=there, other=0.0)[None, :]
-        if SOFTCAP:
-            x = capped(x, scale, softcap) * (softcap * LOG2E)
+            x = tl.dot(q, tl.trans(k), input_precision=SPEC.PRECISION)
+        if SPEC.SCALED:
+            lines = page * scale_stride_p + (j % SPEC.PAGE_SIZE) * scale_stride_s
+            x *= tl.load(k_scale_ptr + lines, mask=in_bounds, other=0.0)[None, :]
+        if SPEC.SOFTCAP:
+            x = scaled_tanh(x, scale, softcap) * (softcap * LOG2E)
         else:
             x = x * (scale * LOG2E)
-        if ALIBI:
+        if SPEC.ALIBI:
             x -= tl.abs(i[:, None] - j[None, :]).to(tl.float32) * (slope * LOG2E)[:, None]
-        sees = visible(i[:, None], j[None, :], S, left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+        sees = visible(i[:, None], j[None, :], S, mask, SPEC)
         x = tl.where(sees, x, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, 1))
-        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(x - pivot[:, None])
-        alpha = tl.exp2(m - pivot)
+        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(x - reference[:, None])
+        alpha = tl.exp2(m - reference)
         l = l * alpha + tl.sum(p, 1)
-        if SCALED:
-            p *= tl.load(v_scale_ptr + lines, mask=there, other=0.0)[None, :]
-        if CAREFUL:
-            p = tl.where(sees, p + poison(v, 1)[None, :], 0.0)
-            v = finite(v)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        if SPEC.SCALED:
+            p *= tl.load(v_scale_ptr + lines, mask=in_bounds, other=0.0)[None, :]
+        if NAN_SAFE:
+            p = tl.where(sees, p + nan_if_non_finite(v, 1)[None, :], 0.0)
+            v = zero_non_finite(v)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=SPEC.PRECISION)
         m = m_new
     return m, l, acc
 
 
 @triton.jit
-def _rows_of(
-    cu_q_ptr, B, H, T, tiles,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+def _rows_of(cu_q_ptr, B, H, T, tiles, SPEC: tl.constexpr):
     """Of a program's tile: its sequence, where that begins, its queries, its key head; of each row the query and the head."""
-    PARTS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    heads = H // GROUP * PARTS
+    TILES_PER_GROUP: tl.constexpr = (SPEC.GROUP + SPEC.HEADS - 1) // SPEC.HEADS
+    heads = H // SPEC.GROUP * TILES_PER_GROUP
     slot = tl.program_id(0) // heads
-    h_k = tl.program_id(0) % heads // PARTS
+    h_k = tl.program_id(0) % heads // TILES_PER_GROUP
     row_0 = tl.cast(0, tl.int64)
-    if PACKED:
-        b, i_t = packed_tile(slot, cu_q_ptr, B, BLOCK_T)
+    if SPEC.PACKED:
+        b, i_t = packed_tile(slot, cu_q_ptr, B, SPEC.BLOCK_T)
         row_0 = tl.load(cu_q_ptr + b).to(tl.int64)
         T = (tl.load(cu_q_ptr + b + 1) - row_0).to(tl.int32)
     else:
         b = slot // tiles
         i_t = slot % tiles
         row_0 += b.to(tl.int64) * T
-    r = tl.arange(0, ROWS)
-    t = i_t * BLOCK_T + r // HEADS
-    g = tl.program_id(0) % PARTS * HEADS + r % HEADS
-    there = (t < T) & (r < BLOCK_T * HEADS) & (g < GROUP)
-    return b, row_0, T, i_t * BLOCK_T, h_k, t, h_k * GROUP + g, there
+    r = tl.arange(0, SPEC.ROWS)
+    t = i_t * SPEC.BLOCK_T + r // SPEC.HEADS
+    g = tl.program_id(0) % TILES_PER_GROUP * SPEC.HEADS + r % SPEC.HEADS
+    in_bounds = (t < T) & (r < SPEC.BLOCK_T * SPEC.HEADS) & (g < SPEC.GROUP)
+    return b, row_0, T, i_t * SPEC.BLOCK_T, h_k, t, h_k * SPEC.GROUP + g, in_bounds
 
 
 # fmt: off
@@ -138,24 +158,29 @@ def _rows_of(
     do_not_specialize_on_alignment=["table_ptr", "lengths_ptr", "cu_q_ptr"],
 )
 def _forward(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, parts_ptr, table_ptr, lengths_ptr, cu_q_ptr, alibi_ptr, sinks_ptr,
-    q_stride_t, q_stride_h, k_stride_p, k_stride_s, k_stride_h, v_stride_p, v_stride_s, v_stride_h, table_stride,
-    k_scale_ptr, v_scale_ptr, scale_stride_p, scale_stride_s, alibi_stride_b, alibi_stride_h, B, H, T, total, tiles, chunks, scale, softcap, left, right, prefix, chunk,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
-    SPLIT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_T: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, partials_ptr, table_ptr, lengths_ptr, cu_q_ptr, alibi_ptr, sinks_ptr,
+    q_strides, k_strides, v_strides, table_stride, k_scale_ptr, v_scale_ptr, scale_strides, alibi_strides,
+    B, H, T, total, tiles, chunks, scale, softcap, left, right, prefix, chunk,
+    SPEC: tl.constexpr, SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    b, row_0, T, t_0, h_k, t, h, there = _rows_of(cu_q_ptr, B, H, T, tiles, GROUP, HEADS, PACKED, BLOCK_T, ROWS)
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    ROWS: tl.constexpr = SPEC.ROWS
+    q_stride_t, q_stride_h = q_strides
+    k_stride_p, k_stride_s, k_stride_h = k_strides
+    v_stride_p, v_stride_s, v_stride_h = v_strides
+    scale_stride_p, scale_stride_s = scale_strides
+    alibi_stride_b, alibi_stride_h = alibi_strides
+    mask = Mask(left, right, prefix, chunk)
+    b, row_0, T, t_0, h_k, t, h, in_bounds = _rows_of(cu_q_ptr, B, H, T, tiles, SPEC)
     if t_0 >= T:
         return
     S = tl.load(lengths_ptr + b)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, SPEC.BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     lines = (row_0 + t).to(tl.int64)
     q_tile = q_ptr + (lines * q_stride_t + h * q_stride_h)[:, None] + d[None, :]
-    q = tl.load(q_tile, mask=there[:, None] & (d < D)[None, :], other=0.0)
+    q = tl.load(q_tile, mask=in_bounds[:, None] & (d < SPEC.D)[None, :], other=0.0)
     k_ptr += h_k.to(tl.int64) * k_stride_h
     v_ptr += h_k.to(tl.int64) * v_stride_h
     k_scale_ptr += h_k
@@ -164,15 +189,15 @@ def _forward(
     offset = S - T
     i = t + offset
     slope = tl.zeros((ROWS,), tl.float32)
-    if ALIBI:
-        slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h, mask=there, other=0.0).to(tl.float32)
+    if SPEC.ALIBI:
+        slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h, mask=in_bounds, other=0.0).to(tl.float32)
     sink = tl.zeros((ROWS,), tl.float32)
-    if SINKS:
-        sink = tl.load(sinks_ptr + h, mask=there, other=0.0).to(tl.float32) * LOG2E
+    if SPEC.SINKS:
+        sink = tl.load(sinks_ptr + h, mask=in_bounds, other=0.0).to(tl.float32) * LOG2E
 
-    bottom = tl.minimum(t_0 + BLOCK_T, T) - 1 + offset
-    start = first_key(t_0 + offset, left, chunk, LEFT, CHUNK) // BLOCK_S * BLOCK_S
-    stop = tl.maximum(last_key(bottom, S, right, prefix, chunk, RIGHT, PREFIX, CHUNK) + 1, start)
+    bottom = tl.minimum(t_0 + SPEC.BLOCK_T, T) - 1 + offset
+    start = first_key(t_0 + offset, mask, SPEC) // BLOCK_S * BLOCK_S
+    stop = tl.maximum(last_key(bottom, S, mask, SPEC) + 1, start)
     c_first = start // CHUNK_KEYS
     c_stop = tl.cdiv(stop, CHUNK_KEYS)
     if SPLIT:
@@ -189,25 +214,23 @@ def _forward(
         # fmt: off
         m_c, l_c, acc_c = _walk(
             q, low, high, k_ptr, v_ptr, table_ptr, k_stride_p, k_stride_s, v_stride_p, v_stride_s, k_scale_ptr, v_scale_ptr,
-            scale_stride_p, scale_stride_s, i, S, slope, scale, softcap, left, right, prefix, chunk, D, DV, SIZE, LEFT, RIGHT, PREFIX,
-            CHUNK, SOFTCAP, ALIBI, PRECISION, BLOCK_D, BLOCK_DV, ROWS, BLOCK_S, STAGES, SCALED, False)
-        if LEFT or RIGHT or PREFIX or CHUNK:
-            # a value of NaN with a weight of 0: only who sees it may have it
+            scale_stride_p, scale_stride_s, i, S, slope, scale, softcap, mask, SPEC, BLOCK_S, STAGES, False)
+        if SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK:
+            # 0 * NaN is NaN: recompute this chunk with hidden non-finite values set to zero
             if tl.max(tl.where(acc_c == acc_c, 0, 1)) > 0:
                 m_c, l_c, acc_c = _walk(
                     q, low, high, k_ptr, v_ptr, table_ptr, k_stride_p, k_stride_s, v_stride_p, v_stride_s, k_scale_ptr,
-                    v_scale_ptr, scale_stride_p, scale_stride_s, i, S, slope, scale, softcap, left, right, prefix, chunk, D, DV,
-                    SIZE, LEFT, RIGHT, PREFIX, CHUNK, SOFTCAP, ALIBI, PRECISION, BLOCK_D, BLOCK_DV, ROWS, 16, 1, SCALED, True)
+                    v_scale_ptr, scale_stride_p, scale_stride_s, i, S, slope, scale, softcap, mask, SPEC, 16, 1, True)
         # fmt: on
-        m, l, acc = _joined(m, l, acc, m_c, l_c, acc_c)
+        m, l, acc = _merge_softmax(m, l, acc, m_c, l_c, acc_c)
     if SPLIT:
         # (total, H, chunks) lines of DV outputs, a maximum and a sum
-        part = ((lines * H + h) * chunks + tl.program_id(1)) * (DV + 2)
-        tl.store(parts_ptr + part[:, None] + dv[None, :], acc, mask=there[:, None] & (dv < DV)[None, :])
-        tl.store(parts_ptr + part + DV, m, mask=there)
-        tl.store(parts_ptr + part + DV + 1, l, mask=there)
+        line = ((lines * H + h) * chunks + tl.program_id(1)) * (SPEC.DV + 2)
+        tl.store(partials_ptr + line[:, None] + dv[None, :], acc, mask=in_bounds[:, None] & (dv < SPEC.DV)[None, :])
+        tl.store(partials_ptr + line + SPEC.DV, m, mask=in_bounds)
+        tl.store(partials_ptr + line + SPEC.DV + 1, l, mask=in_bounds)
     else:
-        finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, there, DV, SINKS, PACKED, BLOCK_DV)
+        write_output(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, in_bounds, SPEC.DV, SPEC.SINKS, SPEC.PACKED, BLOCK_DV)
 
 
 # fmt: off
@@ -216,36 +239,37 @@ def _forward(
     do_not_specialize_on_alignment=["lengths_ptr", "cu_q_ptr"],
 )
 def _join(
-    o_ptr, lse_ptr, parts_ptr, lengths_ptr, cu_q_ptr, sinks_ptr, B, H, T, total, tiles, chunks, left, right, prefix, chunk,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PREFIX: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    o_ptr, lse_ptr, partials_ptr, lengths_ptr, cu_q_ptr, sinks_ptr, B, H, T, total, tiles, chunks, left, right, prefix, chunk,
+    SPEC: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
     # fmt: on
-    """A tile's chunks, in their order."""
-    b, row_0, T, t_0, _, t, h, there = _rows_of(cu_q_ptr, B, H, T, tiles, GROUP, HEADS, PACKED, BLOCK_T, ROWS)
+    """Merges the chunks of a tile in their order."""
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    ROWS: tl.constexpr = SPEC.ROWS
+    mask = Mask(left, right, prefix, chunk)
+    b, row_0, T, t_0, _, t, h, in_bounds = _rows_of(cu_q_ptr, B, H, T, tiles, SPEC)
     if t_0 >= T:
         return
     S = tl.load(lengths_ptr + b)
     dv = tl.arange(0, BLOCK_DV)
     lines = (row_0 + t).to(tl.int64)
     offset = S - T
-    bottom = tl.minimum(t_0 + BLOCK_T, T) - 1 + offset
-    start = first_key(t_0 + offset, left, chunk, LEFT, CHUNK) // BLOCK_S * BLOCK_S
-    stop = tl.maximum(last_key(bottom, S, right, prefix, chunk, RIGHT, PREFIX, CHUNK) + 1, start)
+    bottom = tl.minimum(t_0 + SPEC.BLOCK_T, T) - 1 + offset
+    start = first_key(t_0 + offset, mask, SPEC) // BLOCK_S * BLOCK_S
+    stop = tl.maximum(last_key(bottom, S, mask, SPEC) + 1, start)
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
     for c in range(start // CHUNK_KEYS, tl.cdiv(stop, CHUNK_KEYS)):
-        part = ((lines * H + h) * chunks + c) * (DV + 2)
-        acc_c = tl.load(parts_ptr + part[:, None] + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
-        m_c = tl.load(parts_ptr + part + DV, mask=there, other=float("-inf"))
-        l_c = tl.load(parts_ptr + part + DV + 1, mask=there, other=0.0)
-        m, l, acc = _joined(m, l, acc, m_c, l_c, acc_c)
+        line = ((lines * H + h) * chunks + c) * (SPEC.DV + 2)
+        acc_c = tl.load(partials_ptr + line[:, None] + dv[None, :], mask=in_bounds[:, None] & (dv < SPEC.DV)[None, :], other=0.0)
+        m_c = tl.load(partials_ptr + line + SPEC.DV, mask=in_bounds, other=float("-inf"))
+        l_c = tl.load(partials_ptr + line + SPEC.DV + 1, mask=in_bounds, other=0.0)
+        m, l, acc = _merge_softmax(m, l, acc, m_c, l_c, acc_c)
     sink = tl.zeros((ROWS,), tl.float32)
-    if SINKS:
-        sink = tl.load(sinks_ptr + h, mask=there, other=0.0).to(tl.float32) * LOG2E
-    finish(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, there, DV, SINKS, PACKED, BLOCK_DV)
+    if SPEC.SINKS:
+        sink = tl.load(sinks_ptr + h, mask=in_bounds, other=0.0).to(tl.float32) * LOG2E
+    write_output(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, total, t, h, lines, in_bounds, SPEC.DV, SPEC.SINKS, SPEC.PACKED, BLOCK_DV)
 
 
 _start_forward, _start_join = Kernel(_forward), Kernel(_join)
@@ -263,55 +287,52 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
     if not lse.numel():
         return o, lse
     kind = (spec, packed, cache.size, 0 if packed else T)
-    constants = _constants(*kind)
-    block_t = constants["BLOCK_T"]
+    known = _constants(*kind)["SPEC"]
+    block_t = known.BLOCK_T
     tiles = -(-T // block_t)
-    parts_of_group = -(-spec.group // constants["HEADS"])
+    parts_of_group = -(-spec.group // known.HEADS)
     programs = (total // block_t + B if packed else tiles * B) * (H // spec.group) * parts_of_group
     # the most that a table has room for: lengths are on the GPU, and nobody waits for them
     chunks = max(-(-cache.table.shape[1] * cache.size // CHUNK_KEYS.value), 1)
-    numbers = total * H * chunks * (spec.dim_v + 2)
-    split = programs < ENOUGH and chunks > 1 and numbers <= MOST_NUMBERS
-    parts = torch.empty(numbers if split else 0, dtype=torch.float32, device=q.device)
+    size = total * H * chunks * (spec.dim_v + 2)
+    split = programs < ENOUGH and chunks > 1 and size <= MOST_NUMBERS
+    numbers = constants_of(spec).numbers
+    partials = torch.empty(size if split else 0, dtype=torch.float32, device=q.device)
     table, lengths = cache.table.contiguous(), cache.lengths.contiguous()
     cu_q, sinks = (lengths if x is None else x.contiguous() for x in (cache.cu_q, options.sinks))
     alibi = options.alibi
     slopes = (0, 0) if alibi is None else (alibi.stride(0) if alibi.ndim == 2 else 0, alibi.stride(-1))
-    bounds = constants_of(spec).numbers[2:6]
     sizes = (B, H, T, total, tiles, chunks)
+    *scales, scale_stride_p, scale_stride_s = cache.scales_and_strides()
+    scale_strides = (scale_stride_p, scale_stride_s)
     arguments = (
-        rows, k, v, o, lse, parts if split else lse, table, lengths, cu_q, lengths if alibi is None else alibi, sinks,
-        *rows.stride()[:2], *k.stride()[:3], *v.stride()[:3], table.stride(0), *cache.scales_and_strides(), *slopes,
-        *sizes, spec.scale, spec.softcap, *bounds,
+        rows, k, v, o, lse, partials if split else lse, table, lengths, cu_q, lengths if alibi is None else alibi, sinks,
+        rows.stride()[:2], k.stride()[:3], v.stride()[:3], table.stride(0), *scales, scale_strides, slopes,
+        *sizes, *numbers[:6],
     )  # fmt: skip
     _start_forward((programs, chunks if split else 1, 1), arguments, _with_split(*kind, split))
     if split:
-        arguments = (o, lse, parts, lengths, cu_q, sinks, *sizes, *bounds)
+        arguments = (o, lse, partials, lengths, cu_q, sinks, *sizes, *numbers[2:6])
         _start_join((programs, 1, 1), arguments, _constants_of_join(*kind))
     return o, lse
 
 
-def flags_of(spec: Spec, T: int) -> dict[str, Any]:
-    """A kernel's flags; of a single query under a causal mask, which sees every key, those of no mask."""
-    flags = constants_of(spec).flags
-    return flags | {"RIGHT": False, "PREFIX": False} if T == 1 and spec.mask.right == 0 else flags
+def spec_of(spec: Spec, T: int) -> KernelSpec:
+    """What a kernel is compiled for; a single query under a causal mask sees every key, as without a mask."""
+    known = constants_of(spec).spec
+    return known._replace(RIGHT=False, PREFIX=False) if T == 1 and spec.mask.right == 0 else known
 
 
 @cache
 def _constants(spec: Spec, packed: bool, size: int, T: int) -> dict[str, Any]:
     """The compile-time arguments; T is the number of queries if all sequences have as many."""
-    flags = flags_of(spec, T)
-    names = ("GROUP", "D", "DV", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SOFTCAP", "ALIBI", "PRECISION")
     wide = padded(max(spec.dim, spec.dim_v)) > 128 or spec.dtype == torch.float32
     # rows of a tile: what the matrix instructions take at least, and of few queries no more than there are
     most = 32 if wide else 64
     heads = min(spec.group, most)
     rows = min(max(triton.next_power_of_2(T * heads), 16), most) if T else most
-    return {name: flags[name] for name in names} | {
-        "SINKS": spec.has_sinks, "SCALED": spec.has_kv_scales, "PACKED": packed, "SIZE": size, "BLOCK_D": max(padded(spec.dim), 16),
-        "BLOCK_DV": max(padded(spec.dim_v), 16), "BLOCK_T": rows // heads, "ROWS": rows, "HEADS": heads,
-        "BLOCK_S": 32 if wide else 64, "STAGES": 2 if wide else 3, "num_warps": 4,
-    }  # fmt: skip
+    known = paged_spec(spec_of(spec, T), spec, size, heads, rows)._replace(PACKED=packed, BLOCK_T=rows // heads)
+    return {"SPEC": known, "BLOCK_S": 32 if wide else 64, "STAGES": 2 if wide else 3, "num_warps": 4}
 
 
 @cache
@@ -321,6 +342,12 @@ def _with_split(spec: Spec, packed: bool, size: int, T: int, split: bool) -> dic
 
 @cache
 def _constants_of_join(spec: Spec, packed: bool, size: int, T: int) -> dict[str, Any]:
-    names = ("GROUP", "HEADS", "DV", "PACKED", "LEFT", "RIGHT", "PREFIX", "CHUNK", "SINKS", "BLOCK_DV", "BLOCK_T", "ROWS", "BLOCK_S")
     constants = _constants(spec, packed, size, T)
-    return {name: constants[name] for name in names} | {"num_warps": 4}
+    return {"SPEC": constants["SPEC"], "BLOCK_S": constants["BLOCK_S"], "num_warps": 4}
+
+
+def paged_spec(known: KernelSpec, spec: Spec, size: int, heads: int, rows: int) -> PagedSpec:
+    """The same with pages of `size` tokens and tiles of `rows` rows, for `heads` heads of a group."""
+    shared = {name: value for name, value in known._asdict().items() if name in PagedSpec._fields}
+    own = {"HEADS": heads, "PAGE_SIZE": size, "SCALED": spec.has_kv_scales, "ROWS": rows}
+    return PagedSpec(**shared | own)

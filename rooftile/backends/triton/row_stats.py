@@ -98,8 +98,8 @@ def launch(
 
 @cache
 def _constants(spec: Spec, do: bool, dlse: bool) -> dict[str, Any]:
-    flags = constants_of(spec).flags
-    unit = 1.0 if flags["NATURAL"] else LOG2E.value
+    known = constants_of(spec).spec
+    unit = 1.0 if known.NATURAL else LOG2E.value
     return {
-        "DV": spec.dim_v, "BLOCK_DV": flags["BLOCK_DV"], "BLOCK_ROWS": ROWS, "DO": do, "DLSE": dlse, "UNIT": unit, "num_warps": 4,
+        "DV": spec.dim_v, "BLOCK_DV": known.BLOCK_DV, "BLOCK_ROWS": ROWS, "DO": do, "DLSE": dlse, "UNIT": unit, "num_warps": 4,
     }  # fmt: skip

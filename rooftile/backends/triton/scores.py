@@ -14,7 +14,7 @@ LOG2E, LN2 = tl.constexpr(softmax.LOG2E), tl.constexpr(softmax.LN2)
 
 
 @triton.jit
-def weight(x, reference, factor, NATURAL: tl.constexpr):
+def exponential(x, reference, factor, NATURAL: tl.constexpr):
     """exp(x - reference): x times factor and the reference in log2, or both natural."""
     if NATURAL:
         return tl.exp2((x - reference) * LOG2E)
@@ -22,13 +22,13 @@ def weight(x, reference, factor, NATURAL: tl.constexpr):
 
 
 @triton.jit
-def capped(x, scale, softcap):
+def scaled_tanh(x, scale, softcap):
     """tanh(scale x / softcap), by one exponential that saturates at both ends."""
     return 1 - 2 / (tl.exp2(x * (2 * LOG2E * scale / softcap)) + 1)
 
 
 @triton.jit
-def shifted(
+def add_bias(
     x, t, j, T, S, offset, bias_ptr, bias_stride_t, bias_stride_s, slope,
     BIAS: tl.constexpr, ALIBI: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def shifted(
 
 
 @triton.jit
-def kept(seed, threshold, b, h, t, j):
+def dropout_mask(seed, threshold, b, h, t, j):
     """Which weights dropout keeps: Philox4x32-10 on the counter (column, row, head, batch), keyed by the seed."""
     zero = (t * 0 + j * 0).to(tl.uint32)
     bits, _, _, _ = tl.philox(seed, zero + j.to(tl.uint32), zero + t.to(tl.uint32), zero + h.to(tl.uint32), zero + b.to(tl.uint32))
@@ -50,13 +50,13 @@ def kept(seed, threshold, b, h, t, j):
 
 
 @triton.jit
-def finite(x):
+def zero_non_finite(x):
     """x with 0 for each NaN and infinity."""
     return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(x.dtype)
 
 
 @triton.jit
-def poison(x, axis: tl.constexpr):
+def nan_if_non_finite(x, axis: tl.constexpr):
     """NaN where x holds a NaN or an infinity anywhere along an axis, else 0."""
     bad = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), 0, 1)
     return tl.where(tl.max(bad, axis) > 0, float("nan"), 0.0)

@@ -26,12 +26,7 @@ class Tile(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        return {
-            "BLOCK_T": self.BLOCK_T,
-            "BLOCK_S": self.BLOCK_S,
-            "STAGES": self.num_stages,
-            "num_warps": self.num_warps,
-        }
+        return {"TILE": self, "num_warps": self.num_warps}
 
 
 class Walk(NamedTuple):

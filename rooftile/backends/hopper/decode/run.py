@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from rooftile.backends.device.split_kv import BATCH, start_merge
+from rooftile.backends.device.split_kv import BATCH, MergeSpec, start_merge
 from rooftile.backends.hopper.decode import bf16, fp8
 from rooftile.backends.hopper.flash_fwd.run import flags_of, numbers_of, processors
 from rooftile.backends.hopper.tma import box_of_pages, of_pages, steps_of_pages
@@ -88,7 +88,9 @@ def constants_of(spec: Spec, size: int, batch: int) -> dict[str, Any]:
 @cache
 def _constants_of_merge(spec: Spec, size: int, batch: int) -> dict[str, Any]:
     constants = constants_of(spec, size, batch)
-    return {name: constants[name] for name in ("GROUP", "BATCH", "LEFT", "CHUNK", "SINKS", "ROWS")} | {
-        "HEADS": spec.group, "DV": spec.dim, "RIGHT": False, "PREFIX": False, "BLOCK_DV": spec.dim, "BLOCK_S": constants["KEYS"],
-        "PDL": True, "num_warps": 2, "launch_pdl": True,
-    }  # fmt: skip
+    known = MergeSpec(
+        GROUP=spec.group, HEADS=spec.group, DV=spec.dim, BLOCK_DV=spec.dim, ROWS=constants["ROWS"], LEFT=constants["LEFT"],
+        RIGHT=False, PREFIX=False, CHUNK=constants["CHUNK"], SINKS=spec.has_sinks,
+    )  # fmt: skip
+    own = {"SPEC": known, "BATCH": batch, "BLOCK_S": constants["KEYS"], "PDL": True}
+    return own | {"num_warps": 2, "launch_pdl": True}
