@@ -219,8 +219,7 @@ def quantise_qkv(
     options = Options() if cu_q is None else checks.check_packed(q, k, Options(cu_q=cu_q, cu_k=cu_k), False)
     with torch.no_grad():
         code = checks.spec_code(q, k, v, FULL, options, Asked(precision=recipe, deterministic=False))
-        made: QuantisedQKV = dispatch.BACKENDS[_choose(code, backend)].quantise(q, k, v, options, decode(code))
-    return made
+        return ops.quantise_qkv(q, k, v, options, recipe, code, _choose(code, backend))
 
 
 def attention_quantised(
@@ -259,9 +258,7 @@ def attention_quantised_with_lse(
     options = Options(sinks=sinks)
     code = checks.quantised_code(qkv, mask, options, Asked(scale, softcap, deterministic=False))
     with torch.no_grad():
-        chosen = dispatch.BACKENDS[_choose(code, backend)]
-        found: tuple[Tensor, Tensor] = chosen.attend_quantised(qkv, options, decode(code))
-    return found
+        return ops.attend_quantised(qkv, options, code, _choose(code, backend))
 
 
 def attention_paged(

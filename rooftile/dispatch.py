@@ -13,13 +13,18 @@ from types import ModuleType
 
 from rooftile.backends import eager, hopper, sdpa, tiled, triton
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.spec import Grads, Spec, decode
+from rooftile.spec import Grads, Spec, ValueOrder, decode
 
 ORDER: tuple[ModuleType, ...] = (hopper, triton, sdpa, tiled, eager)
 BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in ORDER}
 
 # who computes a backend's gradients again where its own lost to a NaN what the mask should hide
 REPAIR: dict[str, Callable[..., None]] = {hopper.NAME: triton.repair}
+
+
+def value_order(name: str) -> ValueOrder:
+    """The order in which `name` quantises values."""
+    return "columns" if name == hopper.NAME else "rows"
 
 
 def backward_of(name: str) -> Callable[..., Grads]:

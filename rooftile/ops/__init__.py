@@ -2,5 +2,6 @@
 
 from rooftile.ops.attention import attend, prepared, remember, signature
 from rooftile.ops.paged import attend_paged
+from rooftile.ops.quantised import attend_quantised, quantise_qkv
 
-__all__ = ["attend", "attend_paged", "prepared", "remember", "signature"]
+__all__ = ["attend", "attend_paged", "attend_quantised", "prepared", "quantise_qkv", "remember", "signature"]

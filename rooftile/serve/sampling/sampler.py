@@ -18,10 +18,13 @@ the device, and no shape depends on data, so both can be captured into a CUDA gr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rooftile.fused import runs_on
+from rooftile.operators import define, watched
 from rooftile.reference import philox
 from rooftile.serve.sampling.state import SamplingFeatures, SamplingState, features_of
 
@@ -32,7 +35,9 @@ LARGEST = torch.finfo(torch.float32).max
 MOST_NUMBERS = 1 << 26
 
 
-def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:
+def sample(
+    logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures
+) -> Tensor:
     """Chooses a token for each row; with penalties it also counts the token in the state.
 
     Args:
@@ -48,11 +53,35 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
     assert positions.shape == slots.shape
     assert not features.penalties or state.counts is not None, "prepare the state for penalties first"
     assert not features.bias or state.bias is not None, "prepare the state for biases first"
+    if not torch.compiler.is_compiling() and not watched(logits, slots, positions):
+        return _choose(logits, slots, positions, state, features)
+    flags = features.chance, features.truncation, features.penalties, features.bias
+    with torch.no_grad():
+        found: Tensor = _SAMPLE(logits, slots, positions, *state.tensors, *flags)
+    return found
+
+
+def _choose(
+    logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingState, features: SamplingFeatures
+) -> Tensor:
     if runs_on(logits):
         from rooftile.serve.sampling.kernels import sample as launch
 
         return launch(logits, slots, positions, state, features)
     return sample_as_defined(logits, slots, positions, state, features)
+
+
+def _sample(logits: Tensor, slots: Tensor, positions: Tensor, *others: Any) -> Tensor:
+    state = SamplingState.of_tensors(logits.shape[1], *others[:-4])
+    return _choose(logits, slots, positions, state, SamplingFeatures(*others[-4:]))
+
+
+_SAMPLE = define(
+    "sample(Tensor logits, Tensor slots, Tensor positions, Tensor numbers, Tensor top_k, Tensor seed, Tensor(a!)? counts, "
+    "Tensor? prompted, Tensor? bias, bool chance, bool truncation, bool penalties, bool biases) -> Tensor",
+    _sample,
+    lambda logits, *others: logits.new_empty(logits.shape[0], dtype=torch.int64),
+)
 
 
 def sample_as_defined(

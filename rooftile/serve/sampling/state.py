@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,20 +58,38 @@ class SamplingState:
     """
 
     def __init__(self, slots: int, vocab: int, device: torch.device | str) -> None:
-        self.slots, self.vocab, self.device = slots, vocab, torch.device(device)
         # (7, slots) in one tensor, so that a request's numbers arrive in one copy
-        self._numbers = torch.zeros(7, slots, device=device)
-        self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition, self.biased = (
-            self._numbers
-        )
+        numbers = torch.zeros(7, slots, device=device)
+        whole = [torch.zeros(slots, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)]
+        self._hold(vocab, numbers, *whole, None, None, None)
         self.top_p.fill_(1)
         self.repetition.fill_(1)
-        self.top_k = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.seed = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    @classmethod
+    def of_tensors(cls, vocab: int, *tensors: Any) -> SamplingState:
+        """A state made of `tensors` of another state, which cross an operator's schema one by one."""
+        state = cls.__new__(cls)
+        state._hold(vocab, *tensors)
+        return state
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Everything that the state holds, for `of_tensors`."""
+        return (self._numbers, self.top_k, self.seed, self.counts, self.prompted, self.bias)
+
+    def _hold(
+        self, vocab: int, numbers: Tensor, top_k: Tensor, seed: Tensor, counts: Tensor | None, prompted: Tensor | None,
+        bias: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.slots, self.vocab, self.device = numbers.shape[1], vocab, numbers.device
+        self._numbers: Tensor = numbers
+        self.temperature, self.top_p, self.min_p, self.presence, self.frequency, self.repetition, self.biased = numbers
+        self.top_k: Tensor = top_k
+        self.seed: Tensor = seed
         # (slots, vocab) each: how often a token was generated, whether it is in the prompt, the bias of its logit
-        self.counts: Tensor | None = None
-        self.prompted: Tensor | None = None
-        self.bias: Tensor | None = None
+        self.counts: Tensor | None = counts
+        self.prompted: Tensor | None = prompted
+        self.bias: Tensor | None = bias
 
     def prepare(self, features: SamplingFeatures) -> None:
         """Makes the tables that `features` need, where they are missing; call it before a CUDA graph is captured."""
