@@ -13,8 +13,8 @@ import sys
 
 import torch
 
-from benchmarks.ladder import ncu
 from benchmarks.ladder.run import RUNGS, case_of
+from rooftile.bench import ncu
 from rooftile.bench.results import Row
 from rooftile.bench.session import Session, open_session
 

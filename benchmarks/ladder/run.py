@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from benchmarks.ladder import first, kernels, ncu
+from benchmarks.ladder import first, kernels
+from rooftile.bench import ncu
 from rooftile.bench.clock import clock_for, take_turns
 from rooftile.bench.peers import provider_named
 from rooftile.bench.rows import timed_row

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median, quantiles
 from typing import Any
 
+from rooftile.bench.clock import Sampler, Work, take_turns
 from rooftile.bench.results import Row
 from rooftile.bench.session import Session
 from rooftile.cost import Roof
@@ -44,6 +46,29 @@ def timed_row(
         found["gbs"] = figures(roof.bytes_moved / middle / 1e3)
         found["roofline_percent"] = figures(roof.percent(middle))
     return Row(**found)
+
+
+def contest(
+    session: Session, works: Mapping[str, Work], clock: Sampler, *, roofs: Mapping[str, Roof] | Roof | None = None,
+    rounds: int = 4, **named: Any,
+) -> dict[str, Row]:  # fmt: skip
+    """A row for each work by its name, which is the row's backend; the works take turns.
+
+    `roofs` is one floor for all, or each work's own. `named` are fields of `Row`, the same for all.
+    """
+    taken = take_turns(works, clock, rounds)
+    floors = {name: roofs.get(name) if isinstance(roofs, Mapping) else roofs for name in taken}
+    return {name: timed_row(session, each, roof=floors[name], backend=name, **named) for name, each in taken.items()}
+
+
+def with_measures(row: Row, **more: float) -> Row:
+    """The row with further measures."""
+    return replace(row, measures=row.measures | {name: figures(value) for name, value in more.items()})
+
+
+def times_of(rows: Mapping[str, Row]) -> dict[str, float]:
+    """The median times of a contest in µs."""
+    return {name: row.median_us for name, row in rows.items() if row.median_us is not None}
 
 
 def measured(taken: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-from transformers.generation import ContinuousBatchingConfig, ContinuousBatchingManager
+from transformers.generation import ContinuousBatchingConfig, ContinuousBatchingManager  # type: ignore[attr-defined]
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rooftile.bench.workloads import Ask
@@ -85,7 +85,10 @@ def answers(decoder: Decoder, requests: Sequence[Ask], attention: str, limit_s: 
         manager.destroy()
     resolved = manager.continuous_batching_config
     names = ("block_size", "num_blocks", "max_batch_tokens", "use_cuda_graph", "use_async_batching")
-    settings = {name: getattr(resolved, name) for name in names} | {"sampling": f"T = {requests[0].params.temperature}"}
+    values = {name: getattr(resolved, name) for name in names}
+    # JSON has no tuples
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    settings = values | {"sampling": f"T = {requests[0].params.temperature}"}
     if found.stopped:
         settings["stopped_at_s"] = limit_s
     tokens = sum(found.lengths)

@@ -3,7 +3,7 @@
 All code that prints FLOPs, bytes or a percentage of the roofline takes them from here.
 """
 
-from rooftile.cost import flops, io
-from rooftile.cost.roofline import Roof, roof
+from rooftile.cost import flops, io, traffic
+from rooftile.cost.roofline import Roof, memory_roof, roof
 
-__all__ = ["Roof", "flops", "io", "roof"]
+__all__ = ["Roof", "flops", "io", "memory_roof", "roof", "traffic"]

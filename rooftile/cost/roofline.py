@@ -50,6 +50,12 @@ class Roof:
         return 100 * self.time_us / measured_us
 
 
+def memory_roof(traffic: io.Traffic, machine: Machine, dtype: str = "bf16") -> Roof:
+    """The roofline of something that only moves bytes."""
+    moved = traffic.total
+    return Roof(flops=0, bytes_moved=moved, compute_us=0.0, memory_us=moved / machine.rates(dtype).bytes_per_s * 1e6)
+
+
 def roof(problem: Problem, machine: Machine, phase: str = "fwd") -> Roof:
     """Computes the roofline of a problem's phase, "fwd" or "bwd" (the backward alone).
 

@@ -108,7 +108,7 @@ def test_the_peers_rows_say_how_they_were_run_and_compare_with_ours(rows) -> Non
         assert (row.settings["sampling"], row.measures["requests"]) == ("T = 0.6", 3)
         assert "stopped_at_s" not in row.settings
         assert row.settings["transformers"] == transformers.__version__
-        assert row.settings["use_cuda_graph"] == (False, False)
+        assert row.settings["use_cuda_graph"] == [False, False]
 
 
 def test_pages_and_reservations_answer_the_same_requests(rows) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ladder import ncu
+from rooftile.bench import ncu
 
 PRINTED = """==PROF== Connected to process 1
 "ID","Kernel Name","time.sum","cycles.avg"

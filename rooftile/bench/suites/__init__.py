@@ -84,6 +84,13 @@ SUITES = {
         Suite(
             "overhead", "Host time per call; short causal problems as called, on the device, and their kernels alone."
         ),
+        Suite("deterministic", "The price of deterministic=True in the backward."),
+        Suite("precision", "Attention in FP8 and INT8 beside the fastest in 16 bits, with quantising and without."),
+        Suite("packed", "Packed sequences and groups of query heads beside a dense batch."),
+        Suite("paged", "Attention to a paged cache: decode, prefill, a shared prefix, and writing to the cache."),
+        Suite("decoder", "Norms and gates of a decoder: bytes per second beside a copy and the plain operations."),
+        Suite("long", "The longest shapes under load: clock, power and the chip's counters beside the peers."),
+        Suite("cpu", "Exact attention on a CPU beside PyTorch's kernel, and the memory of a long sequence."),
         Suite("training", "Whole training steps of Transformers models with eager attention, SDPA and Rooftile."),
     )
 }

@@ -75,7 +75,7 @@ def measure(asked: Asked, session: Session, say: Progress | None = None) -> Iter
     run = _Run(asked, session, say or (lambda words: None))
     parts: dict[str, Callable[[], Iterator[Row]]] = {
         "start": run.start, "W1": partial(run.rate, "W1"), "W10": partial(run.rate, "W10"), "W11": partial(run.rate, "W11"),
-        "decode-step": run.decode_step, "idle": run.second_process, "W8": run.allocators, "peers": run.peers,
+        "decode-step": run.decode, "idle": run.second_process, "W8": run.allocators, "peers": run.peers,
     }  # fmt: skip
     for part in PARTS:
         if part in asked.parts:
@@ -161,7 +161,7 @@ class _Run:
             roofline_percent=figures(sum(floors) / len(floors)) if floors else None, **spreads, **more,
         )  # fmt: skip
 
-    def decode_step(self) -> Iterator[Row]:
+    def decode(self) -> Iterator[Row]:
         sizes, costs = self.sizes, costs_of(self.llm, self.session)
         found = [decode_step.milliseconds(self.llm.engine, sizes) for _ in range(RUNS)]
         samples = [1e3 * ms for ms, _ in found]
@@ -202,7 +202,7 @@ class _Run:
             llm = LLM(self.decoder, **settings_of(w8, self.decoder) | {"allocator": allocator})
             _, found = repeat(llm, w8, 1, costs=costs_of(llm, self.session))
             rate = found[0].output_tok_s
-            more = {} if reserved is None else {"output_tok_s_over_reserved": figures(rate / reserved)}
+            more: dict[str, float] = {} if reserved is None else {"output_tok_s_over_reserved": figures(rate / reserved)}
             yield self._rate(
                 f"W8-first-{len(w8.requests)}", w8, None, found, backend=f"rooftile, {allocator}", measures=more
             )
@@ -271,7 +271,7 @@ def compiled() -> int:
     """Kernels in Triton's cache on disk."""
     if find_spec("triton") is None:
         return 0
-    from triton import knobs
+    from triton import knobs  # type: ignore[import-untyped]
 
     return sum(1 for _ in Path(knobs.cache.dir).rglob("*.cubin"))
 

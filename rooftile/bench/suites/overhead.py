@@ -45,6 +45,8 @@ CPU = (HOST,)
 QUICK = (HOST, "d64-causal-512", "d128-causal-1k")
 PROVIDERS = ("rooftile", "torch-flash", "torch-cudnn", "fa4")
 ROUNDS = 9
+# of a loop whose calls the device is waited for
+CALLS = 100
 B, T, H, D = 1, 128, 2, 64
 PAGE = 16
 
@@ -112,7 +114,7 @@ def short(session: Session, name: str, say: Progress) -> Iterator[Row]:
     rows = measure_case(case, PROVIDERS, session=session, on_progress=say)
     inputs = case.inputs(session.device, requires_grad=True)
     do = torch.randn_like(inputs.tensors[0])
-    clock = CallClock(session.device, 100, wait=True)
+    clock = CallClock(session.device, CALLS, wait=True)
     for phase in ("fwd", "bwd"):
         works = {
             row.backend: timed_work(peers.provider_named(row.backend).prepare(case, inputs), inputs, do, phase)

@@ -64,7 +64,7 @@ _LLAMA_1B = {
 }  # fmt: skip
 
 
-def _llama_1b(batch: int, length: int, **more: int) -> Recipe:
+def _llama_1b(batch: int, length: int, **more: Any) -> Recipe:
     return Recipe("llama", batch, length, layers=16, heads=32, shape=_LLAMA_1B, **more)
 
 
@@ -237,7 +237,8 @@ def model_of(recipe: Recipe, attention: str) -> Any:
         import transformers
     except ImportError:
         raise Unsupported("`rooftile bench training` trains models of Transformers; pip install transformers") from None
-    sizes = {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads, "attn_implementation": attention}
+    sizes: dict[str, Any] = {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads}
+    sizes["attn_implementation"] = attention
     torch.manual_seed(0)
     if recipe.family == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**recipe.shape, **sizes, use_cache=False))

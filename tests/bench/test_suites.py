@@ -1,0 +1,249 @@
+"""The suites of `rooftile bench`: each yields rows whose numbers follow from what was timed and counted."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import rooftile as rt
+from rooftile.bench import clock, results, rows, session
+from rooftile.bench.suites import SUITES, cpu, deterministic, overhead, packed, precision
+from rooftile.cases import CASES
+from rooftile.cost import flops, memory_roof, roof, traffic
+from rooftile.cost.io import Traffic
+from rooftile.errors import InvalidInput, Unsupported
+from tests.bench.session import CEILINGS, SESSION
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
+
+
+def quiet(words: str) -> None:
+    """No progress."""
+
+
+# the lines
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_every_published_line_is_a_row_as_rows_are_written(path: Path) -> None:
+    for line, row in zip(path.read_text().splitlines(), results.read(path), strict=True):
+        assert row.json() == line
+        assert row.median_us is not None or row.reason or row.measures
+        assert row.case
+        assert row.backend
+        assert row.commit
+
+
+def test_a_field_that_does_not_apply_is_absent_and_a_zero_is_not() -> None:
+    row = rows.timed_row(SESSION, [], suite="s", case="c", backend="b", phase="fwd", error=0.0, reason="refused: no")
+    line = json.loads(row.json())
+    assert list(line)[:6] == ["suite", "case", "backend", "phase", "error", "reason"]
+    assert line["error"] == 0.0
+    assert not {"median_us", "tflops", "measures", "ran", "samples"} & set(line)
+
+
+def test_low_and_high_are_quartiles_and_of_few_runs_the_least_and_the_most() -> None:
+    assert rows.spread([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 3.0, 4.0)
+    assert rows.spread([3.0, 1.0]) == (1.0, 2.0, 3.0)
+    assert rows.measured({"a_us": [1.0, 3.0], "b_us": []}) == {
+        "low": {"a_us": 1.0}, "measures": {"a_us": 2.0}, "high": {"a_us": 3.0}
+    }  # fmt: skip
+
+
+def test_a_row_s_rates_follow_from_its_median_and_its_floor() -> None:
+    problem = CASES["causal"].problem()
+    row = rows.timed_row(
+        SESSION, [100.0, 200.0, 300.0, 400.0, 500.0], dtype="fp32", roof=roof(problem, CEILINGS), suite="s", case="c",
+        backend="b", phase="fwd",
+    )  # fmt: skip
+    assert (row.median_us, row.samples) == (300.0, 5)
+    assert row.tflops == pytest.approx(flops.count(problem) / 300e6, rel=1e-5)
+    only_bytes = rows.timed_row(
+        SESSION, [2.0], roof=memory_roof(traffic.copy(5000), CEILINGS), suite="s", case="c", backend="b", phase="fwd"
+    )
+    assert (only_bytes.tflops, only_bytes.gbs, only_bytes.roofline_percent, only_bytes.binds) == (None, 5.0, 50.0, "memory")
+
+
+def test_without_git_the_commit_is_the_environment_s_or_unknown(monkeypatch) -> None:
+    monkeypatch.setattr(session.shutil, "which", lambda name: None)
+    monkeypatch.delenv("ROOFTILE_COMMIT", raising=False)
+    assert session.commit() == "unknown"
+    monkeypatch.setenv("ROOFTILE_COMMIT", "c0ffee")
+    assert session.commit() == "c0ffee"
+
+
+# clocks
+
+
+def test_calls_are_timed_in_a_loop_without_garbage_collection() -> None:
+    seen = []
+    assert len(clock.CallClock(torch.device("cpu"), calls=7).samples(lambda: seen.append(gc.isenabled()))) == 1
+    assert seen == [False] * 7
+    assert gc.isenabled()
+
+
+def test_kernels_alone_are_the_sum_of_what_the_profiler_saw_on_the_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(clock, "device_intervals", lambda work, calls: [(0, 3000), (1000, 2000), (9000, 9500)] * calls)
+    assert clock.kernel_times(lambda: None, calls=4) == (4.5, 3.0)
+
+
+# the table of suites
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
+def test_a_suite_s_cases_are_found_by_name_and_pattern(suite) -> None:
+    module = suite.load()
+    assert module.GPU or module.CPU
+    assert set(module.QUICK) <= set(module.GPU)
+    device = "cuda" if module.GPU else "cpu"
+    every = module.GPU or module.CPU
+    assert suite.chosen(device) == list(every)
+    assert suite.chosen(device, [every[-1]]) == [every[-1]]
+    assert set(suite.chosen(device, ["*"])) == {*module.GPU, *module.CPU}
+    assert suite.chosen("cuda", quick=True) == list(module.QUICK) if module.GPU else True
+    with pytest.raises(InvalidInput, match=f"bench {suite.name} has no case 'nope'; has "):
+        suite.chosen(device, ["nope"])
+
+
+def test_a_suite_that_measures_another_device_says_so() -> None:
+    with pytest.raises(Unsupported, match="bench paged measures a GPU, and the device is cpu"):
+        SUITES["paged"].run(SESSION)
+    with pytest.raises(Unsupported, match="bench cpu measures a CPU, and the device is cuda"):
+        SUITES["cpu"].chosen("cuda")
+
+
+# the suites, on small problems
+
+
+def test_overhead_times_the_host_for_ours_and_pytorch() -> None:
+    found = list(overhead.host(SESSION, calls=2, rounds=2))
+    assert [(row.phase, row.backend) for row in found] == [
+        (phase, backend)
+        for phase in ("fwd", "fwd with gradients", "bwd", "decode")
+        for backend in ("rooftile", "torch-flash")
+    ]
+    assert all(row.case == "host" and row.median_us > 0 and row.samples == 2 for row in found)
+
+
+def test_overhead_calls_compute_attention() -> None:
+    q, k, v = (torch.randn(1, 32, 2, 16) for _ in range(3))
+    dense = rt.attention(q[:, -1:], k, v, rt.CAUSAL)
+    torch.testing.assert_close(rt.attention_paged(q[:, -1:], overhead.paged(k, v), rt.CAUSAL), dense)
+
+
+def test_short_problems_have_the_time_per_call_beside_the_device_s(monkeypatch) -> None:
+    monkeypatch.setattr(overhead, "PROVIDERS", ("eager", "torch-cudnn"))
+    monkeypatch.setattr(overhead, "ROUNDS", 1)
+    monkeypatch.setattr(overhead, "CALLS", 2)
+    found = list(overhead.short(SESSION, "gqa2", quiet))
+    assert [(row.backend, row.phase) for row in found] == [
+        ("eager", "fwd"), ("torch-cudnn", "fwd"), ("eager", "bwd"), ("torch-cudnn", "bwd")
+    ]  # fmt: skip
+    for row in found[::2]:
+        assert (row.suite, row.case) == ("overhead", "gqa2")
+        assert set(row.measures) == {"call_us"}
+        assert row.tflops == pytest.approx(flops.count(CASES["gqa2"].problem(), row.phase) / row.median_us / 1e6, rel=1e-4)
+    assert found[1].reason == "refused: tensors are on cpu; is for CUDA"
+
+
+def test_the_price_of_determinism_is_the_time_that_it_takes_longer() -> None:
+    plain, asked = deterministic.measure(SESSION, ["t65"], quiet)
+    assert (plain.backend, asked.backend, asked.phase) == ("rooftile", "rooftile, deterministic", "bwd")
+    assert asked.measures["extra_time_percent"] == pytest.approx(100 * (asked.median_us / plain.median_us - 1), abs=0.1)
+
+
+def test_packed_problems_have_the_same_tokens_and_their_own_pairs() -> None:
+    cases = packed.problems("d64-causal")
+    for case in cases.values():
+        assert sum(T for T, _ in case.problem().sizes.sequences) == 16_384
+        assert case.H == 32
+    assert [case.Hk for case in cases.values()] == [32, 8, 4, 32, 32]
+    lengths = packed.packed_lengths(0, 16_384)
+    assert cases["packed-0"].problem().pairs == sum(n * (n + 1) // 2 for n in lengths)
+    found = list(packed.measure(SESSION, ["tiny-d64-causal"], quiet))
+    assert [row.case.removeprefix("tiny-d64-causal-") for row in found[:5]] == list(cases)
+    assert found[0].measures["of_dense_ratio"] == 1.0
+    assert {row.phase for row in found} == {"fwd", "bwd"}
+
+
+def test_precision_is_timed_end_to_end_and_in_parts() -> None:
+    found = list(precision.measure(SESSION, ["cpu-causal-256"], quiet))
+    assert [(row.backend, row.phase) for row in found] == [
+        ("rooftile", "fwd"),
+        *((name, phase) for name in ("fp8", "int8") for phase in ("fwd", "quantise", "attention alone")),
+    ]
+    for row in found:
+        assert (row.gbs is None) == (row.phase != "quantise")
+        assert (row.tflops is None) == (row.phase == "quantise")
+
+
+def test_the_memory_of_a_process_grows_by_what_a_backward_holds() -> None:
+    used, us = cpu.once("tiled", 256, 1)
+    assert 0 <= used < 1 << 30
+    assert us > 0
+
+
+# bytes
+
+
+def test_traffic_is_the_size_of_the_tensors() -> None:
+    x, weight = torch.empty(3, 64, dtype=torch.bfloat16), torch.empty(64, dtype=torch.bfloat16)
+    assert traffic.norm(3, 64, 2) == Traffic(x.nbytes + weight.nbytes, x.nbytes)
+    assert traffic.norm(3, 64, 2, added=True, weights=2) == Traffic(2 * x.nbytes + 2 * weight.nbytes, 2 * x.nbytes)
+    both = torch.empty(3, 128, dtype=torch.bfloat16)
+    assert traffic.gate(3, 64, 2) == Traffic(both.nbytes, x.nbytes)
+    heads, cos = torch.empty(5, 4, 64, dtype=torch.bfloat16), torch.empty(5, 32)
+    assert traffic.rotate(5, 4, 64, 2) == Traffic(heads.nbytes + 2 * cos.nbytes, heads.nbytes)
+    assert traffic.cache_write(5, 4, 64, 2) == Traffic(2 * heads.nbytes, 2 * heads.nbytes)
+    assert traffic.cache_write(5, 4, 64, 2, rotated=True) == Traffic(2 * heads.nbytes + 2 * cos.nbytes, 2 * heads.nbytes)
+
+
+def test_decode_reads_the_cache_and_its_scales_once() -> None:
+    case = CASES["gqa8"]
+    problem, inputs = case.problem(), case.inputs()
+    q, k, v = inputs.tensors
+    assert traffic.decode(problem) == Traffic(q.nbytes + k.nbytes + v.nbytes, q.nbytes)
+    scales = k.shape[0] * k.shape[1] * k.shape[2]
+    in_fp8 = k.numel() + v.numel() + 2 * 4 * scales
+    assert traffic.decode(problem, kv_itemsize=1, scale_itemsize=4) == Traffic(q.nbytes + in_fp8, q.nbytes)
+    numbers = q.numel() + k.numel() + v.numel()
+    mean = k.shape[0] * 7 * k.shape[2] * k.shape[3]
+    assert traffic.quantise(problem, keys_for_mean=7) == Traffic(4 * (numbers + mean), numbers)
+
+
+def test_a_decoder_s_kernels_and_definitions_agree_and_move_what_is_counted() -> None:
+    decoder = pytest.importorskip("rooftile.bench.suites.decoder")
+    for what in (*decoder.NORMS, "head-norm", *decoder.GATES):
+        one = decoder.contest_of(torch.device("cpu"), what, 2, 64)
+        ours, defined = one.ours(), one.defined()
+        torch.testing.assert_close(ours, defined)
+        written = ours if isinstance(ours, tuple) else (ours,)
+        assert one.moved.written == sum(x.nbytes for x in written)
+
+
+def test_device_intervals_are_those_of_the_gpu(monkeypatch) -> None:
+    kinds = torch.autograd.DeviceType
+    seen = [("kernel", 0, 3, kinds.CUDA), ("cudaLaunchKernel", 0, 9, kinds.CPU), ("Memset", 5, 6, kinds.CUDA)]
+    events = [
+        SimpleNamespace(name=lambda n=n: n, start_ns=lambda a=a: a, end_ns=lambda b=b: b, device_type=lambda k=k: k)
+        for n, a, b, k in seen
+    ]
+
+    class Profile:
+        profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+
+        def __init__(self, **_) -> None: ...
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_) -> None: ...
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert clock.device_intervals(lambda: None, 2) == [(0, 3), (5, 6)]
