@@ -217,8 +217,15 @@ def engine(line: Line) -> Iterator[Row]:
             found |= {"low": {"output_tok_s": min(line["each"])}, "high": {"output_tok_s": max(line["each"])}}
             found["samples"] = len(line["each"])
     if "times" in measures:
-        word = "over_reserved" if row.startswith("W8") else "rooftile_over_this"
-        measures[f"output_tok_s_{word}"] = measures.pop("times")
+        word = "output_tok_s_over_reserved" if row.startswith("W8") else "rooftile_over_this"
+        measures[word] = measures.pop("times")
+    for old, new in (("first_s", "first_run_s"), ("events_step", "events_per_step")):
+        if old in measures:
+            measures[new] = measures.pop(old)
+    if "floor_percent" in measures:
+        found["roofline_percent"] = measures.pop("floor_percent")
+    if "floor_ms" in measures:
+        measures["floor_us"] = figures(1e3 * measures.pop("floor_ms"))
     if line.get("reason"):
         found["reason"] = line["reason"]
     name = {"batch 1": "W10", "start, again": "start-again"}.get(row, row)
