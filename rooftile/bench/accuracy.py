@@ -1,4 +1,4 @@
-"""What each recipe of few bits loses, on tensors that are hard to round: beside the exact result, and timed."""
+"""Errors and times of each FP8 and INT8 recipe, against the exact result, on tensors that are hard to round."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from rooftile.spec import Asked, Options, decode
 # from the plainest to the most careful
 RECIPES: dict[str, str | Precision] = {
     "native": "native",
-    "fp8, a scale a tensor": Precision(granularity="tensor", incoherent=False, smooth_k=False),
-    "fp8, a scale a block": Precision(incoherent=False, smooth_k=False),
+    "fp8, a scale per tensor": Precision(granularity="tensor", incoherent=False, smooth_k=False),
+    "fp8, a scale per block": Precision(incoherent=False, smooth_k=False),
     "fp8, rotated": Precision(smooth_k=False),
     "fp8": PRESETS["fp8"],
-    "fp8, a scale a row": Precision(granularity="row"),
+    "fp8, a scale per row": Precision(granularity="row"),
     "int8, not rotated": Precision(qk="int8", incoherent=False),
     "int8": PRESETS["int8"],
-    "int8, a scale a row": Precision(qk="int8", granularity="row"),
+    "int8, a scale per row": Precision(qk="int8", granularity="row"),
 }
-# what the ratio is taken against
-PLAINEST = "fp8, a scale a tensor"
+# the recipe that the others are compared with
+PLAINEST = "fp8, a scale per tensor"
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What one recipe loses, means over the draws: of o - exact the root of the mean square and the largest, and the cosine."""
+    """The errors of one recipe, means over the draws: root mean square and largest of o - exact, and the cosine of the two."""
 
     recipe: str
     precision: str
     rmse: float
     largest: float
     cosine: float
-    better: float  # rmse of a scale a tensor over this one's, mean over the draws
+    better: float  # the plainest recipe's rmse over this one's, mean over the draws
     lse: float  # the largest error of lse
     time_us: float
     ran: str  # the backend
 
 
 def outliers(shape: tuple[int, ...], generator: torch.Generator) -> QKV:
-    """N(0, 1), and N(0, 100) on top of one entry in a thousand: the test of FlashAttention-3's paper."""
+    """N(0, 1), with N(0, 100) added to one entry in a thousand: the test in FlashAttention-3's paper."""
 
     def draw() -> Tensor:
         rare = torch.rand(shape, generator=generator) < 1e-3
@@ -68,9 +68,9 @@ def gaussian(shape: tuple[int, ...], generator: torch.Generator) -> QKV:
 
 
 def sink(shape: tuple[int, ...], generator: torch.Generator) -> QKV:
-    """Queries that agree on the first key, whose score is about 10 above the others and whose value is nearly zero.
+    """Queries that all attend to the first key: its score is about 10 above the others, and its value is nearly zero.
 
-    It takes most of a row's weight, and what matters is in the small weights beside it.
+    It takes most of each row's weight, so the output depends on the small weights of the other keys.
     """
     q, k, v = gaussian(shape, generator)
     towards = torch.randn(shape[-1], generator=generator)
@@ -89,7 +89,7 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, ...], torch.Generator], QKV]] = {
 
 
 def draws(distribution: str, shape: tuple[int, ...], count: int, dtype: torch.dtype, device: torch.device) -> Iterator[QKV]:
-    """Draws number 0, 1, ... of a distribution: the same on every machine."""
+    """The first `count` draws of a distribution, the same on every machine."""
     if distribution not in DISTRIBUTIONS:
         raise InvalidInput(f"distribution is {distribution!r}; has {', '.join(DISTRIBUTIONS)}")
     for seed in range(count):
@@ -98,7 +98,7 @@ def draws(distribution: str, shape: tuple[int, ...], count: int, dtype: torch.dt
 
 
 def saved(path: Path, device: torch.device) -> QKV:
-    """Tensors q, k and v from a file of one's own: .safetensors, or .pt with a dictionary of tensors and nothing else."""
+    """Tensors q, k and v from a user's file: .safetensors, or .pt with a dictionary of tensors and nothing else."""
     if not path.is_file():
         raise InvalidInput(f"--tensors is {path}, which is no file")
     if path.suffix == ".safetensors":
@@ -108,7 +108,7 @@ def saved(path: Path, device: torch.device) -> QKV:
             raise InvalidInput("reading .safetensors needs the package safetensors; pip install safetensors") from None
         found = load_file(path)
     else:
-        # a pickle may run anything: only tensors are read
+        # unpickling can run any code: only tensors are read
         try:
             found = torch.load(path, weights_only=True, map_location="cpu")
         except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError):
@@ -122,7 +122,7 @@ def saved(path: Path, device: torch.device) -> QKV:
 def losses(
     inputs: Iterator[QKV], mask: Mask, say: Callable[[str], None], recipes: dict[str, str | Precision] | None = None
 ) -> list[Loss]:
-    """What each recipe loses on these tensors. The last of them are timed."""
+    """The errors of each recipe on these tensors, and its time on the last of them."""
     recipes = RECIPES if recipes is None else recipes
     errors: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in recipes}
     tensors: QKV | None = None
@@ -167,7 +167,7 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]
 
 
 def _time(q: Tensor, k: Tensor, v: Tensor, mask: Mask, precision: str | Precision) -> tuple[float, str]:
-    """Median time of a forward, and the backend that ran it."""
+    """The median time of a forward in µs, and the backend that ran it."""
 
     def work() -> Tensor:
         return api.attention(q, k, v, mask, precision=precision)

@@ -1,13 +1,13 @@
-"""Whether a call computes attention, before anyone times it.
+"""Checks that a call computes attention before it is timed.
 
 A sample of the problem is computed from its definition twice: in fp64 (`exact`) and in the call's own dtype (`plain`).
 A call passes where, for o and each gradient,
 
     max |x - exact| <= 2 max |plain - exact| + 8 ulp    and the same for the mean.
 
-The sample is one sequence and the query heads of one key head, first and last of the batch, with every row where that
-is cheap and otherwise three blocks of rows: then the gradient that comes in is zero outside those rows, so that dk and
-dv depend on nothing else.
+The sample is one sequence and the query heads of one key head, at the beginning and at the end of the batch. It has every
+row where that is cheap and otherwise three blocks of rows; then the incoming gradient is zero outside those rows, so that
+dk and dv depend on nothing else.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rooftile.errors import Unsupported
 from rooftile.masks import FULL
 from rooftile.spec import DTYPES
 
-# scores of one sample that are computed whole; a GPU has them in a few milliseconds
+# a sample of up to so many scores is computed whole; a GPU takes a few milliseconds
 WHOLE = {"cpu": 1 << 23, "cuda": 1 << 30}
-# scores that the definition holds at once
+# the most scores that the definition holds at once
 CHUNK = 1 << 26
 BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One sequence and the query heads of one key head, on some of its rows."""
+    """One sequence and the query heads of one key head, restricted to some rows."""
 
     batch: int
     heads: slice
@@ -53,9 +53,9 @@ class Part:
 
 
 class Conformance:
-    """The definition's answer on a sample of one case, computed once and compared with every provider's.
+    """The definition's answer on a sample of one case, computed once and compared with that of every provider.
 
-    do: the gradient that comes in through o for the check, (B, T, H, Dv); None to check the forward alone.
+    do: the incoming gradient of o for the check, (B, T, H, Dv); None to check the forward alone.
     """
 
     def __init__(self, case: Case, inputs: Inputs, *, needs_grad: bool) -> None:
@@ -76,7 +76,7 @@ class Conformance:
         ]
 
     def errors(self, found: dict[str, Tensor]) -> dict[str, float]:
-        """|x - exact| / |exact| (Frobenius) of "o", "dq", "dk", "dv": the worst part's. NaN counts as infinite."""
+        """|x - exact| / |exact| (Frobenius) of "o", "dq", "dk", "dv", for the worst part. NaN counts as infinite."""
         worst: dict[str, float] = {}
         for part, (exact, _) in zip(self.parts, self._answers, strict=True):
             for name, x in _cut(part, found).items():
@@ -86,9 +86,9 @@ class Conformance:
         return worst
 
     def complaint(self, found: dict[str, Tensor]) -> str | None:
-        """The first tensor that breaks the tolerance, in words; None if all keep it."""
+        """A sentence on the first tensor that exceeds the tolerance; None if none does."""
         for part, (exact, plain) in zip(self.parts, self._answers, strict=True):
-            # where terms cancel, what is left is the rounding of the terms, which are summed in fp32 at best
+            # where terms cancel, the rounding of the terms remains, which are summed in fp32 at best
             floor = torch.finfo(torch.float32).eps * max(_largest(x.abs()) for x in exact.values())
             for name, x in _cut(part, found).items():
                 difference, allowed = (x.double() - exact[name]).abs(), (plain[name].double() - exact[name]).abs()
@@ -109,7 +109,7 @@ def _mean(x: Tensor) -> float:
 
 
 def _cut(part: Part, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The part of each tensor that the definition was computed for."""
+    """The part of each tensor for which the definition was computed."""
     shown = {}
     for name, x in found.items():
         if name in ("o", "dq"):
@@ -122,7 +122,7 @@ def _cut(part: Part, found: dict[str, Tensor]) -> dict[str, Tensor]:
 def _parts(case: Case, device: torch.device) -> list[Part]:
     sizes = case.problem().sizes
     lengths = sizes.sequences
-    # the longest sequence of a packed batch; the first and the last of a dense one, on its first and last heads
+    # the longest sequence of a packed batch; the first and the last of a dense batch, with its first and last heads
     if case.lengths:
         sequences = [max(range(len(lengths)), key=lambda b: math.prod(lengths[b]))]
     else:
@@ -149,7 +149,7 @@ def _row_blocks(T: int, S: int, heads: int, whole: int, case: Case) -> tuple[sli
         # a sequence without queries has one empty block
         return tuple(slice(t, min(t + step, T)) for t in range(0, max(T, 1), max(step, 1)))
     if case.dropout:
-        raise Unsupported(f"{case.name} has dropout and {T * S * heads:,} scores a sequence; its check takes {whole:,}")
+        raise Unsupported(f"{case.name} has dropout and {T * S * heads:,} scores per sequence; its check takes {whole:,}")
     middle = T // 2 - BLOCK // 2 + 1
     return tuple(slice(max(t, 0), min(max(t, 0) + BLOCK, T)) for t in (0, middle, T - BLOCK))
 
@@ -183,7 +183,7 @@ def _definition(case: Case, inputs: Inputs, part: Part, do: Tensor | None, dtype
 
 
 def _added(case: Case, inputs: Inputs, part: Part, rows: slice, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of some rows: bias and ALiBi, and -inf where the mask hides. (1, heads, rows, S)."""
+    """The terms added to the scores of some rows: bias, ALiBi, and -inf where the mask hides. (1, heads, rows, S)."""
     T, S = case.problem().sizes.sequences[part.batch]
     device = inputs.tensors[0].device
     i = torch.arange(rows.start, rows.stop, device=device)[:, None] + (S - T)
@@ -200,7 +200,7 @@ def _added(case: Case, inputs: Inputs, part: Part, rows: slice, dtype: torch.dty
 
 
 def _bias_of(bias: Tensor, part: Part, rows: slice, S: int) -> Tensor:
-    """The bias of some rows: each axis that it really has is cut, the others stay of size one."""
+    """The bias of some rows: each axis that it has is cut, the others keep the size one."""
     if bias.ndim == 4:
         bias = bias[part.batch if bias.shape[0] > 1 else 0]
     if bias.shape[0] > 1:

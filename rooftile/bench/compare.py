@@ -1,6 +1,6 @@
-"""What our bars are stated in: the geometric mean and the worst of the ratios to a peer, and before against after.
+"""Compares rows: the geometric mean and the worst of the ratios to a peer, or of one file to a later one.
 
-A ratio above 1 means that the first is faster. Only cases that both timed count; how many those are is said.
+A ratio above 1 means that the first is faster. Only cases that both timed count, and a comparison says how many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rooftile.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One backend against one peer in one phase, or one backend before and after."""
+    """One backend and one peer in one phase, or one backend before and after."""
 
     backend: str
     against: str
@@ -40,7 +40,7 @@ class Comparison:
 
 
 def against_peer(rows: Iterable[Row], backend: str, peer: str) -> list[Comparison]:
-    """One Comparison a phase, from rows of one run: of each case its last rows, both of the same date.
+    """One Comparison per phase, from the last rows of each case, which must be of one run.
 
     Raises InvalidInput if no case was timed on both.
     """
@@ -61,7 +61,7 @@ def against_peer(rows: Iterable[Row], backend: str, peer: str) -> list[Compariso
 
 
 def before_after(before: Iterable[Row], after: Iterable[Row]) -> list[Comparison]:
-    """One Comparison a backend and phase that both files timed: how much faster `after` is."""
+    """One Comparison per backend and phase that both files timed: how much faster `after` is."""
     old = {(row.backend, row.phase, row.case, row.device): row for row in _timed(before)}
     ratios: dict[tuple[str, str], dict[str, float]] = {}
     for row in _timed(after):

@@ -9,7 +9,7 @@ from statistics import mean
 from time import perf_counter
 from typing import NamedTuple
 
-from rooftile.bench.clock import device_intervals
+from rooftile.bench.profiler import device_intervals
 from rooftile.bench.workloads import IDS, Scale
 from rooftile.serve.engine import Engine
 from rooftile.serve.sampling.params import SamplingParams

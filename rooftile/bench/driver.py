@@ -1,6 +1,6 @@
-"""Puts the requests of a workload to an engine, step by step, and writes down when what came.
+"""Sends the requests of a workload to an engine, step by step, and records when their tokens come.
 
-Arrivals keep their times whatever the engine does: what a request waits before it is taken in counts as the engine's.
+Arrivals keep their times whatever the engine does, so the time that a request waits for admission counts as the engine's.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ Fate = Literal["waiting", "answered", "gone", "refused"]
 
 
 class Clock(Protocol):
-    """Seconds, and how to let them pass."""
+    """A clock that can wait."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Seconds since a fixed moment."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Lets them pass."""
+        """Waits so many seconds."""
         ...
 
 
 class WallClock:
-    """The machine's."""
+    """The machine's clock."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Seconds since a fixed moment."""
         return time.perf_counter()
 
     def sleep(self, seconds: float) -> None:
-        """Lets them pass."""
+        """Waits so many seconds."""
         time.sleep(seconds)
 
 
 @dataclass(slots=True)
 class Trace:
-    """What became of a request; times in seconds from the start."""
+    """The history of a request; times are in seconds from the start."""
 
     prompt: int
-    """Tokens of the prompt, those of a conversation before it included."""
+    """Tokens of the prompt, with those of the conversation before it."""
     arrived: float = 0.0
     times: list[float] = field(default_factory=list)
-    """When it got tokens: one for each answer that runs."""
+    """When it got tokens, one for each answer that was running."""
     lengths: list[int] = field(default_factory=list)
     """Tokens of its answers."""
     ended: float = 0.0
@@ -63,7 +63,7 @@ class Trace:
 
 @dataclass(slots=True)
 class Sample:
-    """The cache and the engine during a step; `weight` seconds passed in steps until the next sample."""
+    """The cache and the engine during a step. Steps took `weight` seconds until the next sample."""
 
     waste: float
     saved: float
@@ -73,23 +73,23 @@ class Sample:
 
 @dataclass(slots=True)
 class Course:
-    """How it went."""
+    """One run of a workload."""
 
     traces: list[Trace]
     samples: list[Sample]
     seconds: float
     host_seconds: float
-    """In steps, less waiting for a GPU; on a CPU less the model's own computation."""
+    """The host's time in steps without waiting for a GPU; on a CPU without the model's computation."""
     steps: int
     read: int
-    """Tokens that the model has read, those of answers included."""
+    """Tokens that the model has read, with those of answers."""
     preemptions: int
 
 
 class Watch:
-    """Stands before a runner: times what is not the host's bookkeeping, and looks at the cache every few steps.
+    """A runner that times what is not the host's bookkeeping, and samples the cache every few steps.
 
-    Between two steps the blocks of finished answers are free and new ones are not admitted yet: a sample is taken in a step.
+    Between two steps the blocks of finished answers are free and new requests are not admitted: samples are taken in a step.
     """
 
     def __init__(self, engine: Engine, clock: Clock, every: int) -> None:
@@ -99,13 +99,13 @@ class Watch:
         self._steps = 0
         self.samples: list[Sample] = []
         self.elsewhere = 0.0
-        """Seconds in which the host waited or did not work for the engine."""
+        """Seconds in which the host waited, or worked for somebody other than the engine."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
     def run(self, plan: Plan) -> Result:
-        """The runner's step."""
+        """Runs the runner's step."""
         began = self._clock.now()
         result = self._runner.run(plan)
         begun = self._clock.now()
@@ -121,34 +121,34 @@ class Watch:
         return result
 
     def wait(self, event: Any) -> None:
-        """For a step that is under way on the device."""
+        """Waits for a step that is in flight on the device."""
         began = self._clock.now()
         event.synchronize()
         self.elsewhere += self._clock.now() - began
 
 
 class Arrival:
-    """An event, waited for under a watch."""
+    """An event whose wait is timed by a watch."""
 
     def __init__(self, event: Any, watch: Watch) -> None:
         self._event, self._watch = event, watch
 
     def synchronize(self) -> None:
-        """Waits for it."""
+        """Waits for the event."""
         self._watch.wait(self._event)
 
 
 def drive(
     engine: Engine, workload: Workload, *, clock: Clock | None = None, every: int = 16, say: Progress | None = None
 ) -> Course:
-    """Answers a workload's requests.
+    """Runs a workload to its end.
 
     Args:
-        engine: idle; its prefix cache is as it is.
-        workload: with token ids that the model has, or that it is to refuse.
-        clock: the machine's, if None.
-        every: so many steps the cache is looked at once; that takes the time of a pass over all its block tables.
-        say: is told now and then how far it is.
+        engine: idle; its prefix cache is left as it is.
+        workload: its token ids are ones that the model has, or is meant to refuse.
+        clock: by default the machine's.
+        every: the cache is sampled once in so many steps; a sample takes a pass over all block tables.
+        say: called now and then with the progress.
     """
     clock = clock or WallClock()
     watch = Watch(engine, clock, every)
@@ -191,7 +191,7 @@ def drive(
 
 
 class _Client:
-    """All clients: sends requests when they are due, and keeps their traces."""
+    """All clients: sends requests when they are due, and records their traces."""
 
     def __init__(self, engine: Engine, workload: Workload) -> None:
         self._engine, self._workload = engine, workload
@@ -209,11 +209,11 @@ class _Client:
 
     @property
     def due(self) -> float | None:
-        """When the next request is due."""
+        """The time at which the next request is due."""
         return self._due[0][0] if self._due else None
 
     def send(self, now: float) -> None:
-        """The requests that are due."""
+        """Sends the requests that are due."""
         while self._due and self._due[0][0] <= now:
             at, n = heappop(self._due)
             ask, trace = self._workload.requests[n], self.traces[n]
@@ -230,7 +230,7 @@ class _Client:
                 self._impatient.append(request)
 
     def take(self, changed: list[Request], now: float) -> None:
-        """What a step has brought."""
+        """Records the tokens of a step."""
         for request in changed:
             n = self._running.get(request)
             if n is None:
@@ -252,7 +252,7 @@ class _Client:
         self._impatient.clear()
 
     def leave(self) -> None:
-        """Whatever still runs, as after an error, is given up."""
+        """Aborts what still runs, as after an error."""
         for request in list(self._running):
             self._engine.abort(request)
 
@@ -261,7 +261,7 @@ class _Client:
         self._end(self._running.pop(request), "gone", now)
 
     def _go_on(self, n: int, request: Request, now: float) -> None:
-        """The next turns of a conversation."""
+        """Schedules the next turns of a conversation."""
         for follower in self._next[n]:
             ask = self._workload.requests[follower]
             self._prompts[follower] = [*request.answers[0].ids, *ask.prompt][-self._workload.cut :]
@@ -274,7 +274,7 @@ class _Client:
 
 
 def fitted(workload: Workload, vocabulary: int) -> tuple[Ask, ...]:
-    """Its requests with the ids of a smaller vocabulary; those that are no ids stay so."""
+    """The requests of a workload with the token ids of a smaller vocabulary; invalid ids stay invalid."""
     return tuple(
         ask._replace(prompt=[token % vocabulary if 0 <= token < 1 << 20 else token for token in ask.prompt])
         for ask in workload.requests

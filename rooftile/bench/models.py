@@ -18,7 +18,7 @@ def _llama3(factor: float, dim: int) -> Rotary:
 
 
 MODELS: dict[str, ModelConfig] = {
-    # of nobody: small enough for a CPU, and with positions for every workload
+    # not published: small enough for a CPU, with positions for every workload
     "tiny": ModelConfig(
         family="llama", vocab_size=512, layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, max_len=65_536,
         scale=16**-0.5, windows=(None,) * 2, rotary=Rotary(dim=16), tie=True,

@@ -1,4 +1,4 @@
-"""Who takes part in a benchmark: every Rooftile backend, and every peer that is installed.
+"""The providers that a benchmark compares: every Rooftile backend, and every peer that is installed.
 
 A provider says why it cannot run a case (`reason`, None if it can) and prepares a call: from a case's inputs to a
 function without arguments that returns o (B, T, H, Dv). Preparation is not timed: mask objects, views, compilation.
@@ -43,7 +43,7 @@ class Provider:
 
 
 def provider_named(name: str) -> Provider:
-    """The provider of a name; raises InvalidInput with the names that there are."""
+    """The provider of a name. Raises InvalidInput with the known names if there is none."""
     if name == "rooftile" or name in dispatch.BACKENDS:
         return _rooftile(name)
     if name not in PEERS:
@@ -52,7 +52,7 @@ def provider_named(name: str) -> Provider:
 
 
 def names() -> list[str]:
-    """Every provider's name: Rooftile's first."""
+    """The names of all providers, Rooftile's first."""
     return ["rooftile", *dispatch.BACKENDS, *PEERS]
 
 
@@ -96,8 +96,8 @@ def _beyond(case: Case, *taken: str) -> Iterator[str]:
 
 
 def _matrices(case: Case, device: torch.device) -> Iterator[str]:
-    """Why a host cannot hold the T x S matrices: there, running out of memory is no exception that a run survives."""
-    # scores, weights, their gradients and some of the way between: three to five are held at once
+    """Why a host cannot hold the T x S matrices: a host that runs out of memory ends the run."""
+    # scores, weights, their gradients and intermediates: three to five matrices are held at once
     needed = 2 * io.standard_peak(case.problem(), "bwd")
     if device.type == "cpu" and needed > 0.75 * describe(device).memory_bytes:
         has = describe(device).memory_bytes
@@ -209,7 +209,7 @@ def _prepare_flex(case: Case, inputs: Inputs) -> Forward:
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def forward() -> Tensor:
-        # one compilation a shape: a table of shapes passes Dynamo's usual limit of 8
+        # one compilation per shape: a table of shapes exceeds Dynamo's usual limit of 8
         with config.patch({"recompile_limit": 1000}):
             o: Tensor = compiled(
                 q, k, v, score_mod=score_mod, block_mask=blocks, scale=case.scale, enable_gqa=_grouped(case)
@@ -220,7 +220,7 @@ def _prepare_flex(case: Case, inputs: Inputs) -> Forward:
 
 
 def _absence(module: str) -> Iterator[str]:
-    """Why a module of flash-attn is not to be had. Looking for a submodule imports its parent, which may be broken."""
+    """Why a module of flash-attn cannot be used. Looking for a submodule imports its parent, which may be broken."""
     try:
         if find_spec("flash_attn") is None or find_spec(module) is None:
             yield f"{module} is not installed"

@@ -38,7 +38,7 @@ PATIENCE_US = 10e6
 
 @dataclass(slots=True)
 class _Contestant:
-    """A provider on one case, and what was learned of it."""
+    """A provider on one case, with its errors, memory and times."""
 
     name: str
     ran: dict[str, str] = field(default_factory=dict)  # by phase
@@ -59,13 +59,13 @@ def measure(
     on_progress: Progress | None = None,
     session: Session | None = None,
 ) -> list[Row]:
-    """One Row a provider and phase, in that order.
+    """One Row per provider and phase, in that order.
 
     Args:
-        case: of `rooftile.cases`, or made on the spot.
+        case: one of `rooftile.cases`, or any other.
         providers: names of `bench.peers.names()`; "rooftile" is the automatic choice.
         phases: "fwd" is timed without gradients; "bwd" is the backward alone, by torch.autograd.grad on a kept graph.
-        rounds: how often all providers take turns, back and forth. A turn is about 25 ms of calls, at least one.
+        rounds: how often all providers take turns, back and forth. A turn is about 25 ms of calls, or one call.
         check: compare with the fp64 definition first, and time nothing that differs.
         on_progress: called with a few words before each step.
         session: the run that the rows belong to; by default a new one on `device`.
@@ -125,7 +125,7 @@ def _ready(
     conformance: Conformance | None,
     clock: Clock,
 ) -> _Contestant:
-    """Prepares, checks and measures the memory of a provider; what goes wrong becomes its reason."""
+    """Prepares and checks a provider, and measures its memory; an error becomes its reason."""
     found, device = _Contestant(provider.name), inputs.tensors[0].device
 
     def prepare() -> None:
@@ -167,7 +167,7 @@ def _examine(
 
 
 def _step(forward: Callable[[], Tensor], inputs: Inputs, phase: str) -> Callable[[Tensor | None], dict[str, Tensor]]:
-    """A phase as a program runs it, given do: the forward without gradients, or forward and backward."""
+    """A phase as a program runs it, as a function of do: the forward without gradients, or forward and backward."""
 
     def alone(do: Tensor | None) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -182,7 +182,7 @@ def _step(forward: Callable[[], Tensor], inputs: Inputs, phase: str) -> Callable
 
 
 def _take_turn(contestant: _Contestant, inputs: Inputs, do: Tensor | None, phases: Sequence[str], clock: Clock) -> None:
-    """One round of samples in each phase. The backward's graph is made and let go: one is held at a time."""
+    """Takes one round of samples in each phase. The backward's graph is freed after its turn, so one is held at a time."""
     for phase in phases:
 
         def turn(phase: str = phase) -> None:
@@ -208,11 +208,11 @@ def timed_work(forward: Callable[[], Tensor], inputs: Inputs, do: Tensor | None,
 
 
 def _guarded(contestant: _Contestant, phases: Sequence[str], work: Callable[[], None]) -> None:
-    """Runs work; an error becomes the reason of every phase that has none, and the run goes on.
+    """Runs work. An error becomes the reason of every phase that has none, and the run goes on.
 
     This is the one place that catches whatever a provider raises: peers are other people's programs, and a table of
     thirty cases should not end at the first that runs out of memory. The reason goes into the row, with the warnings
-    that came before it (torch says there why no kernel was taken).
+    before it, in which torch explains why it took no kernel.
     """
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -225,7 +225,7 @@ def _guarded(contestant: _Contestant, phases: Sequence[str], work: Callable[[], 
                 contestant.reasons.setdefault(phase, reason)
             seen.clear()
             if torch.cuda.is_available():
-                # what it had reserved would make the next one's memory run short
+                # the memory that it had reserved would be missing for the next one
                 torch.cuda.empty_cache()
     for warning in seen:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

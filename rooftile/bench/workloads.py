@@ -1,6 +1,6 @@
-"""What a serving engine is asked in a benchmark: requests as data, the same on every machine.
+"""The workloads of serving benchmarks: requests as data, the same on every machine.
 
-    W1      256 requests at once, prompts and answers of 100 to 1,024 tokens: the one that small engines publish
+    W1      256 requests at once, prompts and answers of 100 to 1,024 tokens, as small engines publish it
     W2      lengths like those of ShareGPT's conversations
     W3      lengths like those of Alpaca's instructions
     W4-p    64 questions after the same p tokens
@@ -8,7 +8,7 @@
     W6      conversations of five turns
     W7      long prompts
     W8      W2 in a cache of 15.7k slots, paged against reserved: the setting of the paper's comparison
-    W9      clients that go away, and requests that are none
+    W9      clients that disconnect, and invalid requests
     W10     one request alone
     W11     four samples for each of W1's first 64 prompts
 
@@ -30,10 +30,10 @@ from rooftile.errors import InvalidInput
 from rooftile.serve.sampling.params import SamplingParams
 
 LONGEST = 1024
-"""Tokens of a prompt, and of an answer, in W1 to W6 and W8."""
+"""The most tokens of a prompt, and of an answer, in W1 to W6 and W8."""
 SLOTS = 15_700
-"""Of the cache in the paper's comparison: 12 GB of OPT-13B's."""
-# ids of prompts are below the smallest vocabulary of a published model
+"""Slots of the cache in the paper's comparison: 12 GB for OPT-13B."""
+# token ids of prompts are below this, which is less than the smallest vocabulary of a published model
 IDS = 10_000
 
 
@@ -45,22 +45,22 @@ class Ask(NamedTuple):
     at: float = 0.0
     """Seconds after the start; or, with `after`, after that answer."""
     after: int | None = None
-    """The request whose conversation it goes on: that prompt and its answer come before this one's prompt."""
+    """The request whose conversation this one continues: that prompt and its answer come before this prompt."""
     gone: int | None = None
-    """The client goes away after so many tokens of the answer."""
+    """The client disconnects after so many tokens of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests, and what of the engine belongs to the question.
+    """Requests, with the settings of the engine that they are meant for.
 
     Args:
-        name: of the workload.
-        purpose: what it is for.
-        requests: in the order of their arrival, those without `after`.
-        cut: of a conversation the last so many tokens are the next prompt.
-        settings: of `LLM`, where the question asks for them.
-        allocators: which are compared.
+        name: the workload's name.
+        purpose: what it measures.
+        requests: in the order of their arrival, for those without `after`.
+        cut: the next prompt of a conversation is its last `cut` tokens.
+        settings: arguments of `LLM` that belong to the workload.
+        allocators: the allocators that are compared.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of its longest sequence."""
+        """Tokens of the longest sequence."""
         return max(
             (len(ask.prompt) if ask.after is None else self.cut) + (ask.params.max_tokens or 0) for ask in self.requests
         )
@@ -87,7 +87,7 @@ class Lengths(NamedTuple):
     answer_sigma: float
 
     def draw(self, rng: Random) -> tuple[int, int]:
-        """Of one request."""
+        """The lengths of one request."""
         return _log_normal(rng, self.prompt, self.prompt_sigma), _log_normal(rng, self.answer, self.answer_sigma)
 
 
@@ -96,7 +96,7 @@ ALPACA = Lengths(19.31, 58.45, 0.6, 0.9)
 
 
 class Scale(NamedTuple):
-    """Smaller workloads for smaller machines: fewer requests, and shorter."""
+    """The share of requests and of their lengths, for smaller machines."""
 
     factor: float = 1.0
 
@@ -105,7 +105,7 @@ class Scale(NamedTuple):
 
 
 def uniform(scale: Scale) -> Workload:
-    """W1."""
+    """W1: uniform lengths."""
     rng = Random(0)
     # in this order, and with these bounds, as in the benchmark that others publish: 133,966 tokens of answers
     prompts = _uniform_prompts(rng, 256)
@@ -121,14 +121,14 @@ def like(name: str, purpose: str, lengths: Lengths, scale: Scale, *, count: int 
 
 
 def shared_prefix(prefix: int, scale: Scale) -> Workload:
-    """W4."""
+    """W4: a shared prefix."""
     before = _ids(Random(1), scale(prefix))
     requests = [ask._replace(prompt=before + ask.prompt) for ask in _drawn(ALPACA, scale, scale(64))]
     return Workload(name=f"W4-{prefix}", purpose=f"{prefix:,} tokens that all begin with", requests=tuple(requests))
 
 
 def chat(scale: Scale) -> Workload:
-    """W6: a turn comes when the one before is answered, and begins with the conversation so far."""
+    """W6: a turn comes when the turn before is answered, and begins with the conversation so far."""
     conversations, turns = scale(64), 5
     asked = _drawn(SHAREGPT, scale, conversations * turns)
     requests = [ask._replace(after=n - conversations if n >= conversations else None) for n, ask in enumerate(asked)]
@@ -136,14 +136,14 @@ def chat(scale: Scale) -> Workload:
 
 
 def long_prompts(scale: Scale) -> Workload:
-    """W7."""
+    """W7: long prompts."""
     rng = Random(0)
     requests = tuple(Ask(_ids(rng, scale(32_768)), _sampled(scale(256))) for _ in range(scale(32)))
     return Workload(name="W7", purpose="long prompts", requests=requests)
 
 
 def little_memory(scale: Scale, *, block: int = 16) -> Workload:
-    """W8."""
+    """W8: a small cache, paged against reserved."""
     requests = tuple(_drawn(SHAREGPT, scale, scale(1000)))
     length = scale(2 * LONGEST)
     # room for one at least, also where nothing but lengths is left to shrink
@@ -155,7 +155,7 @@ def little_memory(scale: Scale, *, block: int = 16) -> Workload:
 
 
 def disturbed(scale: Scale) -> Workload:
-    """W9: of the clients a fifth goes away, and of the requests one in a hundred (one at least) is none."""
+    """W9: a fifth of the clients disconnects, and one request in a hundred (at least one) is invalid."""
     requests = list(_drawn(SHAREGPT, scale, scale(1000)))
     rng = Random(2)
     for n in rng.sample(range(len(requests)), len(requests) // 5):
@@ -167,22 +167,22 @@ def disturbed(scale: Scale) -> Workload:
 
 
 def alone(scale: Scale) -> Workload:
-    """W10."""
+    """W10: one request."""
     request = Ask(_ids(Random(0), scale(128)), _sampled(scale(512)))
     return Workload(name="W10", purpose="one request alone: the floor of latency", requests=(request,))
 
 
 def samples(scale: Scale) -> Workload:
-    """W11."""
+    """W11: four samples per prompt."""
     asked = _sampled(scale(128), n=4, temperature=0.6)
     requests = tuple(Ask(ids[: scale(len(ids))], asked) for ids in _uniform_prompts(Random(0), 64)[: scale(64)])
     return Workload(name="W11", purpose="four samples of 128 tokens for each of 64 prompts", requests=requests)
 
 
 def poisson(workload: Workload, rate: float, seed: int = 0) -> Workload:
-    """The same requests, arriving at random, `rate` a second; turns of a conversation still wait for the one before."""
+    """The same requests, arriving at random, `rate` per second; turns of a conversation still wait for the turn before."""
     if not rate > 0 or not math.isfinite(rate):
-        raise InvalidInput(f"rate is {rate}; must be above 0, in requests a second")
+        raise InvalidInput(f"rate is {rate}; must be above 0, in requests per second")
     rng = Random(seed)
     firsts = [n for n, ask in enumerate(workload.requests) if ask.after is None]
     times = dict(zip(firsts, accumulate(rng.expovariate(rate) for _ in firsts), strict=True))
@@ -191,7 +191,7 @@ def poisson(workload: Workload, rate: float, seed: int = 0) -> Workload:
 
 
 def _several() -> dict[str, Callable[[Scale], Workload]]:
-    """W5."""
+    """W5: several samples, or beams, per prompt."""
     made: dict[str, Callable[[Scale], Workload]] = {}
     for kind, lengths, count in (("alpaca", ALPACA, 500), ("sharegpt", SHAREGPT, 200)):
         for n in (2, 4, 6):
@@ -200,7 +200,7 @@ def _several() -> dict[str, Callable[[Scale], Workload]]:
                 ("beam", "beams", {"n": n, "beam_width": n, "temperature": 0.0}),
             ):
                 name = f"W5-{kind}-{word}{n}"
-                made[name] = partial(like, name, f"{n} {what} a prompt", lengths, count=count, **asked)
+                made[name] = partial(like, name, f"{n} {what} per prompt", lengths, count=count, **asked)
     return made
 
 
@@ -220,12 +220,12 @@ WORKLOADS: dict[str, Callable[[Scale], Workload]] = {
 
 
 def named(words: Sequence[str], *, factor: float = 1.0, rate: float | None = None) -> list[Workload]:
-    """Workloads by name; a name's beginning, up to a hyphen, stands for all that begin with it.
+    """The workloads of some names. The beginning of a name, up to a hyphen, stands for all that begin with it.
 
     Args:
         words: such as "W1", "W5", "W5-alpaca".
-        factor: how much of their requests and lengths.
-        rate: requests a second, arriving at random; None for all at once.
+        factor: the share of their requests and lengths.
+        rate: requests per second, arriving at random; None for all at once.
 
     Example:
         >>> [workload.name for workload in named(["W10", "W4"], factor=0.01)]

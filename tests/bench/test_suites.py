@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.bench import clock, results, rows, session
+from rooftile.bench import clock, profiler, results, rows, session
 from rooftile.bench.suites import SUITES, cpu, deterministic, overhead, packed, precision
 from rooftile.cases import CASES
 from rooftile.cost import flops, memory_roof, roof, traffic
@@ -88,8 +88,8 @@ def test_calls_are_timed_in_a_loop_without_garbage_collection() -> None:
 
 
 def test_kernels_alone_are_the_sum_of_what_the_profiler_saw_on_the_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(clock, "device_intervals", lambda work, calls: [(0, 3000), (1000, 2000), (9000, 9500)] * calls)
-    assert clock.kernel_times(lambda: None, calls=4) == (4.5, 3.0)
+    monkeypatch.setattr(profiler, "device_intervals", lambda work, calls: [(0, 3000), (1000, 2000), (9000, 9500)] * calls)
+    assert profiler.kernel_times(lambda: None, calls=4) == (4.5, 3.0)
 
 
 # the table of suites
@@ -172,7 +172,7 @@ def test_packed_problems_have_the_same_tokens_and_their_own_pairs() -> None:
 
 
 def test_precision_is_timed_end_to_end_and_in_parts() -> None:
-    found = list(precision.measure(SESSION, ["cpu-causal-256"], quiet))
+    found = list(precision.measure(SESSION, ["t65"], quiet))
     assert [(row.backend, row.phase) for row in found] == [
         ("rooftile", "fwd"),
         *((name, phase) for name in ("fp8", "int8") for phase in ("fwd", "quantise", "attention alone")),
@@ -182,9 +182,19 @@ def test_precision_is_timed_end_to_end_and_in_parts() -> None:
         assert (row.tflops is None) == (row.phase == "quantise")
 
 
-def test_the_memory_of_a_process_grows_by_what_a_backward_holds() -> None:
-    used, us = cpu.once("tiled", 256, 1)
-    assert 0 <= used < 1 << 30
+def test_the_memory_of_a_long_sequence_is_that_of_a_process_of_its_own(monkeypatch) -> None:
+    asked = []
+    done = SimpleNamespace(stdout="4096 12.5\n")
+    monkeypatch.setattr(cpu.subprocess, "run", lambda command, **_: asked.append(command[1:]) or done)
+    tiled, sdpa = cpu.measure(SESSION, ["memory-32768-h8"], quiet)
+    assert asked[0] == ["-m", "rooftile.bench.suites.cpu", "tiled", "32768", "8"]
+    assert (tiled.case, tiled.phase, tiled.peak_bytes, tiled.median_us) == ("cpu-fp32-d64-causal-32768-h8", "fwd+bwd", 4096, 12.5)
+    assert sdpa.backend == "sdpa"
+
+
+def test_a_process_that_is_measured_prints_its_memory_and_time() -> None:
+    used, us = cpu.once("tiled", 64, 1)
+    assert isinstance(used, int)
     assert us > 0
 
 
@@ -246,4 +256,4 @@ def test_device_intervals_are_those_of_the_gpu(monkeypatch) -> None:
 
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert clock.device_intervals(lambda: None, 2) == [(0, 3), (5, 6)]
+    assert profiler.device_intervals(lambda: None, 2) == [(0, 3), (5, 6)]

@@ -28,7 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rooftile as rt
 from rooftile.bench import peers
-from rooftile.bench.clock import CallClock, Work, kernel_times, take_turns
+from rooftile.bench.clock import CallClock, Work, take_turns
+from rooftile.bench.profiler import kernel_times
 from rooftile.bench.results import Row
 from rooftile.bench.rows import measured, timed_row
 from rooftile.bench.run import Progress, timed_work

@@ -1,0 +1,41 @@
+"""The kernels of a call alone, from torch's profiler."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from rooftile.bench.clock import Work
+
+
+def kernel_times(work: Work, calls: int = 10) -> tuple[float, float]:
+    """The µs that the kernels of one call take on the GPU, and how many there are: from torch's profiler, mean of `calls`.
+
+    Copies and fills count as kernels. Gaps between kernels do not count, so this is the least that a call could take.
+    """
+    intervals = device_intervals(work, calls)
+    return sum(stop - start for start, stop in intervals) / calls / 1e3, len(intervals) / calls
+
+
+def device_intervals(work: Work, calls: int) -> list[tuple[int, int]]:
+    """Start and end, in ns, of everything that runs on the GPU in so many calls. Raises RuntimeError if nothing does."""
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
+    from torch.profiler import ProfilerActivity, profile
+
+    # the profiler prints a line when it starts and stops otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # a step in flight belongs to nobody who is counted
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        for _ in range(calls):
+            work()
+        torch.cuda.synchronize()
+    events = seen.profiler.kineto_results.events()
+    # kernels, copies and fills; the host's part of a launch has the device type CPU
+    intervals = [(event.start_ns(), event.end_ns()) for event in events if event.device_type() == DeviceType.CUDA]
+    if not intervals:
+        raise RuntimeError(
+            f"the profiler saw nothing run on the GPU, only {sorted({event.name() for event in events})}"
+        )
+    return intervals
