@@ -1,4 +1,4 @@
-"""Writes docs/reference/hopper-kernels.md: what each Hopper configuration compiles to, read from its machine code."""
+"""Writes docs/reference/hopper-kernels.md: properties of each compiled Hopper configuration, read from its machine code."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/reference/hopper-kernels.md"
 
-HEAD = """# What the Hopper kernels compile to
+HEAD = """# Compiled Hopper kernels
 
-Each row is a configuration of the forward or, from `bwd-` on, of a backward kernel, compiled for sm90 with Triton 3.6 and
-read from its machine code. Nothing here needs a GPU, and a test holds every row to the page, so a change of a kernel shows
-what it did to the code.
+Each row is a configuration of the forward or, from `bwd-` on, of a backward kernel, compiled for sm90 with Triton 3.6. The
+numbers are read from its machine code, so no GPU is needed. A test compares every row with this page, so a review shows how a
+change of a kernel affects the code.
 
-- *kernel*: head dim and problem; `-3` and `-short` are other tiles, `-gathered` that of what was copied out of pages. `bwd-`
-  alone adds dq up in memory, `bwd-ordered-` leaves it to `bwd-q-`, and `bwd-kv-` is the twins' of wide heads. `decode-` reads
-  pages for a query a sequence; `decode-fp8-`, FP8.
-- *registers*: a thread's share at the start; the warp roles then trade them (`setmaxnreg`), and a warpgroup that computes
-  gets 240, 208 in the backward at D = 64, or 160 where there are three.
-- *stack*: bytes kept outside registers. The forward's loops over blocks touch none of them, the backward's a word or two under
-  a mask, and more with every option at once.
-- *shared*: bytes of shared memory; a Hopper multiprocessor gives a program at most 232,448.
-- *instructions a block*: the forward's loop over blocks that no mask cuts, 64 queries a warpgroup; the loop of the backward's
-  longest role, with the branch that masks.
+- *kernel*: head dim and problem. `-3` and `-short` are other tiles; `-gathered` is the tile for pages that were gathered. `bwd-`
+  adds dq up in memory; `bwd-ordered-` leaves dq to `bwd-q-`; `bwd-kv-` is the kernel for D = 256, in which one warpgroup sums dk
+  and one dv. `decode-` reads pages with one query per sequence, `decode-fp8-` FP8 pages.
+- *registers*: per thread at the start. The warp roles then trade them (`setmaxnreg`): a consumer warpgroup gets 240, or 208 in
+  the backward at D = 64, or 160 with three consumer warpgroups.
+- *stack*: bytes per thread outside registers. The forward's loops over blocks use none of them; the backward's use a word or two
+  under a mask, and more with all options at once.
+- *shared*: bytes of shared memory. A program on Hopper can use at most 232,448.
+- *instructions per block*: of the forward's unmasked loop over blocks, with 64 queries per warpgroup; in the backward, of the
+  longest role's loop, with the branch that masks.
 - *HGMMA*: matrix instructions in the whole kernel.
 
 Written by `make tables`.

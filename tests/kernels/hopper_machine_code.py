@@ -249,7 +249,7 @@ class Found:
     stack: int  # bytes
     shared: int  # bytes
     hot_spills: int  # accesses to local memory in loops with matrix products
-    loop: int  # instructions a block: the forward's loop over clear ones; the backward's longest role, with its mask
+    loop: int  # instructions per block: the forward's unmasked loop; the backward's longest role, with its mask
     products: int  # HGMMA instructions, or those of FP8 and INT8
     undefined: int  # reads of registers that nothing may have written
     overwritten: int  # products whose left side is held in registers, and is overwritten there
@@ -350,7 +350,7 @@ def _loops(code: str) -> list[list[str]]:
 
 def table() -> str:
     """All configurations, as a Markdown table."""
-    rows = ["| kernel | registers | stack | shared | instructions a block | HGMMA |", "|---|--:|--:|--:|--:|--:|"]
+    rows = ["| kernel | registers | stack | shared | instructions per block | HGMMA |", "|---|--:|--:|--:|--:|--:|"]
     for name, configuration in CONFIGURATIONS.items():
         found = compiled(configuration)
         rows.append(
