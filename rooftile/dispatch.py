@@ -19,7 +19,7 @@ ORDER: tuple[ModuleType, ...] = (hopper, triton, sdpa, tiled, eager)
 BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in ORDER}
 
 # who computes a backend's gradients again where its own lost to a NaN what the mask should hide
-REPAIR: dict[str, Callable[..., None]] = {hopper.NAME: triton.repair}
+REPAIR: dict[str, Callable[..., Callable[..., None]]] = {hopper.NAME: triton.repair}
 
 
 def value_order(name: str) -> ValueOrder:

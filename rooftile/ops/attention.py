@@ -108,10 +108,7 @@ def prepared(key: tuple[Any, ...]) -> Forward | None:
 def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend: str) -> None:
     """Prepares calls like this one, which was checked: the backend's launches where it can, else only the checks are saved."""
     prepare = getattr(dispatch.BACKENDS[backend], "prepare", None)
-    run: Forward | None = None
-    if prepare is not None and not listed(options):
-        plain = prepare(q, k, v, decode(spec))
-        run = None if plain is None else lambda q, k, v, options: plain(q, k, v)
+    run: Forward | None = None if prepare is None else prepare(q, k, v, options, decode(spec))
     if wants_grad(q, k, v, options.sinks):
         call = _Call(spec, backend, run)
         _PREPARED[key] = lambda q, k, v, options: _apply(q, k, v, call, *listed(options))

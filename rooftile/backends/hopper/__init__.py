@@ -178,9 +178,14 @@ def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tup
         return paged_by_gather.like_queries(q, *_launch().forward_paged(q, cache, options, spec))
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """A forward ready to run on tensors of just these shapes and strides; None if it would have to copy one of them."""
-    run = _launch().prepare(q, k, v, spec)
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec
+) -> Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]] | None:
+    """The forward of tensors of just these shapes, strides, dtypes and device, at addresses that are multiples of 16.
+
+    Returns None if it would have to copy one of them.
+    """
+    run = _launch().prepare(q, k, v, options, spec)
     return None if run is None else on_device(run, q.device)
 
 
@@ -195,10 +200,35 @@ def backward(
     options: Options,
     spec: Spec,
     *,
-    repair: Callable[..., None],
+    repair: Callable[..., Callable[..., None]],
 ) -> Grads:
     """`repair` (see `dispatch.REPAIR`) sets right what a NaN behind the mask spoiled."""
     from rooftile.backends.hopper.flash_bwd import run
 
     with device_of(q):
         return run.backward(do, dlse, q, k, v, o, lse, options, spec, repair)
+
+
+def prepare_backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+    spec: Spec,
+    *,
+    repair: Callable[..., Callable[..., None]],
+) -> Callable[..., Grads] | None:
+    """The backward of tensors of just these shapes, strides, dtypes and device, at addresses that are multiples of 16.
+
+    It takes (do, dlse, q, k, v, o, lse, options), and a dlse of None if and only if it is None here. Returns None if it would
+    have to copy one of them.
+    """
+    from rooftile.backends.hopper.flash_bwd import run
+
+    with device_of(q):
+        ready = run.prepare(do, dlse, q, k, v, o, lse, options, spec, repair)
+    return None if ready is None else on_device(ready, q.device)

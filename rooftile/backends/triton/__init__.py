@@ -117,14 +117,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
 
 
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, spec: Spec
-) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """A forward ready to run on tensors of just these shapes and strides; None if it would have to copy one of them."""
-    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+    q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec
+) -> Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]] | None:
+    """The forward of tensors of just these shapes, strides, dtypes and device, at addresses that are multiples of 16.
+
+    Returns None if it would have to copy one of them.
+    """
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 or not (options.sinks is None or options.sinks.is_contiguous()):
         return None
     from rooftile.backends.triton import flash_fwd
+    from rooftile.backends.triton.call import call_of
+    from rooftile.backends.triton.tiles import forward_tile
 
-    return on_device(flash_fwd.prepare(q, k, v, spec), q.device)
+    return on_device(flash_fwd.plan(call_of(q, k, v, options, spec), forward_tile(spec)), q.device)
 
 
 def backward(
@@ -142,10 +147,30 @@ def backward(
         return _launchers()[1](do, dlse, q, k, v, o, lse, options, spec)
 
 
-def repair(
-    lost: Tensor, grads: Grads, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, options: Options, spec: Spec
-) -> None:
-    """Computes gradients once more, in place, if `lost` is not zero when the kernels run (see `flash_bwd.repair`)."""
+def prepare_backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    options: Options,
+    spec: Spec,
+) -> Callable[..., Grads] | None:
+    """The backward of tensors of just these shapes, strides, dtypes and device, at addresses that are multiples of 16.
+
+    It takes (do, dlse, q, k, v, o, lse, options), and a dlse of None if and only if it is None here. Returns None if it would
+    have to copy one of them, or sum the gradient of a bias.
+    """
     from rooftile.backends.triton import flash_bwd
 
-    flash_bwd.repair(lost, grads, do, q, k, v, stats, options, spec)
+    ready = flash_bwd.prepare(do, dlse, q, k, v, o, lse, options, spec)
+    return None if ready is None else on_device(ready, q.device)
+
+
+def repair(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Spec) -> Callable[..., None]:
+    """The launches that compute gradients once more, in place, if a flag is set (see `flash_bwd.repair`)."""
+    from rooftile.backends.triton import flash_bwd
+
+    return flash_bwd.repair(q, k, v, do, options, spec)

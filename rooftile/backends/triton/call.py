@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rooftile.backends.device.row_stats import ROWS_PADDED
 from rooftile.spec import Options, Spec
 
 # keys and values of the heads that run together should stay in the L2 cache: half of an H200's 60 MB, most of an A100's 40 MB
@@ -15,9 +16,6 @@ WAVE_BYTES = 30 * 2**20
 
 # programs that look whether there is something to repair: enough to fill a chip if there is, few enough to start in no time
 REPAIRERS = 256
-
-# every tile of queries divides this
-ROWS_PADDED = 128
 
 
 class KernelSpec(NamedTuple):
@@ -120,8 +118,12 @@ class Call(NamedTuple):
 
     @property
     def option_tensors(self) -> tuple[Tensor, ...]:
-        """bias, alibi, sinks, seed, cu_q, cu_k; q stands in for an absent one, which no kernel reads."""
-        return tuple(self.q if x is None else x for x in self.options)
+        return with_stand_ins(self.options, self.q)
+
+
+def with_stand_ins(options: Options, q: Tensor) -> tuple[Tensor, ...]:
+    """bias, alibi, sinks, seed, cu_q, cu_k; q stands in for an absent one, which no kernel reads."""
+    return tuple([q if x is None else x for x in options])
 
 
 def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Call:
@@ -176,6 +178,118 @@ def constants_of(spec: Spec) -> Constants:
     (block, rest), (block_v, rest_v) = split(spec.dim), split(spec.dim_v)
     held = known._replace(BLOCK_D=block, REST_D=rest, BLOCK_DV=block_v, REST_DV=rest_v)
     return Constants(numbers, known, held)
+
+
+def padded_T(self) -> int:
+        """The rows of a head in the backward's row statistics: whole tiles if dense, so that they need no bounds."""
+        return self.T if self.packed else -(-self.T // ROWS_PADDED) * ROWS_PADDED
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """The shape of lse."""
+        return (self.H, self.T) if self.packed else (self.B, self.H, self.T)
+
+    @property
+    def wave(self) -> int:
+        """How many query heads run together (see `schedule`)."""
+        head = self.S * (self.spec.dim + self.spec.dim_v) * self.k.element_size()
+        return min(max(WAVE_BYTES // max(head, 1), 1) * self.spec.group, self.B * self.H)
+
+    def programs(self, length: int, block: int, heads: int) -> tuple[int, int]:
+        """How many programs cover `length` rows of `heads` heads, and how many tiles a dense head has."""
+        if self.packed:
+            return (length // block + self.B) * heads, 0
+        tiles = -(-length // block)
+        return tiles * heads * self.B, tiles
+
+    @property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """(batch, position, head) of q, k and v, then the bias's four and ALiBi's two."""
+        return strides_of(self.q), strides_of(self.k), strides_of(self.v), self.bias_strides, self.alibi_strides
+
+    @property
+    def bias_strides(self) -> tuple[int, ...]:
+        """(batch, head, row, column), 0 along what is broadcast."""
+        bias = self.options.bias
+        if bias is None:
+            return (0, 0, 0, 0)
+        strides = tuple(0 if n == 1 else s for n, s in zip(bias.shape, bias.stride(), strict=True))
+        return (0, *strides) if self.packed else strides
+
+    @property
+    def alibi_strides(self) -> tuple[int, int]:
+        alibi = self.options.alibi
+        if alibi is None:
+            return (0, 0)
+        return (0, alibi.stride(0)) if alibi.ndim == 1 else (alibi.stride(0), alibi.stride(1))
+
+    @property
+    def option_tensors(self) -> tuple[Tensor, ...]:
+        return with_stand_ins(self.options, self.q)
+
+
+def with_stand_ins(options: Options, q: Tensor) -> tuple[Tensor, ...]:
+    """bias, alibi, sinks, seed, cu_q, cu_k; q stands in for an absent one, which no kernel reads."""
+    return tuple([q if x is None else x for x in options])
+
+
+def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Call:
+    """The call; copies a tensor only if its last axis is not contiguous."""
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if options.sinks is not None:
+        options = options._replace(sinks=options.sinks.contiguous())
+    if spec.layout == "packed":
+        B, (T, H), (S, Hk) = options.cu_q.shape[0] - 1, q.shape[:2], k.shape[:2]
+    else:
+        (B, T, H), (S, Hk) = q.shape[:3], k.shape[1:3]
+    constants = constants_of(spec)
+    return Call(q, k, v, options, spec, B, H, Hk, T, S, constants.numbers, {"SPEC": constants.spec})
+
+
+@cache
+def constants_of(spec: Spec) -> Constants:
+    """The numbers and compile-time flags that every kernel takes for this spec."""
+    mask = spec.mask
+    (chunk,) = mask.chunks or (0,)
+    # dropped when 32 random bits, as an unsigned integer, are below it; crosses as a signed one so that its type never varies
+    threshold = min(round(spec.dropout * 2**32), 2**32 - 1)
+    threshold -= 2**32 * (threshold >= 2**31)
+    numbers = (
+        spec.scale, spec.softcap, mask.left or 0, mask.right or 0, mask.prefix or 0, chunk,
+        threshold, 1.0 / (1.0 - spec.dropout),
+    )  # fmt: skip
+    plain = not (spec.softcap or spec.has_bias or spec.has_alibi)
+    known = KernelSpec(
+        GROUP=spec.group,
+        D=spec.dim,
+        DV=spec.dim_v,
+        PACKED=spec.layout == "packed",
+        LEFT=mask.left is not None,
+        RIGHT=mask.right is not None,
+        PREFIX=mask.prefix is not None,
+        CHUNK=bool(chunk),
+        FOLD=plain and spec.scale > 0 and spec.dtype.itemsize == 2,
+        NATURAL=spec.dtype.itemsize == 4,
+        SOFTCAP=spec.softcap > 0,
+        BIAS=spec.has_bias,
+        ALIBI=spec.has_alibi,
+        DROPOUT=spec.dropout > 0,
+        SINKS=spec.has_sinks,
+        FP16=spec.dtype == torch.float16,
+        # fp32 means fp32: three tf32 products on the tensor cores miss the tolerance on long sums
+        PRECISION="ieee" if spec.dtype.itemsize == 4 else "tf32",
+        BLOCK_D=padded(spec.dim),
+        BLOCK_DV=padded(spec.dim_v),
+    )
+    (block, rest), (block_v, rest_v) = split(spec.dim), split(spec.dim_v)
+    held = known._replace(BLOCK_D=block, REST_D=rest, BLOCK_DV=block_v, REST_DV=rest_v)
+    return Constants(numbers, known, held)
+
+
+def is_half(spec: Spec) -> bool:
+    """Whether the gradients of the scores have fp16's narrow range."""
+    return spec.dtype == torch.float16
 
 
 def padded(dim: int) -> int:

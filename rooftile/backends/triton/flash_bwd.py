@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
-from rooftile.backends.triton.call import Call, call_of, strides_of
+from rooftile.backends.triton.call import Call, call_of, strides_of, with_stand_ins
 from rooftile.backends.triton.tiles import backward_bias_tile, backward_kv_walks, backward_q_tile
-from rooftile.launch import BoundedCache
+from rooftile.launch import empties
 from rooftile.reference.gradients import sinks_gradient
 from rooftile.spec import Grads, Options, Spec
+
+Backward = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Grads]
 
 
 def backward(
@@ -30,47 +34,76 @@ def backward(
     # a gradient may come in expanded, and an output in the layout of another operator
     o, do = (x if x.stride(-1) == 1 else x.contiguous() for x in (o, do))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    strides = strides_of(do)
-    delta, stats = row_stats.launch(call, o, lse, do, dlse, strides)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    _fill(stats, call, do, stats, dq, dk, dv, repair=False)
-    dbias = flash_bwd_bias.launch(call, backward_bias_tile(spec), do, strides, stats) if spec.bias_grad else None
-    dsinks = None if options.sinks is None else sinks_gradient(options.sinks, lse, delta)
-    return Grads(dq, dk, dv, dbias, dsinks)
+    return _plan(call, do, dlse, o)(do, dlse, call.q, call.k, call.v, o, lse, call.options)
 
 
-def repair(
-    lost: Tensor, grads: Grads, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, options: Options, spec: Spec
-) -> None:
-    """Computes dq, dk and dv once more if `lost`, one int32, is not zero when the kernels run.
+def prepare(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options, spec: Spec
+) -> Backward | None:
+    """The backward of tensors like these with all but the outputs and the launches done; None if one of them must be copied."""
+    if do is None or spec.bias_grad or not q.stride(-1) == k.stride(-1) == v.stride(-1) == o.stride(-1) == do.stride(-1) == 1:
+        return None
+    if not all(x is None or x.is_contiguous() for x in (lse, dlse, options.sinks)):
+        return None
+    return _plan(call_of(q, k, v, options, spec), do, dlse, o)
 
-    For backends whose gradients lost what a mask should hide: the kernels here set non-finite rows aside where they must.
-    `stats` are the words of `row_stats`, and `do` has a contiguous last axis.
+
+def _plan(call: Call, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
+    """The backward of tensors like the call's; unless the bias has a gradient it holds no tensor."""
+    do_strides = strides_of(do)
+    stats_of = row_stats.plan(call, strides_of(o), do_strides, has_dlse=dlse is not None)
+    fill = _fill(call, do_strides, repair=False)
+    new_dq, new_dk, new_dv = (empties(tuple(x.shape), x.dtype, x.device) for x in (call.q, call.k, call.v))
+    with_bias = call if call.spec.bias_grad else None
+
+    def run(
+        do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options
+    ) -> Grads:
+        delta, words = stats_of(o, do, lse, dlse)
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        # no NaN flag is read here
+        fill(words, q, k, v, do, words, dq, dk, dv, options)
+        dbias = None
+        if with_bias is not None:
+            dbias = flash_bwd_bias.launch(with_bias, backward_bias_tile(with_bias.spec), do, do_strides, words)
+        dsinks = None if options.sinks is None else sinks_gradient(options.sinks, lse, delta)
+        return Grads(dq, dk, dv, dbias, dsinks)
+
+    return run
+
+
+def repair(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Spec) -> Callable[..., None]:
+    """The launches that compute dq, dk and dv once more, where another backend's kernels may have met a NaN.
+
+    A weight of zero does not hide a NaN in the other factor of a matrix product. So a backend whose products lose what a mask should
+    hide notes in a word of memory that it met a NaN, and launches these after its own kernels. Triton's kernels set non-finite rows
+    aside wherever they must.
+
+    q, k, v, do and the options are like those of all calls in shapes, strides, dtypes and device, and the last axis of each is
+    contiguous. What is returned holds none of them. It takes
+
+        nan_flag   int32 (1,): the kernels read it when they run, and leave dq, dk and dv alone if it is zero
+        q, k, v, do
+        words      int64, dense (B, H, padded T) or packed (H, total_q): lse and delta of each row, as `device.row_stats` has them
+        dq, dk, dv contiguous, in the shapes of q, k and v: overwritten if the flag is set
+        options
     """
-    _fill(lost, call_of(q, k, v, options, spec), do, stats, grads.dq, grads.dk, grads.dv, repair=True)
+    return _fill(call_of(q, k, v, options, spec), strides_of(do), repair=True)
 
 
-_FILLS = BoundedCache()
+def _fill(call: Call, do_strides: tuple[int, ...], *, repair: bool) -> Callable[..., None]:
+    """The launches that fill dk and dv, then dq."""
+    of_keys = flash_bwd_kv.plan(call, backward_kv_walks(call.spec), do_strides, repair=repair)
+    of_queries = flash_bwd_q.plan(call, backward_q_tile(call.spec), do_strides, repair=repair)
 
+    def fill(
+        nan_flag: Tensor, q: Tensor, k: Tensor, v: Tensor, do: Tensor, words: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+        options: Options,
+    ) -> None:  # fmt: skip
+        others = with_stand_ins(options, q)
+        for launch in of_keys:
+            launch(nan_flag, q, k, v, do, words, dk, dv, *others)
+        for launch in of_queries:
+            launch(nan_flag, q, k, v, do, words, dq, *others)
 
-def _fill(
-    lost: Tensor, call: Call, do: Tensor, stats: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *, repair: bool
-) -> None:
-    """Fills dk and dv, then dq, by kernels that are looked up once for tensors like these."""
-    q, k, v = call.q, call.k, call.v
-    options, strides = call.option_tensors, strides_of(do)
-    key = (
-        call.spec, repair, q.device, q.shape, k.shape, call.B, call.strides, strides, tuple([x.dtype for x in options]),
-        tuple([x.data_ptr() % 16 for x in (lost, q, k, v, do, stats, dq, dk, dv, *options)]),
-    )  # fmt: skip
-    ready = _FILLS.get(key)
-    if ready is None:
-        ready = (
-            flash_bwd_kv.launchers(call, backward_kv_walks(call.spec), strides, repair=repair),
-            flash_bwd_q.launchers(call, backward_q_tile(call.spec), strides, repair=repair),
-        )
-        _FILLS[key] = ready
-    for fill in ready[0]:
-        fill(lost, q, k, v, do, stats, dk, dv, *options)
-    for fill in ready[1]:
-        fill(lost, q, k, v, do, stats, dq, *options)
+    return fill

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.backends.device.row_stats import unpack_lse_delta
 from rooftile.backends.device.visibility import Mask, visible
 from rooftile.backends.triton.call import Call, constants_of
-from rooftile.backends.triton.row_stats import unpair
 from rooftile.backends.triton.schedule import packed_tile
 from rooftile.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponential, scaled_tanh
 from rooftile.backends.triton.tiles import Tile
@@ -101,7 +101,7 @@ def _backward_bias(
         k = tl.load(k_tile, mask=there & (d < SPEC.D)[None, :], other=0.0)
         v = tl.load(v_tile, mask=there & (dv < SPEC.DV)[None, :], other=0.0)
         do = tl.load(do_tile, mask=here & (dv < SPEC.DV)[None, :], other=0.0)
-        lse, delta = unpair(tl.load(stats_h + t, mask=t < length, other=0))
+        lse, delta = unpack_lse_delta(tl.load(stats_h + t, mask=t < length, other=0))
         slope = 0.0
         if SPEC.ALIBI:
             slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)

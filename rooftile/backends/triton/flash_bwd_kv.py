@@ -23,13 +23,15 @@ Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import triton
 import triton.language as tl
 
+from rooftile.backends.device.row_stats import unpack_lse_delta
 from rooftile.backends.device.visibility import Mask, first_position, last_position, visible
-from rooftile.backends.triton.call import REPAIRERS, Call
-from rooftile.backends.triton.row_stats import unpair
+from rooftile.backends.triton.call import REPAIRERS, Call, constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import (
     LOG2E,
@@ -42,6 +44,7 @@ from rooftile.backends.triton.scores import (
 )
 from rooftile.backends.triton.tiles import Walk
 from rooftile.launch import Kernel
+from rooftile.spec import Spec
 
 # queries a step of the second walk: small, since it is rare and must not cost the first one registers
 NAN_SAFE_T = tl.constexpr(16)
@@ -80,7 +83,7 @@ def _walk(
         else:
             q = tl.load(q_tile)
         # dense rows past the end weigh nothing; packed ones are another sequence's
-        lse, delta = unpair(tl.load(stats_ptr + t, mask=there, other=0) if SPEC.PACKED else tl.load(stats_ptr + t))
+        lse, delta = unpack_lse_delta(tl.load(stats_ptr + t, mask=there, other=0) if SPEC.PACKED else tl.load(stats_ptr + t))
         if NAN_SAFE:
             q = zero_non_finite(q)
         x = tl.dot(k, tl.trans(q), input_precision=SPEC.PRECISION)  # (BLOCK_S, BLOCK_T)
@@ -305,15 +308,15 @@ def _backward_kv(
         )  # fmt: skip
 
 
-_start_backward = Kernel(_backward_kv)
+_kernel = Kernel(_backward_kv)
 
 
-def launchers(
+def plan(
     call: Call, walks: tuple[Walk, ...], do_strides: tuple[int, ...], *, repair: bool
 ) -> list[Callable[..., None]]:
-    """What fills dk and dv, given lost, q, k, v, do, stats, dk, dv and the options.
+    """The launches that fill dk and dv, given the NaN flag, q, k, v, do, the words of rows, dk, dv and the options.
 
-    repair: only where `lost`, one int32, is not zero when the kernels run; else it may be any tensor.
+    repair: they do so only if the flag, one int32, is not zero when the kernels run; else it may be any tensor.
     """
     found = []
     for walk in walks:
@@ -322,8 +325,12 @@ def launchers(
             *call.strides, do_strides, programs, call.B, call.H, call.T, call.S, call.padded_T, tiles,
             call.wave // call.spec.group, *call.numbers,
         )  # fmt: skip
-        constants = call.constants | {"WALK": walk, "REPAIR": repair, "num_warps": walk.tile.num_warps}
         if programs:
-            grid = min(programs, REPAIRERS) if repair else programs
-            found.append(_start_backward.bound((grid, 1, 1), numbers, constants))
+            grid = (min(programs, REPAIRERS) if repair else programs, 1, 1)
+            found.append(_kernel.bound(grid, numbers, _constants(call.spec, walk, repair)))
     return found
+
+
+@cache
+def _constants(spec: Spec, walk: Walk, repair: bool) -> dict[str, Any]:
+    return {"SPEC": constants_of(spec).spec, "WALK": walk, "REPAIR": repair, "num_warps": walk.tile.num_warps}

@@ -15,17 +15,20 @@ Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import triton
 import triton.language as tl
 
+from rooftile.backends.device.row_stats import unpack_lse_delta
 from rooftile.backends.device.visibility import Mask, first_key, last_key, visible
-from rooftile.backends.triton.call import REPAIRERS, Call
-from rooftile.backends.triton.row_stats import unpair
+from rooftile.backends.triton.call import REPAIRERS, Call, constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponential, scaled_tanh, zero_non_finite
 from rooftile.backends.triton.tiles import Tile
 from rooftile.launch import Kernel
+from rooftile.spec import Spec
 
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
 NAN_SAFE_S = tl.constexpr(16)
@@ -154,7 +157,7 @@ def _tile(
     do_tile = do_ptr + t.to(tl.int64)[:, None] * do_stride_t + dv[None, :]
     q = tl.load(q_tile, mask=there[:, None] & (d < SPEC.D)[None, :], other=0.0)
     do = tl.load(do_tile, mask=there[:, None] & (dv < SPEC.DV)[None, :], other=0.0)
-    lse, delta = unpair(tl.load(stats_ptr + t, mask=there, other=0) if SPEC.PACKED else tl.load(stats_ptr + t))
+    lse, delta = unpack_lse_delta(tl.load(stats_ptr + t, mask=there, other=0) if SPEC.PACKED else tl.load(stats_ptr + t))
 
     # the keys that some row sees, [start, stop), and within them those that every row sees
     offset = S - T
@@ -231,13 +234,13 @@ def _backward_q(
         )  # fmt: skip
 
 
-_start_backward = Kernel(_backward_q)
+_kernel = Kernel(_backward_q)
 
 
-def launchers(call: Call, tile: Tile, do_strides: tuple[int, ...], *, repair: bool) -> list[Callable[..., None]]:
-    """What fills dq, given lost, q, k, v, do, stats, dq and the options.
+def plan(call: Call, tile: Tile, do_strides: tuple[int, ...], *, repair: bool) -> list[Callable[..., None]]:
+    """The launch that fills dq, if there is anything to fill, given the NaN flag, q, k, v, do, the words of rows, dq and the options.
 
-    repair: only where `lost`, one int32, is not zero when the kernel runs; else it may be any tensor.
+    repair: it does so only if the flag, one int32, is not zero when the kernel runs; else it may be any tensor.
     """
     programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
     if not programs:
@@ -245,6 +248,10 @@ def launchers(call: Call, tile: Tile, do_strides: tuple[int, ...], *, repair: bo
     numbers = (
         *call.strides, do_strides, programs, call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave, *call.numbers,
     )  # fmt: skip
-    constants = call.constants | {"REPAIR": repair} | tile.constants
     grid = (min(programs, REPAIRERS) if repair else programs, 1, 1)
-    return [_start_backward.bound(grid, numbers, constants)]
+    return [_kernel.bound(grid, numbers, _constants(call.spec, tile, repair))]
+
+
+@cache
+def _constants(spec: Spec, tile: Tile, repair: bool) -> dict[str, Any]:
+    return {"SPEC": constants_of(spec).spec, "REPAIR": repair} | tile.constants

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.backends.device.visibility import Mask, first_key, last_key, visible
-from rooftile.backends.triton.call import Call, call_of, constants_of
+from rooftile.backends.triton.call import Call, call_of, constants_of, with_stand_ins
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import (
     LN2,
@@ -284,6 +284,9 @@ def _forward(
 _start_forward = Kernel(_forward)
 
 
+Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """The forward of a call, in the tile for its spec."""
     return launch(call_of(q, k, v, options, spec), forward_tile(spec))
@@ -291,32 +294,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tu
 
 def launch(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:
     """Returns o (B, T, H, Dv) and lse (B, H, T), or packed (total_q, H, Dv) and (H, total_q)."""
-    q, v = call.q, call.v
-    o = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = torch.empty(call.rows_shape, dtype=torch.float32, device=q.device)
-    programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
-    if programs:
-        arguments = (
-            q, call.k, v, o, lse, *call.option_tensors, *call.strides,
-            call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers,
-        )  # fmt: skip
-        _start_forward((programs, 1, 1), arguments, _constants(call.spec, tile))
-    return o, lse
+    return plan(call, tile)(call.q, call.k, call.v, call.options)
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, spec: Spec) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The forward for tensors like these and no options, with all but the outputs and the launch done beforehand."""
-    call, tile = call_of(q, k, v, Options(), spec), forward_tile(spec)
+def plan(call: Call, tile: Tile) -> Forward:
+    """The forward of tensors like the call's, with all but the outputs and the launch done; it holds no tensor."""
     programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
-    new_o = empties((*q.shape[:-1], v.shape[-1]), q.dtype, q.device)
-    new_lse = empties(call.rows_shape, torch.float32, q.device)
+    new_o = empties((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype, call.q.device)
+    new_lse = empties(call.rows_shape, torch.float32, call.q.device)
     numbers = (*call.strides, call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers)
-    launch = _start_forward.bound((programs, 1, 1), numbers, _constants(spec, tile)) if programs else None
+    launch = _start_forward.bound((programs, 1, 1), numbers, _constants(call.spec, tile)) if programs else None
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         o, lse = new_o(), new_lse()
         if launch is not None:
-            launch(q, k, v, o, lse, q, q, q, q, q, q)
+            launch(q, k, v, o, lse, *with_stand_ins(options, q))
         return o, lse
 
     return run

@@ -1,14 +1,10 @@
-"""What the backward needs of each row, in one 64-bit word: its lse in the unit of the scores (see `scores`), and
+"""Computes the word of each row that the walks of the backward read (see `device.row_stats`).
 
-    D_i = sum_c dO_ic O_ic - dL_i             dL is the gradient that comes in through lse: dS = P (dP - D) then carries it
-
-The walks read a word of every row of a tile in each of their threads. One load of two words for what would be four loads is
+The walks read a word of every row of a tile in each of their threads. One load of two numbers for what would be four loads is
 what lets the walk over queries keep up with its matrix products (tried on an H200 in 2026-11).
-
-A row that sees nothing gets lse = +inf: exp(x - inf) is 0, so it weighs nothing. Dense heads are padded to whole tiles with
-such rows, which spares the walks their bounds.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,29 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.backends.triton.call import Call, constants_of, strides_of
+from rooftile.backends.device.row_stats import pack_lse_delta
+from rooftile.backends.triton.call import Call, constants_of
 from rooftile.backends.triton.scores import LOG2E
-from rooftile.launch import Kernel
+from rooftile.launch import Kernel, empties
 from rooftile.spec import Spec
 
 # of a program
 ROWS = 32
-
-
-@triton.jit
-def pair(lse, delta):
-    """Two fp32 numbers as one word."""
-    low = delta.to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = lse.to(tl.uint32, bitcast=True).to(tl.uint64)
-    return ((high << 32) | low).to(tl.int64, bitcast=True)
-
-
-@triton.jit
-def unpair(word):
-    """lse and delta."""
-    word = word.to(tl.uint64, bitcast=True)
-    lse = (word >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
-    return lse, word.to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 # fmt: off
@@ -73,33 +54,36 @@ def _row_stats(
     tl.store(delta_ptr + row, delta, mask=there)
     lse = tl.load(lse_ptr + row, mask=there, other=float("inf")) * UNIT
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    tl.store(stats_ptr + (b.to(tl.int64) * H + h) * padded_T + t, pair(lse, delta), mask=t < padded_T)
+    tl.store(stats_ptr + (b.to(tl.int64) * H + h) * padded_T + t, pack_lse_delta(lse, delta), mask=t < padded_T)
 
 
-_start_row_stats = Kernel(_row_stats)
+_kernel = Kernel(_row_stats)
 
 
-def launch(
-    call: Call, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None, do_strides: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """Returns delta, fp32 in the shape of lse, and the words, int64 (B, H, padded T) or packed (H, total_q)."""
-    delta = torch.empty(call.rows_shape, dtype=torch.float32, device=o.device)
-    padded_T = call.padded_T
-    stats = torch.empty((*call.rows_shape[:-1], padded_T), dtype=torch.int64, device=o.device)
-    sequences = 1 if call.packed else call.B
-    if stats.numel():
-        arguments = (
-            o, o if do is None else do, lse, delta if dlse is None else dlse, delta, stats, *strides_of(o), *do_strides,
-            call.H, call.T, padded_T,
-        )  # fmt: skip
-        _start_row_stats((-(-padded_T // ROWS), call.H, sequences), arguments, _constants(call.spec, do is not None, dlse is not None))
-    return delta, stats
+def plan(
+    call: Call, o_strides: tuple[int, ...], do_strides: tuple[int, ...], *, has_dlse: bool
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+    """Computes delta, fp32 in the shape of lse, and the words (see `device.row_stats`) of o, do, lse and dlse; it holds no tensor."""
+    padded_T, device = call.padded_T, call.q.device
+    new_delta = empties(call.rows_shape, torch.float32, device)
+    new_words = empties((*call.rows_shape[:-1], padded_T), torch.int64, device)
+    grid = (-(-padded_T // ROWS), call.H, 1 if call.packed else call.B)
+    numbers = (*o_strides, *do_strides, call.H, call.T, padded_T)
+    launch = _kernel.bound(grid, numbers, _constants(call.spec, has_dlse)) if 0 not in grid else None
+
+    def run(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+        delta, words = new_delta(), new_words()
+        if launch is not None:
+            launch(o, do, lse, delta if dlse is None else dlse, delta, words)
+        return delta, words
+
+    return run
 
 
 @cache
-def _constants(spec: Spec, do: bool, dlse: bool) -> dict[str, Any]:
+def _constants(spec: Spec, has_dlse: bool) -> dict[str, Any]:
     known = constants_of(spec).spec
     unit = 1.0 if known.NATURAL else LOG2E.value
     return {
-        "DV": spec.dim_v, "BLOCK_DV": known.BLOCK_DV, "BLOCK_ROWS": ROWS, "DO": do, "DLSE": dlse, "UNIT": unit, "num_warps": 4,
+        "DV": spec.dim_v, "BLOCK_DV": known.BLOCK_DV, "BLOCK_ROWS": ROWS, "DO": True, "DLSE": has_dlse, "UNIT": unit, "num_warps": 4,
     }  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rooftile.backends.device.split_kv import BATCH, MergeSpec, start_merge
 from rooftile.backends.hopper.decode import bf16, fp8
-from rooftile.backends.hopper.flash_fwd.run import flags_of, numbers_of, processors
+from rooftile.backends.hopper.plan import flags_of, numbers_of, processors
 from rooftile.backends.hopper.tma import box_of_pages, of_pages, steps_of_pages
 from rooftile.kvcache import PagedKV
 from rooftile.launch import Kernel

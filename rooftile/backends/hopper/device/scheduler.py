@@ -10,6 +10,7 @@ sum and no word from the host; a slot past a sequence's end is skipped. Which of
 the warp that draws it, from the lengths of all sequences, a lane each.
 """
 
+from rooftile.backends.device.row_stats import ROWS_PADDED
 from rooftile.backends.hopper.device.mask import first_key, first_position, last_key, last_position
 from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier
@@ -18,8 +19,8 @@ from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier
 WORK_TILE_WORDS = gl.constexpr(16)
 # the most packed sequences whose tiles are put in the order of their work: a lane each
 MOST_SORTED = gl.constexpr(32)
-# what the backward pads sequences of queries to: the largest of its blocks
-PADDED = gl.constexpr(128)
+# the backward pads sequences of queries to a multiple of this: the largest of its blocks
+PADDED = gl.constexpr(ROWS_PADDED)
 
 
 @aggregate

@@ -1,11 +1,12 @@
 """The sum of dq in memory while its parts come in: fp32, in units of 64 x 64, each in the order of the threads that hold it.
 
-A unit in that order goes through shared memory without a conflict between banks, four words at a time. `finish` puts rows
+A unit in that order goes through shared memory without a conflict between banks, four words at a time. `finalize` puts rows
 and columns in their places, scales, and rounds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -15,6 +16,7 @@ from rooftile.backends.hopper.device.scheduler import PADDED, packed_tile
 from rooftile.backends.hopper.gluon import TensorDescriptor, gl, gluon
 from rooftile.backends.hopper.tiles import padded
 from rooftile.launch import Kernel
+from rooftile.spec import Sizes, Spec
 
 # queries, and columns, of a unit; then its words as the copy engine sees them
 UNIT = gl.constexpr(64)
@@ -31,8 +33,9 @@ def to_thread_order(x):
     return words.reshape([UNIT_ROWS, UNIT_COLUMNS])
 
 
-def empty(rows: int, D: int, device: torch.device) -> Tensor:
-    return torch.empty((rows * D // UNIT_COLUMNS.value, UNIT_COLUMNS.value), dtype=torch.float32, device=device)
+def shape(rows: int, D: int) -> tuple[int, int]:
+    """The shape of the sum of dq of `rows` rows of D columns, fp32."""
+    return rows * D // UNIT_COLUMNS.value, UNIT_COLUMNS.value
 
 
 def descriptor(work: Tensor) -> TensorDescriptor:
@@ -41,7 +44,7 @@ def descriptor(work: Tensor) -> TensorDescriptor:
 
 # fmt: off
 @gluon.jit(do_not_specialize=["B", "H", "T", "padded_T"], do_not_specialize_on_alignment=["cu_ptr"])
-def finish_dq(
+def finalize_dq(
     dq_sum_ptr, dq_ptr, nan_flag_ptr, cu_ptr, B, H, T, padded_T, scale,
     D: gl.constexpr, DIM: gl.constexpr, PACKED: gl.constexpr, CHECK_NAN: gl.constexpr,
 ):
@@ -71,18 +74,18 @@ def finish_dq(
     gl.store(dq_ptr + gl.expand_dims(line, 1) + gl.expand_dims(column, 0), x, mask=mask)
 
 
-_start_finish = Kernel(finish_dq)
+_kernel = Kernel(finalize_dq)
 
 
-def finish(work: Tensor, dq: Tensor, lost: Tensor | None, cu_q: Tensor | None, padded_T: int, scale: float) -> None:
-    """dq from its sum; notes a NaN in `lost`."""
-    T, H, dim = dq.shape[-3:]
-    B = dq.shape[0] if cu_q is None else cu_q.shape[0] - 1
-    grid = (padded_T // UNIT.value * (padded(dim) // UNIT.value), H, B if cu_q is None else 1)
-    tensors = (work, dq, dq if lost is None else lost, dq if cu_q is None else cu_q)
-    _start_finish(grid, (*tensors, B, H, T, padded_T, scale), _constants(dim, cu_q is not None, lost is not None))
+def finalize(spec: Spec, sizes: Sizes, padded_T: int, *, check_nan: bool) -> Callable[..., None]:
+    """The launch that makes dq of its sum, given the sum, dq, the NaN flag and cu_q; sets the flag where it meets a NaN."""
+    D, packed = padded(spec.dim), spec.layout == "packed"
+    grid = (padded_T // UNIT.value * (D // UNIT.value), sizes.H, 1 if packed else sizes.B)
+    # gradients of the scores are scaled already where they are rounded to fp16
+    scale = 1.0 if spec.dtype == torch.float16 else spec.scale
+    return _kernel.bound(grid, (sizes.B, sizes.H, sizes.T, padded_T, scale), _constants(spec.dim, packed, check_nan))
 
 
 @cache
-def _constants(dim: int, packed: bool, care: bool) -> dict[str, int]:
-    return {"D": padded(dim), "DIM": dim, "PACKED": packed, "CHECK_NAN": care, "num_warps": 4}
+def _constants(dim: int, packed: bool, check_nan: bool) -> dict[str, int]:
+    return {"D": padded(dim), "DIM": dim, "PACKED": packed, "CHECK_NAN": check_nan, "num_warps": 4}

@@ -105,7 +105,7 @@ def make_work_tile_of_keys(
     blocks of queries.
 
     The tiles with the most work are the first keys, which all queries see under a causal mask. Heads come from the last down:
-    what `row_words` read and wrote last is still in the L2 cache, and what comes last here is what the kernel for dq begins with.
+    what `row_stats` read and wrote last is still in the L2 cache, and what comes last here is what the kernel for dq begins with.
     """
     zero = n * 0
     if PACKED:
@@ -159,7 +159,7 @@ def advance_block(h, block, work: WorkTile, config: BackwardConfig):
 def find_unmasked_queries(work: WorkTile, s, KEYS: gl.constexpr, mask: Mask):
     """The first and the last query between which every query sees each of KEYS keys from s on.
 
-    Queries past the end weigh nothing (see `row_words`), so none of this asks for them.
+    Queries past the end weigh nothing (see `row_stats`), so none of this asks for them.
     """
     offset = work.S - work.T
     low = mask.first_position(s + (KEYS - 1)) - offset

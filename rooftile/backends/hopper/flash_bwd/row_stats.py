@@ -7,45 +7,39 @@ A row that sees nothing gets lse = +inf: exp(x - inf) is 0, so it weighs nothing
 added up in memory, the zeros that its sum begins with.
 """
 
+import math
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rooftile.backends.device.row_stats import pack
 from rooftile.backends.hopper.device.config import LOG2E
 from rooftile.backends.hopper.device.scheduler import PADDED, packed_tile
 from rooftile.backends.hopper.flash_bwd import dq_accumulator
 from rooftile.backends.hopper.gluon import gl, gluon
+from rooftile.backends.hopper.plan import rows_shape
 from rooftile.backends.hopper.tiles import padded
-from rooftile.launch import Kernel
+from rooftile.launch import Kernel, empties
+from rooftile.spec import Sizes, Spec
 
 ROWS = gl.constexpr(32)
 
 
-class Words(NamedTuple):
-    """A word a row, of (B, H, padded T) or packed (H, padded total) rows."""
+class RowStats(NamedTuple):
+    """The numbers of (B, H, padded T) or packed (H, padded total) rows, and what is kept beside them."""
 
     lse: Tensor
     delta: Tensor
-    # delta in the shape of lse, for the gradient of sinks; both words in one, for a repair, and an int32 that asks for it
-    rows: Tensor | None
-    stats: Tensor | None
-    lost: Tensor | None
-    # zeros to add dq to (see `work`)
-    sum_of_dq: Tensor | None
-
-    @property
-    def padded_T(self) -> int:
-        return self.lse.shape[-1]
+    rows: Tensor | None  # delta in the shape of lse, for the gradient of sinks
+    words: Tensor  # both in one word (see `device.row_stats`), for a repair; unless NaN is checked, any tensor
+    nan_flag: Tensor  # one int32, 0: the kernels set it where they meet a NaN; unless NaN is checked, any tensor
+    dq_sum: Tensor | None  # zeros to add dq to (see `dq_accumulator`)
 
 
-@gluon.jit
-def _word(lse, delta):
-    """Both words in one of 64 bits, lse above."""
-    low = delta.to(gl.uint32, bitcast=True).to(gl.uint64)
-    high = lse.to(gl.uint32, bitcast=True).to(gl.uint64)
-    return ((high << 32) | low).to(gl.int64, bitcast=True)
+_pack_lse_delta = gluon.jit(pack)
 
 
 # fmt: off
@@ -55,7 +49,7 @@ def _word(lse, delta):
     ],
     do_not_specialize_on_alignment=["lse_ptr", "dlse_ptr", "cu_ptr"],
 )
-def row_words_of(
+def compute_row_stats(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, words_ptr, delta_ptr, rows_ptr, stats_ptr, nan_flag_ptr, sum_ptr, cu_ptr,
     o_unit_b, o_unit_t, o_unit_h,                       # strides, in units of 8 elements
     do_unit_b, do_unit_t, do_unit_h,
@@ -99,9 +93,9 @@ def row_words_of(
         gl.store(rows_ptr + row, delta, mask=there)
     if CHECK_NAN:
         if PACKED:
-            gl.store(stats_ptr + row, _word(lse, delta), mask=there)
+            gl.store(stats_ptr + row, _pack_lse_delta(lse, delta), mask=there)
         else:
-            gl.store(stats_ptr + word, _word(lse, delta))
+            gl.store(stats_ptr + word, _pack_lse_delta(lse, delta))
         gl.store(nan_flag_ptr, 0, mask=(first == 0) & (h == 0) & (gl.program_id(2) == 0))
     if SUM:
         flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
@@ -110,41 +104,51 @@ def row_words_of(
             gl.store(sum_ptr + start + i * 512 + gl.arange(0, 512, flat), gl.zeros([512], gl.float32, flat))
 
 
-_start_row_words = Kernel(row_words_of)
+_kernel = Kernel(compute_row_stats)
 
 
-def row_words(
-    o: Tensor, do: Tensor | None, lse: Tensor, dlse: Tensor | None, cu_q: Tensor | None, *,
-    care: bool, sinks: bool, columns: int,
-) -> Words:  # fmt: skip
-    """The words of all rows; with `care` what a repair needs too, with `sinks` what their gradient needs, with `columns` zeros of
-    so many for each row."""
-    H, T = lse.shape[-2:]
-    if cu_q is None:
-        B, padded_T = lse.shape[0], -(-T // PADDED.value) * PADDED.value
-    else:
-        B, padded_T = cu_q.shape[0] - 1, (T // PADDED.value + cu_q.shape[0] - 1) * PADDED.value
+def padded_length(sizes: Sizes, spec: Spec) -> int:
+    """Rows of a head in the statistics: each sequence padded to a multiple of 128; packed, as many as all may need."""
+    if spec.layout == "packed":
+        return (sizes.T // PADDED.value + sizes.B) * PADDED.value
+    return -(-sizes.T // PADDED.value) * PADDED.value
 
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=lse.device)
 
-    outer = lse.shape[:-1]
-    words, delta = new(*outer, padded_T), new(*outer, padded_T)
-    rows = new(*lse.shape) if sinks else None
-    stats = new(*outer, padded_T if cu_q is None else T, dtype=torch.int64) if care else None
-    lost = new(1, dtype=torch.int32) if care else None
-    sum_of_dq = dq_accumulator.empty(words.numel(), columns, lse.device) if columns else None
-    grid = (padded_T // ROWS.value, H, B if cu_q is None else 1)
-    tensors = (o, *(lse if x is None else x for x in (do, lse, dlse, words, delta, rows, stats, lost, sum_of_dq, cu_q)))
-    numbers = (*_units(o), *_units(o if do is None else do), B, H, T, padded_T)
-    constants = _constants(o.shape[-1], do is not None, dlse is not None, sinks, care, cu_q is not None, columns)
-    _start_row_words(grid, (*tensors, *numbers), constants)
-    return Words(words, delta, rows, stats, lost, sum_of_dq)
+def plan(
+    o: Tensor, do: Tensor | None, dlse: Tensor | None, sizes: Sizes, spec: Spec, *, check_nan: bool, columns: int
+) -> Callable[..., RowStats]:
+    """Computes the statistics of o, do, lse, dlse and cu_q like these; with `columns`, zeros of so many for each row beside them.
+
+    What it returns holds no tensor. It is called with all five: a do or dlse that is None here is read by nobody then.
+    """
+    packed, padded_T, device = spec.layout == "packed", padded_length(sizes, spec), o.device
+    outer = (sizes.H,) if packed else (sizes.B, sizes.H)
+    new_row = empties((*outer, padded_T), torch.float32, device)
+    new_rows = empties(rows_shape(sizes, spec), torch.float32, device) if spec.has_sinks else None
+    new_words = empties((*outer, sizes.T if packed else padded_T), torch.int64, device) if check_nan else None
+    new_flag = empties((1,), torch.int32, device) if check_nan else None
+    new_sum = empties(dq_accumulator.shape(math.prod(outer) * padded_T, columns), torch.float32, device) if columns else None
+    grid = (padded_T // ROWS.value, sizes.H, 1 if packed else sizes.B)
+    numbers = (*_units(o), *_units(o if do is None else do), sizes.B, sizes.H, sizes.T, padded_T)
+    constants = _constants(spec.dim_v, do is not None, dlse is not None, spec.has_sinks, check_nan, packed, columns)
+    launch = _kernel.bound(grid, numbers, constants)
+
+    def run(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor, cu_q: Tensor) -> RowStats:
+        lse_rows, delta = new_row(), new_row()
+        rows = None if new_rows is None else new_rows()
+        words, flag = (lse_rows, lse_rows) if new_words is None or new_flag is None else (new_words(), new_flag())
+        dq_sum = None if new_sum is None else new_sum()
+        launch(
+            o, do, lse, dlse, lse_rows, delta, lse if rows is None else rows, words, flag, lse if dq_sum is None else dq_sum, cu_q
+        )
+        return RowStats(lse_rows, delta, rows, words, flag, dq_sum)
+
+    return run
 
 
 @cache
-def _constants(dim: int, do: bool, dlse: bool, sinks: bool, care: bool, packed: bool, columns: int) -> dict[str, int]:
-    flags = {"D": padded(dim), "DIM": dim, "DO": do, "DLSE": dlse, "SINKS": sinks, "CHECK_NAN": care, "PACKED": packed}
+def _constants(dim: int, do: bool, dlse: bool, sinks: bool, check_nan: bool, packed: bool, columns: int) -> dict[str, int]:
+    flags = {"D": padded(dim), "DIM": dim, "DO": do, "DLSE": dlse, "SINKS": sinks, "CHECK_NAN": check_nan, "PACKED": packed}
     return flags | {"SUM": columns, "num_warps": 4}
 
 

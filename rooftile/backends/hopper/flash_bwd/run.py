@@ -1,46 +1,29 @@
-"""Starts the backward: which kernels a problem needs, their outputs, descriptors and numbers."""
+"""Starts the backward: which kernels a problem needs, their outputs and their launches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile.backends.hopper.counters import counter
-from rooftile.backends.hopper.flash_bwd import dq_accumulator
+from rooftile.backends.hopper.flash_bwd import dq_accumulator, row_stats
 from rooftile.backends.hopper.flash_bwd.dkdv import flash_bwd_kv
 from rooftile.backends.hopper.flash_bwd.dq import flash_bwd_q
 from rooftile.backends.hopper.flash_bwd.fused import flash_bwd
-from rooftile.backends.hopper.flash_bwd.row_stats import Words, row_words
-from rooftile.backends.hopper.flash_fwd.run import flags_of, numbers_of, processors, programs_and_tail, sizes_of
+from rooftile.backends.hopper.flash_bwd.row_stats import RowStats
+from rooftile.backends.hopper.plan import flags_of, numbers_of, processors, schedule, sizes_of
 from rooftile.backends.hopper.tiles import WARPGROUP, backward_kv_tile, backward_q_tile, backward_tile, padded
-from rooftile.backends.hopper.tma import descriptor, line, readable
-from rooftile.launch import Describe, Kernel
+from rooftile.backends.hopper.tma import descriptor, is_readable, line, readable
+from rooftile.launch import Describe, Kernel, empties
 from rooftile.masks import FULL
 from rooftile.reference.gradients import sinks_gradient
 from rooftile.spec import Grads, Options, Sizes, Spec
 
-
-class _Call(NamedTuple):
-    """What every kernel here takes."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
-    words: Words
-    cu_q: Tensor
-    cu_k: Tensor
-    sizes: Sizes
-    spec: Spec
-
-    @property
-    def lost(self) -> Tensor:
-        """Where a NaN is noted; any tensor if none is."""
-        return self.words.lse if self.words.lost is None else self.words.lost
+Backward = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Grads]
 
 
 def backward(
@@ -53,54 +36,103 @@ def backward(
     lse: Tensor,
     options: Options,
     spec: Spec,
-    repair: Callable[..., None],
+    repair: Callable[..., Callable[..., None]],
 ) -> Grads:
-    """Gradients in the shapes of q, k and v, and of the sinks.
-
-    Head dims above 128, and whoever asks for an order of every sum, get two kernels of seven products in all, and dq is
-    `flash_bwd_q`'s; the others one of five that adds dq up in memory. Where a mask, or another sequence, may hide a NaN that
-    came through all the same, `repair` is told where one would be noted, and computes everything again if it was.
-    """
+    """Gradients in the shapes of q, k and v, and of the sinks."""
     sizes = sizes_of(q, k, options)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if lse.numel() == 0:
         dsinks = None if options.sinks is None else torch.zeros_like(options.sinks)
-        return Grads(dq.zero_(), dk.zero_(), dv.zero_(), None, dsinks)
+        return Grads(*[torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)], None, dsinks)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     q, k, v, o = readable(q), readable(k), readable(v), readable(o)
-    care = spec.mask != FULL or spec.layout == "packed"
+    options = Options(*[None if x is None else x.contiguous() for x in options])
     do = None if do is None else readable(do)
-    columns = padded(spec.dim) if _adds_up(spec) else 0
-    words = row_words(o, do, lse, dlse, options.cu_q, care=care, sinks=spec.has_sinks, columns=columns)
-    dsinks = None if words.rows is None else sinks_gradient(options.sinks, lse, words.rows)
     if sizes.S == 0:
-        return Grads(dq.zero_(), dk, dv, None, dsinks)
-    do = torch.zeros_like(o) if do is None else do
-    cu_q, cu_k = (lse if x is None else x for x in (options.cu_q, options.cu_k))
-    call = _Call(q, k, v, do, words, cu_q, cu_k, sizes, spec)
-    parts = parts_of_group(spec, sizes, q.device)
-    if parts > 1:
-        # a key head's group in parts, each with sums of its own
-        dk_parts, dv_parts = (x.new_empty((*x.shape[:-2], sizes.Hk * parts, x.shape[-1])) for x in (k, v))
-    else:
-        dk_parts, dv_parts = dk, dv
-    if _width(spec) > 128:
-        _keys(dk_parts, dv_parts, parts, call)
-        _queries(dq, call)
-    else:
-        _together(dk_parts, dv_parts, parts, call)
-        if words.sum_of_dq is None:
-            _queries(dq, call)
-        else:
-            scale = 1.0 if spec.dtype == torch.float16 else spec.scale
-            dq_accumulator.finish(words.sum_of_dq, dq, words.lost, options.cu_q, words.padded_T, scale)
-    if parts > 1:
-        for whole, each in ((dk, dk_parts), (dv, dv_parts)):
-            torch.sum(each.unflatten(-2, (sizes.Hk, parts)), -2, out=whole)
-    grads = Grads(dq, dk, dv, None, dsinks)
-    if words.lost is not None:
-        repair(words.lost, grads, do, q, k, v, words.stats, options, spec)
-    return grads
+        stats_of = row_stats.plan(o, do, dlse, sizes, spec, check_nan=False, columns=0)
+        cu_q = lse if options.cu_q is None else options.cu_q
+        stats = stats_of(o, o if do is None else do, lse, lse if dlse is None else dlse, cu_q)
+        return _without_keys(stats, q, k, v, lse, options)
+    ready = _plan(do, dlse, q, k, v, o, options, spec, repair)
+    return ready(torch.zeros_like(o) if do is None else do, dlse, q, k, v, o, lse, options)
+
+
+def prepare(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options, spec: Spec,
+    repair: Callable[..., Callable[..., None]],
+) -> Backward | None:  # fmt: skip
+    """The backward of tensors like these with all but the outputs and the launches done; None if one of them must be copied."""
+    if do is None or not lse.numel() or not k.numel() or not all(is_readable(x) for x in (q, k, v, o, do)):
+        return None
+    if not all(x is None or x.is_contiguous() for x in (lse, dlse, *options)):
+        return None
+    return _plan(do, dlse, q, k, v, o, options, spec, repair)
+
+
+def _plan(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, options: Options, spec: Spec,
+    repair: Callable[..., Callable[..., None]],
+) -> Backward:  # fmt: skip
+    """The backward of tensors like these; without do, for a do of zeros that nobody need multiply. It holds no tensor.
+
+    Where a mask, or another sequence, may hide a NaN that came through all the same, the kernels set a flag if they meet one, and
+    the launches of `repair` compute everything again if it is set.
+    """
+    sizes = sizes_of(q, k, options)
+    check_nan = spec.mask != FULL or spec.layout == "packed"
+    columns = padded(spec.dim) if _accumulates_dq(spec) else 0
+    stats_of = row_stats.plan(o, do, dlse, sizes, spec, check_nan=check_nan, columns=columns)
+    fill = _fill(k, v, sizes, spec)
+    mend = repair(q, k, v, o if do is None else do, options, spec) if check_nan else None
+    new_dq, new_dk, new_dv = (empties(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
+
+    def run(
+        do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options
+    ) -> Grads:
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        _, _, sinks, _, cu_q, cu_k = options
+        # no kernel reads what stands for an absent tensor
+        cu_q, cu_k = lse if cu_q is None else cu_q, lse if cu_k is None else cu_k
+        stats = stats_of(o, do, lse, lse if dlse is None else dlse, cu_q)
+        dsinks = None if sinks is None else sinks_gradient(sinks, lse, stats.rows)
+        fill(q, k, v, do, stats, dq, dk, dv, cu_q, cu_k)
+        if mend is not None:
+            mend(stats.nan_flag, q, k, v, do, stats.words, dq, dk, dv, options)
+        return Grads(dq, dk, dv, None, dsinks)
+
+    return run
+
+
+def _without_keys(stats: RowStats, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: Options) -> Grads:
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return Grads(dq, dk, dv, None, None if options.sinks is None else sinks_gradient(options.sinks, lse, stats.rows))
+
+
+def _fill(k: Tensor, v: Tensor, sizes: Sizes, spec: Spec) -> Callable[..., None]:
+    """The launches that fill dq, dk and dv.
+
+    Head dims above 128, and whoever asks for an order of every sum, get two kernels of seven products in all, of which
+    `flash_bwd_q` sums dq; the others one of five that adds dq up in memory.
+    """
+    device = k.device
+    parts = parts_of_group(spec, sizes, device)
+    padded_T = row_stats.padded_length(sizes, spec)
+    keys = (_keys if _width(spec) > 128 else _both)(sizes, parts, padded_T, spec, device)
+    queries = _finalize(sizes, padded_T, spec) if _accumulates_dq(spec) else _queries(sizes, padded_T, spec, device)
+    # a key head's group in parts, each with sums of its own
+    new_dk, new_dv = (empties((*x.shape[:-2], sizes.Hk * parts, x.shape[-1]), x.dtype, device) for x in (k, v))
+
+    def fill(
+        q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor,
+        cu_k: Tensor,
+    ) -> None:  # fmt: skip
+        dk_parts, dv_parts = (dk, dv) if parts == 1 else (new_dk(), new_dv())
+        keys(q, k, v, do, stats, dk_parts, dv_parts, cu_q, cu_k)
+        queries(q, k, v, do, stats, dq, cu_q, cu_k)
+        if parts > 1:
+            for whole, each in ((dk, dk_parts), (dv, dv_parts)):
+                torch.sum(each.unflatten(-2, (whole.shape[-2], parts)), -2, out=whole)
+
+    return fill
 
 
 # tiles a program, at least, so that none is left with a long one at the end
@@ -125,68 +157,81 @@ def parts_of_group(spec: Spec, sizes: Sizes, device: torch.device) -> int:
     return parts
 
 
-def _adds_up(spec: Spec) -> bool:
+def _accumulates_dq(spec: Spec) -> bool:
     """Whether dq is added up in memory, in any order."""
     return _width(spec) <= 128 and not spec.deterministic
 
 
-def _together(dk: Tensor, dv: Tensor, parts: int, call: _Call) -> None:
-    """dk and dv, and dq added up if there is a sum."""
-    spec, sizes, words = call.spec, call.sizes, call.words
-    sum_of_dq = words.sum_of_dq
-    tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk * parts, 2 * WARPGROUP, sizes, call.q.device, spec)
-    unit = dq_accumulator.UNIT_ROWS.value, dq_accumulator.UNIT_COLUMNS.value
-    nowhere = words.lse.new_empty(unit) if sum_of_dq is None else sum_of_dq
-    described = (call.q, call.k, call.v, call.do, words.lse, words.delta, nowhere, dk, dv)
-    tensors = (dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device))
-    numbers = (sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec))
-    constants = _constants_of_both(spec, parts, sum_of_dq is not None)
-    _kernel_of_both(spec)((programs, 1, 1), (*described, *tensors, *numbers), constants)
+def _both(sizes: Sizes, parts: int, padded_T: int, spec: Spec, device: torch.device) -> Callable[..., None]:
+    """The launch for dk and dv, and dq added up if there is a sum."""
+    tiles, programs, tail = schedule(sizes.S, sizes.Hk * parts, 2 * WARPGROUP, sizes, device, spec)
+    rows, adds = _rows_of(spec), _accumulates_dq(spec)
+    numbers = (sizes.B, sizes.T, sizes.S, padded_T, tiles, tail, *numbers_of(spec))
+    kernel = _kernel(flash_bwd, (rows, rows, rows, rows, _WORDS, _WORDS, dq_accumulator.descriptor, rows, rows))
+    launch = kernel.bound((programs, 1, 1), numbers, _constants_of_both(spec, parts, adds))
+    new_unit = empties((dq_accumulator.UNIT_ROWS.value, dq_accumulator.UNIT_COLUMNS.value), torch.float32, device)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor
+    ) -> None:
+        dq_sum = stats.dq_sum if adds else new_unit()
+        launch(q, k, v, do, stats.lse, stats.delta, dq_sum, dk, dv, dk, dv, stats.nan_flag, cu_q, cu_k, counter(device))
+
+    return run
 
 
-def _keys(dk: Tensor, dv: Tensor, parts: int, call: _Call) -> None:
-    spec, sizes, words = call.spec, call.sizes, call.words
-    tiles, programs, tail = programs_and_tail(sizes.S, sizes.Hk * parts, WARPGROUP, sizes, call.q.device, spec)
-    described = (call.q, call.k, call.v, call.do, words.lse, words.delta, dk, dv)
-    tensors = (dk, dv, call.lost, call.cu_q, call.cu_k, counter(call.q.device))
-    numbers = (sizes.B, sizes.T, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec))
-    _kernel_of_keys(spec)((programs, 1, 1), (*described, *tensors, *numbers), _constants_of_keys(spec, parts))
+def _finalize(sizes: Sizes, padded_T: int, spec: Spec) -> Callable[..., None]:
+    """The launch that makes dq of its sum."""
+    launch = dq_accumulator.finalize(spec, sizes, padded_T, check_nan=spec.mask != FULL or spec.layout == "packed")
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dq: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+        launch(stats.dq_sum, dq, stats.nan_flag, cu_q)
+
+    return run
 
 
-def _queries(dq: Tensor, call: _Call) -> None:
-    spec, sizes, words = call.spec, call.sizes, call.words
-    tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, 2 * WARPGROUP, sizes, call.q.device, spec)
-    described = (call.q, call.k, call.v, call.do, dq)
-    tensors = (dq, call.lost, words.lse, words.delta, call.cu_q, call.cu_k, counter(call.q.device))
-    numbers = (sizes.B, sizes.S, words.padded_T, tiles, tail, *numbers_of(spec))
-    _kernel_of_queries(spec)((programs, 1, 1), (*described, *tensors, *numbers), _constants_of_queries(spec))
-
-
-@cache
-def _kernel_of_both(spec: Spec) -> Kernel:
+def _keys(sizes: Sizes, parts: int, padded_T: int, spec: Spec, device: torch.device) -> Callable[..., None]:
+    """The launch for dk and dv of wide heads."""
+    tiles, programs, tail = schedule(sizes.S, sizes.Hk * parts, WARPGROUP, sizes, device, spec)
     rows = _rows_of(spec)
-    return Kernel(flash_bwd, (rows, rows, rows, rows, _WORDS, _WORDS, dq_accumulator.descriptor, rows, rows))
+    numbers = (sizes.B, sizes.T, sizes.S, padded_T, tiles, tail, *numbers_of(spec))
+    kernel = _kernel(flash_bwd_kv, (rows, rows, rows, rows, _WORDS, _WORDS, rows, rows))
+    launch = kernel.bound((programs, 1, 1), numbers, _constants_of_keys(spec, parts))
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor
+    ) -> None:
+        launch(q, k, v, do, stats.lse, stats.delta, dk, dv, dk, dv, stats.nan_flag, cu_q, cu_k, counter(device))
+
+    return run
+
+
+def _queries(sizes: Sizes, padded_T: int, spec: Spec, device: torch.device) -> Callable[..., None]:
+    """The launch for dq in a fixed order of the sums."""
+    tiles, programs, tail = schedule(sizes.T, sizes.H, 2 * WARPGROUP, sizes, device, spec)
+    numbers = (sizes.B, sizes.S, padded_T, tiles, tail, *numbers_of(spec))
+    kernel = _kernel(flash_bwd_q, (_rows_of(spec),) * 5)
+    launch = kernel.bound((programs, 1, 1), numbers, _constants_of_queries(spec))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dq: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
+        launch(q, k, v, do, dq, dq, stats.nan_flag, stats.lse, stats.delta, cu_q, cu_k, counter(device))
+
+    return run
 
 
 @cache
-def _constants_of_both(spec: Spec, parts: int, add: bool) -> dict[str, Any]:
-    return _constants(spec, parts) | backward_tile(spec)._asdict() | {"ACCUMULATE_DQ": add, "num_warps": 4}
+def _kernel(function: Any, describe: tuple[Describe, ...]) -> Kernel:
+    return Kernel(function, describe)
 
 
 @cache
-def _kernel_of_keys(spec: Spec) -> Kernel:
-    rows = _rows_of(spec)
-    return Kernel(flash_bwd_kv, (rows, rows, rows, rows, _WORDS, _WORDS, rows, rows))
+def _constants_of_both(spec: Spec, parts: int, adds: bool) -> dict[str, Any]:
+    return _constants(spec, parts) | backward_tile(spec)._asdict() | {"ACCUMULATE_DQ": adds, "num_warps": 4}
 
 
 @cache
 def _constants_of_keys(spec: Spec, parts: int) -> dict[str, Any]:
     return _constants(spec, parts) | backward_kv_tile(spec)._asdict() | {"num_warps": 4}
-
-
-@cache
-def _kernel_of_queries(spec: Spec) -> Kernel:
-    return Kernel(flash_bwd_q, (_rows_of(spec),) * 5)
 
 
 @cache
@@ -203,6 +248,7 @@ def _width(spec: Spec) -> int:
     return padded(max(spec.dim, spec.dim_v))
 
 
+@cache
 def _rows_of(spec: Spec) -> Describe:
     """64 rows of a head, as every kernel here copies them: what they lack in columns comes as zeros, and is not stored."""
     return partial(descriptor, box=(1, WARPGROUP, _width(spec)))

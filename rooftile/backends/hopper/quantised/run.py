@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.hopper.counters import counter
-from rooftile.backends.hopper.flash_fwd.run import numbers_of, processors, programs_and_tail, sizes_of
+from rooftile.backends.hopper.plan import numbers_of, processors, rows_shape, schedule, sizes_of
 from rooftile.backends.hopper.quantised import kernel, quantise
 from rooftile.backends.hopper.tiles import WARPGROUP
 from rooftile.backends.hopper.tma import descriptor, readable
@@ -18,7 +18,7 @@ from rooftile.numerics.hadamard import norms, signs_of
 from rooftile.numerics.recipe import QuantisedQKV
 from rooftile.numerics.scaling import BLOCK
 from rooftile.precision import Precision
-from rooftile.spec import Options, Sizes, Spec
+from rooftile.spec import Options, Spec
 
 _CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -143,16 +143,14 @@ def attend(qkv: QuantisedQKV, spec: Spec) -> tuple[Tensor, Tensor]:
     """o and lse of what `quantise_qkv` made."""
     assert qkv.v_order == "columns"
     q, k, columns = qkv.q, qkv.k, qkv.v
-    packed = qkv.cu_q is not None
-    B = qkv.cu_q.shape[0] - 1 if qkv.cu_q is not None else q.shape[0]
-    sizes = Sizes(B=B, T=q.shape[-3], S=k.shape[-3], H=q.shape[-2], Hk=k.shape[-2])
+    sizes = sizes_of(q, k, Options(cu_q=qkv.cu_q, cu_k=qkv.cu_k))
     o = torch.empty((*q.shape[:-1], spec.dim_v), dtype=qkv.dtype, device=q.device)
-    lse = torch.empty((sizes.H, sizes.T) if packed else (B, sizes.H, sizes.T), dtype=torch.float32, device=q.device)
+    lse = torch.empty(rows_shape(sizes, spec), dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return o, lse
     if sizes.S == 0:
         return o.zero_(), lse.fill_(-torch.inf)
-    tiles, programs, tail = programs_and_tail(sizes.T, sizes.H, 2 * WARPGROUP, sizes, q.device, spec)
+    tiles, programs, tail = schedule(sizes.T, sizes.H, 2 * WARPGROUP, sizes, q.device, spec)
     scale, _, *mask = numbers_of(spec)
     cu_q, cu_k, shift = (lse if x is None else x for x in (qkv.cu_q, qkv.cu_k, qkv.shift))
     described = (q, k, columns.transpose(1, 2), o)
