@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.backends.hopper.flash_fwd import run as forward
+from rooftile.backends.hopper import plan
 from rooftile.backends.hopper.quantised import run as quantised
 from rooftile.masks import CAUSAL
 from rooftile.numerics.recipe import columns_of, part_of_rows
@@ -46,7 +46,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...], d
     monkeypatch.setattr(quantised, "Kernel", Recorder)
     monkeypatch.setattr(Recorder, "calls", [])
     monkeypatch.setattr(quantised, "counter", lambda device: torch.zeros(2, dtype=torch.int32))
-    for module in (forward, quantised):
+    for module in (plan, quantised):
         monkeypatch.setattr(module, "processors", lambda device: 132)
     caches = [value for value in vars(quantised).values() if hasattr(value, "cache_clear")]
     for cached in caches:

@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 import torch
 
+from rooftile.backends.hopper import plan
 from rooftile.backends.hopper.flash_bwd import run as backward
 from rooftile.backends.hopper.flash_fwd import run as forward
 from rooftile.masks import CAUSAL
@@ -26,7 +27,7 @@ def parts(group: int, *, B: int, S: int, Hk: int, dim: int = 128, layout: str = 
 
 @pytest.fixture(autouse=True)
 def _a_chip_of_132(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (forward, backward):
+    for module in (plan, forward, backward):
         monkeypatch.setattr(module, "processors", lambda device: 132)
     forward.tile_of.cache_clear()
 
