@@ -21,56 +21,56 @@ FIGURE = ROOT / "docs/concepts/ladder.svg"
 # each rung, and its limit by the counters
 RUNG = {
     "standard": (
-        "the matrices of scores and weights in memory",
-        "memory: those matrices go there and back",
+        "standard attention, with the matrices of scores and weights in memory",
+        "memory traffic: these matrices are written and read back",
     ),
     "flash-1": (
-        "FlashAttention-1: tiles and online softmax, keys and values in the outer loop, a program a head",
-        "64 programs for 132 multiprocessors, and each waits for the output, maximum and sum that it keeps in memory",
+        "FlashAttention-1: tiles and online softmax, keys and values in the outer loop, one program per head",
+        "64 programs for 132 multiprocessors, and each waits for its output, maximum and sum, which are in memory",
     ),
     "flash-2": (
-        "FlashAttention-2: a program a tile of queries, the output in registers (the `triton` backend)",
-        "softmax and products wait for each other",
+        "FlashAttention-2: one program per tile of queries, the output in registers (the `triton` backend)",
+        "softmax and matrix products wait for each other",
     ),
     "plain": (
-        "copies by the copy engine (TMA), a block ahead; all warps do everything in turn",
-        "as before, with eight warps in step that wait for the same thing at the same time",
+        "copies by TMA, one block ahead; all warps do all work in turn",
+        "as before; eight warps wait for the same data at the same time",
     ),
     "specialised": (
-        "a warp that asks for copies, two warpgroups that compute",
-        "within a warpgroup softmax and products still take turns",
+        "a loader warp and two consumer warpgroups",
+        "within a warpgroup, softmax and products still alternate",
     ),
     "overlapped": (
-        "a block's softmax runs under the product of the block before",
-        "the tensor cores, three quarters of the cycles; ends and starts of tiles",
+        "a block's softmax runs under the matrix product of the block before",
+        "the tensor cores, in use for three quarters of the cycles; starts and ends of tiles",
     ),
     "ping-pong": (
-        "the two warpgroups take turns to issue",
-        "the same, and the turns cost a little here",
+        "the two warpgroups issue in turns",
+        "the same; the turns cost a little here",
     ),
     "hopper": (
-        "programs that stay, draw tiles, longest first, and overlap one's end with the next one's start; queries in registers, "
-        "outputs rescaled only when they must be (the `hopper` backend)",
-        "the tensor cores, four fifths of the cycles",
+        "persistent programs that draw work tiles, longest first, and overlap the end of a tile with the start of the next; "
+        "queries in registers; lazy rescaling (the `hopper` backend)",
+        "the tensor cores, in use for four fifths of the cycles",
     ),
 }
 
 HEAD = """# A ladder, from standard attention to the Hopper kernel
 
-The same forward, each rung with one technique more than the one above it: bf16, head dim 128, 16 heads, 4 sequences of 4,096. The
-rungs from *plain* to *ping-pong* are small kernels in `benchmarks/ladder/kernels.py`, written to be compared and read.
+Each rung computes the same forward with one technique more than the rung above it: bf16, head dim 128, 16 heads, 4 sequences of
+4,096. The rungs from *plain* to *ping-pong* are small, readable kernels in `benchmarks/ladder/kernels.py`.
 
 ![TFLOP/s of each rung](ladder.svg)
 
 """
 
 FOOT = """
-- *of the ceiling*: of the matrix product's TFLOP/s that the same run measured.
-- *tensor cores*, *exponentials*, *issue*: the share of cycles in which the matrix units, the unit for exponentials and the
-  instruction schedulers worked. *memory*, *L2*: the share of their peak throughput. All from the chip's counters (Nsight
+- *of the ceiling*: relative to the TFLOP/s of a plain matrix product in the same run.
+- *tensor cores*, *exponentials*, *issue*: the fraction of cycles in which the tensor cores, the unit for exponentials and the
+  instruction schedulers were in use. *memory*, *L2*: the fraction of their peak throughput. All are the chip's counters (Nsight
   Compute), for the full mask.
 
-What limits each rung, as the counters have it:
+The technique of each rung, and its limit according to the counters:
 
 """
 

@@ -1,4 +1,4 @@
-"""Where the Triton kernels outside attention run: on CUDA tensors, and on CPU tensors in Triton's interpreter."""
+"""The devices of the Triton kernels outside attention: CUDA tensors, and CPU tensors in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_on(x: Tensor) -> bool:
-    """Whether Triton's kernels run on x; where they do not, PyTorch's own operations compute the same.
+    """Whether Triton's kernels run on x. Otherwise PyTorch's own operations compute the same.
 
-    A CUDA tensor without Triton is computed so as well, with a warning once: the result is right, and slower.
+    That includes CUDA tensors without Triton, with one warning: the result is correct, but slower.
     """
     if not x.is_cuda:
         return INTERPRETED and x.device.type == "cpu"
