@@ -10,6 +10,7 @@ A wgmma has 64 rows, and the heads of a group are the first few of them: tensor 
 Dao et al., Flash-Decoding, 2023; Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
 
+from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.config import LN2, LOG2E, WG_ROWS, KernelConfig
 from rooftile.backends.hopper.device.page_loads import Table, load_pages, load_values
 from rooftile.backends.hopper.device.pipeline import Ring, ring
@@ -69,7 +70,7 @@ def load_keys(
 def let_merge_start():
     """Lets the merge start beside programs that are still at work: it waits for all of them."""
     gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        ptx.dependent_launch_text("launch_dependents"), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ slot back. The turn counts all fills since the kernel began: its slot is turn % 
 time around. A barrier starts in phase 0, so the first wait on `empty`, for the phase before it, passes at once.
 """
 
+from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier
 
 
@@ -58,18 +59,13 @@ def ring(buffers, stages: gl.constexpr, consumers: gl.constexpr, producers: gl.c
     return Ring(buffers, full, empty, stages)
 
 
-@gluon.constexpr_function
-def _barrier_text(verb, name):
-    return f"{{ bar.{verb} {name}, 256; mov.u32 $0, 0; }}"
-
-
 @gluon.jit
 def named_barrier(verb: gl.constexpr, name: gl.constexpr):
     """Two warpgroups meet at one of the 16 named barriers: `sync` waits until both have come, `arrive` comes and goes on.
 
     Triton takes 0 and 1, and then one a warp role.
     """
-    gl.inline_asm_elementwise(_barrier_text(verb, name), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(ptx.barrier_text(verb, name), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -79,4 +75,4 @@ def hide_from_ptxas(x):
     ptxas 12.8 keeps what two loops in a row have in common where it was computed for the first, and then runs the second
     with nothing there when the first made no turn.
     """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(ptx.COPY, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

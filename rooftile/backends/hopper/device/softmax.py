@@ -3,6 +3,7 @@
 Scores are in units of log2, so that an exponential is one multiply-add and one instruction.
 """
 
+from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS, KernelConfig, query_offset
 from rooftile.backends.hopper.device.scheduler import Mask
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon
@@ -121,13 +122,6 @@ def update_softmax(s, m, l, scale_log2, config: KernelConfig, FIRST: gl.constexp
     return p, m_new, l, alpha
 
 
-# taken only where a sum is a NaN, which then waits early and is none the worse for it
-_BRANCH = gl.constexpr(
-    "{ .reg .pred nan; setp.nan.f32 nan, $0, $0; setp.nan.or.f32 nan, $1, $1, nan; vote.sync.any.pred nan, nan, -1; "
-    "@!nan bra number; wgmma.wait_group.sync.aligned 0; number: }"
-)
-
-
 @gluon.jit
 def force_before_wait(l):
     """l, known before anything that follows is waited for.
@@ -135,24 +129,7 @@ def force_before_wait(l):
     The assembler moves a wait for matrix products up as far as it can, here above the exponentials that were to run meanwhile. It
     moves none across a branch.
     """
-    return gl.inline_asm_elementwise(_BRANCH, "=f,=f,0,1", [l], dtype=gl.float32, is_pure=False, pack=2)
-
-
-@gluon.constexpr_function
-def rescaling(n):
-    """Multiplies registers 0 to n - 1 with n to 2 n - 1, unless those are all 1 in the whole warp. Rows take turns by pairs."""
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
-    one = "0f3F800000"
-    return (
-        f"{{ .reg .pred moved; setp.neu.f32 moved, ${2 * n}, {one}; setp.neu.or.f32 moved, ${2 * n + 2}, {one}, moved; "
-        f"vote.sync.any.pred moved, moved, -1; @!moved bra unmoved; {products} unmoved: }}"
-    )
-
-
-@gluon.constexpr_function
-def scaled_in_place(n):
-    """The constraints of n registers that are read and written, and n that are read."""
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+    return gl.inline_asm_elementwise(ptx.BRANCH_ON_NAN, "=f,=f,0,1", [l], dtype=gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit
@@ -167,7 +144,7 @@ def rescale(acc, alpha, config: KernelConfig):
     if config.LAZY:
         acc, alpha = gl.broadcast(acc, alpha)
         acc = gl.inline_asm_elementwise(
-            rescaling(WORDS), scaled_in_place(WORDS), [acc, alpha], dtype=gl.float32, is_pure=False, pack=WORDS
+            ptx.rescale_text(WORDS), ptx.in_place(WORDS), [acc, alpha], dtype=gl.float32, is_pure=False, pack=WORDS
         )
     else:
         acc = acc * alpha
@@ -184,7 +161,7 @@ def pack_16bit(p, dtype: gl.constexpr):
     even, odd = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()
     kind: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     return gl.inline_asm_elementwise(
-        "cvt.rn." + kind + ".f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        ptx.narrow_text(kind), "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
     )
 
 
@@ -193,7 +170,7 @@ def unpack_16bit(p, dtype: gl.constexpr, layout: gl.constexpr):
     """The weights of `packed` as the left side of a product: no instruction, only another name for the registers."""
     twice = gl.join(p, p).reshape([p.shape[0], p.shape[1] * 2])
     if dtype == gl.bfloat16:
-        weights = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], dtype=gl.bfloat16, is_pure=True, pack=2)
+        weights = gl.inline_asm_elementwise(ptx.COPY, "=r,r,r", [twice], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
-        weights = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], dtype=gl.float16, is_pure=True, pack=2)
+        weights = gl.inline_asm_elementwise(ptx.COPY, "=r,r,r", [twice], dtype=gl.float16, is_pure=True, pack=2)
     return gl.convert_layout(weights, layout)

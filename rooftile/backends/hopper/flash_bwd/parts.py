@@ -8,6 +8,7 @@ With P the weights, recomputed from lse, and D_i = sum_c dO_ic O_ic - dL_i, a ro
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
 
+from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS
 from rooftile.backends.hopper.device.mask import FAR
 from rooftile.backends.hopper.device.mma import mma_qk
@@ -211,7 +212,7 @@ def recompute_capped_scores(p, lses, fill, slots: gl.constexpr, config: Backward
     s = p
     if config.SOFTCAP:
         lse = lses.index(fill % slots).load(gl.SliceLayout(0, config.s_layout))
-        log2 = gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [p], dtype=gl.float32, is_pure=True, pack=1)
+        log2 = gl.inline_asm_elementwise(ptx.LOG2, "=f,f", [p], dtype=gl.float32, is_pure=True, pack=1)
         s = gl.where(p == 0.0, float("-inf"), log2 + gl.expand_dims(lse, 0))
     return s
 
@@ -349,7 +350,7 @@ def pack_for_twin(x):
     """
     even, odd = x.reshape([64, 32, 2]).split()
     words = gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        ptx.narrow_text("f16x2"), "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1
     )
     words = words.reshape([4, 2, 8, 4, 2, 4]).permute((3, 0, 2, 5, 1, 4)).reshape([2048])
     return gl.convert_layout(words, gl.BlockedLayout([4], [32], [4], [0]), assert_trivial=True)
@@ -360,7 +361,7 @@ def unpack_from_twin(words, layout: gl.constexpr):
     """The weights of `exchanged`, in fp32."""
     words = words.reshape([4, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 5, 3)).reshape([64, 32])
     even, odd = gl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+        ptx.WIDEN_FP16,
         "=r,=r,r", [words], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
     )  # fmt: skip
     return gl.convert_layout(gl.join(even, odd).reshape([64, 64]), layout, assert_trivial=True)

@@ -15,6 +15,7 @@ different in 8 bits:
 Shah et al., FlashAttention-3, arXiv:2407.08608, section 3.3; Zhang et al., SageAttention2, arXiv:2411.10958.
 """
 
+from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.config import LN2, LOG2E, WG_ROWS
 from rooftile.backends.hopper.device.nan_fallback import holds_nan, spill_tensor, spill_word
 from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, named_barrier, ring
@@ -280,7 +281,7 @@ def _as_left_operand(p, config: QuantisedConfig):
     twice = gl.join(p, p)
     # the four copies of a word must be a thread's neighbours before one is taken of them
     four = gl.convert_layout(gl.join(twice, twice).reshape([WG_ROWS, config.KEYS]), config.p_layout, assert_trivial=True)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [four], dtype=gl.float8e4nv, is_pure=True, pack=4)
+    return gl.inline_asm_elementwise(ptx.COPY, "=r,r,r,r,r", [four], dtype=gl.float8e4nv, is_pure=True, pack=4)
 
 
 @aggregate

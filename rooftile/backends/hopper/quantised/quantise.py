@@ -15,6 +15,7 @@ A row lies in one thread by 64 columns: the butterfly's first six steps stay the
 
 from triton.language import PropagateNan
 
+from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.scheduler import PADDED, packed_tile
 from rooftile.backends.hopper.gluon import (
     barrier,
@@ -67,7 +68,7 @@ def _block_of(slot, cu_ptr, B, T, blocks, PACKED: gl.constexpr):
 def _grid(verb: gl.constexpr):
     """`launch_dependents`: the next kernel may begin, as far as it needs nothing of this one; it does `wait` before it does."""
     gl.inline_asm_elementwise(
-        "{ griddepcontrol." + verb + "; mov.u32 $0, 0; }", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
+        ptx.dependent_launch_text(verb), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -116,19 +117,10 @@ def _kept(line, layout: gl.constexpr):
     return gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(0, layout), assert_trivial=True), 0)
 
 
-@gluon.constexpr_function
-def _unpacking(kind):
-    """PTX: two 16-bit numbers as fp32, NaN where they are not finite. 0 x + x is x otherwise."""
-    finite = f".reg .b32 zero, two; mov.b32 zero, 0; fma.rn.{kind}x2 two, $2, zero, $2;"
-    if kind == "bf16":
-        return f"{{ {finite} shl.b32 $0, two, 16; and.b32 $1, two, 0xffff0000; }}"
-    return f"{{ {finite} .reg .b16 low, high; mov.b32 {{low, high}}, two; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }}"
-
-
 @gluon.jit
 def _finite(x):
     """16-bit numbers in fp32, with a NaN for everything that is not finite."""
-    words: gl.constexpr = _unpacking("bf16" if x.dtype == gl.bfloat16 else "f16")
+    words: gl.constexpr = ptx.finite_text("bf16" if x.dtype == gl.bfloat16 else "f16")
     return gl.inline_asm_elementwise(words, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
@@ -181,15 +173,10 @@ def _in_thread(x, step: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
     return gl.convert_layout(y, layout, assert_trivial=True)
 
 
-@gluon.constexpr_function
-def _exchange(lanes):
-    return f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;"
-
-
 @gluon.jit
 def _across_lanes(x, column, lanes: gl.constexpr):
     """One step between columns that lanes `lanes` apart hold."""
-    other = gl.inline_asm_elementwise(_exchange(lanes), "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+    other = gl.inline_asm_elementwise(ptx.exchange_text(lanes), "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
     # the first of two gets their sum, the second the first less the second
     sign = gl.where((column // (OWN * lanes)) % 2 == 0, 1.0, -1.0)
     signs, x = gl.broadcast(gl.expand_dims(sign, 0), x)
@@ -251,7 +238,7 @@ def _larger_or_nan(a, b):
 @gluon.jit
 def _rounded(x):
     """To the nearest integer, ties to even; -128 for a NaN."""
-    near = gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
+    near = gl.inline_asm_elementwise(ptx.ROUND, "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
     return gl.where(x == x, near, -128).to(gl.int8)
 
 

@@ -1,0 +1,149 @@
+"""All inline PTX of the Hopper kernels: what each string computes. `$n` are its operands, outputs first.
+
+    string or function     computes                                                                    user
+    COPY                   a register under another name, or one that ptxas knows nothing of           pipeline, softmax, quantised
+    barrier_text           a named barrier: `sync` waits for the other warpgroup, `arrive` does not    pipeline
+    BRANCH_ON_NAN          nothing: a branch, across which ptxas moves no wait                         softmax
+    rescale_text           n numbers times n factors, unless all factors of a warp are 1               softmax, quantised
+    narrow_text            two fp32 numbers as a pair of bf16 or fp16                                  softmax, flash_bwd
+    WIDEN_FP16             a pair of fp16 as two fp32 numbers                                          flash_bwd
+    finite_text            a pair of bf16 or fp16 as fp32, NaN for each that is not finite             quantised
+    LOG2                   the approximate log2 of an fp32 number                                      flash_bwd
+    ROUND                  the nearest integer to an fp32 number, ties to even                         quantised
+    exchange_text          the register of the lane that is `lanes` away                               quantised
+    dependent_launch_text  nothing: lets the next kernel begin, or waits for the one before            decode, quantised
+    fp8_weights_text       n weights in FP8 from n scores, with the rows' sums and references          quantised
+    ""                     nothing: the registers that it names are computed by then                   quantised
+
+`in_place`, `unchanged` and `fp8_weights_constraints` say which registers a string reads and writes.
+"""
+
+import struct
+
+from rooftile.backends.hopper.gluon import gl, gluon
+
+COPY = gl.constexpr("mov.b32 $0, $1;")
+LOG2 = gl.constexpr("lg2.approx.f32 $0, $1;")
+ROUND = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
+WIDEN_FP16 = gl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }")
+# taken only where a sum is NaN, which then waits early: that costs time and nothing else
+BRANCH_ON_NAN = gl.constexpr(
+    "{ .reg .pred nan; setp.nan.f32 nan, $0, $0; setp.nan.or.f32 nan, $1, $1, nan; vote.sync.any.pred nan, nan, -1; "
+    "@!nan bra number; wgmma.wait_group.sync.aligned 0; number: }"
+)
+
+
+@gluon.constexpr_function
+def barrier_text(verb, name):
+    return f"{{ bar.{verb} {name}, 256; mov.u32 $0, 0; }}"
+
+
+@gluon.constexpr_function
+def dependent_launch_text(verb):
+    """`launch_dependents`: the next kernel may begin; `wait`: waits until the kernel before has written its results."""
+    return f"{{ griddepcontrol.{verb}; mov.u32 $0, 0; }}"
+
+
+@gluon.constexpr_function
+def narrow_text(kind):
+    """kind is "bf16x2" or "f16x2"."""
+    return f"cvt.rn.{kind}.f32 $0, $2, $1;"
+
+
+@gluon.constexpr_function
+def exchange_text(lanes):
+    return f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;"
+
+
+@gluon.constexpr_function
+def finite_text(kind):
+    """PTX: two 16-bit numbers as fp32, NaN where they are not finite. 0 x + x is x otherwise."""
+    finite = f".reg .b32 zero, two; mov.b32 zero, 0; fma.rn.{kind}x2 two, $2, zero, $2;"
+    if kind == "bf16":
+        return f"{{ {finite} shl.b32 $0, two, 16; and.b32 $1, two, 0xffff0000; }}"
+    return f"{{ {finite} .reg .b16 low, high; mov.b32 {{low, high}}, two; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }}"
+
+
+@gluon.constexpr_function
+def rescale_text(n):
+    """Multiplies registers 0 to n - 1 with n to 2 n - 1, unless those are all 1 in the whole warp. Rows take turns by pairs."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    one = "0f3F800000"
+    return (
+        f"{{ .reg .pred moved; setp.neu.f32 moved, ${2 * n}, {one}; setp.neu.or.f32 moved, ${2 * n + 2}, {one}, moved; "
+        f"vote.sync.any.pred moved, moved, -1; @!moved bra unmoved; {products} unmoved: }}"
+    )
+
+
+@gluon.constexpr_function
+def in_place(n):
+    """The constraints of n registers that are read and written, and n that are read."""
+    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n)
+
+
+@gluon.constexpr_function
+def unchanged(n):
+    """The constraints of n registers that stay as they are."""
+    return ",".join(["=f"] * n + [str(i) for i in range(n)])
+
+
+def _number(x: float) -> str:
+    """In PTX."""
+    return "0f" + struct.pack(">f", x).hex().upper()
+
+
+def fp8_weights_text(n: int, raised_by: float, too_large_from: float) -> str:
+    """PTX for n numbers a thread, which has two rows: of register e, row e // 2 % 2, column e % 2 + 8 (e // 4) from its first.
+
+    $0 on     four weights each, where a register is used: columns 0, 1, 8 and 9 of each 16
+    $n on     the rows' sums at registers 0 and 2, their references at 4 and 6
+    $2n on    scores, references, and what scores are multiplied by, n each
+
+    The warpgroups take turns at the exponentials, by two barriers: what computes them is busy with one of the two.
+    """
+    raised, too_large, factor = _number(raised_by), _number(too_large_from), f"${4 * n}"
+    weights = [f"fma.rn.f32 p{e}, ${2 * n + e}, {factor}, n{e // 2 % 2}; ex2.approx.ftz.f32 p{e}, p{e};" for e in range(n)]
+    sums, packs, again = [], [], ["mov.u32 lane, %laneid; and.b32 lane, lane, 28;"]
+    for row in (0, 2):
+        pairs = [(e, e + 1) for e in range(row, n, 4)]
+        sums.append(f"add.f32 l{row}, p{row}, p{row + 1};")
+        sums += [f"add.f32 t, p{a}, p{b}; add.f32 l{row}, l{row}, t;" for a, b in pairs[1:]]
+        for (a, b), (c, d) in zip(pairs[::2], pairs[1::2], strict=True):
+            packs.append(
+                f"cvt.rn.satfinite.e4m3x2.f32 low, p{b}, p{a}; cvt.rn.satfinite.e4m3x2.f32 high, p{d}, p{c}; "
+                f"mov.b32 ${a}, {{low, high}};"
+            )
+        own = [2 * n + e for pair in pairs for e in pair]
+        again.append(f"max.f32 top{row}, ${own[0]}, ${own[1]};")
+        again += [f"max.f32 top{row}, top{row}, ${e};" for e in own[2:]]
+        again += [
+            f"shfl.sync.bfly.b32 t, top{row}, {lanes}, 0x1f, -1; max.f32 top{row}, top{row}, t;" for lanes in (1, 2)
+        ]
+        again += [
+            # whether any of the row's four lanes finds it too large
+            f"vote.sync.ballot.b32 all, large{row}, -1; shr.b32 all, all, lane; and.b32 all, all, 15; setp.ne.b32 large, all, 0;",
+            f"mul.f32 top{row}, top{row}, {factor}; selp.f32 m{row}, top{row}, m{row}, large;",
+            f"setp.eq.f32 large, m{row}, 0fFF800000; selp.f32 t, 0f00000000, m{row}, large; sub.f32 n{row // 2}, {raised}, t;",
+        ]
+    # a NaN is too large as well
+    check = [f"setp.geu.f32 large{row}, l{row}, {too_large};" for row in (0, 2)]
+    check += ["or.pred large, large0, large2; vote.sync.any.pred large, large, -1; @!large bra done;"]
+    compute = [*weights, *sums]
+    turn, done = "bar.sync MINE, 256;", "done: bar.arrive OTHER, 256;"
+    first = [f"mov.b32 m{row}, ${3 * n + row}; sub.f32 n{row // 2}, {raised}, m{row};" for row in (0, 2)]
+    last = [f"mov.b32 ${n + row}, l{row}; mov.b32 ${n + 4 + row}, m{row};" for row in (0, 2)]
+    registers = (
+        f".reg .f32 p<{n}>, l<3>, m<3>, top<3>, n<2>, t;",
+        ".reg .b16 low, high; .reg .b32 all, lane; .reg .pred large, large0, large2;",
+    )
+    return " ".join(["{", *registers, turn, *first, *compute, *check, *again, *compute, done, *packs, *last, "}"])
+
+
+@gluon.constexpr_function
+def with_barriers(text, mine, other):
+    return text.replace("MINE", str(mine)).replace("OTHER", str(other))
+
+
+@gluon.constexpr_function
+def fp8_weights_constraints(n):
+    return ",".join(["=r"] * n + ["=f"] * n + ["f"] * (3 * n))
