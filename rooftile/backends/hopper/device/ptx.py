@@ -1,7 +1,7 @@
 """All inline PTX of the Hopper kernels: what each string computes. `$n` are its operands, outputs first.
 
     string or function     computes                                                                    user
-    COPY                   a register under another name, or one that ptxas knows nothing of           pipeline, softmax, quantised
+    COPY                   a register under another name, or one that ptxas knows nothing of           pipeline and softmax
     barrier_text           a named barrier: `sync` waits for the other warpgroup, `arrive` does not    pipeline
     BRANCH_ON_NAN          nothing: a branch, across which ptxas moves no wait                         softmax
     rescale_text           n numbers times n factors, unless all factors of a warp are 1               softmax, quantised

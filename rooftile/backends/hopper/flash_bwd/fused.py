@@ -22,7 +22,8 @@ from rooftile.backends.hopper.device.mma import mma_qk, num_mmas
 from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, named_barrier, ring
 from rooftile.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
 from rooftile.backends.hopper.device.softmax import Scoring, make_scoring
-from rooftile.backends.hopper.flash_bwd.dq_accumulator import UNIT, UNIT_COLUMNS, UNIT_ROWS, to_thread_order
+from rooftile.backends.hopper.flash_bwd.dq_accumulator import UNIT, UNIT_COLUMNS, UNIT_ROWS
+from rooftile.backends.hopper.flash_bwd.dq_roles import NUM_CONSUMERS, add_dq, finish_block_of_dq, issue_dq, multiply_dq
 from rooftile.backends.hopper.flash_bwd.parts import (
     BLOCK,
     BackwardConfig,
@@ -41,84 +42,12 @@ from rooftile.backends.hopper.gluon import (
     gl,
     gluon,
     mbarrier,
-    tma_add,
-    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-# warpgroups that compute, of 64 keys each
-NUM_CONSUMERS = gl.constexpr(2)
 # the first of the warpgroups' named barriers, by which they take turns at D = 64
 PING_PONG_BARRIER = gl.constexpr(9)
-
-
-@gluon.jit
-def _add(work_tiles: Ring, dq_staging: Ring, dq_sum_desc, H, padded_T, config: BackwardConfig):
-    """The role that has dq added up, unit by unit."""
-    UNITS: gl.constexpr = config.D // UNIT
-    tile = 0
-    fill = 0
-    work = consume(work_tiles, 0)
-    while work.is_valid != 0:
-        blocks = work.last_block - work.first_block + 1
-        h = work.h * config.GROUP
-        block = work.first_block
-        for _ in range(blocks * config.GROUP):
-            row = (work.b * H + h) * padded_T + work.padded_start
-            unit = UNITS * (row // BLOCK + block)
-            for c in gl.static_range(UNITS):
-                dq_staging.wait_full(fill)
-                tma_add(dq_sum_desc, [(unit + c) * UNIT_ROWS, 0], dq_staging.buffer(fill))
-                # the one before has been read
-                tma_store_wait(1)
-                if fill > 0:
-                    dq_staging.release(fill - 1)
-                fill += 1
-            h, block = advance_block(h, block, work, config)
-        tile += 1
-        work = consume(work_tiles, tile)
-    tma_store_wait(0)
-
-
-@gluon.jit
-def _issue_dq(keys: Ring, ds_blocks: Ring, fill, column: gl.constexpr, config: BackwardConfig):
-    """Issues 64 columns of dS K, half of it from each warpgroup's part."""
-    ds_blocks.wait_full(fill)
-    dq = gl.zeros([BLOCK, UNIT], gl.float32, config.s_layout)
-    for i in gl.static_range(NUM_CONSUMERS):
-        ds = ds_blocks.buffers.index(fill % ds_blocks.stages * NUM_CONSUMERS + i)
-        k = keys.buffers.index(i).reshape([WG_ROWS, config.D]).slice(column, UNIT, 1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=i > 0, is_async=True)
-    return dq
-
-
-@gluon.jit
-def _finish_dq(dq, dq_staging: Ring, fill):
-    """Waits for 64 columns of dq and hands them to the role that adds them."""
-    dq_staging.wait_empty(fill)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    dq_staging.buffer(fill).store(to_thread_order(dq))
-    fence_async_shared()
-    mbarrier.arrive(dq_staging.full_barrier(fill), count=1)
-
-
-@gluon.jit
-def _dq(work_tiles: Ring, keys: Ring, ds_blocks: Ring, dq_staging: Ring, config: BackwardConfig):
-    """The role that multiplies dq at D = 64."""
-    tile = 0
-    fill = 0
-    work = consume(work_tiles, 0)
-    while work.is_valid != 0:
-        keys.wait_full(tile)
-        for _ in range((work.last_block - work.first_block + 1) * config.GROUP):
-            dq = _issue_dq(keys, ds_blocks, fill, 0, config)
-            _finish_dq(dq, dq_staging, fill)
-            ds_blocks.release(fill)
-            fill += 1
-        keys.release(tile)
-        tile += 1
-        work = consume(work_tiles, tile)
 
 
 @gluon.jit
@@ -174,13 +103,13 @@ def _step(
     else:
         s = _issue_scores(keys, queries, fill, WG, config)
     if DQ:
-        dq = _issue_dq(keys, ds_blocks, fill - 1, WG * UNIT, config)
+        dq = issue_dq(keys, ds_blocks, fill - 1, WG * UNIT, config)
         s = warpgroup_mma_wait(NUM_CONSUMERS, deps=(s,))
     else:
         s = warpgroup_mma_wait(0, deps=(s,))
     p = _compute_weights(s, lses, fill, t, queries, work, low, high, scoring, WG, config)
     if DQ:
-        _finish_dq(dq, dq_staging, (fill - 1) * NUM_CONSUMERS + WG)
+        finish_block_of_dq(dq, dq_staging, (fill - 1) * NUM_CONSUMERS + WG)
     grads.wait_full(fill)
     if config.DQ_WARPGROUP:
         dp = warpgroup_mma(v, do.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -252,14 +181,14 @@ def _step_ahead(
     if MORE:
         s = _issue_scores(keys, queries, fill + 1, WG, config)
     if config.ACCUMULATE_DQ:
-        dq = _issue_dq(keys, ds_blocks, fill, WG * UNIT, config)
+        dq = issue_dq(keys, ds_blocks, fill, WG * UNIT, config)
     dk = warpgroup_mma_wait(AFTER, deps=(dk,))
     queries.release(fill)
     if MORE:
         s = warpgroup_mma_wait(NUM_CONSUMERS if config.ACCUMULATE_DQ else 0, deps=(s,))
         p = _compute_weights(s, lses, fill + 1, t, queries, work, low, high, scoring, WG, config)
     if config.ACCUMULATE_DQ:
-        _finish_dq(dq, dq_staging, fill * NUM_CONSUMERS + WG)
+        finish_block_of_dq(dq, dq_staging, fill * NUM_CONSUMERS + WG)
     return dk, dv, p
 
 
@@ -328,8 +257,8 @@ def _compute(
                 fill += 1
                 h, block = advance_block(h, block, work, config)
             if config.ACCUMULATE_DQ and not config.DQ_WARPGROUP:
-                dq = _issue_dq(keys, ds_blocks, fill - 1, WG * UNIT, config)
-                _finish_dq(dq, dq_staging, (fill - 1) * NUM_CONSUMERS + WG)
+                dq = issue_dq(keys, ds_blocks, fill - 1, WG * UNIT, config)
+                finish_block_of_dq(dq, dq_staging, (fill - 1) * NUM_CONSUMERS + WG)
         keys.release(tile)
         if not config.FP16:
             dk = dk * scoring.scale
@@ -402,8 +331,9 @@ def flash_bwd(
     if HAS_DQ_ROLE:
         gl.warp_specialize(
             [
-                (_compute, (0,) + args), (_compute, (1,) + args), (_dq, (work_tiles, keys, ds_blocks, dq_staging, config)),
-                (load_key_tiles, load), (_add, (work_tiles, dq_staging, dq_sum_desc, H, padded_T, config)),
+                (_compute, (0,) + args), (_compute, (1,) + args),
+                (multiply_dq, (work_tiles, keys, ds_blocks, dq_staging, config)),
+                (load_key_tiles, load), (add_dq, (work_tiles, dq_staging, dq_sum_desc, H, padded_T, config)),
             ],
             [4, 4, 1, 1], [COMPUTE_REGISTERS, DQ_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
         )
@@ -411,7 +341,7 @@ def flash_bwd(
         gl.warp_specialize(
             [
                 (_compute, (0,) + args), (_compute, (1,) + args),
-                (load_key_tiles, load), (_add, (work_tiles, dq_staging, dq_sum_desc, H, padded_T, config)),
+                (load_key_tiles, load), (add_dq, (work_tiles, dq_staging, dq_sum_desc, H, padded_T, config)),
             ],
             [4, 1, 1], [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
         )

@@ -48,14 +48,13 @@ from rooftile.backends.hopper.device.softmax import (
     unpack_16bit,
     update_softmax,
 )
+from rooftile.backends.hopper.flash_fwd.store import store, wait_for_store
 from rooftile.backends.hopper.gluon import (
-    barrier,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     tma_load,
-    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -290,7 +289,7 @@ def _compute(
         keys.release(fill)
         s = cap_and_mask(s, next_work.t + WG * config.ROWS, next_work.last_block * config.KEYS, next_work, scoring, config, True)
         weights, m, l, _ = update_softmax(s, none, none, scoring.scale_log2, config, True)
-        _wait_for_store()
+        wait_for_store()
         acc = warpgroup_mma_wait(0, deps=(acc,))
         values.release(fill - 1)
         p = pack_16bit(weights, dtype)
@@ -300,59 +299,13 @@ def _compute(
             if holds_nan(acc):
                 recompute_without_hidden_nan(spilled, o_ptr, lse_ptr, work, row, H, total, scoring, config)
             else:
-                _store(output, acc.to(dtype), o_desc, o_ptr, work, row, H, config)
+                store(output, acc.to(dtype), o_desc, o_ptr, work, row, H, config)
         else:
-            _store(output, acc.to(dtype), o_desc, o_ptr, work, row, H, config)
+            store(output, acc.to(dtype), o_desc, o_ptr, work, row, H, config)
         work = next_work
     tma_store_wait(0)
     if config.PING_PONG and WG == 0:
         named_barrier("sync", PING_PONG_BARRIER)
-
-
-@gluon.jit
-def _store(output, o, o_desc, o_ptr, work, row, H, config: KernelConfig):
-    """The rows of a warpgroup, to memory, at most 128 columns at a time."""
-    if config.DV > 128:
-        low, high = o.reshape([WG_ROWS, 2, config.DV // 2]).permute((0, 2, 1)).split()
-        _store_columns(output, low, 0, o_desc, o_ptr, work, row, H, config)
-        _wait_for_store()
-        _store_columns(output, high, config.DV // 2, o_desc, o_ptr, work, row, H, config)
-    else:
-        _store_columns(output, o, 0, o_desc, o_ptr, work, row, H, config)
-
-
-@gluon.jit
-def _wait_for_store():
-    """Until the staged rows are on their way: one thread asked for the copy, and all of them are to write there next."""
-    tma_store_wait(0)
-    barrier()
-
-
-@gluon.jit
-def _store_columns(output, o, column: gl.constexpr, o_desc, o_ptr, work, row, H, config: KernelConfig):
-    """A packed sequence may end inside the tile, where the copy engine would not stop: its rows are stored one by one then."""
-    columns: gl.constexpr = o.shape[1]
-    staged = output.reshape([WG_ROWS, columns])
-    staged.store(o)
-    if config.PACKED:
-        if row + config.ROWS <= work.T:
-            _copy_out(output, o_desc, work, work.q_start + row, column, config)
-        else:
-            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
-            rows = gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
-            t = row + query_offset(rows, config.ROWS)
-            e = column + gl.arange(0, columns, gl.SliceLayout(0, layout))
-            lines = ((work.q_start + t).to(gl.int64) * H + config.query_head(rows, work)) * config.DIM_V
-            has_next = gl.expand_dims(t < work.T, 1) & gl.expand_dims(e < config.DIM_V, 0)
-            gl.store(o_ptr + gl.expand_dims(lines, 1) + gl.expand_dims(e, 0), staged.load(layout), mask=has_next)
-    else:
-        _copy_out(output, o_desc, work, row, column, config)
-
-
-@gluon.jit
-def _copy_out(output, o_desc, work, row, column: gl.constexpr, config: KernelConfig):
-    fence_async_shared()
-    tma_store(o_desc, [work.b, work.h * config.HEADS_PER_TILE, row, column], output)
 
 
 # fmt: off

@@ -13,7 +13,6 @@ them begin with the values: rows are bound by instructions, values by memory. So
 A row lies in one thread by 64 columns: the butterfly's first six steps stay there, and what is left goes from lane to lane.
 """
 
-from triton.language import PropagateNan
 
 from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.scheduler import PADDED, packed_tile
@@ -27,18 +26,24 @@ from rooftile.backends.hopper.gluon import (
     tma_store,
     tma_store_wait,
 )
+from rooftile.backends.hopper.quantised.rows import (
+    BLOCK,
+    OWN,
+    dot_with_mean,
+    larger_or_nan,
+    largest_size,
+    load_row,
+    rotate,
+    round_to_int8,
+)
 from rooftile.numerics.recipe import MEAN_OF
 
-BLOCK = gl.constexpr(128)
 # as `rooftile.numerics.recipe` has it: of so many keys, and of any less, each is in their mean
 SAMPLE = gl.constexpr(MEAN_OF)
 # that a program of `mean_keys` takes: a sector of memory
 COLUMNS = gl.constexpr(16)
-# columns of a row that a thread holds
-OWN = gl.constexpr(64)
 # of a row in shared memory, by so many columns: neighbours of a warp read different banks
 LINE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-EVERY_NAN = gl.constexpr(PropagateNan.ALL)
 # below it a scale has no inverse
 LEAST = gl.constexpr(2.0**-126)
 LARGEST_FP8 = gl.constexpr(448.0)
@@ -109,15 +114,6 @@ def _keep(line, x):
 
 
 @gluon.jit
-def _kept(line, layout: gl.constexpr):
-    """A row of shared memory as (1, D), for all rows of `layout`."""
-    LANES: gl.constexpr = line.shape[0]
-    parts: gl.constexpr = gl.BlockedLayout([1, 1, OWN], [32 // LANES, LANES, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
-    row = line.load(gl.SliceLayout(0, parts)).reshape([LANES * OWN])
-    return gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(0, layout), assert_trivial=True), 0)
-
-
-@gluon.jit
 def _finite(x):
     """16-bit numbers in fp32, with a NaN for everything that is not finite."""
     words: gl.constexpr = ptx.finite_text("bf16" if x.dtype == gl.bfloat16 else "f16")
@@ -162,84 +158,6 @@ def mean_keys(k_desc, k_ptr, mean_ptr, cu_ptr, D: gl.constexpr, PACKED: gl.const
     # divided as fp64, and rounded once
     mean = (sums / gl.maximum(count, 1).to(gl.float64)).to(gl.float32)
     gl.store(mean_ptr + line.to(gl.int64) * D + column, mean)
-
-
-@gluon.jit
-def _in_thread(x, step: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
-    """One step of the butterfly between columns `step` apart that one thread holds."""
-    layout: gl.constexpr = x.type.layout
-    a, b = x.reshape([ROWS, D // (2 * step), 2, step]).permute((0, 1, 3, 2)).split()
-    y = gl.join(a + b, a - b).permute((0, 1, 3, 2)).reshape([ROWS, D])
-    return gl.convert_layout(y, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _across_lanes(x, column, lanes: gl.constexpr):
-    """One step between columns that lanes `lanes` apart hold."""
-    other = gl.inline_asm_elementwise(ptx.exchange_text(lanes), "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
-    # the first of two gets their sum, the second the first less the second
-    sign = gl.where((column // (OWN * lanes)) % 2 == 0, 1.0, -1.0)
-    signs, x = gl.broadcast(gl.expand_dims(sign, 0), x)
-    # rounded once, as a sum is: the product is exact
-    return gl.fma(signs, x, other)
-
-
-@gluon.jit
-def _rotated(x, column, signs, D: gl.constexpr):
-    """Rows times the signed Hadamard matrix, in the order of `rooftile.numerics.hadamard`; signs have its norm in them."""
-    layout: gl.constexpr = x.type.layout
-    x = x * _kept(signs, layout)
-    x = _in_thread(x, 1, BLOCK, D)
-    x = _in_thread(x, 2, BLOCK, D)
-    x = _in_thread(x, 4, BLOCK, D)
-    x = _in_thread(x, 8, BLOCK, D)
-    x = _in_thread(x, 16, BLOCK, D)
-    x = _in_thread(x, 32, BLOCK, D)
-    if D >= 128:
-        x = _across_lanes(x, column, 1)
-    if D >= 256:
-        x = _across_lanes(x, column, 2)
-    return x
-
-
-@gluon.jit
-def _quarters(x, D: gl.constexpr):
-    """Of what a thread holds of a row, four parts."""
-    parts = x.reshape([x.shape[0], D // OWN, 2, 2, OWN // 4]).permute((0, 1, 4, 2, 3))
-    even, odd = parts.split()
-    a, b = even.split()
-    c, d = odd.split()
-    return a, b, c, d
-
-
-@gluon.jit
-def _products(x, mean):
-    """Each row times the mean key."""
-    D: gl.constexpr = x.shape[1]
-    mean, x = gl.broadcast(mean, x)
-    a, b, c, d = _quarters(x, D)
-    p, q, r, s = _quarters(mean, D)
-    # the products and their sums in one instruction each, which is not done by itself here
-    sums = gl.fma(d, s, gl.fma(c, r, gl.fma(b, q, a * p)))
-    return gl.convert_layout(gl.sum(gl.sum(sums, 2), 1), gl.SliceLayout(1, x.type.layout))
-
-
-@gluon.jit
-def _size(x):
-    """The largest size of what is finite; NaNs lose against any number."""
-    return gl.max(gl.max(gl.abs(x), 1), 0)
-
-
-@gluon.jit
-def _larger_or_nan(a, b):
-    return gl.maximum(a, b, propagate_nan=EVERY_NAN)
-
-
-@gluon.jit
-def _rounded(x):
-    """To the nearest integer, ties to even; -128 for a NaN."""
-    near = gl.inline_asm_elementwise(ptx.ROUND, "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
-    return gl.where(x == x, near, -128).to(gl.int8)
 
 
 @gluon.jit
@@ -300,15 +218,15 @@ def _rows(
         # packed: one sequence, of all rows
         place = (b.to(gl.int64) * T + first + row) * H + h
         if SMOOTH or SHIFT:
-            mean_key = _kept(mean, layout)
+            mean_key = load_row(mean, layout)
             if SHIFT:
-                gl.store(shift_ptr + place, _products(x, mean_key), mask=there)
+                gl.store(shift_ptr + place, dot_with_mean(x, mean_key), mask=there)
             else:
                 x = x - mean_key
         if ROTATE:
-            x = _rotated(x, column, signs, D)
+            x = rotate(x, column, signs, D)
         # a row with a NaN takes no part in the scale: whatever its numbers become, all that meets it is NaN
-        largest = gl.reduce(gl.abs(x), 1, _larger_or_nan)
+        largest = gl.reduce(gl.abs(x), 1, larger_or_nan)
         is_lost = largest != largest
         size = gl.max(gl.where(is_lost | (row >= left), 0.0, largest), 0)
         LARGEST: gl.constexpr = LARGEST_INT8 if INTEGER else LARGEST_FP8
@@ -316,7 +234,7 @@ def _rows(
         scale = gl.div_rn(size, LARGEST)
         if INTEGER:
             # nothing is larger than the size, so nothing rounds to more than 127
-            codes = _rounded(x * gl.div_rn(1.0, scale))
+            codes = round_to_int8(x * gl.div_rn(1.0, scale))
             # negative: some code stands for a NaN
             scale = gl.where(gl.max((is_lost & there).to(gl.int32), 0) != 0, -scale, scale)
         else:
@@ -381,7 +299,7 @@ def _values(
         if PACKED:
             key = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
             x = gl.where(gl.expand_dims(key < left, 0), x, 0.0)
-        size = _size(x)
+        size = largest_size(x)
         size = gl.where(size > 0.0, gl.maximum(size, LARGEST_FP8 * LEAST), LARGEST_FP8)
         y = x * (gl.div_rn(1.0, size) * LARGEST_FP8)
         # neighbours of every eight become quads of every 16 (see `flash_fwd_8bit`)
