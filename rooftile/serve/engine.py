@@ -217,7 +217,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise InvalidInput(f"the sampling parameters are {repr(params)[:40]}; must be SamplingParams")
         if not isinstance(cache_salt, str):
-            raise InvalidInput(f"the cache_salt is {repr(cache_salt)[:40]}; must be a string")
+            raise InvalidInput(f"the salt is {repr(cache_salt)[:40]}; must be a string")
         params.check_vocabulary(self.runner.decoder.config.vocab_size)
         if params.stops and (self.tokenizer is None or params.beam_width is not None):
             why = "the model has no tokenizer" if self.tokenizer is None else "a beam search ends at tokens"

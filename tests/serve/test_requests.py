@@ -36,7 +36,7 @@ from tests.serve.folders import save
         ([True], GREEDY, "the prompt has True for a token"),
         ({"prompt_token_ids": [1], "images": []}, GREEDY, "the prompt has 'prompt_token_ids', 'images'; must have 'prompt' or"),
         ({"cache_salt": "a"}, GREEDY, "the prompt has 'cache_salt'; must have 'prompt' or 'prompt_token_ids'"),
-        ({"prompt_token_ids": [1], "cache_salt": 5}, GREEDY, "the cache_salt is 5; must be a string"),
+        ({"prompt_token_ids": [1], "cache_salt": 5}, GREEDY, "the salt is 5; must be a string"),
         ([1], {"n": 1}, "the sampling parameters are {'n': 1}; must be SamplingParams"),
     ],
 )
