@@ -31,26 +31,26 @@ class StepInputs(NamedTuple):
     @classmethod
     def of(cls, works: Sequence[Work]) -> StepInputs:
         """Lays out the work of a step, on the host."""
-        ordered = in_reading_order(works)
-        chunks = [work for work in ordered if work.tokens > 1]
-        ends = np.cumsum([0, *(work.tokens for work in ordered)])
-        n = int(ends[-1])
-        tokens = np.full(n, -1)
-        positions, slots = np.empty((2, n), dtype=np.int64)
-        last_row: dict[int, int] = {}
-        for work, begin, end in zip(ordered, ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        chunks, single = [work for work in works if work.tokens > 1], [work for work in works if work.tokens == 1]
+        cu_q = np.cumsum([0, *(work.tokens for work in chunks)])
+        first = int(cu_q[-1])
+        tokens, positions, slots = np.full((3, first + len(single)), -1)
+        for work, begin, end in zip(chunks, cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
             known = work.answer.ids[work.start : work.start + work.tokens]
             tokens[begin : begin + len(known)] = known
             positions[begin:end] = np.arange(work.start, work.start + work.tokens)
             slots[begin:end] = work.answer.slot
-            last_row[id(work)] = end - 1
+        # one assignment for all single tokens: numpy is slow on one number at a time
+        tokens[first:] = [work.answer.ids[work.start] if work.start < len(work.answer.ids) else -1 for work in single]
+        positions[first:] = [work.start for work in single]
+        slots[first:] = [work.answer.slot for work in single]
+        last_row = {id(work): end - 1 for work, end in zip(chunks, cu_q[1:].tolist(), strict=True)}
+        last_row |= {id(work): first + n for n, work in enumerate(single)}
         outputs = [(last_row[id(work)], each.slot, work.start + work.tokens) for work in works for each in work.outputs]
         rows, output_slots, output_positions = np.array(outputs, dtype=np.int64).reshape(-1, 3).T
-        arrays = (
-            tokens, positions, slots, rows, output_slots, output_positions, ends[: len(chunks) + 1],
-            np.array([work.start + work.tokens for work in chunks], dtype=np.int64),
-            np.array([work.answer.slot for work in chunks], dtype=np.int64),
-        )  # fmt: skip
+        ends = [(work.start + work.tokens, work.answer.slot) for work in chunks]
+        chunk_lengths, chunk_slots = np.array(ends, dtype=np.int64).reshape(-1, 2).T
+        arrays = (tokens, positions, slots, rows, output_slots, output_positions, cu_q, chunk_lengths, chunk_slots)
         return cls(*map(torch.from_numpy, arrays))
 
     def to(self, device: torch.device) -> StepInputs:
