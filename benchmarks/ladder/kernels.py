@@ -33,7 +33,7 @@ from rooftile.backends.hopper.tma import descriptor
 RUNGS = ("plain", "specialised", "overlapped", "ping-pong")
 
 ROWS = gl.constexpr(128)  # queries of a program
-KEYS = gl.constexpr(128)  # of a block
+KEYS = gl.constexpr(128)  # in a block
 SLOTS = gl.constexpr(2)
 TURNS = gl.constexpr(9)
 

@@ -39,7 +39,7 @@ class Part:
     batch: int
     heads: slice
     key_heads: slice
-    queries: slice  # of the packed axis; all of it for a dense batch
+    queries: slice  # on the packed axis; all of it for a dense batch
     keys: slice
     rows: tuple[slice, ...]  # within the sequence
 

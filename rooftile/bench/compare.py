@@ -22,7 +22,7 @@ class Comparison:
     against: str
     phase: str
     cases: int
-    geomean: float  # of the peer's time over the backend's
+    geomean: float  # the peer's time over the backend's
     worst: float
     worst_case: str
     best: float

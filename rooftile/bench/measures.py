@@ -28,9 +28,9 @@ class Measures:
     refused: int
     gone: int  # the client went away
     prompt_tokens: int
-    output_tokens: int  # of all answers to a prompt
+    output_tokens: int  # all answers to a prompt counted
     output_tok_s: float
-    total_tok_s: float  # of prompts, cached or not, and answers
+    total_tok_s: float  # prompts, cached or not, and answers
     requests_s: float
     goodput_s: float  # requests per second with TTFT and TPOT within FIRST_TOKEN_S and EACH_TOKEN_S
     ttft_ms_p50: float | None  # from arrival to the first token

@@ -1,4 +1,4 @@
-"""What Nsight Compute (ncu) counts while one warm call runs."""
+"""Reads the counters of Nsight Compute (ncu) for one warm call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def show_once(work: Callable[[], object]) -> None:
-    """A warm run that a profiler may look at: what `kernels` starts must end in this."""
+    """Runs work once warm under the profiler: the program that `kernels` starts must end with this."""
     work()
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()

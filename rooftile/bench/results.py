@@ -37,7 +37,7 @@ class Row(About):
     ran: str = ""  # the backend that ran: for "rooftile" the one that was chosen
     phase: str  # "fwd" without gradients, "bwd" the backward alone, "step", "decode", "serve", ...
     problem: str = ""  # the spec and sizes in words
-    median_us: float | None = None  # of a call, a training step or a whole run of a workload
+    median_us: float | None = None  # a call, a training step or a whole run of a workload
     low_us: float | None = None
     high_us: float | None = None
     samples: int | None = None
@@ -49,7 +49,7 @@ class Row(About):
     peak_bytes: int | None = None  # beyond the inputs; in "bwd" of a forward and backward together
     peak_kind: str = ""  # how it was measured
     measures: dict[str, float] = field(default_factory=dict)  # other numbers, medians; each name ends with its unit
-    low: dict[str, float] = field(default_factory=dict)  # of measures
+    low: dict[str, float] = field(default_factory=dict)  # the same for `measures`
     high: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)  # how it was run, where the case's name does not say
     reason: str = ""  # why there is no time

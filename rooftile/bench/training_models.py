@@ -26,7 +26,7 @@ class Recipe:
     heads: int
     shape: dict[str, Any] = field(default_factory=dict)  # other words of the family's configuration
     padded: bool = False
-    steps: int = 5  # of one turn
+    steps: int = 5  # in one turn
     rounds: int = 4
 
     @property

@@ -202,7 +202,7 @@ def test_idle_is_what_the_profilers_intervals_leave(monkeypatch) -> None:
     answer = {"start": {"seconds": 1.0, "compiled": 0, "settings": {}}, "idle": {"unprofiled_ms": 4.4} | found}
     monkeypatch.setattr(suite, "in_second_process", lambda *_: answer)
     _, row = suite.measure(Asked(model="tiny", scale=SCALE, parts=["idle"]), SESSION)
-    assert (row.median_us, row.measures["idle_percent_unprofiled"]) == (5000.0, pytest.approx(9.0909))
+    assert (row.median_us, row.measures["idle_percent_unprofiled"]) == (5000.0, pytest.approx(9.0909, abs=1e-3))
     events[:] = [event for event in events if event.name() == "cudaLaunchKernel"]
     with pytest.raises(RuntimeError, match=r"nothing run on the GPU, only \['cudaLaunchKernel'\]"):
         decode_step.idle(engine, decode_step.Sizes(2, 8, 2))

@@ -46,7 +46,7 @@ CPU = (HOST,)
 QUICK = (HOST, "d64-causal-512", "d128-causal-1k")
 PROVIDERS = ("rooftile", "torch-flash", "torch-cudnn", "fa4")
 ROUNDS = 9
-# of a loop whose calls the device is waited for
+# calls in a loop that waits for the device
 CALLS = 100
 B, T, H, D = 1, 128, 2, 64
 PAGE = 16
