@@ -12,7 +12,7 @@ import torch
 
 import rooftile as rt
 from rooftile.bench import clock, profiler, results, rows, session
-from rooftile.bench.suites import SUITES, cpu, deterministic, overhead, packed, precision
+from rooftile.bench.suites import SUITES, cache, cpu, deterministic, overhead, packed, paged, precision
 from rooftile.cases import CASES
 from rooftile.cost import flops, memory_roof, roof, traffic
 from rooftile.cost.io import Traffic
@@ -257,3 +257,53 @@ def test_device_intervals_are_those_of_the_gpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.profiler, "profile", Profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert profiler.device_intervals(lambda: None, 2) == [(0, 3), (5, 6)]
+
+
+class EveryCallOnce:
+    """A clock that runs each work once per sample and says that it took 5 and 6 µs."""
+
+    peak_kind = ""
+
+    def samples(self, work) -> list[float]:
+        work()
+        return [5.0, 6.0]
+
+    def peak_bytes(self, work) -> int:
+        return 0
+
+
+def test_paged_contests_read_one_cache_in_all_its_forms(monkeypatch) -> None:
+    attention = rt.attention_paged
+    monkeypatch.setattr(paged, "ReplayClock", EveryCallOnce)
+    monkeypatch.setattr(paged, "captured", lambda work: SimpleNamespace(replay=work))
+    monkeypatch.setattr(paged, "DIM", 16)
+    monkeypatch.setattr(paged, "OWN", 32)
+    monkeypatch.setattr(paged, "find_spec", lambda name: None)
+    # a CPU gathers, whatever the backend
+    monkeypatch.setattr(paged.rt, "attention_paged", lambda *a, backend=None, **more: attention(*a, **more))
+    decode = list(paged.decode(SESSION, EveryCallOnce(), "decode", 2, 128, 4, 2))
+    assert [row.backend for row in decode] == [
+        "rooftile, block 16", "triton, block 16", "rooftile, fp8, block 16", "rooftile, block 128"
+    ]  # fmt: skip
+    cached, queries = 2 * 128 * 2, 2 * 4 * 16 * 2 * 2
+    assert decode[0].gbs == pytest.approx((cached * 2 * 16 * 2 + queries) / 5.5e3, rel=1e-4)
+    assert decode[2].gbs == pytest.approx((cached * 2 * (16 + 4) + queries) / 5.5e3, rel=1e-4)
+    assert all(row.measures == {"alone_us": 5.5} and row.binds == "memory" for row in decode)
+    prefill = list(paged.prefill(SESSION, EveryCallOnce(), "prefill", 2, 256, 4, 2))
+    assert [row.measures["of_dense_ratio"] for row in prefill] == [1.0] * 6
+    once, each = paged.shared(SESSION, EveryCallOnce(), "shared", 2, 64, 4, 2)
+    assert {once.backend, each.backend} == {"rooftile, each reads the prefix", "rooftile, the prefix is read once"}
+
+
+def test_cache_operations_are_timed_per_layer_and_move_what_is_counted(monkeypatch) -> None:
+    monkeypatch.setattr(cache, "ReplayClock", lambda times: EveryCallOnce())
+    for name, value in {"LAYERS": 4, "BLOCKS": 64, "HEADS": 2, "DIM": 16, "TOKENS": 64, "COPIES": 4}.items():
+        monkeypatch.setattr(cache, name, value)
+    found = {row.case: row for row in cache.cache(SESSION, EveryCallOnce())}
+    assert list(found) == ["append", "append-rotated", "rotate-queries", "copy-blocks"]
+    us = 5.5 / 4
+    line = 64 * 2 * 16 * 2
+    assert found["append"].median_us == pytest.approx(us)
+    assert found["append"].gbs == pytest.approx(4 * line / us / 1e3, rel=1e-4)
+    block = 16 * 2 * 16 * 2
+    assert found["copy-blocks"].gbs == pytest.approx(2 * 4 * 4 * 2 * block / us / 1e3, rel=1e-4)

@@ -19,6 +19,7 @@ from rooftile.bench.rows import timed_row, with_measures
 from rooftile.bench.session import Session
 from rooftile.cost import memory_roof, traffic
 from rooftile.kvcache import Pages, Rotation, rotate
+from rooftile.kvcache.operators import copy_blocks
 
 LAYERS, BLOCKS, BLOCK, HEADS, GROUP, DIM, TOKENS, COPIES = 8, 8192, 16, 8, 4, 128, 16_384, 512
 
@@ -45,8 +46,6 @@ def cache(session: Session, clock: Clock) -> Iterator[Row]:
 
 def operations(session: Session) -> dict[str, Callable[[int], Any]]:
     """The operations by name: what each does in one of the layers."""
-    from rooftile.kvcache.kernels import copy_blocks
-
     device = session.device
     held = Pages(BLOCKS, LAYERS, HEADS, DIM, device=device)
     layers = torch.randn(LAYERS, TOKENS, (GROUP + 2) * HEADS * DIM, device=device, dtype=torch.bfloat16).unflatten(2, (-1, DIM))
