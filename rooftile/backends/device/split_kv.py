@@ -1,12 +1,12 @@
-"""What decoding from a paged cache is cut into, and how what was cut is put together: Triton, and of no backend.
+"""Stream-K split of paged decoding: cuts the key blocks of all sequences into equal parts and merges the partial softmaxes.
 
-The blocks of BLOCK_S keys of all sequences, one after the other, are one row of work, of which every team of programs has an
-equal part. A sequence that lies in one part is finished there. One that crosses a border is left in pieces, and `_merge` puts
-these together, first to last:
+Shared by the Triton and Hopper backends. The blocks of BLOCK_S keys of all sequences, one after the other, are cut into equal
+splits. A sequence that lies in one split is finished there. One that crosses a boundary leaves partials, and `_merge` merges them,
+first to last:
 
     m = max m_c    l = sum 2^(m_c - m) l_c    O = sum 2^(m_c - m) O_c
 
-A program (head, team), the p-th of all, has left at most two: at 2 p that of a sequence that began before its part, at 2 p + 1
+A program (head, split), the p-th of all, leaves at most two partials: at 2 p that of a sequence that began before its part, at 2 p + 1
 that of one that goes on after it; each ROWS lines of DV outputs, a maximum and a sum, fp32, in units of log2.
 
 Osama et al., Stream-K, arXiv:2301.03598.
@@ -24,19 +24,19 @@ from rooftile.numerics import softmax
 
 # sequences that a kernel is compiled for, at least: their lengths are added up by each program
 BATCH = 256
-# pieces that are read together
+# partials that are read together
 PARTIALS = tl.constexpr(16)
 LOG2E, LN2 = tl.constexpr(softmax.LOG2E), tl.constexpr(softmax.LN2)
 
 
 class MergeSpec(NamedTuple):
-    """What the merge of partial softmaxes is compiled for: its argument SPEC."""
+    """The compile-time configuration of `_merge`: its argument SPEC."""
 
     GROUP: int
     HEADS: int  # query heads of a group in a tile
     DV: int
     BLOCK_DV: int
-    ROWS: int  # of a partial
+    ROWS: int  # rows per partial
     LEFT: bool
     RIGHT: bool
     PREFIX: bool
@@ -78,7 +78,7 @@ def visible_blocks(S, T, mask, SPEC: tl.constexpr, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def block_offsets(lengths_ptr, B, T, mask, SPEC: tl.constexpr, BATCH: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Where the blocks of each sequence end in the row of work, and all."""
+    """Returns the end of each sequence in the list of all key blocks, and how many blocks there are."""
     b = tl.arange(0, BATCH)
     S = tl.load(lengths_ptr + b, mask=b < B, other=0)
     _, _, blocks = visible_blocks(S, T, mask, SPEC, BLOCK_S)
@@ -88,13 +88,16 @@ def block_offsets(lengths_ptr, B, T, mask, SPEC: tl.constexpr, BATCH: tl.constex
 
 @triton.jit
 def range_start(split, blocks_per_split, total):
-    """Where a team's part of the row of work begins."""
+    """Returns the first block of a split."""
     return tl.minimum(split * blocks_per_split, total)
 
 
 @triton.jit
 def find_sequence(place, ends, lengths_ptr, T, mask, SPEC: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Of a place in the row of work: sequence, its keys in the cache, first key, one after the last, blocks, the place's block."""
+    """Finds position `place` in the list of all key blocks.
+
+    Returns the sequence b, its length S, its visible keys [start, stop), how many blocks they span, and which of them this is.
+    """
     b = tl.sum((ends <= place).to(tl.int32))
     first = place - tl.max(tl.where(ends <= place, ends, 0))
     S = tl.load(lengths_ptr + b)
@@ -111,19 +114,19 @@ def _merge(
     SPEC: tl.constexpr, BATCH: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
-    """A row of the sequence on the border after a team, if that is the first border in the sequence."""
+    """Merges a row of the sequence that crosses the boundary after a split, if that is the sequence's first boundary."""
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
     mask = Mask(left, right, prefix, chunk)
     ends, total = block_offsets(lengths_ptr, B, T, mask, SPEC, BATCH, BLOCK_S)
     head = tl.program_id(0)
     split = tl.program_id(1)
-    # after the last team there is no border
+    # there is no boundary after the last split
     splits = tl.num_programs(1) + 1
     blocks_per_split = tl.cdiv(total, splits)
     boundary = range_start(split + 1, blocks_per_split, total)
     b, _, _, _, n, first = find_sequence(tl.minimum(boundary, total - 1), ends, lengths_ptr, T, mask, SPEC, BLOCK_S)
     if PDL:
-        # until here it ran beside the kernel that leaves the pieces
+        # until here it ran beside the kernel that leaves the partials
         gdc_wait()
     sequence_start = boundary - first
     if (boundary == total) | (first == 0) | (range_start(split, blocks_per_split, total) > sequence_start):
@@ -143,7 +146,7 @@ def _merge(
     while (first_split < splits) & (range_start(first_split, blocks_per_split, total) < sequence_start + n):
         i_split = first_split + tl.arange(0, PARTIALS)
         first_block = range_start(i_split, blocks_per_split, total)
-        # the first piece is of the team that began the sequence; a part of no blocks has left none
+        # the split that began the sequence left the first partial; a split of no blocks left none
         holds_partial = (i_split < splits) & (first_block < sequence_start + n) & (first_block < total)
         partial = partials_ptr + ((2 * (i_split * tl.num_programs(0) + head) + (i_split == split)) * SPEC.ROWS + r).to(tl.int64) * (SPEC.DV + 2)
         m_c = tl.load(partial + SPEC.DV, mask=holds_partial, other=float("-inf"))

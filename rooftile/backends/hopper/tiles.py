@@ -25,7 +25,7 @@ def padded(dim: int) -> int:
 class Tile(NamedTuple):
     """How a program of the forward is staffed and what it holds in shared memory."""
 
-    KEYS: int  # of a block
+    KEYS: int  # keys per block
     NUM_CONSUMERS: int  # warpgroups, of 64 queries each
     HEADS_PER_TILE: int  # query heads of a group that share a warpgroup's 64
     Q_STAGES: int
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a query head."""
+        """Rows per query head."""
         return self.NUM_CONSUMERS * WARPGROUP // self.HEADS_PER_TILE
 
 
@@ -50,7 +50,7 @@ class BackwardTile(NamedTuple):
     DV_AFTER_DS: bool  # whether a block's product with dO is issued after its gradients of the scores are known
     SCORES_AHEAD: bool  # whether the next block's scores are issued before this one is done
     COMPUTE_REGISTERS: int
-    DQ_REGISTERS: int  # of the warpgroup that multiplies dq, at D = 64
+    DQ_REGISTERS: int  # registers per thread of the warpgroup that multiplies dq, at D = 64
     COPY_REGISTERS: int
 
 
@@ -97,7 +97,7 @@ def forward_tile(spec: Spec, T: int) -> Tile:
     if spec.dim > 64:
         long = spec.layout == "dense" and ((spec.mask == FULL and T >= 2048) or (spec.mask == CAUSAL and T >= 4096))
         tile = LONG if long else TWO if spec.mask == FULL else MASKED
-        # of 96 columns the first power of two is held
+        # 64 of the 96 columns are held in registers
         return tile if spec.dim == 128 else tile._replace(Q_IN_REGISTERS=64)
     # short sequences, and masks that cut both ends, keep smaller tiles busier; 160 registers hold no more than this
     plain = not (spec.softcap or spec.has_sinks)

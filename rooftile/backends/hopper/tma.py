@@ -1,4 +1,4 @@
-"""What the chip's copy engine (TMA) is told of a tensor: where it is, its sizes and strides, and the box that one copy takes."""
+"""Descriptors for the chip's copy engine (TMA): a tensor's address, sizes, strides, and the box that one copy takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from rooftile.backends.hopper.gluon import TensorDescriptor, gl
 from rooftile.backends.hopper.tiles import SWIZZLE_COLUMNS, SWIZZLE_ROWS, padded
 
-# of a line of fp32 words in shared memory
+# layout of a line of fp32 words in shared memory
 LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 _DTYPES = {
@@ -67,7 +67,7 @@ def of_pages(x: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
 
 
 def box_of_pages(dim: int, tokens: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """What one copy takes of a page: all lines of a head's elements, unless the last one is not full."""
+    """Returns the box that one copy takes from a page: all lines of a head's elements, unless the last one is not full."""
     return tokens // SWIZZLE_ROWS, _lines(dim, dtype), SWIZZLE_ROWS, _columns(dim, dtype)
 
 
@@ -105,5 +105,5 @@ def line(x: Tensor, count: int) -> TensorDescriptor:
 
 @cache
 def layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a box in shared memory."""
+    """Returns the layout of a box in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])

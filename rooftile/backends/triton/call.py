@@ -1,4 +1,4 @@
-"""What every kernel here takes, from a call's tensors and spec: strides, numbers and compile-time constants."""
+"""The arguments that every kernel here takes, from a call's tensors and spec: strides, numbers, compile-time configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPAIRERS = 256
 
 
 class KernelSpec(NamedTuple):
-    """What a kernel of this backend is compiled for: its argument SPEC."""
+    """The compile-time configuration of a kernel: its argument SPEC."""
 
     GROUP: int
     D: int
@@ -37,7 +37,7 @@ class KernelSpec(NamedTuple):
     DROPOUT: bool
     SINKS: bool
     FP16: bool  # the gradients of the scores have fp16's narrow range
-    PRECISION: str  # of products of fp32 numbers
+    PRECISION: str  # how fp32 numbers are multiplied
     BLOCK_D: int  # head dims as tiles hold them
     BLOCK_DV: int
     REST_D: int = 0  # columns beyond BLOCK_D, in a tile of their own
@@ -45,7 +45,7 @@ class KernelSpec(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What follows from a spec alone; computed once per spec."""
+    """Numbers and configuration that follow from a spec alone; computed once per spec."""
 
     numbers: tuple[float | int, ...]  # scale, softcap, left, right, prefix, chunk, threshold, keep_scale
     spec: KernelSpec

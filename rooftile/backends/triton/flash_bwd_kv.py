@@ -17,7 +17,7 @@ the eighth product was cheaper than spilling or halving the tile (tried on an H2
 
 A product with a weight of 0 is not harmless when the other factor is NaN. A row that sees a NaN has one in lse or D already,
 so non-finite queries and gradients can simply be set aside, but only where there are some: a tile whose result holds a NaN
-is computed again with care, as in the forward.
+is computed again with non-finite values set aside, as in the forward.
 
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2.
 """

@@ -5,7 +5,7 @@
     O  = exp(m - m') O + s_v P_8 V_8         each block's product in fp32 from zero
 
 in blocks of 128 keys, from the last to the first. Scales are looked up by the part that a row belongs to, so any granularity will do.
-A tile whose result holds a NaN is computed again with care, as in `flash_fwd`; INT8 codes that stand for one are numbers to a matrix
+A tile whose result holds a NaN is computed again, code by code, as in `flash_fwd`; INT8 codes that stand for one are numbers to a matrix
 product, so where a scale says that there are some (it is negative), all products are taken for NaN at first.
 """
 
@@ -34,7 +34,7 @@ NAN_SAFE_S = tl.constexpr(16)
 
 @triton.jit
 def _decode(codes, INTEGER: tl.constexpr):
-    """What codes mean, fp32: the code below the smallest is a NaN."""
+    """Decodes FP8 or INT8 codes to fp32; the INT8 code -128 is a NaN."""
     x = codes.to(tl.float32)
     if INTEGER:
         x = tl.where(x == -128.0, float("nan"), x)
@@ -101,7 +101,7 @@ def _walk(
             values = v.to(tl.float32)
             lost = tl.where(values == values, 0.0, 1.0)
             part = tl.dot(p, tl.where(values == values, values, 0.0), input_precision="ieee")
-            # who sees a value that is none has none in that column
+            # a row that sees a NaN value gets NaN in that column
             seen = tl.dot(tl.where(sees, 1.0, 0.0), lost, input_precision="ieee")
             part = tl.where(seen > 0.0, float("nan"), part)
         else:

@@ -1,7 +1,6 @@
 """Attention of few queries to a paged cache: every program reads as many keys as every other.
 
-The keys of all sequences are one row of work, cut into as many parts as there are teams (`row_of_work`). A team has a program for
-each key head: its programs read the same blocks of the cache at about the same time, and a block's heads lie side by side in DRAM.
+The key blocks of all sequences are cut into equal splits (`split_kv`). A split has a program for each key head: its programs read the same blocks of the cache at about the same time, and a block's heads lie side by side in DRAM.
 The lengths are read from memory, nobody waits for them. Where the borders fall depends on the neighbours in the batch, and with them
 the last bits: `deterministic` goes by `paged_fwd`, whose chunks are fixed.
 
@@ -40,7 +39,7 @@ from rooftile.spec import Options, Spec
 
 @triton.jit
 def _rows(b, head, H, T, SPEC: tl.constexpr):
-    """Of a tile's rows the query, the head, whether there is one, and its line among all queries."""
+    """Returns, per row of a tile, the query, the head, whether the row exists, and its line among all queries."""
     TILES_PER_GROUP: tl.constexpr = (SPEC.GROUP + SPEC.HEADS - 1) // SPEC.HEADS
     r = tl.arange(0, SPEC.ROWS)
     t = r // SPEC.HEADS
@@ -106,7 +105,7 @@ def _decode(
                 sink = tl.load(sinks_ptr + h, mask=in_bounds, other=0.0).to(tl.float32) * LOG2E
             write_output(m, l, acc, sink, o_ptr, lse_ptr, b, H, T, 0, t, h, lines, in_bounds, SPEC.DV, SPEC.SINKS, False, SPEC.BLOCK_DV)
         else:
-            # a program's pieces: of a tile that began before it, and of one that goes on after it
+            # a program's partials: one for a tile that began before it, and of one that goes on after it
             partial = partials_ptr + ((2 * p + (first == 0)) * ROWS + tl.arange(0, ROWS)).to(tl.int64) * (SPEC.DV + 2)
             tl.store(partial[:, None] + dv[None, :], acc, mask=in_bounds[:, None] & (dv < SPEC.DV)[None, :])
             tl.store(partial + SPEC.DV, m, mask=in_bounds)
@@ -158,7 +157,7 @@ def fits(spec: Spec, T: int) -> bool:
 
 @cache
 def _programs(device: torch.device, spec: Spec) -> int:
-    """As many as run at once: two on a multiprocessor, or four of half the warps."""
+    """Returns how many programs run at once: two per multiprocessor, or four with half the warps."""
     if device.type == "cpu":
         # interpreted
         return 10
@@ -166,7 +165,7 @@ def _programs(device: torch.device, spec: Spec) -> int:
 
 
 def _warps(spec: Spec) -> int:
-    """Of a program. Narrow heads are read faster by more and smaller ones."""
+    """Returns the warps per program. Narrow heads are read faster by more and smaller programs."""
     return 2 if max(spec.dim, spec.dim_v) <= 64 else 4
 
 

@@ -31,12 +31,12 @@ from rooftile.spec import Options, Spec
 CHUNK_KEYS = tl.constexpr(1024)
 # programs that fill any chip: with fewer tiles than this, chunks go to programs of their own
 ENOUGH = 512
-# of memory for what they find; beyond it one program walks all chunks of its tile, with the same bits
+# fp32 numbers of memory for partials, at most; beyond it one program walks all chunks of its tile, with the same bits
 MOST_NUMBERS = 1 << 26
 
 
 class PagedSpec(NamedTuple):
-    """What a kernel that reads pages is compiled for: its argument SPEC."""
+    """The compile-time configuration of a kernel that reads pages: its argument SPEC."""
 
     GROUP: int
     HEADS: int  # query heads of a group in a tile
@@ -52,10 +52,10 @@ class PagedSpec(NamedTuple):
     ALIBI: bool
     SINKS: bool
     SCALED: bool  # keys and values in FP8, with a scale per token and head
-    PRECISION: str  # of products of fp32 numbers
+    PRECISION: str  # how fp32 numbers are multiplied
     BLOCK_D: int
     BLOCK_DV: int
-    ROWS: int  # of a tile: BLOCK_T queries times HEADS
+    ROWS: int  # rows per tile: BLOCK_T queries times HEADS
     BLOCK_T: int = 0
 
 
@@ -131,7 +131,7 @@ def _walk(
 
 @triton.jit
 def _rows_of(cu_q_ptr, B, H, T, tiles, SPEC: tl.constexpr):
-    """Of a program's tile: its sequence, where that begins, its queries, its key head; of each row the query and the head."""
+    """Returns a tile's sequence, its first row, length, first query and key head; and the query and head of each row."""
     TILES_PER_GROUP: tl.constexpr = (SPEC.GROUP + SPEC.HEADS - 1) // SPEC.HEADS
     heads = H // SPEC.GROUP * TILES_PER_GROUP
     slot = tl.program_id(0) // heads
@@ -318,7 +318,7 @@ def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Ten
 
 
 def spec_of(spec: Spec, T: int) -> KernelSpec:
-    """What a kernel is compiled for; a single query under a causal mask sees every key, as without a mask."""
+    """Returns a kernel's configuration; a single query under a causal mask sees every key, as without a mask."""
     known = constants_of(spec).spec
     return known._replace(RIGHT=False, PREFIX=False) if T == 1 and spec.mask.right == 0 else known
 

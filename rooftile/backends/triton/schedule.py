@@ -1,4 +1,4 @@
-"""Which tile of which head of which sequence a program owns.
+"""Assigns tiles of heads of sequences to programs.
 
 Dense: heads are taken in waves whose keys and values fit in the L2 cache together, and inside a wave the tiles with the most
 work go first (under a causal mask the last queries), so that the chip does not wait for one long tile at the end.

@@ -1,7 +1,7 @@
 """Decoding from pages on Hopper: one query a sequence, and copies under way from the first block to the last.
 
-The blocks of KEYS keys of all sequences are one row of work (`row_of_work`), each team has an equal part of it, and each of a
-team's programs a key head. Copies do not know where a sequence ends: two warps ask the copy engine for keys and for values, as
+The blocks of KEYS keys of all sequences are cut into equal splits (`split_kv`); each program of a split has a key head.
+Copies do not know where a sequence ends: two warps ask the copy engine for keys and for values, as
 far ahead as there are slots, while the third role multiplies. In the portable kernel a sequence's first copies wait for the one
 before it to be done with: some 4 us, in which a multiprocessor could read 80 kB.
 
@@ -76,7 +76,7 @@ def let_merge_start():
 
 @gluon.jit
 def close_softmax(m, l, sinks, in_group, SINKS: gl.constexpr):
-    """What a softmax's outputs are to be multiplied with, and its lse: by its largest score, in units of log2, and its sum."""
+    """Returns the factor of each row's output and its lse, from its largest score in units of log2 and its sum."""
     share = gl.full(m.shape, 1.0, gl.float32, m.type.layout)
     if SINKS:
         sink = gl.load(sinks, mask=in_group, other=0.0).to(gl.float32) * LOG2E
@@ -173,7 +173,7 @@ def _compute(
                 o_ptr + (gl.expand_dims((line + o_row) * config.DV, 1) + gl.expand_dims(e, 0)), o.to(dtype), mask=in_group_2d
             )  # fmt: skip
         else:
-            # a program's pieces: of a sequence that began before it, and of one that goes on after it
+            # a program's partials: one for a sequence that began before it, and of one that goes on after it
             program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
             partial = partials_ptr + (
                 (2 * program + (work.first_block == start).to(gl.int32)) * ROWS

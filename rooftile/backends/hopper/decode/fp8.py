@@ -39,7 +39,7 @@ from rooftile.backends.hopper.gluon import (
 
 @aggregate
 class Scales:
-    """Where the scales of keys and values are: one for each token's of a head, fp32 (pages, size, heads)."""
+    """Pointers to the scales of keys and values: fp32 (pages, size, heads), one per token and head."""
 
     k: gl.tensor
     v: gl.tensor
@@ -80,7 +80,7 @@ def _in_order_of_keys(x, D: gl.constexpr):
 
 @gluon.jit
 def _powers_of_two(sizes):
-    """What makes numbers of these sizes some 2^7, and its inverse."""
+    """Returns the power of two that brings numbers of these sizes to about 2^7, and its inverse."""
     exponent = gl.maximum(gl.minimum((sizes.to(gl.int32, bitcast=True) >> 23) & 255, 254), 8)
     return ((261 - exponent) << 23).to(gl.float32, bitcast=True), ((exponent - 7) << 23).to(gl.float32, bitcast=True)
 
@@ -216,7 +216,7 @@ def _compute(
             o = (acc * gl.expand_dims(share, 0)).to(o_ptr.dtype.element_ty)
             gl.store(o_ptr + (gl.expand_dims((line + column) * D, 0) + e), o, mask=in_group_2d)
         else:
-            # a program's pieces: of a sequence that began before it, and of one that goes on after it
+            # a program's partials: one for a sequence that began before it, and of one that goes on after it
             program = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
             partial = partials_ptr + ((2 * program + (work.first_block == start).to(gl.int32)) * ROWS).to(gl.int64) * (D + 2)
             gl.store(partial + (gl.expand_dims(column * (D + 2), 0) + e), acc, mask=in_group_2d)

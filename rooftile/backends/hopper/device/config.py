@@ -1,4 +1,4 @@
-"""What the parts of the forward know of it when it is compiled."""
+"""The compile-time configuration that the parts of the forward and of decoding share."""
 
 from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon, reinterpreted
@@ -38,17 +38,17 @@ def _as_matrix(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LINES: gl.cons
 
 @aggregate
 class KernelConfig:
-    """What is known when the kernel is compiled."""
+    """The compile-time configuration of a forward or decoding kernel."""
 
     GROUP: gl.constexpr
-    D: gl.constexpr  # of a query and a key in shared memory, padded with zeros to a power of two
-    DV: gl.constexpr  # of a value and an output
+    D: gl.constexpr  # columns of a query and a key in shared memory, padded with zeros to a power of two
+    DV: gl.constexpr  # columns of a value and an output
     DIM: gl.constexpr  # the same two in memory
     DIM_V: gl.constexpr
-    KEYS: gl.constexpr  # of a block
+    KEYS: gl.constexpr  # keys per block
     NUM_CONSUMERS: gl.constexpr  # warpgroups that compute
     HEADS_PER_TILE: gl.constexpr  # query heads of a group that share each one's rows
-    ROWS: gl.constexpr  # of each one, those of one head
+    ROWS: gl.constexpr  # rows per warpgroup and head
     PING_PONG: gl.constexpr  # whether they take turns to issue
     Q_IN_REGISTERS: gl.constexpr  # columns of its queries that each holds in registers
     LAZY: gl.constexpr  # whether outputs are rescaled only when they must be
@@ -108,7 +108,7 @@ class KernelConfig:
 
     @gluon.jit
     def query_head(self, row, work):
-        """The query head of a warpgroup's row; a plan's heads are numbered as they are taken together."""
+        """The query head of a warpgroup's row; a work tile counts heads in groups of HEADS_PER_TILE."""
         h = work.h
         if self.HEADS_PER_TILE > 1:
             h = work.h * self.HEADS_PER_TILE + row // self.ROWS

@@ -1,4 +1,4 @@
-"""Products of rows with rows over a head dim that need not be a power of two.
+"""Matrix products over a head dim that need not be a power of two.
 
 Gluon's tensors are powers of two long, so 96 and 192 lie in shared memory padded with zeros. The products over the head dim leave
 the padding out: they are issued for two powers of two that add up to it, 64 + 32 and 128 + 64.
@@ -9,7 +9,7 @@ from rooftile.backends.hopper.gluon import gl, gluon, warpgroup_mma
 
 @gluon.constexpr_function
 def num_mmas(DIM):
-    """How many products are issued."""
+    """Returns how many wgmma groups `mma_qk` issues."""
     return 1 if DIM & (DIM - 1) == 0 else 2
 
 
@@ -30,7 +30,7 @@ def _first_columns(b, COUNT: gl.constexpr):
 def mma_qk(a, b, DIM: gl.constexpr, layout: gl.constexpr, a_registers=0, IN_REGISTERS: gl.constexpr = 0):
     """Issues a b^T for a (rows, D) and b (columns, D), of which DIM elements are not padding.
 
-    `held` has the first HELD columns of a in registers.
+    `a_registers` has the first IN_REGISTERS columns of a.
     """
     ROWS: gl.constexpr = a.shape[0]
     COLUMNS: gl.constexpr = b.shape[0]

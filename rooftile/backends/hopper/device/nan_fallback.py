@@ -1,4 +1,4 @@
-"""Keeping what a mask hides out of the output, also where it is a NaN: a second walk for the tiles that hold one.
+"""Keeping what a mask hides out of the output, also where it is a NaN: tiles that hold one are computed again.
 
 A weight of zero does not hide a NaN or an infinity among the values, and 0 x NaN is what a matrix product makes of it.
 """
@@ -7,13 +7,13 @@ from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS, KernelConfig,
 from rooftile.backends.hopper.device.softmax import Scoring
 from rooftile.backends.hopper.gluon import barrier, gl, gluon
 
-# where the pages' table is noted, after three tensors
+# the page table's first word, after those of three tensors
 TABLE_WORD = gl.constexpr(12)
 
 
 @gluon.jit
 def spill_tensor(spilled, i: gl.constexpr, pointer, desc, page=1, head=1):
-    """Puts down where a tensor is, and its strides; those of pages are some of the descriptor's (`descriptors.of_pages`)."""
+    """Spills a tensor's pointer and strides to shared memory; those of pages follow from `tma.of_pages`."""
     spill_word(spilled, 4 * i, pointer.to(gl.int64, bitcast=True))
     spill_word(spilled, 4 * i + 1, desc.strides[0] * page)
     spill_word(spilled, 4 * i + 2, desc.strides[1] * head)

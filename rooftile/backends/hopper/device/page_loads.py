@@ -12,7 +12,7 @@ from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier, reint
 
 @aggregate
 class Table:
-    """Which pages are whose, and what lies between pages, in eights of tokens, and between heads, in lines."""
+    """The page table, the distance between pages in units of 8 tokens, and between heads in swizzled lines."""
 
     pointer: gl.tensor  # int32 (sequences, pages)
     stride: gl.tensor

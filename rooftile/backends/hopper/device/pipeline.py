@@ -1,7 +1,7 @@
 """How the warp roles of a program hand buffers to each other: rings of shared memory with a pair of barriers a slot.
 
 A filler waits until a slot is `empty`, fills it, and its bytes' arrival makes it `full`; readers wait for that and give the
-slot back. The turn counts all fills since the kernel began: its slot is turn % slots, and the barriers' phase flips each
+slot back. `fill` counts all fills since the kernel began: its slot is fill % stages, and the barriers' phase flips each
 time around. A barrier starts in phase 0, so the first wait on `empty`, for the phase before it, passes at once.
 """
 
@@ -11,7 +11,7 @@ from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier
 
 @aggregate
 class Ring:
-    """`slots` buffers and the barriers that say whose turn each is."""
+    """`stages` buffers, each with a barrier that says that it is full and one that says that it is empty."""
 
     buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -35,12 +35,12 @@ class Ring:
 
     @gluon.jit
     def wait_full(self, fill, wait=True):
-        """`there` false: passes at once."""
+        """Passes at once if `wait` is false."""
         mbarrier.wait(self.full.index(fill % self.stages), (fill // self.stages) & 1, pred=wait)
 
     @gluon.jit
     def full_barrier(self, fill):
-        """The barrier that counts what arrives in the slot of a turn."""
+        """Returns the barrier that counts the bytes of a fill."""
         return self.full.index(fill % self.stages)
 
     @gluon.jit
@@ -70,9 +70,9 @@ def named_barrier(verb: gl.constexpr, name: gl.constexpr):
 
 @gluon.jit
 def hide_from_ptxas(x):
-    """x, in a way that the assembler cannot tell: what follows from it is computed anew.
+    """Hides x from common-subexpression elimination in ptxas.
 
-    ptxas 12.8 keeps what two loops in a row have in common where it was computed for the first, and then runs the second
-    with nothing there when the first made no turn.
+    ptxas 12.8 computes what two consecutive loops share inside the first one; if that loop runs zero times, the second reads
+    garbage.
     """
     return gl.inline_asm_elementwise(ptx.COPY, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,4 +1,4 @@
-"""Which tile of which head a program takes next, and what that tile needs.
+"""Work tiles: a program draws the next tile of a head, and publishes what its warp roles need to know of it.
 
 A program stays on its multiprocessor and takes one tile after another. Numbers are drawn from a counter in memory: who
 finishes early draws again. The tiles are numbered head by head, so that the programs at work share few heads, whose keys and
@@ -15,7 +15,7 @@ from rooftile.backends.hopper.device.mask import first_key, first_position, last
 from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier
 
-# int32s of shared memory for a plan: a power of two, as every shape here
+# int32 words per work tile in shared memory: a power of two, as every shape here
 WORK_TILE_WORDS = gl.constexpr(16)
 # the most packed sequences whose tiles are put in the order of their work: a lane each
 MOST_SORTED = gl.constexpr(32)
@@ -27,7 +27,7 @@ PADDED = gl.constexpr(ROWS_PADDED)
 class WorkTile:
     """One tile of queries and the keys that it walks."""
 
-    is_valid: gl.tensor  # 0: there is no tile left
+    is_valid: gl.tensor  # 0: this tile is past its sequence's end, or no tile is left
     b: gl.tensor  # packed: 0
     h: gl.tensor
     t: gl.tensor  # the tile's first query, within its sequence
@@ -141,9 +141,9 @@ def _at_least(size, tiles, top, SLOPED: gl.constexpr):
 def tile_by_work(rank, cu_own_ptr, cu_walked_ptr, B, ROWS: gl.constexpr, SLOPED: gl.constexpr, LENGTHS: gl.constexpr = False):
     """The (sequence, rank within it) of the tile with that rank by work, the most first; a rank of -1 past the last.
 
-    Own is what tiles of ROWS are cut from, and the walked is what each one walks. SLOPED: the first in its sequence walks all of
-    it, and every next one ROWS fewer; else all the same. For at most MOST_SORTED sequences, by one warp. LENGTHS: of the walked
-    there are lengths, and no offsets.
+    `cu_own`: offsets of the axis cut into tiles of ROWS. `cu_walked`: offsets of the axis that each tile loops over (LENGTHS: its
+    lengths instead). SLOPED (causal): each tile loops over ROWS fewer elements than the one before; otherwise all tiles of a
+    sequence cost the same. For at most MOST_SORTED sequences; called by one warp.
     """
     lane = gl.arange(0, MOST_SORTED, gl.BlockedLayout([1], [32], [1], [0]))
     in_bounds = lane < B
@@ -175,7 +175,7 @@ def tile_by_work(rank, cu_own_ptr, cu_walked_ptr, B, ROWS: gl.constexpr, SLOPED:
 
 @gluon.jit
 def padded_row(i_b, q_start):
-    """Where sequence i_b begins if each one's queries are padded: at least where those before it end."""
+    """Returns the first row of sequence i_b if the queries of each sequence are padded; sequences do not overlap."""
     return (q_start // PADDED + i_b) * PADDED
 
 
@@ -184,9 +184,9 @@ def make_work_tile(
     n, B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, mask, ROWS: gl.constexpr, KEYS: gl.constexpr, PACKED: gl.constexpr,
     PAGED: gl.constexpr = False,
 ):  # fmt: skip
-    """The plan of tile number n, which is below the number of tiles; not live if its slot is past its sequence's end.
+    """Makes the work tile of number n, below the number of tiles; it is not valid if its slot is past its sequence's end.
 
-    PAGED: packed queries, and keys in pages: cu_k_ptr has lengths, and a plan's `key` is the sequence's number.
+    PAGED: packed queries, and keys in pages: cu_k_ptr has lengths, and `k_start` is the sequence's number.
     """
     zero = n * 0
     if PACKED:
@@ -240,7 +240,7 @@ def _get(work_tiles: Ring, fill, i: gl.constexpr):
 
 @gluon.jit
 def publish(work_tiles: Ring, fill, work: WorkTile):
-    """Tells the other roles of a tile; by one warp."""
+    """Publishes a work tile to the other roles; called by one warp."""
     work_tiles.wait_empty(fill)
     _put(work_tiles, fill, 0, work.is_valid)
     _put(work_tiles, fill, 1, work.b)
@@ -258,7 +258,7 @@ def publish(work_tiles: Ring, fill, work: WorkTile):
 
 @gluon.jit
 def publish_end(work_tiles: Ring, fill):
-    """Tells the other roles that there is no tile left; the rest of the plan is an old one's."""
+    """Tells the other roles that there is no tile left; the other words are an earlier tile's."""
     work_tiles.wait_empty(fill)
     _put(work_tiles, fill, 0, 0)
     mbarrier.arrive(work_tiles.full_barrier(fill), count=1)
@@ -266,7 +266,7 @@ def publish_end(work_tiles: Ring, fill):
 
 @gluon.jit
 def consume(work_tiles: Ring, fill):
-    """The plan of a turn, once it is published."""
+    """Waits for a work tile and reads it."""
     work_tiles.wait_full(fill)
     work = WorkTile(
         _get(work_tiles, fill, 0), _get(work_tiles, fill, 1), _get(work_tiles, fill, 2), _get(work_tiles, fill, 3),

@@ -1,4 +1,4 @@
-"""From products of queries and keys to weights, a block at a time: scores, mask, online softmax.
+"""Scores, mask and online softmax of one block of keys.
 
 Scores are in units of log2, so that an exponential is one multiply-add and one instruction.
 """
@@ -124,10 +124,9 @@ def update_softmax(s, m, l, scale_log2, config: KernelConfig, FIRST: gl.constexp
 
 @gluon.jit
 def force_before_wait(l):
-    """l, known before anything that follows is waited for.
+    """Forces `l` to be computed before the next wgmma wait.
 
-    The assembler moves a wait for matrix products up as far as it can, here above the exponentials that were to run meanwhile. It
-    moves none across a branch.
+    ptxas hoists the wait above the exponentials that should run under it; it does not hoist across a branch.
     """
     return gl.inline_asm_elementwise(ptx.BRANCH_ON_NAN, "=f,=f,0,1", [l], dtype=gl.float32, is_pure=False, pack=2)
 
@@ -155,7 +154,7 @@ def rescale(acc, alpha, config: KernelConfig):
 def pack_16bit(p, dtype: gl.constexpr):
     """A block's weights in 16 bits, two to a register.
 
-    They live from one turn of a loop to the next, and as tensors of 16 bits the compiler would take the pairs apart and
+    They live from one iteration of a loop to the next, and as tensors of 16 bits the compiler would take the pairs apart and
     put them together again each time around.
     """
     even, odd = p.reshape([p.shape[0], p.shape[1] // 2, 2]).split()

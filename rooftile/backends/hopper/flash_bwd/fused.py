@@ -11,8 +11,8 @@
              multiply half of the columns each, behind the next block's scores
     add      one warp: has each block's part of dq added to the sum in memory
 
-The sum is in fp32 (see `work`), and its parts come in any order: dq differs in its last bits from run to run. Asked for an
-order, the kernel leaves dq to `flash_bwd_q`, for two more products.
+The sum is in fp32 (see `dq_accumulator`), and its parts come in any order: dq differs in its last bits from run to run. Asked
+for an order, the kernel leaves dq to `flash_bwd_q`, for two more products.
 
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
@@ -308,8 +308,8 @@ def flash_bwd(
     grads = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], do_desc.layout), STAGES, NUM_CONSUMERS)
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], delta_desc.layout)
-    # two turns of dS, of both warpgroups. Without a role for dq nobody gives a turn back: who has both parts of the next one
-    # knows that it has been read
+    # two stages of dS from both warpgroups. Without a role for dq nobody releases a stage: a warpgroup that has both parts of the
+    # next stage knows that this one has been read
     part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WG_ROWS, BLOCK], dtype)
     ds_blocks = ring(gl.allocate_shared_memory(dtype, [2 * NUM_CONSUMERS, WG_ROWS, BLOCK], part_layout), 2, 1, NUM_CONSUMERS)
     dq_staging = ring(gl.allocate_shared_memory(gl.float32, [2, UNIT_ROWS, UNIT_COLUMNS], dq_sum_desc.layout), 2, 1)

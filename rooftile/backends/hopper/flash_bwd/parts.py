@@ -1,4 +1,4 @@
-"""What the backward kernels share: their compile-time shape, the walk of a tile of keys, weights, and how tiles are stored.
+"""Parts that the backward kernels share: compile-time configuration, the loop of a tile of keys, weights, stores.
 
 With P the weights, recomputed from lse, and D_i = sum_c dO_ic O_ic - dL_i, a row's word in memory beside its lse:
 
@@ -45,14 +45,14 @@ BLOCK = gl.constexpr(64)
 
 @aggregate
 class BackwardConfig:
-    """What is known when a backward kernel is compiled."""
+    """The compile-time configuration of a backward kernel."""
 
     GROUP: gl.constexpr  # query heads that a tile of keys walks
     GROUP_SPLITS: gl.constexpr  # tiles that share a key head's group, each with its own sum
     BLOCKS_PER_TILE: gl.constexpr  # rows of 64 keys, or queries, in a tile
-    D: gl.constexpr  # of all rows in shared memory, padded with zeros to a power of two
-    DIM: gl.constexpr  # of queries and keys in memory
-    DIM_V: gl.constexpr  # of values and outputs
+    D: gl.constexpr  # columns of all rows in shared memory, padded with zeros to a power of two
+    DIM: gl.constexpr  # columns of queries and keys in memory
+    DIM_V: gl.constexpr  # columns of values and outputs
     PACKED: gl.constexpr
     MASKED: gl.constexpr  # anything but a full mask
     SOFTCAP: gl.constexpr
@@ -65,7 +65,7 @@ class BackwardConfig:
     acc_layout: gl.constexpr
     DV: gl.constexpr  # columns of dv
     dv_layout: gl.constexpr
-    p_layout: gl.constexpr  # of weights on its left
+    p_layout: gl.constexpr  # weights as a left operand
     a_layout: gl.constexpr
 
     @gluon.constexpr_function
@@ -102,8 +102,8 @@ class BackwardConfig:
 def make_work_tile_of_keys(
     n, B, Hk, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, mask: Mask, KEYS: gl.constexpr, PACKED: gl.constexpr
 ):  # fmt: skip
-    """The plan of tile number n of keys: `t` is its first key, `h` its key head, or part of one, and `first` to `last` are
-    blocks of queries.
+    """Makes work tile number n of keys: `t` is its first key, `h` its key head, or part of one, and `first_block` to
+    `last_block` are blocks of queries.
 
     The tiles with the most work are the first keys, which all queries see under a causal mask. Heads come from the last down:
     what `row_stats` read and wrote last is still in the L2 cache, and what comes last here is what the kernel for dq begins with.
@@ -240,7 +240,7 @@ def load_rows(ring: Ring, fill, desc, b, h, row):
 
 @gluon.jit
 def _load_rows_and_stats(ring: Ring, words, fill, desc, words_desc, b, h, row, word):
-    """As `load_rows`, with one fp32 word a row from a line of them."""
+    """Loads a block of rows like `load_rows`, and one fp32 word per row."""
     ring.wait_empty(fill)
     mbarrier.expect(ring.full_barrier(fill), desc.block_type.nbytes + words_desc.block_type.nbytes)
     tma_load(desc, [b, h, row, 0], ring.full_barrier(fill), ring.buffer(fill))
@@ -253,7 +253,7 @@ def load_key_tiles(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
     B, T, S, padded_T, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config: BackwardConfig,
 ):  # fmt: skip
-    """The role that draws tiles of keys, 64 a crew member, and has them copied in, then the queries and the gradients of the
+    """The role that draws tiles of keys, 64 per warpgroup, and has them copied in, then the queries and the gradients of the
     output that they meet.
 
     The first block's queries are asked for between the keys and the values: who waits for the keys needs them next.
@@ -294,7 +294,7 @@ def load_key_tiles(
 
 @gluon.jit
 def _load_tile_rows(rows: Ring, tile, desc, work, config: BackwardConfig):
-    """A tile's keys or values, 64 for each member of the crew."""
+    """Loads a tile's keys or values, 64 rows at a time."""
     rows.wait_empty(tile)
     mbarrier.expect(rows.full_barrier(tile), config.BLOCKS_PER_TILE * desc.block_type.nbytes)
     for i in gl.static_range(config.BLOCKS_PER_TILE):

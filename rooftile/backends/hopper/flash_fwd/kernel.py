@@ -1,6 +1,6 @@
 """The forward on Hopper: o and lse.
 
-A program is a crew of warp roles that pass tiles through shared memory and wait only for each other:
+A program consists of warp roles that pass tiles through shared memory and wait only for each other:
 
     load     one warp: draws the next tile of queries, tells the others, and has its queries copied in, then its keys and
              values block by block, from the last block down to the first
@@ -122,7 +122,7 @@ def _load(
             tile += 1
             if config.PAGE_SIZE > 0:
                 # all in one loop: what a loop's boxes and those of a block after it have in common, ptxas 12.8 would compute in
-                # the loop alone (see `pipeline.opaque`)
+                # the loop alone (see `pipeline.hide_from_ptxas`)
                 for i in range(work.last_block - work.first_block + 1):
                     if i == work.last_block - work.first_block:
                         n = _draw(counter_ptr) + programs
@@ -146,9 +146,9 @@ def _issue_mmas(
     q, q_registers, keys: Ring, values: Ring, p, acc, fill, has_next,
     MINE: gl.constexpr, OTHER: gl.constexpr, config: KernelConfig, Q_IN_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Issues the scores of block `turn` and the product of the block before it with its values; waits for neither.
+    """Issues the scores of block `fill` and the product of the block before it with its values; waits for neither.
 
-    `there` false: there is no such block, and the scores are of a buffer's old keys, for nobody to read.
+    Without a next block (`has_next` false) the scores are computed from a buffer's old keys, and nobody reads them.
     """
     keys.wait_full(fill, has_next)
     if config.PING_PONG:

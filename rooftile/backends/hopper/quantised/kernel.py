@@ -9,7 +9,7 @@ different in 8 bits:
               each 16 keys in the order in which a thread holds weights (`quantisation`), so that these are never exchanged
     sums      the tensor cores add 8-bit products in fewer bits than fp32 has. Each block's product begins at zero, and is added
               to the output in fp32
-    weights   refer to a score that may lag behind the row's largest, so that they need not wait for it (`weights_8bit`)
+    weights   refer to a score that may lag behind the row's largest, so that they need not wait for it (`quantised.softmax`)
     turns     the warpgroups take turns at the exponentials: one's run under the other's products
 
 Shah et al., FlashAttention-3, arXiv:2407.08608, section 3.3; Zhang et al., SageAttention2, arXiv:2411.10958.
@@ -160,7 +160,7 @@ def _step(
     mask: Mask, q_factor,
     WG: gl.constexpr, config: QuantisedConfig, CHECK: gl.constexpr,
 ):  # fmt: skip
-    """The weights of block `turn` while the block before it is added to the output; its product, and the next one's scores."""
+    """Computes block `fill`: its weights while the block before is added to the output, its product, the next block's scores."""
     if not config.WIDE:
         # in terms of the references that this block's weights begin with
         acc += block.part * block.v_scale

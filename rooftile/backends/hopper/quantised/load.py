@@ -1,4 +1,4 @@
-"""What the kernel on quantised tensors is compiled for, and the role that has tiles and their scales copied in."""
+"""The compile-time configuration of the kernel on quantised tensors, and the role that has tiles and their scales copied in."""
 
 from rooftile.backends.hopper.device.config import WG_ROWS
 from rooftile.backends.hopper.device.pipeline import Ring
@@ -25,7 +25,7 @@ BLOCK = gl.constexpr(128)
 
 @aggregate
 class QuantisedConfig:
-    """What is known when the kernel is compiled."""
+    """The compile-time configuration of the kernel on quantised tensors."""
 
     GROUP: gl.constexpr
     D: gl.constexpr
@@ -34,12 +34,12 @@ class QuantisedConfig:
     MASKED: gl.constexpr
     INTEGER: gl.constexpr  # scores in INT8
     SMOOTHED: gl.constexpr  # rows have a shift
-    KEYS: gl.constexpr  # of a block: 128, or 64 of wide heads
+    KEYS: gl.constexpr  # keys per block: 128, or 64 for wide heads
     WIDE: gl.constexpr  # the output is added to by quarters
     PART: gl.constexpr  # columns of values that a product takes
     s_layout: gl.constexpr
-    o_layout: gl.constexpr  # of a product with values
-    acc_layout: gl.constexpr  # of the output
+    o_layout: gl.constexpr  # a product with values
+    acc_layout: gl.constexpr  # the output
     p_layout: gl.constexpr
 
     @gluon.constexpr_function
@@ -64,7 +64,7 @@ class QuantisedConfig:
 
 @aggregate
 class Scales:
-    """Where scales are: in memory, (parts, heads), and in shared memory a word a slot."""
+    """Scales: in memory (blocks, heads), and in shared memory one word per stage."""
 
     q_ptr: gl.tensor
     k_ptr: gl.tensor
@@ -138,7 +138,7 @@ def load_tiles(
         work = make_work_tile(n, B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, mask, BLOCK, config.KEYS, config.PACKED)
         if work.is_valid != 0:
             if config.PACKED:
-                # of its sequence's queries, and of its keys
+                # the sequence's first block of queries, and of keys
                 part_q = work.padded_start // PADDED
                 part_k = work.k_start // PADDED + (part_q - work.q_start // PADDED)
             else:

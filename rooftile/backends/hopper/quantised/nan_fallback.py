@@ -13,7 +13,7 @@ from rooftile.backends.hopper.gluon import barrier, gl, gluon
 
 @gluon.jit
 def _decode(codes, scale, INTEGER: gl.constexpr):
-    """What codes mean."""
+    """Decodes FP8 or INT8 codes to fp32."""
     x = codes.to(gl.float32)
     if INTEGER:
         x = gl.where(x == -128.0, float("nan"), x)
@@ -22,7 +22,7 @@ def _decode(codes, scale, INTEGER: gl.constexpr):
 
 @gluon.jit
 def _stored_column(j):
-    """Where key j is among values in columns."""
+    """Returns the column in which the values of key j are stored."""
     return j // 16 * 16 + j % 8 // 2 * 4 + j % 16 // 8 * 2 + j % 2
 
 

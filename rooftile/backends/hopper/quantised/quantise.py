@@ -42,7 +42,7 @@ from rooftile.numerics.recipe import MEAN_OF
 SAMPLE = gl.constexpr(MEAN_OF)
 # that a program of `mean_keys` takes: a sector of memory
 COLUMNS = gl.constexpr(16)
-# of a row in shared memory, by so many columns: neighbours of a warp read different banks
+# layout of a row in shared memory: neighbours of a warp read different banks
 LINE = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 # below it a scale has no inverse
 LEAST = gl.constexpr(2.0**-126)
@@ -52,7 +52,7 @@ LARGEST_INT8 = gl.constexpr(127.0)
 
 @gluon.jit
 def _block_of(slot, cu_ptr, B, T, blocks, PACKED: gl.constexpr):
-    """Of a slot: its batch, where its sequence begins, its first position there, the sequence's length, and its part."""
+    """Returns a slot's batch, sequence, first row, first position in the sequence, sequence length and block number."""
     if PACKED:
         # a sequence's slots are its parts, counted from its end
         i_b, i_tile = packed_tile(slot, cu_ptr, B, BLOCK)
@@ -103,7 +103,7 @@ def _fetch_first(walk, tile, ready, B, PACKED: gl.constexpr):
 
 @gluon.constexpr_function
 def _line(warps):
-    """Of a row that all threads have a part of."""
+    """Returns the layout of a row that is spread over all threads."""
     return gl.BlockedLayout([1], [32], [warps], [0])
 
 
@@ -262,7 +262,7 @@ def _values(
 
     n and what follows are as in `_rows`.
     """
-    # of each 16 keys a lane gets 2l, 2l + 1, 2l + 8 and 2l + 9, as it holds weights
+    # from each 16 keys a lane gets 2l, 2l + 1, 2l + 8 and 2l + 9, as it holds weights
     layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [gl.num_warps(), 1], [16, 8]), 2)
     slot = n // H
     h_next = n % H
@@ -344,7 +344,7 @@ def quantise(
         _keep(signs, gl.load(signs_ptr + gl.arange(0, D, _line(gl.num_warps()))))
     turn = 0
     values_first = gl.program_id(0) % 2 == 1
-    # of the three walks no program gets the longest always
+    # no program gets the longest of the three walks every time
     n_q = gl.program_id(0)
     n_k = (n_q + gl.num_programs(0) // 3) % gl.num_programs(0)
     n_v = (n_k + gl.num_programs(0) // 3) % gl.num_programs(0)

@@ -64,7 +64,7 @@ def rotate(x, column, signs, D: gl.constexpr):
 
 @gluon.jit
 def split_into_quarters(x, D: gl.constexpr):
-    """Of what a thread holds of a row, four parts."""
+    """Splits what a thread holds of a row into four parts."""
     parts = x.reshape([x.shape[0], D // OWN, 2, 2, OWN // 4]).permute((0, 1, 4, 2, 3))
     even, odd = parts.split()
     a, b = even.split()

@@ -26,7 +26,7 @@ _TEXT_128 = gl.constexpr(ptx.fp8_weights_text(64, softmax.RAISED, softmax.TOO_LA
 
 @gluon.jit
 def _take_alternate(x, low: gl.constexpr):
-    """Of (WG_ROWS, n, 4), every other of the n."""
+    """Takes every other of the n in (WG_ROWS, n, 4)."""
     n: gl.constexpr = x.shape[1] // 2
     even, odd = x.reshape([WG_ROWS, n, 2, 4]).permute((0, 1, 3, 2)).split()
     if low:
@@ -36,7 +36,7 @@ def _take_alternate(x, low: gl.constexpr):
 
 @gluon.jit
 def _one_per_thread(x, SECOND: gl.constexpr):
-    """Of a register each row that every thread has, a thread's: (WG_ROWS, 4). It is register 0 or 4."""
+    """One number per row and thread, (WG_ROWS, 4), taken from a tensor in the scores' layout: from register 0, or 4 if SECOND."""
     KEYS: gl.constexpr = x.shape[1]
     first, _ = x.reshape([WG_ROWS, KEYS // 8, 4, 2]).split()
     own = _take_alternate(_take_alternate(_take_alternate(first, not SECOND), True), True)
