@@ -11,14 +11,6 @@ READY := $(VENV)/.ready
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
-# runs pytest on the tests that a marker selects, in two processes: Triton's interpreter is on or off for a whole process
-define suite
-failed=0; set -x; \
-$(BIN)/python -m pytest -n 2 -m "$(1)" --ignore tests/interpreter $(ARGS) || failed=1; \
-TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "$(1)" tests/interpreter $(ARGS) || failed=1; \
-exit $$failed
-endef
-
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	@PY="$(PY)" VENV="$(VENV)" sh scripts/setup.sh
 	@touch $@
@@ -29,12 +21,15 @@ demo: $(READY) ## the main job: measure this machine and write the report page, 
 	$(BIN)/rooftile report $(ARGS)
 
 test: $(READY) ## every test that needs no GPU; of large grids a few cases that cover them
-	@$(call suite,not sweep)
+	@failed=0; set -x; \
+	$(BIN)/python -m pytest -n 2 -m "not sweep" --ignore tests/interpreter $(ARGS) || failed=1; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/interpreter $(ARGS) || failed=1; \
+	exit $$failed
 
 test-all: test test-sweep ## make test, then make test-sweep: every case of every grid
 
 test-sweep: $(READY) ## the cases of the grids that make test leaves out
-	@$(call suite,sweep)
+	$(BIN)/python -m pytest -n 2 -m sweep tests $(ARGS)
 
 test-gpu: $(READY) ## the conformance suite and the GPU tests on this machine's GPU
 	$(BIN)/python -m pytest --device cuda tests/conformance tests/gpu $(ARGS)

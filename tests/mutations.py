@@ -1,0 +1,124 @@
+"""Breaks one line of a copy of the code at a time and prints which tests of `make test` fail.
+
+    python -m tests.mutations              every mutation, as a Markdown table
+    python -m tests.mutations NAME ...     these mutations
+
+Exits with status 1 if the tests pass despite a mutation.
+"""
+
+# ruff: noqa: T201 - it prints its result
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXACT = "tests/conformance/test_exact.py"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A line of a file in `rooftile/`, its broken version, and the tests that must fail."""
+
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+    interpreted: bool = False
+
+
+MUTATIONS = {
+    "mask edge": Mutation(
+        "masks.py", "high = i + self.right", "high = i + self.right + 1", ("tests/unit/test_masks.py",)
+    ),
+    "mask edge, tiled": Mutation(
+        "backends/tiled/tiles.py", "j > mask.last_key(i))", "j > mask.last_key(i) + 1)", (EXACT, "-k", "tiled and causal")
+    ),
+    "mask edge, triton": Mutation(
+        "backends/device/visibility.py", "sees & (j <= i + right)", "sees & (j <= i + right + 1)",
+        ("tests/interpreter/test_triton.py", "-k", "equals and (t63 or d16)"), interpreted=True,
+    ),
+    "rescaling, tiled": Mutation(
+        "backends/tiled/flash_fwd.py", "acc.mul_(alpha).baddbmm_(", "acc.baddbmm_(", (EXACT, "-k", "tiled and long")
+    ),
+    "rescaling, triton": Mutation(
+        "backends/triton/flash_fwd.py", "        acc = acc * alpha[:, None]\n        if DROPOUT", "        if DROPOUT",
+        ("tests/interpreter/test_triton.py", "-k", "equals and (t63 or t129)"), interpreted=True,
+    ),
+    "rescaling, splits": Mutation(
+        "backends/device/split_kv.py", "acc = acc * alpha + tl.sum", "acc = acc + tl.sum",
+        ("tests/interpreter/test_paged.py", "-k", "any_number_of_programs"), interpreted=True,
+    ),
+    "lse, tiled": Mutation(
+        "backends/tiled/flash_fwd.py", "(_finite_pivot(m) + l.log())", "(_finite_pivot(m) + l)", (EXACT, "-k", "tiled and mha")
+    ),
+    "lse, triton": Mutation(
+        "backends/triton/flash_fwd.py", "+ tl.log2(l) * LN2", "+ tl.log2(l)",
+        ("tests/interpreter/test_triton.py", "-k", "equals and t63"), interpreted=True,
+    ),
+    "gradient of lse": Mutation(
+        "backends/tiled/flash_bwd.py", "D -= incoming.dlse[..., None]", "pass", (EXACT, "-k", "tiled and mha")
+    ),
+    "page offset, gather": Mutation(
+        "kvcache/operators.py", "table[sequence, place // size].long(), place % size",
+        "table[sequence, place // size].long(), (place + 1) % size", ("tests/unit/test_paged.py",),
+    ),
+    "page offset, triton": Mutation(
+        "backends/triton/paged_fwd.py", "v_lines = v_ptr + page * v_stride_p + (j % SIZE)",
+        "v_lines = v_ptr + page * v_stride_p + ((j + 1) % SIZE)", ("tests/interpreter/test_paged.py", "-k", "packed_queries"),
+        interpreted=True,
+    ),
+    "page offset, write": Mutation(
+        "kvcache/kernels.py", "page, place = slot // SIZE, slot % SIZE", "page, place = slot // SIZE, (slot + 1) % SIZE",
+        ("tests/interpreter/test_page_kernels.py", "-k", "slots"), interpreted=True,
+    ),
+    "stop string, overlap": Mutation(
+        "serve/text/detokenizer.py", "            while self.matched and self.text[self.matched] != character:\n"
+        "                self.matched = self._borders[self.matched]",
+        "            if self.text[self.matched] != character:\n                self.matched = 0",
+        ("tests/serve/test_detokenizer.py",),
+    ),
+    "stop string, held back": Mutation(
+        "serve/text/detokenizer.py", "text[: len(text) - held], text[len(text) - held :]", 'text, ""',
+        ("tests/serve/test_detokenizer.py",),
+    ),
+}  # fmt: skip
+
+
+def failures(mutation: Mutation) -> list[str]:
+    """Returns the ids of the tests that fail in a mutated copy."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("rooftile", "tests", "benchmarks"):
+            shutil.copytree(ROOT / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        file = Path(folder, "rooftile", mutation.file)
+        source = file.read_text()
+        assert source.count(mutation.before) == 1, f"{mutation.file} must have this exactly once: {mutation.before}"
+        file.write_text(source.replace(mutation.before, mutation.after))
+        environment = os.environ | {"PYTHONPATH": folder, "TRITON_INTERPRET": "1" if mutation.interpreted else "0"}
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not sweep", *mutation.tests]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
+
+
+def main(names: list[str]) -> int:
+    print("| mutation | line | before | after | tests | red |\n|---|---|---|---|---|--:|")
+    survivors = 0
+    for name in names or MUTATIONS:
+        mutation = MUTATIONS[name]
+        red = len(failures(mutation))
+        survivors += not red
+        before, after = (" ".join(code.split()) for code in (mutation.before, mutation.after))
+        print(f"| {name} | `{mutation.file}` | `{before}` | `{after}` | `{' '.join(mutation.tests)}` | {red} |", flush=True)
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
