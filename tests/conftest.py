@@ -56,7 +56,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    # torch.manual_seed formats the stack for every backend that is not initialised, which takes longer than many tests
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from tests.grids import swept
+
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from tests.kernels.test_sampling_compiles import stack  # noqa: E402
@@ -50,24 +52,30 @@ def constants_of(kind: str, size: int, heads: int, residual: bool, post: bool) -
     return tile_of(size) | kinds | {"HEADS": heads, "SIZE": size, "RESIDUAL": residual, "POST": post}
 
 
+NORMS = [
+    ("rms", 4096, 1, True, False),
+    ("rms", 2048, 1, False, False),
+    ("rms", 128, 32, False, False),
+    ("rms", 896, 1, True, False),
+    ("plus one", 4608, 1, True, True),
+    ("layer", 1600, 1, True, False),
+    ("layer", 40, 3, False, False),
+    ("rms", 16384, 1, True, False),
+    ("layer", 16384, 1, True, False),
+]
+CHIPS = [(80, torch.bfloat16), (90, torch.bfloat16), (90, torch.float16), (90, torch.float32), (100, torch.bfloat16)]
+
+
+def _traits(case: tuple) -> tuple:
+    """`make test` compiles every problem on Hopper, where the stack is checked, and every dtype and chip with some problem."""
+    sm, dtype, *problem = case
+    return (sm == 90 and tuple(problem)), (sm, dtype), (dtype, problem[0])
+
+
 @pytest.mark.parametrize(
-    ("sm", "dtype"),
-    [(80, torch.bfloat16), (90, torch.bfloat16), (90, torch.float16), (90, torch.float32), (100, torch.bfloat16)],
+    ("sm", "dtype", "kind", "size", "heads", "residual", "post"),
+    swept([(*chip, *norm) for norm in NORMS for chip in CHIPS], _traits),
     ids=str,
-)
-@pytest.mark.parametrize(
-    ("kind", "size", "heads", "residual", "post"),
-    [
-        ("rms", 4096, 1, True, False),
-        ("rms", 2048, 1, False, False),
-        ("rms", 128, 32, False, False),
-        ("rms", 896, 1, True, False),
-        ("plus one", 4608, 1, True, True),
-        ("layer", 1600, 1, True, False),
-        ("layer", 40, 3, False, False),
-        ("rms", 16384, 1, True, False),
-        ("layer", 16384, 1, True, False),
-    ],
 )
 def test_norms_compile(
     sm: int, dtype: torch.dtype, kind: str, size: int, heads: int, residual: bool, post: bool
@@ -84,11 +92,16 @@ def test_norms_compile(
         assert stack(built) == 0
 
 
-@pytest.mark.parametrize(
-    ("sm", "dtype"), [(80, torch.bfloat16), (90, torch.bfloat16), (90, torch.float32), (100, torch.bfloat16)], ids=str
-)
-@pytest.mark.parametrize("ffn", [14336, 4864, 7])
-@pytest.mark.parametrize("kind", ["silu", "tanh", "erf", "relu"])
+GATES = [
+    (*chip, ffn, kind)
+    for kind in ("silu", "tanh", "erf", "relu")
+    for ffn in (14336, 4864, 7)
+    for chip in CHIPS
+    if chip[1] != torch.float16
+]
+
+
+@pytest.mark.parametrize(("sm", "dtype", "ffn", "kind"), swept(GATES, _traits), ids=str)
 def test_gates_compile(sm: int, dtype: torch.dtype, ffn: int, kind: str) -> None:
     from rooftile.fused.kernels.tile import PIECE, warps_for
 
