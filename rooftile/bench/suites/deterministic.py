@@ -44,6 +44,7 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
 def backward(session: Session, case: Case, deterministic: bool) -> Work:
     """The backward alone, on a kept graph."""
     inputs = case.inputs(session.device, requires_grad=True)
-    o = rt.attention(*inputs.tensors, inputs.mask, deterministic=deterministic, **inputs.options)
+    q, k, v = inputs.tensors
+    o = rt.attention(q, k, v, inputs.mask, deterministic=deterministic, **inputs.options)
     do = torch.randn_like(o)
     return lambda: torch.autograd.grad(o, inputs.tensors, do, retain_graph=True)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
             say(f"{name}: {provider}")
             case = PROBLEMS[name]
             reason = provider_named(provider).reason(case, session.device, False)
-            named = {"suite": "long", "case": name, "backend": provider, "phase": "fwd"}
+            named: dict[str, Any] = {"suite": "long", "case": name, "backend": provider, "phase": "fwd"}
             if reason is not None:
                 yield timed_row(session, [], dtype=case.dtype, reason=f"refused: {reason}", **named)
                 continue

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -154,8 +155,7 @@ def in_fp8(paged: PagedKV) -> PagedKV:
 
 def peer(q: Tensor, paged: PagedKV) -> Work:
     """FlashAttention-4's decode."""
-    from flash_attn.cute.interface import flash_attn_varlen_func
-
+    flash_attn_varlen_func = import_module("flash_attn.cute.interface").flash_attn_varlen_func
     return lambda: flash_attn_varlen_func(
         q, paged.k, paged.v, seqused_k=paged.lengths, page_table=paged.table, causal=True
     )
