@@ -62,9 +62,7 @@ def compulsory(problem: Problem, phase: str = "fwd") -> Traffic:
     row, sizes = _rows(problem), problem.sizes
     total = Traffic(0, 0)
     for (T, S), times in Counter(sizes.sequences).items():
-        first_key, last_key = key_range(problem.spec.mask, 0, T, T, S)
-        first_query, last_query = query_range(problem.spec.mask, 0, S, T, S)
-        queries, keys = (last_query - first_query) * sizes.H, (last_key - first_key) * sizes.Hk
+        queries, keys = _visible(problem, T, S)
         read = queries * row.q + keys * (row.q + row.v)
         if phase == "fwd":
             one = Traffic(read, T * sizes.H * (row.v + row.stat))
@@ -73,6 +71,18 @@ def compulsory(problem: Problem, phase: str = "fwd") -> Traffic:
             one = Traffic(read, T * sizes.H * row.q + S * sizes.Hk * (row.q + row.v) + queries * row.stat)
         total += one * times
     return total
+
+
+def visible(problem: Problem) -> tuple[int, int]:
+    """Counts the rows of q that see a key and the keys that some row sees, over all sequences and heads."""
+    each = [_visible(problem, T, S) for T, S in problem.sizes.sequences]
+    return sum(queries for queries, _ in each), sum(keys for _, keys in each)
+
+
+def _visible(problem: Problem, T: int, S: int) -> tuple[int, int]:
+    first_key, last_key = key_range(problem.spec.mask, 0, T, T, S)
+    first_query, last_query = query_range(problem.spec.mask, 0, S, T, S)
+    return (last_query - first_query) * problem.sizes.H, (last_key - first_key) * problem.sizes.Hk
 
 
 def tiles(problem: Problem, phase: str = "fwd", *, block_t: int = 128, block_s: int = 64) -> Traffic:

@@ -1,0 +1,179 @@
+"""FLOPs and bytes of one call of each operator of this package, from its arguments and results as a TorchDispatchMode sees them.
+
+Each byte that matters counts as read once and each byte of a result as written once, whatever a kernel's schedule. FLOPs are
+those of matrix products (`cost.flops`), so operations that only move and scale numbers have none. Offsets, lengths and slots are
+data: where the work depends on them they are read back, which waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from rooftile.cost import flops, io
+from rooftile.spec import Problem, Sizes, Spec, decode
+
+
+class Work(NamedTuple):
+    """What one call must do."""
+
+    flops: int
+    read: int  # bytes
+    written: int  # bytes
+
+
+def work(name: str, arguments: tuple[Any, ...], results: Any) -> Work:
+    """The work of one call of `rooftile::name`.
+
+    Args:
+        name: such as "add_norm".
+        arguments: in the order of the operator's schema.
+        results: what the call returned.
+
+    Example:
+        >>> x, weight = torch.randn(5, 64), torch.ones(64)
+        >>> work("normalise", (x, weight, None, 1e-6, False), torch.empty(5, 64))
+        Work(flops=0, read=1536, written=1280)
+    """
+    return COUNTED[name](arguments, results)
+
+
+def _once(arguments: tuple[Any, ...], results: Any) -> Work:
+    return Work(0, _nbytes(arguments), _nbytes(results))
+
+
+def _add_norm(arguments: tuple[Any, ...], results: Any) -> Work:
+    return Work(0, _nbytes(arguments), _nbytes(results) + _nbytes(arguments[1]))
+
+
+def _write(arguments: tuple[Any, ...], results: Any) -> Work:
+    k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale = arguments
+    tokens = int((slots >= 0).sum())
+    read = tokens * (_row(k) + _row(v) + sum(_row(x) for x in (cos, sin) if x is not None))
+    scales = sum(tokens * k.shape[1] * x.element_size() for x in (k_scale, v_scale) if x is not None)
+    written = tokens * k.shape[1] * k.shape[2] * (k_cache.element_size() + v_cache.element_size())
+    return Work(0, read + _nbytes(slots), written + scales)
+
+
+def _write_and_rotate(arguments: tuple[Any, ...], results: Any) -> Work:
+    q, *others = arguments
+    _, read, written = _write(tuple(others), None)
+    cos, sin, slots = others[5], others[6], others[4]
+    # queries of tokens that are left out are rotated as well
+    left_out = int((slots < 0).sum()) * (_row(cos) + _row(sin))
+    return Work(0, read + _nbytes(q) + left_out, written + _nbytes(results))
+
+
+def _gather(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Zeros after the last token are not counted."""
+    k_cache, v_cache, table, lengths, k_scale, v_scale, dtype = arguments
+    tokens, blocks = int(lengths.sum()), int((-(-lengths // k_cache.shape[1])).sum())
+    numbers = tokens * k_cache.shape[2] * (k_cache.shape[3] + v_cache.shape[3])
+    scales = sum(tokens * k_cache.shape[2] * x.element_size() for x in (k_scale, v_scale) if x is not None)
+    read = numbers * k_cache.element_size() + scales + blocks * table.element_size() + _nbytes(lengths)
+    return Work(0, read, numbers * dtype.itemsize + _nbytes(results[2]))
+
+
+def _copy(arguments: tuple[Any, ...], results: Any) -> Work:
+    storage, pairs = arguments
+    moved = pairs.shape[0] * _row(storage)
+    return Work(0, moved + _nbytes(pairs), moved)
+
+
+def _sample(arguments: tuple[Any, ...], results: Any) -> Work:
+    """A row of tables as wide as the vocabulary is read for every row of logits that may ask for it."""
+    logits, slots, positions, numbers, top_k, seed, counts, prompted, bias, _, _, penalties, biases = arguments
+    n = logits.shape[0]
+    state = n * (numbers.shape[0] * numbers.element_size() + top_k.element_size() + seed.element_size())
+    tables = [*([counts, prompted] * penalties), *([bias] * biases)]
+    read = _nbytes((logits, slots, positions)) + state + sum(n * _row(x) for x in tables)
+    return Work(0, read, _nbytes(results) + (n * counts.element_size() if penalties else 0))
+
+
+def _attention(arguments: tuple[Any, ...], results: Any) -> Work:
+    q, k, _, options, code, _ = arguments
+    problem = _problem(q, k, options, decode(code))
+    moved = io.compulsory(problem)
+    return Work(flops.count(problem), moved.read + _nbytes(options), moved.written)
+
+
+def _attention_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    """A call by a recipe computes its forward again without one, as rounding has no gradient."""
+    _, _, q, k, _, _, _, options, code, _ = arguments
+    problem = _problem(q, k, options, decode(code))
+    moved, again = io.compulsory(problem, "bwd"), flops.count(problem) * (problem.spec.precision is not None)
+    written = moved.written + _nbytes(results[3:])
+    return Work(flops.count(problem, "bwd") + again, moved.read + _nbytes(options), written)
+
+
+def _attention_paged(arguments: tuple[Any, ...], results: Any) -> Work:
+    q, k, v, table, lengths, cu_q, k_scale, v_scale, options, code, _ = arguments
+    rows = [q.shape[1]] * q.shape[0] if cu_q is None else cu_q.diff().tolist()
+    pairs = tuple(zip(rows, lengths.tolist(), strict=True))
+    sizes = Sizes(B=len(rows), T=sum(rows), S=int(lengths.sum()), H=q.shape[-2], Hk=k.shape[2], lengths=pairs)
+    problem = Problem(spec=decode(code), sizes=sizes)
+    queries, keys = io.visible(problem)
+    row = k.shape[3] * k.element_size() + v.shape[3] * v.element_size()
+    row += sum(x.element_size() for x in (k_scale, v_scale) if x is not None)
+    blocks = int((-(-lengths // k.shape[1])).sum())
+    others = _nbytes((lengths, cu_q, *options)) + blocks * table.element_size()
+    read = queries * q.shape[-1] * q.element_size() + keys * row + others
+    return Work(flops.count(problem), read, _nbytes(results))
+
+
+def _attention_quantised(arguments: tuple[Any, ...], results: Any) -> Work:
+    q, k, v, *others, code, _ = arguments
+    cu_q, cu_k, spec = others[5], others[6], decode(code)
+    problem = _problem(q, k, [] if cu_q is None else [cu_q, cu_k], spec)
+    queries, keys = io.visible(problem)
+    read = queries * spec.dim * q.element_size() + keys * (spec.dim * k.element_size() + spec.dim_v * v.element_size())
+    return Work(flops.count(problem), read + _nbytes(others), _nbytes(results))
+
+
+def _problem(q: Tensor, k: Tensor, options: list[Tensor], spec: Spec) -> Problem:
+    """The problem of dense tensors, or of packed ones, whose offsets are the last two options."""
+    if spec.layout == "packed":
+        rows, columns = (x.diff().tolist() for x in options[-2:])
+        lengths = tuple(zip(rows, columns, strict=True))
+        sizes = Sizes(B=len(rows), T=q.shape[0], S=k.shape[0], H=q.shape[1], Hk=k.shape[1], lengths=lengths)
+    else:
+        sizes = Sizes(B=q.shape[0], T=q.shape[1], S=k.shape[1], H=q.shape[2], Hk=k.shape[2])
+    return Problem(spec=spec, sizes=sizes)
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for part in x:
+            yield from _tensors(part)
+
+
+def _nbytes(x: Any) -> int:
+    """Bytes of all tensors in x; one that is there twice counts once."""
+    return sum(part.numel() * part.element_size() for part in {id(part): part for part in _tensors(x)}.values())
+
+
+def _row(x: Tensor) -> int:
+    """Bytes of x[0]."""
+    return x.shape[1:].numel() * x.element_size()
+
+
+COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "attention_paged": _attention_paged,
+    "attention_quantised": _attention_quantised,
+    "quantise_qkv": _once,
+    "normalise": _once,
+    "add_norm": _add_norm,
+    "gated": _once,
+    "rotate": _once,
+    "write_kv": _write,
+    "write_kv_and_rotate": _write_and_rotate,
+    "gather_kv": _gather,
+    "copy_blocks": _copy,
+    "sample": _sample,
+}

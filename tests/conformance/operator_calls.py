@@ -1,0 +1,208 @@
+"""A call of every operator, with its work counted by hand, and a mode that sees which operators ran and what they launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rooftile as rt
+from rooftile import launch
+from rooftile.cost.counts import Work
+from rooftile.fused import Rotation, add_norm, gated, normalise, rotate
+from rooftile.fused.norm import Weights
+from rooftile.kvcache import Copy, Pages
+from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.sampling.sampler import SamplingState, features_of, sample
+
+
+class Seen(NamedTuple):
+    """A call of an operator as a mode saw it."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    results: Any
+    kernels: tuple[str, ...]  # launched during the call
+
+
+class Watch(TorchDispatchMode):
+    """Records the calls of this package's operators, and all its launches, inside calls or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Seen] = []
+        self.launches: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        before = len(self.launches)
+        found = function(*args, **(kwargs or {}))
+        if function.namespace == "rooftile":
+            assert not kwargs
+            name = function._schema.name.partition("::")[2]
+            self.calls.append(Seen(name, args, found, tuple(self.launches[before:])))
+        return found
+
+    @property
+    def names(self) -> set[str]:
+        return {call.name for call in self.calls}
+
+    def check_launches(self) -> None:
+        """Asserts that every launch was made by exactly one of the calls, and that every call launched a kernel."""
+        assert [name for call in self.calls for name in call.kernels] == self.launches
+        assert self.launches
+        assert [call.name for call in self.calls if not call.kernels] == []
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    watch = Watch()
+    with launch.observe(watch.launches.append), watch:
+        yield watch
+
+
+def _norm(device: torch.device) -> Weights:
+    return Weights(torch.randn(8, device=device), torch.randn(8, device=device), 1e-5, False)
+
+
+def _normalise(device: torch.device) -> Work:
+    normalise(torch.randn(5, 8, device=device), _norm(device))
+    return Work(0, 5 * 32 + 64, 5 * 32)
+
+
+def _add_norm(device: torch.device) -> Work:
+    add_norm(
+        *torch.randn(2, 5, 8, device=device), _norm(device), Weights(torch.randn(8, device=device), None, 1e-5, True)
+    )
+    return Work(0, 2 * 5 * 32 + 3 * 32, 2 * 5 * 32)
+
+
+def _gated(device: torch.device) -> Work:
+    gated(torch.randn(5, 8, device=device), "silu")
+    return Work(0, 5 * 32, 5 * 16)
+
+
+def _rotation(device: torch.device) -> Rotation:
+    return Rotation(*torch.rand(2, 5, 3, device=device))
+
+
+def _rotate(device: torch.device) -> Work:
+    rotate(torch.randn(5, 2, 8, device=device), _rotation(device))
+    return Work(0, 5 * 64 + 2 * 5 * 12, 5 * 64)
+
+
+def _pages(device: torch.device, dtype: torch.dtype = torch.float32) -> Pages:
+    pages = Pages(4, layers=1, heads=2, dim=8, size=4, dtype=dtype, device=device)
+    pages.storage.view(torch.uint8).zero_()
+    if pages.scales is not None:
+        pages.scales.fill_(0.5)
+    return pages
+
+
+def _written(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = torch.randn(2, 5, 2, 8, device=device)
+    return k, v, torch.tensor([3, -1, 7, 8, 9], device=device)
+
+
+def _write(device: torch.device) -> Work:
+    _pages(device, torch.float8_e4m3fn).write(0, *_written(device))
+    # four tokens of five have a slot; a token's key is 16 numbers, with 2 scales
+    return Work(0, 4 * 2 * 64 + 5 * 8, 4 * 2 * (16 + 8))
+
+
+def _write_and_rotate(device: torch.device) -> Work:
+    _pages(device).write_and_rotate(0, torch.randn(5, 4, 8, device=device), *_written(device), _rotation(device))
+    return Work(0, 5 * 128 + 4 * 2 * 64 + 5 * 2 * 12 + 5 * 8, 5 * 128 + 4 * 2 * 64)
+
+
+def _table(device: torch.device) -> tuple[Tensor, Tensor]:
+    table = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32, device=device)
+    return table, torch.tensor([5, 2], dtype=torch.int32, device=device)
+
+
+def _gather(device: torch.device) -> Work:
+    _pages(device, torch.float8_e4m3fn).view(0, *_table(device)).gathered_with_room(torch.bfloat16)
+    # seven tokens in three blocks
+    return Work(0, 7 * 2 * (16 + 8) + 3 * 4 + 2 * 4, 7 * 2 * 32 + 3 * 4)
+
+
+def _copy(device: torch.device) -> Work:
+    _pages(device).copy([Copy(0, 2), Copy(1, 3)])
+    block = 2 * 4 * 2 * 8 * 4
+    return Work(0, 2 * block + 2 * 16, 2 * block)
+
+
+def _sample(device: torch.device) -> Work:
+    params = SamplingParams(temperature=1.0, top_k=5, presence_penalty=0.5, logit_bias={3: 1.0})
+    state = SamplingState(3, 50, device)
+    state.set([0, 2], [params] * 2, [1, 2], [[1], [2]], [[], []])
+    slots, positions = torch.tensor([[0, 2], [5, 6]], device=device)
+    sample(torch.randn(2, 50, device=device), slots, positions, state, features_of(params))
+    return Work(0, 2 * 200 + 4 * 8 + 2 * (28 + 4 + 8) + 2 * 50 * (4 + 1 + 4), 2 * 8 + 2 * 4)
+
+
+def _tensors(device: torch.device, requires_grad: bool = False) -> list[Tensor]:
+    return [
+        torch.randn(1, 4, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=requires_grad) for _ in range(3)
+    ]
+
+
+# pairs of a causal 4 x 4, and bytes of a tensor (1, 4, 2, 64) of bf16
+_PAIRS, _SIZE = 10, 4 * 2 * 64 * 2
+
+
+def _attention(device: torch.device) -> Work:
+    rt.attention(*_tensors(device), rt.CAUSAL, sinks=torch.randn(2, device=device), backend=_backend(device))
+    return Work(4 * 64 * _PAIRS * 2, 3 * _SIZE + 8, _SIZE + 4 * 2 * 4)
+
+
+def _attention_backward(device: torch.device) -> Work:
+    o = rt.attention(*_tensors(device, True), rt.CAUSAL, backend=_backend(device))
+    o.backward(torch.ones_like(o))
+    # reads q, k, v, o, do, lse and delta; writes dq, dk, dv and delta
+    return Work(10 * 64 * _PAIRS * 2, 5 * _SIZE + 2 * 4 * 2 * 4, 3 * _SIZE + 4 * 2 * 4)
+
+
+def _attention_paged(device: torch.device) -> Work:
+    cache = _pages(device).view(0, *_table(device))
+    with torch.no_grad():
+        rt.attention_paged(torch.randn(2, 1, 4, 8, device=device), cache, rt.CAUSAL)
+    return Work(4 * 8 * 7 * 4, 2 * 128 + 7 * 128 + 3 * 4 + 2 * 4, 2 * 128 + 2 * 4 * 4)
+
+
+def _quantise(device: torch.device) -> Work:
+    rt.quantise_qkv(*_tensors(device), rt.Precision(qk="int8", incoherent=False, smooth_k=False), backend="eager")
+    return Work(0, 3 * _SIZE, 3 * _SIZE // 2 + 3 * 2 * 4)
+
+
+def _attention_quantised(device: torch.device) -> Work:
+    recipe = rt.Precision(qk="int8", pv="native", incoherent=False, smooth_k=False)
+    rt.attention_quantised(rt.quantise_qkv(*_tensors(device), recipe, backend="eager"), rt.CAUSAL)
+    return Work(4 * 64 * _PAIRS * 2, 2 * _SIZE // 2 + _SIZE + 2 * 2 * 4, _SIZE + 4 * 2 * 4)
+
+
+def _backend(device: torch.device) -> str | None:
+    # on a CPU the definition runs outside its operator, and the interpreter is slow
+    return "tiled" if device.type == "cpu" else None
+
+
+# each makes a call of the operator on a device, by way of the function that people call, and returns its work
+CALLS: dict[str, Callable[[torch.device], Work]] = {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "attention_paged": _attention_paged,
+    "quantise_qkv": _quantise,
+    "attention_quantised": _attention_quantised,
+    "normalise": _normalise,
+    "add_norm": _add_norm,
+    "gated": _gated,
+    "rotate": _rotate,
+    "write_kv": _write,
+    "write_kv_and_rotate": _write_and_rotate,
+    "gather_kv": _gather,
+    "copy_blocks": _copy,
+    "sample": _sample,
+}
