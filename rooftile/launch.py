@@ -98,20 +98,32 @@ class Kernel:
         repeat: _Repeat | None = None
         index = -1
         rest = (*numbers, *self._ordered(constants))
-        encoded = [(n, BoundedCache()) for n in range(len(self._describe))]
-        count = len(encoded)
+        count = len(self._describe)
+        # encoded descriptors by the addresses of all described tensors, and each by its own
+        known, encoded = BoundedCache(), [BoundedCache() for _ in self._describe]
 
         def launch(*tensors: Tensor) -> None:
             nonlocal repeat, index
             if repeat is None or _observers or _hooked():
                 repeat, index = self._launch(grid, (*tensors, *numbers), constants), tensors[0].get_device()
                 return
+            start, fixed, _ = repeat
             # an address is taken as it is; of a tensor the launch asks where it lies
             addresses = [x.data_ptr() for x in tensors]
+            if not count:
+                start(*grid, current_stream(index), *fixed, *addresses, *rest)
+                return
+            place = tuple(addresses[:count])
+            words = known.get(place) or encode(place, tensors, repeat)
+            start(*grid, current_stream(index), *fixed, *words, *addresses[count:], *rest)
+
+        def encode(place: tuple[int, ...], tensors: tuple[Tensor, ...], repeat: _Repeat) -> list[Any]:
             words: list[Any] = []
-            for n, known in encoded:
-                words += known.get(addresses[n]) or self._encode(n, tensors[n], repeat, known, addresses[n])
-            repeat.launch(*grid, current_stream(index), *repeat.fixed, *words, *addresses[count:], *rest)
+            for n, address in enumerate(place):
+                words += encoded[n].get(address) or self._encode(n, tensors[n], repeat, encoded[n], address)
+            if repeat.described_as is not None:
+                known[place] = words
+            return words
 
         return launch
 
