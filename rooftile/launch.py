@@ -264,6 +264,11 @@ def _hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
+def kind_of(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Everything about tensors that a bound launch depends on: a plan that was made for some runs on all of the same kind."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors])
+
+
 _HERE = nullcontext()
 
 

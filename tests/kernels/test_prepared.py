@@ -171,6 +171,9 @@ def test_what_is_prepared_keeps_no_tensor(prepares: tuple[Any, dict[str, Any]]) 
     ready = module.prepare(*call.forward, call.spec), module.prepare_backward(*call.backward, call.spec, **more)
     ready[0](*call.forward)
     ready[1](*call.backward)
+    # nor do the plans that are kept of calls that were not prepared
+    module.forward(*call.forward, call.spec)
+    module.backward(*call.backward, call.spec, **more)
     kept = [weakref.ref(x) for x in (*call.backward[:7], *call.options) if x is not None]
     del call
     gc.collect()

@@ -1,25 +1,15 @@
 """Kernels for Hopper GPUs (H100, H200) in Gluon: asynchronous copies and matrix products, warp specialisation.
 
-    flash_fwd    o and lse: the warp roles
-    softmax      scores, mask and weights of a block
-    care         keeping a NaN behind the mask where it is
-    schedule     which tile a program takes next
-    pipeline     how warp roles hand buffers to each other
-    launch       outputs, descriptors and numbers, and the start
+    plan         what a launch needs besides its tensors
+    tiles, tma   tile sizes; descriptors of the copy engine
+    counters     the counters that programs draw their work tiles from
+    device       what the kernels share: scheduler, pipeline, mask, softmax, the NaN fallback
+    flash_fwd    the forward, of dense, packed and paged keys
+    flash_bwd    the backward: row statistics, fused or as dK/dV and dQ, and the accumulator of dQ
+    decode       one query per sequence with a paged cache, in bf16 and FP8
+    quantised    the forward in FP8 and INT8, and the kernels that quantise
 
-    flash_fwd_8bit  o and lse of tensors in FP8 and INT8
-    weights_8bit    its weights, and the references that they have
-    care_8bit       keeping a NaN where it is
-    quantisation    what makes them
-    launch_8bit     the start of both
-
-    flash_bwd    dk and dv, and dq added up in memory, for head dims up to 128
-    flash_bwd_kv dk and dv of wider heads, by twin warpgroups
-    flash_bwd_q  dq in a fixed order: of wider heads, and where an order is asked for
-    gradients    what these share
-    row_words    what they need of each row
-    work         the sum of dq in memory
-    launch_bwd   which of them run, and their start
+Each folder's `run` starts its kernels.
 
 Shah et al., FlashAttention-3, arXiv:2407.08608.
 """

@@ -161,7 +161,7 @@ def prepare_backward(
     """The backward of tensors of just these shapes, strides, dtypes and device, at addresses that are multiples of 16.
 
     It takes (do, dlse, q, k, v, o, lse, options), and a dlse of None if and only if it is None here. Returns None if it would
-    have to copy one of them, or sum the gradient of a bias.
+    have to copy one of them.
     """
     from rooftile.backends.triton import flash_bwd
 

@@ -10,10 +10,12 @@ from torch import Tensor
 from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
 from rooftile.backends.triton.call import Call, call_of, strides_of, with_stand_ins
 from rooftile.backends.triton.tiles import backward_bias_tile, backward_kv_walks, backward_q_tile
-from rooftile.launch import empties
+from rooftile.launch import BoundedCache, empties, kind_of
 from rooftile.reference.gradients import sinks_gradient
 from rooftile.spec import Grads, Options, Spec
 
+# the backward of each kind of call that was seen: a graph of torch.compile, and whoever is watched, prepares none
+_PLANS = BoundedCache()
 Backward = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Grads]
 
 
@@ -34,14 +36,18 @@ def backward(
     # a gradient may come in expanded, and an output in the layout of another operator
     o, do = (x if x.stride(-1) == 1 else x.contiguous() for x in (o, do))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    return _plan(call, do, dlse, o)(do, dlse, call.q, call.k, call.v, o, lse, call.options)
+    key = (spec, kind_of(do, dlse, call.q, call.k, call.v, o, lse, *call.options))
+    ready = _PLANS.get(key)
+    if ready is None:
+        ready = _PLANS[key] = _plan(call, do, dlse, o)
+    return ready(do, dlse, call.q, call.k, call.v, o, lse, call.options)
 
 
 def prepare(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options, spec: Spec
 ) -> Backward | None:
     """The backward of tensors like these with all but the outputs and the launches done; None if one of them must be copied."""
-    if do is None or spec.bias_grad or not q.stride(-1) == k.stride(-1) == v.stride(-1) == o.stride(-1) == do.stride(-1) == 1:
+    if do is None or not q.stride(-1) == k.stride(-1) == v.stride(-1) == o.stride(-1) == do.stride(-1) == 1:
         return None
     if not all(x is None or x.is_contiguous() for x in (lse, dlse, options.sinks)):
         return None
@@ -49,12 +55,12 @@ def prepare(
 
 
 def _plan(call: Call, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
-    """The backward of tensors like the call's; unless the bias has a gradient it holds no tensor."""
+    """The backward of tensors like the call's; it holds no tensor."""
     do_strides = strides_of(do)
     stats_of = row_stats.plan(call, strides_of(o), do_strides, has_dlse=dlse is not None)
     fill = _fill(call, do_strides, repair=False)
     new_dq, new_dk, new_dv = (empties(tuple(x.shape), x.dtype, x.device) for x in (call.q, call.k, call.v))
-    with_bias = call if call.spec.bias_grad else None
+    spec = call.spec
 
     def run(
         do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options
@@ -64,8 +70,8 @@ def _plan(call: Call, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
         # no NaN flag is read here
         fill(words, q, k, v, do, words, dq, dk, dv, options)
         dbias = None
-        if with_bias is not None:
-            dbias = flash_bwd_bias.launch(with_bias, backward_bias_tile(with_bias.spec), do, do_strides, words)
+        if spec.bias_grad:
+            dbias = flash_bwd_bias.launch(call_of(q, k, v, options, spec), backward_bias_tile(spec), do, do_strides, words)
         dsinks = None if options.sinks is None else sinks_gradient(options.sinks, lse, delta)
         return Grads(dq, dk, dv, dbias, dsinks)
 

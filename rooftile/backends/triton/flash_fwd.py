@@ -44,7 +44,7 @@ from rooftile.backends.triton.scores import (
     zero_non_finite,
 )
 from rooftile.backends.triton.tiles import Tile, forward_tile
-from rooftile.launch import Kernel, empties
+from rooftile.launch import BoundedCache, Kernel, empties, kind_of
 from rooftile.spec import Options, Spec
 
 # keys a step of the second walk: small, since it is rare and must not cost the first one registers
@@ -284,12 +284,19 @@ def _forward(
 _start_forward = Kernel(_forward)
 
 
+# the forward of each kind of call that was seen: a graph of torch.compile, and whoever is watched, prepares none
+_PLANS = BoundedCache()
 Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """The forward of a call, in the tile for its spec."""
-    return launch(call_of(q, k, v, options, spec), forward_tile(spec))
+    call = call_of(q, k, v, options, spec)
+    key = (spec, kind_of(call.q, call.k, call.v, *call.options))
+    ready = _PLANS.get(key)
+    if ready is None:
+        ready = _PLANS[key] = plan(call, forward_tile(spec))
+    return ready(call.q, call.k, call.v, call.options)
 
 
 def launch(call: Call, tile: Tile) -> tuple[Tensor, Tensor]:

@@ -18,11 +18,13 @@ from rooftile.backends.hopper.flash_bwd.row_stats import RowStats
 from rooftile.backends.hopper.plan import flags_of, numbers_of, processors, schedule, sizes_of
 from rooftile.backends.hopper.tiles import WARPGROUP, backward_kv_tile, backward_q_tile, backward_tile, padded
 from rooftile.backends.hopper.tma import descriptor, is_readable, line, readable
-from rooftile.launch import Describe, Kernel, empties
+from rooftile.launch import BoundedCache, Describe, Kernel, empties, kind_of
 from rooftile.masks import FULL
 from rooftile.reference.gradients import sinks_gradient
 from rooftile.spec import Grads, Options, Sizes, Spec
 
+# the backward of each kind of call that was seen: a graph of torch.compile, and whoever is watched, prepares none
+_PLANS = BoundedCache()
 Backward = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Grads]
 
 
@@ -52,7 +54,10 @@ def backward(
         cu_q = lse if options.cu_q is None else options.cu_q
         stats = stats_of(o, o if do is None else do, lse, lse if dlse is None else dlse, cu_q)
         return _without_keys(stats, q, k, v, lse, options)
-    ready = _plan(do, dlse, q, k, v, o, options, spec, repair)
+    key = (spec, repair, kind_of(do, dlse, q, k, v, o, lse, *options))
+    ready = _PLANS.get(key)
+    if ready is None:
+        ready = _PLANS[key] = _plan(do, dlse, q, k, v, o, options, spec, repair)
     return ready(torch.zeros_like(o) if do is None else do, dlse, q, k, v, o, lse, options)
 
 

@@ -32,9 +32,11 @@ from rooftile.backends.hopper.tma import (
 )
 from rooftile.backends.paged_by_gather import as_packed
 from rooftile.kvcache import PagedKV
-from rooftile.launch import Kernel, empties
+from rooftile.launch import BoundedCache, Kernel, empties, kind_of
 from rooftile.spec import Options, Sizes, Spec
 
+# the forward of each kind of call that was seen: a graph of torch.compile, and whoever is watched, prepares none
+_PLANS = BoundedCache()
 Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
 
 
@@ -51,7 +53,11 @@ def forward(
         k, v = (x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:])) for x in (k, v))
     q, k, v = readable(q), readable(k), readable(v)
     options = Options(*[None if x is None else x.contiguous() for x in options])
-    return _plan(q, sizes, spec, tile or tile_of(spec, sizes, q.device))(q, k, v, options)
+    key = (spec, sizes, tile, kind_of(q, k, v, *options))
+    ready = _PLANS.get(key)
+    if ready is None:
+        ready = _PLANS[key] = _plan(q, sizes, spec, tile or tile_of(spec, sizes, q.device))
+    return ready(q, k, v, options)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Forward | None:
