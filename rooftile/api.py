@@ -384,7 +384,7 @@ def explain(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> str:
-    """Which backend `attention` would run on these arguments, and every reason why each other one would not. Runs nothing.
+    """Shows which backend `attention` would run on these arguments, and every reason why the others would not. Runs nothing.
 
     Example:
         >>> print(explain(q, k, v, CAUSAL))

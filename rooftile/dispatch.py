@@ -1,4 +1,4 @@
-"""Which backend runs a problem, and why each other one does not.
+"""Chooses the backend for a problem, and explains why the others do not run it.
 
 ORDER is a decision, fastest first, written where a reader sees it. A backend's `refusals` are pure, so choosing touches no
 tensor, launches nothing and imports no kernel language; nothing here catches an exception. A backend that was named and

@@ -1,4 +1,4 @@
-"""What is computed (Spec), how big it is (Sizes), and both (Problem).
+"""An attention problem: what is computed (Spec), its sizes (Sizes), and both (Problem).
 
 A Spec is static: it never holds a length, so a new sequence length recompiles nothing. It crosses the operators' schema
 as a short string, `Spec.code`, and is decoded once per distinct string.
@@ -39,28 +39,28 @@ class Spec:
     """One attention problem without its lengths. Frozen and hashable; prints on one line."""
 
     dtype: torch.dtype
-    dim: int  # of a query and a key
-    dim_v: int  # of a value and an output
+    dim: int  # head dim of queries and keys
+    dim_v: int  # head dim of values and outputs
     group: int = 1  # query heads per key/value head
     mask: Mask = FULL
     layout: Layout = "dense"
-    queries: Queries = "any"  # of each sequence, with layout "paged"
-    scale: float  # of the scores, q . k * scale
+    queries: Queries = "any"  # queries per sequence, with layout "paged"
+    scale: float  # scores are q . k * scale
     softcap: float = 0.0  # scores become softcap * tanh(scores / softcap); 0: off
     dropout: float = 0.0  # probability that a weight is dropped
     has_bias: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
     needs_grad: bool = False
-    bias_grad: bool = False  # the bias itself wants a gradient
-    needs_lse: bool = False  # the caller takes lse, so a gradient may come in through it
+    bias_grad: bool = False  # the bias requires a gradient
+    needs_lse: bool = False  # the caller receives lse, so it may have a gradient
     forward_mode: bool = False  # an input carries a tangent
-    has_kv_scales: bool = False  # a paged cache in FP8, with a scale for each token's key and value of a head
-    deterministic: bool = False  # the same bits from run to run, and whatever else is in the batch
-    precision: Precision | None = None  # formats of the forward's products; None: that of the inputs
-    v_order: ValueOrder | None = None  # of values that came quantised; None: they did not, and the backend quantises them
+    has_kv_scales: bool = False  # a paged KV cache in FP8, with one scale per token and head for keys and for values
+    deterministic: bool = False  # bit-equal gradients; a sequence's output does not depend on the rest of the batch
+    precision: Precision | None = None  # formats of the forward's matrix products; None: the dtype of the inputs
+    v_order: ValueOrder | None = None  # the order of values that are already quantised; None if the backend quantises them
     device: str = "cpu"  # "cpu", "sm80", "sm90", "sm100", ...
-    # a spec is looked up several times a call, and so many fields take as long to hash as a small kernel runs
+    # cached: a spec is looked up several times per call, and hashing all fields takes as long as a small kernel
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ NO_OPTIONS = Options()
 
 
 def option_names(spec: Spec) -> tuple[str, ...]:
-    """Which Options a spec's calls carry, in their order."""
+    """Returns the names of the Options that calls of a spec have, in their order."""
     present = {
         "bias": spec.has_bias,
         "alibi": spec.has_alibi,
@@ -156,7 +156,7 @@ def option_names(spec: Spec) -> tuple[str, ...]:
 
 
 class Grads(NamedTuple):
-    """What a backward returns: shapes and dtypes of q, k, v, and of bias and sinks where the spec asks for them."""
+    """The gradients from a backward, in the shapes and dtypes of q, k, v, and of bias and sinks if the spec requires them."""
 
     dq: Tensor
     dk: Tensor

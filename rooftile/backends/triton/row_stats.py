@@ -1,7 +1,7 @@
-"""Computes the word of each row that the walks of the backward read (see `device.row_stats`).
+"""Computes the row statistics that the backward kernels read (see `device.row_stats`).
 
-The walks read a word of every row of a tile in each of their threads. One load of two numbers for what would be four loads is
-what lets the walk over queries keep up with its matrix products (tried on an H200 in 2026-11).
+Every thread of the backward reads the statistics of every row of a tile. One load of two packed numbers, in place of four loads,
+lets the loop over queries keep up with its matrix products (tried on an H200 in 2026-11).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from rooftile.backends.triton.scores import LOG2E
 from rooftile.launch import Kernel, empties
 from rooftile.spec import Spec
 
-# of a program
+# rows per program
 ROWS = 32
 
 
@@ -63,7 +63,7 @@ _kernel = Kernel(_row_stats)
 def plan(
     call: Call, o_strides: tuple[int, ...], do_strides: tuple[int, ...], *, has_dlse: bool
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
-    """Computes delta, fp32 in the shape of lse, and the words (see `device.row_stats`) of o, do, lse and dlse; it holds no tensor."""
+    """Computes delta, fp32 in the shape of lse, and row statistics from o, do, lse and dlse. The plan holds no tensor."""
     padded_T, device = call.padded_T, call.q.device
     new_delta = empties(call.rows_shape, torch.float32, device)
     new_words = empties((*call.rows_shape[:-1], padded_T), torch.int64, device)
