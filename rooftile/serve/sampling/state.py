@@ -60,14 +60,15 @@ class SamplingState:
     def __init__(self, slots: int, vocab: int, device: torch.device | str) -> None:
         # (7, slots) in one tensor, so that a request's numbers arrive in one copy
         numbers = torch.zeros(7, slots, device=device)
-        whole = [torch.zeros(slots, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)]
-        self._hold(vocab, numbers, *whole, None, None, None)
+        top_k = torch.zeros(slots, dtype=torch.int32, device=device)
+        seed = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._hold(vocab, numbers, top_k, seed, None, None, None)
         self.top_p.fill_(1)
         self.repetition.fill_(1)
 
     @classmethod
     def of_tensors(cls, vocab: int, *tensors: Any) -> SamplingState:
-        """A state made of `tensors` of another state, which cross an operator's schema one by one."""
+        """Makes a state of the `tensors` of another state, which cross an operator's schema one by one."""
         state = cls.__new__(cls)
         state._hold(vocab, *tensors)
         return state
