@@ -109,7 +109,7 @@ class Configuration:
             found = forward.constants(self.spec, self.tile, self.size)
             return {name: value for name, value in found.items() if name != "num_warps"}
         tile = {"flash_bwd": backward_tile, "flash_bwd_kv": backward_kv_tile, "flash_bwd_q": backward_q_tile}[self.kernel]
-        found = backward._constants(self.spec, 0 if self.kernel == "flash_bwd_q" else 1) | tile(self.spec)._asdict()
+        found = backward._constants(self.spec, 0 if self.kernel == "flash_bwd_q" else 1) | {"TILE": tile(self.spec)}
         return found | {"ACCUMULATE_DQ": self.add} if self.kernel == "flash_bwd" else found
 
     @property

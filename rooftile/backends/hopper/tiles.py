@@ -22,6 +22,19 @@ def padded(dim: int) -> int:
     return max(64, 1 << (dim - 1).bit_length())
 
 
+class Flags(NamedTuple):
+    """The part of a kernel's compile-time configuration that every problem has: its argument FLAGS."""
+
+    DIM: int  # columns of queries and keys
+    DIM_V: int
+    PACKED: bool
+    LEFT: bool  # which bounds the mask has
+    RIGHT: bool
+    PREFIX: bool
+    CHUNK: bool
+    SOFTCAP: bool
+
+
 class Tile(NamedTuple):
     """How a program of the forward is staffed and what it holds in shared memory."""
 

@@ -209,26 +209,27 @@ def flash_bwd_kv(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dk_desc, dv_desc,
     dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
-    GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr,
-    PACKED: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
-    SOFTCAP: gl.constexpr, FP16: gl.constexpr,
-    STAGES: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr,
+    FP16: gl.constexpr,
+    FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    config = BackwardConfig(GROUP, GROUP_SPLITS, 1, D, DIM, DIM_V, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, FP16)
-    mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+    config = BackwardConfig(
+        GROUP, GROUP_SPLITS, 1, D, FLAGS.DIM, FLAGS.DIM_V, FLAGS.PACKED,
+        FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK, FLAGS.SOFTCAP, FP16,
+    )  # fmt: skip
+    mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     keys = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK, D], k_desc.layout), 1, 1)
     values = ring(gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK, D], v_desc.layout), 1, 1)
-    queries = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], q_desc.layout), STAGES, 2)
-    grads = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], do_desc.layout), STAGES, 2)
+    queries = ring(gl.allocate_shared_memory(dtype, [TILE.STAGES, 1, 1, BLOCK, D], q_desc.layout), TILE.STAGES, 2)
+    grads = ring(gl.allocate_shared_memory(dtype, [TILE.STAGES, 1, 1, BLOCK, D], do_desc.layout), TILE.STAGES, 2)
     weights = ring(gl.allocate_shared_memory(gl.int32, [2, 2048], words), 2, 1)
-    lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse_desc.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], delta_desc.layout)
+    lses = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, BLOCK], lse_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, BLOCK], delta_desc.layout)
     work_tiles = ring(gl.allocate_shared_memory(gl.int32, [2 * WORK_TILE_WORDS, 1], words), 2, 2)
     fence_async_shared()
-    scoring = make_scoring(mask, scale, softcap, SOFTCAP)
+    scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP)
     gl.warp_specialize(
         [
             (_values, (work_tiles, keys, queries, grads, weights, lses, dv_desc, dv_ptr, nan_flag_ptr, scoring, config)),
@@ -239,5 +240,5 @@ def flash_bwd_kv(
                 B, T, S, padded_T, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config,
             )),
         ],
-        [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS],
+        [4, 1], [TILE.COMPUTE_REGISTERS, TILE.COPY_REGISTERS],
     )

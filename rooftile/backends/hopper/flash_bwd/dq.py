@@ -176,25 +176,27 @@ def _compute(
 def flash_bwd_q(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dq_ptr, nan_flag_ptr, lse_ptr, delta_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
-    GROUP: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
-    SOFTCAP: gl.constexpr, FP16: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr,
+    FP16: gl.constexpr,
+    FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    config = BackwardConfig(GROUP, 1, NUM_CONSUMERS, D, DIM, DIM_V, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, FP16)
-    mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+    config = BackwardConfig(
+        GROUP, 1, NUM_CONSUMERS, D, FLAGS.DIM, FLAGS.DIM_V, FLAGS.PACKED,
+        FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK, FLAGS.SOFTCAP, FP16,
+    )  # fmt: skip
+    mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = ring(gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, WG_ROWS, D], q_desc.layout), NUM_CONSUMERS, 1)
     grads = ring(gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, WG_ROWS, D], do_desc.layout), NUM_CONSUMERS, 1)
-    keys = ring(gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, BLOCK, D], k_desc.layout), K_STAGES, NUM_CONSUMERS)
-    values = ring(gl.allocate_shared_memory(dtype, [V_STAGES, 1, 1, BLOCK, D], v_desc.layout), V_STAGES, NUM_CONSUMERS)
+    keys = ring(gl.allocate_shared_memory(dtype, [TILE.K_STAGES, 1, 1, BLOCK, D], k_desc.layout), TILE.K_STAGES, NUM_CONSUMERS)
+    values = ring(gl.allocate_shared_memory(dtype, [TILE.V_STAGES, 1, 1, BLOCK, D], v_desc.layout), TILE.V_STAGES, NUM_CONSUMERS)
     work_tiles = ring(gl.allocate_shared_memory(gl.int32, [2 * WORK_TILE_WORDS, 1], words), 2, NUM_CONSUMERS)
     # packed: one sequence, of all queries
     H = q_desc.shape[1].to(gl.int32)
     T = q_desc.shape[2].to(gl.int32)
     fence_async_shared()
-    scoring = make_scoring(mask, scale, softcap, SOFTCAP)
+    scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP)
     args = (
         work_tiles, queries, grads, keys, values, dq_desc, dq_ptr, nan_flag_ptr, lse_ptr, delta_ptr, H, padded_T, scoring,
         config,
@@ -208,5 +210,5 @@ def flash_bwd_q(
                 B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config,
             )),
         ],
-        [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS],
+        [4, 1], [TILE.COMPUTE_REGISTERS, TILE.COPY_REGISTERS],
     )

@@ -285,29 +285,27 @@ def flash_bwd(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc,
     dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
-    GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr,
-    PACKED: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
-    SOFTCAP: gl.constexpr, FP16: gl.constexpr, ACCUMULATE_DQ: gl.constexpr,
-    STAGES: gl.constexpr, DV_AFTER_DS: gl.constexpr, SCORES_AHEAD: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, DQ_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr,
+    FP16: gl.constexpr, ACCUMULATE_DQ: gl.constexpr,
+    FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     config = BackwardConfig(
-        GROUP, GROUP_SPLITS, NUM_CONSUMERS, D, DIM, DIM_V, PACKED, LEFT or RIGHT or PREFIX or CHUNK, SOFTCAP, FP16,
-        ACCUMULATE_DQ, DV_AFTER_DS, SCORES_AHEAD,
+        GROUP, GROUP_SPLITS, NUM_CONSUMERS, D, FLAGS.DIM, FLAGS.DIM_V, FLAGS.PACKED,
+        FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK, FLAGS.SOFTCAP, FP16,
+        ACCUMULATE_DQ, TILE.DV_AFTER_DS, TILE.SCORES_AHEAD,
     )  # fmt: skip
-    mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+    mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HAS_DQ_ROLE: gl.constexpr = ACCUMULATE_DQ and config.DQ_WARPGROUP
     keys = ring(
         gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, WG_ROWS, D], k_desc.layout), 1, NUM_CONSUMERS + HAS_DQ_ROLE
     )  # fmt: skip
     values = ring(gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, 1, WG_ROWS, D], v_desc.layout), 1, NUM_CONSUMERS)
-    queries = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], q_desc.layout), STAGES, NUM_CONSUMERS)
-    grads = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK, D], do_desc.layout), STAGES, NUM_CONSUMERS)
-    lses = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse_desc.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], delta_desc.layout)
+    queries = ring(gl.allocate_shared_memory(dtype, [TILE.STAGES, 1, 1, BLOCK, D], q_desc.layout), TILE.STAGES, NUM_CONSUMERS)
+    grads = ring(gl.allocate_shared_memory(dtype, [TILE.STAGES, 1, 1, BLOCK, D], do_desc.layout), TILE.STAGES, NUM_CONSUMERS)
+    lses = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, BLOCK], lse_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, BLOCK], delta_desc.layout)
     # two stages of dS from both warpgroups. Without a role for dq nobody releases a stage: a warpgroup that has both parts of the
     # next stage knows that this one has been read
     part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WG_ROWS, BLOCK], dtype)
@@ -318,7 +316,7 @@ def flash_bwd(
     )  # fmt: skip
     fence_async_shared()
     H = q_desc.shape[1].to(gl.int32)
-    scoring = make_scoring(mask, scale, softcap, SOFTCAP)
+    scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP)
     args = (
         work_tiles, keys, values, queries, grads, lses, deltas, ds_blocks, dq_staging, dk_desc, dv_desc, dk_ptr, dv_ptr,
         nan_flag_ptr,
@@ -335,7 +333,7 @@ def flash_bwd(
                 (multiply_dq, (work_tiles, keys, ds_blocks, dq_staging, config)),
                 (load_key_tiles, load), (add_dq, (work_tiles, dq_staging, dq_sum_desc, H, padded_T, config)),
             ],
-            [4, 4, 1, 1], [COMPUTE_REGISTERS, DQ_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+            [4, 4, 1, 1], [TILE.COMPUTE_REGISTERS, TILE.DQ_REGISTERS, TILE.COPY_REGISTERS, TILE.COPY_REGISTERS],
         )
     elif ACCUMULATE_DQ:
         gl.warp_specialize(
@@ -343,10 +341,10 @@ def flash_bwd(
                 (_compute, (0,) + args), (_compute, (1,) + args),
                 (load_key_tiles, load), (add_dq, (work_tiles, dq_staging, dq_sum_desc, H, padded_T, config)),
             ],
-            [4, 1, 1], [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+            [4, 1, 1], [TILE.COMPUTE_REGISTERS, TILE.COPY_REGISTERS, TILE.COPY_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [(_compute, (0,) + args), (_compute, (1,) + args), (load_key_tiles, load)],
-            [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS],
+            [4, 1], [TILE.COMPUTE_REGISTERS, TILE.COPY_REGISTERS],
         )

@@ -16,7 +16,7 @@ from rooftile.backends.hopper.flash_bwd.dq import flash_bwd_q
 from rooftile.backends.hopper.flash_bwd.fused import flash_bwd
 from rooftile.backends.hopper.flash_bwd.row_stats import RowStats
 from rooftile.backends.hopper.plan import flags_of, numbers_of, processors, schedule, sizes_of
-from rooftile.backends.hopper.tiles import WARPGROUP, backward_kv_tile, backward_q_tile, backward_tile, padded
+from rooftile.backends.hopper.tiles import WARPGROUP, Flags, backward_kv_tile, backward_q_tile, backward_tile, padded
 from rooftile.backends.hopper.tma import descriptor, is_readable, line, readable
 from rooftile.launch import BoundedCache, Describe, Kernel, empties, kind_of
 from rooftile.masks import FULL
@@ -231,17 +231,17 @@ def _kernel(function: Any, describe: tuple[Describe, ...]) -> Kernel:
 
 @cache
 def _constants_of_both(spec: Spec, parts: int, adds: bool) -> dict[str, Any]:
-    return _constants(spec, parts) | backward_tile(spec)._asdict() | {"ACCUMULATE_DQ": adds, "num_warps": 4}
+    return _constants(spec, parts) | {"TILE": backward_tile(spec)} | {"ACCUMULATE_DQ": adds, "num_warps": 4}
 
 
 @cache
 def _constants_of_keys(spec: Spec, parts: int) -> dict[str, Any]:
-    return _constants(spec, parts) | backward_kv_tile(spec)._asdict() | {"num_warps": 4}
+    return _constants(spec, parts) | {"TILE": backward_kv_tile(spec)} | {"num_warps": 4}
 
 
 @cache
 def _constants_of_queries(spec: Spec) -> dict[str, Any]:
-    return _constants(spec, 0) | backward_q_tile(spec)._asdict() | {"num_warps": 4}
+    return _constants(spec, 0) | {"TILE": backward_q_tile(spec)} | {"num_warps": 4}
 
 
 # 64 words of rows, as the kernels copy them
@@ -263,4 +263,4 @@ def _rows_of(spec: Spec) -> Describe:
 def _constants(spec: Spec, parts: int) -> dict[str, Any]:
     """Compile-time arguments; `parts` 0: of the kernel for queries, which knows of none."""
     heads = {"GROUP": spec.group // parts, "GROUP_SPLITS": parts} if parts else {"GROUP": spec.group}
-    return flags_of(spec) | heads | {"D": _width(spec), "FP16": spec.dtype == torch.float16}
+    return {"FLAGS": Flags(**flags_of(spec))} | heads | {"D": _width(spec), "FP16": spec.dtype == torch.float16}

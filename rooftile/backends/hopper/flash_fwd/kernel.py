@@ -319,33 +319,41 @@ def _compute(
 def flash_fwd(
     q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, table_ptr, counter_ptr,
     table_stride, k_page, k_head, v_page, v_head, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
-    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, PACKED: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PREFIX: gl.constexpr, CHUNK: gl.constexpr,
-    SOFTCAP: gl.constexpr, SINKS: gl.constexpr,
-    KEYS: gl.constexpr, NUM_CONSUMERS: gl.constexpr, HEADS_PER_TILE: gl.constexpr, Q_STAGES: gl.constexpr,
-    KV_STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, LAZY: gl.constexpr, SOFTMAX_FIRST: gl.constexpr,
-    COMPUTE_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    SINKS: gl.constexpr,
+    FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
-    masked: gl.constexpr = LEFT or RIGHT or PREFIX or CHUNK
+    masked: gl.constexpr = FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK
     config = KernelConfig(
-        GROUP, D, DV, DIM, DIM_V, KEYS, NUM_CONSUMERS, HEADS_PER_TILE, PING_PONG, Q_IN_REGISTERS, LAZY, SOFTMAX_FIRST, PACKED,
-        PAGE_SIZE, masked, SOFTCAP,
+        GROUP, D, DV, FLAGS.DIM, FLAGS.DIM_V, TILE.KEYS, TILE.NUM_CONSUMERS, TILE.HEADS_PER_TILE, TILE.PING_PONG,
+        TILE.Q_IN_REGISTERS, TILE.LAZY, TILE.SOFTMAX_FIRST, FLAGS.PACKED,
+        PAGE_SIZE, masked, FLAGS.SOFTCAP,
         SINKS, k_desc.block_type.shape[1], v_desc.block_type.shape[1],
     )
-    mask = Mask(left, right, prefix, chunk, LEFT, RIGHT, PREFIX, CHUNK)
+    mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     queries = ring(
-        gl.allocate_shared_memory(dtype, [Q_STAGES * NUM_CONSUMERS, 1, HEADS_PER_TILE, config.ROWS, D], q_desc.layout),
-        Q_STAGES, NUM_CONSUMERS,
+        gl.allocate_shared_memory(
+            dtype, [TILE.Q_STAGES * TILE.NUM_CONSUMERS, 1, TILE.HEADS_PER_TILE, config.ROWS, D], q_desc.layout
+        ),  # fmt: skip
+        TILE.Q_STAGES, TILE.NUM_CONSUMERS,
     )  # fmt: skip
-    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, D], dtype)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, KEYS, DV], dtype)
-    keys = ring(gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, KEYS, D], k_layout), KV_STAGES, NUM_CONSUMERS)
-    values = ring(gl.allocate_shared_memory(dtype, [KV_STAGES, 1, 1, KEYS, DV], v_layout), KV_STAGES, NUM_CONSUMERS)
-    outputs = gl.allocate_shared_memory(dtype, [NUM_CONSUMERS, 1, HEADS_PER_TILE, config.ROWS, min(DV, 128)], o_desc.layout)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, TILE.KEYS, D], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, TILE.KEYS, DV], dtype)
+    keys = ring(
+        gl.allocate_shared_memory(dtype, [TILE.KV_STAGES, 1, 1, TILE.KEYS, D], k_layout), TILE.KV_STAGES, TILE.NUM_CONSUMERS
+    )  # fmt: skip
+    values = ring(
+        gl.allocate_shared_memory(dtype, [TILE.KV_STAGES, 1, 1, TILE.KEYS, DV], v_layout), TILE.KV_STAGES, TILE.NUM_CONSUMERS
+    )  # fmt: skip
+    outputs = gl.allocate_shared_memory(
+        dtype, [TILE.NUM_CONSUMERS, 1, TILE.HEADS_PER_TILE, config.ROWS, min(DV, 128)], o_desc.layout
+    )  # fmt: skip
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    work_tiles = ring(gl.allocate_shared_memory(gl.int32, [2 * WORK_TILE_WORDS, 1], words), 2, NUM_CONSUMERS + (PAGE_SIZE > 0))
+    work_tiles = ring(
+        gl.allocate_shared_memory(gl.int32, [2 * WORK_TILE_WORDS, 1], words), 2, TILE.NUM_CONSUMERS + (PAGE_SIZE > 0)
+    )  # fmt: skip
     spilled = gl.allocate_shared_memory(gl.int64, [16, 1], words)
     spill_tensor(spilled, 0, q_ptr, q_desc)
     if PAGE_SIZE > 0:
@@ -366,26 +374,26 @@ def flash_fwd(
         work_tiles, queries, keys, values, mask, q_desc, k_desc, v_desc,
         B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, k_table, counter_ptr, config,
     )
-    scoring = make_scoring(mask, scale, softcap, SOFTCAP)
+    scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP)
     args = (
         work_tiles, queries, keys, values, outputs, spilled, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring, config,
     )
     if PAGE_SIZE > 0:
-        gl.static_assert(NUM_CONSUMERS == 2)
+        gl.static_assert(TILE.NUM_CONSUMERS == 2)
         gl.warp_specialize(
             [
                 (_compute, (0,) + args), (_compute, (1,) + args), (_load, load),
                 (load_values, (work_tiles, values, v_desc, v_table, config)),
             ],
-            [4, 1, 1], [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+            [4, 1, 1], [TILE.COMPUTE_REGISTERS, TILE.COPY_REGISTERS, TILE.COPY_REGISTERS],
         )
-    elif NUM_CONSUMERS == 2:
+    elif TILE.NUM_CONSUMERS == 2:
         gl.warp_specialize(
             [(_compute, (0,) + args), (_compute, (1,) + args), (_load, load)],
-            [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS],
+            [4, 1], [TILE.COMPUTE_REGISTERS, TILE.COPY_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [(_compute, (0,) + args), (_compute, (1,) + args), (_compute, (2,) + args), (_load, load)],
-            [4, 4, 1], [COMPUTE_REGISTERS, COMPUTE_REGISTERS, COPY_REGISTERS],
+            [4, 4, 1], [TILE.COMPUTE_REGISTERS, TILE.COMPUTE_REGISTERS, TILE.COPY_REGISTERS],
         )

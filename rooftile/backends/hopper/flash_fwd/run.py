@@ -20,7 +20,7 @@ from rooftile.backends.hopper.plan import (
     sizes_of,
     tiles_and_heads,
 )
-from rooftile.backends.hopper.tiles import WARPGROUP, Tile, forward_tile, padded, paged_tile
+from rooftile.backends.hopper.tiles import WARPGROUP, Flags, Tile, forward_tile, padded, paged_tile
 from rooftile.backends.hopper.tma import (
     are_readable,
     box_of_pages,
@@ -177,4 +177,4 @@ def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, ...], ...]:
 def constants(spec: Spec, tile: Tile, size: int = 0) -> dict[str, Any]:
     """The forward's compile-time arguments, put together once; `size` is that of pages."""
     own = {"GROUP": spec.group, "D": padded(spec.dim), "DV": padded(spec.dim_v), "SINKS": spec.has_sinks, "num_warps": 4}
-    return flags_of(spec) | own | {"PAGE_SIZE": size} | tile._asdict()
+    return {"FLAGS": Flags(**flags_of(spec)), "TILE": tile} | own | {"PAGE_SIZE": size}
