@@ -336,9 +336,9 @@ def flash_fwd(
     queries = ring(
         gl.allocate_shared_memory(
             dtype, [TILE.Q_STAGES * TILE.NUM_CONSUMERS, 1, TILE.HEADS_PER_TILE, config.ROWS, D], q_desc.layout
-        ),  # fmt: skip
+        ),
         TILE.Q_STAGES, TILE.NUM_CONSUMERS,
-    )  # fmt: skip
+    )
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, TILE.KEYS, D], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, TILE.KEYS, DV], dtype)
     keys = ring(
