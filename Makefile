@@ -45,6 +45,7 @@ bench: $(READY) ## time attention against the peers installed here, e.g. make be
 tables: $(READY) ## rewrite the generated tables of the README and docs/reference
 	$(BIN)/python scripts/write_tables.py
 	$(BIN)/python scripts/write_reference.py
+	$(BIN)/python scripts/write_operators.py
 	$(BIN)/python scripts/write_figures.py
 	$(BIN)/python scripts/write_hopper_kernels.py
 	$(BIN)/python -m benchmarks.ladder.page

@@ -17,7 +17,7 @@ from rooftile.spec import Problem, Sizes, Spec, decode
 
 
 class Work(NamedTuple):
-    """What one call must do."""
+    """The FLOPs of one call, and the bytes that it must move."""
 
     flops: int
     read: int  # bytes

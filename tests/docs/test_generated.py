@@ -15,7 +15,12 @@ TABLE = re.compile(r"<!-- table: (\S+) [^>]*-->\n(.*?)<!-- /table -->", re.DOTAL
 
 
 @pytest.mark.parametrize(
-    ("script", "page"), [("write_tables.py", "README.md"), ("write_reference.py", "docs/reference/api.md")]
+    ("script", "page"),
+    [
+        ("write_tables.py", "README.md"),
+        ("write_reference.py", "docs/reference/api.md"),
+        ("write_operators.py", "docs/reference/operators.md"),
+    ],
 )
 def test_running_the_script_changes_nothing(script, page):
     before = (ROOT / page).read_text(encoding="utf-8")

@@ -1,0 +1,60 @@
+"""Writes docs/reference/operators.md: the torch operators of the package, from what the package defines."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# each brings its operators
+import rooftile.serve.sampling.sampler  # noqa: F401
+from rooftile.operators import DEFINED
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "operators.md"
+
+HEAD = """# Operators
+
+Written by `scripts/write_operators.py`; `make tables` rewrites it.
+
+Every kernel runs inside one of these operators of `torch.ops.rooftile`, so `torch.compile`, a `TorchDispatchMode` and the
+profiler see it. A call that nobody watches goes straight to the kernel. `rooftile.cost.counts.work(name, arguments, results)`
+returns the FLOPs and the bytes of a call.
+
+An argument marked `!` in the schema is written to. Only `attention` has a gradient, `attention_backward`; the others raise
+`Unsupported` where one is asked for. Norms, gates and rotary positions compute their definition in PyTorch's operations then, so
+`rooftile.fused` is differentiable all the same.
+
+| operator | computes | schema |
+|---|---|---|
+"""
+
+COMPUTES = {
+    "attention": "attention, dense or packed, by one backend",
+    "attention_backward": "its gradients",
+    "attention_paged": "attention to a paged KV cache",
+    "quantise_qkv": "queries, keys and values in FP8 or INT8",
+    "attention_quantised": "attention of those",
+    "normalise": "a layer norm or an RMS norm",
+    "add_norm": "a residual stream with x added, and the norm of the sum",
+    "gated": "a gated activation",
+    "rotate": "rotary positions",
+    "write_kv": "keys and values written into a paged cache",
+    "write_kv_and_rotate": "the same, with queries rotated",
+    "gather_kv": "sequences gathered out of a paged cache",
+    "copy_blocks": "blocks of a paged cache copied",
+    "sample": "a token for each row of logits",
+}
+
+
+def page() -> str:
+    """Returns the whole page in Markdown."""
+    rows = [f"| `{name}` | {words} | `{DEFINED[name]._schema}` |" for name, words in COMPUTES.items()]
+    assert set(COMPUTES) == set(DEFINED)
+    return HEAD + "\n".join(rows).replace("rooftile::", "") + "\n"
+
+
+if __name__ == "__main__":
+    due = page()
+    if "--check" in sys.argv:
+        sys.exit(0 if PAGE.exists() and PAGE.read_text(encoding="utf-8") == due else f"{PAGE.name} is out of date")
+    PAGE.write_text(due, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(PAGE.parents[2])}")
