@@ -36,9 +36,9 @@ from rooftile.spec import Grads, Options, Spec
 NAME = "hopper"
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-# of queries and keys, and of values
+# head dims of queries and keys, and of values
 DIMS_8BIT = ((64, 64), (128, 128), (256, 256))
-# of queries with a cache, one a sequence: head dims, and heads that share a tile's rows
+# decode, one query per sequence: head dims, and the maximum number of heads that share a tile's rows
 DIMS_DECODING = ((64, 64), (128, 128))
 MOST_TOGETHER = 64
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -133,7 +133,7 @@ def _launch_8bit() -> ModuleType:
 
 
 def import_kernels() -> None:
-    """What inference needs of this backend, imported now and not at the first call, if it can be."""
+    """Imports the kernels for inference now, if possible, instead of at the first call."""
     if _missing() is None:
         _launch()
         _launch_decode()

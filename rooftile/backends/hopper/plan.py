@@ -1,7 +1,7 @@
-"""What a launch needs besides its tensors: sizes, the grid, numbers and flags.
+"""The plan of a launch: sizes, grid, numbers and flags, all except the tensors.
 
-All of it follows from shapes, strides and the spec, so a call that is repeated works it out once. Every `plan` function of this
-backend returns the launch of one kernel, bound to it; it takes the tensors alone and holds none.
+It depends only on shapes, strides and the spec, so a repeated call computes it once. Every `plan` function of this backend
+returns the bound launch of one kernel, which takes only the tensors and holds none.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from rooftile.masks import FULL
 from rooftile.spec import Options, Sizes, Spec
 
-# tiles per program, on average, that the heads taken together at the end have; packed ones are less alike
+# average tiles per program in the heads that are mixed at the end; packed tiles differ more
 TAIL, PACKED_TAIL = 2, 3
 
 
 class Schedule(NamedTuple):
-    """How tiles are shared out (see `device/scheduler`)."""
+    """The distribution of tiles to programs (see `device/scheduler`)."""
 
-    tiles: int  # of a head; packed: slots, of which some stay empty
-    programs: int  # that share all tiles
-    tail: int  # how many heads are taken together last
+    tiles: int  # tiles per head; packed: slots, some of which stay empty
+    programs: int  # programs that share all tiles
+    tail: int  # the number of heads that are mixed at the end
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -35,7 +35,7 @@ def schedule(length: int, heads: int, rows: int, sizes: Sizes, device: torch.dev
     """The schedule of tiles of `rows` over heads of `length` rows."""
     tiles, heads = tiles_and_heads(length, heads, rows, sizes, spec)
     programs = min(tiles * heads, processors(device))
-    # with a full mask every tile of a dense head has the same length, and there is nothing to even out
+    # with a full mask all tiles of a dense head have the same length, so there is nothing to balance
     together = PACKED_TAIL if spec.layout == "packed" else 0 if spec.mask == FULL else TAIL
     return Schedule(tiles, programs, min(-(-together * programs // tiles), heads))
 

@@ -19,11 +19,11 @@ from rooftile.spec import Options, Spec
 
 # numbers of a block of keys, and of values: 16 kB
 BLOCK = 8192
-# two blocks on their way a program: with three the chip's programs are further apart in the cache, and all are slower
+# two blocks in flight per program: with three, programs are further apart in the cache, and all are slower
 STAGES = 2
-# of half the bytes
+# FP8 blocks have half the bytes
 STAGES_8BIT = 4
-# that share a multiprocessor: what one waits for, the other uses
+# programs per multiprocessor: one computes while the other waits
 PROGRAMS = 2
 
 
@@ -63,16 +63,16 @@ def _kernel(spec: Spec, size: int) -> Kernel:
 
 
 def box_of(spec: Spec, size: int) -> tuple[int, ...]:
-    """What one copy takes of a page of `size` tokens."""
+    """Returns the box of one TMA copy from a page of `size` tokens."""
     dtype = torch.float8_e4m3fn if spec.has_kv_scales else spec.dtype
     return box_of_pages(spec.dim, min(size, BLOCK // spec.dim), dtype)
 
 
 @cache
 def constants_of(spec: Spec, size: int, batch: int) -> dict[str, Any]:
-    """The kernel's compile-time arguments; `size` is that of pages."""
+    """Returns the kernel's compile-time arguments; `size` is the page size in tokens."""
     flags = flags_of(spec)
-    # a wgmma of the 8-bit kernel has a column for each head of a group, and 8 at least
+    # a wgmma of the FP8 kernel has one column per head of a group, and at least 8
     own = {
         "STAGES": STAGES_8BIT, "HEADS": max(triton.next_power_of_2(spec.group), 8)
     } if spec.has_kv_scales else {"STAGES": STAGES}  # fmt: skip
@@ -80,7 +80,7 @@ def constants_of(spec: Spec, size: int, batch: int) -> dict[str, Any]:
         "GROUP": spec.group, "D": spec.dim, "PAGE_SIZE": size, "BATCH": batch,
         "ROWS": max(triton.next_power_of_2(spec.group), 16),
         "SINKS": spec.has_sinks, "KEYS": BLOCK // spec.dim, "COPY_REGISTERS": 40, "num_warps": 4,
-        # of all warps together, an eighth of a multiprocessor's each; the roles divide them anew
+        # registers per thread at the launch; the warp roles redistribute them
         "maxnreg": 256 // PROGRAMS, **own,
     }  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""What the backward needs of each row: its lse in units of log2, and
+"""Computes the row statistics for the backward: lse in units of log2, and
 
-    D_i = sum_c dO_ic O_ic - dL_i             dL is the gradient that comes in through lse: dS = P (dP - D) then carries it
+    D_i = sum_c dO_ic O_ic - dL_i             dL is the gradient of lse: dS = P (dP - D) then includes it
 
-A row that sees nothing gets lse = +inf: exp(x - inf) is 0, so it weighs nothing. Each sequence is padded to a multiple of
-128 with such rows, packed ones too: the copy engine cannot begin at any word of a line, only at one of four. And where dq is
-added up in memory, the zeros that its sum begins with.
+A row that sees nothing gets lse = +inf: exp(x - inf) is 0, so its weights are 0. Each sequence, dense or packed, is padded to a
+multiple of 128 with such rows, because a TMA copy can only begin at every fourth word. If dq is added up in memory, its sum is
+set to zero here.
 """
 
 import math

@@ -161,9 +161,9 @@ def _outputs(q: Tensor, sizes: Sizes, spec: Spec) -> tuple[Callable[[], Tensor],
 
 
 def boxes(spec: Spec, tile: Tile, size: int = 0) -> tuple[tuple[int, ...], ...]:
-    """What one copy takes of q, k, v and o: heads, positions, elements. What there is not comes as zeros, and is not stored.
+    """Returns the TMA boxes of q, k, v and o: heads, positions, elements. Out of bounds, loads are zeros and stores are dropped.
 
-    Of pages of `size` tokens k and v have boxes of another kind: `box_of_pages`.
+    For pages of `size` tokens, k and v have the boxes of `box_of_pages`.
     """
     dim, dim_v = padded(spec.dim), padded(spec.dim_v)
     heads, rows = tile.HEADS_PER_TILE, WARPGROUP // tile.HEADS_PER_TILE

@@ -24,9 +24,9 @@ _CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class Tile8(NamedTuple):
-    """How `flash_fwd_8bit` is staffed, for 128 queries."""
+    """The tile and registers of `flash_fwd_8bit`, for 128 queries."""
 
-    KEYS: int  # of a block
+    KEYS: int  # keys per block
     Q_STAGES: int
     KV_STAGES: int
     COMPUTE_REGISTERS: int
@@ -34,7 +34,7 @@ class Tile8(NamedTuple):
 
 
 TILE = Tile8(KEYS=128, Q_STAGES=2, KV_STAGES=4, COMPUTE_REGISTERS=240, COPY_REGISTERS=24)
-# what registers and shared memory hold
+# limited by registers and shared memory
 WIDE = TILE._replace(KEYS=64, Q_STAGES=1)
 
 
@@ -91,11 +91,11 @@ class _Blocks(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Parts of the tensor: blocks of all sequences; packed, some stay empty."""
+        """The blocks of all sequences; packed, some stay empty."""
         return self.B * self.each if self.cu is None else self.length // BLOCK + self.B
 
     def programs(self, dim: int, device: torch.device) -> int:
-        """As many as run at once."""
+        """Returns the number of programs that run at once."""
         return min(self.slots * self.heads, processors(device) * 256 // dim)
 
 
@@ -166,7 +166,7 @@ def _kernel(spec: Spec) -> Kernel:
 
 
 def boxes(spec: Spec) -> tuple[tuple[int, int, int], ...]:
-    """What one copy takes of q, k, v (in columns) and o."""
+    """Returns the TMA boxes of q, k, v (in columns) and o."""
     D, DV = spec.dim, spec.dim_v
     KEYS = tile_of(spec).KEYS
     return (1, WARPGROUP, D), (1, KEYS, D), (1, DV, KEYS), (1, WARPGROUP, DV)
