@@ -41,14 +41,14 @@ MUTATIONS = {
         "backends/tiled/tiles.py", "j > mask.last_key(i))", "j > mask.last_key(i) + 1)", (EXACT, "-k", "tiled and causal")
     ),
     "mask edge, triton": Mutation(
-        "backends/device/visibility.py", "sees & (j <= i + right)", "sees & (j <= i + right + 1)",
+        "backends/device/visibility.py", "(j <= i + mask.right)", "(j <= i + mask.right + 1)",
         ("tests/interpreter/test_triton.py", "-k", "equals and (t63 or d16)"), interpreted=True,
     ),
     "rescaling, tiled": Mutation(
         "backends/tiled/flash_fwd.py", "acc.mul_(alpha).baddbmm_(", "acc.baddbmm_(", (EXACT, "-k", "tiled and long")
     ),
     "rescaling, triton": Mutation(
-        "backends/triton/flash_fwd.py", "        acc = acc * alpha[:, None]\n        if DROPOUT", "        if DROPOUT",
+        "backends/triton/flash_fwd.py", "        acc = acc * alpha[:, None]\n        if SPEC.DROPOUT", "        if SPEC.DROPOUT",
         ("tests/interpreter/test_triton.py", "-k", "equals and (t63 or t129)"), interpreted=True,
     ),
     "rescaling, splits": Mutation(
@@ -70,8 +70,8 @@ MUTATIONS = {
         "table[sequence, place // size].long(), (place + 1) % size", ("tests/unit/test_paged.py",),
     ),
     "page offset, triton": Mutation(
-        "backends/triton/paged_fwd.py", "v_lines = v_ptr + page * v_stride_p + (j % SIZE)",
-        "v_lines = v_ptr + page * v_stride_p + ((j + 1) % SIZE)", ("tests/interpreter/test_paged.py", "-k", "packed_queries"),
+        "backends/triton/paged_fwd.py", "v_lines = v_ptr + page * v_stride_p + (j % SPEC.PAGE_SIZE)",
+        "v_lines = v_ptr + page * v_stride_p + ((j + 1) % SPEC.PAGE_SIZE)", ("tests/interpreter/test_paged.py", "-k", "packed_queries"),
         interpreted=True,
     ),
     "page offset, write": Mutation(
