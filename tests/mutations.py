@@ -71,7 +71,8 @@ MUTATIONS = {
     ),
     "page offset, triton": Mutation(
         "backends/triton/paged_fwd.py", "v_lines = v_ptr + page * v_stride_p + (j % SPEC.PAGE_SIZE)",
-        "v_lines = v_ptr + page * v_stride_p + ((j + 1) % SPEC.PAGE_SIZE)", ("tests/interpreter/test_paged.py", "-k", "packed_queries"),
+        "v_lines = v_ptr + page * v_stride_p + ((j + 1) % SPEC.PAGE_SIZE)",
+        ("tests/interpreter/test_paged.py", "-k", "packed_queries"),
         interpreted=True,
     ),
     "page offset, write": Mutation(
