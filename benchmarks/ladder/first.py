@@ -1,4 +1,4 @@
-"""FlashAttention-1's schedule: a program a head, keys and values in the outer loop, queries in the inner one.
+"""FlashAttention-1's schedule: one program per head, keys and values in the outer loop, queries in the inner one.
 
 Output, maximum and sum of every row go to memory and come back once a block of keys, and the output is kept normalised all the
 way. Dao et al., FlashAttention, arXiv:2205.14135, Algorithm 1. Lengths are multiples of 128.

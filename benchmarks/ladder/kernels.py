@@ -213,7 +213,7 @@ def specialised(
     D: gl.constexpr, CAUSAL: gl.constexpr, OVERLAPPED: gl.constexpr, PING_PONG: gl.constexpr,
 ):
     # fmt: on
-    """One warp that asks for copies, two warpgroups that compute; a program a tile of 128 queries."""
+    """One loader warp and two consumer warpgroups; one program per tile of 128 queries."""
     dtype: gl.constexpr = q_desc.dtype
     queries = ring(gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], q_desc.layout), 2, 1)
     keys = ring(gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, KEYS, D], k_desc.layout), SLOTS, 2)

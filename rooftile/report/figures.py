@@ -205,7 +205,7 @@ def pace_table(serving: Serving) -> Table:
         ("used slots that are empty", lambda served: percent(served.waste)),
         ("blocks saved by sharing", lambda served: percent(served.saved)),
         ("steps", lambda served: f"{served.steps:,}"),
-        ("tokens a second", lambda served: number(served.tokens_s)),
+        ("tokens per second", lambda served: number(served.tokens_s)),
         ("requests computed again", lambda served: f"{served.preemptions}"),
     )
     rows = [[name, write(serving.contiguous), write(serving.paged)] for name, write in quantities]

@@ -19,6 +19,8 @@ FIRST_WORDS = {"What", "Of", "Where", "Which", "As"}
 PRIVATE = re.compile(
     r"\b(row_of_work|row_words|over_dim|with_care|paged_alike|weights_8bit|low_precision|sum_of_dq|few_bits|FewBits|_housed|_grown|heirs)\b"
 )
+# rates: "per", not "a"
+RATE = re.compile(r"\b(?:tokens|requests|bytes|FLOPs|scales?|words?) a (?:second|token|row|byte|block|channel|head|thread)\b")
 FEW_BITS = re.compile(r"\b(few|eight)[ -]bits\b", re.IGNORECASE)
 
 
@@ -60,6 +62,8 @@ def offences(source: str) -> Iterator[str]:
     for number, text in enumerate(source.splitlines(), 1):
         if match := PRIVATE.search(text):
             yield f"{number}: a private word: {match[0]}"
+        if match := RATE.search(text):
+            yield f"{number}: write 'per' for a rate: {match[0]}"
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -86,6 +90,8 @@ def test_titles_name_formats(page):
         ("y = 2  # y\n# of a row\nx = 1\n", 1),
         ("def f():\n    '''Which one.'''\n", 1),
         ("over_dim = 1", 1),
+        ("# 4 bytes a token", 1),
+        ("# 4 bytes per token", 0),
         ('"""Attention in few bits."""', 1),
     ],
 )

@@ -68,7 +68,7 @@ DECODING = pytest.mark.parametrize(
 @pytest.mark.parametrize("by", ["hopper", "triton"])
 @DECODING
 def test_decoding(by: str, H: int, Hk: int, dim: int, size: int, mask: Mask, options: dict[str, Any]) -> None:
-    """A token a sequence, without waiting; a NaN in what nobody wrote harms nobody, and the bits are those of the last time."""
+    """One token per sequence, without synchronisation; NaN in unwritten slots has no effect, and repeated calls are bit-equal."""
     if by == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
     cache = cache_of(LENGTHS, Hk, dim, size)
@@ -158,7 +158,7 @@ def test_a_scale_that_fp16_has_no_number_for(by: str) -> None:
 
 
 def test_decoding_goes_by_the_kernel_of_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or, what its copies cannot read, by a gathered copy; several queries a sequence by the portable one."""
+    """Pages that TMA cannot read are gathered; several queries per sequence run in the portable kernel."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
     from rooftile.backends.triton import paged_decode, paged_fwd

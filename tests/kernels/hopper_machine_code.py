@@ -197,7 +197,7 @@ FORWARD |= {
     )
 } | {f"d{dim}-gathered-packed-causal": paged(dim, "packed-causal", 0) for dim in (64, 128, 256)}  # fmt: skip
 FORWARD |= {
-    # a query a sequence
+    # one query per sequence
     f"decode-d{dim}-pages-{size}-{name}": Configuration(dim, None, **what, kernel="paged_decode", size=size, group=4)
     for dim, size, name, what in (
         (64, 16, "causal", {"mask": CAUSAL}), (128, 16, "causal", {"mask": CAUSAL}), (128, 256, "causal", {"mask": CAUSAL}),

@@ -77,7 +77,7 @@ def _writers(
 
 
 def _vector_writes(line: str) -> range:
-    """The registers, a word a thread, that an instruction writes."""
+    """Returns the registers, one word per thread, that an instruction writes."""
     _, name, operands = _parts(line)
     words = [word.strip() for word in operands.split(",")]
     first = next((word for word in words if not re.fullmatch(r"U?P\w+", word)), "")

@@ -76,7 +76,7 @@ def refusals(spec: Spec) -> Iterator[str]:
 
 def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:
     if precision.qk == "native" or precision.pv == "native" or precision.granularity != "block":
-        yield f"precision {precision}; has 8 bits in both products, and a scale a block"
+        yield f"precision {precision}; has 8 bits in both products, and a scale per block"
     if (spec.dim, spec.dim_v) not in DIMS_8BIT:
         has = ", ".join(str(dim) for dim, _ in DIMS_8BIT)
         yield f"head dims {spec.dim} and {spec.dim_v} with precision {precision}; has {has} with it"

@@ -104,7 +104,7 @@ WIDE = TWO._replace(KEYS=64, Q_STAGES=1, PING_PONG=False, Q_IN_REGISTERS=0, LAZY
 
 
 def forward_tile(spec: Spec, T: int) -> Tile:
-    """The forward's tile for T queries a sequence."""
+    """Returns the forward's tile for T queries per sequence."""
     if spec.dim > 128:
         return WIDE
     if spec.dim > 64:

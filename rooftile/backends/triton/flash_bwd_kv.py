@@ -46,7 +46,7 @@ from rooftile.backends.triton.tiles import Walk
 from rooftile.launch import Kernel
 from rooftile.spec import Spec
 
-# queries a step of the second walk: small, since it is rare and must not cost the first one registers
+# queries per step of the NaN fallback: few, since it is rare and must not cost the main loop registers
 NAN_SAFE_T = tl.constexpr(16)
 
 

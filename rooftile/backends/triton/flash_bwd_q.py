@@ -30,7 +30,7 @@ from rooftile.backends.triton.tiles import Tile
 from rooftile.launch import Kernel
 from rooftile.spec import Spec
 
-# keys a step of the second walk: small, since it is rare and must not cost the first one registers
+# keys per step of the NaN fallback: few, since it is rare and must not cost the main loop registers
 NAN_SAFE_S = tl.constexpr(16)
 
 

@@ -47,7 +47,7 @@ from rooftile.backends.triton.tiles import Tile, forward_tile
 from rooftile.launch import BoundedCache, Kernel, empties, kind_of
 from rooftile.spec import Options, Spec
 
-# keys a step of the second walk: small, since it is rare and must not cost the first one registers
+# keys per step of the NaN fallback: few, since it is rare and must not cost the main loop registers
 NAN_SAFE_S = tl.constexpr(16)
 
 

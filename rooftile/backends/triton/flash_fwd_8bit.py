@@ -28,7 +28,7 @@ from rooftile.numerics.scaling import BLOCK
 from rooftile.spec import Options, Spec
 
 RAISED, TOO_LARGE = tl.constexpr(softmax.RAISED), tl.constexpr(softmax.TOO_LARGE)
-# keys a step of the second walk: small, since it is rare and must not cost the first one registers
+# keys per step of the NaN fallback: few, since it is rare and must not cost the main loop registers
 NAN_SAFE_S = tl.constexpr(16)
 
 

@@ -119,7 +119,7 @@ _start_decode = Kernel(_decode)
 
 
 def attend(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
-    """o (B, T, H, Dv) and lse (B, H, T), of q (B, T, H, D) with few queries a sequence (see `fits`)."""
+    """o (B, T, H, Dv) and lse (B, H, T), of q (B, T, H, D) with few queries per sequence (see `fits`)."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (cache.k, cache.v))
     B, T, H, _ = q.shape
     rows = q.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Decoding from pages on Hopper: one query a sequence, and copies under way from the first block to the last.
+"""Decode from pages on Hopper: one query per sequence, with copies in flight from the first block to the last.
 
 The blocks of KEYS keys of all sequences are cut into equal splits (`split_kv`); each program of a split has a key head.
 Copies do not know where a sequence ends: two warps ask the copy engine for keys and for values, as

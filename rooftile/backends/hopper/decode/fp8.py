@@ -3,9 +3,9 @@
 Half the bytes leave half the time, and a wgmma's 64 rows are too many for the few heads of a group: the products are turned over.
 Scores are KEYS rows by the heads of a group, and outputs D rows by those heads, of which 8 are enough. Keys become 16 bits on
 their way into registers, from where a wgmma takes its left side; values, which it needs columns first, on their way into another
-place of shared memory. Scales come beside the values, 4 bytes a token.
+place of shared memory. Scales come beside the values, 4 bytes per token.
 
-Which numbers of a key a thread holds does not matter to a sum over all of them: keys and queries have theirs in the order that
+The sum over a key's numbers does not depend on which thread holds which of them: keys and queries have theirs in the order that
 lets a thread read 16 bytes at once.
 
 Micikevicius et al., FP8 formats for deep learning, arXiv:2209.05433; Shah et al., FlashAttention-3, arXiv:2407.08608.
@@ -56,7 +56,7 @@ class Scales:
 
 @gluon.constexpr_function
 def _layout_of_keys(KEYS, D):
-    """A quarter of a key a thread; the rows are those of a wgmma's left side. No two threads of eight meet in a bank."""
+    """A quarter of a key per thread; the rows are those of a wgmma's left operand. No two of eight threads share a bank."""
     registers = [[0, 1 << i] for i in range((D // 4).bit_length() - 1)] + [[8, 0]]
     registers += [[64 << i, 0] for i in range((KEYS // 64).bit_length() - 1)]
     lanes = [[0, D // 4], [0, D // 2], [1, 0], [2, 0], [4, 0]]

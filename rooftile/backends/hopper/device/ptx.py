@@ -93,7 +93,7 @@ def _number(x: float) -> str:
 
 
 def fp8_weights_text(n: int, raised_by: float, too_large_from: float) -> str:
-    """PTX for n numbers a thread, which has two rows: of register e, row e // 2 % 2, column e % 2 + 8 (e // 4) from its first.
+    """PTX for n numbers per thread, which has two rows: of register e, row e // 2 % 2, column e % 2 + 8 (e // 4) from its first.
 
     $0 on     four weights each, where a register is used: columns 0, 1, 8 and 9 of each 16
     $n on     the rows' sums at registers 0 and 2, their references at 4 and 6

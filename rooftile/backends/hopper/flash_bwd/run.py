@@ -140,7 +140,7 @@ def _fill(k: Tensor, v: Tensor, sizes: Sizes, spec: Spec) -> Callable[..., None]
     return fill
 
 
-# tiles a program, at least, so that none is left with a long one at the end
+# minimum tiles per program, so that no program has a long tile left at the end
 SHARE = 4
 
 

@@ -210,6 +210,6 @@ def _constants_of_quantise(
         "enable_fp_fusion": False,
         # begins with values while `mean_keys` runs
         "launch_pdl": smooth,
-        # two programs a multiprocessor
+        # two programs per multiprocessor
         "num_warps": 4 * dim // 64, "maxnreg": 128,
     }  # fmt: skip

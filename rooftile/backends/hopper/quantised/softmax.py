@@ -63,7 +63,7 @@ def initial_references(s, factor):
 
 @gluon.jit
 def broadcast_to_columns(x, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """(WG_ROWS, 4), a number a row and thread, over all columns that the thread holds."""
+    """(WG_ROWS, 4), one number per row and thread, over all columns that the thread holds."""
     held = gl.zeros([WG_ROWS, COLUMNS], gl.float32, layout).reshape([WG_ROWS, COLUMNS // 8, 4, 2])
     inner: gl.constexpr = gl.SliceLayout(3, held.type.layout)
     x = gl.convert_layout(x, gl.SliceLayout(1, inner), assert_trivial=True)
