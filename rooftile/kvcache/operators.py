@@ -120,7 +120,8 @@ def _write_and_rotate(
     if runs_on(k_cache):
         from rooftile.kvcache import kernels
 
-        return kernels.write(k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale, q)
+        rotated: Tensor = kernels.write(k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale, q)  # type: ignore[assignment]
+        return rotated
     write_as_defined(k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale)
     with torch.no_grad():
         return rotated_as_defined(q, Rotation(cos, sin))

@@ -55,12 +55,14 @@ def _names(precision: Precision) -> tuple[str, ...]:
 
 def _quantise(q, k, v, cu_q: Tensor | None, cu_k: Tensor | None, spec: str, backend: str) -> list[Tensor]:
     problem = decode(spec)
+    assert problem.precision is not None
     made = dispatch.BACKENDS[backend].quantise(q, k, v, Options(cu_q=cu_q, cu_k=cu_k), problem)
     return [getattr(made, name).contiguous() for name in _names(problem.precision)]
 
 
 def _quantise_fake(q, k, v, cu_q: Tensor | None, cu_k: Tensor | None, spec: str, backend: str) -> list[Tensor]:
     recipe, columns = decode(spec).precision, dispatch.value_order(backend) == "columns"
+    assert recipe is not None
     by_channel = recipe.granularity == "row"
 
     def scales(x: Tensor, granularity: str, cu: Tensor | None, last: int = 1) -> Tensor:
