@@ -56,7 +56,7 @@ def test_opcheck(name: str, device: torch.device) -> None:
     assert set(found.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("name", set(CALLS) - {"attention", "attention_backward"})
+@pytest.mark.parametrize("name", sorted(set(CALLS) - {"attention", "attention_backward"}))
 def test_an_operator_without_a_gradient_refuses_to_give_one(name: str, device: torch.device) -> None:
     call, _ = seen(name, device)
     first = next(n for n, x in enumerate(call.arguments) if isinstance(x, Tensor) and x.is_floating_point())
