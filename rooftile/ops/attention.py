@@ -92,9 +92,11 @@ def _signature_of(options: Options, device: torch.device) -> tuple[Any, ...] | N
     for name, x in zip(Options._fields, options, strict=True):
         if x is None:
             continue
-        # offsets on the host are read at every call
+        # offsets on the host are read at every call, and strided ones are copied
         may = name == "sinks" or (name in ("cu_q", "cu_k") and device.type != "cpu")
-        if not may or watched(x) or not isinstance(x, Tensor) or x.device != device or x.data_ptr() % 16:
+        if not may or watched(x) or not isinstance(x, Tensor) or x.device != device:
+            return None
+        if not x.is_contiguous() or x.data_ptr() % 16:
             return None
         found += name, x.shape, x.stride(), x.dtype
     return tuple(found)

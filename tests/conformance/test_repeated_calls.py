@@ -134,3 +134,40 @@ def test_a_wrong_call_is_refused_after_right_ones(backend: str, device: torch.de
         rt.attention(q, k, v, scale=1.0, dropout=None, backend=backend)
     with pytest.raises(rt.InvalidInput, match="scale is"):
         rt.attention(q, k, v, scale=[1.0], backend=backend)
+
+
+def test_a_repeated_call_under_autocast_and_inference_mode(backend: str, device: torch.device) -> None:
+    if refused(backend, device):
+        return
+    tensors = [x.bfloat16().requires_grad_() for x in inputs(device)]
+    due = rt.attention(*tensors, backend=backend)
+    due_grads = torch.autograd.grad(due.float().square().sum(), tensors)
+    wide = [x.detach().float() for x in tensors]
+    for _ in range(2):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            assert torch.equal(rt.attention(*wide, backend=backend), due)
+            o = rt.attention(*tensors, backend=backend)
+        assert torch.equal(o, due)
+        grads = torch.autograd.grad(o.float().square().sum(), tensors)
+        for x, y in zip(grads, due_grads, strict=True):
+            assert torch.allclose(x.float(), y.float(), atol=1e-2)
+        with torch.inference_mode():
+            assert torch.equal(rt.attention(*tensors, backend=backend), due)
+        with torch.autocast(device.type, dtype=torch.float16):
+            assert rt.attention(*tensors, backend=backend).dtype == torch.float16
+
+
+def test_saved_tensors_may_come_back_with_other_strides(backend: str, device: torch.device) -> None:
+    """A hook may keep what the backward needs elsewhere, and give it back contiguous."""
+    if refused(backend, device):
+        return
+    tensors = [torch.randn(2, 2, 70, 32, device=device).transpose(1, 2).requires_grad_() for _ in range(3)]
+    grads = []
+    for hooks in (False, False, True):
+        pack = (lambda x: x.contiguous().clone()) if hooks else (lambda x: x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            o = rt.attention(*tensors, backend=backend, deterministic=backend != "sdpa")
+        grads.append(torch.autograd.grad(o, tensors, torch.ones_like(o)))
+    for again in grads[1:]:
+        for x, y in zip(grads[0], again, strict=True):
+            assert torch.allclose(x, y, atol=1e-5)

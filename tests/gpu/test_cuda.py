@@ -168,3 +168,52 @@ def test_every_stream_is_the_callers() -> None:
         o = rt.attention(q * 3, q, q, CAUSAL)
     torch.cuda.current_stream().wait_stream(stream)
     assert torch.equal(o, due)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_repeated_packed_call_reads_its_own_offsets(stride: int, with_sinks: bool) -> None:
+    """Offsets may be strided, and are other ones in each call of a signature; gradients follow them."""
+    sinks = torch.randn(4, device=CUDA, requires_grad=True) if with_sinks else None
+    for ends in ([0, 30, 200], [0, 130, 200], [0, 0, 200], [0, 199, 200]):
+        spread = torch.zeros(len(ends) * stride, dtype=torch.int32, device=CUDA)
+        spread[::stride] = torch.tensor(ends, dtype=torch.int32)
+        cu = spread[::stride]
+        tensors = [randn(200, heads, 64).requires_grad_() for heads in (4, 2, 2)]
+        o = rt.attention_packed(*tensors, cu, cu, CAUSAL, sinks=sinks)
+        leaves = [*tensors, *([] if sinks is None else [sinks])]
+        do = torch.randn_like(o)
+        found = [o, *torch.autograd.grad(o, leaves, do)]
+        wide = [x.detach().double().requires_grad_() for x in leaves]
+        due = rt.attention_packed(*wide[:3], cu, cu, CAUSAL, backend="eager", sinks=wide[3] if with_sinks else None)
+        for x, y in zip(found, [due, *torch.autograd.grad(due, wide, do.double())], strict=True):
+            assert (x.double() - y).abs().max() <= 0.02 * max(1.0, y.abs().max().item())
+
+
+def test_saved_tensors_may_come_back_with_other_strides() -> None:
+    """A hook may keep what the backward needs elsewhere; a prepared backward must not read it by the old strides."""
+    tensors = [randn(2, 4, 150, 64).transpose(1, 2).requires_grad_() for _ in range(3)]
+    grads = []
+    for hooks in (False, False, True):
+        pack, unpack = (lambda x: x.contiguous().cpu(), lambda x: x.to(CUDA)) if hooks else (lambda x: x, lambda x: x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            o = rt.attention(*tensors, CAUSAL, deterministic=True)
+        grads.append(torch.autograd.grad(o, tensors, torch.ones_like(o)))
+    for x, y in zip(grads[0], grads[2], strict=True):
+        assert torch.equal(x, y)
+    for x, y in zip(grads[0], grads[1], strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_repeated_call_under_autocast_and_inference_mode() -> None:
+    q, k, v = (randn(2, 70, 4, 64) for _ in range(3))
+    due = rt.attention(q, k, v, CAUSAL)
+    wide = [x.float() for x in (q, k, v)]
+    for _ in range(3):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert torch.equal(rt.attention(q, k, v, CAUSAL), due)
+            assert torch.equal(rt.attention(*wide, CAUSAL), due)
+        with torch.inference_mode():
+            assert torch.equal(rt.attention(q, k, v, CAUSAL), due)
+        with torch.autocast("cuda", dtype=torch.float16):
+            assert rt.attention(q, k, v, CAUSAL).dtype == torch.float16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -263,3 +264,13 @@ def test_a_spec_survives_the_crossing_as_a_string() -> None:
             spec = case.problem(device, needs_lse=bool(case.lengths)).spec
             assert decode(spec.code) == spec
             assert decode(spec.code).code == spec.code
+
+
+def test_numbers_may_be_numpys() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 16) for _ in range(3))
+    due = rt.attention(q, k, v, rt.CAUSAL, scale=0.25, softcap=3.0)
+    for kind in (np.float32, np.float64, np.float16):
+        assert torch.equal(rt.attention(q, k, v, rt.CAUSAL, scale=kind(0.25), softcap=kind(3)), due)
+    assert torch.equal(rt.attention(q, k, v, rt.CAUSAL, scale=0.25, softcap=np.int64(3)), due)
+    with pytest.raises(rt.InvalidInput, match="scale is np.True_; must be a number"):
+        rt.attention(q, k, v, scale=np.True_)

@@ -30,6 +30,8 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield "forward-mode derivatives; has reverse mode (use backend='eager')"
 
 
+# its products are in fp32, which autocast would round to half precision
+@torch.autocast("cpu", enabled=False)
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     from rooftile.backends.tiled import flash_fwd
     from rooftile.backends.tiled.heads import blocks
@@ -47,6 +49,7 @@ def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: Spec) -> tup
     return paged_by_gather.attend(forward, q, cache, options, spec)
 
 
+@torch.autocast("cpu", enabled=False)
 def backward(
     do: Tensor | None,
     dlse: Tensor | None,
