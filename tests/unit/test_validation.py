@@ -272,5 +272,5 @@ def test_numbers_may_be_numpys() -> None:
     for kind in (np.float32, np.float64, np.float16):
         assert torch.equal(rt.attention(q, k, v, rt.CAUSAL, scale=kind(0.25), softcap=kind(3)), due)
     assert torch.equal(rt.attention(q, k, v, rt.CAUSAL, scale=0.25, softcap=np.int64(3)), due)
-    with pytest.raises(rt.InvalidInput, match="scale is np.True_; must be a number"):
+    with pytest.raises(rt.InvalidInput, match="must be a number"):
         rt.attention(q, k, v, scale=np.True_)
