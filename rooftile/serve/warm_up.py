@@ -18,7 +18,7 @@ from torch import Tensor
 from rooftile.api import prepare_paged
 from rooftile.backends import hopper
 from rooftile.kvcache import PagedKV, Pages
-from rooftile.kvcache.route import LONG_PROMPT, route
+from rooftile.kvcache.route import LONG_PROMPT, Route, route
 from rooftile.masks import Mask
 from rooftile.models import Decoder, ModelConfig
 from rooftile.serve.runner import masks_of
@@ -69,10 +69,13 @@ def jobs(
     decoder = Decoder(small, dtype=dtype, device=device)
     pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
     masks = tuple(dict.fromkeys(masks_of(config)))
-    ways = {route(n, 1, size, fp8=kv_dtype == torch.float8_e4m3fn, copy_bytes=0).gather for n in (longest, USUAL)}
-    together = [(longest,), (USUAL,)] if len(ways) > 1 else [(longest, USUAL)]
+    # lengths that take the same route share their kernels, so they are one job
+    together: dict[Route, list[int]] = {}
+    for tokens in (longest, USUAL, SHORT):
+        way = route(tokens, 1, size, fp8=kv_dtype == torch.float8_e4m3fn, copy_bytes=0)
+        together.setdefault(way, []).append(tokens)
     return [
-        *(partial(_read_prompts, decoder, pages, mask, lengths) for lengths in (*together, (SHORT,)) for mask in masks),
+        *(partial(_read_prompts, decoder, pages, mask, tuple(lengths)) for lengths in together.values() for mask in masks),
         *(partial(_read_prompts, decoder, pages, mask, (SHORT,), room=LONG_PROMPT) for mask in masks),
         partial(_decode_alone, decoder, pages, masks),
         partial(_decode_without_attention, decoder),
