@@ -65,10 +65,12 @@ def open_session(device: torch.device | str = "cpu", *, refresh: bool = False) -
 
 
 def commit() -> str:
-    """The commit of the checkout that this code runs from, with "+" after it if tracked files changed.
+    """The environment variable ROOFTILE_COMMIT, else the commit of the checkout that this code runs from, else "unknown".
 
-    Without a git checkout: the environment variable ROOFTILE_COMMIT, or "unknown".
+    A "+" after the checkout's commit says that tracked files have changed since.
     """
+    if given := os.environ.get("ROOFTILE_COMMIT"):
+        return given
     folder = Path(__file__).parents[2]
     if (folder / ".git").exists() and shutil.which("git") is not None:
         asked = [
@@ -79,4 +81,4 @@ def commit() -> str:
         ]
         if asked[0]:
             return asked[0] + "+" * bool(asked[1])
-    return os.environ.get("ROOFTILE_COMMIT") or "unknown"
+    return "unknown"
