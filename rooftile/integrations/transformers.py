@@ -29,6 +29,7 @@ from torch import Tensor
 from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import transformers_mask
+from rooftile.integrations.unpad import put_rows, take_rows
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Window
 
 NAME = "rooftile"
@@ -269,12 +270,12 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, pattern: Mask, packing: _Packing, o
     B, T = q.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     if packing.queries is not None:
-        q = q.index_select(0, packing.queries)
+        q = take_rows(q, packing.queries)
     if packing.keys is not None:
-        k, v = (x.index_select(0, packing.keys) for x in (k, v))
+        k, v = (take_rows(x, packing.keys) for x in (k, v))
     o = api.attention_packed(q, k, v, packing.cu_q, packing.cu_k, pattern, **options)
     if packing.queries is not None:
-        o = o.new_zeros((B * T, *o.shape[1:])).index_copy(0, packing.queries, o)
+        o = put_rows(o, packing.queries, B * T)
     return o.unflatten(0, (B, T))
 
 
