@@ -10,15 +10,21 @@ import torch
 import rooftile as rt
 from rooftile.kvcache import PagedKV
 from rooftile.masks import Mask
+from tests.grids import swept
 from tests.unit.test_paged import MASKS, in_fp8, paged, sequences, sharing
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["shared work", "chunks"])
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize(("size", "T", "H", "Hk"), [(16, 1, 4, 2), (8, 5, 10, 2), (64, 40, 2, 2), (16, 2, 71, 1)])
-def test_dense_queries(mask: Mask, size: int, T: int, H: int, Hk: int, deterministic: bool) -> None:
+SHAPES = [(16, 1, 4, 2), (8, 5, 10, 2), (64, 40, 2, 2), (16, 2, 71, 1)]
+GRID = [(*shape, mask, deterministic) for shape in SHAPES for mask in MASKS for deterministic in (False, True)]
+
+
+# each mask and each shape with both kernels
+@pytest.mark.parametrize(
+    ("size", "T", "H", "Hk", "mask", "deterministic"), swept(GRID, lambda case: (case[:4] + case[5:], case[4:])), ids=str
+)
+def test_dense_queries(size: int, T: int, H: int, Hk: int, mask: Mask, deterministic: bool) -> None:
     held = sequences(Hk=Hk)
     q = torch.randn(len(held), T, H, 16)
     found = rt.attention_paged_with_lse(q, paged(held, size), mask, deterministic=deterministic, backend="triton")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile.masks import Mask
+from tests.grids import swept
 from tests.unit.test_precision import RECIPES, recipes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -25,9 +26,16 @@ def assert_same(found: tuple[Tensor, Tensor], due: tuple[Tensor, Tensor]) -> Non
     torch.testing.assert_close(found[1], due[1], rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
-@recipes
-@pytest.mark.parametrize("mask", [rt.FULL, rt.CAUSAL, rt.CAUSAL & rt.Window(30), rt.Prefix(20), rt.Chunk(50)], ids=str)
-def test_it_is_the_definition(precision: rt.Precision, mask: Mask) -> None:
+MASKS = [rt.FULL, rt.CAUSAL, rt.CAUSAL & rt.Window(30), rt.Prefix(20), rt.Chunk(50)]
+GRID = [(name, mask) for mask in MASKS for name in RECIPES]
+
+
+# each recipe, and each mask with FP8 and with INT8
+@pytest.mark.parametrize(
+    ("name", "mask"), swept(GRID, lambda case: (case[0], (case[1], RECIPES[case[0]].qk))), ids=str
+)
+def test_it_is_the_definition(name: str, mask: Mask) -> None:
+    precision = RECIPES[name]
     q, k, v = inputs(70, 150, 4, 2, 32, 16)
     call = (q, k, v, mask)
     assert_same(

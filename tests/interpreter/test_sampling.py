@@ -17,6 +17,7 @@ from rooftile.serve.sampling.sampler import (
     sample_as_defined,
     thresholds,
 )
+from tests.grids import swept
 from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
 
 # masked lanes take a logarithm of 0, and NaN is compared, on purpose
@@ -42,8 +43,11 @@ def test_the_kept_sets(vocab: int, dtype: torch.dtype) -> None:
         assert not due.all()
 
 
-@pytest.mark.parametrize("k", [1, 64, 65, 149, 160, 161, 4097, 8999, 9000])
-@pytest.mark.parametrize("digits", [None, 0])
+TOP_K = [(k, digits) for k in (1, 64, 65, 149, 160, 161, 4097, 8999, 9000) for digits in (None, 0)]
+
+
+# each k, and ties with few tokens and with many
+@pytest.mark.parametrize(("k", "digits"), swept(TOP_K, lambda case: (case[0], (case[0] > 160, case[1]))))
 def test_top_k_is_exact(k: int, digits: int | None) -> None:
     """Below, at and above the number of groups and the room of a copy; with ties, of which all stay."""
     V = 9000
@@ -57,8 +61,13 @@ def test_top_k_is_exact(k: int, digits: int | None) -> None:
     assert torch.equal(found, due)
 
 
-@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.9, 0.9999])
-@pytest.mark.parametrize("temperature", [0.2, 1.0, 20.0])
+TOP_P = [(top_p, temperature) for temperature in (0.2, 1.0, 20.0) for top_p in (1e-6, 0.5, 0.9, 0.9999)]
+
+
+# each of both numbers; the smallest and the largest top_p at each end of the temperatures
+@pytest.mark.parametrize(
+    ("top_p", "temperature"), swept(TOP_P, lambda case: (*case, case if case[1] != 1.0 and case[0] in (1e-6, 0.9999) else ()))
+)
 def test_top_p_is_exact_up_to_rounding(top_p: float, temperature: float) -> None:
     """The kept tokens reach top_p, and do not without the least likely one, up to fp32 rounding."""
     V = 9001
