@@ -88,14 +88,15 @@ def test_what_hoppers_own_decoding_leaves_is_merged(mask: Mask) -> None:
 
 @pytest.mark.parametrize("sm", [80, 90, 100])
 def test_writing_and_gathering_compile(sm: int) -> None:
+    from rooftile.fused.kernels import rope
     from rooftile.kvcache import kernels
 
-    constants = kernels._constants(8, 128, 64)
-    assert_compiles(kernels._write, constants | {"SIZE": 16, "Q_HEADS": 0}, sm, torch.bfloat16)
-    assert_compiles(kernels._write, constants | {"SIZE": 16, "Q_HEADS": 32}, sm, torch.bfloat16)
-    assert_compiles(kernels._rotate, constants, sm, torch.bfloat16)
-    gathered = {"SIZE": 16, "HEADS": 8, "D": 128, "DV": 128, "PAST": 256, "BLOCK_R": 16, "BLOCK_D": 128, "BLOCK_DV": 128}
-    assert_compiles(kernels._gather, gathered, sm, torch.bfloat16)
+    # Ampere has no FP8
+    for scaled in (False, True) if sm > 80 else (False,):
+        for q_heads in (0, 32):
+            assert_compiles(kernels._write, kernels._writes(8, q_heads, 128, 64, 16, scaled), sm, torch.bfloat16)
+        assert_compiles(kernels._gather, kernels._gathers(8, 128, 128, 16, 256, scaled), sm, torch.bfloat16)
+    assert_compiles(rope._rotate, rope.rotates(8, 128, 64), sm, torch.bfloat16)
 
 
 def assert_compiles(kernel, constants: dict, sm: int, dtype: torch.dtype, beside: int = 1) -> None:
