@@ -30,11 +30,13 @@ STACK = 128
 
 
 def _traits(name: str) -> list:
-    """`make test` compiles each kernel with each value of each field, and each tile of the forward."""
+    """`make test` compiles each kernel at each head dim, each tile, and each forward and the backward with each other field."""
     c = CONFIGURATIONS[name]
-    fields = ("dim", "mask", "layout", "extras", "dtype", "add", "precision", "size")
+    part = "backward" if name in BACKWARD else c.kernel
+    fields = ("mask", "layout", "extras", "dtype", "precision")
     tile, heads = (c.tile._replace(HEADS_PER_TILE=1), c.tile.HEADS_PER_TILE) if c.tile else (None, None)
-    return [*((c.kernel, field, getattr(c, field)) for field in fields), (c.kernel, c.group > 1), tile, ("heads", heads)]
+    own = [(part, field, getattr(c, field)) for field in fields]
+    return [*own, (c.kernel, c.dim), (c.kernel, c.add), (part, c.size > 0), c.size, (part, c.group > 1), tile, ("heads", heads)]
 
 
 GRID = swept(CONFIGURATIONS, _traits)
@@ -71,12 +73,11 @@ def test_page_says_what_the_configuration_compiles_to(name: str) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["d128-pages-16-packed-causal", "decode-d128-pages-16-causal", "decode-fp8-d128-pages-16-causal", "bwd-d64-causal",
-         "bwd-kv-d256-causal", "bwd-q-d256-full"],
-        pytest.param(["d64-full-3", "d128-causal", "d128-everything", "d256-packed-causal", "bwd-ordered-d64-full",
-                      "bwd-d128-full"], marks=pytest.mark.sweep),
+        ["d128-pages-16-packed-causal", "decode-fp8-d128-pages-16-causal", "bwd-d64-causal", "bwd-q-d256-full"],
+        pytest.param(["d64-full-3", "d128-causal", "d128-everything", "d256-packed-causal", "decode-d128-pages-16-causal",
+                      "bwd-ordered-d64-full", "bwd-d128-full", "bwd-kv-d256-causal"], marks=pytest.mark.sweep),
     ],
-    ids=["kernels", "other masks and tiles"],
+    ids=["some", "others"],
 )  # fmt: skip
 def test_newest_triton_compiles_the_kernels(names: list[str]) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(NEWEST), str(ROOT)))}

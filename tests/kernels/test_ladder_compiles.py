@@ -8,6 +8,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 
 import torch  # noqa: E402
 
+from tests.grids import swept  # noqa: E402
+
 RUNGS = {
     "plain": {},
     "specialised": {"OVERLAPPED": False, "PING_PONG": False},
@@ -16,8 +18,10 @@ RUNGS = {
 }
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("rung", RUNGS)
+# each rung once, and both masks
+@pytest.mark.parametrize(
+    ("rung", "causal"), swept([(rung, causal) for rung in RUNGS for causal in (True, False)], lambda case: case)
+)
 def test_rung_compiles(rung: str, causal: bool) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
