@@ -154,7 +154,7 @@ def test_dropout_drops():
             "cache_leftpad is",
         ),
         (lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, q), InvalidInput, "one of k and v is None"),
-        (lambda q: flash_attn.flash_attn_with_kvcache(q, q[:, :0], q[:, :0]), InvalidInput, "room for one token"),
+        (lambda q: flash_attn.flash_attn_with_kvcache(q, q[:, :0], q[:, :0]), InvalidInput, "room for at least one token"),
         (lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, q, q), InvalidInput, "cache_seqlens is None"),
         (
             lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, q, q, cache_seqlens=3),
