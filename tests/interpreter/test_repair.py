@@ -9,25 +9,37 @@ from rooftile import reference
 from rooftile.backends import triton
 from rooftile.backends.triton import row_stats
 from rooftile.backends.triton.call import call_of, strides_of
+from rooftile.backends.triton.tiles import backward_kv_walks
 from rooftile.masks import CAUSAL
 from rooftile.spec import Options, Spec
 
 
-@pytest.mark.parametrize("shape", [(2, 70, 4, 2), (1, 33, 2, 2)])
-def test_only_what_is_lost_is_computed_again(shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+@pytest.mark.parametrize(("shape", "dim"), [((2, 70, 4, 2), 16), ((1, 33, 2, 2), 16), ((1, 20, 2, 1), 80)])
+def test_only_what_is_lost_is_computed_again(shape: tuple[int, int, int, int], dim: int, layout: str) -> None:
     B, T, H, Hk = shape
-    q, do = torch.randn(B, T, H, 16), torch.randn(B, T, H, 16)
-    k, v = torch.randn(B, T, Hk, 16), torch.randn(B, T, Hk, 16)
-    spec = Spec(dtype=torch.float32, dim=16, dim_v=16, group=H // Hk, mask=CAUSAL, scale=0.25, needs_grad=True)
-    o, lse = triton.forward(q, k, v, Options(), spec)
-    call = call_of(q, k, v, Options(), spec)
+    q, do = torch.randn(B, T, H, dim), torch.randn(B, T, H, dim)
+    k, v = torch.randn(B, T, Hk, dim), torch.randn(B, T, Hk, dim)
+    due = reference.gradients(do.double(), torch.zeros(B, H, T), q.double(), k.double(), v.double(), CAUSAL, scale=0.25)[:3]
+    spec = Spec(
+        dtype=torch.float32, dim=dim, dim_v=dim, group=H // Hk, mask=CAUSAL, scale=0.25, needs_grad=True, layout=layout
+    )
+    # a head dim above 64 in fp32 has a walk for dk and another for dv
+    assert len(backward_kv_walks(spec)) == 1 + (dim > 64)
+    options = Options()
+    if layout == "packed":
+        offsets = torch.arange(B + 1, dtype=torch.int32) * T
+        options = Options(cu_q=offsets, cu_k=offsets)
+        q, k, v, do, *due = (x.flatten(0, 1) for x in (q, k, v, do, *due))
+    o, lse = triton.forward(q, k, v, options, spec)
+    call = call_of(q, k, v, options, spec)
     _, words = row_stats.plan(call, strides_of(o), strides_of(do), has_dlse=False)(o, do, lse, None)
-    due = reference.gradients(do.double(), torch.zeros(B, H, T), q.double(), k.double(), v.double(), CAUSAL, scale=0.25)
-    repair = triton.repair(q, k, v, do, Options(), spec)
+    repair = triton.repair(q, k, v, do, options, spec)
+    offsets = words if options.cu_q is None else options.cu_q
     for _ in range(2):
         grads = [torch.full_like(x, 7.0) for x in (q, k, v)]
-        repair(torch.tensor([0], dtype=torch.int32), q, k, v, do, words, *grads, Options())
+        repair(torch.tensor([0], dtype=torch.int32), q, k, v, do, words, *grads, offsets, offsets)
         assert all((x == 7.0).all() for x in grads)
-        repair(torch.tensor([1], dtype=torch.int32), q, k, v, do, words, *grads, Options())
-        for x, y in zip(grads, due[:3], strict=True):
+        repair(torch.tensor([1], dtype=torch.int32), q, k, v, do, words, *grads, offsets, offsets)
+        for x, y in zip(grads, due, strict=True):
             torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)

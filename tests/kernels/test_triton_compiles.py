@@ -30,8 +30,8 @@ STACK = {"full": 96, "causal": 96, "window": 96, "everything": 256, "blocks": 96
 HOT_SPILLS = 2
 
 INTEGERS = {
-    *("B", "H", "T", "S", "tiles", "total", "wave", "left", "right", "prefix", "chunk", "threshold"),
-    *("padded_T", "slots", "rows", "columns", "BIAS_B", "BIAS_H"),
+    *("B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"),
+    *("padded_T", "dq_tiles", "dkdv_tiles", "tiles_of_queries", "tiles_of_keys", "slots", "rows", "columns", "BIAS_B", "BIAS_H"),
 }
 # arguments that are tuples
 TUPLES = {
@@ -91,19 +91,20 @@ class Compiled(NamedTuple):
 
 def launches(spec: Spec) -> list[tuple[Any, dict[str, Any], Any]]:
     """(kernel, constants, tile) of every launch that a forward and a backward of this spec make."""
-    from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, flash_fwd, tiles
+    from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, flash_bwd_repair, flash_fwd, tiles
     from rooftile.backends.triton.call import constants_of
 
     known = constants_of(spec)
     found = [
         (flash_fwd._forward, {"SPEC": known.forward_spec}, tiles.forward_tile(spec)),
-        (flash_bwd_q._backward_q, {"REPAIR": False}, tiles.backward_q_tile(spec)),
+        (flash_bwd_q._backward_q, {}, tiles.backward_q_tile(spec)),
     ]
     for walk in tiles.backward_kv_walks(spec):
-        found.append((flash_bwd_kv._backward_kv, {"WALK": walk, "REPAIR": False}, walk.tile))
+        found.append((flash_bwd_kv._backward_kv, {"WALK": walk}, walk.tile))
     if spec.device == "sm90" and spec.mask == CAUSAL and spec.dtype.itemsize == 2:
         # what sets right the gradients of the Hopper kernels
-        found += [(kernel, {**own, "REPAIR": True}, tile) for kernel, own, tile in found[1:]]
+        constants = flash_bwd_repair.constants(spec)
+        found.append((flash_bwd_repair._repair, constants, constants["WALK"].tile))
     if spec.bias_grad:
         bias = {"ONE_ROW": False, "ONE_COLUMN": False}
         found.append((flash_bwd_bias._backward_bias, bias, tiles.backward_bias_tile(spec)))
@@ -193,8 +194,8 @@ def test_configuration_compiles_within_its_chip(sm, dtype, dim, dim_v, kind):
     for kernel, constants, tile in launches(_spec(dtype, dim, dim_v, kind, sm)):
         found = compiled(kernel, constants, tile, dtype, sm)
         assert found.shared <= SHARED[sm], found
-        if constants.get("REPAIR"):
-            # rare, and only begun where there is something to repair
+        if "SECOND_WALK" in constants:
+            # a repair is rare, and only begun where there is something to repair
             continue
         if dtype == "fp32":
             assert found.stack <= STACK["fp32"], found

@@ -7,7 +7,7 @@ A row that sees nothing gets lse = +inf: exp(x - inf) is 0, so it weighs nothing
 packed (H, total_q). A dense head is padded to a multiple of ROWS_PADDED with rows that see nothing, which spares the walks their bounds.
 
 The Triton backward writes and reads these words. The Hopper backward writes them too, for Triton's kernels to read where they repair
-its gradients (see `rooftile.backends.triton.flash_bwd.repair`).
+its gradients (see `rooftile.backends.triton.flash_bwd_repair`).
 """
 
 import triton

@@ -1,11 +1,12 @@
 """Portable GPU kernels in Triton: FlashAttention-2's algorithm, forward and backward, on Ampere and newer.
 
-    flash_fwd      o and lse
-    flash_fwd_8bit the same of tensors in FP8 and INT8
-    row_stats      what the backward needs of each row
-    flash_bwd_kv   dk and dv
-    flash_bwd_q    dq
-    flash_bwd_bias the gradient of the bias, summed over what was broadcast
+    flash_fwd         o and lse
+    flash_fwd_8bit    the same of tensors in FP8 and INT8
+    row_stats         what the backward needs of each row
+    flash_bwd_kv      dk and dv
+    flash_bwd_q       dq
+    flash_bwd_repair  all three once more, where another backend met a NaN
+    flash_bwd_bias    the gradient of the bias, summed over what was broadcast
 
 Every sum has one owner and one order: gradients are the same bits from run to run, at no price.
 """
@@ -170,7 +171,7 @@ def prepare_backward(
 
 
 def repair(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Spec) -> Callable[..., None]:
-    """The launches that compute gradients once more, in place, if a flag is set (see `flash_bwd.repair`)."""
-    from rooftile.backends.triton import flash_bwd
+    """The launch that computes gradients once more, in place, if a flag is set (see `flash_bwd_repair.plan`)."""
+    from rooftile.backends.triton import flash_bwd_repair
 
-    return flash_bwd.repair(q, k, v, do, options, spec)
+    return flash_bwd_repair.plan(q, k, v, do, options, spec)

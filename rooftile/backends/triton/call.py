@@ -14,9 +14,6 @@ from rooftile.spec import Options, Spec
 # keys and values of the heads that run together should stay in the L2 cache: half of an H200's 60 MB, most of an A100's 40 MB
 WAVE_BYTES = 30 * 2**20
 
-# programs that look whether there is something to repair: enough to fill a chip if there is, few enough to start in no time
-REPAIRERS = 256
-
 
 class KernelSpec(NamedTuple):
     """The compile-time configuration of a kernel: its argument SPEC."""

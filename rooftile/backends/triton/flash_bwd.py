@@ -58,7 +58,7 @@ def _plan(call: Call, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
     """The backward of tensors like the call's; it holds no tensor."""
     do_strides = strides_of(do)
     stats_of = row_stats.plan(call, strides_of(o), do_strides, has_dlse=dlse is not None)
-    fill = _fill(call, do_strides, repair=False)
+    fill = _fill(call, do_strides)
     new_dq, new_dk, new_dv = (empties(tuple(x.shape), x.dtype, x.device) for x in (call.q, call.k, call.v))
     spec = call.spec
 
@@ -67,8 +67,7 @@ def _plan(call: Call, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
     ) -> Grads:
         delta, words = stats_of(o, do, lse, dlse)
         dq, dk, dv = new_dq(), new_dk(), new_dv()
-        # no NaN flag is read here
-        fill(words, q, k, v, do, words, dq, dk, dv, options)
+        fill(q, k, v, do, words, dq, dk, dv, options)
         dbias = None
         if spec.bias_grad:
             dbias = flash_bwd_bias.launch(call_of(q, k, v, options, spec), backward_bias_tile(spec), do, do_strides, words)
@@ -78,38 +77,18 @@ def _plan(call: Call, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
     return run
 
 
-def repair(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Spec) -> Callable[..., None]:
-    """The launches that compute dq, dk and dv once more, where another backend's kernels may have met a NaN.
-
-    A weight of zero does not hide a NaN in the other factor of a matrix product. So a backend whose products lose what a mask should
-    hide notes in a word of memory that it met a NaN, and launches these after its own kernels. Triton's kernels set non-finite rows
-    aside wherever they must.
-
-    q, k, v, do and the options are like those of all calls in shapes, strides, dtypes and device, and the last axis of each is
-    contiguous. What is returned holds none of them. It takes
-
-        nan_flag   int32 (1,): the kernels read it when they run, and leave dq, dk and dv alone if it is zero
-        q, k, v, do
-        words      int64, dense (B, H, padded T) or packed (H, total_q): lse and delta of each row, as `device.row_stats` has them
-        dq, dk, dv contiguous, in the shapes of q, k and v: overwritten if the flag is set
-        options
-    """
-    return _fill(call_of(q, k, v, options, spec), strides_of(do), repair=True)
-
-
-def _fill(call: Call, do_strides: tuple[int, ...], *, repair: bool) -> Callable[..., None]:
+def _fill(call: Call, do_strides: tuple[int, ...]) -> Callable[..., None]:
     """The launches that fill dk and dv, then dq."""
-    of_keys = flash_bwd_kv.plan(call, backward_kv_walks(call.spec), do_strides, repair=repair)
-    of_queries = flash_bwd_q.plan(call, backward_q_tile(call.spec), do_strides, repair=repair)
+    of_keys = flash_bwd_kv.plan(call, backward_kv_walks(call.spec), do_strides)
+    of_queries = flash_bwd_q.plan(call, backward_q_tile(call.spec), do_strides)
 
     def fill(
-        nan_flag: Tensor, q: Tensor, k: Tensor, v: Tensor, do: Tensor, words: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-        options: Options,
-    ) -> None:  # fmt: skip
+        q: Tensor, k: Tensor, v: Tensor, do: Tensor, words: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, options: Options
+    ) -> None:
         others = with_stand_ins(options, q)
         for launch in of_keys:
-            launch(nan_flag, q, k, v, do, words, dk, dv, *others)
+            launch(q, k, v, do, words, dk, dv, *others)
         for launch in of_queries:
-            launch(nan_flag, q, k, v, do, words, dq, *others)
+            launch(q, k, v, do, words, dq, *others)
 
     return fill

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from rooftile.backends.device.row_stats import unpack_lse_delta
 from rooftile.backends.device.visibility import Mask, first_position, last_position, visible
-from rooftile.backends.triton.call import REPAIRERS, Call, constants_of
+from rooftile.backends.triton.call import Call, constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import (
     LOG2E,
@@ -133,7 +133,7 @@ def _walk(
 
 # fmt: off
 @triton.jit
-def _tile(
+def dkdv_tile(
     n,
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,     # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
@@ -278,59 +278,40 @@ def _tile(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold", "total"])
+@triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
 def _backward_kv(
-    nan_flag_ptr,                                                   # REPAIR: whether to
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,     # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
     q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
-    total,                                                      # REPAIR: how many tiles there are
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
     SPEC: tl.constexpr, WALK: tl.constexpr,
-    REPAIR: tl.constexpr,
 ):
     # fmt: on
-    if REPAIR:
-        # everything once more, where another backend's gradients lost what a mask should hide; else nothing
-        stop = tl.where(tl.load(nan_flag_ptr) != 0, total, 0)
-        for n in range(tl.program_id(0), stop, tl.num_programs(0)):
-            _tile(
-                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
-                cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
-                scale, softcap, left, right, prefix, chunk, threshold, keep_scale, SPEC, WALK,
-            )  # fmt: skip
-    else:
-        _tile(
-            tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
-            cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
-            scale, softcap, left, right, prefix, chunk, threshold, keep_scale, SPEC, WALK,
-        )  # fmt: skip
+    dkdv_tile(
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
+        cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
+        scale, softcap, left, right, prefix, chunk, threshold, keep_scale, SPEC, WALK,
+    )  # fmt: skip
 
 
 _kernel = Kernel(_backward_kv)
 
 
-def plan(
-    call: Call, walks: tuple[Walk, ...], do_strides: tuple[int, ...], *, repair: bool
-) -> list[Callable[..., None]]:
-    """The launches that fill dk and dv, given the NaN flag, q, k, v, do, the words of rows, dk, dv and the options.
-
-    repair: they do so only if the flag, one int32, is not zero when the kernels run; else it may be any tensor.
-    """
+def plan(call: Call, walks: tuple[Walk, ...], do_strides: tuple[int, ...]) -> list[Callable[..., None]]:
+    """The launches that fill dk and dv, given q, k, v, do, the words of rows, dk, dv and the options."""
     found = []
     for walk in walks:
         programs, tiles = call.programs(call.S, walk.tile.BLOCK_S, call.Hk)
         numbers = (
-            *call.strides, do_strides, programs, call.B, call.H, call.T, call.S, call.padded_T, tiles,
+            *call.strides, do_strides, call.B, call.H, call.T, call.S, call.padded_T, tiles,
             call.wave // call.spec.group, *call.numbers,
         )  # fmt: skip
         if programs:
-            grid = (min(programs, REPAIRERS) if repair else programs, 1, 1)
-            found.append(_kernel.bound(grid, numbers, _constants(call.spec, walk, repair)))
+            found.append(_kernel.bound((programs, 1, 1), numbers, _constants(call.spec, walk)))
     return found
 
 
 @cache
-def _constants(spec: Spec, walk: Walk, repair: bool) -> dict[str, Any]:
-    return {"SPEC": constants_of(spec).spec, "WALK": walk, "REPAIR": repair, "num_warps": walk.tile.num_warps}
+def _constants(spec: Spec, walk: Walk) -> dict[str, Any]:
+    return {"SPEC": constants_of(spec).spec, "WALK": walk, "num_warps": walk.tile.num_warps}

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from rooftile.backends.device.row_stats import unpack_lse_delta
 from rooftile.backends.device.visibility import Mask, first_key, last_key, visible
-from rooftile.backends.triton.call import REPAIRERS, Call, constants_of
+from rooftile.backends.triton.call import Call, constants_of
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponential, scaled_tanh, zero_non_finite
 from rooftile.backends.triton.tiles import Tile
@@ -92,7 +92,7 @@ def _walk(
 
 # fmt: off
 @triton.jit
-def _tile(
+def dq_tile(
     n,
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr,             # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
@@ -204,54 +204,37 @@ def _tile(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold", "total"])
+@triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
 def _backward_q(
-    nan_flag_ptr,                                                   # REPAIR: whether to
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr,             # tensors
     bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
     q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
-    total,                                                      # REPAIR: how many tiles there are
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
     SPEC: tl.constexpr, TILE: tl.constexpr,
-    REPAIR: tl.constexpr,
 ):
     # fmt: on
-    if REPAIR:
-        # everything once more, where another backend's gradients lost what a mask should hide; else nothing
-        stop = tl.where(tl.load(nan_flag_ptr) != 0, total, 0)
-        for n in range(tl.program_id(0), stop, tl.num_programs(0)):
-            _tile(
-                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
-                cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
-                scale, softcap, left, right, prefix, chunk, threshold, keep_scale, SPEC, TILE,
-            )  # fmt: skip
-    else:
-        _tile(
-            tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
-            cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
-            scale, softcap, left, right, prefix, chunk, threshold, keep_scale, SPEC, TILE,
-        )  # fmt: skip
+    dq_tile(
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
+        cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
+        scale, softcap, left, right, prefix, chunk, threshold, keep_scale, SPEC, TILE,
+    )  # fmt: skip
 
 
 _kernel = Kernel(_backward_q)
 
 
-def plan(call: Call, tile: Tile, do_strides: tuple[int, ...], *, repair: bool) -> list[Callable[..., None]]:
-    """The launch that fills dq, if there is anything to fill, given the NaN flag, q, k, v, do, the words of rows, dq and the options.
-
-    repair: it does so only if the flag, one int32, is not zero when the kernel runs; else it may be any tensor.
-    """
+def plan(call: Call, tile: Tile, do_strides: tuple[int, ...]) -> list[Callable[..., None]]:
+    """The launch that fills dq, if there is anything to fill, given q, k, v, do, the words of rows, dq and the options."""
     programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
     if not programs:
         return []
     numbers = (
-        *call.strides, do_strides, programs, call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave, *call.numbers,
+        *call.strides, do_strides, call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave, *call.numbers,
     )  # fmt: skip
-    grid = (min(programs, REPAIRERS) if repair else programs, 1, 1)
-    return [_kernel.bound(grid, numbers, _constants(call.spec, tile, repair))]
+    return [_kernel.bound((programs, 1, 1), numbers, _constants(call.spec, tile))]
 
 
 @cache
-def _constants(spec: Spec, tile: Tile, repair: bool) -> dict[str, Any]:
-    return {"SPEC": constants_of(spec).spec, "REPAIR": repair} | tile.constants
+def _constants(spec: Spec, tile: Tile) -> dict[str, Any]:
+    return {"SPEC": constants_of(spec).spec} | tile.constants

@@ -80,7 +80,7 @@ def _plan(
     """The backward of tensors like these; without do, for a do of zeros that nobody need multiply. It holds no tensor.
 
     Where a mask, or another sequence, may hide a NaN that came through all the same, the kernels set a flag if they meet one, and
-    the launches of `repair` compute everything again if it is set.
+    the launch of `repair` computes everything again if it is set.
     """
     sizes = sizes_of(q, k, options)
     check_nan = spec.mask != FULL or spec.layout == "packed"
@@ -101,7 +101,7 @@ def _plan(
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, stats.rows)
         fill(q, k, v, do, stats, dq, dk, dv, cu_q, cu_k)
         if mend is not None:
-            mend(stats.nan_flag, q, k, v, do, stats.words, dq, dk, dv, options)
+            mend(stats.nan_flag, q, k, v, do, stats.words, dq, dk, dv, cu_q, cu_k)
         return Grads(dq, dk, dv, None, dsinks)
 
     return run

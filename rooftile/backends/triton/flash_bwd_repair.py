@@ -1,0 +1,97 @@
+"""Computes the gradients once more, where another backend's kernels may have met a NaN: dq, dk and dv in one launch.
+
+A weight of zero does not hide a NaN in the other factor of a matrix product. So a backend whose products lose what a mask should
+hide notes in a word of memory that it met a NaN, and launches this after its own kernels. Triton's kernels set non-finite rows
+aside wherever they must. One launch, as it follows every backward and all but always finds nothing to do.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.backends.triton.call import call_of, constants_of, strides_of
+from rooftile.backends.triton.flash_bwd_kv import dkdv_tile
+from rooftile.backends.triton.flash_bwd_q import dq_tile
+from rooftile.backends.triton.tiles import backward_kv_walks, backward_q_tile
+from rooftile.launch import Kernel
+from rooftile.spec import Options, Spec
+
+# enough programs to fill a chip if there is something to repair, few enough to start in no time
+PROGRAMS = 256
+
+
+# fmt: off
+@triton.jit(do_not_specialize=[
+    "dq_tiles", "dkdv_tiles", "B", "H", "T", "S", "tiles_of_queries", "tiles_of_keys", "wave", "left", "right", "prefix", "chunk",
+])
+def _repair(
+    nan_flag_ptr,                                               # whether to
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
+    q_strides, k_strides, v_strides, do_strides,
+    dq_tiles, dkdv_tiles,                                       # of all heads of all sequences
+    B, H, T, S, padded_T, tiles_of_queries, tiles_of_keys, wave,    # sizes; packed: T and S are totals
+    scale, softcap, left, right, prefix, chunk,
+    SPEC: tl.constexpr, TILE: tl.constexpr,
+    WALK: tl.constexpr, SECOND_WALK: tl.constexpr,              # of dk and dv, or of each
+):
+    # fmt: on
+    stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
+    # q stands for the options that no backend with a repair has: no kernel reads them
+    for n in range(tl.program_id(0), stop, tl.num_programs(0)):
+        if n < dq_tiles:
+            dq_tile(
+                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, q_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
+                q_strides, k_strides, v_strides, (0, 0, 0, 0), (0, 0), do_strides, B, H, T, S, padded_T, tiles_of_queries, wave,
+                scale, softcap, left, right, prefix, chunk, 0, 1.0, SPEC, TILE,
+            )  # fmt: skip
+        else:
+            dkdv_tile(
+                n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
+                cu_k_ptr, q_strides, k_strides, v_strides, (0, 0, 0, 0), (0, 0), do_strides, B, H, T, S, padded_T,
+                tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0, SPEC, WALK,
+            )  # fmt: skip
+            if SECOND_WALK is not None:
+                dkdv_tile(
+                    n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
+                    cu_k_ptr, q_strides, k_strides, v_strides, (0, 0, 0, 0), (0, 0), do_strides, B, H, T, S, padded_T,
+                    tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0, SPEC, SECOND_WALK,
+                )  # fmt: skip
+
+
+_kernel = Kernel(_repair)
+
+
+def plan(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Spec) -> Callable[..., None]:
+    """The launch that computes dq, dk and dv once more.
+
+    q, k, v, do and the options are like those of all calls in shapes, strides, dtypes and device, and the last axis of each is
+    contiguous. There are masks, groups, softcap, sinks and packed sequences, and no other option. What is returned holds none of
+    the tensors. It takes
+
+        nan_flag   int32 (1,): the kernel reads it when it runs, and leaves dq, dk and dv alone if it is zero
+        q, k, v, do
+        words      int64, dense (B, H, padded T) or packed (H, total_q): lse and delta of each row, as `device.row_stats` has them
+        dq, dk, dv contiguous, in the shapes of q, k and v: overwritten if the flag is set
+        cu_q, cu_k int32 offsets of packed sequences; else any tensors
+    """
+    call = call_of(q, k, v, options, spec)
+    tile, walk = backward_q_tile(spec), backward_kv_walks(spec)[0]
+    dq_tiles, tiles_of_queries = call.programs(call.T, tile.BLOCK_T, call.H)
+    dkdv_tiles, tiles_of_keys = call.programs(call.S, walk.tile.BLOCK_S, call.Hk)
+    numbers = (
+        *call.strides[:3], strides_of(do), dq_tiles, dkdv_tiles, call.B, call.H, call.T, call.S, call.padded_T, tiles_of_queries,
+        tiles_of_keys, call.wave, *call.numbers[:6],
+    )  # fmt: skip
+    return _kernel.bound((min(dq_tiles + dkdv_tiles, PROGRAMS), 1, 1), numbers, constants(spec))
+
+
+@cache
+def constants(spec: Spec) -> dict[str, Any]:
+    """Compile-time arguments."""
+    walk, second = (*backward_kv_walks(spec), None)[:2]
+    known = {"SPEC": constants_of(spec).spec, "TILE": backward_q_tile(spec), "WALK": walk, "SECOND_WALK": second}
+    return known | {"num_warps": walk.tile.num_warps}
