@@ -30,7 +30,7 @@ test-all: test test-sweep ## make test, then make test-sweep: every case of ever
 
 test-sweep: $(READY) ## the cases of the grids that make test leaves out
 	@failed=0; set -x; \
-	$(BIN)/python -m pytest -n 2 -m sweep tests/kernels $(ARGS) || failed=1; \
+	$(BIN)/python -m pytest -n 2 -m sweep --ignore tests/interpreter $(ARGS) || failed=1; \
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m sweep tests/interpreter $(ARGS) || failed=1; \
 	exit $$failed
 

@@ -20,7 +20,7 @@ def engine_steps(device: torch.device, dtype: torch.dtype, kv_dtype: str) -> Non
         decoder, device=device, max_model_len=64, num_blocks=16, kv_dtype=kv_dtype, max_num_seqs=4, enforce_eager=True
     )
     params = SamplingParams(
-        n=2, max_tokens=3, temperature=1.0, top_k=20, top_p=0.9, presence_penalty=0.5, logit_bias={3: 1.0}, seed=1,
+        n=2, max_tokens=2, temperature=1.0, top_k=20, top_p=0.9, presence_penalty=0.5, logit_bias={3: 1.0}, seed=1,
         ignore_eos=True,
     )  # fmt: skip
     prompts = [list(range(5, 24)), [7, 8, 9]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -131,8 +132,10 @@ def test_a_nan_stays_where_it_is_seen(T: int) -> None:
     assert 0 < lost.sum() < lost.numel() / 2
 
 
-@pytest.mark.parametrize("programs", [1, 4, 14, 80])
-@pytest.mark.parametrize("mask", [rt.CAUSAL, rt.CAUSAL & rt.Window(100), rt.Chunk(64)], ids=str)
+SHARED_BY = list(product((1, 4, 14, 80), (rt.CAUSAL, rt.CAUSAL & rt.Window(100), rt.Chunk(64))))
+
+
+@pytest.mark.parametrize(("programs", "mask"), swept(SHARED_BY, lambda case: (case[0], (case[0] > 4, case[1]))), ids=str)
 def test_any_number_of_programs_share_the_work(programs: int, mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Borders in the middle of tiles, at their ends, many in one, and more programs than blocks."""
     from rooftile.backends.triton import paged_decode

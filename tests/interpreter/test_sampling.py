@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import triton.language as tl
@@ -24,6 +26,7 @@ from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 PARAMS = list(KINDS.values())
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def kept(logits: Tensor, slots: Tensor, state: SamplingState, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
@@ -32,8 +35,7 @@ def kept(logits: Tensor, slots: Tensor, state: SamplingState, features: Sampling
     return x >= sampling_kernels.thresholds(logits, slots, state, features)[:, None], x >= thresholds(x, slots, state)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [7, 1000, 2049, 9001])
+@pytest.mark.parametrize(("vocab", "dtype"), swept(product((7, 1000, 2049, 9001), DTYPES), lambda case: case))
 def test_the_kept_sets(vocab: int, dtype: torch.dtype) -> None:
     batch = Batch(PARAMS, vocab)
     features = SamplingFeatures(chance=True, truncation=True)
@@ -90,8 +92,7 @@ def test_rows_that_do_not_ask_keep_everything() -> None:
     assert torch.equal(found > -torch.inf, asks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [7, 1000, 2053])
+@pytest.mark.parametrize(("vocab", "dtype"), swept(product((7, 1000, 2053), DTYPES), lambda case: case))
 def test_tokens_and_counts(vocab: int, dtype: torch.dtype) -> None:
     batch, other = Batch(PARAMS, vocab), Batch(PARAMS, vocab)
     for step in range(2):
@@ -104,7 +105,9 @@ def test_tokens_and_counts(vocab: int, dtype: torch.dtype) -> None:
         batch.positions += 1
 
 
-@pytest.mark.parametrize("name", ["greedy", "plain", "all_three", "penalties", "bias"])
+@pytest.mark.parametrize(
+    "name", ["greedy", "all_three", *(pytest.param(kind, marks=pytest.mark.sweep) for kind in ("plain", "penalties", "bias"))]
+)
 def test_each_kind_alone_draws_what_it_draws_among_others(name: str) -> None:
     row = list(KINDS).index(name)
     batch, alone = Batch(PARAMS, 2500), Batch(PARAMS, 2500)

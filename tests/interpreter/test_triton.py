@@ -23,6 +23,7 @@ from tests.conformance.test_repeated_calls import (  # noqa: F401 - collected he
     test_gradients_flow_after_calls_without,
     test_what_differs_from_an_earlier_call_counts,
 )
+from tests.grids import swept
 
 # numpy warns where a GPU does not: of a NaN that a test put there, of a number too large in a row that is then masked
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -41,12 +42,25 @@ def small() -> list[Case]:
     return [case for case in tagged("conformance") if tiles(case) <= MOST_TILES]
 
 
+def _traits(case: Case) -> list:
+    """`make test` runs each option, alone too, each part of a mask, each edge of the sizes, each dtype and head dim."""
+    problem = case.problem()
+    spec, sizes, mask = problem.spec, problem.sizes, case.mask
+    parts = (mask.left is not None, mask.right is not None, mask.prefix is not None, len(mask.chunks))
+    layouts = [(spec.layout, trait) for trait in (*spec.options_on, parts, ("groups", spec.group > 1))]
+    if len(spec.options_on) == 1:
+        layouts.append((spec.layout, "alone", spec.options_on))
+    more = (sizes.T > sizes.S, sizes.T < sizes.S)
+    edges = [("edge", n) for n in (sizes.T, sizes.S) if n < 2] + [("tile", sizes.T % 64 < 2, more), (mask.is_full, more)]
+    return [*layouts, *edges, spec.dtype, (spec.dim, spec.dim_v), case.strides, case.scatter, case.bias, case.scale is None]
+
+
 def test_the_kernels_run_here() -> None:
     assert not list(dispatch.BACKENDS["triton"].refusals(tagged("conformance")[0].problem().spec))
     assert len(small()) > len(tagged("conformance")) * 0.7
 
 
-@pytest.mark.parametrize("case", small(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", swept(small(), _traits), ids=lambda case: case.name)
 def test_equals_the_definition(case: Case) -> None:
     check(case, "backward-lse", "triton", torch.device("cpu"))
 

@@ -79,26 +79,32 @@ def oracle(text: str, params: SamplingParams) -> tuple[str, str | None]:
     return text, None
 
 
+# few in `make test`, many in `make test-sweep`
+rounds = pytest.mark.parametrize("rounds", [250, pytest.param(1000, marks=pytest.mark.sweep)])
+
+
+@rounds
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_streams(tokenizers: dict[str, Tokenizer], kind: str, skip: bool) -> None:
+def test_random_streams(tokenizers: dict[str, Tokenizer], kind: str, skip: bool, rounds: int) -> None:
     tokenizer, draw, params = tokenizers[kind], random.Random(1), SamplingParams(skip_special_tokens=skip)
     broken = 0
-    for _ in range(600):
+    for _ in range(rounds):
         ids = stream(tokenizer, draw)
         text, _ = run(tokenizer, params, chunks(ids, draw))
         assert text.text == tokenizer.decode(ids, skip), ids
         assert (text.stopped, text.tokens_kept) == (None, len(ids))
         broken += "\ufffd" in text.text
-    assert broken > 50 or kind == "wordpiece"
+    assert broken > 20 or kind == "wordpiece"
 
 
+@rounds
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_stops(tokenizers: dict[str, Tokenizer], kind: str, skip: bool, include: bool) -> None:
+def test_random_stops(tokenizers: dict[str, Tokenizer], kind: str, skip: bool, include: bool, rounds: int) -> None:
     tokenizer, draw, found = tokenizers[kind], random.Random(2), set()
-    for _ in range(1000):
+    for _ in range(rounds):
         ids = stream(tokenizer, draw)
         whole = tokenizer.decode(ids, skip)
         stops = list(draw.choice(STOPS))
@@ -109,15 +115,16 @@ def test_random_stops(tokenizers: dict[str, Tokenizer], kind: str, skip: bool, i
         text, _ = run(tokenizer, params, chunks(ids, draw))
         assert (text.text, text.stopped) == oracle(whole, params), (ids, stops)
         found.add(text.stopped)
-    assert len(found) > 100
+    assert len(found) > 30
 
 
+@rounds
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_kept(tokenizers: dict[str, Tokenizer], kind: str, include: bool) -> None:
+def test_tokens_kept(tokenizers: dict[str, Tokenizer], kind: str, include: bool, rounds: int) -> None:
     """Text of what is kept has all of the kept text, and with one token less it has not."""
     tokenizer, draw, seen = tokenizers[kind], random.Random(3), 0
-    for _ in range(600):
+    for _ in range(rounds):
         ids = [id for id in stream(tokenizer, draw) if id not in tokenizer.byte_ids or draw.random() < 0.5]
         whole = tokenizer.decode(ids)
         # half characters are counted with the token after them, and cleaning takes spaces away behind: see below
@@ -135,7 +142,7 @@ def test_tokens_kept(tokenizers: dict[str, Tokenizer], kind: str, include: bool)
             seen += 1
         else:
             assert text.text == ""
-    assert seen > 100 or tokenizer.cleans_up
+    assert seen > 40 or tokenizer.cleans_up
 
 
 def test_tokens_kept_in_a_run_of_bytes(tokenizers: dict[str, Tokenizer]) -> None:

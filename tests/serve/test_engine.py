@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
@@ -13,26 +13,30 @@ import transformers
 from rooftile.serve import runner
 from rooftile.serve.llm import LLM
 from rooftile.serve.sampling.params import SamplingParams
+from tests.grids import swept
 from tests.models.checkpoints import VOCABULARY
 from tests.serve.asking import FAMILIES, GREEDY, ROOM, TOKENS, assert_clean, prompts, tokens_of
 
+SETTINGS = {
+    "together": ROOM,
+    "in chunks": ROOM | {"max_batched_tokens": 13},
+    "preempted": {"max_model_len": 96, "num_blocks": 14},
+    "three at once": ROOM | {"max_num_seqs": 3, "block_size": 8},
+    "contiguous": ROOM | {"allocator": "contiguous", "num_blocks": 40},
+    "preempted, in chunks": {"max_model_len": 96, "num_blocks": 9, "max_batched_tokens": 10, "block_size": 16},
+}
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "a step ahead"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ROOM,
-        ROOM | {"max_batched_tokens": 13},
-        {"max_model_len": 96, "num_blocks": 14},
-        ROOM | {"max_num_seqs": 3, "block_size": 8},
-        ROOM | {"allocator": "contiguous", "num_blocks": 40},
-        {"max_model_len": 96, "num_blocks": 9, "max_batched_tokens": 10, "block_size": 16},
-    ],
-    ids=["together", "in chunks", "preempted", "three at once", "contiguous", "preempted, in chunks"],
-)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(name: str, settings: dict[str, Any], ahead: bool, peers) -> None:
-    peer = peers(name)
+
+def _traits(case: tuple[str, str, bool]) -> list:
+    """`make test` runs each family in chunks, preempted, and a step ahead, and without; each setting a step ahead and not."""
+    name, how, ahead = case
+    own = {"chunks": "chunks" in how, "preempted": "preempted" in how, "ahead": ahead}
+    return [*((name, *trait) for trait in own.items()), (how, ahead)]
+
+
+@pytest.mark.parametrize(("name", "how", "ahead"), swept(product(FAMILIES, SETTINGS, (False, True)), _traits), ids=str)
+def test_greedy_tokens_are_those_of_transformers(name: str, how: str, ahead: bool, peers) -> None:
+    peer, settings = peers(name), SETTINGS[how]
     asked = prompts()
     due = peer.greedy(asked, TOKENS)
     llm = LLM(peer.folder, **settings)
@@ -182,11 +186,17 @@ def test_samples_that_come_back_share_their_prompt_again(peers) -> None:
         assert [answer.ids[50:] for answer in request.answers] == due[0]
 
 
-@pytest.mark.parametrize("settings", [ROOM, ROOM | {"num_blocks": 30, "max_batched_tokens": 20}], ids=["", "preempted"])
-@pytest.mark.parametrize(("width", "penalty", "early"), [(2, 1.0, False), (4, 0.0, True), (3, 2.0, False), (5, -1.0, True)])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-def test_beams_are_those_of_transformers(name: str, width: int, penalty: float, early: bool, settings, peers) -> None:
-    peer = peers(name)
+BEAMS = [(2, 1.0, False), (4, 0.0, True), (3, 2.0, False), (5, -1.0, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "beams", "preempted"),
+    swept(product(("llama", "gemma2", "gpt2"), BEAMS, (False, True)), lambda case: (case[0], case[1:])),
+    ids=str,
+)
+def test_beams_are_those_of_transformers(name: str, beams: tuple[int, float, bool], preempted: bool, peers) -> None:
+    peer, (width, penalty, early) = peers(name), beams
+    settings = ROOM | {"num_blocks": 30, "max_batched_tokens": 20} if preempted else ROOM
     asked = prompts(8, seed=5)
     llm = LLM(peer.folder, **settings)
     llm.engine._ahead = True
