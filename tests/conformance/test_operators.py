@@ -106,7 +106,7 @@ def test_without_triton_a_cuda_tensor_is_computed_by_the_definition_with_one_war
 
 
 def test_a_profiler_sees_operators(device: torch.device) -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         gated(torch.randn(5, 8, device=device), "silu")
     assert "rooftile::gated" in {event.key for event in found.key_averages()}
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +38,45 @@ def program(page: Path) -> str:
 
 def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """Runs Python in a new process, on this checkout, with one thread and no network."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
-    )
+        [sys.executable, *arguments],
+        cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)} | OFFLINE, capture_output=True, text=True, timeout=300,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+
+
+def run_script(path: Path, folder: Path) -> tuple[int, str, str]:
+    """Runs a script in a process of its own in `folder`, and returns its exit code, output and errors.
+
+    The process is forked from one that has imported PyTorch, which takes most of the time of a short script.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "rooftile"])
+    process = context.Process(target=_run_here, args=(path, folder))
+    process.start()
+    process.join(300)
+    if process.exitcode is None:
+        process.kill()
+        raise TimeoutError(f"{path} ran for 300 s")
+    return process.exitcode, (folder / "output").read_text(encoding="utf-8"), (folder / "errors").read_text(encoding="utf-8")
+
+
+def _run_here(path: Path, folder: Path) -> None:
+    import torch
+
+    os.environ |= OFFLINE
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.argv = [str(path)]
+    with (
+        open("output", "w", encoding="utf-8") as output, open("errors", "w", encoding="utf-8") as errors,
+        redirect_stdout(output), redirect_stderr(errors),
+    ):  # fmt: skip
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except BaseException:
+            traceback.print_exc()
+            raise

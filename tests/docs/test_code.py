@@ -10,7 +10,7 @@ import torch
 import rooftile
 import rooftile.nn
 from rooftile.integrations import flash_attn
-from tests.docs.pages import NAMES, ROOT, program, run
+from tests.docs.pages import NAMES, ROOT, program, run_script
 
 WITH_CODE = [name for name in NAMES if program(ROOT / name)]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
@@ -26,15 +26,15 @@ DOCUMENTED = {
 def test_the_fences_of_a_page_run_in_order(name, tmp_path):
     script = tmp_path / "page.py"
     script.write_text(program(ROOT / name), encoding="utf-8")
-    done = run([str(script)], tmp_path)
-    assert done.returncode == 0, f"{name} (line numbers are the page's):\n{done.stderr}"
+    code, _, errors = run_script(script, tmp_path)
+    assert code == 0, f"{name} (line numbers are the page's):\n{errors}"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_and_says_something(name, tmp_path):
-    done = run([str(ROOT / "examples" / name)], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    code, output, errors = run_script(ROOT / "examples" / name, tmp_path)
+    assert code == 0, errors
+    assert output.strip()
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

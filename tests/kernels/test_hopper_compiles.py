@@ -30,12 +30,13 @@ STACK = 128
 
 
 def _traits(name: str) -> list:
-    """`make test` compiles each kernel, each of its layouts and options, each head dim, and each of the forward's tiles."""
+    """`make test` compiles each kernel with each of its layouts and options, and each head dim, mask, dtype and tile."""
     c = CONFIGURATIONS[name]
     part = "backward" if name in BACKWARD else c.kernel
-    tile, heads = (c.tile._replace(HEADS_PER_TILE=1), c.tile.HEADS_PER_TILE) if c.tile else (None, None)
     own = [(part, field, getattr(c, field)) for field in ("layout", "extras", "precision")]
-    return [*own, (c.kernel, c.add), (part, c.dim), (part, c.size > 0), (part, c.group > 1), c.mask, c.dtype, tile, heads]
+    own += [("of all", field, getattr(c, field)) for field in ("mask", "dtype")]
+    rows = c.tile and c.tile._replace(HEADS_PER_TILE=1)
+    return [*own, (c.kernel, c.add), (part == "backward", c.dim), (part, c.size > 0), ("groups", c.group > 1), ("tile", rows)]
 
 
 GRID = swept(CONFIGURATIONS, _traits)

@@ -31,7 +31,7 @@ WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
     ],
     ids=str,
 )
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_it_compiles(sm: int, dim: int, group: int, T: int, mask: Mask, dtype: torch.dtype, split: bool) -> None:
     from rooftile.backends.triton import paged_fwd
 

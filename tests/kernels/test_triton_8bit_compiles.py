@@ -22,9 +22,9 @@ LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
     ("sm", "dim", "precision", "instructions"),
     [
         (90, 128, PRESETS["fp8"], "QGMMA"),
-        (90, 256, PRESETS["int8"], "IGMMA QGMMA"),
+        pytest.param(90, 256, PRESETS["int8"], "IGMMA QGMMA", marks=pytest.mark.sweep),
         (89, 64, PRESETS["int8"], "IMMA QMMA"),
-        (89, 256, PRESETS["fp8"], "QMMA"),
+        pytest.param(89, 256, PRESETS["fp8"], "QMMA", marks=pytest.mark.sweep),
         (80, 64, Precision(qk="int8", pv="native"), "IMMA HMMA"),
     ],
     ids=str,
