@@ -11,6 +11,7 @@ Private names of PyTorch and Triton that concern launching are used in this file
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -28,6 +29,9 @@ Describe = Callable[[Tensor], Any]
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+
+# Triton's interpreter runs the kernels on CPU tensors, for tests
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _observers: list[Callable[[str], None]] = []
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from functools import cache
 from importlib import util
 
 from torch import Tensor
 
-# Triton's interpreter runs the same kernels on CPU tensors, for tests
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from rooftile.launch import INTERPRETED
 
 
 def runs_on(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ import rooftile as rt
 from rooftile.bench import clock, profiler, results, rows, session
 from rooftile.bench.suites import SUITES, cache, cpu, deterministic, overhead, packed, paged, precision
 from rooftile.cases import CASES
-from rooftile.cost import flops, memory_roof, roof, traffic
+from rooftile.cost import counts, flops, memory_roof, roof, traffic
 from rooftile.cost.io import Traffic
 from rooftile.errors import InvalidInput, Unsupported
 from tests.bench.session import CEILINGS, SESSION
@@ -211,6 +211,26 @@ def test_traffic_is_the_size_of_the_tensors() -> None:
     assert traffic.rotate(5, 4, 64, 2) == Traffic(heads.nbytes + 2 * cos.nbytes, heads.nbytes)
     assert traffic.cache_write(5, 4, 64, 2) == Traffic(2 * heads.nbytes, 2 * heads.nbytes)
     assert traffic.cache_write(5, 4, 64, 2, rotated=True) == Traffic(2 * heads.nbytes + 2 * cos.nbytes, 2 * heads.nbytes)
+
+
+def test_a_prediction_is_what_a_call_of_the_operator_counts() -> None:
+    """Bytes predicted from sizes, and those of the tensors of a call; slots are 8 bytes each and are not predicted."""
+    rows, weight = torch.randn(5, 64), torch.ones(64)
+    normed, gated = torch.empty(5, 64), torch.empty(5, 32)
+    heads, angles = torch.randn(5, 4, 64), torch.rand(5, 32)
+    slots, cache = torch.arange(5), torch.zeros(2, 16, 4, 64)
+    write = (heads, heads.clone(), cache, cache.clone(), slots, angles, angles.clone(), None, None)
+    copies = torch.tensor([[0, 1]])
+    for found, name, arguments, result, beside in (
+        (traffic.norm(5, 64, 4), "normalise", (rows, weight, None, 1e-6, False), normed, 0),
+        (traffic.norm(5, 64, 4, added=True), "add_norm", (rows, rows.clone(), weight, None, 1e-6, False), normed, 0),
+        (traffic.gate(5, 32, 4), "gated", (rows, "silu"), gated, 0),
+        (traffic.rotate(5, 4, 64, 4), "rotate", (heads, angles, angles.clone()), torch.empty_like(heads), 0),
+        (traffic.cache_write(5, 4, 64, 4, rotated=True), "write_kv", write, None, slots.nbytes),
+        (traffic.copy(cache[0].nbytes), "copy_blocks", (cache, copies), None, copies.nbytes),
+    ):
+        counted = counts.work(name, arguments, result)
+        assert (found.read + beside, found.written) == (counted.read, counted.written), name
 
 
 def test_decode_reads_the_cache_and_its_scales_once() -> None:

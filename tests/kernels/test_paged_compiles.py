@@ -27,7 +27,7 @@ WORDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
         (80, 128, 8, 1, CAUSAL & Window(1024), torch.bfloat16),
         (89, 256, 1, 0, FULL, torch.bfloat16),
         (100, 80, 71, 1, CAUSAL, torch.bfloat16),
-        (90, 128, 1, 0, CAUSAL, torch.float32),
+        pytest.param(90, 128, 1, 0, CAUSAL, torch.float32, marks=pytest.mark.sweep),
     ],
     ids=str,
 )
@@ -45,12 +45,14 @@ def test_it_compiles(sm: int, dim: int, group: int, T: int, mask: Mask, dtype: t
 @pytest.mark.parametrize(
     ("sm", "dim", "group", "T", "mask", "dtype"),
     [
-        (90, 128, 4, 1, CAUSAL, torch.bfloat16),
         (90, 128, 8, 4, CAUSAL, torch.bfloat16),
-        (90, 64, 4, 1, CAUSAL, torch.bfloat16),
-        (90, 256, 2, 1, CAUSAL & Window(4096), torch.bfloat16),
         (80, 128, 1, 1, CAUSAL, torch.float16),
         (89, 256, 1, 1, FULL, torch.bfloat16),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in (
+            (90, 128, 4, 1, CAUSAL, torch.bfloat16),
+            (90, 64, 4, 1, CAUSAL, torch.bfloat16),
+            (90, 256, 2, 1, CAUSAL & Window(4096), torch.bfloat16),
+        )),
         (100, 80, 71, 1, CAUSAL, torch.bfloat16),
         (90, 128, 1, 1, CAUSAL, torch.float32),
     ],

@@ -60,8 +60,16 @@ def slowed(llm: LLM, seconds: float = 0.005) -> None:
     llm.engine.step = slow
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "a step ahead"])
-@pytest.mark.parametrize("settings", [ROOM, {"max_model_len": 96, "num_blocks": 14}], ids=["", "preempted"])
+@pytest.mark.parametrize(
+    ("settings", "ahead"),
+    [
+        (ROOM, False),
+        ({"max_model_len": 96, "num_blocks": 14}, True),
+        pytest.param(ROOM, True, marks=pytest.mark.sweep),
+        pytest.param({"max_model_len": 96, "num_blocks": 14}, False, marks=pytest.mark.sweep),
+    ],
+    ids=["", "preempted, a step ahead", "a step ahead", "preempted"],
+)
 def test_many_callers_get_what_generate_gives(settings, ahead: bool, peers) -> None:
     asked = prompts(48)
     params = [SamplingParams(temperature=0.9, seed=n, n=1 + n % 3, max_tokens=1 + n % 20, ignore_eos=True) for n in range(48)]

@@ -37,7 +37,7 @@ def _traits(case: tuple[str, str, bool]) -> list:
 @pytest.mark.parametrize(("name", "how", "ahead"), swept(product(FAMILIES, SETTINGS, (False, True)), _traits), ids=str)
 def test_greedy_tokens_are_those_of_transformers(name: str, how: str, ahead: bool, peers) -> None:
     peer, settings = peers(name), SETTINGS[how]
-    asked = prompts()
+    asked = prompts(40)
     due = peer.greedy(asked, TOKENS)
     llm = LLM(peer.folder, **settings)
     llm.engine._ahead = ahead

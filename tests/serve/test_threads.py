@@ -40,8 +40,16 @@ def streamed(llm: LLM, asked: list[list[int]]) -> list[list[list[int]]]:
     return [[answer.token_ids for answer in outputs[place].outputs] for place in sorted(outputs)]
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "a step ahead"])
-@pytest.mark.parametrize("settings", [ROOM, {"max_model_len": 96, "num_blocks": 14}], ids=["", "preempted"])
+@pytest.mark.parametrize(
+    ("settings", "ahead"),
+    [
+        (ROOM, False),
+        ({"max_model_len": 96, "num_blocks": 14}, True),
+        pytest.param(ROOM, True, marks=pytest.mark.sweep),
+        pytest.param({"max_model_len": 96, "num_blocks": 14}, False, marks=pytest.mark.sweep),
+    ],
+    ids=["", "preempted, a step ahead", "a step ahead", "preempted"],
+)
 def test_threads_share_an_llm(settings: dict[str, int], ahead: bool, peers) -> None:
     peer = peers("llama")
     due = peer.greedy(prompts(), TOKENS)

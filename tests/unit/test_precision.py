@@ -49,7 +49,7 @@ def rmse(x: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize(("dim", "fp8", "int8"), [(64, 1.5, 2.6), (128, 1.7, 2.6)])
 def test_recipes_are_as_much_better_than_one_scale_as_they_promise(dim: int, fp8: float, int8: float) -> None:
     found: dict[str, float] = dict.fromkeys(("per tensor", "fp8", "int8"), 0.0)
-    for seed in range(6):
+    for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         q, k, v = (with_outliers((1, 2048, 2, dim), generator) for _ in range(3))
         exact = rt.attention(q.double(), k.double(), v.double())

@@ -13,7 +13,6 @@ Every sum has one owner and one order: gradients are the same bits from run to r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -21,16 +20,13 @@ import torch
 from torch import Tensor
 
 from rooftile.kvcache import PagedKV
-from rooftile.launch import device_of, on_device
+from rooftile.launch import INTERPRETED, device_of, on_device
 from rooftile.numerics.hadamard import SHORTEST
 from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
 from rooftile.precision import Precision
 from rooftile.spec import Grads, Options, Spec
 
 NAME = "triton"
-
-# Triton's interpreter runs the same kernels on CPU tensors, for tests
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LARGEST_DIM = 256

@@ -32,11 +32,11 @@ def _repair(
     nan_flag_ptr,                                               # whether to
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
     q_strides, k_strides, v_strides, do_strides,
-    dq_tiles, dkdv_tiles,                                       # of all heads of all sequences
+    dq_tiles, dkdv_tiles,                                       # in all heads and sequences
     B, H, T, S, padded_T, tiles_of_queries, tiles_of_keys, wave,    # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk,
     SPEC: tl.constexpr, TILE: tl.constexpr,
-    WALK: tl.constexpr, SECOND_WALK: tl.constexpr,              # of dk and dv, or of each
+    WALK: tl.constexpr, SECOND_WALK: tl.constexpr,              # both gradients, or dk and then dv
 ):
     # fmt: on
     stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
