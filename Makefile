@@ -22,16 +22,16 @@ demo: $(READY) ## the main job: measure this machine and write the report page, 
 
 test: $(READY) ## every test that needs no GPU; of large grids a few cases that cover them
 	@failed=0; set -x; \
-	$(BIN)/python -m pytest -n 2 -m "not sweep" --ignore tests/interpreter $(ARGS) || failed=1; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "not sweep" tests/interpreter $(ARGS) || failed=1; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not sweep" --ignore tests/interpreter $(ARGS) || failed=1; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not sweep" tests/interpreter $(ARGS) || failed=1; \
 	exit $$failed
 
 test-all: test test-sweep ## make test, then make test-sweep: every case of every grid
 
 test-sweep: $(READY) ## the cases of the grids that make test leaves out
 	@failed=0; set -x; \
-	$(BIN)/python -m pytest -n 2 -m sweep --ignore tests/interpreter $(ARGS) || failed=1; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m sweep tests/interpreter $(ARGS) || failed=1; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m sweep --ignore tests/interpreter $(ARGS) || failed=1; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m sweep tests/interpreter $(ARGS) || failed=1; \
 	exit $$failed
 
 test-gpu: $(READY) ## the conformance suite and the GPU tests on this machine's GPU

@@ -286,7 +286,7 @@ def test_samples_are_taken_in_a_step_with_what_it_has() -> None:
     assert found.waste_percent == pytest.approx(100 * (1 - 40 / 48))
 
 
-@pytest.mark.parametrize(("name", "bar"), [("W2", 2.0), ("W3", 7.0)])
+@pytest.mark.parametrize(("name", "bar"), [pytest.param("W2", 2.0, marks=pytest.mark.sweep), ("W3", 7.0)])
 def test_waste_at_blocks_of_sixteen(name: str, bar: float) -> None:
     (workload,) = named([name])
     found = stubbed(workload, paper_pool())
@@ -302,6 +302,7 @@ def test_larger_blocks_waste_more() -> None:
     assert waste[-1] > 35
 
 
+@pytest.mark.sweep
 def test_paging_answers_twice_as_many_requests_in_a_step_as_reserving() -> None:
     (workload,) = named(["W8"])
     settings = workload.settings

@@ -71,9 +71,9 @@ def test_page_says_what_the_configuration_compiles_to(name: str) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["decode-fp8-d128-pages-16-causal", "bwd-d64-causal"],
+        ["bwd-d64-causal"],
         pytest.param(["d64-full-3", "d128-causal", "d128-everything", "d256-packed-causal", "decode-d128-pages-16-causal",
-                      "d128-pages-16-packed-causal", "bwd-q-d256-full",
+                      "d128-pages-16-packed-causal", "bwd-q-d256-full", "decode-fp8-d128-pages-16-causal",
                       "bwd-ordered-d64-full", "bwd-d128-full", "bwd-kv-d256-causal"], marks=pytest.mark.sweep),
     ],
     ids=["some", "others"],

@@ -185,10 +185,9 @@ USUAL = [
     (80, "fp16", 64, 64, "causal"),
     (80, "bf16", 64, 64, "blocks"),
     (90, "bf16", 128, 128, "full"),
-    (90, "bf16", 64, 64, "window"),
     (90, "bf16", 64, 64, "everything"),
     (90, "fp32", 64, 64, "causal"),
-    (100, "bf16", 128, 128, "causal"),
+    (100, "bf16", 64, 64, "window"),
 ]
 GRID = [(sm, *spec) for sm in (80, 90, 100) for spec in SPECS]
 
