@@ -40,14 +40,26 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Errors", "rooftile", ("InvalidInput", "Unsupported")),
     ("As a module", "rooftile.nn", ("Attention",)),
     (
-        "flash-attn names",
+        "flash-attn 2 names",
         "rooftile.integrations.flash_attn",
         (
             "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
             "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
-            "flash_attn_with_kvcache",
+            "flash_attn_with_kvcache", "install", "uninstall",
         ),
     ),
+    (
+        "flash-attn 3 names",
+        "rooftile.integrations.flash_attn_3",
+        ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
+    ),
+    ("flash-attn 4 names", "rooftile.integrations.flash_attn_4", ("flash_attn_func", "flash_attn_varlen_func")),
+    (
+        "flash-attn padding",
+        "rooftile.integrations.flash_attn_padding",
+        ("unpad_input", "pad_input", "index_first_axis", "index_put_first_axis"),
+    ),
+    ("flash-attn rotary", "rooftile.integrations.flash_attn_rotary", ("apply_rotary_emb",)),
 )  # fmt: skip
 
 

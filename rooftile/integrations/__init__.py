@@ -2,9 +2,10 @@
 
     torch_sdpa      F.scaled_dot_product_attention, and with it nn.MultiheadAttention, timm, diffusers, compiled graphs
     transformers    attn_implementation="rooftile"
-    flash_attn      the functions of the flash-attn package, under their names and in their argument order
+    flash_attn      the functions of the flash-attn package, under their names and in their argument order. flash_attn_3 and
+                    flash_attn_4 have those of later versions, flash_attn_padding and flash_attn_rotary two of its helpers
 
-The first two wait for `enable`; the last one is imported in flash-attn's place.
+The first two wait for `enable`. The others are imported in place of flash-attn, and by other libraries after `flash_attn.install()`.
 """
 
 from __future__ import annotations

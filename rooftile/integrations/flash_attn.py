@@ -14,6 +14,9 @@ Different:
 - deterministic=True holds, and False follows torch.use_deterministic_algorithms;
 - max_seqlen and num_splits are ignored;
 - paged KV caches have blocks of any power of two, and no gradients; cache_leftpad is refused.
+
+`install()` lets other libraries' `import flash_attn` find these functions. Version 4 has another order of arguments:
+`rooftile.integrations.flash_attn_4`.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from torch import Tensor
 
 from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.integrations.flash_attn_package import install as install
+from rooftile.integrations.flash_attn_package import uninstall as uninstall
 from rooftile.kvcache import PagedKV
 from rooftile.masks import CAUSAL, FULL, Mask, Window
 from rooftile.validate import shown
