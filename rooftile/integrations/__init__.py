@@ -5,7 +5,8 @@
     flash_attn      the functions of the flash-attn package, under their names and in their argument order. flash_attn_3 and
                     flash_attn_4 have those of later versions, flash_attn_padding and flash_attn_rotary two of its helpers
 
-The first two wait for `enable`. The others are imported in place of flash-attn, and by other libraries after `flash_attn.install()`.
+The first two wait for `enable`. The others are imported in place of flash-attn, and by other libraries after
+`flash_attn.install()`.
 """
 
 from __future__ import annotations
