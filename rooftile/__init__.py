@@ -23,7 +23,8 @@ from rooftile.api import (
     quantise_qkv,
 )
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.integrations import disable, enable
+from rooftile.integrations import disable, enable, enabled, is_enabled
+from rooftile.integrations.transformers_import import register_when_imported
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.precision import Precision
 
@@ -54,11 +55,16 @@ __all__ = [
     "attention_with_lse",
     "disable",
     "enable",
+    "enabled",
     "explain",
+    "is_enabled",
     "merge",
     "nn",
     "quantise_qkv",
 ]
+
+# attn_implementation="rooftile" needs no other call
+register_when_imported()
 
 
 def __getattr__(name: str) -> object:

@@ -1,19 +1,22 @@
 """Rooftile inside other libraries, without a changed line of model code.
 
     torch_sdpa      F.scaled_dot_product_attention, and with it nn.MultiheadAttention, timm, diffusers, compiled graphs
-    transformers    attn_implementation="rooftile"
+    transformers    attn_implementation="rooftile", registered as soon as Rooftile and Transformers are imported
     flash_attn      the functions of the flash-attn package, under their names and in their argument order. flash_attn_3 and
                     flash_attn_4 have those of later versions, flash_attn_padding and flash_attn_rotary two of its helpers
 
-The first two wait for `enable`. The others are imported in place of flash-attn, and by other libraries after
+The first waits for `enable`. The last ones are imported in place of flash-attn, and by other libraries after
 `flash_attn.install()`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def enable(*, backend: str | None = None) -> None:
-    """Let F.scaled_dot_product_attention and Transformers (attn_implementation="rooftile") run on Rooftile.
+    """Let F.scaled_dot_product_attention run on Rooftile, and undo `disable` for Transformers (attn_implementation="rooftile").
 
     What Rooftile refuses, or would hand to PyTorch's own kernel anyway, stays with that kernel: see
     `rooftile.integrations.torch_sdpa`. Calling it again changes nothing but the backend.
@@ -37,8 +40,45 @@ def enable(*, backend: str | None = None) -> None:
 
 
 def disable() -> None:
-    """Undo `enable`; harmless without one."""
+    """Undo `enable`; harmless without one. Models with attn_implementation="rooftile" say so when they run, until `enable`."""
     from rooftile.integrations import torch_sdpa, transformers
 
     transformers.disable()
     torch_sdpa.disable()
+
+
+def is_enabled() -> bool:
+    """Whether F.scaled_dot_product_attention runs on Rooftile: `enable` was called, and no `disable` after it.
+
+    Example:
+        >>> rooftile.is_enabled()
+        False
+    """
+    from rooftile.integrations import torch_sdpa
+
+    return torch_sdpa.is_enabled()
+
+
+@contextmanager
+def enabled(*, backend: str | None = None) -> Iterator[None]:
+    """`enable` inside a `with` block; afterwards all is as before, also if it was enabled with another backend.
+
+    Args and errors are those of `enable`. The whole process sees it, other threads too.
+
+    Example:
+        >>> with rooftile.enabled(backend="tiled"):
+        ...     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """
+    from rooftile.integrations import torch_sdpa, transformers
+
+    before = torch_sdpa.state(), transformers._disabled
+    enable(backend=backend)
+    try:
+        yield
+    finally:
+        was_enabled, earlier = before[0]
+        if was_enabled:
+            torch_sdpa.enable(earlier)
+        else:
+            torch_sdpa.disable()
+        transformers._disabled = before[1]

@@ -81,6 +81,19 @@ def disable() -> None:
             registry.activate_flash_attention_impl(previous)
 
 
+def is_enabled() -> bool:
+    """Whether Rooftile is the active implementation behind SDPA."""
+    import torch.nn.attention as registry
+
+    current = getattr(registry, "current_flash_attention_impl", None)
+    return current is not None and current() == NAME
+
+
+def state() -> tuple[bool, str | None]:
+    """Whether Rooftile is active, and the backend that `enable` named."""
+    return is_enabled(), _backend
+
+
 def _registry() -> ModuleType:
     import torch.nn.attention as registry
 

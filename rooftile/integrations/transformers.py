@@ -1,6 +1,6 @@
 """Attention of Hugging Face Transformers: attn_implementation="rooftile".
 
-    rooftile.enable()    # or rooftile.integrations.transformers.register()
+    import rooftile    # registers the name, in either order with transformers
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="rooftile")
     model.set_attn_implementation("paged|rooftile")     # for generate_batch: continuous batching
 
@@ -18,9 +18,6 @@ contains "flash" as its own. So both functions are registered, as "rooftile".
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
-import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +42,6 @@ _REFUSED = {
     "output_attentions": "output_attentions=True (the weights are never stored)",
 }
 _NOT_PASSED: Any = object()
-_SOURCE = "transformers.modeling_utils"
 
 
 def register() -> None:
@@ -70,39 +66,28 @@ def unregister() -> None:
             interface._global_mapping.pop(name, None)
 
 
+# whether `rooftile.disable` was called last
+_disabled = False
+
+
 def enable() -> None:
-    """Calls `register` now if Transformers' models are imported, else once they are: importing them takes seconds."""
-    if _SOURCE in sys.modules:
-        register()
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    """Undo `disable`. The name itself is registered when Rooftile and Transformers' models are imported."""
+    global _disabled
+    _disabled = False
 
 
 def disable() -> None:
-    """Undo `enable`."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
-    if _SOURCE in sys.modules:
-        unregister()
+    """Refuse calls of models with attn_implementation="rooftile", until `enable`."""
+    global _disabled
+    _disabled = True
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds nothing by itself; registers once `transformers.modeling_utils` has been executed."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _SOURCE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: Any) -> None:
-            execute(module)
-            register()
-
-        spec.loader.exec_module = execute_and_register
-        return spec
+def _check_enabled(name: str) -> None:
+    if _disabled:
+        raise Unsupported(
+            f'attn_implementation="{name}" ran after rooftile.disable(); call rooftile.enable(), or '
+            'model.set_attn_implementation("sdpa")'
+        )
 
 
 def attention(
@@ -130,6 +115,7 @@ def attention(
         Unsupported: an argument asks for something that Rooftile does not support.
         InvalidInput: the mask cannot be interpreted.
     """
+    _check_enabled(NAME)
     for name, what in _REFUSED.items():
         if others.get(name) is not None and others[name] is not False:
             raise Unsupported(f'{what} is not for attn_implementation="rooftile"; use "sdpa" or "eager" here')
@@ -185,6 +171,7 @@ def attention_paged(
     Raises:
         Unsupported: called outside continuous batching.
     """
+    _check_enabled(PAGED)
     if cache is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
         raise Unsupported('attn_implementation="paged|rooftile" is for generate_batch; use "rooftile" for generate and training')
     if isinstance(cu_seq_lens_k, dict):
@@ -320,15 +307,23 @@ def _restarts(position_ids: Tensor, q: Tensor, k: Tensor) -> _Packing | None:
     B, T = q.shape[:2]
     if T == 1 or k.shape[1] != T or position_ids.shape not in ((1, T), (B, T)) or torch.compiler.is_compiling():
         return None
+    if position_ids.is_inference():
+        # such tensors do not count their changes, so no answer can be kept for later layers
+        return _packing_of_positions(position_ids, B)
     kept = position_ids.__dict__.setdefault("_rooftile", {})
     if (B, position_ids._version) not in kept:
-        first = position_ids[:, :1]
-        starts = torch.diff(position_ids, prepend=first - 1, dim=-1) != 1
-        # other jumps of positions (images in text) stay in one sequence
-        found = bool((starts & (position_ids == first)).any()) and bool((position_ids == first)[starts].all())
-        rows = starts.cumsum(1).expand(B, T)
-        kept[B, position_ids._version] = _packing_of(transformers_mask.numbered(rows), T) if found else None
+        kept[B, position_ids._version] = _packing_of_positions(position_ids, B)
     return kept[B, position_ids._version]
+
+
+def _packing_of_positions(position_ids: Tensor, B: int) -> _Packing | None:
+    first = position_ids[:, :1]
+    starts = torch.diff(position_ids, prepend=first - 1, dim=-1) != 1
+    # other jumps of positions (images in text) stay in one sequence
+    if not bool((starts & (position_ids == first)).any()) or not bool((position_ids == first)[starts].all()):
+        return None
+    rows = starts.cumsum(1).expand(B, position_ids.shape[1])
+    return _packing_of(transformers_mask.numbered(rows), rows.shape[1])
 
 
 def _only_attends_to_itself(config: Any) -> bool:

@@ -58,12 +58,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """Registers Rooftile with Transformers."""
+    """Rooftile is registered with Transformers, as after any import of both, and enabled again afterwards."""
     from rooftile.integrations import transformers as integration
 
     integration.register()
+    integration.enable()
     yield
-    integration.disable()
+    integration.enable()
 
 
 @pytest.fixture

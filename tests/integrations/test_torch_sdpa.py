@@ -314,3 +314,26 @@ def test_what_the_varlen_operators_leave_to_the_stock_kernel(untranslated):
     assert torch_sdpa._varlen_forward(q, k, v, cu, cu, 30, 30, 0.0, True, False, **untranslated) is None
     assert torch_sdpa._varlen_forward(q, k, v, cu, cu, 30, 30, 0.1, True, False) is None
     assert torch_sdpa._varlen_forward(q, k, v, cu, None, 30, 30, 0.0, True, False) is None
+
+
+def test_a_block_is_enabled_and_leaves_all_as_it_was(calls):
+    q, k, v = tensors()
+    assert not rooftile.is_enabled()
+    with rooftile.enabled():
+        assert rooftile.is_enabled()
+        F.scaled_dot_product_attention(q, k, v)
+        assert calls["forward"] == 1
+        with rooftile.enabled(backend="tiled"):
+            F.scaled_dot_product_attention(q, k, v)
+            assert calls["forward"] == 1
+        F.scaled_dot_product_attention(q, k, v)
+        assert calls["forward"] == 2
+        with pytest.raises(ZeroDivisionError), rooftile.enabled(backend="tiled"):
+            1 / 0  # noqa: B018
+        assert torch_sdpa.state() == (True, None)
+    assert not rooftile.is_enabled()
+    F.scaled_dot_product_attention(q, k, v)
+    assert calls["forward"] == 2
+    with pytest.raises(InvalidInput, match="backend is 'fast'"), rooftile.enabled(backend="fast"):
+        pass
+    assert not rooftile.is_enabled()
