@@ -6,8 +6,8 @@
     p_ij = exp(x_ij - lse_i)                   dropped with probability d, else divided by 1 - d
     o_i = sum_j p_ij v_j
 
-A row with no visible key (and no sink) gives 0 and lse = -inf. A NaN behind the mask reaches no output: non-finite inputs are
-replaced by zeros first, and NaN is written afterwards to the rows that see them.
+A row with no visible key (and no sink) gives 0 and lse = -inf. A NaN behind the mask reaches no output and no gradient:
+non-finite inputs are replaced by zeros first, and NaN is written to the pairs that see them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rooftile.masks import FULL, Mask, materialise
 from rooftile.reference.philox import keep_mask
+from rooftile.reference.seen import poison, weighted_sum, without_lost
 
 
 def attention(
@@ -41,16 +42,18 @@ def attention(
     S, Hk = k.shape[1:3]
     visible = None if mask.is_full else materialise(mask, T, S, q.device)  # (T, S)
     if visible is not None:
-        q, lost_q = _set_aside(q)
-        k, lost_k = _set_aside(k)
-        v, lost_v = _set_aside(v)
+        lost_q, lost_k = (~x.isfinite().all(-1) for x in (q, k))  # (B, T, H), (B, S, Hk)
+        q, k = without_lost(q), without_lost(k)
     k, v = (x.repeat_interleave(H // Hk, dim=2) for x in (k, v))
 
     x = torch.einsum("bthd,bshd->bhts", q, k) * (D**-0.5 if scale is None else scale)  # (B, H, T, S)
     if visible is not None:
-        x = x + _poison(lost_q.any(-1), x.dtype).mT[..., None]  # (B, H, T, 1)
-        x = x + _poison(lost_k.any(-1), x.dtype).mT.repeat_interleave(H // Hk, dim=1)[:, :, None]  # (B, H, 1, S)
+        lost = lost_q.mT[..., None] | lost_k.mT.repeat_interleave(H // Hk, dim=1)[:, :, None]
+        x = x + poison(lost & visible, x.dtype)
     if softcap:
+        if visible is not None:
+            # the derivative of tanh at an overflow behind the mask is NaN, which a gradient of zero would not hide
+            x = x.masked_fill(~visible, 0.0)
         x = softcap * torch.tanh(x / softcap)
     if bias is not None:
         x = x + bias.to(x.dtype)
@@ -63,16 +66,16 @@ def attention(
     terms = x if sinks is None else torch.cat([x, sinks.to(x.dtype).reshape(1, H, 1, 1).expand(B, H, T, 1)], dim=-1)
     lse = _logsumexp(terms)  # (B, H, T)
     p = torch.exp(x - torch.where(lse == -math.inf, 0.0, lse)[..., None])
+    if visible is not None:
+        # exp(-inf - lse) is NaN where lse is
+        p = p.masked_fill(~visible, 0.0)
     if dropout:
         index = [torch.arange(n, device=q.device) for n in (B, H, T, S)]
         kept = keep_mask(
             seed, dropout, index[0][:, None, None, None] + batch, index[1][:, None, None], index[2][:, None], index[3]
         )
         p = torch.where(kept, p / (1 - dropout), 0.0)
-    o = torch.einsum("bhts,bshd->bthd", p, v)
-    if visible is not None:
-        seen = torch.einsum("ts,bshd->bthd", visible.to(v.dtype), lost_v.to(v.dtype))
-        o = o + _poison(seen > 0, o.dtype).repeat_interleave(H // Hk, dim=2)
+    o = torch.einsum("bhts,bshd->bthd", p, v) if visible is None else weighted_sum(p, v, visible)
     return o, lse
 
 
@@ -116,14 +119,3 @@ def _logsumexp(x: Tensor) -> Tensor:
     pivot = torch.where(pivot == -math.inf, 0.0, pivot)
     total = torch.exp(x - pivot[..., None]).sum(-1)
     return torch.where(total == 0, -math.inf, torch.log(torch.where(total == 0, 1.0, total))) + pivot
-
-
-def _set_aside(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x with 0 for each NaN and infinity, and a boolean tensor that marks them."""
-    lost = ~torch.isfinite(x)
-    return torch.where(lost, 0.0, x), lost
-
-
-def _poison(lost: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns NaN where `lost` is set, and 0 elsewhere."""
-    return torch.where(lost, math.nan, 0.0).to(dtype)

@@ -75,7 +75,8 @@ def gradients(
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Computes dsink_h = sum_i -exp(sink_h - L_i) D_i, from rows (B, H, T) or packed (H, total_q).
 
-    A sink is part of every row, so lse is finite.
+    A row with lse = -inf sees no key and has a sink of -inf: it gives nothing.
     """
-    rows = (torch.exp(sinks.float()[:, None] - lse) * delta).sum(-1)
+    terms = torch.exp(sinks.float()[:, None] - lse) * delta
+    rows = terms.masked_fill(lse == -math.inf, 0.0).sum(-1)
     return -(rows.sum(0) if rows.ndim == 2 else rows).to(sinks.dtype)

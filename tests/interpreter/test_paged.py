@@ -52,6 +52,18 @@ def test_options(options, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["shared work", "chunks"])
+def test_a_sink_of_minus_infinity_where_no_key_is_seen(deterministic: bool) -> None:
+    held, q = sequences((70, 1, 0), D=16, Dv=16), torch.randn(3, 4, 4, 16)
+    sinks = torch.full((4,), -torch.inf)
+    o, lse = rt.attention_paged_with_lse(
+        q, paged(held, 16), rt.CAUSAL, sinks=sinks, deterministic=deterministic, backend="triton"
+    )
+    torch.testing.assert_close((o, lse), rt.attention_paged_with_lse(q, paged(held, 16), rt.CAUSAL, backend="eager"))
+    assert (o[2] == 0).all()
+    assert (lse[2] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["shared work", "chunks"])
 def test_a_cache_in_fp8(deterministic: bool) -> None:
     """Scores and weights get the scales that the definition gives keys and values."""
     cache, _ = in_fp8(paged(sequences((70, 5, 0, 33), D=16, Dv=16), 16))

@@ -16,6 +16,11 @@ from tests.conformance.test_invariance import (  # noqa: F401 - collected here
     test_rows_that_see_nothing_are_zero_and_give_nothing,
     test_what_the_mask_hides_does_not_leak,
 )
+from tests.conformance.test_nan_gradients import (  # noqa: F401 - collected here
+    test_a_nan_shows_where_it_is_seen,
+    test_a_row_that_sees_only_its_sink_does_not_use_do,
+    test_a_sink_of_minus_infinity_is_no_sink,
+)
 from tests.conformance.test_repeated_calls import (  # noqa: F401 - collected here
     test_a_repeated_call_has_its_own_gradients,
     test_a_repeated_call_reads_its_own_data,

@@ -58,8 +58,10 @@ def write_output(
         lse_lines = lse_ptr + (b.to(tl.int64) * H + h) * T + t
     if SINKS:
         m_new = tl.maximum(m, sink)
-        alpha = tl.exp2(m - m_new)
-        l = l * alpha + tl.exp2(sink - m_new)
+        # a sink of -inf beside no key: -inf - -inf is nan
+        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - reference)
+        l = l * alpha + tl.exp2(sink - reference)
         acc = acc * alpha[:, None]
         m = m_new
     sees_none = l == 0.0

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rooftile.backends.tiled.heads import Heads, strip
 from rooftile.backends.tiled.tiles import Tile, key_tiles, query_tiles
-from rooftile.reference.nonfinite import all_finite, seeing_keys, set_aside
+from rooftile.reference.nonfinite import all_finite, seeing_keys, seen_by_rows, set_aside
 from rooftile.spec import Grads
 
 
@@ -93,11 +93,15 @@ def _prepare(heads: Heads, incoming: Incoming, grads: Grads) -> Rows:
     lse = strip(incoming.lse[..., None], wide)
     do = lse.new_zeros(incoming.o.shape) if incoming.do is None else strip(incoming.do, wide)
     D = (do * incoming.o).sum(-1, keepdim=True)
-    if incoming.dlse is not None:
-        D -= incoming.dlse[..., None]
     empty = lse == -math.inf
     # D reveals NaN in do and o, also in rows that see nothing: 0 * NaN is NaN
     finite = heads.lost is None and all_finite(D, lse.masked_fill(empty, 0.0))
+    if not finite:
+        # a row that sees no key has o = 0, whatever do holds
+        D.masked_fill_(~_sees_a_key(heads), 0.0)
+    if incoming.dlse is not None:
+        D -= incoming.dlse[..., None]
+        finite = finite and all_finite(D)
     D.masked_fill_(empty, 0.0)
     lse.masked_fill_(empty, math.inf)
     if grads.dsinks is not None:
@@ -124,6 +128,11 @@ def _show_lost(heads: Heads, rows: Rows, grads: Grads) -> None:
     """Writes NaN to the gradients that a lost row, or a lost element of do, reaches through a visible pair."""
     lost_p, lost_do, lost_x = rows.lost
     mask, S = heads.spec.mask, heads.S
-    grads.dq.masked_fill_(lost_x, math.nan)
+    grads.dq.masked_fill_(lost_x & _sees_a_key(heads), math.nan)
     grads.dk.masked_fill_(seeing_keys(lost_x, mask, S).any(1), math.nan)
     grads.dv.masked_fill_(seeing_keys(lost_p | lost_do, mask, S).any(1), math.nan)
+
+
+def _sees_a_key(heads: Heads) -> Tensor:
+    """Marks the rows that see a key (T, 1)."""
+    return seen_by_rows(torch.ones(heads.S, 1, dtype=torch.bool), heads.spec.mask, heads.T)

@@ -265,8 +265,10 @@ def _forward(
     if SPEC.SINKS:
         sink = tl.load(sinks_ptr + h).to(tl.float32) * (1.0 if SPEC.NATURAL else LOG2E)
         m_new = tl.maximum(m, sink)
-        alpha = exponential(m, m_new, 1.0, SPEC.NATURAL)
-        l = l * alpha + exponential(sink, m_new, 1.0, SPEC.NATURAL)
+        # a sink of -inf beside no key: -inf - -inf is nan
+        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = exponential(m, reference, 1.0, SPEC.NATURAL)
+        l = l * alpha + exponential(sink, reference, 1.0, SPEC.NATURAL)
         acc = acc * alpha[:, None]
         acc_rest = acc_rest * alpha[:, None] if REST_DV else acc_rest
         m = m_new
