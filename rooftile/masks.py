@@ -19,6 +19,7 @@ it is negative for the first queries when T > S.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -191,18 +192,32 @@ def draw(mask: Mask, T: int = 16, S: int = 16) -> str:
     return "\n".join("." * a + "#" * (b - a) + "." * (S - b) for a, b in rows)
 
 
-def _bound(value: int | None, word: str) -> int | None:
+def _bound(value: Any, word: str) -> int | None:
     """Checks a window's side. Returns None for no bound, and for a bound beyond every position."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+    side = None if value is None else whole(value)
+    if value is not None and (side is None or side < 0):
         raise InvalidInput(f"{word} is {value!r}; must be an integer of at least 0, or None for no bound")
     # keeps sums of positions and bounds within the kernels' int32
-    return value if value is not None and value < UNBOUNDED else None
+    return side if side is not None and side < UNBOUNDED else None
 
 
-def _size(value: int, word: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def _size(value: Any, word: str, least: int) -> int:
+    size = whole(value)
+    if size is None or size < least:
         raise InvalidInput(f"{word} is {value!r}; must be an integer of at least {least}")
-    return min(value, UNBOUNDED)
+    return min(size, UNBOUNDED)
+
+
+def whole(value: Any) -> int | None:
+    """Returns an integer of Python, numpy or a tensor of one as an int; None for anything else, booleans too."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or str(getattr(value, "dtype", None)) in ("bool", "torch.bool"):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _least(a: int | None, b: int | None) -> int | None:

@@ -7,7 +7,7 @@ as a short string, `Spec.code`, and is decoded once per distinct string.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -68,6 +68,10 @@ class Spec:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # made anew where it is unpickled: each process hashes strings and dtypes differently
+        return partial(Spec, **self._values()), ()
 
     def _values(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}

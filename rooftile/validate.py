@@ -21,7 +21,7 @@ from rooftile.errors import InvalidInput
 from rooftile.hardware.arch import arch
 from rooftile.kvcache import PagedKV
 from rooftile.kvcache.route import route_of
-from rooftile.masks import CAUSAL, FULL, Mask
+from rooftile.masks import CAUSAL, FULL, Mask, whole
 from rooftile.numerics import QuantisedQKV
 from rooftile.precision import recipe_of
 from rooftile.spec import DTYPE_NAMES, Asked, Options, Problem, Sizes, decode, encode
@@ -284,10 +284,13 @@ def check_seed(seed: int | Tensor | None, dropout: float, device: torch.device) 
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.dtype != torch.int64:
             raise InvalidInput(f"seed is {seed.dtype} of {seed.numel()} elements; must be an int, or an int64 tensor of one")
-    elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise InvalidInput(f"seed is {seed!r}; must be an int, or an int64 tensor of one element")
-    elif seed is not None and not -(2**63) <= seed < 2**63:
-        raise InvalidInput(f"seed is {seed}; must fit in 64 bits")
+    elif seed is not None:
+        number = whole(seed)
+        if number is None:
+            raise InvalidInput(f"seed is {seed!r}; must be an int, or an int64 tensor of one element")
+        if not -(2**63) <= number < 2**63:
+            raise InvalidInput(f"seed is {number}; must fit in 64 bits")
+        seed = number
     if _probability(dropout) == 0.0:
         return None
     if seed is None:

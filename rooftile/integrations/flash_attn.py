@@ -21,8 +21,10 @@ Different:
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -229,6 +231,7 @@ def flash_attn_with_kvcache(
     """Appends k and v to a KV cache and attends to it: `rooftile.attention_paged` with flash-attn's arguments.
 
     Args:
+        k_cache, v_cache: any strides but the last axis's, which must be 1: a layer of a larger tensor, a transposed one.
         cache_seqlens: the number of tokens in the cache before the call. k and v are written after them, in place.
         cache_batch_idx: the line of an unpaged cache for each sequence; the first B if None.
         rotary_cos, rotary_sin: rotate k by its positions, and q by the positions after the cache: by one position each under
@@ -254,28 +257,25 @@ def flash_attn_with_kvcache(
         if k is not None or block_table is not None:
             raise InvalidInput("cache_seqlens is None; with k and v, or a block_table, it must give the number of tokens")
         cache_seqlens = k_cache.shape[1]
+    if block_table is None and k_cache.shape[1] == 0:
+        raise InvalidInput(f"k_cache is {shown(k_cache)}; must have room for at least one token per sequence")
     B, T = q.shape[:2]
-    if isinstance(cache_seqlens, int):
+    if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
-    if block_table is None:
-        k_cache, v_cache, block_table = _lines_as_blocks(k_cache, v_cache, cache_batch_idx, B)
+    lines = torch.arange(B, device=q.device) if cache_batch_idx is None else cache_batch_idx
     lengths = cache_seqlens.int()
     if rotary_cos is not None:
-        one_each = causal or tuple(window_size) != (-1, -1)
+        one_each = causal or _mask(False, window_size) != FULL
         steps = torch.arange(T, device=q.device) * one_each
         q = _rotated(q, rotary_cos, rotary_sin, lengths[:, None] + steps, rotary_interleaved)
     if k is not None:
-        places = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
+        places = lengths[:, None].long() + torch.arange(k.shape[1], device=q.device)
         if rotary_cos is not None:
             k = _rotated(k, rotary_cos, rotary_sin, places, rotary_interleaved)
-        size = k_cache.shape[1]
-        room = block_table.shape[1] * size
-        if places.device.type == "cpu" and places.numel() and int(places.max()) >= room:
-            raise InvalidInput(f"cache_seqlens and k come to {int(places.max()) + 1} tokens; the cache has room for {room}")
-        blocks = block_table.gather(1, places.long() // size).long()
-        k_cache[blocks, places % size] = k
-        v_cache[blocks, places % size] = v
+        _append(k_cache, v_cache, k, v, places, lines, block_table)
         lengths = lengths + k.shape[1]
+    if block_table is None:
+        k_cache, v_cache, block_table = _lines_as_blocks(k_cache, v_cache, lines)
     options = _options(0.0, softmax_scale, softcap, alibi_slopes, False)
     del options["dropout"]
     cache = PagedKV(k_cache, v_cache, block_table, lengths)
@@ -283,18 +283,44 @@ def flash_attn_with_kvcache(
     return found if return_softmax_lse else found[0]
 
 
-def _lines_as_blocks(k: Tensor, v: Tensor, lines: Tensor | None, B: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views a cache with one line per sequence as a paged one. Returns the views, and one row of blocks per line."""
+def _append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, places: Tensor, lines: Tensor, block_table: Tensor | None
+) -> None:  # fmt: skip
+    """Writes k and v (B, T, Hk, D) at their places (B, T), into lines (B,) of the cache or into the blocks of a table."""
+    size = k_cache.shape[1]
+    room = size if block_table is None else block_table.shape[1] * size
+    if places.device.type == "cpu" and places.numel() and int(places.max()) >= room:
+        raise InvalidInput(f"cache_seqlens and k come to {int(places.max()) + 1} tokens; the cache has room for {room}")
+    owners = lines[:, None] if block_table is None else block_table.gather(1, places // size)
+    where = (owners.long(), places % size)
+    k_cache[where] = k
+    v_cache[where] = v
+
+
+def _lines_as_blocks(k: Tensor, v: Tensor, lines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views a cache of any strides, with a line per sequence, as a paged one. Returns the views, and a row of blocks per line."""
     S = k.shape[1]
-    if S == 0:
-        raise InvalidInput(f"k_cache is {shown(k)}; must have room for at least one token per sequence")
     # the largest power of two that divides S
     size = S & -S
-    each = S // size
-    if lines is None:
-        lines = torch.arange(B, device=k.device)
-    table = lines.long()[:, None] * each + torch.arange(each, device=k.device)
-    return k.view(-1, size, *k.shape[2:]), v.view(-1, size, *v.shape[2:]), table.int()
+    strides, strides_v = _block_strides(k, size), _block_strides(v, size)
+    if strides[1:] != strides_v[1:]:
+        # no table fits both
+        k, v = k.contiguous(), v.contiguous()
+        strides, strides_v = _block_strides(k, size), _block_strides(v, size)
+    _, per_line, per_block = strides
+    table = lines.long()[:, None] * per_line + torch.arange(S // size, device=k.device) * per_block
+    blocks = (k.shape[0] - 1) * per_line + (S // size - 1) * per_block + 1
+    k = k.as_strided((blocks, size, *k.shape[2:]), (strides[0], *k.stride()[1:]))
+    v = v.as_strided((blocks, size, *v.shape[2:]), (strides_v[0], *v.stride()[1:]))
+    return k, v, table.int()
+
+
+def _block_strides(x: Tensor, size: int) -> tuple[int, int, int]:
+    """Returns a stride of blocks that reaches every block of every line, and how many of it a line and a block span."""
+    line = x.stride(0) if x.shape[0] > 1 else 0
+    block = size * x.stride(1) if x.shape[1] > size else 0
+    unit = math.gcd(line, block) or 1
+    return unit, line // unit, block // unit
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor | None, places: Tensor, interleaved: bool) -> Tensor:
@@ -312,10 +338,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor | None, places: Tensor, interle
 
 
 def _mask(causal: bool, window_size: tuple[int, int]) -> Mask:
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+    sides = window_size.tolist() if isinstance(window_size, (Tensor, np.ndarray)) else window_size
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise InvalidInput(f"window_size is {shown(window_size)}; must be a pair (left, right), -1 for no bound")
     # any negative number leaves a side open, as in flash-attn
-    left, right = (None if side is None or side < 0 else side for side in window_size)
+    left, right = (None if side is None or side < 0 else side for side in sides)
     return Window(left, right) & (CAUSAL if causal else FULL)
 
 

@@ -7,6 +7,7 @@ NaN.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.numerics.formats import FP4_E2M1, FP8_E4M3, FP8_E5M2, Format, decode, encode
-from rooftile.numerics.scaling import divided
 
 Rule = Literal["floor", "round_up"]
 RULES = get_args(Rule)
@@ -87,8 +87,10 @@ def _floor_exponent(size: Tensor, kind: Format) -> Tensor:
 
 
 def _round_up_exponent(size: Tensor, kind: Format) -> Tensor:
-    fraction, exponent = torch.frexp(divided(size, kind.largest))
-    return _scale_zeros(size, exponent - (fraction == 0.5).int())
+    # fractions and exponents compare without rounding: a quotient of tiny numbers would become 0
+    fraction, exponent = torch.frexp(size)
+    largest_fraction, largest_exponent = math.frexp(kind.largest)
+    return _scale_zeros(size, exponent - largest_exponent + (fraction > largest_fraction).int())
 
 
 def _scale_zeros(size: Tensor, exponent: Tensor) -> Tensor:

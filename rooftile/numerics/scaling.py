@@ -86,7 +86,8 @@ def scales_of(size: Tensor, kind: Format) -> tuple[Tensor, Tensor]:
     # a subnormal scale has no finite inverse, and 0 * inf is NaN
     size = size.clamp(min=kind.largest * 2.0**-126).masked_fill(size == 0, kind.largest)
     scales = divided(size, kind.largest)
-    return scales, 1.0 / scales if kind.is_integer else kind.largest / size
+    # PyTorch computes number / tensor as a reciprocal and a product, which rounds twice
+    return scales, 1.0 / scales if kind.is_integer else torch.full_like(size, kind.largest) / size
 
 
 def divided(x: Tensor, by: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Operations whose derivatives, of any order and mode, keep a NaN where it is seen.
 
-A plain product multiplies a NaN behind the mask by a weight of zero, which is NaN. So do its gradients: with the row of `do` that a
-key does not see, or with the value that a query does not see.
+A plain product multiplies a NaN behind the mask by a weight of zero, which is NaN. So do its gradients: with the row of `do` that
+a key does not see, or with the value that a query does not see.
 """
 
 from __future__ import annotations

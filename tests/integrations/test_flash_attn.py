@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 
@@ -230,6 +231,49 @@ def test_a_cache_is_appended_to_and_attended_to(paged: bool, interleaved: bool, 
     torch.testing.assert_close(lse, torch.cat([x for _, x in due]))
     # in place, after the tokens in the cache
     assert torch.equal(v_cache.view(6, 24, Hk, D)[4, 5:8], v[0])
+
+
+@pytest.mark.parametrize("S", [64, 96, 33])
+@pytest.mark.parametrize("Dv", [16, 8])
+@pytest.mark.parametrize("cut", ["layer", "slice", "by-heads", "by-time", "one-only"])
+def test_a_cache_of_any_strides_is_written_in_place(cut: str, S: int, Dv: int) -> None:
+    """Equal to a contiguous copy of the cache, and what the cache is cut from changes in the new slots alone."""
+    held, lines = torch.tensor([5, 20, 0], dtype=torch.int32), torch.tensor([3, 0, 2])
+
+    def cache_of(D: int, cut: str) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = {
+            "layer": lambda: torch.randn(4, 3, S, 2, D),
+            "slice": lambda: torch.randn(4, S + 4, 2, D),
+            "by-heads": lambda: torch.randn(4, 2, S, D),
+            "by-time": lambda: torch.randn(S, 4, 2, D),
+            "none": lambda: torch.randn(4, S, 2, D),
+        }[cut]()
+        view = {
+            "layer": lambda: whole[:, 1], "slice": lambda: whole[:, 2 : S + 2], "by-heads": lambda: whole.transpose(1, 2),
+            "by-time": lambda: whole.transpose(0, 1), "none": lambda: whole,
+        }[cut]()  # fmt: skip
+        return whole, view
+
+    whole_k, k_cache = cache_of(16, "slice" if cut == "one-only" else cut)
+    whole_v, v_cache = cache_of(Dv, "none" if cut == "one-only" else cut)
+    q, k, v = torch.randn(3, 2, 4, 16), torch.randn(3, 2, 2, 16), torch.randn(3, 2, 2, Dv)
+    copies = k_cache.clone(memory_format=torch.contiguous_format), v_cache.clone(memory_format=torch.contiguous_format)
+    before = whole_k.clone(), whole_v.clone()
+    options = {"cache_seqlens": held, "cache_batch_idx": lines, "causal": True}
+    due = flash_attn.flash_attn_with_kvcache(q, *copies, k, v, **options)
+    found = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **options)
+    torch.testing.assert_close(found, due)
+    for view, copy, whole, old, new in zip((k_cache, v_cache), copies, (whole_k, whole_v), before, (k, v), strict=True):
+        assert torch.equal(view, copy)
+        assert torch.equal(view[lines[1], 20:22], new[1])
+        assert int((whole != old).sum()) == new.numel()
+
+
+@pytest.mark.parametrize("window", [torch.tensor([3, 0]), np.array([3, 0]), [np.int64(3), 0], (torch.tensor(3), torch.tensor(0))])
+def test_a_window_from_tensors_and_numpy(window) -> None:
+    q, k, v = inputs()
+    due = flash_attn.flash_attn_func(q, k, v, window_size=(3, 0), softmax_scale=0.5)
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=window, softmax_scale=np.float32(0.5)), due)
 
 
 def test_packed_queries_and_a_block_table() -> None:

@@ -204,6 +204,30 @@ def test_rounding_the_scale_up_saturates_nothing() -> None:
             assert (size <= power * kind.largest * most).all()
 
 
+@pytest.mark.parametrize("name", sorted(BLOCK_FORMATS))
+@pytest.mark.parametrize("size", [2.0**-149, 1e-44, 1e-42, 2.0**-126])
+def test_tiny_blocks_have_the_smallest_scale(size: float, name: str) -> None:
+    """A number below 2^-127 times the format's smallest step becomes 0, and none grows."""
+    x = torch.full((1, 32), size)
+    blocks = quantise_blocks(x, name, rule="round_up")
+    assert blocks.exponents.tolist() == [[0]]
+    assert (blocks.dequantise() <= 2 * x).all()
+
+
+def test_numbers_of_a_float_format_are_multiplied_by_a_factor_that_is_rounded_once() -> None:
+    # near the middle of two codes, so that one unit in the factor's last place shows
+    size = torch.rand(200_000, generator=torch.Generator().manual_seed(0)) + 0.5
+    once = (448 / size.double()).float()
+    twice = (1 / size) * 448
+    ties = torch.tensor([1.0625, 17.0, 33.0, 208.0, 432.0])
+    x = (ties / once[:, None]).repeat_interleave(2, dim=1)
+    x[:, 0] = size
+    found = quantise(x[:, None], granularity="row").values[:, 0]
+    due, other = ((x * factor[:, None]).to(torch.float8_e4m3fn).view(torch.uint8) for factor in (once, twice))
+    assert not torch.equal(due, other)
+    assert torch.equal(found.view(torch.uint8), due)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -183,3 +185,16 @@ def test_the_module_draws_a_mask() -> None:
     title, *rows = done.stdout.rstrip("\n").split("\n")
     assert title == "CAUSAL & Window(1): causal & window(1)"
     assert rows[:3] == ["#" + "." * 15, "##" + "." * 14, ".##" + "." * 13]
+
+
+@pytest.mark.parametrize("number", [np.int64(4), np.int32(4), np.uint8(4), torch.tensor(4), torch.tensor([4])], ids=repr)
+def test_integers_of_numpy_and_of_a_tensor_are_integers(number: Any) -> None:
+    for made, due in ((Window(number, number), Window(4, 4)), (Prefix(number), Prefix(4)), (Chunk(number), Chunk(4))):
+        assert made == due
+        assert all(type(n) is int for n in (made.left, made.prefix, *made.chunks) if n is not None)
+
+
+@pytest.mark.parametrize("number", [np.float64(4), np.bool_(True), torch.tensor(4.0), torch.tensor(True), torch.tensor([1, 2])])
+def test_other_numbers_are_not(number: Any) -> None:
+    with pytest.raises(InvalidInput, match="must be an integer of at least 0"):
+        Window(number)

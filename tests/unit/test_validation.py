@@ -180,6 +180,19 @@ def test_merge(parts: Any, message: str) -> None:
     assert str(raised.value) == message
 
 
+@pytest.mark.parametrize("seed", [np.int64(3), np.int32(3), ints(3)], ids=repr)
+def test_a_seed_of_numpy_or_a_tensor(seed: Any) -> None:
+    q = randn(2, 5, 4, 8)
+    due = rt.attention(q, q, q, dropout=0.4, seed=3)
+    assert torch.equal(rt.attention(q, q, q, dropout=np.float32(0.4).item(), seed=seed), due)
+
+
+def test_scales_of_numpy() -> None:
+    q = randn(2, 5, 4, 8)
+    found = rt.attention(q, q, q, rt.Window(np.int64(3)), scale=np.float64(0.25), softcap=np.int64(4))
+    assert torch.equal(found, rt.attention(q, q, q, rt.Window(3), scale=0.25, softcap=4))
+
+
 def test_nested_tensors_are_sent_to_the_packed_call() -> None:
     ragged = torch.nested.nested_tensor([randn(3, 4, 8), randn(5, 4, 8)], layout=torch.jagged)
     with pytest.raises(rt.InvalidInput) as raised:

@@ -238,7 +238,7 @@ def _rows(
             # negative: some code stands for a NaN
             scale = gl.where(gl.max((is_lost & there).to(gl.int32), 0) != 0, -scale, scale)
         else:
-            codes = (x * (gl.div_rn(1.0, size) * LARGEST)).to(gl.float8e4nv)
+            codes = (x * gl.div_rn(LARGEST, size)).to(gl.float8e4nv)
         if PACKED:
             # a sequence may end inside the block, where the copy engine would not stop
             lines = out_ptr + gl.expand_dims(place * D, 1) + gl.expand_dims(column, 0)
@@ -301,7 +301,7 @@ def _values(
             x = gl.where(gl.expand_dims(key < left, 0), x, 0.0)
         size = largest_size(x)
         size = gl.where(size > 0.0, gl.maximum(size, LARGEST_FP8 * LEAST), LARGEST_FP8)
-        y = x * (gl.div_rn(1.0, size) * LARGEST_FP8)
+        y = x * gl.div_rn(LARGEST_FP8, size)
         # neighbours of every eight become quads of every 16 (see `flash_fwd_8bit`)
         y = y.reshape([DV, BLOCK // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([DV, BLOCK]).to(gl.float8e4nv)
         staged.reshape([DV, BLOCK]).store(y)
