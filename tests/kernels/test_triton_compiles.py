@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +25,7 @@ from tests.grids import swept
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 # bytes of shared memory that a block may use
-SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # bytes that the compiler may keep outside registers, by kind of problem: for the common ones a few words that live across a
 # whole walk; more with every option at once, and for fp32, which has no matrix unit
 STACK = {"full": 96, "causal": 96, "window": 96, "everything": 256, "blocks": 96, "fp32": 512}
@@ -36,8 +39,8 @@ INTEGERS = {
 # arguments that are tuples
 TUPLES = {
     **dict.fromkeys(("q_strides", "k_strides", "v_strides", "do_strides"), ("i32",) * 3),
-    "bias_strides": ("i32",) * 4,
-    "alibi_strides": ("i32",) * 2,
+    "bias_strides": ("i32", "i32", "i32", "constexpr"),
+    "alibi_strides": ("i32", "constexpr"),
 }
 POINTERS = {
     "stats_ptr": "i64",
@@ -49,6 +52,9 @@ POINTERS = {
     "delta_ptr": "fp32",
     "alibi_ptr": "fp32",
     "sinks_ptr": "fp32",
+    # twice as wide as the inputs in 16 bits, and so the larger part of shared memory
+    "bias_ptr": "fp32",
+    "dbias_ptr": "fp32",
     "nan_flag_ptr": "i32",
 }
 KINDS: dict[str, dict[str, Any]] = {
@@ -119,14 +125,19 @@ def compiled(kernel: Any, constants: dict[str, Any], tile: Any, dtype: str, sm: 
     names = kernel.arg_names
     signature = {name: _type(name, constants, dtype) for name in names}
     aligned = [(n,) for n, name in enumerate(names) if name.endswith("_ptr") or name == "padded_T"]
-    aligned += [(n, i) for n, name in enumerate(names) if name.endswith("_strides") for i in range(len(TUPLES[name]))]
+    aligned += [
+        (n, i) for n, name in enumerate(names) if name in TUPLES for i, kind in enumerate(TUPLES[name]) if kind != "constexpr"
+    ]
+    # a stride of one is compiled in, and then a bias is copied to shared memory ahead of its use
+    units = {(n, len(TUPLES[name]) - 1): 1 for n, name in enumerate(names) if "constexpr" in TUPLES.get(name, ())}
     source = ASTSource(
         fn=kernel,
         signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items() if name in names} | units,
         attrs={place: [["tt.divisibility", 16]] for place in aligned},
     )
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    # launches leave num_stages to Triton: every loop names its own
+    options = {"num_warps": tile.num_warps}
     built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -207,6 +218,47 @@ def test_configuration_compiles_within_its_chip(sm, dtype, dim, dim_v, kind):
         assert found.hot_spills <= HOT_SPILLS or kind == "everything", found
         if sm == 90:
             assert found.matrix == "wgmma", found
+
+
+# options that a call may combine; a dtype or a head dim besides
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"mask": CAUSAL},
+    "window": {"mask": Window(100, 7) & Chunk(64)},
+    "softcap": {"softcap": 30.0},
+    "bias": {"has_bias": True, "bias_grad": True},
+    "alibi": {"has_alibi": True},
+    "sinks": {"has_sinks": True},
+    "dropout": {"dropout": 0.1},
+    "packed": {"layout": "packed"},
+    "groups": {"group": 4},
+}
+DIMS = [(64, 64), (96, 80), (128, 128), (192, 128), (256, 256)]
+PAIRS = [
+    (sm, dtype, *dims, pair)
+    for sm in (80, 89, 90)
+    for dtype in ("bf16", "fp16", "fp32")
+    for dims in DIMS
+    for pair in combinations(OPTIONS, 2)
+    if pair != ("causal", "window")
+]
+# what once asked for more than a chip has: the bias's own kernel
+WIDEST = [(90, "bf16", 256, 256, ("bias", "alibi")), (89, "bf16", 256, 256, ("bias", "sinks"))]
+
+
+@pytest.mark.parametrize(
+    ("sm", "dtype", "dim", "dim_v", "pair"), swept(PAIRS, lambda case: [case] * (case in WIDEST)), ids=str
+)
+def test_every_pair_of_options_fits_every_chip(sm, dtype, dim, dim_v, pair):
+    spec = replace(_spec(dtype, dim, dim_v, "full", sm), **OPTIONS[pair[0]] | OPTIONS[pair[1]])
+    for kernel, constants, tile in launches(spec):
+        found = _shared(kernel, tuple(constants.items()), tile, dtype, sm)
+        assert found <= SHARED[sm], f"{kernel.__name__} with {tile} takes {found} bytes"
+
+
+@cache
+def _shared(kernel: Any, constants: tuple[tuple[str, Any], ...], tile: Any, dtype: str, sm: int) -> int:
+    """The shared memory of a configuration, which many pairs of options have in common."""
+    return compiled(kernel, dict(constants), tile, dtype, sm).shared
 
 
 def test_ampere_tiles_fit_consumer_chips():

@@ -63,7 +63,7 @@ def _backward_bias(
     acc = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)
     row_out = own_t * BLOCK_T
     length_out = rows
-    for n in range(0, over_b * over_h * over_t * over_s):
+    for n in tl.range(0, over_b * over_h * over_t * over_s, num_stages=TILE.num_stages):
         i_s = own_s + n % over_s
         i_t = own_t + n // over_s % over_t
         h = bias_h + n // (over_s * over_t) % over_h

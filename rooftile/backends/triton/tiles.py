@@ -66,10 +66,10 @@ TILES: dict[tuple[str, str, str], tuple[Tile, Tile, Tile]] = {
     ("q", "ampere", "masked"): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 1)),
     ("q", "ampere", "busy"): (Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 16, 4, 1)),
     ("q", "ampere", "fp32"): (Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-    ("bias", "hopper", "busy"): (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 8, 1)),
-    ("bias", "hopper", "fp32"): (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
-    ("bias", "ampere", "busy"): (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 64, 8, 1)),
-    ("bias", "ampere", "fp32"): (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1)),
+    ("bias", "hopper", "busy"): (Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 32, 8, 2)),
+    ("bias", "hopper", "fp32"): (Tile(16, 32, 4, 3), Tile(16, 16, 4, 3), Tile(16, 16, 8, 3)),
+    ("bias", "ampere", "busy"): (Tile(64, 32, 4, 3), Tile(32, 32, 4, 3), Tile(32, 64, 8, 1)),
+    ("bias", "ampere", "fp32"): (Tile(16, 32, 4, 3), Tile(16, 16, 4, 3), Tile(16, 16, 8, 1)),
 }
 
 
