@@ -426,16 +426,17 @@ def _attend_anew(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked, key: tuple[Any, ...] | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Checks a call, chooses its backend and runs it; a call with a key is remembered by it."""
-    if torch.is_autocast_enabled(q.device.type):
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(x) for x in (q, k, v))
     if asked.dropout or asked.seed is not None:
         options = options._replace(seed=checks.check_seed(asked.seed, asked.dropout, q.device))
     code = checks.spec_code(q, k, v, mask, options, asked, _carries_tangent(q, k, v, *options))
-    chosen = _choose(code, asked.backend)
+    # on meta any backend is as good as another, since none runs
+    chosen = _choose(code, None if q.is_meta and asked.backend in dispatch.BACKENDS else asked.backend)
     if options.bias is not None and q.ndim == 4:
         options = options._replace(bias=_dense_bias(options.bias))
     # a compiled graph has no second derivative to offer, so there eager is an operator like the others
-    if chosen == eager.NAME and not torch.compiler.is_compiling() and decode(code).precision is None:
+    if chosen == eager.NAME and not (torch.compiler.is_compiling() or q.is_meta) and decode(code).precision is None:
         return eager.attend(q, k, v, options, decode(code))
     answer = ops.attend(q, k, v, options, code, chosen)
     if key is not None:

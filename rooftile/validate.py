@@ -275,8 +275,6 @@ def check_query(q: Tensor) -> None:
     """Checks what must hold before anything asks for q's device."""
     if not isinstance(q, Tensor):
         raise InvalidInput(f"q is {shown(q)}; must be a tensor")
-    if q.device.type == "meta":
-        raise InvalidInput("q is on meta; must be on a device that holds data")
 
 
 def check_seed(seed: int | Tensor | None, dropout: float, device: torch.device) -> Tensor | None:

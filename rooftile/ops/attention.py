@@ -28,7 +28,8 @@ from rooftile.spec import NO_OPTIONS, Asked, Grads, Options, Spec, decode, optio
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
     """The operator, or what it would run where nobody watches: two trips through the dispatcher cost host time."""
     given = listed(options)
-    if torch.compiler.is_compiling() or watched(q, k, v, *given):
+    # on meta the operator gives shapes and dtypes
+    if torch.compiler.is_compiling() or watched(q, k, v, *given) or q.is_meta:
         return attention(q, k, v, given, spec, backend)
     if wants_grad(q, k, v, *given):
         return _apply(q, k, v, _Call(spec, backend), *given)
@@ -63,6 +64,8 @@ def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, ask
     if q.is_nested or k.is_nested or v.is_nested or not q.layout is k.layout is v.layout is torch.strided:
         return None
     device = q.device
+    if device.type == "meta":
+        return None
     if autocast_on() and torch.is_autocast_enabled(device.type):
         due = torch.get_autocast_dtype(device.type)
         if not q.dtype is k.dtype is v.dtype is due:
@@ -219,7 +222,7 @@ class _Attention(torch.autograd.Function):
             grads = ready(do, dlse, q, k, v, o, lse, named_options(spec, options) if options else NO_OPTIONS)
             found = [grad for grad in grads if grad is not None]
         else:
-            seen = torch.is_grad_enabled() or watched(do, dlse, q, k, v, o, lse, *options)
+            seen = torch.is_grad_enabled() or watched(do, dlse, q, k, v, o, lse, *options) or q.is_meta
             run = attention_backward if seen else _run_backward
             found = run(do, dlse, q, k, v, o, lse, options, call.spec, call.backend)
         if not options:
@@ -256,7 +259,7 @@ def _autograd(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str,
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: list[Tensor], spec: str, backend: str) -> tuple[Tensor, Tensor]:
     """The operator below autograd, or its kernel at once."""
-    if not watched(q, k, v, *options):
+    if not watched(q, k, v, *options) and not q.is_meta:
         return _run(q, k, v, options, spec, backend)
     with below_autograd():
         return attention(q, k, v, options, spec, backend)

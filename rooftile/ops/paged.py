@@ -15,7 +15,8 @@ from rooftile.spec import Options, decode
 def attend_paged(q: Tensor, cache: PagedKV, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
     """The operator where somebody watches, the backend's function where nobody does."""
     given = listed(options)
-    if torch.compiler.is_compiling() or watched(q, cache.k, cache.v, cache.table, cache.lengths, *given):
+    # on meta the operator gives shapes and dtypes
+    if torch.compiler.is_compiling() or watched(q, cache.k, cache.v, cache.table, cache.lengths, *given) or q.is_meta:
         with torch.no_grad():
             found: tuple[Tensor, Tensor] = _PAGED(
                 q,

@@ -24,7 +24,8 @@ def quantise_qkv(
 ) -> QuantisedQKV:  # fmt: skip
     """Quantises by the spec's recipe, `precision`, with a backend: as an operator where somebody watches."""
     cu_q, cu_k = options.cu_q, options.cu_k
-    if not torch.compiler.is_compiling() and not watched(q, k, v, cu_q, cu_k):
+    # on meta the operator gives shapes and dtypes
+    if not torch.compiler.is_compiling() and not watched(q, k, v, cu_q, cu_k) and not q.is_meta:
         made: QuantisedQKV = dispatch.BACKENDS[backend].quantise(q, k, v, options, decode(spec))
         return made
     with torch.no_grad():
@@ -37,8 +38,10 @@ def quantise_qkv(
 
 def attend_quantised(qkv: QuantisedQKV, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
     """o and lse of quantised tensors, by a backend: as an operator where somebody watches."""
+    # on meta the operator gives shapes and dtypes
+    run = _ATTEND if qkv.q.is_meta else _attend
     found: tuple[Tensor, Tensor] = call(
-        _ATTEND, _attend, qkv.q, qkv.k, qkv.v, qkv.q_scales, qkv.k_scales, qkv.v_scales, qkv.shift, qkv.signs, qkv.cu_q, qkv.cu_k,
+        _ATTEND, run, qkv.q, qkv.k, qkv.v, qkv.q_scales, qkv.k_scales, qkv.v_scales, qkv.shift, qkv.signs, qkv.cu_q, qkv.cu_k,
         options.sinks, spec, backend,
     )  # fmt: skip
     return found

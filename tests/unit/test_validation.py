@@ -45,7 +45,7 @@ DENSE = [
     ({"q": [1]}, "q is [1]; must be a tensor"),
     ({"q": None, "dropout": 0.1}, "q is None; must be a tensor"),
     ({"k": 3}, "k is 3; must be a tensor (B, T, H, D)"),
-    ({"q": randn(2, 5, 4, 8, device="meta")}, "q is on meta; must be on a device that holds data"),
+    ({"q": randn(2, 5, 4, 8, device="meta")}, "k is on cpu; q is on meta, and all inputs must be on one device"),
     ({"k": randn(2, 6, 2, 8, device="meta")}, "k is on meta; q is on cpu, and all inputs must be on one device"),
     ({"v": randn(2, 6, 2, 8, device="meta")}, "v is on meta; q is on cpu, and all inputs must be on one device"),
     ({"k": randn(2, 6, 2, 8).to_sparse()},
