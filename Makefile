@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-sweep test-gpu check bench tables wheel clean
+.PHONY: help setup demo test test-all test-sweep test-gpu check bench tables docs docs-serve wheel clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	@PY="$(PY)" VENV="$(VENV)" sh scripts/setup.sh
@@ -45,14 +45,22 @@ check: $(READY) ## lint, types and the unit tests: the quick look before a commi
 bench: $(READY) ## time attention against the peers installed here, e.g. make bench ARGS="--case d128-causal-4k"
 	$(BIN)/rooftile bench attention $(ARGS)
 
-tables: $(READY) ## rewrite the generated tables of the README and docs/reference
+tables: $(READY) ## rewrite the generated tables and figures of the README and docs
 	$(BIN)/python scripts/write_tables.py
 	$(BIN)/python scripts/write_reference.py
 	$(BIN)/python scripts/write_operators.py
 	$(BIN)/python scripts/write_figures.py
 	$(BIN)/python scripts/write_hopper_kernels.py
 	$(BIN)/python -m benchmarks.ladder.page
-	$(if $(wildcard benchmarks/results/h200.jsonl),$(BIN)/python -m rooftile.bench.results README.md)
+	$(if $(wildcard benchmarks/results/h200.jsonl),$(BIN)/python -m rooftile.bench.results docs/reference/speed.md)
+
+docs: $(READY) ## build the documentation site into build/site; a broken link or a warning is an error
+	@EXTRAS=docs PY="$(PY)" VENV="$(VENV)" sh scripts/setup.sh
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+docs-serve: $(READY) ## show the documentation site on this machine, and again after each change of a page
+	@EXTRAS=docs PY="$(PY)" VENV="$(VENV)" sh scripts/setup.sh
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m pip wheel . --no-deps --wheel-dir dist

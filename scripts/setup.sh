@@ -3,6 +3,7 @@
 #
 #   PY                     the base Python (python3)
 #   VENV                   the virtual environment to create (.venv)
+#   EXTRAS                 the extras of pyproject.toml to install (test dev)
 #   ROOFTILE_TORCH_INDEX   the index from which pip installs PyTorch: on a machine without a GPU, the index of
 #                          PyTorch's CPU builds saves some gigabytes
 #
@@ -79,8 +80,9 @@ if ! has_torch "$BIN"; then
 fi
 
 add $(missing) || stop "pip could not install $(missing | tr '\n' ' '); is there a network?"
-add $(missing test dev) ||
-    say "carrying on without $(missing test dev | tr '\n' ' ')(is there a network?): what needs them fails and names them"
+EXTRAS="${EXTRAS:-test dev}"
+add $(missing $EXTRAS) ||
+    say "carrying on without $(missing $EXTRAS | tr '\n' ' ')(is there a network?): what needs them fails and names them"
 
 # a second Triton, the newest known to compile the Hopper kernels; only a test uses it
 other="$VENV/triton-3.9"

@@ -1,4 +1,4 @@
-"""Writes the SVG figures of docs/concepts: the schedule of the Hopper forward, and a paged KV cache.
+"""Writes the SVG figures of the pages: the schedule of the Hopper forward, a paged KV cache, and the bars of measured speed.
 
 The figures carry their own colours, for light and for dark pages.
 """
@@ -6,12 +6,15 @@ The figures carry their own colours, for light and for dark pages.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+
+import speed_figures
 
 from rooftile.report.draw import svg, text
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "concepts"
+FOLDER = Path(__file__).resolve().parent.parent / "docs"
 STYLE = """<style>
 text { font: 13px sans-serif; fill: #1c2430 } .small { font-size: 11.5px; fill: #4a5563 } .inside { fill: #ffffff }
 .page { fill: #ffffff } .track { fill: #eef1f5 } .free { fill: #eef1f5; stroke: #9aa5b1 } .arrow { stroke: #4a5563; fill: none }
@@ -109,14 +112,22 @@ def _low(n: int) -> str:
     return str(n).translate(str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉"))
 
 
-FIGURES = {"asynchrony.svg": schedule, "paging.svg": paged_cache}
+FIGURES: dict[str, Callable[[], str]] = {
+    "concepts/asynchrony.svg": schedule,
+    "concepts/paging.svg": paged_cache,
+    # the README chooses by GitHub's setting, which may differ from the system's
+    "figures/speed-light.svg": partial(speed_figures.draw, "hopper", "light"),
+    "figures/speed-dark.svg": partial(speed_figures.draw, "hopper", "dark"),
+    **{f"figures/{name}.svg": partial(speed_figures.draw, name) for name in speed_figures.FIGURES},
+}
 
 if __name__ == "__main__":
     for file, draw in FIGURES.items():
         due = draw()
         if "--check" in sys.argv:
             if (FOLDER / file).read_text(encoding="utf-8") != due:
-                sys.exit(f"docs/concepts/{file} is out of date")
+                sys.exit(f"docs/{file} is out of date")
         else:
+            (FOLDER / file).parent.mkdir(exist_ok=True)
             (FOLDER / file).write_text(due, encoding="utf-8")
-            print(f"wrote docs/concepts/{file}")
+            print(f"wrote docs/{file}")

@@ -1,4 +1,4 @@
-"""Writes the generated tables of README.md between their markers: `<!-- features -->` ... `<!-- /features -->`.
+"""Writes the table of docs/reference/backends.md between its markers: `<!-- features -->` ... `<!-- /features -->`.
 
 The backends' own refusals make the table of features: a cell is "yes" if the backend refuses nothing.
 """
@@ -15,7 +15,7 @@ import torch
 from rooftile import CAUSAL, Chunk, Prefix, Window, dispatch
 from rooftile.spec import Spec
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "backends.md"
 
 # a column is a backend on one kind of device
 COLUMNS = (
@@ -74,14 +74,14 @@ def written(text: str, name: str, body: str) -> str:
     pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
     found, count = re.subn(pattern, lambda m: f"{m[1]}{body}\n{m[2]}", text, flags=re.DOTALL)
     if count != 1:
-        raise SystemExit(f"{README.name} has {count} places marked {name}; needs one")
+        raise SystemExit(f"{PAGE.name} has {count} places marked {name}; needs one")
     return found
 
 
 if __name__ == "__main__":
-    now = README.read_text(encoding="utf-8")
+    now = PAGE.read_text(encoding="utf-8")
     due = written(now, "features", features())
     if "--check" in sys.argv:
-        sys.exit(0 if now == due else f"{README.name}: the table of features is out of date")
-    README.write_text(due, encoding="utf-8")
-    print(f"wrote the table of features in {README.name}")
+        sys.exit(0 if now == due else f"{PAGE.name}: the table of features is out of date")
+    PAGE.write_text(due, encoding="utf-8")
+    print(f"wrote the table of features in {PAGE.name}")

@@ -5,7 +5,7 @@ Published numbers come from `benchmarks/results/*.jsonl`, one Row a line. A tabl
     <!-- table: benchmarks/results/h200.jsonl phase=fwd metric=tflops cases=d128-* backends=rooftile,torch-flash -->
     <!-- /table -->
 
-and `python -m rooftile.bench.results README.md` writes what is between the two (metric: tflops, us, percent, mib,
+and `python -m rooftile.bench.results docs/reference/speed.md` writes what is between the two (metric: tflops, us, percent, mib,
 error).
 """
 

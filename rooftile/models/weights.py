@@ -108,7 +108,7 @@ def _opened(path: Path) -> Any:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise InvalidInput(
-            "reading a checkpoint needs the package safetensors, which is not installed; pip install 'rooftile[serve]'"
+            "reading a checkpoint needs the package safetensors, which is not installed; pip install safetensors"
         ) from None
     try:
         return safe_open(path, framework="pt")

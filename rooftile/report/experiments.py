@@ -80,7 +80,7 @@ def run(plan: Plan, device: str, command: str, progress: Progress) -> Report:
     attempt("tiling", lambda: tiles.tile_masks(plan, device, step("tiling")))
     attempt("precision", lambda: precision.measure(plan, device, step("precision")))
     if find_spec("transformers") is None:
-        why = "The package transformers is not installed: pip install 'rooftile[report]' adds this part."
+        why = "The package transformers is not installed; pip install transformers adds this part."
         report.missing |= {"training": why, "serving": why}
     else:
         with TemporaryDirectory() as name:

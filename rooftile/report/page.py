@@ -29,7 +29,7 @@ ONLINE_ROW = ((0.5, 2.0, 1.0), (3.0, 0.0, 2.5))
 def check_ready() -> None:
     """Raises InvalidInput if jinja2 is not installed, before minutes of measuring."""
     if find_spec("jinja2") is None:
-        raise InvalidInput("the page needs jinja2, which is not installed; run pip install 'rooftile[report]'")
+        raise InvalidInput("the page needs jinja2, which is not installed; pip install jinja2")
 
 
 def render(report: Report) -> str:

@@ -218,5 +218,5 @@ def test_nothing_is_loaded_of_a_checkpoint_that_is_refused(checkpoints: Path, tm
 def test_without_safetensors(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     refused(
-        checkpoints / "llama", r"needs the package safetensors, which is not installed; pip install 'rooftile\[serve\]'"
+        checkpoints / "llama", r"needs the package safetensors, which is not installed; pip install safetensors"
     )

@@ -214,7 +214,7 @@ def _cleaned(text: str) -> str:
 
 
 def _renderer() -> Any:
-    refusal = InvalidInput("a chat template needs the packages transformers and jinja2; pip install 'rooftile[serve]'")
+    refusal = InvalidInput("a chat template needs the packages transformers and jinja2; pip install transformers jinja2")
     # checked here, since Transformers imports jinja2 late and would raise an error of its own
     if find_spec("jinja2") is None:
         raise refusal
@@ -231,7 +231,7 @@ def _through_transformers(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise InvalidInput(f"{refusal}; other files need Transformers: pip install 'rooftile[serve]'") from None
+        raise InvalidInput(f"{refusal}; other files need Transformers: pip install transformers") from None
     try:
         theirs = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     # readers of old files raise many kinds of errors; each means that the folder has no usable tokenizer

@@ -18,7 +18,7 @@ def read_core(file: Path) -> Any:
         from tokenizers import Tokenizer as Core
     except ImportError:
         raise InvalidInput(
-            "text needs the package tokenizers, which is not installed; pip install 'rooftile[serve]'"
+            "text needs the package tokenizers, which is not installed; pip install tokenizers"
         ) from None
     try:
         return Core.from_file(str(file))

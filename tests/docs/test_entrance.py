@@ -1,0 +1,59 @@
+"""The README is short and true: its example prints what it shows, its links also work outside the repository."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from tests.docs.pages import ROOT, fences, program, run_script
+
+README = ROOT / "README.md"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+LINKS = re.compile(r"""\]\(([^)]+)\)|\b(?:src|srcset)="([^"]+)\"""")
+HOSTS = re.compile(r"https://(?:github\.com/OWNER/rooftile/blob|raw\.githubusercontent\.com/OWNER/rooftile)/main/([^#]+)")
+
+
+def published() -> str:
+    """Returns the README as a package index shows it."""
+    text = README.read_text(encoding="utf-8")
+    for rule in PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text, count = re.subn(rule["pattern"], rule["replacement"], text)
+        assert count, f"{rule['pattern']} matches nothing in the README"
+    return text
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
+
+
+def test_the_readme_shows_what_its_example_prints(tmp_path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(program(README), encoding="utf-8")
+    code, output, errors = run_script(script, tmp_path)
+    assert code == 0, errors
+    (_, shown), *_ = fences(README, "text")
+    assert output.startswith(shown)
+
+
+def test_published_links_are_absolute_and_lead_to_files() -> None:
+    links = [a or b for a, b in LINKS.findall(published())]
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith("https://")] == []
+    paths = [match[1] for link in links if (match := HOSTS.match(link))]
+    assert len(paths) == len(links)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_repository_has_one_address() -> None:
+    urls = PROJECT["project"]["urls"]
+    clone = re.findall(r"https://github\.com/[\w/-]+/rooftile\b", published())
+    assert set(clone) == {urls["Source"]}
+    assert all(url.startswith((urls["Source"], "https://OWNER.github.io/rooftile/")) for url in urls.values())
+
+
+def test_nobody_is_told_to_install_a_name_that_is_not_registered() -> None:
+    """Packages that are missing are named themselves: the name rooftile may belong to somebody else."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("rooftile/**/*.py"), *ROOT.glob("rooftile/**/*.html")]
+    told = re.compile(r"""pip install (?:-\S+ )*["'`]?rooftile\b""")
+    assert [str(page.relative_to(ROOT)) for page in pages if told.search(page.read_text(encoding="utf-8"))] == []
+    assert told.search("pip install 'rooftile[serve]'")
