@@ -74,3 +74,8 @@ def __getattr__(name: str) -> object:
 
         return getattr(serve, name)
     raise AttributeError(f"module 'rooftile' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Returns the public names. The package's modules are found by importing them."""
+    return sorted([*__all__, "__version__"])

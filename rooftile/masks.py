@@ -14,7 +14,7 @@ it is negative for the first queries when T > S.
     Chunk(n)              j // n == i // n
     a & b                 the keys that both show
 
-`python -m rooftile.masks "CAUSAL & Window(4)"` draws a mask.
+`rooftile mask "CAUSAL & Window(4)"` draws a mask.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Mask:
     """An intersection of window, prefix and chunk conditions in normal form: equal masks compare equal.
 
@@ -107,6 +107,16 @@ class Mask:
             words.append(f"prefix({self.prefix})")
         words += [f"chunk({n})" for n in self.chunks]
         return " & ".join(words) or "full"
+
+    def __repr__(self) -> str:
+        """Returns the expression that makes the mask."""
+        words = ["CAUSAL"] if self.right == 0 else []
+        sides = [self.left] if self.right in (None, 0) else [self.left, self.right]
+        if any(side is not None for side in sides):
+            words.append(f"Window({', '.join(map(str, sides))})")
+        words += [f"Prefix({self.prefix})"] if self.prefix is not None else []
+        words += [f"Chunk({n})" for n in self.chunks]
+        return " & ".join(words) or "FULL"
 
 
 # beyond any position, and small enough that sums of a few stay within int32
@@ -230,13 +240,3 @@ def _max(a: Any, b: Any) -> Any:
 
 def _min(a: Any, b: Any) -> Any:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else a * (a <= b) + b * (b < a)
-
-
-if __name__ == "__main__":
-    import sys
-
-    names = {"FULL": FULL, "CAUSAL": CAUSAL, "Window": Window, "Prefix": Prefix, "Chunk": Chunk}
-    expression = sys.argv[1] if len(sys.argv) > 1 else "CAUSAL"
-    # the user's own words on the user's own terminal
-    shown = eval(expression, {"__builtins__": {}}, names)  # noqa: S307
-    print(f"{expression}: {shown}\n{draw(shown)}")  # noqa: T201

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from rooftile.errors import InvalidInput
@@ -16,7 +16,7 @@ _HAS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Precision:
     """The number formats of attention's two matrix products, and how tensors are quantised to them.
 
@@ -58,6 +58,11 @@ class Precision:
     def __str__(self) -> str:
         name = next((name for name, preset in PRESETS.items() if preset == self), None)
         return name or self.code
+
+    def __repr__(self) -> str:
+        """Returns the expression that makes the recipe, without what is at its default."""
+        changed = (field.name for field in fields(self) if getattr(self, field.name) != field.default)
+        return f"Precision({', '.join(f'{name}={getattr(self, name)!r}' for name in changed)})"
 
 
 PRESETS = {"fp8": Precision(), "int8": Precision(qk="int8")}

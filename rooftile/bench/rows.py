@@ -33,6 +33,8 @@ def timed_row(
         roof: the floor that TFLOP/s, GB/s and the share of the roofline follow from; None where there is none.
         named: the other fields of `Row`.
     """
+    if samples and roof is not None:
+        roof = session.checked(roof, dtype, median(samples))
     found: dict[str, Any] = session.about(dtype) | named
     if roof is not None:
         found["binds"] = roof.binds

@@ -13,7 +13,7 @@ from rooftile.cli.output import DeviceOption, JsonOption, print_json, print_tabl
 from rooftile.errors import InvalidInput
 from rooftile.hardware.device import device_of
 from rooftile.masks import CAUSAL, FULL
-from rooftile.report.units import duration
+from rooftile.report.units import duration, times
 from rooftile.spec import DTYPES
 
 MASKS = {"full": FULL, "causal": CAUSAL}
@@ -58,7 +58,7 @@ def accuracy(
         return
     rows = [
         (
-            loss.recipe, f"{loss.rmse:.2e}", f"{loss.better:.2f}x", f"{loss.largest:.2e}", f"{1 - loss.cosine:.1e}",
+            loss.recipe, f"{loss.rmse:.2e}", times(loss.better), f"{loss.largest:.2e}", f"{1 - loss.cosine:.1e}",
             f"{loss.lse:.1e}", duration(loss.time_us), "in plain operations" if loss.ran == "eager" else loss.ran,
         )
         for loss in found

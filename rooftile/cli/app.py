@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Annotated
+
 import typer
 
-from rooftile.cli import accuracy, bench, doctor, explain, generate, report, warmup
+from rooftile.cli import accuracy, bench, doctor, explain, generate, mask, report, warmup
+from rooftile.cli.output import add_command
 
 app = typer.Typer(
     name="rooftile",
     help="Exact, hardware-aware attention for PyTorch: measures, explains and runs attention on this machine.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command("doctor")(doctor.doctor)
-app.command("explain")(explain.explain)
-app.command("warmup")(warmup.warmup)
-app.command("accuracy")(accuracy.accuracy)
-app.command("generate")(generate.generate)
-app.command("report")(report.report)
-app.add_typer(bench.app, name="bench")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from rooftile import __version__
+
+        print(f"rooftile {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Takes the options that stand before a command."""
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "doctor": doctor.doctor, "explain": explain.explain, "mask": mask.mask, "warmup": warmup.warmup,
+    "accuracy": accuracy.accuracy, "generate": generate.generate, "report": report.report,
+}  # fmt: skip
+for _name, _command in COMMANDS.items():
+    add_command(app, _name, _command)
+app.add_typer(bench.app, name="bench", short_help="Speed, memory and error of attention beside its peers, and of serving.")

@@ -22,6 +22,7 @@ from rooftile.cli.output import (
     DeviceOption,
     JsonOption,
     TagOption,
+    add_command,
     chosen_cases,
     print_json,
     print_table,
@@ -42,7 +43,6 @@ app = typer.Typer(
 DEFAULT_PEERS = {"cpu": "standard,torch-flash", "cuda": "torch-flash,torch-cudnn"}
 
 
-@app.command("attention")
 def attention(
     case: CaseOption = None,
     tag: TagOption = "",
@@ -83,8 +83,8 @@ def attention(
         found = collect(measured(), json)
     if str(json) != "-":
         show(found)
-        rates = ", ".join(f"{dtype} {rate:,.4g}" for dtype, rate in session.ceilings.matmul_tflops.items())
-        print(f"\nCeilings of this run: copy {session.ceilings.copy_gbs:,.4g} GB/s; matmul TFLOP/s {rates}")
+        rates = ", ".join(f"{dtype} {rate:,.4g}" for dtype, rate in session.known.matmul_tflops.items())
+        print(f"\nCeilings of this run: copy {session.known.copy_gbs:,.4g} GB/s; matmul TFLOP/s {rates}")
 
 
 def _say(say: Progress, before: str, words: str) -> None:
@@ -113,13 +113,6 @@ def _suite_command(suite: Suite) -> Callable[..., None]:
     return command
 
 
-app.command("serving")(serving)
-app.command("engine")(engine)
-for _suite in SUITES.values():
-    app.command(_suite.name)(_suite_command(_suite))
-
-
-@app.command("list")
 def list_cases(
     tag: TagOption = "",
     device: DeviceOption = "auto",
@@ -144,7 +137,6 @@ def list_cases(
         print(f"  {name:16} {'runs' if reason is None else 'no: ' + reason}")
 
 
-@app.command("compare")
 def compare(
     file: Annotated[Path, typer.Argument(help="JSON lines of `rooftile bench attention --json`.")],
     after: Annotated[Path | None, typer.Argument(help="A later file: how much faster it is.")] = None,
@@ -166,6 +158,14 @@ def compare(
         return
     for one in found:
         print(one)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "attention": attention, "serving": serving, "engine": engine,
+    **{suite.name: _suite_command(suite) for suite in SUITES.values()}, "list": list_cases, "compare": compare,
+}  # fmt: skip
+for _name, _command in COMMANDS.items():
+    add_command(app, _name, _command)
 
 
 def _words(listed: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -34,11 +34,17 @@ def chosen_cases(names: Sequence[str] | None, tag: str, otherwise: str) -> list[
     return named + (tagged(tag) if tag else []) or tagged(otherwise)
 
 
+def add_command(app: typer.Typer, name: str, command: Callable[..., None]) -> None:
+    """Adds a command whose line in the list of commands is the first sentence of its docstring, whole."""
+    sentence = " ".join((command.__doc__ or "").split("\n\n")[0].split())
+    app.command(name, short_help=sentence)(command)
+
+
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Shows the current step on stderr, if stderr is a terminal."""
+    """Shows the current step on stderr: in place on a terminal, a line per step elsewhere."""
     if not sys.stderr.isatty():
-        yield lambda words: None
+        yield lambda words: print(words, file=sys.stderr, flush=True)
         return
     from rich.console import Console
 

@@ -14,7 +14,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,12 @@ def measure(device: torch.device | str, *, refresh: bool = False) -> Ceilings:
         _MEASURED[key] = _measure(device)
         _keep(path, _MEASURED[key])
     return _MEASURED[key]
+
+
+def higher(a: Ceilings, b: Ceilings) -> Ceilings:
+    """Returns the higher of two measurements of a device, rate by rate: load on the machine only ever lowers one."""
+    rates = {name: max(rate, b.matmul_tflops.get(name, 0.0)) for name, rate in a.matmul_tflops.items()}
+    return replace(b, copy_gbs=max(a.copy_gbs, b.copy_gbs), matmul_tflops=rates, launch_us=min(a.launch_us, b.launch_us))
 
 
 def cache_directory() -> Path:

@@ -13,7 +13,7 @@ from rooftile.kvcache.blocks import Copy
 from rooftile.kvcache.operators import copy_blocks, gather, gathered_as_defined, write, write_and_rotate
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PagedKV:
     """One layer's keys and values in blocks, and the block tables of the sequences: what `attention_paged` reads.
 
@@ -34,6 +34,11 @@ class PagedKV:
     cu_q: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+    def __repr__(self) -> str:
+        blocks, size, heads, dim = self.k.shape
+        dtype = str(self.k.dtype).removeprefix("torch.")
+        return f"PagedKV({self.table.shape[0]} sequences in {blocks:,} blocks of {size} tokens, {heads} heads of {dim}, {dtype})"
 
     @property
     def size(self) -> int:

@@ -23,7 +23,7 @@ MEAN_OF = 1024
 _FORMATS = {"fp8": FP8_E4M3, "int8": INT8}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class QuantisedQKV:
     """Queries, keys and values as `quantise_qkv` makes them, for `attention_quantised`.
 
@@ -62,6 +62,10 @@ class QuantisedQKV:
         """Bytes of the three tensors and their scales."""
         held = (self.q, self.k, self.v, self.q_scales, self.k_scales, self.v_scales, self.shift)
         return sum(x.nbytes for x in held if x is not None)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(getattr(self, name).shape)}" for name in "qkv")
+        return f"QuantisedQKV({shapes}, {self.precision}, {self.nbytes:,} bytes on {self.q.device})"
 
 
 # which key of each 16 comes at each place of values in columns: as a thread of a matrix instruction holds weights

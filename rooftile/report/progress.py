@@ -1,16 +1,17 @@
-"""A progress line on a terminal: the current step, the fraction done, and the estimated time left."""
+"""Progress on stderr: a bar with the time left on a terminal, a line per experiment elsewhere."""
 
 from __future__ import annotations
 
 import sys
-import time
 from typing import TextIO
 
-WIDTH = 20
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 
 class Progress:
-    """Experiments with expected seconds. Prints nothing if the stream is not a terminal.
+    """Shows how far the experiments are, by the seconds that the plan expects of each.
 
     >>> progress = Progress({"machine": 5.0, "model": 60.0})
     >>> progress.show("machine", 0.5, "measuring the copy rate")
@@ -19,7 +20,13 @@ class Progress:
     def __init__(self, seconds: dict[str, float], stream: TextIO | None = None) -> None:
         self.seconds = seconds
         self.stream = stream if stream is not None else sys.stderr
-        self.began = time.monotonic()
+        self._last = ""
+        console = Console(file=self.stream)
+        # a thread that draws would disturb what is timed, so the bar is drawn only at each step
+        self._bar = Bar(
+            BarColumn(20), TimeRemainingColumn(), TextColumn("{task.description}"), console=console, transient=True, auto_refresh=False
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=sum(seconds.values()))
 
     def share(self, experiment: str, done: float) -> float:
         """Returns the fraction of all experiments that is done, if `done` of one is."""
@@ -29,17 +36,13 @@ class Progress:
 
     def show(self, experiment: str, done: float, doing: str) -> None:
         if not self.stream.isatty():
+            if experiment != self._last:
+                print(f"{experiment}: {doing}", file=self.stream, flush=True)
+            self._last = experiment
             return
-        share = self.share(experiment, done)
-        elapsed = time.monotonic() - self.began
-        expected = sum(self.seconds.values())
-        # the plan's estimate at first, then this machine's pace
-        left = (1 - share) * ((1 - share) * expected + share * elapsed / max(share, 1e-3))
-        bar = "━" * round(share * WIDTH) + "─" * (WIDTH - round(share * WIDTH))
-        self.stream.write(f"\r\x1b[K{bar} {doing}, about {max(round(left), 1)} s left")
-        self.stream.flush()
+        self._bar.start()
+        self._bar.update(self._task, completed=self.share(experiment, done) * sum(self.seconds.values()), description=doing)
+        self._bar.refresh()
 
     def clear(self) -> None:
-        if self.stream.isatty():
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
+        self._bar.stop()

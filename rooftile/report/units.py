@@ -51,11 +51,13 @@ def power(value: float) -> str:
 
 
 def times(ratio: float) -> str:
-    """Formats a ratio.
+    """Formats a ratio. Beyond a thousand the digits say nothing more.
 
-    >>> times(23.4), times(1.62)
-    ('23×', '1.6×')
+    >>> times(23.4), times(1.62), times(158950.78)
+    ('23×', '1.6×', 'over 1,000×')
     """
+    if ratio > 1000:
+        return "over 1,000×"
     return f"{ratio:,.0f}×" if ratio >= 9.95 else f"{ratio:.1f}×"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from rooftile.cases import CASES
 from rooftile.cost import counts, flops, memory_roof, roof, traffic
 from rooftile.cost.io import Traffic
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.hardware import ceilings
 from tests.bench.session import CEILINGS, SESSION
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
@@ -67,6 +69,27 @@ def test_a_row_s_rates_follow_from_its_median_and_its_floor() -> None:
         SESSION, [2.0], roof=memory_roof(traffic.copy(5000), CEILINGS), suite="s", case="c", backend="b", phase="fwd"
     )
     assert (only_bytes.tflops, only_bytes.gbs, only_bytes.roofline_percent, only_bytes.binds) == (None, 5.0, 50.0, "memory")
+
+
+def test_a_time_below_its_roof_measures_the_ceilings_again_once_and_the_higher_count(monkeypatch) -> None:
+    measured = []
+
+    def measure(device, *, refresh):
+        measured.append(refresh)
+        return replace(CEILINGS, copy_gbs=4 * CEILINGS.copy_gbs, matmul_tflops={"fp32": 1e-6})
+
+    monkeypatch.setattr(ceilings, "measure", measure)
+    run = replace(SESSION, again=None)
+    floor = memory_roof(traffic.copy(5000), CEILINGS, "fp32")
+    named = {"dtype": "fp32", "roof": floor, "suite": "s", "case": "c", "backend": "b", "phase": "fwd"}
+    assert rows.timed_row(run, [2 * floor.time_us], **named).roofline_percent == pytest.approx(50)
+    assert measured == []
+    row = rows.timed_row(run, [floor.time_us / 2], **named)
+    assert row.roofline_percent == pytest.approx(50)
+    assert (row.copy_gbs, row.matmul_tflops) == (4 * CEILINGS.copy_gbs, CEILINGS.matmul_tflops["fp32"])
+    # even the higher ceiling is passed: a cache may hold what the roof counts as memory
+    assert rows.timed_row(run, [floor.time_us / 8], **named).roofline_percent == pytest.approx(200)
+    assert measured == [True]
 
 
 def test_without_git_the_commit_is_the_environment_s_or_unknown(monkeypatch) -> None:

@@ -76,12 +76,14 @@ def made(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     return out, subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-def test_the_command_ends_with_the_path_and_is_quiet_when_piped(made):
+def test_the_command_ends_with_the_path_and_says_a_line_per_experiment_when_piped(made):
     out, done = made
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(out.resolve())
+    assert done.stdout.splitlines() == [str(out.resolve())]
     assert "\r" not in done.stderr
-    assert "left" not in done.stderr
+    assert "\x1b" not in done.stderr
+    experiments = list(plan_for("cpu", quick=True).seconds)
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == experiments
     assert out.exists()
 
 
@@ -267,16 +269,23 @@ def test_the_sweep_stops_before_memory_and_before_patience():
     assert "would take about 12\xa0s" in too_much(CPU, OURS, long, slow, 2 * 2**30)
 
 
-def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere():
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
-    for stream, due in ((io.StringIO(), False), (Terminal(), True)):
+
+def test_progress_is_a_bar_on_a_terminal_and_a_line_per_experiment_elsewhere(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in (io.StringIO(), Terminal()):
         progress = Progress({"machine": 10.0, "training": 30.0}, stream)
-        progress.show("training", 0.5, "training two Llamas")
-        assert ("training two Llamas" in stream.getvalue()) is due
-        assert "\n" not in stream.getvalue()
+        for done in (0.25, 0.5):
+            progress.show("training", done, f"training two Llamas, {done}")
+        progress.clear()
+        if stream.isatty():
+            assert "━" in stream.getvalue()
+            assert "training two Llamas, 0.5" in stream.getvalue()
+        else:
+            assert stream.getvalue() == "training: training two Llamas, 0.25\n"
     assert progress.share("training", 0.5) == pytest.approx(25 / 40)
 
 

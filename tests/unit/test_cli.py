@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import rooftile
 from rooftile.bench import results, session
 from rooftile.bench.suites import SUITES
 from rooftile.cli import main
@@ -41,7 +42,7 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 
 COMMANDS = [
-    ("doctor",), ("explain",), ("warmup",), ("generate",), ("report",), ("bench", "attention"), ("bench", "serving"),
+    ("doctor",), ("explain",), ("mask",), ("warmup",), ("generate",), ("report",), ("bench", "attention"), ("bench", "serving"),
     ("bench", "list"),
     ("bench", "compare"), ("bench", "engine"), *(("bench", name) for name in SUITES),
 ]  # fmt: skip
@@ -53,13 +54,36 @@ def test_every_command_has_help_with_an_example_and_json(run, words: tuple[str, 
     assert code == 0
     assert f"Example: rooftile {' '.join(words)}" in " ".join(out.split())
     assert "--json" in out
-    assert ("--device" in out) == (words != ("bench", "compare"))
+    assert ("--device" in out) == (words not in (("bench", "compare"), ("mask",)))
+
+
+@pytest.mark.parametrize("words", [(), ("bench",)], ids=["rooftile", "bench"])
+def test_the_list_of_commands_has_whole_sentences(run, words: tuple[str, ...], monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(*words, "--help")
+    assert code == 0
+    listed = out.partition("Commands:")[2]
+    assert listed.count("\n  ") > 5
+    assert "..." not in listed
+
+
+def test_the_version_and_completion(run) -> None:
+    assert run("--version") == (0, f"rooftile {rooftile.__version__}\n", "")
+    assert "--install-completion" in run("--help")[1]
+
+
+def test_a_mask_is_drawn(run) -> None:
+    code, out, err = run("mask", "CAUSAL & Window(1)", "--queries", "3", "--keys", "4")
+    assert (code, err) == (0, "")
+    assert out == "CAUSAL & Window(1): 6 of 12 pairs are visible\n##..\n.##.\n..##\n"
+    code, out, _ = run("mask", "Window(None, 2) & Chunk(4)", "--json")
+    assert (code, json.loads(out)["mask"]) == (0, "Window(None, 2) & Chunk(4)")
 
 
 def test_doctor_as_json_says_what_is_here(run) -> None:
     code, out, err = run("doctor", "--device", "cpu", "--json")
     found = json.loads(out)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "measuring the ceilings\n")
     assert found["machine"]["torch"] == torch.__version__
     assert found["measured"]["memory_gbs"] == 10.0
     assert found["backends"]["eager"] == {"problem": found["backends"]["tiled"]["problem"], "runs": True, "reasons": []}
@@ -68,7 +92,7 @@ def test_doctor_as_json_says_what_is_here(run) -> None:
 
 def test_doctor_as_text_names_each_backend_and_the_caches(run) -> None:
     code, out, err = run("doctor", "--device", "cpu")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "measuring the ceilings\n")
     for word in ("Ceilings", "fp32 matmul, TFLOP/s", "tiled    runs", "triton   no: tensors are on cpu", "stored in"):
         assert word in out
 
@@ -88,7 +112,8 @@ def test_bench_attention_prints_a_table_and_appends_lines(run, tmp_path: Path) -
         "flex,standard",
     )
     code, out, err = run(*words, "--rounds", "1", "--json", str(file))
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err.splitlines()[:2] == ["measuring the ceilings", "case 1 of 1, causal: the definition"]
     assert [(row.backend, row.phase) for row in results.read(file)] == [
         (name, phase) for name in ("eager", "flex", "standard") for phase in ("fwd", "bwd")
     ]
@@ -109,8 +134,8 @@ def test_bench_attention_prints_json_lines_on_stdout(run) -> None:
 def test_bench_serving_prints_tables_and_appends_lines(run, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     words = ("bench", "serving", "--device", "cpu", "--workload", "W8", "--workload", "W10", "--scale", "0.02", "--runs", "1")
-    code, out, err = run(*words, "--json", str(file))
-    assert (code, err) == (0, "")
+    code, out, _ = run(*words, "--json", str(file))
+    assert code == 0
     rows = results.read(file)
     assert [(row.case, row.backend) for row in rows] == [
         ("W8-tiny-x0.02", "rooftile, contiguous"), ("W8-tiny-x0.02", "rooftile, paged"), ("W10-tiny-x0.02", "rooftile, paged")
@@ -169,6 +194,10 @@ def test_warmup_runs_each_case_once(run) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (("mask", "CAUSAL & Nope(3)"), "the mask is 'CAUSAL & Nope(3)'; must be FULL, CAUSAL, Window(n), Prefix(n) or Chunk(n)"),
+        (("mask", "__import__('os')"), """the mask is "__import__('os')"; must be FULL"""),
+        (("mask", "Window(-1)"), "Window: left is -1; must be an integer of at least 0"),
+        (("mask", "Window"), "the mask is 'Window'; must be FULL"),
         (("explain", "--case", "nope"), "no case is named 'nope'; `rooftile bench list` prints all cases"),
         (("bench", "attention", "--tag", "nope"), "no case has the tag 'nope'; has conformance, cpu-bench"),
         (
@@ -197,8 +226,9 @@ def test_warmup_runs_each_case_once(run) -> None:
 def test_a_users_mistake_is_one_sentence_and_exit_code_2(run, words: tuple[str, ...], sentence: str) -> None:
     code, out, err = run(*words)
     assert (code, out) == (2, "")
-    assert err.startswith(f"rooftile: {sentence}")
-    assert err.count("\n") == 1
+    *progress, last = err.splitlines()
+    assert last.startswith(f"rooftile: {sentence}")
+    assert not any(line.startswith("rooftile: ") for line in progress)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -224,3 +254,8 @@ def test_importing_rooftile_imports_no_command_line() -> None:
     program = "import sys, rooftile; print([name for name in ('typer', 'rich', 'click') if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+def test_dir_has_what_is_public_and_nothing_else() -> None:
+    assert dir(rooftile) == sorted([*rooftile.__all__, "__version__"])
+    assert all(hasattr(rooftile, name) for name in dir(rooftile))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftile import masks
+from rooftile import Precision, masks, quantise_qkv
 from rooftile.errors import InvalidInput
+from rooftile.kvcache import PagedKV
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
 # the conditions of the docstrings: (name, numbers) -> whether position i sees key j
@@ -179,14 +178,6 @@ def test_pairs_of_a_long_mask_cost_no_matrix() -> None:
     assert masks.pairs(CAUSAL & Window(window), N, N) == N * (window + 1) - window * (window + 1) // 2
 
 
-def test_the_module_draws_a_mask() -> None:
-    words = [sys.executable, "-m", "rooftile.masks", "CAUSAL & Window(1)"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    title, *rows = done.stdout.rstrip("\n").split("\n")
-    assert title == "CAUSAL & Window(1): causal & window(1)"
-    assert rows[:3] == ["#" + "." * 15, "##" + "." * 14, ".##" + "." * 13]
-
-
 @pytest.mark.parametrize("number", [np.int64(4), np.int32(4), np.uint8(4), torch.tensor(4), torch.tensor([4])], ids=repr)
 def test_integers_of_numpy_and_of_a_tensor_are_integers(number: Any) -> None:
     for made, due in ((Window(number, number), Window(4, 4)), (Prefix(number), Prefix(4)), (Chunk(number), Chunk(4))):
@@ -198,3 +189,22 @@ def test_integers_of_numpy_and_of_a_tensor_are_integers(number: Any) -> None:
 def test_other_numbers_are_not(number: Any) -> None:
     with pytest.raises(InvalidInput, match="must be an integer of at least 0"):
         Window(number)
+
+
+@given(st.lists(condition, max_size=4))
+def test_the_repr_of_a_mask_is_the_expression_that_makes_it(parts) -> None:
+    mask = build(parts)
+    names = {"FULL": FULL, "CAUSAL": CAUSAL, "Window": Window, "Prefix": Prefix, "Chunk": Chunk}
+    assert eval(repr(mask), names) == mask
+
+
+def test_reprs_are_short() -> None:
+    assert repr(CAUSAL & Window(4)) == "CAUSAL & Window(4)"
+    assert repr(Chunk(8) & Window(None, 2)) == "Window(None, 2) & Chunk(8)"
+    assert repr(FULL) == "FULL"
+    assert repr(Precision(qk="int8", smooth_k=False)) == "Precision(qk='int8', smooth_k=False)"
+    x = torch.randn(1, 40, 2, 64)
+    due = "QuantisedQKV(q (1, 40, 2, 64), k (1, 40, 2, 64), v (1, 40, 2, 64), int8, "
+    assert repr(quantise_qkv(x, x, x, "int8")).startswith(due)
+    cache = PagedKV(torch.zeros(6, 16, 2, 64), torch.zeros(6, 16, 2, 64), torch.zeros(3, 2), torch.zeros(3))
+    assert repr(cache) == "PagedKV(3 sequences in 6 blocks of 16 tokens, 2 heads of 64, float32)"

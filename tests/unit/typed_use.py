@@ -1,0 +1,35 @@
+"""A user's file with the types that it must get: `make check` runs mypy on it. It is never run."""
+
+from typing import assert_type
+
+from torch import Tensor
+
+import rooftile as rt
+from rooftile.kvcache import PagedKV
+from rooftile.numerics import QuantisedQKV
+from rooftile.serve import AsyncEngine, EngineConfig, RequestOutput
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cache: PagedKV) -> None:
+    mask = rt.CAUSAL & rt.Window(4) & rt.Prefix(2) & rt.Chunk(8)
+    assert_type(mask, rt.Mask)
+    assert_type(rt.attention(q, k, v, mask, softcap=30.0), Tensor)
+    assert_type(rt.attention_with_lse(q, k, v), tuple[Tensor, Tensor])
+    assert_type(rt.attention_packed(q, k, v, cu, cu), Tensor)
+    assert_type(rt.attention_packed_with_lse(q, k, v, cu, cu), tuple[Tensor, Tensor])
+    assert_type(rt.attention_paged(q, cache), Tensor)
+    assert_type(rt.attention_paged_with_lse(q, cache), tuple[Tensor, Tensor])
+    assert_type(rt.quantise_qkv(q, k, v), QuantisedQKV)
+    assert_type(rt.attention_quantised(rt.quantise_qkv(q, k, v)), Tensor)
+    assert_type(rt.merge([rt.attention_with_lse(q, k, v)]), tuple[Tensor, Tensor])
+    assert_type(rt.explain(q, k, v, mask), str)
+    rt.attention(q, k, v, 3)  # type: ignore[arg-type]
+    rt.attention(q, k, v, windw=4)  # type: ignore[call-arg]
+
+
+def serve(folder: str) -> None:
+    llm = rt.LLM(folder, max_model_len=100)
+    assert_type(llm, rt.LLM)
+    assert_type(llm.config, EngineConfig)
+    assert_type(llm.generate("a", rt.SamplingParams(n=2)), list[RequestOutput])
+    assert_type(AsyncEngine(llm), AsyncEngine)
