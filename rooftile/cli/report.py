@@ -33,6 +33,10 @@ def report(
     target = device_of(device)
     if out.is_dir():
         raise InvalidInput(f"--out is {out}, which is a folder; give the name of a file, such as {out / 'index.html'}")
+    # checked before the experiments, which take minutes
+    barrier = next((above for above in out.parents if above.exists() and not above.is_dir()), None)
+    if barrier is not None:
+        raise InvalidInput(f"--out is {out}, and {barrier} is a file; give a file in a folder")
     page.check_ready()
     plan = plan_for(target.type, quick=quick)
     found = experiments.run(plan, str(target), _command(out, device, quick), Progress(plan.seconds))

@@ -110,15 +110,22 @@ class BlockPool:
         self.watermark = int(total * watermark)
         """How many blocks `admits` keeps free."""
         self._prefixes = prefixes
+        # the key is secret, so no user can make two prefixes collide
+        self._hash = blake2b(digest_size=16, key=secrets.token_bytes(16))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all tables and the prefix cache, so every block is free; tables from before must not be used any more.
+
+        It is for bookkeeping that was interrupted half-way, which `free` cannot repair.
+        """
         # blocks are taken from the end, so the lowest number is used first
-        self._free = list(range(total - 1, -1, -1))
-        self._owners = [0] * total
+        self._free = list(range(self.total - 1, -1, -1))
+        self._owners = [0] * self.total
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._contents: dict[int, _Contents] = {}
         self._found: dict[bytes, int] = {}
         self._tables: set[BlockTable] = set()
-        # the key is secret, so no user can make two prefixes collide
-        self._hash = blake2b(digest_size=16, key=secrets.token_bytes(16))
 
     @property
     def free_blocks(self) -> int:
@@ -257,7 +264,7 @@ class BlockPool:
             raise InvalidInput(
                 f"length {length}; a table of {table.length} tokens, {table.sealed * self.size} sealed, is cut between them"
             )
-        keep = self.blocks_of(length)
+        keep = self._due(length)
         self._give_up(table.blocks[keep:])
         del table.blocks[keep:]
         table.length = length
@@ -309,7 +316,7 @@ class BlockPool:
         assert len(free) == len(self._free), "a block is free twice"
         for table in self._tables:
             assert len(set(table.blocks)) == len(table.blocks), f"{table} has a block twice"
-            assert len(table.blocks) == self._due(table), f"{table} has not the blocks that its length asks for"
+            assert len(table.blocks) == self._due(table.length), f"{table} has not the blocks that its length asks for"
             assert table.sealed * self.size <= table.length, f"{table} has {table.sealed} blocks sealed"
         for block, count in enumerate(self._owners):
             assert owners[block] == count, f"block {block} counts {count} owners and has {owners[block]}"
@@ -320,9 +327,9 @@ class BlockPool:
         assert self.free_blocks + self.used_blocks + self.cached_blocks == self.total
         assert {block: known.digest for block, known in self._contents.items()} == {b: d for d, b in self._found.items()}
 
-    def _due(self, table: BlockTable) -> int:
-        """Returns how many blocks a table should have."""
-        return self.blocks_of(table.length)
+    def _due(self, length: int) -> int:
+        """Returns how many blocks a table of `length` tokens should have."""
+        return self.blocks_of(length)
 
     def _ask_for(self, blocks: int) -> None:
         if blocks > self.available:

@@ -52,8 +52,5 @@ class ReservedPool(BlockPool):
         table.length += tokens
         return copies
 
-    def truncate(self, table: BlockTable, length: int) -> None:
-        table.length = length
-
-    def _due(self, table: BlockTable) -> int:
-        return self.each if table.length else 0
+    def _due(self, length: int) -> int:
+        return self.each if length else 0

@@ -32,8 +32,13 @@ class Decoder(nn.Module):
 
     rotary: Tensor | None
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str | None = None) -> None:
-        """Makes a decoder with uninitialised weights; use `from_folder` or `random` for one with weights."""
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str | None = None, max_len: int | None = None
+    ) -> None:
+        """Makes a decoder with uninitialised weights; use `from_folder` or `random` for one with weights.
+
+        `max_len` is the longest sequence that it will read, if that is less than config.max_len: rotary positions take memory.
+        """
         super().__init__()
         self.config = config
         memory = Memory(dtype, torch.get_default_device() if device is None else torch.device(device))
@@ -45,21 +50,24 @@ class Decoder(nn.Module):
         self.head = self.embedding if config.tie else memory.parameter(config.vocab_size, config.hidden)
         self.register_buffer("rotary", None, persistent=False)
         if config.rotary is not None:
-            self.rotary = config.rotary.table(config.max_len, dtype=dtype, device=memory.device)
+            length = config.max_len if max_len is None else min(max_len, config.max_len)
+            self.rotary = config.rotary.table(length, dtype=dtype, device=memory.device)
         # a number on the host, so that multiplying by it needs no copy; it is rounded like in Transformers
         scale = 1.0 if config.embedding_scale is None else config.embedding_scale
         self.embedding_scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
 
     @classmethod
     def from_folder(
-        cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None
-    ) -> Decoder:
+        cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None,
+        *, max_len: int | None = None,
+    ) -> Decoder:  # fmt: skip
         """Loads a checkpoint: config.json, and model.safetensors or its shards with their index.
 
         Args:
             path: the folder.
             dtype: the dtype of weights and computation; "auto" takes the checkpoint's.
             device: None takes torch's default device.
+            max_len: the longest sequence that it will read; None for as long as the checkpoint says.
 
         Raises:
             InvalidInput: the folder holds no checkpoint that is supported; the sentence says why.
@@ -70,7 +78,7 @@ class Decoder(nn.Module):
         files = weights.files_of(Path(path))
         # compared on "meta" first, so that a wrong config.json allocates no memory
         weights.check(config, cls(config, dtype=config.dtype, device="meta").tensors(), files)
-        decoder = cls(config, dtype=dtype if isinstance(dtype, torch.dtype) else config.dtype, device=device)
+        decoder = cls(config, dtype=dtype if isinstance(dtype, torch.dtype) else config.dtype, device=device, max_len=max_len)
         weights.load(config, decoder.tensors(), files)
         return decoder
 

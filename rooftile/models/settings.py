@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,41 @@ _DUE: Any = object()
 MOST_LAYERS = 1000
 
 
+def check_readable(path: Path) -> None:
+    """Raises InvalidInput if a file that is there cannot be opened; packages report that as if it were missing or broken."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}; let this user read it") from None
+
+
+def read_text(path: Path) -> str:
+    """Reads a text file.
+
+    Raises:
+        InvalidInput: the file cannot be opened, or is not UTF-8.
+    """
+    check_readable(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); download it again") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object from a file.
 
     Raises:
-        InvalidInput: the file is not JSON, or not an object.
+        InvalidInput: the file cannot be read, is not JSON, or not an object.
     """
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        settings = json.loads(read_text(path))
+    except RecursionError:
+        raise InvalidInput(f"{path} nests its objects and lists too deep to be read; download it again") from None
+    # a number of thousands of digits is a ValueError too
+    except ValueError as error:
+        if isinstance(error, InvalidInput):
+            raise
         raise InvalidInput(f"{path} is not JSON: {error}; download it again") from None
     if not isinstance(settings, dict):
         raise InvalidInput(f"{path} holds {type(settings).__name__}; must be a JSON object")
@@ -52,8 +78,9 @@ class Settings:
             if default is _DUE:
                 raise self.refused(f"has no {name}; it must be there, a number")
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.refused(f"has {name} {value!r}; must be a number")
+        # compared, and not converted: a whole number may be too large for a float
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+            raise self.refused(f"has {name} {str(value)[:40]!r}; must be a number")
         return value
 
     def size(self, name: str, default: Any = _DUE) -> Any:

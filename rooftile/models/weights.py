@@ -13,7 +13,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer, Norm, Projection
-from rooftile.models.settings import read_json
+from rooftile.models.settings import check_readable, read_json
 
 Places = Iterable[tuple[str, Tensor]]
 
@@ -110,6 +110,7 @@ def _opened(path: Path) -> Any:
         raise InvalidInput(
             "reading a checkpoint needs the package safetensors, which is not installed; pip install safetensors"
         ) from None
+    check_readable(path)
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -123,8 +124,15 @@ def _prefix(config: ModelConfig) -> str:
 
 def _tensors(files: list[Any], prefix: str) -> dict[str, _Stored]:
     stored = [_Stored(file, name) for file in files for name in _names(file)]
-    named = ((one.name.removeprefix(prefix), one) for one in stored)
-    return {name: one for name, one in named if not name.endswith(_IGNORED)}
+    found: dict[str, _Stored] = {}
+    for one in stored:
+        name = one.name.removeprefix(prefix)
+        if name.endswith(_IGNORED):
+            continue
+        if name in found:
+            raise InvalidInput(f"the checkpoint has both {found[name].name} and {one.name}, for one weight; remove one of them")
+        found[name] = one
+    return found
 
 
 def _names(file: Any) -> list[str]:

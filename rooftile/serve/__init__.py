@@ -10,10 +10,11 @@
     request        a request and its answers while they are being computed
     output         what a caller gets back
     beam_search    which beams go on
+    process_lock   keeps forked processes out
     memory         how many blocks fit into memory
     warm_up        compiles kernels while weights load
 
-    text/          prompts, tokenizer, detokenizer
+    text/          prompts, chat templates, tokenizer, detokenizer
     sampling/      parameters, sampler, its kernels
 """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import os
 import threading
 from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
@@ -58,8 +59,8 @@ class AsyncEngine:
     """
 
     def __init__(self, llm: LLM, *, max_waiting: int = MAX_WAITING) -> None:
-        if max_waiting < 1:
-            raise InvalidInput(f"max_waiting is {max_waiting}; must be at least 1")
+        if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1:
+            raise InvalidInput(f"max_waiting is {max_waiting!r}; must be a whole number of at least 1")
         llm.lend()
         self.llm = llm
         self.max_waiting = max_waiting
@@ -71,10 +72,11 @@ class AsyncEngine:
         self._closing = False
         self._over = False
         self._cause: BaseException | None = None
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="rooftile engine", daemon=True)
         self._thread.start()
         # a thread in the middle of a step must not outlive the interpreter
-        atexit.register(self._stop, PATIENCE)
+        atexit.register(self._stop_at_exit)
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
@@ -106,10 +108,13 @@ class AsyncEngine:
 
         A request that has ended already stays as it is.
         """
+        if isinstance(request_id, bool) or not isinstance(request_id, int):
+            raise InvalidInput(f"request_id is {request_id!r}; must be the whole number that an output has")
         self._order(Order("abort", request_id))
 
     async def close(self) -> None:
         """Aborts all requests and ends the thread; the LLM is free again."""
+        self.llm.check_process()
         await asyncio.to_thread(self._stop)
 
     async def __aenter__(self) -> AsyncEngine:
@@ -126,6 +131,7 @@ class AsyncEngine:
         self, prompt: Prompt, params: SamplingParams | None, salt: str, *, streams: bool
     ) -> AsyncGenerator[RequestOutput, None]:
         """Sends a call to the engine's thread and yields its news."""
+        self.llm.check_process()
         self._check_room()
         if isinstance(prompt, str | Mapping):
             # a long text would block the event loop while it is encoded
@@ -161,17 +167,23 @@ class AsyncEngine:
             raise Overloaded(f"{waiting:,} requests wait already, as many as may (max_waiting); try again later")
 
     def _order(self, order: Order) -> None:
+        self.llm.check_process()
         with self._wake:
             if not self._over:
                 self._orders.append(order)
                 self._wake.notify()
+
+    def _stop_at_exit(self) -> None:
+        # a forked process has a copy of this engine, and not its thread
+        if os.getpid() == self._process:
+            self._stop(PATIENCE)
 
     def _stop(self, patience: float | None = None) -> None:
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join(patience)
-        atexit.unregister(self._stop)
+        atexit.unregister(self._stop_at_exit)
 
     # the methods from here on run in the engine's thread
 
@@ -247,7 +259,9 @@ class AsyncEngine:
             over = not request.live
             if over:
                 del self._calls[request.id]
-            if over or call.streams:
+            if request.error is not None:
+                news.append((call, RuntimeError(request.error)))
+            elif over or call.streams:
                 news.append((call, output_of(request, call.prompt.text)))
         self._deliver(news)
 

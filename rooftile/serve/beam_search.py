@@ -69,15 +69,18 @@ class BeamSearch:
             logprobs: their logprobs.
 
         Returns:
-            The `width` beams that go on; none if the search is over.
+            The beams that go on: `width` of them, or as many as there are successors; none if the search is over. The next step
+            looks at as many beams.
         """
         beams = len(self._sums)
-        sums = np.array(logprobs[:beams], dtype=np.float32) + self._sums[:, None]
+        # beams whose candidates come from different steps may have more of them than were asked for
+        sums = np.array([row[: self.keep] for row in logprobs[:beams]], dtype=np.float32) + self._sums[:, None]
         best = np.argsort(-sums, axis=None, kind="stable")[: self.keep]
         length = len(self._tokens[0]) + 1
         ranked = []
         for beam, place in (divmod(int(n), sums.shape[1]) for n in best):
-            if length > self.least or ids[beam][place] not in self.ends:
+            allowed = length > self.least or ids[beam][place] not in self.ends
+            if allowed and sums[beam, place] > -np.inf:
                 ranked.append((sums[beam, place], Successor(beam, ids[beam][place])))
         full = len(self.found) == self.width
         going: list[tuple[np.float32, Successor]] = []

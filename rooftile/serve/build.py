@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import BlockPool, Pages, ReservedPool
 from rooftile.models import Decoder, ModelConfig
 from rooftile.serve import memory
@@ -34,6 +34,8 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     device = find_device(model, config)
     shape = model.config if isinstance(model, Decoder) else ModelConfig.from_folder(model)
     max_len = longest_sequence(shape, config)
+    if config.max_model_len is None and config.num_blocks is not None:
+        max_len = min(max_len, config.num_blocks * config.block_size)
     decoder = load_decoder(model, shape, config, device, max_len)
     num_blocks = count_blocks(decoder, config, max_len)
     if config.max_model_len is None:
@@ -68,7 +70,9 @@ def find_device(model: str | Path | Decoder, config: EngineConfig) -> torch.devi
         return its.device
     if wanted is None:
         wanted = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted.type != "cuda":
+    if wanted.type not in ("cuda", "cpu"):
+        raise Unsupported(f'device is {str(wanted)!r}; has "cuda" and "cpu"')
+    if wanted.type == "cpu":
         return wanted
     if not torch.cuda.is_available():
         raise InvalidInput(f'device is {str(wanted)!r}, and PyTorch finds no GPU; has "cpu"')
@@ -96,7 +100,7 @@ def load_decoder(
     else:
         computed = shape.dtype if config.dtype == "auto" else config.dtype
         compiled = start_compiling(shape, computed, config, device, max_len)
-        decoder = Decoder.from_folder(model, config.dtype, device)
+        decoder = Decoder.from_folder(model, config.dtype, device, max_len=max_len)
     if compiled is not None:
         compiled.result()
     return decoder

@@ -10,6 +10,8 @@ import torch
 from rooftile.errors import InvalidInput, Unsupported
 
 FP8 = torch.float8_e4m3fn
+# each answer has a row in tables of blocks and of sampling parameters
+MOST_SEQS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not (value is None and name == "num_blocks") and (not _is_whole(value) or value < 1):
                 raise InvalidInput(f"{name} is {value!r}; must be a whole number of at least 1")
+        if self.max_num_seqs > MOST_SEQS:
+            raise InvalidInput(f"max_num_seqs is {self.max_num_seqs:,}; may be at most {MOST_SEQS:,}")
         share = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0 < share <= 1:
             raise InvalidInput(f"gpu_memory_utilization is {share!r}; must be above 0 and at most 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -91,9 +92,13 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Ends a request; its answers keep the tokens that they have."""
-        for answer in request.live:
-            self._close(answer, "abort")
-        self.scheduler.abort(request)
+        try:
+            for answer in request.live:
+                self._close(answer, "abort")
+            self.scheduler.abort(request)
+        except BaseException:
+            self._abort_all()
+            raise
 
     def step(self) -> list[Request]:
         """Runs a step; returns the requests that have got tokens or have ended.
@@ -103,12 +108,27 @@ class Engine:
         try:
             return self._run_step()
         except BaseException:
-            self._in_flight = None
-            for request in [*self.scheduler.running, *self.scheduler.waiting]:
-                self.abort(request)
-            # the prefix cache may list blocks that the failed step never wrote
-            self.pool.forget_prefixes()
+            self._abort_all()
             raise
+
+    def _abort_all(self) -> None:
+        """Ends all requests and forgets who owns which block, also what the prefix cache holds.
+
+        A failed step may have left a block half owned, or listed one that it never wrote. No answer is freed by itself: that
+        would rely on books which may be wrong.
+        """
+        self._in_flight = None
+        for request in self.scheduler.reset():
+            for answer in request.live:
+                self._close(answer, "abort")
+
+    def _fail(self, request: Request, reason: str) -> None:
+        """Ends one request for a reason of its own; the others go on."""
+        request.error = reason
+        for answer in request.live:
+            # not closed like others: the answer's text may be what went wrong
+            answer.finish_reason = "abort"
+        self.scheduler.abort(request)
 
     def _run_step(self) -> list[Request]:
         changed: dict[int, Request] = {}
@@ -139,16 +159,26 @@ class Engine:
             changed[request.id] = request
             if answer.finish_reason is not None:
                 continue
-            if request.search is None:
-                self._take_token(answer, token, top)
-            else:
-                assert top is not None
-                answer.tops.append(top)
-                if all(len(other.tops) for other in request.answers):
-                    self._step_search(request, request.search)
+            try:
+                self._take_result(answer, token, top)
+            except Exception as error:
+                # one request's mistake must not end the others
+                logging.getLogger(__name__).exception("request %d has failed", request.id)
+                self._fail(request, f"the request has failed: {type(error).__name__}: {error}")
         for work, found in result.prompts:
             for place, top in enumerate(top_rows(found), work.start + 1):
                 work.answer.request.prompt_tops[place] = top
+
+    def _take_result(self, answer: Answer, token: int, top: Top | None) -> None:
+        """Gives an answer the results of a step: a token, or in a search the candidates for one."""
+        search = answer.request.search
+        if search is None:
+            self._take_token(answer, token, top)
+            return
+        assert top is not None
+        answer.tops.append(top)
+        if all(len(other.tops) for other in answer.request.answers):
+            self._step_search(answer.request, search)
 
     def _take_token(self, answer: Answer, token: int, top: Top | None) -> None:
         """Adds a token to an answer, and ends the answer if the token does."""
@@ -176,15 +206,19 @@ class Engine:
         for answer in answers:
             answer.tops.clear()
         if not search.over:
+            # while fewer beams go on than there are answers, the others follow the first, and the search looks at none of them
+            going += [going[0]] * (len(answers) - len(going))
             ids = [[*answers[successor.parent].ids, successor.token] for successor in going]
             self.scheduler.fork_beams(answers, [successor.parent for successor in going])
             for answer, known in zip(answers, ids, strict=True):
                 answer.ids = known
             return
-        self.scheduler.abort(request)
+        if not search.found:
+            self._fail(request, "the beam search has found no answer: the logits of every token that it may take are NaN or -inf")
+            return
         # a tiny vocabulary may leave fewer distinct answers than were asked for
-        request.answers = answers[: min(request.params.n, len(search.found))]
-        for answer, found in zip(request.answers, search.found, strict=False):
+        returned = answers[: min(request.params.n, len(search.found))]
+        for answer, found in zip(returned, search.found, strict=False):
             answer.ids = [*request.prompt, *found.tokens]
             answer.logprob, answer.score = found.logprob, found.score
             answer.finish_reason = "stop" if found.tokens[-1] in request.ends else "length"
@@ -192,6 +226,10 @@ class Engine:
                 answer.detokenizer = Detokenizer(self.tokenizer, request.params)
                 answer.detokenizer.add(found.tokens[:-1] if answer.finish_reason == "stop" else found.tokens)
                 answer.detokenizer.finish()
+        for answer in answers[len(returned) :]:
+            answer.finish_reason = "abort"
+        self.scheduler.abort(request)
+        request.answers = returned
 
     def _finish(self, answer: Answer, reason: FinishReason, stop: int | str | None = None) -> None:
         self._close(answer, reason, stop)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from threading import RLock
 from typing import Literal
 
 import torch
@@ -15,6 +14,7 @@ from rooftile.models import Decoder
 from rooftile.serve.build import build_engine, current_device
 from rooftile.serve.config import EngineConfig
 from rooftile.serve.output import RequestOutput, output_of
+from rooftile.serve.process_lock import ProcessLock
 from rooftile.serve.request import Request
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.text.prompt import Prompt, list_prompts, parse_prompt
@@ -33,7 +33,7 @@ class _Reader:
 class LLM:
     """A language model that answers prompts together, with a paged KV cache and continuous batching.
 
-    Several threads may call it at once; their prompts are answered together.
+    Several threads may call it at once; their prompts are answered together. A forked process cannot use its parent's LLM.
 
     Args:
         model: a checkpoint folder in Hugging Face's layout (config.json, *.safetensors), or a `rooftile.models.Decoder`.
@@ -82,7 +82,7 @@ class LLM:
         """Whether an AsyncEngine owns it at present."""
         self._readers: dict[Request, _Reader] = {}
         # held to add a request, run a step or read outputs; re-entrant, since a stream may be opened inside another
-        self._lock = RLock()
+        self._lock = ProcessLock()
         if self.pages.storage.is_cuda:
             self._warm_up()
 
@@ -131,6 +131,10 @@ class LLM:
                 output = found if isinstance(found, RequestOutput) else output_of(found, prompt)
             yield place, output
 
+    def check_process(self) -> None:
+        """Raises InvalidInput in a process that was forked from the LLM's."""
+        self._lock.check()
+
     def lend(self) -> None:
         """Hands the LLM over to an AsyncEngine, in whose thread it runs from now on.
 
@@ -159,6 +163,7 @@ class LLM:
         self, prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Iterator[tuple[int, Request | RequestOutput, str | None]]:
         """Yields a prompt's place, its request (or the output of a refused prompt) and its text, each time it has changed."""
+        self.check_process()
         each = _params_for(prompts, sampling_params)
         reader = _Reader()
         try:
@@ -185,7 +190,8 @@ class LLM:
                 text, tokens, cache_salt = parse_prompt(prompt, self.tokenizer)
                 request = self.engine.add(tokens, params, cache_salt=cache_salt)
             except InvalidInput as error:
-                ids = list(prompt) if isinstance(prompt, list | tuple) else []
+                # a subclass may raise again
+                ids: list[int] = [*prompt] if type(prompt) is list or type(prompt) is tuple else []
                 text = prompt if isinstance(prompt, str) else None
                 return RequestOutput(-1, text, ids, finished=True, error=str(error))
             reader.places[request] = place, text

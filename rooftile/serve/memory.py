@@ -9,6 +9,7 @@ from rooftile.errors import InvalidInput
 from rooftile.kvcache import Rotation
 from rooftile.kvcache.route import MOST_GATHERED, route
 from rooftile.models import Decoder
+from rooftile.serve.sampling.state import SamplingState
 
 # the cache's memory on a CPU, unless num_blocks is given
 HOST_BYTES = 1 << 30
@@ -46,7 +47,7 @@ def blocks_that_fit(
     """Returns how many blocks fit into memory, but no more than all sequences together could use.
 
     On a GPU the cache gets the share `utilization` of its memory, less the model, less what the largest step takes, which is run
-    once to measure it.
+    once to measure it, less the tables of penalties and biases.
 
     Raises:
         InvalidInput: there is no room for a single block.
@@ -62,6 +63,8 @@ def blocks_that_fit(
     line = block_bytes(decoder, 1, decoder.embedding.dtype) // decoder.config.layers
     working += min(copied * max_len * line, MOST_GATHERED)
     free, total = torch.cuda.mem_get_info(device)
+    # made when a request first asks for penalties or biases, when it is too late to make the cache smaller
+    working += SamplingState.table_bytes(max_answers + 1, decoder.config.vocab_size)
     room = free - int(total * (1 - utilization)) - working - SPARE_BYTES
     if room < each:
         raise InvalidInput(

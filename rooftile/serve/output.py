@@ -101,8 +101,9 @@ def output_of(request: Request, prompt: str | None = None) -> RequestOutput:
         prompt=prompt,
         prompt_token_ids=request.shown_prompt,
         # a beam search has more beams than it returns answers
-        outputs=[_completion(answer) for answer in request.answers[: request.params.n]],
+        outputs=[] if request.error is not None else [_completion(answer) for answer in request.answers[: request.params.n]],
         finished=not request.live,
+        error=request.error,
         prompt_logprobs=_prompt_logprobs(request),
     )
 

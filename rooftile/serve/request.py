@@ -97,6 +97,8 @@ class Request:
     prompt_tops: dict[int, Top] = field(default_factory=dict)
     """Logprobs of the prompt's tokens by position, if they were asked for."""
     search: BeamSearch | None = None
+    error: str | None = None
+    """Why the request has no answers, if it failed by itself."""
     shown_prompt: list[int] = field(default_factory=list)
     """The prompt as callers see it, the same list in each output; empty before the first output."""
     shown_prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)

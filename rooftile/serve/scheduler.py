@@ -57,7 +57,8 @@ class Scheduler:
         self.running: list[Request] = []  # oldest first
         self.preemptions = 0
         # slots are taken from the end, so the lowest is used first
-        self._slots = list(range(max_answers - 1, -1, -1))
+        self._all_slots = tuple(range(max_answers - 1, -1, -1))
+        self._slots = list(self._all_slots)
         self._forked: dict[tuple[int, int], int] = {}
 
     @property
@@ -90,6 +91,19 @@ class Scheduler:
         for answer in request.answers:
             self._release(answer)
         self._remove(request)
+
+    def reset(self) -> list[Request]:
+        """Takes everything back from everybody, also after an interruption in the middle of the books; returns the requests."""
+        # a request that was on its way from one queue to the other is in both
+        requests = list(dict.fromkeys([*self.running, *self.waiting]))
+        for answer in (answer for request in requests for answer in request.answers):
+            answer.table, answer.slot, answer.planned, answer.pending = None, -1, 0, 0
+        self.running.clear()
+        self.waiting.clear()
+        self.pool.reset()
+        self._slots = list(self._all_slots)
+        self._forked = {}
+        return requests
 
     def fork_beams(self, answers: list[Answer], parents: list[int]) -> None:
         """Gives each answer the blocks of its parent, after a beam search has chosen which beams go on.
@@ -194,8 +208,9 @@ class Scheduler:
             # a preempted request waits for its token in flight, which it must read again too
             if request.pending or len(request.live) > len(self._slots) or not self._reserve(request):
                 return
-            self.waiting.popleft()
+            # in this order an interruption cannot lose the request
             self.running.append(request)
+            self.waiting.popleft()
             for answer in request.live:
                 answer.slot = self._slots.pop()
                 plan.started.append(answer)
@@ -237,8 +252,8 @@ class Scheduler:
         self.preemptions += 1
         for answer in request.answers:
             self._release(answer)
-        self.running.remove(request)
         self.waiting.appendleft(request)
+        self.running.remove(request)
 
     def _remove(self, request: Request) -> None:
         # a preempted request may be completed by its token in flight while it waits

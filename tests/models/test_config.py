@@ -96,7 +96,9 @@ def test_no_folder_no_file_no_json(tmp_path: Path) -> None:
         ModelConfig.from_folder(tmp_path)
     for broken, sentence in (
         (b'{"hidden_size": ', "config.json is not JSON: .*line 1 column 17.*; download it again"),
-        (b"\xff\xfe\xfa", "config.json is not JSON: .*; download it again"),
+        (b"\xff\xfe\xfa", "config.json is not UTF-8 text .*; download it again"),
+        (b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "config.json nests its objects and lists too deep to be read; d"),
+        (b'{"hidden_size": ' + b"9" * 5000 + b"}", "config.json is not JSON: .*limit.*; download it again"),
         (b"[1]", "config.json holds list; must be a JSON object"),
     ):
         (tmp_path / "config.json").write_bytes(broken)
@@ -105,6 +107,21 @@ def test_no_folder_no_file_no_json(tmp_path: Path) -> None:
     written(tmp_path, **OLD, model_type="llama")
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(InvalidInput, match=r"generation_config.json is not JSON"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The administrator may read every file, so the permission is taken from `open`."""
+    written(tmp_path, **OLD, model_type="llama")
+    opened = Path.open
+
+    def denied(self: Path, *given: Any) -> Any:
+        if self.name == "config.json":
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *given)
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(InvalidInput, match=r"config.json cannot be read: Permission denied; let this user read it"):
         ModelConfig.from_folder(tmp_path)
 
 
@@ -120,6 +137,7 @@ def test_no_folder_no_file_no_json(tmp_path: Path) -> None:
         ("llama", {"quantization_config": "awq"}, "has quantization_config 'awq'; must be a JSON object"),
         ("llama", {"hidden_size": None}, "config.json of here has no hidden_size; it must be there, a number"),
         ("llama", {"hidden_size": "8"}, "has hidden_size '8'; must be a number"),
+        ("llama", {"hidden_size": 10**400}, "has hidden_size '1000000000000000000000000000000000000000'; must be a number"),
         ("llama", {"hidden_size": 8.5}, "has hidden_size 8.5; must be a whole number of at least 1"),
         ("llama", {"num_hidden_layers": 0}, "has num_hidden_layers 0; must be a whole number"),
         ("llama", {"num_key_value_heads": 3}, "heads is 2 and kv_heads 3; the second must divide the first"),

@@ -59,6 +59,39 @@ def test_what_nobody_needs_is_ignored(checkpoints: Path, tmp_path: Path) -> None
     assert_same(logits_of_ours(decoder, prompts()), logits_of_theirs(theirs("llama, tied"), prompts()))
 
 
+def test_a_weight_may_not_be_there_twice(checkpoints: Path, tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors["norm.weight"] = tensors["model.norm.weight"] + 1
+
+    folder = changed(copied(checkpoints, "llama", tmp_path), change)
+    refused(folder, r"the checkpoint has both (model\.)?norm.weight and (model\.)?norm.weight, for one weight; remove one of")
+
+
+def test_weights_that_may_not_be_read(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, opened = copied(checkpoints, "llama", tmp_path), Path.open
+
+    def denied(self: Path, *given: Any, **named: Any) -> Any:
+        if self.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *given, **named)
+
+    monkeypatch.setattr(Path, "open", denied)
+    refused(folder, r"model.safetensors cannot be read: Permission denied; let this user read it")
+
+
+def test_rotary_positions_are_those_that_will_be_read(checkpoints: Path, tmp_path: Path) -> None:
+    """A checkpoint that allows 16 million positions costs no memory for those beyond the longest sequence."""
+    folder = copied(checkpoints, "llama", tmp_path)
+    whole = Decoder.from_folder(folder)
+    settings = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 1 << 24}
+    (folder / "config.json").write_text(json.dumps(settings))
+    cut = Decoder.from_folder(folder, max_len=70)
+    assert whole.rotary is not None
+    assert cut.rotary is not None
+    assert torch.equal(cut.rotary, whole.rotary[:70])
+    assert_same(logits_of_ours(cut, prompts()), logits_of_ours(whole, prompts()))
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_prefix_may_be_missing(name: str, checkpoints: Path, tmp_path: Path) -> None:
     def change(tensors: Tensors) -> None:

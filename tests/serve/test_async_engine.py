@@ -299,7 +299,7 @@ def test_a_queue_has_an_end(peers) -> None:
             for output in [*(one for one in many if one not in refused), *await asyncio.gather(*running)]:
                 assert len(output.outputs[0].token_ids) == TOKENS
             assert len((await engine.complete([1], GREEDY)).outputs[0].token_ids) == TOKENS
-        with pytest.raises(InvalidInput, match="max_waiting is 0; must be at least 1"):
+        with pytest.raises(InvalidInput, match="max_waiting is 0; must be a whole number of at least 1"):
             AsyncEngine(llm, max_waiting=0)
 
     run(main())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,13 @@ from rooftile.serve.sampling.params import SamplingParams
 from tests.models.checkpoints import SMALL, VOCABULARY, saved
 from tests.serve.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts
 from tests.serve.folders import save
+
+
+class Broken(list):
+    """A list that cannot be read."""
+
+    def __iter__(self) -> Any:
+        raise ZeroDivisionError("no token")
 
 
 @pytest.mark.parametrize(
@@ -34,6 +43,7 @@ from tests.serve.folders import save
         (b"text", GREEDY, "the prompt is \"b'text'\", of type bytes; must be a list of token ids"),
         ([[1]], GREEDY, "the prompt has [1] for a token"),
         ([True], GREEDY, "the prompt has True for a token"),
+        (Broken(), GREEDY, "the prompt cannot be read: its iteration raised ZeroDivisionError: no token"),
         ({"prompt_token_ids": [1], "images": []}, GREEDY, "the prompt has 'prompt_token_ids', 'images'; must have 'prompt' or"),
         ({"cache_salt": "a"}, GREEDY, "the prompt has 'cache_salt'; must have 'prompt' or 'prompt_token_ids'"),
         ({"prompt_token_ids": [1], "cache_salt": 5}, GREEDY, "the salt is 5; must be a string"),
@@ -108,6 +118,7 @@ def test_prefixes_are_shared_under_one_salt_only(peers) -> None:
         ({"max_model_len": 96, "num_blocks": 5}, InvalidInput, "5 blocks of 16 are room for 80 tokens; a sequence may have 96"),
         ({"max_batched_tokens": 0}, InvalidInput, "max_batched_tokens is 0; must be a whole number of at least 1"),
         ({"num_blocks": -1}, InvalidInput, "num_blocks is -1; must be a whole number of at least 1"),
+        ({"device": "xpu"}, Unsupported, "device is 'xpu'; has \"cuda\" and \"cpu\""),
         ({"gpu_memory_utilization": 1.5}, InvalidInput, "gpu_memory_utilization is 1.5"),
     ],
 )
@@ -115,6 +126,15 @@ def test_what_an_engine_cannot_be(settings: dict[str, Any], error: type[Exceptio
     with pytest.raises(error) as raised:
         LLM(peers("llama").folder, **settings)
     assert str(raised.value).startswith(sentence)
+
+
+def test_positions_beyond_the_longest_sequence_take_no_memory(peers, tmp_path) -> None:
+    folder = shutil.copytree(peers("llama").folder, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 1 << 24}
+    (folder / "config.json").write_text(json.dumps(settings))
+    for given in ({"max_model_len": 80}, {"num_blocks": 5}):
+        llm = LLM(folder, **given)
+        assert (llm.engine.max_len, len(llm.engine.runner.decoder.rotary)) == (80, 80)
 
 
 def test_a_decoder_is_what_it_is(peers) -> None:
@@ -137,6 +157,7 @@ def test_a_decoder_is_what_it_is(peers) -> None:
         ({"max_model_len": 64.5}, "max_model_len is 64.5; must be a whole number"),
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization is '0.9'; must be above 0 and at most 1"),
         ({"num_blocks": 10**14}, "no memory for a cache: 100,000,000,000,000 blocks (num_blocks) of 7,680 bytes take 768,"),
+        ({"max_num_seqs": 10**9}, "max_num_seqs is 1,000,000,000; may be at most 65,536"),
         ({"device": "gpu"}, "device is 'gpu'; must be a device of torch, such as"),
     ],
 )

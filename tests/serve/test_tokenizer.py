@@ -153,6 +153,8 @@ def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
         ("{{ messages[0].content + 1 }}", "str"),
         ("{{ nothing.at.all }}", "nothing"),
         ("{% include 'etc' %}", "no loader"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "run 1,000,000 steps without an end$"),
+        ("{% macro m(n) %}{% for a in range(9) %}{{ m(n - 1) if n }}{% endfor %}{% endmacro %}{{ m(50) }}", "without an end$"),
         ("{{ raise_exception('two\n lines') }}", "messages: two lines$"),
     ],
 )
@@ -161,6 +163,24 @@ def test_a_template_that_fails(template: str, reason: str, tmp_path: Path) -> No
     with pytest.raises(InvalidInput, match=reason) as caught:
         Tokenizer.from_folder(tmp_path).chat(CHAT)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tracer_of_the_caller_goes_on_after_a_template(tmp_path: Path) -> None:
+    """Debuggers and coverage trace the thread too, which a template's limit needs while it runs."""
+    tokenizer = Tokenizer.from_folder(save("byte_level", tmp_path))
+    tokenizer.chat(CHAT)
+
+    def tracer(frame, event, arg):
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        tokenizer.chat(CHAT)
+        found = sys.gettrace()
+    finally:
+        sys.settrace(before)
+    assert found is tracer
 
 
 def test_chat_refusals(tmp_path: Path) -> None:
@@ -214,7 +234,7 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"tokenizer.json is not a tokenizer"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(InvalidInput, match=r"tokenizer_config.json holds a list; must be an object"):
+    with pytest.raises(InvalidInput, match=r"tokenizer_config.json holds list; must be a JSON object"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(InvalidInput, match=r"tokenizer_config.json is not JSON"):

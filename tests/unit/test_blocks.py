@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from rooftile.errors import InvalidInput
-from rooftile.kvcache import BlockPool, BlockTable, OutOfBlocks
+from rooftile.kvcache import BlockPool, BlockTable, OutOfBlocks, ReservedPool
 
 
 class Memory:
@@ -273,6 +273,37 @@ def test_bad_input() -> None:
     pool.free(table)
     with pytest.raises(InvalidInput, match="freed already"):
         pool.free(table)
+
+
+def test_a_reserved_table_is_cut() -> None:
+    pool = ReservedPool(8, 4, reserve=16)
+    table = pool.begin([1])
+    pool.append(table, 7)
+    with pytest.raises(InvalidInput, match="length 8; a table of 7 tokens"):
+        pool.truncate(table, 8)
+    pool.truncate(table, 3)
+    assert (table.length, pool.used_blocks) == (3, 4)
+    pool.check()
+    pool.truncate(table, 0)
+    assert (table.length, pool.used_blocks) == (0, 0)
+    pool.check()
+    pool.append(table, 2)
+    assert pool.used_blocks == 4
+    pool.check()
+
+
+def test_a_reset_frees_everything() -> None:
+    pool = BlockPool(8, 4)
+    table = pool.begin(range(9))
+    pool.append(table, 9)
+    pool.seal(table, range(9))
+    pool.fork(table)
+    # half-way through giving up
+    pool._owners[table.blocks[0]] -= 1
+    pool.reset()
+    pool.check()
+    assert (pool.free_blocks, pool.used_blocks, pool.cached_blocks) == (8, 0, 0)
+    assert pool.begin(range(9)).length == 0
 
 
 @pytest.mark.parametrize(

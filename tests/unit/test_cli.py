@@ -80,6 +80,13 @@ def test_a_mask_is_drawn(run) -> None:
     assert (code, json.loads(out)["mask"]) == (0, "Window(None, 2) & Chunk(4)")
 
 
+def test_a_report_is_not_written_into_a_file(run, tmp_path: Path) -> None:
+    (tmp_path / "page").write_text("not a folder")
+    code, out, err = run("report", "--device", "cpu", "--quick", "--out", str(tmp_path / "page" / "deep" / "index.html"))
+    assert (code, out) == (2, "")
+    assert f"{tmp_path / 'page'} is a file; give a file in a folder" in err
+
+
 def test_doctor_as_json_says_what_is_here(run) -> None:
     code, out, err = run("doctor", "--device", "cpu", "--json")
     found = json.loads(out)

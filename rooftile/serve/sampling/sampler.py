@@ -162,6 +162,8 @@ def uniform(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes logprobs, log_softmax(logits) in fp32, before penalties and temperature.
 
+    NaN counts as -inf, and +inf as the largest finite number, like in `sample`.
+
     Args:
         logits: (n, V).
         tokens: (n,) int64, the token chosen in each row.
@@ -175,9 +177,11 @@ def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Te
     parts = []
     rows = max(1, MOST_NUMBERS // V)
     for first in range(0, max(n, 1), rows):
-        x, ids = logits[first : first + rows].float(), tokens[first : first + rows, None]
+        ids = tokens[first : first + rows, None]
+        x = logits[first : first + rows].float().nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf)
         best = x.topk(min(k, V), dim=1).indices
-        scores = x.log_softmax(1)
+        # a row that is -inf throughout has no softmax
+        scores = x.log_softmax(1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         parts.append((scores.gather(1, ids)[:, 0], best, scores.gather(1, best), (x > x.gather(1, ids)).sum(1) + 1))
     chosen, best, top, ranks = (torch.cat(each) for each in zip(*parts, strict=True))
     return chosen, best, top, ranks

@@ -101,6 +101,11 @@ class SamplingState:
         if features.bias and self.bias is None:
             self.bias = torch.zeros(shape, device=self.device)
 
+    @staticmethod
+    def table_bytes(slots: int, vocab: int) -> int:
+        """Returns the bytes of all tables that `prepare` may make."""
+        return slots * vocab * (torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize)
+
     def set(
         self,
         slots: list[int],

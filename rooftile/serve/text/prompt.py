@@ -71,13 +71,21 @@ def check_tokens(prompt: Sequence[int], vocabulary: int) -> list[int]:
     if not isinstance(prompt, Iterable) or isinstance(prompt, str | bytes | Mapping):
         raise InvalidInput(f"the prompt is {str(prompt)[:40]!r}, of type {type(prompt).__name__}; must be a list of token ids")
     tokens = []
-    for token in prompt:
+    for token in _iterated(prompt):
         if not _is_whole(token) or not 0 <= operator.index(token) < vocabulary:
             raise InvalidInput(f"the prompt has {repr(token)[:40]} for a token; the model has 0 to {vocabulary - 1}")
         tokens.append(operator.index(token))
     if not tokens:
         raise InvalidInput("the prompt has no token; it must have at least one")
     return tokens
+
+
+def _iterated(prompt: Sequence[int]) -> list[Any]:
+    """Returns a list of what a prompt yields; the prompt is a caller's object, and may raise anything."""
+    try:
+        return list(prompt)
+    except Exception as error:
+        raise InvalidInput(f"the prompt cannot be read: its iteration raised {type(error).__name__}: {error}") from error
 
 
 def _is_whole(value: Any) -> bool:

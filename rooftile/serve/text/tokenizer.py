@@ -1,25 +1,24 @@
 """`Tokenizer`: turns text into token ids and back, with the files of a checkpoint folder.
 
 The folder's tokenizer.json is read with the package tokenizers. Transformers renders chat templates, and loads folders that have
-only older files. Both are imported when they are needed. No code of a folder is ever run, except its chat template: that is a
-program, and runs in Transformers' sandbox, where it can change and reach nothing. A template comes only from the folder, never
-with a request.
+only older files. Both are imported when they are needed. No code of a folder is ever run, except its chat template, in a sandbox
+(`chat_template.py`). A template comes only from the folder, never with a request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rooftile.errors import InvalidInput
+from rooftile.serve.text.chat_template import render
 from rooftile.serve.text.tokenizer_files import (
     NAMED,
     add_tokens,
     read_core,
-    read_json,
+    read_optional,
     read_settings,
     read_template,
     spelling,
@@ -85,7 +84,7 @@ class Tokenizer:
         folder = Path(path)
         if not folder.is_dir():
             raise InvalidInput(f"{folder} is not a folder; a tokenizer is read from a checkpoint's folder")
-        eos_ids = token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))
+        eos_ids = token_ids(read_optional(folder / "generation_config.json").get("eos_token_id"))
         if not (folder / "tokenizer.json").is_file():
             return _through_transformers(folder, eos_ids)
         settings = read_settings(folder)
@@ -162,8 +161,11 @@ class Tokenizer:
         Raises:
             InvalidInput: there is no chat template, or it refuses these messages.
         """
+        if self._template is None:
+            raise InvalidInput(f"{self._place} has no chat template; send a prompt instead of messages")
         # the template writes the special tokens itself
-        return self.encode(self._written(messages, add_generation_prompt), False, most_bytes=most_bytes)
+        written = render(self._template, messages, add_generation_prompt, self._named, self._place)
+        return self.encode(written, False, most_bytes=most_bytes)
 
     def is_silent(self, id: int, skip_special: bool) -> bool:
         """Tells whether decode skips an id: a special token that is left out, or an id that is not in the vocabulary."""
@@ -183,46 +185,11 @@ class Tokenizer:
     def _special_ids(self) -> frozenset[int]:
         return frozenset(id for id, token in self._core.get_added_tokens_decoder().items() if token.special)
 
-    def _written(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
-        if self._template is None:
-            raise InvalidInput(f"{self._place} has no chat template; send a prompt instead of messages")
-        if not isinstance(messages, list | tuple) or not messages:
-            raise InvalidInput(f"messages is {messages!r}; must be a list of at least one")
-        for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise InvalidInput(f"a message is {str(message)[:80]!r}; must be a dictionary with a role and content")
-        render = _renderer()
-        try:
-            written, _ = render(
-                conversations=[list(messages)],
-                chat_template=self._template,
-                add_generation_prompt=add_generation_prompt,
-                **self._named,
-            )
-        except Exception as error:
-            # a template is somebody else's program: whatever it raises is its refusal of these messages
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise InvalidInput(f"the chat template of {self._place} cannot write these messages: {reason}") from error
-        text: str = written[0]
-        return text
-
 
 def _cleaned(text: str) -> str:
     for pattern in CLEANED:
         text = text.replace(pattern, pattern.strip())
     return text
-
-
-def _renderer() -> Any:
-    refusal = InvalidInput("a chat template needs the packages transformers and jinja2; pip install transformers jinja2")
-    # checked here, since Transformers imports jinja2 late and would raise an error of its own
-    if find_spec("jinja2") is None:
-        raise refusal
-    try:
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError:
-        raise refusal from None
-    return render_jinja_template
 
 
 def _through_transformers(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:

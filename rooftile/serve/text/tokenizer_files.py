@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rooftile.errors import InvalidInput
+from rooftile.models.settings import check_readable, read_json, read_text
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -20,6 +20,7 @@ def read_core(file: Path) -> Any:
         raise InvalidInput(
             "text needs the package tokenizers, which is not installed; pip install tokenizers"
         ) from None
+    check_readable(file)
     try:
         return Core.from_file(str(file))
     # the package raises a bare Exception
@@ -27,25 +28,17 @@ def read_core(file: Path) -> Any:
         raise InvalidInput(f"{file} is not a tokenizer ({error}); download it again") from None
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_optional(file: Path) -> dict[str, Any]:
     """Reads a JSON object from a file; returns an empty one if there is no file."""
-    if not file.is_file():
-        return {}
-    try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidInput(f"{file} is not JSON ({error}); download it again") from None
-    if not isinstance(read, dict):
-        raise InvalidInput(f"{file} holds a {type(read).__name__}; must be an object")
-    return read
+    return read_json(file) if file.is_file() else {}
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Reads tokenizer_config.json, with the special tokens of older checkpoints."""
-    settings = read_json(folder / "tokenizer_config.json")
+    settings = read_optional(folder / "tokenizer_config.json")
     # older checkpoints name their special tokens in a file of their own; newer ones list all tokens in the settings
     if "added_tokens_decoder" not in settings:
-        settings |= read_json(folder / "special_tokens_map.json")
+        settings |= read_optional(folder / "special_tokens_map.json")
     return settings
 
 
@@ -102,10 +95,7 @@ def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """Reads the chat template from its own file or from the settings; of several named ones it takes "default"."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise InvalidInput(f"{file} is not UTF-8 text ({error.reason} at byte {error.start}); download it again") from None
+        return read_text(file)
     template = settings.get("chat_template")
     if isinstance(template, list):
         if not all(isinstance(entry, dict) and {"name", "template"} <= set(entry) for entry in template):
