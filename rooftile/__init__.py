@@ -23,7 +23,7 @@ from rooftile.api import (
     quantise_qkv,
 )
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.integrations import disable, enable, enabled, is_enabled
+from rooftile.integrations import disable, enable, enabled, is_enabled, status
 from rooftile.integrations.transformers_import import register_when_imported
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.precision import Precision
@@ -61,6 +61,7 @@ __all__ = [
     "merge",
     "nn",
     "quantise_qkv",
+    "status",
 ]
 
 # attn_implementation="rooftile" needs no other call

@@ -405,7 +405,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked
     key = ops.signature(q, k, v, mask, options, asked)
     ready = None if key is None else ops.prepared(key)
     if ready is not None:
-        return ready(q, k, v, options)
+        run, chosen = ready
+        ops.RAN[chosen] += 1
+        return run(q, k, v, options)
     return _attend_anew(q, k, v, mask, options, asked, key)
 
 
@@ -418,7 +420,9 @@ def _attend_packed(
     key = ops.signature(q, k, v, mask, options, asked) if known else None
     ready = None if key is None else ops.prepared(key)
     if ready is not None:
-        return ready(q, k, v, options)
+        run, chosen = ready
+        ops.RAN[chosen] += 1
+        return run(q, k, v, options)
     return _attend_anew(q, k, v, mask, checks.check_packed(q, k, options, read), asked, key)
 
 
@@ -433,6 +437,8 @@ def _attend_anew(
     code = checks.spec_code(q, k, v, mask, options, asked, _carries_tangent(q, k, v, *options))
     # on meta any backend is as good as another, since none runs
     chosen = _choose(code, None if q.is_meta and asked.backend in dispatch.BACKENDS else asked.backend)
+    if not torch.compiler.is_compiling():
+        ops.RAN[chosen] += 1
     if options.bias is not None and q.ndim == 4:
         options = options._replace(bias=_dense_bias(options.bias))
     # a compiled graph has no second derivative to offer, so there eager is an operator like the others

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 
 def enable(*, backend: str | None = None) -> None:
@@ -82,3 +83,39 @@ def enabled(*, backend: str | None = None) -> Iterator[None]:
         else:
             torch_sdpa.disable()
         transformers._disabled = before[1]
+
+
+class Status(NamedTuple):
+    """Counts of what ran since the process began, as `status` returns them; `print` shows a line for each part."""
+
+    enabled: bool  # F.scaled_dot_product_attention runs on Rooftile
+    backend: str | None  # the one that `enable` named
+    calls: dict[str, int]  # Rooftile's functions, Transformers' models too, by backend
+    sdpa: dict[str, int]  # forward calls of F.scaled_dot_product_attention, by backend
+    refused: dict[str, int]  # those that PyTorch's own kernel ran, by reason
+
+    def __str__(self) -> str:
+        state = f"yes, backend {self.backend or 'the fastest for each problem'}" if self.enabled else "no"
+        lines = [f"enabled   {state}"]
+        for title, counted in (("calls", self.calls), ("sdpa", self.sdpa), ("refused", self.refused)):
+            shown = [f"{count:,}  {name}" for name, count in counted.items()] or ["none"]
+            lines += [f"{'' if n else title:<10}{line}" for n, line in enumerate(shown)]
+        return "\n".join(lines)
+
+
+def status() -> Status:
+    """Says what ran since the process began: calls by backend, and calls of SDPA that stayed with PyTorch's kernel by reason.
+
+    Calls inside compiled graphs and CUDA graphs are not counted when the graphs run.
+
+    Example:
+        >>> o = rooftile.attention(q, k, v)
+        >>> rooftile.status().calls["sdpa"] > 0
+        True
+    """
+    from rooftile import ops
+    from rooftile.integrations import torch_sdpa
+
+    on, backend = torch_sdpa.state()
+    counted = (dict(counter.most_common()) for counter in (ops.RAN, torch_sdpa.RAN, torch_sdpa.REFUSED))
+    return Status(on, backend, *counted)

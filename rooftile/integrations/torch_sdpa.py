@@ -21,6 +21,7 @@ gradients are views of (B, T, H, D).
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -43,6 +44,9 @@ NAME = "rooftile"
 _NO_GAIN = (sdpa.NAME, eager.NAME)
 
 _backend: str | None = None
+# forward calls by the backend that ran them, and by why PyTorch's own kernel did, since the process began
+RAN: Counter[str] = Counter()
+REFUSED: Counter[str] = Counter()
 _before: tuple[str | None, bool] | None = None
 
 
@@ -146,21 +150,29 @@ def _or_stock(name: str, key: str, override: Callable[..., Any]) -> Callable[...
 
 
 @cache
-def _route(backend: str | None, **problem: Any) -> tuple[ModuleType, Spec] | None:
-    """Chooses the backend for a problem, given as Spec fields. Returns it and the Spec, or None for the stock kernel."""
+def _route(backend: str | None, **problem: Any) -> tuple[ModuleType, Spec] | str:
+    """Chooses the backend for a problem, given as Spec fields. Returns it and the Spec, or why the stock kernel runs."""
     spec = Spec(**problem)
     chosen = dispatch.select(spec) if backend is None else dispatch.BACKENDS[backend]
-    if chosen.NAME in _NO_GAIN or next(chosen.refusals(spec), None) is not None:
-        return None
+    refusal = next(chosen.refusals(spec), None)
+    if refusal is not None:
+        return f"{chosen.NAME}: {refusal}"
+    if chosen.NAME in _NO_GAIN:
+        return f"PyTorch's kernel is the fastest on {spec.device}"
     return chosen, spec
+
+
+def _refuse(reason: str) -> None:
+    """Counts a forward call that PyTorch's own kernel runs."""
+    REFUSED[reason] += 1
 
 
 def _plan(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, needs_grad: bool, options: Options
-) -> tuple[ModuleType, Spec] | None:
-    """Chooses the backend for these (B, T, H, D) or (total, H, D) tensors; None for the stock kernel."""
+) -> tuple[ModuleType, Spec] | str:
+    """Chooses the backend for these (B, T, H, D) or (total, H, D) tensors, or says why the stock kernel runs."""
     if q.dtype not in DTYPE_NAMES or not q.numel() or not k.numel() or q.shape[-2] % k.shape[-2]:
-        return None
+        return "an unusual dtype, no elements, or heads that do not divide"
     # the operators have checked the shapes
     return _route(
         _backend,
@@ -179,12 +191,17 @@ def _plan(
 
 def _forward(q, k, v, mask, scale, options: Options) -> tuple[Tensor, Tensor] | None:
     plan = _plan(q, k, v, mask, scale, False, options)
-    return plan and plan[0].forward(q, k, v, options, plan[1])
+    if isinstance(plan, str):
+        _refuse(plan)
+        return None
+    RAN[plan[0].NAME] += 1
+    o, lse = plan[0].forward(q, k, v, options, plan[1])
+    return o, lse
 
 
 def _backward(do, q, k, v, o, lse, mask, scale, options: Options):
     plan = _plan(q, k, v, mask, scale, True, options)
-    if plan is None:
+    if isinstance(plan, str):
         return None
     return dispatch.backward_of(plan[0].NAME)(do, None, q, k, v, o, lse.contiguous(), options, plan[1])[:3]
 
@@ -205,6 +222,7 @@ def _visible(query: Tensor, is_causal: bool, *pair: Tensor) -> tuple[Tensor, ...
 def _dense_forward(query, key, value, dropout_p, is_causal, scale) -> tuple[Tensor, Tensor] | None:
     """Returns o (B, T, H, D) and lse (B, H, T)."""
     if not _is_ours(query, key, dropout_p, is_causal):
+        _refuse("dropout" if dropout_p else "is_causal with more queries than keys")
         return None
     k, v = _visible(query, is_causal, key, value)
     return _forward(query.transpose(1, 2), k, v, CAUSAL if is_causal else FULL, scale, Options())
@@ -232,7 +250,7 @@ def _laid_out_like(x: Tensor, like: Tensor) -> Tensor:
 
 def _cpu_forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
     if attn_mask is not None:
-        return None
+        return _refuse("attn_mask")
     found = _dense_forward(query, key, value, dropout_p, is_causal, scale)
     if found is None:
         return None
@@ -257,7 +275,7 @@ def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _cuda_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     if return_debug_mask or (is_causal and query.shape[2] != key.shape[2]):
-        return None
+        return _refuse("a debug mask" if return_debug_mask else "is_causal with other numbers of queries and keys")
     found = _dense_forward(query, key, value, dropout_p, is_causal, scale)
     if found is None:
         return None
@@ -295,9 +313,9 @@ def _varlen_forward(
 ):  # fmt: skip
     untranslated = (seqused_k, alibi_slopes, block_table, *newer.values())
     if dropout_p or return_debug_mask or any(x is not None for x in untranslated):
-        return None
+        return _refuse("varlen attention with dropout, a debug mask, ALiBi, paged keys or an argument of a newer PyTorch")
     if (cum_seq_q is None) != (cum_seq_k is None):
-        return None
+        return _refuse("varlen attention with offsets of queries or of keys alone")
     mask = _window(is_causal, window_size_left, window_size_right)
     found = _forward(query, key, value, mask, scale, Options(cu_q=cum_seq_q, cu_k=cum_seq_k))
     if found is None:

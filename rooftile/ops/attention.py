@@ -9,6 +9,7 @@ by pytree on each call that wants gradients.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -38,6 +39,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend
 
 Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
 
+# calls of attention by backend since the process began, those inside compiled graphs aside
+RAN: Counter[str] = Counter()
 # calls seen before, by all that a plain call depends on
 _PREPARED = BoundedCache()
 # types whose values have a hash, and are equal only if they mean the same once their types are
@@ -105,8 +108,8 @@ def _signature_of(options: Options, device: torch.device) -> tuple[Any, ...] | N
     return tuple(found)
 
 
-def prepared(key: tuple[Any, ...]) -> Forward | None:
-    """The forward that was prepared for calls with this signature."""
+def prepared(key: tuple[Any, ...]) -> tuple[Forward, str] | None:
+    """The forward that was prepared for calls with this signature, and its backend."""
     return _PREPARED.get(key)
 
 
@@ -116,9 +119,9 @@ def remember(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, options: Opt
     run: Forward | None = None if prepare is None else prepare(q, k, v, options, decode(spec))
     if wants_grad(q, k, v, options.sinks):
         call = _Call(spec, backend, run)
-        _PREPARED[key] = lambda q, k, v, options: _apply(q, k, v, call, *listed(options))
+        _PREPARED[key] = (lambda q, k, v, options: _apply(q, k, v, call, *listed(options))), backend
     elif run is not None:
-        _PREPARED[key] = run
+        _PREPARED[key] = run, backend
 
 
 class _Call:

@@ -337,3 +337,28 @@ def test_a_block_is_enabled_and_leaves_all_as_it_was(calls):
     with pytest.raises(InvalidInput, match="backend is 'fast'"), rooftile.enabled(backend="fast"):
         pass
     assert not rooftile.is_enabled()
+
+
+def test_status_counts_calls_by_backend_and_refusals_by_reason(calls):
+    before = rooftile.status()
+    q, k, v = tensors()
+    rooftile.enable()
+    for _ in range(3):
+        F.scaled_dot_product_attention(q, k, v)
+    F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(33, 33))
+    F.scaled_dot_product_attention(*tensors(T=45, S=20), is_causal=True)
+    x = torch.randn(1, 5, 2, 16)
+    for _ in range(4):
+        rooftile.attention(x, x, x, backend="tiled")
+    after = rooftile.status()
+    assert (before.enabled, after.enabled, after.backend) == (False, True, None)
+    assert after.sdpa["formulas"] - before.sdpa.get("formulas", 0) == 3
+    for reason in ("attn_mask", "is_causal with more queries than keys"):
+        assert after.refused[reason] - before.refused.get(reason, 0) == 1
+    assert after.calls["tiled"] - before.calls.get("tiled", 0) == 4
+    shown = str(after)
+    assert shown.startswith("enabled   yes, backend the fastest for each problem\ncalls     ")
+    assert f"{after.refused['attn_mask']:,}  attn_mask" in shown
+    assert str(rooftile.integrations.Status(False, None, {}, {"tiled": 2}, {})).splitlines() == [
+        "enabled   no", "calls     none", "sdpa      2  tiled", "refused   none",
+    ]  # fmt: skip
