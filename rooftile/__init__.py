@@ -8,7 +8,7 @@
 
 from typing import TYPE_CHECKING
 
-from rooftile import nn
+from rooftile import nn, words
 from rooftile.api import (
     attention,
     attention_packed,
@@ -69,12 +69,15 @@ register_when_imported()
 
 
 def __getattr__(name: str) -> object:
-    """Imports the serving names only when they are used: their imports are slow, the rest of the package is fast."""
+    """Imports the serving names when they are used, since their imports are slow; answers names of other libraries."""
     if name in ("LLM", "SamplingParams"):
         from rooftile import serve
 
         return getattr(serve, name)
-    raise AttributeError(f"module 'rooftile' has no attribute {name!r}")
+    if name in words.AMERICAN:
+        return globals()[words.AMERICAN[name]]
+    answer = f": {words.NAMES[name]}" if name in words.NAMES else ""
+    raise AttributeError(f"module 'rooftile' has no attribute {name!r}{answer}")
 
 
 def __dir__() -> list[str]:

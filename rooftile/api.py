@@ -22,15 +22,17 @@ from rooftile.masks import FULL, Mask
 from rooftile.numerics import QuantisedQKV
 from rooftile.precision import Precision, recipe_of
 from rooftile.spec import NO_OPTIONS, Asked, Options, decode
+from rooftile.words import answers_foreign_words
 
 _AS_USUAL = Asked()
 
 
+@answers_foreign_words
 def attention(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)
     v: Tensor,  # (B, S, Hk, Dv)
-    mask: Mask = FULL,
+    mask: Mask | None = FULL,
     *,
     alibi: Tensor | None = None,
     backend: str | None = None,
@@ -49,7 +51,7 @@ def attention(
         q: queries (B, T, H, D), float32, bfloat16 or float16, any strides: `x.transpose(1, 2)` of (B, H, T, D) costs no copy.
         k: keys (B, S, Hk, D). Hk divides H; each key head serves H / Hk query heads (MQA, GQA).
         v: values (B, S, Hk, Dv). Dv may differ from D.
-        mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`. Aligned bottom-right when T != S.
+        mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`. Aligned bottom-right when T != S. None is FULL.
         alibi: slopes (H,) or (B, H); adds -slope |i - j| to the scores.
         backend: "hopper", "triton", "sdpa", "tiled" or "eager"; None takes the fastest that runs the problem (see `explain`).
         bias: added to the scores; broadcasts to (B, H, T, S). Differentiable.
@@ -82,11 +84,12 @@ def attention(
     return _attend(q, k, v, mask, _options(bias, alibi, sinks), asked)[0]
 
 
+@answers_foreign_words
 def attention_with_lse(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)
     v: Tensor,  # (B, S, Hk, Dv)
-    mask: Mask = FULL,
+    mask: Mask | None = FULL,
     *,
     alibi: Tensor | None = None,
     backend: str | None = None,
@@ -114,13 +117,14 @@ def attention_with_lse(
     return _attend(q, k, v, mask, _options(bias, alibi, sinks), asked)
 
 
+@answers_foreign_words
 def attention_packed(
     q: Tensor,  # (total_q, H, D)
     k: Tensor,  # (total_k, Hk, D)
     v: Tensor,  # (total_k, Hk, Dv)
     cu_q: Tensor,  # (B + 1,)
     cu_k: Tensor,  # (B + 1,)
-    mask: Mask = FULL,
+    mask: Mask | None = FULL,
     *,
     alibi: Tensor | None = None,
     backend: str | None = None,
@@ -158,13 +162,14 @@ def attention_packed(
     return _attend_packed(q, k, v, mask, Options(bias, alibi, sinks, None, cu_q, cu_k), asked, validate)[0]
 
 
+@answers_foreign_words
 def attention_packed_with_lse(
     q: Tensor,  # (total_q, H, D)
     k: Tensor,  # (total_k, Hk, D)
     v: Tensor,  # (total_k, Hk, Dv)
     cu_q: Tensor,  # (B + 1,)
     cu_k: Tensor,  # (B + 1,)
-    mask: Mask = FULL,
+    mask: Mask | None = FULL,
     *,
     alibi: Tensor | None = None,
     backend: str | None = None,
@@ -183,6 +188,7 @@ def attention_packed_with_lse(
     return _attend_packed(q, k, v, mask, Options(bias, alibi, sinks, None, cu_q, cu_k), asked, validate)
 
 
+@answers_foreign_words
 def quantise_qkv(
     q: Tensor,  # (B, T, H, D), or packed (total_q, H, D)
     k: Tensor,  # (B, S, Hk, D), or (total_k, Hk, D)
@@ -222,9 +228,10 @@ def quantise_qkv(
         return ops.quantise_qkv(q, k, v, options, recipe, code, _choose(code, backend))
 
 
+@answers_foreign_words
 def attention_quantised(
     qkv: QuantisedQKV,
-    mask: Mask = FULL,
+    mask: Mask | None = FULL,
     *,
     backend: str | None = None,
     scale: float | None = None,
@@ -243,9 +250,10 @@ def attention_quantised(
     return attention_quantised_with_lse(qkv, mask, backend=backend, scale=scale, sinks=sinks, softcap=softcap)[0]
 
 
+@answers_foreign_words
 def attention_quantised_with_lse(
     qkv: QuantisedQKV,
-    mask: Mask = FULL,
+    mask: Mask | None = FULL,
     *,
     backend: str | None = None,
     scale: float | None = None,
@@ -261,10 +269,11 @@ def attention_quantised_with_lse(
         return ops.attend_quantised(qkv, options, code, _choose(code, backend))
 
 
+@answers_foreign_words
 def attention_paged(
     q: Tensor,  # (B, T, H, D) or (total_q, H, D)
     cache: PagedKV,
-    mask: Mask = FULL,
+    mask: Mask | None = FULL,
     *,
     alibi: Tensor | None = None,
     backend: str | None = None,
@@ -308,10 +317,11 @@ def attention_paged(
     )[0]  # fmt: skip
 
 
+@answers_foreign_words
 def attention_paged_with_lse(
     q: Tensor,  # (B, T, H, D) or (total_q, H, D)
     cache: PagedKV,
-    mask: Mask = FULL,
+    mask: Mask | None = FULL,
     *,
     alibi: Tensor | None = None,
     backend: str | None = None,
@@ -344,7 +354,7 @@ def attention_paged_with_lse(
 
 
 def prepare_paged(
-    q: Tensor, cache: PagedKV, mask: Mask, options: Options = NO_OPTIONS, asked: Asked = _AS_USUAL
+    q: Tensor, cache: PagedKV, mask: Mask | None, options: Options = NO_OPTIONS, asked: Asked = _AS_USUAL
 ) -> Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]:
     """Checks a call of `attention_paged_with_lse` once, for all calls that differ from it in nothing but tensors' contents."""
     code = checks.paged_code(q, cache, mask, options, asked)
@@ -368,11 +378,12 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return reference.merge(checks.check_parts(parts))
 
 
+@answers_foreign_words
 def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask = FULL,
+    mask: Mask | None = FULL,
     *,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
@@ -400,8 +411,7 @@ def _options(bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None) ->
     return NO_OPTIONS if bias is None and alibi is None and sinks is None else Options(bias, alibi, sinks)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked) -> tuple[Tensor, Tensor]:
-    checks.check_query(q)
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked) -> tuple[Tensor, Tensor]:
     key = ops.signature(q, k, v, mask, options, asked)
     ready = None if key is None else ops.prepared(key)
     if ready is not None:
@@ -412,10 +422,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked
 
 
 def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked, read: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, read: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`_attend` for packed sequences, whose offsets are checked too; `read`: also on a GPU, where that waits."""
-    checks.check_query(q)
     known = not read and options.cu_q is not None and options.cu_k is not None
     key = ops.signature(q, k, v, mask, options, asked) if known else None
     ready = None if key is None else ops.prepared(key)
@@ -427,9 +436,10 @@ def _attend_packed(
 
 
 def _attend_anew(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked, key: tuple[Any, ...] | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, key: tuple[Any, ...] | None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Checks a call, chooses its backend and runs it; a call with a key is remembered by it."""
+    checks.check_query(q)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(x) for x in (q, k, v))
     if asked.dropout or asked.seed is not None:

@@ -52,6 +52,17 @@ class Mask:
         prefix = None if right == 0 else _least(self.prefix, other.prefix)
         return Mask(_least(self.left, other.left), right, prefix, tuple(sorted(chunks)))
 
+    def __or__(self, other: object) -> Mask:
+        raise InvalidInput(
+            f"{self} | {other}: a union of masks is no interval; join masks by &, write a boolean bias=, "
+            "or merge two calls over disjoint keys"
+        )
+
+    __ror__ = __or__
+
+    def __invert__(self) -> Mask:
+        raise InvalidInput(f"~{self}: what a mask hides is no interval; write a boolean bias=")
+
     @property
     def is_full(self) -> bool:
         """Whether every query sees every key."""

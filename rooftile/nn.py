@@ -10,6 +10,7 @@ from torch import Tensor
 from rooftile import api
 from rooftile.errors import InvalidInput
 from rooftile.masks import FULL, Mask
+from rooftile.words import answers_foreign_words
 
 
 class Attention(torch.nn.Module):
@@ -20,7 +21,7 @@ class Attention(torch.nn.Module):
         heads: query heads.
         kv_heads: key and value heads, a divisor of heads (GQA; 1 for MQA); heads if None.
         head_dim: width of a head; dim / heads if None.
-        mask: FULL, CAUSAL, Window, Prefix, Chunk, or several combined with `&`.
+        mask: FULL, CAUSAL, Window, Prefix, Chunk, or several combined with `&`. None is FULL.
         bias: whether the projections add one.
         context_dim: width of the context for keys and values; dim if None.
         dropout: probability of dropping a weight, in training only.
@@ -38,6 +39,7 @@ class Attention(torch.nn.Module):
         torch.Size([2, 100, 512])
     """
 
+    @answers_foreign_words
     def __init__(
         self,
         dim: int,
@@ -51,7 +53,7 @@ class Attention(torch.nn.Module):
         dtype: torch.dtype | None = None,
         head_dim: int | None = None,
         kv_heads: int | None = None,
-        mask: Mask = FULL,
+        mask: Mask | None = FULL,
         sinks: bool = False,
         softcap: float | None = None,
     ) -> None:
@@ -64,6 +66,7 @@ class Attention(torch.nn.Module):
         head_dim = dim // heads if head_dim is None else head_dim
         if head_dim < 1:
             raise InvalidInput(f"head_dim is {head_dim}; must be at least 1")
+        mask = FULL if mask is None else mask
         if not isinstance(mask, Mask):
             raise InvalidInput(f"mask is {mask!r}; must be a rooftile mask, such as rooftile.CAUSAL")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
@@ -76,6 +79,7 @@ class Attention(torch.nn.Module):
         self.out = torch.nn.Linear(heads * head_dim, dim, **made)
         self.sinks = torch.nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sinks else None
 
+    @answers_foreign_words
     def forward(
         self,
         x: Tensor,  # (B, T, dim)

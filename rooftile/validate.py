@@ -31,7 +31,7 @@ PACKED = ("total", "H", "D")
 
 
 def spec_code(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked, forward_mode: bool = False
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, forward_mode: bool = False
 ) -> str:  # fmt: skip
     """The code of this call's Spec, which `rooftile.spec.decode` reads. Raises InvalidInput."""
     packed = options.cu_q is not None
@@ -64,7 +64,7 @@ def spec_code(
     )  # fmt: skip
 
 
-def quantised_code(qkv: QuantisedQKV, mask: Mask, options: Options, asked: Asked) -> str:
+def quantised_code(qkv: QuantisedQKV, mask: Mask | None, options: Options, asked: Asked) -> str:
     """The code of the Spec of attention to tensors that `quantise_qkv` returned."""
     return _code(
         qkv.q, qkv.k.shape[-2], qkv.dim_v, mask, options, asked,
@@ -75,7 +75,7 @@ def quantised_code(qkv: QuantisedQKV, mask: Mask, options: Options, asked: Asked
     )  # fmt: skip
 
 
-def paged_code(q: Tensor, cache: PagedKV, mask: Mask, options: Options, asked: Asked) -> str:
+def paged_code(q: Tensor, cache: PagedKV, mask: Mask | None, options: Options, asked: Asked) -> str:
     """The code of the Spec of attention to a paged cache."""
     packed = cache.cu_q is not None
     axes = PACKED if packed else DENSE
@@ -95,12 +95,14 @@ def paged_code(q: Tensor, cache: PagedKV, mask: Mask, options: Options, asked: A
     )  # fmt: skip
 
 
-def _code(q: Tensor, kv_heads: int, dim_v: int, mask: Mask, options: Options, asked: Asked, **own: Any) -> str:
+def _code(q: Tensor, kv_heads: int, dim_v: int, mask: Any, options: Options, asked: Asked, **own: Any) -> str:
     """The code of a Spec: the mask and the options that every kind of call has are checked here; `own` is the rest."""
+    if mask is None:
+        mask = FULL
     if not isinstance(mask, Mask):
-        raise InvalidInput(
-            f"mask is {shown(mask)}; must be a rooftile mask: FULL, CAUSAL, Window, Prefix, Chunk, or some of them joined by &"
-        )
+        due = "must be a rooftile mask: FULL, CAUSAL, Window, Prefix, Chunk, or some of them joined by &"
+        due += "; write bias= for a tensor" if isinstance(mask, Tensor) else ""
+        raise InvalidInput(f"mask is {shown(mask)}; {due}")
     H, D = q.shape[-2], q.shape[-1]
     if options.sinks is not None:
         _check_vector("sinks", options.sinks, q, {"(H,)": (H,)})
@@ -120,13 +122,13 @@ def _code(q: Tensor, kv_heads: int, dim_v: int, mask: Mask, options: Options, as
     )
 
 
-def check_shared_prefix(q: Tensor, cache: PagedKV, mask: Mask, alibi: Tensor | None, tokens: int) -> None:
+def check_shared_prefix(q: Tensor, cache: PagedKV, mask: Mask | None, alibi: Tensor | None, tokens: int) -> None:
     """Raises InvalidInput unless all sequences may share their first tokens."""
     _check_pages(q, cache)
     size, room = cache.k.shape[1], cache.table.shape[1] * cache.k.shape[1]
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens <= room or tokens % size:
         raise InvalidInput(f"shared_prefix is {tokens!r}; must be whole blocks of {size} tokens, up to {room} in cache.table")
-    if mask not in (FULL, CAUSAL) or alibi is not None:
+    if mask not in (None, FULL, CAUSAL) or alibi is not None:
         came = "alibi" if alibi is not None else f"mask {mask}"
         raise InvalidInput(f"shared_prefix with {came}; every query must see the prefix whole: mask FULL or CAUSAL, no alibi")
     if q.device.type == "cpu" and cache.table.shape[0] and not torch.compiler.is_compiling():

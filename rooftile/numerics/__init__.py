@@ -12,3 +12,11 @@ __all__ = [
     "decode", "encode", "fake_quantise", "hadamard", "inverse_hadamard", "quantise", "quantise_blocks", "quantise_qkv",
     "signs_of",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    """Accepts American spellings."""
+    british = name.replace("quantize", "quantise")
+    if british in __all__:
+        return globals()[british]
+    raise AttributeError(f"module 'rooftile.numerics' has no attribute {name!r}")

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from rooftile import dispatch
 from rooftile.errors import Unsupported
 from rooftile.launch import BoundedCache
-from rooftile.masks import Mask
+from rooftile.masks import FULL, Mask
 from rooftile.operators import autocast_on, below_autograd, define, wants_grad, watched
 from rooftile.spec import NO_OPTIONS, Asked, Grads, Options, Spec, decode, option_names
 
@@ -49,13 +49,15 @@ _PLAIN_TYPES = frozenset((type(None), bool, int, float, str))
 _PLAIN_KINDS = BoundedCache()
 
 
-def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask, options: Options, asked: Asked) -> tuple[Any, ...] | None:
+def signature(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked) -> tuple[Any, ...] | None:
     """Everything that a plain call depends on besides its tensors' contents; None for a call that is not plain.
 
     A call whose signature is known was checked when it was first made. A plain call may carry sinks, and offsets of packed
     sequences that are on a GPU. It has no bias, ALiBi, dropout or recipe, and nobody watches it.
     """
-    if type(mask) is not Mask or not isinstance(k, Tensor) or not isinstance(v, Tensor):
+    if mask is None:
+        mask = FULL
+    if type(mask) is not Mask or not isinstance(q, Tensor) or not isinstance(k, Tensor) or not isinstance(v, Tensor):
         return None
     if torch.compiler.is_compiling() or watched(q, k, v) or forward_ad._current_level >= 0:
         return None

@@ -1,0 +1,128 @@
+"""Answers to the words of other libraries: one sentence with the line to write, in place of Python's TypeError or AttributeError.
+
+American spellings mean the same and are accepted (`AMERICAN`). Every other word gets its sentence from `ARGUMENTS` or `NAMES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from rooftile.errors import InvalidInput
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+AMERICAN = {
+    "attention_quantized": "attention_quantised",
+    "attention_quantized_with_lse": "attention_quantised_with_lse",
+    "quantize_qkv": "quantise_qkv",
+}
+
+_LAYOUT = "write {}=, in the layout (B, T, H, D): x.transpose(1, 2) of (B, H, T, D) costs no copy"
+_CAUSAL = "write mask=rooftile.CAUSAL; it is aligned bottom-right: the last query sees the last key"
+_BIAS = "write bias=, which broadcasts to (B, H, T, S): numbers to add to the scores, or booleans, True where a key is seen"
+_LSE = "write o, lse = rooftile.attention_with_lse(q, k, v, mask)"
+_GROUPS = "leave it out: fewer heads of k and v than of q are always grouped"
+_LENGTHS = "leave it out: the offsets cu_q and cu_k are enough"
+_CACHE = "write rooftile.attention_paged(q, rooftile.kvcache.PagedKV(...), mask), or use rooftile.integrations.flash_attn"
+_SCALES = "write precision='fp8', which computes the scales, or rooftile.quantise_qkv and rooftile.attention_quantised"
+_TUNING = "leave it out: a backend chooses its own tiles; backend= names a backend"
+_CALL = "write rooftile.attention(q, k, v, mask) in the layout (B, T, H, D), or call rooftile.enable()"
+
+# words of flash-attn, torch's SDPA, FlexAttention, MultiheadAttention, xformers and Transformers -> what to do here
+ARGUMENTS = {
+    "query": _LAYOUT.format("q"), "key": _LAYOUT.format("k"), "value": _LAYOUT.format("v"),
+    "queries": _LAYOUT.format("q"), "keys": _LAYOUT.format("k"), "values": _LAYOUT.format("v"),
+    "qkv": "write q, k, v = qkv.unbind(dim=2)", "kv": "write k, v = kv.unbind(dim=2)",
+    "is_causal": _CAUSAL, "causal": _CAUSAL,
+    "attn_mask": _BIAS, "attn_bias": _BIAS, "attention_mask": _BIAS,
+    "key_padding_mask": "write bias=~key_padding_mask[:, None, None] (True there: padding), or drop it: attention_packed",
+    "dropout_p": "write dropout=", "p": "write dropout=", "attn_dropout": "write dropout=",
+    "softmax_scale": "write scale=", "sm_scale": "write scale=", "scaling": "write scale=",
+    "logits_soft_cap": "write softcap=", "logit_cap": "write softcap=",
+    "alibi_slopes": "write alibi=",
+    "learnable_sink": "write sinks=", "s_aux": "write sinks=",
+    "window_size": "write mask=rooftile.Window(left, right), None for no bound, and & rooftile.CAUSAL under a causal mask",
+    "sliding_window": "write mask=rooftile.CAUSAL & rooftile.Window(n - 1): n counts the query itself, Window does not",
+    "attention_chunk": "write mask=rooftile.CAUSAL & rooftile.Chunk(n)",
+    "score_mod": "there is no function of scores: softcap=, alibi= and bias= change them",
+    "mask_mod": "there is no function of positions: join Window, Prefix, Chunk and CAUSAL by &, or write a boolean bias=",
+    "block_mask": "join Window, Prefix, Chunk and CAUSAL by & and pass mask=, or write a boolean bias=",
+    "enable_gqa": _GROUPS, "pack_gqa": _GROUPS,
+    "return_lse": _LSE, "return_aux": _LSE, "return_softmax_lse": _LSE,
+    "return_attn_probs": f"the weights are never stored; for lse {_LSE}",
+    "need_weights": f"the weights are never stored; for lse {_LSE}",
+    "average_attn_weights": f"the weights are never stored; for lse {_LSE}",
+    "cu_seqlens_q": "write rooftile.attention_packed(q, k, v, cu_q, cu_k, mask)",
+    "cu_seqlens_k": "write rooftile.attention_packed(q, k, v, cu_q, cu_k, mask)",
+    "cu_seqlens": "write rooftile.attention_packed(q, k, v, cu, cu, mask)",
+    "max_seqlen_q": _LENGTHS, "max_seqlen_k": _LENGTHS, "max_seqlen": _LENGTHS,
+    "seqused_q": _CACHE, "seqused_k": _CACHE, "leftpad_k": _CACHE,
+    "block_table": _CACHE, "page_table": _CACHE, "k_cache": _CACHE, "v_cache": _CACHE, "cache_seqlens": _CACHE,
+    "cache_batch_idx": _CACHE, "cache_leftpad": _CACHE, "rotary_cos": _CACHE, "rotary_sin": _CACHE, "rotary_interleaved": _CACHE,
+    "k_new": _CACHE, "v_new": _CACHE, "cu_seqlens_k_new": _CACHE, "rotary_seqlens": _CACHE,
+    "q_descale": _SCALES, "k_descale": _SCALES, "v_descale": _SCALES,
+    "num_splits": _TUNING, "kernel_options": _TUNING, "op": _TUNING, "scheduler_metadata": _TUNING, "sm_margin": _TUNING,
+    "qv": "there is no second query: concatenate it with q, and the values with k, along the head dim",
+    "output_dtype": "leave it out: o has the dtype of q; write .to(dtype) after the call",
+    "embed_dim": "write dim=", "hidden_size": "write dim=", "d_model": "write dim=",
+    "num_heads": "write heads=", "num_attention_heads": "write heads=", "n_heads": "write heads=",
+    "num_kv_heads": "write kv_heads=", "num_key_value_heads": "write kv_heads=", "n_kv_heads": "write kv_heads=",
+    "kdim": "write context_dim=, of keys and values alike", "vdim": "write context_dim=, of keys and values alike",
+    "batch_first": "leave it out: the layout is always (B, T, dim)",
+    "add_bias_kv": "there is none; sinks=True has a learned logit per head",
+    "add_zero_attn": "there is none; sinks of zeros give the same",
+}  # fmt: skip
+
+NAMES = {
+    **{
+        name: f"write from rooftile.integrations.flash_attn import {name}"
+        for name in (
+            "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+            "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+        )
+    },
+    "scaled_dot_product_attention": _CALL, "sdpa": _CALL,
+    "flex_attention": "write rooftile.attention(q, k, v, mask) in the layout (B, T, H, D)",
+    "memory_efficient_attention": "write rooftile.attention(q, k, v, mask)",
+    "create_block_mask": ARGUMENTS["mask_mod"], "BlockMask": ARGUMENTS["mask_mod"], "and_masks": "join masks by &",
+    "or_masks": "there is no union of masks: write a boolean bias=, or merge two calls over disjoint keys",
+    "LowerTriangularMask": "write rooftile.CAUSAL", "causal": "write rooftile.CAUSAL", "Causal": "write rooftile.CAUSAL",
+    "Full": "write rooftile.FULL", "SlidingWindow": "write rooftile.Window", "Sliding": "write rooftile.Window",
+    "PrefixLM": "write rooftile.Prefix", "BlockDiagonalMask": "write rooftile.attention_packed(q, k, v, cu_q, cu_k)",
+    "MultiheadAttention": "write rooftile.nn.Attention(dim, heads)", "Attention": "write rooftile.nn.Attention(dim, heads)",
+    "quantise": "write rooftile.numerics.quantise", "quantize": "write rooftile.numerics.quantise",
+    "quantise_blocks": "write rooftile.numerics.quantise_blocks", "quantize_blocks": "write rooftile.numerics.quantise_blocks",
+    "PagedKV": "write from rooftile.kvcache import PagedKV",
+}  # fmt: skip
+
+
+def answers_foreign_words(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a call with an unknown keyword raise InvalidInput with the line to write.
+
+    Python finds such a keyword when it binds the arguments, so the error has no frame below this one. A good call costs one more
+    frame, and a TypeError from inside the function passes unchanged.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            trace = error.__traceback__
+            own = _own(function)
+            word = next((name for name in kwargs if name not in own), None)
+            if word is None or trace is None or trace.tb_next is not None:
+                raise
+            answer = ARGUMENTS.get(word) or "it has " + ", ".join(name for name in own if name != "self")
+            raise InvalidInput(f"{function.__qualname__} has no argument {word}: {answer}") from None
+
+    return call
+
+
+def _own(function: Callable[..., object]) -> tuple[str, ...]:
+    """Returns the names of a function's arguments."""
+    code = function.__code__
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

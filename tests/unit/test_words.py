@@ -1,0 +1,136 @@
+"""Words of other libraries get an answer: they are accepted, or one sentence says what to write."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+import rooftile as rt
+from rooftile import numerics, words
+from tests.integrations.test_flash_attn import SIGNATURES
+
+Q = torch.randn(1, 4, 2, 16)
+CU = torch.tensor([0, 4])
+FLEX = inspect.signature(flex_attention).parameters
+MODULE = inspect.signature(torch.nn.MultiheadAttention).parameters
+FORWARD = inspect.signature(torch.nn.MultiheadAttention.forward).parameters
+
+
+def names(text: str) -> set[str]:
+    """Returns the names of arguments in a signature without types."""
+    return set(re.findall(r"(\w+)(?:=[^,]*)?(?:,|$)", text.replace(", -1)", ")")))
+
+
+# peer -> the words of its signatures
+ATTENTION = {
+    "flash-attn 2": names(",".join(SIGNATURES.values())),
+    "flash-attn 3": names(
+        "q, k, v, softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits, "
+        "pack_gqa, deterministic, sm_margin, return_attn_probs, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+        "seqused_q, seqused_k, page_table, leftpad_k, k_new, v_new, scheduler_metadata, learnable_sink"
+    ),
+    "SDPA": names("query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa"),
+    "FlexAttention": set(FLEX),
+    "xformers": names("query, key, value, attn_bias, p, scale, op, output_dtype"),
+    "Transformers": names("query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux"),
+}
+
+
+def assert_answered(call: Any, word: str, own: Any) -> None:
+    """The word is an argument of ours, or InvalidInput names it and says what to write."""
+    if word in own:
+        return
+    with pytest.raises(rt.InvalidInput, match=rf"has no argument {word}: \w+"):
+        call(**{word: None})
+
+
+@pytest.mark.parametrize("peer", ATTENTION)
+def test_every_word_of_a_peer_has_an_answer(peer: str) -> None:
+    assert len(ATTENTION[peer]) >= 8
+    calls = {
+        rt.attention: (Q, Q, Q), rt.attention_with_lse: (Q, Q, Q), rt.explain: (Q, Q, Q),
+        rt.attention_packed: (Q[0], Q[0], Q[0], CU, CU), rt.attention_paged: (Q, None), rt.quantise_qkv: (Q, Q, Q),
+        rt.attention_quantised: (None,),
+    }  # fmt: skip
+    for function, given in calls.items():
+        own = inspect.signature(function).parameters
+        for word in ATTENTION[peer]:
+            assert_answered(lambda function=function, given=given, **kwargs: function(*given, **kwargs), word, own)
+
+
+def test_sdpas_own_names_of_the_tensors() -> None:
+    with pytest.raises(rt.InvalidInput, match="has no argument query: write q="):
+        rt.attention(query=Q, key=Q, value=Q)
+
+
+def test_the_module_answers_too() -> None:
+    layer = rt.nn.Attention(32, heads=2)
+    for word in {*MODULE, "hidden_size", "num_key_value_heads", "is_causal"}:
+        assert_answered(lambda **kwargs: rt.nn.Attention(32, 2, **kwargs), word, inspect.signature(rt.nn.Attention).parameters)
+    for word in set(FORWARD) - {"self"}:
+        assert_answered(lambda **kwargs: layer(torch.randn(1, 3, 32), **kwargs), word, ("x", "context"))
+
+
+def test_none_is_no_mask() -> None:
+    due = rt.attention(Q, Q, Q)
+    for found in (rt.attention(Q, Q, Q, None), rt.attention(Q, Q, Q, mask=None), rt.attention_with_lse(Q, Q, Q, None)[0]):
+        assert torch.equal(found, due)
+    assert torch.equal(rt.attention_packed(Q[0], Q[0], Q[0], CU, CU, None), rt.attention_packed(Q[0], Q[0], Q[0], CU, CU))
+    assert rt.nn.Attention(32, 2, mask=None).mask == rt.FULL
+
+
+def test_american_spellings_are_the_same() -> None:
+    assert rt.quantize_qkv is rt.quantise_qkv
+    assert rt.attention_quantized is rt.attention_quantised
+    assert rt.attention_quantized_with_lse is rt.attention_quantised_with_lse
+    assert numerics.quantize is numerics.quantise
+    assert numerics.quantize_blocks is numerics.quantise_blocks
+    with pytest.raises(AttributeError, match=r"module 'rooftile\.numerics' has no attribute 'quantized'"):
+        _ = numerics.quantized
+
+
+@pytest.mark.parametrize("name", sorted(words.NAMES))
+def test_a_name_of_a_peer_is_answered(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"module 'rooftile' has no attribute '{name}': "):
+        getattr(rt, name)
+
+
+@pytest.mark.parametrize("call", [lambda m: m | rt.FULL, lambda m: None | m, lambda m: m | 3, lambda m: ~m])
+def test_masks_have_no_union_and_no_complement(call: Any) -> None:
+    with pytest.raises(rt.InvalidInput, match="boolean bias="):
+        call(rt.CAUSAL & rt.Window(3))
+
+
+def test_errors_that_are_not_about_words_stay() -> None:
+    with pytest.raises(rt.InvalidInput, match="attention has no argument colour: it has q, k, v, mask, alibi, "):
+        rt.attention(Q, Q, Q, colour=1)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
+        rt.attention(Q, Q)
+
+    @words.answers_foreign_words
+    def fails(causal: bool = False) -> None:
+        raise TypeError("from inside")
+
+    with pytest.raises(TypeError, match="from inside"):
+        fails(causal=True)
+
+
+def test_what_an_answer_tells_to_write_exists() -> None:
+    for line in (*words.ARGUMENTS.values(), *words.NAMES.values()):
+        for word in line.replace("(", " ").replace(")", " ").replace(",", " ").replace(";", " ").split():
+            if word.startswith("rooftile."):
+                owner = rt
+                for part in word.removeprefix("rooftile.").split("."):
+                    owner = getattr(owner, part)
+    assert ast.parse("from rooftile.integrations.flash_attn import flash_attn_func")
+
+
+def test_a_compiled_call_with_the_wrapper_has_one_graph() -> None:
+    compiled = torch.compile(lambda q: rt.attention(q, q, q, rt.CAUSAL), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(Q), rt.attention(Q, Q, Q, rt.CAUSAL))
