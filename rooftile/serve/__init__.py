@@ -11,6 +11,8 @@
     output         what a caller gets back
     beam_search    which beams go on
     process_lock   keeps forked processes out
+    progress       a progress bar
+    vllm_names     vLLM's keywords that have another name here, or none
     memory         how many blocks fit into memory
     warm_up        compiles kernels while weights load
 

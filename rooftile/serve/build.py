@@ -43,7 +43,7 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     pages = allocate_pages(decoder, config, num_blocks)
     pool: BlockPool
     if config.allocator == "paged":
-        pool = BlockPool(num_blocks, config.block_size)
+        pool = BlockPool(num_blocks, config.block_size, prefixes=config.enable_prefix_caching)
     else:
         pool = ReservedPool(num_blocks, config.block_size, reserve=max_len)
     return Engine(
@@ -52,7 +52,8 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
         max_len=max_len,
         max_answers=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
-        tokenizer=None if isinstance(model, Decoder) else find_tokenizer(Path(model)),
+        tokenizer=find_tokenizer(model, config),
+        seed=config.seed,
     )
 
 
@@ -155,8 +156,13 @@ def allocate_pages(decoder: Decoder, config: EngineConfig, num_blocks: int) -> P
         ) from error
 
 
-def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """Loads the checkpoint's tokenizer; None if the folder has no file of one."""
+def find_tokenizer(model: str | Path | Decoder, config: EngineConfig) -> Tokenizer | None:
+    """Loads the tokenizer that is asked for, or the checkpoint's; None if its folder has no file of one."""
+    if config.tokenizer is not None:
+        return Tokenizer.from_folder(config.tokenizer)
+    if isinstance(model, Decoder):
+        return None
+    folder = Path(model)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     return Tokenizer.from_folder(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,6 +13,10 @@ from rooftile.errors import InvalidInput, Unsupported
 FP8 = torch.float8_e4m3fn
 # each answer has a row in tables of blocks and of sampling parameters
 MOST_SEQS = 1 << 16
+_DTYPES = {
+    "float32": torch.float32, "float": torch.float32, "float16": torch.float16, "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +24,7 @@ class EngineConfig:
     """The settings of an engine; `LLM` takes the same keywords.
 
     Args:
-        dtype: the dtype of weights and computation; "auto" takes the checkpoint's.
+        dtype: the dtype of weights and computation, as torch.bfloat16 or "bfloat16"; "auto" takes the checkpoint's.
         device: None takes a GPU if there is one.
         max_model_len: the longest sequence in tokens, prompt and answer together; None takes what the model has positions for,
             or what the cache has room for if that is less.
@@ -33,6 +38,10 @@ class EngineConfig:
         tensor_parallel_size: must be 1.
         max_num_seqs: the most answers that run at once.
         enforce_eager: run without CUDA graphs.
+        enable_prefix_caching: whether prompts that begin alike share what is cached.
+        seed: makes the samples of requests without a seed of their own the same in each run, if the requests come in the same
+            order; None for random samples.
+        tokenizer: a folder with another tokenizer than the model's.
 
     Raises:
         InvalidInput: a value makes no sense; the sentence says which one and what it must be.
@@ -56,8 +65,13 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     max_num_seqs: int = 256
     enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    seed: int | None = None
+    tokenizer: str | Path | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", _DTYPES.get(self.dtype, self.dtype))
         self._check_choices()
         self._check_numbers()
         self._check_device()
@@ -74,7 +88,17 @@ class EngineConfig:
         if self.allocator not in ("paged", "contiguous"):
             raise InvalidInput(f'allocator is {self.allocator!r}; must be "paged" or "contiguous"')
 
+        for name in ("enforce_eager", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}; must be True or False")
+        if self.dtype != "auto" and not isinstance(self.dtype, torch.dtype):
+            raise InvalidInput(f'dtype is {self.dtype!r}; must be "auto", {", ".join(map(repr, _DTYPES))} or a dtype of torch')
+        if not isinstance(self.tokenizer, str | Path | None):
+            raise InvalidInput(f"tokenizer is {self.tokenizer!r}; must be a folder with one, or None for the model's")
+
     def _check_numbers(self) -> None:
+        if self.seed is not None and not (_is_whole(self.seed) and 0 <= self.seed < 2**63):
+            raise InvalidInput(f"seed is {self.seed!r}; must be a whole number from 0 to {2**63 - 1}, or None")
         size = self.block_size
         if not _is_whole(size) or size < 8 or size & (size - 1):
             raise InvalidInput(f"block_size is {size}; must be a power of two of at least 8")

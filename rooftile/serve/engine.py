@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from random import Random, SystemRandom
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import BlockPool
@@ -15,7 +16,7 @@ from rooftile.serve.runner import Result, Runner, top_rows
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.scheduler import Scheduler
 from rooftile.serve.text.detokenizer import Detokenizer
-from rooftile.serve.text.prompt import check_tokens
+from rooftile.serve.text.prompt import banned_sequences, check_tokens
 from rooftile.serve.text.tokenizer import Tokenizer
 
 
@@ -32,11 +33,12 @@ class Engine:
         max_answers: the most answers that run at once.
         max_batched_tokens: the most tokens that the model reads in one step.
         tokenizer: the model's tokenizer; without one answers have no text, and stop strings are refused.
+        seed: draws the seeds of requests that have none; None for random ones.
     """
 
     def __init__(
         self, runner: Runner, pool: BlockPool, *, max_len: int, max_answers: int, max_batched_tokens: int,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | None = None, seed: int | None = None,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.tokenizer = tokenizer
@@ -52,6 +54,7 @@ class Engine:
         self._ahead = runner.device.type == "cuda"
         self._in_flight: Result | None = None
         self._count = 0
+        self._random: Random = SystemRandom() if seed is None else Random(seed)
 
     @property
     def idle(self) -> bool:
@@ -70,12 +73,19 @@ class Engine:
             InvalidInput: the request can never run; the sentence says why.
         """
         prompt = check_tokens(prompt, self.runner.decoder.config.vocab_size)
+        if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
+            prompt = prompt[-params.truncate_prompt_tokens :]
         limit = self._check(prompt, params, cache_salt)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        if params.min_tokens and params.allowed_token_ids is not None and ends.issuperset(params.allowed_token_ids):
+            raise InvalidInput(f"allowed_token_ids are all ends, and min_tokens is {params.min_tokens}; allow another token")
         if params.prompt_logprobs is not None:
             # logprobs need every prompt token to be read: a salt of its own keeps the prefix cache out
             cache_salt = secrets.token_hex(16)
         request = Request(self._count, prompt, params, limit, ends, cache_salt)
+        if self.tokenizer is not None:
+            request.text_of = self.tokenizer.text_of
+            request.banned = banned_sequences(self.tokenizer, params.bad_words)
         self._count += 1
         answers = params.n
         if params.beam_width is not None:
@@ -83,7 +93,7 @@ class Engine:
             request.search = BeamSearch(
                 answers, limit, ends, params.length_penalty, params.early_stopping, least=params.min_tokens
             )
-        seed = secrets.randbits(62) if params.seed is None else params.seed
+        seed = self._random.getrandbits(62) if params.seed is None else params.seed
         for n in range(answers):
             text = None if self.tokenizer is None or request.search is not None else Detokenizer(self.tokenizer, params)
             request.answers.append(Answer(request, n, seed + n, list(prompt), detokenizer=text))
@@ -132,8 +142,8 @@ class Engine:
 
     def _run_step(self) -> list[Request]:
         changed: dict[int, Request] = {}
-        if self._in_flight is not None and any(request.search is not None for request in self.scheduler.running):
-            # the host decides which beams go on, so it needs their tokens before the next step
+        if self._in_flight is not None and any(request.waits for request in self.scheduler.running):
+            # the host decides which beams go on, and which tokens complete a bad word
             self._collect_step(changed)
         plan = self.scheduler.schedule()
         launched = None
@@ -260,6 +270,8 @@ class Engine:
         if params.stops and (self.tokenizer is None or params.beam_width is not None):
             why = "the model has no tokenizer" if self.tokenizer is None else "a beam search ends at tokens"
             raise InvalidInput(f"stop strings are asked for, and {why}: give stop_token_ids")
+        if params.bad_words and self.tokenizer is None:
+            raise InvalidInput("bad_words are given, and the model has no tokenizer: give logit_bias of -100 for their tokens")
         left = self.max_len - len(prompt)
         if left < 1:
             raise InvalidInput(

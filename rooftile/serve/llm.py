@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -15,9 +15,12 @@ from rooftile.serve.build import build_engine, current_device
 from rooftile.serve.config import EngineConfig
 from rooftile.serve.output import RequestOutput, output_of
 from rooftile.serve.process_lock import ProcessLock
+from rooftile.serve.progress import progress_bar
 from rooftile.serve.request import Request
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.text.prompt import Prompt, list_prompts, parse_prompt
+from rooftile.serve.text.tokenizer import Tokenizer
+from rooftile.serve.vllm_names import LLM_REFUSED, LLM_RENAMED, takes_vllm_names
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +33,7 @@ class _Reader:
     unfinished: int = 0
 
 
+@takes_vllm_names(LLM_RENAMED, LLM_REFUSED)
 class LLM:
     """A language model that answers prompts together, with a paged KV cache and continuous batching.
 
@@ -37,7 +41,7 @@ class LLM:
 
     Args:
         model: a checkpoint folder in Hugging Face's layout (config.json, *.safetensors), or a `rooftile.models.Decoder`.
-        dtype: the dtype of weights and computation; "auto" takes the checkpoint's.
+        dtype: the dtype of weights and computation, as torch.bfloat16 or "bfloat16"; "auto" takes the checkpoint's.
         device: None takes a GPU if there is one.
         max_model_len: the longest sequence in tokens, prompt and answer together; None takes what the model has positions for,
             or what the cache has room for if that is less.
@@ -51,6 +55,12 @@ class LLM:
         tensor_parallel_size: must be 1.
         max_num_seqs: the most answers that run at once.
         enforce_eager: run without CUDA graphs.
+        enable_prefix_caching: whether prompts that begin alike share what is cached.
+        seed: makes the samples of requests without a seed of their own the same in each run; None for random samples.
+        tokenizer: a folder with another tokenizer than the model's.
+
+    vLLM's names kv_cache_dtype and max_num_batched_tokens are taken too; its other keywords are refused one by one, with the
+    reason, unless they ask for what happens anyway.
 
     Raises:
         InvalidInput: the folder holds no model that can be loaded, or a setting makes no sense; the sentence says which and why.
@@ -68,13 +78,15 @@ class LLM:
         max_model_len: int | None = None, block_size: int = 16, num_blocks: int | None = None, max_batched_tokens: int = 8192,
         gpu_memory_utilization: float = 0.9, kv_dtype: str = "auto", allocator: Literal["paged", "contiguous"] = "paged",
         tensor_parallel_size: int = 1, *, max_num_seqs: int = 256, enforce_eager: bool = False,
+        enable_prefix_caching: bool = True, seed: int | None = None, tokenizer: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.config = EngineConfig(
             dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
             max_batched_tokens=max_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, kv_dtype=kv_dtype,
             allocator=allocator, tensor_parallel_size=tensor_parallel_size, max_num_seqs=max_num_seqs,
-            enforce_eager=enforce_eager,
+            enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching, seed=seed, tokenizer=tokenizer,
         )  # fmt: skip
+        self.model = "a decoder" if isinstance(model, Decoder) else str(model)
         self.engine = build_engine(model, self.config)
         self.pages = self.engine.runner.pages
         self.tokenizer = self.engine.tokenizer
@@ -92,14 +104,16 @@ class LLM:
         return cls(model, **{each.name: getattr(config, each.name) for each in fields(config)})
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[RequestOutput]:
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *, use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Answers prompts; returns when all answers are complete.
 
         Args:
             prompts: texts or lists of token ids, or a single one of them. Like in vLLM, a prompt may also be a dictionary with
                 "prompt" or "prompt_token_ids", and "cache_salt": the prefix cache is shared only between equal salts.
             sampling_params: one for all prompts, or a list with one for each.
+            use_tqdm: whether to show a progress bar on stderr; None shows one on a terminal.
 
         Returns:
             One RequestOutput per prompt, in the order of the prompts. If a prompt cannot be answered, its `error` says why, and
@@ -109,12 +123,54 @@ class LLM:
             InvalidInput: prompts or sampling_params are no such lists, or an AsyncEngine owns the LLM.
         """
         outputs: dict[int, RequestOutput] = {}
-        for place, found, prompt in self._run(list_prompts(prompts), sampling_params):
-            if isinstance(found, RequestOutput):
-                outputs[place] = found
-            elif not found.live:
-                outputs[place] = output_of(found, prompt)
+        several = list_prompts(prompts)
+        with progress_bar(len(several), use_tqdm) as answered:
+            for place, found, prompt in self._run(several, sampling_params):
+                if isinstance(found, RequestOutput):
+                    outputs[place] = found
+                elif not found.live:
+                    outputs[place] = output_of(found, prompt)
+                if place in outputs:
+                    answered(sum(len(answer.token_ids) for answer in outputs[place].outputs))
         return [outputs[place] for place in sorted(outputs)]
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *, add_generation_prompt: bool = True, use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
+        """Answers conversations, which the checkpoint's chat template writes.
+
+        Args:
+            messages: a conversation, or a list of them: dictionaries with a role and content each.
+            sampling_params, use_tqdm: see `generate`.
+            add_generation_prompt: whether a prompt ends where the model's answer begins.
+
+        Returns:
+            One RequestOutput per conversation, in their order.
+
+        Raises:
+            InvalidInput: there is no tokenizer or chat template, or it refuses these messages.
+        """
+        tokenizer = self.get_tokenizer()
+        one = not isinstance(messages, list | tuple) or not messages or isinstance(messages[0], Mapping)
+        prompts = [tokenizer.chat(each, add_generation_prompt) for each in cast("Any", [messages] if one else messages)]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer; raises InvalidInput if the model has none."""
+        if self.tokenizer is None:
+            raise InvalidInput(f"{self.model} has no tokenizer; give a folder with one as tokenizer=")
+        return self.tokenizer
+
+    def __repr__(self) -> str:
+        decoder, engine = self.engine.runner.decoder, self.engine
+        return (
+            f"LLM({self.model}: {decoder.config.family} in {str(decoder.embedding.dtype).removeprefix('torch.')} on "
+            f"{decoder.embedding.device}; cache of {engine.pool.total:,} blocks of {engine.pool.size} tokens in "
+            f"{str(self.pages.storage.dtype).removeprefix('torch.')}; at most {engine.max_answers:,} answers at once, "
+            f"{engine.max_len:,} tokens per sequence)"
+        )
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -152,7 +208,7 @@ class LLM:
         """Captures CUDA graphs and answers one prompt, so that the first request waits for neither."""
         with current_device(self.pages.storage.device):
             self.engine.runner.capture()
-        self.generate([[0] * min(64, self.engine.max_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True))
+        self.generate([[0] * min(64, self.engine.max_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
         self.engine.pool.forget_prefixes()
 
     def _check_free(self) -> None:

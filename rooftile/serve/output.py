@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -89,6 +90,8 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
+    num_cached_tokens: int | None = None
+    """How many tokens of the prompt the prefix cache had; None if the request has not run yet."""
 
 
 def output_of(request: Request, prompt: str | None = None) -> RequestOutput:
@@ -104,6 +107,7 @@ def output_of(request: Request, prompt: str | None = None) -> RequestOutput:
         outputs=[] if request.error is not None else [_completion(answer) for answer in request.answers[: request.params.n]],
         finished=not request.live,
         error=request.error,
+        num_cached_tokens=request.cached_tokens,
         prompt_logprobs=_prompt_logprobs(request),
     )
 
@@ -118,7 +122,7 @@ def _completion(answer: Answer) -> CompletionOutput:
             answer.shown = answer.shown[: last - first]
         shown = len(answer.shown)
         new = zip(answer.ids[first + shown :], answer.tops[shown:], strict=True)
-        answer.shown += [_shown(token, top, params.logprobs) for token, top in new]
+        answer.shown += [_shown(token, top, params.logprobs, answer.request.text_of) for token, top in new]
         logprobs = answer.shown
     text = None if answer.detokenizer is None else answer.detokenizer.snapshot()
     # text, token_ids and logprobs stay unset: they are read from the snapshot
@@ -141,13 +145,17 @@ def _prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None
         return [None]
     if not request.shown_prompt_logprobs:
         places = range(1, len(request.prompt))
-        made = (_shown(request.prompt[place], request.prompt_tops[place], count) for place in places)
+        made = (_shown(request.prompt[place], request.prompt_tops[place], count, request.text_of) for place in places)
         request.shown_prompt_logprobs = [None, *made]
     return request.shown_prompt_logprobs
 
 
-def _shown(token: int, top: Top, count: int) -> dict[int, Logprob]:
+def _shown(token: int, top: Top, count: int, text_of: Callable[[int], str] | None) -> dict[int, Logprob]:
     """Returns the logprobs of one place by token id: the `count` most likely tokens, and the token that was taken."""
     best = zip(top.ids[:count], top.logprobs[:count], strict=True)
     shown = {id_: Logprob(logprob, rank) for rank, (id_, logprob) in enumerate(best, 1)}
-    return shown | {token: Logprob(top.logprob, top.rank)}
+    shown[token] = Logprob(top.logprob, top.rank)
+    if text_of is not None:
+        for id_, one in shown.items():
+            one.decoded_token = text_of(id_)
+    return shown

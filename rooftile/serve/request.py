@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -23,11 +23,18 @@ class Top(NamedTuple):
     logprobs: list[float]
 
 
-class Logprob(NamedTuple):
-    """The natural logarithm of a token's probability in one place, and its rank: the number of more likely tokens, plus 1."""
-
+class _Scored(NamedTuple):
     logprob: float
     rank: int
+
+
+class Logprob(_Scored):
+    """The natural logarithm of a token's probability in one place, and its rank: the number of more likely tokens, plus 1.
+
+    It unpacks to these two. `decoded_token` is the token's text, or None if the model has no tokenizer.
+    """
+
+    decoded_token: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +104,12 @@ class Request:
     prompt_tops: dict[int, Top] = field(default_factory=dict)
     """Logprobs of the prompt's tokens by position, if they were asked for."""
     search: BeamSearch | None = None
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that an answer must not have."""
+    text_of: Callable[[int], str] | None = None
+    """Returns the text of one token, if the model has a tokenizer."""
+    cached_tokens: int | None = None
+    """How many tokens of the prompt the prefix cache had when the request first ran."""
     error: str | None = None
     """Why the request has no answers, if it failed by itself."""
     shown_prompt: list[int] = field(default_factory=list)
@@ -108,6 +121,11 @@ class Request:
     def top_count(self) -> int | None:
         """How many of the most likely tokens are asked for; None if no logprobs are."""
         return self.params.logprobs if self.search is None else self.search.keep
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host must know all tokens of the request before it can launch the next step."""
+        return self.search is not None or any(len(sequence) > 1 for sequence in self.banned)
 
     @property
     def live(self) -> list[Answer]:

@@ -238,10 +238,13 @@ class Runner:
 
 
 def _banned_tokens(answers: list[Answer]) -> list[tuple[int, int]]:
-    """Returns (row, token) for each end token of an answer that has not reached min_tokens yet."""
-    return [
-        (row, token)
-        for row, answer in enumerate(answers)
-        if answer.generated + answer.pending - 1 < answer.request.params.min_tokens
-        for token in answer.request.ends
-    ]
+    """Returns (row, token) for each end token of an answer below min_tokens, and each token that would complete a bad word."""
+    found = []
+    for row, answer in enumerate(answers):
+        request = answer.request
+        if answer.generated + answer.pending - 1 < request.params.min_tokens:
+            found += [(row, token) for token in request.ends]
+        if request.banned:
+            own = answer.ids[len(request.prompt) :]
+            found += [(row, last) for *before, last in request.banned if own[len(own) - len(before) :] == before]
+    return found

@@ -228,6 +228,7 @@ class Scheduler:
             if answer is not readers[0]:
                 self._share_prompt(request, readers[0], answer)
             answer.planned = answer.table.length
+            cached = answer.table.length if request.cached_tokens is None else request.cached_tokens
             missing = len(answer.ids) - answer.table.length
             spare = self.pool.watermark if self.running else 0
             if self.pool.available - self.pool.needs(answer.table, missing) < spare:
@@ -235,6 +236,7 @@ class Scheduler:
                     self._free_table(other)
                 return False
             self.pool.append(answer.table, missing)
+            request.cached_tokens = cached
         return True
 
     def _share_prompt(self, request: Request, first: Answer, other: Answer) -> None:

@@ -9,16 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftile.errors import InvalidInput
+from rooftile.serve.vllm_names import SAMPLING_REFUSED, SAMPLING_RENAMED, takes_vllm_names
 
 # limits for one request: a parameter without a bound can bring a service down
 MOST_SAMPLES = 16
 MOST_LOGPROBS = 20
 MOST_STOPS = 16
 LONGEST_STOP = 256
+MOST_WORDS = 64
+# whole numbers that may be None
+OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "beam_width", "truncate_prompt_tokens", "seed")
 # a length to a larger power leaves the range of a float
 LARGEST_PENALTY = 10.0
 
 
+@takes_vllm_names(SAMPLING_RENAMED, SAMPLING_REFUSED)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters of a request: how its tokens are chosen, and when its answers end.
@@ -33,12 +38,15 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit once for each time it was generated, in [-2, 2].
         repetition_penalty: divides the logits, if positive, or multiplies them, of tokens in the prompt and the answer.
         logit_bias: added to the logits of these token ids, in [-100, 100].
+        allowed_token_ids: only these tokens are taken; None for all.
+        bad_words: words that an answer must not have, where they begin with a token of their own.
+        truncate_prompt_tokens: only this many of the prompt's last tokens are read; None for all.
         seed: the same seed, prompt and position give the same token, whatever else is in the batch; None for random samples.
         max_tokens: the most tokens of an answer; None for as many as the longest sequence leaves.
         min_tokens: an answer with fewer tokens is ended neither by the end of text nor by a stop.
         stop: a string or several; the first one that appears ends the answer and is cut off, unless include_stop is set.
         stop_token_ids: tokens that end the answer.
-        include_stop: keep the stop string in the text.
+        include_stop: keep the stop string in the text; include_stop_str_in_output is the same.
         ignore_eos: go on past the end of text.
         logprobs: return the logprob of each token, and of this many of the most likely ones; None for no logprobs.
         prompt_logprobs: the same for the prompt's tokens.
@@ -68,6 +76,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    truncate_prompt_tokens: int | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -86,6 +97,10 @@ class SamplingParams:
         stops = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop, "a string, or a list of them")
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids, "a list of token ids"))
+        object.__setattr__(self, "bad_words", _several("bad_words", self.bad_words, "a list of words"))
+        if self.allowed_token_ids is not None:
+            allowed = _several("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
+            object.__setattr__(self, "allowed_token_ids", allowed)
         if not isinstance(self.logit_bias, Mapping | None):
             raise InvalidInput(f"logit_bias is {self.logit_bias!r}; must be a dictionary of token ids and biases")
         if self.logit_bias is not None:
@@ -110,7 +125,8 @@ class SamplingParams:
 
     def check_vocabulary(self, size: int) -> None:
         """Raises InvalidInput if a token id is outside a vocabulary of `size` tokens."""
-        for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            ids: Iterable[int] = getattr(self, name) or ()
             for token in ids:
                 if not 0 <= token < size:
                     raise InvalidInput(f"{name} names token {token}; the model has 0 to {size - 1}")
@@ -119,10 +135,10 @@ class SamplingParams:
         for name, least, most in (
             ("n", 1, MOST_SAMPLES), ("top_k", 0, None), ("min_tokens", 0, None), ("max_tokens", 1, None),
             ("logprobs", 0, MOST_LOGPROBS), ("prompt_logprobs", 0, MOST_LOGPROBS), ("beam_width", 1, MOST_SAMPLES),
-            ("seed", 0, 2**63 - 1),
+            ("truncate_prompt_tokens", 1, None), ("seed", 0, 2**63 - 1),
         ):  # fmt: skip
             value = getattr(self, name)
-            if value is None and name in ("max_tokens", "logprobs", "prompt_logprobs", "beam_width", "seed"):
+            if value is None and name in OPTIONAL:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
                 raise InvalidInput(f"{name} is {value!r}; must be a whole number {_between(least, most)}")
@@ -156,9 +172,17 @@ class SamplingParams:
             if not isinstance(stop, str) or not 0 < len(stop) <= LONGEST_STOP:
                 shown = repr(stop) if not isinstance(stop, str) or not stop else f"{len(stop)} characters long"
                 raise InvalidInput(f"a stop is {shown}; must be a string of 1 to {LONGEST_STOP} characters")
-        for token in self.stop_token_ids:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise InvalidInput(f"stop_token_ids has {token!r}; must be token ids, whole numbers")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise InvalidInput(f"{name} has {token!r}; must be token ids, whole numbers")
+        if self.allowed_token_ids == ():
+            raise InvalidInput("allowed_token_ids is empty; must have at least one token")
+        if len(self.bad_words) > MOST_WORDS:
+            raise InvalidInput(f"there are {len(self.bad_words)} bad_words; there may be at most {MOST_WORDS}")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not 0 < len(word) <= LONGEST_STOP:
+                raise InvalidInput(f"bad_words has {str(word)[:40]!r}; must be strings of 1 to {LONGEST_STOP} characters")
 
     def _check_beams(self) -> None:
         if self.beam_width is None:
@@ -172,7 +196,8 @@ class SamplingParams:
         refused: tuple[tuple[str, object, str], ...] = (
             ("top_p", 1.0, draws), ("top_k", 0, draws), ("min_p", 0.0, draws), ("seed", None, draws),
             ("presence_penalty", 0.0, plain), ("frequency_penalty", 0.0, plain), ("repetition_penalty", 1.0, plain),
-            ("logit_bias", None, plain), ("logprobs", None, "a search has the sum of an answer's alone, in cumulative_logprob"),
+            ("logit_bias", None, plain), ("allowed_token_ids", None, plain), ("bad_words", (), plain),
+            ("logprobs", None, "a search has the sum of an answer's alone, in cumulative_logprob"),
         )  # fmt: skip
         for name, none, why in refused:
             if getattr(self, name) != none:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ def features_of(params: SamplingParams) -> SamplingFeatures:
         chance=chance,
         truncation=chance and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
         penalties=params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1,
-        bias=bool(params.logit_bias),
+        bias=bool(params.logit_bias) or params.allowed_token_ids is not None,
     )
 
 
@@ -159,7 +159,12 @@ class SamplingState:
         """Writes the logit biases of requests, in slots whose rows are empty."""
         if self.bias is None or not requests:
             return
-        biases = [(slot, params.logit_bias or {}) for slot, params in requests]
+        allowed = [(slot, params.allowed_token_ids) for slot, params in requests if params.allowed_token_ids is not None]
+        if allowed:
+            self.bias.index_fill_(0, self._send(torch.tensor([slot for slot, _ in allowed])), -torch.inf)
+            slots, tokens = self._pairs(allowed)
+            self.bias.index_put_((slots, tokens), torch.zeros((), device=self.device))
+        biases = [(slot, _biases(params)) for slot, params in requests]
         slots, tokens = self._pairs([(slot, list(each)) for slot, each in biases])
         values = torch.tensor([value for _, each in biases for value in each.values()], dtype=torch.float32)
         self.bias.index_put_((slots, tokens), self._send(values))
@@ -183,9 +188,15 @@ class SamplingState:
         return x.pin_memory().to(self.device, non_blocking=True)
 
 
+def _biases(params: SamplingParams) -> Mapping[int, float]:
+    """Returns the logit biases of the tokens that may be taken; those of others would bring them back."""
+    biases, allowed = params.logit_bias or {}, params.allowed_token_ids
+    return biases if allowed is None else {token: bias for token, bias in biases.items() if token in allowed}
+
+
 def _numbers(params: SamplingParams) -> tuple[float, ...]:
     """Returns a request's numbers in the order of the state's rows, each finite in fp32."""
     temperature = min(max(params.temperature, COLDEST), HOTTEST) if params.temperature > 0 else 0.0
     repetition = min(max(params.repetition_penalty, MILDEST), HARSHEST)
     penalties = (params.presence_penalty, params.frequency_penalty, repetition)
-    return (temperature, params.top_p, params.min_p, *penalties, float(bool(params.logit_bias)))
+    return (temperature, params.top_p, params.min_p, *penalties, float(features_of(params).bias))

@@ -80,6 +80,14 @@ def check_tokens(prompt: Sequence[int], vocabulary: int) -> list[int]:
     return tokens
 
 
+def banned_sequences(tokenizer: Tokenizer | None, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the token sequences of words, each with and without a space before it."""
+    if tokenizer is None:
+        return ()
+    spelt = (spelling for word in words for spelling in (word, " " + word.lstrip()))
+    return tuple({tuple(ids): None for each in spelt if (ids := tokenizer.encode(each, special=False))})
+
+
 def _iterated(prompt: Sequence[int]) -> list[Any]:
     """Returns a list of what a prompt yields; the prompt is a caller's object, and may raise anything."""
     try:

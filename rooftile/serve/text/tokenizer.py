@@ -70,6 +70,7 @@ class Tokenizer:
         own = core.token_to_id(self._named["eos_token"]) if "eos_token" in self._named else None
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids]))
         self._place = place
+        self._texts: dict[int, str] = {}
         # a prompt is neither cut nor padded
         core.no_truncation()
         core.no_padding()
@@ -147,6 +148,13 @@ class Tokenizer:
         """Decodes token ids; an id that is not in the vocabulary has no text."""
         text: str = self._core.decode(list(ids), skip_special_tokens=skip_special)
         return _cleaned(text) if self.cleans_up else text
+
+    def text_of(self, id: int) -> str:
+        """Returns the text of one token by itself; half of a character is a replacement character."""
+        text = self._texts.get(id)
+        if text is None:
+            text = self._texts[id] = self.decode([id], skip_special=False)
+        return text
 
     def chat(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, *, most_bytes: int = MOST_BYTES
