@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,6 +160,25 @@ def losses(
             )
         )
     return found
+
+
+# a finer recipe is named where it halves the error
+WORTH_NAMING = 2.0
+
+
+def advice(found: Sequence[Loss]) -> list[str]:
+    """Returns a sentence for each of FP8 and INT8 whose error a scale per row makes much smaller."""
+    errors = {loss.recipe: loss.rmse for loss in found}
+    lines = []
+    for name in ("fp8", "int8"):
+        block, row = errors.get(name), errors.get(f"{name}, a scale per row")
+        if block is not None and row is not None and block > WORTH_NAMING * row:
+            precision = RECIPES[f"{name}, a scale per row"]
+            lines.append(
+                f"{name} with a scale per row has {row / block:.2g} of the error here: outliers share a block with other rows. "
+                f"Write precision=rooftile.{precision!r}"
+            )
+    return lines
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:

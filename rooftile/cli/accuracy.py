@@ -65,3 +65,5 @@ def accuracy(
     ]  # fmt: skip
     columns = ("recipe", "RMSE", "better", "largest", "1 - cosine", "lse, largest", "time", "ran")
     print_table(f"Error against fp64: {what}", columns, rows)
+    for line in measured.advice(found):
+        typer.echo(line)

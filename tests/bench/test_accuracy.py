@@ -107,3 +107,21 @@ def test_a_users_mistake_is_one_sentence(words, sentence, tmp_path, monkeypatch,
     told = capsys.readouterr().err
     assert sentence in told
     assert "Traceback" not in told
+
+
+def test_the_finer_recipe_is_named_where_it_pays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One row of queries and one of keys are 40 times larger, and share their blocks with the others."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 256, 4, 64)
+    torch.save({"q": q, "k": k, "v": v}, tmp_path / "even.pt")
+    q[:, 50] *= 40
+    k[:, 70] *= 40
+    torch.save({"q": q, "k": k, "v": v}, tmp_path / "uneven.pt")
+    named = "Write precision=rooftile.Precision(qk='int8', granularity='row')"
+    assert code_of(["accuracy", "--tensors", str(tmp_path / "uneven.pt")]) == 0
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert "int8 with a scale per row has 0." in told
+    assert named in told
+    assert "fp8 with a scale per row" not in told
+    assert code_of(["accuracy", "--tensors", str(tmp_path / "even.pt")]) == 0
+    assert "Write precision" not in capsys.readouterr().out
