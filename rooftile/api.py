@@ -54,7 +54,8 @@ def attention(
         mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`. Aligned bottom-right when T != S. None is FULL.
         alibi: slopes (H,) or (B, H); adds -slope |i - j| to the scores.
         backend: "hopper", "triton", "sdpa", "tiled" or "eager"; None takes the fastest that runs the problem (see `explain`).
-        bias: added to the scores; broadcasts to (B, H, T, S). Differentiable.
+        bias: added to the scores; broadcasts to (B, H, T, S). Differentiable. Or booleans, True where a key is seen: they hide
+            keys as -inf does. What is broadcast is not copied out.
         deterministic: bit-equal gradients from run to run. None follows torch.use_deterministic_algorithms.
         dropout: probability in [0, 1) of dropping a weight.
         precision: formats of the two products: "native", that of the inputs; "fp8"; "int8" (of queries and keys; weights and
@@ -402,7 +403,7 @@ def explain(
     """
     checks.check_query(q)
     seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout else None
-    options = Options(bias, alibi, sinks, seed)
+    options = checks.bias_in_numbers(Options(bias, alibi, sinks, seed), q.dtype)
     asked = Asked(scale, softcap, dropout, None, deterministic, precision, needs_lse)
     return dispatch.explain(decode(checks.spec_code(q, k, v, mask, options, asked, _carries_tangent(q, k, v, *options))))
 
@@ -444,6 +445,7 @@ def _attend_anew(
         q, k, v = (_autocast(x) for x in (q, k, v))
     if asked.dropout or asked.seed is not None:
         options = options._replace(seed=checks.check_seed(asked.seed, asked.dropout, q.device))
+    options = checks.bias_in_numbers(options, q.dtype)
     code = checks.spec_code(q, k, v, mask, options, asked, _carries_tangent(q, k, v, *options))
     # on meta any backend is as good as another, since none runs
     chosen = _choose(code, None if q.is_meta and asked.backend in dispatch.BACKENDS else asked.backend)

@@ -328,9 +328,18 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
         raise InvalidInput(f"q has {H} heads and k has {Hk}; k's must divide q's (each serves a group of query heads)")
 
 
+def bias_in_numbers(options: Options, dtype: torch.dtype) -> Options:
+    """Returns the options with a boolean bias, True where a key is seen, as 0 and -inf in `dtype`; what is broadcast stays so."""
+    bias = options.bias
+    if not isinstance(bias, Tensor) or bias.dtype != torch.bool or not dtype.is_floating_point:
+        return options
+    one_each = bias[tuple(slice(0, 1) if step == 0 else slice(None) for step in bias.stride())]
+    return options._replace(bias=torch.zeros_like(one_each, dtype=dtype).masked_fill(~one_each, -math.inf))
+
+
 def _check_bias(bias: Tensor, q: Tensor, k: Tensor, packed: bool) -> None:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        raise InvalidInput(f"bias is {shown(bias)}; must be a floating-point tensor")
+        raise InvalidInput(f"bias is {shown(bias)}; must be a floating-point tensor, or a boolean one: True where a key is seen")
     _check_device("bias", bias, q)
     if packed:
         due, word = (q.shape[1], q.shape[0]), f"(H, total_q, J), ({q.shape[1]}, {q.shape[0]}, J >= the longest key sequence)"

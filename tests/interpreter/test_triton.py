@@ -8,6 +8,7 @@ import torch
 from rooftile import dispatch
 from rooftile.cases import CASES, Case, tagged
 from tests.conformance.exact import check
+from tests.conformance.test_boolean_bias import test_equals_masking_by_hand  # noqa: F401 - collected here
 from tests.conformance.test_invariance import (  # noqa: F401 - collected here
     test_a_nan_in_one_packed_sequence_stays_there,
     test_a_nan_that_is_seen_shows_exactly_where_it_is_seen,
