@@ -405,7 +405,8 @@ def explain(
     seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout else None
     options = checks.bias_in_numbers(Options(bias, alibi, sinks, seed), q.dtype)
     asked = Asked(scale, softcap, dropout, None, deterministic, precision, needs_lse)
-    return dispatch.explain(decode(checks.spec_code(q, k, v, mask, options, asked, _carries_tangent(q, k, v, *options))))
+    spec = decode(checks.spec_code(q, k, v, mask, options, asked, _carries_tangent(q, k, v, *options)))
+    return f"{checks.sizes_line(q, k, v)}\n{dispatch.explain(spec)}"
 
 
 def _options(bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None) -> Options:
@@ -447,6 +448,7 @@ def _attend_anew(
         options = options._replace(seed=checks.check_seed(asked.seed, asked.dropout, q.device))
     options = checks.bias_in_numbers(options, q.dtype)
     code = checks.spec_code(q, k, v, mask, options, asked, _carries_tangent(q, k, v, *options))
+    checks.warn_of_swapped_axes(q, k)
     # on meta any backend is as good as another, since none runs
     chosen = _choose(code, None if q.is_meta and asked.backend in dispatch.BACKENDS else asked.backend)
     if not torch.compiler.is_compiling():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ from rooftile.masks import CAUSAL, FULL, Mask, whole
 from rooftile.numerics import QuantisedQKV
 from rooftile.precision import recipe_of
 from rooftile.spec import DTYPE_NAMES, Asked, Options, Problem, Sizes, decode, encode
+
+# more query heads than any model has that we know
+MOST_HEADS = 128
 
 DENSE = ("B", "T", "H", "D")
 PACKED = ("total", "H", "D")
@@ -325,7 +329,35 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
     if v.shape[:-1] != k.shape[:-1]:
         raise InvalidInput(f"v is {tuple(v.shape)}; must be like k, {tuple(k.shape)}, in all but the last axis")
     if H == 0 or Hk == 0 or H % Hk:
-        raise InvalidInput(f"q has {H} heads and k has {Hk}; k's must divide q's (each serves a group of query heads)")
+        swapped = len(axes) == 4 and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+        hint = "; if they are (B, H, T, D), write x.transpose(1, 2) for each" if swapped else ""
+        raise InvalidInput(f"q has {H} heads and k has {Hk}; k's must divide q's (each serves a group of query heads){hint}")
+
+
+def warn_of_swapped_axes(q: Tensor, k: Tensor) -> None:
+    """Warns once where (B, T, H, D) looks like (B, H, T, D): more heads than models have, or groups along the wrong axis."""
+    if torch.compiler.is_compiling() or q.ndim != 4:
+        return
+    (T, H), (S, Hk) = q.shape[1:3], k.shape[1:3]
+    if H > T > 0 and Hk > S > 0 and (H > MOST_HEADS or (H == Hk >= 32 and S < T and T % S == 0)):
+        warnings.warn(SwappedAxes(T, H, S, Hk), stacklevel=6)
+
+
+class SwappedAxes(UserWarning):
+    """Two axes look swapped. `warnings.simplefilter("ignore", rooftile.validate.SwappedAxes)` silences it."""
+
+    def __init__(self, T: int, H: int, S: int, Hk: int) -> None:
+        super().__init__(
+            f"q has length {T} and {H} heads, k has length {S} and {Hk} heads: the layout is (B, T, H, D); if they are "
+            "(B, H, T, D), write x.transpose(1, 2) for each, and if they are right, silence this by "
+            'warnings.simplefilter("ignore", rooftile.validate.SwappedAxes)'
+        )
+
+
+def sizes_line(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Returns the sizes of a dense call as `explain` prints them."""
+    (B, T, H, D), (S, Hk), Dv = q.shape, k.shape[1:3], v.shape[-1]
+    return f"sizes    B {B}  T {T}  S {S}  H {H}/{Hk}  D {D}" + (f"/{Dv}" if Dv != D else "")
 
 
 def bias_in_numbers(options: Options, dtype: torch.dtype) -> Options:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import rooftile as rt
 from rooftile.cases import CASES, Case, tagged
 from rooftile.dispatch import BACKENDS
 from rooftile.spec import Asked, Options, decode
-from rooftile.validate import problem_of, spec_code
+from rooftile.validate import SwappedAxes, problem_of, spec_code
 
 NAN = math.nan
 MASKS = "FULL, CAUSAL, Window, Prefix, Chunk, or some of them joined by &"
@@ -191,6 +192,46 @@ def test_scales_of_numpy() -> None:
     q = randn(2, 5, 4, 8)
     found = rt.attention(q, q, q, rt.Window(np.int64(3)), scale=np.float64(0.25), softcap=np.int64(4))
     assert torch.equal(found, rt.attention(q, q, q, rt.Window(3), scale=0.25, softcap=4))
+
+
+def test_heads_that_do_not_divide_may_be_lengths() -> None:
+    q, k = randn(2, 8, 20, 16), randn(2, 4, 13, 16)
+    with pytest.raises(rt.InvalidInput) as raised:
+        rt.attention(q, k, k)
+    due = "q has 20 heads and k has 13; k's must divide q's (each serves a group of query heads); "
+    assert str(raised.value) == due + "if they are (B, H, T, D), write x.transpose(1, 2) for each"
+
+
+@pytest.mark.parametrize(("q", "k"), [((2, 8, 64, 32), (2, 2, 64, 32)), ((1, 12, 256, 8), (1, 12, 256, 8))], ids=str)
+def test_axes_that_look_swapped_are_named(q: tuple[int, ...], k: tuple[int, ...]) -> None:
+    wrong = randn(*q), randn(*k), randn(*k)
+    with pytest.warns(SwappedAxes, match=r"if they are \(B, H, T, D\), write x\.transpose\(1, 2\)") as caught:
+        rt.attention(*wrong)
+    assert caught[0].filename == __file__
+    # what the warning says
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SwappedAxes)
+        rt.attention(*wrong)
+    rt.attention(*(x.transpose(1, 2) for x in wrong))
+
+
+@pytest.mark.parametrize(
+    ("q", "k"),
+    [
+        ((1, 1, 64, 8), (1, 90, 64, 8)), ((1, 5, 64, 8), (1, 5, 8, 8)), ((2, 7, 128, 8), (2, 7, 128, 8)),
+        ((1, 0, 200, 8), (1, 0, 200, 8)),
+    ],
+)  # fmt: skip
+def test_a_short_text_of_many_heads_is_no_mistake(q: tuple[int, ...], k: tuple[int, ...]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rt.attention(randn(*q), randn(*k), randn(*k)).shape == q
+
+
+def test_explain_begins_with_sizes() -> None:
+    q, k, v = randn(2, 70, 8, 32), randn(2, 90, 4, 32), randn(2, 90, 4, 16)
+    assert rt.explain(q, k, v).splitlines()[0] == "sizes    B 2  T 70  S 90  H 8/4  D 32/16"
+    assert rt.explain(q, q, q).splitlines()[0] == "sizes    B 2  T 70  S 70  H 8/8  D 32"
 
 
 def test_nested_tensors_are_sent_to_the_packed_call() -> None:
