@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Annotated[Path, typer.Argument(help="A checkpoint's folder: config.json, *.safetensors, tokenizer.json.")],
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint's folder (config.json, *.safetensors, tokenizer.json), or its name on the Hub.")
+    ],
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be given several times.")
     ] = None,
@@ -58,6 +60,9 @@ def generate(
     dtype: Annotated[
         str, typer.Option("--dtype", help="Dtype of the model: bf16, fp16, fp32; auto for the checkpoint's.")
     ] = "auto",
+    download: Annotated[
+        bool, typer.Option("--download", help="Download a named model that is not in the Hugging Face Hub's cache here.")
+    ] = False,
     device: DeviceOption = "auto",
     json: JsonOption = False,
 ) -> None:
@@ -73,18 +78,20 @@ def generate(
     target = device_of(device)
     from rooftile.serve import LLM, SamplingParams
     from rooftile.serve.build import TOKENIZER_FILES
+    from rooftile.serve.checkpoint import find_folder
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n,
         beam_width=beam_width, stop=stop or (),
     )  # fmt: skip
+    folder = find_folder(model, download=download)
     # check before reading the model, which takes a while
-    if (model / "config.json").is_file() and not any((model / name).is_file() for name in TOKENIZER_FILES):
+    if (folder / "config.json").is_file() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise InvalidInput(f"{model} has no tokenizer.json; text prompts need a tokenizer")
     with progress() as say:
         say(f"reading {model}")
         llm = LLM(
-            model, dtype=DTYPES.get(dtype, dtype), device=target, max_model_len=max_model_len, num_blocks=num_blocks,
+            folder, dtype=DTYPES.get(dtype, dtype), device=target, max_model_len=max_model_len, num_blocks=num_blocks,
             kv_dtype=kv_dtype,
         )  # fmt: skip
     run = _Run(llm, prompts, params, chat=chat)

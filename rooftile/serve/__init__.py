@@ -2,6 +2,7 @@
 
     llm            LLM: prompts in, answers out
     async_engine   AsyncEngine: the same for many callers at once, as in a server
+    checkpoint     finds the folder of a model's name, and its authors' sampling parameters
     config         EngineConfig: the settings of an engine
     build          builds an engine from a checkpoint folder
     engine         one step at a time: requests in, tokens out

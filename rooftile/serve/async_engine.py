@@ -87,7 +87,7 @@ class AsyncEngine:
 
         Args:
             prompt: a text, token ids, or a dictionary like in `LLM.generate`.
-            params: the sampling parameters.
+            params: the sampling parameters; None takes those of `LLM.get_default_sampling_params`.
             salt: the request shares the prefix cache only with requests of the same salt; a "cache_salt" in the prompt's
                 dictionary takes its place.
 
@@ -138,7 +138,8 @@ class AsyncEngine:
             parsed = await asyncio.to_thread(parse_prompt, prompt, self.llm.tokenizer, salt)
         else:
             parsed = parse_prompt(prompt, None, salt)
-        call = Call(asyncio.get_running_loop(), parsed, SamplingParams() if params is None else params, streams)
+        params = self.llm.get_default_sampling_params() if params is None else params
+        call = Call(asyncio.get_running_loop(), parsed, params, streams)
         with self._wake:
             if self._over or self._closing:
                 raise stopped(self._cause)

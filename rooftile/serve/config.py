@@ -42,6 +42,9 @@ class EngineConfig:
         seed: makes the samples of requests without a seed of their own the same in each run, if the requests come in the same
             order; None for random samples.
         tokenizer: a folder with another tokenizer than the model's.
+        download: whether a model that is named, and not in the Hugging Face Hub's cache on this machine, is downloaded.
+        generation_config: "auto" takes temperature, top_p, top_k and repetition_penalty of requests without SamplingParams from
+            the checkpoint's generation_config.json; "none" takes the usual ones.
 
     Raises:
         InvalidInput: a value makes no sense; the sentence says which one and what it must be.
@@ -68,6 +71,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     seed: int | None = None
     tokenizer: str | Path | None = None
+    download: bool = False
+    generation_config: Literal["auto", "none"] = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str):
@@ -88,7 +93,9 @@ class EngineConfig:
         if self.allocator not in ("paged", "contiguous"):
             raise InvalidInput(f'allocator is {self.allocator!r}; must be "paged" or "contiguous"')
 
-        for name in ("enforce_eager", "enable_prefix_caching"):
+        if self.generation_config not in ("auto", "none"):
+            raise InvalidInput(f'generation_config is {self.generation_config!r}; must be "auto" or "none"')
+        for name in ("enforce_eager", "enable_prefix_caching", "download"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}; must be True or False")
         if self.dtype != "auto" and not isinstance(self.dtype, torch.dtype):

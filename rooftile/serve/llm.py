@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
 from rooftile.serve.build import build_engine, current_device
+from rooftile.serve.checkpoint import RECOMMENDED, find_folder, recommended_params
 from rooftile.serve.config import EngineConfig
 from rooftile.serve.output import RequestOutput, output_of
 from rooftile.serve.process_lock import ProcessLock
@@ -40,7 +42,8 @@ class LLM:
     Several threads may call it at once; their prompts are answered together. A forked process cannot use its parent's LLM.
 
     Args:
-        model: a checkpoint folder in Hugging Face's layout (config.json, *.safetensors), or a `rooftile.models.Decoder`.
+        model: a checkpoint folder in Hugging Face's layout (config.json, *.safetensors), the name of a model in the Hugging Face
+            Hub's cache on this machine ("Qwen/Qwen3-0.6B"), or a `rooftile.models.Decoder`.
         dtype: the dtype of weights and computation, as torch.bfloat16 or "bfloat16"; "auto" takes the checkpoint's.
         device: None takes a GPU if there is one.
         max_model_len: the longest sequence in tokens, prompt and answer together; None takes what the model has positions for,
@@ -58,6 +61,9 @@ class LLM:
         enable_prefix_caching: whether prompts that begin alike share what is cached.
         seed: makes the samples of requests without a seed of their own the same in each run; None for random samples.
         tokenizer: a folder with another tokenizer than the model's.
+        download: whether a model that is named, and not in that cache, is downloaded.
+        generation_config: "auto" takes temperature, top_p, top_k and repetition_penalty of requests without SamplingParams from
+            the checkpoint's generation_config.json; "none" takes the usual ones.
 
     vLLM's names kv_cache_dtype and max_num_batched_tokens are taken too; its other keywords are refused one by one, with the
     reason, unless they ask for what happens anyway.
@@ -79,14 +85,22 @@ class LLM:
         gpu_memory_utilization: float = 0.9, kv_dtype: str = "auto", allocator: Literal["paged", "contiguous"] = "paged",
         tensor_parallel_size: int = 1, *, max_num_seqs: int = 256, enforce_eager: bool = False,
         enable_prefix_caching: bool = True, seed: int | None = None, tokenizer: str | Path | None = None,
+        download: bool = False, generation_config: Literal["auto", "none"] = "auto",
     ) -> None:  # fmt: skip
         self.config = EngineConfig(
             dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
             max_batched_tokens=max_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, kv_dtype=kv_dtype,
             allocator=allocator, tensor_parallel_size=tensor_parallel_size, max_num_seqs=max_num_seqs,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching, seed=seed, tokenizer=tokenizer,
+            download=download, generation_config=generation_config,
         )  # fmt: skip
         self.model = "a decoder" if isinstance(model, Decoder) else str(model)
+        self._default_params = SamplingParams()
+        if not isinstance(model, Decoder):
+            model = find_folder(model, download=download)
+            if generation_config == "auto":
+                self._default_params = recommended_params(model)
+        self._has_told_defaults = self._default_params == SamplingParams()
         self.engine = build_engine(model, self.config)
         self.pages = self.engine.runner.pages
         self.tokenizer = self.engine.tokenizer
@@ -112,7 +126,7 @@ class LLM:
         Args:
             prompts: texts or lists of token ids, or a single one of them. Like in vLLM, a prompt may also be a dictionary with
                 "prompt" or "prompt_token_ids", and "cache_salt": the prefix cache is shared only between equal salts.
-            sampling_params: one for all prompts, or a list with one for each.
+            sampling_params: one for all prompts, or a list with one for each; None takes `get_default_sampling_params()`.
             use_tqdm: whether to show a progress bar on stderr; None shows one on a terminal.
 
         Returns:
@@ -162,6 +176,18 @@ class LLM:
         if self.tokenizer is None:
             raise InvalidInput(f"{self.model} has no tokenizer; give a folder with one as tokenizer=")
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the sampling parameters of requests that come without; those of generation_config.json are logged once."""
+        params = self._default_params
+        if not self._has_told_defaults:
+            self._has_told_defaults = True
+            said = ", ".join(f"{name}={getattr(params, name)}" for name in RECOMMENDED)
+            logging.getLogger(__name__).warning(
+                'generation_config.json of %s gives requests without SamplingParams %s; generation_config="none" turns this off',
+                self.model, said,
+            )  # fmt: skip
+        return params
 
     def __repr__(self) -> str:
         decoder, engine = self.engine.runner.decoder, self.engine
@@ -220,7 +246,7 @@ class LLM:
     ) -> Iterator[tuple[int, Request | RequestOutput, str | None]]:
         """Yields a prompt's place, its request (or the output of a refused prompt) and its text, each time it has changed."""
         self.check_process()
-        each = _params_for(prompts, sampling_params)
+        each = _params_for(prompts, self.get_default_sampling_params() if sampling_params is None else sampling_params)
         reader = _Reader()
         try:
             for place, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
@@ -291,10 +317,9 @@ class LLM:
 
 
 def _params_for(
-    prompts: list[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[SamplingParams]:
     """Returns one SamplingParams per prompt."""
-    params = SamplingParams() if sampling_params is None else sampling_params
     if not isinstance(params, SamplingParams | list | tuple):
         raise InvalidInput(f"sampling_params is {params!r}; must be SamplingParams, or a list of them")
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)

@@ -45,7 +45,7 @@ LLM_REFUSED = {
     "enable_lora": Refused((False,), "adapters are not read; merge them into the weights"),
     "enable_return_routed_experts": Refused((False,), "the families here have no experts"),
     "hf_overrides": Refused(({},), "edit config.json in a copy of the folder"),
-    "hf_token": Refused((False,), "download the model with `hf download` first"),
+    "hf_token": Refused((False,), "log in with `hf auth login`"),
     "kv_cache_memory_bytes": Refused((), "give num_blocks; llm.pages says how much memory a block takes"),
     "limit_mm_per_prompt": Refused(({},), _TEXT),
     "load_format": Refused(("auto", "safetensors"), "weights are read from safetensors"),
