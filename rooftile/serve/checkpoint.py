@@ -33,7 +33,7 @@ def find_folder(model: str | Path, *, download: bool = False) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise InvalidInput(
-            f"{model} is not a folder; for a name on the Hub pip install huggingface_hub"
+            f"{model} is not a folder; a name on the Hub needs huggingface_hub: pip install huggingface_hub"
         ) from None
     try:
         return Path(snapshot_download(model, local_files_only=not download, allow_patterns=list(FILES)))
