@@ -56,16 +56,6 @@ def register() -> None:
     AttentionMaskInterface.register(PAGED, _no_mask)
 
 
-def unregister() -> None:
-    """Undo `register`."""
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        for name in (NAME, PAGED):
-            interface._global_mapping.pop(name, None)
-
-
 # whether `rooftile.disable` was called last
 _disabled = False
 

@@ -24,16 +24,9 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("psutil")
 
 from rooftile.bench import transformers_batching as peer  # noqa: E402
-from rooftile.integrations import transformers as integration  # noqa: E402
 
 SCALE = 0.02
 SDPA = "paged|sdpa"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forgotten():
-    yield
-    integration.unregister()
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from rooftile.bench.suites import training
-from rooftile.integrations import transformers as integration
 from tests.bench.session import SESSION
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forgotten():
-    yield
-    integration.unregister()
 
 
 @pytest.mark.parametrize("name", ["tiny-bert-4x64"])
@@ -48,14 +41,13 @@ def test_all_contestants_learn_the_same(name: str) -> None:
     assert max(losses) - min(losses) < 1e-4
 
 
-def test_rooftile_is_enabled_in_its_own_turn_only(monkeypatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(training.rt, "enable", lambda: calls.append("enable"))
-    monkeypatch.setattr(training.rt, "disable", lambda: calls.append("disable"))
+def test_rooftile_is_enabled_in_its_own_turn_only() -> None:
+    enabled = {}
     for contestant in training.CONTESTANTS:
         with training.attending(contestant):
-            calls.append(contestant)
-    assert calls == ["eager", "sdpa", "enable", "rooftile", "disable"]
+            enabled[contestant] = training.rt.is_enabled()
+    assert enabled == {"eager": False, "sdpa": False, "rooftile": True}
+    assert not training.rt.is_enabled()
 
 
 def test_eager_attention_is_refused_where_its_matrices_find_no_room() -> None:

@@ -16,8 +16,9 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
     integration.register()
+    integration.enable()
     yield
-    integration.disable()
+    integration.enable()
 
 
 @pytest.fixture

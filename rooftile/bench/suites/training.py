@@ -153,11 +153,8 @@ def attending(attention: str) -> Iterator[None]:
     if attention != "rooftile":
         yield
         return
-    rt.enable()
-    try:
+    with rt.enabled():
         yield
-    finally:
-        rt.disable()
 
 
 def mark(device: torch.device) -> Any:
