@@ -20,6 +20,7 @@ from rooftile.errors import InvalidInput
 from rooftile.kvcache import PagedKV
 from rooftile.masks import FULL, Mask
 from rooftile.numerics import QuantisedQKV
+from rooftile.ops import nested
 from rooftile.precision import Precision, recipe_of
 from rooftile.spec import NO_OPTIONS, Asked, Options, decode
 from rooftile.words import answers_foreign_words
@@ -50,7 +51,8 @@ def attention(
     Args:
         q: queries (B, T, H, D), float32, bfloat16 or float16, any strides: `x.transpose(1, 2)` of (B, H, T, D) costs no copy.
         k: keys (B, S, Hk, D). Hk divides H; each key head serves H / Hk query heads (MQA, GQA).
-        v: values (B, S, Hk, Dv). Dv may differ from D.
+        v: values (B, S, Hk, Dv). Dv may differ from D. All three may be nested tensors (B, j, H, D) with layout=torch.jagged:
+            they are computed as packed sequences, and o is nested with the offsets of q.
         mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`. Aligned bottom-right when T != S. None is FULL.
         alibi: slopes (H,) or (B, H); adds -slope |i - j| to the scores.
         backend: "hopper", "triton", "sdpa", "tiled" or "eager"; None takes the fastest that runs the problem (see `explain`).
@@ -442,6 +444,8 @@ def _attend_anew(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Checks a call, chooses its backend and runs it; a call with a key is remembered by it."""
     checks.check_query(q)
+    if q.is_nested:
+        return _attend_nested(q, k, v, mask, options, asked)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(x) for x in (q, k, v))
     if asked.dropout or asked.seed is not None:
@@ -462,6 +466,15 @@ def _attend_anew(
     if key is not None:
         ops.remember(key, q, k, v, options, code, chosen)
     return answer
+
+
+def _attend_nested(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`_attend` for jagged nested tensors: packed sequences, and results with the offsets of q."""
+    rows, keys, values, options = nested.packed_of(q, k, v, options)
+    assert options.cu_q is not None
+    return nested.nested_of(*_attend_packed(rows, keys, values, mask, options, asked, False), options.cu_q)
 
 
 def _choose(code: str, backend: str | None) -> str:

@@ -309,7 +309,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> No
         if not isinstance(x, Tensor):
             raise InvalidInput(f"{name} is {shown(x)}; must be a tensor ({', '.join(axes)})")
         if x.is_nested or x.layout is not torch.strided:
-            raise InvalidInput(f"{name} is nested or sparse; must be dense (attention_packed takes ragged batches)")
+            due = "must be dense, or all three jagged (attention and attention_with_lse take them)"
+            raise InvalidInput(f"{name} is nested or sparse; {due}")
         if x.ndim != len(axes):
             raise InvalidInput(f"{name} is {tuple(x.shape)}; must have {len(axes)} axes ({', '.join(axes)})")
         if x.dtype is not q.dtype:

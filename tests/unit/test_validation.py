@@ -50,7 +50,7 @@ DENSE = [
     ({"k": randn(2, 6, 2, 8, device="meta")}, "k is on meta; q is on cpu, and all inputs must be on one device"),
     ({"v": randn(2, 6, 2, 8, device="meta")}, "v is on meta; q is on cpu, and all inputs must be on one device"),
     ({"k": randn(2, 6, 2, 8).to_sparse()},
-     "k is nested or sparse; must be dense (attention_packed takes ragged batches)"),
+     "k is nested or sparse; must be dense, or all three jagged (attention and attention_with_lse take them)"),
     ({"q": randn(5, 4, 8)}, "q is (5, 4, 8); must have 4 axes (B, T, H, D)"),
     ({"v": randn(2, 6, 2, 8, 1)}, "v is (2, 6, 2, 8, 1); must have 4 axes (B, T, H, D)"),
     ({"k": randn(2, 6, 2, 8).half()}, "k is torch.float16; q is torch.float32, and q, k and v must share one dtype"),
@@ -232,13 +232,6 @@ def test_explain_begins_with_sizes() -> None:
     q, k, v = randn(2, 70, 8, 32), randn(2, 90, 4, 32), randn(2, 90, 4, 16)
     assert rt.explain(q, k, v).splitlines()[0] == "sizes    B 2  T 70  S 90  H 8/4  D 32/16"
     assert rt.explain(q, q, q).splitlines()[0] == "sizes    B 2  T 70  S 70  H 8/8  D 32"
-
-
-def test_nested_tensors_are_sent_to_the_packed_call() -> None:
-    ragged = torch.nested.nested_tensor([randn(3, 4, 8), randn(5, 4, 8)], layout=torch.jagged)
-    with pytest.raises(rt.InvalidInput) as raised:
-        rt.attention(ragged, ragged, ragged)
-    assert str(raised.value) == "q is nested or sparse; must be dense (attention_packed takes ragged batches)"
 
 
 def test_a_mistake_is_a_value_error_and_a_missing_feature_is_not() -> None:
