@@ -16,10 +16,11 @@ from torch.autograd import forward_ad
 from rooftile import dispatch, ops, reference
 from rooftile import validate as checks
 from rooftile.backends import eager
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import PagedKV
 from rooftile.masks import FULL, Mask
 from rooftile.numerics import QuantisedQKV
+from rooftile.operators import transformed
 from rooftile.ops import nested
 from rooftile.precision import Precision, recipe_of
 from rooftile.spec import NO_OPTIONS, Asked, Options, decode
@@ -451,7 +452,13 @@ def _attend_anew(
     if asked.dropout or asked.seed is not None:
         options = options._replace(seed=checks.check_seed(asked.seed, asked.dropout, q.device))
     options = checks.bias_in_numbers(options, q.dtype)
-    code = checks.spec_code(q, k, v, mask, options, asked, _carries_tangent(q, k, v, *options))
+    under_transform = transformed()
+    if under_transform and asked.backend not in (None, eager.NAME):
+        raise Unsupported(
+            f"backend {asked.backend!r} under a transform of torch.func (grad, vjp, jvp, vmap, ...); only 'eager' has them, "
+            "which backend=None takes there"
+        )
+    code = checks.spec_code(q, k, v, mask, options, asked, under_transform or _carries_tangent(q, k, v, *options))
     checks.warn_of_swapped_axes(q, k)
     # on meta any backend is as good as another, since none runs
     chosen = _choose(code, None if q.is_meta and asked.backend in dispatch.BACKENDS else asked.backend)

@@ -77,6 +77,11 @@ def watched(*arguments: Any) -> bool:
     return _modes() > 0 or _transform() is not None or _profiler_on() or _jit_trace() is not None
 
 
+def transformed() -> bool:
+    """Whether a transform of torch.func (grad, vjp, jvp, vmap, ...) is active, outside of torch.compile."""
+    return not torch.compiler.is_compiling() and _transform() is not None
+
+
 def wants_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd is recording, and one of these requires a gradient."""
     if torch.is_grad_enabled():

@@ -54,7 +54,7 @@ class Spec:
     needs_grad: bool = False
     bias_grad: bool = False  # the bias requires a gradient
     needs_lse: bool = False  # the caller receives lse, so it may have a gradient
-    forward_mode: bool = False  # an input carries a tangent
+    forward_mode: bool = False  # an input carries a tangent, or a transform of torch.func is active
     has_kv_scales: bool = False  # a paged KV cache in FP8, with one scale per token and head for keys and for values
     deterministic: bool = False  # bit-equal gradients; a sequence's output does not depend on the rest of the batch
     precision: Precision | None = None  # formats of the forward's matrix products; None: the dtype of the inputs
