@@ -25,22 +25,28 @@ class ModelConfig:
     """The configuration of a decoder: its sizes, and everything in which families differ.
 
     Args:
-        family: "llama", "mistral", "qwen2", "qwen3", "gemma2" or "gpt2".
+        family: a name out of `rooftile.models.families.FAMILIES`, such as "llama".
         vocab_size, layers, hidden, heads, kv_heads, head_dim, ffn: sizes.
         max_len: the longest sequence in tokens.
         scale: attention scores are multiplied by it.
         softcap: attention scores are soft-capped to (-softcap, softcap); None for no softcap.
         windows: for each layer how many tokens a query sees, itself included; None for all tokens before it.
         rotary: rotary positions of queries and keys; None for learned positions, which are added to the embedding.
+        local_rotary: the positions of layers with a window, if theirs are others (Gemma 3, OLMo 3).
+        unrotated: the layers whose queries and keys have no positions at all (SmolLM3).
         norm, norm_eps: "rms" or "layer" norm, and the number added to its variance.
         norm_plus_one: norms multiply by 1 + weight (Gemma).
         post_norms: the outputs of attention and feed-forward are normalised before they are added (Gemma 2).
+        pre_norms: the inputs of attention and feed-forward are normalised; without them (OLMo) there are post_norms.
         qk_norm: queries and keys are normalised per head (Qwen 3).
+        qk_norm_of_all_heads: they are normalised over all heads at once (OLMo).
         activation: the activation of the feed-forward.
         gated: whether the feed-forward has a gate.
         qkv_bias, o_bias, mlp_bias: which projections have biases.
         embedding_scale: embeddings are multiplied by it, rounded to the model's dtype (Gemma).
         logit_softcap: logits are soft-capped to (-logit_softcap, logit_softcap).
+        residual_scale: the outputs of attention and feed-forward are multiplied by it (Granite).
+        logit_divisor: logits are divided by it (Granite).
         tie: whether the output head shares the embedding's weights.
         bos_ids, eos_ids: the tokens that begin and that end a text.
         dtype: the checkpoint's dtype.
@@ -61,12 +67,16 @@ class ModelConfig:
     scale: float
     windows: tuple[int | None, ...]
     rotary: Rotary | None
+    local_rotary: Rotary | None = None
+    unrotated: tuple[int, ...] = ()
     softcap: float | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     norm_plus_one: bool = False
     post_norms: bool = False
+    pre_norms: bool = True
     qk_norm: bool = False
+    qk_norm_of_all_heads: bool = False
     activation: str = "silu"
     gated: bool = True
     qkv_bias: bool = False
@@ -74,6 +84,8 @@ class ModelConfig:
     mlp_bias: bool = False
     embedding_scale: float | None = None
     logit_softcap: float | None = None
+    residual_scale: float | None = None
+    logit_divisor: float | None = None
     tie: bool = False
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
@@ -96,6 +108,8 @@ class ModelConfig:
         rows = max(self.vocab_size, (self.heads + 2 * self.kv_heads) * self.head_dim, 2 * self.ffn)
         if rows * self.hidden > MOST_NUMBERS:
             raise InvalidInput(f"a matrix would be {rows:,} x {self.hidden:,} numbers; may have at most {MOST_NUMBERS:,}")
+        if not (self.pre_norms or self.post_norms):
+            raise InvalidInput("pre_norms and post_norms are both off; a layer must have one of them")
         if not self.norm_eps >= 0:
             raise InvalidInput(f"norm_eps is {self.norm_eps}; must be at least 0")
         if len(self.windows) != self.layers:

@@ -31,6 +31,7 @@ class Decoder(nn.Module):
     """
 
     rotary: Tensor | None
+    local_rotary: Tensor | None
 
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str | None = None, max_len: int | None = None
@@ -48,10 +49,10 @@ class Decoder(nn.Module):
         self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, memory) for _ in range(config.layers)))
         self.norm = Norm(config, config.hidden, memory=memory)
         self.head = self.embedding if config.tie else memory.parameter(config.vocab_size, config.hidden)
-        self.register_buffer("rotary", None, persistent=False)
-        if config.rotary is not None:
-            length = config.max_len if max_len is None else min(max_len, config.max_len)
-            self.rotary = config.rotary.table(length, dtype=dtype, device=memory.device)
+        length = config.max_len if max_len is None else min(max_len, config.max_len)
+        for name, rotary in (("rotary", config.rotary), ("local_rotary", config.local_rotary)):
+            table = None if rotary is None else rotary.table(length, dtype=dtype, device=memory.device)
+            self.register_buffer(name, table, persistent=False)
         # a number on the host, so that multiplying by it needs no copy; it is rounded like in Transformers
         scale = 1.0 if config.embedding_scale is None else config.embedding_scale
         self.embedding_scale = torch.tensor(scale, dtype=dtype, device="cpu").item()
@@ -118,26 +119,57 @@ class Decoder(nn.Module):
             stream = stream * self.embedding_scale
         if self.positions is not None:
             stream = stream + self.positions.index_select(0, positions)
-        rotation = self.rotation(positions)
+        rotations = self._rotations(positions)
+        if not self.config.pre_norms:
+            return self._forward_without_pre_norms(stream, rotations, attend)
         # each norm is fused with the addition before it, which belongs to the previous layer
         layers = list(self.layers)
         following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
-        x = normalise(stream, layers[0].attention_norm)
+        x = normalise(stream, _there(layers[0].attention_norm))
         for n, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
-            x = layer.attention(n, x, rotation, attend)
-            x, stream = add_norm(x, stream, layer.ffn_norm, post=layer.attention_post_norm)
-            x, stream = add_norm(layer.feed_forward(x), stream, next_norm, post=layer.ffn_post_norm)
+            x = layer.attention(n, x, rotations[n], attend)
+            x, stream = add_norm(x, stream, _there(layer.ffn_norm), post=layer.attention_post_norm)
+            x, stream = add_norm(layer.feed_forward(x), stream, _there(next_norm), post=layer.ffn_post_norm)
         return x
+
+    def _forward_without_pre_norms(self, stream: Tensor, rotations: list[Rotation | None], attend: Attend) -> Tensor:
+        """Runs layers that read the stream as it is, and normalise only what they add to it."""
+        for n, layer in enumerate(self.layers):
+            stream = stream + normalise(layer.attention(n, stream, rotations[n], attend), _there(layer.attention_post_norm))
+            stream = stream + normalise(layer.feed_forward(stream), _there(layer.ffn_post_norm))
+        return normalise(stream, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits (n, vocab) of hidden states (n, hidden), in the model's dtype, or in fp32 after a softcap."""
         scores = linear(hidden, self.head)
+        if self.config.logit_divisor is not None:
+            scores = scores / self.config.logit_divisor
         cap = self.config.logit_softcap
         return scores if cap is None else capped(scores.float(), cap)
 
     def rotation(self, positions: Tensor) -> Rotation | None:
-        """Returns the rotation of queries and keys at positions (total,); None where positions are learned."""
-        if self.rotary is None:
-            return None
-        cos, sin = self.rotary.index_select(0, positions).chunk(2, dim=-1)
-        return Rotation(cos, sin)
+        """Returns the rotation of queries and keys at positions (total,); None where positions are learned.
+
+        Layers with a window, or without positions, may differ.
+        """
+        return _rotation(self.rotary, positions)
+
+    def _rotations(self, positions: Tensor) -> list[Rotation | None]:
+        """Returns the rotation of each layer."""
+        whole = local = self.rotation(positions)
+        if self.local_rotary is not None:
+            local = _rotation(self.local_rotary, positions)
+        each = [whole if window is None else local for window in self.config.windows]
+        return [None if n in self.config.unrotated else rotation for n, rotation in enumerate(each)]
+
+
+def _rotation(table: Tensor | None, positions: Tensor) -> Rotation | None:
+    if table is None:
+        return None
+    cos, sin = table.index_select(0, positions).chunk(2, dim=-1)
+    return Rotation(cos, sin)
+
+
+def _there(norm: Norm | None) -> Norm:
+    assert norm is not None
+    return norm

@@ -5,16 +5,11 @@ A setting that config.json leaves out has Transformers' default; sizes must be t
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
-from rooftile.models.rotary import Rotary, Scaling
+from rooftile.models.positions import qwen_windows, rotaries_of, rotary_of, windows_of
 from rooftile.models.settings import Settings
-
-_SCALINGS = ("linear", "llama3", "yarn")
-
 
 Fields = dict[str, Any]
 
@@ -46,23 +41,30 @@ def _family(settings: Settings) -> str:
     for name in architectures:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
-    what, known = ("architecture", ARCHITECTURES) if architectures else ("model_type", FAMILIES)
+    what = "architecture" if architectures else "model_type"
     named = architectures[0] if architectures else str(settings.values.get("model_type"))
     if not architectures and named in FAMILIES:
         return named
-    nearest = difflib.get_close_matches(named, known, n=1, cutoff=0)[0]
-    raise settings.refused(f"has {what} {named}; nearest is {nearest}, of {', '.join(known)}")
+    raise settings.refused(f"has {what} {named[:80]}; supported are the families {', '.join(FAMILIES)}")
 
 
-def _decoder(settings: Settings, family: str, *, head_dim: int | None = None, **differences: Any) -> Fields:
+def _decoder(
+    settings: Settings, family: str, *, head_dim: int | None = None, theta: float = 10_000.0, local_theta: float | None = None,
+    **differences: Any,
+) -> Fields:  # fmt: skip
     """Reads what all families but GPT-2 have in common; `differences` are one family's own values."""
     heads, hidden = settings.size("num_attention_heads"), settings.size("hidden_size")
     head_dim = settings.size("head_dim", head_dim or hidden // heads)
     layers = settings.layers("num_hidden_layers")
-    rotary, max_len = _rotary(settings, head_dim)
-    common = {
+    common: Fields = {}
+    if local_theta is None:
+        rotary, max_len = rotary_of(settings, head_dim, theta)
+    else:
+        rotary, max_len, common["local_rotary"] = rotaries_of(settings, head_dim, theta, local_theta)
+    common |= {
         "windows": (None,) * layers,
         "scale": head_dim**-0.5,
+        "norm_eps": settings.number("rms_norm_eps", 1e-6),
         "activation": settings.activation("hidden_act", "silu") if "activation" not in differences else None,
         "tie": settings.flag("tie_word_embeddings"),
         "bos_ids": settings.ids("bos_token_id"),
@@ -79,7 +81,6 @@ def _decoder(settings: Settings, family: str, *, head_dim: int | None = None, **
         ffn=settings.size("intermediate_size"),
         max_len=max_len,
         rotary=rotary,
-        norm_eps=settings.number("rms_norm_eps", 1e-6),
         dtype=settings.dtype(),
         **(common | differences),
     )
@@ -104,30 +105,30 @@ def _mistral(settings: Settings) -> Fields:
 
 
 def _qwen2(settings: Settings) -> Fields:
-    return _decoder(settings, "qwen2", windows=_qwen_windows(settings), qkv_bias=True)
+    return _decoder(settings, "qwen2", windows=qwen_windows(settings), qkv_bias=True)
 
 
 def _qwen3(settings: Settings) -> Fields:
     bias = settings.flag("attention_bias")
-    windows = _qwen_windows(settings)
+    windows = qwen_windows(settings)
     return _decoder(settings, "qwen3", head_dim=128, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-def _gemma2(settings: Settings) -> Fields:
+def _gemma2(settings: Settings, family: str = "gemma2", **differences: Any) -> Fields:
     if settings.flag("use_bidirectional_attention"):
         raise settings.refused("has use_bidirectional_attention; supported is causal attention")
     layers, bias = settings.layers("num_hidden_layers"), settings.flag("attention_bias")
     alternating = ["full_attention" if n % 2 else "sliding_attention" for n in range(layers)]
     return _decoder(
-        settings, "gemma2", head_dim=256, qkv_bias=bias, o_bias=bias, norm_plus_one=True, post_norms=True,
-        windows=_windows(settings, alternating, settings.optional("sliding_window", 4096)),
+        settings, family, head_dim=256, qkv_bias=bias, o_bias=bias, norm_plus_one=True, post_norms=True,
+        windows=windows_of(settings, alternating, settings.optional("sliding_window", 4096)),
         scale=settings.positive("query_pre_attn_scalar", 256) ** -0.5,
         softcap=settings.optional("attn_logit_softcapping", 50.0),
         logit_softcap=settings.optional("final_logit_softcapping", 30.0),
         activation=settings.activation("hidden_activation", "gelu_pytorch_tanh"),
         embedding_scale=settings.size("hidden_size") ** 0.5,
         tie=settings.flag("tie_word_embeddings", True),
-        bos_ids=settings.ids("bos_token_id", 2), eos_ids=settings.ids("eos_token_id", 1),
+        bos_ids=settings.ids("bos_token_id", 2), eos_ids=settings.ids("eos_token_id", 1), **differences,
     )  # fmt: skip
 
 
@@ -149,70 +150,83 @@ def _gpt2(settings: Settings) -> Fields:
     )  # fmt: skip
 
 
-def _qwen_windows(settings: Settings) -> tuple[int | None, ...]:
-    window = settings.optional("sliding_window", 4096) if settings.flag("use_sliding_window") else None
-    first = settings.number("max_window_layers", 28)
-    kinds = ["sliding_attention" if n >= first else "full_attention" for n in range(settings.layers("num_hidden_layers"))]
-    return _windows(settings, kinds, window)
+def _gemma3(settings: Settings) -> Fields:
+    fields = _gemma2(settings, "gemma3_text", theta=1_000_000.0, local_theta=10_000.0, qk_norm=True)
+    layers, every = settings.layers("num_hidden_layers"), settings.size("sliding_window_pattern", 6)
+    kinds = ["sliding_attention" if (n + 1) % every else "full_attention" for n in range(layers)]
+    fields |= {
+        "windows": windows_of(settings, kinds, settings.size("sliding_window", 4096)),
+        "softcap": settings.positive("attn_logit_softcapping", None),
+        "logit_softcap": settings.positive("final_logit_softcapping", None),
+    }  # fmt: skip
+    if fields["softcap"] is not None:
+        raise settings.refused("has attn_logit_softcapping, which Gemma 3's attention does not apply; must be null")
+    return fields
 
 
-def _windows(settings: Settings, default: list[str], window: int | None) -> tuple[int | None, ...]:
-    kinds = settings.values.get("layer_types") or default
-    if not isinstance(kinds, list) or len(kinds) != len(default):
-        raise settings.refused(f"has layer_types {repr(kinds)[:40]}; must be a list, one for each of {len(default)} layers")
-    strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
-    if strange:
-        raise settings.refused(
-            f"has layer_types of {strange[0]!r}; supported are 'full_attention' and 'sliding_attention'"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+def _ministral(settings: Settings) -> Fields:
+    layers, window = settings.layers("num_hidden_layers"), settings.optional("sliding_window", 4096)
+    windows = windows_of(settings, ["full_attention" if window is None else "sliding_attention"] * layers, window)
+    bos, eos = settings.ids("bos_token_id", 1), settings.ids("eos_token_id", 2)
+    return _decoder(settings, "ministral", windows=windows, bos_ids=bos, eos_ids=eos)
 
 
-def _rotary(settings: Settings, dim: int) -> tuple[Rotary, int]:
-    """Reads the rotary positions, from newer or older names of the settings, and the longest sequence."""
-    max_len = settings.size("max_position_embeddings")
-    said = settings.section("rope_scaling") or settings.section("rope_parameters")
-    if any(isinstance(value, dict) for value in said.values()):
-        raise settings.refused("has rope_parameters for each type of layer; supported is one for all")
-    rope = Settings(said, settings.folder)
-    kind = said.get("rope_type", said.get("type", "default"))
-    theta = rope.positive("rope_theta", settings.positive("rope_theta", 10_000.0))
-    if rope.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0)) != 1:
-        raise settings.refused("has a partial_rotary_factor; supported are heads that turn as a whole")
-    if kind == "default":
-        return Rotary(dim=dim, theta=theta), max_len
-    if kind not in _SCALINGS:
-        raise settings.refused(f"has rope_type {kind!r}; supported are default, {', '.join(_SCALINGS)}")
-    trained = settings.size("original_max_position_embeddings", rope.size("original_max_position_embeddings", max_len))
-    factor = rope.positive("factor")
-    if kind == "llama3":
-        options = {
-            "low_freq_factor": rope.positive("low_freq_factor"),
-            "high_freq_factor": rope.positive("high_freq_factor"),
-        }
-    elif kind == "yarn":
-        # older checkpoints give the training length where the stretched one belongs
-        max_len = max(max_len, int(factor * trained))
-        options = _yarn_options(rope, factor)
-    else:
-        options = {}
-    return Rotary(
-        dim=dim, theta=theta, scaling=cast(Scaling, kind), factor=factor, original_len=trained, **options
-    ), max_len
-
-
-def _yarn_options(rope: Settings, factor: float) -> dict[str, Any]:
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    of_some, of_all = rope.number("mscale", 0), rope.number("mscale_all_dim", 0)
-    default = magnitude(of_some) / magnitude(of_all) if of_some and of_all else magnitude(1.0)
-    return {
-        "attention_factor": rope.number("attention_factor", default),
-        "beta_fast": rope.number("beta_fast", 0) or 32.0,
-        "beta_slow": rope.number("beta_slow", 0) or 1.0,
-        "truncate": rope.flag("truncate", True),
+def _granite(settings: Settings) -> Fields:
+    return _llama(settings) | {
+        "family": "granite",
+        "scale": settings.positive("attention_multiplier", 1.0),
+        "embedding_scale": settings.positive("embedding_multiplier", 1.0),
+        "residual_scale": settings.positive("residual_multiplier", 1.0),
+        "logit_divisor": settings.positive("logits_scaling", 1.0),
     }
+
+
+def _smollm3(settings: Settings) -> Fields:
+    layers, bias = settings.layers("num_hidden_layers"), settings.flag("attention_bias")
+    every = settings.size("no_rope_layer_interval", 4)
+    turns = settings.values.get("no_rope_layers") or [int((n + 1) % every != 0) for n in range(layers)]
+    if not isinstance(turns, list) or len(turns) != layers or any(turn not in (0, 1) for turn in turns):
+        raise settings.refused(f"has no_rope_layers {repr(turns)[:40]}; must be 0 or 1 for each of {layers} layers")
+    window = settings.optional("sliding_window", None) if settings.flag("use_sliding_window") else None
+    kinds = ["full_attention" if turn or window is None else "sliding_attention" for turn in turns]
+    return _decoder(
+        settings, "smollm3", theta=2_000_000.0, qkv_bias=bias, o_bias=bias, mlp_bias=settings.flag("mlp_bias"),
+        windows=windows_of(settings, kinds, window), unrotated=tuple(n for n, turn in enumerate(turns) if not turn),
+        tie=settings.flag("tie_word_embeddings", True),
+        bos_ids=settings.ids("bos_token_id", 128000), eos_ids=settings.ids("eos_token_id", 128001),
+    )  # fmt: skip
+
+
+def _olmo2(settings: Settings) -> Fields:
+    bias = settings.flag("attention_bias")
+    return _decoder(
+        settings, "olmo2", qkv_bias=bias, o_bias=bias, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_of_all_heads=True,
+        norm_eps=settings.number("rms_norm_eps", 1e-5), eos_ids=settings.ids("eos_token_id", 50279),
+    )  # fmt: skip
+
+
+def _olmo3(settings: Settings) -> Fields:
+    layers = settings.layers("num_hidden_layers")
+    kinds = ["full_attention" if (n + 1) % 4 == 0 else "sliding_attention" for n in range(layers)]
+    bias = settings.flag("attention_bias")
+    theta = settings.positive("rope_theta", 500_000.0)
+    return _decoder(
+        settings, "olmo3", theta=theta, local_theta=theta, qkv_bias=bias, o_bias=bias, pre_norms=False, post_norms=True,
+        qk_norm=True, qk_norm_of_all_heads=True, windows=windows_of(settings, kinds, settings.size("sliding_window", 4096)),
+        norm_eps=settings.number("rms_norm_eps", 1e-5), eos_ids=settings.ids("eos_token_id", 50279),
+    )  # fmt: skip
+
+
+def _phi3(settings: Settings) -> Fields:
+    rope = settings.section("rope_scaling") or settings.section("rope_parameters")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise settings.refused(f"has rope_type {kind!r}, two tables of positions by length; supported is default for Phi")
+    windows = (settings.optional("sliding_window", None),) * settings.layers("num_hidden_layers")
+    return _decoder(
+        settings, "phi3", windows=windows, norm_eps=settings.number("rms_norm_eps", 1e-5),
+        bos_ids=settings.ids("bos_token_id", 1), eos_ids=settings.ids("eos_token_id", 32000),
+    )  # fmt: skip
 
 
 FAMILIES: dict[str, Callable[[Settings], Fields]] = {
@@ -221,7 +235,14 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
     "gpt2": _gpt2,
+    "granite": _granite,
+    "ministral": _ministral,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "phi3": _phi3,
+    "smollm3": _smollm3,
 }
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -229,5 +250,12 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
     "GPT2LMHeadModel": "gpt2",
+    "GraniteForCausalLM": "granite",
+    "MinistralForCausalLM": "ministral",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "Phi3ForCausalLM": "phi3",
+    "SmolLM3ForCausalLM": "smollm3",
 }

@@ -79,10 +79,11 @@ class Layer(nn.Module):
         self.o = Projection(hidden, H * D, bias=config.o_bias, memory=memory)
         self.up = Projection(2 * ffn if config.gated else ffn, hidden, bias=config.mlp_bias, memory=memory)
         self.down = Projection(hidden, ffn, bias=config.mlp_bias, memory=memory)
-        self.attention_norm = Norm(config, hidden, memory=memory)
-        self.ffn_norm = Norm(config, hidden, memory=memory)
-        self.q_norm = Norm(config, D, memory=memory) if config.qk_norm else None
-        self.k_norm = Norm(config, D, memory=memory) if config.qk_norm else None
+        self.attention_norm = Norm(config, hidden, memory=memory) if config.pre_norms else None
+        self.ffn_norm = Norm(config, hidden, memory=memory) if config.pre_norms else None
+        per_head = not config.qk_norm_of_all_heads
+        self.q_norm = Norm(config, D if per_head else H * D, memory=memory) if config.qk_norm else None
+        self.k_norm = Norm(config, D if per_head else Hk * D, memory=memory) if config.qk_norm else None
         self.attention_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
         self.ffn_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
 
@@ -91,14 +92,22 @@ class Layer(nn.Module):
         H, Hk, D = self.config.heads, self.config.kv_heads, self.config.head_dim
         q, k, v = self.qkv(x).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = normalise(q, self.q_norm), normalise(k, self.k_norm)
-        return self.o(attend(n, q, k, v, rotation).flatten(1))
+            if self.config.qk_norm_of_all_heads:
+                q = normalise(q.flatten(1), self.q_norm).unflatten(1, (H, D))
+                k = normalise(k.flatten(1), self.k_norm).unflatten(1, (Hk, D))
+            else:
+                q, k = normalise(q, self.q_norm), normalise(k, self.k_norm)
+        return self._scaled(self.o(attend(n, q, k, v, rotation).flatten(1)))
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Returns what the feed-forward adds to the residual stream, before its post norm; x is normalised."""
         x = self.up(x)
         x = gated(x, self.config.activation) if self.config.gated else ACTIVATIONS[self.config.activation](x)
-        return self.down(x)
+        return self._scaled(self.down(x))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        scale = self.config.residual_scale
+        return x if scale is None else x * scale
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:

@@ -101,7 +101,7 @@ class Settings:
             raise self.refused(f"has {name} {layers:,}; may be at most {MOST_LAYERS:,}")
         return layers
 
-    def optional(self, name: str, default: float) -> Any:
+    def optional(self, name: str, default: float | None) -> Any:
         """Returns a number above 0; None if the setting is null, and `default` if it is missing."""
         return self._above_zero(name, self.number(name, None)) if name in self.values else default
 

@@ -198,9 +198,13 @@ def tensors_of(
 
 def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    yield from _split(layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv})
+    if config.family == "phi3":
+        yield "self_attn.qkv_proj.weight", layer.qkv.weight
+        yield "mlp.gate_up_proj.weight", layer.up.weight
+    else:
+        yield from _split(layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv})
+        yield from _split(layer.up, {"mlp.gate_proj": config.ffn, "mlp.up_proj": config.ffn})
     yield from _split(layer.o, {"self_attn.o_proj": config.hidden})
-    yield from _split(layer.up, {"mlp.gate_proj": config.ffn, "mlp.up_proj": config.ffn})
     yield from _split(layer.down, {"mlp.down_proj": config.hidden})
     # in layers with four norms the second has another name
     second = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"

@@ -65,7 +65,7 @@ def jobs(
 ) -> list[Callable[[], None]]:
     """Returns the jobs that compile kernels, longest first; whatever shares a kernel is one job, so none is compiled twice."""
     # all layers have the same kernels, and embedding and head have none of ours
-    small = replace(config, layers=1, windows=(None,), vocab_size=1, max_len=ROWS)
+    small = replace(config, layers=1, windows=(None,), unrotated=(), vocab_size=1, max_len=ROWS)
     decoder = Decoder(small, dtype=dtype, device=device)
     pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
     masks = tuple(dict.fromkeys(masks_of(config)))

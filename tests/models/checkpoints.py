@@ -47,6 +47,9 @@ CONFIGS = {
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=7),
     "mistral, no window": lambda: transformers.MistralConfig(**SMALL, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL, rope_parameters=THETA),
+    "qwen2, of 2.5": lambda: transformers.Qwen2Config(
+        **SMALL, rope_parameters=THETA, tie_word_embeddings=True, use_sliding_window=False, sliding_window=7, max_window_layers=1
+    ),
     "qwen2, yarn": lambda: transformers.Qwen2Config(**SMALL, rope_parameters=YARN),
     "qwen2, windows": lambda: transformers.Qwen2Config(
         **SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1
@@ -62,6 +65,31 @@ CONFIGS = {
     "gemma2, untied, no caps": lambda: transformers.Gemma2Config(
         **SMALL, head_dim=8, sliding_window=9, tie_word_embeddings=False, attn_logit_softcapping=None,
         final_logit_softcapping=None, layer_types=LAYER_TYPES,
+    ),
+    "gemma3_text": lambda: transformers.Gemma3TextConfig(
+        **SMALL, head_dim=16, sliding_window=5, query_pre_attn_scalar=24, sliding_window_pattern=2
+    ),
+    "gemma3_text, stretched": lambda: transformers.Gemma3TextConfig(
+        **SMALL, head_dim=8, sliding_window=9, layer_types=LAYER_TYPES, final_logit_softcapping=5.0,
+        rope_parameters={"full_attention": LINEAR, "sliding_attention": THETA},
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **SMALL, embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=2.5
+    ),
+    "ministral": lambda: transformers.MinistralConfig(
+        **SMALL, head_dim=16, sliding_window=6, layer_types=LAYER_TYPES, rope_parameters=THETA
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**SMALL, rope_parameters=THETA),
+    "olmo3": lambda: transformers.Olmo3Config(**SMALL, sliding_window=6, layer_types=LAYER_TYPES),
+    "olmo3, yarn": lambda: transformers.Olmo3Config(
+        **SMALL, sliding_window=6, layer_types=LAYER_TYPES, attention_bias=True,
+        rope_parameters={"full_attention": YARN, "sliding_attention": THETA},
+    ),
+    "phi3": lambda: transformers.Phi3Config(**SMALL, sliding_window=7),
+    "phi3, no window": lambda: transformers.Phi3Config(**SMALL, rope_parameters=THETA),
+    "smollm3": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layer_interval=2),
+    "smollm3, windows": lambda: transformers.SmolLM3Config(
+        **SMALL, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=6, attention_bias=True, mlp_bias=True
     ),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2, untied, unscaled": lambda: transformers.GPT2Config(

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from rooftile import InvalidInput
 from rooftile.models import ModelConfig
 from rooftile.models.config import config_of
 from rooftile.models.families import ARCHITECTURES, FAMILIES
 from rooftile.models.rotary import Rotary
-from tests.models.checkpoints import CONFIGS, LAYER_TYPES, LLAMA3, YARN
+from tests.models.checkpoints import CONFIGS, LAYER_TYPES, LINEAR, LLAMA3, YARN
 
 # as checkpoints of years ago say it: little more than sizes
 OLD: dict[str, Any] = {
@@ -55,6 +56,27 @@ def test_what_is_not_said_is_what_transformers_takes() -> None:
     gpt2 = described("gpt2")
     assert (gpt2.ffn, gpt2.tie, gpt2.norm, gpt2.norm_eps, gpt2.rotary) == (32, True, "layer", 1e-5, None)
     assert (gpt2.activation, gpt2.eos_ids) == ("gelu_new", (50256,))
+
+
+@pytest.mark.parametrize(
+    ("family", "theirs"),
+    [
+        ("gemma3_text", transformers.Gemma3TextConfig), ("granite", transformers.GraniteConfig),
+        ("ministral", transformers.MinistralConfig), ("olmo2", transformers.Olmo2Config), ("olmo3", transformers.Olmo3Config),
+        ("phi3", transformers.Phi3Config), ("smollm3", transformers.SmolLM3Config),
+    ],
+)  # fmt: skip
+def test_defaults_are_those_of_transformers(family: str, theirs: type) -> None:
+    sizes = OLD | {"num_key_value_heads": 1, "num_hidden_layers": 9}
+    # they write null where a head's size follows from others
+    whole = {name: value for name, value in theirs(**sizes).to_dict().items() if name != "head_dim" or value is not None}
+    assert config_of(sizes | {"model_type": family}, "here") == config_of(whole, "here")
+
+
+def test_positions_of_older_checkpoints_for_each_type_of_layer() -> None:
+    older = described("gemma3_text", rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling=LINEAR | {"rope_theta": None})
+    assert older.rotary == Rotary(dim=256, theta=5e5, scaling="linear", factor=4.0, original_len=16)
+    assert older.local_rotary == Rotary(dim=256, theta=2e4)
 
 
 def test_null_turns_off_what_has_a_default() -> None:
@@ -128,11 +150,11 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("family", "more", "sentence"),
     [
-        ("llama", {"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM; nearest is Qwen2ForCausalLM, of L"),
+        ("llama", {"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM; supported are the families llama, m"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "has architecture LlamaForSeq"),
-        ("llama", {"architectures": "Falcon"}, "has architecture Falcon; nearest is"),
-        ("gpt2", {"model_type": "gpt3"}, "has model_type gpt3; nearest is gpt2, of llama, mistral"),
-        ("gpt2", {"model_type": None}, "has model_type None; nearest is"),
+        ("llama", {"architectures": "Falcon"}, "has architecture Falcon; supported are"),
+        ("gpt2", {"model_type": "gpt3"}, "has model_type gpt3; supported are the families llama, mistral"),
+        ("gpt2", {"model_type": None}, "has model_type None; supported are"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, r"are quantised \(awq\); give a checkpoint in bfloat16"),
         ("llama", {"quantization_config": "awq"}, "has quantization_config 'awq'; must be a JSON object"),
         ("llama", {"hidden_size": None}, "config.json of here has no hidden_size; it must be there, a number"),
@@ -180,6 +202,12 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("gemma2", {"use_bidirectional_attention": True}, "has use_bidirectional_attention; supported is causal attention"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "has scale_attn_by_inverse_layer_idx; supported is GPT-2 without it"),
         ("gpt2", {"add_cross_attention": True}, "has add_cross_attention; supported is GPT-2 without it"),
+        ("gemma3_text", {"rope_parameters": YARN}, "has one rope_parameters for all layers; must have them for each"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping, which Gemma 3's attention does not apply"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "has no_rope_layers .1, 2, 0.; must be 0 or 1 for each of 3 layers"),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "has rope_type 'longrope', two tables of positions by length"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "has a partial_rotary_factor; supported are heads that turn as a whole"),
+        ("granite", {"logits_scaling": 0}, "has logits_scaling 0; must be above 0"),
         ("gpt2", {"n_head": 3}, "has n_embd 8 and n_head 3; the second must divide the first"),
     ],
     ids=lambda what: str(what)[:40],

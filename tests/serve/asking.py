@@ -9,6 +9,10 @@ from rooftile.serve.sampling.params import SamplingParams
 from tests.models.checkpoints import VOCABULARY
 
 FAMILIES = ["llama", "llama, llama3", "mistral", "qwen2", "qwen2, windows", "qwen3", "gemma2", "gpt2"]
+# families that differ from these in their layers, and not in how they are served: `make test` serves each once
+MORE_FAMILIES = [
+    "qwen2, of 2.5", "qwen2, yarn", "gemma3_text", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3",
+]  # fmt: skip
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 ROOM = {"max_model_len": 96, "num_blocks": 600}
