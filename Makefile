@@ -45,13 +45,14 @@ check: $(READY) ## lint, types and the unit tests: the quick look before a commi
 bench: $(READY) ## time attention against the peers installed here, e.g. make bench ARGS="--case d128-causal-4k"
 	$(BIN)/rooftile bench attention $(ARGS)
 
-tables: $(READY) ## rewrite the generated tables and figures of the README and docs
+tables: $(READY) ## rewrite the generated tables, figures and outputs of the README, docs and notebooks
 	$(BIN)/python scripts/write_tables.py
 	$(BIN)/python scripts/write_reference.py
 	$(BIN)/python scripts/write_operators.py
 	$(BIN)/python scripts/write_figures.py
 	$(BIN)/python scripts/write_hopper_kernels.py
 	$(BIN)/python -m benchmarks.ladder.page
+	$(BIN)/python scripts/run_notebooks.py
 	$(if $(wildcard benchmarks/results/h200.jsonl),$(BIN)/python -m rooftile.bench.results docs/reference/speed.md)
 
 docs: $(READY) ## build the documentation site into build/site; a broken link or a warning is an error

@@ -22,7 +22,7 @@ def report(
 ) -> None:
     """Writes an HTML page about attention on this machine: time, memory, error, a small Llama trained and served, masks.
 
-    Under five minutes on two CPU cores, under three on a GPU. Prints the page's path; exits with 1 if an experiment failed.
+    Under three minutes on two CPU cores or a GPU. Prints the page's path; exits with 1 if an experiment failed.
 
     Example: rooftile report --out page.html
     """
@@ -38,9 +38,9 @@ def report(
     if barrier is not None:
         raise InvalidInput(f"--out is {out}, and {barrier} is a file; give a file in a folder")
     page.check_ready()
+    _check_writable(out)
     plan = plan_for(target.type, quick=quick)
     found = experiments.run(plan, str(target), _command(out, device, quick), Progress(plan.seconds))
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page.render(found), encoding="utf-8")
     for name, sentence in found.failures.items():
         print(f"rooftile: the experiment {name!r} failed: {sentence}", file=sys.stderr)
@@ -50,6 +50,18 @@ def report(
         print(out.resolve())
     if found.failures:
         raise typer.Exit(1)
+
+
+def _check_writable(out: Path) -> None:
+    """Raises InvalidInput if the page could not be written, before minutes of measuring; makes its folder."""
+    existed = out.exists()
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as error:
+        raise InvalidInput(f"--out is {out}, which cannot be written ({error.strerror}); name another file") from error
+    if not existed:
+        out.unlink()
 
 
 def _command(out: Path, device: str, quick: bool) -> str:

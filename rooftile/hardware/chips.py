@@ -1,4 +1,4 @@
-"""Datasheet numbers of GPUs and CPUs, for orientation. `rooftile.hardware.ceilings` measures.
+"""Datasheet numbers of GPUs, for orientation. `rooftile.hardware.ceilings` measures.
 
 Rates are for dense operands (datasheets often print twice that, for 2:4 sparse ones) with fp32 accumulation, which
 halves the fp16 and fp8 rates of GeForce cards. Bandwidth is the memory's, in GB/s of 1e9 bytes. L2 of the H200 and
@@ -81,23 +81,6 @@ CHIPS: tuple[Chip, ...] = (
     _gpu("RTX 3090",       r"RTX 3090",         "sm86",   24,  936,  35.6,   71.0, None,     6,  82, 100),
 )
 # fmt: on
-
-GENERIC_CPU = Chip(
-    name="one CPU core",
-    pattern="",
-    arch="cpu",
-    # no datasheet: AVX2 with two fused multiply-adds of 8 floats per cycle at 3 GHz, and two channels of DDR4-3200
-    kind="assumed, one core with AVX2 at 3 GHz",
-    memory_gb=16,
-    bandwidth_gbs=51.2,
-    fp32_tflops=0.096,
-    bf16_tflops=None,
-    fp16_tflops=None,
-    fp8_tflops=None,
-    l2_mb=1.0,
-    cores=1,
-    shared_kb=0,
-)
 
 
 def chip_named(device_name: str) -> Chip | None:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from rooftile.report.block_tables import BLOCK, Samples
-from rooftile.report.comparison import OURS, STANDARD, Comparison
+from rooftile.report.comparison import OURS, SDPA, STANDARD, Comparison
 from rooftile.report.precision import PrecisionErrors
 from rooftile.report.serving import Check, Served, Serving
-from rooftile.report.tiles import TileMap
+from rooftile.report.tiles import TileMap, Tiling
 from rooftile.report.training import Run, Training
 from rooftile.report.units import number, percent, power, times, tokens
 
 # two medians closer than this count as equal
 ALIKE = 0.05
+# two final losses, in nats per byte, closer than this lie on one another in the picture
+SAME_CURVE = 0.02
+# the sides of a comparison, as the page names them
+NAMES = {OURS: "Rooftile", SDPA: "SDPA", STANDARD: "standard"}
 
 WHAT = {
-    "forward_us": ("faster", "slower", "as fast"),
-    "backward_us": ("faster", "slower", "as fast"),
-    "step_us": ("faster", "slower", "as fast"),
     "step_ms": ("less time", "more time", "the same time"),
     "peak_bytes": ("less memory", "more memory", "the same memory"),
-    "forward_peak_bytes": ("less memory", "more memory", "the same memory"),
-    "training_peak_bytes": ("less memory", "more memory", "the same memory"),
 }
 
 
@@ -42,20 +41,11 @@ def common_length(comparison: Comparison, ours: str = OURS) -> int:
     return max(set(comparison.of(ours)) & set(comparison.of(STANDARD)))
 
 
-def standing(comparison: Comparison, what: str) -> str:
-    """Compares ours with standard attention in one quantity at the common length: "23× less memory"."""
-    N = common_length(comparison)
-    ours, theirs = (getattr(comparison.of(side)[N], what) for side in (OURS, STANDARD))
-    return against(ours, theirs, *WHAT[what])
-
-
-def headline(comparison: Comparison) -> str:
-    """Returns the page's first sentence."""
-    N = common_length(comparison)
-    ours, theirs = comparison.of(OURS)[N], comparison.of(STANDARD)[N]
-    memory = standing(comparison, "training_peak_bytes")
-    speed = against(ours.step_us, theirs.step_us, "less time", "more time", "the same time")
-    return f"At {N:,} tokens exact attention needs {memory} and {speed}"
+def headline(tiling: Tiling) -> str:
+    """Returns the page's first sentence, about the window."""
+    window = tiling.window
+    speed = against(window.forward_us, window.sdpa_us, "faster than SDPA", "slower than SDPA", "as fast as SDPA")
+    return f"A window over {window.N:,} tokens skips {percent(window.saved)} of the scores: {speed}"
 
 
 def split(standing: str) -> tuple[str, str]:
@@ -66,15 +56,22 @@ def split(standing: str) -> tuple[str, str]:
 
 def time_claim(comparison: Comparison, what: str) -> str:
     """Returns the title of a chart of times; what is "forward_us" or "backward_us"."""
-    N = common_length(comparison)
-    return f"{what.removesuffix('_us').capitalize()}, {N:,} tokens: {standing(comparison, what)}"
+    return f"{what.removesuffix('_us').capitalize()}, {_beside_each(comparison, what, 'faster than', 'slower than', 'as fast as')}"
 
 
 def memory_claim(comparison: Comparison, what: str) -> str:
     """Returns the title of a chart of peak memory."""
-    N = common_length(comparison)
     phase = {"forward_peak_bytes": "Forward", "training_peak_bytes": "Forward and backward"}[what]
-    return f"{phase}, {N:,} tokens: {standing(comparison, what)}"
+    return f"{phase}, {_beside_each(comparison, what, 'less memory than', 'more memory than', 'the same memory as')}"
+
+
+def _beside_each(comparison: Comparison, what: str, less: str, more: str, alike: str) -> str:
+    """Compares ours with SDPA, if that got so far, and with standard attention at the common length."""
+    N = common_length(comparison)
+    ours = getattr(comparison.of(OURS)[N], what)
+    theirs = {NAMES[side]: getattr(comparison.of(side)[N], what) for side in (SDPA, STANDARD) if N in comparison.of(side)}
+    words = [against(ours, value, *(f"{word} {name}" for word in (less, more, alike))) for name, value in theirs.items()]
+    return f"{N:,} tokens: {', '.join(words)}"
 
 
 def error_claim(comparison: Comparison, what: str) -> str:
@@ -98,23 +95,26 @@ def traffic_claim(comparison: Comparison) -> str:
 
 def scaling_claim(comparison: Comparison) -> str:
     """States the longest sequence of each side."""
-    ours, theirs = (max(comparison.of(side)) for side in (OURS, STANDARD))
-    if ours == theirs:
-        return f"Both reached {ours:,} tokens"
-    return f"Standard attention stopped at {theirs:,} tokens, exact attention at {ours:,}"
+    reached = {side: max(comparison.of(side)) for side in comparison.sides}
+    if len(set(reached.values())) == 1:
+        return f"All reached {reached[OURS]:,} tokens"
+    ends = ", ".join(f"{NAMES[side]} at {N:,}" for side, N in reached.items())
+    return f"The longest sequences: {ends} tokens"
 
 
 def loss_claim(training: Training) -> str:
-    """Returns the title of the loss curves."""
-    apart = training.furthest_apart
-    words = "never differ" if apart == 0 else f"never differ by more than {short(apart)}"
-    return f"Over {len(training.runs[0].losses)} steps the two losses {words}"
+    """Returns the title of the loss curves: whether both end in the same place."""
+    ends = [learning(run)[1] for run in training.runs]
+    if abs(ends[0] - ends[1]) < SAME_CURVE:
+        return f"Same seed, same curve: over {len(training.runs[0].losses)} steps SDPA and Rooftile learn alike"
+    return f"Same seed, two curves: SDPA ends at a loss of {ends[0]:.2f}, Rooftile at {ends[1]:.2f}"
 
 
 def standing_of_step(training: Training, what: str) -> str:
     """Compares the second run with the first in one quantity, "step_ms" or "peak_bytes"."""
-    eager, ours = (getattr(run, what) for run in training.runs)
-    return against(ours, eager, *WHAT[what])
+    sdpa, ours = (getattr(run, what) for run in training.runs)
+    less, more, alike = WHAT[what]
+    return against(ours, sdpa, f"{less} than with SDPA", f"{more} than with SDPA", f"{alike} as with SDPA")
 
 
 def learning(run: Run) -> tuple[float, float]:
@@ -146,9 +146,14 @@ def distribution_claim(bits: PrecisionErrors, distribution: str) -> str:
 def serving_claim(serving: Serving) -> str:
     """Returns the title of the section on serving."""
     reserved, paged = serving.contiguous, serving.paged
-    held = against(reserved.running, paged.running, "more answers at once", "fewer answers at once", "as many answers at once")
     empty = f"{percent(paged.waste)} of the used slots are empty, against {percent(reserved.waste)}"
-    return f"Served from pages, the same memory holds {held}: {empty}"
+    return f"Served from pages, the same memory holds {held(serving)}: {empty}"
+
+
+def held(serving: Serving) -> str:
+    """Compares the answers that run at once, from pages and reserved."""
+    reserved, paged = serving.contiguous.running, serving.paged.running
+    return against(reserved, paged, "more answers at once", "fewer answers at once", "as many answers at once")
 
 
 def serving_setup(serving: Serving) -> str:

@@ -1,4 +1,4 @@
-"""Compares exact with standard attention, from short sequences up to each side's limit of time or memory.
+"""Compares Rooftile with PyTorch's SDPA and standard attention, from short sequences up to each side's limit of time or memory.
 
 Standard attention is a matrix product, a softmax and a matrix product in plain PyTorch, with the whole T x S matrix in memory.
 There is no mask, so that neither side gains by skipping tiles. `rooftile.bench` checks and measures.
@@ -22,7 +22,7 @@ from rooftile.report.plan import Plan
 from rooftile.report.units import duration, size
 from rooftile.spec import Problem
 
-STANDARD, OURS, TILED = "standard", "rooftile", "tiled"
+OURS, SDPA, STANDARD = "rooftile", "sdpa", "standard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Comparison:
     batch: int
     heads: int
     dim: int
-    backends: dict[str, str]  # what each side ran on
+    backends: dict[str, str]  # per side: the backend or peer of `rooftile.bench` that ran
     peak_kind: str  # how memory was measured
     readings: tuple[Reading, ...]
     traffic: tuple[Traffic, ...]
@@ -79,7 +79,7 @@ class Comparison:
 def compare(plan: Plan, device: str, on_step: Callable[[float, str], None]) -> Comparison:
     """Runs every side over the plan's lengths; on_step is called with the fraction done and the next step.
 
-    If dispatch chooses PyTorch's fused kernel, Rooftile's own tiles are measured too, so that the page shows both.
+    Rooftile's side is a kernel of its own, also where dispatch would choose PyTorch's: that one has its own side.
     """
     session = run.open_session(device)
     backends = _sides(plan, device)
@@ -98,7 +98,7 @@ def compare(plan: Plan, device: str, on_step: Callable[[float, str], None]) -> C
         # each length costs about four times as much as the one before
         say = lambda words, n=n, N=N: on_step(4.0 ** (n + 1 - len(plan.lengths)), f"{words}, {N:,} tokens")  # noqa: E731
         rows = run.measure(
-            case, running, device=device, rounds=plan.rounds, session=session,
+            case, [backends[side] for side in running], device=device, rounds=plan.rounds, session=session,
             on_progress=lambda words, say=say: say(words.split(": ", 1)[1]),
         ) if running else []  # fmt: skip
         for side, forward, backward in zip(running, rows[::2], rows[1::2], strict=True):
@@ -145,13 +145,10 @@ def too_much(plan: Plan, side: str, problem: Problem, earlier: list[Reading], li
 
 
 def _sides(plan: Plan, device: str) -> dict[str, str]:
-    """Returns the sides, and the backend of each."""
+    """Returns the sides, and the backend or peer of each."""
     spec = case_of(plan, plan.lengths[0]).problem(arch(torch.device(device))).spec
-    chosen = str(dispatch.select(spec).NAME)
-    sides = {OURS: chosen, STANDARD: "plain torch"}
-    if chosen == "sdpa" and not dispatch.verdicts(spec)[TILED]:
-        sides[TILED] = TILED
-    return sides
+    own = next(name for name, reasons in dispatch.verdicts(spec).items() if not reasons and name != "sdpa")
+    return {OURS: own, SDPA: "torch-flash", STANDARD: "standard"}
 
 
 def _reading(side: str, N: int, forward: Row, backward: Row) -> Reading:

@@ -1,7 +1,7 @@
-"""Draws pictures as SVG text: log-log charts, loss curves, masks as tiles, and sizes on a logarithmic scale.
+"""Draws pictures as SVG text: log-log charts, loss curves, bars, and masks as tiles.
 
 Colours come from the page's style sheet by class (`ours`, `standard`, `other`), so that they follow the reader's light or
-dark setting. Every series also has its own marker and label, so that no information is in colour alone. A picture is
+dark setting. Every series also has its own marker and a name in the legend, so that no information is in colour alone. A picture is
 about as wide as a phone, so that its text stays readable there.
 """
 
@@ -11,14 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 
 from rooftile.report.tiles import TileMap
-from rooftile.report.units import size, tokens
+from rooftile.report.units import tokens
 
 WIDTH, HEIGHT = 400, 270
-LEFT, RIGHT, TOP, BOTTOM = 54, 14, 14, 38
-LETTER = 8.2  # the width of a label's letter on a phone, where text is larger
+LEFT, RIGHT, TOP, BOTTOM = 54, 14, 28, 38
+LETTER = 8.2  # the width of a legend's letter on a phone, where text is larger
 Write = Callable[[float], str]
 Point = tuple[float, float]
 
@@ -30,23 +29,6 @@ class Series:
     name: str
     kind: str  # "ours", "standard" or "other"
     points: tuple[Point, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangle on the drawing."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def holds(self, point: Point) -> bool:
-        return self.left <= point[0] <= self.right and self.top <= point[1] <= self.bottom
-
-    def meets(self, other: Box) -> bool:
-        across = self.left < other.right and other.left < self.right
-        return across and self.top < other.bottom and other.top < self.bottom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,29 +46,20 @@ class Axis:
         return self.start + (value - low) / (high - low) * (self.stop - self.start)
 
 
-def log_chart(
-    series: Sequence[Series], *, title: str, y_name: str, write: Write, bracket: tuple[float, str] | None = None
-) -> str:
-    """Draws lines over sequence length, both axes logarithmic.
-
-    bracket: a length, and words to write there between the first two series: the ratio of the title.
-    """
+def log_chart(series: Sequence[Series], *, title: str, y_name: str, write: Write) -> str:
+    """Draws lines over sequence length, both axes logarithmic."""
     series = [line for line in series if line.points]
     lengths = sorted({x for line in series for x, _ in line.points})
     values = [y for line in series for _, y in line.points if y > 0]
     x_axis = Axis(
         low=lengths[0] / 1.12, high=max(lengths[-1], 2 * lengths[0]) * 1.12, start=LEFT, stop=WIDTH - RIGHT, log=True
     )
-    y_axis = Axis(low=min(values) / 2, high=max(values) * 2.4, start=HEIGHT - BOTTOM, stop=TOP, log=True)
-    placed = {
-        line.name: [(x_axis.place(x), y_axis.place(max(y, y_axis.low))) for x, y in line.points] for line in series
-    }
-    taken: list[Box] = []
+    y_axis = Axis(low=min(values) / 2, high=max(values) * 2, start=HEIGHT - BOTTOM, stop=TOP, log=True)
     parts = [_y_grid(y_axis, decades(y_axis.low, y_axis.high), write), _x_ticks(x_axis, lengths)]
-    parts += [_line(line, placed[line.name], write) for line in series]
-    if bracket:
-        parts.append(_bracket(series, x_axis, y_axis, *bracket, taken=taken))
-    parts += [_label(line, placed, taken) for line in series]
+    for line in series:
+        points = [(x_axis.place(x), y_axis.place(max(y, y_axis.low))) for x, y in line.points]
+        parts.append(_line(line, points, write))
+    parts.append(_legend([(line.name, line.kind) for line in series]))
     return svg(title, f"{y_name} over sequence length", parts)
 
 
@@ -105,18 +78,12 @@ def line_chart(
     for x in even(x_axis.low, x_axis.high):
         parts.append(text(x_axis.place(x), HEIGHT - BOTTOM + 16, f"{x:,.0f}", "tick", "middle"))
     parts.append(text(WIDTH - RIGHT, HEIGHT - 6, x_name, "axis", "end"))
-    placed = {}
     for n, line in enumerate(series):
         points = [(x_axis.place(x), y_axis.place(max(y, low))) for x, y in line.points]
-        placed[line.name] = points
         broad = " broad" if n == 0 and len(series) > 1 else ""
         parts.append(f'<polyline class="line thin {line.kind}{broad}" points="{_path(points)}"/>')
     if len(series) > 1:
-        for n, line in enumerate(series):
-            y = TOP + 14 + 20 * n
-            broad = " broad" if n == 0 else ""
-            parts.append(f'<path class="line thin {line.kind}{broad}" d="M {WIDTH - 128} {y} h 26"/>')
-            parts.append(text(WIDTH - 96, y + 4, line.name, f"label {line.kind}", "start"))
+        parts.append(_legend([(line.name, line.kind) for line in series], marks=False))
     return svg(title, f"{y_name} over {x_name}", parts)
 
 
@@ -154,22 +121,6 @@ def mask_tiles(tile_map: TileMap, *, title: str, side: float = 160) -> str:
         f'<path class="hatch" d="{"".join(hatch)}"/>',
     ]
     return svg(title, "tiles computed, masked and skipped", parts, width=side, height=side)
-
-
-def size_ladder(rows: Sequence[tuple[str, float, str]], *, title: str) -> str:
-    """Draws sizes in bytes on a logarithmic scale, one per row: (what, bytes, kind)."""
-    low = min(value for _, value, _ in rows) / 4
-    high = max(value for _, value, _ in rows) * 4
-    axis = Axis(low=low, high=high, start=0, stop=WIDTH - 76, log=True)
-    parts = []
-    for n, (what, value, kind) in enumerate(rows):
-        y = 6 + 42 * n
-        parts.append(text(0, y + 9, what, "tick", "start"))
-        parts.append(
-            f'<rect class="bar {kind}" x="0" y="{y + 15}" width="{max(axis.place(value), 2):.1f}" height="12" rx="3"/>'
-        )
-        parts.append(text(max(axis.place(value), 2) + 8, y + 26, size(value), f"label {kind}", "start"))
-    return svg(title, "sizes on a logarithmic scale", parts, height=42 * len(rows) + 2)
 
 
 def decades(low: float, high: float) -> list[float]:
@@ -241,47 +192,12 @@ def _marker(kind: str, point: Point, words: str) -> str:
     return f"{shape}<title>{escape(words)}</title></{shape[1:].split(' ', 1)[0]}>"
 
 
-def _bracket(series: Sequence[Series], x_axis: Axis, y_axis: Axis, length: float, words: str, taken: list[Box]) -> str:
-    ends = [y for line in series[:2] for x, y in line.points if x == length]
-    if len(ends) < 2:
-        return ""
-    x = x_axis.place(length)
-    top, bottom = sorted(y_axis.place(y) for y in ends)
-    # in a narrow gap the words would cover the lines
-    if bottom - top < 24:
-        return ""
-    y = (top + bottom) / 2
-    taken.append(Box(x - 8 - LETTER * 1.3 * len(words), y - 10, x, y + 10))
-    return f'<path class="bracket" d="M {x:.1f} {top + 7:.1f} V {bottom - 7:.1f}"/>' + text(
-        x - 6, y + 5, words, "ratio", "end"
-    )
-
-
-def _label(line: Series, placed: dict[str, list[Point]], taken: list[Box]) -> str:
-    """Places the line's name where it covers least: above or below one of its later points."""
-    width = LETTER * len(line.name)
-    drawn = [point for points in placed.values() for point in _along(points)]
-    best: tuple[float, Box] | None = None
-    for n, (x, y) in enumerate(reversed(placed[line.name])):
-        for dy in (-12, 20, -22, 30):
-            left = min(max(x - width / 2, LEFT + 2), WIDTH - RIGHT - width)
-            box = Box(left, y + dy - 12, left + width, y + dy + 4)
-            if box.top < 0 or box.bottom > HEIGHT - BOTTOM:
-                continue
-            cost = sum(box.holds(point) for point in drawn) + 40 * sum(box.meets(other) for other in taken)
-            cost += 0.6 * n + abs(dy) / 30
-            if best is None or cost < best[0]:
-                best = (cost, box)
-    if best is None:
-        return ""
-    taken.append(best[1])
-    return text(best[1].left, best[1].bottom - 4, line.name, f"label {line.kind}", "start")
-
-
-def _along(points: Sequence[Point]) -> list[Point]:
-    """Returns points every few units along a polyline."""
-    dense = list(points)
-    for (x0, y0), (x1, y1) in pairwise(points):
-        count = max(int(math.hypot(x1 - x0, y1 - y0) / 3), 1)
-        dense += [(x0 + (x1 - x0) * n / count, y0 + (y1 - y0) * n / count) for n in range(count)]
-    return dense
+def _legend(names: Sequence[tuple[str, str]], marks: bool = True) -> str:
+    """Draws the names of the series above the picture, where they cover nothing."""
+    parts, x = [], float(LEFT)
+    for name, kind in names:
+        parts.append(f'<path class="line {kind}" d="M {x:.1f} 10 h 24"/>')
+        parts += [_marker(kind, (x + 12, 10.0), name)] if marks else []
+        parts.append(text(x + 30, 14, name, f"label {kind}", "start"))
+        x += 44 + LETTER * len(name)
+    return "".join(parts)

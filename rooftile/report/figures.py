@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 from rooftile.bench.accuracy import PLAINEST
 from rooftile.report import block_map, claims, draw
 from rooftile.report.block_tables import Samples
-from rooftile.report.comparison import OURS, STANDARD, TILED, Comparison, Reading
+from rooftile.report.claims import NAMES
+from rooftile.report.comparison import OURS, SDPA, STANDARD, Comparison, Reading
 from rooftile.report.draw import Series
 from rooftile.report.experiments import Report
 from rooftile.report.precision import PrecisionErrors
 from rooftile.report.serving import Served, Serving
+from rooftile.report.tiles import Tiling
 from rooftile.report.training import Training
 from rooftile.report.units import duration, number, percent, power, size, times
 
-KINDS = {OURS: "ours", STANDARD: "standard", TILED: "other"}
-NAMES = {OURS: "exact", STANDARD: "standard", TILED: "Rooftile's tiles"}
+KINDS = {OURS: "ours", SDPA: "other", STANDARD: "standard"}
 
 
 class Table(NamedTuple):
@@ -45,16 +46,13 @@ def length_chart(comparison: Comparison, what: str, title: str, y_name: str, wri
         Series(name=NAMES[side], kind=KINDS[side], points=_points(comparison.of(side), what))
         for side in comparison.sides
     ]
-    N = claims.common_length(comparison)
-    ours, theirs = (getattr(comparison.of(side)[N], what) for side in (OURS, STANDARD))
-    ratio = times(max(ours, theirs) / min(ours, theirs)) if min(ours, theirs) > 0 else ""
     lengths = sorted({reading.N for reading in comparison.readings})
     rows = []
     for length in lengths:
         readings = [comparison.of(side).get(length) for side in comparison.sides]
         rows.append([f"{length:,}", *(write(getattr(reading, what)) if reading else "–" for reading in readings)])
     table = Table(["tokens", *(NAMES[side] for side in comparison.sides)], rows)
-    picture = draw.log_chart(series, title=title, y_name=y_name, write=write, bracket=(N, ratio) if ratio else None)
+    picture = draw.log_chart(series, title=title, y_name=y_name, write=write)
     return Chart(title, safe(picture), table=table)
 
 
@@ -64,9 +62,9 @@ def _points(readings: dict[int, Reading], what: str) -> tuple[tuple[float, float
 
 def traffic_chart(comparison: Comparison) -> Chart:
     lines = (
-        ("exact, at least", "ours", "compulsory"),
+        ("Rooftile, at least", "ours", "compulsory"),
         ("standard", "standard", "standard"),
-        ("exact, no cache", "other", "tiled"),
+        ("Rooftile, no cache", "other", "tiled"),
     )
     series = [
         Series(
@@ -76,10 +74,7 @@ def traffic_chart(comparison: Comparison) -> Chart:
     ]
     rows = [[f"{row.N:,}", *(size(getattr(row, what)) for *_, what in lines)] for row in comparison.traffic]
     title = claims.traffic_claim(comparison)
-    last = comparison.traffic[-1]
-    picture = draw.log_chart(
-        series, title=title, y_name="bytes", write=size, bracket=(last.N, times(last.standard / last.compulsory))
-    )
+    picture = draw.log_chart(series, title=title, y_name="bytes", write=size)
     note = (
         "Forward and backward, from the cost model. Minimum: each input read once, each output written once. "
         "Without a cache: every tile is read from memory again."
@@ -87,35 +82,42 @@ def traffic_chart(comparison: Comparison) -> Chart:
     return Chart(title, safe(picture), note, Table(["tokens", *(name for name, *_ in lines)], rows))
 
 
-def size_ladder(report: Report, N: int, element: int) -> Chart | None:
-    """Draws the sizes of this run beside those of the caches."""
+def sizes_table(report: Report, N: int, element: int) -> Table:
+    """Lists the sizes of this run beside those of the machine, smallest first."""
     rows = []
     if report.tiling:
         tile = report.tiling.block_t * report.tiling.block_s * 4
-        rows.append((f"one tile of scores, {report.tiling.block_t} × {report.tiling.block_s}", tile, "ours"))
+        rows.append((f"one tile of scores, {report.tiling.block_t} × {report.tiling.block_s}", tile))
     if report.machine and report.machine.device["l2_bytes"]:
-        rows.append(("this machine's L2 cache", report.machine.device["l2_bytes"], "plain"))
-    rows.append((f"one head's score matrix at {N:,} tokens", N * N * element, "standard"))
+        rows.append(("this machine's L2 cache", report.machine.device["l2_bytes"]))
+    rows.append((f"one head's score matrix at {N:,} tokens", N * N * element))
     if report.comparison:
-        peak = report.comparison.of(STANDARD)[N].training_peak_bytes
-        rows.append((f"peak memory of standard attention at {N:,}, measured", peak, "standard"))
-        peak = report.comparison.of(OURS)[N].training_peak_bytes
-        rows.append((f"peak memory of exact attention at {N:,}, measured", peak, "ours"))
+        for side in report.comparison.sides:
+            if N in report.comparison.of(side):
+                peak = report.comparison.of(side)[N].training_peak_bytes
+                rows.append((f"peak memory of {NAMES[side]} at {N:,} tokens, measured", peak))
     if report.machine:
-        rows.append(("this machine's memory", report.machine.device["memory_bytes"], "plain"))
-    rows.sort(key=lambda row: row[1])
-    title = "What fits where"
-    return Chart(
-        title, safe(draw.size_ladder(rows, title=title)), "Each bar's length grows with the logarithm of its size."
-    )
+        rows.append(("this machine's memory", report.machine.device["memory_bytes"]))
+    return Table(["what", "size"], [[what, size(value)] for what, value in sorted(rows, key=lambda row: row[1])])
+
+
+def window_bars(tiling: Tiling) -> Chart:
+    """Draws the time of each mask, Rooftile's beside SDPA's."""
+    rows = []
+    for tile_map in tiling.maps:
+        for name, kind, us in (("Rooftile", "ours", tile_map.forward_us), ("SDPA", "other", tile_map.sdpa_us)):
+            rows.append((f"{tile_map.mask}, {name}", kind, us, duration(us)))
+    title = f"Forward at {tiling.window.N:,} tokens under each mask"
+    note = "SDPA has words for no mask and for a causal one. Others it gets as a boolean matrix, and computes every score."
+    return Chart(title, safe(draw.bars(rows, title=title)), note)
 
 
 def loss_chart(training: Training, first: float, last: float) -> Chart:
     title = f"Both learn: the loss falls from {first:.2f} to {last:.2f} nats per byte"
-    names = ("eager", "Rooftile")
+    names = ("SDPA", "Rooftile")
     series = [
         Series(name=name, kind=kind, points=tuple((float(n + 1), loss) for n, loss in enumerate(run.losses)))
-        for name, kind, run in zip(names, ("standard", "ours"), training.runs, strict=True)
+        for name, kind, run in zip(names, ("other", "ours"), training.runs, strict=True)
     ]
     every = max(len(training.runs[0].losses) // 10, 1)
     steps = [*range(0, len(training.runs[0].losses), every), len(training.runs[0].losses) - 1]
@@ -125,18 +127,8 @@ def loss_chart(training: Training, first: float, last: float) -> Chart:
     ]  # fmt: skip
     picture = draw.line_chart(series, title=title, x_name="step", y_name="loss", write=lambda y: f"{y:g}")
     return Chart(
-        title, safe(picture), "Broad line: eager. Thin line: Rooftile.", Table(["step", *names, "apart"], rows)
+        title, safe(picture), "Broad line: SDPA. Thin line: Rooftile. The two add in different orders, so their last digits differ; training amplifies that slowly.", Table(["step", *names, "apart"], rows)
     )
-
-
-def difference_chart(training: Training) -> Chart:
-    eager, ours = (run.losses for run in training.runs)
-    apart = [abs(a - b) for a, b in zip(eager, ours, strict=True)]
-    title = f"The two losses differ by {claims.short(sorted(apart)[len(apart) // 2])} at the median step"
-    series = [Series(name="apart", kind="other", points=tuple((float(n + 1), d) for n, d in enumerate(apart)))]
-    picture = draw.line_chart(series, title=title, x_name="step", y_name="difference", write=power, log=True)
-    note = "The two add in different orders, so they round differently, and training amplifies small differences. Equal losses are on the axis."
-    return Chart(title, safe(picture), note)
 
 
 def loss_bars(bits: PrecisionErrors, distribution: str) -> Chart:
@@ -162,17 +154,17 @@ def loss_bars(bits: PrecisionErrors, distribution: str) -> Chart:
 
 
 def step_charts(training: Training) -> list[Chart]:
-    eager, ours = training.runs
+    sdpa, ours = training.runs
     charts = []
     for what, words, write in (
         ("step_ms", "Time of a step", lambda ms: duration(ms * 1e3)),
         ("peak_bytes", "Peak memory of a step", size),
     ):
-        values = [getattr(run, what) for run in (eager, ours)]
+        values = [getattr(run, what) for run in (sdpa, ours)]
         title = f"{words}: {claims.standing_of_step(training, what)}"
         rows = [
             (name, kind, value, write(value))
-            for name, kind, value in zip(("eager", "Rooftile"), ("standard", "ours"), values, strict=True)
+            for name, kind, value in zip(("SDPA", "Rooftile"), ("other", "ours"), values, strict=True)
         ]
         note = (
             "The median over the run. The two ran in turns, step by step."

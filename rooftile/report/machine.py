@@ -13,8 +13,8 @@ import rooftile
 from rooftile import dispatch
 from rooftile.cases import Case
 from rooftile.hardware import ceilings
-from rooftile.hardware.chips import GENERIC_CPU, Chip, chip_named
-from rooftile.hardware.device import Device, describe
+from rooftile.hardware.chips import Chip, chip_named
+from rooftile.hardware.device import describe
 from rooftile.masks import CAUSAL
 from rooftile.report.plan import Plan
 
@@ -46,13 +46,13 @@ def survey(plan: Plan, device: str) -> Machine:
     """Measures the ceilings again (a quick plan uses cached ones) and checks every backend for a training step."""
     seen = describe(device)
     measured = ceilings.measure(device, refresh=not plan.is_quick)
-    chip = chip_named(seen.name) if seen.type == "cuda" else GENERIC_CPU
+    chip = chip_named(seen.name) if seen.type == "cuda" else None
     spec = _training_case(plan).problem(seen.arch).spec
     verdicts = dispatch.verdicts(spec)
     return Machine(
         device=seen.json(),
-        datasheet=_source(chip, seen),
-        roofs=tuple(_roofs(measured, chip, seen.cores if seen.type == "cpu" else 1)),
+        datasheet=f"{chip.name} ({chip.kind})" if chip else "",
+        roofs=tuple(_roofs(measured, chip)),
         measured_on=measured.date,
         problem=str(spec),
         chosen=str(dispatch.select(spec).NAME),
@@ -60,30 +60,16 @@ def survey(plan: Plan, device: str) -> Machine:
     )
 
 
-def _source(chip: Chip | None, seen: Device) -> str:
-    """Returns the source of the second column's numbers; "" if the chip is not in the table."""
-    if chip is None:
-        return ""
-    return f"{chip.kind}, times {seen.cores}" if chip is GENERIC_CPU else f"{chip.name} ({chip.kind})"
-
-
 def _training_case(plan: Plan) -> Case:
     sizes = {"B": plan.batch, "T": plan.lengths[0], "S": plan.lengths[0], "H": plan.heads, "Hk": plan.heads}
     return Case(name="report", tags=frozenset(), **sizes, dim=plan.dim, dtype=plan.dtype, mask=CAUSAL)
 
 
-def _roofs(measured: ceilings.Ceilings, chip: Chip | None, cores: int) -> list[Roof]:
+def _roofs(measured: ceilings.Ceilings, chip: Chip | None) -> list[Roof]:
     roofs = [Roof(what="copy", measured=measured.copy_gbs, datasheet=chip and chip.bandwidth_gbs, unit="GB/s")]
     for dtype, tflops in measured.matmul_tflops.items():
         sheet = getattr(chip, f"{dtype}_tflops", None)
-        roofs.append(
-            Roof(
-                what=f"{dtype} product",
-                measured=tflops,
-                datasheet=sheet * cores if sheet else None,
-                unit="TFLOP/s",
-            )
-        )
+        roofs.append(Roof(what=f"{dtype} product", measured=tflops, datasheet=sheet, unit="TFLOP/s"))
     return roofs
 
 

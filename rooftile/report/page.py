@@ -47,9 +47,7 @@ def render(report: Report) -> str:
             "quick": report.plan.is_quick,
         },
         device_name=report.machine.device["name"] if report.machine else report.plan.device,
-        headline=claims.headline(report.comparison)
-        if report.comparison
-        else "Exact attention, measured on this machine",
+        headline=claims.headline(report.tiling) if report.tiling else "Exact attention, measured on this machine",
         tiles_of_numbers=_numbers(report),
         comparison=report.comparison and _comparison(report.comparison),
         why=_why(report),
@@ -69,19 +67,20 @@ def render(report: Report) -> str:
 def _numbers(report: Report) -> list[dict[str, str]]:
     """Returns the four numbers at the top."""
     shown = []
-    if report.comparison:
-        N = claims.common_length(report.comparison)
-        for what in ("training_peak_bytes", "step_us"):
-            big, small = claims.split(claims.standing(report.comparison, what))
-            shown.append({"big": big, "small": f"{small}, forward and backward at {N:,} tokens"})
     if report.tiling:
-        most = max(report.tiling.maps, key=lambda tile_map: tile_map.saved)
-        shown.append({"big": percent(most.saved), "small": f"of the scores skipped under {most.mask}"})
-    if report.training:
-        apart = report.training.furthest_apart
-        shown.append(
-            {"big": claims.short(apart), "small": "largest difference between the losses of two Llamas, eager and Rooftile"}
+        window = report.tiling.window
+        shown.append({"big": percent(window.saved), "small": f"of the scores skipped under {window.mask}"})
+        big, small = claims.split(
+            claims.against(window.forward_us, window.sdpa_us, "faster than SDPA", "slower than SDPA", "as fast as SDPA")
         )
+        shown.append({"big": big, "small": f"{small} under that window, forward"})
+    if report.serving:
+        reserved, paged = report.serving.contiguous, report.serving.paged
+        big, small = claims.split(claims.held(report.serving))
+        shown.append({"big": big, "small": f"{small} in the same memory: {number(paged.running)} from pages, {number(reserved.running)} reserved"})
+    if report.training:
+        ends = [f"{claims.learning(run)[1]:.2f}" for run in report.training.runs]
+        shown.append({"big": ends[1], "small": f"nats per byte after training a Llama with Rooftile; {ends[0]} with SDPA, from the same seed"})
     return shown
 
 
@@ -94,20 +93,18 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         ("forward_error", claims.error_claim, "relative error", power),
         ("backward_error", claims.error_claim, "relative error", power),
     )
-    fused = {
-        "sdpa": "On this machine dispatch chooses PyTorch's own fused kernel for this problem; Rooftile's own tiles are measured too.",
-        "eager": "On this machine only the definition runs this problem.",
-    }.get(comparison.backends[OURS], "")
     precision = {"fp32": "single", "bf16": "bfloat16", "fp16": "half"}[comparison.dtype]
     return {
         "setup": (
             "Standard attention is a matrix product, a softmax and a matrix product in plain PyTorch. "
-            f"Exact attention is rooftile.attention, which ran on its {comparison.backends[OURS]} backend. {fused} "
-            f"Both get the same {comparison.batch} × {comparison.heads} heads of {comparison.dim} numbers per token in {precision} "
-            "precision, without a mask, so that neither gains by skipping tiles."
+            "SDPA is PyTorch's scaled_dot_product_attention, on the kernel that it chooses. "
+            f"Rooftile is rooftile.attention on its own {comparison.backends[OURS]} backend; dispatch prefers PyTorch's kernel on a CPU for "
+            "problems without a mask, such as this one. "
+            f"All get the same {comparison.batch} × {comparison.heads} heads of {comparison.dim} numbers per token in {precision} "
+            "precision, without a mask, so that none gains by skipping tiles."
         ),
         "reach": claims.scaling_claim(comparison) + ".",
-        "stops": [f"{figures.NAMES[side][0].upper()}{figures.NAMES[side][1:]}: {reason}." for side, reason in comparison.stopped.items()],
+        "stops": [f"{claims.NAMES[side][0].upper()}{claims.NAMES[side][1:]}: {reason}." for side, reason in comparison.stopped.items()],
         "charts": [
             figures.length_chart(comparison, what, claim(comparison, what), y_name, write) for what, claim, y_name, write in charts
         ],
@@ -128,7 +125,7 @@ def _why(report: Report) -> dict[str, Any]:
     return {
         "N": N,
         "matrix": _matrix_words(report, N * N * element),
-        "ladder": figures.size_ladder(report, N, element),
+        "sizes": figures.sizes_table(report, N, element),
         "traffic": report.comparison and figures.traffic_chart(report.comparison),
         "online": [
             {
@@ -173,7 +170,7 @@ def _masks(tiling: Tiling) -> dict[str, Any]:
     rows = [
         [
             tile_map.mask, f"{len(tile_map.visits):,}", f"{tile_map.masked:,}", f"{tile_map.skipped:,}", percent(tile_map.saved),
-            f"{tile_map.visible_pairs / tile_map.N**2:.1%}", duration(tile_map.forward_us),
+            f"{tile_map.visible_pairs / tile_map.N**2:.1%}", duration(tile_map.forward_us), duration(tile_map.sdpa_us),
         ]
         for tile_map in tiling.maps
     ]  # fmt: skip
@@ -182,10 +179,11 @@ def _masks(tiling: Tiling) -> dict[str, Any]:
         "setup": (
             f"Queries run down, keys across, {full.N:,} of each, in tiles of up to {tiling.block_t} × {tiling.block_s}. Under each mask "
             f"a query sees one interval of keys, so two numbers tell a kernel which tiles to visit. These are the tiles of "
-            f"the {tiling.backend} backend, and the time of its forward on this machine."
+            f"the {tiling.backend} backend, and the time of its forward on this machine, beside SDPA's."
         ),
         "maps": maps,
-        "table": figures.Table(["mask", "computed", "masked", "skipped", "left out", "visible pairs", "forward"], rows),
+        "bars": figures.window_bars(tiling),
+        "table": figures.Table(["mask", "computed", "masked", "skipped", "left out", "visible pairs", "forward", "SDPA"], rows),
     }  # fmt: skip
 
 
@@ -213,10 +211,11 @@ def _model(training: Training, report: Report) -> dict[str, Any]:
         "setup": (
             f"A Llama of Hugging Face Transformers with {training.parameters:,} random weights learns English from Python's own "
             f"language reference (pydoc_data.topics, {training.text_bytes:,} bytes, one paragraph per line, one token per byte): {steps:,} steps of "
-            f"{plan.batch} × {plan.length:,} tokens. It is trained twice, from the same weights on the same batches, in {precision}. Only the attention differs."
+            f"{plan.batch} × {plan.length:,} tokens. It is trained twice, from the same weights on the same batches, in {precision}: once with SDPA, the default of Transformers, and once "
+            "with Rooftile behind it."
             + f" The plan was {plan.steps:,} steps; the time limit came first." * (steps < plan.steps)
         ),
-        "charts": [figures.loss_chart(training, first, last), figures.difference_chart(training), *figures.step_charts(training)],
+        "charts": [figures.loss_chart(training, first, last), *figures.step_charts(training)],
         "written_title": "Then it writes",
         "prompt": training.prompt,
         "written": training.written,
@@ -249,14 +248,14 @@ def _machine(machine: Machine) -> dict[str, Any]:
     unit = "cores" if device["type"] == "cpu" else "multiprocessors"
     return {
         "claim": f"It copies {number(machine.roofs[0].measured)} GB/s and multiplies {_best(machine)}",
-        "sheet_word": "datasheet" if "datasheet" in machine.datasheet else "assumed" if machine.datasheet else "datasheet",
+        "has_sheet": bool(machine.datasheet),
         "roofs": [
-            (f"{roof.what}, {roof.unit}", number(roof.measured), number(roof.datasheet) if roof.datasheet else "–")
+            (f"{roof.what}, {roof.unit}", number(roof.measured), number(roof.datasheet) if roof.datasheet else "")
             for roof in machine.roofs
         ],
         "roofs_note": (
             f"{device['name']}, {device['cores']} {unit}, {size(device['memory_bytes'])} of memory. "
-            f"Measured {machine.measured_on[:10]} on random data; right column: {machine.datasheet or 'this chip is not in the table'}."
+            f"Measured {machine.measured_on[:10]} on random data." + f" Right column: {machine.datasheet}." * bool(machine.datasheet)
         ),
         "backends_claim": f"{len(able)} of {len(machine.verdicts)} backends run a causal training step here",
         "backends": backends,
@@ -283,7 +282,7 @@ def _not_shown(report: Report) -> str:
             "beforehand: the factors of a large model with many requests differ."
         )
     if report.plan.device == "cpu":
-        sentences.append("Nothing here ran on a GPU.")
+        sentences.append("Nothing here ran on a GPU, and everything ran on one CPU core.")
     sentences.append("The times include the load of other programs that ran at the same time.")
     return " ".join(sentences)
 

@@ -45,4 +45,6 @@ class Progress:
         self._bar.refresh()
 
     def clear(self) -> None:
-        self._bar.stop()
+        # elsewhere than on a terminal, stopping a bar prints an empty line
+        if self.stream.isatty():
+            self._bar.stop()

@@ -1,14 +1,16 @@
-"""The tiles that a kernel computes, masks and skips under each mask, and its time."""
+"""The tiles that a kernel computes, masks and skips under each mask, and its time beside PyTorch's SDPA."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import rooftile
 from rooftile import masks
@@ -39,6 +41,7 @@ class TileMap:
     full_visits: int  # tiles of attention without a mask
     visible_pairs: int
     forward_us: float
+    sdpa_us: float  # PyTorch's SDPA under the same mask, as a boolean matrix where it has no word for it
 
     @property
     def masked(self) -> int:
@@ -58,7 +61,7 @@ class TileMap:
         """Returns the counts, without the list of tiles."""
         return {
             "mask": self.mask, "N": self.N, "computed": len(self.visits), "masked": self.masked, "skipped": self.skipped,
-            "saved": self.saved, "visible_pairs": self.visible_pairs, "forward_us": self.forward_us,
+            "saved": self.saved, "visible_pairs": self.visible_pairs, "forward_us": self.forward_us, "sdpa_us": self.sdpa_us,
         }  # fmt: skip
 
 
@@ -98,6 +101,11 @@ class Tiling:
     block_s: int
     maps: tuple[TileMap, ...]
 
+    @property
+    def window(self) -> TileMap:
+        """The example that the page leads with: a causal window."""
+        return self.maps[-1]
+
     def json(self) -> dict[str, object]:
         """Returns the counts of every mask."""
         sizes = {"backend": self.backend, "block_t": self.block_t, "block_s": self.block_s}
@@ -124,7 +132,8 @@ def tile_masks(plan: Plan, device: str, on_step: Callable[[float, str], None]) -
             visits=visits,
             full_visits=len(walks[FULL]),
             visible_pairs=masks.pairs(mask, N, N),
-            forward_us=times[mask],
+            forward_us=times[mask][0],
+            sdpa_us=times[mask][1],
         )
         for mask, visits in walks.items()
     ]
@@ -173,18 +182,32 @@ def _case(plan: Plan, mask: Mask) -> Case:
     )  # fmt: skip
 
 
-def _forward_us(plan: Plan, backend: str, device: str, on_step: Callable[[float, str], None]) -> dict[Mask, float]:
-    """Measures the median time of a forward under each example, in turns."""
+def _forward_us(
+    plan: Plan, backend: str, device: str, on_step: Callable[[float, str], None]
+) -> dict[Mask, tuple[float, float]]:
+    """Measures the median time of a forward under each example, Rooftile's and SDPA's, in turns."""
     masks_here = examples(plan.tile_length)
     inputs = _case(plan, FULL).inputs(device)
     clock = clock_for(torch.device(device))
-    taken: dict[Mask, list[float]] = {mask: [] for mask in masks_here}
+    works = {
+        mask: (lambda mask=mask: rooftile.attention(*inputs.tensors, mask, backend=backend), _sdpa(inputs.tensors, mask))
+        for mask in masks_here
+    }
+    taken: dict[Mask, tuple[list[float], list[float]]] = {mask: ([], []) for mask in masks_here}
     for turn in range(1 + plan.rounds):
         for n, mask in enumerate(masks_here):
             on_step((turn + n / len(masks_here)) / (1 + plan.rounds), f"{mask} attention, {plan.tile_length:,} tokens")
-            samples = clock.samples(
-                lambda mask=mask: rooftile.attention(*inputs.tensors, mask, backend=backend)
-            )  # fmt: skip
-            # the first turn has cold caches, or compiles
-            taken[mask] += samples if turn else []
-    return {mask: median(samples) for mask, samples in taken.items()}
+            for work, found in zip(works[mask], taken[mask], strict=True):
+                samples = clock.samples(work)
+                # the first turn has cold caches, or compiles
+                found += samples if turn else []
+    return {mask: (median(ours), median(theirs)) for mask, (ours, theirs) in taken.items()}
+
+
+def _sdpa(tensors: Sequence[Tensor], mask: Mask) -> Callable[[], Tensor]:
+    """Returns PyTorch's SDPA on the same tensors, called as its users would call it."""
+    q, k, v = (x.transpose(1, 2) for x in tensors)
+    if mask in (FULL, CAUSAL):
+        return lambda: scaled_dot_product_attention(q, k, v, is_causal=mask == CAUSAL)
+    visible = masks.materialise(mask, q.shape[2], k.shape[2], q.device)
+    return lambda: scaled_dot_product_attention(q, k, v, attn_mask=visible)

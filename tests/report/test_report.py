@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from rooftile import masks
 from rooftile.cli import main
 from rooftile.masks import CAUSAL, FULL, Window
 from rooftile.report import claims, draw, experiments, page
-from rooftile.report.comparison import OURS, STANDARD, Comparison, Reading, Traffic, too_much
+from rooftile.report.comparison import OURS, SDPA, STANDARD, Comparison, Reading, Traffic, too_much
 from rooftile.report.experiments import Report
 from rooftile.report.plan import CPU, plan_for
 from rooftile.report.progress import Progress
@@ -114,20 +115,26 @@ def test_titles_say_what_the_data_says(made):
     lengths = {side: {r["N"]: r for r in readings if r["side"] == side} for side in (OURS, STANDARD)}
     N = max(lengths[OURS].keys() & lengths[STANDARD].keys())
     titles = [" ".join(title.split()) for title in parsed.texts["h3"]]
-    for what, less, more in (
-        ("forward_us", "faster", "slower"),
-        ("training_peak_bytes", "less memory", "more memory"),
-    ):
-        ours, theirs = (lengths[side][N][what] for side in (OURS, STANDARD))
-        ratio = max(ours, theirs) / min(ours, theirs)
-        word = less if ours < theirs else more
-        written = f"{ratio:,.0f}×" if ratio >= 9.95 else f"{ratio:.1f}×"
-        due = f"{written} {word}" if ratio >= 1.05 else "as fast" if what == "forward_us" else "the same memory"
-        assert any(title.endswith(f"{N:,} tokens: {due}") for title in titles), (due, titles)
-    eager, ours = (run["losses"] for run in numbers["training"]["runs"])
-    apart = max(abs(a - b) for a, b in zip(eager, ours, strict=True))
-    assert claims.short(apart) in " ".join(parsed.texts["h2"])
-    assert apart < 0.05
+    ours, theirs = (lengths[side][N]["training_peak_bytes"] for side in (OURS, STANDARD))
+    ratio = max(ours, theirs) / min(ours, theirs)
+    written = f"{ratio:,.0f}×" if ratio >= 9.95 else f"{ratio:.1f}×"
+    due = f"{written} {'less' if ours < theirs else 'more'} memory than standard"
+    due = due if ratio >= 1.05 else "the same memory as standard"
+    assert any(title.startswith("Forward and backward") and title.endswith(due) for title in titles), (due, titles)
+    window = numbers["tiling"]["maps"][-1]
+    assert f"skips {100 * window['saved']:.0f}\xa0% of the scores" in parsed.texts["h1"][0]
+    assert ("faster than SDPA" in parsed.texts["h1"][0]) == (window["forward_us"] * 1.05 <= window["sdpa_us"])
+    sdpa, ours = (run["losses"][-1] for run in numbers["training"]["runs"])
+    assert abs(sdpa - ours) < 0.02
+    assert any(title.startswith("Same seed, same curve") for title in parsed.texts["h2"])
+
+
+def test_every_comparison_has_sdpa_beside_rooftile(made):
+    numbers = numbers_of(made[0].read_text(encoding="utf-8"))
+    assert numbers["comparison"]["backends"] == {OURS: "tiled", SDPA: "torch-flash", STANDARD: "standard"}
+    assert {reading["side"] for reading in numbers["comparison"]["readings"]} == {OURS, SDPA, STANDARD}
+    assert [run["attention"] for run in numbers["training"]["runs"]] == ["sdpa", "rooftile"]
+    assert all(tile_map["sdpa_us"] > 0 for tile_map in numbers["tiling"]["maps"])
 
 
 def reading(side: str, N: int, us: float, peak: int) -> Reading:
@@ -138,14 +145,15 @@ def reading(side: str, N: int, us: float, peak: int) -> Reading:
 
 
 def comparison(ours_us: float, ours_peak: int) -> Comparison:
-    """Standard attention takes 100 us and 1 MB at 256 tokens, 400 us and 4 MB at 512."""
+    """Standard attention takes 100 us and 1 MB at 256 tokens, 400 us and 4 MB at 512; SDPA 100 us at 512."""
     readings = [
         reading(OURS, 256, ours_us / 4, ours_peak // 4), reading(STANDARD, 256, 100, 10**6),
         reading(OURS, 512, ours_us, ours_peak), reading(STANDARD, 512, 400, 4 * 10**6),
-        reading(OURS, 1024, 3 * ours_us, ours_peak),
+        reading(OURS, 1024, 3 * ours_us, ours_peak), reading(SDPA, 512, 100, 10**5),
     ]  # fmt: skip
     return Comparison(
-        dtype="fp32", batch=1, heads=2, dim=32, backends={OURS: "tiled", STANDARD: "plain torch"}, peak_kind="counted",
+        dtype="fp32", batch=1, heads=2, dim=32, peak_kind="counted",
+        backends={OURS: "tiled", SDPA: "torch-flash", STANDARD: "standard"},
         readings=tuple(readings), traffic=tuple(Traffic(N=N, standard=N * N, tiled=N * 99, compulsory=N) for N in (256, 512)),
         stopped={STANDARD: "at 1,024 tokens it got bored"},
     )  # fmt: skip
@@ -158,23 +166,33 @@ def report(**parts) -> Report:
 
 
 @pytest.mark.parametrize(
-    ("ours_us", "ours_peak", "due"),
+    ("ours_us", "due"),
     [
-        (100.0, 10**5, "At 512 tokens exact attention needs 40× less memory and 4.0× less time"),
-        (1000.0, 8 * 10**6, "At 512 tokens exact attention needs 2.0× more memory and 2.5× more time"),
-        (401.0, 4 * 10**6, "At 512 tokens exact attention needs the same memory and the same time"),
+        (100.0, "A window over 256 tokens skips 75\xa0% of the scores: 4.0× faster than SDPA"),
+        (1000.0, "A window over 256 tokens skips 75\xa0% of the scores: 2.5× slower than SDPA"),
+        (401.0, "A window over 256 tokens skips 75\xa0% of the scores: as fast as SDPA"),
     ],
 )
-def test_the_headline_follows_the_numbers_also_where_they_are_against_us(ours_us, ours_peak, due):
-    found = report(comparison=comparison(ours_us, ours_peak))
-    assert claims.headline(found.comparison) == due
+def test_the_headline_follows_the_numbers_also_where_they_are_against_us(ours_us, due):
+    window = replace(tile_map(CAUSAL & Window(0), 256), forward_us=ours_us, sdpa_us=400.0)
+    found = report(tiling=Tiling(backend="tiled", block_t=64, block_s=64, maps=(tile_map(FULL, 256), window)))
+    assert claims.headline(found.tiling) == due
     assert Page(page.render(found)).texts["h1"] == [due]
 
 
 def test_a_slower_kernel_is_called_slower():
     slow = comparison(1000.0, 10**5)
-    assert claims.time_claim(slow, "forward_us") == "Forward, 512 tokens: 2.5× slower"
-    assert claims.memory_claim(slow, "forward_peak_bytes") == "Forward, 512 tokens: 40× less memory"
+    assert claims.time_claim(slow, "forward_us") == "Forward, 512 tokens: 10× slower than SDPA, 2.5× slower than standard"
+    assert claims.memory_claim(slow, "forward_peak_bytes") == (
+        "Forward, 512 tokens: the same memory as SDPA, 40× less memory than standard"
+    )
+
+
+def test_curves_that_part_are_not_called_the_same():
+    ends = {"sdpa": 2.0, "rooftile": 2.5}
+    runs = [Run(attention=name, losses=(5.0, last), step_ms=1.0, peak_bytes=10) for name, last in ends.items()]
+    training = Training(parameters=1, text_bytes=1, runs=tuple(runs), prompt="", written="")
+    assert claims.loss_claim(training) == "Same seed, two curves: SDPA ends at a loss of 2.00, Rooftile at 2.50"
 
 
 def test_what_failed_or_is_missing_is_said_in_words():
@@ -211,12 +229,12 @@ def test_a_folder_as_out_is_refused_in_a_sentence(tmp_path, capsys):
 
 
 def test_a_string_in_the_data_cannot_end_the_script():
-    run = Run(attention="eager", losses=(5.0, 4.0), step_ms=1.0, peak_bytes=10)
+    run = Run(attention="sdpa", losses=(5.0, 4.0), step_ms=1.0, peak_bytes=10)
     hostile = Training(parameters=1, text_bytes=1, runs=(run, run), prompt="The ", written="</script><b>loud</b>")
     text = page.render(report(training=hostile))
     assert numbers_of(text)["training"]["written"] == "</script><b>loud</b>"
     assert "<b>loud" not in text
-    assert "never differ" in text
+    assert "Same seed, same curve" in text
 
 
 @pytest.mark.parametrize("walk", [lambda mask, N: aligned_walk(mask, N, 64, 32), tiled_walk], ids=["aligned", "tiled"])
@@ -235,7 +253,7 @@ def test_the_walk_visits_every_visible_pair_and_masks_where_one_is_hidden(mask, 
 def tile_map(mask, N: int) -> TileMap:
     return TileMap(
         mask=str(mask), N=N, visits=tuple(aligned_walk(mask, N, N // 4, N // 4)), full_visits=16,
-        visible_pairs=masks.pairs(mask, N, N), forward_us=1.0 + masks.pairs(mask, N, N) / N**2,
+        visible_pairs=masks.pairs(mask, N, N), forward_us=1.0 + masks.pairs(mask, N, N) / N**2, sdpa_us=2.0,
     )  # fmt: skip
 
 
@@ -262,11 +280,12 @@ def test_online_softmax_ends_where_softmax_does():
 def test_the_sweep_stops_before_memory_and_before_patience():
     from rooftile.report.comparison import case_of
 
-    long = case_of(CPU, 8192).problem()
-    assert "score matrices alone would need 3.22\xa0GB" in too_much(CPU, STANDARD, long, [], 2 * 2**30)
-    assert too_much(CPU, OURS, long, [], 2 * 2**30) == ""
+    plan = replace(CPU, heads=4, patience=4.0)
+    long = case_of(plan, 8192).problem()
+    assert "score matrices alone would need 3.22\xa0GB" in too_much(plan, STANDARD, long, [], 2 * 2**30)
+    assert too_much(plan, OURS, long, [], 2 * 2**30) == ""
     slow = [replace(reading(OURS, 4096, 1.0, 1), forward_us=1e6, backward_us=2e6)]
-    assert "would take about 12\xa0s" in too_much(CPU, OURS, long, slow, 2 * 2**30)
+    assert "would take about 12\xa0s" in too_much(plan, OURS, long, slow, 2 * 2**30)
 
 
 class Terminal(io.StringIO):
@@ -289,15 +308,28 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_per_experiment_elsewhere(mon
     assert progress.share("training", 0.5) == pytest.approx(25 / 40)
 
 
-def test_labels_do_not_lie_on_one_another():
+def test_the_legend_covers_no_point_and_its_names_do_not_meet():
+    names = ("Rooftile", "SDPA", "standard")
     lines = [
-        draw.Series(name=name, kind="ours", points=((256, y), (512, 2 * y), (1024, 4 * y)))
-        for name, y in (("one", 1.0), ("two", 1.05))
+        draw.Series(name=name, kind=kind, points=((256, y), (512, 2 * y), (1024, 4 * y)))
+        for name, kind, y in zip(names, ("ours", "other", "standard"), (1.0, 1.05, 300.0), strict=True)
     ]
     picture = draw.log_chart(lines, title="t", y_name="y", write=str)
-    places = re.findall(r'<text class="label ours" x="([\d.]+)" y="([\d.]+)"', picture)
-    (x0, y0), (x1, y1) = ((float(x), float(y)) for x, y in places)
-    assert abs(y0 - y1) >= 12 or abs(x0 - x1) >= 18
+    places = re.findall(r'<text class="label \w+" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]+)', picture)
+    assert [name for *_, name in places] == list(names)
+    for (x, _, name), (after, *_) in pairwise(places):
+        assert float(x) + draw.LETTER * len(name) < float(after)
+    below = [float(y) for points in re.findall(r'points="([^"]+)"', picture) for y in re.findall(r",([\d.]+)", points)]
+    assert max(float(y) for _, y, _ in places) < min(below)
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(experiments, "run", lambda *ignored: pytest.fail("it measured first"))
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "--device", "cpu", "--out", str(tmp_path / "file" / "page.html")])
+    assert ended.value.code == 2
+    assert "which cannot be written (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("quick", [False, True])

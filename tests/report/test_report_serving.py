@@ -49,7 +49,7 @@ def folder(tmp_path_factory) -> Path:
     """Writes a checkpoint like that of the training, with the initial weights."""
     made = tmp_path_factory.mktemp("checkpoint")
     with training.quiet():
-        training.llama(PLAN.model, "eager").save_pretrained(made)
+        training.llama(PLAN.model).save_pretrained(made)
     return made
 
 
