@@ -71,7 +71,7 @@ def attention(
         raise InvalidInput("bench got nothing to time; give --backend or --peers a name, and --phase fwd or bwd")
     for name in names:
         peers.provider_named(name)
-    with progress() as say:
+    with progress(lines=True) as say:
         say("measuring the ceilings")
         session = open_session(target, refresh=True)
 
@@ -103,7 +103,7 @@ def _suite_command(suite: Suite) -> Callable[..., None]:
     ) -> None:
         target = device_of(device)
         suite.chosen(target.type, case or (), quick=quick)
-        with progress() as say:
+        with progress(lines=True) as say:
             say("measuring the ceilings")
             found = collect(suite.run(open_session(target), case or (), quick=quick, say=say), json)
         if str(json) != "-":

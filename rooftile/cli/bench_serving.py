@@ -43,7 +43,7 @@ def serving(
     chosen = workloads.named(workload or ["W1"], factor=scale, rate=rate)
     asked = {"num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": max_num_seqs, "kv_dtype": kv_dtype}
     settings = {name: value for name, value in asked.items() if value is not None}
-    with progress() as say:
+    with progress(lines=True) as say:
         say("measuring the ceilings")
         session = open_session(target)
         model = model or ("1b" if target.type == "cuda" else "tiny")
@@ -89,7 +89,7 @@ def engine(
         peer_requests=peer_requests, peer_limit_s=peer_limit, w8_requests=w8_requests,
     )  # fmt: skip
     asked.check()
-    with progress() as say:
+    with progress(lines=True) as say:
         say("measuring the ceilings")
         found = collect(measure(asked, open_session(target), say), json)
     if str(json) != "-":

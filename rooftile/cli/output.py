@@ -41,10 +41,10 @@ def add_command(app: typer.Typer, name: str, command: Callable[..., None]) -> No
 
 
 @contextmanager
-def progress() -> Iterator[Progress]:
-    """Shows the current step on stderr: in place on a terminal, a line per step elsewhere."""
+def progress(*, lines: bool = False) -> Iterator[Progress]:
+    """Shows the current step on stderr: in place on a terminal; elsewhere a line per step with `lines`, else nothing."""
     if not sys.stderr.isatty():
-        yield lambda words: print(words, file=sys.stderr, flush=True)
+        yield (lambda words: print(words, file=sys.stderr, flush=True)) if lines else (lambda words: None)
         return
     from rich.console import Console
 

@@ -329,7 +329,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_work(monkeypatch, t
     with pytest.raises(SystemExit) as ended:
         main(["report", "--device", "cpu", "--out", str(tmp_path / "file" / "page.html")])
     assert ended.value.code == 2
-    assert "which cannot be written (" in capsys.readouterr().err
+    assert f"and {tmp_path / 'file'} is a file; give a file in a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("quick", [False, True])
