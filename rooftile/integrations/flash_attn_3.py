@@ -23,7 +23,7 @@ from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import flash_attn
 from rooftile.integrations.flash_attn import _mask, _options
-from rooftile.integrations.flash_attn_4 import Rows
+from rooftile.integrations.flash_attn_4 import Rows, refuse
 from rooftile.kvcache import PagedKV
 from rooftile.masks import Chunk, Mask
 from rooftile.validate import shown
@@ -72,7 +72,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True, window_size=(32, 0)).shape
         torch.Size([2, 100, 8, 64])
     """
-    _refuse(locals())
+    refuse(locals(), _REFUSED)
     options = _options(0.0, softmax_scale, softcap, None, deterministic)
     found = api.attention_with_lse(q, k, v, _chunked(_mask(causal, window_size), attention_chunk), **options)
     return found if return_attn_probs else found[0]
@@ -117,7 +117,7 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, cu, cu, 7, 7, causal=True).shape
         torch.Size([10, 4, 64])
     """
-    _refuse(locals())
+    refuse(locals(), _REFUSED)
     options = _options(0.0, softmax_scale, softcap, None, deterministic)
     mask = _chunked(_mask(causal, window_size), attention_chunk)
     queries, keys = Rows("q", q, cu_seqlens_q, seqused_q), Rows("k", k, cu_seqlens_k, seqused_k)
@@ -175,7 +175,7 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=10, causal=True).shape
         torch.Size([2, 1, 4, 64])
     """
-    _refuse(locals())
+    refuse(locals(), _REFUSED)
     for name, given in (("cu_seqlens_k_new", cu_seqlens_k_new), ("rotary_seqlens", rotary_seqlens)):
         if given is not None:
             raise Unsupported(f"{name} is {shown(given)}; must be None: write new keys by rooftile.kvcache, then attend")
@@ -199,9 +199,3 @@ def flash_attn_with_kvcache(
 
 def _chunked(mask: Mask, size: int) -> Mask:
     return mask & Chunk(size) if size else mask
-
-
-def _refuse(given: dict[str, Any]) -> None:
-    for name, instead in _REFUSED.items():
-        if given.get(name) is not None:
-            raise Unsupported(f"{name} is {shown(given[name])}; must be None: {instead}")

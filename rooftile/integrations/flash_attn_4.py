@@ -87,7 +87,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True, window_size=(32, None))[0].shape
         torch.Size([2, 100, 8, 64])
     """
-    _refuse(locals())
+    refuse(locals(), _REFUSED)
     options = _options(softmax_scale, softcap, learnable_sink, deterministic)
     mask = _mask(causal, window_size)
     if return_lse:
@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)[0].shape
         torch.Size([10, 4, 64])
     """
-    _refuse(locals())
+    refuse(locals(), _REFUSED)
     options = _options(softmax_scale, softcap, learnable_sink, deterministic)
     mask = _mask(causal, window_size)
     if page_table is not None:
@@ -211,8 +211,9 @@ def _paged(
     return api.attention_paged_with_lse(q, cache, mask, **options)
 
 
-def _refuse(given: dict[str, Any]) -> None:
-    for name, instead in _REFUSED.items():
+def refuse(given: dict[str, Any], refused: dict[str, str]) -> None:
+    """Raises Unsupported for an argument that Rooftile does not have; `refused` says for each what to do instead."""
+    for name, instead in refused.items():
         if given.get(name) is not None:
             raise Unsupported(f"{name} is {shown(given[name])}; must be None: {instead}")
 

@@ -39,8 +39,8 @@ def test_equals_masking_by_hand(shape: tuple[int, ...], n: int, backend: str) ->
         seen[..., 0, :] = False
     try:
         rt.attention(*leaves, bias=seen, backend=backend)
-    except rt.Unsupported as refusal:
-        assert "bias" in str(refusal) or "tensors are on cpu" in str(refusal)  # noqa: PT017 - the words differ
+    except rt.Unsupported:
+        assert backend not in ("eager", "tiled"), "these have a bias"
         return
     found = run(leaves, seen, backend, **options)
     wide = [x.detach().double().requires_grad_() for x in leaves]

@@ -190,7 +190,7 @@ def _spec(dtype: str, dim: int, dim_v: int, kind: str, sm: int) -> Spec:
     )
 
 
-# what `make test` compiles: each dtype, kind of problem and chip
+# `make test` compiles these, which have each dtype, kind of problem and chip
 USUAL = [
     (80, "fp16", 64, 64, "causal"),
     (80, "bf16", 64, 64, "blocks"),
@@ -237,7 +237,7 @@ COMBINED = [
     *((sm, kind, *dims, ALL) for sm in (80, 89, 90) for kind in ("bf16", "fp32") for dims in ((64, 64), (192, 128), (256, 256))),
     *((sm, "bf16", 256, 256, ("bias", name)) for sm in (80, 89, 90) for name in OPTIONS if name != "bias"),
 ]
-# what once asked for more than a chip has: the bias's own kernel
+# the bias's own kernel once asked for more than these chips have
 WIDEST = [(90, "bf16", 256, 256, ("bias", "alibi")), (89, "bf16", 256, 256, ("bias", "sinks"))]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from rooftile.serve.llm import LLM
 from rooftile.serve.sampling.params import SamplingParams
 from tests.models.checkpoints import VOCABULARY
@@ -16,6 +18,18 @@ MORE_FAMILIES = [
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 ROOM = {"max_model_len": 96, "num_blocks": 600}
+
+# an engine with room for all, and one that preempts; each with a step ahead and without in `make test-sweep`
+preempted_or_not = pytest.mark.parametrize(
+    ("settings", "ahead"),
+    [
+        (ROOM, False),
+        ({"max_model_len": 96, "num_blocks": 14}, True),
+        pytest.param(ROOM, True, marks=pytest.mark.sweep),
+        pytest.param({"max_model_len": 96, "num_blocks": 14}, False, marks=pytest.mark.sweep),
+    ],
+    ids=["", "preempted, a step ahead", "a step ahead", "preempted"],
+)
 
 
 def prompts(count: int = 64, seed: int = 0) -> list[list[int]]:

@@ -16,7 +16,7 @@ import transformers
 from rooftile.errors import InvalidInput
 from rooftile.serve import LLM, AsyncEngine, Overloaded, RequestOutput, SamplingParams
 from tests.models.checkpoints import SMALL, saved
-from tests.serve.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts
+from tests.serve.asking import GREEDY, ROOM, TOKENS, assert_clean, preempted_or_not, prompts
 from tests.serve.folders import save
 
 LONG = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
@@ -60,16 +60,7 @@ def slowed(llm: LLM, seconds: float = 0.005) -> None:
     llm.engine.step = slow
 
 
-@pytest.mark.parametrize(
-    ("settings", "ahead"),
-    [
-        (ROOM, False),
-        ({"max_model_len": 96, "num_blocks": 14}, True),
-        pytest.param(ROOM, True, marks=pytest.mark.sweep),
-        pytest.param({"max_model_len": 96, "num_blocks": 14}, False, marks=pytest.mark.sweep),
-    ],
-    ids=["", "preempted, a step ahead", "a step ahead", "preempted"],
-)
+@preempted_or_not
 def test_many_callers_get_what_generate_gives(settings, ahead: bool, peers) -> None:
     asked = prompts(48)
     params = [SamplingParams(temperature=0.9, seed=n, n=1 + n % 3, max_tokens=1 + n % 20, ignore_eos=True) for n in range(48)]

@@ -11,7 +11,7 @@ import pytest
 from rooftile.errors import InvalidInput
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput
-from tests.serve.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts
+from tests.serve.asking import GREEDY, ROOM, TOKENS, assert_clean, preempted_or_not, prompts
 
 THREADS = 4
 
@@ -40,16 +40,7 @@ def streamed(llm: LLM, asked: list[list[int]]) -> list[list[list[int]]]:
     return [[answer.token_ids for answer in outputs[place].outputs] for place in sorted(outputs)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "ahead"),
-    [
-        (ROOM, False),
-        ({"max_model_len": 96, "num_blocks": 14}, True),
-        pytest.param(ROOM, True, marks=pytest.mark.sweep),
-        pytest.param({"max_model_len": 96, "num_blocks": 14}, False, marks=pytest.mark.sweep),
-    ],
-    ids=["", "preempted, a step ahead", "a step ahead", "preempted"],
-)
+@preempted_or_not
 def test_threads_share_an_llm(settings: dict[str, int], ahead: bool, peers) -> None:
     peer = peers("llama")
     due = peer.greedy(prompts(), TOKENS)

@@ -208,7 +208,7 @@ def test_axes_that_look_swapped_are_named(q: tuple[int, ...], k: tuple[int, ...]
     with pytest.warns(SwappedAxes, match=r"if they are \(B, H, T, D\), write x\.transpose\(1, 2\)") as caught:
         rt.attention(*wrong)
     assert caught[0].filename == __file__
-    # what the warning says
+    # the line that the warning tells its reader to write
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SwappedAxes)
         rt.attention(*wrong)
