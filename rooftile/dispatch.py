@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
+from typing import Any
 
 from rooftile.backends import eager, hopper, sdpa, tiled, triton
 from rooftile.errors import InvalidInput, Unsupported
@@ -18,8 +19,11 @@ from rooftile.spec import Grads, Spec, ValueOrder, decode
 ORDER: tuple[ModuleType, ...] = (hopper, triton, sdpa, tiled, eager)
 BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in ORDER}
 
-# who computes a backend's gradients again where its own lost to a NaN what the mask should hide
-REPAIR: dict[str, Callable[..., Callable[..., None]]] = {hopper.NAME: triton.repair}
+# what one backend's backward has from another: `repair` computes the gradients again where a NaN spoiled what the mask should
+# hide, and `bias_gradient` the gradient of a bias
+LENT: dict[str, dict[str, Callable[..., Any]]] = {
+    hopper.NAME: {"repair": triton.repair, "bias_gradient": triton.bias_gradient}
+}
 
 
 def value_order(name: str) -> ValueOrder:
@@ -30,13 +34,13 @@ def value_order(name: str) -> ValueOrder:
 def backward_of(name: str) -> Callable[..., Grads]:
     """The backward of what `name` ran forward."""
     backward: Callable[..., Grads] = BACKENDS[name].backward
-    return partial(backward, repair=REPAIR[name]) if name in REPAIR else backward
+    return partial(backward, **LENT[name]) if name in LENT else backward
 
 
 def prepare_backward_of(name: str) -> Callable[..., Callable[..., Grads] | None] | None:
     """The function of `name` that prepares a repeated backward; None for a backend without one."""
     prepare: Callable[..., Callable[..., Grads] | None] | None = getattr(BACKENDS[name], "prepare_backward", None)
-    return partial(prepare, repair=REPAIR[name]) if prepare is not None and name in REPAIR else prepare
+    return partial(prepare, **LENT[name]) if prepare is not None and name in LENT else prepare
 
 
 def verdicts(spec: Spec) -> dict[str, tuple[str, ...]]:

@@ -186,7 +186,7 @@ def noting(ran: list[str], name: str, function):
 def test_who_repairs_a_backends_gradients_runs_what_it_runs() -> None:
     spec = Spec(dtype=torch.bfloat16, dim=64, dim_v=64, scale=0.125, needs_grad=True, device="sm90")
     assert dispatch.select(spec).NAME == "hopper"
-    for name, repair in dispatch.REPAIR.items():
-        assert dispatch.backward_of(name).keywords == {"repair": repair}
-        owner = repair.__module__.rsplit(".", 1)[-1]
+    for name, lent in dispatch.LENT.items():
+        assert dispatch.backward_of(name).keywords == lent
+        owner = lent["repair"].__module__.rsplit(".", 1)[-1]
         assert dispatch.verdicts(spec)[owner] == (), f"{owner} refuses what {name} runs"

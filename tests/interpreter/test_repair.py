@@ -40,8 +40,8 @@ def test_only_what_is_lost_is_computed_again(shape: tuple[int, int, int, int], d
     offsets = words if options.cu_q is None else options.cu_q
     for _ in range(2):
         grads = [torch.full_like(x, 7.0) for x in (q, k, v)]
-        repair(torch.tensor([0], dtype=torch.int32), q, k, v, do, words, *grads, offsets, offsets)
+        repair(torch.tensor([0], dtype=torch.int32), q, k, v, do, words, *grads, offsets, offsets, q)
         assert all((x == 7.0).all() for x in grads)
-        repair(torch.tensor([1], dtype=torch.int32), q, k, v, do, words, *grads, offsets, offsets)
+        repair(torch.tensor([1], dtype=torch.int32), q, k, v, do, words, *grads, offsets, offsets, q)
         for x, y in zip(grads, due, strict=True):
             torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)

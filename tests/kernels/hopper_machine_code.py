@@ -41,10 +41,13 @@ from rooftile.backends.hopper.tiles import (
     THREE,
     TWO,
     WIDE,
+    BiasKind,
     Tile,
     backward_kv_tile,
     backward_q_tile,
     backward_tile,
+    biased_backward_tile,
+    biased_tile,
     padded,
     paged_tile,
 )
@@ -61,6 +64,7 @@ PRODUCT = r"\b[HQI]GMMA"
 # the name of the file that keeps it; a change of the code that reads machine code changes the name
 READERS = b"".join(Path(file).read_bytes() for file in (__file__, register_flow.__file__))
 KEPT = f"found-{hashlib.sha256(READERS).hexdigest()[:16]}.json"
+BIASES = {"bf16": BiasKind(2, False), "fp32": BiasKind(4, False), "bf16-row": BiasKind(2, True)}
 EVERYTHING = Window(100, 7) & Chunk(64) & Prefix(8)
 
 
@@ -80,6 +84,7 @@ class Configuration:
     group: int = 1
     precision: str = ""  # the quantised forward's
     size: int = 0  # pages'
+    bias: str = ""  # which of BIASES
 
     @property
     def spec(self) -> Spec:
@@ -87,15 +92,21 @@ class Configuration:
         softcap = 20.0 if self.extras else 0.0
         return Spec(
             dtype=dtype, dim=self.dim, dim_v=self.values or self.dim, scale=1.0, mask=self.mask, layout=self.layout,
-            softcap=softcap, has_sinks=self.extras, group=self.group, precision=PRESETS.get(self.precision), device="sm90",
+            softcap=softcap, has_sinks=self.extras, has_bias=bool(self.bias),
+            group=self.group, precision=PRESETS.get(self.precision), device="sm90",
             has_kv_scales=self.kernel == "paged_decode_8bit",
         )  # fmt: skip
 
     @property
     def function(self) -> Any:
+        name = self.name_of_kernel
         modules = (forward_kernel, quantised_kernel, fused, dkdv, dq, bf16, fp8)
-        (module,) = [module for module in modules if hasattr(module, self.kernel)]
-        return getattr(module, self.kernel)
+        (module,) = [module for module in modules if hasattr(module, name)]
+        return getattr(module, name)
+
+    @property
+    def name_of_kernel(self) -> str:
+        return f"{self.kernel}_bias" if self.bias else self.kernel
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -107,7 +118,12 @@ class Configuration:
             return {name: value for name, value in quantised.constants(self.spec).items() if name != "num_warps"}
         if self.tile is not None:
             found = forward.constants(self.spec, self.tile, self.size)
+            if self.bias:
+                found = forward.constants_with_bias(self.spec, self.tile)
             return {name: value for name, value in found.items() if name != "num_warps"}
+        if self.bias:
+            tile = biased_backward_tile(self.spec, BIASES[self.bias])
+            return backward._constants(self.spec, 1) | {"TILE": tile, "ACCUMULATE_DQ": True}
         tile = {"flash_bwd": backward_tile, "flash_bwd_kv": backward_kv_tile, "flash_bwd_q": backward_q_tile}[self.kernel]
         found = backward._constants(self.spec, 0 if self.kernel == "flash_bwd_q" else 1) | {"TILE": tile(self.spec)}
         return found | {"ACCUMULATE_DQ": self.add} if self.kernel == "flash_bwd" else found
@@ -124,6 +140,10 @@ class Configuration:
         """The type of a descriptor, in Triton's words."""
         if name in ("lse_desc", "delta_desc"):
             return f"tensordesc<fp32[64],{LINE!r}>"
+        if name == "bias_desc":
+            keys = 64 if self.tile is None else self.tile.KEYS
+            kind, box = self.bias.split("-")[0], (1, 1, BIASES[self.bias].rows, keys)
+            return f"tensordesc<{kind}{list(box)},{layout(box, {'fp32': torch.float32, 'bf16': torch.bfloat16}[kind])!r}>"
         if name == "dq_sum_desc":
             rows, columns = dq_accumulator.UNIT_ROWS.value, dq_accumulator.UNIT_COLUMNS.value
             return f"tensordesc<fp32[{rows}, {columns}],{dq_accumulator.LAYOUT!r}>"
@@ -189,6 +209,13 @@ FORWARD = {
     },
 }
 FORWARD |= {
+    f"d{dim}-{name}-{bias}-bias": Configuration(dim, biased_tile(Configuration(dim, None).spec, BIASES[bias]), **what, bias=bias)
+    for dim in (64, 96, 128)
+    for bias in BIASES
+    for name, what in (("full", {}), ("causal", {"mask": CAUSAL}))
+    if dim == 128 or (bias, name) == ("bf16", "causal")
+}
+FORWARD |= {
     # keys and values in pages
     f"d{dim}-pages-{size}-{name}": paged(dim, name, size)
     for dim, size, name in (
@@ -232,6 +259,13 @@ BACKWARD = {
     for dim in dims
     for name in names
 } | {
+    **{
+        f"bwd-d{dim}-{name}-{bias}-bias": Configuration(dim, None, **CASES[name], kernel="flash_bwd", add=True, bias=bias)
+        for dim in (64, 128)
+        for name in ("full", "causal")
+        for bias in BIASES
+        if dim == 128 or bias == "bf16"
+    },
     "bwd-d128-fp16": Configuration(128, None, CAUSAL, dtype="fp16", kernel="flash_bwd", add=True),
     "bwd-d128-full-group-4": Configuration(128, None, kernel="flash_bwd", add=True, group=4),
     "bwd-d96-packed-causal": Configuration(96, None, CAUSAL, "packed", kernel="flash_bwd", add=True),
@@ -270,6 +304,8 @@ def compiled(configuration: Configuration) -> Found:
         if name.endswith("_desc"):
             return configuration.descriptor(name)
         if name.endswith("_ptr"):
+            if name == "bias_ptr":
+                return "*" + configuration.bias.split("-")[0]
             return "*" + ("fp32" if name in words else "i32" if name in numbers else configuration.dtype)
         return "fp32" if name in ("scale", "softcap") else "i32"
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
+from rooftile import dispatch
 from rooftile.backends import hopper, triton
 from rooftile.backends.hopper import plan
 from rooftile.backends.hopper.flash_bwd import run as hopper_backward
@@ -23,7 +24,8 @@ from rooftile.masks import CAUSAL, FULL, Mask
 from rooftile.spec import Options, Spec
 
 COUNTER = torch.zeros(2, dtype=torch.int32)
-HOPPER = (hopper, {"repair": triton.repair})
+LENT = dispatch.LENT["hopper"]
+HOPPER = (hopper, LENT)
 TRITON = (triton, {})
 
 
@@ -140,7 +142,7 @@ def test_a_repair_is_told_where_a_nan_is_noted_and_what_rows_need(launches) -> N
                 taken_from.setdefault(name, []).append(x.data_ptr())
 
     call = CALLS["plain"]
-    ready = hopper.prepare_backward(*call.backward, call.spec, repair=triton.repair)
+    ready = hopper.prepare_backward(*call.backward, call.spec, **LENT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Kernel, "_launch", addresses)
         ready(*call.backward)

@@ -108,6 +108,7 @@ CROWDED = {
     ".": "one entry per room: this is the map of the house",
     "backends/triton": "one kernel per file, flat, with what they share beside them; parts of it would have two files each",
     "bench": "what times, what is timed and what is written; `suites` holds what grows",
+    "bench/suites": "one suite per file",
     "cli": "one command per file",
     "report": "one section of the page per file",
     "serve": "what a step goes through, in one folder; `text` and `sampling` hold the rest",

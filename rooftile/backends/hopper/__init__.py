@@ -43,7 +43,9 @@ DIMS_DECODING = ((64, 64), (128, 128))
 MOST_TOGETHER = 64
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
-OPTIONS = ("softcap", "sinks")
+OPTIONS = ("softcap", "bias", "sinks")
+# head dims with a bias: those whose shared memory has room for a block of it
+DIMS_BIAS = ((64, 64), (96, 96), (128, 128))
 
 
 def refusals(spec: Spec) -> Iterator[str]:
@@ -60,6 +62,8 @@ def refusals(spec: Spec) -> Iterator[str]:
     if spec.precision is not None:
         yield from _refusals_of_recipe(spec.precision, spec)
     yield from (f"{name}; has {' and '.join(OPTIONS)}" for name in spec.options_on if name not in OPTIONS)
+    if spec.has_bias:
+        yield from _refusals_of_bias(spec)
     if not spec.scale > 0:
         yield f"scale {spec.scale:g}; has positive scales"
     if len(spec.mask.chunks) > 1:
@@ -83,6 +87,18 @@ def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:
     for name in OPTIONS:
         if name in spec.options_on:
             yield f"{name} with precision {precision}; has masks, groups and packed sequences with it"
+
+
+def _refusals_of_bias(spec: Spec) -> Iterator[str]:
+    if (spec.dim, spec.dim_v) not in DIMS_BIAS:
+        has = ", ".join(str(dim) for dim, _ in DIMS_BIAS)
+        yield f"head dims {spec.dim} and {spec.dim_v} with bias; has {has} with it"
+    if spec.layout != "dense":
+        yield f"bias with {spec.layout} sequences; has it with dense ones"
+    if spec.softcap:
+        yield "bias with softcap; has one or the other"
+    if spec.deterministic and spec.needs_grad:
+        yield "a deterministic backward with bias; has one or the other"
 
 
 def _refusals_of_decoding(spec: Spec) -> Iterator[str]:
@@ -191,12 +207,13 @@ def backward(
     spec: Spec,
     *,
     repair: Callable[..., Callable[..., None]],
+    bias_gradient: Callable[..., Tensor],
 ) -> Grads:
-    """`repair` (see `dispatch.REPAIR`) sets right what a NaN behind the mask spoiled."""
+    """`repair` sets right what a NaN behind the mask spoiled, and `bias_gradient` computes a bias's (see `dispatch.LENT`)."""
     from rooftile.backends.hopper.flash_bwd import run
 
     with device_of(q):
-        return run.backward(do, dlse, q, k, v, o, lse, options, spec, repair)
+        return run.backward(do, dlse, q, k, v, o, lse, options, spec, repair, bias_gradient)
 
 
 def prepare_backward(
@@ -211,6 +228,7 @@ def prepare_backward(
     spec: Spec,
     *,
     repair: Callable[..., Callable[..., None]],
+    bias_gradient: Callable[..., Tensor],
 ) -> Callable[..., Grads] | None:
     """The backward of tensors of just these shapes, strides, dtypes and device, at addresses that are multiples of 16.
 
@@ -220,5 +238,5 @@ def prepare_backward(
     from rooftile.backends.hopper.flash_bwd import run
 
     with device_of(q):
-        ready = run.prepare(do, dlse, q, k, v, o, lse, options, spec, repair)
+        ready = run.prepare(do, dlse, q, k, v, o, lse, options, spec, repair, bias_gradient)
     return None if ready is None else on_device(ready, q.device)

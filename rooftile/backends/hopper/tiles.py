@@ -49,6 +49,8 @@ class Tile(NamedTuple):
     LAZY: bool  # whether outputs are rescaled only when a row's weights have outgrown what they refer to
     COMPUTE_REGISTERS: int
     COPY_REGISTERS: int
+    BIAS_STAGES: int = 0  # blocks of a bias; 0: there is none
+    BIAS_ROWS: int = 0  # a block's queries for each warpgroup; 1: the bias is the same for all queries
 
     @property
     def rows(self) -> int:
@@ -65,6 +67,8 @@ class BackwardTile(NamedTuple):
     COMPUTE_REGISTERS: int
     DQ_REGISTERS: int  # registers per thread of the warpgroup that multiplies dq, at D = 64
     COPY_REGISTERS: int
+    BIAS_STAGES: int = 0  # blocks of a bias; 0: there is none
+    BIAS_ROWS: int = 0  # a block's queries for each warpgroup; 1: the bias is the same for all queries
 
 
 class BackwardKeysTile(NamedTuple):
@@ -102,9 +106,30 @@ THREE = TWO._replace(NUM_CONSUMERS=3, Q_IN_REGISTERS=0, LAZY=True, COMPUTE_REGIS
 # long as its softmax: nothing is won by turns, and much by leaving out 128 multiplications a thread
 WIDE = TWO._replace(KEYS=64, Q_STAGES=1, PING_PONG=False, Q_IN_REGISTERS=0, LAZY=True)
 
+# a block of the bias takes the shared memory of a second tile of queries; one of fp32 takes that of half the keys
+BIASED = TWO._replace(Q_STAGES=1, Q_IN_REGISTERS=0, LAZY=True, BIAS_STAGES=1, BIAS_ROWS=WARPGROUP)
+BIASED_NARROW = NARROW._replace(LAZY=True, BIAS_STAGES=2, BIAS_ROWS=WARPGROUP)
+
+
+class BiasKind(NamedTuple):
+    """A bias as the tiles know it."""
+
+    bytes: int  # per element
+    one_row: bool  # all queries have the same
+
+    @property
+    def rows(self) -> int:
+        return 1 if self.one_row else WARPGROUP
+
+
+def biased_tile(spec: Spec, bias: BiasKind) -> Tile:
+    """Returns the forward's tile with a bias."""
+    tile = BIASED if spec.dim > 64 else BIASED_NARROW
+    return tile._replace(KEYS=128 if bias.bytes == 2 or bias.one_row else 64, BIAS_ROWS=bias.rows)
+
 
 def forward_tile(spec: Spec, T: int) -> Tile:
-    """Returns the forward's tile for T queries per sequence."""
+    """Returns the forward's tile for T queries per sequence, without a bias."""
     if spec.dim > 128:
         return WIDE
     if spec.dim > 64:
@@ -143,6 +168,12 @@ def backward_tile(spec: Spec) -> BackwardTile:
     # without a mask the warpgroups fall into step, and one more product to wait for keeps them out of it
     late = spec.mask == FULL or spec.softcap > 0
     return BackwardTile(STAGES=2, DV_AFTER_DS=late, SCORES_AHEAD=False, COMPUTE_REGISTERS=208, DQ_REGISTERS=72, COPY_REGISTERS=24)
+
+
+def biased_backward_tile(spec: Spec, bias: BiasKind) -> BackwardTile:
+    """Returns the tile of `flash_bwd` with a bias."""
+    stages = 1 if spec.dim > 64 and bias.bytes > 2 else 2
+    return backward_tile(spec)._replace(SCORES_AHEAD=False, STAGES=2, BIAS_STAGES=stages, BIAS_ROWS=bias.rows)
 
 
 def backward_kv_tile(spec: Spec) -> BackwardKeysTile:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
 from rooftile.backends.triton.call import Call, call_of, strides_of, with_stand_ins
-from rooftile.backends.triton.tiles import backward_bias_tile, backward_kv_walks, backward_q_tile
+from rooftile.backends.triton.tiles import backward_kv_walks, backward_q_tile
 from rooftile.launch import BoundedCache, empties, kind_of
 from rooftile.reference.gradients import sinks_gradient
 from rooftile.spec import Grads, Options, Spec
@@ -70,7 +70,7 @@ def _plan(call: Call, do: Tensor, dlse: Tensor | None, o: Tensor) -> Backward:
         fill(q, k, v, do, words, dq, dk, dv, options)
         dbias = None
         if spec.bias_grad:
-            dbias = flash_bwd_bias.launch(call_of(q, k, v, options, spec), backward_bias_tile(spec), do, do_strides, words)
+            dbias = flash_bwd_bias.gradient(q, k, v, do, words, options, spec)
         dsinks = None if options.sinks is None else sinks_gradient(options.sinks, lse, delta)
         return Grads(dq, dk, dv, dbias, dsinks)
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from rooftile.backends.device.row_stats import unpack_lse_delta
 from rooftile.backends.device.visibility import Mask, visible
-from rooftile.backends.triton.call import Call, constants_of
+from rooftile.backends.triton.call import Call, call_of, constants_of, strides_of
 from rooftile.backends.triton.schedule import packed_tile
 from rooftile.backends.triton.scores import LOG2E, add_bias, dropout_mask, exponential, scaled_tanh
-from rooftile.backends.triton.tiles import Tile
+from rooftile.backends.triton.tiles import Tile, backward_bias_tile
 from rooftile.launch import Kernel
-from rooftile.spec import Spec
+from rooftile.spec import Options, Spec
 
 
 # fmt: off
@@ -63,7 +63,21 @@ def _backward_bias(
     acc = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)
     row_out = own_t * BLOCK_T
     length_out = rows
-    for n in tl.range(0, over_b * over_h * over_t * over_s, num_stages=TILE.num_stages):
+    steps = over_b * over_h * over_t * over_s
+    # a dense tile of both axes meets its own queries and keys each time
+    OWN: tl.constexpr = not (SPEC.PACKED or ONE_ROW or ONE_COLUMN)
+    own_bias = 0.0
+    if OWN:
+        t = own_t * BLOCK_T + tl.arange(0, BLOCK_T)
+        j = own_s * BLOCK_S + tl.arange(0, BLOCK_S)
+        own = bias_ptr + bias_b.to(tl.int64) * bias_stride_b + bias_h.to(tl.int64) * bias_stride_h
+        own_bias = add_bias(
+            tl.zeros((BLOCK_T, BLOCK_S), tl.float32), t[:, None], j[None, :], T, S, 0, own, bias_stride_t, bias_stride_s, 0.0,
+            True, False, UNIT,
+        )  # fmt: skip
+        sees = visible(t[:, None] + (S - T), j[None, :], S, mask, SPEC)
+        steps = tl.where(tl.max(tl.max(sees.to(tl.int32), 1), 0) > 0, steps, 0)
+    for n in tl.range(0, steps, num_stages=TILE.num_stages):
         i_s = own_s + n % over_s
         i_t = own_t + n // over_s % over_t
         h = bias_h + n // (over_s * over_t) % over_h
@@ -111,8 +125,10 @@ def _backward_bias(
         else:
             x = x * (scale * UNIT)
         first = bias_ptr + batch * bias_stride_b + h.to(tl.int64) * bias_stride_h + row_0 * bias_stride_t
+        if OWN:
+            x += own_bias
         x = add_bias(
-            x, t[:, None], j[None, :], length, keys, offset, first, bias_stride_t, bias_stride_s, slope, True, SPEC.ALIBI, UNIT
+            x, t[:, None], j[None, :], length, keys, offset, first, bias_stride_t, bias_stride_s, slope, not OWN, SPEC.ALIBI, UNIT
         )
         p = exponential(x, lse[:, None], 1.0, SPEC.NATURAL)
         dp = tl.dot(do, tl.trans(v), input_precision=SPEC.PRECISION)
@@ -139,6 +155,11 @@ def _backward_bias(
 
 
 _start_backward = Kernel(_backward_bias)
+
+
+def gradient(q: Tensor, k: Tensor, v: Tensor, do: Tensor, words: Tensor, options: Options, spec: Spec) -> Tensor:
+    """The gradient of the bias of dense or packed q, k and v, in its shape and dtype; `words` as `device.row_stats` has them."""
+    return launch(call_of(q, k, v, options, spec), backward_bias_tile(spec), do, strides_of(do), words)
 
 
 def launch(call: Call, tile: Tile, do: Tensor, do_strides: tuple[int, ...], stats: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ PROGRAMS = 256
 ])
 def _repair(
     nan_flag_ptr,                                               # whether to
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
-    q_strides, k_strides, v_strides, do_strides,
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, bias_ptr,
+    q_strides, k_strides, v_strides, bias_strides, do_strides,
     dq_tiles, dkdv_tiles,                                       # in all heads and sequences
     B, H, T, S, padded_T, tiles_of_queries, tiles_of_keys, wave,    # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk,
@@ -40,24 +40,24 @@ def _repair(
 ):
     # fmt: on
     stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
-    # q stands for the options that no backend with a repair has: no kernel reads them
+    # q stands for ALiBi, sinks and seed: no kernel reads them here
     for n in range(tl.program_id(0), stop, tl.num_programs(0)):
         if n < dq_tiles:
             dq_tile(
-                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, q_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
-                q_strides, k_strides, v_strides, (0, 0, 0, 0), (0, 0), do_strides, B, H, T, S, padded_T, tiles_of_queries, wave,
+                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
+                q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T, tiles_of_queries, wave,
                 scale, softcap, left, right, prefix, chunk, 0, 1.0, SPEC, TILE,
             )  # fmt: skip
         else:
             dkdv_tile(
-                n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
-                cu_k_ptr, q_strides, k_strides, v_strides, (0, 0, 0, 0), (0, 0), do_strides, B, H, T, S, padded_T,
+                n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
+                cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
                 tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0, SPEC, WALK,
             )  # fmt: skip
             if SECOND_WALK is not None:
                 dkdv_tile(
-                    n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
-                    cu_k_ptr, q_strides, k_strides, v_strides, (0, 0, 0, 0), (0, 0), do_strides, B, H, T, S, padded_T,
+                    n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
+                    cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
                     tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0, SPEC, SECOND_WALK,
                 )  # fmt: skip
 
@@ -69,7 +69,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Sp
     """The launch that computes dq, dk and dv once more.
 
     q, k, v, do and the options are like those of all calls in shapes, strides, dtypes and device, and the last axis of each is
-    contiguous. There are masks, groups, softcap, sinks and packed sequences, and no other option. What is returned holds none of
+    contiguous. There are masks, groups, softcap, bias, sinks and packed sequences, and no other option. What is returned holds none of
     the tensors. It takes
 
         nan_flag   int32 (1,): the kernel reads it when it runs, and leaves dq, dk and dv alone if it is zero
@@ -77,13 +77,14 @@ def plan(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Sp
         words      int64, dense (B, H, padded T) or packed (H, total_q): lse and delta of each row, as `device.row_stats` has them
         dq, dk, dv contiguous, in the shapes of q, k and v: overwritten if the flag is set
         cu_q, cu_k int32 offsets of packed sequences; else any tensors
+        bias       in the strides of the options'; else any tensor
     """
     call = call_of(q, k, v, options, spec)
     tile, walk = backward_q_tile(spec), backward_kv_walks(spec)[0]
     dq_tiles, tiles_of_queries = call.programs(call.T, tile.BLOCK_T, call.H)
     dkdv_tiles, tiles_of_keys = call.programs(call.S, walk.tile.BLOCK_S, call.Hk)
     numbers = (
-        *call.strides[:3], strides_of(do), dq_tiles, dkdv_tiles, call.B, call.H, call.T, call.S, call.padded_T, tiles_of_queries,
+        *call.strides[:4], strides_of(do), dq_tiles, dkdv_tiles, call.B, call.H, call.T, call.S, call.padded_T, tiles_of_queries,
         tiles_of_keys, call.wave, *call.numbers[:6],
     )  # fmt: skip
     return _kernel.bound((min(dq_tiles + dkdv_tiles, PROGRAMS), 1, 1), numbers, constants(spec))

@@ -61,6 +61,7 @@ class KernelConfig:
     MASKED: gl.constexpr  # anything but a full mask
     SOFTCAP: gl.constexpr
     SINKS: gl.constexpr
+    BIAS: gl.constexpr  # the dtype of the bias, or None
     s_layout: gl.constexpr
     o_layout: gl.constexpr
     p_layout: gl.constexpr
@@ -68,7 +69,7 @@ class KernelConfig:
     @gluon.constexpr_function
     def __init__(
         self, GROUP, D, DV, DIM, DIM_V, KEYS, NUM_CONSUMERS, HEADS_PER_TILE, PING_PONG, Q_IN_REGISTERS, LAZY, SOFTMAX_FIRST,
-        PACKED, PAGE_SIZE, MASKED, SOFTCAP, SINKS, K_TMA_LINES, V_TMA_LINES,
+        PACKED, PAGE_SIZE, MASKED, SOFTCAP, SINKS, K_TMA_LINES, V_TMA_LINES, BIAS=None,
     ):  # fmt: skip
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
@@ -91,6 +92,7 @@ class KernelConfig:
         self.MASKED = gl.constexpr(MASKED)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.SINKS = gl.constexpr(SINKS)
+        self.BIAS = gl.constexpr(BIAS)
         o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
         self.o_layout = gl.constexpr(o_layout)

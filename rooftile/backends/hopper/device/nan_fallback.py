@@ -4,10 +4,10 @@ A weight of zero does not hide a NaN or an infinity among the values, and 0 x Na
 """
 
 from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS, KernelConfig, query_offset
-from rooftile.backends.hopper.device.softmax import Scoring
+from rooftile.backends.hopper.device.softmax import Scoring, add_bias
 from rooftile.backends.hopper.gluon import barrier, gl, gluon
 
-# the page table's first word, after those of three tensors
+# the page table's first word, after those of three tensors; a bias's, which no pages have, is the same
 TABLE_WORD = gl.constexpr(12)
 
 
@@ -72,6 +72,8 @@ def recompute_without_hidden_nan(
         key = 0
     k_head, _, k_stride = load_row_pointer(spilled, 1, work.b, key, first_head // config.GROUP, dtype)
     v_head, _, v_stride = load_row_pointer(spilled, 2, work.b, key, first_head // config.GROUP, dtype)
+    if config.BIAS is not None:
+        bias_head, _, bias_stride = load_row_pointer(spilled, 3, work.b, 0, work.h, config.BIAS)
     barrier()
     for r in range(0, WG_ROWS, ROWS):
         rows = r + gl.arange(0, ROWS, row_layout)
@@ -88,6 +90,8 @@ def recompute_without_hidden_nan(
         i = t + work.S - work.T
         first = scoring.mask.first_key(i)
         last = scoring.mask.last_key(i, work.S)
+        if config.BIAS is not None:
+            bias_rows = bias_head + t * bias_stride
         o = gl.zeros([ROWS, config.DV], gl.float32, layout)
         for j in range(work.first_block * config.KEYS, gl.minimum((work.last_block + 1) * config.KEYS, work.S)):
             k_row = j * k_stride
@@ -99,6 +103,8 @@ def recompute_without_hidden_nan(
             k = gl.load(k_head + k_row + e, mask=e < config.DIM, other=0.0).to(gl.float32)
             v = gl.load(v_head + v_row + c, mask=c < config.DIM_V, other=0.0).to(gl.float32)
             s = gl.sum(q * gl.expand_dims(k, 0), 1)
+            if config.BIAS is not None:
+                s = add_bias(s, gl.load(bias_rows + j, mask=in_bounds, other=0.0), scoring)
             if config.SOFTCAP:
                 s = scoring.apply_softcap(s)
             p = gl.exp2(s * scoring.scale_log2 - lse)

@@ -7,6 +7,7 @@
     rescale_text           n numbers times n factors, unless all factors of a warp are 1               softmax, quantised
     narrow_text            two fp32 numbers as a pair of bf16 or fp16                                  softmax, flash_bwd
     WIDEN_FP16             a pair of fp16 as two fp32 numbers                                          flash_bwd
+    WIDEN_BF16             a pair of bf16 as two fp32 numbers                                          softmax
     finite_text            a pair of bf16 or fp16 as fp32, NaN for each that is not finite             quantised
     LOG2                   the approximate log2 of an fp32 number                                      flash_bwd
     ROUND                  the nearest integer to an fp32 number, ties to even                         quantised
@@ -26,6 +27,7 @@ COPY = gl.constexpr("mov.b32 $0, $1;")
 LOG2 = gl.constexpr("lg2.approx.f32 $0, $1;")
 ROUND = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
 WIDEN_FP16 = gl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }")
+WIDEN_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 # taken only where a sum is NaN, which then waits early: that costs time and nothing else
 BRANCH_ON_NAN = gl.constexpr(
     "{ .reg .pred nan; setp.nan.f32 nan, $0, $0; setp.nan.or.f32 nan, $1, $1, nan; vote.sync.any.pred nan, nan, -1; "

@@ -35,8 +35,11 @@ class Scoring:
 
 
 @gluon.jit
-def make_scoring(mask: Mask, scale, softcap, SOFTCAP: gl.constexpr):
+def make_scoring(mask: Mask, scale, softcap, SOFTCAP: gl.constexpr, BIAS: gl.constexpr = False):
     scale_log2 = scale * LOG2E
+    if BIAS:
+        # the sum of scaled scores and bias is in natural units
+        scale_log2 = scale * 0.0 + LOG2E
     if SOFTCAP:
         # capped scores have their unit already
         scale_log2 = scale * 0.0 + 1.0
@@ -54,6 +57,17 @@ def cap_and_mask(s, row, column, work, scoring: Scoring, config: KernelConfig, C
         elif column + config.KEYS > work.S:
             s = apply_mask(s, row, column, work, scoring.mask, config.ROWS)
     return s
+
+
+@gluon.jit
+def add_bias(s, bias, scoring: Scoring):
+    """The scaled products of queries and keys, and the bias."""
+    if bias.dtype == gl.bfloat16:
+        # by itself the compiler takes three instructions for two numbers
+        wide = gl.inline_asm_elementwise(ptx.WIDEN_BF16, "=f,=f,r", [bias], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        wide = bias.to(gl.float32)
+    return s * scoring.scale + wide
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ from rooftile.backends.hopper.device.config import WG_ROWS
 from rooftile.backends.hopper.device.mma import mma_qk, num_mmas
 from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, named_barrier, ring
 from rooftile.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
-from rooftile.backends.hopper.device.softmax import Scoring, make_scoring
+from rooftile.backends.hopper.device.softmax import Scoring, add_bias, make_scoring
 from rooftile.backends.hopper.flash_bwd.dq_accumulator import UNIT, UNIT_COLUMNS, UNIT_ROWS
 from rooftile.backends.hopper.flash_bwd.dq_roles import NUM_CONSUMERS, add_dq, finish_block_of_dq, issue_dq, multiply_dq
 from rooftile.backends.hopper.flash_bwd.parts import (
@@ -52,11 +52,20 @@ PING_PONG_BARRIER = gl.constexpr(9)
 
 @gluon.jit
 def _compute_weights(
-    s, lses, fill, t, queries: Ring, work, low, high, scoring: Scoring, WG: gl.constexpr, config: BackwardConfig
+    s, lses, biases, fill, t, queries: Ring, work, low, high, scoring: Scoring, WG: gl.constexpr, config: BackwardConfig
 ):  # fmt: skip
     """The weights of 64 keys and a block of queries."""
     if config.SOFTCAP:
         s = scoring.apply_softcap(s)
+    if config.BIAS:
+        biases.wait_full(fill)
+        block = biases.buffers.index(fill % biases.stages * NUM_CONSUMERS + WG)
+        if biases.buffers.shape[3] == 1:
+            bias = gl.expand_dims(block.reshape([WG_ROWS]).load(gl.SliceLayout(1, config.s_layout)), 1)
+        else:
+            bias = block.reshape([BLOCK, WG_ROWS]).permute((1, 0)).load(config.s_layout)
+        s = add_bias(s, bias, scoring)
+        biases.release(fill)
     if (t < low) | (t + (BLOCK - 1) > high):
         s = apply_mask_transposed(s, work.t + WG * WG_ROWS, t, work, scoring.mask)
     lse = lses.index(fill % queries.stages).load(gl.SliceLayout(0, config.s_layout))
@@ -85,8 +94,8 @@ def _issue_scores(keys: Ring, queries: Ring, fill, WG: gl.constexpr, config: Bac
 
 @gluon.jit
 def _step(
-    dk, dv, keys: Ring, values: Ring, k, v, queries: Ring, grads: Ring, lses, deltas, ds_blocks: Ring, dq_staging: Ring, fill,
-    t, work,
+    dk, dv, keys: Ring, values: Ring, k, v, queries: Ring, grads: Ring, lses, deltas, biases, ds_blocks: Ring, dq_staging: Ring,
+    fill, t, work,
     low, high, scoring: Scoring, WG: gl.constexpr, FIRST: gl.constexpr, config: BackwardConfig,
 ):  # fmt: skip
     """One block of queries: its part of dk and dv, and at D = 128 dq of the block before it."""
@@ -107,7 +116,7 @@ def _step(
         s = warpgroup_mma_wait(NUM_CONSUMERS, deps=(s,))
     else:
         s = warpgroup_mma_wait(0, deps=(s,))
-    p = _compute_weights(s, lses, fill, t, queries, work, low, high, scoring, WG, config)
+    p = _compute_weights(s, lses, biases, fill, t, queries, work, low, high, scoring, WG, config)
     if DQ:
         finish_block_of_dq(dq, dq_staging, (fill - 1) * NUM_CONSUMERS + WG)
     grads.wait_full(fill)
@@ -145,8 +154,8 @@ def _step(
 
 @gluon.jit
 def _step_ahead(
-    dk, dv, p, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, ds_blocks: Ring, dq_staging: Ring, fill, t,
-    work,
+    dk, dv, p, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, biases, ds_blocks: Ring, dq_staging: Ring,
+    fill, t, work,
     low, high, scoring: Scoring, WG: gl.constexpr, MORE: gl.constexpr, config: BackwardConfig,
 ):  # fmt: skip
     """One block of queries at D = 128, from its weights on: its part of dk, dv and dq; and the weights of the next, at t.
@@ -186,7 +195,7 @@ def _step_ahead(
     queries.release(fill)
     if MORE:
         s = warpgroup_mma_wait(NUM_CONSUMERS if config.ACCUMULATE_DQ else 0, deps=(s,))
-        p = _compute_weights(s, lses, fill + 1, t, queries, work, low, high, scoring, WG, config)
+        p = _compute_weights(s, lses, biases, fill + 1, t, queries, work, low, high, scoring, WG, config)
     if config.ACCUMULATE_DQ:
         finish_block_of_dq(dq, dq_staging, fill * NUM_CONSUMERS + WG)
     return dk, dv, p
@@ -194,8 +203,8 @@ def _step_ahead(
 
 @gluon.jit
 def _compute(
-    WG: gl.constexpr, work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, ds_blocks: Ring,
-    dq_staging: Ring,
+    WG: gl.constexpr, work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, biases,
+    ds_blocks: Ring, dq_staging: Ring,
     dk_desc, dv_desc, dk_ptr, dv_ptr, nan_flag_ptr, scoring: Scoring, config: BackwardConfig,
 ):  # fmt: skip
     """A warpgroup's role: 64 keys of every tile."""
@@ -221,16 +230,16 @@ def _compute(
             block = work.first_block
             s = _issue_scores(keys, queries, fill, WG, config)
             s = warpgroup_mma_wait(0, deps=(s,))
-            p = _compute_weights(s, lses, fill, block * BLOCK, queries, work, low, high, scoring, WG, config)
+            p = _compute_weights(s, lses, biases, fill, block * BLOCK, queries, work, low, high, scoring, WG, config)
             for _ in range(1, blocks * config.GROUP):
                 h, block = advance_block(h, block, work, config)
                 dk, dv, p = _step_ahead(
-                    dk, dv, p, keys, values, queries, grads, lses, deltas, ds_blocks, dq_staging, fill, block * BLOCK, work,
-                    low, high, scoring, WG, True, config,
+                    dk, dv, p, keys, values, queries, grads, lses, deltas, biases, ds_blocks, dq_staging, fill,
+                    block * BLOCK, work, low, high, scoring, WG, True, config,
                 )  # fmt: skip
                 fill += 1
             dk, dv, p = _step_ahead(
-                dk, dv, p, keys, values, queries, grads, lses, deltas, ds_blocks, dq_staging, fill, 0, work,
+                dk, dv, p, keys, values, queries, grads, lses, deltas, biases, ds_blocks, dq_staging, fill, 0, work,
                 low, high, scoring, WG, False, config,
             )  # fmt: skip
             fill += 1
@@ -243,7 +252,7 @@ def _compute(
             # the first on its own, also at D = 64: of one loop over all, ptxas makes code that loses the keys (see the tests'
             # `overwritten_operands`)
             dk, dv = _step(
-                dk, dv, keys, values, k, v, queries, grads, lses, deltas, ds_blocks, dq_staging, fill,
+                dk, dv, keys, values, k, v, queries, grads, lses, deltas, biases, ds_blocks, dq_staging, fill,
                 work.first_block * BLOCK, work,
                 low, high, scoring, WG, True, config,
             )  # fmt: skip
@@ -251,8 +260,8 @@ def _compute(
             h, block = advance_block(work.h, work.first_block, work, config)
             for _ in range(1, blocks * config.GROUP):
                 dk, dv = _step(
-                    dk, dv, keys, values, k, v, queries, grads, lses, deltas, ds_blocks, dq_staging, fill, block * BLOCK, work,
-                    low, high, scoring, WG, False, config,
+                    dk, dv, keys, values, k, v, queries, grads, lses, deltas, biases, ds_blocks, dq_staging, fill,
+                    block * BLOCK, work, low, high, scoring, WG, False, config,
                 )  # fmt: skip
                 fill += 1
                 h, block = advance_block(h, block, work, config)
@@ -277,23 +286,22 @@ def _compute(
 
 
 # fmt: off
-@gluon.jit(
-    do_not_specialize=["B", "T", "S", "padded_T", "tiles", "balanced_heads", "left", "right", "prefix", "chunk"],
-    do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"],
-)
-def flash_bwd(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc,
+@gluon.jit
+def _program(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, bias_desc,
     dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
     B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr,
     FP16: gl.constexpr, ACCUMULATE_DQ: gl.constexpr,
     FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
+    """The program; without a bias, bias_desc is 0."""
+    BIAS: gl.constexpr = TILE.BIAS_STAGES > 0
     dtype: gl.constexpr = q_desc.dtype
     config = BackwardConfig(
         GROUP, GROUP_SPLITS, NUM_CONSUMERS, D, FLAGS.DIM, FLAGS.DIM_V, FLAGS.PACKED,
         FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK, FLAGS.SOFTCAP, FP16,
-        ACCUMULATE_DQ, TILE.DV_AFTER_DS, TILE.SCORES_AHEAD,
+        ACCUMULATE_DQ, TILE.DV_AFTER_DS, TILE.SCORES_AHEAD, BIAS,
     )  # fmt: skip
     mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -306,6 +314,15 @@ def flash_bwd(
     grads = ring(gl.allocate_shared_memory(dtype, [TILE.STAGES, 1, 1, BLOCK, D], do_desc.layout), TILE.STAGES, NUM_CONSUMERS)
     lses = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, BLOCK], lse_desc.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [TILE.STAGES, BLOCK], delta_desc.layout)
+    biases = 0
+    if BIAS:
+        biases = ring(
+            gl.allocate_shared_memory(
+                bias_desc.dtype, [TILE.BIAS_STAGES * NUM_CONSUMERS, 1, 1, TILE.BIAS_ROWS, WG_ROWS],
+                bias_desc.layout,
+            ),
+            TILE.BIAS_STAGES, NUM_CONSUMERS,
+        )
     # two stages of dS from both warpgroups. Without a role for dq nobody releases a stage: a warpgroup that has both parts of the
     # next stage knows that this one has been read
     part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WG_ROWS, BLOCK], dtype)
@@ -316,15 +333,15 @@ def flash_bwd(
     )  # fmt: skip
     fence_async_shared()
     H = q_desc.shape[1].to(gl.int32)
-    scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP)
+    scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP, BIAS)
     args = (
-        work_tiles, keys, values, queries, grads, lses, deltas, ds_blocks, dq_staging, dk_desc, dv_desc, dk_ptr, dv_ptr,
+        work_tiles, keys, values, queries, grads, lses, deltas, biases, ds_blocks, dq_staging, dk_desc, dv_desc, dk_ptr, dv_ptr,
         nan_flag_ptr,
         scoring, config,
     )
     load = (
         work_tiles, keys, values, queries, grads, lses, deltas, mask, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-        B, T, S, padded_T, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config,
+        B, T, S, padded_T, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config, biases, bias_desc,
     )
     if HAS_DQ_ROLE:
         gl.warp_specialize(
@@ -348,3 +365,42 @@ def flash_bwd(
             [(_compute, (0,) + args), (_compute, (1,) + args), (load_key_tiles, load)],
             [4, 1], [TILE.COMPUTE_REGISTERS, TILE.COPY_REGISTERS],
         )
+
+
+@gluon.jit(
+    do_not_specialize=["B", "T", "S", "padded_T", "tiles", "balanced_heads", "left", "right", "prefix", "chunk"],
+    do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr"],
+)
+def flash_bwd(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc,
+    dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
+    B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+    GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr,
+    FP16: gl.constexpr, ACCUMULATE_DQ: gl.constexpr,
+    FLAGS: gl.constexpr, TILE: gl.constexpr,
+):
+    _program(
+        q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, 0,
+        dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
+        B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+        GROUP, GROUP_SPLITS, D, FP16, ACCUMULATE_DQ, FLAGS, TILE,
+    )
+
+
+@gluon.jit(do_not_specialize=["B", "T", "S", "padded_T", "tiles", "balanced_heads", "left", "right", "prefix", "chunk"])
+def flash_bwd_bias(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, bias_desc,
+    dk_ptr, dv_ptr, nan_flag_ptr, counter_ptr,
+    B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+    GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr,
+    FP16: gl.constexpr, ACCUMULATE_DQ: gl.constexpr,
+    FLAGS: gl.constexpr, TILE: gl.constexpr,
+):
+    """The same with a bias, for dense keys and values."""
+    # nothing reads what stands for offsets
+    _program(
+        q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, bias_desc,
+        dk_ptr, dv_ptr, nan_flag_ptr, counter_ptr, counter_ptr, counter_ptr,
+        B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+        GROUP, GROUP_SPLITS, D, FP16, ACCUMULATE_DQ, FLAGS, TILE,
+    )

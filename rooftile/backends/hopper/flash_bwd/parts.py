@@ -56,6 +56,7 @@ class BackwardConfig:
     PACKED: gl.constexpr
     MASKED: gl.constexpr  # anything but a full mask
     SOFTCAP: gl.constexpr
+    BIAS: gl.constexpr
     FP16: gl.constexpr  # fp16: gradients of scores are scaled before they are rounded, for its range is narrow
     ACCUMULATE_DQ: gl.constexpr  # dq is added up in memory
     DV_AFTER_DS: gl.constexpr  # a block's product with dO is issued after its gradients of the scores are known
@@ -71,7 +72,7 @@ class BackwardConfig:
     @gluon.constexpr_function
     def __init__(
         self, GROUP, GROUP_SPLITS, BLOCKS_PER_TILE, D, DIM, DIM_V, PACKED, MASKED, SOFTCAP, FP16, ACCUMULATE_DQ=False,
-        DV_AFTER_DS=False, SCORES_AHEAD=False,
+        DV_AFTER_DS=False, SCORES_AHEAD=False, BIAS=False,
     ):  # fmt: skip
         self.GROUP = gl.constexpr(GROUP)
         self.GROUP_SPLITS = gl.constexpr(GROUP_SPLITS)
@@ -82,6 +83,7 @@ class BackwardConfig:
         self.PACKED = gl.constexpr(PACKED)
         self.MASKED = gl.constexpr(MASKED)
         self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.BIAS = gl.constexpr(BIAS)
         self.FP16 = gl.constexpr(FP16)
         self.ACCUMULATE_DQ = gl.constexpr(ACCUMULATE_DQ)
         self.DV_AFTER_DS = gl.constexpr(DV_AFTER_DS)
@@ -251,7 +253,7 @@ def _load_rows_and_stats(ring: Ring, words, fill, desc, words_desc, b, h, row, w
 def load_key_tiles(
     work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, mask: Mask,
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-    B, T, S, padded_T, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config: BackwardConfig,
+    B, T, S, padded_T, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config: BackwardConfig, biases=0, bias_desc=0,
 ):  # fmt: skip
     """The role that draws tiles of keys, 64 per warpgroup, and has them copied in, then the queries and the gradients of the
     output that they meet.
@@ -281,6 +283,8 @@ def load_key_tiles(
                 if i == 0:
                     _load_tile_rows(keys, tile, k_desc, work, config)
                 _load_rows_and_stats(queries, lses, fill, q_desc, lse_desc, work.b, h, work.q_start + t, word)
+                if config.BIAS:
+                    _load_bias(biases, fill, bias_desc, work, h, t, config)
                 if i == 0:
                     _load_tile_rows(values, tile, v_desc, work, config)
                 _load_rows_and_stats(grads, deltas, fill, do_desc, delta_desc, work.b, h, work.q_start + t, word)
@@ -290,6 +294,20 @@ def load_key_tiles(
         n = gl.atomic_add(counter_ptr, 1) + programs
     publish_end(work_tiles, tile)
     reset_counter(counter_ptr)
+
+
+@gluon.jit
+def _load_bias(biases: Ring, fill, desc, work, h, t, config: BackwardConfig):
+    """Has the bias of a block of queries and a tile's keys copied in, 64 keys at a time; one row may be all queries'."""
+    if desc.block_type.shape[2] == 1:
+        t = t * 0
+    biases.wait_empty(fill)
+    mbarrier.expect(biases.full_barrier(fill), config.BLOCKS_PER_TILE * desc.block_type.nbytes)
+    for i in gl.static_range(config.BLOCKS_PER_TILE):
+        tma_load(
+            desc, [work.b, h, t, work.t + i * WG_ROWS], biases.full_barrier(fill),
+            biases.buffers.index(fill % biases.stages * config.BLOCKS_PER_TILE + i),
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -9,14 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile.backends.hopper.bias import (
+    are_prepared,
+    bias_descriptor,
+    bias_kind,
+    bias_shape,
+    contiguous,
+    readable_bias,
+)
 from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.flash_bwd import dq_accumulator, row_stats
 from rooftile.backends.hopper.flash_bwd.dkdv import flash_bwd_kv
 from rooftile.backends.hopper.flash_bwd.dq import flash_bwd_q
-from rooftile.backends.hopper.flash_bwd.fused import flash_bwd
+from rooftile.backends.hopper.flash_bwd.fused import flash_bwd, flash_bwd_bias
 from rooftile.backends.hopper.flash_bwd.row_stats import RowStats
 from rooftile.backends.hopper.plan import flags_of, numbers_of, processors, schedule, sizes_of
-from rooftile.backends.hopper.tiles import WARPGROUP, Flags, backward_kv_tile, backward_q_tile, backward_tile, padded
+from rooftile.backends.hopper.tiles import (
+    WARPGROUP,
+    BiasKind,
+    Flags,
+    backward_kv_tile,
+    backward_q_tile,
+    backward_tile,
+    biased_backward_tile,
+    padded,
+)
 from rooftile.backends.hopper.tma import descriptor, is_readable, line, readable
 from rooftile.launch import BoundedCache, Describe, Kernel, empties, kind_of
 from rooftile.masks import FULL
@@ -39,80 +56,91 @@ def backward(
     options: Options,
     spec: Spec,
     repair: Callable[..., Callable[..., None]],
+    bias_gradient: Callable[..., Tensor],
 ) -> Grads:
-    """Gradients in the shapes of q, k and v, and of the sinks."""
+    """Gradients in the shapes of q, k and v, and of the bias and the sinks."""
     sizes = sizes_of(q, k, options)
     if lse.numel() == 0:
+        dbias = torch.zeros_like(options.bias) if options.bias is not None and spec.bias_grad else None
         dsinks = None if options.sinks is None else torch.zeros_like(options.sinks)
-        return Grads(*[torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)], None, dsinks)
+        return Grads(*[torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)], dbias, dsinks)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     q, k, v, o = readable(q), readable(k), readable(v), readable(o)
-    options = Options(*[None if x is None else x.contiguous() for x in options])
+    options = contiguous(options)
     do = None if do is None else readable(do)
     if sizes.S == 0:
         stats_of = row_stats.plan(o, do, dlse, sizes, spec, check_nan=False, columns=0)
         cu_q = lse if options.cu_q is None else options.cu_q
         stats = stats_of(o, o if do is None else do, lse, lse if dlse is None else dlse, cu_q)
-        return _without_keys(stats, q, k, v, lse, options)
-    key = (spec, repair, kind_of(do, dlse, q, k, v, o, lse, *options))
+        return _without_keys(stats, q, k, v, lse, options, spec)
+    key = (spec, repair, bias_gradient, kind_of(do, dlse, q, k, v, o, lse, *options))
     ready = _PLANS.get(key)
     if ready is None:
-        ready = _PLANS[key] = _plan(do, dlse, q, k, v, o, options, spec, repair)
+        ready = _PLANS[key] = _plan(do, dlse, q, k, v, o, options, spec, repair, bias_gradient)
     return ready(torch.zeros_like(o) if do is None else do, dlse, q, k, v, o, lse, options)
 
 
 def prepare(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options, spec: Spec,
-    repair: Callable[..., Callable[..., None]],
+    repair: Callable[..., Callable[..., None]], bias_gradient: Callable[..., Tensor],
 ) -> Backward | None:  # fmt: skip
     """The backward of tensors like these with all but the outputs and the launches done; None if one of them must be copied."""
     if do is None or not lse.numel() or not k.numel() or not all(is_readable(x) for x in (q, k, v, o, do)):
         return None
-    if not all(x is None or x.is_contiguous() for x in (lse, dlse, *options)):
+    if not all(x is None or x.is_contiguous() for x in (lse, dlse)) or not are_prepared(options, sizes_of(q, k, options)):
         return None
-    return _plan(do, dlse, q, k, v, o, options, spec, repair)
+    return _plan(do, dlse, q, k, v, o, options, spec, repair, bias_gradient)
 
 
 def _plan(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, options: Options, spec: Spec,
-    repair: Callable[..., Callable[..., None]],
+    repair: Callable[..., Callable[..., None]], bias_gradient: Callable[..., Tensor],
 ) -> Backward:  # fmt: skip
     """The backward of tensors like these; without do, for a do of zeros that nobody need multiply. It holds no tensor.
 
     Where a mask, or another sequence, may hide a NaN that came through all the same, the kernels set a flag if they meet one, and
-    the launch of `repair` computes everything again if it is set.
+    the launch of `repair` computes everything again if it is set. A bias's gradient has a launch of its own.
     """
     sizes = sizes_of(q, k, options)
-    check_nan = spec.mask != FULL or spec.layout == "packed"
+    may_hide = spec.mask != FULL or spec.layout == "packed"
     columns = padded(spec.dim) if _accumulates_dq(spec) else 0
-    stats_of = row_stats.plan(o, do, dlse, sizes, spec, check_nan=check_nan, columns=columns)
-    fill = _fill(k, v, sizes, spec)
-    mend = repair(q, k, v, o if do is None else do, options, spec) if check_nan else None
+    stats_of = row_stats.plan(o, do, dlse, sizes, spec, check_nan=may_hide or spec.bias_grad, columns=columns)
+    fill = _fill(k, v, sizes, spec, bias_kind(options))
+    readable_options = options
+    if options.bias is not None:
+        readable_options = options._replace(bias=readable_bias(options.bias, bias_shape(sizes)))
+    mend = repair(q, k, v, o if do is None else do, readable_options, spec) if may_hide else None
+    del readable_options
     new_dq, new_dk, new_dv = (empties(tuple(x.shape), x.dtype, x.device) for x in (q, k, v))
 
     def run(
         do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options
     ) -> Grads:
         dq, dk, dv = new_dq(), new_dk(), new_dv()
-        _, _, sinks, _, cu_q, cu_k = options
+        bias, _, sinks, _, cu_q, cu_k = options
         # no kernel reads what stands for an absent tensor
         cu_q, cu_k = lse if cu_q is None else cu_q, lse if cu_k is None else cu_k
+        bias = lse if bias is None else readable_bias(bias, bias_shape(sizes))
         stats = stats_of(o, do, lse, lse if dlse is None else dlse, cu_q)
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, stats.rows)
-        fill(q, k, v, do, stats, dq, dk, dv, cu_q, cu_k)
+        fill(q, k, v, do, stats, dq, dk, dv, cu_q, cu_k, bias)
         if mend is not None:
-            mend(stats.nan_flag, q, k, v, do, stats.words, dq, dk, dv, cu_q, cu_k)
-        return Grads(dq, dk, dv, None, dsinks)
+            mend(stats.nan_flag, q, k, v, do, stats.words, dq, dk, dv, cu_q, cu_k, bias)
+        dbias = bias_gradient(q, k, v, do, stats.words, options, spec) if spec.bias_grad else None
+        return Grads(dq, dk, dv, dbias, dsinks)
 
     return run
 
 
-def _without_keys(stats: RowStats, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: Options) -> Grads:
+def _without_keys(
+    stats: RowStats, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, options: Options, spec: Spec
+) -> Grads:
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return Grads(dq, dk, dv, None, None if options.sinks is None else sinks_gradient(options.sinks, lse, stats.rows))
+    dbias = torch.zeros_like(options.bias) if options.bias is not None and spec.bias_grad else None
+    return Grads(dq, dk, dv, dbias, None if options.sinks is None else sinks_gradient(options.sinks, lse, stats.rows))
 
 
-def _fill(k: Tensor, v: Tensor, sizes: Sizes, spec: Spec) -> Callable[..., None]:
+def _fill(k: Tensor, v: Tensor, sizes: Sizes, spec: Spec, bias_kind: BiasKind | None) -> Callable[..., None]:
     """The launches that fill dq, dk and dv.
 
     Head dims above 128, and whoever asks for an order of every sum, get two kernels of seven products in all, of which
@@ -121,17 +149,20 @@ def _fill(k: Tensor, v: Tensor, sizes: Sizes, spec: Spec) -> Callable[..., None]
     device = k.device
     parts = parts_of_group(spec, sizes, device)
     padded_T = row_stats.padded_length(sizes, spec)
-    keys = (_keys if _width(spec) > 128 else _both)(sizes, parts, padded_T, spec, device)
+    if _width(spec) > 128:
+        keys = _keys(sizes, parts, padded_T, spec, device)
+    else:
+        keys = _both(sizes, parts, padded_T, spec, device, bias_kind)
     queries = _finalize(sizes, padded_T, spec) if _accumulates_dq(spec) else _queries(sizes, padded_T, spec, device)
     # a key head's group in parts, each with sums of its own
     new_dk, new_dv = (empties((*x.shape[:-2], sizes.Hk * parts, x.shape[-1]), x.dtype, device) for x in (k, v))
 
     def fill(
         q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor,
-        cu_k: Tensor,
+        cu_k: Tensor, bias: Tensor,
     ) -> None:  # fmt: skip
         dk_parts, dv_parts = (dk, dv) if parts == 1 else (new_dk(), new_dv())
-        keys(q, k, v, do, stats, dk_parts, dv_parts, cu_q, cu_k)
+        keys(q, k, v, do, stats, dk_parts, dv_parts, cu_q, cu_k, bias)
         queries(q, k, v, do, stats, dq, cu_q, cu_k)
         if parts > 1:
             for whole, each in ((dk, dk_parts), (dv, dv_parts)):
@@ -167,19 +198,29 @@ def _accumulates_dq(spec: Spec) -> bool:
     return _width(spec) <= 128 and not spec.deterministic
 
 
-def _both(sizes: Sizes, parts: int, padded_T: int, spec: Spec, device: torch.device) -> Callable[..., None]:
+def _both(
+    sizes: Sizes, parts: int, padded_T: int, spec: Spec, device: torch.device, bias_kind: BiasKind | None
+) -> Callable[..., None]:  # fmt: skip
     """The launch for dk and dv, and dq added up if there is a sum."""
     tiles, programs, tail = schedule(sizes.S, sizes.Hk * parts, 2 * WARPGROUP, sizes, device, spec)
     rows, adds = _rows_of(spec), _accumulates_dq(spec)
     numbers = (sizes.B, sizes.T, sizes.S, padded_T, tiles, tail, *numbers_of(spec))
-    kernel = _kernel(flash_bwd, (rows, rows, rows, rows, _WORDS, _WORDS, dq_accumulator.descriptor, rows, rows))
-    launch = kernel.bound((programs, 1, 1), numbers, _constants_of_both(spec, parts, adds))
+    described: tuple[Describe, ...] = (rows, rows, rows, rows, _WORDS, _WORDS, dq_accumulator.descriptor, rows, rows)
+    kernel = _kernel(flash_bwd, described)
+    if bias_kind is not None:
+        kernel = _kernel(flash_bwd_bias, (*described, partial(bias_descriptor, box=(bias_kind.rows, WARPGROUP))))
+    launch = kernel.bound((programs, 1, 1), numbers, _constants_of_both(spec, parts, adds, bias_kind))
     new_unit = empties((dq_accumulator.UNIT_ROWS.value, dq_accumulator.UNIT_COLUMNS.value), torch.float32, device)
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor
-    ) -> None:
+        q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor,
+        bias: Tensor,
+    ) -> None:  # fmt: skip
         dq_sum = stats.dq_sum if adds else new_unit()
+        if bias_kind is not None:
+            described = (q, k, v, do, stats.lse, stats.delta, dq_sum, dk, dv, bias)
+            launch(*described, dk, dv, stats.nan_flag, counter(device))
+            return
         launch(q, k, v, do, stats.lse, stats.delta, dq_sum, dk, dv, dk, dv, stats.nan_flag, cu_q, cu_k, counter(device))
 
     return run
@@ -204,8 +245,9 @@ def _keys(sizes: Sizes, parts: int, padded_T: int, spec: Spec, device: torch.dev
     launch = kernel.bound((programs, 1, 1), numbers, _constants_of_keys(spec, parts))
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor
-    ) -> None:
+        q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor,
+        bias: Tensor,
+    ) -> None:  # fmt: skip
         launch(q, k, v, do, stats.lse, stats.delta, dk, dv, dk, dv, stats.nan_flag, cu_q, cu_k, counter(device))
 
     return run
@@ -230,8 +272,9 @@ def _kernel(function: Any, describe: tuple[Describe, ...]) -> Kernel:
 
 
 @cache
-def _constants_of_both(spec: Spec, parts: int, adds: bool) -> dict[str, Any]:
-    return _constants(spec, parts) | {"TILE": backward_tile(spec)} | {"ACCUMULATE_DQ": adds, "num_warps": 4}
+def _constants_of_both(spec: Spec, parts: int, adds: bool, bias_kind: BiasKind | None) -> dict[str, Any]:
+    tile = backward_tile(spec) if bias_kind is None else biased_backward_tile(spec, bias_kind)
+    return _constants(spec, parts) | {"TILE": tile} | {"ACCUMULATE_DQ": adds, "num_warps": 4}
 
 
 @cache

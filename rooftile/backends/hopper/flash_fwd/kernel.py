@@ -40,6 +40,7 @@ from rooftile.backends.hopper.device.scheduler import (
 )
 from rooftile.backends.hopper.device.softmax import (
     Scoring,
+    add_bias,
     cap_and_mask,
     force_before_wait,
     make_scoring,
@@ -65,8 +66,10 @@ PING_PONG_BARRIER = gl.constexpr(9)
 
 
 @gluon.jit
-def _load_block(keys: Ring, values: Ring, k_desc, v_desc, table: Table, fill, work, block, config: KernelConfig):
-    """Has one block of keys and values copied in; of those in pages the keys, `load_values` has the values copied."""
+def _load_block(
+    keys: Ring, values: Ring, biases, k_desc, v_desc, bias_desc, table: Table, fill, work, block, config: KernelConfig
+):  # fmt: skip
+    """Has one block of keys, values and bias copied in; of those in pages the keys, `load_values` has the values copied."""
     if config.PAGE_SIZE > 0:
         load_pages(keys, k_desc, table, fill, work, block, config.D, config)
     else:
@@ -78,6 +81,20 @@ def _load_block(keys: Ring, values: Ring, k_desc, v_desc, table: Table, fill, wo
         values.wait_empty(fill)
         mbarrier.expect(values.full_barrier(fill), v_desc.block_type.nbytes)
         tma_load(v_desc, [work.b, h, row, 0], values.full_barrier(fill), values.buffer(fill))
+        if config.BIAS is not None:
+            # its slot is given back as soon as it has been read, and the values need not wait for that
+            biases.wait_empty(fill)
+            if bias_desc.block_type.shape[2] == 1:
+                mbarrier.expect(biases.full_barrier(fill), bias_desc.block_type.nbytes)
+                place = [work.b, work.h, 0, block * config.KEYS]
+                tma_load(bias_desc, place, biases.full_barrier(fill), biases.buffer(fill))
+            else:
+                mbarrier.expect(biases.full_barrier(fill), config.NUM_CONSUMERS * bias_desc.block_type.nbytes)
+                for i in gl.static_range(config.NUM_CONSUMERS):
+                    tma_load(
+                        bias_desc, [work.b, work.h, work.t + i * config.ROWS, block * config.KEYS], biases.full_barrier(fill),
+                        biases.buffers.index(fill % biases.stages * config.NUM_CONSUMERS + i),
+                    )  # fmt: skip
 
 
 @gluon.jit
@@ -88,7 +105,7 @@ def _draw(counter_ptr):
 
 @gluon.jit
 def _load(
-    work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, mask: Mask, q_desc, k_desc, v_desc,
+    work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, biases, mask: Mask, q_desc, k_desc, v_desc, bias_desc,
     B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, table: Table, counter_ptr, config: KernelConfig,
 ):  # fmt: skip
     """The role that draws tiles and has them copied in.
@@ -126,14 +143,14 @@ def _load(
                 for i in range(work.last_block - work.first_block + 1):
                     if i == work.last_block - work.first_block:
                         n = _draw(counter_ptr) + programs
-                    _load_block(keys, values, k_desc, v_desc, table, fill, work, work.last_block - i, config)
+                    _load_block(keys, values, biases, k_desc, v_desc, bias_desc, table, fill, work, work.last_block - i, config)
                     fill += 1
             else:
                 for i in range(work.last_block - work.first_block):
-                    _load_block(keys, values, k_desc, v_desc, table, fill, work, work.last_block - i, config)
+                    _load_block(keys, values, biases, k_desc, v_desc, bias_desc, table, fill, work, work.last_block - i, config)
                     fill += 1
                 n = _draw(counter_ptr) + programs
-                _load_block(keys, values, k_desc, v_desc, table, fill, work, work.first_block, config)
+                _load_block(keys, values, biases, k_desc, v_desc, bias_desc, table, fill, work, work.first_block, config)
                 fill += 1
         else:
             n = _draw(counter_ptr) + programs
@@ -163,15 +180,34 @@ def _issue_mmas(
 
 
 @gluon.jit
+def _finish_scores(
+    s, biases, fill, row, column, work, scoring: Scoring, WG: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
+    HAS_BLOCK=True,
+):  # fmt: skip
+    """The products of queries and keys with bias, capped and masked."""
+    if config.BIAS is not None:
+        biases.wait_full(fill, HAS_BLOCK)
+        if biases.buffers.shape[3] == 1:
+            bias = biases.buffer(fill).reshape([config.KEYS]).load(gl.SliceLayout(0, config.s_layout))
+            bias = gl.expand_dims(bias, 0)
+        else:
+            block = biases.buffers.index(fill % biases.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.KEYS])
+            bias = block.load(config.s_layout)
+        s = add_bias(s, bias, scoring)
+        biases.release(fill)
+    return cap_and_mask(s, row, column, work, scoring, config, CHECK)
+
+
+@gluon.jit
 def _step(
-    q, q_registers, keys: Ring, values: Ring, p, acc, m, l, fill, row, column, work, scoring: Scoring,
-    MINE: gl.constexpr, OTHER: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
+    q, q_registers, keys: Ring, values: Ring, biases, p, acc, m, l, fill, row, column, work, scoring: Scoring,
+    WG: gl.constexpr, MINE: gl.constexpr, OTHER: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
 ):  # fmt: skip
     """One block: its scores and weights, and the block before it into the output."""
     s, acc = _issue_mmas(q, q_registers, keys, values, p, acc, fill, True, MINE, OTHER, config, config.Q_IN_REGISTERS)
     s = warpgroup_mma_wait(1, deps=(s,))
     keys.release(fill)
-    s = cap_and_mask(s, row, column, work, scoring, config, CHECK)
+    s = _finish_scores(s, biases, fill, row, column, work, scoring, WG, config, CHECK)
     weights, m, l, alpha = update_softmax(s, m, l, scoring.scale_log2, config, False)
     if config.SOFTMAX_FIRST:
         l = force_before_wait(l)
@@ -184,7 +220,7 @@ def _step(
 
 @gluon.jit
 def _compute(
-    WG: gl.constexpr, work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, outputs, spilled, o_desc,
+    WG: gl.constexpr, work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, biases, outputs, spilled, o_desc,
     o_ptr, lse_ptr, sinks_ptr, H, total, scoring: Scoring, config: KernelConfig,
 ):  # fmt: skip
     """A warpgroup's role: 64 queries of every tile."""
@@ -213,7 +249,10 @@ def _compute(
         named_barrier("arrive", OTHER)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.release(0)
-    s = cap_and_mask(s, work.t + WG * config.ROWS, work.last_block * config.KEYS, work, scoring, config, True)
+    s = _finish_scores(
+        s, biases, 0, work.t + WG * config.ROWS, work.last_block * config.KEYS, work, scoring, WG, config, True,
+        work.is_valid != 0,
+    )  # fmt: skip
     weights, m, l, _ = update_softmax(s, none, none, scoring.scale_log2, config, True)
     p = pack_16bit(weights, dtype)
 
@@ -239,7 +278,8 @@ def _compute(
                 fill += 1
                 column = (work.last_block - i) * config.KEYS
                 p, acc, m, l = _step(
-                    q, q_registers, keys, values, p, acc, m, l, fill, row, column, work, scoring, MINE, OTHER, config, True
+                    q, q_registers, keys, values, biases, p, acc, m, l, fill, row, column, work, scoring,
+                    WG, MINE, OTHER, config, True,
                 )  # fmt: skip
         if mask.LEFT or mask.CHUNK:
             clear_first = gl.maximum(mask.first_key(i_0 + (config.ROWS - 1)) + (config.KEYS - 1), 0) // config.KEYS
@@ -248,7 +288,8 @@ def _compute(
         for _ in range(right, left):
             fill += 1
             p, acc, m, l = _step(
-                q, q_registers, keys, values, p, acc, m, l, fill, row, 0, work, scoring, MINE, OTHER, config, False
+                q, q_registers, keys, values, biases, p, acc, m, l, fill, row, 0, work, scoring,
+                WG, MINE, OTHER, config, False,
             )  # fmt: skip
         if mask.LEFT or mask.CHUNK:
             q = queries.buffers.index(
@@ -258,7 +299,8 @@ def _compute(
                 fill += 1
                 column = (work.last_block - i) * config.KEYS
                 p, acc, m, l = _step(
-                    q, q_registers, keys, values, p, acc, m, l, fill, row, column, work, scoring, MINE, OTHER, config, True
+                    q, q_registers, keys, values, biases, p, acc, m, l, fill, row, column, work, scoring,
+                    WG, MINE, OTHER, config, True,
                 )  # fmt: skip
         queries.release(tile)
 
@@ -287,7 +329,10 @@ def _compute(
         output_scale = gl.where(l == 0.0, 0.0, output_scale / l)
         s = warpgroup_mma_wait(1, deps=(s,))
         keys.release(fill)
-        s = cap_and_mask(s, next_work.t + WG * config.ROWS, next_work.last_block * config.KEYS, next_work, scoring, config, True)
+        s = _finish_scores(
+            s, biases, fill, next_work.t + WG * config.ROWS, next_work.last_block * config.KEYS, next_work, scoring, WG, config,
+            True, has_next,
+        )  # fmt: skip
         weights, m, l, _ = update_softmax(s, none, none, scoring.scale_log2, config, True)
         wait_for_store()
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -309,28 +354,25 @@ def _compute(
 
 
 # fmt: off
-@gluon.jit(
-    do_not_specialize=[
-        "table_stride", "k_page", "k_head", "v_page", "v_head", "B", "S", "tiles", "balanced_heads", "left", "right",
-        "prefix", "chunk",
-    ],
-    do_not_specialize_on_alignment=["sinks_ptr", "cu_q_ptr", "cu_k_ptr", "table_ptr"],
-)
-def flash_fwd(
-    q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, table_ptr, counter_ptr,
+@gluon.jit
+def _program(
+    q_desc, k_desc, v_desc, o_desc, bias_desc, q_ptr, k_ptr, v_ptr, o_ptr, bias_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
+    table_ptr, counter_ptr,
     table_stride, k_page, k_head, v_page, v_head, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     SINKS: gl.constexpr,
     FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
+    """The program; without a bias, bias_desc and bias_ptr are 0."""
+    BIAS: gl.constexpr = TILE.BIAS_STAGES > 0
     dtype: gl.constexpr = q_desc.dtype
     masked: gl.constexpr = FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK
     config = KernelConfig(
         GROUP, D, DV, FLAGS.DIM, FLAGS.DIM_V, TILE.KEYS, TILE.NUM_CONSUMERS, TILE.HEADS_PER_TILE, TILE.PING_PONG,
         TILE.Q_IN_REGISTERS, TILE.LAZY, TILE.SOFTMAX_FIRST, FLAGS.PACKED,
         PAGE_SIZE, masked, FLAGS.SOFTCAP,
-        SINKS, k_desc.block_type.shape[1], v_desc.block_type.shape[1],
+        SINKS, k_desc.block_type.shape[1], v_desc.block_type.shape[1], bias_desc.dtype if BIAS else None,
     )
     mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     queries = ring(
@@ -347,6 +389,14 @@ def flash_fwd(
     values = ring(
         gl.allocate_shared_memory(dtype, [TILE.KV_STAGES, 1, 1, TILE.KEYS, DV], v_layout), TILE.KV_STAGES, TILE.NUM_CONSUMERS
     )  # fmt: skip
+    biases = 0
+    if BIAS:
+        # one row for all queries, or as many as there are
+        SLOTS: gl.constexpr = TILE.BIAS_STAGES * (1 if TILE.BIAS_ROWS == 1 else TILE.NUM_CONSUMERS)
+        biases = ring(
+            gl.allocate_shared_memory(bias_desc.dtype, [SLOTS, 1, 1, TILE.BIAS_ROWS, TILE.KEYS], bias_desc.layout),
+            TILE.BIAS_STAGES, TILE.NUM_CONSUMERS,
+        )
     outputs = gl.allocate_shared_memory(
         dtype, [TILE.NUM_CONSUMERS, 1, TILE.HEADS_PER_TILE, config.ROWS, min(DV, 128)], o_desc.layout
     )  # fmt: skip
@@ -364,6 +414,8 @@ def flash_fwd(
     else:
         spill_tensor(spilled, 1, k_ptr, k_desc)
         spill_tensor(spilled, 2, v_ptr, v_desc)
+    if BIAS:
+        spill_tensor(spilled, 3, bias_ptr, bias_desc)
     fence_async_shared()
     # packed: one sequence, of all queries
     H = q_desc.shape[1].to(gl.int32)
@@ -371,12 +423,12 @@ def flash_fwd(
     k_table = Table(table_ptr, table_stride, k_page, k_head)
     v_table = Table(table_ptr, table_stride, v_page, v_head)
     load = (
-        work_tiles, queries, keys, values, mask, q_desc, k_desc, v_desc,
+        work_tiles, queries, keys, values, biases, mask, q_desc, k_desc, v_desc, bias_desc,
         B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, k_table, counter_ptr, config,
     )
-    scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP)
+    scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP, BIAS)
     args = (
-        work_tiles, queries, keys, values, outputs, spilled, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring, config,
+        work_tiles, queries, keys, values, biases, outputs, spilled, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring, config,
     )
     if PAGE_SIZE > 0:
         gl.static_assert(TILE.NUM_CONSUMERS == 2)
@@ -397,3 +449,48 @@ def flash_fwd(
             [(_compute, (0,) + args), (_compute, (1,) + args), (_compute, (2,) + args), (_load, load)],
             [4, 4, 1], [TILE.COMPUTE_REGISTERS, TILE.COMPUTE_REGISTERS, TILE.COPY_REGISTERS],
         )
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "table_stride", "k_page", "k_head", "v_page", "v_head", "B", "S", "tiles", "balanced_heads", "left", "right",
+        "prefix", "chunk",
+    ],
+    do_not_specialize_on_alignment=["sinks_ptr", "cu_q_ptr", "cu_k_ptr", "table_ptr"],
+)
+def flash_fwd(
+    q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, table_ptr, counter_ptr,
+    table_stride, k_page, k_head, v_page, v_head, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    SINKS: gl.constexpr,
+    FLAGS: gl.constexpr, TILE: gl.constexpr,
+):
+    _program(
+        q_desc, k_desc, v_desc, o_desc, 0, q_ptr, k_ptr, v_ptr, o_ptr, 0, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
+        table_ptr, counter_ptr,
+        table_stride, k_page, k_head, v_page, v_head, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+        GROUP, D, DV, PAGE_SIZE, SINKS, FLAGS, TILE,
+    )
+
+
+@gluon.jit(
+    do_not_specialize=["B", "S", "tiles", "balanced_heads", "left", "right", "prefix", "chunk"],
+    do_not_specialize_on_alignment=["sinks_ptr"],
+)
+def flash_fwd_bias(
+    q_desc, k_desc, v_desc, o_desc, bias_desc, q_ptr, k_ptr, v_ptr, o_ptr, bias_ptr, lse_ptr, sinks_ptr, counter_ptr,
+    B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    SINKS: gl.constexpr,
+    FLAGS: gl.constexpr, TILE: gl.constexpr,
+):
+    """The same with a bias, for dense keys and values."""
+    # nothing reads what stands for offsets and pages
+    none = B * 0
+    _program(
+        q_desc, k_desc, v_desc, o_desc, bias_desc, q_ptr, k_ptr, v_ptr, o_ptr, bias_ptr, lse_ptr, sinks_ptr, counter_ptr,
+        counter_ptr, counter_ptr, counter_ptr,
+        none, none, none, none, none, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+        GROUP, D, DV, 0, SINKS, FLAGS, TILE,
+    )

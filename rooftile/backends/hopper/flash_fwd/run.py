@@ -9,6 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rooftile.backends.hopper.bias import (
+    are_prepared,
+    bias_descriptor,
+    bias_kind,
+    bias_shape,
+    contiguous,
+    readable_bias,
+)
 from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.flash_fwd import kernel
 from rooftile.backends.hopper.plan import (
@@ -20,7 +28,16 @@ from rooftile.backends.hopper.plan import (
     sizes_of,
     tiles_and_heads,
 )
-from rooftile.backends.hopper.tiles import WARPGROUP, Flags, Tile, forward_tile, padded, paged_tile
+from rooftile.backends.hopper.tiles import (
+    WARPGROUP,
+    BiasKind,
+    Flags,
+    Tile,
+    biased_tile,
+    forward_tile,
+    padded,
+    paged_tile,
+)
 from rooftile.backends.hopper.tma import (
     are_readable,
     box_of_pages,
@@ -51,12 +68,14 @@ def forward(
     if sizes.S == 0:
         # a descriptor needs an element; the kernel is told that there is none
         k, v = (x.new_zeros((*x.shape[:-3], 1, *x.shape[-2:])) for x in (k, v))
+        if options.bias is not None:
+            options = options._replace(bias=options.bias.new_zeros((1, 1, 1, 1)))
     q, k, v = readable(q), readable(k), readable(v)
-    options = Options(*[None if x is None else x.contiguous() for x in options])
+    options = contiguous(options)
     key = (spec, sizes, tile, kind_of(q, k, v, *options))
     ready = _PLANS.get(key)
     if ready is None:
-        ready = _PLANS[key] = _plan(q, sizes, spec, tile or tile_of(spec, sizes, q.device))
+        ready = _PLANS[key] = _plan(q, sizes, spec, tile or tile_of(spec, sizes, q.device, bias_kind(options)))
     return ready(q, k, v, options)
 
 
@@ -64,20 +83,24 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Fo
     """The forward of tensors like these with all but the outputs and the launch done; None if one of them must be copied."""
     if not q.numel() or not k.numel() or not all(is_readable(x) for x in (q, k, v)):
         return None
-    if not all(x is None or x.is_contiguous() for x in options):
-        return None
     sizes = sizes_of(q, k, options)
-    return _plan(q, sizes, spec, tile_of(spec, sizes, q.device))
+    if not are_prepared(options, sizes):
+        return None
+    return _plan(q, sizes, spec, tile_of(spec, sizes, q.device, bias_kind(options)))
 
 
 def _plan(q: Tensor, sizes: Sizes, spec: Spec, tile: Tile) -> Forward:
-    launch = plan(spec, sizes, tile, q.device)
+    launch = (plan_with_bias if tile.BIAS_STAGES else plan)(spec, sizes, tile, q.device)
     new_o, new_lse = _outputs(q, sizes, spec)
     device = q.device
 
     def run(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         o, lse = new_o(), new_lse()
-        _, _, sinks, _, cu_q, cu_k = options
+        bias, _, sinks, _, cu_q, cu_k = options
+        if bias is not None:
+            bias = readable_bias(bias, bias_shape(sizes))
+            launch(q, k, v, o, bias, q, k, v, o, bias, lse, lse if sinks is None else sinks, counter(device))
+            return o, lse
         # no kernel reads what stands for an absent tensor
         sinks, cu_q, cu_k = lse if sinks is None else sinks, lse if cu_q is None else cu_q, lse if cu_k is None else cu_k
         launch(q, k, v, o, q, k, v, o, lse, sinks, cu_q, cu_k, cu_q, counter(device))
@@ -128,14 +151,23 @@ def plan(spec: Spec, sizes: Sizes, tile: Tile, device: torch.device, pages: Page
     return _kernel(spec, tile, pages.size).bound((programs, 1, 1), numbers, constants(spec, tile, pages.size))
 
 
+def plan_with_bias(spec: Spec, sizes: Sizes, tile: Tile, device: torch.device) -> Callable[..., None]:
+    """The forward's launch with a bias: of q, k, v, o and bias for the copy engine, then of all tensors in the kernel's order."""
+    tiles, programs, tail = schedule(sizes.T, sizes.H, tile.rows, sizes, device, spec)
+    numbers = (sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
+    return _kernel_with_bias(spec, tile).bound((programs, 1, 1), numbers, constants_with_bias(spec, tile))
+
+
 def can_read(cache: PagedKV) -> bool:
     """Whether the copy engine can read keys and values where they lie. It reads nothing from a cache without a block."""
     return cache.k.numel() > 0 and are_readable(cache.k) and are_readable(cache.v)
 
 
 @lru_cache(maxsize=1024)
-def tile_of(spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
+def tile_of(spec: Spec, sizes: Sizes, device: torch.device, bias: BiasKind | None = None) -> Tile:
     """The tile, with as many query heads of a group together as save rounds of tiles, if that is a tenth of them or more."""
+    if bias is not None:
+        return biased_tile(spec, bias)
     alone = forward_tile(spec, sizes.T)
     if spec.group == 1:
         return alone
@@ -152,6 +184,12 @@ def tile_of(spec: Spec, sizes: Sizes, device: torch.device) -> Tile:
 def _kernel(spec: Spec, tile: Tile, size: int = 0) -> Kernel:
     describe = [partial(of_pages if len(box) == 4 else descriptor, box=box) for box in boxes(spec, tile, size)]
     return Kernel(kernel.flash_fwd, tuple(describe))
+
+
+@cache
+def _kernel_with_bias(spec: Spec, tile: Tile) -> Kernel:
+    describe = [partial(descriptor, box=box) for box in boxes(spec, tile)]
+    return Kernel(kernel.flash_fwd_bias, (*describe, partial(bias_descriptor, box=(tile.BIAS_ROWS, tile.KEYS))))
 
 
 def _outputs(q: Tensor, sizes: Sizes, spec: Spec) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
@@ -178,3 +216,9 @@ def constants(spec: Spec, tile: Tile, size: int = 0) -> dict[str, Any]:
     """The forward's compile-time arguments, put together once; `size` is that of pages."""
     own = {"GROUP": spec.group, "D": padded(spec.dim), "DV": padded(spec.dim_v), "SINKS": spec.has_sinks, "num_warps": 4}
     return {"FLAGS": Flags(**flags_of(spec)), "TILE": tile} | own | {"PAGE_SIZE": size}
+
+
+@cache
+def constants_with_bias(spec: Spec, tile: Tile) -> dict[str, Any]:
+    """The compile-time arguments of the forward with a bias."""
+    return {name: value for name, value in constants(spec, tile).items() if name != "PAGE_SIZE"}
