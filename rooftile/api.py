@@ -20,10 +20,10 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import PagedKV
 from rooftile.masks import FULL, Mask
 from rooftile.numerics import QuantisedQKV
-from rooftile.operators import transformed
+from rooftile.operators import levels_of_gradients, mapped, only_grad_and_vmap, transformed, transforms_active
 from rooftile.ops import nested
 from rooftile.precision import Precision, recipe_of
-from rooftile.spec import NO_OPTIONS, Asked, Options, decode
+from rooftile.spec import NO_OPTIONS, Asked, Options, Spec, decode
 from rooftile.words import answers_foreign_words
 
 _AS_USUAL = Asked()
@@ -351,6 +351,11 @@ def attention_paged_with_lse(
             o, lse = o.view(*q.shape[:-1], -1), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
         with torch.no_grad():
             return merge([(o, lse), same(q, rest, mask, sinks=sinks)])
+    if transformed() and mapped(q, cache.k, cache.v, cache.table, cache.lengths):
+        raise Unsupported(
+            "attention_paged under torch.vmap, which maps an axis of q or of the cache; has none: put all sequences into one "
+            "cache, and their queries into one batch"
+        )
     asked = Asked(scale, softcap, deterministic=deterministic, backend=backend)
     attend = prepare_paged(q, cache, mask, Options(alibi=alibi, sinks=sinks), asked)
     with torch.no_grad():
@@ -408,7 +413,7 @@ def explain(
     seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout else None
     options = checks.bias_in_numbers(Options(bias, alibi, sinks, seed), q.dtype)
     asked = Asked(scale, softcap, dropout, None, deterministic, precision, needs_lse)
-    spec = decode(checks.spec_code(q, k, v, mask, options, asked, _carries_tangent(q, k, v, *options)))
+    spec = decode(checks.spec_code(q, k, v, mask, options, asked, _beyond_reverse_mode(q, k, v, *options)))
     return f"{checks.sizes_line(q, k, v)}\n{dispatch.explain(spec)}"
 
 
@@ -452,13 +457,7 @@ def _attend_anew(
     if asked.dropout or asked.seed is not None:
         options = options._replace(seed=checks.check_seed(asked.seed, asked.dropout, q.device))
     options = checks.bias_in_numbers(options, q.dtype)
-    under_transform = transformed()
-    if under_transform and asked.backend not in (None, eager.NAME):
-        raise Unsupported(
-            f"backend {asked.backend!r} under a transform of torch.func (grad, vjp, jvp, vmap, ...); only 'eager' has them, "
-            "which backend=None takes there"
-        )
-    code = checks.spec_code(q, k, v, mask, options, asked, under_transform or _carries_tangent(q, k, v, *options))
+    code = checks.spec_code(q, k, v, mask, options, asked, _beyond_reverse_mode(q, k, v, *options))
     checks.warn_of_swapped_axes(q, k)
     # on meta any backend is as good as another, since none runs
     chosen = _choose(code, None if q.is_meta and asked.backend in dispatch.BACKENDS else asked.backend)
@@ -466,9 +465,11 @@ def _attend_anew(
         ops.RAN[chosen] += 1
     if options.bias is not None and q.ndim == 4:
         options = options._replace(bias=_dense_bias(options.bias))
-    # a compiled graph has no second derivative to offer, so there eager is an operator like the others
-    if chosen == eager.NAME and not (torch.compiler.is_compiling() or q.is_meta) and decode(code).precision is None:
-        return eager.attend(q, k, v, options, decode(code))
+    # a compiled graph has no second derivative to offer, so there eager is an operator like the others; but no transform of
+    # torch.func passes an operator in a graph
+    is_operator = q.is_meta or (torch.compiler.is_compiling() and not transforms_active())
+    if chosen == eager.NAME and not is_operator and _spec(code).precision is None:
+        return eager.attend(q, k, v, options, _spec(code))
     answer = ops.attend(q, k, v, options, code, chosen)
     if key is not None:
         ops.remember(key, q, k, v, options, code, chosen)
@@ -488,17 +489,25 @@ def _choose(code: str, backend: str | None) -> str:
     return dispatch.choose(code, backend)
 
 
+def _spec(code: str) -> Spec:
+    # Dynamo warns of a cache
+    return decode.__wrapped__(code) if torch.compiler.is_compiling() else decode(code)
+
+
 # what torch.compiler.assume_constant_result sets; calling it would import Dynamo, over a second
 _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _carries_tangent(*tensors: Tensor | None) -> bool:
-    """Whether forward-mode differentiation is under way through one of these."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return False
-    return any(
-        forward_ad.unpack_dual(x).tangent is not None for x in tensors if isinstance(x, Tensor) and x.is_floating_point()
-    )
+def _beyond_reverse_mode(*tensors: Tensor | None) -> bool:
+    """Whether a derivative in forward mode is under way through one of these, or one of a derivative under torch.func."""
+    if torch.compiler.is_compiling():
+        # Dynamo tells whether there are transforms, but not which
+        return transforms_active()
+    given = [x for x in tensors if isinstance(x, Tensor) and x.is_floating_point()]
+    if transformed():
+        # no tangent is looked for behind the transforms' wrappers
+        return forward_ad._current_level >= 0 or not only_grad_and_vmap() or len(levels_of_gradients(*given)) > 1
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given)
 
 
 def _autocast(x: Tensor) -> Tensor:

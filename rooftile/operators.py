@@ -82,8 +82,45 @@ def transformed() -> bool:
     return not torch.compiler.is_compiling() and _transform() is not None
 
 
+# the same inside torch.compile too, which knows this function
+transforms_active = torch._C._are_functorch_transforms_active
+
+
+def only_grad_and_vmap() -> bool:
+    """Whether all active transforms of torch.func are `grad` (which `vjp` and `jacrev` use) and `vmap`."""
+    kinds = torch._C._functorch.TransformType
+    return all(layer.key() in (kinds.Grad, kinds.Vmap) for layer in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def levels_of_gradients(*tensors: Tensor | None) -> set[int]:
+    """The levels that record a gradient of one of these: 0 is autograd's own, and each `grad` of torch.func has one."""
+    functorch = torch._C._functorch
+    layers = [x for x in functorch.get_interpreter_stack() or () if x.key() == functorch.TransformType.Grad]
+    recording = functorch.CGradInterpreterPtr(layers[0]).prevGradMode() if layers else torch.is_grad_enabled()
+    levels = set()
+    for x in tensors:
+        while x is not None and functorch.is_functorch_wrapped_tensor(x):
+            if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+                levels.add(functorch.maybe_get_level(x))
+            x = functorch.get_unwrapped(x)
+        if x is not None and x.requires_grad and recording:
+            levels.add(0)
+    return levels
+
+
+def mapped(*tensors: Tensor | None) -> bool:
+    """Whether `torch.vmap` maps an axis of one of these."""
+    functorch = torch._C._functorch
+    for x in tensors:
+        while x is not None and functorch.is_functorch_wrapped_tensor(x):
+            if functorch.is_batchedtensor(x):
+                return True
+            x = functorch.get_unwrapped(x)
+    return False
+
+
 def wants_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd is recording, and one of these requires a gradient."""
+    """Whether autograd is recording, and one of these requires a gradient; for tensors outside of transforms."""
     if torch.is_grad_enabled():
         for x in tensors:
             if x is not None and x.requires_grad:

@@ -54,7 +54,7 @@ class Spec:
     needs_grad: bool = False
     bias_grad: bool = False  # the bias requires a gradient
     needs_lse: bool = False  # the caller receives lse, so it may have a gradient
-    forward_mode: bool = False  # an input carries a tangent, or a transform of torch.func is active
+    forward_mode: bool = False  # an input carries a tangent, or transforms of torch.func ask for a derivative of a derivative
     has_kv_scales: bool = False  # a paged KV cache in FP8, with one scale per token and head for keys and for values
     deterministic: bool = False  # bit-equal gradients; a sequence's output does not depend on the rest of the batch
     precision: Precision | None = None  # formats of the forward's matrix products; None: the dtype of the inputs
@@ -157,6 +157,11 @@ def option_names(spec: Spec) -> tuple[str, ...]:
         "cu_k": spec.layout == "packed",
     }
     return tuple(name for name, there in present.items() if there)
+
+
+def differentiable(spec: Spec) -> tuple[str, ...]:
+    """Returns the names of the options that a backward has gradients for, in the order of `Grads`."""
+    return ("bias",) * spec.bias_grad + ("sinks",) * spec.has_sinks
 
 
 class Grads(NamedTuple):

@@ -24,6 +24,7 @@ from rooftile.kvcache import PagedKV
 from rooftile.kvcache.route import route_of
 from rooftile.masks import CAUSAL, FULL, Mask, whole
 from rooftile.numerics import QuantisedQKV
+from rooftile.operators import levels_of_gradients, mapped, transformed, wants_grad
 from rooftile.precision import recipe_of
 from rooftile.spec import DTYPE_NAMES, Asked, Options, Problem, Sizes, decode, encode
 
@@ -48,20 +49,15 @@ def spec_code(
         if alibi.requires_grad:
             raise InvalidInput("alibi requires a gradient and has none; pass alibi.detach(), or the slopes' effect as bias")
     recipe = recipe_of(asked.precision)
-    needs_grad = torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or (isinstance(sinks, Tensor) and sinks.requires_grad)
-    )
+    records = levels_of_gradients if transformed() else wants_grad
+    needs_grad = bool(records(q, k, v, bias, sinks if isinstance(sinks, Tensor) else None))
     return _code(
         q, k.shape[-2], v.shape[-1], mask, options, asked,
         layout="packed" if packed else "dense",
         dropout=_probability(asked.dropout),
         has_bias=bias is not None,
         needs_grad=needs_grad,
-        bias_grad=needs_grad and bias is not None and bias.requires_grad,
+        bias_grad=bool(records(bias)),
         needs_lse=asked.needs_lse,
         forward_mode=forward_mode,
         precision="native" if recipe is None else recipe.code,
@@ -217,6 +213,8 @@ def _check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.d
         raise InvalidInput(f"{name} is {shown(cu)}; must be a tensor (B + 1,) of int32 or int64 offsets")
     if cu.ndim != 1 or cu.shape[0] < 1 or cu.dtype not in (torch.int32, torch.int64):
         raise InvalidInput(f"{name} is {cu.dtype} {tuple(cu.shape)}; must be int32 or int64 of shape (B + 1,)")
+    if transformed() and mapped(cu):
+        raise InvalidInput(f"{name} is mapped by torch.vmap; must be the same for all samples: pack them all into one call")
     if (cu.device.type == "cpu" or read) and not torch.compiler.is_compiling():
         offsets = cu.tolist()
         if offsets[0] != 0:

@@ -53,7 +53,7 @@ FEATURES: tuple[tuple[str, dict[str, object]], ...] = (
     ("gradient of `bias`", {"has_bias": True, "needs_grad": True, "bias_grad": True}),
     ("gradient through lse", {"needs_lse": True, "needs_grad": True}),
     ("`deterministic` gradients", {"needs_grad": True, "deterministic": True}),
-    ("forward-mode derivatives", {"forward_mode": True}),
+    ("forward-mode and second derivatives", {"forward_mode": True}),
 )
 
 

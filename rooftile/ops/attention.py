@@ -22,8 +22,9 @@ from rooftile import dispatch
 from rooftile.errors import Unsupported
 from rooftile.launch import BoundedCache
 from rooftile.masks import FULL, Mask
-from rooftile.operators import autocast_on, below_autograd, define, wants_grad, watched
-from rooftile.spec import NO_OPTIONS, Asked, Grads, Options, Spec, decode, option_names
+from rooftile.operators import autocast_on, below_autograd, define, transformed, wants_grad, watched
+from rooftile.ops import transforms
+from rooftile.spec import NO_OPTIONS, Asked, Grads, Options, Spec, decode, differentiable, option_names
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend: str) -> tuple[Tensor, Tensor]:
@@ -31,6 +32,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: str, backend
     given = listed(options)
     # on meta the operator gives shapes and dtypes
     if torch.compiler.is_compiling() or watched(q, k, v, *given) or q.is_meta:
+        if transformed():
+            return transforms.attend(q, k, v, given, spec, backend)
         return attention(q, k, v, given, spec, backend)
     if wants_grad(q, k, v, *given):
         return _apply(q, k, v, _Call(spec, backend), *given)
@@ -195,14 +198,9 @@ def fake_attention(
 
 def _fake_backward(do, dlse, q, k, v, o, lse, options, spec: str, backend: str) -> list[Tensor]:
     problem = decode(spec)
-    wanted = _differentiable(problem)
+    wanted = differentiable(problem)
     extra = [x for name, x in zip(option_names(problem), options, strict=True) if name in wanted]
     return [x.new_empty(x.shape) for x in (q, k, v, *extra)]
-
-
-def _differentiable(spec: Spec) -> tuple[str, ...]:
-    """The options that a backward returns gradients for, in the order of Grads."""
-    return ("bias",) * spec.bias_grad + ("sinks",) * spec.has_sinks
 
 
 class _Attention(torch.autograd.Function):
@@ -232,7 +230,7 @@ class _Attention(torch.autograd.Function):
             found = run(do, dlse, q, k, v, o, lse, options, call.spec, call.backend)
         if not options:
             return *found, None
-        extra = dict(zip(_differentiable(spec), found[3:], strict=True))
+        extra = dict(zip(differentiable(spec), found[3:], strict=True))
         return *found[:3], None, *(extra.get(name) for name in option_names(spec))
 
 

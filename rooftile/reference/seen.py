@@ -20,7 +20,7 @@ def poison(lost: Tensor, dtype: torch.dtype) -> Tensor:
 
 def without_lost(x: Tensor) -> Tensor:
     """Returns x with 0 for each NaN and infinity. Its derivative is one everywhere: what is lost has a gradient too."""
-    clean: Tensor = _WithoutLost.apply(x)
+    clean: Tensor = _here(_WithoutLost, _WithoutLostForward).apply(x)
     return clean
 
 
@@ -29,8 +29,13 @@ def weighted_sum(p: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 
     A NaN or infinity of v becomes NaN in the rows that see it. p is 0 behind the mask.
     """
-    o: Tensor = _WeightedSum.apply(p, v, visible)
+    o: Tensor = _here(_WeightedSum, _WeightedSumForward).apply(p, v, visible)
     return o
+
+
+def _here(reverse: Any, both: Any) -> Any:
+    """Returns the function with gradients alone inside torch.compile, which takes none with a rule for forward mode."""
+    return reverse if torch.compiler.is_compiling() else both
 
 
 class _WithoutLost(torch.autograd.Function):
@@ -48,6 +53,8 @@ class _WithoutLost(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
+
+class _WithoutLostForward(_WithoutLost):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Tensor:
         return tangent.clone()
@@ -75,6 +82,8 @@ class _WeightedSum(torch.autograd.Function):
         dp = torch.einsum("bthd,bshd->bhts", do, torch.where(v.isfinite(), v, math.nan))
         return dp, weighted_sum(p.mT, do, visible.mT), None
 
+
+class _WeightedSumForward(_WeightedSum):
     @staticmethod
     def jvp(ctx: Any, p_tangent: Tensor, v_tangent: Tensor, _: None) -> Tensor:
         p, v, visible = ctx.saved_tensors

@@ -94,7 +94,7 @@ def test_it_is_the_automatic_choice_on_the_cpu_where_it_is_exact() -> None:
         ({"dropout": 0.1}, "dropout; has none"),
         ({"scale": -0.5}, "scale -0.5; has positive ones"),
         ({"needs_grad": True, "needs_lse": True}, "gradients through lse; has gradients through the output only"),
-        ({"forward_mode": True}, "forward-mode derivatives; has reverse mode (use backend='eager')"),
+        ({"forward_mode": True}, "forward-mode or second derivatives; has gradients (use backend='eager')"),
         ({"deterministic": True}, "deterministic=True; its sums depend on the size of the batch"),
         ({"device": "sm75", "dtype": torch.float16}, "tensors are on sm75; has cpu, sm80 and newer"),
         ({"device": "sm90"}, "fp32; has fp16, bf16"),

@@ -183,7 +183,7 @@ def test_compiles_into_one_graph() -> None:
     ("what", "reason"),
     [
         ({"device": "sm90"}, "tensors are on sm90; has cpu"),
-        ({"forward_mode": True}, "forward-mode derivatives; has reverse mode (use backend='eager')"),
+        ({"forward_mode": True}, "forward-mode or second derivatives; has gradients (use backend='eager')"),
         ({}, None),
     ],
 )

@@ -36,7 +36,7 @@ def refusals(spec: Spec) -> Iterator[str]:
         if spec.dropout:
             yield f"dropout with precision {spec.precision}; has none with it"
         if spec.forward_mode:
-            yield f"forward-mode derivatives with precision {spec.precision}; has gradients"
+            yield f"forward-mode or second derivatives with precision {spec.precision}; has gradients"
         if spec.dtype == torch.float64:
             yield f"float64 with precision {spec.precision}; has float32, bfloat16, float16"
         if spec.precision.incoherent and spec.precision.qk != "native" and spec.dim % SHORTEST:

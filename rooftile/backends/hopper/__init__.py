@@ -75,7 +75,7 @@ def refusals(spec: Spec) -> Iterator[str]:
     if spec.v_order == "rows":
         yield "values quantised in rows; reads columns, which quantise_qkv(..., backend='hopper') makes"
     if spec.forward_mode:
-        yield "forward-mode derivatives; only backend='eager' has them"
+        yield "forward-mode or second derivatives; only backend='eager' has them"
 
 
 def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:

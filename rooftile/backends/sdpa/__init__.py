@@ -28,7 +28,7 @@ def refusals(spec: Spec) -> Iterator[str]:
     if spec.needs_grad and spec.needs_lse:
         yield "gradients through lse; has gradients through the output only"
     if spec.forward_mode:
-        yield "forward-mode derivatives; has reverse mode (use backend='eager')"
+        yield "forward-mode or second derivatives; has gradients (use backend='eager')"
     yield from _cpu_refusals(spec) if spec.device == "cpu" else _cuda_refusals(spec)
 
 

@@ -27,7 +27,7 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield f"precision {spec.precision}; computes in the dtype of its inputs"
     yield from (f"{name}; has {', '.join(OPTIONS)}" for name in spec.options_on if name not in OPTIONS)
     if spec.forward_mode:
-        yield "forward-mode derivatives; has reverse mode (use backend='eager')"
+        yield "forward-mode or second derivatives; has gradients (use backend='eager')"
 
 
 # its products are in fp32, which autocast would round to half precision

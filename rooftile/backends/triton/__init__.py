@@ -51,7 +51,7 @@ def refusals(spec: Spec) -> Iterator[str]:
         yield f"a cache in FP8 on {spec.device}; needs sm89 (Ada) or newer"
     yield from (f"{name}; has {', '.join(OPTIONS)}" for name in spec.options_on if name not in OPTIONS)
     if spec.forward_mode:
-        yield "forward-mode derivatives; only backend='eager' has them"
+        yield "forward-mode or second derivatives; only backend='eager' has them"
 
 
 def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:
