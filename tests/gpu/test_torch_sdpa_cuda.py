@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 
 import rooftile
-from rooftile.integrations import torch_sdpa
+from rooftile.integrations.torch_sdpa import route
 
 pytestmark = pytest.mark.gpu
 
@@ -23,15 +23,15 @@ FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     """How often Rooftile ran, and how often the stock kernel was left to run."""
     counted: Counter = Counter()
-    for name in ("_forward", "_backward"):
-        inner = getattr(torch_sdpa, name)
+    for name in ("forward", "backward"):
+        inner = getattr(route, name)
 
         def count(*args, inner=inner, name=name):
             found = inner(*args)
-            counted[name.strip("_") if found is not None else "stock"] += 1
+            counted[name if found is not None else "stock"] += 1
             return found
 
-        monkeypatch.setattr(torch_sdpa, name, count)
+        monkeypatch.setattr(route, name, count)
     yield counted
     rooftile.disable()
     torch._dynamo.reset()
@@ -201,14 +201,122 @@ def test_packed_sequences(ran, causal, left, right, mask):
         torch.testing.assert_close(x.double(), y.double(), atol=3e-2, rtol=3e-2)
 
 
-def test_disabling_restores_the_stock_kernel_and_cudnn(ran):
+def kernels(call) -> list[str]:
+    """Returns the names of the GPU kernels of a call, after one call that may set up other things."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+REFUSED = {
+    "attn_mask": ({}, lambda: {"attn_mask": torch.randn(1, 1, 200, 200, device="cuda", dtype=torch.bfloat16)}),
+    "boolean attn_mask": ({}, lambda: {"attn_mask": torch.ones(200, 200, device="cuda", dtype=torch.bool).tril(3)}),
+    "dropout": ({}, lambda: {"dropout_p": 0.3}),
+    "more queries than keys": ({"T": 300, "S": 200}, lambda: {"is_causal": True}),
+    "fp32": ({"dtype": torch.float32}, dict),
+    "a wide head": ({"D": 320}, dict),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_what_is_refused_runs_the_same_kernels_as_before(ran, name, compiled):
+    """Forward and backward; on Hopper that is cuDNN, wherever PyTorch picks it."""
+    sizes, options = REFUSED[name]
+    inputs, options = tensors(**sizes), options()
+
+    def run():
+        function = torch.compile(sdpa_and_gradients, dynamic=False) if compiled else sdpa_and_gradients
+        return lambda: function(*inputs, **options)
+
+    before = kernels(run())
+    torch._dynamo.reset()
+    rooftile.enable()
+    assert kernels(run()) == before
+    assert "forward" not in ran
+    torch._dynamo.reset()
+    rooftile.disable()
+    assert kernels(run()) == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("picked", ["CUDNN_ATTENTION", "FLASH_ATTENTION"])
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_an_accepted_call_is_right_whichever_kernel_pytorch_picked(ran, picked, compiled, gradients, is_causal):
+    inputs = tensors(H=6, Hk=2, D=128)
+    options = {"is_causal": is_causal, "enable_gqa": True}
+    exact, plain = exactly(*inputs, **options)
+
+    def answer(*inputs):
+        with torch.set_grad_enabled(gradients):
+            return F.scaled_dot_product_attention(*inputs, **options)
+
+    with sdpa_kernel(getattr(SDPBackend, picked)):
+        try:
+            answer(*inputs)
+        except RuntimeError as error:
+            pytest.skip(f"PyTorch's {picked} does not run here: {error}")
+        rooftile.enable()
+        o = (torch.compile(answer) if compiled else answer)(*inputs)
+        found = [o]
+        if gradients:
+            do = torch.linspace(-1, 1, o.numel(), device="cuda").reshape(o.shape).to(o.dtype)
+            found += torch.autograd.grad(o, inputs, do)
+    assert ran == ({"forward": 1, "backward": 1} if gradients else {"forward": 1})
+    assert_close(found, exact[: len(found)], plain[: len(found)])
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "qkv in one"])
+def test_outputs_are_laid_out_as_cudnns(ran, layout):
+    q, k, v = layouts()[layout]
+
+    def described():
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        o, lse, *offsets, seed, offset, _ = cudnn(q, k, v, None, True, 0.0, True)
+        operands = (q, k, v, o, lse, seed, offset, None, *offsets, 0.0, True)
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(torch.ones_like(o), *operands)
+        found = (o, lse, *offsets, seed, offset, *grads)
+        return [(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in found]
+
+    due = described()
+    assert not ran
+    rooftile.enable()
+    assert described() == due
+    assert ran == {"forward": 1, "backward": 1}
+
+
+@pytest.mark.sm90
+def test_values_of_another_width(ran):
+    """Only cuDNN's operator takes them."""
+    q, k, v = (torch.randn(2, 4, 200, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for D in (192, 192, 128))
+    exact, plain = exactly(q, k, v, is_causal=True)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        try:
+            sdpa_and_gradients(q, k, v, is_causal=True)
+        except RuntimeError as error:
+            pytest.skip(f"this cuDNN does not run it: {error}")
+        rooftile.enable()
+        found = sdpa_and_gradients(q, k, v, is_causal=True)
+    assert ran == {"forward": 1, "backward": 1}
+    assert_close(found, exact, plain)
+
+
+def test_disabling_restores_the_stock_kernel_and_leaves_the_choice_alone(ran):
     q, k, v = tensors()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     rooftile.enable()
     assert current_flash_attention_impl() == "rooftile"
+    assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
     rooftile.disable()
     assert current_flash_attention_impl() is None
-    assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if cudnn else (SDPBackend.FLASH_ATTENTION,):
+        with sdpa_kernel([kernel, SDPBackend.MATH]):
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert not ran

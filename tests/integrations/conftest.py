@@ -11,7 +11,7 @@ import torch
 
 import rooftile
 from rooftile import dispatch, reference
-from rooftile.integrations import torch_sdpa
+from rooftile.integrations.torch_sdpa import route
 from rooftile.spec import Grads
 
 
@@ -48,12 +48,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     monkeypatch.setattr(dispatch, "ORDER", (formulas, *dispatch.ORDER))
     monkeypatch.setattr(dispatch, "BACKENDS", {"formulas": formulas, **dispatch.BACKENDS})
     dispatch.choose.cache_clear()
-    torch_sdpa._route.cache_clear()
+    route.choose.cache_clear()
     yield counted
     rooftile.disable()
     torch._dynamo.reset()
     dispatch.choose.cache_clear()
-    torch_sdpa._route.cache_clear()
+    route.choose.cache_clear()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from torch.nn.attention import (
 import rooftile
 from rooftile import InvalidInput, Unsupported
 from rooftile.integrations import torch_sdpa
+from rooftile.integrations.torch_sdpa import dense, route, varlen
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -106,8 +107,8 @@ def test_dropout_stays_with_the_stock_path(calls):
     torch.manual_seed(3)
     assert_same(sdpa_and_gradients(q, k, v, dropout_p=0.4), due)
     # on the CPU PyTorch does not call the hook
-    assert torch_sdpa._cpu_forward(q, k, v, 0.4) is None
-    assert torch_sdpa._cuda_forward(q, k, v, 0.4) is None
+    assert dense.cpu_forward(q, k, v, 0.4) is None
+    assert dense.flash_forward(q, k, v, 0.4) is None
     assert not calls
 
 
@@ -115,10 +116,10 @@ def test_dropout_stays_with_the_stock_path(calls):
 def test_on_cuda_causal_attention_is_square(calls, sizes):
     """SDPA never uses the operator's own alignment: the stock kernel keeps such calls."""
     q, k, v = (x.detach() for x in tensors(**sizes))
-    assert torch_sdpa._cuda_forward(q, k, v, 0.0, True) is None
-    assert torch_sdpa._cuda_backward(q, q, k, v, q, q, None, None, 20, 20, 0.0, True, None, None) is None
-    assert torch_sdpa._cuda_forward(q, k, v, 0.0, False, True) is None
-    assert torch_sdpa._cuda_forward(q, k, v) is not None
+    assert dense.flash_forward(q, k, v, 0.0, True) is None
+    assert dense.flash_backward(q, q, k, v, q, q, None, None, 20, 20, 0.0, True, None, None) is None
+    assert dense.flash_forward(q, k, v, 0.0, False, True) is None
+    assert dense.flash_forward(q, k, v) is not None
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "qkv in one", "expanded"])
@@ -137,9 +138,9 @@ def test_what_cuda_would_get(calls, layout):
     rest = (None, None, 24, 24, 0.0, True)
     due_grads = flash_backward(torch.empty_like(due[0]), *fakes, due[0], due[1], *rest, due[6], due[7])
 
-    found = torch_sdpa._cuda_forward(q, k, v, 0.0, True, scale=0.2)
+    found = dense.flash_forward(q, k, v, 0.0, True, scale=0.2)
     do = torch.randn(q.shape)
-    grads = torch_sdpa._cuda_backward(do, q, k, v, *found[:2], *rest, *found[6:8], scale=0.2)
+    grads = dense.flash_backward(do, q, k, v, *found[:2], *rest, *found[6:8], scale=0.2)
     assert described(*found, *grads) == described(*due, *due_grads)
     assert calls == {"forward": 1, "backward": 1}
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -222,7 +223,7 @@ def test_enabling_and_disabling_in_any_order(calls):
         rooftile.enable()
         rooftile.enable()
         assert current_flash_attention_impl() == "rooftile"
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == cudnn
         F.scaled_dot_product_attention(q, k, v)
         assert calls.pop("forward") == 1
         rooftile.disable()
@@ -278,30 +279,30 @@ def packed(*lengths, Hk=2, D=16):
 )
 def test_the_varlen_operators(monkeypatch, causal, left, right):
     """These are CUDA operators; their implementation is tested here on CPU tensors with the definition."""
-    monkeypatch.setattr(torch_sdpa, "_NO_GAIN", ())
-    torch_sdpa._route.cache_clear()
+    monkeypatch.setattr(route, "NO_GAIN", ())
+    route.choose.cache_clear()
     q, k, v, cu = packed(5, 0, 30)
     mask = rooftile.Window(*(None if n in (None, -1) else n for n in (left, right)))
     mask = mask & rooftile.CAUSAL if causal else mask
     due, lse_due = rooftile.attention_packed_with_lse(q, k, v, cu, cu, mask, scale=0.2, backend="eager")
     windows = {"window_size_left": left, "window_size_right": right}
     operands = (q, k, v, cu, cu, 30, 30, 0.0, causal)
-    o, lse, state, offset, debug = torch_sdpa._varlen_forward(*operands, False, scale=0.2, num_splits=None, **windows)
+    o, lse, state, offset, debug = varlen.forward(*operands, False, scale=0.2, num_splits=None, **windows)
     torch.testing.assert_close(o, due)
     torch.testing.assert_close(lse, lse_due)
     assert (state.shape, state.dtype, offset.shape, debug.shape) == ((2,), torch.uint64, (), (0,))
 
     out = torch.empty_like(q)
-    torch_sdpa._varlen_forward_inplace(out, *operands, False, scale=0.2, **windows)
+    varlen.forward_inplace(out, *operands, False, scale=0.2, **windows)
     torch.testing.assert_close(out, due)
 
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     o = rooftile.attention_packed(q, k, v, cu, cu, mask, scale=0.2, backend="eager")
     do = torch.randn_like(o)
     grads_due = torch.autograd.grad(o, (q, k, v), do)
-    grads = torch_sdpa._varlen_backward(do, q, k, v, o, lse, *operands[3:], state, offset, scale=0.2, **windows)
+    grads = varlen.backward(do, q, k, v, o, lse, *operands[3:], state, offset, scale=0.2, **windows)
     assert_same(grads, grads_due)
-    torch_sdpa._route.cache_clear()
+    route.choose.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -311,9 +312,9 @@ def test_the_varlen_operators(monkeypatch, causal, left, right):
 )
 def test_what_the_varlen_operators_leave_to_the_stock_kernel(untranslated):
     q, k, v, cu = packed(5, 30)
-    assert torch_sdpa._varlen_forward(q, k, v, cu, cu, 30, 30, 0.0, True, False, **untranslated) is None
-    assert torch_sdpa._varlen_forward(q, k, v, cu, cu, 30, 30, 0.1, True, False) is None
-    assert torch_sdpa._varlen_forward(q, k, v, cu, None, 30, 30, 0.0, True, False) is None
+    assert varlen.forward(q, k, v, cu, cu, 30, 30, 0.0, True, False, **untranslated) is None
+    assert varlen.forward(q, k, v, cu, cu, 30, 30, 0.1, True, False) is None
+    assert varlen.forward(q, k, v, cu, None, 30, 30, 0.0, True, False) is None
 
 
 def test_a_block_is_enabled_and_leaves_all_as_it_was(calls):
