@@ -22,6 +22,7 @@ from rooftile.masks import FULL, Mask
 from rooftile.numerics import QuantisedQKV
 from rooftile.operators import levels_of_gradients, mapped, only_grad_and_vmap, transformed, transforms_active
 from rooftile.ops import nested
+from rooftile.ops.padding import with_padding, without_padding
 from rooftile.precision import Precision, recipe_of
 from rooftile.spec import NO_OPTIONS, Asked, Options, Spec, decode
 from rooftile.words import answers_foreign_words
@@ -41,6 +42,7 @@ def attention(
     bias: Tensor | None = None,
     deterministic: bool | None = None,
     dropout: float = 0.0,
+    key_padding_mask: Tensor | None = None,
     precision: str | Precision = "native",
     scale: float | None = None,
     seed: int | Tensor | None = None,
@@ -61,6 +63,9 @@ def attention(
             keys as -inf does. What is broadcast is not copied out.
         deterministic: bit-equal gradients from run to run. None follows torch.use_deterministic_algorithms.
         dropout: probability in [0, 1) of dropping a weight.
+        key_padding_mask: booleans (B, S) as PyTorch's modules take them, True for keys that nobody sees. Where the answer is the
+            same, the other keys are computed as packed sequences, on any backend; else it is a boolean bias. To choose, it is
+            read, which waits for a GPU; torch.compile and CUDA graphs take the bias. Queries stay as they are.
         precision: formats of the two products: "native", that of the inputs; "fp8"; "int8" (of queries and keys; weights and
             values are FP8 then); or a `Precision`. Gradients are those of native attention on the same inputs: its forward is run
             again for them.
@@ -85,7 +90,10 @@ def attention(
     Dao et al., FlashAttention, arXiv:2205.14135; Dao, FlashAttention-2, arXiv:2307.08691.
     """
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, False, backend)
-    return _attend(q, k, v, mask, _options(bias, alibi, sinks), asked)[0]
+    options = _options(bias, alibi, sinks)
+    if key_padding_mask is not None:
+        return _attend_padded(q, k, v, mask, options, asked, key_padding_mask)[0]
+    return _attend(q, k, v, mask, options, asked)[0]
 
 
 @answers_foreign_words
@@ -100,6 +108,7 @@ def attention_with_lse(
     bias: Tensor | None = None,
     deterministic: bool | None = None,
     dropout: float = 0.0,
+    key_padding_mask: Tensor | None = None,
     precision: str | Precision = "native",
     scale: float | None = None,
     seed: int | Tensor | None = None,
@@ -118,7 +127,10 @@ def attention_with_lse(
         >>> o, lse = merge([near, far])
     """
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, True, backend)
-    return _attend(q, k, v, mask, _options(bias, alibi, sinks), asked)
+    options = _options(bias, alibi, sinks)
+    if key_padding_mask is not None:
+        return _attend_padded(q, k, v, mask, options, asked, key_padding_mask)
+    return _attend(q, k, v, mask, options, asked)
 
 
 @answers_foreign_words
@@ -398,6 +410,7 @@ def explain(
     bias: Tensor | None = None,
     deterministic: bool | None = None,
     dropout: float = 0.0,
+    key_padding_mask: Tensor | None = None,
     needs_lse: bool = False,
     precision: str | Precision = "native",
     scale: float | None = None,
@@ -410,11 +423,15 @@ def explain(
         >>> print(explain(q, k, v, CAUSAL))
     """
     checks.check_query(q)
+    given = q, k, v
     seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout else None
-    options = checks.bias_in_numbers(Options(bias, alibi, sinks, seed), q.dtype)
+    options = Options(bias, alibi, sinks, seed)
+    if key_padding_mask is not None:
+        q, k, v, options = without_padding(q, k, v, mask, options, dropout, key_padding_mask)
+    options = checks.bias_in_numbers(options, q.dtype)
     asked = Asked(scale, softcap, dropout, None, deterministic, precision, needs_lse)
     spec = decode(checks.spec_code(q, k, v, mask, options, asked, _beyond_reverse_mode(q, k, v, *options)))
-    return f"{checks.sizes_line(q, k, v)}\n{dispatch.explain(spec)}"
+    return f"{checks.sizes_line(*given)}\n{dispatch.explain(spec)}"
 
 
 def _options(bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None) -> Options:
@@ -474,6 +491,16 @@ def _attend_anew(
     if key is not None:
         ops.remember(key, q, k, v, options, code, chosen)
     return answer
+
+
+def _attend_padded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, padding: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`_attend` without the padded keys."""
+    call = without_padding(q, k, v, mask, options, asked.dropout, padding)
+    if call.options.cu_k is None:
+        return _attend(call.q, call.k, call.v, mask, call.options, asked)
+    return with_padding(*_attend_packed(call.q, call.k, call.v, mask, call.options, asked, False), q)
 
 
 def _attend_nested(

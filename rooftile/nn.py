@@ -84,8 +84,13 @@ class Attention(torch.nn.Module):
         self,
         x: Tensor,  # (B, T, dim)
         context: Tensor | None = None,  # (B, S, context_dim)
+        *,
+        key_padding_mask: Tensor | None = None,  # (B, S)
     ) -> Tensor:
-        """Computes attention of x to itself, or to a context if one is given."""
+        """Computes attention of x to itself, or to a context if one is given.
+
+        key_padding_mask: True for tokens of the context that nobody sees, as in `rooftile.attention`.
+        """
         context = x if context is None else context
         q = self.q(x).unflatten(-1, (self.heads, self.head_dim))  # (B, T, H, D)
         k = self.k(context).unflatten(-1, (self.kv_heads, self.head_dim))  # (B, S, Hk, D)
@@ -97,6 +102,7 @@ class Attention(torch.nn.Module):
             self.mask,
             backend=self.backend,
             dropout=self.dropout if self.training else 0.0,
+            key_padding_mask=key_padding_mask,
             sinks=self.sinks,
             softcap=self.softcap,
         )

@@ -368,6 +368,14 @@ def bias_in_numbers(options: Options, dtype: torch.dtype) -> Options:
     return options._replace(bias=torch.zeros_like(one_each, dtype=dtype).masked_fill(~one_each, -math.inf))
 
 
+def check_dense_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The bias of a dense call as numbers, checked."""
+    numbers = bias_in_numbers(Options(bias), q.dtype).bias
+    assert numbers is not None
+    _check_bias(numbers, q, k, False)
+    return numbers
+
+
 def _check_bias(bias: Tensor, q: Tensor, k: Tensor, packed: bool) -> None:
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         raise InvalidInput(f"bias is {shown(bias)}; must be a floating-point tensor, or a boolean one: True where a key is seen")

@@ -38,7 +38,7 @@ ARGUMENTS = {
     "qkv": "write q, k, v = qkv.unbind(dim=2)", "kv": "write k, v = kv.unbind(dim=2)",
     "is_causal": _CAUSAL, "causal": _CAUSAL,
     "attn_mask": _BIAS, "attn_bias": _BIAS, "attention_mask": _BIAS,
-    "key_padding_mask": "write bias=~key_padding_mask[:, None, None] (True there: padding), or drop it: attention_packed",
+    "key_padding_mask": "rooftile.attention and rooftile.attention_with_lse take it; packed sequences have no padding",
     "dropout_p": "write dropout=", "p": "write dropout=", "attn_dropout": "write dropout=",
     "softmax_scale": "write scale=", "sm_scale": "write scale=", "scaling": "write scale=",
     "logits_soft_cap": "write softcap=", "logit_cap": "write softcap=",

@@ -27,8 +27,8 @@ from torch import Tensor
 from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations.flash_attn import _mask
-from rooftile.integrations.unpad import put_rows, take_rows
 from rooftile.kvcache import PagedKV
+from rooftile.ops.unpad import put_rows, take_rows
 from rooftile.validate import shown
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]

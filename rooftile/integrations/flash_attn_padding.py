@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.integrations.unpad import put_rows, take_rows
+from rooftile.ops.unpad import put_rows, take_rows
 from rooftile.validate import shown
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]

@@ -26,8 +26,8 @@ from torch import Tensor
 from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import transformers_mask
-from rooftile.integrations.unpad import put_rows, take_rows
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Window
+from rooftile.ops.unpad import put_rows, take_rows
 
 NAME = "rooftile"
 PAGED = f"paged|{NAME}"

@@ -74,7 +74,7 @@ def test_the_module_answers_too() -> None:
     for word in {*MODULE, "hidden_size", "num_key_value_heads", "is_causal"}:
         assert_answered(lambda **kwargs: rt.nn.Attention(32, 2, **kwargs), word, inspect.signature(rt.nn.Attention).parameters)
     for word in set(FORWARD) - {"self"}:
-        assert_answered(lambda **kwargs: layer(torch.randn(1, 3, 32), **kwargs), word, ("x", "context"))
+        assert_answered(lambda **kwargs: layer(torch.randn(1, 3, 32), **kwargs), word, ("x", "context", "key_padding_mask"))
 
 
 def test_none_is_no_mask() -> None:
