@@ -31,7 +31,7 @@ def _row_stats(
     do_stride_b, do_stride_t, do_stride_h,
     H, T, padded_T,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_ROWS: tl.constexpr, DO: tl.constexpr, DLSE: tl.constexpr,
-    UNIT: tl.constexpr,
+    SINKS: tl.constexpr, UNIT: tl.constexpr,
 ):
     # fmt: on
     h = tl.program_id(1)
@@ -49,6 +49,9 @@ def _row_stats(
         do_tile = do_head + t.to(tl.int64)[:, None] * do_stride_t + c[None, :]
         o = tl.load(o_tile, mask=mask, other=0.0).to(tl.float32)
         delta += tl.sum(o * tl.load(do_tile, mask=mask, other=0.0).to(tl.float32), 1)
+        if SINKS:
+            # a row that sees only its sink has o = 0, whatever do holds: 0 * NaN must not reach the sink's gradient
+            delta = tl.where(tl.max(tl.where(o != 0.0, 1, 0), 1) > 0, delta, 0.0)
     if DLSE:
         delta -= tl.load(dlse_ptr + row, mask=there, other=0.0)
     tl.store(delta_ptr + row, delta, mask=there)
@@ -85,5 +88,6 @@ def _constants(spec: Spec, has_dlse: bool) -> dict[str, Any]:
     known = constants_of(spec).spec
     unit = 1.0 if known.NATURAL else LOG2E.value
     return {
-        "DV": spec.dim_v, "BLOCK_DV": known.BLOCK_DV, "BLOCK_ROWS": ROWS, "DO": True, "DLSE": has_dlse, "UNIT": unit, "num_warps": 4,
+        "DV": spec.dim_v, "BLOCK_DV": known.BLOCK_DV, "BLOCK_ROWS": ROWS, "DO": True, "DLSE": has_dlse, "SINKS": spec.has_sinks,
+        "UNIT": unit, "num_warps": 4,
     }  # fmt: skip

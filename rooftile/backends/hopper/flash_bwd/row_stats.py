@@ -81,6 +81,9 @@ def compute_row_stats(
         o = gl.load(o_ptr + gl.expand_dims(o_rows, 1) + c, mask=mask, other=0.0).to(gl.float32)
         do = gl.load(do_ptr + gl.expand_dims(do_rows, 1) + c, mask=mask, other=0.0).to(gl.float32)
         delta += gl.sum(o * do, 1)
+        if SINKS:
+            # a row that sees only its sink has o = 0, whatever do holds: 0 * NaN must not reach the sink's gradient
+            delta = gl.where(gl.max(gl.where(o != 0.0, 1, 0), 1) > 0, delta, 0.0)
     row = (b * H + h) * T + t
     if DLSE:
         delta -= gl.load(dlse_ptr + row, mask=there, other=0.0)
