@@ -424,12 +424,12 @@ def explain(
     """
     checks.check_query(q)
     given = q, k, v
+    asked = Asked(scale, softcap, dropout, None, deterministic, precision, needs_lse)
     seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout else None
     options = Options(bias, alibi, sinks, seed)
     if key_padding_mask is not None:
-        q, k, v, options = without_padding(q, k, v, mask, options, dropout, key_padding_mask)
+        q, k, v, options = without_padding(q, k, v, mask, options, asked, key_padding_mask)
     options = checks.bias_in_numbers(options, q.dtype)
-    asked = Asked(scale, softcap, dropout, None, deterministic, precision, needs_lse)
     spec = decode(checks.spec_code(q, k, v, mask, options, asked, _beyond_reverse_mode(q, k, v, *options)))
     return f"{checks.sizes_line(*given)}\n{dispatch.explain(spec)}"
 
@@ -497,7 +497,7 @@ def _attend_padded(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, padding: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`_attend` without the padded keys."""
-    call = without_padding(q, k, v, mask, options, asked.dropout, padding)
+    call = without_padding(q, k, v, mask, options, asked, padding)
     if call.options.cu_k is None:
         return _attend(call.q, call.k, call.v, mask, call.options, asked)
     return with_padding(*_attend_packed(call.q, call.k, call.v, mask, call.options, asked, False), q)

@@ -95,10 +95,15 @@ def gathered_as_defined(
     sequence = torch.repeat_interleave(lengths)
     place = torch.arange(sequence.shape[0], device=sequence.device) - cu_k[sequence]
     where = table[sequence, place // size].long(), place % size
-    k, v = k_cache[where], v_cache[where]
+    k, v = _rows(k_cache, where), _rows(v_cache, where)
     if k_scale is not None and v_scale is not None:
         k, v = ((x.float() * scale[where].unsqueeze(-1)).to(dtype) for x, scale in ((k, k_scale), (v, v_scale)))
     return k, v, cu_k
+
+
+def _rows(cache: Tensor, where: tuple[Tensor, Tensor]) -> Tensor:
+    # as bytes: some releases of PyTorch index no FP8 on a CPU
+    return cache.view(torch.uint8)[where].view(cache.dtype) if cache.element_size() == 1 else cache[where]
 
 
 def _write(

@@ -112,7 +112,9 @@ def sizes(x: Tensor, granularity: Granularity) -> Tensor:
     if granularity == "channel":
         return _largest(size, (-3,))
     blocks = -(-x.shape[-3] // BLOCK)
-    padded = torch.nn.functional.pad(size, (0, 0, 0, 0, 0, blocks * BLOCK - x.shape[-3]))
+    missing = blocks * BLOCK - x.shape[-3]
+    # some releases of PyTorch refuse to add nothing to an empty tensor
+    padded = torch.nn.functional.pad(size, (0, 0, 0, 0, 0, missing)) if missing else size
     return _largest(padded.unflatten(-3, (blocks, BLOCK)), (-3, -1)).squeeze(-3)
 
 

@@ -16,7 +16,7 @@ from rooftile.launch import is_capturing
 from rooftile.masks import FULL, Mask
 from rooftile.operators import mapped, transformed
 from rooftile.ops.unpad import take_rows
-from rooftile.spec import Options
+from rooftile.spec import Asked, Options
 from rooftile.validate import check_dense_bias, shown
 
 
@@ -30,7 +30,7 @@ class Call(NamedTuple):
 
 
 def without_padding(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, dropout: float, padding: Tensor
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, padding: Tensor
 ) -> Call:  # fmt: skip
     """Returns a call with the same answer in which no query sees a key where `padding` (B, S) is True.
 
@@ -48,7 +48,7 @@ def without_padding(
         rows = torch.stack([number.sum(1), number.argmax(1), S - number.flip(1).argmax(1)], dim=1).tolist()
         runs = {(first, end) for count, first, end in rows if count}
         unbroken = all(end - first == count for count, first, end in rows if count)
-        if _is_same(mask or FULL, options, dropout, runs, S if unbroken else -1):
+        if _is_same(mask or FULL, options, asked, runs, S if unbroken else -1):
             if unbroken and len(runs) == 1 and all(count for count, _, _ in rows):
                 ((first, end),) = runs
                 return Call(q, k[:, first:end], v[:, first:end], options)
@@ -84,13 +84,13 @@ def _may_read(x: Tensor) -> bool:
     return not (transformed() and mapped(x)) and not (x.is_cuda and is_capturing())
 
 
-def _is_same(mask: Mask, options: Options, dropout: float, runs: set[tuple[int, int]], S: int) -> bool:
+def _is_same(mask: Mask, options: Options, asked: Asked, runs: set[tuple[int, int]], S: int) -> bool:
     """Whether attention to the seen keys alone gives the same answer.
 
     runs: the first key of each sequence and the end of its last. S: their number, -1 if padding lies between keys.
     """
     at_start, at_end = (S >= 0 and all(run[n] == edge for run in runs) for n, edge in ((0, 0), (1, S)))
-    if dropout and not at_start:
+    if asked.dropout and not at_start:
         # it counts keys from the first
         return False
     if mask.is_full and options.alibi is None:

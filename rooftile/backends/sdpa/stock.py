@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from rooftile.operators import below_autograd
+
 CPU_FORWARD = "aten::_scaled_dot_product_flash_attention_for_cpu"
 CPU_BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 CUDA_FORWARD = "aten::_scaled_dot_product_flash_attention"
@@ -27,10 +29,23 @@ def kernel(operator: str, key: str) -> Callable[..., Any]:
 
     >>> o, lse = kernel(CPU_FORWARD, "CPU")(q, k, v, 0.0, True)
     """
+    if not hasattr(torch.library, "get_kernel"):
+        # this PyTorch is too old for `rooftile.enable`: nothing overrides its operators
+        return _operator(operator)
     found = torch.library.get_kernel(operator, key)
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return found.call_boxed(keys, *args, **kwargs)
+
+    return call
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    overload = getattr(torch.ops.aten, name.partition("::")[2]).default
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with below_autograd():
+            return overload(*args, **kwargs)
 
     return call
