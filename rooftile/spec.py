@@ -61,13 +61,13 @@ class Spec:
     v_order: ValueOrder | None = None  # the order of values that are already quantised; None if the backend quantises them
     device: str = "cpu"  # "cpu", "sm80", "sm90", "sm100", ...
     # cached: a spec is looked up several times per call, and hashing all fields takes as long as a small kernel
-    _hash: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(tuple(self._values().values())))
+    _hash: int | None = field(init=False, repr=False, compare=False, default=None)
 
     def __hash__(self) -> int:
-        return self._hash
+        # at the first question: Dynamo traces how a spec is made, and older ones trace no hash
+        if self._hash is None:
+            object.__setattr__(self, "_hash", hash(tuple(self._values().values())))
+        return self._hash  # type: ignore[return-value]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # made anew where it is unpickled: each process hashes strings and dtypes differently

@@ -122,9 +122,9 @@ def test_dropout_stays_with_the_stock_kernel(ran):
     assert "forward" not in ran
     assert "backward" not in ran
     rooftile.disable()
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        torch.manual_seed(3)
-        due = sdpa_and_gradients(*inputs, dropout_p=0.4, is_causal=True)
+    # whichever of PyTorch's kernels that is
+    torch.manual_seed(3)
+    due = sdpa_and_gradients(*inputs, dropout_p=0.4, is_causal=True)
     for x, y in zip(found, due, strict=True):
         torch.testing.assert_close(x, y, atol=1e-2, rtol=1e-2)
 

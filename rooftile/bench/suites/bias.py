@@ -48,10 +48,10 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
         bias = inputs.options["bias"]
         do = torch.randn_like(q)
         words = words_of(case.problem(session.machine.arch))
-        for phase in ("fwd", "bwd", "bwd with the bias's gradient"):
+        for phase in ("fwd", "bwd", "bwd-dbias"):
             say(f"{name}: {phase}")
-            wanted = (q, k, v, bias) if "gradient" in phase else (q, k, v)
-            given = bias if "gradient" in phase else bias.detach()
+            wanted = (q, k, v, bias) if phase == "bwd-dbias" else (q, k, v)
+            given = bias if phase == "bwd-dbias" else bias.detach()
             works: dict[str, Work] = {}
             for kind, forward in contestants(inputs.mask, session.device).items():
                 if kind == "torch-efficient" and inputs.mask == CAUSAL:
