@@ -24,7 +24,7 @@ from rooftile.operators import levels_of_gradients, mapped, only_grad_and_vmap, 
 from rooftile.ops import nested
 from rooftile.ops.padding import with_padding, without_padding
 from rooftile.precision import Precision, recipe_of
-from rooftile.spec import NO_OPTIONS, Asked, Options, Spec, decode
+from rooftile.spec import NO_OPTIONS, Asked, Options, Spec, decode, replaced
 from rooftile.words import answers_foreign_words
 
 _AS_USUAL = Asked()
@@ -472,7 +472,7 @@ def _attend_anew(
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = (_autocast(x) for x in (q, k, v))
     if asked.dropout or asked.seed is not None:
-        options = options._replace(seed=checks.check_seed(asked.seed, asked.dropout, q.device))
+        options = replaced(options, seed=checks.check_seed(asked.seed, asked.dropout, q.device))
     options = checks.bias_in_numbers(options, q.dtype)
     code = checks.spec_code(q, k, v, mask, options, asked, _beyond_reverse_mode(q, k, v, *options))
     checks.warn_of_swapped_axes(q, k)
@@ -481,7 +481,7 @@ def _attend_anew(
     if not torch.compiler.is_compiling():
         ops.RAN[chosen] += 1
     if options.bias is not None and q.ndim == 4:
-        options = options._replace(bias=_dense_bias(options.bias))
+        options = replaced(options, bias=_dense_bias(options.bias))
     # a compiled graph has no second derivative to offer, so there eager is an operator like the others; but no transform of
     # torch.func passes an operator in a graph
     is_operator = q.is_meta or (torch.compiler.is_compiling() and not transforms_active())

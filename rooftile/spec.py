@@ -142,6 +142,11 @@ class Asked(NamedTuple):
     backend: Any = None
 
 
+def replaced(options: Options, **new: Tensor | None) -> Options:
+    """Returns the options with new ones in place of their own, as `_replace` does, which older Dynamos do not trace."""
+    return Options(*[new.get(name, options[n]) for n, name in enumerate(Options._fields)])
+
+
 # the options of a call that carries none: one object, by which a repeated call is recognised
 NO_OPTIONS = Options()
 

@@ -26,7 +26,7 @@ from rooftile.masks import CAUSAL, FULL, Mask, whole
 from rooftile.numerics import QuantisedQKV
 from rooftile.operators import levels_of_gradients, mapped, transformed, wants_grad
 from rooftile.precision import recipe_of
-from rooftile.spec import DTYPE_NAMES, Asked, Options, Problem, Sizes, decode, encode
+from rooftile.spec import DTYPE_NAMES, Asked, Options, Problem, Sizes, decode, encode, replaced
 
 # more query heads than any model has that we know
 MOST_HEADS = 128
@@ -242,7 +242,7 @@ def check_packed(q: Tensor, k: Tensor, options: Options, read: bool) -> Options:
     cu_k = _check_offsets("cu_k", cu_k, k.shape[0], "keys", k.device, read)
     if cu_q.shape != cu_k.shape:
         raise InvalidInput(f"cu_q has {len(cu_q) - 1} sequences and cu_k has {len(cu_k) - 1}; they must agree")
-    return options._replace(cu_q=cu_q, cu_k=cu_k)
+    return replaced(options, cu_q=cu_q, cu_k=cu_k)
 
 
 def _check_bias_columns(bias: Tensor, cu_k: Tensor, read: bool) -> None:
@@ -365,7 +365,7 @@ def bias_in_numbers(options: Options, dtype: torch.dtype) -> Options:
     if not isinstance(bias, Tensor) or bias.dtype != torch.bool or not dtype.is_floating_point:
         return options
     one_each = bias[tuple(slice(0, 1) if step == 0 else slice(None) for step in bias.stride())]
-    return options._replace(bias=torch.zeros_like(one_each, dtype=dtype).masked_fill(~one_each, -math.inf))
+    return replaced(options, bias=torch.zeros_like(one_each, dtype=dtype).masked_fill(~one_each, -math.inf))
 
 
 def check_dense_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -382,11 +382,11 @@ def _check_bias(bias: Tensor, q: Tensor, k: Tensor, packed: bool) -> None:
     _check_device("bias", bias, q)
     if packed:
         due, word = (q.shape[1], q.shape[0]), f"(H, total_q, J), ({q.shape[1]}, {q.shape[0]}, J >= the longest key sequence)"
-        fits = bias.ndim == 3 and all(n in (1, m) for n, m in zip(bias.shape, due, strict=False))
+        fits = bias.ndim == 3 and bias.shape[0] in (1, due[0]) and bias.shape[1] in (1, due[1])
     else:
         due = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         word = f"(B, H, T, S), {due}"
-        fits = bias.ndim <= 4 and all(n in (1, m) for n, m in zip(bias.shape[::-1], due[::-1], strict=False))
+        fits = bias.ndim <= 4 and all(bias.shape[-n] in (1, due[-n]) for n in range(1, bias.ndim + 1))
     if not fits:
         raise InvalidInput(f"bias is {tuple(bias.shape)}; must broadcast to {word}")
 
