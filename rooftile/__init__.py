@@ -29,6 +29,7 @@ from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.precision import Precision
 
 if TYPE_CHECKING:
+    from rooftile.diagnosis.run import diagnose
     from rooftile.serve import LLM, SamplingParams
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ __all__ = [
     "attention_quantised",
     "attention_quantised_with_lse",
     "attention_with_lse",
+    "diagnose",
     "disable",
     "enable",
     "enabled",
@@ -69,11 +71,19 @@ register_when_imported()
 
 
 def __getattr__(name: str) -> object:
-    """Imports the serving names when they are used, since their imports are slow; answers names of other libraries."""
+    """Imports serving and diagnosis when they are used, since their imports are slow; answers names of other libraries."""
     if name in ("LLM", "SamplingParams"):
         from rooftile import serve
 
         return getattr(serve, name)
+    if name == "diagnose":
+        from rooftile.diagnosis.run import diagnose
+
+        return diagnose
+    if name == "diagnosis":
+        import rooftile.diagnosis
+
+        return rooftile.diagnosis
     if name in words.AMERICAN:
         return globals()[words.AMERICAN[name]]
     answer = f": {words.NAMES[name]}" if name in words.NAMES else ""

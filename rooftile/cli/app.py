@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli import accuracy, bench, doctor, explain, generate, mask, report, warmup
+from rooftile.cli import accuracy, bench, diagnose, doctor, explain, generate, mask, report, warmup
 from rooftile.cli.output import add_command
 
 app = typer.Typer(
@@ -38,6 +38,7 @@ def _options(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor, "explain": explain.explain, "mask": mask.mask, "warmup": warmup.warmup,
+    "diagnose": diagnose.diagnose,
     "accuracy": accuracy.accuracy, "generate": generate.generate, "report": report.report,
 }  # fmt: skip
 for _name, _command in COMMANDS.items():

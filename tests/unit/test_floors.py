@@ -110,6 +110,7 @@ CROWDED = {
     "bench": "what times, what is timed and what is written; `suites` holds what grows",
     "bench/suites": "one suite per file",
     "cli": "one command per file",
+    "diagnosis": "one part of a diagnosis per file; what has several parts is a folder",
     "report": "one section of the page per file",
     "serve": "what a step goes through, in one folder; `text` and `sampling` hold the rest",
 }

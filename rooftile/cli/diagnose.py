@@ -1,0 +1,40 @@
+"""`rooftile diagnose`: what bounds a script's step, operator by operator."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rooftile.cli.output import DeviceOption
+from rooftile.errors import InvalidInput
+from rooftile.hardware.device import device_of
+
+
+def diagnose(
+    script: Annotated[str, typer.Argument(help="A Python script that trains or runs a model.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
+    step: Annotated[str, typer.Option("--step", help="The function that is one step, such as train_step or Trainer.step.")] = "",
+    device: DeviceOption = "auto",
+    ops: Annotated[int, typer.Option("--ops", help="How many operators to print.", min=1)] = 20,
+    budget: Annotated[float, typer.Option("--budget", help="Seconds that the experiments may take.")] = 60.0,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis as JSON to this file.")] = None,
+) -> None:
+    """Finds what bounds a script's step: memory, compute, overhead or the host, operator by operator.
+
+    The step is the function that --step names; else what runs inside `with rooftile.diagnosis.step():`; else from one step of the
+    optimiser to the next; else the call of a module. It is run some twenty times, and whatever it writes is written as often.
+
+    Example: rooftile diagnose train.py --step train_step -- --batch 8
+    """
+    from rooftile.diagnosis.program import diagnose_script
+
+    if json is not None and (json.is_dir() or not json.resolve().parent.is_dir()):
+        raise InvalidInput(f"--json {json} cannot be written; name a file in a folder that exists")
+    print(f"running {script}; its step is run some twenty times, and writes as often what it writes", file=sys.stderr, flush=True)
+    found = diagnose_script(script, arguments or [], function=step or None, device=str(device_of(device)), budget=budget)
+    print(found.text(ops))
+    if json is not None:
+        json.write_text(found.to_json() + "\n")

@@ -1,0 +1,17 @@
+"""Finds what bounds a program: operator by operator and as a whole, by counts, ceilings of this machine and experiments.
+
+    run          `rooftile.diagnose`
+    script       a script's step
+    steps        where steps begin and end
+    watch        the operators of a step; `counts` has their FLOPs and bytes
+    timeline     a profiled step: times in context, and gaps
+    experiments  on one operator
+    verdicts     from counts, ceilings and experiments to what bounds it
+    remedies     and what they save
+    diagnosis    the result; `output` prints it
+"""
+
+from rooftile.diagnosis.counts import counts
+from rooftile.diagnosis.steps import step
+
+__all__ = ["counts", "step"]

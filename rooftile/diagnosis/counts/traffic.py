@@ -1,0 +1,212 @@
+"""Bytes of one call of an operator: distinct elements read and written, in their dtype.
+
+Tensors are counted by storage: operands that are the same view are read once, views that overlap at most once per element, an
+expanded axis once. What a view costs is nothing. An operator that changes a tensor in place reads and writes it, one that fills
+it only writes. Gathers read the rows that they touch, which depends on the values of the indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+
+def names(text: str) -> list[str]:
+    """The words of a text."""
+    return text.split()
+
+
+# these do not read what they write to
+FILLING = frozenset(
+    names(
+        """copy_ fill_ zero_ normal_ uniform_ bernoulli_ random_ exponential_ geometric_ cauchy_ log_normal_ set_ _foreach_zero_
+        _foreach_copy_"""
+    )
+)
+
+
+def nbytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """The bytes that one call reads and writes.
+
+    Args:
+        func: the operator, as a TorchDispatchMode sees it.
+        args, kwargs: its arguments.
+        result: what it returned.
+    """
+    name = base_name(func)
+    if name in RULES:
+        return RULES[name](bound(func, args, kwargs), result)
+    arguments = bound(func, args, kwargs)
+    written = _mutated(func, arguments)
+    changed = {id(x) for x in written}
+    read = [x for x in tensors(tuple(arguments.values())) if id(x) not in changed]
+    if name.rstrip("_") + "_" not in FILLING:
+        read += written
+    results = [x for x in tensors(result) if id(x) not in changed]
+    return distinct(read) + distinct([*written, *results])
+
+
+def base_name(func: OpOverload) -> str:
+    """"add" of aten::add.Tensor, "add_" of aten::add_.Tensor."""
+    return func._schema.name.split("::")[1]
+
+
+def bound(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, with the schema's defaults."""
+    found = {}
+    for n, argument in enumerate(func._schema.arguments):
+        given = args[n] if n < len(args) else kwargs.get(argument.name, argument.default_value)
+        found[argument.name] = given
+    return found
+
+
+def tensors(given: Any) -> Iterator[Tensor]:
+    """All tensors in arguments or results, also those in lists."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, list | tuple):
+        for one in given:
+            yield from tensors(one)
+
+
+def distinct(given: Iterable[Tensor]) -> int:
+    """Bytes of the distinct elements of tensors, some of which may share memory."""
+    by_storage: dict[int, dict[tuple[Any, ...], Tensor]] = {}
+    for x in given:
+        if x.numel() and x.layout == torch.strided:
+            views = by_storage.setdefault(x.untyped_storage()._cdata, {})
+            views[int(x.storage_offset()), x.shape, x.stride(), x.dtype] = x
+    return sum(_union(list(views.values())) for views in by_storage.values())
+
+
+def _union(views: list[Tensor]) -> int:
+    total = sum(elements(x) * x.element_size() for x in views)
+    if len(views) == 1:
+        return total
+    # views of one storage: at most what lies between the first and the last of their bytes
+    starts = [int(x.storage_offset()) * x.element_size() for x in views]
+    ends = [start + _span(x) * x.element_size() for start, x in zip(starts, views, strict=True)]
+    return min(total, max(ends) - min(starts))
+
+
+def elements(x: Tensor) -> int:
+    """Distinct elements of a tensor: an axis with a stride of 0 has one, and windows that overlap share theirs."""
+    count = 1
+    for n, stride in zip(x.shape, x.stride(), strict=True):
+        count *= n if stride else 1
+    return min(count, _span(x)) if x.numel() else 0
+
+
+def _span(x: Tensor) -> int:
+    return 1 + sum((int(n) - 1) * int(stride) for n, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _mutated(func: OpOverload, arguments: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for argument in func._schema.arguments:
+        # fused optimisers may scale gradients in place, and do so only with a scale
+        scales = argument.name == "grads" and arguments.get("grad_scale") is None
+        if argument.alias_info is not None and argument.alias_info.is_write and not scales:
+            found += tensors(arguments[argument.name])
+    return found
+
+
+def _rows(weight: Tensor, indices: Tensor, dim: int = 0) -> int:
+    """Bytes of the distinct slices of `weight` along `dim` that indices touch."""
+    touched = int(indices.unique().numel())
+    return touched * (elements(weight) // max(weight.shape[dim], 1)) * weight.element_size()
+
+
+def _embedding(given: dict[str, Any], result: Tensor) -> int:
+    return _rows(given["weight"], given["indices"]) + distinct([given["indices"]]) + distinct([result])
+
+
+def _index_select(given: dict[str, Any], result: Tensor) -> int:
+    read = _rows(given["self"], given["index"], given["dim"])
+    return read + distinct([given["index"]]) + distinct([result])
+
+
+def _gather(given: dict[str, Any], result: Tensor) -> int:
+    x, index = given["self"], given["index"]
+    size = x.element_size()
+    return min(elements(index) * size, distinct([x])) + distinct([index]) + distinct([result])
+
+
+def _index(given: dict[str, Any], result: Tensor) -> int:
+    indices = [x for x in given["indices"] if x is not None]
+    return _touched(given["self"], given["indices"], result) + distinct(indices) + distinct([result])
+
+
+def _touched(x: Tensor, indices: list[Tensor | None], picked: Tensor) -> int:
+    """Bytes of x that an index touches: with one index tensor its distinct rows, with several at most one per result."""
+    given = [(n, i) for n, i in enumerate(indices) if i is not None]
+    if len(given) == 1 and given[0][1].dtype != torch.bool:
+        n, index = given[0]
+        return _rows(x, index % x.shape[n], n)
+    return min(picked.numel() * x.element_size(), distinct([x]))
+
+
+def _index_put(given: dict[str, Any], result: Tensor) -> int:
+    x, values = given["self"], given["values"]
+    indices = [i for i in given["indices"] if i is not None]
+    picked = torch.broadcast_shapes(*[i.shape for i in indices if i.dtype != torch.bool]) if indices else ()
+    rest = 1
+    for n, size in enumerate(x.shape):
+        if n >= len(given["indices"]) or given["indices"][n] is None:
+            rest *= size
+    count = rest
+    for n in picked:
+        count *= n
+    moved = min(count * x.element_size(), distinct([x]))
+    return moved * (2 if given.get("accumulate") else 1) + distinct(indices) + distinct([values])
+
+
+def _index_put_copy(given: dict[str, Any], result: Tensor) -> int:
+    return _index_put(given, result) + distinct([given["self"]]) + distinct([result])
+
+
+def _scatter(given: dict[str, Any], result: Tensor) -> int:
+    """In place: the elements that the index touches, read too where values are added."""
+    index, source = given["index"], given.get("src", given.get("value"))
+    moved = elements(index) * given["self"].element_size()
+    source = [source] if isinstance(source, Tensor) else []
+    return moved + distinct([index, *source])
+
+
+def _scatter_add(given: dict[str, Any], result: Tensor) -> int:
+    return _scatter(given, result) + elements(given["index"]) * given["self"].element_size()
+
+
+def _scatter_copy(given: dict[str, Any], result: Tensor) -> int:
+    return _scatter(given, result) + distinct([given["self"]]) + distinct([result])
+
+
+def _embedding_backward(given: dict[str, Any], result: Tensor) -> int:
+    return distinct([given["grad_output"], given["indices"]]) + distinct([result])
+
+
+def _index_add(given: dict[str, Any], result: Tensor) -> int:
+    rows = _rows(given["self"], given["index"], given["dim"])
+    return 2 * rows + distinct([given["index"], given["source"]])
+
+
+RULES: dict[str, Callable[[dict[str, Any], Any], int]] = {
+    "embedding": _embedding,
+    "embedding_dense_backward": _embedding_backward,
+    "index_select": _index_select,
+    "gather": _gather,
+    "index": _index,
+    "_unsafe_index": _index,
+    "index_put_": _index_put,
+    "_index_put_impl_": _index_put,
+    "index_put": _index_put_copy,
+    "index_add_": _index_add,
+    "scatter_": _scatter,
+    "scatter_add_": _scatter_add,
+    "scatter": _scatter_copy,
+    "scatter_add": _scatter_copy,
+}

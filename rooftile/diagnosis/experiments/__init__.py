@@ -1,0 +1,1 @@
+"""Experiments on one operator: they change its arithmetic, its bytes or its size, and watch the time."""

@@ -1,0 +1,22 @@
+"""Evidence: the measurements of one operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """The measurements of one call of an operator. An experiment that was not possible leaves None and its reason."""
+
+    time_us: float  # T0: alone, median
+    spread_us: float  # standard error of that median
+    in_context_us: float | None
+    added_us: tuple[float, ...] = ()  # E4: arithmetic added, in time that it takes alone
+    swept_us: tuple[float, ...] = ()  # ... and the operator's time with it
+    slope: float | None = None  # between the two references: 0 is an addition, 1 is 256 multiply-adds
+    knee_flops_per_byte: float | None = None
+    cached_us: float | None = None  # E5
+    gain: float | None = None  # 1 - cached_us / time_us
+    fixed_us: float | None = None  # E6
+    why_not: dict[str, str] = field(default_factory=dict)  # experiment -> the reason why it was not possible

@@ -1,0 +1,1 @@
+"""Shows a diagnosis: as rows, as text, as a page."""

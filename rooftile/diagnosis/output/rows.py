@@ -1,0 +1,131 @@
+"""The rows of a diagnosis: the program, its step, and its operators. Their fields have the names of the JSON.
+
+Times and counts of an operator are of all its calls in the step, those under `experiments` of one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rooftile.diagnosis.verdicts.findings import Finding
+from rooftile.errors import InvalidInput
+
+MODES = ("eager", "compiled", "graph")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The program that was diagnosed."""
+
+    command: str
+    step: str  # the function, or how the step was found
+    torch: str  # its version
+    mode: str  # one of MODES
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise InvalidInput(f"a program runs in mode {self.mode!r}; it must be one of {', '.join(MODES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of the program. A value that is not known is None."""
+
+    time_us: float
+    spread_us: float | None
+    launches: int | None  # kernels on a GPU, operators on a CPU
+    flops: int | None
+    bytes: int | None
+    peak_bytes: int | None
+    busy_us: float | None
+    idle_us: dict[str, float]  # by cause: host, sync, copy, dependency
+    overhead_share: float | None
+    bound: str | None
+    shares: dict[str, float]
+    confidence: str
+    experiments: dict[str, Any]  # graph_us, half_batch_us, double_batch_us, why_not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One row of the table: an operator in its module and phase."""
+
+    module: str
+    op: str
+    kernels: tuple[str, ...] = ()  # their names; none on a CPU
+    calls: int
+    phase: str
+    time_us: float
+    in_context_us: float | None  # in the step, where that differs from the operator alone
+    share: float  # 0 to 1
+    flops: int | None
+    special: int | None
+    bytes: int | None
+    intensity: float | None  # FLOPs per byte
+    roof: str | None  # the unit whose roof is nearer
+    ceiling: float | None  # that roof, per second: FLOPs, special functions or bytes
+    achieved: float | None  # in the same unit
+    roof_share: float | None
+    bound: str | None
+    unit: str | None
+    modelled_bound: str | None
+    confidence: str
+    confirmed_by: str
+    experiments: dict[str, dict[str, Any]]  # intensity, cache, size, why_not
+    where: str
+    remedies: tuple[int, ...] = ()  # positions in the diagnosis's list
+
+
+def row(finding: Finding, step_us: float, kernels: tuple[str, ...] = (), remedies: tuple[int, ...] = ()) -> Op:
+    """Returns the row of a finding: counts and times of all its calls, and the roof that it is under."""
+    its, verdict, evidence = finding.operation, finding.verdict, finding.evidence
+    model = verdict.model
+    per_call = {model.memory: its.bytes, "special": its.special}.get(model.roof or "", its.flops)
+    roof_us, achieved_us = model.roof_us, finding.call_us
+    context_us = evidence.in_context_us if evidence else None
+    return Op(
+        module=its.module,
+        op=its.op,
+        kernels=kernels,
+        calls=its.calls,
+        phase=its.phase,
+        time_us=finding.time_us,
+        in_context_us=None if context_us is None else context_us * its.calls,
+        share=finding.time_us / step_us,
+        flops=_times(its.flops, its.calls),
+        special=_times(its.special, its.calls),
+        bytes=_times(its.bytes, its.calls),
+        intensity=its.flops / its.bytes if its.flops is not None and its.bytes else None,
+        roof=model.roof if roof_us else None,
+        ceiling=per_call / roof_us * 1e6 if per_call and roof_us else None,
+        achieved=per_call / achieved_us * 1e6 if per_call and roof_us and achieved_us else None,
+        roof_share=roof_us / achieved_us if roof_us and achieved_us else None,
+        bound=verdict.bound,
+        unit=verdict.unit,
+        modelled_bound=verdict.modelled_bound,
+        confidence=verdict.confidence,
+        confirmed_by=verdict.confirmed_by,
+        experiments=_experiments(finding),
+        where=its.where,
+        remedies=remedies,
+    )
+
+
+def _experiments(finding: Finding) -> dict[str, dict[str, Any]]:
+    e = finding.evidence
+    return {
+        "intensity": {
+            "added_us": list(e.added_us) if e else [],
+            "time_us": list(e.swept_us) if e else [],
+            "slope": e.slope if e else None,
+            "knee_flops_per_byte": e.knee_flops_per_byte if e else None,
+        },
+        "cache": {"time_us": e.cached_us if e else None, "gain": e.gain if e else None},
+        "size": {"fixed_us": e.fixed_us if e else None},
+        "why_not": dict(e.why_not) if e else {},
+    }
+
+
+def _times(count: int | None, calls: int) -> int | None:
+    return None if count is None else count * calls

@@ -1,0 +1,48 @@
+"""`rooftile diagnose SCRIPT`: a script's step, found and diagnosed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rooftile.diagnosis.diagnosis import Diagnosis
+from rooftile.diagnosis.run import Observer, diagnose
+from rooftile.diagnosis.script import run
+from rooftile.diagnosis.steps import Finished, Steps
+
+
+def diagnose_script(
+    path: str, arguments: Sequence[str] = (), *, function: str | None = None, device: str = "cpu", budget: float = 60.0
+) -> Diagnosis:  # fmt: skip
+    """Runs a script, finds its step and diagnoses it; see `diagnosis.script` for what counts as a step.
+
+    A script that marks its steps, or whose optimiser ends them, is watched while it runs, and stopped when enough was seen. A
+    named function, or a module of a script without either, is called again some twenty times when the script has reached it.
+
+    Args:
+        path: the script.
+        arguments: its own.
+        function: the name of the function that is its step.
+        device: where its step runs.
+        budget: seconds that the experiments may take.
+
+    Raises:
+        InvalidInput: there is no such file, no step was found, or the script ended before enough steps were seen.
+    """
+    found: list[Diagnosis] = []
+    observer = Observer(f"a step of {path}", torch.device(device), budget)
+
+    def done() -> None:
+        found.append(observer.conclude())
+        raise Finished
+
+    call = run(path, arguments, Steps(observer.roles, done), function=function)
+    if call is None:
+        return found[0]
+
+    def step() -> object:
+        return call.function(*call.args, **call.kwargs)
+
+    step.__qualname__ = call.name
+    return diagnose(step, budget=budget)

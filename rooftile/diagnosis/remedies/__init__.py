@@ -1,0 +1,1 @@
+"""Remedies with a price: which change saves how much of a step."""

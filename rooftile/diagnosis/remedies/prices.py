@@ -1,0 +1,186 @@
+"""The prices of single remedies, by the model of the verdicts: max(traffic, arithmetic) + fixed part, before and after.
+
+Each function returns None where its remedy saves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
+
+from rooftile.diagnosis.remedies.remedy import BATCH, GRAPH, Remedy
+from rooftile.diagnosis.verdicts.findings import Finding
+from rooftile.diagnosis.verdicts.step import StepEvidence
+
+# products want rows of whole 128-byte lines in 16 bits
+PAD_TO = 64
+TILE = (128, 128)
+
+# the line to try for each narrower dtype
+NARROWER = {
+    "bf16": "with torch.autocast(device, dtype=torch.bfloat16), or model.to(torch.bfloat16)",
+    "fp16": "with torch.autocast(device, dtype=torch.float16), with a GradScaler in training",
+    "tf32": 'torch.set_float32_matmul_precision("high")',
+    "fp8": 'products in FP8 (torch._scaled_mm, torchao), attention with precision="fp8"',
+}
+
+Row = tuple[int, Finding]  # a row's number in the table, and its finding
+
+
+def cuda_graph(step: StepEvidence, *, busy_us: float, launches: int, node_us: float) -> Remedy | None:
+    """Prices the replay of the step as a CUDA graph: measured by E1, else its kernels with a node's cost between them."""
+    graph_us = busy_us + launches * node_us if step.graph_us is None else step.graph_us
+    reason = step.why_not.get("graph")
+    first = f"first make it capturable ({reason}); then " if reason else ""
+    return _remedy(
+        name=GRAPH,
+        predicted_us=step.time_us - graph_us,
+        how=f'{first}torch.compile(model, mode="reduce-overhead"), or torch.cuda.make_graphed_callables(model, inputs)',
+        changes="memory",
+    )
+
+
+def larger_batch(step: StepEvidence, *, fixed_us: float | None = None) -> Remedy | None:
+    """Prices twice the batch, as the time that it saves for the work of one step: half of the part that does not grow.
+
+    The part comes from E2 (batch doubled, else halved), else from `fixed_us`: the sum of the operators' fixed parts and gaps.
+    """
+    if step.double_batch_us is not None:
+        fixed_us = 2 * step.time_us - step.double_batch_us
+    elif step.half_batch_us is not None:
+        fixed_us = 2 * step.half_batch_us - step.time_us
+    if fixed_us is None:
+        return None
+    two_us = 2 * step.time_us - fixed_us
+    return _remedy(
+        name=BATCH,
+        predicted_us=fixed_us / 2,
+        how=f"twice the batch: one step of {two_us / 1e3:,.3g} ms in place of two of {step.time_us / 1e3:,.3g} ms",
+        changes="memory",
+    )
+
+
+def another_attention(rows: Sequence[Row], choices: Mapping[str, float], *, how: str) -> Remedy | None:
+    """Prices the fastest of the timed attentions in place of the operators of one attention.
+
+    rows: the operators that it replaces; one of them in a fused attention, several in an eager one.
+    choices: backend -> time of one call on the step's shapes.
+    """
+    backend, best_us = min(choices.items(), key=lambda item: item[1])
+    calls = max(f.operation.calls for _, f in rows)
+    return _remedy(
+        name="another attention",
+        ops=tuple(row for row, _ in rows),
+        predicted_us=sum(f.time_us for _, f in rows) - calls * best_us,
+        how=f"{how} (backend {backend})",
+        changes="rounding",
+    )
+
+
+def narrower_dtype(rows: Iterable[Row], dtype: str, *, rate_ratio: float, bytes_ratio: float) -> Remedy | None:
+    """Prices a narrower dtype for all rows that gain from it.
+
+    rate_ratio: the narrower dtype's ceiling over the present one. bytes_ratio: the present bytes' part that is left, 1/2 from
+    fp32 to bf16. Special functions do not become faster.
+    """
+    ops, saved_us = [], 0.0
+    for row, f in rows:
+        arithmetic_us = f.compute_us if f.verdict.model.compute == "special" else f.compute_us / rate_ratio
+        after_us = max(arithmetic_us, f.traffic_us * bytes_ratio) + f.fixed_us
+        # a bound that the model does not explain stays: nothing is known about it
+        if f.verdict.bound in ("memory", "compute", "balanced") and after_us < f.call_us:
+            ops.append(row)
+            saved_us += (f.call_us - after_us) * f.operation.calls
+    return _remedy(
+        name=f"narrower dtype: {dtype}",
+        ops=tuple(ops),
+        predicted_us=saved_us,
+        how=NARROWER.get(dtype, f"inputs and weights in {dtype}"),
+        changes="rounding",
+    )
+
+
+def pad(
+    row: Row, sizes: tuple[int, int, int], *, multiprocessors: int, tile: tuple[int, int] = TILE, multiple: int = PAD_TO
+) -> Remedy | None:  # fmt: skip
+    """Prices a product of padded sizes: whole waves of tiles at the measured ceiling.
+
+    sizes: M, N, K of (M, K) @ (K, N). M is the batch and stays; N and K are padded to a multiple of `multiple`.
+    """
+    number, f = row
+    m, n, k = sizes
+    padded_n, padded_k = (ceil(size / multiple) * multiple for size in (n, k))
+    changed = [f"{a} to {b}" for a, b in ((n, padded_n), (k, padded_k)) if a != b]
+    if not changed or f.verdict.bound != "compute":
+        return None
+    tiles = (ceil(m / tile[0]), ceil(padded_n / tile[1]))
+    waves = ceil(tiles[0] * tiles[1] / multiprocessors)
+    wave_us = multiprocessors * 2 * tile[0] * tile[1] * padded_k / f.roofs.flops_per_s * 1e6
+    after_us = waves * wave_us + f.fixed_us
+    return _remedy(
+        name="pad to tiles",
+        ops=(number,),
+        predicted_us=(f.call_us - after_us) * f.operation.calls,
+        how=f"pad {' and '.join(changed)}: {tiles[0]:,} x {tiles[1]:,} tiles on {multiprocessors} multiprocessors, "
+        f"{waves:,} waves",
+        changes="memory",
+    )
+
+
+def store(rows: Sequence[Row], *, stored_bytes: int, module: str) -> Remedy | None:
+    """Prices a block without checkpointing: the time of its forward's second run (`rows`)."""
+    return _remedy(
+        name="store instead of recompute",
+        ops=tuple(row for row, _ in rows),
+        predicted_us=sum(f.time_us for _, f in rows),
+        how=f"leave torch.utils.checkpoint out in {module}: {stored_bytes / 1e6:,.0f} MB more",
+        changes="memory",
+    )
+
+
+def recompute(rows: Sequence[Row], *, stored_bytes: int) -> Remedy | None:
+    """Prices the recomputation of tensors that cost traffic only: they are not written, not read, and computed once more.
+
+    rows: the operators that make them, in the forward; their inputs are read in the backward in any case.
+    """
+    if not rows:
+        return None
+    again_us = sum(f.compute_us * f.operation.calls for _, f in rows)
+    traffic_us = 2 * stored_bytes / rows[0][1].roofs.bytes_per_s * 1e6
+    return _remedy(
+        name="recompute instead of store",
+        ops=tuple(row for row, _ in rows),
+        predicted_us=traffic_us - again_us,
+        how=f"torch.utils.checkpoint of {rows[0][1].operation.where or 'these operators'}, compiled: "
+        f"{stored_bytes / 1e6:,.0f} MB fewer",
+        changes="memory",
+    )
+
+
+def remove_synchronisation(where: str, idle_us: float) -> Remedy | None:
+    """Prices a line without its wait: the time in which the device has nothing to do because of it."""
+    return _remedy(
+        name="remove a synchronisation",
+        predicted_us=idle_us,
+        how=f"{where}: keep the number on the device, or read it every hundred steps",
+        changes="nothing",
+    )
+
+
+def overlap_copy(where: str, *, copy_us: float, busy_us: float) -> Remedy | None:
+    """Prices a copy from pinned memory beside the kernels: all of it that they can cover.
+
+    copy_us: the time in which a copy runs and no kernel. busy_us: the kernels' time.
+    """
+    return _remedy(
+        name="pin and overlap a copy",
+        predicted_us=min(copy_us, busy_us),
+        how=f"{where}: pin_memory=True in the DataLoader, and x.to(device, non_blocking=True) one step ahead",
+        changes="memory",
+    )
+
+
+def _remedy(*, name: str, ops: tuple[int, ...] = (), predicted_us: float, how: str, changes: str) -> Remedy | None:
+    if predicted_us <= 0:
+        return None
+    return Remedy(name=name, ops=ops, predicted_us=predicted_us, how=how, changes=changes)

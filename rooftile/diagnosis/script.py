@@ -1,0 +1,177 @@
+"""Runs a script and finds its step.
+
+The step is, in this order: the function that the caller names; what runs inside `with rooftile.diagnosis.step():`; from one
+`Optimizer.step` to the next; the outermost call of a module, which can be called again when the script has ended.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from rooftile.diagnosis.steps import Finished, Steps, watching
+from rooftile.diagnosis.watch import optimiser_steps
+from rooftile.errors import InvalidInput
+
+
+class Call(NamedTuple):
+    """A call that can be made again."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+
+
+class _Reached(BaseException):
+    """The named function was called: nothing of the script after this is run."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+
+def run(path: str, arguments: Sequence[str], steps: Steps, *, function: str | None = None) -> Call | None:
+    """Runs a script until its steps have been seen.
+
+    Args:
+        path: the script.
+        arguments: its own, as in sys.argv[1:].
+        steps: what is done at each step that the script marks, or that its optimiser ends.
+        function: the name of its step's function, such as "train_step" or "Trainer.step".
+
+    Returns:
+        The call to be made again: of the named function, else of the outermost module. None if `steps` has seen all of its.
+
+    Raises:
+        InvalidInput: there is no such file; the named function was never called; no step was found, or too few.
+    """
+    if not Path(path).is_file():
+        raise InvalidInput(f"{path} is not a file; give the path of a Python script")
+    calls: list[Call] = []
+    with _as_main(path, arguments), watching(steps), _modules(calls), _optimisers(steps), _named(function):
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except _Reached as reached:
+            return reached.call
+        except Finished:
+            return None
+        except SystemExit as error:
+            steps.abandon(error)
+            if error.code not in (None, 0):
+                raise InvalidInput(f"{path} ended with exit code {error.code} before its step had been seen") from error
+        except BaseException as error:
+            steps.abandon(error)
+            raise
+    if function is not None:
+        raise InvalidInput(f"{path} never called {function}; name a function that it calls, as in --step train_step")
+    if steps.seen:
+        raise InvalidInput(
+            f"{path} ended after {steps.seen} steps; needs {steps.needed}: let it run longer, or name a function by --step"
+        )
+    if not calls:
+        raise InvalidInput(
+            f"{path} has no step: no optimiser stepped and no module was called; name a function by --step, or mark the step "
+            "with `with rooftile.diagnosis.step():`"
+        )
+    return calls[-1]
+
+
+@contextmanager
+def _as_main(path: str, arguments: Sequence[str]) -> Iterator[None]:
+    kept = sys.argv, sys.path[:]
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = kept
+
+
+@contextmanager
+def _modules(calls: list[Call]) -> Iterator[None]:
+    """Keeps the last outermost call of a module."""
+    original = nn.Module.__call__
+    depth = 0
+
+    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        if depth == 0:
+            calls[:] = [Call(self, args, kwargs, f"the call of {type(self).__name__}")]
+        depth += 1
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            depth -= 1
+
+    nn.Module.__call__ = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _optimisers(steps: Steps) -> Iterator[None]:
+    """A step ends with each step of the first optimiser that makes one; a program that marks its steps itself is left alone."""
+    first: list[Optimizer] = []
+
+    def ended(optimiser: Optimizer, args: Any, kwargs: Any) -> None:
+        if steps.is_marked:
+            return
+        first.append(optimiser)
+        if optimiser is first[0]:
+            steps.boundary()
+
+    with optimiser_steps:
+        handle = register_optimizer_step_post_hook(ended)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+@contextmanager
+def _named(function: str | None) -> Iterator[None]:
+    """Stops the script when it calls the named function."""
+    if function is None:
+        yield
+        return
+
+    def reached(frame: FrameType, event: str, unused: Any) -> None:
+        if event == "call" and frame.f_code.co_qualname.removeprefix("<module>.") == function:
+            sys.setprofile(None)
+            raise _Reached(_call_of(frame, function))
+
+    sys.setprofile(reached)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def _call_of(frame: FrameType, name: str) -> Call:
+    code = frame.f_code
+    count = code.co_argcount
+    args = [frame.f_locals[word] for word in code.co_varnames[:count]]
+    keywords = code.co_varnames[count : count + code.co_kwonlyargcount]
+    kwargs = {word: frame.f_locals[word] for word in keywords}
+    rest = list(code.co_varnames[count + code.co_kwonlyargcount :])
+    if code.co_flags & 0x04:
+        args += frame.f_locals[rest.pop(0)]
+    if code.co_flags & 0x08:
+        kwargs |= frame.f_locals[rest.pop(0)]
+    *owner, last = name.split(".")
+    if owner:
+        return Call(getattr(args[0], last), tuple(args[1:]), kwargs, name)
+    if last not in frame.f_globals:
+        raise InvalidInput(f"{name} is defined inside another function; name one of the module's, or a method as Class.method")
+    return Call(frame.f_globals[last], tuple(args), kwargs, name)

@@ -1,0 +1,123 @@
+"""Begins and ends the steps of a program, and does something at each of them.
+
+A program is watched while it runs: its first steps warm it up, the next ones are timed, one is watched by a dispatch mode, one
+recorded, one profiled. Each of these is a context manager in which one step runs; `Steps` enters and leaves them in turn, as the
+program goes from step to step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+Role = Callable[[], AbstractContextManager[Any]]
+
+
+class Finished(BaseException):
+    """Ends a program whose steps have all been seen: no `except Exception` of the program stops it."""
+
+
+class Steps:
+    """Runs each step of a program in the next of `roles`; `done` is called after the last one, within the program."""
+
+    def __init__(self, roles: Sequence[Role], done: Callable[[], None]) -> None:
+        self._roles = list(roles)
+        self._done = done
+        self._open: AbstractContextManager[Any] | None = None
+        self.seen = 0
+        self.is_marked = False  # the program says itself where its steps are
+
+    @property
+    def needed(self) -> int:
+        """How many steps there must be."""
+        return len(self._roles)
+
+    def begin(self) -> None:
+        if self.seen < len(self._roles):
+            self._open = self._roles[self.seen]()
+            self._open.__enter__()
+
+    def end(self) -> None:
+        role, self._open = self._open, None
+        if role is None:
+            return
+        role.__exit__(None, None, None)
+        self.seen += 1
+        if self.seen == len(self._roles):
+            self._done()
+
+    def boundary(self) -> None:
+        """One step ends here, and the next begins."""
+        self.end()
+        self.begin()
+
+    def abandon(self, error: BaseException) -> None:
+        """Leaves the open step, because the program ended or failed in it."""
+        role, self._open = self._open, None
+        if role is not None:
+            role.__exit__(type(error), error, error.__traceback__)
+
+
+# the steps of the program that is being watched, if there is one
+_watched: list[Steps] = []
+
+
+@contextmanager
+def watching(steps: Steps) -> Iterator[None]:
+    """`step()` reports to `steps` inside the block."""
+    _watched.append(steps)
+    try:
+        yield
+    finally:
+        _watched.remove(steps)
+
+
+@contextmanager
+def step() -> Iterator[None]:
+    """Marks a step of a program for `rooftile diagnose`; does nothing otherwise.
+
+    Example:
+        >>> for batch in batches:
+        ...     with rooftile.diagnosis.step():
+        ...         train(batch)
+    """
+    if not _watched:
+        yield
+        return
+    steps = _watched[-1]
+    steps.is_marked = True
+    steps.begin()
+    try:
+        yield
+    except BaseException as error:
+        steps.abandon(error)
+        raise
+    steps.end()
+
+
+class Timed:
+    """Times the step that runs in its block, device and host together; the time in µs is added to `taken`."""
+
+    def __init__(self, device: torch.device, taken: list[float]) -> None:
+        self._device = device
+        self._taken = taken
+
+    def __enter__(self) -> Timed:
+        wait_for(self._device)
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        wait_for(self._device)
+        if error[0] is None:
+            self._taken.append((time.perf_counter() - self._start) * 1e6)
+
+
+def wait_for(device: torch.device) -> None:
+    """Waits until the device has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

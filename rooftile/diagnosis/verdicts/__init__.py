@@ -1,0 +1,1 @@
+"""Verdicts: pure functions from counts, ceilings and measurements to what bounds an operator or a step."""

@@ -1,0 +1,180 @@
+"""The verdict on one operator: what bounds it, which unit, and how sure that is.
+
+Two numbers of the experiments decide. The slope s says how much of the added arithmetic is seen in the time: 0 nothing, 1 all
+of it. The gain g is the share of the time that goes away with the traffic to main memory.
+
+    fixed part over half of the time    overhead or latency
+    s <= 1/3 and g >= 0.3               memory
+    s >= 2/3 and g <= 0.15              compute
+    s <= 1/3 and g <= 0.15              a unit that neither experiment touches: the cache, or special functions
+    between these                       balanced
+
+Where runs have 10 % of noise, these are right in 99 of 100 cases if the bound takes 2.5 times as long as each of the others
+(tests/diagnosis/test_classify.py). Experiments win over the model. Where both are decided and differ, the confidence is
+"contradicted".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+from rooftile.diagnosis.experiments.evidence import Evidence
+from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.verdicts.roofs import Model, Roofs, model, waiting
+
+BOUNDS = ("memory", "compute", "overhead", "latency", "communication", "host", "balanced")
+CONFIDENCES = ("confirmed", "measured", "modelled", "contradicted")
+
+FLAT, STEEP = 1 / 3, 2 / 3
+FALLS, STAYS = 0.3, 0.15
+FIXED = 0.5
+# errors of the two numbers in standard errors of T0: g is a ratio of two times, s a difference over half of T0
+GAIN_ERRORS, SLOPE_ERRORS = 2.0, 4.0
+
+COLLECTIVES = ("c10d::", "c10d_functional::", "_c10d_functional::", "symm_mem::")
+SYNCHRONISING = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The bound of one operator, and how sure it is."""
+
+    bound: str | None  # one of BOUNDS; None if nothing is known
+    unit: str | None  # "HBM", "L2", "DRAM", "cache", "tensor", "fp32", "fp64", "special", "int", "link"
+    modelled_bound: str | None
+    confidence: str  # one of CONFIDENCES
+    confirmed_by: str  # the numbers, or the reason why there are none
+    model: Model
+
+
+def classify(
+    operation: Operation, roofs: Roofs, evidence: Evidence | None = None, time_us: float | None = None
+) -> Verdict:  # fmt: skip
+    """Returns the verdict on one operator from its counts, the machine's ceilings and what was measured.
+
+    evidence: None if no experiment was made.
+    time_us: the time of one call in the step, for the model where there is no evidence.
+
+    Example:
+        >>> mm = Operation(module="", op="aten::mm", phase="forward", calls=1, flops=2 * 10**12, special=0, bytes=10**8,
+        ...                where="", dtype="bf16", device="cuda", key=(), indices=(0,))
+        >>> classify(mm, Roofs(memory="HBM", bytes_per_s=4e12, arithmetic="tensor", flops_per_s=7e14)).bound
+        'compute'
+    """
+    modelled = model(operation, roofs, evidence.time_us if evidence else time_us)
+    if operation.op.startswith(COLLECTIVES):
+        return _verdict(modelled, "communication", "link", "measured", "it is a collective")
+    if operation.device != "cpu" and operation.op in SYNCHRONISING:
+        return _verdict(modelled, "host", None, "measured", "the host waits for the device's number")
+    if evidence is None or evidence.slope is evidence.gain is evidence.fixed_us is None:
+        return _verdict(modelled, modelled.bound, modelled.unit, "modelled", _reasons(operation, evidence))
+    bound, unit = _measured(operation.device, roofs, modelled, evidence)
+    if bound is None:
+        return _verdict(modelled, modelled.bound, modelled.unit, "modelled", _reasons(operation, evidence))
+    confidence = _confidence(bound, modelled, evidence)
+    if confidence == "confirmed" and not settled(operation, roofs, evidence):
+        confidence = "measured"
+    return _verdict(modelled, bound, unit, confidence, _numbers(confidence, modelled, evidence))
+
+
+def settled(operation: Operation, roofs: Roofs, evidence: Evidence) -> bool:
+    """Returns whether the measurements are exact enough: no error of two standard errors gives another bound.
+
+    Measure again while it is False and the budget lasts.
+    """
+    error = evidence.spread_us / evidence.time_us if evidence.time_us else 0.0
+    modelled = model(operation, roofs, evidence.time_us)
+    found = set()
+    for sign, sign_of_fixed in product((-1, 1), repeat=2):
+        s, g, fixed_us = evidence.slope, evidence.gain, evidence.fixed_us
+        moved = replace(
+            evidence,
+            slope=None if s is None else s + sign * SLOPE_ERRORS * error,
+            gain=None if g is None else g - sign * GAIN_ERRORS * error,
+            fixed_us=None if fixed_us is None else fixed_us * (1 + sign_of_fixed * GAIN_ERRORS * error),
+        )
+        found.add(_measured(operation.device, roofs, modelled, moved)[0])
+    return len(found) == 1
+
+
+def _measured(device: str, roofs: Roofs, modelled: Model, evidence: Evidence) -> tuple[str | None, str | None]:
+    """Returns the bound and its unit by the experiments alone, the model choosing among units only."""
+    s, g, fixed_us = evidence.slope, evidence.gain, evidence.fixed_us
+    if fixed_us is not None and fixed_us > FIXED * evidence.time_us:
+        return waiting(device, evidence.time_us, roofs), None
+    if s is None and g is None:
+        # a fixed part of less than half leaves the choice of a roof to the model
+        return None, None
+    flat, steep = s is None or s <= FLAT, s is None or s >= STEEP
+    falls, stays = g is None or g >= FALLS, g is None or g <= STAYS
+    # a number that is missing fits both answers, so one experiment alone decides between the two roofs
+    if flat and falls:
+        return "memory", modelled.memory
+    if s is None and stays and modelled.bound == "memory" and modelled.memory == roofs.cache:
+        return "memory", roofs.cache
+    if steep and stays:
+        return "compute", modelled.compute
+    if flat and stays:
+        return _untouched(modelled, roofs, evidence.time_us)
+    return "balanced", None
+
+
+def _untouched(modelled: Model, roofs: Roofs, time_us: float) -> tuple[str, str | None]:
+    """Returns the bound of a call that neither more arithmetic nor less traffic changes, by the unit that explains its time."""
+    if modelled.compute == "special" and (modelled.compute_us or 0.0) > FIXED * time_us:
+        return "compute", "special"
+    if modelled.memory == roofs.cache and (modelled.memory_us or 0.0) > FIXED * time_us:
+        return "memory", modelled.memory
+    return "balanced", None
+
+
+def _confidence(bound: str, modelled: Model, evidence: Evidence) -> str:
+    roof_share = modelled.roof_share
+    if bound in ("overhead", "latency"):
+        if roof_share is None:
+            return "measured"
+        if roof_share > 1 - FIXED:
+            return "contradicted"
+        # E6 is one experiment; the other has to find at least one of the two roofs idle
+        idle = (evidence.slope is not None and evidence.slope <= FLAT) or (
+            evidence.gain is not None and evidence.gain <= STAYS
+        )
+        return "confirmed" if idle else "measured"
+    decided = {"memory", "compute"}
+    if bound in decided and modelled.bound in decided - {bound}:
+        return "contradicted"
+    both = evidence.slope is not None and evidence.gain is not None
+    return "confirmed" if both and bound == modelled.bound else "measured"
+
+
+def _reasons(operation: Operation, evidence: Evidence | None) -> str:
+    if evidence is not None and evidence.why_not:
+        return "no experiment: " + "; ".join(f"{name}: {reason}" for name, reason in evidence.why_not.items())
+    if operation.flops is None or operation.bytes is None:
+        return "no experiment was made, and no rule counts it"
+    return "no experiment was made"
+
+
+def _numbers(confidence: str, modelled: Model, evidence: Evidence) -> str:
+    words = ["model"] if confidence == "confirmed" else []
+    if confidence == "contradicted":
+        words.append(f"model says {modelled.bound}")
+    if evidence.slope is not None:
+        words.append(f"slope {evidence.slope:.2f}")
+    if evidence.gain is not None:
+        words.append(f"gain {evidence.gain:.2f}")
+    if evidence.fixed_us is not None and evidence.time_us:
+        words.append(f"fixed part {100 * evidence.fixed_us / evidence.time_us:.0f} %")
+    return ", ".join(words)
+
+
+def _verdict(modelled: Model, bound: str | None, unit: str | None, confidence: str, confirmed_by: str) -> Verdict:
+    return Verdict(
+        bound=bound,
+        unit=unit,
+        modelled_bound=modelled.bound,
+        confidence=confidence,
+        confirmed_by=confirmed_by,
+        model=modelled,
+    )

@@ -1,0 +1,205 @@
+"""Watches one step: the operators that it calls, with their counts, modules and lines.
+
+Two watched runs, because of memory: `Watch` holds no tensor, and `Record` keeps copies of the inputs of a few operators, which
+experiments run on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.module_tracker import ModuleTracker
+
+from rooftile.diagnosis.counts import count, is_free
+from rooftile.diagnosis.counts.arithmetic import dtype_name
+from rooftile.diagnosis.counts.traffic import tensors
+from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.where import user_line
+
+
+class OptimiserSteps:
+    """Knows whether an optimiser's step runs, while at least one block of `optimiser_steps` is open."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._open = 0
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._open += 1
+        if self._open == 1:
+            self.running = 0
+            self._hooks = [
+                register_optimizer_step_pre_hook(lambda *unused: self._count(1)),
+                register_optimizer_step_post_hook(lambda *unused: self._count(-1)),
+            ]
+
+    def __exit__(self, *unused: object) -> None:
+        self._open -= 1
+        if not self._open:
+            for hook in self._hooks:
+                hook.remove()
+
+    def _count(self, change: int) -> None:
+        self.running += change
+
+
+# a step may begin and end within an optimiser's hook, where no hook can be added: who watches such steps opens it before
+optimiser_steps = OptimiserSteps()
+
+
+class _Dispatched(TorchDispatchMode):
+    """Calls `seen` for every operator that runs something."""
+
+    def __init__(self, seen: Callable[..., None]) -> None:
+        super().__init__()
+        self._seen = seen
+        self._tracker = ModuleTracker()
+
+    def __enter__(self) -> Any:
+        optimiser_steps.__enter__()
+        self._tracker.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._tracker.__exit__(*error)
+        optimiser_steps.__exit__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload) or is_free(func):
+            return func(*args, **kwargs)
+        before = self._before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._seen(func, args, kwargs, result, before)
+        return result
+
+    def _before(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Looks at the arguments before the operator changes them."""
+        return None
+
+    @property
+    def phase(self) -> str:
+        if optimiser_steps.running:
+            return "optimiser"
+        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+
+    @property
+    def module(self) -> str:
+        """The innermost module that runs, or whose backward runs; "" outside of all."""
+        names = [name for name in self._tracker.parents if name != "Global"]
+        return max(names, key=lambda name: (name.count("."), name), default="")
+
+
+class Watch(_Dispatched):
+    """Watches the step that runs in its block; `operations` are there afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__(self._note)
+        self._rows: dict[tuple[Any, ...], _Row] = {}
+        self._calls = 0
+
+    @property
+    def operations(self) -> list[Operation]:
+        """A row for each operator in each module and phase with the same shapes, in the order of their first calls."""
+        return [row.operation() for row in self._rows.values()]
+
+    def _note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any) -> None:
+        key = (self.module, self.phase, *_signature(func, args, kwargs))
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = _Row(
+                key=key, counted=count(func, args, kwargs, result), where=user_line(sys._getframe()),
+                dtype=dtype_name((args, kwargs, result)), device=_device((args, kwargs, result)), indices=[],
+            )  # fmt: skip
+        row.indices.append(self._calls)
+        self._calls += 1
+
+
+class Record(_Dispatched):
+    """Keeps copies of the inputs of the first call of each wanted operation; `samples` are there afterwards.
+
+    Args:
+        wanted: the operations.
+        limit: bytes of copies at most; what does not fit is left out.
+    """
+
+    def __init__(self, wanted: Collection[Operation], limit: int) -> None:
+        super().__init__(self._note)
+        self._wanted = {operation.key: operation for operation in wanted}
+        self._left = limit
+        self.samples: dict[tuple[object, ...], Sample] = {}
+
+    def _before(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = (self.module, self.phase, *_signature(func, args, kwargs))
+        operation = self._wanted.get(key)
+        if operation is None or key in self.samples:
+            return None
+        size = sum(x.untyped_storage().nbytes() for x in tensors((args, tuple(kwargs.values()))))
+        if size > self._left:
+            return None
+        self._left -= size
+        copies: dict[int, Tensor] = {}
+        return operation, tree_map(lambda x: _copied(x, copies), (args, kwargs))
+
+    def _note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any) -> None:
+        if before is not None:
+            operation, (given, named) = before
+            self.samples[operation.key] = Sample(operation, func, given, named)
+
+
+@dataclass(slots=True)
+class _Row:
+    key: tuple[Any, ...]
+    counted: Any
+    where: str
+    dtype: str
+    device: str
+    indices: list[int]
+
+    def operation(self) -> Operation:
+        module, phase, name, *_ = self.key
+        return Operation(
+            module=module, op=name, phase=phase, calls=len(self.indices), flops=self.counted.flops,
+            special=self.counted.special, bytes=self.counted.bytes, where=self.where, dtype=self.dtype, device=self.device,
+            key=self.key, indices=tuple(self.indices),
+        )  # fmt: skip
+
+
+def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    flat, _ = tree_flatten((args, kwargs))
+    return func._schema.name, func._overloadname, *[_kind(x) for x in flat]
+
+
+def _kind(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return tuple(x.shape), tuple(x.stride()), str(x.dtype)
+    return x if isinstance(x, int | bool | str | None) else type(x).__name__
+
+
+def _device(given: Any) -> str:
+    kinds = {x.device.type for x in tensors(given)}
+    return "cuda" if "cuda" in kinds else next(iter(kinds), "cpu")
+
+
+def _copied(x: Any, copies: dict[int, Tensor]) -> Any:
+    """A tensor with the same values, strides and offset in a storage of its own; views of one storage share the copy."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        return x
+    storage = x.untyped_storage()
+    whole = copies.get(storage._cdata)
+    if whole is None:
+        whole = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage.clone())  # type: ignore[call-overload]
+        copies[storage._cdata] = whole
+    same = torch.empty(0, dtype=x.dtype, device=x.device)
+    return same.set_(whole.untyped_storage(), x.storage_offset(), x.shape, x.stride())

@@ -1,0 +1,45 @@
+"""The line of the user's code that a frame belongs to."""
+
+from __future__ import annotations
+
+import sysconfig
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+import rooftile
+
+# code of which nobody asks for the line: that of PyTorch, of this package and of Python itself
+OURS = (*tuple(str(Path(module.__file__ or "").parent) for module in (torch, rooftile)), sysconfig.get_path("stdlib"))
+
+
+def user_line(frame: FrameType | None) -> str:
+    """The innermost frame that is the user's, as "file.py:12"; "" if there is none.
+
+    A library that is neither PyTorch's nor this one counts as the user's, such as Transformers: its line says more than that of
+    the call of the whole model.
+    """
+    while frame is not None:
+        if _is_user(frame.f_code.co_filename):
+            return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@cache
+def _is_user(name: str) -> bool:
+    # site-packages lie inside the folder of the standard library
+    return ("site-packages" in name and not name.startswith(OURS[:2])) or not name.startswith(("<", *OURS))
+
+
+@cache
+def _shown(name: str) -> str:
+    path = Path(name)
+    if "site-packages" in path.parts:
+        return str(Path(*path.parts[path.parts.index("site-packages") + 1 :]))
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,250 @@
+"""Diagnoses of programs whose answer is known, with wide margins."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import rooftile as rt
+from rooftile.cli.app import app
+from rooftile.diagnosis.diagnosis import Diagnosis
+from rooftile.diagnosis.output.rows import Op
+from rooftile.diagnosis.program import diagnose_script
+from rooftile.errors import InvalidInput
+from tests.diagnosis.schema import SCHEMA, breaches
+
+
+def leading(found: Diagnosis, name: str) -> Op:
+    return next(op for op in found.ops if op.op == f"aten::{name}")
+
+
+@pytest.fixture(scope="module")
+def large() -> torch.Tensor:
+    return torch.randn(3000, 4000)
+
+
+def test_an_elementwise_operator_is_bound_by_memory(large: torch.Tensor) -> None:
+    found = rt.diagnose(lambda: large + 1.5, budget=2)
+    add = leading(found, "add")
+    assert (add.bound, add.flops, add.bytes) == ("memory", large.numel(), 2 * large.nbytes)
+    assert add.experiments["cache"]["gain"] > 0.3
+
+
+def test_a_product_is_bound_by_compute_and_its_work_is_counted() -> None:
+    x = torch.randn(768, 768)
+    found = rt.diagnose(lambda: x @ x, budget=2)
+    mm = leading(found, "mm")
+    assert (mm.bound, mm.flops) == ("compute", 2 * 768**3)
+    assert mm.experiments["intensity"]["slope"] > 0.6
+
+
+def test_a_product_with_few_rows_is_bound_by_the_weights_that_it_reads() -> None:
+    weight, x = torch.randn(4096, 4096), torch.randn(1, 4096)
+    found = rt.diagnose(lambda: x @ weight, budget=2)
+    mm = leading(found, "mm")
+    assert mm.modelled_bound == "memory"
+    assert mm.bound in ("memory", "balanced")
+
+
+def test_many_small_operators_are_overhead() -> None:
+    def step() -> torch.Tensor:
+        x = torch.ones(4)
+        for _ in range(2000):
+            x = x + 1
+        return x
+
+    found = rt.diagnose(step, budget=1)
+    assert found.step.bound == "overhead"
+    assert found.step.launches >= 2000
+    assert leading(found, "add").calls == 2000
+
+
+def test_a_sleep_is_the_hosts_and_has_its_line() -> None:
+    x = torch.randn(64, 64)
+
+    def step() -> None:
+        x @ x
+        time.sleep(0.05)
+
+    found = rt.diagnose(step, budget=1)
+    assert found.step.bound == "host"
+    line = step.__code__.co_firstlineno + 2
+    assert any(f"test_run.py:{line}" in note for note in found.notes)
+
+
+def test_a_training_step_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.5), nn.Linear(128, 8))
+    optimiser = torch.optim.AdamW(model.parameters())
+    x = torch.randn(16, 64)
+
+    def step() -> None:
+        optimiser.zero_grad()
+        model(x).square().sum().backward()
+        optimiser.step()
+
+    step()
+    before = deepcopy(model.state_dict()), deepcopy(optimiser.state_dict()), torch.get_rng_state()
+    found = rt.diagnose(step, budget=1)
+    assert {op.phase for op in found.ops} == {"forward", "backward", "optimiser"}
+    assert all(torch.equal(a, b) for a, b in zip(before[0].values(), model.state_dict().values(), strict=True))
+    assert str(before[1]) == str(optimiser.state_dict())
+    assert torch.equal(before[2], torch.get_rng_state())
+
+
+def test_a_module_with_its_backward_and_the_json_of_it() -> None:
+    model, x = nn.Linear(256, 256), torch.randn(64, 256)
+    found = rt.diagnose(model, x, backward=True, budget=1)
+    assert {op.phase for op in found.ops} == {"forward", "backward"}
+    assert model.weight.grad is None
+    written = json.loads(found.to_json())
+    assert list(breaches(written, SCHEMA)) == []
+    assert Diagnosis.from_json(found.to_json()) == found
+    assert str(found).startswith("Step ")
+
+
+def test_times_of_operators_are_no_more_than_the_step(large: torch.Tensor) -> None:
+    found = rt.diagnose(lambda: (large * 2).exp().sum(), budget=1)
+    assert sum(op.time_us for op in found.ops) <= 1.02 * found.step.time_us
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: rt.diagnose(3), "diagnose takes a function or a module; got int"),
+        (lambda: rt.diagnose(torch.relu, torch.ones(2), budget=0), "budget is 0; must be a positive number"),
+        (lambda: rt.diagnose(torch.relu, torch.ones(2), backward=True), "no output requires a gradient"),
+    ],
+)
+def test_bad_arguments(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        call()
+
+
+def test_a_step_that_fails_fails_here_too() -> None:
+    def step() -> None:
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        rt.diagnose(step)
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import rooftile
+
+model = nn.Linear(32, 32)
+optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(8, 32)
+
+
+def train_step(batch, *, scale=1.0):
+    optimiser.zero_grad()
+    (model(batch) * scale).square().sum().backward()
+    optimiser.step()
+
+
+class Trainer:
+    def step(self):
+        train_step(x)
+
+
+def main(kind):
+    if kind == "function":
+        for _ in range(2):
+            train_step(x, scale=2.0)
+    if kind == "method":
+        Trainer().step()
+    if kind == "optimiser":
+        while True:
+            train_step(x)
+    if kind == "marked":
+        while True:
+            torch.ones(3)
+            with rooftile.diagnosis.step():
+                train_step(x)
+    if kind == "module":
+        model(x)
+    if kind == "short":
+        for _ in range(2):
+            train_step(x)
+    if kind == "fails":
+        train_step(x)
+        raise ValueError("the script's own")
+    if kind == "exits":
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("scripts") / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "phases"),
+    [
+        ("function", "train_step", {"forward", "backward", "optimiser"}),
+        ("method", "Trainer.step", {"forward", "backward", "optimiser"}),
+        ("optimiser", None, {"forward", "backward", "optimiser"}),
+        ("marked", None, {"forward", "backward", "optimiser"}),
+        ("module", None, {"forward"}),
+    ],
+)
+def test_a_scripts_step_is_found(script: str, kind: str, function: str | None, phases: set[str]) -> None:
+    call = nn.Module.__call__
+    found = diagnose_script(script, [kind], function=function, budget=0.5)
+    assert {op.phase for op in found.ops} == phases
+    assert leading(found, "addmm").calls == 1
+    assert nn.Module.__call__ is call
+    if kind == "marked":
+        assert not any(op.op == "aten::ones" for op in found.ops)
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "words"),
+    [
+        ("short", None, r"ended after \d steps; needs \d+"),
+        ("function", "no_such", "never called no_such"),
+        ("nothing", None, "has no step: no optimiser stepped and no module was called"),
+        ("exits", None, "ended with exit code 3"),
+    ],
+)
+def test_a_script_without_a_step_gets_a_sentence(script: str, kind: str, function: str | None, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        diagnose_script(script, [kind], function=function, budget=0.5)
+
+
+def test_a_script_that_fails_shows_its_own_error(script: str) -> None:
+    with pytest.raises(ValueError, match="the script's own"):
+        diagnose_script(script, ["fails"], budget=0.5)
+    with pytest.raises(InvalidInput, match="is not a file"):
+        diagnose_script(script + "x")
+
+
+def test_the_command(script: str, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    words = ["diagnose", script, "--step", "train_step", "--device", "cpu", "--budget", "0.5", "--ops", "2", "--json", str(out)]
+    result = CliRunner().invoke(app, [*words, "--", "function"])
+    assert result.exit_code == 0, result.output
+    assert "Step " in result.stdout
+    assert "more: " in result.stdout
+    assert list(breaches(json.loads(out.read_text()), SCHEMA)) == []
+    result = CliRunner().invoke(app, ["diagnose", script, "--json", str(tmp_path)])
+    assert isinstance(result.exception, InvalidInput)
