@@ -313,7 +313,7 @@ def attention_paged(
             for all queries together, and what was found is merged with the rest (cascade attention). Queries come after them;
             mask FULL or CAUSAL, no ALiBi.
 
-    The other arguments are those of `attention`. There are no gradients.
+    The other arguments are those of `attention`. There are no gradients: a backward through the result raises Unsupported.
 
     Returns:
         o (B, T, H, Dv) or (total_q, H, Dv), in the dtype of q.
@@ -371,7 +371,10 @@ def attention_paged_with_lse(
     asked = Asked(scale, softcap, deterministic=deterministic, backend=backend)
     attend = prepare_paged(q, cache, mask, Options(alibi=alibi, sinks=sinks), asked)
     with torch.no_grad():
-        return attend(q, cache)
+        found = attend(q, cache)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, cache.k, cache.v)):
+        return ops.without_backward(*found, q, cache.k, cache.v)
+    return found
 
 
 def prepare_paged(

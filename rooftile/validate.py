@@ -85,8 +85,8 @@ def paged_code(q: Tensor, cache: PagedKV, mask: Mask | None, options: Options, a
     _check_pages(q, cache)
     if options.alibi is not None:
         _check_slopes(options.alibi, q, cache.table.shape[0])
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, cache.k, cache.v)):
-        raise InvalidInput("q or the cache requires a gradient; attention_paged has none: call it under torch.no_grad()")
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and any(x.requires_grad for x in (q, cache.k, cache.v)):
+        raise InvalidInput("q or the cache requires a gradient; attention_paged has none: compile it under torch.no_grad()")
     return _code(
         q, cache.k.shape[2], cache.v.shape[-1], mask, options, asked,
         layout="paged",

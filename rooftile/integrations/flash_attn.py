@@ -10,10 +10,11 @@ Different:
 - every device and dtype that Rooftile supports, including fp32 and the CPU, and any head dim;
 - dropout draws from Rooftile's generator, seeded from PyTorch's, so it drops other weights than flash-attn;
 - return_attn_probs=True returns (out, softmax_lse, None): the weights are never stored. Gradients flow through softmax_lse
-  too;
+  too. With dropout and dense inputs the third result has the weights before dropout, with a negative sign where dropout took one
+  away, as flash-attn's tests read it: a matrix of T x S, for debugging;
 - deterministic=True holds, and False follows torch.use_deterministic_algorithms;
 - max_seqlen and num_splits are ignored;
-- paged KV caches have blocks of any power of two, and no gradients; cache_leftpad is refused.
+- paged KV caches have blocks of any power of two, and a backward through them raises Unsupported.
 
 `install()` lets other libraries' `import flash_attn` find these functions. Version 4 has another order of arguments:
 `rooftile.integrations.flash_attn_4`.
@@ -30,11 +31,12 @@ from torch import Tensor
 
 from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.integrations.flash_attn_debug import signed_weights
 from rooftile.integrations.flash_attn_package import install as install
 from rooftile.integrations.flash_attn_package import uninstall as uninstall
 from rooftile.kvcache import PagedKV
 from rooftile.masks import CAUSAL, FULL, Mask, Window
-from rooftile.validate import shown
+from rooftile.validate import check_seed, shown
 
 __all__ = [
     "flash_attn_func",
@@ -46,7 +48,7 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
-Output = Tensor | tuple[Tensor, Tensor, None]
+Output = Tensor | tuple[Tensor, Tensor, Tensor | None]
 
 
 def flash_attn_func(
@@ -65,7 +67,8 @@ def flash_attn_func(
     """`rooftile.attention` with flash-attn's arguments; the module's docstring lists the differences.
 
     Returns:
-        out (B, T, H, Dv); with return_attn_probs also softmax_lse (B, H, T), fp32, and None for the weights.
+        out (B, T, H, Dv); with return_attn_probs also softmax_lse (B, H, T), fp32, and None for the weights; with dropout too,
+        the weights (B, H, T, S) before dropout, negative where it took one away.
 
     Example:
         >>> q, k, v = (torch.randn(2, 100, 8, 64) for _ in range(3))
@@ -76,7 +79,12 @@ def flash_attn_func(
     options = _options(dropout_p, softmax_scale, softcap, alibi_slopes, deterministic)
     if not return_attn_probs:
         return api.attention(q, k, v, mask, **options)
-    return *api.attention_with_lse(q, k, v, mask, **options), None
+    if not dropout_p:
+        return *api.attention_with_lse(q, k, v, mask, **options), None
+    seed = check_seed(None, dropout_p, q.device)
+    found = api.attention_with_lse(q, k, v, mask, seed=seed, **options)
+    del options["dropout"]
+    return *found, signed_weights(q, k, mask, seed, dropout_p, **options)
 
 
 def flash_attn_kvpacked_func(
@@ -217,7 +225,7 @@ def flash_attn_with_kvcache(
     rotary_sin: Tensor | None = None,
     cache_seqlens: int | Tensor | None = None,  # (B,)
     cache_batch_idx: Tensor | None = None,  # (B,)
-    cache_leftpad: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,  # (B,)
     block_table: Tensor | None = None,  # (B, N) int32
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -234,6 +242,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: any strides but the last axis's, which must be 1: a layer of a larger tensor, a transposed one.
         cache_seqlens: the number of tokens in the cache before the call. k and v are written after them, in place.
         cache_batch_idx: the line of an unpaged cache for each sequence; the first B if None.
+        cache_leftpad: the first slot that each sequence sees; those before it hold padding. The visible keys are copied.
         rotary_cos, rotary_sin: rotate k by its positions, and q by the positions after the cache: by one position each under
             causal or window_size, else all by the first.
 
@@ -241,7 +250,7 @@ def flash_attn_with_kvcache(
         out (B, T, H, Dv); with return_softmax_lse also lse (B, H, T), fp32.
 
     Raises:
-        Unsupported: cache_leftpad was given.
+        Unsupported: cache_leftpad was given with a block_table.
 
     Example:
         >>> k_cache, v_cache = torch.zeros(2, 2, 64, 4, 64)
@@ -249,8 +258,10 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=10, causal=True).shape
         torch.Size([2, 1, 4, 64])
     """
-    if cache_leftpad is not None:
-        raise Unsupported(f"cache_leftpad is {shown(cache_leftpad)}; must be None: sequences begin at their first slot")
+    if cache_leftpad is not None and block_table is not None:
+        raise Unsupported(
+            f"cache_leftpad is {shown(cache_leftpad)} with a block_table; must be None: let a table begin with the sequence"
+        )
     if (k is None) != (v is None):
         raise InvalidInput("one of k and v is None; give both, or neither")
     if cache_seqlens is None:
@@ -274,6 +285,8 @@ def flash_attn_with_kvcache(
             k = _rotated(k, rotary_cos, rotary_sin, places, rotary_interleaved)
         _append(k_cache, v_cache, k, v, places, lines, block_table)
         lengths = lengths + k.shape[1]
+    if cache_leftpad is not None:
+        k_cache, v_cache, lines, lengths = _without_padding(k_cache, v_cache, lines, lengths, cache_leftpad)
     if block_table is None:
         k_cache, v_cache, block_table = _lines_as_blocks(k_cache, v_cache, lines)
     options = _options(0.0, softmax_scale, softcap, alibi_slopes, False)
@@ -295,6 +308,19 @@ def _append(
     where = (owners.long(), places % size)
     k_cache[where] = k
     v_cache[where] = v
+
+
+def _without_padding(
+    k: Tensor, v: Tensor, lines: Tensor, lengths: Tensor, leftpad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Copies the lines of a cache so that each begins at its first visible slot: keys, values, lines, lengths."""
+    B = lines.shape[0]
+    if not isinstance(leftpad, Tensor) or leftpad.shape != (B,) or leftpad.is_floating_point():
+        raise InvalidInput(f"cache_leftpad is {shown(leftpad)}; must be integers of shape ({B},), one for each sequence")
+    starts = leftpad.long()
+    slots = (starts[:, None] + torch.arange(k.shape[1], device=k.device)).clamp(max=k.shape[1] - 1)
+    where = (lines.long()[:, None], slots)
+    return k[where], v[where], torch.arange(B, device=k.device), (lengths - starts).clamp(min=0).int()
 
 
 def _lines_as_blocks(k: Tensor, v: Tensor, lines: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rooftile import dispatch
+from rooftile.errors import Unsupported
 from rooftile.kvcache import PagedKV
 from rooftile.operators import define, watched
 from rooftile.ops.attention import fake_attention, listed, named_options
@@ -54,3 +55,22 @@ _PAGED = define(
     _run,
     _fake,
 )
+
+
+def without_backward(o: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """o and lse as results of inputs that require gradients: a backward through them says that there is none."""
+    found: tuple[Tensor, Tensor] = _NoBackward.apply(o, lse, *inputs)
+    return found
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, o, lse, *inputs):
+        return o.view_as(o), lse.view_as(lse)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise Unsupported(
+            "a backward through attention to a paged cache; it has none: compute the loss from rooftile.attention, or call "
+            "attention_paged under torch.no_grad()"
+        )

@@ -150,9 +150,16 @@ def test_dropout_drops():
             r"dropout_p is 0\.1 with block_table",
         ),
         (
-            lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, cache_leftpad=torch.tensor([0, 1])),
+            lambda q: flash_attn.flash_attn_with_kvcache(
+                q, q, q, cache_seqlens=3, cache_leftpad=torch.tensor([0, 1]), block_table=torch.zeros(2, 1, dtype=torch.int32)
+            ),
             Unsupported,
-            "cache_leftpad is",
+            "cache_leftpad is .* with a block_table",
+        ),
+        (
+            lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, cache_leftpad=1),
+            InvalidInput,
+            r"cache_leftpad is 1; must be integers of shape \(2,\)",
         ),
         (lambda q: flash_attn.flash_attn_with_kvcache(q, q, q, q), InvalidInput, "one of k and v is None"),
         (lambda q: flash_attn.flash_attn_with_kvcache(q, q[:, :0], q[:, :0]), InvalidInput, "room for at least one token"),
@@ -185,8 +192,9 @@ def test_dropout_drops():
         (lambda q: flash_attn.flash_attn_func(q, q, q, dropout_p=1.0), InvalidInput, "dropout is 1.0"),
     ],
     ids=[
-        "block_table", "leftpad", "k without v", "no slots", "no lengths", "no room", "half a rotation", "window_size", "qkv",
-        "kv", "dropout",
+        "block_table", "leftpad in blocks", "leftpad", "k without v", "no slots", "no lengths", "no room", "half a rotation",
+        "window_size",
+        "qkv", "kv", "dropout",
     ],
 )
 def test_bad_arguments(call, error, message):
@@ -284,3 +292,70 @@ def test_packed_queries_and_a_block_table() -> None:
     out = flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 4, 12, causal=True, block_table=table)
     plain_k, plain_v = (torch.cat((x[3], x[1, :4], x[5, :3])) for x in (k, v))
     torch.testing.assert_close(out, rt.attention_packed(q, plain_k, plain_v, cu_q, cu_k, rt.CAUSAL))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 3.0}, {"window_size": (7, 2)}, {"alibi_slopes": torch.tensor([0.1, 0.2, 0.5, 1.0])}],
+    ids=["", "softcap", "window", "alibi"],
+)
+def test_keys_before_the_left_padding_are_not_seen(causal: bool, options: dict) -> None:
+    """Positions are those of the cache, so causal, windows and ALiBi count as without padding."""
+    k_cache, v_cache = torch.randn(2, 5, 40, 2, 16)
+    q, k, v = torch.randn(3, 3, 4, 16), torch.randn(3, 3, 2, 16), torch.randn(3, 3, 2, 16)
+    lengths, leftpad = torch.tensor([30, 20, 9]), torch.tensor([0, 13, 8], dtype=torch.int32)
+    lines = torch.tensor([4, 0, 2])
+    k_cache[0, :13] = float("nan")
+    before = k_cache.clone()
+    o, lse = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=lengths, cache_batch_idx=lines, cache_leftpad=leftpad, causal=causal,
+        return_softmax_lse=True, **options,
+    )  # fmt: skip
+    mask = flash_attn._mask(causal, options.get("window_size", (-1, -1)))
+    for n in range(3):
+        seen = slice(int(leftpad[n]), int(lengths[n]) + 3)
+        keys = k_cache[lines[n], seen], v_cache[lines[n], seen]
+        due = rt.attention_with_lse(
+            q[n, None].double(), keys[0][None].double(), keys[1][None].double(), mask, backend="eager",
+            alibi=options["alibi_slopes"].double() if "alibi_slopes" in options else None, softcap=options.get("softcap"),
+        )  # fmt: skip
+        torch.testing.assert_close(o[n, None].double(), due[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[n, None].double(), due[1], rtol=1e-4, atol=1e-5)
+        # new keys were written where they belong
+        assert torch.equal(k_cache[lines[n], lengths[n] : lengths[n] + 3], k[n])
+    untouched = torch.ones(5, 40, dtype=torch.bool)
+    for n in range(3):
+        untouched[lines[n], lengths[n] : lengths[n] + 3] = False
+    assert torch.equal(k_cache[untouched].nan_to_num(), before[untouched].nan_to_num())
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (5, 3)}, {"softcap": 2.0}], ids=str)
+def test_the_signs_of_the_weights_say_what_dropout_took(options: dict) -> None:
+    q, k, v = torch.randn(2, 9, 4, 8), torch.randn(2, 12, 2, 8), torch.randn(2, 12, 2, 8)
+    torch.manual_seed(5)
+    plain = flash_attn.flash_attn_func(q, k, v, 0.4, **options)
+    torch.manual_seed(5)
+    o, lse, weights = flash_attn.flash_attn_func(q, k, v, 0.4, return_attn_probs=True, **options)
+    assert torch.equal(o, plain)
+    assert weights.shape == (2, 4, 9, 12)
+    kept = torch.where(weights > 0, weights, 0.0) / 0.6
+    again = torch.einsum("bhts,bshd->bthd", kept, v.repeat_interleave(2, 2))
+    torch.testing.assert_close(again, o, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights.abs().sum(-1), (lse > -torch.inf).float())
+    assert 0.2 < (weights < 0).sum() / (weights != 0).sum() < 0.6
+    assert flash_attn.flash_attn_func(q, k, v, return_attn_probs=True)[2] is None
+
+
+def test_a_paged_forward_runs_where_gradients_are_on_and_its_backward_says_why_not() -> None:
+    q = torch.randn(2, 1, 4, 16, requires_grad=True)
+    cache = torch.randn(2, 2, 32, 2, 16)
+    o, lse = flash_attn.flash_attn_with_kvcache(q, *cache, cache_seqlens=20, return_softmax_lse=True)
+    due = flash_attn.flash_attn_with_kvcache(q.detach(), *cache, cache_seqlens=20)
+    assert torch.equal(o, due)
+    assert o.requires_grad
+    for result in (o, lse):
+        with pytest.raises(Unsupported, match="a backward through attention to a paged cache"):
+            result.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        assert not flash_attn.flash_attn_with_kvcache(q, *cache, cache_seqlens=20).requires_grad
