@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.serve.changed import changed
 
 FP8 = torch.float8_e4m3fn
 # each answer has a row in tables of blocks and of sampling parameters
@@ -73,6 +74,9 @@ class EngineConfig:
     tokenizer: str | Path | None = None
     download: bool = False
     generation_config: Literal["auto", "none"] = "auto"
+
+    def __repr__(self) -> str:
+        return changed(self)
 
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str):

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from rooftile.errors import InvalidInput
+from rooftile.serve import EngineConfig
 from rooftile.serve.sampling.params import SamplingParams
 
 
@@ -96,3 +97,13 @@ def test_tokens_that_a_model_has_not() -> None:
     for given in ({"logit_bias": {10: 1.0}}, {"stop_token_ids": [-1]}):
         with pytest.raises(InvalidInput, match="the model has 0 to 9"):
             SamplingParams(**given).check_vocabulary(10)
+
+
+def test_settings_print_as_the_words_that_make_them() -> None:
+    made = SamplingParams(temperature=0, max_tokens=20, stop=".")
+    assert repr(made) == "SamplingParams(temperature=0, max_tokens=20, stop=('.',))"
+    assert eval(repr(made)) == made
+    assert repr(SamplingParams()) == "SamplingParams()"
+    config = EngineConfig(max_model_len=64, enforce_eager=True)
+    assert repr(config) == "EngineConfig(max_model_len=64, enforce_eager=True)"
+    assert eval(repr(config)) == config

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooftile.errors import InvalidInput
+from rooftile.serve.changed import changed
 from rooftile.serve.vllm_names import SAMPLING_REFUSED, SAMPLING_RENAMED, takes_vllm_names
 
 # limits for one request: a parameter without a bound can bring a service down
@@ -92,6 +93,9 @@ class SamplingParams:
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool = False
+
+    def __repr__(self) -> str:
+        return changed(self)
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop, "a string, or a list of them")
