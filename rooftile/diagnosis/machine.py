@@ -26,7 +26,7 @@ def roofs_of(operation: Operation, device: torch.device, measured: Ceilings) -> 
     dtype = operation.dtype if operation.dtype in measured.matmul_tflops else "fp32"
     on_gpu = device.type == "cuda"
     peak = measured.matmul_tflops[dtype if products else "fp32"] * 1e12
-    cache_rate, special_rate = _measured(device)
+    cache_rate, special_rate = _measured(device, torch.get_num_threads())
     return Roofs(
         memory="HBM" if on_gpu else "DRAM", bytes_per_s=measured.copy_gbs * 1e9, cache="L2" if on_gpu else "cache",
         cache_bytes_per_s=cache_rate, arithmetic="tensor" if on_gpu and products and dtype != "fp32" else "fp32",
@@ -37,7 +37,7 @@ def roofs_of(operation: Operation, device: torch.device, measured: Ceilings) -> 
 
 def of_json(device: torch.device, measured: Ceilings) -> dict[str, Any]:
     """The ceilings as the diagnosis writes them."""
-    cache_rate, special_rate = _measured(device)
+    cache_rate, special_rate = _measured(device, torch.get_num_threads())
     return measured.json() | {"cache_gbs": round(cache_rate / 1e9, 2), "special_gops": round(special_rate / 1e9, 2)}
 
 
@@ -47,8 +47,8 @@ def measure(device: torch.device) -> Ceilings:
 
 
 @cache
-def _measured(device: torch.device) -> tuple[float, float]:
-    """Bytes per second of a copy within the cache, and exponentials per second there."""
+def _measured(device: torch.device, threads: int) -> tuple[float, float]:
+    """Bytes per second of a copy within the cache, and exponentials per second there, with so many threads of a CPU."""
     size = CACHED[device.type] // 4
     x = torch.rand(size, device=device)
     y = torch.empty_like(x)

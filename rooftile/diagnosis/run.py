@@ -76,7 +76,19 @@ def diagnose(
             _backward(result)
 
     found: list[Diagnosis] = []
-    observer = Observer(name, _device_of(function, inputs), budget)
+    def resized(factor: float) -> Callable[[], None] | None:
+        scaled = _with_batch(inputs, factor)
+        if scaled is None:
+            return None
+
+        def other() -> None:
+            result = function(*scaled)
+            if backward:
+                _backward(result)
+
+        return other
+
+    observer = Observer(name, _device_of(function, inputs), budget, resized)
     steps = Steps(observer.roles, lambda: found.append(observer.conclude()))
     with unchanged(state_of(function, inputs)):
         for _ in range(steps.needed):
@@ -97,10 +109,15 @@ class Observer:
         name: of the step, for the reader.
         device: where it runs.
         budget: seconds for the experiments.
+        resized: gives the step with the batch times a factor; None where no axis of the inputs is one. Without it the batch
+            stays.
     """
 
-    def __init__(self, name: str, device: torch.device, budget: float) -> None:
-        self._name, self._device, self._budget = name, device, budget
+    def __init__(
+        self, name: str, device: torch.device, budget: float,
+        resized: Callable[[float], Callable[[], None] | None] | None = None,
+    ) -> None:  # fmt: skip
+        self._name, self._device, self._budget, self._resized = name, device, budget, resized
         self._taken: list[float] = []
         self._watch = Watch()
         self._profiled = Profiled(device, lambda: {operation.op for operation in self._watch.operations})
@@ -179,13 +196,34 @@ class Observer:
         idle = {cause: time_us * shrink for cause, time_us in timeline.idle_us.items()}
         single = [time_us * shrink for time_us in timeline.lines.values() if time_us > 0.05 * timeline.wall_us]
         spread = 1.25 * (max(self._taken) - min(self._taken)) / len(self._taken)
+        why_not = {"graph": "needs a GPU" if self._device.type == "cpu" else "not tried"}
+        half, double = (self._resized_us(factor, why_not) for factor in (0.5, 2.0))
         return StepEvidence(
-            time_us=us, spread_us=spread, idle_us=idle, waiting_us=min(sum(single), idle.get("host", 0.0)),
-            why_not={"graph": "needs a GPU" if self._device.type == "cpu" else "not tried", "batch": "no axis was given"},
+            time_us=us, spread_us=spread, half_batch_us=half, double_batch_us=double, idle_us=idle,
+            waiting_us=min(sum(single), idle.get("host", 0.0)),
+            why_not=why_not,
         )  # fmt: skip
 
+    def _resized_us(self, factor: float, why_not: dict[str, str]) -> float | None:
+        """The time of the step with another batch; None if it cannot be run, with the reason."""
+        step = self._resized(factor) if self._resized is not None else None
+        if step is None:
+            why_not["batch"] = "the inputs have no first axis in common" if self._resized else "the step takes no inputs"
+            return None
+        taken: list[float] = []
+        try:
+            for _ in range(WARM_UPS):
+                step()
+            for _ in range(TIMED_STEPS):
+                with Timed(self._device, taken):
+                    step()
+        except (RuntimeError, ValueError, IndexError) as error:
+            why_not["batch"] = str(error).splitlines()[0]
+            return None
+        return median(taken)
+
     def _remedies(self, step: StepEvidence, findings: Sequence[Finding]) -> list[Remedy | None]:
-        found: list[Remedy | None] = []
+        found: list[Remedy | None] = [prices.larger_batch(step)]
         if self._device.type == "cuda":
             found.append(prices.cuda_graph(step, busy_us=self._timeline.busy_us, launches=self._timeline.launches, node_us=1.5))
             rows = [(n, f) for n, f in enumerate(findings) if f.operation.dtype == "fp32"]
@@ -230,6 +268,17 @@ def _tensors(result: Any) -> list[Tensor]:
     elif not isinstance(result, list | tuple):
         return []
     return [x for one in result for x in _tensors(one)]
+
+
+def _with_batch(inputs: Sequence[Any], factor: float) -> tuple[Any, ...] | None:
+    """The inputs with the first axis of all tensors times `factor`; None if they have none in common, or nothing to halve."""
+    sizes = {x.shape[0] if x.ndim else 0 for x in inputs if isinstance(x, Tensor)}
+    if len(sizes) != 1 or (size := sizes.pop()) == 0 or (factor < 1 and size < 2):
+        return None
+    return tuple(
+        x if not isinstance(x, Tensor) else x[: int(size * factor)] if factor < 1 else torch.cat([x] * round(factor))
+        for x in inputs
+    )
 
 
 def _device_of(function: Any, inputs: Sequence[Any]) -> torch.device:

@@ -75,7 +75,8 @@ def evidence(sample: Sample, device: torch.device, limits: Limits, in_context_us
             works["grown"] = more
     us = _times({name: work.run for name, work in works.items()}, device, limits.seconds, why_not)
     alone = us["T0"]
-    fixed_us = _fixed_part({works[name].share: median(taken) for name, taken in us.items() if name == "T0" or "/" in name})
+    # the least of each: a parallel region on cores that others keep busy can cost milliseconds
+    fixed_us = _fixed_part({works[name].share: min(taken) for name, taken in us.items() if name == "T0" or "/" in name})
     cached_us = _cached_us(us.get("cached"), works.get("cached"), fixed_us or 0.0)
     t0 = median(alone)
     added_us, slope = _slope(t0, us.get("grown"), works.get("grown"), operation.flops, limits.flops_per_s)
