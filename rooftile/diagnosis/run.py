@@ -194,7 +194,8 @@ class Observer:
         timeline, us = self._timeline, median(self._taken)
         shrink = self._shrink
         idle = {cause: time_us * shrink for cause, time_us in timeline.idle_us.items()}
-        single = [time_us * shrink for time_us in timeline.lines.values() if time_us > 0.05 * timeline.wall_us]
+        # many short gaps of one line are a loop of Python, which is overhead; a long one waits for something
+        single = [gap.us * shrink for gap in timeline.gaps if gap.cause == "host" and gap.us > max(1e3, 0.05 * timeline.wall_us)]
         spread = 1.25 * (max(self._taken) - min(self._taken)) / len(self._taken)
         why_not = {"graph": "needs a GPU" if self._device.type == "cpu" else "not tried"}
         half, double = (self._resized_us(factor, why_not) for factor in (0.5, 2.0))
