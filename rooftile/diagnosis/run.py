@@ -171,7 +171,8 @@ class Observer:
         end = time.perf_counter() + self._budget
         findings: list[Finding] = []
         notes: list[str] = []
-        for operation in self._watch.operations:
+        # the most expensive first, as the budget may end
+        for operation in sorted(self._watch.operations, key=self._us, reverse=True):
             roofs = machine.roofs_of(operation, self._device, measured)
             sample = samples.pop(operation.key, None)
             found = None

@@ -79,6 +79,15 @@ class _Dispatched(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or is_free(func):
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and func.namespace == "aten" and func._can_decompose():
+            # in inference mode an operator made of others comes whole; the others have rules
+            TorchDispatchMode.__enter__(self)
+            try:
+                result = func.decompose(*args, **kwargs)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
+            if result is not NotImplemented:
+                return result
         before = self._before(func, args, kwargs)
         result = func(*args, **kwargs)
         self._seen(func, args, kwargs, result, before)

@@ -252,3 +252,19 @@ def test_every_operator_of_a_training_step_is_counted(family: str) -> None:
     assert [o.op for o in found if None in (o.flops, o.bytes)] == []
     products = sum(o.flops * o.calls for o in found if o.op in ("aten::mm", "aten::addmm") and o.flops)
     assert products > 0.5 * sum(o.flops * o.calls for o in found if o.flops)
+
+
+def test_inference_mode_has_the_same_operators_with_the_same_counts() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU())
+    given = torch.randn(4, 8)
+
+    def step() -> None:
+        o = model(given)
+        F.scaled_dot_product_attention(*[o.view(1, 1, 4, 16)] * 3, is_causal=True)
+
+    with torch.no_grad():
+        due = [(o.op, o.flops, o.special, o.bytes) for o in watched(step)]
+    with torch.inference_mode():
+        found = [(o.op, o.flops, o.special, o.bytes) for o in watched(step)]
+    assert found == due
+    assert all(None not in counted for counted in found)

@@ -27,7 +27,7 @@ MEMORY, COMPUTE = Work(bytes=1e7, flops=1e3), Work(bytes=1e3, flops=1e8)
 def test_every_call_gets_the_verdict_of_its_row(tmp_path: Path) -> None:
     """mul, mm, mul, mm: the first product is in another row than the second."""
     x = torch.randn(8, 8)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         torch.mm(torch.mm(x * 2, x) * 2, x)
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     before = json.loads((tmp_path / "trace.json").read_text())
