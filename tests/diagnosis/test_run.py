@@ -48,12 +48,11 @@ def test_a_product_is_bound_by_compute_and_its_work_is_counted() -> None:
 
 
 def test_a_product_with_few_rows_is_not_confirmed_as_compute() -> None:
-    """The model says memory; where one core reads from its cache no faster than from memory, the experiments contradict it."""
+    """It reads 64 MiB for 32 million multiply-adds; one core may read its cache no faster than memory, but never is it confirmed."""
     weight, x = torch.randn(4096, 4096), torch.randn(1, 4096)
     found = rt.diagnose(lambda: x @ weight, budget=2)
     mm = leading(found, "mm")
-    assert mm.modelled_bound == "memory"
-    assert mm.bound in ("memory", "balanced") or mm.confidence == "contradicted"
+    assert (mm.bound, mm.confidence) != ("compute", "confirmed")
 
 
 def test_many_small_operators_are_overhead() -> None:
