@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from rooftile.diagnosis.diagnosis import Diagnosis
-from rooftile.diagnosis.run import Observer, diagnose
+from rooftile.diagnosis.observer import Observer
+from rooftile.diagnosis.run import diagnose
 from rooftile.diagnosis.script import run
 from rooftile.diagnosis.steps import Finished, Steps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,3 +33,17 @@ class Sample:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of the step, in order: its row of the table, and the bytes that it reads and writes of each tensor.
+
+    Tensors that share their storage have one name. Views are no calls.
+    """
+
+    row: int
+    reads: Mapping[int, int]
+    writes: Mapping[int, int]
+    pointwise: bool  # a fused kernel can do it in its pass: also a reduction of rows, a copy
+    again: bool = False  # a checkpoint runs it a second time, in the backward

@@ -9,20 +9,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.module_tracker import ModuleTracker
 
 from rooftile.diagnosis.counts import count, is_free
 from rooftile.diagnosis.counts.arithmetic import dtype_name
-from rooftile.diagnosis.counts.traffic import tensors
-from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.counts.fusable import is_fusable
+from rooftile.diagnosis.counts.traffic import by_storage, tensors, touched
+from rooftile.diagnosis.modules import Modules
+from rooftile.diagnosis.records import Call, Operation, Sample
 from rooftile.diagnosis.where import user_line
 
 
@@ -63,20 +67,22 @@ class _Dispatched(TorchDispatchMode):
     def __init__(self, seen: Callable[..., None]) -> None:
         super().__init__()
         self._seen = seen
-        self._tracker = ModuleTracker()
+        self._modules = Modules()
 
     def __enter__(self) -> Any:
         optimiser_steps.__enter__()
-        self._tracker.__enter__()
+        self._modules.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._tracker.__exit__(*error)
+        self._modules.__exit__(*error)
         optimiser_steps.__exit__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if not _in_backward():
+            self._modules.note()
         if not isinstance(func, OpOverload) or is_free(func):
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and func.namespace == "aten" and func._can_decompose():
@@ -101,22 +107,33 @@ class _Dispatched(TorchDispatchMode):
     def phase(self) -> str:
         if optimiser_steps.running:
             return "optimiser"
-        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+        return "backward" if _in_backward() else "forward"
 
     @property
     def module(self) -> str:
         """The innermost module that runs, or whose backward runs; "" outside of all."""
-        names = [name for name in self._tracker.parents if name != "Global"]
-        return max(names, key=lambda name: (name.count("."), name), default="")
+        # a checkpoint calls modules within the backward
+        return self._modules.called if self._modules.called or not _in_backward() else self._modules.of_backward
 
 
 class Watch(_Dispatched):
-    """Watches the step that runs in its block; `operations` are there afterwards."""
+    """Watches the step that runs in its block; `operations`, `calls` and `kept` are there afterwards.
+
+    It keeps no tensor alive.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._note)
         self._rows: dict[tuple[Any, ...], _Row] = {}
-        self._calls = 0
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self.calls: list[Call] = []  # their rows are positions in `operations`
+        # a weak reference keeps the address of a storage that is gone from being used again, so that each has its own
+        self._storages: dict[int, StorageWeakRef] = {}
+        self.kept: frozenset[int] = frozenset()  # the tensors, as in `calls`, that outlive the step
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.kept = frozenset(address for address, storage in self._storages.items() if not storage.expired())
 
     @property
     def operations(self) -> list[Operation]:
@@ -131,8 +148,18 @@ class Watch(_Dispatched):
                 key=key, counted=count(func, args, kwargs, result), where=user_line(sys._getframe()),
                 dtype=dtype_name((args, kwargs, result)), device=_device((args, kwargs, result)), indices=[],
             )  # fmt: skip
-        row.indices.append(self._calls)
-        self._calls += 1
+            self._numbers[key] = len(self._numbers)
+        row.indices.append(len(self.calls))
+        read, written = touched(func, args, kwargs, result)
+        for x in (*read, *written):
+            if x.layout == torch.strided and x.untyped_storage()._cdata not in self._storages:
+                storage = x.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage)
+        call = Call(
+            row=self._numbers[key], reads=by_storage(read), writes=by_storage(written),
+            pointwise=is_fusable(func, args, kwargs), again=self.phase == "backward" and _in_checkpoint(sys._getframe()),
+        )  # fmt: skip
+        self.calls.append(call)
 
 
 class Record(_Dispatched):
@@ -188,6 +215,19 @@ class _Row:
 def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     flat, _ = tree_flatten((args, kwargs))
     return func._schema.name, func._overloadname, *[_kind(x) for x in flat]
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _in_checkpoint(frame: FrameType | None) -> bool:
+    """Whether a checkpoint runs a part of the forward again."""
+    while frame is not None:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _kind(x: Any) -> Any:

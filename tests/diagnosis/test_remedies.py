@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rooftile.diagnosis.remedies.chains import Call, find_chains, fuse
+from rooftile.diagnosis.records import Call
+from rooftile.diagnosis.remedies.chains import find_chains, fuse
 from rooftile.diagnosis.remedies.prices import (
     another_attention,
     cuda_graph,

@@ -40,14 +40,21 @@ def nbytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     name = base_name(func)
     if name in RULES:
         return RULES[name](bound(func, args, kwargs), result)
+    read, written = touched(func, args, kwargs, result)
+    return distinct(read) + distinct(written)
+
+
+def touched(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """The tensors that one call reads, and those that it writes."""
     arguments = bound(func, args, kwargs)
-    written = _mutated(func, arguments)
-    changed = {id(x) for x in written}
-    read = [x for x in tensors(tuple(arguments.values())) if id(x) not in changed]
-    if name.rstrip("_") + "_" not in FILLING:
-        read += written
-    results = [x for x in tensors(result) if id(x) not in changed]
-    return distinct(read) + distinct([*written, *results])
+    changed = _mutated(func, arguments)
+    known = {id(x) for x in changed}
+    read = [x for x in tensors(tuple(arguments.values())) if id(x) not in known]
+    if base_name(func).rstrip("_") + "_" not in FILLING:
+        read += changed
+    return read, [*changed, *(x for x in tensors(result) if id(x) not in known)]
 
 
 def base_name(func: OpOverload) -> str:
@@ -75,12 +82,17 @@ def tensors(given: Any) -> Iterator[Tensor]:
 
 def distinct(given: Iterable[Tensor]) -> int:
     """Bytes of the distinct elements of tensors, some of which may share memory."""
-    by_storage: dict[int, dict[tuple[Any, ...], Tensor]] = {}
+    return sum(by_storage(given).values())
+
+
+def by_storage(given: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the distinct elements in each storage; its key is the storage's `_cdata`."""
+    found: dict[int, dict[tuple[Any, ...], Tensor]] = {}
     for x in given:
         if x.numel() and x.layout == torch.strided:
-            views = by_storage.setdefault(x.untyped_storage()._cdata, {})
+            views = found.setdefault(x.untyped_storage()._cdata, {})
             views[int(x.storage_offset()), x.shape, x.stride(), x.dtype] = x
-    return sum(_union(list(views.values())) for views in by_storage.values())
+    return {storage: _union(list(views.values())) for storage, views in found.items()}
 
 
 def _union(views: list[Tensor]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 
-from rooftile.diagnosis.remedies.remedy import BATCH, GRAPH, Remedy
+from rooftile.diagnosis.remedies.remedy import ATTENTION, BATCH, DTYPE, GRAPH, PAD, Remedy
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import StepEvidence
 
@@ -60,16 +60,19 @@ def larger_batch(step: StepEvidence, *, fixed_us: float | None = None) -> Remedy
     )
 
 
-def another_attention(rows: Sequence[Row], choices: Mapping[str, float], *, how: str) -> Remedy | None:
-    """Prices the fastest of the timed attentions in place of the operators of one attention.
+def another_attention(
+    rows: Sequence[Row], choices: Mapping[str, float], *, how: str, calls: int | None = None
+) -> Remedy | None:  # fmt: skip
+    """Prices the fastest of the timed attentions in place of the operators of one attention, or of the same in all layers.
 
     rows: the operators that it replaces; one of them in a fused attention, several in an eager one.
     choices: backend -> time of one call on the step's shapes.
+    calls: how many attentions the rows are; None: as many as one of the rows has calls.
     """
     backend, best_us = min(choices.items(), key=lambda item: item[1])
-    calls = max(f.operation.calls for _, f in rows)
+    calls = max(f.operation.calls for _, f in rows) if calls is None else calls
     return _remedy(
-        name="another attention",
+        name=ATTENTION,
         ops=tuple(row for row, _ in rows),
         predicted_us=sum(f.time_us for _, f in rows) - calls * best_us,
         how=f"{how} (backend {backend})",
@@ -92,7 +95,7 @@ def narrower_dtype(rows: Iterable[Row], dtype: str, *, rate_ratio: float, bytes_
             ops.append(row)
             saved_us += (f.call_us - after_us) * f.operation.calls
     return _remedy(
-        name=f"narrower dtype: {dtype}",
+        name=f"{DTYPE}: {dtype}",
         ops=tuple(ops),
         predicted_us=saved_us,
         how=NARROWER.get(dtype, f"inputs and weights in {dtype}"),
@@ -118,7 +121,7 @@ def pad(
     wave_us = multiprocessors * 2 * tile[0] * tile[1] * padded_k / f.roofs.flops_per_s * 1e6
     after_us = waves * wave_us + f.fixed_us
     return _remedy(
-        name="pad to tiles",
+        name=PAD,
         ops=(number,),
         predicted_us=(f.call_us - after_us) * f.operation.calls,
         how=f"pad {' and '.join(changed)}: {tiles[0]:,} x {tiles[1]:,} tiles on {multiprocessors} multiprocessors, "
@@ -163,6 +166,16 @@ def remove_synchronisation(where: str, idle_us: float) -> Remedy | None:
         name="remove a synchronisation",
         predicted_us=idle_us,
         how=f"{where}: keep the number on the device, or read it every hundred steps",
+        changes="nothing",
+    )
+
+
+def remove_wait(where: str, idle_us: float) -> Remedy | None:
+    """Prices a line that waits for something else than the device, such as data or a sleep."""
+    return _remedy(
+        name="remove a wait",
+        predicted_us=idle_us,
+        how=f"{where}: prepare the data beside the step, such as with DataLoader(num_workers=4), or leave the wait out",
         changes="nothing",
     )
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from rooftile.errors import InvalidInput
 
 CHANGES = ("nothing", "rounding", "memory")
-GRAPH, BATCH, FUSE = "CUDA graph", "larger batch", "fuse"
+GRAPH, BATCH, FUSE, COMPILE = "CUDA graph", "larger batch", "fuse", "compile"
+ATTENTION, DTYPE, PAD = "another attention", "narrower dtype", "pad to tiles"
 # remedies that remove the same fixed parts; a fused chain has fewer launches for a graph to save too, but less time for each
-SAME_TIME = ({GRAPH, BATCH}, {BATCH, FUSE})
+SAME_TIME = ({GRAPH, BATCH}, {BATCH, FUSE}, {BATCH, COMPILE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +36,9 @@ class Remedy:
 
 
 def ranked(remedies: Iterable[Remedy | None]) -> tuple[Remedy, ...]:
-    """Returns the remedies that save something, the largest prediction first."""
-    return tuple(sorted((r for r in remedies if r and r.predicted_us > 0), key=lambda r: -r.predicted_us))
+    """Returns the remedies that save something or were tried, the largest prediction first."""
+    worth = (r for r in remedies if r and (r.predicted_us > 0 or r.measured_us is not None))
+    return tuple(sorted(worth, key=lambda r: -r.predicted_us))
 
 
 def exclude_each_other(one: Remedy, other: Remedy) -> bool:

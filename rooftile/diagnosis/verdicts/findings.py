@@ -53,6 +53,11 @@ class Finding:
         moving_us = self.call_us - self.fixed_us
         return moving_us if self.verdict.bound == "memory" else min(moving_us, self.verdict.model.memory_us or 0.0)
 
+    @property
+    def unexplained_us(self) -> float:
+        """The time of one call that neither traffic, arithmetic nor the fixed part explains."""
+        return max(0.0, self.call_us - max(self.traffic_us, self.compute_us) - self.fixed_us)
+
 
 def find(operation: Operation, roofs: Roofs, evidence: Evidence | None, time_us: float | None = None) -> Finding:
     """Returns an operator's finding.

@@ -1,0 +1,208 @@
+"""What is done at each step of a program, and what is concluded from it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from statistics import median
+
+import torch
+
+from rooftile.diagnosis import machine
+from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
+from rooftile.diagnosis.experiments.measure import Limits, evidence
+from rooftile.diagnosis.output.rows import Program
+from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
+from rooftile.diagnosis.remedies.propose import Seen, propose
+from rooftile.diagnosis.steps import Role, Timed
+from rooftile.diagnosis.timeline import Profiled, Timeline
+from rooftile.diagnosis.verdicts.findings import Finding, find
+from rooftile.diagnosis.verdicts.step import StepEvidence
+from rooftile.diagnosis.watch import Record, Watch
+from rooftile.hardware.device import describe
+
+WARM_UPS, TIMED_STEPS = 3, 7
+# operators are taken by their share of the time until so much of it is explained
+EXPLAINED = 0.9
+MOST_OPERATIONS = 20
+# bytes of copies of inputs
+SAMPLES_LIMIT = 2 << 30
+# an attention is worth timing another one if it takes so much of the step
+ATTENTION_SHARE = 0.02
+
+
+class Observer:
+    """Decides what is done at each step of a program, and concludes from it.
+
+    Args:
+        name: of the step, for the reader.
+        device: where it runs.
+        budget: seconds for the experiments.
+        resized: gives the step with the batch times a factor; None where no axis of the inputs is one. Without it the batch
+            stays.
+    """
+
+    def __init__(
+        self, name: str, device: torch.device, budget: float,
+        resized: Callable[[float], Callable[[], None] | None] | None = None,
+    ) -> None:  # fmt: skip
+        self._name, self._device, self._budget, self._resized = name, device, budget, resized
+        self._taken: list[float] = []
+        self._watch = Watch()
+        self._profiled = Profiled(device, lambda: {operation.op for operation in self._watch.operations})
+        self._record: Record | None = None
+
+    @property
+    def roles(self) -> list[Role]:
+        """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
+        timed: Role = lambda: Timed(self._device, self._taken)  # noqa: E731
+        return [nullcontext] * WARM_UPS + [timed] * TIMED_STEPS + [lambda: self._watch, lambda: self._profiled, self._recording]
+
+    def _recording(self) -> Record:
+        self._record = Record(self._leading(), SAMPLES_LIMIT)
+        return self._record
+
+    @property
+    def _timeline(self) -> Timeline:
+        return self._profiled.timeline
+
+    def _us(self, operation: Operation) -> float:
+        """The time of all calls of an operation in the profiled step."""
+        shapes = tuple(kind[0] for kind in operation.key[4:] if isinstance(kind, tuple) and kind[0])
+        us = self._timeline.op_us.get((operation.op, shapes))
+        if us is None:
+            same = [(key, us) for key, us in self._timeline.op_us.items() if key[0] == operation.op]
+            calls = sum(self._timeline.op_calls[key] for key, _ in same)
+            us = sum(us * self._timeline.op_calls[key] for key, us in same) / calls if calls else 0.0
+        return us * operation.calls * self._shrink
+
+    @property
+    def _shrink(self) -> float:
+        """The time of a step over that of the profiled one, in which every operator takes a little longer."""
+        return min(1.0, median(self._taken) / self._timeline.wall_us)
+
+    def _leading(self) -> list[Operation]:
+        """The operations that explain most of the time, longest first."""
+        ranked = sorted(self._watch.operations, key=self._us, reverse=True)
+        total, so_far, chosen = sum(map(self._us, ranked)), 0.0, []
+        for operation in ranked[:MOST_OPERATIONS]:
+            chosen.append(operation)
+            so_far += self._us(operation)
+            if so_far >= EXPLAINED * total:
+                break
+        return chosen
+
+    def conclude(self) -> Diagnosis:
+        """Makes the experiments and joins everything."""
+        measured = machine.measure(self._device)
+        samples = self._record.samples if self._record else {}
+        operations = self._watch.operations
+        end = time.perf_counter() + self._budget
+        attentions = self._other_attentions(operations, samples)
+        each = self._budget / max(len(samples), 1)
+        found: dict[int, Finding] = {}
+        notes: list[str] = []
+        # the most expensive first, as the budget may end
+        for row in sorted(range(len(operations)), key=lambda row: -self._us(operations[row])):
+            operation = operations[row]
+            roofs = machine.roofs_of(operation, self._device, measured)
+            sample = samples.pop(operation.key, None)
+            its = None
+            if sample is not None and time.perf_counter() < end:
+                limits = Limits(seconds=min(each, 2.0), flops_per_s=roofs.flops_per_s)
+                try:
+                    its = evidence(sample, self._device, limits, self._us(operation) / operation.calls)
+                except (RuntimeError, NotImplementedError) as error:
+                    notes.append(f"{operation.op} could not be run again: {str(error).splitlines()[0]}")
+            found[row] = find(operation, roofs, its, self._us(operation) or None)
+        findings = [found[row] for row in range(len(operations))]
+        step, kernels = self._evidence(), self._kernels(findings)
+        seen = Seen(
+            device=self._device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
+            kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
+            kernels=kernels, attentions=attentions, sync_us=self._lines("sync"), wait_us=self._lines("host"),
+        )  # fmt: skip
+        return diagnosis(
+            machine=describe(self._device).json(), ceilings=machine.of_json(self._device, measured),
+            program=Program(command=shlex.join(sys.argv), step=self._name, torch=torch.__version__, mode="eager"),
+            step=step, findings=findings, remedies=propose(seen), launches=seen.launches,
+            busy_us=seen.busy_us, kernels=kernels, notes=[*self._notes(), *notes],
+        )  # fmt: skip
+
+    def _other_attentions(
+        self, operations: Sequence[Operation], samples: Mapping[tuple[object, ...], Sample]
+    ) -> list[tuple[Attention, Mapping[str, float], str]]:  # fmt: skip
+        """The attentions of the step that take a part of its time, with the times of others on the same shapes."""
+        times_us = [self._us(operation) for operation in operations]
+        timed: dict[tuple[object, ...], tuple[Mapping[str, float], str] | None] = {}
+        found = []
+        for one in find_attentions(operations, self._watch.calls):
+            kind = (one.q, one.k, one.v, one.backward)
+            if kind not in timed:
+                sample = samples.get(operations[one.main].key)
+                timed[kind] = time_ours(one, sample, self._device) if sample is not None else None
+            if (others := timed[kind]) is not None:
+                found.append((one, *others))
+        worth = sum(times_us[row] for one, *_ in found for row in one.rows)
+        return found if worth >= ATTENTION_SHARE * median(self._taken) else []
+
+    @property
+    def _long_us(self) -> float:
+        return max(1e3, 0.05 * self._timeline.wall_us)
+
+    def _evidence(self) -> StepEvidence:
+        timeline, us = self._timeline, median(self._taken)
+        shrink = self._shrink
+        idle = {cause: time_us * shrink for cause, time_us in timeline.idle_us.items()}
+        # many short gaps of one line are a loop of Python, which is overhead; a long one waits for something
+        single = [gap.us * shrink for gap in timeline.gaps if gap.cause == "host" and gap.us > self._long_us]
+        spread = 1.25 * (max(self._taken) - min(self._taken)) / len(self._taken)
+        why_not = {"graph": "needs a GPU" if self._device.type == "cpu" else "not tried"}
+        half, double = (self._resized_us(factor, why_not) for factor in (0.5, 2.0))
+        return StepEvidence(
+            time_us=us, spread_us=spread, half_batch_us=half, double_batch_us=double, idle_us=idle,
+            waiting_us=min(sum(single), idle.get("host", 0.0)),
+            why_not=why_not,
+        )  # fmt: skip
+
+    def _resized_us(self, factor: float, why_not: dict[str, str]) -> float | None:
+        """The time of the step with another batch; None if it cannot be run, with the reason."""
+        step = self._resized(factor) if self._resized is not None else None
+        if step is None:
+            why_not["batch"] = "the inputs have no first axis in common" if self._resized else "the step takes no inputs"
+            return None
+        taken: list[float] = []
+        try:
+            for _ in range(WARM_UPS):
+                step()
+            for _ in range(TIMED_STEPS):
+                with Timed(self._device, taken):
+                    step()
+        except (RuntimeError, ValueError, IndexError) as error:
+            why_not["batch"] = str(error).splitlines()[0]
+            return None
+        return median(taken)
+
+    def _lines(self, cause: str) -> dict[str, float]:
+        """The time of the step's gaps of one cause by line; of the host's only the long ones, which wait for something."""
+        found: dict[str, float] = {}
+        for gap in self._timeline.gaps:
+            if gap.cause == cause and gap.where and (cause != "host" or gap.us > self._long_us):
+                found[gap.where] = found.get(gap.where, 0.0) + gap.us * self._shrink
+        return found
+
+    def _kernels(self, findings: Sequence[Finding]) -> dict[int, Sequence[str]]:
+        by_op = {key[0]: names for key, names in self._timeline.kernels.items()}
+        return {n: by_op[f.operation.op] for n, f in enumerate(findings) if f.operation.op in by_op}
+
+    def _notes(self) -> list[str]:
+        wall = self._timeline.wall_us
+        return [
+            f"{where}: {us / 1e3:.3g} ms of the step, in which nothing ran"
+            for where, us in self._timeline.lines.items()
+            if us > 0.05 * wall
+        ]

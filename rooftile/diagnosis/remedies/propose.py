@@ -1,0 +1,120 @@
+"""All remedies of a step, each with its price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rooftile.diagnosis.records import Call
+from rooftile.diagnosis.remedies import prices
+from rooftile.diagnosis.remedies.attentions import Attention
+from rooftile.diagnosis.remedies.chains import compiled, find_chains, fuse, fused_optimiser, optimiser_chain
+from rooftile.diagnosis.remedies.checkpoints import recomputed, without_checkpoint
+from rooftile.diagnosis.remedies.remedy import Remedy
+from rooftile.diagnosis.verdicts.findings import Finding
+from rooftile.diagnosis.verdicts.step import StepEvidence, classify_step
+from rooftile.hardware.ceilings import Ceilings
+
+# remedies that save less of the step than this are not worth a line
+WORTH = 0.005
+PRODUCTS = ("aten::mm", "aten::addmm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """All that is known of a step when its remedies are priced."""
+
+    device: torch.device
+    ceilings: Ceilings
+    step: StepEvidence
+    findings: Sequence[Finding]  # by the rows of `calls`
+    calls: Sequence[Call]
+    kept: frozenset[int]  # tensors that outlive the step
+    busy_us: float
+    launches: int
+    kernels: Mapping[int, Sequence[str]] = field(default_factory=dict)  # by row
+    attentions: Sequence[tuple[Attention, Mapping[str, float], str]] = ()  # with the times of others, and the line to write
+    sync_us: Mapping[str, float] = field(default_factory=dict)  # by line
+    wait_us: Mapping[str, float] = field(default_factory=dict)
+    node_us: float = 1.5  # a kernel in a graph
+
+
+def propose(seen: Seen) -> list[Remedy]:
+    """Returns the remedies that save a noticeable part of a step."""
+    found = [
+        prices.larger_batch(seen.step),
+        *_fused(seen),
+        *_attentions(seen),
+        _narrower(seen),
+        *(_device_only(seen) if seen.device.type == "cuda" else ()),
+        without_checkpoint(seen.calls, seen.findings),
+        recomputed(seen.calls, seen.findings),
+        *(prices.remove_synchronisation(where, us) for where, us in seen.sync_us.items()),
+        *(prices.remove_wait(where, us) for where, us in seen.wait_us.items()),
+    ]
+    return [remedy for remedy in found if remedy is not None and remedy.predicted_us >= WORTH * seen.step.time_us]
+
+
+def _fused(seen: Seen) -> list[Remedy | None]:
+    phases = [seen.findings[call.row].operation.phase for call in seen.calls]
+    of_optimiser = [call for call, phase in zip(seen.calls, phases, strict=True) if phase == "optimiser"]
+    rest = [call for call, phase in zip(seen.calls, phases, strict=True) if phase != "optimiser"]
+    chains = find_chains(rest, seen.kept)
+    found: list[Remedy | None] = [compiled(chains, seen.findings, launch_us=_launch_us(seen))]
+    chain = optimiser_chain(of_optimiser, seen.kept)
+    return [*found, *fuse(chains, seen.findings), fused_optimiser(chain, seen.findings) if chain else None]
+
+
+def _launch_us(seen: Seen) -> float:
+    """The part of the step that each launch costs, on a device that waits for the host."""
+    overhead = classify_step(seen.step, seen.findings).overhead_share or 0.0
+    if seen.device.type == "cpu" or not seen.launches:
+        return 0.0
+    return overhead * seen.step.time_us / seen.launches
+
+
+def _attentions(seen: Seen) -> list[Remedy | None]:
+    """One remedy for all layers with the same shapes."""
+    kinds: dict[tuple[object, ...], list[tuple[Attention, Mapping[str, float], str]]] = {}
+    for one, times, how in seen.attentions:
+        kinds.setdefault((one.q, one.k, one.v, one.backward, how), []).append((one, times, how))
+    found = []
+    for same in kinds.values():
+        rows = sorted({row for one, _, _ in same for row in one.rows})
+        calls = sum(one.calls for one, _, _ in same)
+        where = next((seen.findings[row].operation.where for row in rows if seen.findings[row].operation.where), "")
+        _, times, words = same[0]
+        how = f"{words}{f' at {where}' if where else ''}, or attn_implementation=\"rooftile\" in Transformers"
+        found.append(prices.another_attention([(row, seen.findings[row]) for row in rows], times, how=how, calls=calls))
+    return found
+
+
+def _narrower(seen: Seen) -> Remedy | None:
+    rates = seen.ceilings.matmul_tflops
+    if "bf16" not in rates:
+        return None
+    # the optimiser's numbers stay in fp32
+    rows = [
+        (n, f) for n, f in enumerate(seen.findings) if f.operation.dtype == "fp32" and f.operation.phase != "optimiser"
+    ]
+    return prices.narrower_dtype(rows, "bf16", rate_ratio=rates["bf16"] / rates["fp32"], bytes_ratio=0.5)
+
+
+def _device_only(seen: Seen) -> list[Remedy | None]:
+    found = [prices.cuda_graph(seen.step, busy_us=seen.busy_us, launches=seen.launches, node_us=seen.node_us)]
+    multiprocessors = torch.cuda.get_device_properties(seen.device).multi_processor_count
+    for row, f in enumerate(seen.findings):
+        if f.operation.op in PRODUCTS:
+            found.append(prices.pad((row, f), sizes_of(f), multiprocessors=multiprocessors))
+        if any("Memcpy HtoD (Pageable" in name for name in seen.kernels.get(row, ())):
+            idle_us = min(f.time_us, seen.step.idle_us.get("copy", 0.0))
+            found.append(prices.overlap_copy(f.operation.where, copy_us=idle_us, busy_us=seen.busy_us))
+    return found
+
+
+def sizes_of(finding: Finding) -> tuple[int, int, int]:
+    """Returns M, N, K of a product (M, K) @ (K, N)."""
+    (m, k), (_, n) = [kind[0] for kind in finding.operation.key[4:] if isinstance(kind, tuple) and len(kind[0]) == 2][-2:]
+    return m, n, k
