@@ -18,6 +18,10 @@ def diagnose(
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
     step: Annotated[str, typer.Option("--step", help="The function that is one step, such as train_step or Trainer.step.")] = "",
     device: DeviceOption = "auto",
+    apply: Annotated[
+        list[str] | None,
+        typer.Option("--apply", help="A remedy to try, several times: graph, compile, attention, dtype, batch, pad."),
+    ] = None,
     ops: Annotated[int, typer.Option("--ops", help="How many operators to print.", min=1)] = 20,
     budget: Annotated[float, typer.Option("--budget", help="Seconds that the experiments may take.")] = 60.0,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis as JSON to this file.")] = None,
@@ -34,7 +38,9 @@ def diagnose(
     if json is not None and (json.is_dir() or not json.resolve().parent.is_dir()):
         raise InvalidInput(f"--json {json} cannot be written; name a file in a folder that exists")
     print(f"running {script}; its step is run some twenty times, and writes as often what it writes", file=sys.stderr, flush=True)
-    found = diagnose_script(script, arguments or [], function=step or None, device=str(device_of(device)), budget=budget)
+    found = diagnose_script(
+        script, arguments or [], function=step or None, device=str(device_of(device)), apply=apply or (), budget=budget
+    )
     print(found.text(ops))
     if json is not None:
         json.write_text(found.to_json() + "\n")

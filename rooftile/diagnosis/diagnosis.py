@@ -44,6 +44,24 @@ class Diagnosis:
             self.program, self.step, self.ops, self.remedies, uncounted=self.uncounted, notes=self.notes, rows=rows
         )
 
+    def measured(self, name: str, saved_us: float) -> Diagnosis:
+        """Returns the diagnosis with the measured saving of a remedy beside its predicted one.
+
+        Several remedies of one name share it by their predictions. One that was not predicted is added, with a prediction of 0.
+        """
+        own = [r for r in self.remedies if r.name == name]
+        if not own:
+            new = Remedy(name=name, predicted_us=0.0, measured_us=saved_us, how="tried, not predicted", changes="rounding")
+            return replace(self, remedies=(*self.remedies, new))
+        total = sum(r.predicted_us for r in own)
+        shares = {id(r): r.predicted_us / total for r in own}
+        remedies = (replace(r, measured_us=saved_us * shares[id(r)]) if id(r) in shares else r for r in self.remedies)
+        return replace(self, remedies=tuple(remedies))
+
+    def noted(self, note: str) -> Diagnosis:
+        """Returns the diagnosis with one more note."""
+        return replace(self, notes=(*self.notes, note))
+
     def to_json(self) -> str:
         """Returns the diagnosis as JSON. Numbers are numbers; one that is unknown, infinite or NaN is null."""
         return json.dumps({"form": FORM} | _plain(asdict(self)), indent=2, allow_nan=False)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -16,8 +17,10 @@ from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.experiments.measure import Limits, evidence
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.remedies.alone import narrower_share, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
-from rooftile.diagnosis.remedies.propose import Seen, propose
+from rooftile.diagnosis.remedies.propose import BATCHED, PRODUCTS, Seen, propose
+from rooftile.diagnosis.remedies.remedy import PAD
 from rooftile.diagnosis.steps import Role, Timed
 from rooftile.diagnosis.timeline import Profiled, Timeline
 from rooftile.diagnosis.verdicts.findings import Finding, find
@@ -44,13 +47,14 @@ class Observer:
         budget: seconds for the experiments.
         resized: gives the step with the batch times a factor; None where no axis of the inputs is one. Without it the batch
             stays.
+        pads: also times products with padded sizes.
     """
 
     def __init__(
         self, name: str, device: torch.device, budget: float,
-        resized: Callable[[float], Callable[[], None] | None] | None = None,
+        resized: Callable[[float], Callable[[], None] | None] | None = None, pads: bool = False,
     ) -> None:  # fmt: skip
-        self._name, self._device, self._budget, self._resized = name, device, budget, resized
+        self._name, self._device, self._budget, self._resized, self._pads = name, device, budget, resized, pads
         self._taken: list[float] = []
         self._watch = Watch()
         self._profiled = Profiled(device, lambda: {operation.op for operation in self._watch.operations})
@@ -105,6 +109,8 @@ class Observer:
         attentions = self._other_attentions(operations, samples)
         each = self._budget / max(len(samples), 1)
         found: dict[int, Finding] = {}
+        padded_us: dict[int, float] = {}
+        narrower: dict[int, float] = {}
         notes: list[str] = []
         # the most expensive first, as the budget may end
         for row in sorted(range(len(operations)), key=lambda row: -self._us(operations[row])):
@@ -112,6 +118,10 @@ class Observer:
             roofs = machine.roofs_of(operation, self._device, measured)
             sample = samples.pop(operation.key, None)
             its = None
+            if sample is not None and operation.op in (*PRODUCTS, *BATCHED) and operation.dtype == "fp32":
+                narrower[row] = narrower_share(sample, torch.bfloat16, self._device)
+            if self._pads and sample is not None and operation.op in PRODUCTS:
+                padded_us[row] = padded_saving_us(sample, self._device) * operation.calls
             if sample is not None and time.perf_counter() < end:
                 limits = Limits(seconds=min(each, 2.0), flops_per_s=roofs.flops_per_s)
                 try:
@@ -124,12 +134,15 @@ class Observer:
         seen = Seen(
             device=self._device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
-            kernels=kernels, attentions=attentions, sync_us=self._lines("sync"), wait_us=self._lines("host"),
+            kernels=kernels, attentions=attentions, narrower=narrower, sync_us=self._lines("sync"), wait_us=self._lines("host"),
         )  # fmt: skip
+        remedies = [
+            replace(r, measured_us=padded_us[r.ops[0]]) if r.name == PAD and r.ops[0] in padded_us else r for r in propose(seen)
+        ]
         return diagnosis(
             machine=describe(self._device).json(), ceilings=machine.of_json(self._device, measured),
             program=Program(command=shlex.join(sys.argv), step=self._name, torch=torch.__version__, mode="eager"),
-            step=step, findings=findings, remedies=propose(seen), launches=seen.launches,
+            step=step, findings=findings, remedies=remedies, launches=seen.launches,
             busy_us=seen.busy_us, kernels=kernels, notes=[*self._notes(), *notes],
         )  # fmt: skip
 

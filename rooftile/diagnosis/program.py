@@ -8,13 +8,15 @@ import torch
 
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.observer import Observer
+from rooftile.diagnosis.remedies.apply import Trial, check, tried
 from rooftile.diagnosis.run import diagnose
 from rooftile.diagnosis.script import run
 from rooftile.diagnosis.steps import Finished, Steps
 
 
 def diagnose_script(
-    path: str, arguments: Sequence[str] = (), *, function: str | None = None, device: str = "cpu", budget: float = 60.0
+    path: str, arguments: Sequence[str] = (), *, function: str | None = None, device: str = "cpu", apply: Sequence[str] = (),
+    budget: float = 60.0,
 ) -> Diagnosis:  # fmt: skip
     """Runs a script, finds its step and diagnoses it; see `diagnosis.script` for what counts as a step.
 
@@ -26,13 +28,16 @@ def diagnose_script(
         arguments: its own.
         function: the name of the function that is its step.
         device: where its step runs.
+        apply: remedies to try, as in `rooftile.diagnose`; a script is run once more for each.
         budget: seconds that the experiments may take.
 
     Raises:
         InvalidInput: there is no such file, no step was found, or the script ended before enough steps were seen.
     """
+    check(apply)
     found: list[Diagnosis] = []
-    observer = Observer(f"a step of {path}", torch.device(device), budget)
+    on = torch.device(device)
+    observer = Observer(f"a step of {path}", on, budget, pads="pad" in apply)
 
     def done() -> None:
         found.append(observer.conclude())
@@ -40,10 +45,19 @@ def diagnose_script(
 
     call = run(path, arguments, Steps(observer.roles, done), function=function)
     if call is None:
-        return found[0]
+        return tried(found[0], apply, on, lambda trial: _again(path, arguments, trial))
 
     def step() -> object:
         return call.function(*call.args, **call.kwargs)
 
     step.__qualname__ = call.name
-    return diagnose(step, budget=budget)
+    return diagnose(step, apply=apply, budget=budget)
+
+
+def _again(path: str, arguments: Sequence[str], trial: Trial) -> None:
+    """Runs a script again, with a change."""
+
+    def done() -> None:
+        raise Finished
+
+    run(path, arguments, Steps(trial.roles, done))

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.observer import Observer
+from rooftile.diagnosis.remedies.apply import Trial, check, tried
 from rooftile.diagnosis.steps import Steps
 from rooftile.diagnosis.unchanged import state_of, unchanged
 from rooftile.errors import InvalidInput
 
 
 def diagnose(
-    function: Callable[..., Any] | nn.Module, *inputs: Any, backward: bool = False, budget: float = 60.0
-) -> Diagnosis:
+    function: Callable[..., Any] | nn.Module, *inputs: Any, backward: bool = False, apply: Sequence[str] = (),
+    budget: float = 60.0,
+) -> Diagnosis:  # fmt: skip
     """Finds what bounds a function or module: memory, compute, overhead, the host; operator by operator and as a whole.
 
     The function is called some twenty times, and its leading operators some hundred times each on copies of their inputs. After
@@ -27,17 +29,19 @@ def diagnose(
         function: one step of a program: a module, or a function that may train one.
         inputs: its arguments.
         backward: also run the backward, of the sum of all outputs that require a gradient.
-        budget: seconds that the experiments may take, beyond the steps themselves.
+        apply: remedies to try, so that their savings are measured beside the predictions: "graph", "compile", "attention",
+            "dtype", "batch", "pad".
+        budget: seconds that the experiments may take, beyond the steps themselves and what `apply` takes.
 
     Returns:
         A `Diagnosis`: `print` it for the table, `to_json()` for a file.
 
     Raises:
-        InvalidInput: the function is no callable, or the budget is not positive.
+        InvalidInput: the function is no callable, the budget is not positive, or `apply` names something else.
 
     Example:
         >>> model, x = torch.nn.Linear(64, 64), torch.randn(8, 64)
-        >>> print(rooftile.diagnose(model, x, backward=True))
+        >>> print(rooftile.diagnose(model, x, backward=True, apply=["compile"]))
 
     The method is Horace He's (Making Deep Learning Go Brrrr From First Principles): raise the arithmetic, or take away the
     traffic, and watch the time.
@@ -46,6 +50,8 @@ def diagnose(
         raise InvalidInput(f"diagnose takes a function or a module; got {type(function).__name__}")
     if not budget > 0:
         raise InvalidInput(f"budget is {budget}; must be a positive number of seconds")
+    apply = [apply] if isinstance(apply, str) else list(apply)
+    check(apply)
     name = getattr(function, "__qualname__", type(function).__name__)
 
     def step() -> None:
@@ -66,18 +72,33 @@ def diagnose(
 
         return other
 
-    observer = Observer(name, _device_of(function, inputs), budget, resized)
+    device = _device_of(function, inputs)
+    observer = Observer(name, device, budget, resized, pads="pad" in apply)
     steps = Steps(observer.roles, lambda: found.append(observer.conclude()))
     with unchanged(state_of(function, inputs)):
         for _ in range(steps.needed):
-            steps.begin()
-            try:
-                step()
-            except BaseException as error:
-                steps.abandon(error)
-                raise
-            steps.end()
-    return found[0]
+            _in(steps, step)
+
+        def run(trial: Trial) -> None:
+            tries = Steps(trial.roles, lambda: None)
+            _in(tries, step)
+            # a function that calls no module is compiled as a whole
+            changed = torch.compile(step) if trial.name == "compile" and not trial.modules else None
+            while tries.seen < tries.needed:
+                _in(tries, changed if changed is not None and trial.is_changed(tries.seen) else step)
+
+        return tried(found[0], apply, device, run)
+
+
+def _in(steps: Steps, step: Callable[[], None]) -> None:
+    """Runs a step in the next of its roles."""
+    steps.begin()
+    try:
+        step()
+    except BaseException as error:
+        steps.abandon(error)
+        raise
+    steps.end()
 
 
 def _backward(result: Any) -> None:

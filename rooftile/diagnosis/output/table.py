@@ -151,7 +151,7 @@ def _verdict(op: Op, remedies: Sequence[Remedy]) -> str:
 def _remedies(step: Step, remedies: Sequence[Remedy]) -> list[str]:
     lines = ["Remedies"]
     for remedy in remedies:
-        measured = "" if remedy.measured_us is None else f", measured {duration(remedy.measured_us)}"
+        measured = "" if remedy.measured_us is None else f", measured {_saving(remedy.measured_us)}"
         saves = f"{duration(remedy.predicted_us)} ({percent(remedy.predicted_us / step.time_us)}){measured}"
         changes = "" if remedy.changes == "nothing" else f"; changes {remedy.changes}"
         lines += wrap(f"{remedy.name}: saves {saves}; {remedy.how}{changes}", indent="    ", first="  ")
@@ -162,6 +162,10 @@ def _remedies(step: Step, remedies: Sequence[Remedy]) -> list[str]:
         words = f"together at most {duration(total)}, leaving {duration(step.time_us - total)}: {names}"
         lines += wrap(words, indent="    ", first="  ")
     return lines
+
+
+def _saving(us: float) -> str:
+    return duration(us) if us >= 0 else f"{duration(-us)} more time"
 
 
 def _short(op: Op) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from torch import Tensor
 from rooftile.api import attention
 from rooftile.diagnosis.counts.traffic import bound
 from rooftile.diagnosis.records import Call, Operation, Sample
-from rooftile.diagnosis.steps import wait_for
+from rooftile.diagnosis.remedies.alone import times_us
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.masks import CAUSAL, FULL, Mask
 
@@ -26,7 +24,6 @@ DROPOUT = ("aten::bernoulli_", "aten::native_dropout")
 REACH = 12
 # timings of a dropout take this share, as its own is not known
 DROPPED = 0.1
-SECONDS, LEAST_RUNS = 0.4, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +111,18 @@ def _by_hand(row: int, operation: Operation, operations: Sequence[Operation], ca
         return None
     scores = bh * t * s
     # masks of fewer elements than the scores are made once, and remain
-    forward = {calls[i].row for i in (*before, *after) if _most(calls[i].writes) >= scores or not calls[i].pointwise}
+    of_scores = {
+        calls[i].row for i in range(before[-1], after[-1] + 1)
+        if calls[i].pointwise and _within(operations[calls[i].row], operation) and _most(calls[i].writes) >= scores
+    }  # fmt: skip
+    forward = of_scores | {calls[before[-1]].row, calls[after[-1]].row}
     backward = {
         n for n, other in enumerate(operations)
-        if other.phase == "backward" and other.module == operation.module and _works_on(other, scores)
+        if other.phase == "backward" and _within(other, operation) and _works_on(other, scores)
     }  # fmt: skip
     return Attention(
         frozenset({row, *forward, *backward}), operation.calls, row, (bh, t, 1, d), (bh, s, 1, d), (bh, s, 1, dv),
-        bool(backward), False, any(operations[calls[i].row].op in DROPOUT for i in after),
+        bool(backward), False, any(operations[row].op in DROPOUT for row in forward),
     )  # fmt: skip
 
 
@@ -129,19 +130,24 @@ def _walk(
     steps: range, calls: Sequence[Call], operations: Sequence[Operation], tensors: set[int], *, from_writes: bool
 ) -> list[int] | None:  # fmt: skip
     """The calls from a softmax to the nearest product that its numbers come from or go to; None if there is none."""
-    found = []
+    found: list[int] = []
     for index in steps:
         call = calls[index]
         near, far = (call.writes, call.reads) if from_writes else (call.reads, call.writes)
         if not tensors & near.keys():
             continue
-        found.append(index)
         if operations[call.row].op in PRODUCTS:
-            return found
-        if not call.pointwise:
-            return None
-        tensors |= far.keys()
+            return [*found, index]
+        # another operator leads elsewhere, such as to the making of a mask
+        if call.pointwise:
+            found.append(index)
+            tensors |= far.keys()
     return None
+
+
+def _within(operation: Operation, other: Operation) -> bool:
+    """Whether an operator runs in the module of another one, or in a part of it, such as its dropout."""
+    return operation.module == other.module or operation.module.startswith(f"{other.module}.")
 
 
 def _factors(operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -193,16 +199,9 @@ def _mask_of(scores: Tensor) -> Mask | None:
 
 def _time_us(work: Callable[[], Tensor], inputs: Collection[Tensor], device: torch.device) -> float:
     """The time of a call in µs, and of its backward if there are inputs to differentiate by."""
-    taken: list[float] = []
+
+    def both() -> None:
+        torch.autograd.grad(work().sum(), tuple(inputs))
+
     with torch.enable_grad() if inputs else torch.no_grad():
-        end = time.perf_counter() + SECONDS
-        while len(taken) <= LEAST_RUNS or time.perf_counter() < end:
-            wait_for(device)
-            start = time.perf_counter()
-            o = work()
-            if inputs:
-                torch.autograd.grad(o.sum(), tuple(inputs))
-            wait_for(device)
-            taken.append((time.perf_counter() - start) * 1e6)
-    # the first call prepares
-    return median(taken[1:])
+        return times_us([both if inputs else work], device)[0]

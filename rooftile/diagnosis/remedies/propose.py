@@ -20,6 +20,7 @@ from rooftile.hardware.ceilings import Ceilings
 # remedies that save less of the step than this are not worth a line
 WORTH = 0.005
 PRODUCTS = ("aten::mm", "aten::addmm")
+BATCHED = ("aten::bmm", "aten::baddbmm", "aten::convolution")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class Seen:
     launches: int
     kernels: Mapping[int, Sequence[str]] = field(default_factory=dict)  # by row
     attentions: Sequence[tuple[Attention, Mapping[str, float], str]] = ()  # with the times of others, and the line to write
+    narrower: Mapping[int, float] = field(default_factory=dict)  # by row: the share of its time that is left in bf16, measured
     sync_us: Mapping[str, float] = field(default_factory=dict)  # by line
     wait_us: Mapping[str, float] = field(default_factory=dict)
     node_us: float = 1.5  # a kernel in a graph
@@ -63,7 +65,8 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     rest = [call for call, phase in zip(seen.calls, phases, strict=True) if phase != "optimiser"]
     chains = find_chains(rest, seen.kept)
     found: list[Remedy | None] = [compiled(chains, seen.findings, launch_us=_launch_us(seen))]
-    chain = optimiser_chain(of_optimiser, seen.kept)
+    is_fused = any(seen.findings[call.row].operation.op.startswith("aten::_fused_") for call in of_optimiser)
+    chain = None if is_fused else optimiser_chain(of_optimiser, seen.kept)
     return [*found, *fuse(chains, seen.findings), fused_optimiser(chain, seen.findings) if chain else None]
 
 
@@ -99,7 +102,7 @@ def _narrower(seen: Seen) -> Remedy | None:
     rows = [
         (n, f) for n, f in enumerate(seen.findings) if f.operation.dtype == "fp32" and f.operation.phase != "optimiser"
     ]
-    return prices.narrower_dtype(rows, "bf16", rate_ratio=rates["bf16"] / rates["fp32"], bytes_ratio=0.5)
+    return prices.narrower_dtype(rows, "bf16", rate_ratio=rates["bf16"] / rates["fp32"], bytes_ratio=0.5, measured=seen.narrower)
 
 
 def _device_only(seen: Seen) -> list[Remedy | None]:

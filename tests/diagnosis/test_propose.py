@@ -1,0 +1,183 @@
+"""Remedies of real programs: which operators they name, and how many bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rooftile as rt
+from rooftile.diagnosis.records import Call, Operation
+from rooftile.diagnosis.remedies.attentions import find_attentions
+from rooftile.diagnosis.remedies.chains import find_chains
+from rooftile.diagnosis.watch import Watch
+
+SIZE = 1000
+BYTES = 4 * SIZE
+
+
+def watched(step: Callable[[], Any]) -> Watch:
+    watch = Watch()
+    with watch:
+        step()
+    return watch
+
+
+def names(watch: Watch, calls: tuple[Call, ...]) -> list[str]:
+    return [watch.operations[call.row].op.removeprefix("aten::") for call in calls]
+
+
+def test_a_chain_of_a_real_program() -> None:
+    x, weight = torch.randn(SIZE), torch.randn(10, 10)
+
+    def step() -> Tensor:
+        weight @ weight
+        return ((x * 2 + 1).cos() + x).tanh()
+
+    watch = watched(step)
+    (chain,) = find_chains(watch.calls, watch.kept)
+    assert names(watch, chain.calls) == ["mul", "add", "cos", "add", "tanh"]
+    assert (chain.bytes_now, chain.bytes_fused) == (11 * BYTES, 2 * BYTES)
+
+
+def test_a_tensor_that_outlives_the_step_is_written() -> None:
+    x, results = torch.randn(SIZE), []
+
+    def step() -> None:
+        y = x * 2
+        results.append(y)
+        (y + 1).cos()
+
+    watch = watched(step)
+    (chain,) = find_chains(watch.calls, watch.kept)
+    assert chain.bytes_fused == 3 * BYTES
+
+
+def test_memory_that_is_used_again_is_another_tensor() -> None:
+    """Each result lies where the one before the last lay, and still there are 40 tensors."""
+    x = torch.randn(SIZE)
+
+    def step() -> None:
+        y = x
+        for _ in range(40):
+            y = y * 1.5
+
+    watch = watched(step)
+    written = {tensor for call in watch.calls for tensor in call.writes}
+    assert len(written) == 40
+    assert len(watch.kept & written) == 0
+
+
+def test_reductions_of_rows_belong_to_a_chain_and_others_do_not() -> None:
+    x = torch.randn(10, 100)
+    norm = watched(lambda: x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt())
+    (chain,) = find_chains(norm.calls, norm.kept)
+    assert names(norm, chain.calls) == ["pow", "mean", "add", "rsqrt", "mul"]
+    assert chain.bytes_fused == 2 * BYTES
+    columns = watched(lambda: (x * 2).mean(0) + 1)
+    assert find_chains(columns.calls, columns.kept) == []
+
+
+class Attention(nn.Module):
+    """Written out, called by keyword, as in Transformers."""
+
+    def __init__(self, dropout: float = 0.0, *, fused: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.dropout, self.fused = nn.Linear(32, 96), nn.Dropout(dropout), fused
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (y.view(b, t, 2, 16).transpose(1, 2) for y in self.qkv(x).split(32, -1))
+        if self.fused:
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, 32)
+        scores = q @ k.transpose(2, 3) / math.sqrt(16)
+        hidden = torch.ones(t, t, dtype=torch.bool).tril().logical_not()
+        weights = self.dropout(scores.masked_fill(hidden, -math.inf).softmax(-1))
+        return (weights @ v).transpose(1, 2).reshape(b, t, 32)
+
+
+class Layers(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module], count: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(count))
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x=x)
+        return self.head(x)
+
+
+def rows(watch: Watch, picked: frozenset[int]) -> list[tuple[str, str]]:
+    return sorted((watch.operations[row].phase, watch.operations[row].op.removeprefix("aten::")) for row in picked)
+
+
+def test_an_attention_written_by_hand_is_found_with_its_backward() -> None:
+    model, x = Layers(Attention), torch.randn(2, 24, 32)
+    watch = watched(lambda: model(x).sum().backward())
+    (one,) = find_attentions(watch.operations, watch.calls)
+    assert (one.q, one.k, one.v) == ((4, 24, 1, 16), (4, 24, 1, 16), (4, 24, 1, 16))
+    assert (one.calls, one.backward, one.dropout, one.fused) == (3, True, False, False)
+    found = rows(watch, one.rows)
+    assert {("forward", "bmm"), ("forward", "_softmax"), ("forward", "div"), ("forward", "masked_fill")} <= set(found)
+    assert [op for phase, op in found if phase == "backward"].count("bmm") >= 2
+    assert ("backward", "_softmax_backward_data") in found
+    assert not any(op in ("addmm", "mm", "add") for _, op in found)
+
+
+def test_dropout_of_an_attention_and_a_fused_one_are_seen() -> None:
+    x = torch.randn(2, 24, 32)
+    model = Layers(lambda: Attention(0.5))
+    (one,) = find_attentions(*_seen(watched(lambda: model(x))))
+    assert (one.dropout, one.backward) == (True, False)
+    fused = Layers(lambda: Attention(fused=True))
+    (one,) = find_attentions(*_seen(watched(lambda: fused(x).sum().backward())))
+    assert (one.fused, one.backward, one.calls) == (True, True, 3)
+    assert one.q == (2, 24, 2, 16)
+    plain = nn.Linear(32, 32)
+    assert find_attentions(*_seen(watched(lambda: plain(x).softmax(-1) @ x.mT))) == []
+
+
+def _seen(watch: Watch) -> tuple[list[Operation], list[Call]]:
+    return watch.operations, watch.calls
+
+
+def test_the_backward_belongs_to_the_module_of_its_forward() -> None:
+    """Also where modules are called by keyword, and the same in all layers."""
+    model, x = Layers(Attention), torch.randn(2, 24, 32)
+    operations = watched(lambda: model(x).sum().backward()).operations
+    for op in operations:
+        if op.op in ("aten::bmm", "aten::_softmax_backward_data", "aten::masked_fill"):
+            assert op.module == "Layers.layers.*", op
+        if op.op == "aten::mm":
+            assert op.module in ("Layers.layers.*.qkv", "Layers.head"), op
+    assert {op.calls for op in operations if op.op == "aten::_softmax_backward_data"} == {3}
+    mixed = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    modules = {op.module for op in watched(lambda: mixed(x)).operations}
+    assert modules == {"Sequential.0", "Sequential.1", "Sequential.2"}
+
+
+def test_a_checkpoint_has_the_price_of_its_second_forward() -> None:
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)), torch.randn(512, 256)
+    found = rt.diagnose(lambda: checkpoint(model, x, use_reentrant=False).sum().backward(), budget=1)
+    remedy = next(r for r in found.remedies if r.name == "store instead of recompute")
+    again = [found.ops[row] for row in remedy.ops]
+    assert {op.op for op in again} >= {"aten::addmm", "aten::gelu"}
+    assert {op.phase for op in again} == {"backward"}
+    assert "Sequential" in remedy.how
+    plain = rt.diagnose(lambda: model(x).sum().backward(), budget=1)
+    assert all(r.name != "store instead of recompute" for r in plain.remedies)
+
+
+def test_an_optimisers_many_calls_can_be_one() -> None:
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(20)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    loop, fused = (torch.optim.AdamW(weights, foreach=False, fused=fused) for fused in (False, True))
+    remedy = next(r for r in rt.diagnose(loop.step, budget=1).remedies if r.name == "fused optimiser")
+    assert "calls become one" in remedy.how
+    assert all(r.name != "fused optimiser" for r in rt.diagnose(fused.step, budget=1).remedies)
