@@ -6,6 +6,7 @@ module whose operator made the autograd node that runs: nodes are numbered as th
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_right
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,8 +29,12 @@ class Modules:
         self._modules: list[str] = []
         self._last = ""
         self._hooks: list[Any] = []
+        self._warnings = warnings.catch_warnings()
 
     def __enter__(self) -> Modules:
+        self._warnings.__enter__()
+        # torch.compile's wrapper says that hooks of all modules see the module twice
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         self._hooks = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -39,6 +44,7 @@ class Modules:
     def __exit__(self, *unused: object) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._warnings.__exit__(None, None, None)
 
     def note(self) -> None:
         """Remembers for which module autograd made its newest node; called within each operator of the forward."""
@@ -75,6 +81,8 @@ class Modules:
         """Names a module and its parts; layers of one kind share a name, such as "Llama.layers.*.mlp"."""
         if module in self._names:
             return
+        # torch.compile's wrapper has the module inside
+        name = name.removeprefix("OptimizedModule._orig_mod.")
         self._names[module] = name
         parts = list(module.named_children())
         alike = len(parts) > 1 and len({type(part) for _, part in parts}) == 1

@@ -13,6 +13,7 @@ from statistics import median
 import torch
 
 from rooftile.diagnosis import machine
+from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.experiments.measure import Limits, evidence
 from rooftile.diagnosis.output.rows import Program
@@ -141,10 +142,15 @@ class Observer:
         ]
         return diagnosis(
             machine=describe(self._device).json(), ceilings=machine.of_json(self._device, measured),
-            program=Program(command=shlex.join(sys.argv), step=self._name, torch=torch.__version__, mode="eager"),
+            program=Program(command=shlex.join(sys.argv), step=self._name, torch=torch.__version__, mode=self._mode),
             step=step, findings=findings, remedies=remedies, launches=seen.launches,
             busy_us=seen.busy_us, kernels=kernels, notes=[*self._notes(), *notes],
         )  # fmt: skip
+
+    @property
+    def _mode(self) -> str:
+        is_compiled = any(operation.op.startswith(NAMESPACE) for operation in self._watch.operations)
+        return "compiled" if is_compiled else "eager"
 
     def _other_attentions(
         self, operations: Sequence[Operation], samples: Mapping[tuple[object, ...], Sample]

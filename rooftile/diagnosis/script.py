@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from rooftile.diagnosis.dispatched import optimiser_steps
 from rooftile.diagnosis.steps import Finished, Steps, watching
-from rooftile.diagnosis.watch import optimiser_steps
 from rooftile.errors import InvalidInput
 
 

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from rooftile.diagnosis.compiled import NAMESPACE, Kernel, watched_kernels
 from rooftile.diagnosis.where import user_line
 
 CAUSES = ("host", "sync", "copy", "dependency")
@@ -101,6 +102,8 @@ class Profiled:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu
         self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.__enter__()
+        self._kernels = watched_kernels(_named)
+        self._kernels.__enter__()
         self._lines = _Lines()
         self._lines.__enter__()
         self._start = time.time_ns()
@@ -111,11 +114,18 @@ class Profiled:
             torch.cuda.synchronize()
         end = time.time_ns()
         self._lines.__exit__()
+        self._kernels.__exit__(*error)
         self._profiler.__exit__(*error)
         if error[0] is None:
             events = list(self._profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
             names = frozenset(self._names())
             self.timeline = _read(events, (self._start, end), self._lines.seen, self._on_gpu, names)
+
+
+def _named(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a generated kernel, of which the profiler knows nothing on a CPU, under its name."""
+    with record_function(f"{NAMESPACE}::{kernel.name}"):
+        return kernel(*args, **kwargs)
 
 
 def _read(

@@ -7,7 +7,7 @@ experiments run on.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -16,107 +16,20 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from rooftile.diagnosis.counts import count, is_free
+from rooftile.diagnosis.compiled import NAMESPACE, Kernel
+from rooftile.diagnosis.counts import Counted, count
 from rooftile.diagnosis.counts.arithmetic import dtype_name
 from rooftile.diagnosis.counts.fusable import is_fusable
-from rooftile.diagnosis.counts.traffic import by_storage, tensors, touched
-from rooftile.diagnosis.modules import Modules
+from rooftile.diagnosis.counts.traffic import by_storage, distinct, tensors, touched
+from rooftile.diagnosis.dispatched import Dispatched
 from rooftile.diagnosis.records import Call, Operation, Sample
 from rooftile.diagnosis.where import user_line
 
 
-class OptimiserSteps:
-    """Knows whether an optimiser's step runs, while at least one block of `optimiser_steps` is open."""
-
-    def __init__(self) -> None:
-        self.running = 0
-        self._open = 0
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._open += 1
-        if self._open == 1:
-            self.running = 0
-            self._hooks = [
-                register_optimizer_step_pre_hook(lambda *unused: self._count(1)),
-                register_optimizer_step_post_hook(lambda *unused: self._count(-1)),
-            ]
-
-    def __exit__(self, *unused: object) -> None:
-        self._open -= 1
-        if not self._open:
-            for hook in self._hooks:
-                hook.remove()
-
-    def _count(self, change: int) -> None:
-        self.running += change
-
-
-# a step may begin and end within an optimiser's hook, where no hook can be added: who watches such steps opens it before
-optimiser_steps = OptimiserSteps()
-
-
-class _Dispatched(TorchDispatchMode):
-    """Calls `seen` for every operator that runs something."""
-
-    def __init__(self, seen: Callable[..., None]) -> None:
-        super().__init__()
-        self._seen = seen
-        self._modules = Modules()
-
-    def __enter__(self) -> Any:
-        optimiser_steps.__enter__()
-        self._modules.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._modules.__exit__(*error)
-        optimiser_steps.__exit__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if not _in_backward():
-            self._modules.note()
-        if not isinstance(func, OpOverload) or is_free(func):
-            return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled() and func.namespace == "aten" and func._can_decompose():
-            # in inference mode an operator made of others comes whole; the others have rules
-            TorchDispatchMode.__enter__(self)
-            try:
-                result = func.decompose(*args, **kwargs)
-            finally:
-                TorchDispatchMode.__exit__(self, None, None, None)
-            if result is not NotImplemented:
-                return result
-        before = self._before(func, args, kwargs)
-        result = func(*args, **kwargs)
-        self._seen(func, args, kwargs, result, before)
-        return result
-
-    def _before(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Looks at the arguments before the operator changes them."""
-        return None
-
-    @property
-    def phase(self) -> str:
-        if optimiser_steps.running:
-            return "optimiser"
-        return "backward" if _in_backward() else "forward"
-
-    @property
-    def module(self) -> str:
-        """The innermost module that runs, or whose backward runs; "" outside of all."""
-        # a checkpoint calls modules within the backward
-        return self._modules.called if self._modules.called or not _in_backward() else self._modules.of_backward
-
-
-class Watch(_Dispatched):
+class Watch(Dispatched):
     """Watches the step that runs in its block; `operations`, `calls` and `kept` are there afterwards.
 
     It keeps no tensor alive.
@@ -140,29 +53,31 @@ class Watch(_Dispatched):
         """A row for each operator in each module and phase with the same shapes, in the order of their first calls."""
         return [row.operation() for row in self._rows.values()]
 
-    def _note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any) -> None:
+    def _note(self, func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any) -> None:
         key = (self.module, self.phase, *_signature(func, args, kwargs))
         row = self._rows.get(key)
         if row is None:
             row = self._rows[key] = _Row(
-                key=key, counted=count(func, args, kwargs, result), where=user_line(sys._getframe()),
+                key=key, counted=_count(func, args, kwargs, result), where=user_line(sys._getframe()),
                 dtype=dtype_name((args, kwargs, result)), device=_device((args, kwargs, result)), indices=[],
             )  # fmt: skip
             self._numbers[key] = len(self._numbers)
         row.indices.append(len(self.calls))
-        read, written = touched(func, args, kwargs, result)
+        # what a compiler has fused needs no other fusion
+        fusable = not isinstance(func, Kernel) and is_fusable(func, args, kwargs)
+        read, written = func.touched(args) if isinstance(func, Kernel) else touched(func, args, kwargs, result)
         for x in (*read, *written):
             if x.layout == torch.strided and x.untyped_storage()._cdata not in self._storages:
                 storage = x.untyped_storage()
                 self._storages[storage._cdata] = StorageWeakRef(storage)
         call = Call(
             row=self._numbers[key], reads=by_storage(read), writes=by_storage(written),
-            pointwise=is_fusable(func, args, kwargs), again=self.phase == "backward" and _in_checkpoint(sys._getframe()),
+            pointwise=fusable, again=self.phase == "backward" and _in_checkpoint(sys._getframe()),
         )  # fmt: skip
         self.calls.append(call)
 
 
-class Record(_Dispatched):
+class Record(Dispatched):
     """Keeps copies of the inputs of the first call of each wanted operation; `samples` are there afterwards.
 
     Args:
@@ -176,7 +91,7 @@ class Record(_Dispatched):
         self._left = limit
         self.samples: dict[tuple[object, ...], Sample] = {}
 
-    def _before(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = (self.module, self.phase, *_signature(func, args, kwargs))
         operation = self._wanted.get(key)
         if operation is None or key in self.samples:
@@ -188,10 +103,10 @@ class Record(_Dispatched):
         copies: dict[int, Tensor] = {}
         return operation, tree_map(lambda x: _copied(x, copies), (args, kwargs))
 
-    def _note(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any) -> None:
+    def _note(self, func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any) -> None:
         if before is not None:
             operation, (given, named) = before
-            self.samples[operation.key] = Sample(operation, func, given, named)
+            self.samples[operation.key] = Sample(operation, func, given, named)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
@@ -212,13 +127,18 @@ class _Row:
         )  # fmt: skip
 
 
-def _signature(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _count(func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Counted:
+    if not isinstance(func, Kernel):
+        return count(func, args, kwargs, result)
+    read, written = func.touched(args)
+    return Counted(*func.arithmetic(args), distinct(read) + distinct(written))
+
+
+def _signature(func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     flat, _ = tree_flatten((args, kwargs))
+    if isinstance(func, Kernel):
+        return f"{NAMESPACE}::{func.name}", "", *[_kind(x) for x in flat]
     return func._schema.name, func._overloadname, *[_kind(x) for x in flat]
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _in_checkpoint(frame: FrameType | None) -> bool:

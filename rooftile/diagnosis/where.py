@@ -22,7 +22,8 @@ def user_line(frame: FrameType | None) -> str:
     the call of the whole model.
     """
     while frame is not None:
-        if _is_user(frame.f_code.co_filename):
+        # Inductor's generated code lies anywhere, and is one of PyTorch's modules
+        if _is_user(frame.f_code.co_filename) and not frame.f_globals.get("__name__", "").startswith("torch."):
             return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rooftile.diagnosis.compiled import Kernel
 from rooftile.diagnosis.records import Sample
 
 Run = Callable[[], Any]
@@ -44,6 +45,9 @@ def whole(sample: Sample) -> Run:
 
 def part(sample: Sample, share: float) -> Scaled | None:
     """The call on about `share` of its data, along a batch-like axis; None if no axis can be cut."""
+    if isinstance(sample.function, Kernel):
+        # its sizes are compiled in
+        return None
     args = list(sample.args)
     axes = _columns(_name(sample), args) or CUT.get(_name(sample), ()) or _common_axis(args)
     axes = tuple((n, axis) for n, axis in axes if n < len(args) and isinstance(args[n], Tensor) and args[n].ndim > axis)
