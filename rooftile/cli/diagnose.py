@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,11 +12,19 @@ from rooftile.cli.output import DeviceOption
 from rooftile.errors import InvalidInput
 from rooftile.hardware.device import device_of
 
+if TYPE_CHECKING:
+    from rooftile.diagnosis.diagnosis import Diagnosis
+
 
 def diagnose(
-    script: Annotated[str, typer.Argument(help="A Python script that trains or runs a model.")],
+    script: Annotated[str, typer.Argument(help="A Python script that trains or runs a model.")] = "",
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
     step: Annotated[str, typer.Option("--step", help="The function that is one step, such as train_step or Trainer.step.")] = "",
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", help="In place of a script: a model's folder, for a decode step and a prompt of LLM.")
+    ] = "",
+    batch: Annotated[int, typer.Option("--batch", help="Answers that decode at once, with --checkpoint.", min=1)] = 1,
+    context: Annotated[int, typer.Option("--context", help="Tokens of each answer and of the prompt.", min=1)] = 1024,
     device: DeviceOption = "auto",
     apply: Annotated[
         list[str] | None,
@@ -31,16 +39,32 @@ def diagnose(
     The step is the function that --step names; else what runs inside `with rooftile.diagnosis.step():`; else from one step of the
     optimiser to the next; else the call of a module. It is run some twenty times, and whatever it writes is written as often.
 
+    With --checkpoint it is the engine of `rooftile.LLM`: a step that decodes, and the reading of a prompt. --json FILE then has
+    the first, and FILE-prompt the second.
+
     Example: rooftile diagnose train.py --step train_step -- --batch 8
     """
-    from rooftile.diagnosis.program import diagnose_script
-
+    if bool(script) == bool(checkpoint):
+        raise InvalidInput("diagnose takes a script or --checkpoint FOLDER; give one of them")
     if json is not None and (json.is_dir() or not json.resolve().parent.is_dir()):
         raise InvalidInput(f"--json {json} cannot be written; name a file in a folder that exists")
+    on = str(device_of(device))
+    if checkpoint:
+        from rooftile.diagnosis.checkpoint import diagnose_checkpoint
+
+        print(f"reading {checkpoint}; its steps are run some twenty times", file=sys.stderr, flush=True)
+        both = diagnose_checkpoint(checkpoint, batch=batch, context=context, device=on, apply=apply or (), budget=budget)
+        for found, part in zip(both, ("", "-prompt"), strict=True):
+            _show(found, ops, json and json.with_stem(json.stem + part))
+        return
+    from rooftile.diagnosis.program import diagnose_script
+
     print(f"running {script}; its step is run some twenty times, and writes as often what it writes", file=sys.stderr, flush=True)
-    found = diagnose_script(
-        script, arguments or [], function=step or None, device=str(device_of(device)), apply=apply or (), budget=budget
-    )
+    found = diagnose_script(script, arguments or [], function=step or None, device=on, apply=apply or (), budget=budget)
+    _show(found, ops, json)
+
+
+def _show(found: Diagnosis, ops: int, json: Path | None) -> None:
     print(found.text(ops))
     if json is not None:
         json.write_text(found.to_json() + "\n")
