@@ -44,11 +44,15 @@ def diagnose(
 
     Example: rooftile diagnose train.py --step train_step -- --batch 8
     """
+    from rooftile.diagnosis import ranks
+
     if bool(script) == bool(checkpoint):
         raise InvalidInput("diagnose takes a script or --checkpoint FOLDER; give one of them")
     if json is not None and (json.is_dir() or not json.resolve().parent.is_dir()):
         raise InvalidInput(f"--json {json} cannot be written; name a file in a folder that exists")
     on = str(device_of(device))
+    if json is not None:
+        ranks.forget(json)
     if checkpoint:
         from rooftile.diagnosis.checkpoint import diagnose_checkpoint
 
@@ -65,6 +69,17 @@ def diagnose(
 
 
 def _show(found: Diagnosis, ops: int, json: Path | None) -> None:
-    print(found.text(ops))
+    from rooftile.diagnosis import ranks
+
+    rank = ranks.Rank.here()
+    if rank.world == 1:
+        print(found.text(ops))
+        if json is not None:
+            json.write_text(found.to_json() + "\n")
+        return
+    if rank.number == 0:
+        print(found.text(ops), flush=True)
     if json is not None:
-        json.write_text(found.to_json() + "\n")
+        print(ranks.write(found, rank, json), end="\n" if rank.number == 0 else "")
+    elif rank.number:
+        print(f"rank {rank.number}: {found.sentence}", flush=True)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from rooftile.diagnosis.output.rows import Op, Program, Step, row
-from rooftile.diagnosis.output.table import text
+from rooftile.diagnosis.output.table import sentence, text
 from rooftile.diagnosis.remedies.remedy import Remedy, ranked
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import CAUSES, StepEvidence, classify_step
@@ -43,6 +43,11 @@ class Diagnosis:
         return text(
             self.program, self.step, self.ops, self.remedies, uncounted=self.uncounted, notes=self.notes, rows=rows
         )
+
+    @property
+    def sentence(self) -> str:
+        """The diagnosis in a sentence or two."""
+        return sentence(self.step, self.ops, self.remedies)
 
     def measured(self, name: str, saved_us: float) -> Diagnosis:
         """Returns the diagnosis with the measured saving of a remedy beside its predicted one.

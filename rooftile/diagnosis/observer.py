@@ -24,6 +24,7 @@ from rooftile.diagnosis.remedies.propose import BATCHED, PRODUCTS, Seen, propose
 from rooftile.diagnosis.remedies.remedy import PAD
 from rooftile.diagnosis.steps import Role, Timed
 from rooftile.diagnosis.timeline import Profiled, Timeline
+from rooftile.diagnosis.verdicts.classify import COLLECTIVES
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.diagnosis.watch import Record, Watch
@@ -92,7 +93,9 @@ class Observer:
 
     def _leading(self) -> list[Operation]:
         """The operations that explain most of the time, longest first."""
-        ranked = sorted(self._watch.operations, key=self._us, reverse=True)
+        # a collective alone would wait for the other processes for ever
+        alone = [operation for operation in self._watch.operations if not operation.op.startswith(COLLECTIVES)]
+        ranked = sorted(alone, key=self._us, reverse=True)
         total, so_far, chosen = sum(map(self._us, ranked)), 0.0, []
         for operation in ranked[:MOST_OPERATIONS]:
             chosen.append(operation)
