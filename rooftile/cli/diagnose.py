@@ -32,6 +32,7 @@ def diagnose(
     ] = None,
     ops: Annotated[int, typer.Option("--ops", help="How many operators to print.", min=1)] = 20,
     budget: Annotated[float, typer.Option("--budget", help="Seconds that the experiments may take.")] = 60.0,
+    ncu: Annotated[bool, typer.Option("--ncu", help="Check predicted bytes by Nsight Compute's counters, on a GPU.")] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis as JSON to this file.")] = None,
 ) -> None:
     """Finds what bounds a script's step: memory, compute, overhead or the host, operator by operator.
@@ -57,14 +58,14 @@ def diagnose(
         from rooftile.diagnosis.checkpoint import diagnose_checkpoint
 
         print(f"reading {checkpoint}; its steps are run some twenty times", file=sys.stderr, flush=True)
-        both = diagnose_checkpoint(checkpoint, batch=batch, context=context, device=on, apply=apply or (), budget=budget)
+        both = diagnose_checkpoint(checkpoint, batch=batch, context=context, device=on, apply=apply or (), budget=budget, ncu=ncu)
         for found, part in zip(both, ("", "-prompt"), strict=True):
             _show(found, ops, json and json.with_stem(json.stem + part))
         return
     from rooftile.diagnosis.program import diagnose_script
 
     print(f"running {script}; its step is run some twenty times, and writes as often what it writes", file=sys.stderr, flush=True)
-    found = diagnose_script(script, arguments or [], function=step or None, device=on, apply=apply or (), budget=budget)
+    found = diagnose_script(script, arguments or [], function=step or None, device=on, apply=apply or (), budget=budget, ncu=ncu)
     _show(found, ops, json)
 
 

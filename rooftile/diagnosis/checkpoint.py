@@ -25,7 +25,7 @@ SPARE = 8
 
 def diagnose_checkpoint(
     model: str | Path | Decoder, *, batch: int = 1, context: int = 1024, device: str = "auto", apply: Sequence[str] = (),
-    budget: float = 60.0,
+    budget: float = 60.0, ncu: bool = False,
 ) -> tuple[Diagnosis, Diagnosis]:  # fmt: skip
     """Diagnoses a step in which `batch` answers of about `context` tokens each get one more, and a prompt of `context` tokens.
 
@@ -38,6 +38,7 @@ def diagnose_checkpoint(
         device: "cpu", "cuda" or "auto".
         apply: remedies to try, as in `rooftile.diagnose`.
         budget: seconds for the experiments of each of the two.
+        ncu: also count bytes by Nsight Compute.
 
     Returns:
         The diagnosis of the decode step, and that of the prompt.
@@ -63,11 +64,11 @@ def diagnose_checkpoint(
             engine.step()
 
         decode.__qualname__ = f"decode step of {batch} answers of {context} tokens"
-        decoded = diagnose(decode, apply=apply, budget=budget)
-    return decoded, _of_prompt(engine, context, apply, budget)
+        decoded = diagnose(decode, apply=apply, budget=budget, ncu=ncu)
+    return decoded, _of_prompt(engine, context, apply, budget, ncu)
 
 
-def _of_prompt(engine: Engine, context: int, apply: Sequence[str], budget: float) -> Diagnosis:
+def _of_prompt(engine: Engine, context: int, apply: Sequence[str], budget: float, ncu: bool) -> Diagnosis:
     rng, vocabulary = Random(0), engine.runner.decoder.config.vocab_size
     ids = [rng.randrange(vocabulary) for _ in range(context)]
 
@@ -77,4 +78,4 @@ def _of_prompt(engine: Engine, context: int, apply: Sequence[str], budget: float
             engine.step()
 
     read.__qualname__ = f"prompt of {context} tokens"
-    return diagnose(read, apply=apply, budget=budget)
+    return diagnose(read, apply=apply, budget=budget, ncu=ncu)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import torch
 
-from rooftile.diagnosis import machine
+from rooftile.diagnosis import counters, machine
 from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.experiments.measure import Limits, evidence
@@ -50,13 +51,16 @@ class Observer:
         resized: gives the step with the batch times a factor; None where no axis of the inputs is one. Without it the batch
             stays.
         pads: also times products with padded sizes.
+        ncu: also counts bytes by Nsight Compute.
     """
 
     def __init__(
         self, name: str, device: torch.device, budget: float,
         resized: Callable[[float], Callable[[], None] | None] | None = None, pads: bool = False,
+        ncu: bool = False,
     ) -> None:  # fmt: skip
         self._name, self._device, self._budget, self._resized, self._pads = name, device, budget, resized, pads
+        self._ncu = ncu
         self._taken: list[float] = []
         self._watch = Watch()
         self._profiled = Profiled(device, lambda: {operation.op for operation in self._watch.operations})
@@ -112,10 +116,15 @@ class Observer:
         end = time.perf_counter() + self._budget
         attentions = self._other_attentions(operations, samples)
         each = self._budget / max(len(samples), 1)
+        counted: list[dict[str, Any]] = []
+        notes: list[str] = []
+        if self._ncu and self._device.type == "cuda":
+            counted, notes = counters.count(list(samples.values()))
+        elif self._ncu:
+            notes = ["ncu counts on a GPU only"]
         found: dict[int, Finding] = {}
         padded_us: dict[int, float] = {}
         narrower: dict[int, float] = {}
-        notes: list[str] = []
         # the most expensive first, as the budget may end
         for row in sorted(range(len(operations)), key=lambda row: -self._us(operations[row])):
             operation = operations[row]
@@ -147,7 +156,7 @@ class Observer:
             machine=describe(self._device).json(), ceilings=machine.of_json(self._device, measured),
             program=Program(command=shlex.join(sys.argv), step=self._name, torch=torch.__version__, mode=self._mode),
             step=step, findings=findings, remedies=remedies, launches=seen.launches,
-            busy_us=seen.busy_us, kernels=kernels, notes=[*self._notes(), *notes],
+            busy_us=seen.busy_us, kernels=kernels, counters=counted, notes=[*self._notes(), *notes],
         )  # fmt: skip
 
     @property

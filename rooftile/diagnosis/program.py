@@ -16,7 +16,7 @@ from rooftile.diagnosis.steps import Finished, Steps
 
 def diagnose_script(
     path: str, arguments: Sequence[str] = (), *, function: str | None = None, device: str = "cpu", apply: Sequence[str] = (),
-    budget: float = 60.0,
+    budget: float = 60.0, ncu: bool = False,
 ) -> Diagnosis:  # fmt: skip
     """Runs a script, finds its step and diagnoses it; see `diagnosis.script` for what counts as a step.
 
@@ -30,6 +30,7 @@ def diagnose_script(
         device: where its step runs.
         apply: remedies to try, as in `rooftile.diagnose`; a script is run once more for each.
         budget: seconds that the experiments may take.
+        ncu: also count bytes by Nsight Compute.
 
     Raises:
         InvalidInput: there is no such file, no step was found, or the script ended before enough steps were seen.
@@ -37,7 +38,7 @@ def diagnose_script(
     check(apply)
     found: list[Diagnosis] = []
     on = torch.device(device)
-    observer = Observer(f"a step of {path}", on, budget, pads="pad" in apply)
+    observer = Observer(f"a step of {path}", on, budget, pads="pad" in apply, ncu=ncu)
 
     def done() -> None:
         found.append(observer.conclude())
@@ -51,7 +52,7 @@ def diagnose_script(
         return call.function(*call.args, **call.kwargs)
 
     step.__qualname__ = call.name
-    return diagnose(step, apply=apply, budget=budget)
+    return diagnose(step, apply=apply, budget=budget, ncu=ncu)
 
 
 def _again(path: str, arguments: Sequence[str], trial: Trial) -> None:

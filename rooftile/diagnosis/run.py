@@ -18,7 +18,7 @@ from rooftile.errors import InvalidInput
 
 def diagnose(
     function: Callable[..., Any] | nn.Module, *inputs: Any, backward: bool = False, apply: Sequence[str] = (),
-    budget: float = 60.0,
+    budget: float = 60.0, ncu: bool = False,
 ) -> Diagnosis:  # fmt: skip
     """Finds what bounds a function or module: memory, compute, overhead, the host; operator by operator and as a whole.
 
@@ -32,6 +32,7 @@ def diagnose(
         apply: remedies to try, so that their savings are measured beside the predictions: "graph", "compile", "attention",
             "dtype", "batch", "pad".
         budget: seconds that the experiments may take, beyond the steps themselves and what `apply` takes.
+        ncu: also run the leading operators under Nsight Compute, and set the bytes that it counts beside the predicted ones.
 
     Returns:
         A `Diagnosis`: `print` it for the table, `to_json()` for a file.
@@ -73,7 +74,7 @@ def diagnose(
         return other
 
     device = _device_of(function, inputs)
-    observer = Observer(name, device, budget, resized, pads="pad" in apply)
+    observer = Observer(name, device, budget, resized, pads="pad" in apply, ncu=ncu)
     steps = Steps(observer.roles, lambda: found.append(observer.conclude()))
     with unchanged(state_of(function, inputs)):
         for _ in range(steps.needed):

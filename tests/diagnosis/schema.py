@@ -50,6 +50,13 @@ OP = fixed(
     }
 )  # fmt: skip
 
+COUNTER = fixed(
+    {
+        "module": STRING, "op": STRING, "phase": STRING, "bytes": optional("integer"), "dram_bytes": NUMBER,
+        "l2_bytes": NUMBER, "flops": optional("integer"), "tensor_flops": optional("number"), "kernels": INTEGER,
+    }
+)  # fmt: skip
+
 SCHEMA = fixed(
     {
         "form": {"enum": ["rooftile.diagnosis/1"]},
@@ -71,7 +78,7 @@ SCHEMA = fixed(
             "name": STRING, "ops": listed(INTEGER), "predicted_us": NUMBER, "measured_us": optional("number"),
             "how": STRING, "changes": {"enum": ["nothing", "rounding", "memory"]},
         })),
-        "uncounted": listed(STRING), "counters": listed({"type": "object"}), "notes": listed(STRING),
+        "uncounted": listed(STRING), "counters": listed(COUNTER), "notes": listed(STRING),
     }
 )  # fmt: skip
 

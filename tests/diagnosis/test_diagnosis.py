@@ -26,6 +26,11 @@ STEP = StepEvidence(
     why_not={"half": "the batch is 1"},
 )  # fmt: skip
 
+COUNTED = {
+    "module": "head", "op": "aten::mm", "phase": "forward", "bytes": 1000, "dram_bytes": 1010.0, "l2_bytes": 2500.0,
+    "flops": 10, "tensor_flops": None, "kernels": 1,
+}  # fmt: skip
+
 
 def findings() -> list[Finding]:
     norm = finding(GPU, Work(bytes=4e8, flops=1e8), calls=40, index=0, op="aten::native_layer_norm")
@@ -46,7 +51,7 @@ def example(**changes: object) -> Diagnosis:
     given = {
         "machine": {"name": "NVIDIA H200"}, "ceilings": {"copy_gbs": 4000.0}, "program": PROGRAM, "step": STEP,
         "findings": its, "remedies": [narrow, graph, None], "launches": 1185, "peak_bytes": 10**9, "busy_us": 7300.0,
-        "kernels": {3: ["sm90_gemm"]}, "counters": [{"op": 0, "dram_bytes": 1}], "notes": ["two ranks"],
+        "kernels": {3: ["sm90_gemm"]}, "counters": [COUNTED], "notes": ["two ranks"],
     }  # fmt: skip
     return diagnosis(**given | changes)  # type: ignore[arg-type]
 

@@ -6,7 +6,8 @@ An operator has two lines: its numbers, and below them the verdict with what con
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rooftile.diagnosis.output.rows import Op, Program, Step
 from rooftile.diagnosis.output.units import count, digits, duration, percent
@@ -23,7 +24,7 @@ PHASES = {"forward": "", "backward": "bwd ", "optimiser": "opt "}
 
 def text(
     program: Program, step: Step, ops: Sequence[Op], remedies: Sequence[Remedy], *,
-    uncounted: Sequence[str] = (), notes: Sequence[str] = (), rows: int = 20,
+    uncounted: Sequence[str] = (), counters: Sequence[Mapping[str, Any]] = (), notes: Sequence[str] = (), rows: int = 20,
 ) -> str:  # fmt: skip
     """Returns the whole text.
 
@@ -39,6 +40,11 @@ def text(
         lines.append(f"... and {len(rest)} more: {duration(sum(op.time_us for op in rest))}")
     if remedies:
         lines += ["", *_remedies(step, remedies)]
+    if counters:
+        lines += ["", "Bytes of one call: predicted, and counted in main memory and in L2"]
+        for row in counters:
+            predicted, dram, l2 = (count(row[word], "B") for word in ("bytes", "dram_bytes", "l2_bytes"))
+            lines += wrap(f"{row['module']} {row['op'].split('::')[-1]}: {predicted}, {dram}, {l2}", indent="    ", first="  ")
     if uncounted:
         lines += ["", *wrap(f"Not counted, because no rule has their formula: {', '.join(uncounted)}.")]
     for note in notes:
