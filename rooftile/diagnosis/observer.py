@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -65,12 +65,23 @@ class Observer:
         self._watch = Watch()
         self._profiled = Profiled(device, lambda: {operation.op for operation in self._watch.operations})
         self._record: Record | None = None
+        self._peak_bytes: int | None = None
 
     @property
     def roles(self) -> list[Role]:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
         timed: Role = lambda: Timed(self._device, self._taken)  # noqa: E731
-        return [nullcontext] * WARM_UPS + [timed] * TIMED_STEPS + [lambda: self._watch, lambda: self._profiled, self._recording]
+        warm_ups: list[Role] = [nullcontext] * (WARM_UPS - 1) + [self._peak]
+        return warm_ups + [timed] * TIMED_STEPS + [lambda: self._watch, lambda: self._profiled, self._recording]
+
+    @contextmanager
+    def _peak(self) -> Iterator[None]:
+        """Measures the memory that a step takes on a GPU."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        if self._device.type == "cuda":
+            self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
 
     def _recording(self) -> Record:
         self._record = Record(self._leading(), SAMPLES_LIMIT)
@@ -156,6 +167,7 @@ class Observer:
             machine=describe(self._device).json(), ceilings=machine.of_json(self._device, measured),
             program=Program(command=shlex.join(sys.argv), step=self._name, torch=torch.__version__, mode=self._mode),
             step=step, findings=findings, remedies=remedies, launches=seen.launches,
+            peak_bytes=self._peak_bytes,
             busy_us=seen.busy_us, kernels=kernels, counters=counted, notes=[*self._notes(), *notes],
         )  # fmt: skip
 

@@ -13,6 +13,9 @@ from rooftile.diagnosis.run import diagnose
 from rooftile.diagnosis.script import run
 from rooftile.diagnosis.steps import Finished, Steps
 
+# seconds that a script may take to reach its first step, where the budget does not give it more
+LEAST_PATIENCE = 60.0
+
 
 def diagnose_script(
     path: str, arguments: Sequence[str] = (), *, function: str | None = None, device: str = "cpu", apply: Sequence[str] = (),
@@ -44,7 +47,7 @@ def diagnose_script(
         found.append(observer.conclude())
         raise Finished
 
-    call = run(path, arguments, Steps(observer.roles, done), function=function)
+    call = run(path, arguments, Steps(observer.roles, done), function=function, patience=max(LEAST_PATIENCE, 10 * budget))
     if call is None:
         return tried(found[0], apply, on, lambda trial: _again(path, arguments, trial))
 

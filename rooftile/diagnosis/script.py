@@ -6,8 +6,12 @@ The step is, in this order: the function that the caller names; what runs inside
 
 from __future__ import annotations
 
+import _thread
+import os
 import runpy
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +24,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from rooftile.diagnosis.dispatched import optimiser_steps
 from rooftile.diagnosis.steps import Finished, Steps, watching
 from rooftile.errors import InvalidInput
+
+# outermost calls of modules without an optimiser's step, after which a program that goes on is one that only calls
+MANY_CALLS = 32
 
 
 class Call(NamedTuple):
@@ -39,7 +46,9 @@ class _Reached(BaseException):
         self.call = call
 
 
-def run(path: str, arguments: Sequence[str], steps: Steps, *, function: str | None = None) -> Call | None:
+def run(
+    path: str, arguments: Sequence[str], steps: Steps, *, function: str | None = None, patience: float = 600.0
+) -> Call | None:  # fmt: skip
     """Runs a script until its steps have been seen.
 
     Args:
@@ -47,23 +56,32 @@ def run(path: str, arguments: Sequence[str], steps: Steps, *, function: str | No
         arguments: its own, as in sys.argv[1:].
         steps: what is done at each step that the script marks, or that its optimiser ends.
         function: the name of its step's function, such as "train_step" or "Trainer.step".
+        patience: seconds until the first step; and seconds for which a script may call modules without one, until the call of a
+            module counts as its step.
 
     Returns:
         The call to be made again: of the named function, else of the outermost module. None if `steps` has seen all of its.
 
     Raises:
-        InvalidInput: there is no such file; the named function was never called; no step was found, or too few.
+        InvalidInput: there is no such file; the named function was never called; no step was found, or too few, or none in time.
     """
     if not Path(path).is_file():
         raise InvalidInput(f"{path} is not a file; give the path of a Python script")
     calls: list[Call] = []
-    with _as_main(path, arguments), watching(steps), _modules(calls), _optimisers(steps), _named(function):
+    with _as_main(path, arguments), watching(steps), _modules(calls, steps, patience), _optimisers(steps), _named(function):
+        alarm = _Alarm(patience, lambda: not steps.seen and not calls)
         try:
             runpy.run_path(path, run_name="__main__")
         except _Reached as reached:
             return reached.call
         except Finished:
             return None
+        except KeyboardInterrupt:
+            if not alarm.rang:
+                raise
+            raise InvalidInput(
+                f"{path} has reached no step in {patience:g} seconds; name a function by --step, or give it more by --budget"
+            ) from None
         except SystemExit as error:
             steps.abandon(error)
             if error.code not in (None, 0):
@@ -71,6 +89,11 @@ def run(path: str, arguments: Sequence[str], steps: Steps, *, function: str | No
         except BaseException as error:
             steps.abandon(error)
             raise
+        finally:
+            alarm.off()
+            if steps.is_elsewhere:
+                # a process that the script has forked has reached the script's end: nobody asked for its diagnosis
+                os._exit(0)
     if function is not None:
         raise InvalidInput(f"{path} never called {function}; name a function that it calls, as in --step train_step")
     if steps.seen:
@@ -96,14 +119,39 @@ def _as_main(path: str, arguments: Sequence[str]) -> Iterator[None]:
         sys.argv, sys.path[:] = kept
 
 
+class _Alarm:
+    """Interrupts the main thread after a time, if nothing has happened until then."""
+
+    def __init__(self, seconds: float, is_due: Callable[[], bool]) -> None:
+        self.rang = False
+        self._is_due = is_due
+        self._timer = threading.Timer(seconds, self._ring)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def off(self) -> None:
+        self._timer.cancel()
+
+    def _ring(self) -> None:
+        if self._is_due():
+            self.rang = True
+            _thread.interrupt_main()
+
+
 @contextmanager
-def _modules(calls: list[Call]) -> Iterator[None]:
-    """Keeps the last outermost call of a module."""
+def _modules(calls: list[Call], steps: Steps, patience: float) -> Iterator[None]:
+    """Keeps the last outermost call of a module, and ends a script that goes on calling modules without any other step."""
     original = nn.Module.__call__
-    depth = 0
+    depth = count = 0
+    first = 0.0
 
     def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal depth
+        nonlocal depth, count, first
+        if depth == 0 and not steps.seen and not steps.is_marked:
+            count += 1
+            first = first or time.monotonic()
+            if count > MANY_CALLS and time.monotonic() - first > patience:
+                raise _Reached(calls[0])
         if depth == 0:
             calls[:] = [Call(self, args, kwargs, f"the call of {type(self).__name__}")]
         depth += 1

@@ -7,6 +7,7 @@ program goes from step to step.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,6 +30,7 @@ class Steps:
         self._done = done
         self._open: AbstractContextManager[Any] | None = None
         self.seen = 0
+        self._process = os.getpid()
         self.is_marked = False  # the program says itself where its steps are
 
     @property
@@ -36,14 +38,19 @@ class Steps:
         """How many steps there must be."""
         return len(self._roles)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this is a process that the program has forked: its steps are not those that were asked about."""
+        return os.getpid() != self._process
+
     def begin(self) -> None:
-        if self.seen < len(self._roles):
+        if not self.is_elsewhere and self.seen < len(self._roles):
             self._open = self._roles[self.seen]()
             self._open.__enter__()
 
     def end(self) -> None:
         role, self._open = self._open, None
-        if role is None:
+        if role is None or self.is_elsewhere:
             return
         role.__exit__(None, None, None)
         self.seen += 1
@@ -58,7 +65,7 @@ class Steps:
     def abandon(self, error: BaseException) -> None:
         """Leaves the open step, because the program ended or failed in it."""
         role, self._open = self._open, None
-        if role is not None:
+        if role is not None and not self.is_elsewhere:
             role.__exit__(type(error), error, error.__traceback__)
 
 

@@ -154,7 +154,9 @@ def test_a_step_that_fails_fails_here_too() -> None:
 
 
 SCRIPT = """
+import os
 import sys
+import time
 import torch
 from torch import nn
 import rooftile
@@ -194,6 +196,18 @@ def main(kind):
     if kind == "short":
         for _ in range(2):
             train_step(x)
+    if kind == "serves":
+        while True:
+            model(x)
+    if kind == "waits":
+        while True:
+            time.sleep(0.01)
+    if kind == "forks":
+        if os.fork() == 0:
+            train_step(x)
+            return
+        while True:
+            train_step(x)
     if kind == "fails":
         train_step(x)
         raise ValueError("the script's own")
@@ -221,11 +235,12 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("optimiser", None, {"forward", "backward", "optimiser"}),
         ("marked", None, {"forward", "backward", "optimiser"}),
         ("module", None, {"forward"}),
+        ("forks", None, {"forward", "backward", "optimiser"}),
     ],
 )
 def test_a_scripts_step_is_found(script: str, kind: str, function: str | None, phases: set[str]) -> None:
     call = nn.Module.__call__
-    found = diagnose_script(script, [kind], function=function, budget=0.5)
+    found = diagnose_script(script, [kind], function=function, budget=0.2)
     assert {op.phase for op in found.ops} == phases
     assert leading(found, "addmm").calls == 1
     assert nn.Module.__call__ is call
@@ -245,6 +260,14 @@ def test_a_scripts_step_is_found(script: str, kind: str, function: str | None, p
 def test_a_script_without_a_step_gets_a_sentence(script: str, kind: str, function: str | None, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         diagnose_script(script, [kind], function=function, budget=0.5)
+
+
+def test_a_script_that_never_ends(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rooftile.diagnosis.program.LEAST_PATIENCE", 2.0)
+    # one that calls a module for ever: the call is its step
+    assert {op.phase for op in diagnose_script(script, ["serves"], budget=0.2).ops} == {"forward"}
+    with pytest.raises(InvalidInput, match="has reached no step in 2 seconds"):
+        diagnose_script(script, ["waits"], budget=0.2)
 
 
 def test_a_script_that_fails_shows_its_own_error(script: str) -> None:

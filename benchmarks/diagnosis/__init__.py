@@ -1,0 +1,1 @@
+"""Diagnoses of programs that nobody has tuned for `rooftile diagnose`."""
