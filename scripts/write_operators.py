@@ -36,6 +36,7 @@ COMPUTES = {
     "normalise": "a layer norm or an RMS norm",
     "add_norm": "a residual stream with x added, and the norm of the sum",
     "gated": "a gated activation",
+    "linear": "a linear projection, batch-invariant",
     "rotate": "rotary positions",
     "write_kv": "keys and values written into a paged cache",
     "write_kv_and_rotate": "the same, with queries rotated",

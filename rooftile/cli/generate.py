@@ -60,6 +60,9 @@ def generate(
     dtype: Annotated[
         str, typer.Option("--dtype", help="Dtype of the model: bf16, fp16, fp32; auto for the checkpoint's.")
     ] = "auto",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits whatever runs beside a prompt, at the price of speed.")
+    ] = False,
     download: Annotated[
         bool, typer.Option("--download", help="Download a named model that is not in the Hugging Face Hub's cache here.")
     ] = False,
@@ -92,7 +95,7 @@ def generate(
         say(f"reading {model}")
         llm = LLM(
             folder, dtype=DTYPES.get(dtype, dtype), device=target, max_model_len=max_model_len, num_blocks=num_blocks,
-            kv_dtype=kv_dtype,
+            kv_dtype=kv_dtype, deterministic=deterministic,
         )  # fmt: skip
     run = _Run(llm, prompts, params, chat=chat)
     if json:

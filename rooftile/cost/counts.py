@@ -48,6 +48,11 @@ def _add_norm(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(0, _nbytes(arguments), _nbytes(results) + _nbytes(arguments[1]))
 
 
+def _linear(arguments: tuple[Any, ...], results: Any) -> Work:
+    x, weight, _ = arguments
+    return Work(2 * x.shape[0] * weight.numel(), _nbytes(arguments), _nbytes(results))
+
+
 def _write(arguments: tuple[Any, ...], results: Any) -> Work:
     k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale = arguments
     tokens = int((slots >= 0).sum())
@@ -170,6 +175,7 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "normalise": _once,
     "add_norm": _add_norm,
     "gated": _once,
+    "linear": _linear,
     "rotate": _once,
     "write_kv": _write,
     "write_kv_and_rotate": _write_and_rotate,

@@ -14,7 +14,7 @@ from rooftile.errors import InvalidInput
 from rooftile.fused import Rotation, add_norm, normalise
 from rooftile.models import weights
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Attend, Layer, Memory, Norm, capped
+from rooftile.models.layers import Attend, Layer, Memory, Multiply, Norm, capped
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -106,13 +106,14 @@ class Decoder(nn.Module):
                     weight.normal_(0.0, 0.02, generator=generator)
         return decoder
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, multiply: Multiply = linear) -> Tensor:
         """Returns the hidden states (total, hidden) after the last norm.
 
         Args:
             tokens: token ids, (total,) int64.
             positions: their positions in their sequences, (total,) int64.
             attend: computes attention.
+            multiply: computes the linear projections; `rooftile.fused.linear` is the batch-invariant one.
         """
         stream = self.embedding.index_select(0, tokens)
         if self.config.embedding_scale is not None:
@@ -121,27 +122,30 @@ class Decoder(nn.Module):
             stream = stream + self.positions.index_select(0, positions)
         rotations = self._rotations(positions)
         if not self.config.pre_norms:
-            return self._forward_without_pre_norms(stream, rotations, attend)
+            return self._forward_without_pre_norms(stream, rotations, attend, multiply)
         # each norm is fused with the addition before it, which belongs to the previous layer
         layers = list(self.layers)
         following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
         x = normalise(stream, _there(layers[0].attention_norm))
         for n, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
-            x = layer.attention(n, x, rotations[n], attend)
+            x = layer.attention(n, x, rotations[n], attend, multiply)
             x, stream = add_norm(x, stream, _there(layer.ffn_norm), post=layer.attention_post_norm)
-            x, stream = add_norm(layer.feed_forward(x), stream, _there(next_norm), post=layer.ffn_post_norm)
+            x, stream = add_norm(layer.feed_forward(x, multiply), stream, _there(next_norm), post=layer.ffn_post_norm)
         return x
 
-    def _forward_without_pre_norms(self, stream: Tensor, rotations: list[Rotation | None], attend: Attend) -> Tensor:
+    def _forward_without_pre_norms(
+        self, stream: Tensor, rotations: list[Rotation | None], attend: Attend, multiply: Multiply
+    ) -> Tensor:
         """Runs layers that read the stream as it is, and normalise only what they add to it."""
         for n, layer in enumerate(self.layers):
-            stream = stream + normalise(layer.attention(n, stream, rotations[n], attend), _there(layer.attention_post_norm))
-            stream = stream + normalise(layer.feed_forward(stream), _there(layer.ffn_post_norm))
+            added = layer.attention(n, stream, rotations[n], attend, multiply)
+            stream = stream + normalise(added, _there(layer.attention_post_norm))
+            stream = stream + normalise(layer.feed_forward(stream, multiply), _there(layer.ffn_post_norm))
         return normalise(stream, self.norm)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, multiply: Multiply = linear) -> Tensor:
         """Returns logits (n, vocab) of hidden states (n, hidden), in the model's dtype, or in fp32 after a softcap."""
-        scores = linear(hidden, self.head)
+        scores = multiply(hidden, self.head, None)
         if self.config.logit_divisor is not None:
             scores = scores / self.config.logit_divisor
         cap = self.config.logit_softcap

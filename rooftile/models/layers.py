@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +11,9 @@ from torch.nn import functional
 
 from rooftile.fused import ACTIVATIONS, Rotation, gated, normalise
 from rooftile.models.config import ModelConfig
+
+# x (total, in), a weight (out, in) and a bias (out,) or None, to (total, out)
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Memory(NamedTuple):
@@ -31,9 +35,9 @@ class Projection(nn.Module):
         self.weight = memory.parameter(outputs, inputs)
         self.bias = memory.parameter(outputs) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, multiply: Multiply = functional.linear) -> Tensor:
         """Projects x (total, in) to (total, out)."""
-        return functional.linear(x, self.weight, self.bias)
+        return multiply(x, self.weight, self.bias)
 
 
 class Norm(nn.Module):
@@ -87,23 +91,25 @@ class Layer(nn.Module):
         self.attention_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
         self.ffn_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
 
-    def attention(self, n: int, x: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def attention(
+        self, n: int, x: Tensor, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear
+    ) -> Tensor:
         """Returns what attention in layer n adds to the residual stream, before its post norm; x is normalised."""
         H, Hk, D = self.config.heads, self.config.kv_heads, self.config.head_dim
-        q, k, v = self.qkv(x).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
+        q, k, v = self.qkv(x, multiply).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             if self.config.qk_norm_of_all_heads:
                 q = normalise(q.flatten(1), self.q_norm).unflatten(1, (H, D))
                 k = normalise(k.flatten(1), self.k_norm).unflatten(1, (Hk, D))
             else:
                 q, k = normalise(q, self.q_norm), normalise(k, self.k_norm)
-        return self._scaled(self.o(attend(n, q, k, v, rotation).flatten(1)))
+        return self._scaled(self.o(attend(n, q, k, v, rotation).flatten(1), multiply))
 
-    def feed_forward(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor, multiply: Multiply = functional.linear) -> Tensor:
         """Returns what the feed-forward adds to the residual stream, before its post norm; x is normalised."""
-        x = self.up(x)
+        x = self.up(x, multiply)
         x = gated(x, self.config.activation) if self.config.gated else ACTIVATIONS[self.config.activation](x)
-        return self._scaled(self.down(x))
+        return self._scaled(self.down(x, multiply))
 
     def _scaled(self, x: Tensor) -> Tensor:
         scale = self.config.residual_scale

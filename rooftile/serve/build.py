@@ -47,7 +47,7 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     else:
         pool = ReservedPool(num_blocks, config.block_size, reserve=max_len)
     return Engine(
-        Runner(decoder, pages, config.max_num_seqs, max_len, graphs=not config.enforce_eager),
+        Runner(decoder, pages, config.max_num_seqs, max_len, graphs=not config.enforce_eager, deterministic=config.deterministic),
         pool,
         max_len=max_len,
         max_answers=config.max_num_seqs,
@@ -116,7 +116,7 @@ def start_compiling(
     thread = ThreadPoolExecutor(1)
     compiled = thread.submit(
         compile_kernels, shape, computed, device, size=config.block_size, kv_dtype=config.cache_dtype(computed),
-        longest=min(config.max_batched_tokens, max_len),
+        longest=min(config.max_batched_tokens, max_len), deterministic=config.deterministic,
     )  # fmt: skip
     # a caller whose folder has no weights hears that at once, and does not wait for kernels
     thread.shutdown(wait=False)

@@ -40,6 +40,7 @@ class EngineConfig:
         max_num_seqs: the most answers that run at once.
         enforce_eager: run without CUDA graphs.
         enable_prefix_caching: whether prompts that begin alike share what is cached.
+        deterministic: whether an answer's bits may not depend on what runs beside it (see `LLM`).
         seed: makes the samples of requests without a seed of their own the same in each run, if the requests come in the same
             order; None for random samples.
         tokenizer: a folder with another tokenizer than the model's.
@@ -70,6 +71,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
+    deterministic: bool = False
     seed: int | None = None
     tokenizer: str | Path | None = None
     download: bool = False
@@ -99,7 +101,7 @@ class EngineConfig:
 
         if self.generation_config not in ("auto", "none"):
             raise InvalidInput(f'generation_config is {self.generation_config!r}; must be "auto" or "none"')
-        for name in ("enforce_eager", "enable_prefix_caching", "download"):
+        for name in ("enforce_eager", "enable_prefix_caching", "deterministic", "download"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}; must be True or False")
         if self.dtype != "auto" and not isinstance(self.dtype, torch.dtype):

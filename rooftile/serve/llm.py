@@ -59,6 +59,10 @@ class LLM:
         max_num_seqs: the most answers that run at once.
         enforce_eager: run without CUDA graphs.
         enable_prefix_caching: whether prompts that begin alike share what is cached.
+        deterministic: whether tokens, logprobs and scores of a request are the same bits whatever runs beside it: alone or in
+            any batch, its prompt read at once or in chunks, preempted, or with a prefix found in the cache. Sampled tokens need
+            a seed besides. This holds on one machine with the same versions, dtypes and number of threads. It costs speed: a GPU
+            computes by Triton's kernels alone, a CPU reads the weights for each sequence.
         seed: makes the samples of requests without a seed of their own the same in each run; None for random samples.
         tokenizer: a folder with another tokenizer than the model's.
         download: whether a model that is named, and not in that cache, is downloaded.
@@ -84,15 +88,15 @@ class LLM:
         max_model_len: int | None = None, block_size: int = 16, num_blocks: int | None = None, max_batched_tokens: int = 8192,
         gpu_memory_utilization: float = 0.9, kv_dtype: str = "auto", allocator: Literal["paged", "contiguous"] = "paged",
         tensor_parallel_size: int = 1, *, max_num_seqs: int = 256, enforce_eager: bool = False,
-        enable_prefix_caching: bool = True, seed: int | None = None, tokenizer: str | Path | None = None,
-        download: bool = False, generation_config: Literal["auto", "none"] = "auto",
+        enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
+        tokenizer: str | Path | None = None, download: bool = False, generation_config: Literal["auto", "none"] = "auto",
     ) -> None:  # fmt: skip
         self.config = EngineConfig(
             dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
             max_batched_tokens=max_batched_tokens, gpu_memory_utilization=gpu_memory_utilization, kv_dtype=kv_dtype,
             allocator=allocator, tensor_parallel_size=tensor_parallel_size, max_num_seqs=max_num_seqs,
-            enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching, seed=seed, tokenizer=tokenizer,
-            download=download, generation_config=generation_config,
+            enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
+            deterministic=deterministic, seed=seed, tokenizer=tokenizer, download=download, generation_config=generation_config,
         )  # fmt: skip
         self.model = "a decoder" if isinstance(model, Decoder) else str(model)
         self._default_params = SamplingParams()

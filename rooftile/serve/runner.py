@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rooftile.api import prepare_paged
-from rooftile.fused import runs_on
+from rooftile.fused import linear, runs_on
 from rooftile.kvcache import Copy, PagedKV, Pages, Rotation
 from rooftile.masks import CAUSAL, Mask, Window
 from rooftile.models import Decoder, ModelConfig
+from rooftile.models.layers import Multiply
+from rooftile.serve.batch_invariant import TILE, row_by_row, tiles_of
 from rooftile.serve.graphs import DecodeGraphs
 from rooftile.serve.request import Answer, Top
 from rooftile.serve.sampling.sampler import MOST_NUMBERS, SamplingFeatures, SamplingState, features_of, logprobs, sample
@@ -66,12 +70,26 @@ class Runner:
         max_answers: the most answers that run at once.
         max_len: the longest sequence in tokens.
         graphs: whether steps that only decode run as CUDA graphs, on a GPU.
+        deterministic: whether an answer's bits may not depend on what runs beside it (see `batch_invariant`).
     """
 
-    def __init__(self, decoder: Decoder, pages: Pages, max_answers: int, max_len: int, *, graphs: bool = True) -> None:
+    def __init__(
+        self, decoder: Decoder, pages: Pages, max_answers: int, max_len: int, *, graphs: bool = True, deterministic: bool = False
+    ) -> None:  # fmt: skip
         self.decoder = decoder
         self.pages = pages
         self.device = decoder.embedding.device
+        self.deterministic = deterministic
+        # on a CPU, one tile and one row at a time
+        self._alone = deterministic and self.device.type == "cpu"
+        self._multiply: Multiply = linear if deterministic and not self._alone else functional.linear
+        # a GPU has one kernel for chunks of any size; the fast ones for single tokens and for long prompts add in other orders
+        self._asked = Asked(
+            decoder.config.scale, decoder.config.softcap, deterministic=deterministic or None,
+            backend="triton" if deterministic and not self._alone else None,
+        )  # fmt: skip
+        if self._alone:
+            max_len = -(-max_len // TILE) * TILE
         size = pages.storage.shape[3]
         # one more slot, for the rows that pad the steps of graphs
         self.pad_slot = max_answers
@@ -99,7 +117,7 @@ class Runner:
         else:
             inputs, hidden = self._read(plan.work)
             prompts = self._prompt_logprobs(plan.work, hidden)
-            logits = scores = self.decoder.logits(hidden.index_select(0, inputs.rows))
+            logits = scores = self._logits(hidden.index_select(0, inputs.rows))
             if bans:
                 rows, banned = self._send(torch.tensor(bans)).T
                 # a copy: logprobs are those of the model, with nothing banned
@@ -140,7 +158,9 @@ class Runner:
 
     def _read(self, works: list[Work]) -> tuple[StepInputs, Tensor]:
         """Runs the model on chunks and single tokens; returns its inputs on the device and the hidden states (n, hidden)."""
-        on_host = StepInputs.of(works)
+        on_host = StepInputs.of(works, all_chunks=self.deterministic)
+        if self._alone:
+            return on_host, self._forward_tiles(on_host)
         inputs = on_host.to(self.device)
         chunks = None
         if len(on_host.chunk_slots):
@@ -148,6 +168,13 @@ class Runner:
             table = self.table.index_select(0, inputs.chunk_slots)[:, :columns]
             chunks = Chunks(int(on_host.cu_q[-1]), table, inputs.chunk_lengths.int(), inputs.cu_q.int())
         return inputs, self._forward(inputs.tokens, inputs.positions, inputs.slots, chunks)
+
+    def _forward_tiles(self, inputs: StepInputs) -> Tensor:
+        """Returns the hidden states of a step, computed tile by tile."""
+        found = []
+        for tile in tiles_of(inputs, self.table, self.pages.storage.shape[3]):
+            found.append(self._forward(tile.tokens, tile.positions, tile.slots, tile.chunks)[tile.places])
+        return torch.cat(found)
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, chunks: Chunks | None) -> Tensor:
         """Returns the hidden states of chunks, which come first, and of single tokens, one per sequence.
@@ -163,14 +190,14 @@ class Runner:
         single = None
         if split < len(tokens):
             single = self.table.index_select(0, slots[split:]), (positions[split:] + 1).int()
-        config, pages, masks = self.decoder.config, self.pages, self.masks
+        pages, masks = self.pages, self.masks
         # layers differ only in their masks: a call prepared for one layer serves all with the same mask
         prepared: dict[tuple[Mask, bool], Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]] = {}
 
         def attend_layer(layer: int, q: Tensor, cache: PagedKV) -> Tensor:
             kind = masks[layer], q.dim() == 4
             if kind not in prepared:
-                prepared[kind] = prepare_paged(q, cache, masks[layer], asked=Asked(config.scale, config.softcap))
+                prepared[kind] = prepare_paged(q, cache, masks[layer], asked=self._asked)
             return prepared[kind](q, cache)[0]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
@@ -182,18 +209,33 @@ class Runner:
                 found.append(attend_layer(layer, q[split:, None], pages.view(layer, *single)).squeeze(1))
             return found[0] if len(found) == 1 else torch.cat(found)
 
-        hidden: Tensor = self.decoder(tokens, places, attend)
+        hidden: Tensor = self.decoder(tokens, places, attend, self._multiply)
         return hidden
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits (n, vocab) of hidden states (n, hidden)."""
+        compute = partial(self.decoder.logits, multiply=self._multiply)
+        return row_by_row(compute, hidden) if self._alone else compute(hidden)
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, ...]:
+        # the order of its sums depends on where a row begins, also on a GPU
+        compute = partial(logprobs, k=k, ordered=self.deterministic)
+        return row_by_row(compute, logits, tokens) if self.deterministic else compute(logits, tokens)
+
     def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor, features: SamplingFeatures) -> Tensor:
-        tokens = sample(logits, slots, positions, self.sampling, features)
+        compute = partial(sample, state=self.sampling, features=features)
+        tokens = row_by_row(compute, logits, slots, positions) if self._alone else compute(logits, slots, positions)
         self.last.index_copy_(0, slots, tokens)
         return tokens
 
     def _decode(self, inputs: Tensor, features: SamplingFeatures) -> tuple[Tensor, Tensor]:
         """Runs single tokens, given as token, position and slot in (3, rows); returns logits and next tokens."""
         tokens, positions, slots = inputs
-        logits = self.decoder.logits(self._forward(tokens, positions, slots, None))
+        chunks = None
+        if self.deterministic:
+            ends = torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
+            chunks = Chunks(len(slots), self.table.index_select(0, slots), (positions + 1).int(), ends)
+        logits = self._logits(self._forward(tokens, positions, slots, chunks))
         return logits, self._sample(logits, slots, positions + 1, features)
 
     def _prompt_logprobs(self, works: list[Work], hidden: Tensor) -> list[tuple[Work, tuple[Tensor, ...]]]:
@@ -208,7 +250,7 @@ class Runner:
                 following = self._send(torch.tensor(request.prompt[work.start + 1 : work.start + 1 + count]))
                 # in parts: the logits of a long prompt at once take more memory than is kept free for a step
                 parts = [
-                    logprobs(self.decoder.logits(part), tokens, request.params.prompt_logprobs)
+                    self._logprobs(self._logits(part), tokens, request.params.prompt_logprobs)
                     for part, tokens in zip(hidden[row : row + count].split(most), following.split(most), strict=True)
                 ]
                 found.append((work, tuple(map(torch.cat, zip(*parts, strict=True)))))
@@ -220,7 +262,7 @@ class Runner:
     ) -> Result:
         """Sends tokens and logprobs on their way to the host."""
         wanted = [n for answer in answers if (n := answer.request.top_count) is not None]
-        tops: tuple[Tensor, ...] | None = logprobs(logits, tokens, max(wanted)) if wanted else None
+        tops: tuple[Tensor, ...] | None = self._logprobs(logits, tokens, max(wanted)) if wanted else None
         if self.device.type == "cpu":
             return Result(answers, tokens, tops, prompts, None)
         tokens = tokens.to("cpu", non_blocking=True)

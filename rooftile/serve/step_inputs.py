@@ -29,9 +29,11 @@ class StepInputs(NamedTuple):
     chunk_slots: Tensor  # (c,)
 
     @classmethod
-    def of(cls, works: Sequence[Work]) -> StepInputs:
-        """Lays out the work of a step, on the host."""
+    def of(cls, works: Sequence[Work], *, all_chunks: bool = False) -> StepInputs:
+        """Lays out the work of a step, on the host; with `all_chunks` single tokens are chunks of one."""
         chunks, single = [work for work in works if work.tokens > 1], [work for work in works if work.tokens == 1]
+        if all_chunks:
+            chunks, single = chunks + single, []
         cu_q = np.cumsum([0, *(work.tokens for work in chunks)])
         first = int(cu_q[-1])
         tokens, positions, slots = np.full((3, first + len(single)), -1)

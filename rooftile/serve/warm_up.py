@@ -14,13 +14,16 @@ from importlib import import_module
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rooftile.api import prepare_paged
 from rooftile.backends import hopper
+from rooftile.fused import linear
 from rooftile.kvcache import PagedKV, Pages
 from rooftile.kvcache.route import LONG_PROMPT, Route, route
 from rooftile.masks import Mask
 from rooftile.models import Decoder, ModelConfig
+from rooftile.models.layers import Multiply
 from rooftile.serve.runner import masks_of
 from rooftile.serve.sampling.sampler import SamplingFeatures, SamplingState, sample
 from rooftile.spec import Asked
@@ -38,8 +41,9 @@ FEATURES = (SamplingFeatures(chance=True), SamplingFeatures(chance=True, truncat
 
 @torch.inference_mode()
 def compile_kernels(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int
-) -> None:
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int,
+    deterministic: bool = False,
+) -> None:  # fmt: skip
     """Compiles all kernels of steps without penalties and logit biases.
 
     Args:
@@ -49,26 +53,37 @@ def compile_kernels(
         size: tokens per block of the KV cache.
         kv_dtype: the dtype of the KV cache.
         longest: the most tokens of one prompt that a step reads.
+        deterministic: whether an engine is (see `batch_invariant`).
     """
     import_kernels()
     with torch.cuda.device(device):
         # this makes Triton's driver, once, before threads use it
         import_module("triton").runtime.driver.active.get_current_target()
-        work = jobs(config, dtype, device, size=size, kv_dtype=kv_dtype, longest=longest)
+        work = jobs(config, dtype, device, size=size, kv_dtype=kv_dtype, longest=longest, deterministic=deterministic)
         with ThreadPoolExecutor(THREADS) as threads:
             for done in [threads.submit(_on, device, job) for job in work]:
                 done.result()
 
 
 def jobs(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int
-) -> list[Callable[[], None]]:
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int,
+    deterministic: bool = False,
+) -> list[Callable[[], None]]:  # fmt: skip
     """Returns the jobs that compile kernels, longest first; whatever shares a kernel is one job, so none is compiled twice."""
     # all layers have the same kernels, and embedding and head have none of ours
     small = replace(config, layers=1, windows=(None,), unrotated=(), vocab_size=1, max_len=ROWS)
     decoder = Decoder(small, dtype=dtype, device=device)
     pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
     masks = tuple(dict.fromkeys(masks_of(config)))
+    if deterministic:
+        # one kernel reads chunks of any length, and no other attention runs
+        read = partial(_read_prompts, decoder, pages, asked=Asked(config.scale, config.softcap, deterministic=True))
+        return [
+            *(partial(read, mask, (SHORT,), room=room) for mask in masks for room in (0, longest)),
+            partial(_decode_alone, decoder, pages, ()),
+            partial(_decode_without_attention, decoder, linear),
+            *(partial(_sample, decoder, config.vocab_size, features) for features in FEATURES),
+        ]
     # lengths that take the same route share their kernels, so they are one job
     together: dict[Route, list[int]] = {}
     for tokens in (longest, USUAL, SHORT):
@@ -87,7 +102,7 @@ def import_kernels() -> None:
     """Imports all modules that the threads need, in one thread: threads that import the same module at once can fail."""
     for name in (
         "backends.triton.paged_decode", "backends.triton.paged_fwd", "kvcache.kernels", "fused.kernels.norm",
-        "fused.kernels.gated",
+        "fused.kernels.gated", "fused.kernels.linear",
     ):  # fmt: skip
         import_module(f"rooftile.{name}")
     import_module("rooftile.serve.sampling.kernels")
@@ -101,7 +116,9 @@ def _on(device: torch.device, job: Callable[[], None]) -> None:
         job()
 
 
-def _read_prompts(decoder: Decoder, pages: Pages, mask: Mask, lengths: tuple[int, ...], *, room: int = 0) -> None:
+def _read_prompts(
+    decoder: Decoder, pages: Pages, mask: Mask, lengths: tuple[int, ...], *, asked: Asked | None = None, room: int = 0
+) -> None:
     """Runs attention of prompts, all of them in the first block, since the values do not matter.
 
     With `room` the tables have columns for that many tokens: a kernel may be chosen by how long a sequence could be, since the
@@ -112,7 +129,7 @@ def _read_prompts(decoder: Decoder, pages: Pages, mask: Mask, lengths: tuple[int
         table = torch.zeros(1, -(-max(tokens, room) // pages.storage.shape[3]), dtype=torch.int32, device=device)
         ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         q, _, _ = _projected(decoder, tokens)
-        _attend(decoder, mask, q.contiguous(), pages.view(0, table, ends[1:], ends))
+        _attend(decoder, mask, q.contiguous(), pages.view(0, table, ends[1:], ends), asked)
 
 
 def _decode_alone(decoder: Decoder, pages: Pages, masks: tuple[Mask, ...]) -> None:
@@ -125,10 +142,10 @@ def _decode_alone(decoder: Decoder, pages: Pages, masks: tuple[Mask, ...]) -> No
         _attend(decoder, mask, q[:, None], pages.view(0, table, padding.int() + 1))
 
 
-def _decode_without_attention(decoder: Decoder) -> None:
+def _decode_without_attention(decoder: Decoder, multiply: Multiply = functional.linear) -> None:
     """Runs the rest of the layers."""
     rows = torch.zeros(ROWS, dtype=torch.int64, device=decoder.embedding.device)
-    decoder(rows, rows, lambda layer, q, k, v, rotation: q)
+    decoder(rows, rows, lambda layer, q, k, v, rotation: q, multiply)
 
 
 def _sample(decoder: Decoder, vocabulary: int, features: SamplingFeatures) -> None:
@@ -150,6 +167,6 @@ def _projected(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _attend(decoder: Decoder, mask: Mask, q: Tensor, cache: PagedKV) -> None:
+def _attend(decoder: Decoder, mask: Mask, q: Tensor, cache: PagedKV, asked: Asked | None = None) -> None:
     config = decoder.config
-    prepare_paged(q, cache, mask, asked=Asked(config.scale, config.softcap))(q, cache)
+    prepare_paged(q, cache, mask, asked=asked or Asked(config.scale, config.softcap))(q, cache)

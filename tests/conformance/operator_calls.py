@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rooftile as rt
 from rooftile import launch
 from rooftile.cost.counts import Work
-from rooftile.fused import Rotation, add_norm, gated, normalise, rotate
+from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
 from rooftile.fused.norm import Weights
 from rooftile.kvcache import Copy, Pages
 from rooftile.serve.sampling.params import SamplingParams
@@ -83,6 +83,11 @@ def _add_norm(device: torch.device) -> Work:
 def _gated(device: torch.device) -> Work:
     gated(torch.randn(5, 8, device=device), "silu")
     return Work(0, 5 * 32, 5 * 16)
+
+
+def _linear(device: torch.device) -> Work:
+    linear(torch.randn(5, 8, device=device), torch.randn(3, 8, device=device), torch.randn(3, device=device))
+    return Work(2 * 5 * 8 * 3, 5 * 32 + 3 * 32 + 12, 5 * 12)
 
 
 def _rotation(device: torch.device) -> Rotation:
@@ -199,6 +204,7 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "normalise": _normalise,
     "add_norm": _add_norm,
     "gated": _gated,
+    "linear": _linear,
     "rotate": _rotate,
     "write_kv": _write,
     "write_kv_and_rotate": _write_and_rotate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rooftile.fused import ACTIVATIONS, add_norm, gated, normalise
+from rooftile.fused import ACTIVATIONS, add_norm, gated, linear, normalise
 from rooftile.fused.gated import gated_as_defined
 from rooftile.fused.kernels.norm import tile_of
 from rooftile.fused.norm import added_as_defined, normalised_as_defined
@@ -134,11 +134,30 @@ def test_a_row_does_not_know_its_neighbours(size: int) -> None:
     x, residual = torch.randn(2, 70, size).bfloat16()
     together, stream = add_norm(x, residual.clone(), norm)
     gates = gated(x, "silu")
+    weight, bias = torch.randn(97, size).bfloat16(), torch.randn(97).bfloat16()
+    products = linear(x, weight, bias)
     for row in (0, 33, 69):
         one = slice(row, row + 1)
         assert torch.equal(add_norm(x[one], residual[one].clone(), norm)[0], together[one])
         assert torch.equal(normalise(stream[one], norm), together[one])
         assert torch.equal(gated(x[one], "silu"), gates[one])
+        assert torch.equal(linear(x[one], weight, bias), products[one])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("total", "inner", "out", "bias"), [(1, 40, 97, True), (70, 129, 33, False), (600, 8, 70, True), (1, 16, 8200, False)]
+)
+def test_products(total: int, inner: int, out: int, bias: bool, dtype: torch.dtype) -> None:
+    """More tiles of rows than one group has, and tiles that are not full; what is read has gaps."""
+    x, weight = torch.randn(total, 2 * inner).to(dtype)[:, ::2], torch.randn(out, inner).to(dtype)
+    added = torch.randn(out).to(dtype) if bias else None
+    exact = x.double() @ weight.double().T + (0 if added is None else added.double())
+    found = linear(x, weight, added)
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    eps = torch.finfo(dtype).eps
+    assert ((found.double() - exact).abs() <= eps * exact.abs() + 1e-6 * inner).all()
 
 
 def test_no_rows() -> None:
@@ -148,6 +167,7 @@ def test_no_rows() -> None:
     assert normalise(torch.empty(0, 3, 8), norm).shape == (0, 3, 8)
     assert [x.shape for x in add_norm(none, none, norm)] == [(0, 8), (0, 8)]
     assert gated(none, "silu").shape == (0, 4)
+    assert linear(none, torch.randn(3, 8)).shape == (0, 3)
 
 
 def test_tiles_hold_their_rows_and_follow_from_their_size() -> None:

@@ -17,9 +17,9 @@ WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 
 
 def kernel_named(name: str):
-    from rooftile.fused.kernels import gated, norm
+    from rooftile.fused.kernels import gated, linear, norm
 
-    return {"_normalise": norm._normalise, "_gate": gated._gate}[name]
+    return {"_normalise": norm._normalise, "_gate": gated._gate, "_linear": linear._linear}[name]
 
 
 def compiled(name: str, sm: int, dtype: torch.dtype, constants: dict[str, object], even: bool = True):
@@ -113,6 +113,19 @@ def test_gates_compile(sm: int, dtype: torch.dtype, ffn: int, kind: str) -> None
         assert "st.global.v4.b32" in built.asm["ptx"]
     if sm == 90:
         assert stack(built) == 0
+
+
+@pytest.mark.parametrize(("sm", "dtype"), CHIPS, ids=str)
+@pytest.mark.parametrize("out", [4096, 14336, 128256])
+def test_products_compile(out: int, sm: int, dtype: torch.dtype) -> None:
+    from rooftile.fused.kernels.linear import tile_of
+
+    built = compiled("_linear", sm, dtype, tile_of(out, dtype) | {"OUT": out, "IN": 4096, "BIAS": False})
+    assert built.metadata.shared <= 160 * 1024
+    if dtype != torch.float32:
+        # products of 16-bit numbers run on the matrix units
+        assert re.search(r"wgmma|tcgen05\.mma" if sm >= 90 else r"mma\.sync", built.asm["ptx"])
+        assert stack(built) == 0 or sm != 90
 
 
 def test_every_activation_has_a_kernel() -> None:

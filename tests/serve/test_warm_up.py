@@ -36,7 +36,8 @@ def test_threads_find_all_modules_imported() -> None:
         "rooftile.backends.hopper.decode.run",
         "rooftile.backends.hopper.decode.bf16", "rooftile.backends.hopper.decode.fp8",
         "rooftile.backends.triton.paged_decode", "rooftile.backends.triton.paged_fwd", "rooftile.kvcache.kernels",
-        "rooftile.fused.kernels.norm", "rooftile.fused.kernels.gated", "rooftile.serve.sampling.kernels",
+        "rooftile.fused.kernels.norm", "rooftile.fused.kernels.gated",
+        "rooftile.fused.kernels.linear", "rooftile.serve.sampling.kernels",
     }  # fmt: skip
     assert kernels <= found
 
@@ -56,6 +57,14 @@ def test_all_that_is_run_for_its_kernels_runs(name: str, kv_dtype: torch.dtype, 
         with torch.inference_mode():
             for job in found:
                 job()
+    found = warm_up.jobs(
+        config, torch.float32, torch.device("cpu"), size=16, kv_dtype=kv_dtype, longest=40, deterministic=True
+    )  # fmt: skip
+    # one kernel for all prompts and single tokens, with its chunks in one program and in several
+    assert len(found) == 2 * masks + 4
+    with torch.inference_mode():
+        for job in found:
+            job()
 
 
 def test_who_hears_of_a_bad_folder_does_not_wait_for_kernels(peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def uniform(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     return ((bits.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24)
 
 
-def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def logprobs(logits: Tensor, tokens: Tensor, k: int, *, ordered: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes logprobs, log_softmax(logits) in fp32, before penalties and temperature.
 
     NaN counts as -inf, and +inf as the largest finite number, like in `sample`.
@@ -168,10 +168,12 @@ def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Te
         logits: (n, V).
         tokens: (n,) int64, the token chosen in each row.
         k: how many of the most likely tokens to return; all of them if V is smaller.
+        ordered: whether the lower id comes first among tokens that tie, at the price of a sort.
 
     Returns:
         The tokens' logprobs (n,); ids and logprobs of the k most likely tokens, (n, k) each; and the tokens' ranks (n,), the
-        number of more likely tokens plus 1. Tokens that tie share a rank, and their order among the k is not defined.
+        number of more likely tokens plus 1. Tokens that tie share a rank; unless `ordered`, their order
+        among the k is not defined.
     """
     n, V = logits.shape
     parts = []
@@ -179,7 +181,8 @@ def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Te
     for first in range(0, max(n, 1), rows):
         ids = tokens[first : first + rows, None]
         x = logits[first : first + rows].float().nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf)
-        best = x.topk(min(k, V), dim=1).indices
+        ranked = x.sort(dim=1, descending=True, stable=True) if ordered else x.topk(min(k, V), dim=1)
+        best = ranked.indices[:, :k]
         # a row that is -inf throughout has no softmax
         scores = x.log_softmax(1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         parts.append((scores.gather(1, ids)[:, 0], best, scores.gather(1, best), (x > x.gather(1, ids)).sum(1) + 1))
