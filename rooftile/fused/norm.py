@@ -37,7 +37,12 @@ class Norm(Protocol):
 
     @property
     def plus_one(self) -> bool:
-        """Whether an RMS norm's weights are distances from one, as Gemma's are."""
+        """Whether an RMS norm's weights are distances from one, as Gemma's are; then it rounds once, at the end."""
+        ...
+
+    @property
+    def rounds_once(self) -> bool:
+        """Whether an RMS norm rounds only after the product with its weights, as OLMo's does, or before it too."""
         ...
 
 
@@ -48,6 +53,7 @@ class Weights(NamedTuple):
     bias: Tensor | None
     eps: float
     plus_one: bool
+    rounds_once: bool = False
 
 
 def normalise(x: Tensor, norm: Norm) -> Tensor:
@@ -64,7 +70,7 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
     weight, bias = norm.weight, norm.bias
     if wants_grad(x, weight, bias):
         return normalised_as_defined(x, norm)
-    found: Tensor = call(_NORMALISE, _normalise, x, weight, bias, norm.eps, norm.plus_one)
+    found: Tensor = call(_NORMALISE, _normalise, x, weight, bias, norm.eps, norm.plus_one, norm.rounds_once)
     return found
 
 
@@ -86,8 +92,12 @@ def add_norm(x: Tensor, residual: Tensor, norm: Norm, post: Norm | None = None) 
     if wants_grad(x, residual, norm.weight, norm.bias, first.weight, first.bias):
         return added_as_defined(x, residual, norm, post)
     residual = residual.contiguous()
-    before = (None, None, 0.0, False) if post is None else (post.weight, post.bias, post.eps, post.plus_one)
-    found = call(_ADD_NORM, _add_norm, x, residual, norm.weight, norm.bias, norm.eps, norm.plus_one, *before)
+    before: tuple[object, ...] = (None, None, 0.0, False, False)
+    if post is not None:
+        before = (post.weight, post.bias, post.eps, post.plus_one, post.rounds_once)
+    found = call(
+        _ADD_NORM, _add_norm, x, residual, norm.weight, norm.bias, norm.eps, norm.plus_one, norm.rounds_once, *before
+    )  # fmt: skip
     return found, residual
 
 
@@ -100,6 +110,8 @@ def normalised_as_defined(x: Tensor, norm: Norm) -> Tensor:
     if norm.plus_one:
         # Gemma multiplies before it rounds
         return (wide * (1.0 + norm.weight.float())).to(x.dtype)
+    if norm.rounds_once:
+        return (norm.weight * wide).to(x.dtype)
     return norm.weight * wide.to(x.dtype)
 
 
@@ -109,8 +121,8 @@ def added_as_defined(x: Tensor, residual: Tensor, norm: Norm, post: Norm | None 
     return normalised_as_defined(stream, norm), stream
 
 
-def _normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_one: bool) -> Tensor:
-    norm = Weights(weight, bias, eps, plus_one)
+def _normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_one: bool, rounds_once: bool) -> Tensor:
+    norm = Weights(weight, bias, eps, plus_one, rounds_once)
     if _kernels_run_on(x):
         from rooftile.fused.kernels import norm as kernels
 
@@ -119,11 +131,14 @@ def _normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_
 
 
 def _add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_one: bool,
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_one: bool, rounds_once: bool,
     post_weight: Tensor | None, post_bias: Tensor | None, post_eps: float, post_plus_one: bool,
+    post_rounds_once: bool,
 ) -> Tensor:  # fmt: skip
-    norm = Weights(weight, bias, eps, plus_one)
-    post = None if post_weight is None else Weights(post_weight, post_bias, post_eps, post_plus_one)
+    norm = Weights(weight, bias, eps, plus_one, rounds_once)
+    post = None
+    if post_weight is not None:
+        post = Weights(post_weight, post_bias, post_eps, post_plus_one, post_rounds_once)
     if _kernels_run_on(x) and residual.is_contiguous():
         from rooftile.fused.kernels import norm as kernels
 
@@ -142,11 +157,12 @@ def _fake(x: Tensor, *others: object) -> Tensor:
 
 
 _NORMALISE = define(
-    "normalise(Tensor x, Tensor weight, Tensor? bias, float eps, bool plus_one) -> Tensor", _normalise, _fake
+    "normalise(Tensor x, Tensor weight, Tensor? bias, float eps, bool plus_one, bool rounds_once) -> Tensor", _normalise, _fake
 )
 _ADD_NORM = define(
     "add_norm(Tensor x, Tensor(a!) residual, Tensor weight, Tensor? bias, float eps, bool plus_one, "
-    "Tensor? post_weight, Tensor? post_bias, float post_eps, bool post_plus_one) -> Tensor",
+    "bool rounds_once, Tensor? post_weight, Tensor? post_bias, float post_eps, bool post_plus_one, "
+    "bool post_rounds_once) -> Tensor",
     _add_norm,
     _fake,
 )

@@ -29,13 +29,16 @@ class ModelConfig:
         vocab_size, layers, hidden, heads, kv_heads, head_dim, ffn: sizes.
         max_len: the longest sequence in tokens.
         scale: attention scores are multiplied by it.
+        query_growth: (beta, length): queries at position i are multiplied by 1 + beta log(1 + i // length) (Ministral 3).
         softcap: attention scores are soft-capped to (-softcap, softcap); None for no softcap.
         windows: for each layer how many tokens a query sees, itself included; None for all tokens before it.
-        rotary: rotary positions of queries and keys; None for learned positions, which are added to the embedding.
+        rotary: rotary positions of queries and keys, in the first rotary.dim numbers of each head; None for
+            learned positions, which are added to the embedding.
         local_rotary: the positions of layers with a window, if theirs are others (Gemma 3, OLMo 3).
         unrotated: the layers whose queries and keys have no positions at all (SmolLM3).
         norm, norm_eps: "rms" or "layer" norm, and the number added to its variance.
         norm_plus_one: norms multiply by 1 + weight (Gemma).
+        norm_rounds_once: norms round only after they multiply by the weight (OLMo).
         post_norms: the outputs of attention and feed-forward are normalised before they are added (Gemma 2).
         pre_norms: the inputs of attention and feed-forward are normalised; without them (OLMo) there are post_norms.
         qk_norm: queries and keys are normalised per head (Qwen 3).
@@ -69,10 +72,12 @@ class ModelConfig:
     rotary: Rotary | None
     local_rotary: Rotary | None = None
     unrotated: tuple[int, ...] = ()
+    query_growth: tuple[float, int] | None = None
     softcap: float | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
     norm_plus_one: bool = False
+    norm_rounds_once: bool = False
     post_norms: bool = False
     pre_norms: bool = True
     qk_norm: bool = False
@@ -97,9 +102,9 @@ class ModelConfig:
                 raise InvalidInput(f"{name} is {getattr(self, name)}; must be at least 1")
         if self.heads % self.kv_heads:
             raise InvalidInput(f"heads is {self.heads} and kv_heads {self.kv_heads}; the second must divide the first")
-        if self.rotary is not None and (self.head_dim % 2 or self.rotary.dim != self.head_dim):
+        if self.rotary is not None and (self.rotary.dim % 2 or not 2 <= self.rotary.dim <= self.head_dim):
             raise InvalidInput(
-                f"head_dim is {self.head_dim} and rotary.dim {self.rotary.dim}; they must be equal, and even"
+                f"head_dim is {self.head_dim} and rotary.dim {self.rotary.dim}; the second must be even, and from 2 to the first"
             )
         if self.max_len > MOST_POSITIONS:
             raise InvalidInput(f"max_len is {self.max_len:,} positions; may be at most {MOST_POSITIONS:,}")

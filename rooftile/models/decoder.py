@@ -121,6 +121,7 @@ class Decoder(nn.Module):
         if self.positions is not None:
             stream = stream + self.positions.index_select(0, positions)
         rotations = self._rotations(positions)
+        attend = self._with_growth(attend, positions)
         if not self.config.pre_norms:
             return self._forward_without_pre_norms(stream, rotations, attend, multiply)
         # each norm is fused with the addition before it, which belongs to the previous layer
@@ -157,6 +158,18 @@ class Decoder(nn.Module):
         Layers with a window, or without positions, may differ.
         """
         return _rotation(self.rotary, positions)
+
+    def _with_growth(self, attend: Attend, positions: Tensor) -> Attend:
+        """Returns `attend`, with queries multiplied by the factor of their position where the family has one."""
+        if self.config.query_growth is None:
+            return attend
+        beta, length = self.config.query_growth
+        factor = (1 + beta * torch.log(1 + torch.floor(positions / length))).to(self.embedding.dtype)[:, None, None]
+
+        def grown(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+            return attend(layer, q * factor, k, v, rotation)
+
+        return grown
 
     def _rotations(self, positions: Tensor) -> list[Rotation | None]:
         """Returns the rotation of each layer."""

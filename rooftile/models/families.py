@@ -50,7 +50,7 @@ def _family(settings: Settings) -> str:
 
 def _decoder(
     settings: Settings, family: str, *, head_dim: int | None = None, theta: float = 10_000.0, local_theta: float | None = None,
-    **differences: Any,
+    partly: bool = False, **differences: Any,
 ) -> Fields:  # fmt: skip
     """Reads what all families but GPT-2 have in common; `differences` are one family's own values."""
     heads, hidden = settings.size("num_attention_heads"), settings.size("hidden_size")
@@ -58,7 +58,7 @@ def _decoder(
     layers = settings.layers("num_hidden_layers")
     common: Fields = {}
     if local_theta is None:
-        rotary, max_len = rotary_of(settings, head_dim, theta)
+        rotary, max_len = rotary_of(settings, head_dim, theta, partly=partly)
     else:
         rotary, max_len, common["local_rotary"] = rotaries_of(settings, head_dim, theta, local_theta)
     common |= {
@@ -171,6 +171,17 @@ def _ministral(settings: Settings) -> Fields:
     return _decoder(settings, "ministral", windows=windows, bos_ids=bos, eos_ids=eos)
 
 
+def _ministral3(settings: Settings) -> Fields:
+    rope = Settings(settings.section("rope_parameters") or settings.section("rope_scaling"), settings.folder)
+    bos, eos = settings.ids("bos_token_id", 1), settings.ids("eos_token_id", 2)
+    return _decoder(
+        settings, "ministral3", head_dim=128, theta=1_000_000.0, norm_eps=settings.number("rms_norm_eps", 1e-5),
+        windows=(settings.optional("sliding_window", None),) * settings.layers("num_hidden_layers"),
+        query_growth=(rope.number("llama_4_scaling_beta"), rope.size("original_max_position_embeddings")),
+        bos_ids=bos, eos_ids=eos,
+    )  # fmt: skip
+
+
 def _granite(settings: Settings) -> Fields:
     return _llama(settings) | {
         "family": "granite",
@@ -201,7 +212,7 @@ def _olmo2(settings: Settings) -> Fields:
     bias = settings.flag("attention_bias")
     return _decoder(
         settings, "olmo2", qkv_bias=bias, o_bias=bias, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_of_all_heads=True,
-        norm_eps=settings.number("rms_norm_eps", 1e-5), eos_ids=settings.ids("eos_token_id", 50279),
+        norm_rounds_once=True, norm_eps=settings.number("rms_norm_eps", 1e-5), eos_ids=settings.ids("eos_token_id", 50279),
     )  # fmt: skip
 
 
@@ -213,18 +224,18 @@ def _olmo3(settings: Settings) -> Fields:
     return _decoder(
         settings, "olmo3", theta=theta, local_theta=theta, qkv_bias=bias, o_bias=bias, pre_norms=False, post_norms=True,
         qk_norm=True, qk_norm_of_all_heads=True, windows=windows_of(settings, kinds, settings.size("sliding_window", 4096)),
-        norm_eps=settings.number("rms_norm_eps", 1e-5), eos_ids=settings.ids("eos_token_id", 50279),
+        norm_rounds_once=True, norm_eps=settings.number("rms_norm_eps", 1e-5), eos_ids=settings.ids("eos_token_id", 50279),
     )  # fmt: skip
 
 
 def _phi3(settings: Settings) -> Fields:
     rope = settings.section("rope_scaling") or settings.section("rope_parameters")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise settings.refused(f"has rope_type {kind!r}, two tables of positions by length; supported is default for Phi")
+    if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+        # names that early checkpoints have for it
+        settings = Settings({**settings.values, "rope_scaling": rope | {"rope_type": "longrope"}}, settings.folder)
     windows = (settings.optional("sliding_window", None),) * settings.layers("num_hidden_layers")
     return _decoder(
-        settings, "phi3", windows=windows, norm_eps=settings.number("rms_norm_eps", 1e-5),
+        settings, "phi3", partly=True, windows=windows, norm_eps=settings.number("rms_norm_eps", 1e-5),
         bos_ids=settings.ids("bos_token_id", 1), eos_ids=settings.ids("eos_token_id", 32000),
     )  # fmt: skip
 
@@ -239,6 +250,7 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "gpt2": _gpt2,
     "granite": _granite,
     "ministral": _ministral,
+    "ministral3": _ministral3,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
     "phi3": _phi3,
@@ -254,6 +266,7 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
     "GraniteForCausalLM": "granite",
     "MinistralForCausalLM": "ministral",
+    "Ministral3ForCausalLM": "ministral3",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",

@@ -48,6 +48,7 @@ class Norm(nn.Module):
         self.kind = config.norm
         self.eps = config.norm_eps
         self.plus_one = config.norm_plus_one
+        self.rounds_once = config.norm_rounds_once
         self.weight = memory.parameter(size)
         self.bias = memory.parameter(size) if self.kind == "layer" else None
 

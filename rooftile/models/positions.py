@@ -8,7 +8,7 @@ from typing import Any, cast
 from rooftile.models.rotary import Rotary, Scaling
 from rooftile.models.settings import Settings
 
-_SCALINGS = ("linear", "llama3", "yarn")
+_SCALINGS = ("linear", "llama3", "longrope", "yarn")
 
 
 def qwen_windows(settings: Settings) -> tuple[int | None, ...]:
@@ -32,12 +32,17 @@ def windows_of(settings: Settings, default: list[str], window: int | None) -> tu
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def rotary_of(settings: Settings, dim: int, default_theta: float = 10_000.0) -> tuple[Rotary, int]:
-    """Returns the rotary positions that all layers share, and the longest sequence."""
+def rotary_of(
+    settings: Settings, dim: int, default_theta: float = 10_000.0, *, partly: bool = False
+) -> tuple[Rotary, int]:  # fmt: skip
+    """Returns the rotary positions that all layers share, and the longest sequence.
+
+    `partly` says that the family's attention rotates a partial_rotary_factor of each head.
+    """
     said = settings.section("rope_scaling") or settings.section("rope_parameters")
     if any(isinstance(value, dict) for value in said.values()):
         raise settings.refused("has rope_parameters for each type of layer; supported is one for all")
-    return _rotary(settings, said, dim, settings.positive("rope_theta", default_theta))
+    return _rotary(settings, said, dim, settings.positive("rope_theta", default_theta), partly=partly)
 
 
 def rotaries_of(settings: Settings, dim: int, default_theta: float, local_theta: float) -> tuple[Rotary, int, Rotary]:
@@ -56,18 +61,24 @@ def rotaries_of(settings: Settings, dim: int, default_theta: float, local_theta:
     return rotary, max_len, local_rotary
 
 
-def _rotary(settings: Settings, said: dict[str, Any], dim: int, theta: float) -> tuple[Rotary, int]:
+def _rotary(
+    settings: Settings, said: dict[str, Any], dim: int, theta: float, *, partly: bool = False
+) -> tuple[Rotary, int]:  # fmt: skip
     max_len = settings.size("max_position_embeddings")
     rope = Settings(said, settings.folder)
     kind = said.get("rope_type", said.get("type", "default"))
     theta = rope.positive("rope_theta", theta)
-    if rope.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0)) != 1:
-        raise settings.refused("has a partial_rotary_factor; supported are heads that turn as a whole")
+    share = rope.positive("partial_rotary_factor", settings.positive("partial_rotary_factor", 1.0))
+    if share != 1 and not partly:
+        raise settings.refused("has a partial_rotary_factor; supported is one with Phi, whose attention reads it")
+    dim = int(dim * share)
     if kind == "default":
         return Rotary(dim=dim, theta=theta), max_len
     if kind not in _SCALINGS:
         raise settings.refused(f"has rope_type {kind!r}; supported are default, {', '.join(_SCALINGS)}")
     trained = settings.size("original_max_position_embeddings", rope.size("original_max_position_embeddings", max_len))
+    if kind == "longrope":
+        return _longrope(rope, dim, theta, trained, max_len), max_len
     factor = rope.positive("factor")
     if kind == "llama3":
         options = {
@@ -83,6 +94,16 @@ def _rotary(settings: Settings, said: dict[str, Any], dim: int, theta: float) ->
     return Rotary(
         dim=dim, theta=theta, scaling=cast(Scaling, kind), factor=factor, original_len=trained, **options
     ), max_len
+
+
+def _longrope(rope: Settings, dim: int, theta: float, trained: int, max_len: int) -> Rotary:
+    factor = rope.positive("factor", max_len / trained)
+    default = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 and trained > 1 else 1.0
+    return Rotary(
+        dim=dim, theta=theta, scaling="longrope", original_len=trained,
+        short_factors=rope.numbers("short_factor"), long_factors=rope.numbers("long_factor"),
+        attention_factor=rope.positive("attention_factor", default),
+    )  # fmt: skip
 
 
 def _yarn_options(rope: Settings, factor: float) -> dict[str, Any]:

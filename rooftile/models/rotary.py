@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 
-Scaling = Literal["linear", "llama3", "yarn"]
+Scaling = Literal["linear", "llama3", "longrope", "yarn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,17 +23,19 @@ class Rotary:
     """The rotary position embedding of a model: how queries and keys rotate with their position.
 
     Args:
-        dim: how many numbers of each head rotate; all of them in the families here.
+        dim: how many numbers of each head rotate, the first ones.
         theta: the base of the wavelengths.
         scaling: how wavelengths are stretched for sequences beyond the training length; None for not at all.
         factor: the factor of the stretching.
-        original_len: the training length, for "llama3" and "yarn".
+        original_len: the training length, for "llama3", "longrope" and "yarn".
         low_freq_factor, high_freq_factor: for "llama3": waves with fewer turns than the first within original_len are stretched,
             those with more turns than the second are not, and those between partly.
         beta_fast, beta_slow: for "yarn": waves with at least the first number of turns are not stretched, those with at most the
             second are stretched in full.
         truncate: for "yarn": whether these bounds are rounded outwards to whole dimensions.
-        attention_factor: for "yarn": cosines and sines are multiplied by it.
+        short_factors, long_factors: for "longrope": the wavelength of each pair is multiplied by its factor; the first ones where
+            no sequence is longer than original_len, the second ones for all positions otherwise.
+        attention_factor: for "longrope" and "yarn": cosines and sines are multiplied by it.
 
     Raises:
         InvalidInput: a number is out of bounds, and would make frequencies that are not finite.
@@ -49,6 +51,8 @@ class Rotary:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
@@ -60,9 +64,22 @@ class Rotary:
             raise InvalidInput(f"rotary.{factors}; the first must be less")
         if not self.beta_slow <= self.beta_fast < math.inf:
             raise InvalidInput(f"rotary.beta_slow is {self.beta_slow} and beta_fast {self.beta_fast}; the first must not be more")
+        if self.scaling == "longrope":
+            self._check_factors()
 
-    def frequencies(self) -> Tensor:
-        """Returns the radians that each pair of numbers rotates per position, (dim / 2,) fp32."""
+    def _check_factors(self) -> None:
+        for name in ("short_factors", "long_factors"):
+            factors = getattr(self, name)
+            if len(factors) != self.dim // 2 or not all(0 < factor < math.inf for factor in factors):
+                raise InvalidInput(
+                    f"rotary.{name} are {str(factors)[:60]}; must be {self.dim // 2} finite numbers above 0, one for each pair"
+                )
+
+    def frequencies(self, length: int) -> Tensor:
+        """Returns the radians that each pair of numbers rotates per position, (dim / 2,) fp32.
+
+        `length` is the longest sequence.
+        """
         # always on the CPU: powers differ between devices by an ulp
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device="cpu") / self.dim
         wavelengths = self.theta**exponents  # over 2 pi
@@ -74,13 +91,16 @@ class Rotary:
                 return plain / self.factor
             case "llama3":
                 return self._llama3(plain)
+            case "longrope":
+                factors = self.long_factors if length > self.original_len else self.short_factors
+                return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * wavelengths)
             case "yarn":
                 return self._yarn(plain, 1.0 / (self.factor * wavelengths))
 
     def table(self, length: int, *, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
         """Returns the cosines, then the sines, of all positions, (length, dim), computed in fp32."""
         positions = torch.arange(length, dtype=torch.float32, device=device)
-        angles = positions[:, None] * self.frequencies().to(positions.device)  # (length, dim / 2)
+        angles = positions[:, None] * self.frequencies(length).to(positions.device)  # (length, dim / 2)
         waves = torch.cat((angles.cos(), angles.sin()), dim=1)
         return (waves * self.attention_factor).to(dtype)
 

@@ -117,6 +117,14 @@ class Settings:
             raise self.refused(f"has {name} {value!r}; must be a JSON object")
         return value
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Returns a list of numbers above 0."""
+        value = self.values.get(name)
+        if not isinstance(value, list):
+            raise self.refused(f"has {name} {repr(value)[:40]}; must be a list of numbers")
+        each = Settings({f"{name}[{n}]": number for n, number in enumerate(value)}, self.folder)
+        return tuple(each.positive(one) for one in each.values)
+
     def flag(self, name: str, default: bool = False) -> bool:
         """Returns whether a setting is on."""
         return bool(self.values.get(name, default))

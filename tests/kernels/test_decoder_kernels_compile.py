@@ -47,9 +47,7 @@ def compiled(name: str, sm: int, dtype: torch.dtype, constants: dict[str, object
 def constants_of(kind: str, size: int, heads: int, residual: bool, post: bool) -> dict[str, object]:
     from rooftile.fused.kernels.norm import tile_of
 
-    layer, plus_one = kind == "layer", kind == "plus one"
-    kinds = {"LAYER": layer, "PLUS_ONE": plus_one, "POST_LAYER": layer, "POST_PLUS_ONE": plus_one}
-    return tile_of(size) | kinds | {"HEADS": heads, "SIZE": size, "RESIDUAL": residual, "POST": post}
+    return tile_of(size) | {"KIND": kind, "HEADS": heads, "SIZE": size, "RESIDUAL": residual, "POST": kind if post else ""}
 
 
 NORMS = [
@@ -61,6 +59,7 @@ NORMS = [
     ("layer", 1600, 1, True, False),
     ("layer", 40, 3, False, False),
     ("rms", 16384, 1, True, False),
+    ("rounds once", 4096, 1, False, False),
     ("layer", 16384, 1, True, False),
 ]
 CHIPS = [(80, torch.bfloat16), (90, torch.bfloat16), (90, torch.float16), (90, torch.float32), (100, torch.bfloat16)]

@@ -33,6 +33,12 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 YARN_IN_FULL = YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.1}
 YARN_SHORT = YARN | {"attention_factor": 1.5, "original_max_position_embeddings": 4}
+# for heads of 10 numbers, of which 4 turn
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1000.0, "partial_rotary_factor": 0.4, "factor": 3.2, "short_factor": [1.0, 1.3],
+    "long_factor": [1.7, 6.0],
+}  # fmt: skip
+MINISTRAL3 = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 CONFIGS = {
@@ -79,6 +85,10 @@ CONFIGS = {
     "ministral": lambda: transformers.MinistralConfig(
         **SMALL, head_dim=16, sliding_window=6, layer_types=LAYER_TYPES, rope_parameters=THETA
     ),
+    "ministral3": lambda: transformers.Ministral3Config(**SMALL, head_dim=16, rope_parameters=dict(MINISTRAL3)),
+    "ministral3, windows": lambda: transformers.Ministral3Config(
+        **SMALL, head_dim=8, sliding_window=6, rope_parameters=dict(MINISTRAL3)
+    ),
     "olmo2": lambda: transformers.Olmo2Config(**SMALL, rope_parameters=THETA),
     "olmo3": lambda: transformers.Olmo3Config(**SMALL, sliding_window=6, layer_types=LAYER_TYPES),
     "olmo3, yarn": lambda: transformers.Olmo3Config(
@@ -87,6 +97,9 @@ CONFIGS = {
     ),
     "phi3": lambda: transformers.Phi3Config(**SMALL, sliding_window=7),
     "phi3, no window": lambda: transformers.Phi3Config(**SMALL, rope_parameters=THETA),
+    "phi3, partly": lambda: transformers.Phi3Config(**SMALL, rope_parameters=THETA | {"partial_rotary_factor": 0.6}),
+    # no sequence here is longer than the training was; `test_families.py` has longer ones
+    "phi3, longrope": lambda: longrope(128),
     "smollm3": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layer_interval=2),
     "smollm3, windows": lambda: transformers.SmolLM3Config(
         **SMALL, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=6, attention_bias=True, mlp_bias=True
@@ -98,10 +111,21 @@ CONFIGS = {
 }  # fmt: skip
 
 
+def longrope(trained: int) -> transformers.PretrainedConfig:
+    """A Phi-3 with other positions for sequences of more than `trained` tokens."""
+    rope = LONGROPE | {"original_max_position_embeddings": trained}
+    return transformers.Phi3Config(**SMALL, original_max_position_embeddings=trained, rope_parameters=rope)
+
+
 def theirs(name: str) -> transformers.PreTrainedModel:
-    """The model of Transformers, with biases and norms that are no zeros and ones."""
+    """The model of Transformers of that name, with biases and norms that are no zeros and ones."""
+    return made(CONFIGS[name]())
+
+
+def made(config: transformers.PretrainedConfig) -> transformers.PreTrainedModel:
+    """The model of a configuration."""
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:

@@ -10,7 +10,7 @@ from rooftile.models.layers import Memory, Norm
 from tests.models.checkpoints import CONFIGS
 
 # the kind, and a family that has it
-KINDS = {"rms": "llama", "plus one": "gemma2", "layer": "gpt2"}
+KINDS = {"rms": "llama", "plus one": "gemma2", "rounds once": "olmo2", "layer": "gpt2"}
 
 
 def norm_of(kind: str, size: int, dtype: torch.dtype, device: str = "cpu", eps: float = 1e-2) -> Norm:

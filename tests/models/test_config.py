@@ -17,7 +17,7 @@ from rooftile.models import ModelConfig
 from rooftile.models.config import config_of
 from rooftile.models.families import ARCHITECTURES, FAMILIES
 from rooftile.models.rotary import Rotary
-from tests.models.checkpoints import CONFIGS, LAYER_TYPES, LINEAR, LLAMA3, YARN
+from tests.models.checkpoints import CONFIGS, LAYER_TYPES, LINEAR, LLAMA3, LONGROPE, YARN
 
 # as checkpoints of years ago say it: little more than sizes
 OLD: dict[str, Any] = {
@@ -163,19 +163,19 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("llama", {"hidden_size": 8.5}, "has hidden_size 8.5; must be a whole number of at least 1"),
         ("llama", {"num_hidden_layers": 0}, "has num_hidden_layers 0; must be a whole number"),
         ("llama", {"num_key_value_heads": 3}, "heads is 2 and kv_heads 3; the second must divide the first"),
-        ("llama", {"head_dim": 5}, "head_dim is 5 and rotary.dim 5; they must be equal, and even"),
+        ("llama", {"head_dim": 5}, "head_dim is 5 and rotary.dim 5; the second must be even, and from 2 to the"),
         ("llama", {"hidden_act": "swish"}, "has hidden_act 'swish'; must be one of gelu, gelu_new"),
         ("llama", {"hidden_act": ["silu"]}, r"has hidden_act \['silu'\]; must be one of"),
         ("llama", {"dtype": "float8_e4m3fn"}, "has dtype 'float8_e4m3fn'; must be one of float32"),
         ("llama", {"eos_token_id": "2"}, "has eos_token_id '2'; must be a token's id, or a list of them"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "has rope_type 'dynamic'; supported are default, linear"),
-        ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "has rope_type 'longrope'"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "has short_factor None; must be a list of numbers"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "has no factor"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "has no low_freq_factor"),
         ("llama", {"rope_scaling": "linear"}, "has rope_scaling 'linear'; must be a JSON object"),
         ("llama", {"rope_scaling": YARN | {"factor": "4"}}, "has factor '4'; must be a number"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "has rope_parameters for each type of layer; "),
-        ("llama", {"partial_rotary_factor": 0.5}, "has a partial_rotary_factor; supported are heads that turn as a whole"),
+        ("llama", {"partial_rotary_factor": 0.5}, "has a partial_rotary_factor; supported is one with Phi, whose"),
         ("mistral", {"layer_types": LAYER_TYPES}, "has layer_types, which Mistral's attention does not read; supported is"),
         ("mistral", {"sliding_window": 0}, "has sliding_window 0; must be above 0"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "has layer_types of 'chunked_attention'; supported are 'full_att"),
@@ -205,8 +205,15 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("gemma3_text", {"rope_parameters": YARN}, "has one rope_parameters for all layers; must have them for each"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping, which Gemma 3's attention does not apply"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "has no_rope_layers .1, 2, 0.; must be 0 or 1 for each of 3 layers"),
-        ("phi3", {"rope_scaling": {"type": "longrope"}}, "has rope_type 'longrope', two tables of positions by length"),
-        ("phi3", {"partial_rotary_factor": 0.75}, "has a partial_rotary_factor; supported are heads that turn as a whole"),
+        ("phi3", {"rope_scaling": LONGROPE | {"partial_rotary_factor": 1, "long_factor": [1.0]}},
+         r"rotary.long_factors are \(1.0,\); must be 2 finite numb"),
+        ("phi3", {"rope_scaling": LONGROPE | {"short_factor": 1.0}}, "has short_factor 1.0; must be a list of numbers"),
+        ("phi3", {"rope_scaling": LONGROPE | {"short_factor": [1.0, "a"]}}, r"has short_factor\[1\] 'a'; must be a number"),
+        ("phi3", {"rope_scaling": LONGROPE | {"short_factor": [1.0, 0]}}, r"has short_factor\[1\] 0; must be above 0"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "head_dim is 4 and rotary.dim 3; the second must be even"),
+        ("phi3", {"partial_rotary_factor": 1.5}, "head_dim is 4 and rotary.dim 6; the second must be even, and from 2 to"),
+        ("phi3", {"partial_rotary_factor": 0.1}, "head_dim is 4 and rotary.dim 0; the second must be even, and from 2 to the"),
+        ("ministral3", {"rope_parameters": YARN}, "has no llama_4_scaling_beta; it must be there, a number"),
         ("granite", {"logits_scaling": 0}, "has logits_scaling 0; must be above 0"),
         ("gpt2", {"n_head": 3}, "has n_embd 8 and n_head 3; the second must divide the first"),
     ],

@@ -147,14 +147,17 @@ def test_embeddings_are_scaled_by_a_rounded_number() -> None:
     assert Decoder.random(config("gemma2"), torch.float32).embedding_scale == pytest.approx(40**0.5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "olmo3"])
 def test_norms_round_where_transformers_rounds(name: str) -> None:
     decoder = Decoder.random(config(name), torch.bfloat16)
     norm = decoder.norm
     norm.weight.copy_(torch.randn(40))
-    module = {"llama": transformers.models.llama.modeling_llama.LlamaRMSNorm}.get(
-        name, transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm
-    )(40, eps=1e-6)
+    module = {
+        "llama": transformers.models.llama.modeling_llama.LlamaRMSNorm,
+        "gemma2": transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm,
+        "olmo2": transformers.models.olmo2.modeling_olmo2.Olmo2RMSNorm,
+        "olmo3": transformers.models.olmo3.modeling_olmo3.Olmo3RMSNorm,
+    }[name](40, eps=norm.eps)
     module = module.to(torch.bfloat16)
     module.weight.data.copy_(norm.weight)
     x, residual = torch.randn(2, 500, 40).bfloat16()

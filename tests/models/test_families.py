@@ -18,6 +18,8 @@ from tests.models.checkpoints import (
     loaded,
     logits_of_ours,
     logits_of_theirs,
+    longrope,
+    made,
     prompts,
     saved,
     theirs,
@@ -40,7 +42,7 @@ def test_shards(name: str, tmp_path: Path) -> None:
     assert_same(logits_of_ours(Decoder.from_folder(tmp_path), prompts()), logits_of_theirs(model, prompts()))
 
 
-@pytest.mark.parametrize("name", ["llama, llama3", "mistral", "qwen2", "qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama, llama3", "mistral", "qwen2", "qwen3", "gemma2", "gpt2", "olmo2", "ministral3"])
 def test_bfloat16_is_as_close_to_exact_as_transformers_in_bfloat16(name: str, tmp_path: Path) -> None:
     decoder = Decoder.from_folder(saved(theirs(name).to(torch.bfloat16), tmp_path))
     assert decoder.config.dtype == decoder.embedding.dtype == torch.bfloat16
@@ -53,6 +55,21 @@ def test_bfloat16_is_as_close_to_exact_as_transformers_in_bfloat16(name: str, tm
     # in another dtype than the checkpoint's, on request
     wide = Decoder.from_folder(tmp_path, dtype=torch.float32)
     assert_same(logits_of_ours(wide, prompts()), exact)
+
+
+@pytest.mark.parametrize(("max_len", "lengths"), [(40, (37, 1, 40, 13)), (None, (70, 41, 128))])
+def test_longrope_goes_by_the_longest_sequence_that_is_read(
+    max_len: int | None, lengths: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Up to the training length one set of factors, beyond it another for all positions, as Transformers has for one sequence."""
+    model = made(longrope(40))
+    decoder = Decoder.from_folder(saved(model, tmp_path), max_len=max_len)
+    assert_same(logits_of_ours(decoder, prompts(lengths)), logits_of_theirs(model, prompts(lengths)))
+    settings = json.loads((tmp_path / "config.json").read_text())
+    for older in ("su", "yarn"):
+        settings["rope_parameters"]["rope_type"] = older
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        assert ModelConfig.from_folder(tmp_path) == decoder.config
 
 
 @pytest.mark.parametrize("rope", [None, LLAMA3, LINEAR, YARN], ids=["default", "llama3", "linear", "yarn"])

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from rooftile.errors import InvalidInput
 from rooftile.models.config import config_of
 from rooftile.models.rotary import Rotary
 from tests.models.checkpoints import LINEAR, LLAMA3, SMALL, THETA, YARN, YARN_IN_FULL, YARN_SHORT
@@ -18,11 +19,20 @@ LONG_YARN = YARN | {"factor": 3.0, "rope_theta": 1_000_000.0, "original_max_posi
 # a ramp of no length
 STEEP = YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False}
 SHRUNK = YARN | {"factor": 1.0}
+# within its training length, and beyond it
+SHORT, LONG = (
+    {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": trained,
+        "short_factor": [1 + n / 32 for n in range(32)], "long_factor": [1 + n * n / 32 for n in range(32)],
+    } for trained in (512, 100)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "rope", [THETA, LINEAR, LLAMA3, LONG_LLAMA3, YARN, YARN_IN_FULL, YARN_SHORT, LONG_YARN, STEEP, SHRUNK], ids=str
+    "rope",
+    [THETA, LINEAR, LLAMA3, LONG_LLAMA3, YARN, YARN_IN_FULL, YARN_SHORT, LONG_YARN, STEEP, SHRUNK, SHORT, LONG],
+    ids=lambda rope: str(rope)[:120],
 )
 def test_tables_are_those_of_transformers_to_the_bit(rope: dict, dtype: torch.dtype) -> None:
     config = transformers.LlamaConfig(
@@ -37,6 +47,11 @@ def test_tables_are_those_of_transformers_to_the_bit(rope: dict, dtype: torch.dt
     assert table.dtype == dtype
     for waves, due in zip(table[positions].chunk(2, dim=-1), (cos, sin), strict=True):
         assert torch.equal(torch.cat((waves, waves), dim=-1), due[0])
+
+
+def test_factors_are_checked() -> None:
+    with pytest.raises(InvalidInput, match=r"rotary.short_factors are \(\); must be 8 finite numbers above 0, one for each pair"):
+        Rotary(dim=16, scaling="longrope", original_len=4, long_factors=(1.0,) * 8)
 
 
 def test_yarn_reaches_as_far_as_it_stretches() -> None:

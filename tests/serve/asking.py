@@ -10,10 +10,13 @@ from rooftile.serve.llm import LLM
 from rooftile.serve.sampling.params import SamplingParams
 from tests.models.checkpoints import VOCABULARY
 
-FAMILIES = ["llama", "llama, llama3", "mistral", "qwen2", "qwen2, windows", "qwen3", "gemma2", "gpt2"]
+# all that differs in how a family is served: windows in every layer, in some or in none, softcap, norms of heads, positions
+FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt2"]
 # families that differ from these in their layers, and not in how they are served: `make test` serves each once
 MORE_FAMILIES = [
-    "qwen2, of 2.5", "qwen2, yarn", "gemma3_text", "granite", "ministral", "olmo2", "olmo3", "phi3", "smollm3",
+    "llama, llama3", "qwen2", "qwen2, windows", "qwen2, of 2.5", "qwen2, yarn", "gemma3_text", "granite",
+    "ministral", "ministral3", "olmo2", "olmo3", "phi3",
+    "phi3, longrope", "smollm3",
 ]  # fmt: skip
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

@@ -62,8 +62,8 @@ def slowed(llm: LLM, seconds: float = 0.005) -> None:
 
 @preempted_or_not
 def test_many_callers_get_what_generate_gives(settings, ahead: bool, peers) -> None:
-    asked = prompts(48)
-    params = [SamplingParams(temperature=0.9, seed=n, n=1 + n % 3, max_tokens=1 + n % 20, ignore_eos=True) for n in range(48)]
+    asked = prompts(24)
+    params = [SamplingParams(temperature=0.9, seed=n, n=1 + n % 3, max_tokens=1 + n % 20, ignore_eos=True) for n in range(24)]
     due = [output.outputs for output in LLM(peers("llama").folder, **settings).generate(asked, params)]
     llm = LLM(peers("llama").folder, **settings)
     llm.engine._ahead = ahead

@@ -79,7 +79,7 @@ def test_tokens_without_a_probability_are_never_taken(tiny, monkeypatch) -> None
         for told in sampled.outputs[0].logprobs:
             assert {token for token, one in told.items() if one.logprob == -torch.inf} == {0, 2, 7}
             assert sum(torch.tensor([one.logprob for one in told.values()]).exp()) == pytest.approx(1, abs=1e-4)
-    monkeypatch.setattr(decoder, "logits", lambda hidden: logits(hidden).fill_(torch.nan))
+    monkeypatch.setattr(decoder, "logits", lambda hidden, **how: logits(hidden).fill_(torch.nan))
     (output,) = llm.generate([3, 1, 5], BEAMS)
     assert output.error == (
         "the beam search has found no answer: the logits of every token that it may take are NaN or -inf"

@@ -54,9 +54,9 @@ def test_a_bad_request_fails_alone(prompt, params: SamplingParams, sentence: str
     peer = peers("llama")
     llm = LLM(peer.folder, max_model_len=96, num_blocks=20, max_num_seqs=8)
     good = prompts(3)
-    outputs = llm.generate([good[0], prompt, good[1]], [GREEDY, params, GREEDY])
-    due = peer.greedy(good, TOKENS)
-    assert [output.outputs[0].token_ids for output in (outputs[0], outputs[2])] == due[:2]
+    few = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    outputs = llm.generate([good[0], prompt, good[1]], [few, params, few])
+    assert [output.outputs[0].token_ids for output in (outputs[0], outputs[2])] == peer.greedy(good[:2], 3)
     assert outputs[1].error is not None
     assert outputs[1].error.startswith(sentence)
     assert outputs[1].outputs == []

@@ -43,12 +43,12 @@ def streamed(llm: LLM, asked: list[list[int]]) -> list[list[list[int]]]:
 @preempted_or_not
 def test_threads_share_an_llm(settings: dict[str, int], ahead: bool, peers) -> None:
     peer = peers("llama")
-    due = peer.greedy(prompts(), TOKENS)
+    due = peer.greedy(prompts(THREADS * 5), TOKENS)
     llm = LLM(peer.folder, **settings)
     llm.engine._ahead = ahead
 
     def ask(n: int) -> None:
-        mine = slice(n * 8, n * 8 + 8)
+        mine = slice(n * 5, n * 5 + 5)
         wanted = [[row] for row in due[mine]]
         for _ in range(2):
             assert (streamed if n % 2 else generated)(llm, prompts()[mine]) == wanted

@@ -15,16 +15,19 @@ from rooftile.launch import Kernel
 
 
 @triton.jit
-def _normalised(x, weight, bias, there, eps, dtype, SIZE: tl.constexpr, LAYER: tl.constexpr, PLUS_ONE: tl.constexpr):
+def _normalised(x, weight, bias, there, eps, dtype, SIZE: tl.constexpr, KIND: tl.constexpr):
     """RMS: x / sqrt(mean x² + eps) * w. Layer: the same for x - mean x, plus b. All in fp32; x is 0 outside `there`."""
-    if LAYER:
+    if KIND == "layer":
         x = tl.where(there, x - (tl.sum(x, 1) / SIZE)[:, None], 0.0)
     x = x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None]
-    if LAYER:
+    if KIND == "layer":
         x = x * weight + bias
-    elif PLUS_ONE:
+    elif KIND == "plus one":
         x = x * (1.0 + weight)
+    elif KIND == "rounds once":
+        x = x * weight
     else:
+        tl.static_assert(KIND == "rms")
         # rounded before the product and after it
         x = x.to(dtype).to(tl.float32) * weight
     return x.to(dtype)
@@ -35,8 +38,7 @@ def _normalised(x, weight, bias, there, eps, dtype, SIZE: tl.constexpr, LAYER: t
 def _normalise(
     x_ptr, residual_ptr, o_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, total, x_stride_t, x_stride_h,
     eps, post_eps, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    LAYER: tl.constexpr, PLUS_ONE: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr, POST_LAYER: tl.constexpr,
-    POST_PLUS_ONE: tl.constexpr,
+    KIND: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
 ):
     # fmt: on
     """Normalises BLOCK_R rows, each a head of a token: x, or the residual plus x, which may itself be normalised first."""
@@ -52,20 +54,20 @@ def _normalise(
         residual = tl.load(residual_ptr + line, mask=there, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
     bias = weight
-    if LAYER:
+    if KIND == "layer":
         bias = tl.load(bias_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
-    if POST:
+    if POST != "":
         post_weight = tl.load(post_weight_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
         post_bias = post_weight
-        if POST_LAYER:
+        if POST == "layer":
             post_bias = tl.load(post_bias_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
-        x = _normalised(x, post_weight, post_bias, there, post_eps, dtype, SIZE, POST_LAYER, POST_PLUS_ONE).to(tl.float32)
+        x = _normalised(x, post_weight, post_bias, there, post_eps, dtype, SIZE, POST).to(tl.float32)
     if RESIDUAL:
         # the norm sees the stream as later layers will read it: rounded
         stream = (residual + x).to(dtype)
         tl.store(residual_ptr + line, stream, mask=there)
         x = stream.to(tl.float32)
-    tl.store(o_ptr + line, _normalised(x, weight, bias, there, eps, dtype, SIZE, LAYER, PLUS_ONE), mask=there)
+    tl.store(o_ptr + line, _normalised(x, weight, bias, there, eps, dtype, SIZE, KIND), mask=there)
 
 
 _start_normalise = Kernel(_normalise)
@@ -92,10 +94,7 @@ def _launch(x: Tensor, residual: Tensor | None, o: Tensor, norm, post) -> None:
     total, heads, size = x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
     first = norm if post is None else post
     weight, bias, first_weight, first_bias = norm.weight, norm.bias, first.weight, first.bias
-    constants = _constants(
-        heads, size, bias is not None, norm.plus_one, residual is not None, post is not None,
-        first_bias is not None, first.plus_one,
-    )  # fmt: skip
+    constants = _constants(heads, size, _kind(norm), residual is not None, "" if post is None else _kind(post))
     arguments = (
         x, o if residual is None else residual, o, weight, weight if bias is None else bias,
         first_weight, first_weight if first_bias is None else first_bias, total, x.stride(0), x.stride(1) if heads > 1 else 0,
@@ -104,14 +103,16 @@ def _launch(x: Tensor, residual: Tensor | None, o: Tensor, norm, post) -> None:
     _start_normalise((triton.cdiv(total * heads, constants["BLOCK_R"]), 1, 1), arguments, constants)
 
 
+def _kind(norm) -> str:
+    if norm.bias is not None:
+        return "layer"
+    return "plus one" if norm.plus_one else "rounds once" if norm.rounds_once else "rms"
+
+
 @cache
-def _constants(
-    heads: int, size: int, layer: bool, plus_one: bool, residual: bool, post: bool, post_layer: bool, post_plus_one: bool
-) -> dict[str, Any]:  # fmt: skip
-    return tile_of(size) | {
-        "HEADS": heads, "SIZE": size, "LAYER": layer, "PLUS_ONE": plus_one, "RESIDUAL": residual, "POST": post,
-        "POST_LAYER": post_layer, "POST_PLUS_ONE": post_plus_one,
-    }  # fmt: skip
+def _constants(heads: int, size: int, kind: str, residual: bool, post: str) -> dict[str, Any]:
+    """The compile-time arguments; `post` is the kind of the norm before the addition, and empty if there is none."""
+    return tile_of(size) | {"HEADS": heads, "SIZE": size, "KIND": kind, "RESIDUAL": residual, "POST": post}
 
 
 def tile_of(size: int) -> dict[str, int]:
