@@ -69,7 +69,8 @@ def test_tokens_without_a_probability_are_never_taken(tiny, monkeypatch) -> None
     decoder = llm.engine.runner.decoder
     logits = decoder.logits
     for bad in (torch.nan, -torch.inf):
-        monkeypatch.setattr(decoder, "logits", lambda hidden, bad=bad: logits(hidden).index_fill(1, torch.tensor([0, 2, 7]), bad))
+        few = torch.tensor([0, 2, 7])
+        monkeypatch.setattr(decoder, "logits", lambda hidden, bad=bad, **how: logits(hidden).index_fill(1, few, bad))
         (output,) = llm.generate([3, 1, 5], BEAMS)
         assert len(output.outputs) == 4
         for answer in output.outputs:
