@@ -85,3 +85,22 @@ def test_a_sink_of_minus_infinity_is_no_sink(T: int, backend: str) -> None:
     if T > 19:
         assert (o[:, : T - 19] == 0).all()
         assert (lse[:, 0, : T - 19] == -math.inf).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1), (1, 1)], ids=str)
+def test_a_nan_of_a_bias_behind_the_mask_is_not_there(shape: tuple[int, int], softcap: float | None, backend: str) -> None:
+    """Also in the gradient of a bias that several batches or heads share, which is a sum."""
+    T, S = 24, 31
+    bias = torch.randn(*shape, T, S)
+    or_skip(backend, rt.CAUSAL, softcap=softcap, bias=torch.zeros(1, 1, 4, 4))
+    hidden = torch.ones(T, S, dtype=torch.bool).tril(S - T).logical_not()
+    inputs = [torch.randn(2, n, 2, 16) for n in (T, S, S)]
+    found = []
+    for fill in (0.0, math.nan):
+        leaves = [x.clone().requires_grad_() for x in (*inputs, bias.masked_fill(hidden, fill))]
+        o = rt.attention(*leaves[:3], rt.CAUSAL, bias=leaves[3], softcap=softcap, backend=backend)
+        found.append([o.detach(), *torch.autograd.grad(o.square().sum(), leaves)])
+    for clean, poisoned in zip(*found, strict=True):
+        assert torch.equal(clean, poisoned)
+    assert (found[1][4][..., hidden] == 0).all()

@@ -18,6 +18,7 @@ from tests.conformance.test_invariance import (  # noqa: F401 - collected here
     test_what_the_mask_hides_does_not_leak,
 )
 from tests.conformance.test_nan_gradients import (  # noqa: F401 - collected here
+    test_a_nan_of_a_bias_behind_the_mask_is_not_there,
     test_a_nan_shows_where_it_is_seen,
     test_a_row_that_sees_only_its_sink_does_not_use_do,
     test_a_sink_of_minus_infinity_is_no_sink,

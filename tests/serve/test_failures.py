@@ -68,8 +68,8 @@ def test_tokens_without_a_probability_are_never_taken(tiny, monkeypatch) -> None
     _, llm = tiny
     decoder = llm.engine.runner.decoder
     logits = decoder.logits
+    few = torch.tensor([0, 2, 7])
     for bad in (torch.nan, -torch.inf):
-        few = torch.tensor([0, 2, 7])
         monkeypatch.setattr(decoder, "logits", lambda hidden, bad=bad, **how: logits(hidden).index_fill(1, few, bad))
         (output,) = llm.generate([3, 1, 5], BEAMS)
         assert len(output.outputs) == 4
