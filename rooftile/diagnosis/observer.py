@@ -35,7 +35,7 @@ WARM_UPS, TIMED_STEPS = 3, 7
 # operators are taken by their share of the time until so much of it is explained
 EXPLAINED = 0.9
 MOST_OPERATIONS = 20
-# bytes of copies of inputs
+# bytes of copies of inputs; on a GPU also at most a fifth of what the step takes
 SAMPLES_LIMIT = 2 << 30
 # an attention is worth timing another one if it takes so much of the step
 ATTENTION_SHARE = 0.02
@@ -84,7 +84,8 @@ class Observer:
             self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
 
     def _recording(self) -> Record:
-        self._record = Record(self._leading(), SAMPLES_LIMIT)
+        limit = SAMPLES_LIMIT if self._peak_bytes is None else min(SAMPLES_LIMIT, self._peak_bytes // 5)
+        self._record = Record(self._leading(), limit)
         return self._record
 
     @property

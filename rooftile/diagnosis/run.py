@@ -18,7 +18,7 @@ from rooftile.errors import InvalidInput
 
 def diagnose(
     function: Callable[..., Any] | nn.Module, *inputs: Any, backward: bool = False, apply: Sequence[str] = (),
-    budget: float = 60.0, ncu: bool = False,
+    budget: float = 60.0, ncu: bool = False, **foreign: Any,
 ) -> Diagnosis:  # fmt: skip
     """Finds what bounds a function or module: memory, compute, overhead, the host; operator by operator and as a whole.
 
@@ -47,6 +47,12 @@ def diagnose(
     The method is Horace He's (Making Deep Learning Go Brrrr From First Principles): raise the arithmetic, or take away the
     traffic, and watch the time.
     """
+    if foreign:
+        word = next(iter(foreign))
+        raise InvalidInput(
+            f"diagnose has no argument {word!r}; for one of the function's own write "
+            f"diagnose(functools.partial(function, {word}=...), ...)"
+        )
     if not callable(function):
         raise InvalidInput(f"diagnose takes a function or a module; got {type(function).__name__}")
     if not budget > 0:

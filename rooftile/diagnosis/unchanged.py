@@ -20,7 +20,7 @@ def unchanged(held: Iterable[Any]) -> Iterator[None]:
 
     Parameters, buffers, gradients, the training flags of modules, the state of optimisers, the streams of random numbers of
     PyTorch, NumPy and Python, the default dtype, the number of threads and the flags of `torch.backends`. A copy of all the
-    tensors is held meanwhile.
+    tensors is held meanwhile, in the host's memory.
     """
     restores = [_random(), _flags()]
     for thing in held:
@@ -101,8 +101,13 @@ def _flags() -> Callable[[], None]:
     return restore
 
 
+def _copy(x: Tensor) -> Tensor:
+    # a GPU's memory is the program's
+    return x.detach().to("cpu", copy=True)
+
+
 def _tensor(x: Tensor) -> Callable[[], None]:
-    kept = x.detach().clone()
+    kept = _copy(x)
 
     def restore() -> None:
         with torch.no_grad():
@@ -112,9 +117,9 @@ def _tensor(x: Tensor) -> Callable[[], None]:
 
 
 def _leaf(x: Tensor) -> Callable[[], None]:
-    kept = x.detach().clone()
+    kept = _copy(x)
     gradient = x.grad if x.is_leaf else None
-    values = None if gradient is None else gradient.detach().clone()
+    values = None if gradient is None else _copy(gradient)
 
     def restore() -> None:
         with torch.no_grad():
@@ -143,15 +148,33 @@ def _module(module: nn.Module) -> Callable[[], None]:
 def _optimiser(optimiser: Optimizer) -> Callable[[], None]:
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
     restores = [_leaf(p) for p in parameters]
-    state = {p: deepcopy(values) for p, values in optimiser.state.items()}
+    state = {p: _state(values) for p, values in optimiser.state.items()}
     groups = [{k: deepcopy(v) for k, v in group.items() if k != "params"} for group in optimiser.param_groups]
 
     def restore() -> None:
         for put_back in restores:
             put_back()
         optimiser.state.clear()
-        optimiser.state.update(state)
+        optimiser.state.update({p: {name: put_back() for name, put_back in values.items()} for p, values in state.items()})
         for group, kept in zip(optimiser.param_groups, groups, strict=True):
             group.update(kept)
 
     return restore
+
+
+def _state(values: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """What gives each entry of a parameter's state back: the same tensor with the same values, or a copy of something else."""
+    return {name: _entry(value) for name, value in values.items()}
+
+
+def _entry(value: Any) -> Callable[[], Any]:
+    if not isinstance(value, Tensor):
+        kept = deepcopy(value)
+        return lambda: kept
+    restore = _tensor(value)
+
+    def put_back() -> Tensor:
+        restore()
+        return value
+
+    return put_back

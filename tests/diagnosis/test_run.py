@@ -138,11 +138,56 @@ def test_twice_the_batch_is_tried() -> None:
         (lambda: rt.diagnose(3), "diagnose takes a function or a module; got int"),
         (lambda: rt.diagnose(torch.relu, torch.ones(2), budget=0), "budget is 0; must be a positive number"),
         (lambda: rt.diagnose(torch.relu, torch.ones(2), backward=True), "no output requires a gradient"),
+        (lambda: rt.diagnose(torch.sum, torch.ones(2), dim=0), r"no argument .dim.; .* own write .*partial"),
     ],
 )
 def test_bad_arguments(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         call()
+
+
+@pytest.mark.parametrize("at", [0, 4, 11, 14])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError])
+def test_an_interrupted_diagnosis_leaves_no_trace(at: int, error: type[BaseException]) -> None:
+    model = nn.Linear(8, 8)
+    optimiser = torch.optim.AdamW(model.parameters())
+    x, calls = torch.randn(4, 8), 0
+
+    def step() -> None:
+        nonlocal calls
+        optimiser.zero_grad()
+        model(x).sum().backward()
+        optimiser.step()
+        if calls == at + 1:
+            raise error("stop")
+        calls += 1
+
+    step()
+    before, moments = deepcopy(model.state_dict()), [dict(state) for state in optimiser.state.values()]
+    kept, numbers = deepcopy(moments), torch.get_rng_state()
+    if at + 1 < 13:
+        with pytest.raises(error, match="stop"):
+            rt.diagnose(step, budget=0.2)
+    else:
+        rt.diagnose(step, budget=0.2)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    for state, old, values in zip(optimiser.state.values(), moments, kept, strict=True):
+        for name, value in state.items():
+            assert value is old[name], "a CUDA graph may have its address"
+            assert torch.equal(value, values[name])
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+@pytest.mark.parametrize("world", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_the_world_around_a_diagnosis(world: Callable[[], Any]) -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.GELU()), torch.randn(4, 32)
+    with world():
+        enabled = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        found = rt.diagnose(model, x, budget=0.3)
+        assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == enabled
+    assert leading(found, "addmm").calls == 1
+    assert leading(found, "gelu").module == "Sequential.1"
 
 
 def test_a_step_that_fails_fails_here_too() -> None:
