@@ -19,12 +19,12 @@ from torch import Tensor
 import rooftile as rt
 from benchmarks.ladder import first, kernels
 from rooftile.bench import ncu
-from rooftile.bench.clock import clock_for, take_turns
 from rooftile.bench.peers import provider_named
 from rooftile.bench.rows import timed_row
 from rooftile.bench.session import open_session
 from rooftile.cases import CASES, Case, Inputs
 from rooftile.cost import roof
+from rooftile.hardware.clock import clock_for, take_turns
 
 B, T, H, D, ROUNDS = 4, 4096, 16, 128, 6
 

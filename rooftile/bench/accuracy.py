@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rooftile import api, dispatch, validate
-from rooftile.bench.clock import clock_for
 from rooftile.errors import InvalidInput
+from rooftile.hardware.clock import clock_for
 from rooftile.masks import Mask
 from rooftile.precision import PRESETS, Precision
 from rooftile.spec import Asked, Options, decode

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from rooftile.bench.clock import Work
+from rooftile.hardware.clock import Work
 
 
 def kernel_times(work: Work, calls: int = 10) -> tuple[float, float]:

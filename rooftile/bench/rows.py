@@ -7,10 +7,10 @@ from dataclasses import replace
 from statistics import median, quantiles
 from typing import Any
 
-from rooftile.bench.clock import Sampler, Work, take_turns
 from rooftile.bench.results import Row
 from rooftile.bench.session import Session
 from rooftile.cost import Roof
+from rooftile.hardware.clock import Sampler, Work, take_turns
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float, float]:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from rooftile.bench import peers
 from rooftile.bench.check import Conformance
-from rooftile.bench.clock import Clock, clock_for
 from rooftile.bench.results import Row
 from rooftile.bench.rows import timed_row
 from rooftile.bench.session import Session, open_session
@@ -26,6 +25,7 @@ from rooftile.cases import Case, Inputs
 from rooftile.cost import roof
 from rooftile.cost.flops import check_phase
 from rooftile.errors import InvalidInput
+from rooftile.hardware.clock import Clock, clock_for
 from rooftile.spec import Problem
 
 __all__ = ["Progress", "Session", "measure", "open_session"]

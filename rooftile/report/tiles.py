@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import rooftile
 from rooftile import masks
-from rooftile.bench.clock import clock_for
 from rooftile.cases import Case
 from rooftile.hardware.arch import arch
+from rooftile.hardware.clock import clock_for
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.report.plan import Plan
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.bench.clock import clock_for
+from rooftile.hardware.clock import clock_for
 from rooftile.report.plan import ModelPlan
 from rooftile.spec import DTYPES
 

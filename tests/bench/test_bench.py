@@ -11,10 +11,10 @@ import torch
 
 from rooftile import InvalidInput, api, cost
 from rooftile.bench import check, compare, peers, results
-from rooftile.bench.clock import HostClock, medians
 from rooftile.bench.results import Row
 from rooftile.bench.run import measure
 from rooftile.cases import CASES, Case
+from rooftile.hardware.clock import HostClock, medians
 from rooftile.masks import CAUSAL, FULL, Window
 from tests.bench.session import CEILINGS, SESSION
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.bench import clock, profiler, results, rows, session
+from rooftile.bench import profiler, results, rows, session
 from rooftile.bench.suites import SUITES, cache, cpu, deterministic, overhead, packed, paged, precision
 from rooftile.cases import CASES
 from rooftile.cost import counts, flops, memory_roof, roof, traffic
 from rooftile.cost.io import Traffic
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.hardware import ceilings
+from rooftile.hardware import ceilings, clock
 from tests.bench.session import CEILINGS, SESSION
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rooftile as rt
-from rooftile.bench.clock import Work, clock_for
 from rooftile.bench.results import Row
 from rooftile.bench.rows import contest, times_of, with_measures
 from rooftile.bench.run import Progress, words_of
 from rooftile.bench.session import Session
 from rooftile.cases import Case
 from rooftile.errors import Unsupported
+from rooftile.hardware.clock import Work, clock_for
 from rooftile.masks import CAUSAL, FULL, Mask
 
 LENGTHS = {"2k": 2048, "8k": 8192, "tiny": 64}

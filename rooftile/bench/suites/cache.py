@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from rooftile.bench.clock import Clock, ReplayClock, medians, take_turns
 from rooftile.bench.results import Row
 from rooftile.bench.rows import timed_row, with_measures
 from rooftile.bench.session import Session
 from rooftile.cost import memory_roof, traffic
+from rooftile.hardware.clock import Clock, ReplayClock, medians, take_turns
 from rooftile.kvcache import Pages, Rotation, rotate
 from rooftile.kvcache.operators import copy_blocks
 

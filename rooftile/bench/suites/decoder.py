@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from rooftile.bench.clock import Work, clock_for
 from rooftile.bench.results import Row
 from rooftile.bench.rows import contest, times_of, with_measures
 from rooftile.bench.run import Progress
@@ -22,6 +21,7 @@ from rooftile.cost.io import Traffic
 from rooftile.fused import add_norm, gated, normalise
 from rooftile.fused.gated import gated_as_defined
 from rooftile.fused.norm import added_as_defined, normalised_as_defined
+from rooftile.hardware.clock import Work, clock_for
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Memory, Norm
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import rooftile as rt
-from rooftile.bench.clock import Work, clock_for
 from rooftile.bench.results import Row
 from rooftile.bench.rows import contest, times_of, with_measures
 from rooftile.bench.run import Progress, words_of
@@ -18,6 +17,7 @@ from rooftile.bench.session import Session
 from rooftile.cases import CASES as PROBLEMS
 from rooftile.cases import Case
 from rooftile.cost import roof
+from rooftile.hardware.clock import Work, clock_for
 
 GPU = tuple(f"d{dim}-{mask}-{length}" for dim in (64, 128) for mask in ("full", "causal") for length in ("512", "2k", "8k"))
 CPU = ("cpu-causal-512",)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from rooftile.bench import ncu
-from rooftile.bench.clock import Work
 from rooftile.bench.peers import provider_named
 from rooftile.bench.results import Row
 from rooftile.bench.rows import timed_row, with_measures
@@ -25,6 +24,7 @@ from rooftile.bench.run import Progress
 from rooftile.bench.session import Session
 from rooftile.cases import CASES as PROBLEMS
 from rooftile.cost import roof
+from rooftile.hardware.clock import Work
 
 GPU = tuple(f"d{dim}-{mask}-16k" for dim in (64, 128, 256) for mask in ("full", "causal"))
 CPU = ()

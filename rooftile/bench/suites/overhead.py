@@ -28,7 +28,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rooftile as rt
 from rooftile.bench import peers
-from rooftile.bench.clock import CallClock, Work, take_turns
 from rooftile.bench.profiler import kernel_times
 from rooftile.bench.results import Row
 from rooftile.bench.rows import measured, timed_row
@@ -36,6 +35,7 @@ from rooftile.bench.run import Progress, timed_work
 from rooftile.bench.run import measure as measure_case
 from rooftile.bench.session import Session
 from rooftile.cases import CASES as PROBLEMS
+from rooftile.hardware.clock import CallClock, Work, take_turns
 from rooftile.kvcache import PagedKV
 from rooftile.spec import DTYPES
 

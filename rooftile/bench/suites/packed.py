@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from rooftile.bench.clock import Work, clock_for
 from rooftile.bench.peers import provider_named
 from rooftile.bench.results import Row
 from rooftile.bench.rows import contest, with_measures
@@ -21,6 +20,7 @@ from rooftile.bench.run import Progress, timed_work, words_of
 from rooftile.bench.session import Session
 from rooftile.cases import Case
 from rooftile.cost import roof
+from rooftile.hardware.clock import Work, clock_for
 from rooftile.masks import CAUSAL, FULL
 
 GPU = tuple(f"d{dim}-{mask}" for dim in (64, 128, 256) for mask in ("full", "causal"))

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile.bench.clock import Clock, ReplayClock, Work, captured, clock_for, medians
 from rooftile.bench.results import Row
 from rooftile.bench.rows import contest, times_of, with_measures
 from rooftile.bench.run import Progress, words_of
@@ -30,6 +29,7 @@ from rooftile.bench.session import Session
 from rooftile.bench.suites.cache import cache
 from rooftile.cases import Case
 from rooftile.cost import Roof, memory_roof, roof, traffic
+from rooftile.hardware.clock import Clock, ReplayClock, Work, captured, clock_for, medians
 from rooftile.kvcache import PagedKV
 from rooftile.masks import CAUSAL
 

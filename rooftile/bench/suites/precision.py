@@ -17,7 +17,6 @@ from functools import partial
 import torch
 
 import rooftile as rt
-from rooftile.bench.clock import Work, clock_for
 from rooftile.bench.peers import provider_named
 from rooftile.bench.results import Row
 from rooftile.bench.rows import contest, figures, times_of, with_measures
@@ -26,6 +25,7 @@ from rooftile.bench.session import Session
 from rooftile.cases import CASES as PROBLEMS
 from rooftile.cases import Case, Inputs
 from rooftile.cost import Roof, flops, memory_roof, traffic
+from rooftile.hardware.clock import Work, clock_for
 from rooftile.numerics.recipe import MEAN_OF
 
 GPU = tuple(
