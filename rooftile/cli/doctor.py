@@ -37,7 +37,7 @@ def doctor(
     found: dict[str, Any] = {
         "machine": machine.json(),
         "datasheet": {"name": chip.name, "kind": chip.kind} | _rates(chip) if chip else None,
-        "measured": _rates(session.ceilings) | {"launch_us": session.ceilings.launch_us, "date": session.ceilings.date},
+        "measured": _rates(session.ceilings) | {name: getattr(session.ceilings, name) for name in (*OTHERS, "date")},
         "backends": backends,
         "software": _software(),
         "caches": {"ceilings": str(cache_directory()), "kernels": str(_kernel_cache())},
@@ -46,6 +46,17 @@ def doctor(
         print_json(found)
     else:
         _show(found)
+
+
+# measured, and in no datasheet
+OTHERS = {
+    "cache_gbs": "copy in the L2 cache, GB/s",
+    "fma_tflops": "fp32 multiply-adds, TFLOP/s",
+    "special_gops": "exponentials, 1e9/s",
+    "launch_us": "launch of a small operation, us",
+    "operator_us": "call of a small operation, us",
+    "node_us": "small kernel of a CUDA graph, us",
+}
 
 
 def _backends(arch: str, dtype: str) -> dict[str, dict[str, Any]]:
@@ -94,7 +105,7 @@ def _show(found: dict[str, Any]) -> None:
         f"{machine['name']} ({machine['arch']}): {machine['cores']} cores, {memory:.0f} GiB, driver {machine['driver']}"
     )
     print(f"torch {machine['torch']}, triton {machine['triton'] or 'absent'}, python {machine['python']}\n")
-    shown = [name for name in measured if name.endswith(("_gbs", "_tflops"))]
+    shown = [name for name in measured if name.endswith(("_gbs", "_tflops")) and name not in OTHERS]
     lines = [
         (
             "copy, GB/s" if name == "memory_gbs" else f"{name.removesuffix('_tflops')} matmul, TFLOP/s",
@@ -104,7 +115,9 @@ def _show(found: dict[str, Any]) -> None:
         )
         for name in shown
     ]
-    lines.append(("launch of a small operation, us", f"{measured['launch_us']:.2f}", "-", "-"))
+    lines += [
+        (words, f"{measured[name]:,.4g}", "-", "-") for name, words in OTHERS.items() if measured[name] is not None
+    ]
     source = (
         f"datasheet of {chip['name']} ({chip['kind'].split(', ')[-1]})" if chip else "datasheet (none for this chip)"
     )

@@ -17,8 +17,9 @@ from rooftile.cli import main
 from rooftile.hardware import ceilings
 
 CEILINGS = ceilings.Ceilings(
-    device="d", copy_gbs=10.0, matmul_tflops={"fp32": 0.1, "bf16": 0.1, "fp16": 0.1}, launch_us=1.0, date="2026-01-01"
-)
+    device="d", copy_gbs=10.0, matmul_tflops={"fp32": 0.1, "bf16": 0.1, "fp16": 0.1}, cache_gbs=20.0, fma_tflops=0.1,
+    special_gops=1.0, launch_us=1.0, operator_us=1.0, node_us=None, date="2026-01-01",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

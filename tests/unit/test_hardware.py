@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,12 @@ def test_cuda_where_there_is_none_is_a_sentence() -> None:
         device_of("cuda")
 
 
+MADE = ceilings.Ceilings(
+    device="d", copy_gbs=3.0, matmul_tflops={"fp32": 1.0}, cache_gbs=20.0, fma_tflops=1.0, special_gops=1.0, launch_us=1.0,
+    operator_us=1.0, node_us=None, date="2026-01-01",
+)  # fmt: skip
+
+
 @pytest.fixture
 def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -98,6 +105,12 @@ def test_the_ceilings_of_this_machine_are_those_of_a_computer(empty_cache: Path)
     assert 0.0005 < found.matmul_tflops["fp32"] < 50
     assert found.rates("fp32").flops_per_s == found.matmul_tflops["fp32"] * 1e12
     assert found.kind == "measured"
+    # caches are nearer than memory, and a core computes an exponential in 0.05 to 100 ns
+    assert found.cache_gbs > 0.5 * found.copy_gbs
+    assert found.fma_tflops == found.matmul_tflops["fp32"]
+    assert 0.01 < found.special_gops < 20 * torch.get_num_threads()
+    assert 0.1 < found.operator_us < 1000
+    assert found.node_us is None
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -107,9 +120,7 @@ def test_ceilings_are_measured_once_and_again_on_refresh(empty_cache: Path, monk
     def pretend(device: torch.device) -> ceilings.Ceilings:
         nonlocal count
         count += 1
-        return ceilings.Ceilings(
-            device="d", copy_gbs=float(count), matmul_tflops={"fp32": 1.0}, launch_us=1.0, date="2026-01-01"
-        )
+        return replace(MADE, copy_gbs=float(count))
 
     monkeypatch.setattr(ceilings, "_measure", pretend)
     assert ceilings.measure("cpu").copy_gbs == 1.0
@@ -126,13 +137,18 @@ def test_ceilings_that_cannot_be_kept_are_still_measured(monkeypatch: pytest.Mon
     (tmp_path / "rooftile").write_text("a file where the folder would be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(ceilings, "_MEASURED", {})
-    made = ceilings.Ceilings(device="d", copy_gbs=3.0, matmul_tflops={}, launch_us=1.0, date="2026-01-01")
+    made = replace(MADE, matmul_tflops={})
     monkeypatch.setattr(ceilings, "_measure", lambda device: made)
     with pytest.warns(UserWarning, match="could not store"):
         assert ceilings.measure("cpu") == made
 
 
+def test_of_two_measurements_the_higher_rates_and_the_shorter_times_count() -> None:
+    busy = replace(MADE, cache_gbs=10.0, special_gops=0.5, operator_us=3.0, matmul_tflops={"fp32": 0.5})
+    assert ceilings.higher(busy, MADE) == ceilings.higher(MADE, busy) == MADE
+    assert ceilings.higher(replace(MADE, node_us=2.0), replace(MADE, node_us=1.0)).node_us == 1.0
+
+
 def test_a_dtype_without_a_measured_ceiling_is_a_sentence() -> None:
-    made = ceilings.Ceilings(device="d", copy_gbs=3.0, matmul_tflops={"fp32": 1.0}, launch_us=1.0, date="2026-01-01")
     with pytest.raises(InvalidInput, match="no ceiling was measured for 'fp64' here; has fp32"):
-        made.rates("fp64")
+        MADE.rates("fp64")
