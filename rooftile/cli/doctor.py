@@ -110,8 +110,8 @@ def _show(found: dict[str, Any]) -> None:
         (
             "copy, GB/s" if name == "memory_gbs" else f"{name.removesuffix('_tflops')} matmul, TFLOP/s",
             f"{measured[name]:,.4g}",
-            f"{chip[name]:,.4g}" if chip and chip[name] else "-",
-            f"{100 * measured[name] / chip[name]:.0f} %" if chip and chip[name] else "-",
+            f"{chip[name]:,.4g}" if chip and chip.get(name) else "-",
+            f"{100 * measured[name] / chip[name]:.0f} %" if chip and chip.get(name) else "-",
         )
         for name in shown
     ]

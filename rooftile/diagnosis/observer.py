@@ -16,7 +16,7 @@ import torch
 from rooftile.diagnosis import counters, machine
 from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
-from rooftile.diagnosis.experiments.measure import Limits, evidence
+from rooftile.diagnosis.experiments.series import Recorded, measure_all
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.records import Operation, Sample
 from rooftile.diagnosis.remedies.alone import narrower_share, padded_saving_us
@@ -29,6 +29,7 @@ from rooftile.diagnosis.verdicts.classify import COLLECTIVES
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.diagnosis.watch import Record, Watch
+from rooftile.hardware import ceilings
 from rooftile.hardware.device import describe
 
 WARM_UPS, TIMED_STEPS = 3, 7
@@ -122,12 +123,11 @@ class Observer:
 
     def conclude(self) -> Diagnosis:
         """Makes the experiments and joins everything."""
-        measured = machine.measure(self._device)
+        measured = ceilings.measure(self._device)
         samples = self._record.samples if self._record else {}
         operations = self._watch.operations
         end = time.perf_counter() + self._budget
         attentions = self._other_attentions(operations, samples)
-        each = self._budget / max(len(samples), 1)
         counted: list[dict[str, Any]] = []
         notes: list[str] = []
         if self._ncu and self._device.type == "cuda":
@@ -138,22 +138,23 @@ class Observer:
         padded_us: dict[int, float] = {}
         narrower: dict[int, float] = {}
         # the most expensive first, as the budget may end
-        for row in sorted(range(len(operations)), key=lambda row: -self._us(operations[row])):
+        order = sorted(range(len(operations)), key=lambda row: -self._us(operations[row]))
+        recorded = {
+            row: Recorded(samples[operations[row].key], self._us(operations[row]) / operations[row].calls)
+            for row in order if operations[row].key in samples
+        }  # fmt: skip
+        # where products in bf16 are slow, trying them takes minutes
+        tries_bf16 = measured.matmul_tflops["bf16"] > measured.matmul_tflops["fp32"] / 4
+        evidence, refused = measure_all(recorded, self._device, end)
+        for row in order:
             operation = operations[row]
-            roofs = machine.roofs_of(operation, self._device, measured)
             sample = samples.pop(operation.key, None)
-            its = None
-            if sample is not None and operation.op in (*PRODUCTS, *BATCHED) and operation.dtype == "fp32":
+            if sample is not None and operation.op in (*PRODUCTS, *BATCHED) and operation.dtype == "fp32" and tries_bf16:
                 narrower[row] = narrower_share(sample, torch.bfloat16, self._device)
             if self._pads and sample is not None and operation.op in PRODUCTS:
                 padded_us[row] = padded_saving_us(sample, self._device) * operation.calls
-            if sample is not None and time.perf_counter() < end:
-                limits = Limits(seconds=min(each, 2.0), flops_per_s=roofs.flops_per_s)
-                try:
-                    its = evidence(sample, self._device, limits, self._us(operation) / operation.calls)
-                except (RuntimeError, NotImplementedError) as error:
-                    notes.append(f"{operation.op} could not be run again: {str(error).splitlines()[0]}")
-            found[row] = find(operation, roofs, its, self._us(operation) or None)
+            roofs = machine.roofs_of(operation, self._device, measured)
+            found[row] = find(operation, roofs, evidence.get(row), self._us(operation) or None)
         findings = [found[row] for row in range(len(operations))]
         step, kernels = self._evidence(), self._kernels(findings)
         seen = Seen(
@@ -165,11 +166,11 @@ class Observer:
             replace(r, measured_us=padded_us[r.ops[0]]) if r.name == PAD and r.ops[0] in padded_us else r for r in propose(seen)
         ]
         return diagnosis(
-            machine=describe(self._device).json(), ceilings=machine.of_json(self._device, measured),
+            machine=describe(self._device).json(), ceilings=measured.json(),
             program=Program(command=shlex.join(sys.argv), step=self._name, torch=torch.__version__, mode=self._mode),
             step=step, findings=findings, remedies=remedies, launches=seen.launches,
             peak_bytes=self._peak_bytes,
-            busy_us=seen.busy_us, kernels=kernels, counters=counted, notes=[*self._notes(), *notes],
+            busy_us=seen.busy_us, kernels=kernels, counters=counted, notes=[*self._notes(), *notes, *refused],
         )  # fmt: skip
 
     @property

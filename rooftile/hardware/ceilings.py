@@ -30,7 +30,7 @@ class Ceilings:
     device: str  # its name
     kind: str = "measured"
     copy_gbs: float  # read plus written
-    matmul_tflops: dict[str, float]  # by dtype: fp32, bf16, fp16, and fp8 if torch supports it
+    matmul_tflops: dict[str, float]  # by dtype: fp64, fp32, bf16, fp16, and fp8 if torch supports it
     cache_gbs: float  # read plus written: from a GPU's L2; from a slice in each core's L2, all cores together, on a CPU
     fma_tflops: float  # multiply-adds outside of matrix units; 2 FLOPs each
     special_gops: float  # exponentials in fp32, in 1e9 per second

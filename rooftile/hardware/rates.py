@@ -18,7 +18,7 @@ import torch
 from rooftile.hardware.clock import captured
 from rooftile.hardware.device import describe
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Work = Callable[[], Any]
 
 
@@ -40,7 +40,7 @@ def cache_copy(device: torch.device) -> float:
 
 
 def matmuls(device: torch.device) -> dict[str, float]:
-    """Returns FLOPs per second of square matrix products by dtype: fp32, bf16, fp16, and fp8 if torch supports it."""
+    """Returns FLOPs per second of square matrix products by dtype: fp64, fp32, bf16, fp16, and fp8 if torch supports it."""
     found = {name: _matmul(dtype, device) for name, dtype in DTYPES.items()}
     # AMD's first fp8 format is a different one
     has_fp8 = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
@@ -121,7 +121,7 @@ def _matmul(dtype: torch.dtype, device: torch.device) -> float:
 
 def _matmul_size(dtype: torch.dtype, device: torch.device) -> int:
     if device.type == "cuda":
-        return 4096 if dtype == torch.float32 else 8192
+        return 4096 if dtype in (torch.float32, torch.float64) else 8192
     # a CPU without half-precision instructions may be a hundred times slower
     small = 256
     a = torch.randn(small, small).to(dtype)

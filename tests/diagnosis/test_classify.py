@@ -149,6 +149,10 @@ MEMORY, COMPUTE = Work(bytes=9e7, flops=1e6), Work(bytes=1e6, flops=9e7)
         (Work(bytes=1e6, flops=1e6), {"fixed_us": 99.0, "slope": 0.1, "gain": 0.02}, "latency", None, "confirmed"),
         (Work(bytes=1e6, flops=1e6), {"fixed_us": 99.0}, "latency", None, "measured"),
         (MEMORY, {"slope": 0.9, "gain": 0.6}, "balanced", None, "measured"),
+        # arithmetic and traffic that do not overlap: both are seen, and traffic is most of the time
+        (MEMORY, {"slope": 0.9, "gain": 0.7}, "memory", "HBM", "measured"),
+        # arithmetic that is far below its roof, and takes as long as the traffic
+        (MEMORY, {"slope": 0.95, "gain": 0.01, "cached_us": 99.0}, "compute", "fp32", "measured"),
     ],
 )
 def test_the_rules(its: Work, measured: dict[str, float], bound: str, unit: str | None, confidence: str) -> None:

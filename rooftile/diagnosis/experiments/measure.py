@@ -1,164 +1,179 @@
-"""The experiments on one recorded call: alone, on slices that stay in the cache, on less data, with more arithmetic.
+"""Measures one recorded call of an operator: its time alone, and the three experiments.
 
-    T0   the call alone
-    E4   more arithmetic on the same bytes: products with more rows, which read the same weights
-    E5   the same arithmetic without the traffic: the call on a slice that stays in the cache, as often as the whole needs
-    E6   half, a quarter, ... of the data: what is left at nothing is the fixed part
-
-Times are medians of runs that take turns, so that the machine's other work falls on all of them.
+    T0   the call alone, on the inputs that it had
+    E4   more arithmetic on the same bytes                              `intensity`
+    E5   the same arithmetic without the traffic to main memory         `cached`
+    E6   half, a quarter, ... of the data                               `size`
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import ceil
-from statistics import median, quantiles
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import TypeVar
 
 import torch
 
+from rooftile.diagnosis.experiments.axes import Axis, axes
+from rooftile.diagnosis.experiments.cached import cached_share
+from rooftile.diagnosis.experiments.call import Call
 from rooftile.diagnosis.experiments.evidence import Evidence
-from rooftile.diagnosis.experiments.scaled import Run, Scaled, grown, part, whole
+from rooftile.diagnosis.experiments.intensity import growth
+from rooftile.diagnosis.experiments.intensity.ladder import Ladder
+from rooftile.diagnosis.experiments.intensity.references import references
+from rooftile.diagnosis.experiments.intensity.sweep import Sweep, sweep
+from rooftile.diagnosis.experiments.size import fixed_us, smaller
+from rooftile.diagnosis.experiments.timing import Timer, error, interleaved
 from rooftile.diagnosis.records import Sample
-from rooftile.diagnosis.steps import wait_for
+from rooftile.errors import Unsupported
 
-# a slice of so many bytes stays in the cache, and is worth the threads' time to begin
-CPU_SLICE = 2 << 20
-# half of an H100's L2 cache
-GPU_SLICE = 20 << 20
-SHARES = (1 / 2, 1 / 4, 1 / 8, 1 / 16)
-LEAST_RUNS, MOST_RUNS = 3, 40
-# rows of a product are grown at most so often
-MOST_GROWN = 64
-# below this, Python's call and the clock are most of what is timed, so calls are timed in a row
-ROW_US = 200.0
+Result = TypeVar("Result")
+# the names of experiments in `Evidence.why_not`
+INTENSITY, CACHE, SIZE = "intensity", "cache", "size"
+# bytes that experiments may take beyond the call's own
+MEMORY = 1 << 30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How long the experiments on one operator may take, and the rate that its arithmetic is priced with."""
+def alone(sample: Sample, timer: Timer, budget_s: float, in_context_us: float | None = None) -> Evidence:
+    """Times a call, its parts in the cache (E5) and on less data (E6), in about `budget_s`.
 
-    seconds: float
-    flops_per_s: float
+    Args:
+        sample: the call, with its real inputs.
+        timer: of its device.
+        budget_s: seconds.
+        in_context_us: its time inside the step. Where given, caches are cold or warm, whichever comes nearer to it; else cold.
 
+    An experiment that is not possible has its reason in `why_not`. Memory that runs out is such a reason. The call's arguments,
+    the random streams, the default dtype and the number of threads are as before.
 
-def evidence(sample: Sample, device: torch.device, limits: Limits, in_context_us: float | None = None) -> Evidence:
-    """Runs the experiments on one recorded call, in about `limits.seconds`."""
-    operation = sample.operation
-    why_not: dict[str, str] = {}
-    works: dict[str, Scaled] = {"T0": Scaled(whole(sample), 1.0)}
-    if _changes_inputs(sample):
-        why_not["any"] = "the operator changes its inputs, so a second run would meet others"
-    else:
-        for share in SHARES:
-            smaller = part(sample, share)
-            if smaller is not None and smaller.share not in [w.share for w in works.values()]:
-                works[f"1/{round(1 / share)}"] = smaller
-        if len(works) < 3:
-            why_not["size"] = "none of its axes can be cut"
-        slice_bytes = GPU_SLICE if device.type == "cuda" else CPU_SLICE
-        if operation.bytes is None:
-            why_not["cache"] = "no rule counts its bytes"
-        elif operation.bytes <= 2 * slice_bytes:
-            why_not["cache"] = "all of it fits into the cache"
-        elif (piece := part(sample, slice_bytes / operation.bytes)) is None:
-            why_not["cache"] = "none of its axes can be cut"
-        else:
-            works["cached"] = piece
-        arithmetic_us = (operation.flops or 0) / limits.flops_per_s * 1e6
-        times = _growth(arithmetic_us, in_context_us or 0.0)
-        more = grown(sample, times) if operation.flops else None
-        if more is None:
-            why_not["intensity"] = "added arithmetic needs a kernel that is generated for this operator; there is none yet"
-        else:
-            works["grown"] = more
-    us = _times({name: work.run for name, work in works.items()}, device, limits.seconds, why_not)
-    alone = us["T0"]
-    # the least of each: a parallel region on cores that others keep busy can cost milliseconds
-    fixed_us = _fixed_part({works[name].share: min(taken) for name, taken in us.items() if name == "T0" or "/" in name})
-    cached_us = _cached_us(us.get("cached"), works.get("cached"), fixed_us or 0.0)
-    t0 = median(alone)
-    added_us, slope = _slope(t0, us.get("grown"), works.get("grown"), operation.flops, limits.flops_per_s)
-    return Evidence(
-        time_us=t0, spread_us=_spread(alone), in_context_us=in_context_us, added_us=added_us,
-        swept_us=(t0, median(us["grown"])) if slope is not None else (), slope=slope, cached_us=cached_us,
-        gain=None if cached_us is None else 1 - cached_us / t0, fixed_us=fixed_us, why_not=why_not,
-    )  # fmt: skip
+    Example:
+        >>> from rooftile.diagnosis.experiments.timing import HostTimer
+        >>> from rooftile.diagnosis.records import Operation, Sample
+        >>> row = Operation(module="", op="aten::add", phase="forward", calls=1, flops=100, special=0, bytes=800, where="",
+        ...                 dtype="fp32", device="cpu", key=(), indices=(0,))
+        >>> found = alone(Sample(row, torch.ops.aten.add.Tensor, (torch.ones(100), 1), {}), HostTimer(), 1.0)
+        >>> 0 <= found.fixed_us <= found.time_us
+        True
+    """
+    with _as_before(sample) as call:
+        return _Measurement(sample, call, timer).alone(budget_s, in_context_us)
 
 
-def _changes_inputs(sample: Sample) -> bool:
-    schema = getattr(sample.function, "_schema", None)
-    return schema is not None and any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+def with_intensity(found: Evidence, sample: Sample, timer: Timer, budget_s: float) -> Evidence:
+    """Returns the evidence of `alone` with added arithmetic (E4) as well, in about `budget_s`.
+
+    Products get more rows; a pass over memory gets more multiply-adds per element, for which kernels are compiled. The first use
+    of a dtype on a machine measures the references, too. Where the time does not allow it, `why_not` says so.
+    """
+    if budget_s <= 0:
+        return replace(found, why_not=found.why_not | {INTENSITY: "the budget ended before it"})
+    with _as_before(sample) as call:
+        return _Measurement(sample, call, timer).with_intensity(found, budget_s)
 
 
-def _times(works: Mapping[str, Run], device: torch.device, seconds: float, why_not: dict[str, str]) -> dict[str, list[float]]:
-    """Samples of each work in µs, in turns, until the time is over; what fails is left out, with its reason."""
-    loops: dict[str, Callable[[], float]] = {}
-    taken: dict[str, list[float]] = {}
-    with torch.no_grad():
-        for name, work in works.items():
-            try:
-                loops[name] = _timed(work, device)
-            except (RuntimeError, IndexError, ValueError) as error:
-                if name == "T0":
-                    raise
-                why_not[{"cached": "cache", "grown": "intensity"}.get(name, "size")] = str(error).splitlines()[0]
-        end = time.perf_counter() + seconds
-        while any(len(taken.get(name, ())) < LEAST_RUNS for name in loops) or time.perf_counter() < end:
-            for name, loop in loops.items():
-                taken.setdefault(name, []).append(loop())
-            if all(len(samples) >= MOST_RUNS for samples in taken.values()):
-                break
-    return taken
+class _Measurement:
+    """One call with its axes, and the reasons that are collected while experiments fail."""
 
+    def __init__(self, sample: Sample, call: Call, timer: Timer) -> None:
+        self._sample, self._call, self._timer = sample, call, timer
+        self._why_not: dict[str, str] = {}
+        call.run()
+        self._axes: list[Axis] = axes(call)
 
-def _timed(work: Run, device: torch.device) -> Callable[[], float]:
-    """A function that times one call in µs; of short calls it times several in a row."""
+    def alone(self, budget_s: float, in_context_us: float | None) -> Evidence:
+        cold = self._is_cold(in_context_us)
+        samples, fixed = self._sizes(budget_s / 2, cold)
+        t0 = median(samples)
+        share = self._attempt(CACHE, lambda: cached_share(self._call, self._axes, self._timer, budget_s / 2, cold=cold))
+        return Evidence(
+            time_us=t0, spread_us=error(samples), in_context_us=in_context_us, fixed_us=fixed,
+            cached_us=None if share is None else share * t0, gain=None if share is None else 1 - share, why_not=self._why_not,
+        )  # fmt: skip
 
-    def run(count: int) -> float:
-        wait_for(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            work()
-        wait_for(device)
-        return (time.perf_counter() - start) * 1e6 / count
+    def with_intensity(self, found: Evidence, budget_s: float) -> Evidence:
+        self._why_not = dict(found.why_not)
+        end = time.perf_counter() + budget_s
+        grows = growth.grows(self._call)
+        swept = self._attempt(INTENSITY, lambda: self._grown(found, end) if grows else self._laddered(found, end))
+        if swept is None:
+            return replace(found, why_not=self._why_not)
+        times, slope = swept
+        return replace(
+            found, added_us=times.added_us, swept_us=times.time_us, slope=slope, knee_flops_per_byte=self._knee(times),
+            why_not=self._why_not,
+        )  # fmt: skip
 
-    run(1)
-    count = max(1, min(100, round(ROW_US / max(run(1), 1.0))))
-    return lambda: run(count)
+    def _is_cold(self, in_context_us: float | None) -> bool:
+        if in_context_us is None:
+            return True
+        cold, warm = (
+            median(self._timer.once(self._call, cold=is_cold) for _ in range(3)) for is_cold in (True, False)
+        )
+        return abs(cold - in_context_us) <= abs(warm - in_context_us)
 
+    def _sizes(self, budget_s: float, cold: bool) -> tuple[list[float], float | None]:
+        """T0's samples, and the fixed part; the sizes take turns with the whole."""
+        pieces = self._attempt(SIZE, lambda: smaller(self._call, self._axes)) or []
+        calls = {1.0: self._call} | {made.share: made.call for made in pieces}
+        taken = interleaved({share: self._once(call, cold) for share, call in calls.items()}, budget_s)
+        if not pieces:
+            return taken[1.0], None
+        return taken[1.0], fixed_us(list(taken), [median(samples) for samples in taken.values()])
 
-def _fixed_part(by_share: Mapping[float, float]) -> float | None:
-    """Returns the time that the line through the two smallest shares has at nothing, at least 0."""
-    if len(by_share) < 3:
+    def _once(self, call: Call, cold: bool) -> Callable[[], float]:
+        return lambda: self._timer.once(call, cold=cold)
+
+    def _grown(self, found: Evidence, end: float) -> tuple[Sweep, float | None]:
+        """A product's own arithmetic is what grows, so its slope needs no references: 1 is as much time as work."""
+        if found.cached_us is None:
+            raise Unsupported(f"its arithmetic alone is not known: {self._why_not.get(CACHE)}")
+        left_s = end - time.perf_counter()
+        flops = self._sample.operation.flops or 0
+        times = growth.sweep(self._call, self._timer, found.time_us, found.cached_us, flops, left_s, MEMORY)
+        return times, times.slope
+
+    def _laddered(self, found: Evidence, end: float) -> tuple[Sweep, float | None]:
+        """A slope between those of the two references."""
+        ladder = Ladder(self._call, end)
+        read = references(ladder.dtype, self._timer, self._call.device, end)
+        times = sweep(ladder, self._call, self._axes, self._timer, found.time_us, end)
+        if times.slope is None:
+            raise Unsupported("no rung of the ladder adds less than its own time")
+        return times, read.read(times.slope)
+
+    def _knee(self, times: Sweep) -> float | None:
+        operation = self._sample.operation
+        added = times.knee_flops()
+        return None if added is None or not operation.bytes else (added + (operation.flops or 0)) / operation.bytes
+
+    def _attempt(self, name: str, experiment: Callable[[], Result]) -> Result | None:
+        try:
+            return experiment()
+        except Unsupported as reason:
+            self._why_not[name] = str(reason)
+        except torch.OutOfMemoryError:
+            self._why_not[name] = "it needs more memory than there is"
+        except RuntimeError as reason:
+            # an operator may refuse a size or a capture that no rule knows of: its own words are the reason
+            self._why_not[name] = f"the operator refused: {str(reason).splitlines()[0][:200]}"
         return None
-    (small, t_small), (next_one, t_next) = sorted(by_share.items())[:2]
-    return max(0.0, t_small - small * (t_next - t_small) / (next_one - small))
 
 
-def _cached_us(taken: list[float] | None, piece: Scaled | None, fixed_us: float) -> float | None:
-    if taken is None or piece is None:
-        return None
-    return (max(median(taken) - fixed_us, 0.0)) / piece.share + fixed_us
-
-
-def _growth(arithmetic_us: float, call_us: float) -> int:
-    """How many times the rows a product gets, so that the added arithmetic alone takes half of the call's time or more."""
-    return min(MOST_GROWN, 1 + max(1, ceil(call_us / 2 / max(arithmetic_us, 1e-3))))
-
-
-def _slope(
-    t0: float, taken: list[float] | None, more: Scaled | None, flops: int | None, flops_per_s: float
-) -> tuple[tuple[float, ...], float | None]:
-    """How much of the added arithmetic is seen: 0 none of it, 1 all that the ceiling lets expect."""
-    if taken is None or more is None or not flops:
-        return (), None
-    added = (more.share - 1) * flops / flops_per_s * 1e6
-    return (0.0, added), (median(taken) - t0) / added
-
-
-def _spread(samples: list[float]) -> float:
-    """The standard error of the median, from the quartiles."""
-    low, _, high = quantiles(samples, n=4, method="inclusive")
-    return float((high - low) / 1.35 * 1.25 / len(samples) ** 0.5)
+@contextmanager
+def _as_before(sample: Sample) -> Iterator[Call]:
+    """The call of a sample. Its arguments, the random streams, the default dtype and the number of threads are restored."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.inference_mode(False), torch.random.fork_rng(devices=devices):
+        call = Call.of(sample)
+        try:
+            # the originals are kept before anything runs
+            call.restore()
+            yield call
+        finally:
+            call.restore()
+            torch.set_default_dtype(dtype)
+            torch.set_num_threads(threads)

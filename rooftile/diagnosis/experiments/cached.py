@@ -1,0 +1,70 @@
+"""E5: the operator on a slice that stays in the cache, as often as the whole needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+
+import torch
+
+from rooftile.diagnosis.experiments.axes import Axis, piece
+from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.timing import Timer, interleaved
+from rooftile.errors import Unsupported
+
+# a slice that is this many times larger than the cache does not stay in it
+SLACK = 2.0
+
+
+def cached_share(call: Call, axes: Sequence[Axis], timer: Timer, budget_s: float, *, cold: bool = True) -> float:
+    """Returns the share of its time that the whole call would take if its data were in the cache; 1 - g.
+
+    A slice runs again and again, on one thread of a CPU, whose time is compared with that of all threads of the whole. The cost
+    of a slice's call is taken out: it is measured on the smallest slice, and the whole call has it once.
+
+    Raises Unsupported where no slice fits the cache.
+    """
+    cut = sorted({place for axis in axes for place, _ in axis.places})
+    small, part = call, 1.0
+    for share in _shares(call, cut, timer):
+        if share < 1:
+            made = piece(call, axes, share)
+            small, part = packed(made.call), made.share
+        if small.bytes(cut) <= timer.cache_bytes:
+            break
+    if small.bytes(cut) > SLACK * timer.cache_bytes:
+        raise Unsupported("no slice of it fits the cache")
+    least = piece(call, axes, 0.0) if axes else None
+    # of a slice that is nearly the least itself, nothing would be left
+    has_least = least is not None and least.share < part / 8
+    works = {"whole": partial(timer.used, call, cold=cold), "slice": partial(timer.burst, small)}
+    if least is not None and has_least:
+        works["least"] = partial(timer.burst, packed(least.call))
+    taken = {name: median(samples) for name, samples in interleaved(works, budget_s).items()}
+    call_us = taken.get("least", 0.0)
+    if part == 1.0:
+        return taken["slice"] / taken["whole"]
+    return (max(taken["slice"] - call_us, 0.0) / part + call_us) / taken["whole"]
+
+
+def packed(call: Call) -> Call:
+    """Returns the call on tensors without gaps, whose dimensions have the same order.
+
+    Rows that lie a power of two apart fall into the same few places of a cache, and would not stay in it.
+    """
+    return call.on([_packed(x) for x in call.tensors])
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    if 0 in x.stride():
+        return x
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    back = [order.index(dim) for dim in range(x.dim())]
+    return x.permute(order).contiguous().permute(back)
+
+
+def _shares(call: Call, cut: list[int], timer: Timer) -> list[float]:
+    """Shares to try, from the one that fits if all bytes shrink with the work."""
+    first = min(1.0, timer.cache_bytes / max(call.bytes(cut), 1))
+    return [first, first / 4, first / 16, first / 64, 0.0] if first < 1 else [1.0]

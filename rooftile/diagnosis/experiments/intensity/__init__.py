@@ -1,0 +1,1 @@
+"""E4: more arithmetic on the same bytes, and the time that it adds."""

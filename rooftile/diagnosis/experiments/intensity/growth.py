@@ -1,0 +1,103 @@
+"""E4 of products and attention: the dimension that adds the fewest bytes grows, and the time that it adds is watched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+
+import torch
+
+from rooftile.diagnosis.experiments.axes import operator_name
+from rooftile.diagnosis.experiments.call import Call, held_bytes
+from rooftile.diagnosis.experiments.intensity.sweep import PLANNED_ROUNDS, TIMED_S, Sweep
+from rooftile.diagnosis.experiments.timing import Timer, error, interleaved
+from rooftile.errors import Unsupported
+
+# dimensions of products that may grow alone; the one that two factors share would add bytes to both
+GROWING: dict[str, tuple[tuple[tuple[int, int], ...], ...]] = {
+    "mm": (((0, 0),), ((1, 1),), ((0, 1), (1, 0))),
+    "addmm": (((1, 0), (0, 0)), ((2, 1), (0, -1)), ((1, 1), (2, 0))),
+    "bmm": (((0, 1),), ((1, 2),), ((0, 2), (1, 1))),
+    "linear": (((0, 0),), ((1, 0), (2, 0))),
+    # more queries per key
+    "scaled_dot_product_attention": (((0, 2),),),
+    "_scaled_dot_product_flash_attention_for_cpu": (((0, 2),),),
+    "_scaled_dot_product_flash_attention": (((0, 2),),),
+    "_scaled_dot_product_efficient_attention": (((0, 2),),),
+    "_scaled_dot_product_cudnn_attention": (((0, 2),),),
+}
+TIMES = (2, 4, 8, 16, 32, 64)
+
+
+def grows(call: Call) -> bool:
+    """Returns whether the operator is one whose arithmetic grows by a dimension."""
+    return operator_name(call.function) in GROWING
+
+
+def sweep(
+    call: Call, timer: Timer, time_us: float, arithmetic_us: float, flops: float, budget_s: float, memory_bytes: int
+) -> Sweep:
+    """Returns times of the call with its cheapest dimension 2, 4, ... times as long, until its arithmetic alone takes T0 more.
+
+    Args:
+        call: a product or attention.
+        timer: of its device.
+        time_us: T0.
+        arithmetic_us: what its arithmetic takes alone, in the cache.
+        flops: of the call.
+        budget_s: for timing.
+        memory_bytes: that the grown tensors may take.
+    """
+    if "attention" in operator_name(call.function) and (len(call.tensors) != 3 or True in (*call.args, *call.kwargs.values())):
+        raise Unsupported("more queries would see other keys under its mask")
+    places = min(_choices(call), key=lambda places: _bytes(_grown(call, places, 2, dry=True)))
+    grown: dict[int, Call] = {1: call}
+    for times in TIMES:
+        if times > 4 and (times // 2 - 1) * arithmetic_us > time_us:
+            break
+        planned_us = PLANNED_ROUNDS * sum(time_us + (n - 1) * arithmetic_us for n in (*grown, times))
+        if planned_us > budget_s * 1e6:
+            if times > TIMES[0]:
+                break
+            raise Unsupported("the budget ended before it")
+        if _bytes(_grown(call, places, times, dry=True)) > memory_bytes:
+            break
+        grown[times] = call.on(_grown(call, places, times))
+    if len(grown) == 1:
+        raise Unsupported("there is no memory to make it larger")
+    taken = interleaved({times: partial(timer.used, made) for times, made in grown.items()}, min(TIMED_S, budget_s))
+    threads = timer.threads(call)
+    return Sweep(
+        tuple((times - 1) * arithmetic_us for times in grown),
+        tuple(median(samples) / threads for samples in taken.values()),
+        max(error(samples) for samples in taken.values()) / threads,
+        tuple((times - 1) * flops for times in grown),
+    )
+
+
+def _choices(call: Call) -> list[tuple[tuple[int, int], ...]]:
+    """The dimensions that may grow. A bias that is broadcast along one stays as it is."""
+    sizes = [x.shape for x in call.tensors]
+    there = [
+        tuple((which, dim) for which, dim in places if which < len(sizes) and -len(sizes[which]) <= dim < len(sizes[which]))
+        for places in GROWING[operator_name(call.function)]
+    ]
+    if operator_name(call.function) == "addmm" and len(sizes[0]) == 1:
+        there[0] = ((1, 0),)
+    return there
+
+
+def _grown(call: Call, places: Sequence[tuple[int, int]], times: int, *, dry: bool = False) -> list[torch.Tensor]:
+    """The tensors with the dimension repeated; dry: without memory."""
+    tensors = [x.to("meta") for x in call.tensors] if dry else list(call.tensors)
+    for which, dim in places:
+        x = tensors[which]
+        if x.shape[dim] == 1 and len(places) > 1 and which == 0:
+            continue
+        tensors[which] = torch.cat([x] * times, dim).to(x.dtype)
+    return tensors
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(held_bytes(x) for x in tensors)

@@ -1,0 +1,232 @@
+"""Times of a call alone: with cold caches as in a step whose other operators have used them, and in a row from the cache.
+
+Samples of several calls take turns, so that load on the machine meets all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Protocol, TypeVar
+
+import torch
+
+from rooftile.diagnosis.experiments.call import Call
+from rooftile.hardware.device import describe
+from rooftile.hardware.rates import one_thread
+
+Name = TypeVar("Name", bound=Hashable)
+# a run in the cache is repeated until it took this long
+BURST_US = 2e3
+
+
+class Timer(Protocol):
+    """How calls on one kind of device are timed."""
+
+    cache_bytes: int  # the cache that E5 stays in
+
+    def once(self, call: Call, *, cold: bool) -> float:
+        """Returns the time of one run in µs."""
+
+    def used(self, call: Call, *, cold: bool = True) -> float:
+        """Returns the time of one run in µs, of all threads together on a CPU."""
+
+    def burst(self, call: Call) -> float:
+        """Returns the time per run in µs of runs in a row, of one thread on a CPU."""
+
+    def threads(self, call: Call) -> float:
+        """Returns how many threads compute a run, on average."""
+
+
+def timer_for(device: torch.device) -> Timer:
+    """Returns the timer of a device."""
+    return DeviceTimer(device) if device.type == "cuda" else HostTimer()
+
+
+class HostTimer:
+    """Times on a CPU.
+
+    Only `once` reads the clock on the wall. Experiments compare the time that a call's threads used: programs beside it do not
+    count, and threads that wait for memory do.
+    """
+
+    def __init__(self) -> None:
+        self.cache_bytes = describe("cpu").l2_bytes or 1 << 19
+        self._evicting = torch.rand(min(2 * last_level_bytes(), 1 << 29) // 4)
+
+    def once(self, call: Call, *, cold: bool) -> float:
+        self._prepare(call, cold)
+        start = time.perf_counter()
+        call.run()
+        return (time.perf_counter() - start) * 1e6
+
+    def used(self, call: Call, *, cold: bool = True) -> float:
+        self._prepare(call, cold)
+        threads = ThreadTimes()
+        threads.wait_until_idle()
+        start = threads.now()
+        call.run()
+        return (threads.now() - start) * 1e6
+
+    def burst(self, call: Call) -> float:
+        with one_thread():
+            self._own_time(call)
+            count = math.ceil(BURST_US / max(self._own_time(call), 1.0))
+            return median(self._own_time(call) for _ in range(min(count, 200)))
+
+    def threads(self, call: Call) -> float:
+        call.restore()
+        call.run()
+        threads = ThreadTimes()
+        threads.wait_until_idle()
+        start, used = time.perf_counter(), threads.now()
+        runs = 0
+        while runs < 3 or (time.perf_counter() - start < 0.02 and runs < 1000):
+            call.restore()
+            call.run()
+            runs += 1
+        used, taken = threads.now() - used, time.perf_counter() - start
+        return min(max(used / taken, 1e-3), float(torch.get_num_threads()))
+
+    def _prepare(self, call: Call, cold: bool) -> None:
+        call.restore()
+        if cold:
+            self._evicting.mul_(1.0)
+        else:
+            call.run()
+            call.restore()
+
+    @staticmethod
+    def _own_time(call: Call) -> float:
+        call.restore()
+        start = time.thread_time()
+        call.run()
+        return (time.thread_time() - start) * 1e6
+
+
+class DeviceTimer:
+    """Times on a GPU, between events. The stream is kept busy while the host queues a call, so the host is not timed."""
+
+    _RUNS = 20  # of one CUDA graph
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        l2_bytes = describe(device).l2_bytes or 1 << 26
+        self.cache_bytes = l2_bytes // 2
+        self._evicting = torch.ones(4 * l2_bytes // 4, dtype=torch.int32, device=device)
+
+    def once(self, call: Call, *, cold: bool) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        call.restore()
+        queued = time.perf_counter()
+        call.run()
+        queueing_us = (time.perf_counter() - queued) * 1e6 + 50.0
+        call.restore()
+        torch.cuda.synchronize(self._device)
+        # about two cycles per nanosecond
+        torch.cuda._sleep(int(min(queueing_us, 20e3) * 2000))
+        if cold:
+            self._evicting.add_(1)
+        start.record()
+        call.run()
+        stop.record()
+        torch.cuda.synchronize(self._device)
+        return start.elapsed_time(stop) * 1e3
+
+    def used(self, call: Call, *, cold: bool = True) -> float:
+        return self.once(call, cold=cold)
+
+    def burst(self, call: Call) -> float:
+        call.restore()
+        call.run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(self._RUNS):
+                call.run()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        taken = []
+        for _ in range(5):
+            call.restore()
+            start.record()
+            graph.replay()
+            stop.record()
+            torch.cuda.synchronize(self._device)
+            taken.append(start.elapsed_time(stop) * 1e3 / self._RUNS)
+        return median(taken[1:])
+
+    def threads(self, call: Call) -> float:
+        return 1.0
+
+
+class ThreadTimes:
+    """The processor time that all threads of this process have used, in seconds.
+
+    The process's own clock knows of threads on other cores only what they had used at the last tick, up to 4 ms ago. Linux tells
+    the time of a thread exactly.
+    """
+
+    def __init__(self) -> None:
+        folder = Path("/proc/self/task")
+        # this is what pthread_getcpuclockid computes; Python has it for its own threads only
+        self._clocks = [~int(path.name) << 3 | 6 for path in folder.iterdir()] if folder.exists() else []
+
+    def now(self) -> float:
+        """Returns the time of the threads that there were at the beginning."""
+        if not self._clocks:
+            return time.process_time()
+        return sum(_thread_time(clock) for clock in self._clocks)
+
+    def wait_until_idle(self) -> None:
+        """Waits for threads that still wait actively for the next parallel region: that time is nobody's."""
+        for _ in range(50):
+            before = self.now() - time.thread_time()
+            time.sleep(5e-4)
+            if self.now() - time.thread_time() - before < 5e-5:
+                return
+
+
+def _thread_time(clock: int) -> float:
+    try:
+        return time.clock_gettime(clock)
+    except OSError:
+        # the thread has ended
+        return 0.0
+
+
+def interleaved(
+    works: Mapping[Name, Callable[[], float]], budget_s: float, *, fewest: int = 5, most: int = 30, exact: float = 0.02
+) -> dict[Name, list[float]]:
+    """Returns samples of each work; the works take turns.
+
+    It ends when the standard error of each median is below `exact` of it, with the budget, or after `most` rounds, but never
+    before `fewest` (three, where the budget has ended).
+    """
+    taken: dict[Name, list[float]] = {name: [] for name in works}
+    end = time.perf_counter() + budget_s
+    for turn in range(most):
+        is_over = time.perf_counter() > end
+        if turn >= (3 if is_over else fewest) and (is_over or all(error(x) <= exact * median(x) for x in taken.values())):
+            break
+        # back and forth: a chip that has been busy for a while clocks lower
+        for name in list(works)[:: -1 if turn % 2 else 1]:
+            taken[name].append(works[name]())
+    return taken
+
+
+def error(samples: Sequence[float]) -> float:
+    """Returns the standard error of the median, from the distance of the quartiles."""
+    if len(samples) < 2:
+        return 0.0
+    low, _, high = quantiles(samples, n=4)
+    # 1.349 standard deviations of a normal distribution lie between its quartiles, and its median errs 1.253 times the mean
+    return 1.253 * (high - low) / 1.349 / math.sqrt(len(samples))
+
+
+def last_level_bytes() -> int:
+    """Returns the size of this CPU's largest cache; 64 MiB if the system does not tell."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return max((int(size.rstrip("KMG")) * units.get(size[-1], 1) for size in sizes), default=1 << 26)

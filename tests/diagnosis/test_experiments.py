@@ -1,0 +1,340 @@
+"""Experiments on real operators: known answers with wide margins, because the cores of a test machine are shared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rooftile.diagnosis.experiments.axes import axes, piece
+from rooftile.diagnosis.experiments.cached import cached_share
+from rooftile.diagnosis.experiments.call import Call, held_bytes
+from rooftile.diagnosis.experiments.evidence import Evidence
+from rooftile.diagnosis.experiments.intensity import ladder, references
+from rooftile.diagnosis.experiments.intensity.multiply_adds import expected
+from rooftile.diagnosis.experiments.intensity.references import References
+from rooftile.diagnosis.experiments.intensity.sweep import Sweep
+from rooftile.diagnosis.experiments.measure import alone, with_intensity
+from rooftile.diagnosis.experiments.size import fixed_us, smaller
+from rooftile.diagnosis.experiments.timing import HostTimer, error, interleaved
+from rooftile.diagnosis.records import Operation, Sample
+from rooftile.errors import Unsupported
+
+aten = torch.ops.aten
+
+
+def sample(function, *args, **kwargs) -> Sample:
+    operation = Operation(
+        module="", op=str(function), phase="forward", calls=1, flops=1000, special=0, bytes=1000, where="", dtype="fp32",
+        device="cpu", key=(), indices=(0,),
+    )  # fmt: skip
+    return Sample(operation, function, args, kwargs)
+
+
+TIMER = HostTimer()
+
+
+def measure(given: Sample, budget_s: float, in_context_us: float | None = None) -> Evidence:
+    """Everything about one call."""
+    return with_intensity(alone(given, TIMER, budget_s / 2, in_context_us), given, TIMER, budget_s / 2)
+
+
+def again(make: Callable[[], Evidence], holds: Callable[[Evidence], bool]) -> Evidence:
+    """A measurement; a second one, where the first fails for what else the machine did meanwhile."""
+    first = make()
+    return first if holds(first) else make()
+
+
+def fma_200(x: torch.Tensor) -> torch.Tensor:
+    """200 multiply-adds on each number: of pieces that stay in the cache, as a fused kernel would compute them."""
+    made = torch.empty_like(x)
+    for start in range(0, x.numel(), 8192):
+        part = x[start : start + 8192].clone()
+        for _ in range(200):
+            part.mul_(0.9).add_(0.1)
+        made[start : start + 8192] = part
+    return made
+
+
+# E5 and E6: known answers
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [(aten.add.Tensor, (torch.randn(1 << 24), 1.5)), (aten.mul_.Tensor, (torch.randn(1 << 24), 0.9)),
+     (aten.embedding.default, (torch.randn(20_000, 512), torch.randint(0, 20_000, (8192,))))],
+    ids=["add", "mul in place", "embedding"],
+)  # fmt: skip
+def test_memory_bounds_large_passes(function, args) -> None:
+    found = again(lambda: alone(sample(function, *args), TIMER, 2), lambda e: e.gain > 0.2)
+    assert found.gain is not None
+    # one core reads its own cache little faster than it reads main memory
+    assert found.gain > 0.2
+    assert found.fixed_us is not None
+    assert found.fixed_us < 0.5 * found.time_us
+    assert found.cached_us == pytest.approx((1 - found.gain) * found.time_us)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [(aten.lgamma.default, (torch.rand(1 << 21) + 1,)), (fma_200, (torch.randn(1 << 20),)),
+     (aten.mm.default, (torch.randn(768, 768), torch.randn(768, 768)))],
+    ids=["lgamma", "200 multiply-adds", "product"],
+)  # fmt: skip
+def test_arithmetic_bounds_what_is_not_faster_from_the_cache(function, args) -> None:
+    found = again(lambda: alone(sample(function, *args), TIMER, 2), lambda e: e.gain < 0.2)
+    assert found.gain is not None
+    assert found.gain < 0.2
+    assert found.fixed_us is not None
+    assert found.fixed_us < 0.5 * found.time_us
+
+
+def test_a_tiny_operator_is_all_fixed_cost() -> None:
+    found = alone(sample(aten.add.Tensor, torch.randn(64), 1.0), TIMER, 1)
+    assert found.fixed_us is not None
+    assert found.fixed_us > 0.5 * found.time_us
+
+
+def test_few_rows_of_a_product_are_bound_by_the_weight_that_they_read() -> None:
+    call = Call(aten.mm.default, (torch.randn(4, 4096), torch.randn(4096, 4096)))
+    assert cached_share(call, axes(call), TIMER, 2.0) < 0.75
+
+
+# E4: known answers
+
+
+@pytest.fixture
+def known_references(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """References as they are on an idle machine. Measuring them takes half a minute, which the sweep's test does."""
+    monkeypatch.setattr(references, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(references, "_MEASURED", {})
+    monkeypatch.setattr(references, "_measure", lambda *args: References(addition=0.2, multiply_adds=1.0))
+    monkeypatch.setattr(references, "NEEDED_S", 0.0)
+
+
+@pytest.mark.usefixtures("known_references")
+def test_more_arithmetic_is_free_for_an_addition_and_not_for_lgamma() -> None:
+    slopes = []
+    for function, args in ((aten.add.Tensor, (torch.randn(1 << 23), 1.5)), (aten.lgamma.default, (torch.rand(1 << 21) + 1,))):
+        found = measure(sample(function, *args), budget_s=40)
+        assert found.why_not == {}
+        assert found.added_us[0] == 0
+        assert list(found.added_us) == sorted(found.added_us)
+        assert len(found.swept_us) == len(found.added_us) > 1
+        slopes.append(found.slope)
+    flat, steep = slopes
+    assert flat < steep - 0.25
+
+
+@pytest.mark.sweep
+def test_the_references_of_this_machine_can_be_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(references, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(references, "_MEASURED", {})
+    found = references.references(torch.float32, TIMER, torch.device("cpu"))
+    assert found.addition < found.multiply_adds - 0.3
+
+
+def test_references_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slopes = iter([0.25, 1.0])
+    monkeypatch.setattr(references, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(references, "_MEASURED", {})
+    monkeypatch.setattr(references, "_slope", lambda *args: next(slopes))
+    first = references.references(torch.float32, TIMER, torch.device("cpu"))
+    monkeypatch.setattr(references, "_MEASURED", {})
+    assert references.references(torch.float32, TIMER, torch.device("cpu")) == first == References(0.25, 1.0)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def test_references_on_a_busy_machine_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(references, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(references, "_MEASURED", {})
+    monkeypatch.setattr(references, "_slope", lambda *args: 0.9)
+    with pytest.raises(Unsupported, match=r"an addition \(0.90\) and 256 multiply-adds \(0.90\) have nearly the same slope"):
+        references.references(torch.float32, TIMER, torch.device("cpu"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [3, 48])
+def test_added_multiply_adds_are_computed(dtype: torch.dtype, count: int) -> None:
+    x = torch.randn(37, 65).to(dtype)
+    made = ladder.Ladder(Call(aten.mul.Tensor, (x, 2.0))).rung(count).run()[0]
+    near = 0.01 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(made.double(), expected(x * 2, count), atol=near, rtol=near)
+    # numbers near 1 would look computed without any
+    assert (made.double() - (x * 2).double()).abs().max() > 0.1
+
+
+def test_a_rung_in_place_writes_where_the_operator_does_and_is_undone() -> None:
+    x = torch.randn(129)
+    before = x.clone()
+    call = Call(aten.add_.Tensor, (x, 1.0))
+    rung = ladder.Ladder(call).rung(3)
+    rung.restore()
+    rung.run()
+    torch.testing.assert_close(x.double(), expected(before + 1.0, 3), atol=1e-5, rtol=0)
+    rung.restore()
+    assert torch.equal(x, before)
+
+
+def test_a_reduction_multiplies_what_it_reads() -> None:
+    x = torch.randn(33, 70)
+    made = ladder.Ladder(Call(aten.sum.dim_IntList, (x, [1]))).rung(3).run()[0]
+    torch.testing.assert_close(made.double(), expected(x, 3).sum(1), atol=1e-4, rtol=0)
+
+
+def test_what_has_no_ladder_says_why() -> None:
+    with pytest.raises(Unsupported, match="no floating-point numbers"):
+        ladder.Ladder(Call(aten.add.Tensor, (torch.arange(9), 1)))
+    with pytest.raises(Unsupported, match="Inductor calls a library"):
+        ladder.Ladder(Call(aten.cumsum.default, (torch.randn(9, 4).sort().values.unsqueeze(0), 0))).rung(1)
+
+
+def test_without_a_compiler_the_intensity_says_so_and_the_others_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*args, **kwargs):
+        raise RuntimeError("No C++ compiler was found")
+
+    monkeypatch.setattr(torch, "compile", absent)
+    monkeypatch.setattr(ladder, "_COMPILED", {})
+    monkeypatch.setattr(references, "_MEASURED", {})
+    monkeypatch.setattr(references, "_path", lambda *args: Path("/nonexistent/references.json"))
+    given = sample(aten.sub.Tensor, torch.randn(1 << 18), 1.5)
+    found = with_intensity(alone(given, TIMER, 0.5), given, TIMER, 60.0)
+    assert "cannot be compiled here: No C++ compiler was found" in found.why_not["intensity"]
+    assert found.slope is None
+    assert found.gain is not None
+    assert found.fixed_us is not None
+
+
+def test_the_slope_of_a_product_counts_its_own_arithmetic() -> None:
+    found = measure(sample(aten.mm.default, torch.randn(512, 512), torch.randn(512, 512)), budget_s=4)
+    assert found.slope is not None
+    assert found.slope > 0.4
+    assert len(found.added_us) >= 3
+
+
+# the parts
+
+
+def test_the_simulated_sweep_has_its_slope_and_knee() -> None:
+    added = (0.0, 12.5, 25.0, 50.0, 100.0, 200.0, 400.0)
+    memory = Sweep(added, tuple(max(100.0, 20.0 + a) for a in added), 1.0, tuple(a * 1e3 for a in added))
+    assert memory.slope == 0
+    assert memory.knee_flops() == pytest.approx(80e3)
+    compute = Sweep(added, tuple(100.0 + a for a in added), 1.0, tuple(a * 1e3 for a in added))
+    assert compute.slope == pytest.approx(1)
+    assert compute.knee_flops() == 0
+    assert Sweep((0.0, 400.0), (100.0, 500.0), 1.0, (0.0, 1.0)).slope == pytest.approx(1)
+    assert Sweep((0.0,), (100.0,), 1.0, (0.0,)).slope is None
+    assert References(addition=0.2, multiply_adds=1.0).read(0.2) == 0
+
+
+@pytest.mark.parametrize("fixed", [0.0, 3.0, 80.0])
+def test_the_fixed_part_of_a_line_is_found(fixed: float) -> None:
+    shares = [1.0, 0.5, 0.25, 1 / 16, 1 / 64]
+    times = [fixed + 100 * share for share in shares]
+    assert fixed_us(shares, times) == pytest.approx(fixed, abs=1e-9)
+    assert fixed_us([1.0], [7.0]) == 7.0
+
+
+def test_axes_of_products_convolutions_and_gathers() -> None:
+    def sizes(function, *args) -> list[int]:
+        return [axis.size for axis in axes(Call(function, args))]
+
+    rand = torch.randn
+    assert sizes(aten.mm.default, rand(3, 5), rand(5, 7)) == [3, 7, 5]
+    assert sizes(aten.addmm.default, rand(7), rand(3, 5), rand(5, 7)) == [3, 7, 5]
+    assert sizes(aten.addmm.default, rand(3, 7), rand(3, 5), rand(5, 7)) == [3, 7, 5]
+    # a table with as many rows as indices keeps them
+    call = Call(aten.embedding.default, (rand(9, 4), torch.randint(0, 9, (9,))))
+    assert [axis.places for axis in axes(call)] == [((1, 0),)]
+    image = (rand(2, 6, 8, 8), rand(4, 6, 3, 3), rand(4), [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert sizes(aten.convolution.default, *image) == [2, 4]
+    assert sizes(aten.native_layer_norm.default, rand(6, 10), [10], rand(10), rand(10), 1e-5) == [6]
+    assert sizes(aten.add.Tensor, rand(6, 10), rand(10)) == [6, 10]
+    assert sizes(aten.arange.default, 5) == []
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.0])
+def test_a_piece_runs_and_knows_its_share(share: float) -> None:
+    for function, args in (
+        (aten.mm.default, (torch.randn(65, 33), torch.randn(33, 129))),
+        (aten.add.Tensor, (torch.randn(4, 1, 77), torch.randn(9, 1))),
+        (aten.native_layer_norm.default, (torch.randn(6, 10), [10], None, None, 1e-5)),
+    ):
+        made = piece(Call(function, args), axes(Call(function, args)), share)
+        made.call.run()
+        assert made.share <= 0.75
+        whole, part = (math.prod(x.shape[0] for x in call.tensors) for call in (Call(function, args), made.call))
+        assert part < whole or share == 0.5
+
+
+def test_what_cannot_be_cut_says_so() -> None:
+    with pytest.raises(Unsupported, match="none of its dimensions"):
+        smaller(Call(aten.arange.default, (5,)), [])
+
+
+def test_expanded_tensors_hold_what_they_hold() -> None:
+    assert held_bytes(torch.randn(5, 1).expand(5, 100)) == 20
+    assert held_bytes(torch.randn(5, 100)) == 2000
+
+
+def test_samples_take_turns_until_the_budget_ends() -> None:
+    seen: list[str] = []
+    taken = interleaved({"a": lambda: seen.append("a") or 1.0, "b": lambda: seen.append("b") or 1.0}, 5.0)
+    assert seen[:4] == ["a", "b", "b", "a"]
+    assert {name: len(samples) for name, samples in taken.items()} == {"a": 5, "b": 5}
+    uneven = iter(range(1, 1000))
+    assert len(interleaved({"a": lambda: float(next(uneven))}, 5.0)["a"]) == 30
+    assert len(interleaved({"a": lambda: float(next(uneven))}, -1.0)["a"]) == 3
+    assert error([1.0, 1.0, 1.0]) == 0 < error([1.0, 2.0, 3.0])
+
+
+# after an experiment all is as before
+
+
+def test_arguments_random_numbers_dtype_and_threads_are_as_before() -> None:
+    x = torch.randn(5000)
+    before, state, threads = x.clone(), torch.get_rng_state(), torch.get_num_threads()
+    alone(sample(aten.mul_.Tensor, x, 0.5), TIMER, 0.2)
+    alone(sample(aten.native_dropout.default, x, 0.5, True), TIMER, 0.2)
+    assert torch.equal(x, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_call_that_fails_in_an_experiment_leaves_the_arguments() -> None:
+    x = torch.randn(64)
+    before, seen = x.clone(), []
+
+    def breaks_later(y: torch.Tensor) -> torch.Tensor:
+        seen.append(y)
+        if len(seen) > 6:
+            raise KeyboardInterrupt
+        return y.mul_(2.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        alone(sample(breaks_later, x), TIMER, 0.2)
+    assert torch.equal(x, before)
+
+
+def test_inference_tensors_and_inference_mode() -> None:
+    with torch.inference_mode():
+        x = torch.randn(500)
+        found = alone(sample(aten.mul_.Tensor, x, 0.5), TIMER, 0.2)
+    assert found.fixed_us is not None
+
+
+def test_in_context_times_choose_cold_or_warm_caches() -> None:
+    x = torch.randn(1 << 16)
+    cold = alone(sample(aten.add.Tensor, x, 1.0), TIMER, 0.4, in_context_us=1e6)
+    warm = alone(sample(aten.add.Tensor, x, 1.0), TIMER, 0.4, in_context_us=0.1)
+    # between this cache and main memory lies a factor of six
+    assert 2 * warm.time_us < cold.time_us
+    assert (warm.in_context_us, cold.in_context_us) == (0.1, 1e6)

@@ -1,0 +1,74 @@
+"""All leading operators within one budget, and none of them under a watcher."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+import torch
+
+import rooftile as rt
+from rooftile.diagnosis.experiments import series
+from rooftile.diagnosis.experiments.evidence import Evidence
+from rooftile.diagnosis.experiments.series import Recorded, measure_all
+from rooftile.diagnosis.records import Operation, Sample
+
+CPU = torch.device("cpu")
+
+
+def recorded(function=torch.ops.aten.add.Tensor, *args) -> Recorded:
+    operation = Operation(
+        module="", op=str(function), phase="forward", calls=1, flops=1000, special=0, bytes=1000, where="", dtype="fp32",
+        device="cpu", key=(), indices=(0,),
+    )  # fmt: skip
+    return Recorded(Sample(operation, function, args or (torch.randn(100), 1.0), {}), None)
+
+
+def test_every_operator_is_timed_before_any_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    made = Evidence(time_us=1.0, spread_us=0.0, in_context_us=None)
+    monkeypatch.setattr(series, "alone", lambda sample, *rest: done.append(f"alone {sample.args[0]}") or made)
+    monkeypatch.setattr(series, "with_intensity", lambda e, sample, *rest: done.append(f"more {sample.args[0]}") or e)
+    measure_all({n: recorded(torch.add, n) for n in range(3)}, CPU, time.perf_counter() + 5)
+    assert done == ["alone 0", "alone 1", "alone 2", "more 0", "more 1", "more 2"]
+
+
+def test_where_the_budget_ends_the_evidence_says_so() -> None:
+    found, notes = measure_all({n: recorded() for n in range(3)}, CPU, time.perf_counter() - 1.0)
+    # the most expensive one is timed in any case
+    assert list(found) == [0]
+    assert found[0].why_not["intensity"] == "the budget ended before it"
+    assert found[0].fixed_us is not None
+    assert notes == []
+
+
+def test_what_cannot_run_again_is_a_note() -> None:
+    def refuses(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("only once\nand never again")
+
+    found, notes = measure_all({0: recorded(refuses, torch.ones(3)), 1: recorded()}, CPU, time.perf_counter() + 0.1)
+    assert list(found) == [1]
+    assert notes == [f"{refuses} could not be run again: only once"]
+
+
+def test_experiments_run_under_no_watcher() -> None:
+    """A watched call takes several times as long; two steps are watched, for the counts and for the inputs."""
+    watched, others = 0, 0
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        nonlocal watched, others
+        frame = sys._getframe()
+        while frame is not None and not frame.f_code.co_filename.endswith("dispatched.py"):
+            frame = frame.f_back
+        watched, others = watched + (frame is not None), others + (frame is None)
+        return x + 1
+
+    with torch.library._scoped_library("rooftile_test", "FRAGMENT") as library:
+        library.define("noted(Tensor x) -> Tensor")
+        library.impl("noted", noted, "CPU")
+        found = rt.diagnose(torch.ops.rooftile_test.noted, torch.randn(1000), budget=0.3)
+    (op,) = [op for op in found.ops if op.op == "rooftile_test::noted"]
+    assert op.experiments["size"]["fixed_us"] > 0
+    assert watched == 2
+    assert others > 30
