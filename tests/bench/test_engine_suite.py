@@ -270,7 +270,7 @@ def test_the_peer_is_the_same_model(decoder) -> None:
 def test_its_positions_turn_as_ours_do(name: str) -> None:
     config = MODELS[name]
     made = peer.LlamaRotaryEmbedding(peer._config(config))
-    torch.testing.assert_close(made.inv_freq, config.rotary.frequencies())
+    torch.testing.assert_close(made.inv_freq, config.rotary.frequencies(config.max_len))
     with pytest.raises(Unsupported, match="family 'qwen3'; this peer has 'llama'"):
         peer._config(MODELS["0.6b"])
 

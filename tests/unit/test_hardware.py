@@ -101,7 +101,7 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_the_ceilings_of_this_machine_are_those_of_a_computer(empty_cache: Path) -> None:
     found = ceilings.measure("cpu")
     assert 0.5 < found.copy_gbs < 2000
-    assert set(found.matmul_tflops) == {"fp32", "bf16", "fp16"}
+    assert set(found.matmul_tflops) == {"fp64", "fp32", "bf16", "fp16"}
     assert 0.0005 < found.matmul_tflops["fp32"] < 50
     assert found.rates("fp32").flops_per_s == found.matmul_tflops["fp32"] * 1e12
     assert found.kind == "measured"
