@@ -21,7 +21,7 @@ from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.records import Operation, Sample
 from rooftile.diagnosis.remedies.alone import narrower_share, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
-from rooftile.diagnosis.remedies.propose import BATCHED, PRODUCTS, Seen, propose
+from rooftile.diagnosis.remedies.propose import PRODUCTS, WORTH, Seen, propose
 from rooftile.diagnosis.remedies.remedy import PAD
 from rooftile.diagnosis.steps import Role, Timed
 from rooftile.diagnosis.timeline import Profiled, Timeline
@@ -149,8 +149,10 @@ class Observer:
         for row in order:
             operation = operations[row]
             sample = samples.pop(operation.key, None)
-            if sample is not None and operation.op in (*PRODUCTS, *BATCHED) and operation.dtype == "fp32" and tries_bf16:
-                narrower[row] = narrower_share(sample, torch.bfloat16, self._device)
+            worth = self._us(operation) >= WORTH * median(self._taken)
+            if tries_bf16 and worth and time.perf_counter() < end:
+                share = narrower_share(operation, torch.bfloat16, self._device)
+                narrower |= {} if share is None else {row: share}
             if self._pads and sample is not None and operation.op in PRODUCTS:
                 padded_us[row] = padded_saving_us(sample, self._device) * operation.calls
             roofs = machine.roofs_of(operation, self._device, measured)

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftile as rt
 from rooftile.diagnosis.records import Call, Operation
+from rooftile.diagnosis.remedies import alone
 from rooftile.diagnosis.remedies.attentions import find_attentions
 from rooftile.diagnosis.remedies.chains import find_chains
 from rooftile.diagnosis.watch import Watch
@@ -181,3 +183,28 @@ def test_an_optimisers_many_calls_can_be_one() -> None:
     remedy = next(r for r in rt.diagnose(loop.step, budget=1).remedies if r.name == "fused optimiser")
     assert "calls become one" in remedy.how
     assert all(r.name != "fused optimiser" for r in rt.diagnose(fused.step, budget=1).remedies)
+
+
+def test_a_product_is_tried_in_the_narrower_dtype_with_its_own_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(16, 8), torch.randn(4, 16)
+    operations = {op.op: op for op in watched(lambda: (x.T @ weight.T).sum()).operations}
+    seen = []
+    monkeypatch.setattr(alone, "times_us", lambda works, device, runs=1: [seen.append(works) or 100.0] * len(works))
+    assert alone.narrower_share(operations["aten::sum"], torch.bfloat16, torch.device("cpu")) is None
+    assert alone.narrower_share(operations["aten::mm"], torch.bfloat16, torch.device("cpu")) == 1.0
+    (narrow,) = seen[1]
+    product = narrow()
+    assert (product.dtype, product.shape) == (torch.bfloat16, (8, 4))
+    # a first run that is far slower needs no other
+    times = iter([[1.0], [500.0]])
+    monkeypatch.setattr(alone, "times_us", lambda works, device, runs=1: next(times))
+    assert alone.narrower_share(operations["aten::mm"], torch.bfloat16, torch.device("cpu")) == 500.0
+
+
+def test_random_numbers_of_compiled_code_are_no_saving_on_a_cpu() -> None:
+    x = torch.randn(500, 500)
+    plain = rt.diagnose(lambda: (x * 2 + 1).relu(), budget=0.5)
+    drawn = rt.diagnose(lambda: nn.functional.dropout((x * 2 + 1).relu(), 0.3) + 1, budget=0.5)
+    assert any(remedy.name == "compile" for remedy in plain.remedies)
+    assert not any(remedy.name == "compile" for remedy in drawn.remedies)
+    assert any(remedy.name == "fuse" for remedy in drawn.remedies)

@@ -146,8 +146,10 @@ def _verdict(op: Op, remedies: Sequence[Remedy]) -> str:
         words.append(f"in the step {duration(op.in_context_us)}")
     if op.where:
         words.append(op.where)
-    if op.remedies:
-        best = remedies[op.remedies[0]]
+    # a remedy that was tried and costs time is none
+    saving = [remedies[n] for n in op.remedies if remedies[n].saving_us > 0]
+    if saving:
+        best = max(saving, key=lambda remedy: remedy.saving_us)
         count_others = len(best.ops) - 1
         others = f" here and in {count_others} other row{'s' * (count_others > 1)}" if count_others else ""
         words.append(f"{best.name} saves {duration(best.saving_us)}{others}")

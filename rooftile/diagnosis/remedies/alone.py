@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from rooftile.diagnosis.records import Sample
+from rooftile.diagnosis.records import Operation, Sample
 from rooftile.diagnosis.remedies.prices import PAD_TO
 from rooftile.diagnosis.steps import wait_for
 
 RUNS = 15
 # seconds for all runs; a work that is very slow is run twice
 LIMIT = 0.5
+# a first run that takes so many times as long needs no second one
+HOPELESS = 10
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def times_us(works: Sequence[Callable[[], Any]], device: torch.device, runs: int = RUNS) -> list[float]:
-    """The median time of each of several works in µs, run in turns; the first run of each prepares."""
+    """The median time of each of several works in µs, run in turns; the first run of each prepares, unless it is the only one."""
     taken: list[list[float]] = [[] for _ in works]
     end = time.perf_counter() + LIMIT * len(works)
     for run in range(runs + 1):
@@ -34,7 +36,7 @@ def times_us(works: Sequence[Callable[[], Any]], device: torch.device, runs: int
             samples.append((time.perf_counter() - start) * 1e6)
         if run and time.perf_counter() > end:
             break
-    return [median(samples[1:]) for samples in taken]
+    return [median(samples[1:] or samples) for samples in taken]
 
 
 def padded_saving_us(sample: Sample, device: torch.device, multiple: int = PAD_TO) -> float:
@@ -56,18 +58,23 @@ def padded_saving_us(sample: Sample, device: torch.device, multiple: int = PAD_T
     return now - padded
 
 
-def narrower_share(sample: Sample, dtype: torch.dtype, device: torch.device) -> float:
-    """Times a recorded operator in its own dtype and in a narrower one; returns the share of the time that is left.
+def narrower_share(operation: Operation, dtype: torch.dtype, device: torch.device) -> float | None:
+    """Times a product in fp32 and in a narrower dtype, on random numbers with its shapes and strides.
 
-    Only a run tells: a processor may have the narrower dtype's units, or a library's slow path, for some strides only.
+    Returns the share of the time that is left, or None for what is no product. Only a run tells: a processor may have the
+    narrower dtype's units, or a library a slow path, for some strides only.
     """
-
-    def narrow(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    args, kwargs = tree_map(narrow, (sample.args, sample.kwargs))
+    name, overload = operation.op.removeprefix("aten::"), str(operation.key[3]) or "default"
+    kinds = [kind for kind in operation.key[4:] if isinstance(kind, tuple)]
+    if name not in PRODUCTS or overload != "default" or any(kind[2] != "torch.float32" for kind in kinds):
+        return None
+    function = getattr(getattr(torch.ops.aten, name), overload)
+    wide = [torch.empty_strided(shape, stride, device=device).normal_() for shape, stride, _ in kinds]
+    narrow = [torch.empty_strided(shape, stride, device=device, dtype=dtype).normal_() for shape, stride, _ in kinds]
     with torch.no_grad():
-        own, other = times_us(
-            [lambda: sample.function(*sample.args, **sample.kwargs), lambda: sample.function(*args, **kwargs)], device
-        )
+        (own,) = times_us([lambda: function(*wide)], device, runs=3)
+        (other,) = times_us([lambda: function(*narrow)], device, runs=0)
+        if other > HOPELESS * own:
+            return other / own
+        own, other = times_us([lambda: function(*wide), lambda: function(*narrow)], device)
     return other / own

@@ -20,7 +20,6 @@ from rooftile.hardware.ceilings import Ceilings
 # remedies that save less of the step than this are not worth a line
 WORTH = 0.005
 PRODUCTS = ("aten::mm", "aten::addmm")
-BATCHED = ("aten::bmm", "aten::baddbmm", "aten::convolution")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +63,18 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     of_optimiser = [call for call, phase in zip(seen.calls, phases, strict=True) if phase == "optimiser"]
     rest = [call for call, phase in zip(seen.calls, phases, strict=True) if phase != "optimiser"]
     chains = find_chains(rest, seen.kept)
-    found: list[Remedy | None] = [compiled(chains, seen.findings, launch_us=_launch_us(seen))]
+    # on a CPU compiled code draws its random numbers in another, slower way: nobody knows what is left of the saving
+    draws = seen.device.type == "cpu" and any(_draws(seen.findings[call.row].operation.op) for call in rest)
+    found: list[Remedy | None] = [None if draws else compiled(chains, seen.findings, launch_us=_launch_us(seen))]
+    if draws:
+        chains = [c for c in chains if not any(_draws(seen.findings[call.row].operation.op) for call in c.calls)]
     is_fused = any(seen.findings[call.row].operation.op.startswith("aten::_fused_") for call in of_optimiser)
     chain = None if is_fused else optimiser_chain(of_optimiser, seen.kept)
     return [*found, *fuse(chains, seen.findings), fused_optimiser(chain, seen.findings) if chain else None]
+
+
+def _draws(op: str) -> bool:
+    return op in ("aten::bernoulli_", "aten::native_dropout")
 
 
 def _launch_us(seen: Seen) -> float:
@@ -100,9 +107,15 @@ def _narrower(seen: Seen) -> Remedy | None:
         return None
     # the optimiser's numbers stay in fp32
     rows = [
-        (n, f) for n, f in enumerate(seen.findings) if f.operation.dtype == "fp32" and f.operation.phase != "optimiser"
-    ]
+        (n, f) for n, f in enumerate(seen.findings)
+        if f.operation.dtype == "fp32" and f.operation.phase != "optimiser" and (n in seen.narrower or not _needs_a_run(seen, f))
+    ]  # fmt: skip
     return prices.narrower_dtype(rows, "bf16", rate_ratio=rates["bf16"] / rates["fp32"], bytes_ratio=0.5, measured=seen.narrower)
+
+
+def _needs_a_run(seen: Seen, f: Finding) -> bool:
+    """Whether ceilings say nothing of an operator in a narrower dtype: of a CPU's products."""
+    return seen.device.type == "cpu" and any(word in f.operation.op for word in ("mm", "conv", "attention", "rnn"))
 
 
 def _device_only(seen: Seen) -> list[Remedy | None]:
