@@ -151,7 +151,7 @@ class Observer:
             sample = samples.pop(operation.key, None)
             worth = self._us(operation) >= WORTH * median(self._taken)
             if tries_bf16 and worth and time.perf_counter() < end:
-                share = narrower_share(operation, torch.bfloat16, self._device)
+                share = narrower_share(operation, sample, torch.bfloat16, self._device)
                 narrower |= {} if share is None else {row: share}
             if self._pads and sample is not None and operation.op in PRODUCTS:
                 padded_us[row] = padded_saving_us(sample, self._device) * operation.calls

@@ -190,15 +190,15 @@ def test_a_product_is_tried_in_the_narrower_dtype_with_its_own_strides(monkeypat
     operations = {op.op: op for op in watched(lambda: (x.T @ weight.T).sum()).operations}
     seen = []
     monkeypatch.setattr(alone, "times_us", lambda works, device, runs=1: [seen.append(works) or 100.0] * len(works))
-    assert alone.narrower_share(operations["aten::sum"], torch.bfloat16, torch.device("cpu")) is None
-    assert alone.narrower_share(operations["aten::mm"], torch.bfloat16, torch.device("cpu")) == 1.0
+    assert alone.narrower_share(operations["aten::sum"], None, torch.bfloat16, torch.device("cpu")) is None
+    assert alone.narrower_share(operations["aten::mm"], None, torch.bfloat16, torch.device("cpu")) == 1.0
     (narrow,) = seen[1]
     product = narrow()
     assert (product.dtype, product.shape) == (torch.bfloat16, (8, 4))
     # a first run that is far slower needs no other
     times = iter([[1.0], [500.0]])
     monkeypatch.setattr(alone, "times_us", lambda works, device, runs=1: next(times))
-    assert alone.narrower_share(operations["aten::mm"], torch.bfloat16, torch.device("cpu")) == 500.0
+    assert alone.narrower_share(operations["aten::mm"], None, torch.bfloat16, torch.device("cpu")) == 500.0
 
 
 def test_random_numbers_of_compiled_code_are_no_saving_on_a_cpu() -> None:

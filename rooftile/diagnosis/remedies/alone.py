@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from rooftile.diagnosis.records import Operation, Sample
 from rooftile.diagnosis.remedies.prices import PAD_TO
@@ -58,23 +59,48 @@ def padded_saving_us(sample: Sample, device: torch.device, multiple: int = PAD_T
     return now - padded
 
 
-def narrower_share(operation: Operation, dtype: torch.dtype, device: torch.device) -> float | None:
-    """Times a product in fp32 and in a narrower dtype, on random numbers with its shapes and strides.
+def narrower_share(
+    operation: Operation, sample: Sample | None, dtype: torch.dtype, device: torch.device
+) -> float | None:  # fmt: skip
+    """Times an operator with products in fp32 and in a narrower dtype; returns the share of the time that is left.
 
-    Returns the share of the time that is left, or None for what is no product. Only a run tells: a processor may have the
-    narrower dtype's units, or a library a slow path, for some strides only.
+    A matrix product is tried on random numbers with its shapes and strides, other operators on their recorded inputs. None for
+    one without either. Only a run tells: a processor may have the narrower dtype's units, or a library a slow path, for some
+    strides only.
     """
-    name, overload = operation.op.removeprefix("aten::"), str(operation.key[3]) or "default"
-    kinds = [kind for kind in operation.key[4:] if isinstance(kind, tuple)]
-    if name not in PRODUCTS or overload != "default" or any(kind[2] != "torch.float32" for kind in kinds):
+    calls = _in_both(operation, sample, dtype, device)
+    if calls is None:
         return None
-    function = getattr(getattr(torch.ops.aten, name), overload)
-    wide = [torch.empty_strided(shape, stride, device=device).normal_() for shape, stride, _ in kinds]
-    narrow = [torch.empty_strided(shape, stride, device=device, dtype=dtype).normal_() for shape, stride, _ in kinds]
     with torch.no_grad():
-        (own,) = times_us([lambda: function(*wide)], device, runs=3)
-        (other,) = times_us([lambda: function(*narrow)], device, runs=0)
+        (own,) = times_us(calls[:1], device, runs=3)
+        (other,) = times_us(calls[1:], device, runs=0)
         if other > HOPELESS * own:
             return other / own
-        own, other = times_us([lambda: function(*wide), lambda: function(*narrow)], device)
+        own, other = times_us(calls, device)
     return other / own
+
+
+def _in_both(
+    operation: Operation, sample: Sample | None, dtype: torch.dtype, device: torch.device
+) -> list[Callable[[], Any]] | None:  # fmt: skip
+    """The operator in fp32 and in a narrower dtype."""
+    name, overload = operation.op.removeprefix("aten::"), str(operation.key[3]) or "default"
+    kinds = [kind for kind in operation.key[4:] if isinstance(kind, tuple)]
+    if name in PRODUCTS and overload == "default" and all(kind[2] == "torch.float32" for kind in kinds):
+        function = getattr(getattr(torch.ops.aten, name), overload)
+        wide = [torch.empty_strided(shape, stride, device=device).normal_() for shape, stride, _ in kinds]
+        narrow = [torch.empty_strided(shape, stride, device=device, dtype=dtype).normal_() for shape, stride, _ in kinds]
+        return [lambda: function(*wide), lambda: function(*narrow)]
+    if sample is None or operation.dtype != "fp32" or not has_products(operation.op):
+        return None
+
+    def narrowed(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    args, kwargs = tree_map(narrowed, (sample.args, sample.kwargs))
+    return [lambda: sample.function(*sample.args, **sample.kwargs), lambda: sample.function(*args, **kwargs)]
+
+
+def has_products(op: str) -> bool:
+    """Whether an operator multiplies matrices, which a processor may be fast or slow at in each dtype."""
+    return any(word in op for word in ("mm", "conv", "attention", "rnn"))

@@ -69,13 +69,13 @@ def fused_optimiser(chain: Chain, findings: Sequence[Finding]) -> Remedy | None:
     )
 
 
-def compiled(chains: Sequence[Chain], findings: Sequence[Finding], *, launch_us: float = 0.0) -> Remedy | None:
-    """Prices torch.compile of the whole step: all of its chains are fused.
+def compiled(chains: Sequence[Chain], findings: Sequence[Finding], *, overhead_us: float = 0.0) -> Remedy | None:
+    """Prices torch.compile of the whole step: all of its chains are fused, and no Python runs between operators.
 
-    launch_us: the part of the step that one launch costs while the device waits for the host; 0 where it does not wait.
+    overhead_us: the time between operators that compiled code does not need.
     """
     launches = sum(len(chain.calls) - 1 for chain in chains)
-    saved_us = sum(_saving_us(chain, findings) for chain in chains) + launches * launch_us
+    saved_us = sum(_saving_us(chain, findings) for chain in chains) + overhead_us
     if saved_us <= 0:
         return None
     saved = sum(chain.bytes_now - chain.bytes_fused for chain in chains)

@@ -9,8 +9,9 @@ import torch
 
 from rooftile.diagnosis.records import Call
 from rooftile.diagnosis.remedies import prices
+from rooftile.diagnosis.remedies.alone import has_products
 from rooftile.diagnosis.remedies.attentions import Attention
-from rooftile.diagnosis.remedies.chains import compiled, find_chains, fuse, fused_optimiser, optimiser_chain
+from rooftile.diagnosis.remedies.chains import Chain, compiled, find_chains, fuse, fused_optimiser, optimiser_chain
 from rooftile.diagnosis.remedies.checkpoints import recomputed, without_checkpoint
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.verdicts.findings import Finding
@@ -65,7 +66,7 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     chains = find_chains(rest, seen.kept)
     # on a CPU compiled code draws its random numbers in another, slower way: nobody knows what is left of the saving
     draws = seen.device.type == "cpu" and any(_draws(seen.findings[call.row].operation.op) for call in rest)
-    found: list[Remedy | None] = [None if draws else compiled(chains, seen.findings, launch_us=_launch_us(seen))]
+    found: list[Remedy | None] = [None if draws else _compiled(seen, chains)]
     if draws:
         chains = [c for c in chains if not any(_draws(seen.findings[call.row].operation.op) for call in c.calls)]
     is_fused = any(seen.findings[call.row].operation.op.startswith("aten::_fused_") for call in of_optimiser)
@@ -73,16 +74,22 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     return [*found, *fuse(chains, seen.findings), fused_optimiser(chain, seen.findings) if chain else None]
 
 
+def _compiled(seen: Seen, chains: Sequence[Chain]) -> Remedy | None:
+    removed = sum(len(chain.calls) - 1 for chain in chains)
+    # generated code calls its kernels as fast as this machine calls operators one after the other
+    left_us = max(0, seen.launches - removed) * seen.ceilings.launch_us
+    return compiled(chains, seen.findings, overhead_us=max(0.0, _overhead_us(seen) - left_us))
+
+
 def _draws(op: str) -> bool:
     return op in ("aten::bernoulli_", "aten::native_dropout")
 
 
-def _launch_us(seen: Seen) -> float:
-    """The part of the step that each launch costs, on a device that waits for the host."""
-    overhead = classify_step(seen.step, seen.findings).overhead_share or 0.0
-    if seen.device.type == "cpu" or not seen.launches:
-        return 0.0
-    return overhead * seen.step.time_us / seen.launches
+def _overhead_us(seen: Seen) -> float:
+    """The time of a step that launches take: between the operators of a CPU, and while a GPU waits for the host."""
+    if seen.device.type == "cpu":
+        return max(0.0, seen.step.idle_us.get("host", 0.0) - seen.step.waiting_us)
+    return (classify_step(seen.step, seen.findings).overhead_share or 0.0) * seen.step.time_us
 
 
 def _attentions(seen: Seen) -> list[Remedy | None]:
@@ -115,7 +122,7 @@ def _narrower(seen: Seen) -> Remedy | None:
 
 def _needs_a_run(seen: Seen, f: Finding) -> bool:
     """Whether ceilings say nothing of an operator in a narrower dtype: of a CPU's products."""
-    return seen.device.type == "cpu" and any(word in f.operation.op for word in ("mm", "conv", "attention", "rnn"))
+    return seen.device.type == "cpu" and has_products(f.operation.op)
 
 
 def _device_only(seen: Seen) -> list[Remedy | None]:
