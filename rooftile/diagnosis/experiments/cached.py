@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from statistics import median
 
 import torch
 
 from rooftile.diagnosis.experiments.axes import Axis, piece
 from rooftile.diagnosis.experiments.call import Call
-from rooftile.diagnosis.experiments.timing import Timer, interleaved
+from rooftile.diagnosis.experiments.timing import Timer, interleaved, low
 from rooftile.errors import Unsupported
 
 # a slice that is this many times larger than the cache does not stay in it
@@ -20,8 +19,8 @@ SLACK = 2.0
 def cached_share(call: Call, axes: Sequence[Axis], timer: Timer, budget_s: float, *, cold: bool = True) -> float:
     """Returns the share of its time that the whole call would take if its data were in the cache; 1 - g.
 
-    A slice runs again and again, on one thread of a CPU, whose time is compared with that of all threads of the whole. The cost
-    of a slice's call is taken out: it is measured on the smallest slice, and the whole call has it once.
+    A slice runs again and again; on a CPU on each thread by itself, whose time is compared with that of all threads of the whole.
+    The cost of a slice's call is taken out: it is measured on the smallest slice, and the whole call has it once.
 
     Raises Unsupported where no slice fits the cache.
     """
@@ -41,7 +40,7 @@ def cached_share(call: Call, axes: Sequence[Axis], timer: Timer, budget_s: float
     works = {"whole": partial(timer.used, call, cold=cold), "slice": partial(timer.burst, small)}
     if least is not None and has_least:
         works["least"] = partial(timer.burst, packed(least.call))
-    taken = {name: median(samples) for name, samples in interleaved(works, budget_s).items()}
+    taken = {name: low(samples) for name, samples in interleaved(works, budget_s).items()}
     call_us = taken.get("least", 0.0)
     if part == 1.0:
         return taken["slice"] / taken["whole"]

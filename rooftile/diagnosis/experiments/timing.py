@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
+from threading import Barrier, BrokenBarrierError, Thread
 from typing import Protocol, TypeVar
 
 import torch
@@ -19,8 +20,9 @@ from rooftile.hardware.device import describe
 from rooftile.hardware.rates import one_thread
 
 Name = TypeVar("Name", bound=Hashable)
-# a run in the cache is repeated until it took this long
-BURST_US = 2e3
+# a run in the cache is repeated for so long, and so often at most
+BURST_US, MOST_RUNS = 2e3, 200
+SHORT_US = 50.0
 
 
 class Timer(Protocol):
@@ -35,7 +37,7 @@ class Timer(Protocol):
         """Returns the time of one run in µs, of all threads together on a CPU."""
 
     def burst(self, call: Call) -> float:
-        """Returns the time per run in µs of runs in a row, of one thread on a CPU."""
+        """Returns the time per run in µs of runs in a row; on a CPU each run is on one thread, and all threads are busy."""
 
     def threads(self, call: Call) -> float:
         """Returns how many threads compute a run, on average."""
@@ -72,10 +74,40 @@ class HostTimer:
         return (threads.now() - start) * 1e6
 
     def burst(self, call: Call) -> float:
-        with one_thread():
+        with one_thread() as threads:
             self._own_time(call)
-            count = math.ceil(BURST_US / max(self._own_time(call), 1.0))
-            return median(self._own_time(call) for _ in range(min(count, 200)))
+            # short runs would wait for each other's Python
+            alone = threads == 1 or self._own_time(call) < SHORT_US
+            # two threads of one core share its units, as they do in the whole call
+            copies = [call] if alone else [call, *(call.on(_own(call)) for _ in range(threads - 1))]
+            together = Barrier(len(copies))
+            taken: list[float] = []
+            others = [Thread(target=self._repeated, args=(copy, together, taken)) for copy in copies[1:]]
+            for other in others:
+                other.start()
+            self._repeated(call, together, taken)
+            for other in others:
+                other.join()
+        return sum(taken) / len(taken)
+
+    def _repeated(self, call: Call, together: Barrier, taken: list[float]) -> None:
+        """Appends the median time of runs in a row, begun together with the other threads."""
+        # a library may ask this thread itself how many it may use
+        torch.set_num_threads(1)
+        try:
+            self._own_time(call)
+            together.wait()
+            samples = [self._own_time(call)]
+            end = time.perf_counter() + BURST_US / 1e6
+            while time.perf_counter() < end and len(samples) < MOST_RUNS:
+                samples.append(self._own_time(call))
+            taken.append(median(samples))
+        except BrokenBarrierError:
+            # another thread has failed, and raises
+            return
+        except BaseException:
+            together.abort()
+            raise
 
     def threads(self, call: Call) -> float:
         call.restore()
@@ -161,6 +193,11 @@ class DeviceTimer:
         return 1.0
 
 
+def _own(call: Call) -> list[torch.Tensor]:
+    """The call's tensors, with copies of those that it writes."""
+    return [x.clone() if n in call.written else x for n, x in enumerate(call.tensors)]
+
+
 class ThreadTimes:
     """The processor time that all threads of this process have used, in seconds.
 
@@ -214,6 +251,11 @@ def interleaved(
         for name in list(works)[:: -1 if turn % 2 else 1]:
             taken[name].append(works[name]())
     return taken
+
+
+def low(samples: Sequence[float]) -> float:
+    """Returns the first quartile: what else a machine does only adds to the time that a thread uses."""
+    return quantiles(samples, n=4)[0] if len(samples) > 1 else samples[0]
 
 
 def error(samples: Sequence[float]) -> float:

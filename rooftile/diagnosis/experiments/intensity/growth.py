@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from statistics import median
 
 import torch
 
 from rooftile.diagnosis.experiments.axes import operator_name
 from rooftile.diagnosis.experiments.call import Call, held_bytes
 from rooftile.diagnosis.experiments.intensity.sweep import PLANNED_ROUNDS, TIMED_S, Sweep
-from rooftile.diagnosis.experiments.timing import Timer, error, interleaved
+from rooftile.diagnosis.experiments.timing import Timer, error, interleaved, low
 from rooftile.errors import Unsupported
 
 # dimensions of products that may grow alone; the one that two factors share would add bytes to both
@@ -70,7 +69,7 @@ def sweep(
     threads = timer.threads(call)
     return Sweep(
         tuple((times - 1) * arithmetic_us for times in grown),
-        tuple(median(samples) / threads for samples in taken.values()),
+        tuple(low(samples) / threads for samples in taken.values()),
         max(error(samples) for samples in taken.values()) / threads,
         tuple((times - 1) * flops for times in grown),
     )

@@ -15,7 +15,7 @@ from statistics import median
 from rooftile.diagnosis.experiments.axes import Axis, piece
 from rooftile.diagnosis.experiments.call import Call
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
-from rooftile.diagnosis.experiments.timing import Timer, error, interleaved
+from rooftile.diagnosis.experiments.timing import Timer, error, interleaved, low
 from rooftile.errors import Unsupported
 
 # in the order in which they are compiled: where the budget ends, the slope is there before the knee
@@ -58,13 +58,14 @@ class Sweep:
     def knee_flops(self) -> float | None:
         """The added FLOPs at which the flat part meets the rising one; None if the last time is not clearly above the first.
 
-        Far beyond the knee time rises as the added arithmetic does, so the last point and the first give it.
+        Far beyond the knee time rises with the added arithmetic: the line through the last two points meets the first time there.
         """
         base, last = self.time_us[0], self.time_us[-1]
-        if last < 1.5 * base or not self.added_us[-1]:
+        if len(self.time_us) < 3 or last < 1.5 * base:
             return None
-        knee_us = min(max(base - (last - self.added_us[-1]), 0.0), self.added_us[-1])
-        return self.added_flops[-1] * knee_us / self.added_us[-1]
+        rise = (last - self.time_us[-2]) / (self.added_us[-1] - self.added_us[-2])
+        knee_us = self.added_us[-1] - (last - base) / rise if rise > 0 else 0.0
+        return self.added_flops[-1] * max(knee_us, 0.0) / self.added_us[-1]
 
 
 def sweep(
@@ -89,7 +90,7 @@ def sweep(
     near = Ladder(small.call, end)
     step_us = _step_us(near, timer, min(STEP_S, end - time.perf_counter())) / small.share
     own = ladder.rung(0)
-    _check_same(timer.once(own, cold=True), time_us)
+    _check_same(median(timer.once(own, cold=True) for _ in range(3)), time_us)
     threads = timer.threads(ladder.rung(TRIED))
     wanted = [step * time_us * threads / step_us for step in steps]
     counts = counts or tuple(dict.fromkeys(2 ** round(math.log2(n)) for n in wanted if 0.7 <= n <= MOST * 1.4))
@@ -106,7 +107,7 @@ def sweep(
     order = sorted(rungs)
     return Sweep(
         tuple(count * step_us / threads for count in order),
-        tuple(median(taken[count]) / threads for count in order),
+        tuple(low(taken[count]) / threads for count in order),
         max(error(samples) for samples in taken.values()) / threads,
         tuple(2.0 * count * ladder.elements for count in order),
     )
@@ -121,7 +122,7 @@ def _check_same(first_us: float, time_us: float) -> None:
 def _step_us(ladder: Ladder, timer: Timer, budget_s: float) -> float:
     """Returns the time of one more multiply-add for each element of a piece in the cache, of one thread."""
     works = {count: partial(timer.burst, ladder.rung(count)) for count in (0, TRIED)}
-    taken = {count: median(samples) for count, samples in interleaved(works, budget_s).items()}
+    taken = {count: low(samples) for count, samples in interleaved(works, budget_s).items()}
     if taken[TRIED] < LEAST_RISE * taken[0]:
         # in the cache nothing can hide them
         raise Unsupported("added arithmetic takes no time in the cache, so a compiler may have removed it")
