@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from rooftile.bench.results import Row, latest, read
-from rooftile.report.draw import svg, text
+from rooftile.drawing.svg import svg, text
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 WIDTH, LEFT, TOP, PANEL, GAP = 880.0, 12.0, 62.0, 190.0, 40.0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import speed_figures
 
-from rooftile.report.draw import svg, text
+from rooftile.drawing.svg import svg, text
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs"
 STYLE = """<style>

@@ -10,10 +10,10 @@ import typer
 
 from rooftile.bench import accuracy as measured
 from rooftile.cli.output import DeviceOption, JsonOption, print_json, print_table, progress
+from rooftile.drawing.units import duration, times
 from rooftile.errors import InvalidInput
 from rooftile.hardware.device import device_of
 from rooftile.masks import CAUSAL, FULL
-from rooftile.report.units import duration, times
 from rooftile.spec import DTYPES
 
 MASKS = {"full": FULL, "causal": CAUSAL}

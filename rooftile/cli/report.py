@@ -26,6 +26,7 @@ def report(
 
     Example: rooftile report --out page.html
     """
+    from rooftile.drawing.page import check_ready
     from rooftile.report import experiments, page
     from rooftile.report.plan import plan_for
     from rooftile.report.progress import Progress
@@ -37,7 +38,7 @@ def report(
     barrier = next((above for above in out.parents if above.exists() and not above.is_dir()), None)
     if barrier is not None:
         raise InvalidInput(f"--out is {out}, and {barrier} is a file; give a file in a folder")
-    page.check_ready()
+    check_ready()
     _check_writable(out)
     plan = plan_for(target.type, quick=quick)
     found = experiments.run(plan, str(target), _command(out, device, quick), Progress(plan.seconds))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
+from rooftile.drawing.svg import BOTTOM, LEFT, RIGHT, WIDTH, Axis, even, svg, text
 from rooftile.report.block_tables import BLOCK, Frame, Samples
-from rooftile.report.draw import BOTTOM, LEFT, RIGHT, WIDTH, Axis, even, svg, text
 from rooftile.report.serving import Served
 
 HEIGHT = 330

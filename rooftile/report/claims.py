@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from rooftile.drawing.units import number, percent, power, times, tokens
 from rooftile.report.block_tables import BLOCK, Samples
 from rooftile.report.comparison import OURS, SDPA, STANDARD, Comparison
 from rooftile.report.precision import PrecisionErrors
 from rooftile.report.serving import Check, Served, Serving
 from rooftile.report.tiles import TileMap, Tiling
 from rooftile.report.training import Run, Training
-from rooftile.report.units import number, percent, power, times, tokens
 
 # two medians closer than this count as equal
 ALIKE = 0.05

@@ -16,10 +16,10 @@ from rooftile.bench import run
 from rooftile.bench.results import Row
 from rooftile.cases import Case
 from rooftile.cost import io
+from rooftile.drawing.units import duration, size
 from rooftile.hardware.arch import arch
 from rooftile.hardware.device import describe
 from rooftile.report.plan import Plan
-from rooftile.report.units import duration, size
 from rooftile.spec import Problem
 
 OURS, SDPA, STANDARD = "rooftile", "sdpa", "standard"

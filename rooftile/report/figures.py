@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 from rooftile.bench.accuracy import PLAINEST
-from rooftile.report import block_map, claims, draw
+from rooftile.drawing import charts
+from rooftile.drawing.charts import Series
+from rooftile.drawing.page import Chart, Table, safe
+from rooftile.drawing.units import duration, number, percent, power, size, times
+from rooftile.report import block_map, claims
 from rooftile.report.block_tables import Samples
 from rooftile.report.claims import NAMES
 from rooftile.report.comparison import OURS, SDPA, STANDARD, Comparison, Reading
-from rooftile.report.draw import Series
 from rooftile.report.experiments import Report
 from rooftile.report.precision import PrecisionErrors
 from rooftile.report.serving import Served, Serving
 from rooftile.report.tiles import Tiling
 from rooftile.report.training import Training
-from rooftile.report.units import duration, number, percent, power, size, times
 
 KINDS = {OURS: "ours", SDPA: "other", STANDARD: "standard"}
-
-
-class Table(NamedTuple):
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-class Chart(NamedTuple):
-    """A picture with a title, a caption, and its numbers."""
-
-    title: str
-    picture: Any  # SVG, marked as safe
-    note: str = ""
-    table: Table | None = None
-
-
-def safe(text: str) -> Any:
-    from markupsafe import Markup
-
-    return Markup(text)
 
 
 def length_chart(comparison: Comparison, what: str, title: str, y_name: str, write: Callable[[float], str]) -> Chart:
@@ -52,7 +33,7 @@ def length_chart(comparison: Comparison, what: str, title: str, y_name: str, wri
         readings = [comparison.of(side).get(length) for side in comparison.sides]
         rows.append([f"{length:,}", *(write(getattr(reading, what)) if reading else "–" for reading in readings)])
     table = Table(["tokens", *(NAMES[side] for side in comparison.sides)], rows)
-    picture = draw.log_chart(series, title=title, y_name=y_name, write=write)
+    picture = charts.log_chart(series, title=title, y_name=y_name, write=write)
     return Chart(title, safe(picture), table=table)
 
 
@@ -74,7 +55,7 @@ def traffic_chart(comparison: Comparison) -> Chart:
     ]
     rows = [[f"{row.N:,}", *(size(getattr(row, what)) for *_, what in lines)] for row in comparison.traffic]
     title = claims.traffic_claim(comparison)
-    picture = draw.log_chart(series, title=title, y_name="bytes", write=size)
+    picture = charts.log_chart(series, title=title, y_name="bytes", write=size)
     note = (
         "Forward and backward, from the cost model. Minimum: each input read once, each output written once. "
         "Without a cache: every tile is read from memory again."
@@ -109,7 +90,7 @@ def window_bars(tiling: Tiling) -> Chart:
             rows.append((f"{tile_map.mask}, {name}", kind, us, duration(us)))
     title = f"Forward at {tiling.window.N:,} tokens under each mask"
     note = "SDPA has words for no mask and for a causal one. Others it gets as a boolean matrix, and computes every score."
-    return Chart(title, safe(draw.bars(rows, title=title)), note)
+    return Chart(title, safe(charts.bars(rows, title=title)), note)
 
 
 def loss_chart(training: Training, first: float, last: float) -> Chart:
@@ -125,7 +106,7 @@ def loss_chart(training: Training, first: float, last: float) -> Chart:
         [f"{n + 1}", *(f"{run.losses[n]:.5f}" for run in training.runs), claims.short(abs(training.runs[0].losses[n] - training.runs[1].losses[n]))]
         for n in sorted(set(steps))
     ]  # fmt: skip
-    picture = draw.line_chart(series, title=title, x_name="step", y_name="loss", write=lambda y: f"{y:g}")
+    picture = charts.line_chart(series, title=title, x_name="step", y_name="loss", write=lambda y: f"{y:g}")
     return Chart(
         title, safe(picture), "Broad line: SDPA. Thin line: Rooftile. The two add in different orders, so their last digits differ; training amplifies that slowly.", Table(["step", *names, "apart"], rows)
     )
@@ -150,12 +131,12 @@ def loss_bars(bits: PrecisionErrors, distribution: str) -> Chart:
             for loss in found
         ],
     )  # fmt: skip
-    return Chart(title, safe(draw.bars(rows, title=title)), "Root mean squared error against fp64: shorter is better.", table)
+    return Chart(title, safe(charts.bars(rows, title=title)), "Root mean squared error against fp64: shorter is better.", table)
 
 
 def step_charts(training: Training) -> list[Chart]:
     sdpa, ours = training.runs
-    charts = []
+    shown = []
     for what, words, write in (
         ("step_ms", "Time of a step", lambda ms: duration(ms * 1e3)),
         ("peak_bytes", "Peak memory of a step", size),
@@ -171,8 +152,8 @@ def step_charts(training: Training) -> list[Chart]:
             if what == "step_ms"
             else "Measured in one step, beyond weights and optimiser state."
         )
-        charts.append(Chart(title, safe(draw.bars(rows, title=title)), note))
-    return charts
+        shown.append(Chart(title, safe(charts.bars(rows, title=title)), note))
+    return shown
 
 
 def allocator_chart(served: Served, serving: Serving) -> Chart:

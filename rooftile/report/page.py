@@ -1,45 +1,35 @@
 """The report as one HTML file: charts, sentences and tables from the numbers, and the numbers themselves.
 
-`page.html` is the template and `page.css` the style. The file loads nothing: it works offline, on a phone and in dark mode.
+`page.html` is the template. The file loads nothing: it works offline, on a phone and in dark mode.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from importlib.resources import files
-from importlib.util import find_spec
 from typing import Any
 
-from rooftile.errors import InvalidInput
-from rooftile.report import claims, draw, figures
+from rooftile.drawing import page
+from rooftile.drawing.page import Table, json_element, safe
+from rooftile.drawing.units import duration, number, percent, power, size, times
+from rooftile.report import claims, figures
 from rooftile.report.comparison import OURS, Comparison
 from rooftile.report.experiments import Report
 from rooftile.report.machine import Machine
+from rooftile.report.mask_tiles import mask_tiles
 from rooftile.report.precision import PrecisionErrors
 from rooftile.report.serving import Serving
 from rooftile.report.tiles import Tiling, online_softmax
 from rooftile.report.training import Training
-from rooftile.report.units import duration, number, percent, power, size, times
 
 ONLINE_ROW = ((0.5, 2.0, 1.0), (3.0, 0.0, 2.5))
 
 
-def check_ready() -> None:
-    """Raises InvalidInput if jinja2 is not installed, before minutes of measuring."""
-    if find_spec("jinja2") is None:
-        raise InvalidInput("the page needs jinja2, which is not installed; pip install jinja2")
-
-
 def render(report: Report) -> str:
     """Renders the page. Needs jinja2."""
-    from jinja2 import Environment, StrictUndefined
-
-    here = files("rooftile.report")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string((here / "page.html").read_text()).render(
-        css=figures.safe((here / "page.css").read_text()),
+    return page.render(
+        "rooftile.report",
+        "page.html",
         report={
             "failures": report.failures,
             "missing": report.missing,
@@ -59,8 +49,7 @@ def render(report: Report) -> str:
         machine=report.machine and _machine(report.machine),
         not_shown=_not_shown(report),
         environment=_environment(report),
-        # `<` would let a string in the data end the script element
-        numbers=figures.safe(json.dumps(report.json(), allow_nan=False).replace("<", "\\u003c")),
+        numbers=json_element(report.json()),
     )
 
 
@@ -159,7 +148,7 @@ def _masks(tiling: Tiling) -> dict[str, Any]:
         maps.append(
             {
                 "name": tile_map.mask,
-                "picture": figures.safe(draw.mask_tiles(tile_map, title=tile_map.mask)),
+                "picture": safe(mask_tiles(tile_map, title=tile_map.mask)),
                 "counts": f"{len(tile_map.visits):,} tiles computed, {tile_map.masked or 'none'} of them masked, "
                 + ("none skipped" if is_full else saved),
                 "time": f"forward in {duration(full.forward_us)}"
@@ -183,7 +172,7 @@ def _masks(tiling: Tiling) -> dict[str, Any]:
         ),
         "maps": maps,
         "bars": figures.window_bars(tiling),
-        "table": figures.Table(["mask", "computed", "masked", "skipped", "left out", "visible pairs", "forward", "SDPA"], rows),
+        "table": Table(["mask", "computed", "masked", "skipped", "left out", "visible pairs", "forward", "SDPA"], rows),
     }  # fmt: skip
 
 

@@ -17,8 +17,9 @@ import pytest
 
 from rooftile import masks
 from rooftile.cli import main
+from rooftile.drawing import charts, svg
 from rooftile.masks import CAUSAL, FULL, Window
-from rooftile.report import claims, draw, experiments, page
+from rooftile.report import claims, experiments, page
 from rooftile.report.comparison import OURS, SDPA, STANDARD, Comparison, Reading, Traffic, too_much
 from rooftile.report.experiments import Report
 from rooftile.report.plan import CPU, plan_for
@@ -311,14 +312,14 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_per_experiment_elsewhere(mon
 def test_the_legend_covers_no_point_and_its_names_do_not_meet():
     names = ("Rooftile", "SDPA", "standard")
     lines = [
-        draw.Series(name=name, kind=kind, points=((256, y), (512, 2 * y), (1024, 4 * y)))
+        charts.Series(name=name, kind=kind, points=((256, y), (512, 2 * y), (1024, 4 * y)))
         for name, kind, y in zip(names, ("ours", "other", "standard"), (1.0, 1.05, 300.0), strict=True)
     ]
-    picture = draw.log_chart(lines, title="t", y_name="y", write=str)
+    picture = charts.log_chart(lines, title="t", y_name="y", write=str)
     places = re.findall(r'<text class="label \w+" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]+)', picture)
     assert [name for *_, name in places] == list(names)
     for (x, _, name), (after, *_) in pairwise(places):
-        assert float(x) + draw.LETTER * len(name) < float(after)
+        assert float(x) + svg.LETTER * len(name) < float(after)
     below = [float(y) for points in re.findall(r'points="([^"]+)"', picture) for y in re.findall(r",([\d.]+)", points)]
     assert max(float(y) for _, y, _ in places) < min(below)
 

@@ -35,6 +35,7 @@ FLOORS = {
     "models": 12, "integrations": 12,
     "serve": 13,
     "bench": 14,
+    "drawing": 14,
     "server": 14,
     "diagnosis": 15, "planning": 15,
     "report": 16,

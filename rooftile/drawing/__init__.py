@@ -1,0 +1,1 @@
+"""Draws pages: charts as SVG, and HTML files that work offline, on a phone and in dark mode."""

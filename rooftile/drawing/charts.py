@@ -1,0 +1,103 @@
+"""Charts as SVG text: log-log charts over a length, curves over steps, bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rooftile.drawing.svg import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axis,
+    Point,
+    Write,
+    decades,
+    even,
+    legend,
+    marker,
+    path,
+    svg,
+    text,
+    y_grid,
+)  # fmt: skip
+from rooftile.drawing.units import tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """A line: its name, its colour class and marker (both by `kind`), and its points in data units, x rising."""
+
+    name: str
+    kind: str  # "ours", "standard" or "other"
+    points: tuple[Point, ...]
+
+
+def log_chart(series: Sequence[Series], *, title: str, y_name: str, write: Write) -> str:
+    """Draws lines over sequence length, both axes logarithmic."""
+    series = [line for line in series if line.points]
+    lengths = sorted({x for line in series for x, _ in line.points})
+    values = [y for line in series for _, y in line.points if y > 0]
+    x_axis = Axis(
+        low=lengths[0] / 1.12, high=max(lengths[-1], 2 * lengths[0]) * 1.12, start=LEFT, stop=WIDTH - RIGHT, log=True
+    )
+    y_axis = Axis(low=min(values) / 2, high=max(values) * 2, start=HEIGHT - BOTTOM, stop=TOP, log=True)
+    parts = [y_grid(y_axis, decades(y_axis.low, y_axis.high), write), _x_ticks(x_axis, lengths)]
+    for line in series:
+        points = [(x_axis.place(x), y_axis.place(max(y, y_axis.low))) for x, y in line.points]
+        parts.append(_line(line, points, write))
+    parts.append(legend([(line.name, line.kind) for line in series]))
+    return svg(title, f"{y_name} over sequence length", parts)
+
+
+def line_chart(
+    series: Sequence[Series], *, title: str, x_name: str, y_name: str, write: Write, log: bool = False
+) -> str:
+    """Draws curves over steps. The first is broad, so that another curve on top of it is visible."""
+    xs = [x for line in series for x, _ in line.points]
+    ys = [y for line in series for _, y in line.points if not log or y > 0] or [1.0]
+    low, high = min(ys), max(ys)
+    low, high = (low / 2, high * 3) if log else (low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1))
+    x_axis = Axis(low=min(xs), high=max(max(xs), min(xs) + 1), start=LEFT, stop=WIDTH - RIGHT, log=False)
+    y_axis = Axis(low=low, high=high, start=HEIGHT - BOTTOM, stop=TOP, log=log)
+    ticks = decades(low, high) if log else even(low, high)
+    parts = [y_grid(y_axis, ticks, write)]
+    for x in even(x_axis.low, x_axis.high):
+        parts.append(text(x_axis.place(x), HEIGHT - BOTTOM + 16, f"{x:,.0f}", "tick", "middle"))
+    parts.append(text(WIDTH - RIGHT, HEIGHT - 6, x_name, "axis", "end"))
+    for n, line in enumerate(series):
+        points = [(x_axis.place(x), y_axis.place(max(y, low))) for x, y in line.points]
+        broad = " broad" if n == 0 and len(series) > 1 else ""
+        parts.append(f'<polyline class="line thin {line.kind}{broad}" points="{path(points)}"/>')
+    if len(series) > 1:
+        parts.append(legend([(line.name, line.kind) for line in series], marks=False))
+    return svg(title, f"{y_name} over {x_name}", parts)
+
+
+def bars(rows: Sequence[tuple[str, str, float, str]], *, title: str) -> str:
+    """Draws horizontal bars from zero: (name, kind, value, words), all of one quantity."""
+    longest = max(value for *_, value, _ in rows) or 1.0
+    parts = []
+    for n, (name, kind, value, words) in enumerate(rows):
+        y = 8 + 46 * n
+        width = max(value / longest * (WIDTH - 100), 2)
+        parts.append(text(0, y + 8, name, "tick", "start"))
+        parts.append(f'<rect class="bar {kind}" x="0" y="{y + 14}" width="{width:.1f}" height="18" rx="3"/>')
+        parts.append(text(width + 8, y + 28, words, f"label {kind}", "start"))
+    return svg(title, "bars", parts, height=46 * len(rows) + 4)
+
+
+def _x_ticks(axis: Axis, lengths: Sequence[float]) -> str:
+    parts = [text(axis.place(x), HEIGHT - BOTTOM + 16, tokens(x), "tick", "middle") for x in lengths]
+    return "".join([*parts, text(WIDTH - RIGHT, HEIGHT - 6, "tokens", "axis", "end")])
+
+
+def _line(line: Series, points: Sequence[Point], write: Write) -> str:
+    marks = [
+        marker(line.kind, point, f"{line.name}, {x:,.0f} tokens: {write(y)}")
+        for point, (x, y) in zip(points, line.points, strict=True)
+    ]
+    return f'<polyline class="line {line.kind}" points="{path(points)}"/>{"".join(marks)}'
