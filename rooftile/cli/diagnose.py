@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -14,6 +14,32 @@ from rooftile.hardware.device import device_of
 
 if TYPE_CHECKING:
     from rooftile.diagnosis.diagnosis import Diagnosis
+
+
+class Files(NamedTuple):
+    """The files to write beside the printed table; None is not written."""
+
+    json: Path | None = None
+    html: Path | None = None
+
+    def check(self) -> None:
+        """Raises InvalidInput if one cannot be written, before minutes of measuring."""
+        from rooftile.drawing.page import check_ready
+
+        for name, path in self._asdict().items():
+            if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+                raise InvalidInput(f"--{name} {path} cannot be written; name a file in a folder that exists")
+        if self.html is not None:
+            check_ready()
+
+    def of_part(self, words: str) -> Files:
+        """Returns the files of a part: with "-prompt", step.json becomes step-prompt.json."""
+        return Files(*(path and path.with_stem(path.stem + words) for path in self))
+
+    def write_pictures(self, found: Diagnosis) -> None:
+        """Writes all but the JSON, which the ranks of a program share."""
+        if self.html is not None:
+            self.html.write_text(found.to_html(), encoding="utf-8")
 
 
 def diagnose(
@@ -34,14 +60,15 @@ def diagnose(
     budget: Annotated[float, typer.Option("--budget", help="Seconds that the experiments may take.")] = 60.0,
     ncu: Annotated[bool, typer.Option("--ncu", help="Check predicted bytes by Nsight Compute's counters, on a GPU.")] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis as JSON to this file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page with its pictures to this file.")] = None,
 ) -> None:
     """Finds what bounds a script's step: memory, compute, overhead or the host, operator by operator.
 
     The step is the function that --step names; else what runs inside `with rooftile.diagnosis.step():`; else from one step of the
     optimiser to the next; else the call of a module. It is run some twenty times, and whatever it writes is written as often.
 
-    With --checkpoint it is the engine of `rooftile.LLM`: a step that decodes, and the reading of a prompt. --json FILE then has
-    the first, and FILE-prompt the second.
+    With --checkpoint it is the engine of `rooftile.LLM`: a step that decodes, and the reading of a prompt. The files have the
+    first; others, with -prompt in their names, have the second.
 
     Example: rooftile diagnose train.py --step train_step -- --batch 8
     """
@@ -49,8 +76,8 @@ def diagnose(
 
     if bool(script) == bool(checkpoint):
         raise InvalidInput("diagnose takes a script or --checkpoint FOLDER; give one of them")
-    if json is not None and (json.is_dir() or not json.resolve().parent.is_dir()):
-        raise InvalidInput(f"--json {json} cannot be written; name a file in a folder that exists")
+    files = Files(json, html)
+    files.check()
     on = str(device_of(device))
     if json is not None:
         ranks.forget(json)
@@ -60,27 +87,27 @@ def diagnose(
         print(f"reading {checkpoint}; its steps are run some twenty times", file=sys.stderr, flush=True)
         both = diagnose_checkpoint(checkpoint, batch=batch, context=context, device=on, apply=apply or (), budget=budget, ncu=ncu)
         for found, part in zip(both, ("", "-prompt"), strict=True):
-            _show(found, ops, json and json.with_stem(json.stem + part))
+            _show(found, ops, files.of_part(part))
         return
     from rooftile.diagnosis.program import diagnose_script
 
     print(f"running {script}; its step is run some twenty times, and writes as often what it writes", file=sys.stderr, flush=True)
     found = diagnose_script(script, arguments or [], function=step or None, device=on, apply=apply or (), budget=budget, ncu=ncu)
-    _show(found, ops, json)
+    _show(found, ops, files)
 
 
-def _show(found: Diagnosis, ops: int, json: Path | None) -> None:
+def _show(found: Diagnosis, ops: int, files: Files) -> None:
     from rooftile.diagnosis import ranks
 
     rank = ranks.Rank.here()
-    if rank.world == 1:
-        print(found.text(ops))
-        if json is not None:
-            json.write_text(found.to_json() + "\n")
-        return
     if rank.number == 0:
         print(found.text(ops), flush=True)
-    if json is not None:
-        print(ranks.write(found, rank, json), end="\n" if rank.number == 0 else "")
+        files.write_pictures(found)
+    if rank.world == 1:
+        if files.json is not None:
+            files.json.write_text(found.to_json() + "\n")
+        return
+    if files.json is not None:
+        print(ranks.write(found, rank, files.json), end="\n" if rank.number == 0 else "")
     elif rank.number:
         print(f"rank {rank.number}: {found.sentence}", flush=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from rooftile.diagnosis.output.page import render
 from rooftile.diagnosis.output.rows import Op, Program, Step, row
 from rooftile.diagnosis.output.table import sentence, text
 from rooftile.diagnosis.remedies.remedy import Remedy, ranked
@@ -71,6 +72,18 @@ class Diagnosis:
     def to_json(self) -> str:
         """Returns the diagnosis as JSON. Numbers are numbers; one that is unknown, infinite or NaN is null."""
         return json.dumps({"form": FORM} | _plain(asdict(self)), indent=2, allow_nan=False)
+
+    def to_html(self) -> str:
+        """Returns the diagnosis as one HTML file, which loads nothing: the table, the roofline, curves, savings, and the JSON.
+
+        Raises InvalidInput if jinja2 is not installed.
+
+        Example:
+            >>> Path("diagnosis.html").write_text(rooftile.diagnose(model, x).to_html())
+        """
+        # what JSON has no number for is unknown on the page too
+        plain = Diagnosis.from_json(self.to_json())
+        return render(json.loads(self.to_json()), plain.program, plain.step, plain.ops, plain.remedies)
 
     @classmethod
     def from_json(cls, written: str) -> Diagnosis:

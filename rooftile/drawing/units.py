@@ -18,12 +18,25 @@ def size(count: float) -> str:
     return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
 
 
+def count(value: float, unit: str = "") -> str:
+    """Formats a count or a rate with its thousands.
+
+    >>> count(1.07e9, "FLOP/s")
+    '1.07\xa0GFLOP/s'
+    """
+    return _scaled(value, tuple(f"{prefix}{unit}" for prefix in ("", "k", "M", "G", "T", "P"))).rstrip()
+
+
 def duration(us: float) -> str:
     """Formats microseconds.
 
-    >>> duration(1530)
-    '1.53\xa0ms'
+    >>> duration(1530), duration(-2)
+    ('1.53\xa0ms', '−2\xa0µs')
     """
+    if us < 0:
+        return f"−{duration(-us)}"
+    if us == 0:
+        return "0"
     return _scaled(us, ("µs", "ms", "s")) if us >= 1 else f"{number(us * 1e3)}{SPACE}ns"
 
 

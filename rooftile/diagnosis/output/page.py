@@ -1,0 +1,193 @@
+"""A diagnosis as one HTML file: its sentence, the table, the pictures, and the numbers themselves.
+
+`page.html` is the template. The file loads nothing: it works offline, on a phone and in dark mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rooftile.diagnosis.output.pictures.bars import time_line, waterfall
+from rooftile.diagnosis.output.pictures.roofline import roofline
+from rooftile.diagnosis.output.pictures.sweeps import number_of, sweep_chart
+from rooftile.diagnosis.output.rows import Op, Program, Step
+from rooftile.diagnosis.output.table import PHASES, sentence
+from rooftile.diagnosis.remedies.remedy import Remedy
+from rooftile.drawing import page
+from rooftile.drawing.page import Chart, json_element
+from rooftile.drawing.units import count, duration, number, percent, size
+
+# rows and curves that are shown at once; the others are a click away
+SHOWN = 20
+SWEEPS = 8
+MOST_ROWS = 12
+HEAD = ("operator", "calls", "time", "share", "FLOPs", "bytes", "F/B", "roof", "reached", "verdict")
+EXPERIMENTS = (
+    "operator", "time of a call", "in the step", "slope", "knee, F/B", "from the cache", "gain", "fixed part", "not possible",
+)  # fmt: skip
+
+
+def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequence[Op], remedies: Sequence[Remedy]) -> str:
+    """Renders the page of a diagnosis.
+
+    values: the whole of it, as in its JSON; the other arguments are parts of the same. Unknown numbers are None.
+
+    Raises InvalidInput if jinja2 is not installed.
+    """
+    step = replace(step, time_us=step.time_us or 0.0, idle_us=_known(step.idle_us), shares=_known(step.shares))
+    ops = [replace(op, time_us=op.time_us or 0.0, share=op.share or 0.0) for op in ops]
+    remedies = [replace(remedy, predicted_us=remedy.predicted_us or 0.0) for remedy in remedies]
+    names = [f"{op.module or '(step)'} {PHASES.get(op.phase, '')}{op.op.split('::')[-1]}" for op in ops]
+    rows = [_row(n, op, remedies) for n, op in enumerate(ops)]
+    machine, ceilings = values["machine"], values["ceilings"]
+    on_gpu = machine.get("type") == "cuda" or any(op.kernels for op in ops)
+    return page.render(
+        "rooftile.diagnosis.output",
+        "page.html",
+        title=f"{program.step}: {_bound(step)}",
+        headline=f"{duration(step.time_us)} per step, {_bound(step)}",
+        sentence=sentence(step, ops, remedies),
+        program=program,
+        machine_name=machine.get("name") or "this machine",
+        numbers_on_top=_numbers(step, remedies),
+        time_line=time_line(step, ops),
+        head=HEAD,
+        rows=rows[:SHOWN],
+        more_rows=rows[SHOWN:],
+        more_us=duration(sum(op.time_us for op in ops[SHOWN:])),
+        roofline=roofline(ceilings, step, ops, remedies, names, on_gpu),
+        sweeps=_sweeps(ops, names),
+        sweeps_left=max(0, sum(bool(op.experiments.get("intensity", {}).get("added_us")) for op in ops) - SWEEPS),
+        experiment_head=EXPERIMENTS,
+        experiments=[_experiments(n, op, names[n]) for n, op in enumerate(ops) if op.experiments],
+        waterfall=waterfall(step, remedies),
+        remedies=[_remedy(remedy) for remedy in remedies],
+        uncounted=values["uncounted"],
+        counters=[", ".join(f"{key}: {value}" for key, value in _flat(counter)) for counter in values["counters"]],
+        notes=values["notes"],
+        step_facts=list(_facts(step)),
+        facts=[*_flat(machine), *_flat(ceilings)],
+        numbers=json_element(values),
+    )
+
+
+def _bound(step: Step) -> str:
+    if step.bound in ("memory", "compute", "overhead", "latency", "communication"):
+        return f"bound by {step.bound}"
+    others = {"host": "waiting for the host", "balanced": "bound by several things alike"}
+    return others.get(step.bound or "", "without a verdict")
+
+
+def _numbers(step: Step, remedies: Sequence[Remedy]) -> list[dict[str, str]]:
+    """Returns the numbers at the top."""
+    launches = f"{step.launches:,} launches; " if step.launches else ""
+    spread = f", ± {duration(step.spread_us)}" if step.spread_us else ""
+    shown = [{"big": duration(step.time_us), "small": f"{launches}one step{spread}"}]
+    if step.overhead_share is not None:
+        shown.append({"big": percent(step.overhead_share), "small": "of it is overhead"})
+    if rest := [name for name in step.shares if name != "overhead"]:
+        largest = max(rest, key=lambda name: step.shares[name])
+        shown.append({"big": percent(step.shares[largest]), "small": f"of it is {largest}; the verdict is {step.confidence}"})
+    best = max(remedies, key=lambda remedy: remedy.saving_us, default=None)
+    if best is not None and best.saving_us > 0:
+        how = "predicted for" if best.measured_us is None else "measured with"
+        shown.append({"big": duration(best.saving_us), "small": f"saved, {how} {best.name}"})
+    return shown
+
+
+def _row(n: int, op: Op, remedies: Sequence[Remedy]) -> dict[str, Any]:
+    """Returns the cells of an operator, and the words below them."""
+    reached = "–"
+    if op.achieved is not None:
+        unit = "B/s" if op.roof in ("HBM", "DRAM", "L2", "cache") else "/s" if op.roof == "special" else "FLOP/s"
+        share = f"{percent(op.roof_share)} " if op.roof_share is not None else ""
+        ceiling = f" of {count(op.ceiling, unit)}" if op.ceiling is not None else ""
+        reached = f"{share}{count(op.achieved, unit)}{ceiling}"
+    verdict = f"{op.bound} ({op.unit})" if op.bound and op.unit else op.bound or "no verdict"
+    words = [f"{op.confidence}: {op.confirmed_by}"]
+    if op.bound != op.modelled_bound and op.modelled_bound:
+        words.append(f"the model says {op.modelled_bound}")
+    if op.special:
+        words.append(f"{count(op.special)} special functions")
+    if op.in_context_us is not None:
+        words.append(f"in the step {duration(op.in_context_us)}")
+    words += [op.where] if op.where else []
+    if op.kernels:
+        words.append(f"kernels {', '.join(op.kernels)}")
+    its = [remedies[i] for i in op.remedies if 0 <= i < len(remedies)]
+    if its:
+        words.append(f"remedies: {', '.join(dict.fromkeys(remedy.name for remedy in its))}")
+    return {
+        "number": n + 1,
+        "module": op.module or "(step)",
+        "op": PHASES.get(op.phase, "") + op.op.split("::")[-1],
+        "kind": op.bound or "unknown",
+        "cells": [
+            f"{op.calls:,}", duration(op.time_us), percent(op.share), _or_dash(op.flops, count), _or_dash(op.bytes, size),
+            _or_dash(op.intensity, number), op.roof or "–", reached,
+        ],
+        "verdict": verdict,
+        "words": "; ".join(words),
+    }  # fmt: skip
+
+
+def _sweeps(ops: Sequence[Op], names: Sequence[str]) -> list[Chart]:
+    charts = (sweep_chart(op, f"{n + 1} {name}") for n, (op, name) in enumerate(zip(ops, names, strict=True)))
+    return [chart for chart in charts if chart is not None][:SWEEPS]
+
+
+def _experiments(n: int, op: Op, name: str) -> list[str]:
+    sweep, cache, fixed = (op.experiments.get(kind) or {} for kind in ("intensity", "cache", "size"))
+    times = sweep.get("time_us") or [None]
+    why_not = op.experiments.get("why_not") or {}
+    return [
+        f"{n + 1} {name}", _or_dash(times[0], duration), _or_dash(op.in_context_us, duration),
+        _or_dash(sweep.get("slope"), number_of), _or_dash(sweep.get("knee_flops_per_byte"), number_of),
+        _or_dash(cache.get("time_us"), duration), _or_dash(cache.get("gain"), percent), _or_dash(fixed.get("fixed_us"), duration),
+        "; ".join(f"{kind}: {reason}" for kind, reason in why_not.items()) or "–",
+    ]  # fmt: skip
+
+
+def _remedy(remedy: Remedy) -> dict[str, Any]:
+    rows = "the whole step"
+    if remedy.ops:
+        first = ", ".join(str(n + 1) for n in remedy.ops[:MOST_ROWS])
+        rest = len(remedy.ops) - MOST_ROWS
+        rows = f"row{'s' * (len(remedy.ops) > 1)} {first}{f' and {rest} more' if rest > 0 else ''}"
+    return {
+        "name": remedy.name, "predicted": duration(remedy.predicted_us), "measured": _or_dash(remedy.measured_us, duration),
+        "how": remedy.how, "changes": remedy.changes, "rows": rows,
+    }  # fmt: skip
+
+
+def _facts(step: Step) -> Iterator[tuple[str, str]]:
+    named = (
+        ("FLOPs of a step", step.flops, count), ("bytes of a step", step.bytes, size), ("peak memory", step.peak_bytes, size),
+        ("busy", step.busy_us, duration), ("spread", step.spread_us, duration),
+    )  # fmt: skip
+    yield from ((name, write(value)) for name, value, write in named if value is not None)
+    yield from ((f"idle, {cause}", duration(us)) for cause, us in step.idle_us.items())
+    tried = {"graph_us": "as a CUDA graph", "half_batch_us": "half the batch", "double_batch_us": "twice the batch"}
+    for name, words in tried.items():
+        if step.experiments.get(name) is not None:
+            yield words, duration(step.experiments[name])
+    yield from ((f"not possible: {name}", why) for name, why in (step.experiments.get("why_not") or {}).items())
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Yields names and values of nested dictionaries as words."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name} ")
+        elif value not in (None, ""):
+            yield f"{above}{name}".replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _known(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _or_dash(value: Any, write: Any) -> str:
+    return "–" if value is None else write(value)

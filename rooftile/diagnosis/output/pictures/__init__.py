@@ -1,0 +1,1 @@
+"""The pictures of a diagnosis, drawn from its record alone."""
