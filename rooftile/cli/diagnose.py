@@ -21,6 +21,7 @@ class Files(NamedTuple):
 
     json: Path | None = None
     html: Path | None = None
+    trace: Path | None = None
 
     def check(self) -> None:
         """Raises InvalidInput if one cannot be written, before minutes of measuring."""
@@ -40,6 +41,8 @@ class Files(NamedTuple):
         """Writes all but the JSON, which the ranks of a program share."""
         if self.html is not None:
             self.html.write_text(found.to_html(), encoding="utf-8")
+        if self.trace is not None:
+            self.trace.write_text(found.to_trace())
 
 
 def diagnose(
@@ -61,6 +64,9 @@ def diagnose(
     ncu: Annotated[bool, typer.Option("--ncu", help="Check predicted bytes by Nsight Compute's counters, on a GPU.")] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis as JSON to this file.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with its pictures to this file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Also write a Chrome trace of the step, with verdicts, to this file.")
+    ] = None,
 ) -> None:
     """Finds what bounds a script's step: memory, compute, overhead or the host, operator by operator.
 
@@ -76,7 +82,7 @@ def diagnose(
 
     if bool(script) == bool(checkpoint):
         raise InvalidInput("diagnose takes a script or --checkpoint FOLDER; give one of them")
-    files = Files(json, html)
+    files = Files(json, html, trace)
     files.check()
     on = str(device_of(device))
     if json is not None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from rooftile.diagnosis.output.page import render
 from rooftile.diagnosis.output.rows import Op, Program, Step, row
 from rooftile.diagnosis.output.table import sentence, text
+from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.remedies.remedy import Remedy, ranked
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import CAUSES, StepEvidence, classify_step
@@ -35,6 +36,8 @@ class Diagnosis:
     uncounted: tuple[str, ...] = ()  # operators without a rule
     counters: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
+    # the events of the profiled step, which are not in the JSON; None in a diagnosis that was read from one
+    trace: Trace | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.text(20)
@@ -71,7 +74,7 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """Returns the diagnosis as JSON. Numbers are numbers; one that is unknown, infinite or NaN is null."""
-        return json.dumps({"form": FORM} | _plain(asdict(self)), indent=2, allow_nan=False)
+        return json.dumps({"form": FORM} | _plain(self._values()), indent=2, allow_nan=False)
 
     def to_html(self) -> str:
         """Returns the diagnosis as one HTML file, which loads nothing: the table, the roofline, curves, savings, and the JSON.
@@ -84,6 +87,24 @@ class Diagnosis:
         # what JSON has no number for is unknown on the page too
         plain = Diagnosis.from_json(self.to_json())
         return render(json.loads(self.to_json()), plain.program, plain.step, plain.ops, plain.remedies)
+
+    def to_trace(self) -> str:
+        """Returns the profiled step as a Chrome trace, in JSON, with verdicts as arguments of its events.
+
+        chrome://tracing and ui.perfetto.dev show it. Each event of an operator has bound, unit, confidence and what confirmed
+        it; on a GPU its kernels have too.
+
+        Raises InvalidInput for a diagnosis that was read from JSON, which has no events.
+        """
+        if self.trace is None:
+            raise InvalidInput("this diagnosis has no trace, because it was read from JSON; diagnose again, or use --trace FILE")
+        annotated, notes = self.trace.annotated()
+        return json.dumps(annotated | {"rooftile": {"sentence": self.sentence, "notes": notes}})
+
+    def _values(self) -> dict[str, Any]:
+        values = asdict(replace(self, trace=None))
+        del values["trace"]
+        return values
 
     @classmethod
     def from_json(cls, written: str) -> Diagnosis:
@@ -112,6 +133,7 @@ def diagnosis(
     findings: Sequence[Finding], remedies: Sequence[Remedy | None] = (), launches: int | None = None,
     peak_bytes: int | None = None, busy_us: float | None = None,
     kernels: Mapping[int, Sequence[str]] | None = None, counters: Sequence[Mapping[str, Any]] = (), notes: Sequence[str] = (),
+    trace: Trace | None = None,
 ) -> Diagnosis:  # fmt: skip
     """Joins findings and remedies to a diagnosis: sorts both, and numbers them anew.
 
@@ -155,6 +177,7 @@ def diagnosis(
         uncounted=uncounted,
         counters=tuple(dict(counter) for counter in counters),
         notes=(*verdict.notes, *notes),
+        trace=trace,
     )
 
 

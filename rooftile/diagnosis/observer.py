@@ -18,6 +18,7 @@ from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.experiments.series import Recorded, measure_all
 from rooftile.diagnosis.output.rows import Program
+from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.records import Operation, Sample
 from rooftile.diagnosis.remedies.alone import narrower_share, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
@@ -173,6 +174,7 @@ class Observer:
             step=step, findings=findings, remedies=remedies, launches=seen.launches,
             peak_bytes=self._peak_bytes,
             busy_us=seen.busy_us, kernels=kernels, counters=counted, notes=[*self._notes(), *notes, *refused],
+            trace=Trace(self._profiled.trace, findings),
         )  # fmt: skip
 
     @property

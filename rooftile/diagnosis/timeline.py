@@ -27,6 +27,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rooftile.diagnosis.compiled import NAMESPACE, Kernel, watched_kernels
+from rooftile.diagnosis.output.trace import pack
 from rooftile.diagnosis.where import user_line
 
 CAUSES = ("host", "sync", "copy", "dependency")
@@ -83,7 +84,7 @@ class Timeline:
 
 
 class Profiled:
-    """Profiles the step that runs in its block; `timeline` is there afterwards.
+    """Profiles the step that runs in its block; `timeline` is there afterwards, and the profiler's own `trace`, packed.
 
     Args:
         device: where the step runs.
@@ -91,6 +92,7 @@ class Profiled:
     """
 
     timeline: Timeline
+    trace: bytes
 
     def __init__(self, device: torch.device, names: Callable[[], Iterable[str]]) -> None:
         self._on_gpu = device.type == "cuda"
@@ -120,6 +122,7 @@ class Profiled:
             events = list(self._profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
             names = frozenset(self._names())
             self.timeline = _read(events, (self._start, end), self._lines.seen, self._on_gpu, names)
+            self.trace = pack(self._profiler)
 
 
 def _named(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
