@@ -152,9 +152,7 @@ def _verdict(op: Op, remedies: Sequence[Remedy]) -> str:
         best = max(saving, key=lambda remedy: remedy.saving_us)
         count_others = len(best.ops) - 1
         others = f" here and in {count_others} other row{'s' * (count_others > 1)}" if count_others else ""
-        slower = f"was tried and takes {duration(-best.saving_us)} more"
-        saves = f"saves {duration(best.saving_us)}" if best.saving_us >= 0 else slower
-        words.append(f"{best.name} {saves}{others}")
+        words.append(f"{best.name} saves {duration(best.saving_us)}{others}")
     return "; ".join(words)
 
 
