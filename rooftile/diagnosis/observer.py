@@ -16,6 +16,7 @@ import torch
 from rooftile.diagnosis import counters, machine
 from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
+from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.trace import Trace
@@ -31,6 +32,7 @@ from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.diagnosis.watch import Record, Watch
 from rooftile.hardware import ceilings
+from rooftile.hardware.ceilings import Ceilings
 from rooftile.hardware.device import describe
 
 WARM_UPS, TIMED_STEPS = 3, 7
@@ -39,6 +41,8 @@ EXPLAINED = 0.9
 MOST_OPERATIONS = 20
 # bytes of copies of inputs; on a GPU also at most a fifth of what the step takes
 SAMPLES_LIMIT = 2 << 30
+# an operator that seems so many times as fast as its roof shows that the roof was measured too low
+ABOVE = 1.2
 # an attention is worth timing another one if it takes so much of the step
 ATTENTION_SHARE = 0.02
 
@@ -135,7 +139,6 @@ class Observer:
             counted, notes = counters.count(list(samples.values()))
         elif self._ncu:
             notes = ["ncu counts on a GPU only"]
-        found: dict[int, Finding] = {}
         padded_us: dict[int, float] = {}
         narrower: dict[int, float] = {}
         # the most expensive first, as the budget may end
@@ -156,9 +159,11 @@ class Observer:
                 narrower |= {} if share is None else {row: share}
             if self._pads and sample is not None and operation.op in PRODUCTS:
                 padded_us[row] = padded_saving_us(sample, self._device) * operation.calls
-            roofs = machine.roofs_of(operation, self._device, measured)
-            found[row] = find(operation, roofs, evidence.get(row), self._us(operation) or None)
-        findings = [found[row] for row in range(len(operations))]
+        findings = self._findings(measured, evidence)
+        if any(_is_above(finding) for finding in findings):
+            # the ceilings were measured while something else ran
+            measured = ceilings.measure_again(self._device)
+            findings = self._findings(measured, evidence)
         step, kernels = self._evidence(), self._kernels(findings)
         seen = Seen(
             device=self._device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
@@ -181,6 +186,13 @@ class Observer:
     def _mode(self) -> str:
         is_compiled = any(operation.op.startswith(NAMESPACE) for operation in self._watch.operations)
         return "compiled" if is_compiled else "eager"
+
+    def _findings(self, measured: Ceilings, evidence: Mapping[int, Evidence]) -> list[Finding]:
+        """A finding for each operation, in the order of the watch."""
+        return [
+            find(operation, machine.roofs_of(operation, self._device, measured), evidence.get(row), self._us(operation) or None)
+            for row, operation in enumerate(self._watch.operations)
+        ]
 
     def _other_attentions(
         self, operations: Sequence[Operation], samples: Mapping[tuple[object, ...], Sample]
@@ -255,3 +267,9 @@ class Observer:
             for where, us in self._timeline.lines.items()
             if us > 0.05 * wall
         ]
+
+
+def _is_above(finding: Finding) -> bool:
+    """Whether an operator that takes a while is faster than a roof that it cannot pass."""
+    share = finding.verdict.model.roof_share
+    return finding.time_us > 1e3 and share is not None and share > ABOVE

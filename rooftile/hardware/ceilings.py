@@ -73,6 +73,16 @@ def measure(device: torch.device | str, *, refresh: bool = False) -> Ceilings:
     return _MEASURED[key]
 
 
+def measure_again(device: torch.device | str) -> Ceilings:
+    """Measures once more, and keeps the higher of each rate: for a time that is shorter than the ceilings allow."""
+    device = torch.device(device)
+    path = _path(device)
+    before = measure(device)
+    _MEASURED[str(path)] = higher(before, _measure(device))
+    _keep(path, _MEASURED[str(path)])
+    return _MEASURED[str(path)]
+
+
 def higher(a: Ceilings, b: Ceilings) -> Ceilings:
     """Returns the higher of two measurements of a device, rate by rate: load on the machine only ever lowers one."""
     products = {name: max(rate, b.matmul_tflops.get(name, 0.0)) for name, rate in a.matmul_tflops.items()}

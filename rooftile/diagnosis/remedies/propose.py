@@ -76,9 +76,14 @@ def _fused(seen: Seen) -> list[Remedy | None]:
 
 def _compiled(seen: Seen, chains: Sequence[Chain]) -> Remedy | None:
     removed = sum(len(chain.calls) - 1 for chain in chains)
+    of_modules = [f for f in seen.findings if f.operation.module]
+    # torch.compile(model) leaves the optimiser as it is; a step without a module is compiled as a whole
+    affected = [f for f in seen.findings if not of_modules or f.operation.phase != "optimiser"]
+    calls, all_calls = (sum(f.operation.calls for f in some) for some in (affected, seen.findings))
+    launches = seen.launches * calls / max(all_calls, 1)
     # generated code calls its kernels as fast as this machine calls operators one after the other
-    left_us = max(0, seen.launches - removed) * seen.ceilings.launch_us
-    return compiled(chains, seen.findings, overhead_us=max(0.0, _overhead_us(seen) - left_us))
+    left_us = max(0.0, launches - removed) * seen.ceilings.launch_us
+    return compiled(chains, seen.findings, overhead_us=max(0.0, _overhead_us(seen) * calls / max(all_calls, 1) - left_us))
 
 
 def _draws(op: str) -> bool:
