@@ -18,6 +18,7 @@ from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all
+from rooftile.diagnosis.experiments.step import repeated_us, replayed_us
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.records import Operation, Sample
@@ -31,6 +32,7 @@ from rooftile.diagnosis.verdicts.classify import COLLECTIVES
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.diagnosis.watch import Record, Watch
+from rooftile.errors import Unsupported
 from rooftile.hardware import ceilings
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.hardware.device import describe
@@ -54,8 +56,8 @@ class Observer:
         name: of the step, for the reader.
         device: where it runs.
         budget: seconds for the experiments.
-        resized: gives the step with the batch times a factor; None where no axis of the inputs is one. Without it the batch
-            stays.
+        resized: gives the step with the batch times a factor (1: as it is); None where no axis of the inputs is one. Without it
+            the step is run by its program only.
         pads: also times products with padded sizes.
         ncu: also counts bytes by Nsight Compute.
     """
@@ -222,31 +224,30 @@ class Observer:
         # many short gaps of one line are a loop of Python, which is overhead; a long one waits for something
         single = [gap.us * shrink for gap in timeline.gaps if gap.cause == "host" and gap.us > self._long_us]
         spread = 1.25 * (max(self._taken) - min(self._taken)) / len(self._taken)
-        why_not = {"graph": "needs a GPU" if self._device.type == "cpu" else "not tried"}
-        half, double = (self._resized_us(factor, why_not) for factor in (0.5, 2.0))
+        why_not: dict[str, str] = {}
+        on_gpu = self._device.type == "cuda"
+        graph_us = self._again_us("graph", 1.0, replayed_us, why_not) if on_gpu else None
+        if not on_gpu:
+            why_not["graph"] = "needs a GPU"
+        half, double = (self._again_us("batch", factor, repeated_us, why_not) for factor in (0.5, 2.0))
         return StepEvidence(
-            time_us=us, spread_us=spread, half_batch_us=half, double_batch_us=double, idle_us=idle,
+            time_us=us, spread_us=spread, graph_us=graph_us, half_batch_us=half, double_batch_us=double, idle_us=idle,
             waiting_us=min(sum(single), idle.get("host", 0.0)),
             why_not=why_not,
         )  # fmt: skip
 
-    def _resized_us(self, factor: float, why_not: dict[str, str]) -> float | None:
-        """The time of the step with another batch; None if it cannot be run, with the reason."""
+    def _again_us(
+        self, name: str, factor: float, timed: Callable[[Callable[[], None], torch.device], float], why_not: dict[str, str]
+    ) -> float | None:
+        """The time of the step with a changed batch, as `timed` runs it; None if it cannot be run, with the reason."""
         step = self._resized(factor) if self._resized is not None else None
-        if step is None:
-            why_not["batch"] = "the inputs have no first axis in common" if self._resized else "the step takes no inputs"
-            return None
-        taken: list[float] = []
         try:
-            for _ in range(WARM_UPS):
-                step()
-            for _ in range(TIMED_STEPS):
-                with Timed(self._device, taken):
-                    step()
-        except (RuntimeError, ValueError, IndexError) as error:
-            why_not["batch"] = str(error).splitlines()[0]
+            if step is None:
+                raise Unsupported("the inputs have no first axis in common" if self._resized else "the step takes no inputs")
+            return timed(step, self._device)
+        except Unsupported as reason:
+            why_not[name] = str(reason)
             return None
-        return median(taken)
 
     def _lines(self, cause: str) -> dict[str, float]:
         """The time of the step's gaps of one cause by line; of the host's only the long ones, which wait for something."""

@@ -68,7 +68,7 @@ def diagnose(
 
     found: list[Diagnosis] = []
     def resized(factor: float) -> Callable[[], None] | None:
-        scaled = _with_batch(inputs, factor)
+        scaled = inputs if factor == 1 else _with_batch(inputs, factor)
         if scaled is None:
             return None
 

@@ -193,6 +193,13 @@ def test_without_an_experiment_the_model_says_why() -> None:
     assert classify(uncounted, GPU.roofs(), by_hand(slope=0.0, gain=0.6)).bound == "memory"
 
 
+def test_a_missing_experiment_has_its_reason_beside_the_numbers() -> None:
+    measured = by_hand(gain=0.6, why_not={"intensity": "the budget ended before it"})
+    verdict = classify(operation(MEMORY, device="cuda"), GPU.roofs(), measured)
+    assert (verdict.bound, verdict.confidence) == ("memory", "measured")
+    assert verdict.confirmed_by == "no slope (the budget ended before it), gain 0.60"
+
+
 def test_a_time_far_from_both_roofs_is_not_explained_by_them() -> None:
     far = model(operation(Work(bytes=1e6, flops=1e6), device="cuda"), GPU.roofs(), 100.0)
     assert (far.bound, far.roof_us) == ("latency", 1.0)

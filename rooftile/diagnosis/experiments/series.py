@@ -27,21 +27,20 @@ class Recorded(NamedTuple):
     in_context_us: float | None
 
 
-def measure_all(
-    recorded: Mapping[Row, Recorded], device: torch.device, end: float
-) -> tuple[dict[Row, Evidence], list[str]]:
+def measure_all(recorded: Mapping[Row, Recorded], device: torch.device, end: float) -> tuple[dict[Row, Evidence], list[str]]:
     """Returns the evidence of each call, and notes about those that cannot be run again.
 
     First every operator alone, in the cache and on less data; then added arithmetic, in the given order, until the budget ends.
 
     Args:
         recorded: the calls by their names, the most expensive first.
-        device: of the step.
+        device: of the step. Its operators on a CPU are timed there.
         end: of the budget, on the clock of `time.perf_counter`.
     """
     if not recorded:
         return {}, []
-    timer = timer_for(device)
+    kinds = {one.sample.operation.device for one in recorded.values()}
+    timers = {kind: timer_for(device if kind == device.type else torch.device("cpu")) for kind in kinds}
     found: dict[Row, Evidence] = {}
     notes: list[str] = []
     each_s = min(ALONE_S, ALONE * (end - time.perf_counter()) / len(recorded))
@@ -49,9 +48,10 @@ def measure_all(
         if found and time.perf_counter() > end:
             break
         try:
-            found[row] = alone(sample, timer, each_s, in_context_us)
+            found[row] = alone(sample, timers[sample.operation.device], each_s, in_context_us)
         except (RuntimeError, NotImplementedError) as error:
             notes.append(f"{sample.operation.op} could not be run again: {str(error).splitlines()[0]}")
     for row in found:
-        found[row] = with_intensity(found[row], recorded[row].sample, timer, max(end - time.perf_counter(), 0.0))
+        sample, left_s = recorded[row].sample, max(end - time.perf_counter(), 0.0)
+        found[row] = with_intensity(found[row], sample, timers[sample.operation.device], left_s)
     return found, notes

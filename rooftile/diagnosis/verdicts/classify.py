@@ -178,10 +178,11 @@ def _numbers(bound: str, confidence: str, modelled: Model, evidence: Evidence) -
         words.append(f"model says {modelled.bound}")
     elif modelled.bound == "memory" and _below_its_roof(bound, modelled, evidence):
         words.append(f"from the cache at {100 * (modelled.compute_us or 0) / (evidence.cached_us or 1):.0f} % of its roof")
-    if evidence.slope is not None:
-        words.append(f"slope {evidence.slope:.2f}")
-    if evidence.gain is not None:
-        words.append(f"gain {evidence.gain:.2f}")
+    for name, value, experiment in (("slope", evidence.slope, "intensity"), ("gain", evidence.gain, "cache")):
+        if value is not None:
+            words.append(f"{name} {value:.2f}")
+        elif experiment in evidence.why_not:
+            words.append(f"no {name} ({evidence.why_not[experiment]})")
     if evidence.fixed_us is not None and evidence.time_us:
         words.append(f"fixed part {100 * evidence.fixed_us / evidence.time_us:.0f} %")
     return ", ".join(words)

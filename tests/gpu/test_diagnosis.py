@@ -1,0 +1,151 @@
+"""Diagnoses on a GPU: bounds that are known, the step as a CUDA graph, and the timer under them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import rooftile as rt
+from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.intensity import references
+from rooftile.diagnosis.experiments.intensity.ladder import Ladder
+from rooftile.diagnosis.experiments.intensity.multiply_adds import expected
+from rooftile.diagnosis.experiments.step import replayed_us
+from rooftile.diagnosis.experiments.timing import timer_for
+from rooftile.diagnosis.output.rows import Op
+from rooftile.errors import Unsupported
+
+pytestmark = pytest.mark.gpu
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float32, device="cuda").to(dtype)
+
+
+def leading(program: Callable[[], Any], budget: float) -> Op:
+    return max(rt.diagnose(program, budget=budget).ops, key=lambda op: op.time_us)
+
+
+def product(m: int, k: int, n: int, dtype: torch.dtype) -> Callable[[], Any]:
+    x, y = random(m, k, dtype=dtype), random(k, n, dtype=dtype)
+    return lambda: x @ y
+
+
+def elementwise() -> Callable[[], Any]:
+    x = random(1 << 27)
+    return lambda: x + 1.5
+
+
+def gather() -> Callable[[], Any]:
+    table, rows = random(1 << 19, 512), torch.randint(0, 1 << 19, (1 << 18,), device="cuda")
+    return lambda: F.embedding(rows, table)
+
+
+def special() -> Callable[[], Any]:
+    x = torch.rand(1 << 26, device="cuda") + 1
+    return lambda: torch.lgamma(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "bound", "units"),
+    [
+        (elementwise, "memory", {"HBM"}),
+        (gather, "memory", {"HBM"}),
+        (lambda: product(16384, 16, 16384, torch.bfloat16), "memory", {"HBM"}),
+        (lambda: product(8, 16384, 16384, torch.bfloat16), "memory", {"HBM"}),
+        (lambda: product(8192, 8192, 8192, torch.bfloat16), "compute", {"tensor"}),
+        (lambda: product(4096, 4096, 4096, torch.float64), "compute", {"fp64"}),
+        (special, "compute", {"special", "fp32"}),
+    ],
+    ids=["addition", "gather", "product, K = 16", "product, 8 rows", "product", "fp64 product", "lgamma"],
+)
+def test_the_bound_and_its_unit(make: Callable[[], Callable[[], Any]], bound: str, units: set[str | None]) -> None:
+    op = leading(make(), budget=20)
+    assert (op.bound, op.unit in units) == (bound, True), op
+    assert op.confidence in ("measured", "confirmed"), op
+
+
+def test_a_kernel_of_one_block_is_latency() -> None:
+    x = random(1, 256, dtype=torch.float32)
+    op = leading(lambda: torch.softmax(x, -1), budget=5)
+    assert op.bound in ("latency", "overhead"), op
+
+
+def test_many_small_kernels_are_overhead_and_a_graph_takes_it_away() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2000):
+            x = x + 1
+        return x
+
+    found = rt.diagnose(step, random(8), budget=5)
+    assert found.step.bound == "overhead"
+    graph_us = found.step.experiments["graph_us"]
+    assert graph_us is not None
+    assert graph_us < 0.7 * found.step.time_us
+    assert found.step.overhead_share == pytest.approx(1 - graph_us / found.step.time_us)
+
+
+def test_a_step_that_cannot_be_captured_says_why(device: torch.device) -> None:
+    x = random(64)
+    with pytest.raises(Unsupported, match="the step cannot be captured: "):
+        replayed_us(lambda: x.sum().item(), device)
+    # and the device is as before
+    assert torch.equal(x + 0, x)
+    found = rt.diagnose(lambda: x.sum().item(), budget=2)
+    assert found.step.experiments["graph_us"] is None
+    assert "cannot be captured" in found.step.experiments["why_not"]["graph"]
+
+
+def test_a_training_step_is_captured_and_undone(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(device)
+    before = [p.clone() for p in model.parameters()]
+    found = rt.diagnose(model, random(32, 64, dtype=torch.float32), backward=True, budget=2)
+    assert found.step.experiments["graph_us"] is not None
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [3, 48])
+def test_added_multiply_adds_are_computed(dtype: torch.dtype, count: int) -> None:
+    x = random(37, 65, dtype=dtype)
+    made = Ladder(Call(aten.mul.Tensor, (x, 2.0))).rung(count).run()[0]
+    near = 0.01 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(made.double(), expected(x * 2, count), atol=near, rtol=near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_references_can_be_told_apart(dtype: torch.dtype, device: torch.device) -> None:
+    found = references._measure(dtype, timer_for(device), device)
+    assert found.addition < 1 / 3
+    assert found.multiply_adds > 2 / 3
+
+
+def test_cold_is_slower_than_warm(device: torch.device) -> None:
+    timer, call = timer_for(device), Call(aten.add.Tensor, (random(1 << 22), 1.0))
+    cold, warm = (min(timer.once(call, cold=is_cold) for _ in range(10)) for is_cold in (True, False))
+    assert cold > 1.15 * warm
+
+
+def test_the_host_is_not_timed(device: torch.device) -> None:
+    """A call that the host takes 5 ms to queue keeps the device busy for microseconds."""
+    x = random(1024)
+
+    def slow(y: torch.Tensor) -> torch.Tensor:
+        time.sleep(5e-3)
+        return y + 1
+
+    assert timer_for(device).once(Call(slow, (x,)), cold=True) < 1000
