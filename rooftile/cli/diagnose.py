@@ -62,6 +62,7 @@ def diagnose(
     ops: Annotated[int, typer.Option("--ops", help="How many operators to print.", min=1)] = 20,
     budget: Annotated[float, typer.Option("--budget", help="Seconds that the experiments may take.")] = 60.0,
     ncu: Annotated[bool, typer.Option("--ncu", help="Check predicted bytes by Nsight Compute's counters, on a GPU.")] = False,
+    tour: Annotated[bool, typer.Option("--tour", help="In place of a script: what bounds programs, in seven examples.")] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the diagnosis as JSON to this file.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page with its pictures to this file.")] = None,
     trace: Annotated[
@@ -76,17 +77,26 @@ def diagnose(
     With --checkpoint it is the engine of `rooftile.LLM`: a step that decodes, and the reading of a prompt. The files have the
     first; others, with -prompt in their names, have the second.
 
+    With --tour it shows what bounds programs on this machine, in under two minutes: seven examples, each with a prediction from
+    the machine's ceilings, the measured times and one sentence.
+
     Example: rooftile diagnose train.py --step train_step -- --batch 8
     """
     from rooftile.diagnosis import ranks
 
-    if bool(script) == bool(checkpoint):
-        raise InvalidInput("diagnose takes a script or --checkpoint FOLDER; give one of them")
+    if bool(script) + bool(checkpoint) + tour != 1:
+        raise InvalidInput("diagnose takes a script, --checkpoint FOLDER or --tour; give one of them")
     files = Files(json, html, trace)
     files.check()
     on = str(device_of(device))
     if json is not None:
         ranks.forget(json)
+    if tour:
+        from rooftile.diagnosis.tour.guide import tour as lines_of
+
+        for lines in lines_of(on):
+            print(lines, flush=True)
+        return
     if checkpoint:
         from rooftile.diagnosis.checkpoint import diagnose_checkpoint
 

@@ -122,8 +122,11 @@ def _matmul(dtype: torch.dtype, device: torch.device) -> float:
 def _matmul_size(dtype: torch.dtype, device: torch.device) -> int:
     if device.type == "cuda":
         return 4096 if dtype in (torch.float32, torch.float64) else 8192
-    # a CPU without half-precision instructions may be a hundred times slower
+    # a CPU without half-precision instructions may be a hundred times slower; it has those for fp32 and fp64, and a product that
+    # is slow in them was disturbed
     small = 256
+    if dtype.itemsize >= 4:
+        return 1536
     a = torch.randn(small, small).to(dtype)
     return 1536 if _host_seconds(lambda: a @ a) < 2e-3 else small
 
