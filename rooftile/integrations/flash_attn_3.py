@@ -11,18 +11,20 @@ Different:
 - gradients flow through lse;
 - num_splits, pack_gqa, sm_margin, scheduler_metadata and max_seqlen do not change the result, and are ignored: Rooftile chooses;
 - FP8 is `rooftile.attention(..., precision="fp8")` on 16-bit tensors: q_descale, k_descale and v_descale are refused.
+
+The file is long because a signature stands once per type that its flag may give.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
 from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import flash_attn
-from rooftile.integrations.flash_attn import _mask, _options
+from rooftile.integrations.flash_attn.arguments import mask_of, options_of
 from rooftile.integrations.flash_attn_4 import Rows, refuse
 from rooftile.kvcache import PagedKV
 from rooftile.masks import Chunk, Mask
@@ -37,9 +39,31 @@ _REFUSED = {
     "k_descale": _FP8,
     "v_descale": _FP8,
 }
-Output = Tensor | tuple[Tensor, Tensor]
+WithLse = tuple[Tensor, Tensor]
+Output = Tensor | WithLse
 
 
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ..., causal: bool = ..., qv: None = ...,
+    q_descale: None = ..., k_descale: None = ..., v_descale: None = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
+    deterministic: bool = ..., sm_margin: int = ..., return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ..., causal: bool = ..., qv: None = ...,
+    q_descale: None = ..., k_descale: None = ..., v_descale: None = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
+    deterministic: bool = ..., sm_margin: int = ..., *, return_attn_probs: Literal[True],
+) -> WithLse: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = ..., causal: bool = ..., qv: None = ...,
+    q_descale: None = ..., k_descale: None = ..., v_descale: None = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
+    deterministic: bool = ..., sm_margin: int = ..., return_attn_probs: bool = ...,
+) -> Output: ...  # fmt: skip
 def flash_attn_func(
     q: Tensor,  # (B, T, H, D)
     k: Tensor,  # (B, S, Hk, D)
@@ -73,11 +97,35 @@ def flash_attn_func(
         torch.Size([2, 100, 8, 64])
     """
     refuse(locals(), _REFUSED)
-    options = _options(0.0, softmax_scale, softcap, None, deterministic)
-    found = api.attention_with_lse(q, k, v, _chunked(_mask(causal, window_size), attention_chunk), **options)
+    options = options_of(0.0, softmax_scale, softcap, None, deterministic)
+    found = api.attention_with_lse(q, k, v, _chunked(mask_of(causal, window_size), attention_chunk), **options)
     return found if return_attn_probs else found[0]
 
 
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    seqused_q: Tensor | None = ..., seqused_k: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    qv: None = ..., q_descale: None = ..., k_descale: None = ..., v_descale: None = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
+    deterministic: bool = ..., sm_margin: int = ..., return_attn_probs: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    seqused_q: Tensor | None = ..., seqused_k: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    qv: None = ..., q_descale: None = ..., k_descale: None = ..., v_descale: None = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
+    deterministic: bool = ..., sm_margin: int = ..., *, return_attn_probs: Literal[True],
+) -> WithLse: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    seqused_q: Tensor | None = ..., seqused_k: Tensor | None = ..., softmax_scale: float | None = ..., causal: bool = ...,
+    qv: None = ..., q_descale: None = ..., k_descale: None = ..., v_descale: None = ..., window_size: tuple[int, int] = ...,
+    attention_chunk: int = ..., softcap: float = ..., num_splits: int = ..., pack_gqa: bool | None = ...,
+    deterministic: bool = ..., sm_margin: int = ..., return_attn_probs: bool = ...,
+) -> Output: ...  # fmt: skip
 def flash_attn_varlen_func(
     q: Tensor,  # (total_q, H, D)
     k: Tensor,  # (total_k, Hk, D)
@@ -118,8 +166,8 @@ def flash_attn_varlen_func(
         torch.Size([10, 4, 64])
     """
     refuse(locals(), _REFUSED)
-    options = _options(0.0, softmax_scale, softcap, None, deterministic)
-    mask = _chunked(_mask(causal, window_size), attention_chunk)
+    options = options_of(0.0, softmax_scale, softcap, None, deterministic)
+    mask = _chunked(mask_of(causal, window_size), attention_chunk)
     queries, keys = Rows("q", q, cu_seqlens_q, seqused_q), Rows("k", k, cu_seqlens_k, seqused_k)
     o, lse = api.attention_packed_with_lse(
         queries.take(q), keys.take(k), keys.take(v), queries.offsets, keys.offsets, mask, **options
@@ -127,6 +175,39 @@ def flash_attn_varlen_func(
     return (queries.put(o), queries.put_lse(lse)) if return_attn_probs else queries.put(o)
 
 
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ..., qv: None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., page_table: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k_new: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    rotary_seqlens: Tensor | None = ..., q_descale: None = ..., k_descale: None = ..., v_descale: None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., attention_chunk: int = ...,
+    softcap: float = ..., rotary_interleaved: bool = ..., scheduler_metadata: Any = ..., num_splits: int = ...,
+    pack_gqa: bool | None = ..., sm_margin: int = ..., return_softmax_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ..., qv: None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., page_table: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k_new: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    rotary_seqlens: Tensor | None = ..., q_descale: None = ..., k_descale: None = ..., v_descale: None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., attention_chunk: int = ...,
+    softcap: float = ..., rotary_interleaved: bool = ..., scheduler_metadata: Any = ..., num_splits: int = ...,
+    pack_gqa: bool | None = ..., sm_margin: int = ..., *, return_softmax_lse: Literal[True],
+) -> WithLse: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = ..., v: Tensor | None = ..., qv: None = ...,
+    rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ..., cache_seqlens: int | Tensor | None = ...,
+    cache_batch_idx: Tensor | None = ..., cache_leftpad: Tensor | None = ..., page_table: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k_new: Tensor | None = ..., max_seqlen_q: int | None = ...,
+    rotary_seqlens: Tensor | None = ..., q_descale: None = ..., k_descale: None = ..., v_descale: None = ...,
+    softmax_scale: float | None = ..., causal: bool = ..., window_size: tuple[int, int] = ..., attention_chunk: int = ...,
+    softcap: float = ..., rotary_interleaved: bool = ..., scheduler_metadata: Any = ..., num_splits: int = ...,
+    pack_gqa: bool | None = ..., sm_margin: int = ..., return_softmax_lse: bool = ...,
+) -> Output: ...  # fmt: skip
 def flash_attn_with_kvcache(
     q: Tensor,  # (B, T, H, D), with cu_seqlens_q (total_q, H, D)
     k_cache: Tensor,  # (B or more, S, Hk, D), with page_table (P, size, Hk, D)
@@ -190,10 +271,10 @@ def flash_attn_with_kvcache(
         raise Unsupported("cu_seqlens_q came with k, v or rotary_cos; write new keys by rooftile.kvcache, then attend")
     if page_table is None or not isinstance(cache_seqlens, Tensor):
         raise InvalidInput("cu_seqlens_q came without page_table, or without cache_seqlens (B,); packed queries need both")
-    options = _options(0.0, softmax_scale, softcap, None, False)
+    options = options_of(0.0, softmax_scale, softcap, None, False)
     del options["dropout"]
     cache = PagedKV(k_cache, v_cache, page_table.int(), cache_seqlens.int(), cu_seqlens_q.int())
-    found = api.attention_paged_with_lse(q, cache, _mask(causal, window_size), **options)
+    found = api.attention_paged_with_lse(q, cache, mask_of(causal, window_size), **options)
     return found if return_softmax_lse else found[0]
 
 

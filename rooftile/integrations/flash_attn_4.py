@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rooftile import api
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.integrations.flash_attn import _mask
+from rooftile.integrations.flash_attn.arguments import mask_of
 from rooftile.kvcache import PagedKV
 from rooftile.ops.unpad import put_rows, take_rows
 from rooftile.validate import shown
@@ -89,7 +89,7 @@ def flash_attn_func(
     """
     refuse(locals(), _REFUSED)
     options = _options(softmax_scale, softcap, learnable_sink, deterministic)
-    mask = _mask(causal, window_size)
+    mask = mask_of(causal, window_size)
     if return_lse:
         return api.attention_with_lse(q, k, v, mask, **options)
     return api.attention(q, k, v, mask, **options), None
@@ -149,7 +149,7 @@ def flash_attn_varlen_func(
     """
     refuse(locals(), _REFUSED)
     options = _options(softmax_scale, softcap, learnable_sink, deterministic)
-    mask = _mask(causal, window_size)
+    mask = mask_of(causal, window_size)
     if page_table is not None:
         found = _paged(q, k, v, page_table, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, mask, options)
         return found if return_lse else (found[0], None)

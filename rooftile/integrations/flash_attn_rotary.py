@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.integrations.flash_attn import _rotated
 from rooftile.validate import shown
 
 __all__ = ["apply_rotary_emb", "apply_rotary_emb_func"]
@@ -59,9 +58,23 @@ def apply_rotary_emb(
     known = places.device.type == "cpu" and places.numel() and not torch.compiler.is_compiling()
     if known and int(places.max()) >= cos.shape[0]:
         raise InvalidInput(f"the last position is {int(places.max())}; cos and sin have angles for {cos.shape[0]} positions")
-    found = _rotated(x if cu_seqlens is None else x[None], cos, sin, places, interleaved)
+    found = rotated(x if cu_seqlens is None else x[None], cos, sin, places, interleaved)
     found = found if cu_seqlens is None else found[0]
     return x.copy_(found) if inplace else found
 
 
 apply_rotary_emb_func = apply_rotary_emb
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor | None, places: Tensor, interleaved: bool) -> Tensor:
+    """Rotates rows (B, T, H, D) by the angles of their positions (B, T): pairs of neighbours, or of the two halves."""
+    if sin is None or cos.shape != sin.shape or cos.ndim != 2 or 2 * cos.shape[1] > x.shape[-1]:
+        due = f"(positions, at most {x.shape[-1] // 2})"
+        raise InvalidInput(f"rotary_cos is {shown(cos)} and rotary_sin is {shown(sin)}; must be two tensors {due}")
+    half = cos.shape[1]
+    cos, sin = (angles[places.long()][:, :, None].float() for angles in (cos, sin))
+    turned = x[..., : 2 * half].float()
+    a, b = turned.unflatten(-1, (half, 2)).unbind(-1) if interleaved else turned.split(half, dim=-1)
+    pair = (a * cos - b * sin, a * sin + b * cos)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), dim=-1)

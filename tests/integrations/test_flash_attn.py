@@ -11,6 +11,7 @@ import torch
 import rooftile as rt
 from rooftile import CAUSAL, FULL, InvalidInput, Unsupported, Window, reference
 from rooftile.integrations import flash_attn
+from rooftile.integrations.flash_attn.arguments import mask_of
 
 COMMON = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
@@ -312,7 +313,7 @@ def test_keys_before_the_left_padding_are_not_seen(causal: bool, options: dict) 
         q, k_cache, v_cache, k, v, cache_seqlens=lengths, cache_batch_idx=lines, cache_leftpad=leftpad, causal=causal,
         return_softmax_lse=True, **options,
     )  # fmt: skip
-    mask = flash_attn._mask(causal, options.get("window_size", (-1, -1)))
+    mask = mask_of(causal, options.get("window_size", (-1, -1)))
     for n in range(3):
         seen = slice(int(leftpad[n]), int(lengths[n]) + 3)
         keys = k_cache[lines[n], seen], v_cache[lines[n], seen]
