@@ -29,7 +29,7 @@ class Kernel(NamedTuple):
 
     name: str
     run: Callable[..., Any]
-    uses: tuple[str, ...]  # of each argument: "in", "out", "in_out", or "" for a number
+    uses: tuple[str, ...]  # for each argument "in", "out", "in_out", or "" for a number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)

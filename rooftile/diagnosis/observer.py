@@ -1,4 +1,4 @@
-"""What is done at each step of a program, and what is concluded from it."""
+"""Observes the steps of a program, each in its own way, and concludes from them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Rank(NamedTuple):
 
     @classmethod
     def here(cls) -> Rank:
-        """As torchrun says it in the environment; rank 0 of 1 without torchrun."""
+        """Reads it from the environment, where torchrun writes it; rank 0 of 1 without torchrun."""
         return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
 
 

@@ -163,7 +163,7 @@ def _optimiser(optimiser: Optimizer) -> Callable[[], None]:
 
 
 def _state(values: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """What gives each entry of a parameter's state back: the same tensor with the same values, or a copy of something else."""
+    """Returns a function for each entry of a parameter's state that gives it back: the same tensor with its values, or a copy."""
     return {name: _entry(value) for name, value in values.items()}
 
 

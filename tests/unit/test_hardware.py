@@ -130,7 +130,7 @@ def test_ceilings_are_measured_once_and_again_on_refresh(empty_cache: Path, monk
     assert ceilings.measure("cpu").copy_gbs == 1.0
     assert ceilings.measure("cpu", refresh=True).copy_gbs == 2.0
     assert ceilings.measure("cpu").copy_gbs == 2.0
-    # of two measurements the higher is kept, in the file too
+    # the higher of two measurements is kept, in the file too
     assert ceilings.measure_again("cpu").copy_gbs == 3.0
     monkeypatch.setattr(ceilings, "_measure", lambda device: replace(MADE, copy_gbs=2.0))
     assert ceilings.measure_again("cpu").copy_gbs == 3.0

@@ -35,7 +35,7 @@ def cached_share(call: Call, axes: Sequence[Axis], timer: Timer, budget_s: float
     if small.bytes(cut) > SLACK * timer.cache_bytes:
         raise Unsupported("no slice of it fits the cache")
     least = piece(call, axes, 0.0) if axes else None
-    # of a slice that is nearly the least itself, nothing would be left
+    # nothing would be left of a slice that is nearly the least itself
     has_least = least is not None and least.share < part / 8
     works = {"whole": partial(timer.used, call, cold=cold), "slice": partial(timer.burst, small)}
     if least is not None and has_least:

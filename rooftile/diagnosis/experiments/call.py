@@ -50,7 +50,7 @@ class Call:
 
     @property
     def written(self) -> Sequence[int]:
-        """Which of the tensors a run changes."""
+        """The tensors that a run changes, by their places."""
         if self._written is None:
             self._written = self._changed() if _may_write(self.function) else ()
         return self._written

@@ -97,7 +97,7 @@ class _Measurement:
         self._why_not = dict(found.why_not)
         end = time.perf_counter() + budget_s
         grows = growth.grows(self._call)
-        swept = self._attempt(INTENSITY, lambda: self._grown(found, end) if grows else self._laddered(found, end))
+        swept = self._attempt(INTENSITY, lambda: self._by_growth(found, end) if grows else self._laddered(found, end))
         if swept is None:
             return replace(found, why_not=self._why_not)
         times, slope = swept
@@ -126,7 +126,7 @@ class _Measurement:
     def _once(self, call: Call, cold: bool) -> Callable[[], float]:
         return lambda: self._timer.once(call, cold=cold)
 
-    def _grown(self, found: Evidence, end: float) -> tuple[Sweep, float | None]:
+    def _by_growth(self, found: Evidence, end: float) -> tuple[Sweep, float | None]:
         """A product's own arithmetic is what grows, so its slope needs no references: 1 is as much time as work."""
         if found.cached_us is None:
             raise Unsupported(f"its arithmetic alone is not known: {self._why_not.get(CACHE)}")

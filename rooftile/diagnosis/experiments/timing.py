@@ -142,7 +142,7 @@ class HostTimer:
 class DeviceTimer:
     """Times on a GPU, between events. The stream is kept busy while the host queues a call, so the host is not timed."""
 
-    _RUNS = 20  # of one CUDA graph
+    _RUNS = 20  # replays of one CUDA graph
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""What a step stores for its backward, and what it computes again: both ways have a price."""
+"""The prices of storing something for the backward, and of computing it again."""
 
 from __future__ import annotations
 

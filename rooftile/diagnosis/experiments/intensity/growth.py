@@ -50,7 +50,7 @@ def sweep(
     """
     if "attention" in operator_name(call.function) and (len(call.tensors) != 3 or True in (*call.args, *call.kwargs.values())):
         raise Unsupported("more queries would see other keys under its mask")
-    places = min(_choices(call), key=lambda places: _bytes(_grown(call, places, 2, dry=True)))
+    places = min(_choices(call), key=lambda places: _bytes(_enlarged(call, places, 2, dry=True)))
     grown: dict[int, Call] = {1: call}
     for times in TIMES:
         if times > 4 and (times // 2 - 1) * arithmetic_us > time_us:
@@ -60,9 +60,9 @@ def sweep(
             if times > TIMES[0]:
                 break
             raise Unsupported("the budget ended before it")
-        if _bytes(_grown(call, places, times, dry=True)) > memory_bytes:
+        if _bytes(_enlarged(call, places, times, dry=True)) > memory_bytes:
             break
-        grown[times] = call.on(_grown(call, places, times))
+        grown[times] = call.on(_enlarged(call, places, times))
     if len(grown) == 1:
         raise Unsupported("there is no memory to make it larger")
     taken = interleaved({times: partial(timer.used, made) for times, made in grown.items()}, min(TIMED_S, budget_s))
@@ -87,7 +87,7 @@ def _choices(call: Call) -> list[tuple[tuple[int, int], ...]]:
     return there
 
 
-def _grown(call: Call, places: Sequence[tuple[int, int]], times: int, *, dry: bool = False) -> list[torch.Tensor]:
+def _enlarged(call: Call, places: Sequence[tuple[int, int]], times: int, *, dry: bool = False) -> list[torch.Tensor]:
     """The tensors with the dimension repeated; dry: without memory."""
     tensors = [x.to("meta") for x in call.tensors] if dry else list(call.tensors)
     for which, dim in places:

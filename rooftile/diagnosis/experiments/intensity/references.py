@@ -31,7 +31,7 @@ from rooftile.hardware.device import describe
 MULTIPLY_ADDS = 256
 # numbers of the second reference: enough to fill all cores, few enough to be short
 SMALL = 1 << 21
-# of two references nearer than this, neither says anything
+# two references that are nearer than this say nothing
 DISTINCT = 0.3
 # seconds to compile and measure both
 NEEDED_S = 25.0
