@@ -7,6 +7,8 @@ from functools import partial
 
 import torch
 
+from rooftile.diagnosis.compiled import Kernel
+from rooftile.diagnosis.experiments.aliased import aliased
 from rooftile.diagnosis.experiments.axes import Axis, piece
 from rooftile.diagnosis.experiments.call import Call
 from rooftile.diagnosis.experiments.timing import Timer, interleaved, low
@@ -24,6 +26,8 @@ def cached_share(call: Call, axes: Sequence[Axis], timer: Timer, budget_s: float
 
     Raises Unsupported where no slice fits the cache.
     """
+    if isinstance(call.function, Kernel):
+        return _aliased_share(call, timer, budget_s, cold)
     cut = sorted({place for axis in axes for place, _ in axis.places})
     small, part = call, 1.0
     for share in _shares(call, cut, timer):
@@ -45,6 +49,17 @@ def cached_share(call: Call, axes: Sequence[Axis], timer: Timer, budget_s: float
     if part == 1.0:
         return taken["slice"] / taken["whole"]
     return (max(taken["slice"] - call_us, 0.0) / part + call_us) / taken["whole"]
+
+
+def _aliased_share(call: Call, timer: Timer, budget_s: float, cold: bool) -> float:
+    """The share of its time that a compiled kernel takes on tensors of its sizes whose pages all lie in the cache."""
+    if call.device.type != "cpu":
+        raise Unsupported("its sizes are compiled in, so it runs on no slice")
+    # each thread has a cache of its own
+    near = call.on([aliased(x, timer.cache_bytes // len(call.tensors), torch.get_num_threads()) for x in call.tensors])
+    works = {"whole": partial(timer.used, call, cold=cold), "near": partial(timer.used, near, cold=False)}
+    taken = {name: low(samples) for name, samples in interleaved(works, budget_s).items()}
+    return taken["near"] / taken["whole"]
 
 
 def packed(call: Call) -> Call:

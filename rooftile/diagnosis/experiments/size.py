@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rooftile.diagnosis.compiled import Kernel
 from rooftile.diagnosis.experiments.axes import Axis, Piece, piece
 from rooftile.diagnosis.experiments.call import Call
 from rooftile.errors import Unsupported
@@ -18,6 +19,8 @@ def smaller(call: Call, axes: Sequence[Axis]) -> list[Piece]:
 
     Raises Unsupported where it cannot be cut to half.
     """
+    if isinstance(call.function, Kernel):
+        raise Unsupported("its sizes are compiled in")
     if not axes:
         raise Unsupported("none of its dimensions can be cut")
     found = {made.share: made for made in (piece(call, axes, share) for share in SHARES)}

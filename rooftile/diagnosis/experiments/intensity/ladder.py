@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from rooftile.diagnosis.compiled import Kernel
 from rooftile.diagnosis.experiments.axes import GATHERS, operator_name
 from rooftile.diagnosis.experiments.call import Call
 from rooftile.diagnosis.experiments.intensity.multiply_adds import operator
@@ -40,6 +41,8 @@ class Ladder:
 
     def __init__(self, call: Call, end: float = math.inf) -> None:
         self._end = end
+        if isinstance(call.function, Kernel):
+            raise Unsupported("it is a generated kernel, in whose pass nothing can be put")
         self._function = _functional(call)
         self._call = call
         results = _results(call)
