@@ -132,7 +132,9 @@ class _Measurement:
             raise Unsupported(f"its arithmetic alone is not known: {self._why_not.get(CACHE)}")
         left_s = end - time.perf_counter()
         flops = self._sample.operation.flops or 0
-        times = growth.sweep(self._call, self._timer, found.time_us, found.cached_us, flops, left_s, MEMORY)
+        # small products may be slower than a large one, whose arithmetic takes no longer than all of it
+        arithmetic_us = min(found.cached_us, found.time_us)
+        times = growth.sweep(self._call, self._timer, found.time_us, arithmetic_us, flops, left_s, MEMORY)
         return times, times.slope
 
     def _laddered(self, found: Evidence, end: float) -> tuple[Sweep, float | None]:
