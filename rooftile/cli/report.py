@@ -20,9 +20,10 @@ def report(
     json: JsonOption = False,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: a smoke test of under a minute.")] = False,
 ) -> None:
-    """Writes an HTML page about attention on this machine: time, memory, error, a small Llama trained and served, masks.
+    """Writes an HTML page about attention on this machine: time, memory, error, masks, a small Llama trained, served and
+    diagnosed.
 
-    Under three minutes on two CPU cores or a GPU. Prints the page's path; exits with 1 if an experiment failed.
+    Some three minutes on two CPU cores or a GPU. Prints the page's path; exits with 1 if an experiment failed.
 
     Example: rooftile report --out page.html
     """

@@ -36,8 +36,13 @@ class Series:
     points: tuple[Point, ...]
 
 
-def log_chart(series: Sequence[Series], *, title: str, y_name: str, write: Write) -> str:
-    """Draws lines over sequence length, both axes logarithmic."""
+def log_chart(
+    series: Sequence[Series], *, title: str, y_name: str, write: Write, x_name: str = "tokens", ticks: Sequence[float] = ()
+) -> str:  # fmt: skip
+    """Draws lines over sequence length or another count, both axes logarithmic.
+
+    ticks: on the horizontal axis; without them one at each point.
+    """
     series = [line for line in series if line.points]
     lengths = sorted({x for line in series for x, _ in line.points})
     values = [y for line in series for _, y in line.points if y > 0]
@@ -45,12 +50,12 @@ def log_chart(series: Sequence[Series], *, title: str, y_name: str, write: Write
         low=lengths[0] / 1.12, high=max(lengths[-1], 2 * lengths[0]) * 1.12, start=LEFT, stop=WIDTH - RIGHT, log=True
     )
     y_axis = Axis(low=min(values) / 2, high=max(values) * 2, start=HEIGHT - BOTTOM, stop=TOP, log=True)
-    parts = [y_grid(y_axis, decades(y_axis.low, y_axis.high), write), _x_ticks(x_axis, lengths)]
+    parts = [y_grid(y_axis, decades(y_axis.low, y_axis.high), write), _x_ticks(x_axis, ticks or lengths, x_name)]
     for line in series:
         points = [(x_axis.place(x), y_axis.place(max(y, y_axis.low))) for x, y in line.points]
-        parts.append(_line(line, points, write))
+        parts.append(_line(line, points, write, x_name))
     parts.append(legend([(line.name, line.kind) for line in series]))
-    return svg(title, f"{y_name} over sequence length", parts)
+    return svg(title, f"{y_name} over {x_name}", parts)
 
 
 def line_chart(
@@ -90,14 +95,14 @@ def bars(rows: Sequence[tuple[str, str, float, str]], *, title: str) -> str:
     return svg(title, "bars", parts, height=46 * len(rows) + 4)
 
 
-def _x_ticks(axis: Axis, lengths: Sequence[float]) -> str:
+def _x_ticks(axis: Axis, lengths: Sequence[float], name: str) -> str:
     parts = [text(axis.place(x), HEIGHT - BOTTOM + 16, tokens(x), "tick", "middle") for x in lengths]
-    return "".join([*parts, text(WIDTH - RIGHT, HEIGHT - 6, "tokens", "axis", "end")])
+    return "".join([*parts, text(WIDTH - RIGHT, HEIGHT - 6, name, "axis", "end")])
 
 
-def _line(line: Series, points: Sequence[Point], write: Write) -> str:
+def _line(line: Series, points: Sequence[Point], write: Write, x_name: str) -> str:
     marks = [
-        marker(line.kind, point, f"{line.name}, {x:,.0f} tokens: {write(y)}")
+        marker(line.kind, point, f"{line.name}, {x:,.0f} {x_name}: {write(y)}")
         for point, (x, y) in zip(points, line.points, strict=True)
     ]
     return f'<polyline class="line {line.kind}" points="{path(points)}"/>{"".join(marks)}'

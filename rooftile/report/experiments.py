@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rooftile.report import comparison, machine, precision, serving, tiles, training
+from rooftile.report import comparison, diagnosis, machine, precision, serving, tiles, training
 from rooftile.report.plan import Plan
 from rooftile.report.precision import PrecisionErrors
 from rooftile.report.progress import Progress
@@ -31,6 +31,7 @@ class Report:
     precision: PrecisionErrors | None = None
     training: training.Training | None = None
     serving: serving.Serving | None = None
+    diagnosis: diagnosis.Diagnosed | None = None
     missing: dict[str, str] = field(default_factory=dict)  # an optional package, or the result of another experiment, is missing
     failures: dict[str, str] = field(default_factory=dict)  # an experiment failed
     seconds: dict[str, float] = field(default_factory=dict)  # the time of each experiment
@@ -46,6 +47,7 @@ class Report:
             "precision": self.precision and asdict(self.precision),
             "training": self.training and asdict(self.training),
             "serving": self.serving and self.serving.json(),
+            "diagnosis": self.diagnosis and self.diagnosis.json(),
             "missing": self.missing,
             "failures": self.failures,
             "seconds": self.seconds,
@@ -93,6 +95,7 @@ def _run_all(report: Report, plan: Plan, device: str, progress: Progress) -> Non
     if find_spec("transformers") is None:
         why = "The package transformers is not installed; pip install transformers adds this part."
         report.missing |= {"training": why, "serving": why}
+        attempt("diagnosis", lambda: diagnosis.diagnose_all(plan, device, None, step("diagnosis")))
     else:
         with TemporaryDirectory() as name:
             folder = Path(name)
@@ -101,3 +104,5 @@ def _run_all(report: Report, plan: Plan, device: str, progress: Progress) -> Non
                 report.missing["serving"] = "There is no trained model to serve: its training failed."
             else:
                 attempt("serving", lambda: serving.serve(plan.serving, folder, device, step("serving")))
+            trained = folder if report.training is not None else None
+            attempt("diagnosis", lambda: diagnosis.diagnose_all(plan, device, trained, step("diagnosis")))

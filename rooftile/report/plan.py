@@ -42,8 +42,19 @@ class ServingPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnosisPlan:
+    """The diagnoses of the report's own steps."""
+
+    rungs: tuple[int, ...]  # repeats of an operation in one pass
+    nbytes: int  # of the array that it passes over
+    batch: int  # answers that decode at once
+    context: int  # tokens of each
+    budget: float  # seconds for the experiments on a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The measurements of the report. They take under three minutes on a CPU, where they use one core, and on a GPU."""
+    """The measurements of the report. They take some three minutes on a CPU, where they use one core, and on a GPU."""
 
     device: str  # "cpu" or "cuda"
     dtype: str  # the dtype of the comparison
@@ -60,6 +71,7 @@ class Plan:
     bits_draws: int
     model: ModelPlan
     serving: ServingPlan
+    diagnosis: DiagnosisPlan
     seconds: dict[str, float]  # expected time per experiment, for the progress line only
     is_quick: bool = False
 
@@ -103,7 +115,8 @@ CPU = Plan(
         written=400,
     ),
     serving=SERVING,
-    seconds={"machine": 4, "comparison": 25, "tiling": 17, "precision": 15, "training": 65, "serving": 10},
+    diagnosis=DiagnosisPlan(rungs=(1, 2, 4, 8, 16, 32, 64), nbytes=1 << 27, batch=8, context=128, budget=4.0),
+    seconds={"machine": 4, "comparison": 25, "tiling": 17, "precision": 15, "training": 65, "serving": 10, "diagnosis": 35},
 )
 
 CPU_QUICK = Plan(
@@ -133,7 +146,8 @@ CPU_QUICK = Plan(
         written=24,
     ),
     serving=SERVING_QUICK,
-    seconds={"machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "training": 10, "serving": 2},
+    diagnosis=DiagnosisPlan(rungs=(1, 2), nbytes=1 << 16, batch=2, context=32, budget=0.2),
+    seconds={"machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "training": 10, "serving": 2, "diagnosis": 15},
     is_quick=True,
 )
 
@@ -164,7 +178,8 @@ GPU = Plan(
         written=600,
     ),
     serving=SERVING,
-    seconds={"machine": 4, "comparison": 50, "tiling": 10, "precision": 30, "training": 50, "serving": 12},
+    diagnosis=DiagnosisPlan(rungs=(1, 4, 16, 32, 64, 128, 256), nbytes=1 << 29, batch=8, context=128, budget=4.0),
+    seconds={"machine": 4, "comparison": 50, "tiling": 10, "precision": 30, "training": 50, "serving": 12, "diagnosis": 20},
 )
 
 GPU_QUICK = Plan(
@@ -194,6 +209,7 @@ GPU_QUICK = Plan(
         written=24,
     ),
     serving=SERVING_QUICK,
-    seconds={"machine": 5, "comparison": 5, "tiling": 2, "precision": 3, "training": 15, "serving": 8},
+    diagnosis=DiagnosisPlan(rungs=(1, 2), nbytes=1 << 16, batch=2, context=32, budget=0.2),
+    seconds={"machine": 5, "comparison": 5, "tiling": 2, "precision": 3, "training": 15, "serving": 8, "diagnosis": 15},
     is_quick=True,
 )
