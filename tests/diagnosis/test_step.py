@@ -119,3 +119,15 @@ def test_two_bounds_of_like_size_are_balanced() -> None:
     verdict = classify_step(step, kernels(400, 300))
     assert verdict.shares["memory"] < 0.5
     assert verdict.bound == "balanced"
+
+
+def test_a_cpus_operator_that_is_overhead_stays_so() -> None:
+    """An operator that is a Python loop inside is slow at every size: its own time is overhead, not unknown."""
+    loop = finding(CPU, Work(bytes=1e3, flops=1e3, latency_us=900.0))
+    assert loop.verdict.bound == "overhead"
+    step = StepEvidence(time_us=1000.0)
+    # the experiments say that nearly nothing of it is fixed
+    loop = replace(loop, time_us=1000.0, evidence=replace(loop.evidence, fixed_us=5.0))  # type: ignore[type-var]
+    verdict = classify_step(step, [loop])
+    assert verdict.shares == pytest.approx({"overhead": 1.0})
+    assert verdict.bound == "overhead"

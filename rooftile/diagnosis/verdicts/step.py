@@ -76,11 +76,14 @@ def _shares(step: StepEvidence, findings: Sequence[Finding], overhead: float) ->
         bound = f.verdict.bound or "unknown"
         if bound in ("overhead", "host"):
             modelled = f.verdict.modelled_bound or "unknown"
-            bound = "unknown" if modelled in ("overhead", "host") else modelled
+            # what a GPU's kernel waits for is in the step's overhead; a CPU's operator waits for itself, such as for its Python
+            of_itself = f.operation.device == "cpu" and bound == "overhead"
+            bound = bound if of_itself else "unknown" if modelled in ("overhead", "host") else modelled
         times[bound] = times.get(bound, 0.0) + max(0.0, f.time_us - fixed_us)
     rest, total = 1.0 - overhead - host, sum(times.values())
     shares = {"overhead": overhead, "host": host}
-    shares |= {bound: rest * us / total for bound, us in times.items()} if total else {"unknown": rest}
+    for bound, us in times.items() if total else [("unknown", 1.0)]:
+        shares[bound] = shares.get(bound, 0.0) + rest * us / (total or 1.0)
     return dict(sorted(((b, s) for b, s in shares.items() if s > 0), key=lambda item: -item[1]))
 
 
