@@ -278,6 +278,25 @@ def test_a_piece_runs_and_knows_its_share(share: float) -> None:
         assert part < whole or share == 0.5
 
 
+@pytest.mark.parametrize(
+    ("function", "args", "out"),
+    [(aten.mm.out, (torch.randn(64, 32), torch.randn(32, 96)), (64, 96)),
+     (aten.addmm.out, (torch.randn(96), torch.randn(64, 32), torch.randn(32, 96)), (64, 96)),
+     (aten.bmm.out, (torch.randn(3, 64, 32), torch.randn(3, 32, 96)), (3, 64, 96))],
+    ids=["mm", "addmm", "bmm"],
+)  # fmt: skip
+def test_a_result_that_is_given_is_cut_and_grown_too(function, args, out) -> None:
+    """A compiled program calls products so; a result of another size would be resized, with a warning."""
+    result = torch.empty(out)
+    given = sample(function, *args, out=result)
+    found = measure(given, budget_s=0.4)
+    assert result.shape == out
+    assert {"cache", "size"}.isdisjoint(found.why_not)
+    made = piece(Call.of(given), axes(Call.of(given)), 0.1).call
+    assert made.run().shape == made.kwargs["out"].shape
+    assert made.run().numel() < result.numel()
+
+
 def test_what_cannot_be_cut_says_so() -> None:
     with pytest.raises(Unsupported, match="none of its dimensions"):
         smaller(Call(aten.arange.default, (5,)), [])

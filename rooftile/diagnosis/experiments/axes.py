@@ -47,12 +47,21 @@ def axes(call: Call) -> list[Axis]:
         return []
     name = operator_name(call.function)
     if name in RULES:
-        found = [_axis(call, places) for places in RULES[name](call.tensors)]
+        found = [_axis(call, places) for places in with_result(call, RULES[name](call.tensors))]
         return [axis for axis in found if axis is not None and axis.size > 1]
     if call.device.type == "cuda" and any(x.dtype in (torch.int32, torch.int64) for x in call.tensors):
         # an index past the end would end the process's use of the GPU
         return []
     return _found(call)
+
+
+def with_result(call: Call, choices: Sequence[Places]) -> list[Places]:
+    """Returns a rule's axes with those of the tensor in `out=`, if there is one; none where no rule has them."""
+    if not isinstance(call.kwargs.get("out"), torch.Tensor):
+        return list(choices)
+    dims = RESULTS.get(operator_name(call.function), ())[-len(choices) :]
+    last = len(call.tensors) - 1
+    return [places if dim is None else (*places, (last, dim)) for places, dim in zip(choices, dims, strict=False)]
 
 
 def operator_name(function: Callable[..., object]) -> str:
@@ -188,6 +197,8 @@ RULES: dict[str, Callable[[Sequence[torch.Tensor]], list[Places]]] = {
     "scatter_add_": _pairs(1, 2),
     "nll_loss_forward": lambda t: [((0, 0), (1, 0))],
 }
+# the dimension of a product's result that each of its axes is; the inner one is in none
+RESULTS: dict[str, tuple[int | None, ...]] = {"mm": (0, 1, None), "addmm": (0, 1, None), "bmm": (0, 1, 2, None)}
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "linear"})
 # they read only the rows that their indices name
 GATHERS = frozenset({"embedding", "index_select", "index", "gather"})

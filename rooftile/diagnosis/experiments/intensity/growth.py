@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from rooftile.diagnosis.experiments.axes import operator_name
+from rooftile.diagnosis.experiments.axes import operator_name, with_result
 from rooftile.diagnosis.experiments.call import Call, held_bytes
 from rooftile.diagnosis.experiments.intensity.sweep import PLANNED_ROUNDS, TIMED_S, Sweep
 from rooftile.diagnosis.experiments.timing import Timer, error, interleaved, low
@@ -26,6 +26,8 @@ GROWING: dict[str, tuple[tuple[tuple[int, int], ...], ...]] = {
     "_scaled_dot_product_efficient_attention": (((0, 2),),),
     "_scaled_dot_product_cudnn_attention": (((0, 2),),),
 }
+# a product with one row is often another program than one with two
+STEEPEST = 2.5
 TIMES = (2, 4, 8, 16, 32, 64)
 
 
@@ -67,12 +69,15 @@ def sweep(
         raise Unsupported("there is no memory to make it larger")
     taken = interleaved({times: partial(timer.used, made) for times, made in grown.items()}, min(TIMED_S, budget_s))
     threads = timer.threads(call)
-    return Sweep(
+    found = Sweep(
         tuple((times - 1) * arithmetic_us for times in grown),
         tuple(low(samples) / threads for samples in taken.values()),
         max(error(samples) for samples in taken.values()) / threads,
         tuple((times - 1) * flops for times in grown),
     )
+    if found.slope is not None and found.slope > STEEPEST:
+        raise Unsupported("its time rises by several times what was added, so the library computes the larger one in another way")
+    return found
 
 
 def _choices(call: Call) -> list[tuple[tuple[int, int], ...]]:
@@ -84,7 +89,7 @@ def _choices(call: Call) -> list[tuple[tuple[int, int], ...]]:
     ]
     if operator_name(call.function) == "addmm" and len(sizes[0]) == 1:
         there[0] = ((1, 0),)
-    return there
+    return with_result(call, there)
 
 
 def _enlarged(call: Call, places: Sequence[tuple[int, int]], times: int, *, dry: bool = False) -> list[torch.Tensor]:
@@ -92,7 +97,8 @@ def _enlarged(call: Call, places: Sequence[tuple[int, int]], times: int, *, dry:
     tensors = [x.to("meta") for x in call.tensors] if dry else list(call.tensors)
     for which, dim in places:
         x = tensors[which]
-        if x.shape[dim] == 1 and len(places) > 1 and which == 0:
+        if x.shape[dim] == 1 and which == 0 and operator_name(call.function) == "addmm":
+            # its addend is broadcast
             continue
         tensors[which] = torch.cat([x] * times, dim).to(x.dtype)
     return tensors
