@@ -1,4 +1,5 @@
-"""Writes the SVG figures of the pages: the schedule of the Hopper forward, a paged KV cache, and the bars of measured speed.
+"""Writes the SVG figures of the pages: the schedule of the Hopper forward, a paged KV cache, what bounds a program,
+and the bars of measured speed.
 
 The figures carry their own colours, for light and for dark pages.
 """
@@ -18,9 +19,12 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs"
 STYLE = """<style>
 text { font: 13px sans-serif; fill: #1c2430 } .small { font-size: 11.5px; fill: #4a5563 } .inside { fill: #ffffff }
 .page { fill: #ffffff } .track { fill: #eef1f5 } .free { fill: #eef1f5; stroke: #9aa5b1 } .arrow { stroke: #4a5563; fill: none }
+.strong { font-weight: 600 } .memory, .compute { fill: none; stroke-width: 3.5; stroke-linecap: round }
+.memory { stroke: #2f6fab } .compute { stroke: #b0501a } .dotted { fill: none; stroke: #6b7783; stroke-dasharray: 2 4 }
 .a { fill: #2f6fab } .b { fill: #a8641a } .both { fill: #2c7a4b } .copy { fill: #5f6b7a }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6ebf0 } .small { fill: #b4bec9 } .inside { fill: #ffffff } .page { fill: #12181f } .track { fill: #1f2832 }
+  .memory { stroke: #5fa8e8 } .compute { stroke: #e8925c }
   .free { fill: #1f2832; stroke: #6b7783 } .arrow { stroke: #b4bec9 }
 }
 </style>"""
@@ -107,6 +111,31 @@ def _tables(tables: dict[str, tuple[str, tuple[int, ...]]], owners: dict[int, st
             yield f'<path class="arrow" d="M 86 {start:g} C 200 {start:g} 260 {end:g} 376 {end:g}"/>'
 
 
+def three_regimes() -> str:
+    """The time of one pass over memory, by its arithmetic: overhead below, then memory, then compute."""
+    left, bottom, top, knee, right = 70.0, 226.0, 40.0, 330.0, 610.0
+    flat, floor = 150.0, 206.0
+    parts = [
+        f'<path class="arrow" d="M {left:g} {top - 10:g} V {bottom:g} H {right + 6:g}"/>',
+        text(left - 8, top - 2, "time", "small", "end"),
+        text(right, bottom + 20, "arithmetic per byte →", "small", "end"),
+        f'<path class="dotted" d="M {left:g} {floor:g} H {right:g}"/>',
+        text(right, floor - 6, "the call itself: overhead", "small", "end"),
+        f'<path class="memory" d="M {left:g} {flat:g} H {knee:g}"/>',
+        f'<path class="compute" d="M {knee:g} {flat:g} L {right - 40:g} {top:g}"/>',
+        f'<path class="dotted" d="M {knee:g} {top + 20:g} V {bottom:g}"/>',
+        text(knee, bottom + 16, "knee", "small", "middle"),
+        text((left + knee) / 2, flat - 26, "memory: the time stays", "strong", "middle"),
+        text((left + knee) / 2, flat - 10, "more arithmetic is free", "small", "middle"),
+        text(knee + 96, flat - 6, "compute: the time rises", "strong", "start"),
+        text(knee + 96, flat + 10, "fewer bytes would not help", "small", "start"),
+    ]
+    return figure(
+        "The time of an operation as its arithmetic grows and its bytes stay",
+        "flat while memory bounds it, rising after the knee, and never below the cost of the call", parts, 640, 260,
+    )  # fmt: skip
+
+
 def _low(n: int) -> str:
     """n as a subscript."""
     return str(n).translate(str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉"))
@@ -115,6 +144,7 @@ def _low(n: int) -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "concepts/asynchrony.svg": schedule,
     "concepts/paging.svg": paged_cache,
+    "concepts/what-bounds-a-program.svg": three_regimes,
     # the README chooses by GitHub's setting, which may differ from the system's
     "figures/speed-light.svg": partial(speed_figures.draw, "hopper", "light"),
     "figures/speed-dark.svg": partial(speed_figures.draw, "hopper", "dark"),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rooftile.drawing.svg import Point
 
 # a small label on a phone, where text is larger
-LETTER, LINE = 7.2, 14.0
+LETTER, LINE = 7.7, 14.0
 # room that stays free around a label
 MARGIN = 1.5
 

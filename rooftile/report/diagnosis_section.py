@@ -11,7 +11,7 @@ from rooftile.diagnosis.output.table import PHASES
 from rooftile.drawing import charts
 from rooftile.drawing.charts import Series
 from rooftile.drawing.page import Chart, Table, safe
-from rooftile.drawing.units import count, duration, number, percent, size, times
+from rooftile.drawing.units import count, duration, percent, size, times
 from rooftile.report.diagnosis import Diagnosed, Repeats, attention_bytes
 
 
@@ -74,9 +74,9 @@ def repeats_chart(found: Repeats) -> Chart:
     picture = charts.log_chart(
         series, title=title, y_name="time", write=duration, x_name="repeats", ticks=[float(r) for r, *_ in points]
     )  # fmt: skip
-    rose = "does not rise" if found.measured_knee is None else f"rises from {found.measured_knee:.0f}"
+    rose = "does not rise" if found.measured_knee is None else f"rises from about {found.measured_knee:.0f}"
     note = (
-        f"A multiply-add, repeated in one pass that moves {size(found.bytes)}. The ceilings put the knee at {number(found.knee)} repeats, "
+        f"A multiply-add, repeated in one pass that moves {size(found.bytes)}. The ceilings put the knee at {found.knee:.0f} repeats, "
         f"after which each takes {duration(steep)}; the measured time {rose}."
     )
     table = Table(["repeats", "by the ceilings", "measured"], [[f"{r}", duration(due), duration(us)] for r, due, us in points])

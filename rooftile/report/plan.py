@@ -46,7 +46,7 @@ class DiagnosisPlan:
     """The diagnoses of the report's own steps."""
 
     rungs: tuple[int, ...]  # repeats of an operation in one pass
-    nbytes: int  # of the array that it passes over
+    nbytes: int  # the array that it passes over
     batch: int  # answers that decode at once
     context: int  # tokens of each
     budget: float  # seconds for the experiments on a step

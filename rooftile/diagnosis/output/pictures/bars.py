@@ -7,6 +7,7 @@ from html import escape
 
 from rooftile.diagnosis.output.rows import Op, Step
 from rooftile.diagnosis.remedies.remedy import Remedy, together
+from rooftile.drawing.labels import LETTER
 from rooftile.drawing.page import Chart, Table, safe
 from rooftile.drawing.svg import svg, text
 from rooftile.drawing.units import duration, percent
@@ -103,7 +104,7 @@ def _names(parts: Mapping[tuple[str, str], float], total: float, y: float) -> tu
     drawn, x = [], 0.0
     for (name, kind), us in parts.items():
         words = f"{name} {duration(us)}, {percent(us / total)}"
-        width = 24 + 7.0 * len(words)
+        width = 26 + LETTER * len(words)
         if x and x + width > WIDTH:
             x, y = 0.0, y + 18
         drawn.append(_rect(f"stack {kind}", x, y - 10, 11, 11))
