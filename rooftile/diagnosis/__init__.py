@@ -8,7 +8,8 @@
     experiments  on one operator
     verdicts     from counts, ceilings and experiments to what bounds it
     remedies     and what they save
-    diagnosis    the result; `output` prints it
+    diagnosis    the result; `output` prints it, draws its page and its trace
+    tour         seven examples: `rooftile diagnose --tour`
 """
 
 from rooftile.diagnosis.counts import counts

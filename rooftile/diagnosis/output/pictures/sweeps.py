@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from rooftile.diagnosis.output.rows import Op
+from rooftile.drawing.labels import LETTER
 from rooftile.drawing.page import Chart, Table, safe
 from rooftile.drawing.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Point, even, path, svg, text, y_grid
 from rooftile.drawing.units import duration, number, percent
@@ -78,7 +79,7 @@ def _note(op: Op) -> str:
         words.append(f"Knee at {number_of(sweep['knee_flops_per_byte'])} FLOPs per byte.")
     gain = op.experiments.get("cache", {}).get("gain")
     if gain is not None:
-        words.append(f"Read from the cache, {percent(gain)} of its time goes away.")
+        words.append(f"Gain from the cache: {percent(gain)}.")
     return " ".join(words)
 
 
@@ -89,8 +90,8 @@ def number_of(value: float) -> str:
 
 def _legend() -> str:
     parts, x = [], float(LEFT)
-    for name, kind in (("measured", "ours"), ("hidden: memory", "other dashed"), ("seen: compute", "standard dashed")):
+    for name, kind in (("measured", "ours"), ("if memory", "other dashed"), ("if compute", "standard dashed")):
         parts.append(f'<path class="line {kind}" d="M {x:.1f} 10 h 22"/>')
         parts.append(text(x + 27, 14, name, "tick", "start"))
-        x += 38 + 6.6 * len(name)
+        x += 38 + LETTER * len(name)
     return "".join(parts)
