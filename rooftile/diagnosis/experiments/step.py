@@ -7,6 +7,7 @@ from statistics import median
 
 import torch
 
+from rooftile.diagnosis.experiments.capture import capturing
 from rooftile.diagnosis.steps import Timed
 from rooftile.errors import Unsupported
 
@@ -42,7 +43,7 @@ def replayed_us(step: Work, device: torch.device) -> float:
             for _ in range(WARM_UPS):
                 step()
         torch.cuda.current_stream(device).wait_stream(beside)
-        with torch.cuda.device(device), torch.cuda.graph(graph):
+        with capturing(graph, device):
             step()
     except (RuntimeError, ValueError, IndexError) as error:
         raise Unsupported(f"the step cannot be captured: {_first_line(error)}") from error

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.capture import capturing
 from rooftile.hardware.device import describe
 from rooftile.hardware.rates import one_thread
 
@@ -175,7 +176,7 @@ class DeviceTimer:
         call.restore()
         call.run()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph, self._device):
             for _ in range(self._RUNS):
                 call.run()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
