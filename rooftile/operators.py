@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 
 from rooftile.errors import Unsupported
 
@@ -126,6 +127,13 @@ def wants_grad(*tensors: Tensor | None) -> bool:
             if x is not None and x.requires_grad:
                 return True
     return False
+
+
+def needs_steps(*tensors: Tensor | None) -> bool:
+    """Whether a derivative or a transform needs the plain operations of a function on these, because no operator has it."""
+    if torch.compiler.is_compiling():
+        return transforms_active() or wants_grad(*tensors)
+    return wants_grad(*tensors) or _transform() is not None or forward_ad._current_level >= 0
 
 
 def _refusal_of_gradients(name: str, operator: OpOverload) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 batch-invariant linear projection.
 
 Each file holds an operation's definition in plain PyTorch, its operator, and the choice between the definition and the Triton
-kernel in `rooftile.fused.kernels`. Where a gradient is wanted the definition runs, so that autograd sees each of its steps.
+kernel in `rooftile.fused.kernels`. Where a gradient is wanted, in forward mode and under transforms of `torch.func` the
+definition runs, so that PyTorch sees each of its steps.
 """
 
 from rooftile.fused.gated import ACTIVATIONS, gated

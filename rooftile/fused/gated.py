@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.fused.where import runs_on
-from rooftile.operators import call, define, wants_grad
+from rooftile.operators import call, define, needs_steps
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -33,7 +33,7 @@ def gated(x: Tensor, activation: str) -> Tensor:
         >>> gated(torch.randn(5, 12), "silu").shape
         torch.Size([5, 6])
     """
-    if wants_grad(x):
+    if needs_steps(x):
         return gated_as_defined(x, activation)
     found: Tensor = call(_GATED, _gated, x, activation)
     return found

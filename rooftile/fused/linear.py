@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.fused.where import runs_on
-from rooftile.operators import call, define, wants_grad
+from rooftile.operators import call, define, needs_steps
 
 # rows of a tile of the definition
 ROWS = 16
@@ -22,14 +22,15 @@ ROWS = 16
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (total, in) times weight (out, in) transposed, plus bias (out,): (total, out), batch-invariant.
 
-    All tensors have one dtype. A row's bits depend on that row, the weight and the bias alone.
+    All tensors have one dtype. A row's bits depend on that row, the weight and the bias alone, except under
+    `torch.vmap`, which joins the products of its samples.
 
     Example:
         >>> x, weight = torch.randn(5, 64), torch.randn(48, 64)
         >>> torch.equal(linear(x[:1], weight), linear(x, weight)[:1])
         True
     """
-    if wants_grad(x, weight, bias):
+    if needs_steps(x, weight, bias):
         return linear_as_defined(x, weight, bias)
     found: Tensor = call(_LINEAR, _linear, x, weight, bias)
     return found

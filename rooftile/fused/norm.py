@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.fused.where import runs_on
-from rooftile.operators import call, define, wants_grad
+from rooftile.operators import call, define, needs_steps
 
 
 class Norm(Protocol):
@@ -68,7 +68,7 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
         torch.Size([5, 64])
     """
     weight, bias = norm.weight, norm.bias
-    if wants_grad(x, weight, bias):
+    if needs_steps(x, weight, bias):
         return normalised_as_defined(x, norm)
     found: Tensor = call(_NORMALISE, _normalise, x, weight, bias, norm.eps, norm.plus_one, norm.rounds_once)
     return found
@@ -77,7 +77,8 @@ def normalise(x: Tensor, norm: Norm) -> Tensor:
 def add_norm(x: Tensor, residual: Tensor, norm: Norm, post: Norm | None = None) -> tuple[Tensor, Tensor]:
     """The residual stream with x added to it: normalised, and as it is. x is normalised by `post` first, if there is one.
 
-    Where no gradient is wanted, a contiguous residual is updated in place: use the returned stream afterwards, not `residual`.
+    Without a derivative or a transform, a contiguous residual is updated in place: use the returned stream afterwards, not
+    `residual`.
 
     Args:
         x: (total, size), in the dtype of the weights.
@@ -89,7 +90,7 @@ def add_norm(x: Tensor, residual: Tensor, norm: Norm, post: Norm | None = None) 
         the normalised stream and the stream, both (total, size).
     """
     first = norm if post is None else post
-    if wants_grad(x, residual, norm.weight, norm.bias, first.weight, first.bias):
+    if needs_steps(x, residual, norm.weight, norm.bias, first.weight, first.bias):
         return added_as_defined(x, residual, norm, post)
     residual = residual.contiguous()
     before: tuple[object, ...] = (None, None, 0.0, False, False)

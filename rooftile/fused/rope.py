@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rooftile.fused.where import runs_on
-from rooftile.operators import call, define, wants_grad
+from rooftile.operators import call, define, needs_steps
 
 
 class Rotation(NamedTuple):
@@ -30,7 +30,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
         torch.Size([5, 2, 4])
     """
     cos, sin = rotation
-    if wants_grad(x, cos, sin):
+    if needs_steps(x, cos, sin):
         return rotated_as_defined(x, rotation)
     found: Tensor = call(_ROTATE, _rotate, x, cos, sin)
     return found

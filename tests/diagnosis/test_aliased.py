@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rooftile as rt
-from rooftile.diagnosis.experiments.aliased import aliased
+from rooftile.diagnosis.experiments.in_cache.pages import aliased
 from rooftile.diagnosis.output.rows import Op
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory is Linux's")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rooftile.diagnosis.experiments.axes import axes, piece
-from rooftile.diagnosis.experiments.cached import cached_share
 from rooftile.diagnosis.experiments.call import Call, held_bytes
 from rooftile.diagnosis.experiments.evidence import Evidence
+from rooftile.diagnosis.experiments.in_cache.slices import cached_share
 from rooftile.diagnosis.experiments.intensity import ladder, references
 from rooftile.diagnosis.experiments.intensity.multiply_adds import expected
 from rooftile.diagnosis.experiments.intensity.references import References

@@ -18,9 +18,9 @@ from typing import TypeVar
 import torch
 
 from rooftile.diagnosis.experiments.axes import Axis, axes
-from rooftile.diagnosis.experiments.cached import cached_share
 from rooftile.diagnosis.experiments.call import Call
 from rooftile.diagnosis.experiments.evidence import Evidence
+from rooftile.diagnosis.experiments.in_cache.slices import cached_share
 from rooftile.diagnosis.experiments.intensity import growth
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
 from rooftile.diagnosis.experiments.intensity.references import references

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from rooftile.diagnosis.compiled import Kernel
-from rooftile.diagnosis.experiments.aliased import aliased
 from rooftile.diagnosis.experiments.axes import Axis, piece
 from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.in_cache.pages import aliased
 from rooftile.diagnosis.experiments.timing import Timer, interleaved, low
 from rooftile.errors import Unsupported
 
