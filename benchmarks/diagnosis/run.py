@@ -27,7 +27,6 @@ from rooftile.diagnosis.diagnosis import Diagnosis
 
 APPLY = ("graph", "compile", "attention", "dtype")
 JUDGED = ("measured", "confirmed")
-BUDGET = 60.0
 
 
 def judged(found: Diagnosis) -> float:
@@ -50,7 +49,7 @@ def agreeing(runs: Sequence[Diagnosis]) -> float:
     return 100 * same / sum(times.values())
 
 
-def row(session: Session, name: str, runs: Sequence[Diagnosis], seconds: Sequence[float]) -> Row:
+def row(session: Session, name: str, runs: Sequence[Diagnosis], seconds: Sequence[float], budget: float) -> Row:
     last = runs[-1]
     measures = {
         "judged_percent": median(judged(found) for found in runs),
@@ -68,7 +67,7 @@ def row(session: Session, name: str, runs: Sequence[Diagnosis], seconds: Sequenc
         **session.about(session.dtype), suite="diagnosis", case=name, backend="rooftile", phase="step",
         median_us=figures(median(steps)), low_us=figures(min(steps)), high_us=figures(max(steps)), samples=len(runs),
         measures={word: figures(value) for word, value in measures.items()},
-        settings={"bound": str(last.step.bound), "confidence": last.step.confidence, "budget_s": BUDGET},
+        settings={"bound": str(last.step.bound), "confidence": last.step.confidence, "budget_s": budget},
     )  # fmt: skip
 
 
@@ -77,6 +76,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--case", action="append", choices=PROGRAMS, help="several; all without it")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for the experiments of a run")
     parser.add_argument("--json", type=Path, help="append rows to this file")
     asked = parser.parse_args()
     device = torch.device(asked.device)
@@ -87,11 +87,11 @@ def main() -> None:
             for number in range(asked.runs):
                 torch.manual_seed(0)
                 began = time.perf_counter()
-                found = rt.diagnose(step, apply=APPLY if number == asked.runs - 1 else (), budget=BUDGET)
+                found = rt.diagnose(step, apply=APPLY if number == asked.runs - 1 else (), budget=asked.budget)
                 if number < asked.runs - 1 or asked.runs == 1:
                     seconds.append(time.perf_counter() - began - 50 * found.step.time_us / 1e6)
                 runs.append(found)
-        line = row(session, name, runs, seconds).json()
+        line = row(session, name, runs, seconds, asked.budget).json()
         print(f"{name}: {runs[-1].sentence}\n{line}", flush=True)
         if asked.json:
             with asked.json.open("a") as file:

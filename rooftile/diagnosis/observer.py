@@ -114,8 +114,21 @@ class Observer:
 
     @property
     def _shrink(self) -> float:
-        """The time of a step over that of the profiled one, in which every operator takes a little longer."""
-        return min(1.0, median(self._taken) / self._timeline.wall_us)
+        """The share of an operator's time under the profiler that it takes without.
+
+        A CPU's operators take a little longer when they are recorded. A GPU's kernels do not: there the time between them grows.
+        """
+        if self._device.type == "cpu":
+            return min(1.0, median(self._taken) / self._timeline.wall_us)
+        return min(1.0, median(self._taken) / self._timeline.busy_us) if self._timeline.busy_us else 1.0
+
+    @property
+    def _shrink_of_gaps(self) -> float:
+        """The share of the idle time under the profiler that a step has without: what the operators leave of it."""
+        idle_us = sum(self._timeline.idle_us.values())
+        if self._device.type == "cpu" or not idle_us:
+            return self._shrink
+        return max(0.0, median(self._taken) - self._timeline.busy_us) / idle_us
 
     def _leading(self) -> list[Operation]:
         """The operations that explain most of the time, longest first."""
@@ -221,7 +234,7 @@ class Observer:
 
     def _evidence(self) -> StepEvidence:
         timeline, us = self._timeline, median(self._taken)
-        shrink = self._shrink
+        shrink = self._shrink_of_gaps
         idle = {cause: time_us * shrink for cause, time_us in timeline.idle_us.items()}
         # many short gaps of one line are a loop of Python, which is overhead; a long one waits for something
         single = [gap.us * shrink for gap in timeline.gaps if gap.cause == "host" and gap.us > self._long_us]
@@ -256,7 +269,7 @@ class Observer:
         found: dict[str, float] = {}
         for gap in self._timeline.gaps:
             if gap.cause == cause and gap.where and (cause != "host" or gap.us > self._long_us):
-                found[gap.where] = found.get(gap.where, 0.0) + gap.us * self._shrink
+                found[gap.where] = found.get(gap.where, 0.0) + gap.us * self._shrink_of_gaps
         return found
 
     def _kernels(self, findings: Sequence[Finding]) -> dict[int, Sequence[str]]:
@@ -264,11 +277,11 @@ class Observer:
         return {n: by_op[f.operation.op] for n, f in enumerate(findings) if f.operation.op in by_op}
 
     def _notes(self) -> list[str]:
-        wall = self._timeline.wall_us
+        lines = {where: us * self._shrink_of_gaps for where, us in self._timeline.lines.items()}
         return [
             f"{where}: {us / 1e3:.3g} ms of the step, in which nothing ran"
-            for where, us in self._timeline.lines.items()
-            if us > 0.05 * wall
+            for where, us in lines.items()
+            if us > 0.05 * median(self._taken)
         ]
 
 

@@ -95,7 +95,7 @@ class Profiled:
     trace: bytes
 
     def __init__(self, device: torch.device, names: Callable[[], Iterable[str]]) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._names = names
 
     def __enter__(self) -> Profiled:
@@ -108,12 +108,16 @@ class Profiled:
         self._kernels.__enter__()
         self._lines = _Lines()
         self._lines.__enter__()
+        if self._on_gpu:
+            # the first kernel under a profiler waits until the driver is ready to record it
+            torch.zeros(1, device=self._device)
+            torch.cuda.synchronize(self._device)
         self._start = time.time_ns()
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self._on_gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         end = time.time_ns()
         self._lines.__exit__()
         self._kernels.__exit__(*error)
@@ -141,9 +145,13 @@ def _read(
     calls: Counter[OpKey] = Counter()
     kernels: defaultdict[OpKey, list[str]] = defaultdict(list)
     if on_gpu:
-        device = [e for e in events if e.device_type() == torch._C._autograd.DeviceType.CUDA and _is_work(e)]
-        owner = {e.correlation_id(): e for e in operators}
         launched = {e.correlation_id(): e for e in host if e.name().startswith(("cu", "hip"))}
+        early = {number for number, e in launched.items() if e.start_ns() < window[0]}
+        device = [
+            e for e in events
+            if e.device_type() == torch._C._autograd.DeviceType.CUDA and _is_work(e) and e.correlation_id() not in early
+        ]  # fmt: skip
+        owner = {e.correlation_id(): e for e in operators}
         for op in operators:
             calls[_key(op)] += 1
         for kernel in device:

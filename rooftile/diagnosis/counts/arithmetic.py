@@ -62,7 +62,7 @@ POINTWISE: dict[str, Per] = {
     **dict.fromkeys(
         names(
         """div exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan tanh asin acos atan atan2 sinh cosh erf erfc
-        erfinv pow lgamma digamma polar"""
+        erfinv pow lgamma digamma polar igamma igammac i0 special_i0e special_i1 special_i1e special_zeta"""
     ),
         Per(0, 1),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from statistics import median
 
@@ -39,12 +40,15 @@ def replayed_us(step: Work, device: torch.device) -> float:
         # a capture wants what is made in first runs, such as workspaces, to be there
         beside = torch.cuda.Stream(device)
         beside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(beside):
-            for _ in range(WARM_UPS):
+        with warnings.catch_warnings():
+            # the program's own gradients were made on another stream than the capture's
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+            with torch.cuda.stream(beside):
+                for _ in range(WARM_UPS):
+                    step()
+            torch.cuda.current_stream(device).wait_stream(beside)
+            with capturing(graph, device, beside):
                 step()
-        torch.cuda.current_stream(device).wait_stream(beside)
-        with capturing(graph, device):
-            step()
     except (RuntimeError, ValueError, IndexError) as error:
         raise Unsupported(f"the step cannot be captured: {_first_line(error)}") from error
     return repeated_us(graph.replay, device)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from rooftile.diagnosis.compiled import Kernel
-from rooftile.diagnosis.experiments.axes import Axis, piece
+from rooftile.diagnosis.experiments.axes import Axis, operator_name, piece
 from rooftile.diagnosis.experiments.call import Call
 from rooftile.diagnosis.experiments.in_cache.pages import aliased
 from rooftile.diagnosis.experiments.timing import Timer, interleaved, low
@@ -63,11 +63,16 @@ def _aliased_share(call: Call, timer: Timer, budget_s: float, cold: bool) -> flo
 
 
 def packed(call: Call) -> Call:
-    """Returns the call on tensors without gaps, whose dimensions have the same order.
+    """Returns the call on tensors without gaps, whose dimensions have the same order; a table has the rows that are read only.
 
-    Rows that lie a power of two apart fall into the same few places of a cache, and would not stay in it.
+    Rows that lie a power of two apart fall into the same few places of a cache, and would not stay in it. Rows all over a large
+    table have addresses that need a cache of their own.
     """
-    return call.on([_packed(x) for x in call.tensors])
+    tensors = [_packed(x) for x in call.tensors]
+    if operator_name(call.function) == "embedding":
+        rows, places = torch.unique(tensors[1], return_inverse=True)
+        tensors[:2] = tensors[0][rows], places.to(tensors[1].dtype)
+    return call.on(tensors)
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ def sweep(
     """
     if "attention" in operator_name(call.function) and (len(call.tensors) != 3 or True in (*call.args, *call.kwargs.values())):
         raise Unsupported("more queries would see other keys under its mask")
-    places = min(_choices(call), key=lambda places: _bytes(_enlarged(call, places, 2, dry=True)))
+    places = min(_choices(call), key=lambda places: _bytes_moved(call, places))
     grown: dict[int, Call] = {1: call}
     for times in TIMES:
         if times > 4 and (times // 2 - 1) * arithmetic_us > time_us:
@@ -102,6 +102,11 @@ def _enlarged(call: Call, places: Sequence[tuple[int, int]], times: int, *, dry:
             continue
         tensors[which] = torch.cat([x] * times, dim).to(x.dtype)
     return tensors
+
+
+def _bytes_moved(call: Call, places: Sequence[tuple[int, int]]) -> int:
+    """The bytes of the arguments and results with the dimension twice as long."""
+    return call.on(_enlarged(call, places, 2, dry=True)).bytes()
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

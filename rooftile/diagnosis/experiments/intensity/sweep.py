@@ -23,7 +23,6 @@ STEPS = (1 / 2, 1 / 4, 1.0, 2.0, 1 / 8, 4.0)
 MOST = 512  # multiply-adds
 # the slope is that of the first part, where memory can still hide what is added
 SLOPE_UP_TO = 0.75
-TRIED = 64  # multiply-adds that tell how long one takes
 LEAST_RISE = 1.2
 PLANNED_ROUNDS = 5
 # seconds for the time of one multiply-add, and for those of the rungs
@@ -91,7 +90,7 @@ def sweep(
     step_us = _step_us(near, timer, min(STEP_S, end - time.perf_counter())) / small.share
     own = ladder.rung(0)
     _check_same(median(timer.once(own, cold=True) for _ in range(3)), time_us)
-    threads = timer.threads(ladder.rung(TRIED))
+    threads = timer.threads(ladder.rung(timer.tried[1]))
     wanted = [step * time_us * threads / step_us for step in steps]
     counts = counts or tuple(dict.fromkeys(2 ** round(math.log2(n)) for n in wanted if 0.7 <= n <= MOST * 1.4))
     if not counts:
@@ -121,9 +120,10 @@ def _check_same(first_us: float, time_us: float) -> None:
 
 def _step_us(ladder: Ladder, timer: Timer, budget_s: float) -> float:
     """Returns the time of one more multiply-add for each element of a piece in the cache, of one thread."""
-    works = {count: partial(timer.burst, ladder.rung(count)) for count in (0, TRIED)}
+    few, many = timer.tried
+    works = {count: partial(timer.burst, ladder.rung(count)) for count in (few, many)}
     taken = {count: low(samples) for count, samples in interleaved(works, budget_s).items()}
-    if taken[TRIED] < LEAST_RISE * taken[0]:
+    if taken[many] < LEAST_RISE * taken[few]:
         # in the cache nothing can hide them
         raise Unsupported("added arithmetic takes no time in the cache, so a compiler may have removed it")
-    return (taken[TRIED] - taken[0]) / TRIED
+    return (taken[many] - taken[few]) / (many - few)
