@@ -41,7 +41,7 @@ WARM_UPS, TIMED_STEPS = 3, 7
 # operators are taken by their share of the time until so much of it is explained
 EXPLAINED = 0.9
 MOST_OPERATIONS = 20
-# bytes of copies of inputs; on a GPU also at most a quarter of the memory that is free
+# bytes of copies of inputs on a CPU; on a GPU a quarter of the memory that is free
 SAMPLES_LIMIT = 2 << 30
 # an operator that seems so many times as fast as its roof shows that the roof was measured too low
 ABOVE = 1.2
@@ -94,7 +94,7 @@ class Observer:
     def _recording(self) -> Record:
         limit = SAMPLES_LIMIT
         if self._device.type == "cuda":
-            limit = min(limit, torch.cuda.mem_get_info(self._device)[0] // 4)
+            limit = torch.cuda.mem_get_info(self._device)[0] // 4
         self._record = Record(self._leading(), limit)
         return self._record
 

@@ -144,6 +144,10 @@ MEMORY, COMPUTE = Work(bytes=9e7, flops=1e6), Work(bytes=1e6, flops=9e7)
         (MEMORY, {"slope": 0.05}, "memory", "HBM", "measured"),
         (MEMORY, {"gain": 0.6}, "memory", "HBM", "measured"),
         (COMPUTE, {"gain": 0.02}, "compute", "fp32", "measured"),
+        # one experiment that does not decide: the roof does if it is reached
+        (MEMORY, {"gain": 0.25}, "memory", "HBM", "measured"),
+        (COMPUTE, {"gain": 0.25}, "compute", "fp32", "measured"),
+        (Work(bytes=7e7, flops=1e6), {"gain": 0.25}, "balanced", None, "measured"),
         (MEMORY, {"fixed_us": 51.0, "slope": 0.05, "gain": 0.6}, "latency", None, "contradicted"),
         (MEMORY, {"fixed_us": 49.9, "slope": 0.05, "gain": 0.6}, "memory", "HBM", "measured"),
         (Work(bytes=1e6, flops=1e6), {"fixed_us": 99.0, "slope": 0.1, "gain": 0.02}, "latency", None, "confirmed"),

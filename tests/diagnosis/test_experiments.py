@@ -115,7 +115,7 @@ def known_references(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(references, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(references, "_MEASURED", {})
     monkeypatch.setattr(references, "_measure", lambda *args: References(addition=0.2, multiply_adds=1.0))
-    monkeypatch.setattr(references, "NEEDED_S", 0.0)
+    monkeypatch.setattr(references, "NEEDED_S", {"cpu": 0.0})
 
 
 @pytest.mark.usefixtures("known_references")

@@ -49,8 +49,7 @@ def axes(call: Call) -> list[Axis]:
     if name in RULES:
         found = [_axis(call, places) for places in with_result(call, RULES[name](call.tensors))]
         return [axis for axis in found if axis is not None and axis.size > 1]
-    if call.device.type == "cuda" and any(x.dtype in (torch.int32, torch.int64) for x in call.tensors):
-        # an index past the end would end the process's use of the GPU
+    if call.device.type == "cuda" and not _checks_sizes(call):
         return []
     return _found(call)
 
@@ -105,6 +104,17 @@ def _axis(call: Call, places: Places) -> Axis | None:
         return None
     (size,) = sizes
     return Axis(tuple((which, dim) for which, dim in places if call.tensors[which].shape[dim] == size), size)
+
+
+def _checks_sizes(call: Call) -> bool:
+    """Returns whether a GPU operator refuses tensors that do not fit each other.
+
+    Others would read past an end, which takes the GPU away from this process for good. So does an index that is too large.
+    """
+    if any(x.dtype in (torch.int32, torch.int64) for x in call.tensors):
+        return False
+    tags = getattr(call.function, "tags", ())
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or operator_name(call.function) in CHECK_SIZES
 
 
 def _found(call: Call) -> list[Axis]:
@@ -168,6 +178,16 @@ def _attention(t: Sequence[torch.Tensor]) -> list[Places]:
     return [((0, 0), (1, 0), (2, 0)), ((0, 1), (1, 1), (2, 1))] if len(t) == 3 else []
 
 
+def _attention_backward(t: Sequence[torch.Tensor]) -> list[Places]:
+    """Gradient, queries, keys, values, output and LSE; only without a bias among them."""
+    return [tuple((n, dim) for n in range(6)) for dim in (0, 1)] if len(t) > 5 and t[5].dtype == torch.float32 else []
+
+
+def _ours(*which: int, tensors: int = 0) -> Callable[[Sequence[torch.Tensor]], list[Places]]:
+    """Tokens or sequences, the first dimension of these tensors, of a call with so many tensors (0: any number)."""
+    return lambda t: [tuple((n, 0) for n in which)] if tensors in (0, len(t)) else []
+
+
 def _index(t: Sequence[torch.Tensor]) -> list[Places]:
     return [tuple((n, dim) for n in range(1, len(t))) for dim in range(min((x.dim() for x in t[1:]), default=0))]
 
@@ -184,6 +204,24 @@ RULES: dict[str, Callable[[Sequence[torch.Tensor]], list[Places]]] = {
     "_scaled_dot_product_flash_attention": _attention,
     "_scaled_dot_product_efficient_attention": _attention,
     "_scaled_dot_product_cudnn_attention": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_scaled_dot_product_flash_attention_backward": _attention_backward,
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward,
+    "_scaled_dot_product_cudnn_attention_backward": _attention_backward,
+    # dense attention of this package is (B, T, H, D), and has more tensors with options and for packed sequences
+    "attention": _ours(0, 1, 2, tensors=3),
+    # queries, table and lengths of sequences with one new token each
+    "attention_paged": _ours(0, 3, 4, tensors=5),
+    "normalise": _ours(0),
+    "add_norm": _ours(0, 1),
+    "gated": _ours(0),
+    "rotate": _ours(0, 1, 2),
+    "write_kv": _ours(0, 1, 4, tensors=5),
+    "write_kv_and_rotate": _ours(0, 1, 2, 5, 6, 7, tensors=8),
+    # the weight may have as many channels as there are images
+    "convolution_backward": _ours(0, 1),
+    "native_batch_norm": _ours(0),
+    "cudnn_batch_norm": _ours(0),
     "embedding": _all_dims(1),
     "index_select": _all_dims(1),
     "index": _index,
@@ -200,5 +238,13 @@ RULES: dict[str, Callable[[Sequence[torch.Tensor]], list[Places]]] = {
 # the dimension of a product's result that each of its axes is; the inner one is in none
 RESULTS: dict[str, tuple[int | None, ...]] = {"mm": (0, 1, None), "addmm": (0, 1, None), "bmm": (0, 1, 2, None)}
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "linear"})
+# GPU operators that compare the sizes of their tensors, besides those that PyTorch tags as pointwise and as reductions
+CHECK_SIZES = frozenset(
+    {
+        "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm",
+        "native_layer_norm_backward", "_fused_rms_norm", "native_group_norm", "_to_copy", "copy_", "cat", "native_dropout",
+        "cumsum", "tril", "triu", "max_pool2d_with_indices", "upsample_nearest2d",
+    }
+)  # fmt: skip
 # they read only the rows that their indices name
 GATHERS = frozenset({"embedding", "index_select", "index", "gather"})

@@ -66,17 +66,21 @@ def narrower_share(
 
     A matrix product is tried on random numbers with its shapes and strides, other operators on their recorded inputs. None for
     one without either. Only a run tells: a processor may have the narrower dtype's units, or a library a slow path, for some
-    strides only.
+    strides only. None as well where the operator has no such dtype.
     """
-    calls = _in_both(operation, sample, dtype, device)
-    if calls is None:
+    try:
+        calls = _in_both(operation, sample, dtype, device)
+        if calls is None:
+            return None
+        with torch.no_grad():
+            (own,) = times_us(calls[:1], device, runs=3)
+            (other,) = times_us(calls[1:], device, runs=0)
+            if other > HOPELESS * own:
+                return other / own
+            own, other = times_us(calls, device)
+    except (RuntimeError, NotImplementedError):
+        # this refusal is the answer: there is nothing to gain
         return None
-    with torch.no_grad():
-        (own,) = times_us(calls[:1], device, runs=3)
-        (other,) = times_us(calls[1:], device, runs=0)
-        if other > HOPELESS * own:
-            return other / own
-        own, other = times_us(calls, device)
     return other / own
 
 
@@ -88,8 +92,9 @@ def _in_both(
     kinds = [kind for kind in operation.key[4:] if isinstance(kind, tuple)]
     if name in PRODUCTS and overload == "default" and all(kind[2] == "torch.float32" for kind in kinds):
         function = getattr(getattr(torch.ops.aten, name), overload)
-        wide = [torch.empty_strided(shape, stride, device=device).normal_() for shape, stride, _ in kinds]
-        narrow = [torch.empty_strided(shape, stride, device=device, dtype=dtype).normal_() for shape, stride, _ in kinds]
+        wide, narrow = (
+            [_random(shape, stride, device, width) for shape, stride, _ in kinds] for width in (torch.float32, dtype)
+        )
         return [lambda: function(*wide), lambda: function(*narrow)]
     if sample is None or operation.dtype != "fp32" or not has_products(operation.op):
         return None
@@ -101,6 +106,12 @@ def _in_both(
     return [lambda: sample.function(*sample.args, **sample.kwargs), lambda: sample.function(*args, **kwargs)]
 
 
+def _random(shape: Sequence[int], stride: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Random numbers with these strides; a dimension with stride 0 has one."""
+    sizes = [size if step else 1 for size, step in zip(shape, stride, strict=True)]
+    return torch.empty_strided(sizes, stride, device=device, dtype=dtype).normal_().expand(shape)
+
+
 def has_products(op: str) -> bool:
     """Whether an operator multiplies matrices, which a processor may be fast or slow at in each dtype."""
-    return any(word in op for word in ("mm", "conv", "attention", "rnn"))
+    return op.rpartition("::")[2] in PRODUCTS or any(word in op for word in ("conv", "attention", "rnn"))

@@ -28,6 +28,8 @@ def cached_share(call: Call, axes: Sequence[Axis], timer: Timer, budget_s: float
     """
     if isinstance(call.function, Kernel):
         return _aliased_share(call, timer, budget_s, cold)
+    if operator_name(call.function) == "attention_paged":
+        return _near_share(call, _same_pages(call, timer), timer, budget_s, cold)
     cut = sorted({place for axis in axes for place, _ in axis.places})
     small, part = call, 1.0
     for share in _shares(call, cut, timer):
@@ -57,6 +59,19 @@ def _aliased_share(call: Call, timer: Timer, budget_s: float, cold: bool) -> flo
         raise Unsupported("its sizes are compiled in, so it runs on no slice")
     # each thread has a cache of its own
     near = call.on([aliased(x, timer.cache_bytes // len(call.tensors), torch.get_num_threads()) for x in call.tensors])
+    return _near_share(call, near, timer, budget_s, cold)
+
+
+def _same_pages(call: Call, timer: Timer) -> Call:
+    """Paged attention whose tables name a few blocks again and again."""
+    tensors = list(call.tensors)
+    keys, values, table = tensors[1:4]
+    block_bytes = keys[:1].nbytes + values[:1].nbytes
+    tensors[3] = table.clamp(min=0) % max(1, min(len(keys), timer.cache_bytes // block_bytes))
+    return call.on(tensors)
+
+
+def _near_share(call: Call, near: Call, timer: Timer, budget_s: float, cold: bool) -> float:
     works = {"whole": partial(timer.used, call, cold=cold), "near": partial(timer.used, near, cold=False)}
     taken = {name: low(samples) for name, samples in interleaved(works, budget_s).items()}
     return taken["near"] / taken["whole"]

@@ -23,7 +23,7 @@ STEPS = (1 / 2, 1 / 4, 1.0, 2.0, 1 / 8, 4.0)
 MOST = 512  # multiply-adds
 # the slope is that of the first part, where memory can still hide what is added
 SLOPE_UP_TO = 0.75
-LEAST_RISE = 1.2
+LEAST_RISE = 1.05
 PLANNED_ROUNDS = 5
 # seconds for the time of one multiply-add, and for those of the rungs
 STEP_S, TIMED_S = 1.0, 2.0
