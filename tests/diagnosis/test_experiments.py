@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rooftile.diagnosis.experiments.axes import axes, piece
+from rooftile.diagnosis.experiments.axes import CHECK_SIZES, RULES, axes, piece
 from rooftile.diagnosis.experiments.call import Call, held_bytes
 from rooftile.diagnosis.experiments.evidence import Evidence
-from rooftile.diagnosis.experiments.in_cache.slices import cached_share
+from rooftile.diagnosis.experiments.in_cache.slices import cached_share, packed, same_pages
 from rooftile.diagnosis.experiments.intensity import ladder, references
 from rooftile.diagnosis.experiments.intensity.multiply_adds import expected
 from rooftile.diagnosis.experiments.intensity.references import References
@@ -22,6 +22,8 @@ from rooftile.diagnosis.experiments.size import fixed_us, smaller
 from rooftile.diagnosis.experiments.timing import HostTimer, error, interleaved
 from rooftile.diagnosis.records import Operation, Sample
 from rooftile.errors import Unsupported
+from rooftile.masks import CAUSAL
+from rooftile.spec import Spec
 
 aten = torch.ops.aten
 
@@ -104,6 +106,32 @@ def test_a_tiny_operator_is_all_fixed_cost() -> None:
 def test_few_rows_of_a_product_are_bound_by_the_weight_that_they_read() -> None:
     call = Call(aten.mm.default, (torch.randn(4, 4096), torch.randn(4096, 4096)))
     assert cached_share(call, axes(call), TIMER, 2.0) < 0.75
+
+
+def test_a_table_is_cut_to_the_rows_that_are_read() -> None:
+    table, rows = torch.randn(1000, 8), torch.tensor([[7, 900], [7, 3]])
+    near = packed(Call(aten.embedding.default, (table, rows)))
+    assert near.tensors[0].shape == (3, 8)
+    assert torch.equal(near.run(), table[rows])
+
+
+def test_pages_in_the_cache_are_few_and_the_rest_is_as_it_was() -> None:
+    pages = torch.randn(2, 64, 16, 2, 32)
+    q, table, lengths = torch.randn(3, 1, 4, 32), torch.randperm(64)[:60].int().view(3, 20), torch.full((3,), 320).int()
+    spec = Spec(dtype=q.dtype, dim=32, dim_v=32, group=2, mask=CAUSAL, scale=0.2, layout="paged", queries="one", device="cpu")
+    call = Call(torch.ops.rooftile.attention_paged.default, (q, *pages, table, lengths, None, None, None, [], spec.code, "eager"))
+    timer = HostTimer()
+    timer.cache_bytes = 5 * 2 * pages[0, 0].nbytes
+    near = same_pages(call, timer)
+    assert set(near.tensors[3].flatten().tolist()) == set(range(5))
+    kept = [n for n in range(len(call.tensors)) if n != 3]
+    assert all(near.tensors[n].data_ptr() == call.tensors[n].data_ptr() for n in kept)
+    assert near.run()[0].shape == q.shape
+
+
+def test_the_named_operators_exist() -> None:
+    there = {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    assert CHECK_SIZES | RULES.keys() <= there
 
 
 # E4: known answers

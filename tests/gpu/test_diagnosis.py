@@ -79,6 +79,22 @@ def test_the_bound_and_its_unit(make: Callable[[], Callable[[], Any]], bound: st
     assert op.confidence in ("measured", "confirmed"), op.confirmed_by
 
 
+@pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_a_training_step_of_attention_is_cut_without_reading_past_an_end(kernel: str) -> None:
+    q, k, v = (random(8, 12, 512, 64).requires_grad_() for _ in range(3))
+
+    def step() -> None:
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, kernel)):
+            F.cross_entropy(F.scaled_dot_product_attention(q, k, v, is_causal=True).flatten(0, 2).float(), classes).backward()
+
+    classes = torch.randint(0, 64, (8 * 12 * 512,), device="cuda")
+    found = rt.diagnose(step, budget=5)
+    torch.cuda.synchronize()
+    backward = [op for op in found.ops if "attention_backward" in op.op]
+    assert backward
+    assert all(op.experiments["cache"]["gain"] is not None for op in backward), [op.confirmed_by for op in backward]
+
+
 def test_a_kernel_of_one_block_is_latency() -> None:
     x = random(1, 256, dtype=torch.float32)
     op = leading(lambda: torch.softmax(x, -1), budget=5)

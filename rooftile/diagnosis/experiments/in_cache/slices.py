@@ -29,7 +29,7 @@ def cached_share(call: Call, axes: Sequence[Axis], timer: Timer, budget_s: float
     if isinstance(call.function, Kernel):
         return _aliased_share(call, timer, budget_s, cold)
     if operator_name(call.function) == "attention_paged":
-        return _near_share(call, _same_pages(call, timer), timer, budget_s, cold)
+        return _near_share(call, same_pages(call, timer), timer, budget_s, cold)
     cut = sorted({place for axis in axes for place, _ in axis.places})
     small, part = call, 1.0
     for share in _shares(call, cut, timer):
@@ -62,8 +62,8 @@ def _aliased_share(call: Call, timer: Timer, budget_s: float, cold: bool) -> flo
     return _near_share(call, near, timer, budget_s, cold)
 
 
-def _same_pages(call: Call, timer: Timer) -> Call:
-    """Paged attention whose tables name a few blocks again and again."""
+def same_pages(call: Call, timer: Timer) -> Call:
+    """Returns paged attention whose tables name a few blocks again and again."""
     tensors = list(call.tensors)
     keys, values, table = tensors[1:4]
     block_bytes = keys[:1].nbytes + values[:1].nbytes
