@@ -28,7 +28,7 @@ from rooftile.diagnosis.remedies.propose import PRODUCTS, WORTH, Seen, propose
 from rooftile.diagnosis.remedies.remedy import PAD
 from rooftile.diagnosis.steps import Role, Timed
 from rooftile.diagnosis.timeline import Profiled, Timeline
-from rooftile.diagnosis.verdicts.classify import COLLECTIVES
+from rooftile.diagnosis.verdicts.classify import COLLECTIVES, classify, settled
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
 from rooftile.diagnosis.watch import Record, Watch
@@ -38,9 +38,11 @@ from rooftile.hardware.ceilings import Ceilings
 from rooftile.hardware.device import describe
 
 WARM_UPS, TIMED_STEPS = 3, 7
-# operators are taken by their share of the time until so much of it is explained
-EXPLAINED = 0.9
-MOST_OPERATIONS = 20
+Kind = tuple[object, ...]  # as in `Operation.kind`
+
+# operators are taken by their share of the time until so much of it is explained; some of them allow no experiment
+EXPLAINED = 0.95
+MOST_KINDS = 20
 # bytes of copies of inputs on a CPU; on a GPU a quarter of the memory that is free
 SAMPLES_LIMIT = 2 << 30
 # an operator that seems so many times as fast as its roof shows that the roof was measured too low
@@ -130,15 +132,27 @@ class Observer:
             return self._shrink
         return max(0.0, median(self._taken) - self._timeline.busy_us) / idle_us
 
+    def _kinds(self) -> dict[Kind, list[int]]:
+        """The rows of each kind of operation. The kinds that take the most time are first."""
+        rows: dict[Kind, list[int]] = {}
+        for row, operation in enumerate(self._watch.operations):
+            rows.setdefault(operation.kind, []).append(row)
+        return dict(sorted(rows.items(), key=lambda item: -self._kind_us(item[1])))
+
+    def _kind_us(self, rows: Sequence[int]) -> float:
+        """The time of all calls of some rows."""
+        operations = self._watch.operations
+        return sum(self._us(operations[row]) for row in rows)
+
     def _leading(self) -> list[Operation]:
-        """The operations that explain most of the time, longest first."""
+        """An operation of each of the kinds that explain most of the time, longest first."""
+        operations = self._watch.operations
         # a collective alone would wait for the other processes for ever
-        alone = [operation for operation in self._watch.operations if not operation.op.startswith(COLLECTIVES)]
-        ranked = sorted(alone, key=self._us, reverse=True)
-        total, so_far, chosen = sum(map(self._us, ranked)), 0.0, []
-        for operation in ranked[:MOST_OPERATIONS]:
-            chosen.append(operation)
-            so_far += self._us(operation)
+        alone = [rows for rows in self._kinds().values() if not operations[rows[0]].op.startswith(COLLECTIVES)]
+        total, so_far, chosen = sum(map(self._kind_us, alone)), 0.0, []
+        for rows in alone[:MOST_KINDS]:
+            chosen.append(operations[rows[0]])
+            so_far += self._kind_us(rows)
             if so_far >= EXPLAINED * total:
                 break
         return chosen
@@ -159,23 +173,30 @@ class Observer:
         padded_us: dict[int, float] = {}
         narrower: dict[int, float] = {}
         # the most expensive first, as the budget may end
-        order = sorted(range(len(operations)), key=lambda row: -self._us(operations[row]))
+        kinds = self._kinds()
         recorded = {
-            row: Recorded(samples[operations[row].key], self._us(operations[row]) / operations[row].calls)
-            for row in order if operations[row].key in samples
+            kind: Recorded(samples[kind], self._us(operations[rows[0]]) / operations[rows[0]].calls)
+            for kind, rows in kinds.items() if kind in samples
         }  # fmt: skip
         # where products in bf16 are slow, trying them takes minutes
         tries_bf16 = measured.matmul_tflops["bf16"] > measured.matmul_tflops["fp32"] / 4
-        evidence, refused = measure_all(recorded, self._device, end)
-        for row in order:
-            operation = operations[row]
-            sample = samples.pop(operation.key, None)
-            worth = self._us(operation) >= WORTH * median(self._taken)
+
+        def is_settled(kind: Kind, found: Evidence) -> bool:
+            operation = recorded[kind].sample.operation
+            roofs = machine.roofs_of(operation, self._device, measured)
+            return settled(operation, roofs, found) and classify(operation, roofs, found).confidence != "contradicted"
+
+        evidence, refused = measure_all(recorded, self._device, end, is_settled)
+        for kind, rows in kinds.items():
+            operation = operations[rows[0]]
+            sample = samples.pop(kind, None)
+            worth = self._kind_us(rows) >= WORTH * median(self._taken)
             if tries_bf16 and worth and time.perf_counter() < end:
                 share = narrower_share(operation, sample, torch.bfloat16, self._device)
-                narrower |= {} if share is None else {row: share}
+                narrower |= {} if share is None else dict.fromkeys(rows, share)
             if self._pads and sample is not None and operation.op in PRODUCTS:
-                padded_us[row] = padded_saving_us(sample, self._device) * operation.calls
+                saved_us = padded_saving_us(sample, self._device)
+                padded_us |= {row: saved_us * operations[row].calls for row in rows}
         findings = self._findings(measured, evidence)
         if any(_is_above(finding) for finding in findings):
             # the ceilings were measured while something else ran
@@ -204,15 +225,18 @@ class Observer:
         is_compiled = any(operation.op.startswith(NAMESPACE) for operation in self._watch.operations)
         return "compiled" if is_compiled else "eager"
 
-    def _findings(self, measured: Ceilings, evidence: Mapping[int, Evidence]) -> list[Finding]:
+    def _findings(self, measured: Ceilings, evidence: Mapping[Kind, Evidence]) -> list[Finding]:
         """A finding for each operation, in the order of the watch."""
         return [
-            find(operation, machine.roofs_of(operation, self._device, measured), evidence.get(row), self._us(operation) or None)
-            for row, operation in enumerate(self._watch.operations)
-        ]
+            find(
+                operation, machine.roofs_of(operation, self._device, measured), evidence.get(operation.kind),
+                self._us(operation) or None,
+            )
+            for operation in self._watch.operations
+        ]  # fmt: skip
 
     def _other_attentions(
-        self, operations: Sequence[Operation], samples: Mapping[tuple[object, ...], Sample]
+        self, operations: Sequence[Operation], samples: Mapping[Kind, Sample]
     ) -> list[tuple[Attention, Mapping[str, float], str]]:  # fmt: skip
         """The attentions of the step that take a part of its time, with the times of others on the same shapes."""
         times_us = [self._us(operation) for operation in operations]
@@ -221,7 +245,7 @@ class Observer:
         for one in find_attentions(operations, self._watch.calls):
             kind = (one.q, one.k, one.v, one.backward)
             if kind not in timed:
-                sample = samples.get(operations[one.main].key)
+                sample = samples.get(operations[one.main].kind)
                 timed[kind] = time_ours(one, sample, self._device) if sample is not None else None
             if (others := timed[kind]) is not None:
                 found.append((one, *others))

@@ -24,6 +24,11 @@ class Operation:
     key: tuple[object, ...]  # identifies the row in a second run
     indices: tuple[int, ...]  # positions in the step's sequence of calls
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The operator with its shapes, strides and dtypes: rows of one kind, in several modules, take the same time alone."""
+        return self.key[2:]
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

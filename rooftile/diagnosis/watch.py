@@ -78,35 +78,37 @@ class Watch(Dispatched):
 
 
 class Record(Dispatched):
-    """Keeps copies of the inputs of the first call of each wanted operation; `samples` are there afterwards.
+    """Keeps copies of the inputs of the first call of each wanted kind; `samples` are there afterwards, by kind.
 
     Args:
-        wanted: the operations.
+        wanted: an operation of each kind.
         limit: bytes of copies at most; what does not fit is left out.
     """
 
     def __init__(self, wanted: Collection[Operation], limit: int) -> None:
         super().__init__(self._note)
-        self._wanted = {operation.key: operation for operation in wanted}
+        self._wanted = {operation.kind: operation for operation in wanted}
         self._left = limit
         self.samples: dict[tuple[object, ...], Sample] = {}
 
     def _before(self, func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = (self.module, self.phase, *_signature(func, args, kwargs))
-        operation = self._wanted.get(key)
-        if operation is None or key in self.samples:
+        kind = _signature(func, args, kwargs)
+        operation = self._wanted.get(kind)
+        if operation is None or kind in self.samples:
             return None
         size = sum(x.untyped_storage().nbytes() for x in tensors((args, tuple(kwargs.values()))))
         if size > self._left:
             return None
         self._left -= size
         copies: dict[int, Tensor] = {}
-        return operation, tree_map(lambda x: _copied(x, copies), (args, kwargs))
+        # experiments count the versions of what they write, and inference tensors have none
+        with torch.inference_mode(False):
+            return operation, tree_map(lambda x: _copied(x, copies), (args, kwargs))
 
     def _note(self, func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any) -> None:
         if before is not None:
             operation, (given, named) = before
-            self.samples[operation.key] = Sample(operation, func, given, named)  # type: ignore[arg-type]
+            self.samples[operation.kind] = Sample(operation, func, given, named)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)

@@ -211,7 +211,7 @@ def test_a_sample_runs_again_with_its_values_and_strides() -> None:
     (operation,) = watched(step)
     with Record([operation], 1 << 20) as record:
         due = step()
-    sample = record.samples[operation.key]
+    sample = record.samples[operation.kind]
     assert sample.args[0].stride() == base.t().stride()
     assert sample.args[0].untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
     # one storage stays one

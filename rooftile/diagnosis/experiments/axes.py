@@ -1,7 +1,7 @@
 """The axes along which a call can be made smaller: dimensions that several of its tensors share.
 
-Products, convolutions, attention and gathers have rules, because equal sizes may be a coincidence there, and because a cut
-must leave every index inside of what it points into. The axes of all other operators are found by trying.
+Products, convolutions, attention, recurrent layers and gathers have rules, because equal sizes may be a coincidence there, and
+because a cut must leave every index inside of what it points into. The axes of all other operators are found by trying.
 """
 
 from __future__ import annotations
@@ -188,6 +188,12 @@ def _ours(*which: int, tensors: int = 0) -> Callable[[Sequence[torch.Tensor]], l
     return lambda t: [tuple((n, 0) for n in which)] if tensors in (0, len(t)) else []
 
 
+def _recurrent(t: Sequence[torch.Tensor]) -> list[Places]:
+    """The time and the batch of (T, B, C) and (B, C). The library trusts these sizes; its weights and workspace stay whole."""
+    kept = [n for n, x in enumerate(t) if n not in range(1, 5) and x.is_floating_point()]
+    return [tuple((n, 0) for n in kept if t[n].dim() == 3), tuple((n, t[n].dim() - 2) for n in kept)]
+
+
 def _index(t: Sequence[torch.Tensor]) -> list[Places]:
     return [tuple((n, dim) for n in range(1, len(t))) for dim in range(min((x.dim() for x in t[1:]), default=0))]
 
@@ -222,6 +228,8 @@ RULES: dict[str, Callable[[Sequence[torch.Tensor]], list[Places]]] = {
     "convolution_backward": _ours(0, 1),
     "native_batch_norm": _ours(0),
     "cudnn_batch_norm": _ours(0),
+    "mkldnn_rnn_layer": _recurrent,
+    "mkldnn_rnn_layer_backward": _recurrent,
     "embedding": _all_dims(1),
     "index_select": _all_dims(1),
     "index": _index,

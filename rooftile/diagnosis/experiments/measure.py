@@ -19,7 +19,7 @@ import torch
 
 from rooftile.diagnosis.experiments.axes import Axis, axes
 from rooftile.diagnosis.experiments.call import Call
-from rooftile.diagnosis.experiments.evidence import Evidence
+from rooftile.diagnosis.experiments.evidence import CACHE, INTENSITY, SIZE, Evidence
 from rooftile.diagnosis.experiments.in_cache.slices import cached_share
 from rooftile.diagnosis.experiments.intensity import growth
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
@@ -31,8 +31,6 @@ from rooftile.diagnosis.records import Sample
 from rooftile.errors import Unsupported
 
 Result = TypeVar("Result")
-# the names of experiments in `Evidence.why_not`
-INTENSITY, CACHE, SIZE = "intensity", "cache", "size"
 # bytes that experiments may take beyond the call's own
 MEMORY = 1 << 30
 

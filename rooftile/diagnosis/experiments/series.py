@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
 
+from rooftile.diagnosis.experiments.axes import operator_name
 from rooftile.diagnosis.experiments.evidence import Evidence
+from rooftile.diagnosis.experiments.intensity.growth import GROWING
 from rooftile.diagnosis.experiments.measure import alone, with_intensity
 from rooftile.diagnosis.experiments.timing import timer_for
 from rooftile.diagnosis.records import Sample
@@ -18,6 +20,8 @@ Row = TypeVar("Row")
 ALONE = 0.4
 # seconds, after which more runs of an operator change little
 ALONE_S = 2.0
+# times that an operator is measured again whose verdict is not settled
+AGAIN = 2
 
 
 class Recorded(NamedTuple):
@@ -27,20 +31,26 @@ class Recorded(NamedTuple):
     in_context_us: float | None
 
 
-def measure_all(recorded: Mapping[Row, Recorded], device: torch.device, end: float) -> tuple[dict[Row, Evidence], list[str]]:
+def measure_all(
+    recorded: Mapping[Row, Recorded], device: torch.device, end: float, is_settled: Callable[[Row, Evidence], bool]
+) -> tuple[dict[Row, Evidence], list[str]]:  # fmt: skip
     """Returns the evidence of each call, and notes about those that cannot be run again.
 
-    First every operator alone, in the cache and on less data; then added arithmetic, in the given order, until the budget ends.
+    First every operator alone, in the cache and on less data; then added arithmetic, of products first, because nothing is
+    compiled for them, else in the given order; then what is not settled once more, until the budget ends.
 
     Args:
         recorded: the calls by their names, the most expensive first.
         device: of the step. Its operators on a CPU are timed there.
         end: of the budget, on the clock of `time.perf_counter`.
+        is_settled: says whether the measurements of a call are exact enough for a verdict.
     """
     if not recorded:
         return {}, []
     kinds = {one.sample.operation.device for one in recorded.values()}
-    timers = {kind: timer_for(device if kind == device.type else torch.device("cpu")) for kind in kinds}
+    # a program may be in inference mode, outside of which nothing can be written that is made in it
+    with torch.inference_mode(False):
+        timers = {kind: timer_for(device if kind == device.type else torch.device("cpu")) for kind in kinds}
     found: dict[Row, Evidence] = {}
     notes: list[str] = []
     each_s = min(ALONE_S, ALONE * (end - time.perf_counter()) / len(recorded))
@@ -51,7 +61,17 @@ def measure_all(recorded: Mapping[Row, Recorded], device: torch.device, end: flo
             found[row] = alone(sample, timers[sample.operation.device], each_s, in_context_us)
         except (RuntimeError, NotImplementedError) as error:
             notes.append(f"{sample.operation.op} could not be run again: {str(error).splitlines()[0]}")
-    for row in found:
+    for row in sorted(found, key=lambda row: not _grows(recorded[row].sample)):
         sample, left_s = recorded[row].sample, max(end - time.perf_counter(), 0.0)
         found[row] = with_intensity(found[row], sample, timers[sample.operation.device], left_s)
+    for turn in range(1, AGAIN + 1):
+        for row in found:
+            longer_s = min((1 + turn) * each_s, end - time.perf_counter())
+            if longer_s > 0 and not is_settled(row, found[row]):
+                sample, in_context_us = recorded[row]
+                found[row] = found[row].or_better(alone(sample, timers[sample.operation.device], longer_s, in_context_us))
     return found, notes
+
+
+def _grows(sample: Sample) -> bool:
+    return operator_name(sample.function) in GROWING
