@@ -24,7 +24,7 @@ from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.records import Operation, Sample
 from rooftile.diagnosis.remedies.alone import narrower_share, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
-from rooftile.diagnosis.remedies.propose import PRODUCTS, WORTH, Seen, propose
+from rooftile.diagnosis.remedies.propose import PRODUCTS, WORTH, Seen, bf16_may_gain, propose
 from rooftile.diagnosis.remedies.remedy import PAD
 from rooftile.diagnosis.steps import Role, Timed
 from rooftile.diagnosis.timeline import Profiled, Timeline
@@ -178,8 +178,6 @@ class Observer:
             kind: Recorded(samples[kind], self._us(operations[rows[0]]) / operations[rows[0]].calls)
             for kind, rows in kinds.items() if kind in samples
         }  # fmt: skip
-        # where products in bf16 are slow, trying them takes minutes
-        tries_bf16 = measured.matmul_tflops["bf16"] > measured.matmul_tflops["fp32"] / 4
 
         def is_settled(kind: Kind, found: Evidence) -> bool:
             operation = recorded[kind].sample.operation
@@ -191,7 +189,7 @@ class Observer:
             operation = operations[rows[0]]
             sample = samples.pop(kind, None)
             worth = self._kind_us(rows) >= WORTH * median(self._taken)
-            if tries_bf16 and worth and time.perf_counter() < end:
+            if bf16_may_gain(measured) and worth and time.perf_counter() < end:
                 share = narrower_share(operation, sample, torch.bfloat16, self._device)
                 narrower |= {} if share is None else dict.fromkeys(rows, share)
             if self._pads and sample is not None and operation.op in PRODUCTS:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftile as rt
-from rooftile.diagnosis.records import Call, Operation
+from rooftile.diagnosis.records import Call, Operation, Sample
 from rooftile.diagnosis.remedies import alone
 from rooftile.diagnosis.remedies.attentions import find_attentions
 from rooftile.diagnosis.remedies.chains import find_chains
@@ -199,6 +199,23 @@ def test_a_product_is_tried_in_the_narrower_dtype_with_its_own_strides(monkeypat
     times = iter([[1.0], [500.0]])
     monkeypatch.setattr(alone, "times_us", lambda works, device, runs=1: next(times))
     assert alone.narrower_share(operations["aten::mm"], None, torch.bfloat16, torch.device("cpu")) == 500.0
+
+
+def test_the_lse_of_attention_stays_in_fp32_when_the_rest_is_tried_in_bf16() -> None:
+    seen = set()
+
+    def backward(grad: torch.Tensor, lse: torch.Tensor, dropout: float) -> torch.Tensor:
+        seen.add((grad.dtype, lse.dtype))
+        return grad
+
+    grad, lse = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8)
+    operation = Operation(
+        module="", op="aten::_scaled_dot_product_efficient_attention_backward", phase="backward", calls=1, flops=1, special=0,
+        bytes=1, where="", dtype="fp32", device="cpu", key=("", "", "", "", ()), indices=(0,),
+    )  # fmt: skip
+    sample = Sample(operation, backward, (grad, lse, 0.1), {})
+    assert alone.narrower_share(operation, sample, torch.bfloat16, torch.device("cpu")) is not None
+    assert seen == {(torch.float32, torch.float32), (torch.bfloat16, torch.float32)}
 
 
 def test_random_numbers_of_compiled_code_are_no_saving_on_a_cpu() -> None:

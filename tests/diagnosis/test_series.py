@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from rooftile.diagnosis.experiments.series import Recorded, measure_all
 from rooftile.diagnosis.records import Operation, Sample
 
 CPU = torch.device("cpu")
+
+
+def is_settled(row: int, found: Evidence) -> bool:
+    return True
 
 
 def recorded(function=torch.ops.aten.add.Tensor, *args) -> Recorded:
@@ -30,12 +35,34 @@ def test_every_operator_is_timed_before_any_is_compiled(monkeypatch: pytest.Monk
     made = Evidence(time_us=1.0, spread_us=0.0, in_context_us=None)
     monkeypatch.setattr(series, "alone", lambda sample, *rest: done.append(f"alone {sample.args[0]}") or made)
     monkeypatch.setattr(series, "with_intensity", lambda e, sample, *rest: done.append(f"more {sample.args[0]}") or e)
-    measure_all({n: recorded(torch.add, n) for n in range(3)}, CPU, time.perf_counter() + 5)
+    measure_all({n: recorded(torch.add, n) for n in range(3)}, CPU, time.perf_counter() + 5, is_settled)
     assert done == ["alone 0", "alone 1", "alone 2", "more 0", "more 1", "more 2"]
 
 
+def test_products_need_no_compiler_and_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(series, "alone", lambda *rest: Evidence(time_us=1.0, spread_us=0.0, in_context_us=None))
+    monkeypatch.setattr(series, "with_intensity", lambda e, sample, *rest: done.append(sample.function.__name__) or e)
+    measure_all(
+        {0: recorded(), 1: recorded(torch.ops.aten.mm.default, torch.ones(3, 3), torch.ones(3, 3))},
+        CPU, time.perf_counter() + 5, is_settled,
+    )  # fmt: skip
+    assert done == ["mm.default", "add.Tensor"]
+
+
+def test_an_unsettled_operator_is_measured_again_and_the_exacter_times_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    spreads = iter([0.5, 0.1, 0.3])
+    monkeypatch.setattr(
+        series, "alone", lambda *rest: Evidence(time_us=2.0, spread_us=next(spreads), in_context_us=None, gain=0.4, slope=None)
+    )
+    monkeypatch.setattr(series, "with_intensity", lambda e, *rest: replace(e, slope=0.9))
+    found, _ = measure_all({0: recorded()}, CPU, time.perf_counter() + 5, lambda row, e: False)
+    assert (found[0].spread_us, found[0].slope, found[0].gain) == (0.1, 0.9, 0.4)
+    assert next(spreads, None) is None
+
+
 def test_where_the_budget_ends_the_evidence_says_so() -> None:
-    found, notes = measure_all({n: recorded() for n in range(3)}, CPU, time.perf_counter() - 1.0)
+    found, notes = measure_all({n: recorded() for n in range(3)}, CPU, time.perf_counter() - 1.0, is_settled)
     # the most expensive one is timed in any case
     assert list(found) == [0]
     assert found[0].why_not["intensity"] == "the budget ended before it"
@@ -47,7 +74,7 @@ def test_what_cannot_run_again_is_a_note() -> None:
     def refuses(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("only once\nand never again")
 
-    found, notes = measure_all({0: recorded(refuses, torch.ones(3)), 1: recorded()}, CPU, time.perf_counter() + 0.1)
+    found, notes = measure_all({0: recorded(refuses, torch.ones(3)), 1: recorded()}, CPU, time.perf_counter() + 0.1, is_settled)
     assert list(found) == [1]
     assert notes == [f"{refuses} could not be run again: only once"]
 

@@ -95,6 +95,18 @@ def test_a_training_step_of_attention_is_cut_without_reading_past_an_end(kernel:
     assert all(op.experiments["cache"]["gain"] is not None for op in backward), [op.confirmed_by for op in backward]
 
 
+def test_a_backward_of_attention_is_tried_in_bf16_with_its_lse_as_it_is() -> None:
+    q, k, v = (random(1, 12, 1024, 64, dtype=torch.float32).requires_grad_() for _ in range(3))
+
+    def step() -> None:
+        with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1).sum().backward()
+
+    found = rt.diagnose(step, budget=5)
+    torch.cuda.synchronize()
+    assert any("attention_backward" in op.op for op in found.ops)
+
+
 def test_a_kernel_of_one_block_is_latency() -> None:
     x = random(1, 256, dtype=torch.float32)
     op = leading(lambda: torch.softmax(x, -1), budget=5)
@@ -147,7 +159,7 @@ def test_added_multiply_adds_are_computed(dtype: torch.dtype, count: int) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_references_can_be_told_apart(dtype: torch.dtype, device: torch.device) -> None:
     found = references._measure(dtype, timer_for(device), device)
-    assert found.addition < 1 / 3
+    assert found.addition < 0.4
     assert found.multiply_adds > 2 / 3
 
 

@@ -179,8 +179,9 @@ def _attention(t: Sequence[torch.Tensor]) -> list[Places]:
 
 
 def _attention_backward(t: Sequence[torch.Tensor]) -> list[Places]:
-    """Gradient, queries, keys, values, output and LSE; only without a bias among them."""
-    return [tuple((n, dim) for n in range(6)) for dim in (0, 1)] if len(t) > 5 and t[5].dtype == torch.float32 else []
+    """Gradient, queries, keys, values, output and LSE; only without a bias among them, which would come before the output."""
+    is_plain = len(t) > 5 and t[4].shape == t[0].shape and t[5].numel() < t[0].numel()
+    return [tuple((n, dim) for n in range(6)) for dim in (0, 1)] if is_plain else []
 
 
 def _ours(*which: int, tensors: int = 0) -> Callable[[Sequence[torch.Tensor]], list[Places]]:

@@ -158,6 +158,9 @@ class _Measurement:
             self._why_not[name] = "it needs more memory than there is"
         except RuntimeError as reason:
             # an operator may refuse a size or a capture that no rule knows of: its own words are the reason
+            if self._call.device.type == "cuda":
+                # an error that ends the use of the GPU is raised again here
+                torch.cuda.synchronize(self._call.device)
             self._why_not[name] = f"the operator refused: {str(reason).splitlines()[0][:200]}"
         return None
 

@@ -20,6 +20,8 @@ from rooftile.hardware.ceilings import Ceilings
 
 # remedies that save less of the step than this are not worth a line
 WORTH = 0.005
+# a narrower dtype whose products are so many times slower than in fp32 saves nothing
+SLOW = 4
 PRODUCTS = ("aten::mm", "aten::addmm")
 
 
@@ -115,7 +117,7 @@ def _attentions(seen: Seen) -> list[Remedy | None]:
 
 def _narrower(seen: Seen) -> Remedy | None:
     rates = seen.ceilings.matmul_tflops
-    if "bf16" not in rates:
+    if not bf16_may_gain(seen.ceilings):
         return None
     # the optimiser's numbers stay in fp32
     rows = [
@@ -123,6 +125,12 @@ def _narrower(seen: Seen) -> Remedy | None:
         if f.operation.dtype == "fp32" and f.operation.phase != "optimiser" and (n in seen.narrower or not _needs_a_run(seen, f))
     ]  # fmt: skip
     return prices.narrower_dtype(rows, "bf16", rate_ratio=rates["bf16"] / rates["fp32"], bytes_ratio=0.5, measured=seen.narrower)
+
+
+def bf16_may_gain(ceilings: Ceilings) -> bool:
+    """Returns whether bf16 is worth a try. Where products in it are slow, trying takes minutes, and nothing makes up for them."""
+    rates = ceilings.matmul_tflops
+    return "bf16" in rates and rates["bf16"] > rates["fp32"] / SLOW
 
 
 def _needs_a_run(seen: Seen, f: Finding) -> bool:

@@ -50,7 +50,7 @@ def sweep(
         budget_s: for timing.
         memory_bytes: that the grown tensors may take.
     """
-    if "attention" in operator_name(call.function) and (len(call.tensors) != 3 or True in (*call.args, *call.kwargs.values())):
+    if "attention" in operator_name(call.function) and (len(call.tensors) != 3 or _is_causal(call)):
         raise Unsupported("more queries would see other keys under its mask")
     places = min(_choices(call), key=lambda places: _bytes_moved(call, places))
     grown: dict[int, Call] = {1: call}
@@ -78,6 +78,15 @@ def sweep(
     if found.slope is not None and found.slope > STEEPEST:
         raise Unsupported("its time rises by several times what was added, so the library computes the larger one in another way")
     return found
+
+
+def _is_causal(call: Call) -> bool:
+    schema = getattr(call.function, "_schema", None)
+    if schema is None:
+        # any flag may be the one
+        return any(value is True for value in (*call.args, *call.kwargs.values()))
+    given = dict(zip((argument.name for argument in schema.arguments), call.args, strict=False)) | call.kwargs
+    return bool(given.get("is_causal", False))
 
 
 def _choices(call: Call) -> list[tuple[tuple[int, int], ...]]:
