@@ -108,7 +108,10 @@ def diagnose(
     from rooftile.diagnosis.program import diagnose_script
 
     print(f"running {script}; its step is run some twenty times, and writes as often what it writes", file=sys.stderr, flush=True)
-    found = diagnose_script(script, arguments or [], function=step or None, device=on, apply=apply or (), budget=budget, ncu=ncu)
+    found = diagnose_script(
+        script, arguments or [], function=step or None, device=None if device == "auto" else on, apply=apply or (), budget=budget,
+        ncu=ncu,
+    )  # fmt: skip
     _show(found, ops, files)
 
 

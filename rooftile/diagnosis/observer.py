@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -31,13 +32,13 @@ from rooftile.diagnosis.timeline import Profiled, Timeline
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES, classify, settled
 from rooftile.diagnosis.verdicts.findings import Finding, find
 from rooftile.diagnosis.verdicts.step import StepEvidence
-from rooftile.diagnosis.watch import Record, Watch
+from rooftile.diagnosis.watch import Devices, Record, Watch
 from rooftile.errors import Unsupported
 from rooftile.hardware import ceilings
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.hardware.device import describe
 
-WARM_UPS, TIMED_STEPS = 3, 7
+TIMED_STEPS = 7
 Kind = tuple[object, ...]  # as in `Operation.kind`
 
 # operators are taken by their share of the time until so much of it is explained; some of them allow no experiment
@@ -56,7 +57,6 @@ class Observer:
 
     Args:
         name: of the step, for the reader.
-        device: where it runs.
         budget: seconds for the experiments.
         resized: gives the step with the batch times a factor (1: as it is); None where no axis of the inputs is one. Without it
             the step is run by its program only.
@@ -65,38 +65,48 @@ class Observer:
     """
 
     def __init__(
-        self, name: str, device: torch.device, budget: float,
+        self, name: str, budget: float,
         resized: Callable[[float], Callable[[], None] | None] | None = None, pads: bool = False,
         ncu: bool = False,
     ) -> None:  # fmt: skip
-        self._name, self._device, self._budget, self._resized, self._pads = name, device, budget, resized, pads
+        self._name, self._budget, self._resized, self._pads = name, budget, resized, pads
         self._ncu = ncu
         self._taken: list[float] = []
         self._watch = Watch()
-        self._profiled = Profiled(device, lambda: {operation.op for operation in self._watch.operations})
+        self._devices = Devices()
         self._record: Record | None = None
         self._peak_bytes: int | None = None
 
     @property
     def roles(self) -> list[Role]:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
-        timed: Role = lambda: Timed(self._device, self._taken)  # noqa: E731
-        warm_ups: list[Role] = [nullcontext] * (WARM_UPS - 1) + [self._peak]
+        timed: Role = lambda: Timed(self.device, self._taken)  # noqa: E731
+        # the first step may compile, which nothing may watch
+        warm_ups: list[Role] = [nullcontext, lambda: self._devices, self._peak]
         return warm_ups + [timed] * TIMED_STEPS + [lambda: self._watch, lambda: self._profiled, self._recording]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the step, known after two steps."""
+        return self._devices.main
+
+    @cached_property
+    def _profiled(self) -> Profiled:
+        return Profiled(self.device, lambda: {operation.op for operation in self._watch.operations})
 
     @contextmanager
     def _peak(self) -> Iterator[None]:
         """Measures the memory that a step takes on a GPU."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         yield
-        if self._device.type == "cuda":
-            self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        if self.device.type == "cuda":
+            self._peak_bytes = torch.cuda.max_memory_allocated(self.device)
 
     def _recording(self) -> Record:
         limit = SAMPLES_LIMIT
-        if self._device.type == "cuda":
-            limit = torch.cuda.mem_get_info(self._device)[0] // 4
+        if self.device.type == "cuda":
+            limit = torch.cuda.mem_get_info(self.device)[0] // 4
         self._record = Record(self._leading(), limit)
         return self._record
 
@@ -120,7 +130,7 @@ class Observer:
 
         A CPU's operators take a little longer when they are recorded. A GPU's kernels do not: there the time between them grows.
         """
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return min(1.0, median(self._taken) / self._timeline.wall_us)
         return min(1.0, median(self._taken) / self._timeline.busy_us) if self._timeline.busy_us else 1.0
 
@@ -128,7 +138,7 @@ class Observer:
     def _shrink_of_gaps(self) -> float:
         """The share of the idle time under the profiler that a step has without: what the operators leave of it."""
         idle_us = sum(self._timeline.idle_us.values())
-        if self._device.type == "cpu" or not idle_us:
+        if self.device.type == "cpu" or not idle_us:
             return self._shrink
         return max(0.0, median(self._taken) - self._timeline.busy_us) / idle_us
 
@@ -159,14 +169,14 @@ class Observer:
 
     def conclude(self) -> Diagnosis:
         """Makes the experiments and joins everything."""
-        measured = ceilings.measure(self._device)
+        measured = ceilings.measure(self.device)
         samples = self._record.samples if self._record else {}
         operations = self._watch.operations
         end = time.perf_counter() + self._budget
         attentions = self._other_attentions(operations, samples)
         counted: list[dict[str, Any]] = []
         notes: list[str] = []
-        if self._ncu and self._device.type == "cuda":
+        if self._ncu and self.device.type == "cuda":
             counted, notes = counters.count(list(samples.values()))
         elif self._ncu:
             notes = ["ncu counts on a GPU only"]
@@ -181,28 +191,28 @@ class Observer:
 
         def is_settled(kind: Kind, found: Evidence) -> bool:
             operation = recorded[kind].sample.operation
-            roofs = machine.roofs_of(operation, self._device, measured)
+            roofs = machine.roofs_of(operation, self.device, measured)
             return settled(operation, roofs, found) and classify(operation, roofs, found).confidence != "contradicted"
 
-        evidence, refused = measure_all(recorded, self._device, end, is_settled)
+        evidence, refused = measure_all(recorded, self.device, end, is_settled)
         for kind, rows in kinds.items():
             operation = operations[rows[0]]
             sample = samples.pop(kind, None)
             worth = self._kind_us(rows) >= WORTH * median(self._taken)
             if bf16_may_gain(measured) and worth and time.perf_counter() < end:
-                share = narrower_share(operation, sample, torch.bfloat16, self._device)
+                share = narrower_share(operation, sample, torch.bfloat16, self.device)
                 narrower |= {} if share is None else dict.fromkeys(rows, share)
             if self._pads and sample is not None and operation.op in PRODUCTS:
-                saved_us = padded_saving_us(sample, self._device)
+                saved_us = padded_saving_us(sample, self.device)
                 padded_us |= {row: saved_us * operations[row].calls for row in rows}
         findings = self._findings(measured, evidence)
         if any(_is_above(finding) for finding in findings):
             # the ceilings were measured while something else ran
-            measured = ceilings.measure_again(self._device)
+            measured = ceilings.measure_again(self.device)
             findings = self._findings(measured, evidence)
         step, kernels = self._evidence(), self._kernels(findings)
         seen = Seen(
-            device=self._device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
+            device=self.device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
             kernels=kernels, attentions=attentions, narrower=narrower, sync_us=self._lines("sync"), wait_us=self._lines("host"),
         )  # fmt: skip
@@ -210,7 +220,7 @@ class Observer:
             replace(r, measured_us=padded_us[r.ops[0]]) if r.name == PAD and r.ops[0] in padded_us else r for r in propose(seen)
         ]
         return diagnosis(
-            machine=describe(self._device).json(), ceilings=measured.json(),
+            machine=describe(self.device).json(), ceilings=measured.json(),
             program=Program(command=shlex.join(sys.argv), step=self._name, torch=torch.__version__, mode=self._mode),
             step=step, findings=findings, remedies=remedies, launches=seen.launches,
             peak_bytes=self._peak_bytes,
@@ -227,7 +237,7 @@ class Observer:
         """A finding for each operation, in the order of the watch."""
         return [
             find(
-                operation, machine.roofs_of(operation, self._device, measured), evidence.get(operation.kind),
+                operation, machine.roofs_of(operation, self.device, measured), evidence.get(operation.kind),
                 self._us(operation) or None,
             )
             for operation in self._watch.operations
@@ -244,7 +254,7 @@ class Observer:
             kind = (one.q, one.k, one.v, one.backward)
             if kind not in timed:
                 sample = samples.get(operations[one.main].kind)
-                timed[kind] = time_ours(one, sample, self._device) if sample is not None else None
+                timed[kind] = time_ours(one, sample, self.device) if sample is not None else None
             if (others := timed[kind]) is not None:
                 found.append((one, *others))
         worth = sum(times_us[row] for one, *_ in found for row in one.rows)
@@ -262,7 +272,7 @@ class Observer:
         single = [gap.us * shrink for gap in timeline.gaps if gap.cause == "host" and gap.us > self._long_us]
         spread = 1.25 * (max(self._taken) - min(self._taken)) / len(self._taken)
         why_not: dict[str, str] = {}
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         graph_us = self._again_us("graph", 1.0, replayed_us, why_not) if on_gpu else None
         if not on_gpu:
             why_not["graph"] = "needs a GPU"
@@ -281,7 +291,7 @@ class Observer:
         try:
             if step is None:
                 raise Unsupported("the inputs have no first axis in common" if self._resized else "the step takes no inputs")
-            return timed(step, self._device)
+            return timed(step, self.device)
         except Unsupported as reason:
             why_not[name] = str(reason)
             return None

@@ -12,14 +12,15 @@ from rooftile.diagnosis.remedies.apply import Trial, check, tried
 from rooftile.diagnosis.run import diagnose
 from rooftile.diagnosis.script import run
 from rooftile.diagnosis.steps import Finished, Steps
+from rooftile.errors import InvalidInput
 
 # seconds that a script may take to reach its first step, where the budget does not give it more
 LEAST_PATIENCE = 60.0
 
 
 def diagnose_script(
-    path: str, arguments: Sequence[str] = (), *, function: str | None = None, device: str = "cpu", apply: Sequence[str] = (),
-    budget: float = 60.0, ncu: bool = False,
+    path: str, arguments: Sequence[str] = (), *, function: str | None = None, device: str | None = None,
+    apply: Sequence[str] = (), budget: float = 60.0, ncu: bool = False,
 ) -> Diagnosis:  # fmt: skip
     """Runs a script, finds its step and diagnoses it; see `diagnosis.script` for what counts as a step.
 
@@ -30,32 +31,43 @@ def diagnose_script(
         path: the script.
         arguments: its own.
         function: the name of the function that is its step.
-        device: where its step runs.
+        device: "cpu" or "cuda", where its step is expected to run; None for any.
         apply: remedies to try, as in `rooftile.diagnose`; a script is run once more for each.
         budget: seconds that the experiments may take.
         ncu: also count bytes by Nsight Compute.
 
     Raises:
-        InvalidInput: there is no such file, no step was found, or the script ended before enough steps were seen.
+        InvalidInput: there is no such file, no step was found, the script ended before enough steps were seen, or its step runs
+            on another device.
     """
     check(apply)
     found: list[Diagnosis] = []
-    on = torch.device(device)
-    observer = Observer(f"a step of {path}", on, budget, pads="pad" in apply, ncu=ncu)
+    observer = Observer(f"a step of {path}", budget, pads="pad" in apply, ncu=ncu)
 
     def done() -> None:
+        _check_device(device, observer.device)
         found.append(observer.conclude())
         raise Finished
 
     call = run(path, arguments, Steps(observer.roles, done), function=function, patience=max(LEAST_PATIENCE, 10 * budget))
     if call is None:
-        return tried(found[0], apply, on, lambda trial: _again(path, arguments, trial))
+        return tried(found[0], apply, observer.device, lambda trial: _again(path, arguments, trial))
 
     def step() -> object:
         return call.function(*call.args, **call.kwargs)
 
     step.__qualname__ = call.name
-    return diagnose(step, apply=apply, budget=budget, ncu=ncu)
+    named = diagnose(step, apply=apply, budget=budget, ncu=ncu)
+    _check_device(device, torch.device(named.machine["type"]))
+    return named
+
+
+def _check_device(expected: str | None, found: torch.device) -> None:
+    if expected is not None and torch.device(expected).type != found.type:
+        raise InvalidInput(
+            f"the step ran on {found.type}, and {expected} is expected; the script decides where its step runs: move its tensors "
+            "there, or leave --device out"
+        )
 
 
 def _again(path: str, arguments: Sequence[str], trial: Trial) -> None:

@@ -79,8 +79,7 @@ def diagnose(
 
         return other
 
-    device = _device_of(function, inputs)
-    observer = Observer(name, device, budget, resized, pads="pad" in apply, ncu=ncu)
+    observer = Observer(name, budget, resized, pads="pad" in apply, ncu=ncu)
     steps = Steps(observer.roles, lambda: found.append(observer.conclude()))
     with unchanged(state_of(function, inputs)):
         for _ in range(steps.needed):
@@ -94,7 +93,7 @@ def diagnose(
             while tries.seen < tries.needed:
                 _in(tries, changed if changed is not None and trial.is_changed(tries.seen) else step)
 
-        return tried(found[0], apply, device, run)
+        return tried(found[0], apply, observer.device, run)
 
 
 def _in(steps: Steps, step: Callable[[], None]) -> None:
@@ -136,17 +135,3 @@ def _with_batch(inputs: Sequence[Any], factor: float) -> tuple[Any, ...] | None:
         x if not isinstance(x, Tensor) else x[: int(size * factor)] if factor < 1 else torch.cat([x] * round(factor))
         for x in inputs
     )
-
-
-def _device_of(function: Any, inputs: Sequence[Any]) -> torch.device:
-    """Returns the device of the step's tensors: a GPU if any is on one."""
-    found = []
-    for thing in state_of(function, inputs):
-        if isinstance(thing, Tensor):
-            found.append(thing.device)
-        elif isinstance(thing, nn.Module):
-            found += [p.device for p in thing.parameters()]
-    on_gpu = {device for device in found if device.type == "cuda"}
-    if len(on_gpu) > 1:
-        raise InvalidInput(f"the step uses {len(on_gpu)} GPUs ({', '.join(sorted(map(str, on_gpu)))}); diagnose one at a time")
-    return on_gpu.pop() if on_gpu else torch.device("cpu")

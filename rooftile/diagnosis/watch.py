@@ -27,6 +27,7 @@ from rooftile.diagnosis.counts.traffic import by_storage, distinct, tensors, tou
 from rooftile.diagnosis.dispatched import Dispatched
 from rooftile.diagnosis.records import Call, Operation, Sample
 from rooftile.diagnosis.where import user_line
+from rooftile.errors import InvalidInput
 
 
 class Watch(Dispatched):
@@ -75,6 +76,25 @@ class Watch(Dispatched):
             pointwise=fusable, again=self.phase == "backward" and _in_checkpoint(sys._getframe()),
         )  # fmt: skip
         self.calls.append(call)
+
+
+class Devices(Dispatched):
+    """Finds where the step in its block runs."""
+
+    def __init__(self) -> None:
+        super().__init__(self._note)
+        self._gpus: set[torch.device] = set()
+
+    @property
+    def main(self) -> torch.device:
+        """The GPU whose tensors an operator took or made; without one, the CPU. Two GPUs are an InvalidInput."""
+        if len(self._gpus) > 1:
+            names = ", ".join(sorted(map(str, self._gpus)))
+            raise InvalidInput(f"the step uses {len(self._gpus)} GPUs ({names}); diagnose one at a time")
+        return next(iter(self._gpus), torch.device("cpu"))
+
+    def _note(self, func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, before: Any) -> None:
+        self._gpus |= {x.device for x in tensors((args, kwargs, result)) if x.device.type == "cuda"}
 
 
 class Record(Dispatched):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rooftile.diagnosis.experiments.axes import CHECK_SIZES, RULES, axes, piece
 from rooftile.diagnosis.experiments.call import Call, held_bytes
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.in_cache.slices import cached_share, packed, same_pages
@@ -18,7 +18,9 @@ from rooftile.diagnosis.experiments.intensity.multiply_adds import expected
 from rooftile.diagnosis.experiments.intensity.references import References
 from rooftile.diagnosis.experiments.intensity.sweep import Sweep
 from rooftile.diagnosis.experiments.measure import alone, with_intensity
-from rooftile.diagnosis.experiments.size import fixed_us, smaller
+from rooftile.diagnosis.experiments.smaller.axes import axes, piece
+from rooftile.diagnosis.experiments.smaller.fixed import fixed_us, smaller
+from rooftile.diagnosis.experiments.smaller.rules import CHECK_SIZES, RULES
 from rooftile.diagnosis.experiments.timing import HostTimer, error, interleaved
 from rooftile.diagnosis.records import Operation, Sample
 from rooftile.errors import Unsupported
@@ -289,6 +291,57 @@ def test_axes_of_products_convolutions_and_gathers() -> None:
     assert sizes(aten.native_layer_norm.default, rand(6, 10), [10], rand(10), rand(10), 1e-5) == [6]
     assert sizes(aten.add.Tensor, rand(6, 10), rand(10)) == [6, 10]
     assert sizes(aten.arange.default, 5) == []
+
+
+def test_axes_of_attention_with_a_bias_and_of_a_single_query() -> None:
+    def places(*t: torch.Tensor) -> list[Any]:
+        return [(axis.size, axis.places) for axis in axes(Call(aten._scaled_dot_product_efficient_attention.default, t))]
+
+    q, one, k = torch.randn(2, 6, 5, 8), torch.randn(2, 6, 1, 8), torch.randn(2, 6, 9, 8)
+    # a bias for all heads stays whole when heads are cut
+    assert places(q, k, k, torch.randn(2, 1, 5, 9)) == [
+        (2, ((0, 0), (1, 0), (2, 0), (3, 0))), (6, ((0, 1), (1, 1), (2, 1))),
+    ]  # fmt: skip
+    # fewer key heads than heads: only the keys can be cut
+    assert places(one[:1], k[:1, :3], k[:1, :3]) == [(9, ((1, 2), (2, 2)))]
+    assert places(q, k, k, torch.randn(5, 9)) == []
+
+
+def test_axes_of_a_recurrent_layer_are_time_and_batch() -> None:
+    x, state, weight = torch.randn(7, 3, 4), torch.randn(2, 3, 5), torch.randn(20, 4)
+    rule = RULES["_cudnn_rnn"]
+    assert rule([x, weight, weight, state, state]) == [((0, 0),), ((0, 1), (3, 1), (4, 1))]
+    # the batch comes first
+    assert rule([x.transpose(0, 1), weight, weight, state, state]) == []
+
+
+def test_lists_are_cut_to_some_of_their_tensors() -> None:
+    sizes = (600, 300, 90, 10)
+    weights, other = ([torch.full((n, 2), float(n)) for n in sizes] for _ in range(2))
+    call = Call(aten._foreach_addcmul_.Scalar, (weights, other, other, 2.0))
+    (axis,) = axes(call)
+    for share, left in ((0.7, [600, 90, 10]), (0.05, [10]), (0.002, [2]), (0.0, [1])):
+        made = piece(call, [axis], share)
+        assert [len(x) for x in made.call.args[0]] == [len(x) for x in made.call.args[2]] == left
+        assert made.share == pytest.approx(sum(left) / 1000)
+        made.call.run()
+    # numbers beside the tensors are cut alike, and a counter of steps is there for each
+    steps = [torch.tensor(float(n)) for n in sizes]
+    made = piece(Call(aten._foreach_addcdiv_.ScalarList, (weights, other, other, [1.0, 2.0, 3.0, 4.0])), [axis], 0.05)
+    assert made.call.args[3] == [4.0]
+    args = (weights, other, other, other, [], steps)
+    named = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    made = piece(Call(aten._fused_adamw_.default, args, named), [axis], 0.002)
+    assert [tuple(x.shape) for x in made.call.tensors] == [(2, 2)] * 4 + [()]
+    made.call.run()
+
+
+def test_a_pass_over_lists_is_faster_from_the_cache() -> None:
+    weights = [torch.randn(1 << 20) for _ in range(32)]
+    found = measure(sample(aten._foreach_mul_.Scalar, weights, 0.999), budget_s=1.0)
+    assert {"cache", "size"}.isdisjoint(found.why_not)
+    assert found.gain > 0.3
+    assert found.fixed_us < 0.5 * found.time_us
 
 
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.0])

@@ -309,6 +309,12 @@ def test_a_script_without_a_step_gets_a_sentence(script: str, kind: str, functio
         diagnose_script(script, [kind], function=function, budget=0.5)
 
 
+@pytest.mark.parametrize(("kind", "function"), [("optimiser", None), ("function", "train_step")])
+def test_a_script_that_runs_on_another_device_is_told(script: str, kind: str, function: str | None) -> None:
+    with pytest.raises(InvalidInput, match="the step ran on cpu, and cuda is expected"):
+        diagnose_script(script, [kind], function=function, device="cuda", budget=0.2)
+
+
 def test_a_script_that_never_ends(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rooftile.diagnosis.program.LEAST_PATIENCE", 2.0)
     # one that calls a module for ever: the call is its step

@@ -95,7 +95,7 @@ def test_a_training_step_of_attention_is_cut_without_reading_past_an_end(kernel:
     assert all(op.experiments["cache"]["gain"] is not None for op in backward), [op.confirmed_by for op in backward]
 
 
-def test_a_backward_of_attention_is_tried_in_bf16_with_its_lse_as_it_is() -> None:
+def test_a_backward_of_attention_is_not_tried_with_what_another_kernel_gave() -> None:
     q, k, v = (random(1, 12, 1024, 64, dtype=torch.float32).requires_grad_() for _ in range(3))
 
     def step() -> None:
@@ -105,6 +105,18 @@ def test_a_backward_of_attention_is_tried_in_bf16_with_its_lse_as_it_is() -> Non
     found = rt.diagnose(step, budget=5)
     torch.cuda.synchronize()
     assert any("attention_backward" in op.op for op in found.ops)
+
+
+def test_a_step_is_found_on_the_gpu_wherever_its_tensors_are_held() -> None:
+    class Held:
+        def __init__(self) -> None:
+            self.weights = {"deep": [random(256, 256)]}
+
+        def step(self) -> torch.Tensor:
+            return self.weights["deep"][0] @ self.weights["deep"][0]
+
+    held = [Held()]
+    assert rt.diagnose(lambda: held[0].step(), budget=1).machine["type"] == "cuda"
 
 
 def test_a_kernel_of_one_block_is_latency() -> None:

@@ -81,7 +81,8 @@ class Call:
 
     def bytes(self, places: Sequence[int] | None = None) -> int:
         """Returns the bytes of the arguments (of all, or of those with these indices) and of the results. Runs it once."""
-        read = self.tensors if places is None else [self.tensors[place] for place in places]
+        # lists that were cut have fewer tensors
+        read = self.tensors if places is None else [self.tensors[place] for place in places if place < len(self.tensors)]
         self.restore()
         results = [x for x in pytree.tree_leaves(self.run()) if isinstance(x, torch.Tensor)]
         return sum(held_bytes(x) for x in [*read, *results])
@@ -96,6 +97,12 @@ class Call:
             for n in found:
                 self.tensors[n].copy_(copies[n])
         return found
+
+
+def operator_name(function: Callable[..., object]) -> str:
+    """Returns "addmm" of torch.ops.aten.addmm.default; other functions have their own name."""
+    packet = getattr(function, "overloadpacket", function)
+    return str(getattr(packet, "__name__", type(packet).__name__))
 
 
 def held_bytes(x: torch.Tensor) -> int:

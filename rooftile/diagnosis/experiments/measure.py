@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import torch
 
-from rooftile.diagnosis.experiments.axes import Axis, axes
 from rooftile.diagnosis.experiments.call import Call
 from rooftile.diagnosis.experiments.evidence import CACHE, INTENSITY, SIZE, Evidence
 from rooftile.diagnosis.experiments.in_cache.slices import cached_share
@@ -25,7 +24,8 @@ from rooftile.diagnosis.experiments.intensity import growth
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
 from rooftile.diagnosis.experiments.intensity.references import references
 from rooftile.diagnosis.experiments.intensity.sweep import Sweep, sweep
-from rooftile.diagnosis.experiments.size import fixed_us, smaller
+from rooftile.diagnosis.experiments.smaller.axes import Axis, axes
+from rooftile.diagnosis.experiments.smaller.fixed import fixed_us, smaller
 from rooftile.diagnosis.experiments.timing import Timer, error, interleaved
 from rooftile.diagnosis.records import Sample
 from rooftile.errors import Unsupported

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from rooftile.diagnosis.experiments.axes import operator_name
+from rooftile.diagnosis.experiments.call import operator_name
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.intensity.growth import GROWING
 from rooftile.diagnosis.experiments.measure import alone, with_intensity

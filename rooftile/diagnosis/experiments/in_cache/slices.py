@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from rooftile.diagnosis.compiled import Kernel
-from rooftile.diagnosis.experiments.axes import Axis, operator_name, piece
-from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.call import Call, operator_name
 from rooftile.diagnosis.experiments.in_cache.pages import aliased
+from rooftile.diagnosis.experiments.smaller.axes import Axis, piece
 from rooftile.diagnosis.experiments.timing import Timer, interleaved, low
 from rooftile.errors import Unsupported
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from rooftile.diagnosis.experiments.axes import operator_name, with_result
-from rooftile.diagnosis.experiments.call import Call, held_bytes
+from rooftile.diagnosis.experiments.call import Call, held_bytes, operator_name
 from rooftile.diagnosis.experiments.intensity.sweep import PLANNED_ROUNDS, TIMED_S, Sweep
+from rooftile.diagnosis.experiments.smaller.axes import with_result
 from rooftile.diagnosis.experiments.timing import Timer, error, interleaved, low
 from rooftile.errors import Unsupported
 

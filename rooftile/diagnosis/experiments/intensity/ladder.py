@@ -17,9 +17,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from rooftile.diagnosis.compiled import Kernel
-from rooftile.diagnosis.experiments.axes import GATHERS, operator_name
-from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.call import Call, operator_name
 from rooftile.diagnosis.experiments.intensity.multiply_adds import operator
+from rooftile.diagnosis.experiments.smaller.rules import GATHERS
 from rooftile.errors import Unsupported
 
 _COMPILED: dict[tuple[Any, ...], Callable[..., Any]] = {}

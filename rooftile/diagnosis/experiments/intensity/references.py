@@ -18,11 +18,11 @@ from statistics import median
 
 import torch
 
-from rooftile.diagnosis.experiments.axes import axes
 from rooftile.diagnosis.experiments.call import Call
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
 from rooftile.diagnosis.experiments.intensity.multiply_adds import operator
 from rooftile.diagnosis.experiments.intensity.sweep import sweep
+from rooftile.diagnosis.experiments.smaller.axes import axes
 from rooftile.diagnosis.experiments.timing import Timer, last_level_bytes
 from rooftile.errors import Unsupported
 from rooftile.hardware.ceilings import cache_directory

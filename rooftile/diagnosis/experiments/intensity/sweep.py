@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
-from rooftile.diagnosis.experiments.axes import Axis, piece
 from rooftile.diagnosis.experiments.call import Call
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
+from rooftile.diagnosis.experiments.smaller.axes import Axis, piece
 from rooftile.diagnosis.experiments.timing import Timer, error, interleaved, low
 from rooftile.errors import Unsupported
 

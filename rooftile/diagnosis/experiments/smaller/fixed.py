@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rooftile.diagnosis.compiled import Kernel
-from rooftile.diagnosis.experiments.axes import Axis, Piece, piece
 from rooftile.diagnosis.experiments.call import Call
+from rooftile.diagnosis.experiments.smaller.axes import Axis, Piece, piece
 from rooftile.errors import Unsupported
 
 SHARES = (1 / 2, 1 / 4, 1 / 16, 1 / 64, 0.0)
