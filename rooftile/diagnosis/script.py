@@ -83,12 +83,8 @@ def run(
                 f"{path} has reached no step in {patience:g} seconds; name a function by --step, or give it more by --budget"
             ) from None
         except SystemExit as error:
-            steps.abandon(error)
             if error.code not in (None, 0):
                 raise InvalidInput(f"{path} ended with exit code {error.code} before its step had been seen") from error
-        except BaseException as error:
-            steps.abandon(error)
-            raise
         finally:
             alarm.off()
             if steps.is_elsewhere:

@@ -63,7 +63,7 @@ class Steps:
         self.begin()
 
     def abandon(self, error: BaseException) -> None:
-        """Leaves the open step, because the program ended or failed in it."""
+        """Leaves the open step, if there is one, because the program ended or failed in it."""
         role, self._open = self._open, None
         if role is not None and not self.is_elsewhere:
             role.__exit__(type(error), error, error.__traceback__)
@@ -75,12 +75,13 @@ _watched: list[Steps] = []
 
 @contextmanager
 def watching(steps: Steps) -> Iterator[None]:
-    """`step()` reports to `steps` inside the block."""
+    """`step()` reports to `steps` inside the block. At its end the step that the program has begun is left."""
     _watched.append(steps)
     try:
         yield
     finally:
         _watched.remove(steps)
+        steps.abandon(Finished())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One thread: other test processes keep the cores busy, and a parallel region that waits for them costs milliseconds."""
+"""Every test here runs with one thread, and leaves nothing behind that watches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
+    # other test processes keep the cores busy, and a parallel region that waits for them costs milliseconds
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def nothing_watches_any_more() -> Iterator[None]:
+    yield
+    assert _get_current_dispatch_mode() is None
