@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import rooftile
 from rooftile import dispatch
+from rooftile.bench.session import commit
 from rooftile.cases import Case
 from rooftile.hardware import ceilings
 from rooftile.hardware.chips import Chip, chip_named
@@ -74,23 +72,10 @@ def _roofs(measured: ceilings.Ceilings, chip: Chip | None) -> list[Roof]:
 
 
 def reproduction(command: str) -> dict[str, str]:
-    """Returns the command, the commit if there is one, and the date, so that a reader can repeat the run."""
+    """Returns the command, the commit ("unknown" outside of a checkout) and the date, so that a reader can repeat the run."""
     return {
         "command": command,
         "rooftile": rooftile.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
-
-
-def _commit() -> str:
-    """Returns the commit of this package's checkout, with `+` for uncommitted changes; "" outside a checkout."""
-    root = Path(rooftile.__file__).parents[1]
-    git = shutil.which("git")
-    if git is None or not (root / ".git").exists():
-        return ""
-    asked = subprocess.run(
-        [git, "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"],
-        capture_output=True, text=True, timeout=20, check=False,
-    )  # fmt: skip
-    return asked.stdout.strip() if asked.returncode == 0 else ""

@@ -279,7 +279,7 @@ def _not_shown(report: Report) -> str:
 
 def _environment(report: Report) -> str:
     device = report.machine.device if report.machine else {}
-    words = [f"Rooftile {report.reproduction['rooftile']}"]
+    words = [f"Rooftile {report.reproduction['rooftile']}", f"commit {report.reproduction['commit']}"]
     words += [f"commit {report.reproduction['commit']}"] * bool(report.reproduction["commit"])
     for name in ("torch", "triton", "python"):
         if device.get(name):

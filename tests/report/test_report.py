@@ -164,7 +164,7 @@ def comparison(ours_us: float, ours_peak: int) -> Comparison:
 
 def report(**parts) -> Report:
     return Report(
-        plan=CPU, reproduction={"command": "rooftile report", "rooftile": "0", "commit": "", "date": "today"}, **parts
+        plan=CPU, reproduction={"command": "rooftile report", "rooftile": "0", "commit": "unknown", "date": "today"}, **parts
     )
 
 
