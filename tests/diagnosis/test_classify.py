@@ -135,7 +135,11 @@ MEMORY, COMPUTE = Work(bytes=9e7, flops=1e6), Work(bytes=1e6, flops=9e7)
         (MEMORY, {"slope": 1 / 3, "gain": 0.3}, "memory", "HBM", "measured"),  # on the threshold: right, and never confirmed
         (MEMORY, {"slope": 0.05, "gain": 0.6}, "memory", "HBM", "confirmed"),
         (MEMORY, {"slope": 0.34, "gain": 0.6}, "balanced", None, "measured"),
-        (MEMORY, {"slope": 0.05, "gain": 0.29}, "balanced", None, "measured"),
+        (Work(bytes=7e7, flops=1e6), {"slope": 0.05, "gain": 0.29}, "balanced", None, "measured"),
+        # a cache that is little faster than main memory
+        (MEMORY, {"slope": 0.05, "gain": 0.29}, "memory", "HBM", "measured"),
+        # no arithmetic at all
+        (Work(bytes=7e7, flops=0), {"gain": 0.02}, "balanced", None, "measured"),
         (COMPUTE, {"slope": 2 / 3, "gain": 0.15}, "compute", "fp32", "measured"),
         (COMPUTE, {"slope": 0.95, "gain": 0.01}, "compute", "fp32", "confirmed"),
         (COMPUTE, {"slope": 0.66, "gain": 0.01}, "balanced", None, "measured"),
@@ -226,6 +230,9 @@ def test_item_is_the_host_on_a_gpu_only() -> None:
 def test_settled_asks_for_more_runs_near_a_threshold() -> None:
     its = operation(MEMORY, device="cuda")
     assert settled(its, GPU.roofs(), by_hand(slope=0.05, gain=0.6))
-    assert not settled(its, GPU.roofs(), by_hand(slope=0.05, gain=0.31))
+    # the roof decides on both sides of 0.3 where it is reached
+    assert settled(its, GPU.roofs(), by_hand(slope=0.05, gain=0.31))
+    slower = operation(Work(bytes=7e7, flops=1e6), device="cuda")
+    assert not settled(slower, GPU.roofs(), by_hand(slope=0.05, gain=0.31))
     assert not settled(its, GPU.roofs(), by_hand(slope=0.05, gain=0.6, spread_us=20.0))
     assert not settled(its, GPU.roofs(), by_hand(slope=0.05, gain=0.6, fixed_us=49.9))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,12 @@ from rooftile.diagnosis.records import Call, Operation, Sample
 from rooftile.diagnosis.remedies import alone
 from rooftile.diagnosis.remedies.attentions import find_attentions
 from rooftile.diagnosis.remedies.chains import find_chains
+from rooftile.diagnosis.remedies.propose import _narrower
+from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.watch import Watch
+from tests.diagnosis.machine import Machine, Work, finding
 
+GPU = Machine(flops_per_us=1e6, bytes_per_us=1e6, cache_bytes_per_us=4e6, fixed_us=2.0, launch_us=5.0, device="cuda")
 SIZE = 1000
 BYTES = 4 * SIZE
 
@@ -225,3 +231,16 @@ def test_random_numbers_of_compiled_code_are_no_saving_on_a_cpu() -> None:
     assert any(remedy.name == "compile" for remedy in plain.remedies)
     assert not any(remedy.name == "compile" for remedy in drawn.remedies)
     assert any(remedy.name == "fuse" for remedy in drawn.remedies)
+
+
+def test_a_program_in_bf16_is_not_told_to_run_what_it_keeps_in_fp32_in_bf16() -> None:
+    mm = finding(GPU, Work(bytes=1e6, flops=1e9), op="aten::mm", calls=1)
+    norm = finding(GPU, Work(bytes=1e8, flops=1e6), op="aten::mul", calls=1)
+
+    def proposed(dtype: str) -> Remedy | None:
+        products = replace(mm, operation=replace(mm.operation, dtype=dtype))
+        ceilings = SimpleNamespace(matmul_tflops={"fp32": 50.0, "bf16": 800.0})
+        return _narrower(SimpleNamespace(ceilings=ceilings, findings=[products, norm], narrower={}, device=torch.device("cuda")))
+
+    assert proposed("bf16") is None
+    assert proposed("fp32").predicted_us > 0

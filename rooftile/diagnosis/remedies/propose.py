@@ -119,6 +119,13 @@ def _narrower(seen: Seen) -> Remedy | None:
     rates = seen.ceilings.matmul_tflops
     if not bf16_may_gain(seen.ceilings):
         return None
+    in_products = {False: 0.0, True: 0.0}
+    for f in seen.findings:
+        if has_products(f.operation.op):
+            in_products[f.operation.dtype == "fp32"] += f.time_us
+    if in_products[False] > in_products[True]:
+        # the program runs in a narrower dtype, and what it keeps in fp32 it keeps there on purpose
+        return None
     # the optimiser's numbers stay in fp32
     rows = [
         (n, f) for n, f in enumerate(seen.findings)
