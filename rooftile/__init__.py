@@ -22,6 +22,7 @@ from rooftile.api import (
     merge,
     quantise_qkv,
 )
+from rooftile.blocks import Blocks
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import disable, enable, enabled, is_enabled, status
 from rooftile.integrations.transformers_import import register_when_imported
@@ -38,6 +39,7 @@ __all__ = [
     "CAUSAL",
     "FULL",
     "LLM",
+    "Blocks",
     "Chunk",
     "InvalidInput",
     "Mask",

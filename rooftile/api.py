@@ -16,12 +16,14 @@ from torch.autograd import forward_ad
 from rooftile import dispatch, ops, reference
 from rooftile import validate as checks
 from rooftile.backends import eager
+from rooftile.blocks import Blocks
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import PagedKV
 from rooftile.masks import FULL, Mask
 from rooftile.numerics import QuantisedQKV
 from rooftile.operators import levels_of_gradients, mapped, only_grad_and_vmap, transformed, transforms_active
 from rooftile.ops import nested
+from rooftile.ops.listed import with_blocks
 from rooftile.ops.padding import with_padding, without_padding
 from rooftile.precision import Precision, recipe_of
 from rooftile.spec import NO_OPTIONS, Asked, Options, Spec, decode, replaced
@@ -40,6 +42,7 @@ def attention(
     alibi: Tensor | None = None,
     backend: str | None = None,
     bias: Tensor | None = None,
+    blocks: Blocks | None = None,
     deterministic: bool | None = None,
     dropout: float = 0.0,
     key_padding_mask: Tensor | None = None,
@@ -56,11 +59,13 @@ def attention(
         k: keys (B, S, Hk, D). Hk divides H; each key head serves H / Hk query heads (MQA, GQA).
         v: values (B, S, Hk, Dv). Dv may differ from D. All three may be nested tensors (B, j, H, D) with layout=torch.jagged:
             they are computed as packed sequences, and o is nested with the offsets of q.
-        mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`. Aligned bottom-right when T != S. None is FULL.
+        mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`. Aligned bottom-right when T != S. None is FULL. Or
+            FlexAttention's BlockMask, which is aligned top-left.
         alibi: slopes (H,) or (B, H); adds -slope |i - j| to the scores.
         backend: "hopper", "triton", "sdpa", "tiled" or "eager"; None takes the fastest that runs the problem (see `explain`).
         bias: added to the scores; broadcasts to (B, H, T, S). Differentiable. Or booleans, True where a key is seen: they hide
             keys as -inf does. What is broadcast is not copied out.
+        blocks: lists of the key blocks that each block of queries sees; the mask hides more inside of them.
         deterministic: bit-equal gradients from run to run. None follows torch.use_deterministic_algorithms.
         dropout: probability in [0, 1) of dropping a weight.
         key_padding_mask: booleans (B, S) as PyTorch's modules take them, True for keys that nobody sees. Where the answer is the
@@ -91,6 +96,9 @@ def attention(
     """
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, False, backend)
     options = _options(bias, alibi, sinks)
+    if blocks is not None or type(mask) is not Mask:
+        mask, options, size = with_blocks(q, k, v, mask, options, blocks)
+        asked = asked._replace(block_size=size)
     if key_padding_mask is not None:
         return _attend_padded(q, k, v, mask, options, asked, key_padding_mask)[0]
     return _attend(q, k, v, mask, options, asked)[0]
@@ -106,6 +114,7 @@ def attention_with_lse(
     alibi: Tensor | None = None,
     backend: str | None = None,
     bias: Tensor | None = None,
+    blocks: Blocks | None = None,
     deterministic: bool | None = None,
     dropout: float = 0.0,
     key_padding_mask: Tensor | None = None,
@@ -128,6 +137,9 @@ def attention_with_lse(
     """
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, True, backend)
     options = _options(bias, alibi, sinks)
+    if blocks is not None or type(mask) is not Mask:
+        mask, options, size = with_blocks(q, k, v, mask, options, blocks)
+        asked = asked._replace(block_size=size)
     if key_padding_mask is not None:
         return _attend_padded(q, k, v, mask, options, asked, key_padding_mask)
     return _attend(q, k, v, mask, options, asked)
@@ -145,6 +157,7 @@ def attention_packed(
     alibi: Tensor | None = None,
     backend: str | None = None,
     bias: Tensor | None = None,
+    blocks: Blocks | None = None,
     deterministic: bool | None = None,
     dropout: float = 0.0,
     precision: str | Precision = "native",
@@ -161,6 +174,7 @@ def attention_packed(
             and copied over; on a GPU they are trusted, unless validate is set.
         cu_k: the same for keys and values. A sequence may have no query, or no key.
         bias: (1 or H, 1 or total_q, J): row t of it goes to packed query t, column j to its sequence's key j.
+        blocks: lists for the blocks of each sequence, in the places that `rooftile.Blocks` says.
         validate: read the offsets back and check them, which waits for the GPU.
 
     The other arguments are those of `attention`; masks and ALiBi count positions within a sequence.
@@ -175,7 +189,7 @@ def attention_packed(
         torch.Size([10, 4, 64])
     """
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, False, backend)
-    return _attend_packed(q, k, v, mask, Options(bias, alibi, sinks, None, cu_q, cu_k), asked, validate)[0]
+    return _attend_packed(q, k, v, mask, Options(bias, alibi, sinks, None, cu_q, cu_k), asked, validate, blocks)[0]
 
 
 @answers_foreign_words
@@ -190,6 +204,7 @@ def attention_packed_with_lse(
     alibi: Tensor | None = None,
     backend: str | None = None,
     bias: Tensor | None = None,
+    blocks: Blocks | None = None,
     deterministic: bool | None = None,
     dropout: float = 0.0,
     precision: str | Precision = "native",
@@ -201,7 +216,7 @@ def attention_packed_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """`attention_packed`, and lse (H, total_q); gradients flow through both."""
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, True, backend)
-    return _attend_packed(q, k, v, mask, Options(bias, alibi, sinks, None, cu_q, cu_k), asked, validate)
+    return _attend_packed(q, k, v, mask, Options(bias, alibi, sinks, None, cu_q, cu_k), asked, validate, blocks)
 
 
 @answers_foreign_words
@@ -411,6 +426,7 @@ def explain(
     *,
     alibi: Tensor | None = None,
     bias: Tensor | None = None,
+    blocks: Blocks | None = None,
     deterministic: bool | None = None,
     dropout: float = 0.0,
     key_padding_mask: Tensor | None = None,
@@ -430,6 +446,9 @@ def explain(
     asked = Asked(scale, softcap, dropout, None, deterministic, precision, needs_lse)
     seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout else None
     options = Options(bias, alibi, sinks, seed)
+    if blocks is not None or type(mask) is not Mask:
+        mask, options, size = with_blocks(q, k, v, mask, options, blocks)
+        asked = asked._replace(block_size=size)
     if key_padding_mask is not None:
         q, k, v, options = without_padding(q, k, v, mask, options, asked, key_padding_mask)
     options = checks.bias_in_numbers(options, q.dtype)
@@ -452,9 +471,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options
 
 
 def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, read: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: Options, asked: Asked, read: bool, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`_attend` for packed sequences, whose offsets are checked too; `read`: also on a GPU, where that waits."""
+    if blocks is not None or type(mask) is not Mask:
+        options = checks.check_packed(q, k, options, read)
+        mask, options, size = with_blocks(q, k, v, mask, options, blocks, read)
+        asked = asked._replace(block_size=size)
     known = not read and options.cu_q is not None and options.cu_k is not None
     key = ops.signature(q, k, v, mask, options, asked) if known else None
     ready = None if key is None else ops.prepared(key)

@@ -51,6 +51,8 @@ class Spec:
     has_bias: bool = False
     has_alibi: bool = False
     has_sinks: bool = False
+    block_size: tuple[int, int] | None = None  # queries and keys of a listed block; None: no lists
+    has_bits: bool = False  # some listed blocks are seen in part
     needs_grad: bool = False
     bias_grad: bool = False  # the bias requires a gradient
     needs_lse: bool = False  # the caller receives lse, so it may have a gradient
@@ -85,6 +87,7 @@ class Spec:
             "alibi": self.has_alibi,
             "sinks": self.has_sinks,
             "dropout": self.dropout > 0,
+            "blocks": self.block_size is not None,
         }
         return tuple(name for name, on in present.items() if on)
 
@@ -103,6 +106,8 @@ class Spec:
         words += [f"softcap({self.softcap:g})"] * bool(self.softcap) + [f"dropout({self.dropout:g})"] * bool(self.dropout)
         words += [str(self.precision)] * (self.precision is not None) + [f"v-in-{self.v_order}"] * (self.v_order is not None)
         words += [w for w in ("bias", "alibi", "sinks") if getattr(self, f"has_{w}")]
+        if self.block_size is not None:
+            words += ["blocks({}x{})".format(*self.block_size) + "+bits" * self.has_bits]
         words += ["fp8 cache"] * self.has_kv_scales
         words += ["fwd+bwd" if self.needs_grad else "fwd"]
         words += ["lse"] * self.needs_lse + ["bias-grad"] * self.bias_grad + ["jvp"] * self.forward_mode
@@ -114,7 +119,8 @@ class Options(NamedTuple):
     """The tensors that an attention call may carry beside q, k and v. Absent ones are None.
 
     bias is dense (1|B, 1|H, 1|T, 1|S) or packed (1|H, 1|total_q, J), alibi (1|B, H) slopes, sinks (H,), seed (1,) int64,
-    cu_q and cu_k (B + 1,) int32 or int64 offsets of packed sequences.
+    cu_q and cu_k (B + 1,) int32 or int64 offsets of packed sequences. The others are the lists of `rooftile.Blocks`, those of
+    queries, and those of keys where there is a backward.
     """
 
     bias: Tensor | None = None
@@ -123,6 +129,11 @@ class Options(NamedTuple):
     seed: Tensor | None = None
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
+    block_counts: Tensor | None = None
+    block_indices: Tensor | None = None
+    block_bits: Tensor | None = None
+    key_counts: Tensor | None = None
+    key_entries: Tensor | None = None
 
 
 class Asked(NamedTuple):
@@ -140,6 +151,7 @@ class Asked(NamedTuple):
     precision: Any = "native"
     needs_lse: bool = False
     backend: Any = None
+    block_size: tuple[int, int] | None = None  # the size of a listed block
 
 
 def replaced(options: Options, **new: Tensor | None) -> Options:
@@ -160,6 +172,11 @@ def option_names(spec: Spec) -> tuple[str, ...]:
         "seed": spec.dropout > 0,
         "cu_q": spec.layout == "packed",
         "cu_k": spec.layout == "packed",
+        "block_counts": spec.block_size is not None,
+        "block_indices": spec.block_size is not None,
+        "block_bits": spec.has_bits,
+        "key_counts": spec.block_size is not None and spec.needs_grad,
+        "key_entries": spec.block_size is not None and spec.needs_grad,
     }
     return tuple(name for name, there in present.items() if there)
 
@@ -218,17 +235,18 @@ class Problem:
 def encode(
     *, dtype, dim, dim_v, group, mask, layout, scale, device, deterministic=False, softcap=0.0, dropout=0.0, has_bias=False,
     has_alibi=False, has_sinks=False, needs_grad=False, bias_grad=False, needs_lse=False, forward_mode=False,
-    precision="native", has_kv_scales=False, queries="any", v_order=None,
+    precision="native", has_kv_scales=False, queries="any", v_order=None, block_size=None, has_bits=False,
 ) -> str:  # fmt: skip
     """A Spec's string. Plain f-strings of plain values, so that Dynamo can trace it."""
     chunks = ",".join([f"{n}" for n in mask.chunks]) if mask.chunks else ""
     flags = (
         has_bias + 2 * has_alibi + 4 * has_sinks + 8 * needs_grad + 16 * bias_grad + 32 * needs_lse + 64 * forward_mode
-        + 128 * deterministic + 256 * has_kv_scales
+        + 128 * deterministic + 256 * has_kv_scales + 512 * has_bits
     )  # fmt: skip
+    size = "None" if block_size is None else f"{block_size[0]}x{block_size[1]}"
     return (
         f"{DTYPE_NAMES[dtype]} {dim} {dim_v} {group} {mask.left} {mask.right} {mask.prefix} [{chunks}] {layout} "
-        f"{scale} {softcap} {dropout} {flags} {precision} {device} {queries} {v_order}"
+        f"{scale} {softcap} {dropout} {flags} {precision} {device} {queries} {v_order} {size}"
     )
 
 
@@ -236,10 +254,10 @@ def encode(
 def decode(code: str) -> Spec:
     """The Spec behind its string."""
     dtype, dim, dim_v, group, left, right, prefix, chunks, *rest = code.split(" ")
-    layout, scale, softcap, dropout, flags, precision, device, queries, v_order = rest
+    layout, scale, softcap, dropout, flags, precision, device, queries, v_order, size = rest
     bound = {word: None if word == "None" else int(word) for word in (left, right, prefix)}
-    bits = (bool(int(flags) >> n & 1) for n in range(9))
-    bias, alibi, sinks, needs_grad, bias_grad, needs_lse, forward_mode, deterministic, kv_scales = bits
+    bits = (bool(int(flags) >> n & 1) for n in range(10))
+    bias, alibi, sinks, needs_grad, bias_grad, needs_lse, forward_mode, deterministic, kv_scales, has_bits = bits
     return Spec(
         dtype=DTYPES[dtype],
         dim=int(dim),
@@ -260,7 +278,14 @@ def decode(code: str) -> Spec:
         forward_mode=forward_mode,
         deterministic=deterministic,
         has_kv_scales=kv_scales,
+        block_size=None if size == "None" else _pair(size),
+        has_bits=has_bits,
         precision=None if precision == "native" else decode_precision(precision),
         v_order=None if v_order == "None" else v_order,
         device=device,
     )
+
+
+def _pair(size: str) -> tuple[int, int]:
+    rows, keys = size.split("x")
+    return int(rows), int(keys)

@@ -115,6 +115,8 @@ def _code(q: Tensor, kv_heads: int, dim_v: int, mask: Any, options: Options, ask
         softcap=0.0 if asked.softcap is None else _number("softcap", asked.softcap, 0.0, math.inf),
         has_alibi=options.alibi is not None,
         has_sinks=options.sinks is not None,
+        block_size=asked.block_size,
+        has_bits=options.block_bits is not None,
         deterministic=_deterministic(asked.deterministic),
         device=arch(q.device),
         # written out, as Dynamo may take a function's default for a number that varies

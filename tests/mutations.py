@@ -62,6 +62,22 @@ MUTATIONS = {
         "backends/triton/flash_fwd.py", "+ tl.log2(l) * LN2", "+ tl.log2(l)",
         ("tests/interpreter/test_triton.py", "-k", "equals and d16"), interpreted=True,
     ),
+    "place in a list, triton": Mutation(
+        "backends/triton/flash_bwd_kv.py", "n // (SPEC.LIST_T // BLOCK_T) * 2 + 1)", "n // (SPEC.LIST_T // BLOCK_T) * 2)",
+        ("tests/interpreter/test_triton.py", "-k", "pairs_by_hand and packed"), interpreted=True,
+    ),
+    "bit of a pair, triton": Mutation(
+        "backends/device/listed.py", "(word >> (column % 32))", "(word >> (31 - column % 32))",
+        ("tests/interpreter/test_triton.py", "-k", "pairs_by_hand and packed"), interpreted=True,
+    ),
+    "places past a sequence": Mutation(
+        "blocks/blocks.py", "is_row[:, None] & (local >= 0) & (local * keys < cu_k.diff()[of][:, None])", "local >= 0",
+        ("tests/conformance/test_block_lists.py", "-k", "transposed"),
+    ),
+    "listed heads, tiled": Mutation(
+        "backends/tiled/listed.py", "return x[heads, None]", "return x[:1, None]",
+        ("tests/conformance/test_block_lists.py", "-k", "pairs_by_hand and tiled"),
+    ),
     "gradient of lse": Mutation(
         "backends/tiled/flash_bwd.py", "D -= incoming.dlse[..., None]", "pass", (EXACT, "-k", "tiled and mha")
     ),

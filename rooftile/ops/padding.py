@@ -41,7 +41,8 @@ def without_padding(
         # the checks of every call say what is wrong
         return Call(q, k, v, options)
     real = ~padding
-    if options.bias is None and _may_read(real):
+    # lists count keys from the first
+    if options.bias is None and options.block_counts is None and _may_read(real):
         S = k.shape[1]
         number = real.to(torch.int32)
         # one copy to the host: each sequence's number of keys, its first one, and the end of its last one

@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from rooftile.blocks import Blocks
 from rooftile.masks import FULL, Mask, materialise
 from rooftile.reference.philox import keep_mask
 from rooftile.reference.seen import poison, weighted_sum, without_lost
@@ -35,12 +36,16 @@ def attention(
     sinks: Tensor | None = None,  # (H,)
     dropout: float = 0.0,
     seed: Tensor | None = None,  # (1,) int64
+    seen: Tensor | None = None,  # booleans (1|B, 1|Hk|H, T, S): pairs that the mask may show
     batch: int = 0,  # the index of the first sequence, for dropout
 ) -> tuple[Tensor, Tensor]:
     """Returns o (B, T, H, Dv) and lse (B, H, T), in the dtype of the inputs. Differentiable, also twice and forward."""
     B, T, H, D = q.shape
     S, Hk = k.shape[1:3]
-    visible = None if mask.is_full else materialise(mask, T, S, q.device)  # (T, S)
+    visible = None if mask.is_full and seen is None else materialise(mask, T, S, q.device)  # (T, S)
+    if visible is not None and seen is not None:
+        heads = seen if seen.shape[1] in (1, H) else seen.repeat_interleave(H // Hk, dim=1)
+        visible = visible & heads  # (1|B, 1|H, T, S)
     if visible is not None:
         lost_q, lost_k = (~x.isfinite().all(-1) for x in (q, k))  # (B, T, H), (B, S, Hk)
         q, k = without_lost(q), without_lost(k)
@@ -89,6 +94,7 @@ def attention_packed(
     *,
     bias: Tensor | None = None,  # broadcasts to (1, H, total_q, J), J at least the longest key sequence
     alibi: Tensor | None = None,  # (H,) or (B, H)
+    blocks: Blocks | None = None,  # lists in the places of packed sequences
     **options,
 ) -> tuple[Tensor, Tensor]:
     """Runs `attention` on each sequence separately. Returns o (total_q, H, Dv) and lse (H, total_q)."""
@@ -101,8 +107,13 @@ def attention_packed(
             here = bias if bias.shape[-2] == 1 else bias[..., rows, :]
             here = here[..., : ends_k[b + 1] - ends_k[b]]
         slopes = alibi[b] if alibi is not None and alibi.ndim == 2 and alibi.shape[0] > 1 else alibi
+        seen = None
+        if blocks is not None:
+            size, T = blocks.size[0], ends_q[b + 1] - ends_q[b]
+            first = ends_q[b] // size + b
+            seen = blocks.of_slots(first, first - (-T // size)).pairs(T, ends_k[b + 1] - ends_k[b])
         o, lse = attention(
-            q[None, rows], k[None, keys], v[None, keys], mask, bias=here, alibi=slopes, batch=b, **options
+            q[None, rows], k[None, keys], v[None, keys], mask, bias=here, alibi=slopes, batch=b, seen=seen, **options
         )
         outs.append(o[0])
         lses.append(lse[0])

@@ -25,7 +25,9 @@ def without_lost(x: Tensor) -> Tensor:
 
 
 def weighted_sum(p: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Computes sum_s p (B, H, T, S) v (B, S, H, D) as (B, T, H, D), where row t uses only what `visible` (T, S) shows it.
+    """Computes sum_s p (B, H, T, S) v (B, S, H, D) as (B, T, H, D), where row t uses only what `visible` shows it.
+
+    visible: (T, S), or (1|B, 1|H, T, S).
 
     A NaN or infinity of v becomes NaN in the rows that see it. p is 0 behind the mask.
     """
@@ -67,7 +69,10 @@ class _WeightedSum(torch.autograd.Function):
     def forward(p: Tensor, v: Tensor, visible: Tensor) -> Tensor:
         lost = ~v.isfinite()
         o = torch.einsum("bhts,bshd->bthd", p, torch.where(lost, 0.0, v))
-        seen = torch.einsum("ts,bshd->bthd", visible.to(v.dtype), lost.to(v.dtype)) > 0
+        if visible.ndim == 2:
+            seen = torch.einsum("ts,bshd->bthd", visible.to(v.dtype), lost.to(v.dtype)) > 0
+        else:
+            seen = torch.einsum("bhts,bshd->bthd", visible.to(v.dtype).expand(p.shape), lost.to(v.dtype)) > 0
         return o + poison(seen, o.dtype)
 
     @staticmethod

@@ -8,6 +8,13 @@ import torch
 from rooftile import dispatch
 from rooftile.cases import CASES, Case, tagged
 from tests.conformance.exact import check
+from tests.conformance.test_block_lists import (  # noqa: F401 - collected here
+    test_a_list_and_its_complement_merged_are_the_whole,
+    test_a_nan_shows_where_it_is_seen_and_nowhere_else,
+    test_all_blocks_are_the_mask_alone,
+    test_equals_the_definition_with_the_pairs_by_hand,
+    test_the_order_of_a_list_does_not_matter_and_a_block_that_is_not_there_is_passed_over,
+)
 from tests.conformance.test_boolean_bias import test_equals_masking_by_hand  # noqa: F401 - collected here
 from tests.conformance.test_invariance import (  # noqa: F401 - collected here
     test_a_nan_in_one_packed_sequence_stays_there,

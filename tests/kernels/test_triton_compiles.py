@@ -27,7 +27,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # bytes that the compiler may keep outside registers, by kind of problem: for the common ones a few words that live across a
 # whole walk; more with every option at once, and for fp32, which has no matrix unit
-STACK = {"full": 96, "causal": 96, "window": 96, "everything": 256, "blocks": 96, "fp32": 512}
+STACK = {"full": 96, "causal": 96, "window": 96, "everything": 256, "blocks": 96, "listed": 96, "bits": 128, "fp32": 512}
 # those inside a hot loop: a word or two at D = 256
 HOT_SPILLS = 2
 
@@ -40,6 +40,7 @@ TUPLES = {
     **dict.fromkeys(("q_strides", "k_strides", "v_strides", "do_strides"), ("i32",) * 3),
     "bias_strides": ("i32", "i32", "i32", "constexpr"),
     "alibi_strides": ("i32", "constexpr"),
+    "list_numbers": ("i32",) * 5,
 }
 POINTERS = {
     "stats_ptr": "i64",
@@ -55,12 +56,15 @@ POINTERS = {
     "bias_ptr": "fp32",
     "dbias_ptr": "fp32",
     "nan_flag_ptr": "i32",
+    **dict.fromkeys(("counts_ptr", "indices_ptr", "entries_ptr", "bits_ptr"), "i32"),
 }
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"mask": FULL},
     "causal": {"mask": CAUSAL},
     "window": {"mask": CAUSAL & Window(100), "softcap": 30.0, "has_sinks": True},
     "blocks": {"mask": Prefix(100) & Chunk(1000) & Window(500)},
+    "listed": {"mask": CAUSAL, "block_size": (128, 128)},
+    "bits": {"mask": FULL, "block_size": (64, 64), "has_bits": True, "layout": "packed"},
     "everything": {
         "mask": Window(100, 7) & Chunk(64) & Prefix(8),
         "softcap": 30.0,
@@ -106,7 +110,7 @@ def launches(spec: Spec) -> list[tuple[Any, dict[str, Any], Any]]:
     ]
     for walk in tiles.backward_kv_walks(spec):
         found.append((flash_bwd_kv._backward_kv, {"WALK": walk}, walk.tile))
-    if spec.device == "sm90" and spec.mask == CAUSAL and spec.dtype.itemsize == 2:
+    if spec.device == "sm90" and spec.mask == CAUSAL and spec.dtype.itemsize == 2 and spec.block_size is None:
         # what sets right the gradients of the Hopper kernels
         constants = flash_bwd_repair.constants(spec)
         found.append((flash_bwd_repair._repair, constants, constants["WALK"].tile))
@@ -123,6 +127,9 @@ def compiled(kernel: Any, constants: dict[str, Any], tile: Any, dtype: str, sm: 
 
     names = kernel.arg_names
     signature = {name: _type(name, constants, dtype) for name in names}
+    if "entries_ptr" in names:
+        # and the three numbers of the lists of keys
+        signature["list_numbers"] = ("i32",) * 8
     aligned = [(n,) for n, name in enumerate(names) if name.endswith("_ptr") or name == "padded_T"]
     aligned += [
         (n, i) for n, name in enumerate(names) if name in TUPLES for i, kind in enumerate(TUPLES[name]) if kind != "constexpr"
@@ -198,6 +205,8 @@ USUAL = [
     (90, "bf16", 64, 64, "everything"),
     (90, "fp32", 64, 64, "causal"),
     (100, "bf16", 64, 64, "window"),
+    (90, "bf16", 128, 128, "listed"),
+    (80, "bf16", 64, 64, "bits"),
 ]
 GRID = [(sm, *spec) for sm in (80, 90, 100) for spec in SPECS]
 

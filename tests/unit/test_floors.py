@@ -19,7 +19,7 @@ FLOORS = {
     # `errors` is below all floors: every floor may raise one
     "errors": -1,
     "hardware": 0, "launch": 0, "words": 0,
-    "masks": 1, "precision": 1, "operators": 1,
+    "masks": 1, "blocks": 1, "precision": 1, "operators": 1,
     "spec": 2,
     "numerics": 3, "reference": 3, "cases": 3, "cost": 3, "fused": 3,
     "matmul": 3, "recurrent": 3, "moe": 3, "sparsity": 3,

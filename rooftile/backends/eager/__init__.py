@@ -15,6 +15,7 @@ from torch import Tensor
 from rooftile import reference
 from rooftile.backends import paged_by_gather
 from rooftile.backends.eager import quantised
+from rooftile.blocks import Blocks
 from rooftile.kvcache import PagedKV
 from rooftile.numerics.hadamard import SHORTEST
 from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
@@ -22,7 +23,7 @@ from rooftile.spec import Grads, Options, Spec, option_names
 
 NAME = "eager"
 
-OPTIONS = ("softcap", "bias", "alibi", "sinks", "dropout")
+OPTIONS = ("softcap", "bias", "alibi", "sinks", "dropout", "blocks")
 
 
 def refusals(spec: Spec) -> Iterator[str]:
@@ -35,6 +36,8 @@ def refusals(spec: Spec) -> Iterator[str]:
                 yield f"{name} with precision {spec.precision}; has masks, groups, softcap and sinks with it"
         if spec.dropout:
             yield f"dropout with precision {spec.precision}; has none with it"
+        if spec.block_size is not None:
+            yield f"blocks with precision {spec.precision}; has masks, groups, softcap and sinks with it"
         if spec.forward_mode:
             yield f"forward-mode or second derivatives with precision {spec.precision}; has gradients"
         if spec.dtype == torch.float64:
@@ -45,6 +48,9 @@ def refusals(spec: Spec) -> Iterator[str]:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tuple[Tensor, Tensor]:
     """Computes o and lse with operations that autograd can differentiate any number of times."""
+    blocks = None
+    if spec.block_size is not None:
+        blocks = Blocks(options.block_counts, options.block_indices, spec.block_size, options.block_bits)
     # compute half precision in fp32 and round once
     wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
     shared = {
@@ -59,9 +65,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> tup
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = (x.to(wide) for x in (q, k, v))
         if spec.layout == "packed":
-            o, lse = reference.attention_packed(q, k, v, options.cu_q, options.cu_k, spec.mask, **shared)
+            o, lse = reference.attention_packed(q, k, v, options.cu_q, options.cu_k, spec.mask, blocks=blocks, **shared)
         else:
-            o, lse = reference.attention(q, k, v, spec.mask, **shared)
+            seen = None if blocks is None else blocks.pairs(q.shape[1], k.shape[1])
+            o, lse = reference.attention(q, k, v, spec.mask, seen=seen, **shared)
     return o.to(spec.dtype).contiguous(), lse.contiguous()
 
 

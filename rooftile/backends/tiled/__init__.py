@@ -17,7 +17,7 @@ from rooftile.spec import Grads, Options, Spec
 
 NAME = "tiled"
 
-OPTIONS = ("softcap", "bias", "alibi", "sinks", "dropout")
+OPTIONS = ("softcap", "bias", "alibi", "sinks", "dropout", "blocks")
 
 
 def refusals(spec: Spec) -> Iterator[str]:

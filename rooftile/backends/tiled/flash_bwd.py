@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.tiled.heads import Heads, strip
-from rooftile.backends.tiled.tiles import Tile, key_tiles, query_tiles
-from rooftile.reference.nonfinite import all_finite, seeing_keys, seen_by_rows, set_aside
+from rooftile.backends.tiled.tiles import Tile
+from rooftile.reference.nonfinite import all_finite, set_aside
 from rooftile.spec import Grads
 
 
@@ -49,10 +49,10 @@ def run(heads: Heads, incoming: Incoming, grads: Grads) -> None:
     """Writes dq (heads, G, T, D), dk (heads, S, D), dv (heads, S, Dv); adds to dbias and dsinks."""
     rows = _prepare(heads, incoming, grads)
     dk, dv = torch.zeros_like(heads.k), torch.zeros_like(heads.v)
-    for t, t_stop in query_tiles(heads.T, heads.spec.group):
+    for t, t_stop in heads.query_tiles():
         q, do, D, lse = (heads.rows(x, t, t_stop) for x in (heads.q, rows.do, rows.D, rows.lse))
         dq = torch.zeros_like(q)
-        for tile in key_tiles(heads.spec.mask, t, t_stop, heads.T, heads.S):
+        for tile in heads.key_tiles(t, t_stop):
             keys = slice(tile.s, tile.s_stop)
             x, capped = heads.scores(q, tile)
             p, dx = _weights(heads, x.sub_(lse).exp_(), torch.bmm(do, heads.v[:, keys].mT), D, tile, rows)
@@ -98,7 +98,7 @@ def _prepare(heads: Heads, incoming: Incoming, grads: Grads) -> Rows:
     finite = heads.lost is None and all_finite(D, lse.masked_fill(empty, 0.0))
     if not finite:
         # a row that sees no key has o = 0, whatever do holds
-        D.masked_fill_(~_sees_a_key(heads), 0.0)
+        D.masked_fill_(~heads.see_a_key(), 0.0)
     if incoming.dlse is not None:
         D -= incoming.dlse[..., None]
         finite = finite and all_finite(D)
@@ -127,12 +127,6 @@ def _shown(heads: Heads, dx: Tensor, tile: Tile, rows: Rows) -> Tensor:
 def _show_lost(heads: Heads, rows: Rows, grads: Grads) -> None:
     """Writes NaN to the gradients that a lost row, or a lost element of do, reaches through a visible pair."""
     lost_p, lost_do, lost_x = rows.lost
-    mask, S = heads.spec.mask, heads.S
-    grads.dq.masked_fill_(lost_x & _sees_a_key(heads), math.nan)
-    grads.dk.masked_fill_(seeing_keys(lost_x, mask, S).any(1), math.nan)
-    grads.dv.masked_fill_(seeing_keys(lost_p | lost_do, mask, S).any(1), math.nan)
-
-
-def _sees_a_key(heads: Heads) -> Tensor:
-    """Marks the rows that see a key (T, 1)."""
-    return seen_by_rows(torch.ones(heads.S, 1, dtype=torch.bool), heads.spec.mask, heads.T)
+    grads.dq.masked_fill_(lost_x & heads.see_a_key(), math.nan)
+    grads.dk.masked_fill_(heads.seeing_keys(lost_x), math.nan)
+    grads.dv.masked_fill_(heads.seeing_keys(lost_p | lost_do), math.nan)

@@ -21,13 +21,11 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.tiled.heads import Heads
-from rooftile.backends.tiled.tiles import key_tiles, query_tiles
-from rooftile.reference.nonfinite import seen_by_rows
 
 
 def run(heads: Heads, o: Tensor, lse: Tensor) -> None:
     """Writes o (heads, G, T, Dv) and lse (heads, G, T)."""
-    for t, t_stop in query_tiles(heads.T, heads.spec.group):
+    for t, t_stop in heads.query_tiles():
         acc, L = _rows(heads, t, t_stop)
         o[:, :, t:t_stop] = acc.unflatten(1, (heads.spec.group, -1))
         lse[:, :, t:t_stop] = L.view(*lse.shape[:2], -1)
@@ -43,7 +41,7 @@ def _rows(heads: Heads, t: int, t_stop: int) -> tuple[Tensor, Tensor]:
     if heads.sinks is not None:
         m = heads.sinks.repeat_interleave(t_stop - t, dim=1)[..., None]
     l = (m > -math.inf).to(m.dtype)
-    for tile in key_tiles(heads.spec.mask, t, t_stop, heads.T, heads.S):
+    for tile in heads.key_tiles(t, t_stop):
         x, _ = heads.scores(q, tile)
         m_new = torch.maximum(m, x.amax(-1, keepdim=True))
         pivot = _finite_pivot(m_new)
@@ -66,9 +64,7 @@ def _finite_pivot(m: Tensor) -> Tensor:
 def _show_lost(heads: Heads, o: Tensor, lse: Tensor) -> None:
     """Writes NaN to exactly the outputs that see a non-finite number."""
     lost_q, lost_k, lost_v = heads.lost
-    mask, T = heads.spec.mask, heads.T
     # a row that sees no key does not use its query
-    sees = seen_by_rows(torch.ones(heads.S, 1, dtype=torch.bool), mask, T)  # (T, 1)
-    rows = lost_q.any(-1, keepdim=True) & sees | seen_by_rows(lost_k.any(-1, keepdim=True), mask, T)[:, None]
+    rows = lost_q.any(-1, keepdim=True) & heads.see_a_key() | heads.seen_by_rows(lost_k.any(-1, keepdim=True))
     lse.masked_fill_(rows[..., 0], math.nan)
-    o.masked_fill_(rows | seen_by_rows(lost_v, mask, T)[:, None], math.nan)
+    o.masked_fill_(rows | heads.seen_by_rows(lost_v), math.nan)

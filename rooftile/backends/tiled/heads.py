@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rooftile.backends.tiled.tiles import Tile, heads_for, hidden_pairs
-from rooftile.reference.nonfinite import all_finite, set_aside
+from rooftile.backends.tiled.listed import Listed
+from rooftile.backends.tiled.tiles import Tile, heads_for, hidden_pairs, key_tiles, query_tiles
+from rooftile.blocks import Blocks
+from rooftile.reference.nonfinite import all_finite, seeing_keys, seen_by_rows, set_aside
 from rooftile.reference.philox import keep_mask
 from rooftile.spec import Options, Spec
 
@@ -75,6 +77,7 @@ class Heads:
     slopes: Tensor | None  # (heads, G, 1, 1)
     sinks: Tensor | None  # (heads, G)
     seed: Tensor | None
+    listed: Listed | None
 
     @property
     def T(self) -> int:
@@ -106,9 +109,50 @@ class Heads:
             shaped.masked_fill_(self.hidden(tile), -torch.inf)
         return x, capped
 
+    def query_tiles(self) -> Iterator[tuple[int, int]]:
+        """Yields the tiles of queries."""
+        return query_tiles(self.T, self.spec.group) if self.listed is None else self.listed.query_tiles(self.T, self.spec.group)
+
+    def key_tiles(self, t: int, t_stop: int) -> Iterator[Tile]:
+        """Yields the tiles of queries [t, t_stop) that hold a visible pair."""
+        tiles = key_tiles if self.listed is None else self.listed.key_tiles
+        return tiles(self.spec.mask, t, t_stop, self.T, self.S)
+
     def hidden(self, tile: Tile) -> Tensor:
-        """Marks the hidden pairs of a tile (rows, keys)."""
-        return hidden_pairs(self.spec.mask, tile, self.T, self.S)
+        """Marks the hidden pairs of a tile: booleans that broadcast to (heads, G, rows, keys)."""
+        hidden = hidden_pairs(self.spec.mask, tile, self.T, self.S)
+        return hidden if self.listed is None else hidden | self.listed.hidden(tile)
+
+    def seen_by_rows(self, lost: Tensor) -> Tensor:
+        """Marks the rows that see a lost key: booleans, keys (heads, S, C) to rows (heads, 1|G, T, C)."""
+        if self.listed is None:
+            return seen_by_rows(lost, self.spec.mask, self.T)[:, None]
+        found = torch.zeros(*self.q.shape[:3], lost.shape[-1], dtype=torch.bool)
+        for tile, sees in self._visible():
+            seen = torch.einsum("hgts,hsc->hgtc", sees, lost[:, tile.s : tile.s_stop].to(sees.dtype)) > 0
+            found[:, :, tile.t : tile.t_stop] |= seen
+        return found
+
+    def seeing_keys(self, lost: Tensor) -> Tensor:
+        """Marks the keys that a lost row sees: booleans, rows (heads, G, T, C) to keys (heads, S, C)."""
+        if self.listed is None:
+            return seeing_keys(lost, self.spec.mask, self.S).any(1)
+        found = torch.zeros(self.k.shape[0], self.S, lost.shape[-1], dtype=torch.bool)
+        for tile, sees in self._visible():
+            seen = torch.einsum("hgts,hgtc->hsc", sees, lost[:, :, tile.t : tile.t_stop].to(sees.dtype)) > 0
+            found[:, tile.s : tile.s_stop] |= seen
+        return found
+
+    def see_a_key(self) -> Tensor:
+        """Marks the rows that see a key: booleans that broadcast to (heads, G, T, 1)."""
+        return self.seen_by_rows(torch.ones(self.k.shape[0], self.S, 1, dtype=torch.bool))
+
+    def _visible(self) -> Iterator[tuple[Tile, Tensor]]:
+        """Yields the tiles with their visible pairs, 1 or 0, (heads, G, rows, keys)."""
+        for t, t_stop in self.query_tiles():
+            for tile in self.key_tiles(t, t_stop):
+                shape = (*self.q.shape[:2], t_stop - t, tile.s_stop - tile.s)
+                yield tile, (~self.hidden(tile)).to(self.q.dtype).expand(shape)
 
     def unstacked(self, x: Tensor, tile: Tile) -> Tensor:
         """Views (heads, G * rows, keys) as (heads, G, rows, keys)."""
@@ -175,7 +219,19 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec, place:
         slopes=alibi,
         sinks=None if sinks is None else place.of_heads(sinks).to(wide),
         seed=options.seed,
+        listed=None if spec.block_size is None else _listed(options, spec, place, k.shape[-2]),
     )
+
+
+def _listed(options: Options, spec: Spec, place: Place, Hk: int) -> Listed:
+    blocks = Blocks(options.block_counts, options.block_indices, spec.block_size, options.block_bits)
+    if isinstance(place.rows, slice):
+        # packed: a place for each block of the sequence
+        first = place.rows.start // spec.block_size[0] + place.b
+        blocks = blocks.of_slots(first, first - (place.rows.start - place.rows.stop) // spec.block_size[0])
+    elif blocks.counts.shape[0] > 1:
+        blocks = blocks.of_sequence(place.b)
+    return Listed.of(blocks, slice(place.h, place.h_stop), spec.group, Hk, place.S)
 
 
 def _part(x: Tensor, tile: Tile) -> Tensor:

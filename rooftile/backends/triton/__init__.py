@@ -31,7 +31,7 @@ NAME = "triton"
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LARGEST_DIM = 256
 
-OPTIONS = ("softcap", "bias", "alibi", "sinks", "dropout")
+OPTIONS = ("softcap", "bias", "alibi", "sinks", "dropout", "blocks")
 
 
 def refusals(spec: Spec) -> Iterator[str]:
@@ -50,6 +50,8 @@ def refusals(spec: Spec) -> Iterator[str]:
     if spec.has_kv_scales and spec.device in ("sm80", "sm86", "sm87"):
         yield f"a cache in FP8 on {spec.device}; needs sm89 (Ada) or newer"
     yield from (f"{name}; has {', '.join(OPTIONS)}" for name in spec.options_on if name not in OPTIONS)
+    if spec.block_size is not None and spec.bias_grad:
+        yield "the gradient of a bias with blocks; only backend='eager' and 'tiled' have it"
     if spec.forward_mode:
         yield "forward-mode or second derivatives; only backend='eager' has them"
 
@@ -57,6 +59,8 @@ def refusals(spec: Spec) -> Iterator[str]:
 def _refusals_of_recipe(precision: Precision, spec: Spec) -> Iterator[str]:
     if "fp8" in (precision.qk, precision.pv) and spec.device in ("sm80", "sm86", "sm87"):
         yield f"precision {precision} on {spec.device}; FP8 needs sm89 (Ada) or newer"
+    if spec.block_size is not None:
+        yield f"blocks with precision {precision}; has masks, groups, softcap and sinks with it"
     for name in ("bias", "alibi"):
         if getattr(spec, f"has_{name}"):
             yield f"{name} with precision {precision}; has masks, groups, softcap and sinks with it"

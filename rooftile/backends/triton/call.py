@@ -39,6 +39,10 @@ class KernelSpec(NamedTuple):
     BLOCK_DV: int
     REST_D: int = 0  # columns beyond BLOCK_D, in a tile of their own
     REST_DV: int = 0
+    BLOCKS: bool = False  # the walk follows lists of blocks
+    LIST_T: int = 0  # queries of a listed block
+    LIST_S: int = 0  # and keys
+    BITS: bool = False  # some listed blocks are seen in part
 
 
 class Constants(NamedTuple):
@@ -117,10 +121,42 @@ class Call(NamedTuple):
     def option_tensors(self) -> tuple[Tensor, ...]:
         return with_stand_ins(self.options, self.q)
 
+    @property
+    def list_numbers(self) -> tuple[int, ...]:
+        """The lists of queries: batch and head strides, query heads of a list, the longest list, its blocks with bits."""
+        counts, indices, bits = self.options.block_counts, self.options.block_indices, self.options.block_bits
+        if counts is None or indices is None:
+            return (0, 0, 1, 0, 0)
+        per = self.spec.group if counts.shape[1] == self.Hk else 1
+        return *_list_strides(counts), per, indices.shape[-1], 0 if bits is None else bits.shape[3]
+
+    @property
+    def key_list_numbers(self) -> tuple[int, ...]:
+        """`list_numbers`, and of the lists of keys batch and head strides and the longest list."""
+        counts, entries = self.options.key_counts, self.options.key_entries
+        own = (0, 0, 0) if counts is None or entries is None else (*_list_strides(counts), entries.shape[-2])
+        return *self.list_numbers, *own
+
 
 def with_stand_ins(options: Options, q: Tensor) -> tuple[Tensor, ...]:
     """bias, alibi, sinks, seed, cu_q, cu_k; q stands in for an absent one, which no kernel reads."""
-    return tuple([q if x is None else x for x in options])
+    return tuple([q if x is None else x for x in options[:6]])
+
+
+def lists_of_queries(options: Options, q: Tensor) -> tuple[Tensor, ...]:
+    """Counts, indices and bits of the lists of queries; q stands in for absent ones."""
+    return tuple([q if x is None else x for x in (options.block_counts, options.block_indices, options.block_bits)])
+
+
+def lists_of_keys(options: Options, q: Tensor) -> tuple[Tensor, ...]:
+    """Counts and entries of the lists of keys, and the bits of those of queries; q stands in for absent ones."""
+    return tuple([q if x is None else x for x in (options.key_counts, options.key_entries, options.block_bits)])
+
+
+def _list_strides(counts: Tensor) -> tuple[int, int]:
+    """The batch and head strides of contiguous lists, in lists; 0 along an axis that is shared."""
+    B, heads, n = counts.shape
+    return (heads * n if B > 1 else 0), (n if heads > 1 else 0)
 
 
 def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Call:
@@ -171,6 +207,10 @@ def constants_of(spec: Spec) -> Constants:
         PRECISION="ieee" if spec.dtype.itemsize == 4 else "tf32",
         BLOCK_D=padded(spec.dim),
         BLOCK_DV=padded(spec.dim_v),
+        BLOCKS=spec.block_size is not None,
+        LIST_T=spec.block_size[0] if spec.block_size else 0,
+        LIST_S=spec.block_size[1] if spec.block_size else 0,
+        BITS=spec.has_bits,
     )
     (block, rest), (block_v, rest_v) = split(spec.dim), split(spec.dim_v)
     held = known._replace(BLOCK_D=block, REST_D=rest, BLOCK_DV=block_v, REST_DV=rest_v)

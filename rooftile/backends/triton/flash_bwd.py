@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.triton import flash_bwd_bias, flash_bwd_kv, flash_bwd_q, row_stats
-from rooftile.backends.triton.call import Call, call_of, strides_of, with_stand_ins
+from rooftile.backends.triton.call import Call, call_of, lists_of_keys, lists_of_queries, strides_of, with_stand_ins
 from rooftile.backends.triton.tiles import backward_kv_walks, backward_q_tile
 from rooftile.launch import BoundedCache, empties, kind_of
 from rooftile.reference.gradients import sinks_gradient
@@ -87,8 +87,8 @@ def _fill(call: Call, do_strides: tuple[int, ...]) -> Callable[..., None]:
     ) -> None:
         others = with_stand_ins(options, q)
         for launch in of_keys:
-            launch(q, k, v, do, words, dk, dv, *others)
+            launch(q, k, v, do, words, dk, dv, *others, *lists_of_keys(options, q))
         for launch in of_queries:
-            launch(q, k, v, do, words, dq, *others)
+            launch(q, k, v, do, words, dq, *others, *lists_of_queries(options, q))
 
     return fill

@@ -29,6 +29,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from rooftile.backends.device.listed import List, first_of_listed, seen_bits
 from rooftile.backends.device.row_stats import unpack_lse_delta
 from rooftile.backends.device.visibility import Mask, first_position, last_position, visible
 from rooftile.backends.triton.call import Call, constants_of
@@ -57,20 +58,25 @@ def _walk(
     low, high, low_tiles, tiles,                                # the queries to visit
     q_ptr, do_ptr, stats_ptr, q_stride_t, do_stride_t,
     T, S, offset, b, h, mask, factor, scale, softcap,
-    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout,
+    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks,
     SPEC: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     """Walks `tiles` tiles of queries: `low_tiles` of them from query `low` on, the others from query `high` on."""
     UNIT: tl.constexpr = 1.0 if SPEC.NATURAL else LOG2E
+    # packed rows past the end are another sequence's, and a listed block may reach beyond the rows that are padded
+    BOUNDED: tl.constexpr = SPEC.PACKED or SPEC.BLOCKS
     rows = tl.arange(0, BLOCK_T)
     d = tl.arange(0, SPEC.BLOCK_D)
     dv_ = tl.arange(0, SPEC.BLOCK_DV)
     q_offsets = rows[:, None] * q_stride_t + d[None, :]
     do_offsets = rows[:, None] * do_stride_t + dv_[None, :]
     for n in tl.range(0, tiles, num_stages=STAGES):
-        t_0 = tl.where(n < low_tiles, low + n * BLOCK_T, high + (n - low_tiles) * BLOCK_T)
+        if SPEC.BLOCKS:
+            t_0 = first_of_listed(n, blocks.entries, T, SPEC.LIST_T, BLOCK_T, 2)
+        else:
+            t_0 = tl.where(n < low_tiles, low + n * BLOCK_T, high + (n - low_tiles) * BLOCK_T)
         t = t_0 + rows
         there = t < T
         # int64: position times stride passes 2**31 in a long context
@@ -83,7 +89,7 @@ def _walk(
         else:
             q = tl.load(q_tile)
         # dense rows past the end weigh nothing; packed ones are another sequence's
-        lse, delta = unpack_lse_delta(tl.load(stats_ptr + t, mask=there, other=0) if SPEC.PACKED else tl.load(stats_ptr + t))
+        lse, delta = unpack_lse_delta(tl.load(stats_ptr + t, mask=there, other=0) if BOUNDED else tl.load(stats_ptr + t))
         if NAN_SAFE:
             q = zero_non_finite(q)
         x = tl.dot(k, tl.trans(q), input_precision=SPEC.PRECISION)  # (BLOCK_S, BLOCK_T)
@@ -99,8 +105,13 @@ def _walk(
         if MASKED:
             i = t[None, :] + offset
             sees = visible(i, j[:, None], S, mask, SPEC)
-            if SPEC.PACKED:
+            if BOUNDED:
                 sees = sees & there[None, :]
+            if SPEC.BITS:
+                # the place of these keys in the list of the block of queries
+                place = tl.load(blocks.entries + n // (SPEC.LIST_T // BLOCK_T) * 2 + 1)
+                bits = blocks.bits + (t_0 // SPEC.LIST_T).to(tl.int64) * blocks.part * (SPEC.LIST_T * (SPEC.LIST_S // 32))
+                sees = sees & seen_bits(bits, place, blocks.part, t[None, :], j[:, None], S, SPEC)
             p = tl.where(sees, p, 0.0)
         if MASKED:
             do = tl.load(do_tile, mask=there[:, None] & (dv_ < SPEC.DV)[None, :], other=0.0)
@@ -136,10 +147,11 @@ def _walk(
 def dkdv_tile(
     n,
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,     # tensors
-    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
+    bias_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, entries_ptr, bits_ptr,
     q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+    list_numbers,
     SPEC: tl.constexpr, WALK: tl.constexpr,
 ):
     # fmt: on
@@ -202,7 +214,7 @@ def dkdv_tile(
         dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     if WANT_DV:
         dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
-    HIDES: tl.constexpr = SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK
+    HIDES: tl.constexpr = SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK or SPEC.BLOCKS
 
     # the queries that see some of these keys, [start, stop), and within them those that see all
     offset = S - T
@@ -222,15 +234,33 @@ def dkdv_tile(
     clear_tiles = (clear_stop - clear_start) // BLOCK_T
     masked_tiles = early_tiles + tl.cdiv(tl.maximum(stop - clear_stop, 0), BLOCK_T)
 
+    safe_tiles = tl.cdiv(stop - start, NAN_SAFE_T)
+    row_slot = tl.cast(0, tl.int64)
+    key_slot = tl.cast(j_0 // SPEC.LIST_S, tl.int64) if SPEC.BLOCKS else row_slot
+    if SPEC.BLOCKS and SPEC.PACKED:
+        row_slot = row_0 // SPEC.LIST_T + b
+        key_slot += key_0 // SPEC.LIST_S + b
+
     seed = 0
     if SPEC.DROPOUT:
         seed = tl.load(seed_ptr)
     factor = scale * LOG2E if SPEC.FOLD else 1.0
     slope = 0.0
+    list_stride_b, list_stride_h, list_per, _, list_part, keys_stride_b, keys_stride_h, keys_most = list_numbers
+    blocks = List(entries_ptr, bits_ptr, list_part)
 
     # fmt: off
     for g in range(0, SPEC.GROUP):
         h = hk * SPEC.GROUP + g
+        if SPEC.BLOCKS:
+            list_row = b.to(tl.int64) * keys_stride_b + (h // list_per) * keys_stride_h + key_slot
+            clear_tiles = 0
+            early_tiles = 0
+            # a slot past the end has no list
+            masked_tiles = tl.where(T > 0, tl.load(counts_ptr + tl.where(T > 0, list_row, 0)), 0) * (SPEC.LIST_T // BLOCK_T)
+            bits_row = b.to(tl.int64) * list_stride_b + (h // list_per) * list_stride_h + row_slot
+            bits_h = bits_ptr + bits_row * list_part * (SPEC.LIST_T * (SPEC.LIST_S // 32))
+            blocks = List(entries_ptr + list_row * keys_most * 2, bits_h, list_part)
         q_h = q_ptr + q_row + h.to(tl.int64) * q_stride_h
         do_h = do_ptr + do_row + h.to(tl.int64) * do_stride_h
         stats_h = stats_ptr + h.to(tl.int64) * padded_T
@@ -240,11 +270,11 @@ def dkdv_tile(
         dk, dv = _walk(
             dk, dv, k, v, j, clear_start, clear_start, 0, clear_tiles,
             q_h, do_h, stats_h, q_stride_t, do_stride_t, T, S, offset, b, h, mask, factor, scale, softcap,
-            bias_h, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, WANT_DK, WANT_DV, BLOCK_T, False, False, STAGES)
+            bias_h, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, WANT_DK, WANT_DV, BLOCK_T, False, False, STAGES)
         dk, dv = _walk(
             dk, dv, k, v, j, start, clear_stop, early_tiles, masked_tiles,
             q_h, do_h, stats_h, q_stride_t, do_stride_t, T, S, offset, b, h, mask, factor, scale, softcap,
-            bias_h, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, WANT_DK, WANT_DV, BLOCK_T, True, False, STAGES)
+            bias_h, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, WANT_DK, WANT_DV, BLOCK_T, True, False, STAGES)
     if HIDES:
         has_nan = 0
         if WANT_DK:
@@ -257,15 +287,21 @@ def dkdv_tile(
             dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32) if WANT_DV else 0.0
             for g in range(0, SPEC.GROUP):
                 h = hk * SPEC.GROUP + g
+                if SPEC.BLOCKS:
+                    list_row = b.to(tl.int64) * keys_stride_b + (h // list_per) * keys_stride_h + key_slot
+                    safe_tiles = tl.where(T > 0, tl.load(counts_ptr + tl.where(T > 0, list_row, 0)), 0) * (SPEC.LIST_T // NAN_SAFE_T)
+                    bits_row = b.to(tl.int64) * list_stride_b + (h // list_per) * list_stride_h + row_slot
+                    bits_h = bits_ptr + bits_row * list_part * (SPEC.LIST_T * (SPEC.LIST_S // 32))
+                    blocks = List(entries_ptr + list_row * keys_most * 2, bits_h, list_part)
                 if SPEC.ALIBI:
                     slope = tl.load(alibi_ptr + b * alibi_stride_b + h * alibi_stride_h).to(tl.float32)
                 dk, dv = _walk(
-                    dk, dv, k, v, j, start, start, 0, tl.cdiv(stop - start, NAN_SAFE_T),
+                    dk, dv, k, v, j, start, start, 0, safe_tiles,
                     q_ptr + q_row + h.to(tl.int64) * q_stride_h, do_ptr + do_row + h.to(tl.int64) * do_stride_h,
                     stats_ptr + h.to(tl.int64) * padded_T, q_stride_t, do_stride_t,
                     T, S, offset, b, h, mask, factor, scale, softcap,
                     bias_ptr + bias_row + h.to(tl.int64) * bias_stride_h, bias_stride_t, bias_stride_s,
-                    slope, seed, dropout, SPEC, WANT_DK, WANT_DV, NAN_SAFE_T, True, True, 1)
+                    slope, seed, dropout, blocks, SPEC, WANT_DK, WANT_DV, NAN_SAFE_T, True, True, 1)
     # fmt: on
 
     if WANT_DK:
@@ -281,17 +317,18 @@ def dkdv_tile(
 @triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
 def _backward_kv(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr,     # tensors
-    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
+    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, entries_ptr, bits_ptr,
     q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+    list_numbers,
     SPEC: tl.constexpr, WALK: tl.constexpr,
 ):
     # fmt: on
     dkdv_tile(
-        tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
-        cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
-        scale, softcap, left, right, prefix, chunk, threshold, keep_scale, SPEC, WALK,
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, alibi_ptr, seed_ptr, cu_q_ptr,
+        cu_k_ptr, counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
+        scale, softcap, left, right, prefix, chunk, threshold, keep_scale, list_numbers, SPEC, WALK,
     )  # fmt: skip
 
 
@@ -305,7 +342,7 @@ def plan(call: Call, walks: tuple[Walk, ...], do_strides: tuple[int, ...]) -> li
         programs, tiles = call.programs(call.S, walk.tile.BLOCK_S, call.Hk)
         numbers = (
             *call.strides, do_strides, call.B, call.H, call.T, call.S, call.padded_T, tiles,
-            call.wave // call.spec.group, *call.numbers,
+            call.wave // call.spec.group, *call.numbers, call.key_list_numbers,
         )  # fmt: skip
         if programs:
             found.append(_kernel.bound((programs, 1, 1), numbers, _constants(call.spec, walk)))

@@ -21,6 +21,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from rooftile.backends.device.listed import List, first_of_listed, seen_bits
 from rooftile.backends.device.row_stats import unpack_lse_delta
 from rooftile.backends.device.visibility import Mask, first_key, last_key, visible
 from rooftile.backends.triton.call import Call, constants_of
@@ -40,11 +41,11 @@ def _walk(
     dq, q, do, lse, delta,                                      # the sum, this tile's rows
     low, high, low_tiles, tiles,                                # the keys to visit
     k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
-    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout,
+    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks,
     SPEC: tl.constexpr, BLOCK_S: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    """Walks `tiles` tiles of keys: `low_tiles` of them from key `low` on, the others from key `high` on."""
+    """Walks `tiles` tiles of keys: `low_tiles` of them from key `low` on, the others from key `high` on; or along a list."""
     UNIT: tl.constexpr = 1.0 if SPEC.NATURAL else LOG2E
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, SPEC.BLOCK_D)
@@ -52,7 +53,10 @@ def _walk(
     k_offsets = s[:, None] * k_stride_s + d[None, :]
     v_offsets = s[:, None] * v_stride_s + dv[None, :]
     for n in tl.range(0, tiles, num_stages=STAGES):
-        j_0 = tl.where(n < low_tiles, low + n * BLOCK_S, high + (n - low_tiles) * BLOCK_S)
+        if SPEC.BLOCKS:
+            j_0 = first_of_listed(n, blocks.entries, S, SPEC.LIST_S, BLOCK_S, 1)
+        else:
+            j_0 = tl.where(n < low_tiles, low + n * BLOCK_S, high + (n - low_tiles) * BLOCK_S)
         # int64: position times stride passes 2**31 in a long context
         k_tile = k_ptr + tl.cast(j_0, tl.int64) * k_stride_s + k_offsets
         v_tile = v_ptr + tl.cast(j_0, tl.int64) * v_stride_s + v_offsets
@@ -75,6 +79,9 @@ def _walk(
         p = exponential(x, lse[:, None], factor, SPEC.NATURAL)
         if MASKED:
             sees = visible(t[:, None] + offset, j[None, :], S, mask, SPEC)
+            if SPEC.BITS:
+                place = n // (SPEC.LIST_S // BLOCK_S)
+                sees = sees & seen_bits(blocks.bits, place, blocks.part, t[:, None], j[None, :], S, SPEC)
             p = tl.where(sees, p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=SPEC.PRECISION)
         if SPEC.DROPOUT:
@@ -95,10 +102,11 @@ def _walk(
 def dq_tile(
     n,
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr,             # tensors
-    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
+    bias_ptr, alibi_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, indices_ptr, bits_ptr,
     q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+    list_numbers,
     SPEC: tl.constexpr, TILE: tl.constexpr,
 ):
     # fmt: on
@@ -183,21 +191,38 @@ def dq_tile(
     # fmt: off
     left_tiles = (clear_start - start) // BLOCK_S
     right_tiles = tl.cdiv(tl.maximum(stop - clear_stop, 0), BLOCK_S)
+    clear_tiles = (clear_stop - clear_start) // BLOCK_S
+    safe_tiles = tl.cdiv(stop - start, NAN_SAFE_S)
+    list_stride_b, list_stride_h, list_per, list_most, list_part = list_numbers
+    blocks = List(indices_ptr, bits_ptr, list_part)
+    if SPEC.BLOCKS:
+        list_row = b.to(tl.int64) * list_stride_b + (h // list_per) * list_stride_h + t_0 // SPEC.LIST_T
+        if SPEC.PACKED:
+            list_row += tl.load(cu_q_ptr + b).to(tl.int32) // SPEC.LIST_T + b
+        # a slot past the end has no list
+        count = tl.load(counts_ptr + tl.where(S > 0, list_row, 0))
+        listed = tl.where(S > 0, tl.maximum(tl.minimum(count, list_most), 0), 0)
+        clear_tiles = 0
+        left_tiles = 0
+        right_tiles = listed * (SPEC.LIST_S // BLOCK_S)
+        safe_tiles = listed * (SPEC.LIST_S // NAN_SAFE_S)
+        bits_row = list_row * list_part * (SPEC.LIST_T * (SPEC.LIST_S // 32))
+        blocks = List(indices_ptr + list_row * list_most, bits_ptr + bits_row, list_part)
     dq = _walk(
-        dq, q, do, lse, delta, clear_start, clear_start, 0, (clear_stop - clear_start) // BLOCK_S,
+        dq, q, do, lse, delta, clear_start, clear_start, 0, clear_tiles,
         k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
-        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, BLOCK_S, False, False, STAGES)
+        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, BLOCK_S, False, False, STAGES)
     dq = _walk(
         dq, q, do, lse, delta, start, clear_stop, left_tiles, left_tiles + right_tiles,
         k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
-        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, BLOCK_S, True, False, STAGES)
-    if SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK:
+        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, BLOCK_S, True, False, STAGES)
+    if SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK or SPEC.BLOCKS:
         if tl.max(tl.where(dq == dq, 0, 1)) > 0:
             dq = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
             dq = _walk(
-                dq, q, do, lse, delta, start, start, 0, tl.cdiv(stop - start, NAN_SAFE_S),
+                dq, q, do, lse, delta, start, start, 0, safe_tiles,
                 k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
-                bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, NAN_SAFE_S, True, True, 1)
+                bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, NAN_SAFE_S, True, True, 1)
     # fmt: on
     dq_tile = dq_ptr + (row_0 + t)[:, None] * (H * SPEC.D) + h * SPEC.D + d[None, :]
     tl.store(dq_tile, (dq if SPEC.FP16 else dq * scale).to(dq_ptr.dtype.element_ty), mask=there[:, None] & (d < SPEC.D)[None, :])
@@ -207,17 +232,18 @@ def dq_tile(
 @triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
 def _backward_q(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr,             # tensors
-    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
+    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, indices_ptr, bits_ptr,
     q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides,
     B, H, T, S, padded_T, tiles, wave,                          # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+    list_numbers,
     SPEC: tl.constexpr, TILE: tl.constexpr,
 ):
     # fmt: on
     dq_tile(
-        tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr,
-        cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
-        scale, softcap, left, right, prefix, chunk, threshold, keep_scale, SPEC, TILE,
+        tl.program_id(0), q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, alibi_ptr, seed_ptr, cu_q_ptr,
+        cu_k_ptr, counts_ptr, indices_ptr, bits_ptr, q_strides, k_strides, v_strides, bias_strides, alibi_strides, do_strides, B, H, T, S, padded_T, tiles, wave,
+        scale, softcap, left, right, prefix, chunk, threshold, keep_scale, list_numbers, SPEC, TILE,
     )  # fmt: skip
 
 
@@ -231,6 +257,7 @@ def plan(call: Call, tile: Tile, do_strides: tuple[int, ...]) -> list[Callable[.
         return []
     numbers = (
         *call.strides, do_strides, call.B, call.H, call.T, call.S, call.padded_T, tiles, call.wave, *call.numbers,
+        call.list_numbers,
     )  # fmt: skip
     return [_kernel.bound((programs, 1, 1), numbers, _constants(call.spec, tile))]
 

@@ -40,25 +40,27 @@ def _repair(
 ):
     # fmt: on
     stop = tl.where(tl.load(nan_flag_ptr) != 0, dq_tiles + dkdv_tiles, 0)
-    # q stands for ALiBi, sinks and seed: no kernel reads them here
+    # q stands for ALiBi, seed and lists: no kernel reads them here
     for n in range(tl.program_id(0), stop, tl.num_programs(0)):
         if n < dq_tiles:
             dq_tile(
-                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
-                q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T, tiles_of_queries, wave,
-                scale, softcap, left, right, prefix, chunk, 0, 1.0, SPEC, TILE,
+                n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
+                q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T, tiles_of_queries, wave,
+                scale, softcap, left, right, prefix, chunk, 0, 1.0, (0, 0, 1, 0, 0), SPEC, TILE,
             )  # fmt: skip
         else:
             dkdv_tile(
-                n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
-                cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
-                tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0, SPEC, WALK,
+                n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr,
+                cu_k_ptr, q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
+                tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
+                (0, 0, 1, 0, 0, 0, 0, 0), SPEC, WALK,
             )  # fmt: skip
             if SECOND_WALK is not None:
                 dkdv_tile(
-                    n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
-                    cu_k_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
-                    tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0, SPEC, SECOND_WALK,
+                    n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, bias_ptr, q_ptr, q_ptr, cu_q_ptr,
+                    cu_k_ptr, q_ptr, q_ptr, q_ptr, q_strides, k_strides, v_strides, bias_strides, (0, 0), do_strides, B, H, T, S, padded_T,
+                    tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
+                    (0, 0, 1, 0, 0, 0, 0, 0), SPEC, SECOND_WALK,
                 )  # fmt: skip
 
 

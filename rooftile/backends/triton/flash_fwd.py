@@ -30,8 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.backends.device.listed import List, first_of_listed, seen_bits
 from rooftile.backends.device.visibility import Mask, first_key, last_key, visible
-from rooftile.backends.triton.call import Call, call_of, constants_of, with_stand_ins
+from rooftile.backends.triton.call import Call, call_of, constants_of, lists_of_queries, with_stand_ins
 from rooftile.backends.triton.schedule import dense_tile, packed_tile
 from rooftile.backends.triton.scores import (
     LN2,
@@ -58,11 +59,11 @@ def _walk(
     low, high, low_tiles, tiles,                                # the keys to visit
     k_ptr, v_ptr, k_stride_s, v_stride_s, mask,
     t, T, S, offset, b, h, factor, scale, softcap,
-    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout,
+    bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks,
     SPEC: tl.constexpr, BLOCK_S: tl.constexpr, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    """Walks `tiles` tiles of keys: `low_tiles` of them from key `low` on, the others from key `high` on."""
+    """Walks `tiles` tiles of keys: `low_tiles` of them from key `low` on, the others from key `high` on; or along a list."""
     UNIT: tl.constexpr = 1.0 if SPEC.NATURAL else LOG2E
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, SPEC.BLOCK_D)
@@ -74,7 +75,10 @@ def _walk(
     if SPEC.REST_DV:
         v_rest_offsets = s[:, None] * v_stride_s + (SPEC.BLOCK_DV + tl.arange(0, SPEC.REST_DV))[None, :]
     for n in tl.range(0, tiles, num_stages=STAGES):
-        j_0 = tl.where(n < low_tiles, low + n * BLOCK_S, high + (n - low_tiles) * BLOCK_S)
+        if SPEC.BLOCKS:
+            j_0 = first_of_listed(n, blocks.entries, S, SPEC.LIST_S, BLOCK_S, 1)
+        else:
+            j_0 = tl.where(n < low_tiles, low + n * BLOCK_S, high + (n - low_tiles) * BLOCK_S)
         # int64: position times stride passes 2**31 in a long context
         k_tile = k_ptr + tl.cast(j_0, tl.int64) * k_stride_s + k_offsets
         v_tile = v_ptr + tl.cast(j_0, tl.int64) * v_stride_s + v_offsets
@@ -111,6 +115,9 @@ def _walk(
             v = tl.load(v_tile)
         if MASKED:
             sees = visible(t[:, None] + offset, j[None, :], S, mask, SPEC)
+            if SPEC.BITS:
+                place = n // (SPEC.LIST_S // BLOCK_S)
+                sees = sees & seen_bits(blocks.bits, place, blocks.part, t[:, None], j[None, :], S, SPEC)
             x = tl.where(sees, x, float("-inf"))
 
         m_new = tl.maximum(m, tl.max(x, 1))
@@ -144,10 +151,11 @@ def _walk(
 @triton.jit(do_not_specialize=["B", "H", "T", "S", "tiles", "wave", "left", "right", "prefix", "chunk", "threshold"])
 def _forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,                        # tensors
-    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr,
+    bias_ptr, alibi_ptr, sinks_ptr, seed_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, indices_ptr, bits_ptr,
     q_strides, k_strides, v_strides, bias_strides, alibi_strides,
     B, H, T, S, tiles, wave,                                    # sizes; packed: T and S are totals
     scale, softcap, left, right, prefix, chunk, threshold, keep_scale,
+    list_numbers,
     SPEC: tl.constexpr, TILE: tl.constexpr,
 ):
     # fmt: on
@@ -237,15 +245,32 @@ def _forward(
     # fmt: off
     low_tiles = (clear_start - start) // BLOCK_S
     right_tiles = tl.cdiv(tl.maximum(stop - clear_stop, 0), BLOCK_S)
+    clear_tiles = (clear_stop - clear_start) // BLOCK_S
+    safe_tiles = tl.cdiv(stop - start, NAN_SAFE_S)
+    list_stride_b, list_stride_h, list_per, list_most, list_part = list_numbers
+    blocks = List(indices_ptr, bits_ptr, list_part)
+    if SPEC.BLOCKS:
+        list_row = b.to(tl.int64) * list_stride_b + (h // list_per) * list_stride_h + t_0 // SPEC.LIST_T
+        if SPEC.PACKED:
+            list_row += tl.load(cu_q_ptr + b).to(tl.int32) // SPEC.LIST_T + b
+        # a slot past the end has no list
+        count = tl.load(counts_ptr + tl.where(S > 0, list_row, 0))
+        listed = tl.where(S > 0, tl.maximum(tl.minimum(count, list_most), 0), 0)
+        clear_tiles = 0
+        low_tiles = 0
+        right_tiles = listed * (SPEC.LIST_S // BLOCK_S)
+        safe_tiles = listed * (SPEC.LIST_S // NAN_SAFE_S)
+        bits_row = list_row * list_part * (SPEC.LIST_T * (SPEC.LIST_S // 32))
+        blocks = List(indices_ptr + list_row * list_most, bits_ptr + bits_row, list_part)
     acc, acc_rest, m, l = _walk(
-        acc, acc_rest, m, l, q, q_rest, clear_start, clear_start, 0, (clear_stop - clear_start) // BLOCK_S,
+        acc, acc_rest, m, l, q, q_rest, clear_start, clear_start, 0, clear_tiles,
         k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
-        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, BLOCK_S, False, False, STAGES)
+        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, BLOCK_S, False, False, STAGES)
     acc, acc_rest, m, l = _walk(
         acc, acc_rest, m, l, q, q_rest, start, clear_stop, low_tiles, low_tiles + right_tiles,
         k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
-        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, BLOCK_S, True, False, STAGES)
-    if SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK:
+        bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, BLOCK_S, True, False, STAGES)
+    if SPEC.LEFT or SPEC.RIGHT or SPEC.PREFIX or SPEC.CHUNK or SPEC.BLOCKS:
         has_nan = tl.max(tl.where(acc == acc, 0, 1))
         if REST_DV:
             has_nan += tl.max(tl.where(acc_rest == acc_rest, 0, 1))
@@ -256,9 +281,9 @@ def _forward(
             if REST_DV:
                 acc_rest = tl.zeros((BLOCK_T, REST_DV), tl.float32)
             acc, acc_rest, m, l = _walk(
-                acc, acc_rest, m, l, q, q_rest, start, start, 0, tl.cdiv(stop - start, NAN_SAFE_S),
+                acc, acc_rest, m, l, q, q_rest, start, start, 0, safe_tiles,
                 k_ptr, v_ptr, k_stride_s, v_stride_s, mask, t, T, S, offset, b, h, factor, scale, softcap,
-                bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, SPEC, NAN_SAFE_S, True, True, 1)
+                bias_ptr, bias_stride_t, bias_stride_s, slope, seed, dropout, blocks, SPEC, NAN_SAFE_S, True, True, 1)
     # fmt: on
 
     m = m * factor
@@ -311,13 +336,13 @@ def plan(call: Call, tile: Tile) -> Forward:
     programs, tiles = call.programs(call.T, tile.BLOCK_T, call.H)
     new_o = empties((*call.q.shape[:-1], call.v.shape[-1]), call.q.dtype, call.q.device)
     new_lse = empties(call.rows_shape, torch.float32, call.q.device)
-    numbers = (*call.strides, call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers)
+    numbers = (*call.strides, call.B, call.H, call.T, call.S, tiles, call.wave, *call.numbers, call.list_numbers)
     launch = _start_forward.bound((programs, 1, 1), numbers, _constants(call.spec, tile)) if programs else None
 
     def run(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         o, lse = new_o(), new_lse()
         if launch is not None:
-            launch(q, k, v, o, lse, *with_stand_ins(options, q))
+            launch(q, k, v, o, lse, *with_stand_ins(options, q), *lists_of_queries(options, q))
         return o, lse
 
     return run

@@ -101,6 +101,15 @@ def backward_bias_tile(spec: Spec) -> Tile:
 
 
 def _tile(kernel: str, spec: Spec) -> Tile:
+    tile = _table(kernel, spec)
+    if spec.block_size is None:
+        return tile
+    # a tile lies within a listed block: the largest power of two that divides it
+    rows, keys = (size & -size for size in spec.block_size)
+    return tile._replace(BLOCK_T=min(tile.BLOCK_T, rows), BLOCK_S=min(tile.BLOCK_S, keys))
+
+
+def _table(kernel: str, spec: Spec) -> Tile:
     kind, width = _kind(spec), _width(spec)
     # 227 KiB of shared memory and matrix units that read it: Hopper, and Blackwell's data-centre chips
     if spec.device in ("sm100", "sm103"):

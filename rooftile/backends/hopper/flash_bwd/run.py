@@ -117,7 +117,7 @@ def _plan(
         do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, options: Options
     ) -> Grads:
         dq, dk, dv = new_dq(), new_dk(), new_dv()
-        bias, _, sinks, _, cu_q, cu_k = options
+        bias, _, sinks, _, cu_q, cu_k, *_ = options
         # no kernel reads what stands for an absent tensor
         cu_q, cu_k = lse if cu_q is None else cu_q, lse if cu_k is None else cu_k
         bias = lse if bias is None else readable_bias(bias, bias_shape(sizes))

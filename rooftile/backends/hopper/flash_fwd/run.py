@@ -96,7 +96,7 @@ def _plan(q: Tensor, sizes: Sizes, spec: Spec, tile: Tile) -> Forward:
 
     def run(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         o, lse = new_o(), new_lse()
-        bias, _, sinks, _, cu_q, cu_k = options
+        bias, _, sinks, _, cu_q, cu_k, *_ = options
         if bias is not None:
             bias = readable_bias(bias, bias_shape(sizes))
             launch(q, k, v, o, bias, q, k, v, o, bias, lse, lse if sinks is None else sinks, counter(device))
