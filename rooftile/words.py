@@ -48,7 +48,7 @@ ARGUMENTS = {
     "sliding_window": "write mask=rooftile.CAUSAL & rooftile.Window(n - 1): n counts the query itself, Window does not",
     "attention_chunk": "write mask=rooftile.CAUSAL & rooftile.Chunk(n)",
     "score_mod": "there is no function of scores: softcap=, alibi= and bias= change them",
-    "mask_mod": "there is no function of positions: join Window, Prefix, Chunk and CAUSAL by &, or pass FlexAttention's BlockMask",
+    "mask_mod": "there is no function of positions: join Window, Prefix, Chunk and CAUSAL by &, or pass a BlockMask as mask=",
     "block_mask": "write mask=, which takes a BlockMask; Window, Prefix, Chunk and CAUSAL, joined by &, store nothing",
     "enable_gqa": _GROUPS, "pack_gqa": _GROUPS,
     "return_lse": _LSE, "return_aux": _LSE, "return_softmax_lse": _LSE,

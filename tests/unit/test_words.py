@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 from typing import Any
@@ -121,11 +122,17 @@ def test_errors_that_are_not_about_words_stay() -> None:
         fails(causal=True)
 
 
+# imported by whoever needs them
+MODULES = ("rooftile.integrations.flex_attention",)
+
+
 def test_what_an_answer_tells_to_write_exists() -> None:
     for line in (*words.ARGUMENTS.values(), *words.NAMES.values()):
         for word in line.replace("(", " ").replace(")", " ").replace(",", " ").replace(";", " ").split():
             if word.startswith("rooftile."):
                 owner = rt
+                if word in MODULES:
+                    importlib.import_module(word)
                 for part in word.removeprefix("rooftile.").split("."):
                     owner = getattr(owner, part)
     assert ast.parse("from rooftile.integrations.flash_attn import flash_attn_func")

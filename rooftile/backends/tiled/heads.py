@@ -188,6 +188,9 @@ def blocks(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Ite
     for b, (rows, keys) in enumerate(sequences):
         T, S = q[rows].shape[0], k[keys].shape[0]
         step = heads_for(spec.group, T, S, Hk)
+        if options.block_counts is not None and options.block_counts.shape[1] > 1:
+            # together, heads would compute every block that one of them lists
+            step = 1
         for h in range(0, Hk, step):
             place = Place(b, rows, keys, S, h, min(h + step, Hk), spec.group)
             yield _heads(q, k, v, options, spec, place)
