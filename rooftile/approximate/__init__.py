@@ -4,6 +4,9 @@
     o = ap.linear(q, k, v, rooftile.CAUSAL)
 """
 
+from rooftile.approximate.features import Features
 from rooftile.approximate.linear import linear, linear_step
+from rooftile.approximate.linformer import linformer
+from rooftile.approximate.performer import performer
 
-__all__ = ["linear", "linear_step"]
+__all__ = ["Features", "linear", "linear_step", "linformer", "performer"]

@@ -98,7 +98,8 @@ def check_states(state: Any, shapes: dict[str, tuple[int, ...]], like: Tensor) -
     """The tensors of a state: of these shapes, in fp32 (fp64 for fp64 inputs), on the device of `like`."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     if not isinstance(state, (tuple, list)) or len(state) != len(shapes):
-        raise InvalidInput(f"state is {shown(state)}; must be the tensors ({', '.join(shapes)}) that return_state=True gives")
+        came = f"a {type(state).__name__} of {len(state)}" if isinstance(state, (tuple, list)) else shown(state)
+        raise InvalidInput(f"state is {came}; must be the tensors ({', '.join(shapes)}) that return_state=True gives")
     for (name, shape), x in zip(shapes.items(), state, strict=True):
         fits = isinstance(x, Tensor) and x.dtype == dtype and x.ndim == len(shape)
         if not fits or any(a != b for a, b in zip(x.shape, shape, strict=True)):

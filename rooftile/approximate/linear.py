@@ -23,7 +23,7 @@ from rooftile.approximate.arguments import (
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.masks import FULL, Mask
 from rooftile.operators import wants_grad
-from rooftile.recurrent.by_chunks import State
+from rooftile.recurrent.by_chunks import EMPTY, State
 from rooftile.recurrent.chunked import recur
 from rooftile.recurrent.features import PLAIN, features
 from rooftile.recurrent.problem import Recurrence
@@ -65,7 +65,7 @@ def linear(
         deterministic: accepted as in `rooftile.attention`; results always are, as every sum has one order.
         feature: phi: "elu" is elu(x) + 1, "relu" is max(x, 0), "identity" is x; or a function of a tensor, differentiable, that
             maps the last axis and is called once for q and once for k, in their dtype.
-        normalise: whether to divide by phi(q_i)^T z_i. A row for which that is 0 gives 0.
+        normalise: whether to divide by phi(q_i)^T z_i. A row for which that is below 2^-110 gives 0.
         return_state: return (o, (S, z)) with the sums after the last key.
         state: the sums over earlier keys: S (B, Hk, F, Dv) and z (B, Hk, F), float32, F the number of features (D, for a name).
             Gradients flow to it, and from the one that is returned.
@@ -191,5 +191,6 @@ def linear_step(
         o = f_q @ S  # (B, Hk, G, Dv)
         if normalise:
             den = f_q @ z[..., None]
-            o = (o / den.masked_fill(den == 0, 1.0)).masked_fill(den == 0, 0.0)
+            empty = den.abs() < EMPTY
+            o = (o / den.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
     return o.flatten(1, 2)[:, None].to(q.dtype)

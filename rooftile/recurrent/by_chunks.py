@@ -23,6 +23,8 @@ from rooftile.recurrent.features import features, gradient
 from rooftile.recurrent.problem import Recurrence
 
 CHUNK = 128
+# a sum of weights that is smaller counts as zero: its inverse, times gradients and values, must stay finite in fp32
+EMPTY = 2.0**-110
 
 
 class State(NamedTuple):
@@ -151,7 +153,6 @@ def _chunk(q: Tensor, k: Tensor, largest: Tensor, projection: Tensor | None, pro
     f_q = _grouped(f_q, k.shape[2])
     if m is None:
         return _Chunk(f_q, f_k, None, None, None, None, largest)
-    m = m.detach() if problem.feature == "exp" else m
     # (B, c, Hk): for each token, the largest until there
     running = torch.cat((largest[:, None], m.detach()), 1).cummax(1).values[:, 1:]
     last = running[:, -1] if m.shape[1] else largest
@@ -200,7 +201,7 @@ def _normalised(found: list[tuple[Tensor, Tensor]], q: Tensor, v: Tensor, proble
     if not problem.normalise:
         return n, den
     # a row whose weights are all 0 is 0
-    empty = den == 0
+    empty = den.abs() < EMPTY
     return (n / den.masked_fill(empty, 1.0)[..., None]).masked_fill(empty[..., None], 0.0), den
 
 
@@ -208,7 +209,7 @@ def _divided(do: Tensor, o: Tensor, den: Tensor, problem: Recurrence) -> tuple[T
     """The gradients of numerator and denominator, (B, T, H, Dv) and (B, T, H)."""
     if not problem.normalise:
         return do, torch.zeros_like(den)
-    empty = den == 0
+    empty = den.abs() < EMPTY
     dn = (do / den.masked_fill(empty, 1.0)[..., None]).masked_fill(empty[..., None], 0.0)
     return dn, -(dn * o).sum(-1)
 
