@@ -7,6 +7,7 @@
 from rooftile.approximate.features import Features
 from rooftile.approximate.linear import linear, linear_step
 from rooftile.approximate.linformer import linformer
+from rooftile.approximate.methods import METHODS, Method
 from rooftile.approximate.performer import performer
 
-__all__ = ["Features", "linear", "linear_step", "linformer", "performer"]
+__all__ = ["METHODS", "Features", "Method", "linear", "linear_step", "linformer", "performer"]
