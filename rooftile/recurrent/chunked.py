@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import Unsupported
+from rooftile.launch import INTERPRETED, device_of
 from rooftile.operators import below_autograd, define, transformed, wants_grad, watched
 from rooftile.recurrent import plain
 from rooftile.recurrent.by_chunks import State
-from rooftile.recurrent.features import width
+from rooftile.recurrent.features import PLAIN, width
 from rooftile.recurrent.plain import wide_dtype
 from rooftile.recurrent.problem import Recurrence, decode
 
@@ -42,6 +43,8 @@ def recur(
     if transformed():
         o, _, last_state = plain.forward(q, k, v, state, projection, cu, problem)
         return o, last_state
+    if problem.backend == "triton" and (reason := refusal(q, v, problem)) is not None:
+        raise Unsupported(f"backend 'triton' cannot run this recurrence: {reason}")
     arguments = (q, k, v, *state, None, projection, cu, problem.scale, problem.code)
     if torch.compiler.is_compiling() or watched(*arguments):
         o, _, *last = chunked_recurrence(*arguments)
@@ -66,9 +69,31 @@ def _first(
     return State(s, torch.zeros(s.shape[:3], dtype=dtype, device=q.device), largest)
 
 
-def runs_kernels(q: Tensor, problem: Recurrence) -> bool:
+# the largest head dims of the kernels: a state of more does not stay in registers
+LARGEST_DIM = 128
+
+
+def refusal(q: Tensor, v: Tensor, problem: Recurrence) -> str | None:
+    """Why the kernels do not run this problem, or None: what came; what they have."""
+    if not (q.is_cuda and _kernels_on(q.get_device())) and not (INTERPRETED and q.device.type == "cpu"):
+        return f"tensors are on {q.device}; needs a CUDA GPU of sm80 (Ampere) or newer, and Triton"
+    if q.dtype == torch.float64:
+        return "float64; has float32, bfloat16, float16"
+    if problem.feature not in PLAIN:
+        return f"features {problem.feature!r}; has {', '.join(map(repr, PLAIN))}"
+    if max(q.shape[-1], v.shape[-1]) > LARGEST_DIM:
+        return f"head dims {q.shape[-1]}, {v.shape[-1]}; has up to {LARGEST_DIM}"
+    return None
+
+
+def runs_kernels(q: Tensor, v: Tensor, problem: Recurrence) -> bool:
     """Whether Triton's kernels run this problem; otherwise plain operations do."""
-    return False
+    return problem.backend in ("auto", "triton") and refusal(q, v, problem) is None
+
+
+@cache
+def _kernels_on(index: int) -> bool:
+    return _triton_is_installed() and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 @cache
@@ -82,6 +107,12 @@ def _run(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     assert decay is None, "the decay is 1"
     problem = decode(code, scale)
+    if runs_kernels(q, v, problem):
+        from rooftile.recurrent import kernels
+
+        with device_of(q):
+            o, den, last = kernels.forward(q, k, v, State(s, z, largest), cu, problem)
+        return o, den, last.s, last.z, largest.clone()
     with torch.autocast(q.device.type, enabled=False):
         o, den, last = plain.forward(q, k, v, State(s, z, largest), projection, cu, problem)
     # an operator returns none of its inputs
@@ -92,9 +123,20 @@ def _run_backward(
     do: Tensor, ds: Tensor | None, dz: Tensor | None, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, s: Tensor,
     z: Tensor, largest: Tensor, decay: Tensor | None, projection: Tensor | None, cu: Tensor | None, scale: float, code: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    d_last = State(torch.zeros_like(s) if ds is None else ds, torch.zeros_like(z) if dz is None else dz, largest)
+    problem = decode(code, scale)
+    d_last = State(_or_zeros(ds, s), _or_zeros(dz, z), largest)
+    state = State(s, z, largest)
+    if runs_kernels(q, v, problem):
+        from rooftile.recurrent import kernels
+
+        with device_of(q):
+            return kernels.backward(do, d_last, o, den, q, k, v, state, cu, problem)
     with torch.autocast(q.device.type, enabled=False):
-        return plain.backward(do, d_last, o, den, q, k, v, State(s, z, largest), projection, cu, decode(code, scale))
+        return plain.backward(do, d_last, o, den, q, k, v, state, projection, cu, problem)
+
+
+def _or_zeros(x: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if x is None else x
 
 
 def _fake(
