@@ -1,8 +1,8 @@
 """The recurrence in Triton kernels, for Ampere and newer: features of the head's own dimensions, up to 128 of them.
 
     states      the state that each segment starts from
-    forward     outputs
-    backward    gradients
+    outputs     each segment walked from its state
+    gradients   the same for gradients
     tiles       what they share
 
 Every sum has one owner and one order: results are the same bits from run to run, and no sequence knows its neighbours.
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rooftile.launch import Kernel
 from rooftile.recurrent.by_chunks import State
-from rooftile.recurrent.kernels.backward import _key_gradients, _query_gradients, _row_gradients
-from rooftile.recurrent.kernels.forward import _outputs
+from rooftile.recurrent.kernels.gradients import _key_gradients, _query_gradients, _row_gradients, _value_gradients
+from rooftile.recurrent.kernels.outputs import _outputs
 from rooftile.recurrent.kernels.states import _scan, _segment_sums
 from rooftile.recurrent.kernels.tiles import SEGMENT
 from rooftile.recurrent.problem import Recurrence
@@ -31,29 +31,40 @@ LARGEST_DIM = 128
 _SCANNED = 1024
 
 _start_sums, _start_scan, _start_outputs = Kernel(_segment_sums), Kernel(_scan), Kernel(_outputs)
-_start_rows, _start_queries, _start_keys = Kernel(_row_gradients), Kernel(_query_gradients), Kernel(_key_gradients)
+_start_rows, _start_queries = Kernel(_row_gradients), Kernel(_query_gradients)
+_start_keys, _start_values = Kernel(_key_gradients), Kernel(_value_gradients)
 
 
-def tile_of(dim: int, dim_v: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Tokens and columns of a tile, how its products are made, and warps."""
+def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Tokens and columns of a tile, how its products are made, and warps.
+
+    The kernels "outputs" and "values" own `SPLIT` columns of values at a time, "queries" and "keys" so many of the features.
+    """
     block_d, block_v = (max(triton.next_power_of_2(n), 16) for n in (dim, dim_v))
-    large = max(block_d, block_v) > 64
     # bf16 has the range of sums over a long text; fp16 has not, so its products are of tf32, as exact as fp16
-    dot, precision = {
-        torch.bfloat16: (tl.bfloat16, "tf32"), torch.float16: (tl.float32, "tf32"), torch.float32: (tl.float32, "ieee"),
+    dot, precision, block, split = {
+        torch.bfloat16: (tl.bfloat16, "tf32", 64, 64),
+        torch.float16: (tl.float32, "tf32", 32, 64),
+        torch.float32: (tl.float32, "ieee", 32, 32),
     }[dtype]  # fmt: skip
-    block = 64 if dtype == torch.bfloat16 else 32
+    large = max(block_d, block_v) > 64
+    if kernel in ("outputs", "values"):
+        block_v = min(block_v, split)
+    elif kernel in ("queries", "keys"):
+        block_d = min(block_d, split)
     return {
         "BLOCK": block, "BLOCK_D": block_d, "BLOCK_V": block_v, "DOT": dot, "PRECISION": precision,
-        "num_warps": 8 if large else 4, "num_stages": 2 if large else 3,
+        "num_warps": 8 if large else 4, "num_stages": 2,
     }  # fmt: skip
 
 
 @cache
-def _constants(dim: int, dim_v: int, dtype: torch.dtype, heads: int, group: int, packed: bool, **own: Any) -> dict[str, Any]:
+def _constants(
+    kernel: str, dim: int, dim_v: int, dtype: torch.dtype, heads: int, group: int, packed: bool, **own: Any
+) -> dict[str, Any]:
     """One dictionary for the same arguments: a launch is recognised by it."""
     shape = {"HEADS": heads, "GROUP": group, "D": dim, "DV": dim_v, "PACKED": packed}
-    return shape | own | tile_of(dim, dim_v, dtype)
+    return shape | own | tile_of(kernel, dim, dim_v, dtype)
 
 
 @cache
@@ -86,8 +97,9 @@ class _Call:
         size = SEGMENT.value
         return length // size + self.B if self.packed else -(-length // size) * self.B
 
-    def constants(self, **own: Any) -> dict[str, Any]:
-        return _constants(self.dim, self.dim_v, self.dtype, self.Hk, self.H // self.Hk, self.packed, **own)
+    def constants(self, kernel: str, group: int | None = None, **own: Any) -> dict[str, Any]:
+        group = self.H // self.Hk if group is None else group
+        return _constants(kernel, self.dim, self.dim_v, self.dtype, self.Hk, group, self.packed, **own)
 
     def strides(self, x: Tensor) -> tuple[int, int, int]:
         return (0, x.stride(0), x.stride(1)) if self.packed else (x.stride(0), x.stride(1), x.stride(2))
@@ -103,12 +115,9 @@ class _Call:
         last = State(torch.empty_like(first.s), torch.empty_like(first.z), first.largest)
         s, z = first.s.contiguous(), first.z.contiguous()
         if slots and self.B:
-            # backward, all heads of a group join one state
-            constants = self.constants(FEATURE=self.problem.feature, WEIGHTED=weight is not None)
-            if weight is None:
-                constants = _constants(
-                    self.dim, self.dim_v, self.dtype, self.Hk, 1, self.packed, FEATURE=self.problem.feature, WEIGHTED=False
-                )
+            # backward, all query heads of a group join one state
+            group = 1 if weight is None else None
+            constants = self.constants("sums", group, FEATURE=self.problem.feature, WEIGHTED=weight is not None)
             arguments = (
                 x, y, part if weight is None else weight, part if unit is None else unit, part, lost, self.cu,
                 *self.strides(x), *self.strides(y), length, self.B,
@@ -138,12 +147,12 @@ def forward(
     part, lost, last = call.states(k, v, None, None, state, False)
     slots = call.slots(call.T)
     if slots and o.numel():
-        constants = call.constants(FEATURE=problem.feature, CAUSAL=problem.causal, NORMALISE=problem.normalise)
+        constants = call.constants("outputs", FEATURE=problem.feature, CAUSAL=problem.causal, NORMALISE=problem.normalise)
         s, z = call.starts(part, last)
         arguments = (
             q, k, v, o, den, s, z, lost, call.cu, *call.strides(q), *call.strides(k), *call.strides(v), call.T, call.B,
         )  # fmt: skip
-        _start_outputs((slots, call.H, 1), arguments, constants)
+        _start_outputs((slots, call.H, triton.cdiv(call.dim_v, constants["BLOCK_V"])), arguments, constants)
     return o, den, last
 
 
@@ -167,16 +176,20 @@ def backward(
     past, lost_k, last = call.states(k, v, None, None, state, False)
     later, lost_q, first = call.states(q, do, weight, unit, State(d_last.s, d_last.z, state.largest), True)
     strides = (*call.strides(q), *call.strides(k), *call.strides(v))
-    constants = call.constants(FEATURE=problem.feature, CAUSAL=problem.causal)
+    options = {"FEATURE": problem.feature, "CAUSAL": problem.causal}
     slots, slots_k = call.slots(call.T), call.slots(call.S)
     if slots and dq.numel():
-        s, z = call.starts(past, last)
-        arguments = (q, k, v, do, weight, unit, dq, s, z, lost_k, call.cu, *strides, call.T, call.B)
-        _start_queries((slots, call.H, 1), arguments, constants)
+        constants = call.constants("queries", **options)
+        arguments = (q, k, v, do, weight, unit, dq, *call.starts(past, last), lost_k, call.cu, *strides, call.T, call.B)
+        _start_queries((slots, call.H, triton.cdiv(call.dim, constants["BLOCK_D"])), arguments, constants)
     if slots_k and dk.numel():
-        r, r_1 = call.starts(later, first)
-        arguments = (q, k, v, do, weight, unit, dk, dv, r, r_1, lost_q, call.cu, *strides, call.S, call.B)
-        _start_keys((slots_k, call.Hk, 1), arguments, constants)
+        starts = (*call.starts(later, first), lost_q, call.cu, *strides, call.S, call.B)
+        constants = call.constants("keys", **options)
+        arguments = (q, k, v, do, weight, unit, dk, *starts)
+        _start_keys((slots_k, call.Hk, triton.cdiv(call.dim, constants["BLOCK_D"])), arguments, constants)
+        constants = call.constants("values", **options)
+        arguments = (q, k, v, do, weight, unit, dv, *starts)
+        _start_values((slots_k, call.Hk, triton.cdiv(call.dim_v, constants["BLOCK_V"])), arguments, constants)
     return dq, dk, dv, first.s, first.z
 
 

@@ -48,7 +48,7 @@ def _segment_sums(
             if WEIGHTED:
                 # (batch, tokens, heads) is contiguous; a packed batch is one
                 row = ((0 if PACKED else b.to(tl.int64) * T) + first + t) * (HEADS * GROUP) + h
-                y = y * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
+                y = y.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
                 z += tl.sum(f * tl.load(unit_ptr + row, mask=here, other=0.0)[:, None], 0)
             else:
                 z += tl.sum(f, 0)

@@ -35,14 +35,15 @@ def segment_of(slot, cu_ptr, T, B, PACKED: tl.constexpr):
 
 @triton.jit
 def rows(ptr, first, t, column, here, wide, stride):
-    """A tile (BLOCK, columns) of tokens t of a sequence, in fp32; zeros outside."""
+    """A tile (BLOCK, columns) of tokens t of a sequence; zeros outside."""
     place = (first + t)[:, None] * stride + column[None, :]
-    return tl.load(ptr + place, mask=here[:, None] & wide[None, :], other=0.0).to(tl.float32)
+    return tl.load(ptr + place, mask=here[:, None] & wide[None, :], other=0.0)
 
 
 @triton.jit
 def features(x, there, FEATURE: tl.constexpr):
     """f(x) in fp32, and 0 outside `there`."""
+    x = x.to(tl.float32)
     if FEATURE == "elu":
         x = tl.where(x > 0, x + 1, tl.exp(tl.where(x > 0, 0.0, x)))
     elif FEATURE == "relu":
@@ -56,6 +57,7 @@ def features(x, there, FEATURE: tl.constexpr):
 @triton.jit
 def slope(x, FEATURE: tl.constexpr):
     """The derivative of f at x."""
+    x = x.to(tl.float32)
     if FEATURE == "elu":
         return tl.where(x > 0, 1.0, tl.exp(tl.where(x > 0, 0.0, x)))
     if FEATURE == "relu":
@@ -70,7 +72,13 @@ def is_lost(x):
 
 
 @triton.jit
-def seen_lost(lower, lost):
-    """NaN in the columns of each row for which a token that it sees is lost, and 0 elsewhere."""
-    count = tl.dot(lower.to(tl.float16), lost.to(tl.float16))
-    return tl.where(count > 0, float("nan"), 0.0)
+def lost_before(lost, n):
+    """NaN in the rows of each column from its first lost one on, and 0 before; n numbers the rows."""
+    first = tl.min(tl.where(lost, n[:, None], 1 << 30), 0)
+    return tl.where(n[:, None] >= first[None, :], float("nan"), 0.0)
+
+
+@triton.jit
+def lost_after(lost, n):
+    """NaN in the rows until the last lost one, (BLOCK,), and 0 after it."""
+    return tl.where(n <= tl.max(tl.where(lost, n, -1), 0), float("nan"), 0.0)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.tiles import EMPTY, SEGMENT, features, is_lost, rows, seen_lost, segment_of
+from rooftile.recurrent.kernels.tiles import EMPTY, SEGMENT, features, is_lost, rows, lost_before, segment_of
 
 
 # fmt: off
@@ -30,13 +30,14 @@ def _outputs(
     PACKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     # fmt: on
+    """A segment of a query head, BLOCK_V columns of its values: a tile of the state that stays in registers."""
     slot, h = tl.program_id(0), tl.program_id(1)
     hk = h // GROUP
     b, length, first, start = segment_of(slot, cu_ptr, T, B, PACKED)
     if start >= length:
         return
     batch = b.to(tl.int64)
-    d, e, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
+    d, e, n = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
     lower = n[:, None] >= n[None, :]
     # under the mask each slot has its state, S before z; without it each sequence has one
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
@@ -66,7 +67,7 @@ def _outputs(
             seen = v
             if careful:
                 # a weight of 0 times NaN is NaN: rows before it must not see it
-                o += seen_lost(lower, is_lost(v))
+                o += lost_before(is_lost(v), n)
                 seen = tl.where(is_lost(v), 0.0, v)
             o = tl.dot(a.to(DOT), seen.to(DOT), o, input_precision=PRECISION)
             s = tl.dot(tl.trans(f_k.to(DOT)), v.to(DOT), s, input_precision=PRECISION)
@@ -75,5 +76,5 @@ def _outputs(
             empty = tl.abs(den) < EMPTY
             o = tl.where(empty[:, None], 0.0, o / tl.where(empty, 1.0, den)[:, None])
         row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
-        tl.store(den_ptr + row, den, mask=here)
+        tl.store(den_ptr + row, den, mask=here & (tl.program_id(2) == 0))
         tl.store(o_ptr + row[:, None] * DV + e[None, :], o.to(o_ptr.dtype.element_ty), mask=here[:, None] & (e < DV)[None, :])
