@@ -35,36 +35,53 @@ _start_rows, _start_queries = Kernel(_row_gradients), Kernel(_query_gradients)
 _start_keys, _start_values = Kernel(_key_gradients), Kernel(_value_gradients)
 
 
-def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype) -> dict[str, Any]:
+# the most that spills nothing, as compiled by Triton 3.6 for sm80 and sm90: tokens, columns, stages
+_TILES = {
+    (torch.bfloat16, True): (64, 64, 2),
+    (torch.bfloat16, False): (32, 64, 2),
+    (torch.float16, True): (32, 32, 2),
+    (torch.float16, False): (32, 32, 2),
+    (torch.float32, True): (16, 16, 1),
+    (torch.float32, False): (16, 16, 1),
+}
+
+
+def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool, grouped: bool) -> dict[str, Any]:
     """Tokens and columns of a tile, how its products are made, and warps.
 
-    The kernels "outputs" and "values" own `SPLIT` columns of values at a time, "queries" and "keys" so many of the features.
+    The kernels "outputs" and "values" own so many columns of values at a time, "queries" and "keys" of features.
     """
     block_d, block_v = (max(triton.next_power_of_2(n), 16) for n in (dim, dim_v))
     # bf16 has the range of sums over a long text; fp16 has not, so its products are of tf32, as exact as fp16
-    dot, precision, block, split = {
-        torch.bfloat16: (tl.bfloat16, "tf32", 64, 64),
-        torch.float16: (tl.float32, "tf32", 32, 64),
-        torch.float32: (tl.float32, "ieee", 32, 32),
-    }[dtype]  # fmt: skip
-    large = max(block_d, block_v) > 64
+    dot = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+    precision = "ieee" if dtype == torch.float32 else "tf32"
+    block, split, stages = _TILES[dtype, hopper]
+    if grouped and kernel in ("sums", "keys", "values"):
+        # the loop over a group's heads holds more at once
+        block, split = min(block, 32), min(split, 32)
     if kernel in ("outputs", "values"):
         block_v = min(block_v, split)
     elif kernel in ("queries", "keys"):
         block_d = min(block_d, split)
     return {
         "BLOCK": block, "BLOCK_D": block_d, "BLOCK_V": block_v, "DOT": dot, "PRECISION": precision,
-        "num_warps": 8 if large else 4, "num_stages": 2,
+        "num_warps": 8, "num_stages": stages,
     }  # fmt: skip
 
 
 @cache
+def _is_hopper(device: torch.device) -> bool:
+    """Whether products run on wgmma; the interpreter takes the same tiles."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
 def _constants(
-    kernel: str, dim: int, dim_v: int, dtype: torch.dtype, heads: int, group: int, packed: bool, **own: Any
+    kernel: str, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool, heads: int, group: int, packed: bool, **own: Any
 ) -> dict[str, Any]:
     """One dictionary for the same arguments: a launch is recognised by it."""
     shape = {"HEADS": heads, "GROUP": group, "D": dim, "DV": dim_v, "PACKED": packed}
-    return shape | own | tile_of(kernel, dim, dim_v, dtype)
+    return shape | own | tile_of(kernel, dim, dim_v, dtype, hopper, group > 1)
 
 
 @cache
@@ -99,7 +116,8 @@ class _Call:
 
     def constants(self, kernel: str, group: int | None = None, **own: Any) -> dict[str, Any]:
         group = self.H // self.Hk if group is None else group
-        return _constants(kernel, self.dim, self.dim_v, self.dtype, self.Hk, group, self.packed, **own)
+        hopper = _is_hopper(self.device)
+        return _constants(kernel, self.dim, self.dim_v, self.dtype, hopper, self.Hk, group, self.packed, **own)
 
     def strides(self, x: Tensor) -> tuple[int, int, int]:
         return (0, x.stride(0), x.stride(1)) if self.packed else (x.stride(0), x.stride(1), x.stride(2))

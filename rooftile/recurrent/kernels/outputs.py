@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rooftile.recurrent.kernels.tiles import EMPTY, SEGMENT, features, is_lost, rows, lost_before, segment_of
+from rooftile.recurrent.kernels.tiles import EMPTY, SEGMENT, features, is_lost, lost_before, rows, segment_of
 
 
 # fmt: off

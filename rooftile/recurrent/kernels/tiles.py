@@ -19,7 +19,8 @@ EMPTY = tl.constexpr(2.0**-110)
 def segment_of(slot, cu_ptr, T, B, PACKED: tl.constexpr):
     """A slot's sequence, its number of tokens, its first token in memory, and the slot's first token in the sequence."""
     if PACKED:
-        low, high = 0, B
+        # a tensor, where B is 1 as well
+        low, high = slot * 0, slot * 0 + B
         while high - low > 1:
             middle = (low + high) // 2
             if tl.load(cu_ptr + middle).to(tl.int32) // SEGMENT + middle <= slot:
