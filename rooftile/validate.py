@@ -40,7 +40,7 @@ def spec_code(
 ) -> str:  # fmt: skip
     """The code of this call's Spec, which `rooftile.spec.decode` reads. Raises InvalidInput."""
     packed = options.cu_q is not None
-    _check_tensors(q, k, v, PACKED if packed else DENSE)
+    check_tensors(q, k, v, PACKED if packed else DENSE)
     bias, alibi, sinks = options.bias, options.alibi, options.sinks
     if bias is not None:
         _check_bias(bias, q, k, packed)
@@ -177,7 +177,7 @@ def _check_pages(q: Tensor, cache: PagedKV) -> None:
         if x is not None:
             _check_device(f"cache.{name}", x, q)
     if cache.cu_q is not None:
-        _check_offsets("cache.cu_q", cache.cu_q, q.shape[0], "queries", q.device, False)
+        check_offsets("cache.cu_q", cache.cu_q, q.shape[0], "queries", q.device, False)
     # as with offsets: looked at where that waits for nobody
     if q.device.type == "cpu" and B and not torch.compiler.is_compiling():
         longest, room = int(lengths.max()), table.shape[1] * k.shape[1]
@@ -206,7 +206,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, code: str, options: Options) -> 
     return Problem(spec=decode(code), sizes=sizes)
 
 
-def _check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.device, read: bool) -> Tensor:
+def check_offsets(name: str, cu: Tensor, total: int, what: str, device: torch.device, read: bool) -> Tensor:
     """Packed offsets on the tensors' device, checked as far as can be known without waiting for the GPU.
 
     read: check the values too, wherever they are.
@@ -240,8 +240,8 @@ def check_packed(q: Tensor, k: Tensor, options: Options, read: bool) -> Options:
             raise InvalidInput(f"{name} must be a tensor (total, H, D) of sequences back to back; got {shown(x)}")
     if isinstance(options.bias, Tensor):
         _check_bias_columns(options.bias, cu_k, read)
-    cu_q = _check_offsets("cu_q", cu_q, q.shape[0], "queries", q.device, read)
-    cu_k = _check_offsets("cu_k", cu_k, k.shape[0], "keys", k.device, read)
+    cu_q = check_offsets("cu_q", cu_q, q.shape[0], "queries", q.device, read)
+    cu_k = check_offsets("cu_k", cu_k, k.shape[0], "keys", k.device, read)
     if cu_q.shape != cu_k.shape:
         raise InvalidInput(f"cu_q has {len(cu_q) - 1} sequences and cu_k has {len(cu_k) - 1}; they must agree")
     return replaced(options, cu_q=cu_q, cu_k=cu_k)
@@ -304,7 +304,7 @@ def check_seed(seed: int | Tensor | None, dropout: float, device: torch.device) 
     return torch.full((1,), seed, dtype=torch.int64, device=device)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, axes: tuple[str, ...]) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise InvalidInput(f"{name} is {shown(x)}; must be a tensor ({', '.join(axes)})")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 # each brings its operators
+import rooftile.approximate
 import rooftile.serve.sampling.sampler  # noqa: F401
 from rooftile.operators import DEFINED
 
@@ -19,7 +20,7 @@ Every kernel runs inside one of these operators of `torch.ops.rooftile`, so `tor
 profiler see it. A call that nobody watches goes straight to the kernel. `rooftile.cost.counts.work(name, arguments, results)`
 returns the FLOPs and the bytes of a call.
 
-An argument marked `!` in the schema is written to. Only `attention` has a gradient, `attention_backward`; the others raise
+An argument marked `!` in the schema is written to. `attention` and `chunked_recurrence` have gradients; the others raise
 `Unsupported` where one is asked for. Norms, gates and rotary positions compute their definition in PyTorch's operations then, so
 `rooftile.fused` is differentiable all the same.
 
@@ -43,6 +44,8 @@ COMPUTES = {
     "gather_kv": "sequences gathered out of a paged cache",
     "copy_blocks": "blocks of a paged cache copied",
     "sample": "a token for each row of logits",
+    "chunked_recurrence": "linear attention, dense or packed, from a state to a state",
+    "chunked_recurrence_backward": "its gradients",
 }
 
 

@@ -137,6 +137,23 @@ def _attention_quantised(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(flops.count(problem), read + _nbytes(others), _nbytes(results))
 
 
+def _recurrence(arguments: tuple[Any, ...], results: Any) -> Work:
+    q, k, _, state, *_, projection, _, _, _ = arguments
+    return Work(_recurrence_flops(q, k, state, projection, "fwd"), _nbytes(arguments), _nbytes(results))
+
+
+def _recurrence_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    *_, q, k, _, state, _, _, _, projection, _, _, _ = arguments
+    return Work(_recurrence_flops(q, k, state, projection, "bwd"), _nbytes(arguments), _nbytes(results))
+
+
+def _recurrence_flops(q: Tensor, k: Tensor, state: Tensor, projection: Tensor | None, phase: str) -> int:
+    H, Hk = q.shape[-2], k.shape[-2]
+    rows, dim = (0, 0) if projection is None else projection.shape
+    queries, keys = q.shape[:-2].numel(), k.shape[:-2].numel()
+    return flops.recurrence(queries, keys, H, Hk, state.shape[-2], state.shape[-1], phase=phase, dim=dim, rows=rows)
+
+
 def _problem(q: Tensor, k: Tensor, options: list[Tensor], spec: Spec) -> Problem:
     """The problem of dense tensors, or of packed ones, whose offsets are the last two options."""
     if spec.layout == "packed":
@@ -182,4 +199,6 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "gather_kv": _gather,
     "copy_blocks": _copy,
     "sample": _sample,
+    "chunked_recurrence": _recurrence,
+    "chunked_recurrence_backward": _recurrence_backward,
 }

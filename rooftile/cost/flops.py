@@ -28,6 +28,27 @@ def exponentials(problem: Problem) -> int:
     return problem.pairs * problem.sizes.H
 
 
+def recurrence(
+    queries: int, keys: int, H: int, Hk: int, F: int, Dv: int, *, phase: str = "fwd", dim: int = 0, rows: int = 0
+) -> int:
+    """Counts the FLOPs of linear attention as a recurrence, token by token; a schedule in chunks adds products within them.
+
+    Forward: 2 F Dv for each key (it joins the state) and for each query (it reads the state). Backward: the state again, dk and
+    dv for a key, and for a query dq and its part in the state's gradient. Features that are products with a projection
+    (rows, dim) cost 2 rows dim per token each time that they are computed, and so does the gradient through them.
+
+    Args:
+        queries, keys: tokens of all sequences.
+        F: features of a head.
+    """
+    check_phase(phase)
+    state = 2 * F * Dv
+    projected = 2 * rows * dim * (queries * H + keys * Hk)
+    if phase == "fwd":
+        return state * (keys * Hk + queries * H) + projected
+    return state * (3 * keys * Hk + 2 * queries * H) + 2 * projected
+
+
 def check_phase(phase: str) -> None:
     if phase not in PHASES:
         raise InvalidInput(f"phase is {phase!r}; must be fwd or bwd")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
-from rooftile import launch
+from rooftile import approximate, launch
 from rooftile.cost.counts import Work
 from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
 from rooftile.fused.norm import Weights
@@ -157,6 +157,8 @@ def _tensors(device: torch.device, requires_grad: bool = False) -> list[Tensor]:
 
 # pairs of a causal 4 x 4, and bytes of a tensor (1, 4, 2, 64) of bf16
 _PAIRS, _SIZE = 10, 4 * 2 * 64 * 2
+# bytes of the state of a recurrence over them
+_STATE = 2 * (64 * 64 + 64 + 1) * 4
 
 
 def _attention(device: torch.device) -> Work:
@@ -189,6 +191,19 @@ def _attention_quantised(device: torch.device) -> Work:
     return Work(4 * 64 * _PAIRS * 2, 2 * _SIZE // 2 + _SIZE + 2 * 2 * 4, _SIZE + 4 * 2 * 4)
 
 
+def _recurrence(device: torch.device) -> Work:
+    approximate.linear(*_tensors(device), rt.CAUSAL)
+    # two heads: the state is 64 x 64, its sum of keys 64, and the largest one number, and the sums of weights 4
+    return Work(2 * 64 * 64 * 2 * 4 * 2, 3 * _SIZE + _STATE, _SIZE + _STATE + 4 * 2 * 4)
+
+
+def _recurrence_backward(device: torch.device) -> Work:
+    o = approximate.linear(*_tensors(device, True), rt.CAUSAL)
+    o.backward(torch.ones_like(o))
+    # the gradient of the state that comes in has no largest
+    return Work(2 * 64 * 64 * 5 * 4 * 2, 5 * _SIZE + _STATE + 4 * 2 * 4, 3 * _SIZE + _STATE - 2 * 4)
+
+
 def _backend(device: torch.device) -> str | None:
     # on a CPU the definition runs outside its operator, and the interpreter is slow
     return "tiled" if device.type == "cpu" else None
@@ -211,4 +226,6 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "gather_kv": _gather,
     "copy_blocks": _copy,
     "sample": _sample,
+    "chunked_recurrence": _recurrence,
+    "chunked_recurrence_backward": _recurrence_backward,
 }

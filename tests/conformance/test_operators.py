@@ -18,6 +18,10 @@ from tests.conformance.operator_calls import CALLS, Seen, watching
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 
+# operators with a gradient, and their gradients
+DIFFERENTIABLE = {"attention", "attention_backward", "chunked_recurrence", "chunked_recurrence_backward"}
+
+
 @pytest.fixture(autouse=True)
 def _fresh_memory_as_torch_has_it(monkeypatch: pytest.MonkeyPatch, _nan_in_fresh_memory: None) -> None:
     """Fake tensors and tracing meet torch's own torch.empty here."""
@@ -56,7 +60,7 @@ def test_opcheck(name: str, device: torch.device) -> None:
     assert set(found.values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("name", sorted(set(CALLS) - {"attention", "attention_backward"}))
+@pytest.mark.parametrize("name", sorted(set(CALLS) - DIFFERENTIABLE))
 def test_an_operator_without_a_gradient_refuses_to_give_one(name: str, device: torch.device) -> None:
     call, _ = seen(name, device)
     first = next(n for n, x in enumerate(call.arguments) if isinstance(x, Tensor) and x.is_floating_point())

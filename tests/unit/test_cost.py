@@ -363,3 +363,18 @@ def test_one_query_has_the_intensity_of_its_group() -> None:
 def test_an_unknown_phase_is_refused_in_words() -> None:
     with pytest.raises(InvalidInput, match="phase is 'forward'; must be fwd or bwd"):
         io.tiles(PROBLEMS["square"], "forward")
+
+
+def test_flops_of_a_recurrence_agree_with_torch_on_its_products() -> None:
+    """Token by token: a key joins the state, a query reads it."""
+    T, H, Hk, F, Dv = 7, 6, 2, 5, 3
+    q, k, v = (torch.randn(n, d, requires_grad=True) for n, d in ((T * H, F), (T * Hk, F), (T * Hk, Dv)))
+    with FlopCounterMode(display=False) as counter:
+        o = torch.bmm(q[:, None], torch.bmm(k[:, :, None], v[:, None]).repeat_interleave(H // Hk, 0))
+    assert counter.get_total_flops() == flops.recurrence(T, T, H, Hk, F, Dv)
+    with FlopCounterMode(display=False) as counter:
+        o.sum().backward()
+    # the state again is the one product that autograd did not repeat
+    assert counter.get_total_flops() + 2 * F * Dv * T * Hk == flops.recurrence(T, T, H, Hk, F, Dv, phase="bwd")
+    projected = flops.recurrence(T, T, H, Hk, F, Dv, dim=4, rows=F) - flops.recurrence(T, T, H, Hk, F, Dv)
+    assert projected == 2 * 4 * F * T * (H + Hk)

@@ -29,9 +29,9 @@ FLOORS = {
     "dispatch": 7,
     "ops": 8,
     "api": 9,
-    "nn": 10,
     "approximate": 10, "qat": 10, "optim": 10,
-    "parallel": 11,
+    # its modules call the functions of the floor below
+    "nn": 11, "parallel": 11,
     "models": 12, "integrations": 12,
     "serve": 13,
     "bench": 14,

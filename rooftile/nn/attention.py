@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rooftile import api
 from rooftile.errors import InvalidInput
 from rooftile.masks import FULL, Mask
+from rooftile.nn.projections import Projections
 from rooftile.words import answers_foreign_words
 
 
-class Attention(torch.nn.Module):
+class Attention(Projections):
     """Multi-head attention with its projections: (B, T, dim) in, (B, T, dim) out.
 
     Args:
@@ -57,26 +56,13 @@ class Attention(torch.nn.Module):
         sinks: bool = False,
         softcap: float | None = None,
     ) -> None:
-        super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        if heads < 1 or kv_heads < 1 or heads % kv_heads:
-            raise InvalidInput(f"heads is {heads} and kv_heads is {kv_heads}; kv_heads must divide heads")
-        if head_dim is None and dim % heads:
-            raise InvalidInput(f"dim is {dim} and heads is {heads}; heads must divide dim, or give head_dim")
-        head_dim = dim // heads if head_dim is None else head_dim
-        if head_dim < 1:
-            raise InvalidInput(f"head_dim is {head_dim}; must be at least 1")
+        super().__init__(
+            dim, heads, bias=bias, context_dim=context_dim, device=device, dtype=dtype, head_dim=head_dim, kv_heads=kv_heads
+        )  # fmt: skip
         mask = FULL if mask is None else mask
         if not isinstance(mask, Mask):
             raise InvalidInput(f"mask is {mask!r}; must be a rooftile mask, such as rooftile.CAUSAL")
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.mask, self.dropout, self.softcap, self.backend = mask, dropout, softcap, backend
-        context_dim = dim if context_dim is None else context_dim
-        made: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.q = torch.nn.Linear(dim, heads * head_dim, **made)
-        self.k = torch.nn.Linear(context_dim, kv_heads * head_dim, **made)
-        self.v = torch.nn.Linear(context_dim, kv_heads * head_dim, **made)
-        self.out = torch.nn.Linear(heads * head_dim, dim, **made)
         self.sinks = torch.nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sinks else None
 
     @answers_foreign_words
@@ -91,10 +77,7 @@ class Attention(torch.nn.Module):
 
         key_padding_mask: True for tokens of the context that nobody sees, as in `rooftile.attention`.
         """
-        context = x if context is None else context
-        q = self.q(x).unflatten(-1, (self.heads, self.head_dim))  # (B, T, H, D)
-        k = self.k(context).unflatten(-1, (self.kv_heads, self.head_dim))  # (B, S, Hk, D)
-        v = self.v(context).unflatten(-1, (self.kv_heads, self.head_dim))  # (B, S, Hk, D)
+        q, k, v = self.project(x, context)
         o = api.attention(
             q,
             k,
@@ -109,7 +92,7 @@ class Attention(torch.nn.Module):
         return self.out(o.flatten(-2))
 
     def extra_repr(self) -> str:
-        words = [f"heads={self.heads}", f"kv_heads={self.kv_heads}", f"head_dim={self.head_dim}", f"mask={self.mask}"]
+        words = [super().extra_repr(), f"mask={self.mask}"]
         words += [f"dropout={self.dropout:g}"] * bool(self.dropout) + [f"softcap={self.softcap}"] * bool(self.softcap)
         words += ["sinks"] * (self.sinks is not None)
         return ", ".join(words)

@@ -1,0 +1,13 @@
+"""Attention that computes less than all pairs, and says what it loses: one file per method.
+
+    from rooftile import approximate as ap
+    o = ap.linear(q, k, v, rooftile.CAUSAL)
+"""
+
+from rooftile.approximate.features import Features
+from rooftile.approximate.linear import linear, linear_step
+from rooftile.approximate.linformer import linformer
+from rooftile.approximate.methods import METHODS, Method
+from rooftile.approximate.performer import performer
+
+__all__ = ["METHODS", "Features", "Method", "linear", "linear_step", "linformer", "performer"]

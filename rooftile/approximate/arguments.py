@@ -1,0 +1,109 @@
+"""The checks of arguments that several methods share: from what a caller gives to tensors, flags and numbers, or one sentence."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile import validate as checks
+from rooftile.errors import InvalidInput
+from rooftile.masks import CAUSAL, FULL, Mask, whole
+from rooftile.validate import DENSE, PACKED, shown
+
+
+def check_qkv(q: Any, k: Any, v: Any, cu: Any = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The tensors of a call, in autocast's dtype if it is on, and the offsets of packed ones on their device."""
+    if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (_autocast(x) for x in (q, k, v))
+    checks.check_tensors(q, k, v, DENSE if cu is None else PACKED)
+    if cu is not None:
+        if k.shape[0] != q.shape[0]:
+            raise InvalidInput(f"k has {k.shape[0]} tokens; q has {q.shape[0]}, and packed sequences share their offsets cu")
+        cu = checks.check_offsets("cu", cu, q.shape[0], "tokens", q.device, False)
+    return q, k, v, cu
+
+
+def _autocast(x: Any) -> Any:
+    if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def is_causal(method: str, mask: Mask | None) -> bool:
+    """Whether the mask is CAUSAL, for a method that has this mask and none."""
+    if mask is None or mask == FULL:
+        return False
+    if mask == CAUSAL:
+        return True
+    if not isinstance(mask, Mask):
+        raise InvalidInput(f"mask is {shown(mask)}; must be rooftile.FULL or rooftile.CAUSAL")
+    raise InvalidInput(f"mask is {mask}; {method} has FULL and CAUSAL: its state holds the sum over all keys so far")
+
+
+def check_causal_lengths(method: str, q: Tensor, k: Tensor) -> None:
+    """Raises InvalidInput unless there are as many queries as keys."""
+    if q.shape[-3] != k.shape[-3]:
+        raise InvalidInput(
+            f"k has length {k.shape[-3]}; q has {q.shape[-3]}, and under CAUSAL they must agree: {method} takes others as state="
+        )
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """One of the names that there are."""
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidInput(f"{name} is {shown(value)}; must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
+    return value
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{name} is {shown(value)}; must be True or False")
+    return value
+
+
+def check_backend(value: Any, choices: tuple[str, ...]) -> str:
+    """The name of a way to compute a method; None and "auto" take the fastest that runs."""
+    return "auto" if value is None else check_choice("backend", value, ("auto", *choices))
+
+
+def check_deterministic(value: Any) -> None:
+    """Every sum of these methods has one order, so the results are the same bits from run to run, asked for or not."""
+    if value is not None and not isinstance(value, bool):
+        raise InvalidInput(f"deterministic is {shown(value)}; must be True, False, or None to follow torch")
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """A whole number, of Python or numpy."""
+    number = whole(value)
+    if number is None or number < least:
+        raise InvalidInput(f"{name} is {shown(value)}; must be an int of at least {least}")
+    return number
+
+
+def check_scale(value: Any, dim: int) -> float:
+    """The factor of the scores: 1 / sqrt(dim) if None."""
+    if value is None:
+        return float(dim**-0.5)
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)) or not math.isfinite(value):
+        raise InvalidInput(f"scale is {shown(value)}; must be a finite number")
+    return float(value)
+
+
+def check_states(state: Any, shapes: dict[str, tuple[int, ...]], like: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of a state: of these shapes, in fp32 (fp64 for fp64 inputs), on the device of `like`."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    if not isinstance(state, (tuple, list)) or len(state) != len(shapes):
+        came = f"a {type(state).__name__} of {len(state)}" if isinstance(state, (tuple, list)) else shown(state)
+        raise InvalidInput(f"state is {came}; must be the tensors ({', '.join(shapes)}) that return_state=True gives")
+    for (name, shape), x in zip(shapes.items(), state, strict=True):
+        fits = isinstance(x, Tensor) and x.dtype == dtype and x.ndim == len(shape)
+        if not fits or any(a != b for a, b in zip(x.shape, shape, strict=True)):
+            raise InvalidInput(f"{name} of state is {shown(x)}; must be a {dtype} tensor {shape}")
+        if x.device != like.device:
+            raise InvalidInput(f"{name} of state is on {x.device}; q is on {like.device}, and all inputs must be on one device")
+    return tuple(state)

@@ -1,0 +1,67 @@
+"""The methods: what each is called, what it may know of later tokens, what it takes, what it costs, and where it comes from.
+
+    value-causal   no output depends on the value of a later token
+    strict         no output depends on anything of a later token
+    decodable      computed token by token, a text has the same rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rooftile.cost import approximate as cost
+
+CLASSES = frozenset({"value-causal", "strict", "decodable"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A method of approximate attention.
+
+    Attributes:
+        name: of its function in `rooftile.approximate`.
+        causality: the classes that hold, by mode; a mode is the mask or the option that chooses it. Tests hold a method to them.
+        takes: some of "groups", "packed", "gradients", "decode".
+        cost: FLOPs and bytes from sizes, a function in `rooftile.cost.approximate`.
+        title: of the paper.
+        arxiv: its number.
+    """
+
+    name: str
+    causality: dict[str, frozenset[str]]
+    takes: frozenset[str]
+    cost: Callable[..., cost.Cost]
+    title: str
+    arxiv: str
+
+
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        Method(
+            name="linear",
+            causality={"CAUSAL": CLASSES, "FULL": frozenset()},
+            takes=frozenset({"groups", "packed", "gradients", "decode"}),
+            cost=cost.linear,
+            title="Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention",
+            arxiv="2006.16236",
+        ),
+        Method(
+            name="performer",
+            causality={"CAUSAL": CLASSES, "FULL": frozenset()},
+            takes=frozenset({"groups", "packed", "gradients", "decode"}),
+            cost=cost.performer,
+            title="Rethinking Attention with Performers",
+            arxiv="2009.14794",
+        ),
+        Method(
+            name="linformer",
+            causality={"FULL": frozenset()},
+            takes=frozenset({"groups", "gradients"}),
+            cost=cost.linformer,
+            title="Linformer: Self-Attention with Linear Complexity",
+            arxiv="2006.04768",
+        ),
+    )
+}

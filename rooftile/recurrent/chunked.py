@@ -1,0 +1,218 @@
+"""The chunked recurrence S <- a S + f(k) v^T as an operator: dense or packed, with states that come in and go out.
+
+The decay `a` is 1, but for what the running largest of features with factors needs (see `by_chunks`). The schema has a place for
+decays from outside.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from importlib import util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import Unsupported
+from rooftile.launch import INTERPRETED, device_of
+from rooftile.operators import below_autograd, define, transformed, wants_grad, watched
+from rooftile.recurrent import plain
+from rooftile.recurrent.by_chunks import State
+from rooftile.recurrent.features import PLAIN, width
+from rooftile.recurrent.plain import wide_dtype
+from rooftile.recurrent.problem import Recurrence, decode
+
+
+def recur(
+    q: Tensor,  # (B, T, H, D), or (total, H, D) with cu
+    k: Tensor,  # (B, S, Hk, D); S = T under a causal mask
+    v: Tensor,  # (B, S, Hk, Dv)
+    state: State | None,
+    problem: Recurrence,
+    *,
+    cu: Tensor | None = None,  # (B + 1,)
+    projection: Tensor | None = None,  # (rows, D)
+) -> tuple[Tensor, State]:
+    """o (B, T, H, Dv) in the dtype of q, and the state after the last key, in fp32 (fp64 for fp64 inputs).
+
+    Gradients flow to q, k, v and the state's sums, and from o and the sums that are returned. Neither the projection nor the
+    largest has one.
+    """
+    state = _first(q, k, v, state, problem, cu, projection)
+    if transformed():
+        o, _, last_state = plain.forward(q, k, v, state, projection, cu, problem)
+        return o, last_state
+    if problem.backend == "triton" and (reason := refusal(q, v, problem)) is not None:
+        raise Unsupported(f"backend 'triton' cannot run this recurrence: {reason}")
+    arguments = (q, k, v, *state, None, projection, cu, problem.scale, problem.code)
+    if torch.compiler.is_compiling() or watched(*arguments):
+        o, _, *last = chunked_recurrence(*arguments)
+    elif wants_grad(*arguments[:5]):
+        o, _, *last = _Recurrence.apply(*arguments)
+    else:
+        o, _, *last = _run(*arguments)
+    return o, State(*last)
+
+
+def _first(
+    q: Tensor, k: Tensor, v: Tensor, state: State | None, problem: Recurrence, cu: Tensor | None, projection: Tensor | None
+) -> State:  # fmt: skip
+    """The state before the first key: nothing, if none is given."""
+    if state is not None:
+        return state
+    B = q.shape[0] if cu is None else cu.shape[0] - 1
+    F = width(problem.feature, q.shape[-1], projection)
+    dtype = wide_dtype(q)
+    s = torch.zeros((B, k.shape[-2], F, v.shape[-1]), dtype=dtype, device=q.device)
+    largest = torch.full(s.shape[:2], -math.inf, dtype=dtype, device=q.device)
+    return State(s, torch.zeros(s.shape[:3], dtype=dtype, device=q.device), largest)
+
+
+# the largest head dims of the kernels: a state of more does not stay in registers
+LARGEST_DIM = 128
+
+
+def refusal(q: Tensor, v: Tensor, problem: Recurrence) -> str | None:
+    """Why the kernels do not run this problem, or None: what came; what they have."""
+    if not (q.is_cuda and _kernels_on(q.get_device())) and not (INTERPRETED and q.device.type == "cpu"):
+        return f"tensors are on {q.device}; needs a CUDA GPU of sm80 (Ampere) or newer, and Triton"
+    if q.dtype == torch.float64:
+        return "float64; has float32, bfloat16, float16"
+    if problem.feature not in PLAIN:
+        return f"features {problem.feature!r}; has {', '.join(map(repr, PLAIN))}"
+    if max(q.shape[-1], v.shape[-1]) > LARGEST_DIM:
+        return f"head dims {q.shape[-1]}, {v.shape[-1]}; has up to {LARGEST_DIM}"
+    return None
+
+
+def runs_kernels(q: Tensor, v: Tensor, problem: Recurrence) -> bool:
+    """Whether Triton's kernels run this problem; otherwise plain operations do."""
+    return problem.backend in ("auto", "triton") and refusal(q, v, problem) is None
+
+
+@cache
+def _kernels_on(index: int) -> bool:
+    return _triton_is_installed() and torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return util.find_spec("triton") is not None
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, largest: Tensor, decay: Tensor | None,
+    projection: Tensor | None, cu: Tensor | None, scale: float, code: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert decay is None, "the decay is 1"
+    problem = decode(code, scale)
+    if runs_kernels(q, v, problem):
+        from rooftile.recurrent import kernels
+
+        with device_of(q):
+            o, den, last = kernels.forward(q, k, v, State(s, z, largest), cu, problem)
+        return o, den, last.s, last.z, largest.clone()
+    with torch.autocast(q.device.type, enabled=False):
+        o, den, last = plain.forward(q, k, v, State(s, z, largest), projection, cu, problem)
+    # an operator returns none of its inputs
+    return o.contiguous(), den.contiguous(), *(x.clone(memory_format=torch.contiguous_format) for x in last)
+
+
+def _run_backward(
+    do: Tensor, ds: Tensor | None, dz: Tensor | None, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, s: Tensor,
+    z: Tensor, largest: Tensor, decay: Tensor | None, projection: Tensor | None, cu: Tensor | None, scale: float, code: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    problem = decode(code, scale)
+    d_last = State(_or_zeros(ds, s), _or_zeros(dz, z), largest)
+    state = State(s, z, largest)
+    if runs_kernels(q, v, problem):
+        from rooftile.recurrent import kernels
+
+        with device_of(q):
+            return kernels.backward(do, d_last, o, den, q, k, v, state, cu, problem)
+    with torch.autocast(q.device.type, enabled=False):
+        return plain.backward(do, d_last, o, den, q, k, v, state, projection, cu, problem)
+
+
+def _or_zeros(x: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if x is None else x
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor, z: Tensor, largest: Tensor, decay: Tensor | None,
+    projection: Tensor | None, cu: Tensor | None, scale: float, code: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    rows = q.shape[:-1]
+    others = (x.new_empty(x.shape) for x in (s, z, largest))
+    return q.new_empty((*rows, v.shape[-1])), q.new_empty(rows, dtype=wide_dtype(q)), *others
+
+
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in arguments[5:10])
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        run = chunked_recurrence if watched(*arguments) or arguments[0].is_meta else _run
+        with below_autograd():
+            o, den, s, z, largest = run(*arguments)
+        ctx.save_for_backward(o, den, *arguments[:9])
+        ctx.options = arguments[9:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(den, largest)
+        return o, den, s, z, largest
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, _: Any, ds: Tensor | None, dz: Tensor | None, __: Any) -> Any:
+        o, den, *tensors = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do
+        arguments = (do, ds, dz, o, den, *tensors, *ctx.options)
+        if torch.is_grad_enabled() or watched(*arguments) or o.is_meta:
+            return *chunked_recurrence_backward(*arguments), None, None, None, None, None, None
+        return *_run_backward(*arguments), None, None, None, None, None, None
+
+
+class _RecurrenceBackward(torch.autograd.Function):
+    """The backward as autograd sees it when a graph of it is asked for: it runs, and a second derivative is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        with below_autograd():
+            return tuple(chunked_recurrence_backward(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise Unsupported(
+            "double backward through linear attention in chunks; backend='eager' has it: name it where gradients of "
+            "gradients are needed"
+        )
+
+
+def _autograd(*arguments: Any) -> Any:
+    if wants_grad(*arguments[:5]):
+        return _Recurrence.apply(*arguments)
+    with below_autograd():
+        return chunked_recurrence(*arguments)
+
+
+def _autograd_backward(*arguments: Any) -> Any:
+    if wants_grad(*arguments[:10]):
+        return _RecurrenceBackward.apply(*arguments)
+    with below_autograd():
+        return chunked_recurrence_backward(*arguments)
+
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor state, Tensor norm, Tensor largest, Tensor? decay, Tensor? projection, "
+    "Tensor? cu, float scale, str code"
+)
+chunked_recurrence = define(
+    f"chunked_recurrence({_TENSORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _run, _fake, _autograd
+)
+chunked_recurrence_backward = define(
+    f"chunked_recurrence_backward(Tensor do, Tensor? dstate, Tensor? dnorm, Tensor o, Tensor den, {_TENSORS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _run_backward, _fake_backward, _autograd_backward,
+)  # fmt: skip

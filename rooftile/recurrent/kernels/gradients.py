@@ -1,0 +1,243 @@
+"""The gradients. With w = 1 / den, dN = w dO and u = -w rowsum(dO * O), the gradient of den:
+
+    dA = dN V^T + u                            A and dA under the causal mask
+    df(Q) = dA f(K)   + dN S^T + u z^T         S, z: the state before the chunk
+    df(K) = dA^T f(Q) + V R^T + r              R, r: the sums of f(Q)^T dN and f(Q)^T u over later chunks
+    dV    = A^T dN    + f(K) R
+
+S walks forwards with the queries, R backwards with the keys. Each kernel owns a tile of columns of one gradient, so that its tile of
+the state stays in registers: A and dA are computed again for each. Features are computed again from the tiles, and their slopes too.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rooftile.recurrent.kernels.tiles import (
+    EMPTY,
+    SEGMENT,
+    features,
+    is_lost,
+    lost_after,
+    lost_before,
+    rows,
+    segment_of,
+    slope,
+)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["total"])
+def _row_gradients(
+    do_ptr, o_ptr, den_ptr, weight_ptr, unit_ptr, total,
+    DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    # fmt: on
+    """Writes w and u of BLOCK rows; do and o are contiguous."""
+    r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    e = tl.arange(0, BLOCK_V)
+    here = r < total
+    there = here[:, None] & (e < DV)[None, :]
+    place = r[:, None] * DV + e[None, :]
+    do = tl.load(do_ptr + place, mask=there, other=0.0).to(tl.float32)
+    o = tl.load(o_ptr + place, mask=there, other=0.0).to(tl.float32)
+    den = tl.load(den_ptr + r, mask=here, other=1.0)
+    empty = tl.abs(den) < EMPTY
+    weight = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, den))
+    tl.store(weight_ptr + r, weight, mask=here)
+    tl.store(unit_ptr + r, -weight * tl.sum(do * o, 1), mask=here)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["T", "B"])
+def _query_gradients(
+    q_ptr, k_ptr, v_ptr, do_ptr, weight_ptr, unit_ptr, dq_ptr, s_ptr, z_ptr, lost_ptr, cu_ptr,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+    T, B,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """dq of a segment of a query head, BLOCK_D of its columns."""
+    slot, h = tl.program_id(0), tl.program_id(1)
+    hk = h // GROUP
+    b, length, first, start = segment_of(slot, cu_ptr, T, B, PACKED)
+    if start >= length:
+        return
+    batch = b.to(tl.int64)
+    d, e, n = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
+    lower = n[:, None] >= n[None, :]
+    head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
+    step: tl.constexpr = D * DV + D if CAUSAL else D * DV
+    step_z: tl.constexpr = D * DV + D if CAUSAL else D
+    s = tl.load(s_ptr + head * step + d[:, None] * DV + e[None, :], mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0)
+    z = tl.load(z_ptr + head * step_z + d, mask=d < D, other=0.0)
+    careful = False
+    if CAUSAL:
+        careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
+    q_base = q_ptr + batch * q_stride_b + h * q_stride_h
+    k_base = k_ptr + batch * k_stride_b + hk * k_stride_h
+    v_base = v_ptr + batch * v_stride_b + hk * v_stride_h
+    for c in range(start, tl.minimum(start + SEGMENT, length), BLOCK):
+        t = c + n
+        here = t < length
+        there = here[:, None] & (d < D)[None, :]
+        row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
+        do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
+        dn = (do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]).to(DOT)
+        u = tl.load(unit_ptr + row, mask=here, other=0.0)
+        df = tl.dot(dn, tl.trans(s.to(DOT)), input_precision=PRECISION) + u[:, None] * z[None, :]
+        if CAUSAL:
+            f_k = features(rows(k_base, first, t, d, here, d < D, k_stride_t), there, FEATURE)
+            v = rows(v_base, first, t, e, here, e < DV, v_stride_t)
+            da = tl.dot(dn, tl.trans(v.to(DOT)), input_precision=PRECISION) + u[:, None]
+            da = tl.where(lower, da, 0.0)
+            seen = f_k
+            if careful:
+                df += lost_before(is_lost(f_k), n)
+                seen = tl.where(is_lost(f_k), 0.0, f_k)
+            df = tl.dot(da.to(DOT), seen.to(DOT), df, input_precision=PRECISION)
+            s = tl.dot(tl.trans(f_k.to(DOT)), v.to(DOT), s, input_precision=PRECISION)
+            z += tl.sum(f_k, 0)
+        dq = df * slope(rows(q_base, first, t, d, here, d < D, q_stride_t), FEATURE)
+        tl.store(dq_ptr + row[:, None] * D + d[None, :], dq.to(dq_ptr.dtype.element_ty), mask=there)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["T", "B"])
+def _key_gradients(
+    q_ptr, k_ptr, v_ptr, do_ptr, weight_ptr, unit_ptr, dk_ptr, r_ptr, u_ptr, lost_ptr, cu_ptr,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+    T, B,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """dk of a segment of a key head, BLOCK_D of its columns: summed over the query heads of its group."""
+    slot, hk = tl.program_id(0), tl.program_id(1)
+    b, length, first, start = segment_of(slot, cu_ptr, T, B, PACKED)
+    if start >= length:
+        return
+    batch = b.to(tl.int64)
+    d, e, n = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
+    lower = n[:, None] >= n[None, :]
+    head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
+    step: tl.constexpr = D * DV + D if CAUSAL else D * DV
+    r = tl.load(r_ptr + head * step + d[:, None] * DV + e[None, :], mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0)
+    step_z: tl.constexpr = D * DV + D if CAUSAL else D
+    r_1 = tl.load(u_ptr + head * step_z + d, mask=d < D, other=0.0)
+    careful = False
+    if CAUSAL:
+        careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
+    k_base = k_ptr + batch * k_stride_b + hk * k_stride_h
+    v_base = v_ptr + batch * v_stride_b + hk * v_stride_h
+    chunks = tl.cdiv(tl.minimum(SEGMENT, length - start), BLOCK)
+    for i in range(0, chunks):
+        t = start + (chunks - 1 - i) * BLOCK + n
+        here = t < length
+        there = here[:, None] & (d < D)[None, :]
+        v = rows(v_base, first, t, e, here, e < DV, v_stride_t).to(DOT)
+        df = tl.dot(v, tl.trans(r.to(DOT)), input_precision=PRECISION) + r_1[None, :]
+        if CAUSAL:
+            for g in range(0, GROUP):
+                h = hk * GROUP + g
+                row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
+                q = rows(q_ptr + batch * q_stride_b + h * q_stride_h, first, t, d, here, d < D, q_stride_t)
+                f_q = features(q, there, FEATURE)
+                do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
+                dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
+                u = tl.load(unit_ptr + row, mask=here, other=0.0)
+                da = tl.dot(dn.to(DOT), tl.trans(v), input_precision=PRECISION) + u[:, None]
+                da = tl.where(lower, da, 0.0)
+                seen = f_q
+                if careful:
+                    # a row with a NaN reaches its own and earlier keys: 0 times NaN must not reach later ones
+                    lost = tl.max(is_lost(f_q).to(tl.int32), 1) + tl.max(is_lost(dn).to(tl.int32), 1) + is_lost(u).to(tl.int32)
+                    df += lost_after(lost > 0, n)[:, None]
+                    seen = tl.where(is_lost(f_q), 0.0, f_q)
+                df = tl.dot(tl.trans(da.to(DOT)), seen.to(DOT), df, input_precision=PRECISION)
+                if GROUP == 1:
+                    r = tl.dot(tl.trans(f_q.to(DOT)), dn.to(DOT), r, input_precision=PRECISION)
+                    r_1 += tl.sum(f_q * u[:, None], 0)
+            if GROUP > 1:
+                # every head of the group reads the sums over later chunks alone, so they grow after all have read
+                for g in range(0, GROUP):
+                    h = hk * GROUP + g
+                    row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
+                    q = rows(q_ptr + batch * q_stride_b + h * q_stride_h, first, t, d, here, d < D, q_stride_t)
+                    f_q = features(q, there, FEATURE)
+                    do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
+                    dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
+                    u = tl.load(unit_ptr + row, mask=here, other=0.0)
+                    r = tl.dot(tl.trans(f_q.to(DOT)), dn.to(DOT), r, input_precision=PRECISION)
+                    r_1 += tl.sum(f_q * u[:, None], 0)
+        dk = df * slope(rows(k_base, first, t, d, here, d < D, k_stride_t), FEATURE)
+        place = ((0 if PACKED else batch * T) + first + t) * HEADS + hk
+        tl.store(dk_ptr + place[:, None] * D + d[None, :], dk.to(dk_ptr.dtype.element_ty), mask=there)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["T", "B"])
+def _value_gradients(
+    q_ptr, k_ptr, v_ptr, do_ptr, weight_ptr, unit_ptr, dv_ptr, r_ptr, u_ptr, lost_ptr, cu_ptr,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+    T, B,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """dv of a segment of a key head, BLOCK_V of its columns: summed over the query heads of its group."""
+    slot, hk = tl.program_id(0), tl.program_id(1)
+    b, length, first, start = segment_of(slot, cu_ptr, T, B, PACKED)
+    if start >= length:
+        return
+    batch = b.to(tl.int64)
+    d, e, n = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
+    lower = n[:, None] >= n[None, :]
+    head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
+    step: tl.constexpr = D * DV + D if CAUSAL else D * DV
+    r = tl.load(r_ptr + head * step + d[:, None] * DV + e[None, :], mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0)
+    careful = False
+    if CAUSAL:
+        careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
+    k_base = k_ptr + batch * k_stride_b + hk * k_stride_h
+    chunks = tl.cdiv(tl.minimum(SEGMENT, length - start), BLOCK)
+    for i in range(0, chunks):
+        t = start + (chunks - 1 - i) * BLOCK + n
+        here = t < length
+        there = here[:, None] & (d < D)[None, :]
+        f_k = features(rows(k_base, first, t, d, here, d < D, k_stride_t), there, FEATURE).to(DOT)
+        dv = tl.dot(f_k, r.to(DOT), input_precision=PRECISION)
+        if CAUSAL:
+            for g in range(0, GROUP):
+                h = hk * GROUP + g
+                row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
+                q = rows(q_ptr + batch * q_stride_b + h * q_stride_h, first, t, d, here, d < D, q_stride_t)
+                f_q = features(q, there, FEATURE)
+                do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
+                dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
+                a = tl.dot(f_q.to(DOT), tl.trans(f_k), input_precision=PRECISION)
+                a = tl.where(lower, a, 0.0)
+                seen = dn
+                if careful:
+                    lost = tl.max(is_lost(f_q).to(tl.int32), 1) + tl.max(is_lost(dn).to(tl.int32), 1)
+                    dv += lost_after(lost > 0, n)[:, None]
+                    seen = tl.where(is_lost(dn), 0.0, dn)
+                dv = tl.dot(tl.trans(a.to(DOT)), seen.to(DOT), dv, input_precision=PRECISION)
+                if GROUP == 1:
+                    r = tl.dot(tl.trans(f_q.to(DOT)), dn.to(DOT), r, input_precision=PRECISION)
+            if GROUP > 1:
+                for g in range(0, GROUP):
+                    h = hk * GROUP + g
+                    row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
+                    q = rows(q_ptr + batch * q_stride_b + h * q_stride_h, first, t, d, here, d < D, q_stride_t)
+                    f_q = features(q, there, FEATURE)
+                    do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
+                    dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
+                    r = tl.dot(tl.trans(f_q.to(DOT)), dn.to(DOT), r, input_precision=PRECISION)
+        place = ((0 if PACKED else batch * T) + first + t) * HEADS + hk
+        tl.store(dv_ptr + place[:, None] * DV + e[None, :], dv.to(dv_ptr.dtype.element_ty), mask=here[:, None] & (e < DV)[None, :])

@@ -1,0 +1,80 @@
+"""The outputs: each program walks a segment from the state that it starts with, chunk by chunk.
+
+    A   = f(Q) f(K)^T under the causal mask
+    den = f(Q) z + rowsum A
+    O   = (f(Q) S + A V) / den
+    S  += f(K)^T V,  z += colsum f(K)
+
+Without a mask there is one state, of the whole sequence, and only its product remains. The exponentials of features are computed
+from the tile; nothing of them is written to memory.
+
+Katharopoulos et al., arXiv:2006.16236; chunks as in Hua et al., arXiv:2202.10447.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rooftile.recurrent.kernels.tiles import EMPTY, SEGMENT, features, is_lost, lost_before, rows, segment_of
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["T", "B"])
+def _outputs(
+    q_ptr, k_ptr, v_ptr, o_ptr, den_ptr, s_ptr, z_ptr, lost_ptr, cu_ptr,
+    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+    T, B,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, NORMALISE: tl.constexpr,
+    PACKED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    # fmt: on
+    """A segment of a query head, BLOCK_V columns of its values: a tile of the state that stays in registers."""
+    slot, h = tl.program_id(0), tl.program_id(1)
+    hk = h // GROUP
+    b, length, first, start = segment_of(slot, cu_ptr, T, B, PACKED)
+    if start >= length:
+        return
+    batch = b.to(tl.int64)
+    d, e, n = tl.arange(0, BLOCK_D), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK)
+    lower = n[:, None] >= n[None, :]
+    # under the mask each slot has its state, S before z; without it each sequence has one
+    head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
+    step: tl.constexpr = D * DV + D if CAUSAL else D * DV
+    step_z: tl.constexpr = D * DV + D if CAUSAL else D
+    s = tl.load(s_ptr + head * step + d[:, None] * DV + e[None, :], mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0)
+    z = tl.load(z_ptr + head * step_z + d, mask=d < D, other=0.0)
+    careful = False
+    if CAUSAL:
+        careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
+    q_base = q_ptr + batch * q_stride_b + h * q_stride_h
+    k_base = k_ptr + batch * k_stride_b + hk * k_stride_h
+    v_base = v_ptr + batch * v_stride_b + hk * v_stride_h
+    for c in range(start, tl.minimum(start + SEGMENT, length), BLOCK):
+        t = c + n
+        here = t < length
+        there = here[:, None] & (d < D)[None, :]
+        f_q = features(rows(q_base, first, t, d, here, d < D, q_stride_t), there, FEATURE)
+        den = tl.sum(f_q * z[None, :], 1)
+        o = tl.dot(f_q.to(DOT), s.to(DOT), input_precision=PRECISION)
+        if CAUSAL:
+            f_k = features(rows(k_base, first, t, d, here, d < D, k_stride_t), there, FEATURE)
+            v = rows(v_base, first, t, e, here, e < DV, v_stride_t)
+            a = tl.dot(f_q.to(DOT), tl.trans(f_k.to(DOT)), input_precision=PRECISION)
+            a = tl.where(lower, a, 0.0)
+            den += tl.sum(a, 1)
+            seen = v
+            if careful:
+                # a weight of 0 times NaN is NaN: rows before it must not see it
+                o += lost_before(is_lost(v), n)
+                seen = tl.where(is_lost(v), 0.0, v)
+            o = tl.dot(a.to(DOT), seen.to(DOT), o, input_precision=PRECISION)
+            s = tl.dot(tl.trans(f_k.to(DOT)), v.to(DOT), s, input_precision=PRECISION)
+            z += tl.sum(f_k, 0)
+        if NORMALISE:
+            empty = tl.abs(den) < EMPTY
+            o = tl.where(empty[:, None], 0.0, o / tl.where(empty, 1.0, den)[:, None])
+        row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
+        tl.store(den_ptr + row, den, mask=here & (tl.program_id(2) == 0))
+        tl.store(o_ptr + row[:, None] * DV + e[None, :], o.to(o_ptr.dtype.element_ty), mask=here[:, None] & (e < DV)[None, :])
