@@ -4,10 +4,20 @@
     o = ap.linear(q, k, v, rooftile.CAUSAL)
 """
 
+from rooftile.approximate.chosen.sparse_transformer import sparse_transformer
 from rooftile.approximate.features import Features
 from rooftile.approximate.linear import linear, linear_step
 from rooftile.approximate.linformer import linformer
 from rooftile.approximate.methods import METHODS, Method
 from rooftile.approximate.performer import performer
 
-__all__ = ["METHODS", "Features", "Method", "linear", "linear_step", "linformer", "performer"]
+__all__ = [
+    "METHODS",
+    "Features",
+    "Method",
+    "linear",
+    "linear_step",
+    "linformer",
+    "performer",
+    "sparse_transformer",
+]
