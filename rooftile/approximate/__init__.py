@@ -4,6 +4,7 @@
     o = ap.linear(q, k, v, rooftile.CAUSAL)
 """
 
+from rooftile.approximate.chosen.reformer import lsh, reformer
 from rooftile.approximate.chosen.sparse_transformer import sparse_transformer
 from rooftile.approximate.features import Features
 from rooftile.approximate.linear import linear, linear_step
@@ -18,6 +19,8 @@ __all__ = [
     "linear",
     "linear_step",
     "linformer",
+    "lsh",
     "performer",
+    "reformer",
     "sparse_transformer",
 ]

@@ -68,7 +68,8 @@ def attend(
     o, lse = api.attention_with_lse(q, k, v, bias=numbers.masked_fill(~seen, -math.inf), **options)
     G = q.shape[2] // k.shape[2]
     sees_lost = (seen & lost_k.mT.repeat_interleave(G, dim=1)[:, :, None]).any(-1).mT  # (N, t, h)
-    return o.masked_fill((sees_lost | lost_q) & (lse != -math.inf).mT, math.nan), lse
+    wrong = (sees_lost | lost_q) & (lse != -math.inf).mT
+    return o.masked_fill(wrong[..., None], math.nan), lse
 
 
 def lost(x: Tensor) -> Tensor:

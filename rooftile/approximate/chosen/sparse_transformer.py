@@ -16,15 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rooftile import api, dispatch
-from rooftile.approximate.arguments import (
-    check_backend,
-    check_choice,
-    check_count,
-    check_deterministic,
-    check_qkv,
-    check_scale,
-)
+from rooftile import api
+from rooftile.approximate.arguments import check_choice, check_count, check_qkv, check_scale
+from rooftile.approximate.chosen.arguments import check_way
 from rooftile.approximate.chosen.pairs import padded
 from rooftile.errors import InvalidInput
 from rooftile.masks import CAUSAL, Chunk, Window
@@ -92,7 +86,7 @@ def sparse_transformer(
     heads = check_choice("heads", heads, ("union", "split", "first", "second"))
     stride, summary = check_count("stride", stride), check_count("summary", summary)
     if window is not None and pattern == "fixed":
-        raise InvalidInput(f"window is {window} with pattern 'fixed', whose near keys are the own block: leave it out, or set stride")
+        raise InvalidInput(f"window is {window} with pattern 'fixed'; the near keys are then the own block: leave it out")
     window = stride if window is None else check_count("window", window)
     if summary > stride and pattern == "fixed":
         raise InvalidInput(f"summary is {summary}; stride is {stride}, and summary must be at most stride")
@@ -100,13 +94,11 @@ def sparse_transformer(
     if heads == "split" and H == 1:
         raise InvalidInput("heads is 'split' and q has 1 head; must have at least 2, or write heads='union'")
     scale = check_scale(scale, q.shape[-1])
-    backend = check_backend(backend, tuple(dispatch.BACKENDS))
-    check_deterministic(deterministic)
-    if backend == "eager":
+    options = check_way(backend, deterministic, scale)
+    if options is None:
         return definition.sparse_transformer(
             q, k, v, pattern=pattern, stride=stride, window=window, summary=summary, heads=heads, scale=scale
         ).contiguous()
-    options: dict[str, Any] = {"scale": scale, "backend": None if backend == "auto" else backend, "deterministic": deterministic}
     if k.shape[1] < q.shape[1]:
         # queries before the first key see nothing
         early = q.shape[1] - k.shape[1]

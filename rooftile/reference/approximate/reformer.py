@@ -48,8 +48,8 @@ def sees(hashes: Tensor, chunk: int, causal: bool, strict: bool) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Vectors of length one; a vector of zeros stays."""
-    return x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    """Vectors of length one; a vector of zeros stays. The small term is that of the code that trained the paper's models."""
+    return x / (x.square().sum(-1, keepdim=True) + x.shape[-1] * 1e-6).sqrt()
 
 
 def reformer(
