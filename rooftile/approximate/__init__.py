@@ -5,6 +5,7 @@
 """
 
 from rooftile.approximate.chosen.reformer import lsh, reformer
+from rooftile.approximate.chosen.routing import Members, commitment_loss, routing, update_centroids
 from rooftile.approximate.chosen.sparse_transformer import sparse_transformer
 from rooftile.approximate.features import Features
 from rooftile.approximate.linear import linear, linear_step
@@ -15,12 +16,16 @@ from rooftile.approximate.performer import performer
 __all__ = [
     "METHODS",
     "Features",
+    "Members",
     "Method",
+    "commitment_loss",
     "linear",
     "linear_step",
     "linformer",
     "lsh",
     "performer",
     "reformer",
+    "routing",
     "sparse_transformer",
+    "update_centroids",
 ]

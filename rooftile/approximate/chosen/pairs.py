@@ -17,12 +17,24 @@ def take(x: Tensor, places: Tensor) -> Tensor:
 
     The gradient of a row that is taken more than once is summed in fp32, in one order.
     """
-    B, S, Hk, _ = x.shape
-    H = places.shape[1]
-    b = torch.arange(B, device=x.device).view(-1, 1, *[1] * (places.ndim - 2))
-    h = (torch.arange(H, device=x.device) // (H // Hk)).view(-1, *[1] * (places.ndim - 2))
-    rows: Tensor = _TakeRows.apply(x.flatten(0, 2), (b * S + places) * Hk + h)
+    rows: Tensor = _TakeRows.apply(x.flatten(0, 2), _index(places, x.shape[1], x.shape[2]))
     return rows
+
+
+def add_rows(rows: Tensor, places: Tensor, length: int) -> Tensor:
+    """Sums rows (B, H, ..., D) at their places (B, H, ...) of an axis of this length: (B, T, H, D), in one order."""
+    B, H = rows.shape[:2]
+    total: Tensor = _AddRows.apply(rows, _index(places, length, H), B * length * H)
+    return total.view(B, length, H, rows.shape[-1])
+
+
+def _index(places: Tensor, length: int, heads: int) -> Tensor:
+    """The rows of a tensor (B, length, heads, D) with these axes flattened, for places (B, H, ...)."""
+    B, H = places.shape[:2]
+    one = [1] * (places.ndim - 2)
+    b = torch.arange(B, device=places.device).view(-1, 1, *one)
+    h = (torch.arange(H, device=places.device) // (H // heads)).view(-1, *one)
+    return (b * length + places) * heads + h
 
 
 class _TakeRows(torch.autograd.Function):
@@ -41,12 +53,29 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        wide = grad.to(torch.promote_types(grad.dtype, torch.float32)).flatten(0, -2)
-        dx = wide.new_zeros(ctx.rows, grad.shape[-1])
-        # each of the two sums in a fixed order on its device; the other one would add with atomics there
-        rows = index.flatten()
-        dx = dx.index_put((rows,), wide, accumulate=True) if grad.is_cuda else dx.index_add(0, rows, wide)
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        dx: Tensor = _AddRows.apply(wide, index, ctx.rows)
         return dx.to(grad.dtype), None
+
+
+class _AddRows(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, index: Tensor, length: int) -> Tensor:
+        total = rows.new_zeros(length, rows.shape[-1])
+        rows, index = rows.flatten(0, -2), index.flatten()
+        # each of the two sums in a fixed order on its device; the other one would add with atomics there
+        return total.index_put((index,), rows, accumulate=True) if rows.is_cuda else total.index_add(0, index, rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return _TakeRows.apply(grad, index), None, None
 
 
 def attend(

@@ -185,7 +185,7 @@ class _Sort:
         return (chunk_i[..., :, None] - chunk_j[..., None, :]) % self.chunks <= 1
 
     def allowed(self, i: Tensor, j: Tensor) -> Tensor:
-        """What holds in every round: another token, within the text, and not a later one."""
+        """Whether a pair may be seen in any round: another token, within the text, and not a later one."""
         i, j = i[..., :, None], j[..., None, :]
         return (j < i if self.causal else j != i) & (i < self.T) & (j < self.T)
 
