@@ -4,6 +4,7 @@
     o = ap.linear(q, k, v, rooftile.CAUSAL)
 """
 
+from rooftile.approximate.chosen.loki import Loki
 from rooftile.approximate.chosen.reformer import lsh, reformer
 from rooftile.approximate.chosen.routing import Members, commitment_loss, routing, update_centroids
 from rooftile.approximate.chosen.sparse_transformer import sparse_transformer
@@ -16,6 +17,7 @@ from rooftile.approximate.performer import performer
 __all__ = [
     "METHODS",
     "Features",
+    "Loki",
     "Members",
     "Method",
     "commitment_loss",

@@ -52,11 +52,13 @@ def loki(
     q: Tensor,  # (B, 1, H, D)
     k: Tensor,  # (B, S, Hk, D)
     v: Tensor,  # (B, S, Hk, Dv)
-    chosen: Tensor,  # (B, H, n) places
+    chosen: Tensor,  # (B, H, n) places, or (B, Hk, n) pages
+    page: int = 1,
     *,
     scale: float,
 ) -> Tensor:
     """Returns o (B, 1, H, Dv). q and k are both turned by P or both not: products are the same."""
-    seen = torch.zeros(*chosen.shape[:2], k.shape[1], dtype=torch.bool, device=k.device)
-    seen = seen.scatter(-1, chosen.long(), True)
+    j = torch.arange(k.shape[1], device=k.device) // page
+    seen = (chosen[..., None] == j).any(-2)  # (B, H or Hk, S)
+    seen = seen.repeat_interleave(q.shape[2] // seen.shape[1], dim=1)
     return pairs.attention(q, k, v, seen[:, :, None], scale=scale)[0]
