@@ -4,9 +4,13 @@
     o = ap.linear(q, k, v, rooftile.CAUSAL)
 """
 
+from rooftile.approximate.chosen.centroids import commitment_loss, update_centroids
+from rooftile.approximate.chosen.compression import compress
 from rooftile.approximate.chosen.loki import Loki
+from rooftile.approximate.chosen.native_sparse import native_sparse
 from rooftile.approximate.chosen.reformer import lsh, reformer
-from rooftile.approximate.chosen.routing import Members, commitment_loss, routing, update_centroids
+from rooftile.approximate.chosen.routing import Members, routing
+from rooftile.approximate.chosen.selection import choose_blocks, selected_attention
 from rooftile.approximate.chosen.sparse_transformer import sparse_transformer
 from rooftile.approximate.features import Features
 from rooftile.approximate.linear import linear, linear_step
@@ -20,14 +24,18 @@ __all__ = [
     "Loki",
     "Members",
     "Method",
+    "choose_blocks",
     "commitment_loss",
+    "compress",
     "linear",
     "linear_step",
     "linformer",
     "lsh",
+    "native_sparse",
     "performer",
     "reformer",
     "routing",
+    "selected_attention",
     "sparse_transformer",
     "update_centroids",
 ]

@@ -6,5 +6,8 @@
     routing              clusters around centroids
     loki                 keys with the largest approximate scores, for decoding
     native_sparse        compressed, selected and near keys, weighed by gates
-    selection            the parts of the last: compression, the choice of blocks, attention to them
+    compression          keys and values in blocks, for the last
+    selection            the choice of blocks, and attention to them
+    centroids            the training of routing's centroids
+    arrange              arrangements of queries that make sets of keys intervals
 """

@@ -22,7 +22,8 @@ from torch import Tensor
 from rooftile import api
 from rooftile.approximate.arguments import check_choice, check_count, check_flag, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import as_given, check_fraction, check_indices, check_range, check_way
-from rooftile.approximate.chosen.pairs import padded, take
+from rooftile.approximate.chosen.arrange import padded
+from rooftile.approximate.chosen.pairs import take
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import PagedKV
 from rooftile.reference.approximate import loki as definition

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from rooftile import api
 
@@ -109,8 +108,3 @@ def lost(x: Tensor) -> Tensor:
 def best(score: Tensor, count: int) -> Tensor:
     """The indices of the `count` largest scores along the last axis, largest first; ties go to the lower index."""
     return score.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-
-
-def padded(x: Tensor, before: int, after: int) -> Tensor:
-    """x (B, T, H, D) with tokens of zeros at both ends."""
-    return F.pad(x, (0, 0, 0, 0, before, after)) if before or after else x

@@ -12,13 +12,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from rooftile import api
 from rooftile.approximate.arguments import check_count, check_flag, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import (
     as_given,
-    check_fraction,
     check_indices,
     check_mask,
     check_range,
@@ -97,7 +96,7 @@ def routing(
     Roy et al., Efficient Content-Based Sparse Attention with Routing Transformers, arXiv:2003.05997.
     """
     q, k, v, _ = check_qkv(q, k, v)
-    centroids = _check_centroids(centroids, q)
+    centroids = check_centroids(centroids, q)
     causal, strict = check_mask("routing", mask), check_flag("strict", strict)
     options = check_way(backend, deterministic, check_scale(scale, q.shape[-1]))
     own: dict[str, Any] = {"causal": causal, "scale": check_scale(scale, q.shape[-1])}
@@ -105,11 +104,11 @@ def routing(
         if strict:
             if width is not None:
                 raise InvalidInput(f"width is {shown(width)} with strict; every token goes to one cluster: leave it out")
-            clusters = nearest(q, k, centroids) if members is None else _check_clusters(members, q, k, centroids)
+            clusters = nearest(q, k, centroids) if members is None else check_clusters(members, q, k, centroids)
             if options is None:
                 return definition.routing_strict(q, k, v, clusters, **own).contiguous(), clusters
             return _in_clusters(normed(q), normed(k), v, clusters, centroids.shape[1], causal, options), clusters
-        members = choose_members(q, k, centroids, width) if members is None else _check_members(members, q, k, centroids)
+        members = choose_members(q, k, centroids, width) if members is None else check_members(members, q, k, centroids)
         if options is None:
             return definition.routing(q, k, v, *members, **own).contiguous(), members
         return _between_members(normed(q), normed(k), v, members, causal, options), members
@@ -166,95 +165,7 @@ def _in_clusters(
     return take(o.view(B, H, T, o.shape[-1]).transpose(1, 2), back).transpose(1, 2).contiguous()
 
 
-@answers_foreign_words
-def update_centroids(
-    centroids: Tensor,  # (H, c, D)
-    q: Tensor,  # (B, T, H, D)
-    k: Tensor,  # (B, S, Hk, D)
-    members: Members | Tensor,
-    *,
-    decay: float = 0.999,
-) -> Tensor:
-    """Moves centroids towards their members: decay times the old one, and the rest from the mean of its queries and its keys.
-
-    Queries and keys count half each. A centroid without queries or without keys moves towards the others; one without members
-    stays. Where torch.distributed runs, members of all ranks count, so that the centroids stay equal.
-
-    Args:
-        centroids: (H, c, D).
-        q, k, members: those of a call of `routing`, in training.
-        decay: from 0 to 1.
-
-    Returns:
-        New centroids (H, c, D) in the dtype of the old. Nothing has a gradient.
-
-    Example:
-        >>> centroids = torch.randn(8, 16, 64)
-        >>> _, members = routing(q, k, v, centroids)  # doctest: +SKIP
-        >>> centroids = update_centroids(centroids, q, k, members)  # doctest: +SKIP
-    """
-    q, k, _, _ = check_qkv(q, k, k)
-    wide = _check_centroids(centroids, q)
-    decay = 0.0 if decay == 0 and not isinstance(decay, bool) else check_fraction("decay", decay)
-    with torch.no_grad(), as_given(q):
-        sums = torch.stack([*_sums(q, k, wide, members)])  # (2, H, c, D + 1): a row's sum and how many there are
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(sums)
-        total, count = sums[..., :-1], sums[..., -1:]
-        means = (total / count.clamp(min=1)).sum(0)
-        target = means / (count > 0).sum(0).clamp(min=1)
-        moved = decay * wide + (1 - decay) * target
-        return torch.where((count > 0).any(0), moved, wide).to(centroids.dtype)
-
-
-@answers_foreign_words
-def commitment_loss(q: Tensor, k: Tensor, centroids: Tensor, *, weight: float = 1e-4) -> Tensor:
-    """The mean squared difference of normed queries and keys from their nearest centroids, times a weight: a scalar in fp32.
-
-    It keeps tokens near the centroids; gradients flow to q and k. Queries and keys count half each.
-
-    Args:
-        q: queries (B, T, H, D).
-        k: keys (B, S, Hk, D).
-        centroids: (H, c, D).
-        weight: 1e-4 in the paper's code.
-
-    Example:
-        >>> q, k = torch.randn(1, 32, 4, 16), torch.randn(1, 32, 4, 16)
-        >>> commitment_loss(q, k, torch.randn(4, 8, 16)).shape
-        torch.Size([])
-    """
-    q, k, _, _ = check_qkv(q, k, k)
-    wide = _check_centroids(centroids, q)
-    weight = check_scale(weight, 1)
-    loss = q.new_zeros((), dtype=wide.dtype)
-    with as_given(q):
-        for x in (q, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)):
-            x = normed(x.to(wide.dtype))
-            best = torch.einsum("bthd,hcd->bthc", x.detach(), wide).argmax(-1)  # (B, T, H)
-            near = wide[torch.arange(x.shape[2], device=x.device), best]  # (B, T, H, D)
-            loss = loss + (x - near).square().sum() / max(x.numel(), 1)
-    return loss * (weight / 2)
-
-
-def _sums(q: Tensor, k: Tensor, centroids: Tensor, members: Members | Tensor) -> list[Tensor]:
-    """The sums of the queries and of the keys of each cluster, and their number: (H, c, D + 1) each."""
-    H, c, _ = centroids.shape
-    found = []
-    strict = isinstance(members, Tensor)
-    pair = _check_clusters(members, q, k, centroids) if strict else _check_members(members, q, k, centroids)
-    for n, x in enumerate((q, k.repeat_interleave(H // k.shape[2], dim=2))):
-        x = normed(x.to(centroids.dtype))
-        x = torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
-        if isinstance(pair, Tensor):
-            own = torch.nn.functional.one_hot(pair[:, pair.shape[1] - x.shape[1] :].long(), c).to(x.dtype)  # (B, T, H, c)
-            found.append(torch.einsum("bthd,bthc->hcd", x, own))
-        else:
-            found.append(take(x, pair[n].long()).sum((0, 3)))
-    return found
-
-
-def _check_centroids(centroids: Any, q: Tensor) -> Tensor:
+def check_centroids(centroids: Any, q: Tensor) -> Tensor:
     """The centroids in fp32, or fp64 for fp64 queries, without their gradient."""
     H, D = q.shape[-2:]
     if not isinstance(centroids, Tensor) or not centroids.is_floating_point() or centroids.ndim != 3:
@@ -266,7 +177,7 @@ def _check_centroids(centroids: Any, q: Tensor) -> Tensor:
     return centroids.detach().to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def _check_members(members: Any, q: Tensor, k: Tensor, centroids: Tensor) -> Members:
+def check_members(members: Any, q: Tensor, k: Tensor, centroids: Tensor) -> Members:
     B, _, H, _ = q.shape
     c = centroids.shape[1]
     if not isinstance(members, (tuple, list)) or len(members) != 2:
@@ -277,7 +188,7 @@ def _check_members(members: Any, q: Tensor, k: Tensor, centroids: Tensor) -> Mem
     return Members(*members)
 
 
-def _check_clusters(members: Any, q: Tensor, k: Tensor, centroids: Tensor) -> Tensor:
+def check_clusters(members: Any, q: Tensor, k: Tensor, centroids: Tensor) -> Tensor:
     B, _, H, _ = q.shape
     S = k.shape[1]
     clusters = check_indices("members", members, (B, S, H), f"(B, S, H) = ({B}, {S}, {H}), the cluster of each token", q)

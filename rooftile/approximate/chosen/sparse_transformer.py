@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from rooftile import api
 from rooftile.approximate.arguments import check_choice, check_count, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import check_way
-from rooftile.approximate.chosen.pairs import padded
+from rooftile.approximate.chosen.arrange import as_groups, from_groups, padded
 from rooftile.errors import InvalidInput
 from rooftile.masks import CAUSAL, Chunk, Window
 from rooftile.reference.approximate import sparse_transformer as definition
@@ -164,14 +164,12 @@ def _summaries_before(q: Tensor, k: Tensor, v: Tensor, stride: int, summary: int
     """Attention to the summary places of the blocks before the own one: a part per place."""
     T, (S, Hk) = q.shape[1], k.shape[1:3]
     before, after = (S - T) % stride, -S % stride
-    q = padded(q, before, after).unflatten(1, (-1, stride)).unflatten(3, (Hk, -1))  # (B, n, l, Hk, G, D)
-    q = q.transpose(2, 3).flatten(2, 4)  # (B, n, Hk l G, D): a block's queries are heads of one group
+    q = as_groups(padded(q, before, after), stride, Hk)
     k, v = (padded(x, 0, after).unflatten(1, (-1, stride))[:, :-1] for x in (k, v))
     parts = []
     for place in range(stride - summary, stride):
-        o, lse = api.attention_with_lse(q, k[:, :, place], v[:, :, place], CAUSAL, **options)
-        o = o.unflatten(2, (Hk, stride, -1)).transpose(2, 3).flatten(3, 4).flatten(1, 2)  # (B, n l, H, Dv)
-        lse = lse.unflatten(1, (Hk, stride, -1)).permute(0, 1, 3, 4, 2).flatten(3).flatten(1, 2)  # (B, H, n l)
+        part = api.attention_with_lse(q, k[:, :, place], v[:, :, place], CAUSAL, **options)
+        o, lse = from_groups(*part, stride, Hk)
         parts.append((o[:, before : before + T], lse[..., before : before + T]))
     return parts
 
