@@ -13,7 +13,6 @@ import rooftile as rt
 from rooftile import approximate as ap
 from rooftile.nn import Attention, LinearAttention, Linformer, Performer
 
-
 NAMES = [f"{n}.{w}" for n in ("q", "k", "v", "out") for w in ("weight", "bias")]
 SHARED = [("none", [(2, 6, 40)] * 2), ("heads", [(1, 6, 40)] * 2), ("keys-values", [(1, 6, 40)])]
 

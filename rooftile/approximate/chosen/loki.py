@@ -219,7 +219,7 @@ def _to_tokens(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, page: int, optio
     places = chosen.long()
     keys, values = (take(x, places).flatten(0, 1).unsqueeze(2) for x in (k, v))  # (B H, n, 1, D)
     o = api.attention(q.transpose(1, 2).flatten(0, 1).unsqueeze(2), keys, values, **options)  # (B H, 1, 1, Dv)
-    return o.view(q.shape[0], q.shape[2], 1, -1).transpose(1, 2).contiguous()
+    return o.view(q.shape[0], q.shape[2], 1, v.shape[-1]).transpose(1, 2).contiguous()
 
 
 def _to_pages(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, page: int, options: dict[str, Any]) -> Tensor:
@@ -232,8 +232,8 @@ def _to_pages(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, page: int, option
     # the last page may be short, and is the last of a list that has it
     lengths = chosen.shape[-1] * page - torch.where(chosen[..., -1] == pages - 1, pages * page - S, 0)
     cache = PagedKV(k, v, table.flatten(0, 1).int(), lengths.flatten().int())
-    o = api.attention_paged(q.reshape(B * Hk, 1, -1, q.shape[-1]), cache, **options)
-    return o.view(B, 1, -1, o.shape[-1])
+    o = api.attention_paged(q.reshape(B * Hk, 1, q.shape[2] // Hk, q.shape[-1]), cache, **options)
+    return o.view(B, 1, q.shape[2], o.shape[-1])
 
 
 def _as_blocks(x: Tensor, page: int) -> Tensor:

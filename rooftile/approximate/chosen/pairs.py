@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile import api
+from rooftile.operators import transforms_active, wants_grad
 
 
 def take(x: Tensor, places: Tensor) -> Tensor:
@@ -16,14 +17,19 @@ def take(x: Tensor, places: Tensor) -> Tensor:
 
     The gradient of a row that is taken more than once is summed in fp32, in one order.
     """
-    rows: Tensor = _TakeRows.apply(x.flatten(0, 2), _index(places, x.shape[1], x.shape[2]))
+    flat, index = x.flatten(0, 2), _index(places, x.shape[1], x.shape[2])
+    if not (wants_grad(x) or transforms_active()):
+        return _rows(flat, index)
+    rows: Tensor = _TakeRows.apply(flat, index)
     return rows
 
 
 def add_rows(rows: Tensor, places: Tensor, length: int) -> Tensor:
     """Sums rows (B, H, ..., D) at their places (B, H, ...) of an axis of this length: (B, T, H, D), in one order."""
     B, H = rows.shape[:2]
-    total: Tensor = _AddRows.apply(rows, _index(places, length, H), B * length * H)
+    index = _index(places, length, H)
+    recorded = wants_grad(rows) or transforms_active()
+    total: Tensor = (_AddRows.apply if recorded else _sums)(rows, index, B * length * H)
     return total.view(B, length, H, rows.shape[-1])
 
 
@@ -36,12 +42,23 @@ def _index(places: Tensor, length: int, heads: int) -> Tensor:
     return (b * length + places) * heads + h
 
 
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    return x.index_select(0, index.flatten()).view(*index.shape, x.shape[-1])
+
+
+def _sums(rows: Tensor, index: Tensor, length: int) -> Tensor:
+    total = rows.new_zeros(length, rows.shape[-1])
+    rows, index = rows.flatten(0, -2), index.flatten()
+    # each of the two sums in a fixed order on its device; the other one would add with atomics there
+    return total.index_put((index,), rows, accumulate=True) if rows.is_cuda else total.index_add(0, index, rows)
+
+
 class _TakeRows(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, index: Tensor) -> Tensor:
-        return x.index_select(0, index.flatten()).view(*index.shape, x.shape[-1])
+        return _rows(x, index)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -62,10 +79,7 @@ class _AddRows(torch.autograd.Function):
 
     @staticmethod
     def forward(rows: Tensor, index: Tensor, length: int) -> Tensor:
-        total = rows.new_zeros(length, rows.shape[-1])
-        rows, index = rows.flatten(0, -2), index.flatten()
-        # each of the two sums in a fixed order on its device; the other one would add with atomics there
-        return total.index_put((index,), rows, accumulate=True) if rows.is_cuda else total.index_add(0, index, rows)
+        return _sums(rows, index, length)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

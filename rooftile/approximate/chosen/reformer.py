@@ -159,7 +159,7 @@ class _Sort:
     """The order of every round, and which pairs it lets see each other."""
 
     def __init__(self, hashes: Tensor, chunk: int, causal: bool, strict: bool) -> None:
-        self.hash = hashes.permute(3, 0, 2, 1).long()  # (R, B, H, T)
+        self.hash = hashes.permute(3, 0, 2, 1).long().contiguous()  # (R, B, H, T)
         self.T, self.chunk, self.causal, self.strict = self.hash.shape[-1], chunk, causal, strict
         self.chunks = -(-self.T // chunk)
         self.order = self.hash.sort(dim=-1, stable=True).indices  # (R, B, H, T): places by rank
@@ -214,8 +214,8 @@ def _round(
     queries, keys, values = (x.flatten(0, 2).unsqueeze(2) for x in (queries, keys, values))  # (B H C, m or n, 1, D)
     o, lse = attend(queries, keys, values, seen.flatten(0, 2)[:, None], bias=bias, **options)
     back = sort.rank[r]
-    o = o.reshape(B, H, -1, o.shape[-1]).gather(2, back[..., None].expand(-1, -1, -1, o.shape[-1]))
-    return o.transpose(1, 2), lse.reshape(B, H, -1).gather(2, back)
+    o = o.reshape(B, H, sort.chunks * sort.chunk, o.shape[-1]).gather(2, back[..., None].expand(-1, -1, -1, o.shape[-1]))
+    return o.transpose(1, 2), lse.reshape(B, H, sort.chunks * sort.chunk).gather(2, back)
 
 
 def _check_tensors(qk: Any, v: Any) -> tuple[Tensor, Tensor]:

@@ -172,7 +172,7 @@ def selected_attention(
             return q.new_zeros(B, T, H, v.shape[-1]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
         k, v = k.contiguous(), v.contiguous()
         most = PIECE * (16 if q.is_cuda else 1)
-        rows = max(most // (B * Hk * max(chosen.shape[-1], 1) * block * (k.shape[-1] + v.shape[-1]) * 4), 1)
+        rows = max(most // max(B * Hk * chosen.shape[-1] * block * (k.shape[-1] + v.shape[-1]) * 4, 1), 1)
         recompute = rows < T and wants_grad(q, k, v) and not transformed() and not torch.compiler.is_compiling()
         # what a piece gathers is gathered again in the backward, and not kept
         run = partial(checkpoint, _piece, use_reentrant=False, preserve_rng_state=False) if recompute else _piece
@@ -196,7 +196,7 @@ def _piece(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, start: int, block: i
     keys, values = (take(x, places).flatten(0, 2).unsqueeze(2) for x in (k, v))  # (B Hk T, n block, 1, D)
     queries = q.unflatten(2, (Hk, -1)).transpose(1, 2).flatten(0, 2).unsqueeze(1)  # (B Hk T, 1, G, D)
     o, _ = attend(queries, keys, values, seen.flatten(0, 2)[:, None, None], **options)
-    return o.view(B, Hk, T, H // Hk, -1).transpose(1, 2).flatten(2, 3)
+    return o.view(B, Hk, T, H // Hk, o.shape[-1]).transpose(1, 2).flatten(2, 3)
 
 
 def check_counts(count: Any, first: Any, local: Any) -> tuple[int, int, int]:

@@ -139,7 +139,7 @@ def _heads(
 
 def _columns(q: Tensor, k: Tensor, v: Tensor, stride: int, skip: int, options: dict[str, Any]) -> Part:
     """Attention to the keys at i - l m, for all m >= skip."""
-    T, S = q.shape[1], k.shape[1]
+    B, T, S = *q.shape[:2], k.shape[1]
     if T == 1:
         # one query reads its own column alone
         here = slice((S - 1) % stride, max(S - stride * skip, 0), stride)
@@ -150,8 +150,8 @@ def _columns(q: Tensor, k: Tensor, v: Tensor, stride: int, skip: int, options: d
     k, v = (_by_column(padded(x, 0, after), stride) for x in (k, v))
     rows = max(k.shape[1] - skip, 0)
     o, lse = api.attention_with_lse(q, k[:, :rows], v[:, :rows], CAUSAL, **options)
-    o = o.unflatten(0, (-1, stride)).transpose(1, 2).flatten(1, 2)
-    lse = lse.unflatten(0, (-1, stride)).permute(0, 2, 3, 1).flatten(2)
+    o = o.unflatten(0, (B, stride)).transpose(1, 2).flatten(1, 2)
+    lse = lse.unflatten(0, (B, stride)).permute(0, 2, 3, 1).flatten(2)
     return o[:, before : before + T], lse[..., before : before + T]
 
 
@@ -178,10 +178,11 @@ def _own_summary(q: Tensor, k: Tensor, v: Tensor, stride: int, summary: int, opt
     """Attention to the summary places of the own block."""
     B, T, S = *q.shape[:2], k.shape[1]
     before, after = (S - T) % stride, -S % stride
-    q = padded(q, before, after).unflatten(1, (-1, stride))
+    n = (before + T + after) // stride
+    q = padded(q, before, after).unflatten(1, (n, stride))
     k, v = (padded(x[:, S - T - before :], 0, after).unflatten(1, (-1, stride)) for x in (k, v))
     q, k, v = (x[:, :, stride - summary :].flatten(0, 1) for x in (q, k, v))  # (B n, c, H, D)
     o, lse = api.attention_with_lse(q, k, v, CAUSAL, **options)
-    o = padded(o, stride - summary, 0).unflatten(0, (B, -1)).flatten(1, 2)
-    lse = F.pad(lse, (stride - summary, 0), value=-torch.inf).unflatten(0, (B, -1)).transpose(1, 2).flatten(2)
+    o = padded(o, stride - summary, 0).unflatten(0, (B, n)).flatten(1, 2)
+    lse = F.pad(lse, (stride - summary, 0), value=-torch.inf).unflatten(0, (B, n)).transpose(1, 2).flatten(2)
     return o[:, before : before + T], lse[..., before : before + T]
