@@ -20,7 +20,7 @@ class Method:
     """A method of approximate attention.
 
     Attributes:
-        name: of its function in `rooftile.approximate`.
+        name: of its function or class in `rooftile.approximate`.
         causality: the classes that hold, by mode; a mode is the mask or the option that chooses it. Tests hold a method to them.
         takes: some of "groups", "packed", "gradients", "decode".
         cost: FLOPs and bytes from sizes, a function in `rooftile.cost.approximate`.
@@ -62,6 +62,49 @@ METHODS: dict[str, Method] = {
             cost=cost.linformer,
             title="Linformer: Self-Attention with Linear Complexity",
             arxiv="2006.04768",
+        ),
+        Method(
+            name="sparse_transformer",
+            causality={"strided": CLASSES, "fixed": CLASSES},
+            takes=frozenset({"groups", "gradients", "decode"}),
+            cost=cost.sparse_transformer,
+            title="Generating Long Sequences with Sparse Transformers",
+            arxiv="1904.10509",
+        ),
+        Method(
+            name="reformer",
+            # the sort of the hashes depends on later queries; `strict` with `buckets` given does not
+            causality={"CAUSAL": frozenset({"value-causal"}), "strict": CLASSES, "FULL": frozenset()},
+            takes=frozenset({"groups", "gradients"}),
+            cost=cost.reformer,
+            title="Reformer: The Efficient Transformer",
+            arxiv="2001.04451",
+        ),
+        Method(
+            name="routing",
+            # a later token may push an earlier one out of a cluster; `strict` asks each token alone
+            causality={"CAUSAL": frozenset({"value-causal"}), "strict": CLASSES, "FULL": frozenset()},
+            takes=frozenset({"groups", "gradients"}),
+            cost=cost.routing,
+            title="Efficient Content-Based Sparse Attention with Routing Transformers",
+            arxiv="2003.05997",
+        ),
+        Method(
+            name="Loki",
+            # for decoding alone: there is no prefill that its rows could be those of
+            causality={"token": CLASSES - {"decodable"}, "page": CLASSES - {"decodable"}},
+            takes=frozenset({"groups", "decode"}),
+            cost=cost.loki,
+            title="Loki: Low-rank Keys for Efficient Sparse Attention",
+            arxiv="2406.02542",
+        ),
+        Method(
+            name="native_sparse",
+            causality={"CAUSAL": CLASSES},
+            takes=frozenset({"groups", "packed", "gradients", "decode"}),
+            cost=cost.native_sparse,
+            title="Native Sparse Attention: Hardware-Aligned and Natively Trainable Sparse Attention",
+            arxiv="2502.11089",
         ),
     )
 }

@@ -6,6 +6,7 @@ what a method must do; a schedule in chunks adds products within its chunks.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from rooftile.cost import flops
@@ -59,6 +60,100 @@ def linformer(
         return Cost(project + attend, moved + projections)
     # gradients of keys and values, and of the projections, are a product each; those are read, and their gradients written
     return Cost(2 * project + attend * 5 // 2, moved + 2 * projections)
+
+
+def sparse_transformer(
+    B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, *, pattern: str = "strided", stride: int = 128,
+    window: int | None = None, summary: int = 8, heads: str = "union", itemsize: int = 2, phase: str = "fwd",
+) -> Cost:  # fmt: skip
+    """The cost of a Sparse Transformer's attention: the pairs of its sets, each once.
+
+    Example:
+        >>> sparse_transformer(1, 16384, 16384, 16, 16, 128, 128).flops / linear(1, 16384, 16384, 16, 16, 128, 128).flops
+        1.490234375
+    """
+    window = stride if window is None else window
+    near = far = both = 0
+    for i in range(max(S - T, 0), S):
+        if pattern == "strided":
+            near, far = near + min(window, i + 1), far + i // stride + 1
+            both += min((window - 1) // stride, i // stride) + 1
+        else:
+            own = max(i % stride - (stride - summary) + 1, 0)
+            near, far, both = near + i % stride + 1, far + i // stride * summary + own, both + own
+    total = {"union": H * (near + far - both), "first": H * near, "second": H * far, "split": (H - H // 2) * near + H // 2 * far}
+    return Cost(_pairs(B * total[heads], D, Dv, phase), _dense(B, T, S, H, Hk, D, Dv, itemsize, phase))
+
+
+def reformer(
+    B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, *, rounds: int = 4, chunk: int = 64, buckets: int | None = None,
+    strict: bool = False, itemsize: int = 2, phase: str = "fwd",
+) -> Cost:  # fmt: skip
+    """The cost of Reformer's attention: the hashes, and every pair of a chunk with itself and the one before, in each round.
+
+    Causal or not, the sort decides which of these pairs are seen, so that all count. Queries are the keys: S is T.
+    """
+    buckets = 2 ** max((2 * T // chunk).bit_length() - 1, 1) if buckets is None else buckets
+    hashes = B * T * H * D * rounds * buckets if phase == "fwd" else 0
+    seen = B * H * rounds * T * min(chunk if strict else 2 * chunk, T)
+    moved = B * T * (H * D + Hk * Dv + H * Dv) * itemsize
+    return Cost(hashes + _pairs(seen, D, Dv, phase), moved if phase == "fwd" else 2 * moved)
+
+
+def routing(
+    B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, *, clusters: int = 64, width: int | None = None,
+    itemsize: int = 2, phase: str = "fwd",
+) -> Cost:  # fmt: skip
+    """The cost of routing attention: the scores with the centroids, and every pair of a cluster. Causal or not, all count."""
+    width = -(-S // clusters) if width is None else width
+    scores = 2 * B * H * clusters * (T + S) * D if phase == "fwd" else 0
+    seen = B * H * clusters * min(width, T) * min(width, S)
+    moved = _dense(B, T, S, H, Hk, D, Dv, itemsize, phase) + 4 * H * clusters * D * (phase == "fwd")
+    return Cost(scores + _pairs(seen, D, Dv, phase), moved)
+
+
+def loki(
+    B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, *, dims: float = 0.25, keep: float = 0.25, unit: str = "page",
+    page: int = 16, itemsize: int = 2, phase: str = "fwd",
+) -> Cost:  # fmt: skip
+    """The cost of a step of Loki's decoding: T is 1, and there is no backward.
+
+    The leading dimensions of all keys are read, and the chosen keys and values: by pages once per key head, by tokens as often as
+    a head has chosen them.
+    """
+    flops.check_phase(phase)
+    r, count = max(round(dims * D), 1), max(math.ceil(keep * S), 1)
+    if unit == "page":
+        count = min(-(-count // page) * page, S)
+    work = 2 * B * H * S * r + 2 * B * H * D * D + _pairs(B * H * count, D, Dv, "fwd")
+    kept = count * (Hk if unit == "page" else H) * (D + Dv)
+    return Cost(work, B * (S * Hk * r + kept + H * D + H * Dv) * itemsize + 4 * Hk * D * D)
+
+
+def native_sparse(
+    B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, *, length: int = 32, stride: int = 16, block: int = 64,
+    count: int = 16, window: int = 512, itemsize: int = 2, phase: str = "fwd",
+) -> Cost:  # fmt: skip
+    """The cost of Native Sparse Attention without projections and compression: the pairs of its three branches.
+
+    The weights that choose blocks are those of the compressed branch, so they count once.
+    """
+    n = max((S - length) // stride + 1, 0)
+    seen = 0
+    for i in range(max(S - T, 0), S):
+        compressed = min(max((i - length + 1) // stride + 1, 0), n)
+        selected = (min(count, i // block + 1) - 1) * block + i % block + 1
+        seen += compressed + selected + min(window, i + 1)
+    # two more pairs of keys and values than `_dense` has, and the gates
+    more = B * ((n + S) * Hk * (D + Dv) + 3 * T * H) * itemsize * (1 if phase == "fwd" else 2)
+    return Cost(_pairs(B * H * seen, D, Dv, phase), _dense(B, T, S, H, Hk, D, Dv, itemsize, phase) + more)
+
+
+def _pairs(count: int, D: int, Dv: int, phase: str) -> int:
+    """FLOPs of exact attention over so many pairs, heads counted."""
+    flops.check_phase(phase)
+    forward = 2 * (D + Dv) * count
+    return forward if phase == "fwd" else forward * 5 // 2
 
 
 def _dense(B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, itemsize: int, phase: str) -> int:

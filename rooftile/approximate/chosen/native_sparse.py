@@ -1,0 +1,192 @@
+"""Native Sparse Attention: compressed, selected and near keys, in three softmaxes that gates weigh.
+
+The near branch is the exact kernels' window. A query sees a new compressed key every `stride` tokens, so the `stride`
+queries between are heads of one group, and the branch is causal attention over n compressed keys. Selection gathers blocks.
+
+Yuan et al., Native Sparse Attention, arXiv:2502.11089.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile import api
+from rooftile.approximate.arguments import check_count, check_qkv, check_scale
+from rooftile.approximate.chosen.arguments import as_given, check_indices, check_way
+from rooftile.approximate.chosen.arrange import as_groups, from_groups, padded
+from rooftile.approximate.chosen.compression import check_compressed, check_lengths
+from rooftile.approximate.chosen.selection import check_counts, choose_blocks, selected_attention
+from rooftile.errors import InvalidInput
+from rooftile.masks import CAUSAL, Window
+from rooftile.reference.approximate import native_sparse as definition
+from rooftile.validate import check_offsets, shown
+from rooftile.words import answers_foreign_words
+
+Pair = tuple[Tensor, Tensor]
+
+
+@answers_foreign_words
+def native_sparse(
+    q: Tensor,  # (B, T, H, D)
+    compressed: Pair,  # (B, n, Hk, D), (B, n, Hk, Dv)
+    selected: Pair,  # (B, S, Hk, D), (B, S, Hk, Dv)
+    near: Pair,  # (B, S, Hk, D), (B, S, Hk, Dv)
+    gates: Tensor,  # (B, T, H, 3)
+    *,
+    backend: str | None = None,
+    block: int = 64,
+    chosen: Tensor | None = None,
+    count: int = 16,
+    cu: Tensor | None = None,
+    deterministic: bool | None = None,
+    first: int = 1,
+    length: int = 32,
+    local: int = 2,
+    scale: float | None = None,
+    stride: int = 16,
+    window: int = 512,
+) -> Tensor:
+    """Native Sparse Attention: the sum of three causal attentions, weighed by gates.
+
+    Each branch has keys and values of its own. The compressed branch sees the blocks of `length` tokens that are complete; its
+    weights choose the blocks of the selected branch, alike for the heads of a group; the near branch sees the last `window`
+    keys, the own among them. The outputs are added times their gates: there is no common softmax. With T < S the queries are the
+    last T tokens, so one query at a time gives the same rows.
+
+    Args:
+        q: queries (B, T, H, D), float32, bfloat16 or float16, any strides. With cu all tensors are packed: (total, H, D).
+        compressed: keys (B, n, Hk, D) and values (B, n, Hk, Dv) from `compress`, n = (S - length) // stride + 1. Hk divides H.
+        selected: keys (B, S, Hk, D) and values (B, S, Hk, Dv).
+        near: the same.
+        gates: (B, T, H, 3), of the branches in this order, after their sigmoid.
+        backend: "eager" is the definition; another name is that of the exact kernels (`rooftile.attention`); None or "auto" takes
+            the fastest that runs.
+        block: tokens per selected block, a multiple of stride and at least length.
+        chosen: ready-made blocks (B, T, Hk, count) int32, from `choose_blocks`; -1 for none.
+        count: blocks per query, those among them that are always chosen.
+        cu: offsets (B + 1,) of packed sequences, queries and keys alike. They are read, which waits for a GPU.
+        deterministic: as in `rooftile.attention`.
+        first: blocks at the beginning of the text that are always chosen.
+        length: tokens per compressed block, a multiple of stride.
+        local: the own block and those before it, so many in all, that are always chosen.
+        scale: of the scores in all branches; 1 / sqrt(D) if None.
+        stride: tokens between the beginnings of two compressed blocks.
+        window: keys of the near branch.
+
+    Returns:
+        o (B, T, H, Dv), contiguous, in the dtype of q. The choice is a constant in the backward.
+
+    Raises:
+        InvalidInput: an argument is wrong; says what came and what is due.
+        Unsupported: the named backend does not run this problem.
+
+    With `count` blocks for the whole text the selected branch is causal attention; with length = stride = 1 and "mean" the
+    compressed branch is, too: known answers of the tests.
+
+    Example:
+        >>> q, k, v = torch.randn(1, 256, 8, 64), torch.randn(1, 256, 2, 64), torch.randn(1, 256, 2, 64)
+        >>> gates = torch.rand(1, 256, 8, 3)
+        >>> native_sparse(q, (compress(k), compress(v)), (k, v), (k, v), gates, count=4).shape
+        torch.Size([1, 256, 8, 64])
+
+    Yuan et al., Native Sparse Attention, arXiv:2502.11089.
+    """
+    length, stride, block = check_lengths(length, stride, block)
+    count, first, local = check_counts(count, first, local)
+    window = check_count("window", window)
+    sizes: dict[str, Any] = {"block": block, "length": length, "stride": stride}
+    counts: dict[str, Any] = {"count": count, "first": first, "local": local}
+    if cu is not None:
+        rest: dict[str, Any] = {"backend": backend, "deterministic": deterministic, "scale": scale, "window": window}
+        return _packed(q, compressed, selected, near, gates, cu, chosen, **sizes, **counts, **rest)
+    q, compressed, selected, near = _check_branches(q, compressed, selected, near)
+    scale = check_scale(scale, q.shape[-1])
+    options = check_way(backend, deterministic, scale)
+    (B, T, H, _), S, Hk = q.shape, selected[0].shape[1], selected[0].shape[2]
+    check_compressed(compressed[0], S, length, stride)
+    if not isinstance(gates, Tensor) or gates.shape != (B, T, H, 3) or not gates.is_floating_point():
+        raise InvalidInput(f"gates is {shown(gates)}; must be a floating-point tensor (B, T, H, 3) = ({B}, {T}, {H}, 3)")
+    way = "eager" if options is None else None
+    if chosen is None:
+        chosen = choose_blocks(q, compressed[0], backend=way, scale=scale, tokens=S, **sizes, **counts)
+    else:
+        check_indices("chosen", chosen, (B, T, Hk, None), f"(B, T, Hk, n) = ({B}, {T}, {Hk}, n)", q)
+    with as_given(q):
+        if options is None:
+            return definition.native_sparse(
+                q, compressed, selected, near, gates, chosen, window=window, scale=scale, **sizes
+            ).contiguous()
+        outs = (
+            _compressed(q, *compressed, S, length, stride, options),
+            selected_attention(q, *selected, chosen, block=block, **options),
+            api.attention(q, *near, CAUSAL & Window(window - 1), **options),
+        )
+        wide = torch.promote_types(q.dtype, torch.float32)
+        total = sum(o.to(wide) * gate.to(wide) for o, gate in zip(outs, gates.split(1, dim=-1), strict=True))
+        assert isinstance(total, Tensor)
+        return total.to(q.dtype).contiguous()
+
+
+def _compressed(q: Tensor, k: Tensor, v: Tensor, S: int, length: int, stride: int, options: dict[str, Any]) -> Tensor:
+    """Attention of queries to the compressed keys that are complete: a causal mask over groups of `stride` queries."""
+    T, (n, Hk) = q.shape[1], k.shape[1:3]
+    # the place of a query, counted from the first that sees a compressed key
+    place = S - T - (length - 1)
+    early = min(max(-place, 0), T)
+    place = max(place, 0)
+    if n == 0 or early == T:
+        # no query sees anything
+        return q.new_zeros(*q.shape[:3], v.shape[-1]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
+    before, after = place % stride, n * stride - 1 - (S - length)
+    rows = as_groups(padded(q[:, early:], before, after), stride, Hk)
+    o, _ = from_groups(*api.attention_with_lse(rows, k, v, CAUSAL, **options), stride, Hk)
+    return padded(o[:, before : before + T - early], early, 0)
+
+
+def _packed(
+    q: Tensor, compressed: Pair, selected: Pair, near: Pair, gates: Tensor, cu: Tensor, chosen: Tensor | None, **options: Any
+) -> Tensor:  # fmt: skip
+    """One sequence after the other."""
+    if not isinstance(q, Tensor) or q.ndim != 3:
+        raise InvalidInput(f"q is {shown(q)}; with cu it must be packed (total, H, D)")
+    ends = check_offsets("cu", cu, q.shape[0], "tokens", q.device, False).tolist()
+    length, stride = options["length"], options["stride"]
+    counts = [max((b - a - length) // stride + 1, 0) for a, b in itertools.pairwise(ends)]
+    starts = [0, *itertools.accumulate(counts)]
+    if not isinstance(compressed, (tuple, list)) or compressed[0].shape[0] != starts[-1]:
+        came = shown(compressed[0]) if isinstance(compressed, (tuple, list)) else shown(compressed)
+        raise InvalidInput(f"compressed has {came}; these sequences have {starts[-1]} compressed keys in all")
+    outs = []
+    for (a, b), (c, d) in zip(itertools.pairwise(ends), itertools.pairwise(starts), strict=True):
+        pairs = (compressed[0][None, c:d], compressed[1][None, c:d]), _rows(selected, a, b), _rows(near, a, b)
+        own = None if chosen is None else chosen[None, a:b]
+        outs.append(native_sparse(q[None, a:b], *pairs, gates[None, a:b], chosen=own, **options)[0])
+    return torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], selected[1].shape[-1])
+
+
+def _rows(pair: Pair, a: int, b: int) -> Pair:
+    """The tokens of one sequence."""
+    return pair[0][None, a:b], pair[1][None, a:b]
+
+
+def _check_branches(q: Tensor, *branches: Any) -> Any:
+    """The tensors in one dtype and shape."""
+    found = []
+    for name, pair in zip(("compressed", "selected", "near"), branches, strict=True):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise InvalidInput(f"{name} is {shown(pair)}; must be a pair of keys and values")
+        try:
+            rows, *own = check_qkv(q, *pair)[:3]
+        except InvalidInput as error:
+            raise InvalidInput(f"{name}: {error}") from error
+        found.append(tuple(own))
+    shapes = [(k.shape[2], v.shape[3]) for k, v in found]
+    if found[1][0].shape[1] != found[2][0].shape[1]:
+        raise InvalidInput(f"near has {found[2][0].shape[1]} keys; selected has {found[1][0].shape[1]}, and they must agree")
+    if len(set(shapes)) > 1:
+        raise InvalidInput(f"the branches have (key heads, value dim) {shapes}; must agree")
+    return rows, *found

@@ -1,0 +1,228 @@
+"""Reformer: tokens sorted by hash attend to their chunk and the one before, in several rounds that are joined by lse.
+
+The chunks of a round are the batch of one call of the exact kernels, with a chunk and its predecessor as keys. The tables of
+pairs are (chunk x 2 chunk) per chunk, so memory grows with T. The rounds run one after the other.
+
+Kitaev et al., Reformer, arXiv:2001.04451.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile import api
+from rooftile.approximate.arguments import check_choice, check_count, check_flag, check_qkv, check_scale
+from rooftile.approximate.chosen.arguments import as_given, check_indices, check_mask, check_seed, check_way
+from rooftile.approximate.chosen.pairs import attend, take
+from rooftile.errors import InvalidInput
+from rooftile.masks import FULL, Mask
+from rooftile.reference.approximate import reformer as definition
+from rooftile.validate import shown
+from rooftile.words import answers_foreign_words
+
+
+@answers_foreign_words
+def lsh(x: Tensor, rounds: int, buckets: int, seed: int = 0) -> Tensor:
+    """Hashes of vectors by their angles: argmax [x R; -x R] with a random R per head and round.
+
+    Args:
+        x: vectors (B, T, H, D).
+        rounds: hashes per vector.
+        buckets: values of a hash, an even number.
+        seed: of R, which is drawn on the host: the same on every device.
+
+    Returns:
+        (B, T, H, rounds) int32, computed in fp32; ties go to the lower bucket.
+
+    Example:
+        >>> lsh(torch.randn(1, 100, 8, 64), rounds=4, buckets=16).shape
+        torch.Size([1, 100, 8, 4])
+    """
+    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
+        raise InvalidInput(f"x is {shown(x)}; must be a floating-point tensor (B, T, H, D)")
+    rounds, buckets, seed = check_count("rounds", rounds), check_count("buckets", buckets), check_seed(seed)
+    if buckets % 2:
+        raise InvalidInput(f"buckets is {buckets}; must be even: half of them are the negatives of the others")
+    H, D = x.shape[2:]
+    generator = torch.Generator().manual_seed(seed)
+    r = torch.randn(H, D, rounds, buckets // 2, generator=generator).to(x.device)
+    with torch.no_grad(), as_given(x):
+        turned = torch.einsum("bthd,hdrn->bthrn", x.float(), r)
+        return torch.cat([turned, -turned], dim=-1).argmax(-1).int()
+
+
+@answers_foreign_words
+def reformer(
+    qk: Tensor,  # (B, T, H, D)
+    v: Tensor,  # (B, T, Hk, Dv)
+    mask: Mask | None = FULL,
+    *,
+    backend: str | None = None,
+    buckets: int | None = None,
+    chunk: int = 64,
+    deterministic: bool | None = None,
+    duplicates: str = "once",
+    hashes: Tensor | None = None,
+    rounds: int = 4,
+    scale: float | None = None,
+    seed: int = 0,
+    strict: bool = False,
+) -> Tensor:
+    """Attention to tokens that hash alike: each round sorts by (hash, place), and a token sees its chunk and the one before.
+
+    One projection gives queries and keys; keys are divided by their lengths. A round's first chunk sees its last one. A token
+    sees itself only if it sees nothing else, in any round.
+
+    Causal attention hides later tokens by their places, so no value leaks. Yet the order of the sort depends on later queries:
+    it is value-causal only. `strict` sees the last `chunk` earlier tokens of the bucket in place of chunks, and no later token
+    has an effect; with `buckets` given, a text's rows do not depend on what follows, and it can be decoded.
+
+    Args:
+        qk: queries and keys (B, T, H, D), float32, bfloat16 or float16, any strides.
+        v: values (B, T, Hk, Dv). Hk divides H.
+        mask: FULL or CAUSAL.
+        backend: "eager" is the definition; another name is that of the exact kernels (`rooftile.attention`); None or "auto" takes
+            the fastest that runs.
+        buckets: values of a hash, an even number; the largest power of two up to 2 T / chunk if None.
+        chunk: tokens per chunk.
+        deterministic: as in `rooftile.attention`.
+        duplicates: "once" divides a pair's weight by the number of rounds that see it, so that it counts once, as the paper does;
+            "counted" does not, as packages do.
+        hashes: ready-made, (B, T, H, rounds) int32, from `lsh`; rounds, buckets and seed are then not used.
+        rounds: how often to hash.
+        scale: of the scores; 1 if None, as in the code that trained the paper's models. The paper's text, and some packages, have
+            1 / sqrt(D).
+        seed: of the hashes.
+        strict: see above; needs CAUSAL.
+
+    Returns:
+        o (B, T, H, Dv), contiguous, in the dtype of qk.
+
+    Raises:
+        InvalidInput: an argument is wrong; says what came and what is due.
+        Unsupported: the named backend does not run this problem.
+
+    Where all tokens are within two chunks, or in one bucket of `strict` with chunk >= T, "once" is attention to all other tokens
+    with any number of rounds, and "counted" with equal hashes too: known answers of the tests.
+
+    Example:
+        >>> qk, v = torch.randn(1, 256, 8, 64), torch.randn(1, 256, 8, 64)
+        >>> reformer(qk, v, CAUSAL, rounds=2, chunk=32).shape
+        torch.Size([1, 256, 8, 64])
+
+    Kitaev et al., Reformer, arXiv:2001.04451.
+    """
+    qk, v = _check_tensors(qk, v)
+    causal, strict = check_mask("reformer", mask), check_flag("strict", strict)
+    if strict and not causal:
+        raise InvalidInput("strict is True and mask is full; strict sees earlier tokens only: pass mask=rooftile.CAUSAL")
+    chunk = check_count("chunk", chunk)
+    duplicates = check_choice("duplicates", duplicates, ("once", "counted"))
+    scale = 1.0 if scale is None else check_scale(scale, qk.shape[-1])
+    options = check_way(backend, deterministic, scale)
+    B, T, H, _ = qk.shape
+    if hashes is None:
+        buckets = usual_buckets(T, chunk) if buckets is None else buckets
+        hashes = lsh(qk, rounds, buckets, seed)
+    hashes = check_indices("hashes", hashes, (B, T, H, None), f"(B, T, H, rounds) = ({B}, {T}, {H}, rounds)", qk)
+    if hashes.shape[-1] == 0:
+        raise InvalidInput("hashes has no round; must have at least 1")
+    with as_given(qk):
+        if options is None:
+            words: dict[str, Any] = {"causal": causal, "chunk": chunk, "duplicates": duplicates, "strict": strict, "scale": scale}
+            return definition.reformer(qk, v, hashes, **words).contiguous()
+        if T == 0:
+            # nothing, with gradients
+            return v.repeat_interleave(H // v.shape[2], dim=2) + qk.sum()
+        sort = _Sort(hashes, chunk, causal, strict)
+        k = unit(qk)
+        o, lse = api.merge([_round(r, qk, k, v, sort, duplicates == "once", options) for r in range(hashes.shape[-1])])
+        own = v.repeat_interleave(H // v.shape[2], dim=2)
+        return torch.where((lse == -math.inf).mT[..., None], own, o).contiguous()
+
+
+def usual_buckets(T: int, chunk: int) -> int:
+    """The largest power of two up to 2 T / chunk, and at least 2."""
+    return int(2 ** max((2 * T // chunk).bit_length() - 1, 1))
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors of length one, computed in fp32."""
+    return definition.unit(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+
+
+class _Sort:
+    """The order of every round, and which pairs it lets see each other."""
+
+    def __init__(self, hashes: Tensor, chunk: int, causal: bool, strict: bool) -> None:
+        self.hash = hashes.permute(3, 0, 2, 1).long().contiguous()  # (R, B, H, T)
+        self.T, self.chunk, self.causal, self.strict = self.hash.shape[-1], chunk, causal, strict
+        self.chunks = -(-self.T // chunk)
+        self.order = self.hash.sort(dim=-1, stable=True).indices  # (R, B, H, T): places by rank
+        self.rank = self.order.sort(dim=-1).indices  # (R, B, H, T): ranks by place
+
+    def places(self, r: int) -> Tensor:
+        """The places (B, H, C, m) of a round's chunks; T past the end."""
+        pad = self.chunks * self.chunk - self.T
+        return torch.nn.functional.pad(self.order[r], (0, pad), value=self.T).unflatten(-1, (-1, self.chunk))
+
+    def with_previous(self, x: Tensor) -> Tensor:
+        """The keys of each chunk (B, H, C, m, ...): those of the chunk before, and its own. A single chunk has no other."""
+        return x if self.chunks == 1 else torch.cat([x.roll(1, dims=2), x], dim=3)
+
+    def sees(self, r: int, i: Tensor, j: Tensor) -> Tensor:
+        """Whether round r shows places j (B, H, C, n) to places i (B, H, C, m): (B, H, C, m, n)."""
+        rank_i, rank_j = self._at(self.rank[r], i), self._at(self.rank[r], j)
+        if self.strict:
+            back = rank_i[..., :, None] - rank_j[..., None, :]
+            same = self._at(self.hash[r], i)[..., :, None] == self._at(self.hash[r], j)[..., None, :]
+            return same & (back >= 1) & (back <= self.chunk)
+        chunk_i, chunk_j = rank_i // self.chunk, rank_j // self.chunk
+        return (chunk_i[..., :, None] - chunk_j[..., None, :]) % self.chunks <= 1
+
+    def allowed(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether a pair may be seen in any round: another token, within the text, and not a later one."""
+        i, j = i[..., :, None], j[..., None, :]
+        return (j < i if self.causal else j != i) & (i < self.T) & (j < self.T)
+
+    def _at(self, x: Tensor, places: Tensor) -> Tensor:
+        """x (B, H, T) at places (B, H, C, m); what is past the end reads the last token."""
+        return x.gather(-1, places.clamp(max=self.T - 1).flatten(2)).unflatten(-1, places.shape[2:])
+
+
+def _round(
+    r: int, q: Tensor, k: Tensor, v: Tensor, sort: _Sort, once: bool, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One round's o (B, T, H, Dv) and lse (B, H, T)."""
+    B, T, H, _ = q.shape
+    i = sort.places(r)  # (B, H, C, m)
+    j = sort.with_previous(i)
+    allowed = sort.allowed(i, j)
+    seen = allowed & sort.sees(r, i, j)  # (B, H, C, m, n)
+    bias = None
+    if once and sort.hash.shape[0] > 1:
+        counts = torch.zeros_like(seen, dtype=torch.float32)
+        for other in range(sort.hash.shape[0]):
+            counts += sort.sees(other, i, j)
+        bias = -counts.clamp(min=1).log().flatten(0, 2)[:, None]
+    rows = i.clamp(max=T - 1)
+    queries, keys, values = take(q, rows), sort.with_previous(take(k, rows)), sort.with_previous(take(v, rows))
+    queries, keys, values = (x.flatten(0, 2).unsqueeze(2) for x in (queries, keys, values))  # (B H C, m or n, 1, D)
+    o, lse = attend(queries, keys, values, seen.flatten(0, 2)[:, None], bias=bias, **options)
+    back = sort.rank[r]
+    o = o.reshape(B, H, sort.chunks * sort.chunk, o.shape[-1]).gather(2, back[..., None].expand(-1, -1, -1, o.shape[-1]))
+    return o.transpose(1, 2), lse.reshape(B, H, sort.chunks * sort.chunk).gather(2, back)
+
+
+def _check_tensors(qk: Any, v: Any) -> tuple[Tensor, Tensor]:
+    for name, x in (("qk", qk), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            raise InvalidInput(f"{name} is {shown(x)}; must be a tensor (B, T, H, D)")
+    if v.shape[:2] != qk.shape[:2] or v.shape[2] < 1 or qk.shape[2] % v.shape[2]:
+        raise InvalidInput(f"v is {tuple(v.shape)}; qk is {tuple(qk.shape)}: lengths must agree, and v's heads divide qk's")
+    qk, _, v, _ = check_qkv(qk, qk[:, :, : v.shape[2]], v)
+    return qk, v

@@ -1,0 +1,65 @@
+"""The rows of a tile on the device, and the configuration that kernels are compiled for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.backends.triton.scores import LOG2E
+
+
+class Shape(NamedTuple):
+    """The compile-time configuration."""
+
+    GROUP: int
+    QUERIES: int  # of a tile
+    ROWS: int  # of its product: queries times heads, padded to a power of two
+    BLOCK: int  # tokens of a chosen block
+    KEYS: int  # of a step: a power of two that divides it
+    D: int
+    DV: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    PRECISION: str
+
+
+@triton.jit
+def rows_of(table_ptr, tile, hk, SHAPE: tl.constexpr):
+    """The rows of a tile: their places, heads, positions, bits, and whether they are there."""
+    m = tl.arange(0, SHAPE.ROWS)
+    r = m // SHAPE.GROUP
+    held = tl.load(table_ptr + tile * 5 + 1)
+    there = (r < held) & (r < SHAPE.QUERIES)
+    row = tl.load(table_ptr + tile * 5) + r
+    position = tl.load(table_ptr + tile * 5 + 2) + r
+    return row.to(tl.int64), hk * SHAPE.GROUP + m % SHAPE.GROUP, position, r, there
+
+
+@triton.jit
+def in_log2(lse):
+    """lse in units of log2; rows that see nothing get +inf, and so weights of 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
+def shape_of(q: Tensor, v: Tensor, Hk: int, block: int, queries: int) -> Shape:
+    """The configuration of a call with packed q (total, H, D)."""
+    group = q.shape[1] // Hk
+    padded = [max(16, 1 << (dim - 1).bit_length()) for dim in (queries * group, q.shape[-1], v.shape[-1])]
+    # a step's scores and values stay in registers
+    keys = min(block & -block, 64 if q.dtype.itemsize == 2 else 32)
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    return Shape(group, queries, padded[0], block, keys, q.shape[-1], v.shape[-1], padded[1], padded[2], precision)
+
+
+def warps_of(shape: Shape) -> int:
+    """Warps of a program: four, and eight for wide heads."""
+    return 8 if max(shape.BLOCK_D, shape.BLOCK_DV) > 64 else 4
+
+
+def strides_of(*tensors: Tensor) -> tuple[tuple[int, int], ...]:
+    """Row and head strides of each."""
+    return tuple((x.stride(0), x.stride(1)) for x in tensors)

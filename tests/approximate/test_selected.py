@@ -1,0 +1,171 @@
+"""Attention to chosen blocks, by plain operations and in the kernels, against the definition."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import rooftile as rt
+from rooftile.approximate.selected import attend
+from rooftile.approximate.selected.attention import refusal
+from rooftile.approximate.selected.tiles import key_tiles_of, queries_for, tiles_of
+from rooftile.reference.approximate import native_sparse, pairs
+
+
+class Shapes(NamedTuple):
+    name: str
+    B: int = 1
+    T: int = 70
+    S: int = 70
+    H: int = 4
+    Hk: int = 2
+    D: int = 32
+    Dv: int = 32
+    n: int = 3
+    block: int = 16
+
+
+CASES = [
+    Shapes("two sequences", B=2),
+    Shapes("16 heads, more keys", T=40, S=100, H=16, Hk=1, D=16, Dv=24, n=4, block=32),
+    Shapes("5 heads", B=2, T=33, S=33, H=5, Hk=1, n=2),
+    Shapes("one head", T=20, S=64, H=2, Hk=2, D=64, Dv=64, n=4, block=64),
+    Shapes("48 tokens", T=50, S=50, D=16, Dv=16, block=48),
+    Shapes("one query", B=3, T=1, S=70),
+    Shapes("no query", T=0, S=16, D=16, Dv=16),
+    Shapes("no key", T=7, S=0, D=16, Dv=16),
+    Shapes("no choice", T=7, S=20, D=16, Dv=16, n=0),
+]
+
+
+def made(it: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, and choices: blocks past the end, none, and one twice among them."""
+    torch.manual_seed(len(it.name))
+    q, k, v = (torch.randn(it.B, *sizes) for sizes in ((it.T, it.H, it.D), (it.S, it.Hk, it.D), (it.S, it.Hk, it.Dv)))
+    blocks = -(-it.S // it.block)
+    chosen = torch.rand(it.B, it.T, it.Hk, max(blocks + 2, it.n)).argsort(-1)[..., : it.n].int()
+    chosen[torch.rand(chosen.shape) < 0.2] = -1
+    if it.n > 1:
+        chosen[..., 1] = torch.where(torch.rand(chosen.shape[:-1]) < 0.1, chosen[..., 0], chosen[..., 1])
+    return q, k, v, chosen
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    seen = native_sparse.sees_selected(chosen, k.shape[1], block, q.shape[2] // k.shape[2])
+    return pairs.attention(q, k, v, seen, scale=0.3)
+
+
+def ways(q: Tensor, v: Tensor, Hk: int, block: int) -> list[str]:
+    """What runs here: the kernels too on a GPU and in the interpreter."""
+    return ["plain"] + ["triton"] * (refusal(q, v, Hk, block) is None)
+
+
+def total(o: Tensor, lse: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    do, dlse = (torch.randn(x.shape, generator=generator).to(x) for x in (o, lse))
+    return (o * do).sum() + (lse.masked_fill(lse == -math.inf, 0.0) * dlse).sum()
+
+
+@pytest.mark.parametrize("it", CASES, ids=lambda it: it.name)
+def test_equals_the_definition(it: Shapes) -> None:
+    q, k, v, chosen = made(it)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    due = definition(*wide, chosen, it.block)
+    for backend in ways(q, v, it.Hk, it.block):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        found = attend(*leaves, chosen, block=it.block, scale=0.3, backend=backend)
+        for a, b in zip(found, due, strict=True):
+            torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-5)
+        for a, b in zip(
+            torch.autograd.grad(total(*found), leaves), torch.autograd.grad(total(*due), wide, retain_graph=True), strict=True
+        ):
+            torch.testing.assert_close(a.double(), b, atol=1e-4, rtol=1e-4)
+
+
+def test_packed_sequences_are_as_alone() -> None:
+    lengths, block = ((40, 40), (0, 9), (17, 50), (33, 33)), 16
+    parts = [made(Shapes(f"{n}", T=T, S=S, D=16, Dv=16)) for n, (T, S) in enumerate(lengths)]
+    q, k, v, chosen = (torch.cat([part[n][0] for part in parts]) for n in range(4))
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in zip(*lengths, strict=True))
+    for backend in ways(q, v, 2, block):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o, lse = attend(*leaves, chosen, block=block, scale=0.3, cu_q=cu_q, cu_k=cu_k, backend=backend)
+        alone = [x.clone().requires_grad_() for x in (q, k, v)]
+        due = []
+        for b in range(len(lengths)):
+            rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+            due.append(definition(alone[0][None, rows], alone[1][None, keys], alone[2][None, keys], chosen[None, rows], block))
+        due_o, due_lse = torch.cat([x[0] for x, _ in due]), torch.cat([x[0] for _, x in due], dim=-1)
+        torch.testing.assert_close(o, due_o, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(lse, due_lse, atol=2e-5, rtol=1e-5)
+        found = torch.autograd.grad(total(o, lse), leaves)
+        for a, b in zip(found, torch.autograd.grad(total(due_o, due_lse), alone), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_a_nan_shows_where_it_is_seen_and_nowhere_else() -> None:
+    it = Shapes("nan", B=2, T=40, S=40, D=16, Dv=16)
+    q, k, v, chosen = made(it)
+    k[0, 20, 0, 1], v[1, 13, 1, 2] = math.nan, math.nan
+    seen = native_sparse.sees_selected(chosen, 40, it.block, 2)
+    due = torch.zeros(2, 40, 4, dtype=torch.bool)
+    due[0, :, :2] = seen[0, :2, :, 20].T
+    due[1, :, 2:] = seen[1, 2:, :, 13].T
+    for backend in ways(q, v, it.Hk, it.block):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o, _ = attend(*leaves, chosen, block=it.block, scale=0.3, backend=backend)
+        assert torch.equal(o.isnan().any(-1), due)
+        dq, dk, dv = torch.autograd.grad(o.nan_to_num().sum(), leaves)
+        assert dq[~due].isfinite().all()
+        touched = (seen & due.transpose(1, 2)[..., None]).unflatten(1, (2, 2)).any(2).any(2).transpose(1, 2)  # (B, S, Hk)
+        assert dk[~touched].isfinite().all()
+        assert dv[~touched].isfinite().all()
+
+
+def test_every_block_is_causal_attention() -> None:
+    """Known answer: with all blocks chosen this is CAUSAL."""
+    q, k, v = (torch.randn(1, 50, 4, 16) for _ in range(3))
+    chosen = torch.arange(4, dtype=torch.int32).expand(1, 50, 4, 4)
+    for backend in ways(q, v, 4, 16):
+        o, lse = attend(q, k, v, chosen, block=16, scale=0.25, backend=backend)
+        due, due_lse = rt.attention_with_lse(q, k, v, rt.CAUSAL)
+        torch.testing.assert_close(o, due, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse, due_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("group", "due"), [(1, 16), (2, 16), (4, 16), (5, 8), (16, 4), (64, 1), (128, 1)])
+def test_the_rows_of_a_tile_fill_a_product(group: int, due: int) -> None:
+    assert queries_for(group) == due
+
+
+def test_the_union_of_a_tile_and_its_words() -> None:
+    """Four queries of 16 heads to a tile; blocks of 16, the last of 3 tokens."""
+    chosen = torch.tensor([[[0, 2]], [[2, -1]], [[1, 1]], [[9, 0]], [[2, 0]]], dtype=torch.int32)
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    cu_k = torch.tensor([0, 35], dtype=torch.int32)
+    tiles = tiles_of(chosen, cu, cu_k, 16, 16)
+    assert tiles.table.tolist() == [[0, 4, 30, 0, 35], [4, 1, 34, 0, 35]]
+    unions = [tiles.entries[0, n, : tiles.counts[0, n]].tolist() for n in range(2)]
+    assert unions == [[[0, 0b1001], [1, 0b0100], [2, 0b0011]], [[0, 1], [2, 1]]]
+    of_keys = key_tiles_of(tiles, cu_k, 35, 16)
+    listed = [of_keys.entries[a:b].tolist() for a, b in itertools.pairwise(of_keys.starts.tolist())]
+    assert listed == [[[0, 0b1001], [1, 1]], [[0, 0b0100]], [[0, 0b0011], [1, 1]]]
+
+
+def test_the_operator_compiles_and_is_refused_where_it_cannot_run() -> None:
+    q, k, v, chosen = made(Shapes("compiled", D=16, Dv=16))
+
+    def loss(q: Tensor) -> Tensor:
+        return attend(q, k, v, chosen, block=16, scale=0.3)[0].square().sum()
+
+    leaf = q.clone().requires_grad_()
+    (due,) = torch.autograd.grad(loss(leaf), leaf)
+    (found,) = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(leaf), leaf)
+    torch.testing.assert_close(found, due)
+    with pytest.raises(rt.Unsupported, match="float64; has float32" if "triton" in ways(q, v, 2, 16) else "tensors are on cpu"):
+        attend(q.double(), k.double(), v.double(), chosen, block=16, scale=0.3, backend="triton")

@@ -1,0 +1,15 @@
+"""Attention to chosen blocks in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.approximate.test_selected import (  # noqa: F401 - collected here
+    test_a_nan_shows_where_it_is_seen_and_nowhere_else,
+    test_equals_the_definition,
+    test_every_block_is_causal_attention,
+    test_packed_sequences_are_as_alone,
+)
+
+# numpy warns where a GPU does not
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
