@@ -111,6 +111,8 @@ def native_sparse(
     if not isinstance(gates, Tensor) or gates.shape != (B, T, H, 3) or not gates.is_floating_point():
         raise InvalidInput(f"gates is {shown(gates)}; must be a floating-point tensor (B, T, H, 3) = ({B}, {T}, {H}, 3)")
     way = "eager" if options is None else None
+    # the exact kernels' other names say nothing of those of selection
+    kernels = "triton" if options is not None and options["backend"] == "triton" else None
     if chosen is None:
         chosen = choose_blocks(q, compressed[0], backend=way, scale=scale, tokens=S, **sizes, **counts)
     else:
@@ -122,7 +124,7 @@ def native_sparse(
             ).contiguous()
         outs = (
             _compressed(q, *compressed, S, length, stride, options),
-            selected_attention(q, *selected, chosen, block=block, **options),
+            selected_attention(q, *selected, chosen, block=block, backend=kernels, scale=scale),
             api.attention(q, *near, CAUSAL & Window(window - 1), **options),
         )
         wide = torch.promote_types(q.dtype, torch.float32)

@@ -5,19 +5,24 @@ Yuan et al., Native Sparse Attention, arXiv:2502.11089.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from rooftile.approximate.arguments import check_count, check_flag, check_qkv, check_scale
+from rooftile.approximate.arguments import (
+    check_backend,
+    check_count,
+    check_deterministic,
+    check_flag,
+    check_qkv,
+    check_scale,
+)
 from rooftile.approximate.chosen.arguments import as_given, check_indices, check_range, check_way
 from rooftile.approximate.chosen.compression import check_compressed, check_lengths
-from rooftile.approximate.chosen.pairs import attend, best, take
+from rooftile.approximate.chosen.pairs import best
+from rooftile.approximate.selected import attend as attend_selected
 from rooftile.errors import InvalidInput
-from rooftile.operators import transformed, wants_grad
 from rooftile.reference.approximate import native_sparse as definition
 from rooftile.reference.approximate import pairs
 from rooftile.words import answers_foreign_words
@@ -141,10 +146,10 @@ def selected_attention(
         v: values (B, S, Hk, Dv).
         chosen: blocks (B, T, Hk, n) int32, in any order, -1 for none; a constant in the backward. One that is there twice counts
             once.
-        backend: "eager" is the definition; another name is that of the exact kernels (`rooftile.attention`); None or "auto" takes
-            the fastest that runs.
-        block: tokens per block; the last one may be short.
-        deterministic: as in `rooftile.attention`.
+        backend: "eager" is the definition, "triton" the kernels, "plain" PyTorch's operations on the gathered keys of a few
+            queries at a time; None or "auto" takes the kernels where they run.
+        block: tokens per block; the last one may be short. The kernels have multiples of 16.
+        deterministic: the kernels' gradients always have the same bits.
         scale: of the scores; 1 / sqrt(D) if None.
 
     Returns:
@@ -160,43 +165,16 @@ def selected_attention(
     """
     q, k, v, _ = check_qkv(q, k, v)
     block, scale = check_count("block", block), check_scale(scale, q.shape[-1])
-    options = check_way(backend, deterministic, scale)
+    way = check_backend(backend, ("eager", "triton", "plain"))
+    check_deterministic(deterministic)
     (B, T, H, _), (S, Hk) = q.shape, k.shape[1:3]
     chosen = check_indices("chosen", chosen, (B, T, Hk, None), f"(B, T, Hk, n) = ({B}, {T}, {Hk}, n)", q)
     check_range("chosen", chosen, max(-(-S // block), 0), -1)
     with as_given(q):
-        if options is None:
+        if way == "eager":
             seen = definition.sees_selected(chosen, S, block, H // Hk)
             return pairs.attention(q, k, v, seen, scale=scale)[0].contiguous()
-        if S == 0 or T == 0:
-            return q.new_zeros(B, T, H, v.shape[-1]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
-        k, v = k.contiguous(), v.contiguous()
-        most = PIECE * (16 if q.is_cuda else 1)
-        rows = max(most // max(B * Hk * chosen.shape[-1] * block * (k.shape[-1] + v.shape[-1]) * 4, 1), 1)
-        recompute = rows < T and wants_grad(q, k, v) and not transformed() and not torch.compiler.is_compiling()
-        # what a piece gathers is gathered again in the backward, and not kept
-        run = partial(checkpoint, _piece, use_reentrant=False, preserve_rng_state=False) if recompute else _piece
-        starts = range(0, T, rows)
-        return torch.cat(
-            [run(q[:, t : t + rows], k, v, chosen[:, t : t + rows], t + S - T, block, options) for t in starts], 1
-        )
-
-
-def _piece(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, start: int, block: int, options: dict[str, Any]) -> Tensor:
-    """Selected attention of queries that begin at a place: each is a batch of one, with its group's heads and its own keys."""
-    (B, T, H, _), (S, Hk) = q.shape, k.shape[1:3]
-    chosen = chosen.transpose(1, 2).long()  # (B, Hk, T, n)
-    n = chosen.shape[-1]
-    twice = (chosen[..., :, None] == chosen[..., None, :]) & torch.ones(n, n, device=q.device).tril(-1).bool()
-    chosen = chosen.masked_fill(twice.any(-1), -1)
-    places = chosen.clamp(min=0)[..., None] * block + torch.arange(block, device=q.device)  # (B, Hk, T, n, block)
-    own = torch.arange(T, device=q.device)[:, None, None] + start
-    seen = ((chosen >= 0)[..., None] & (places <= own)).flatten(3)  # (B, Hk, T, n block)
-    places = places.clamp(max=S - 1).flatten(3)
-    keys, values = (take(x, places).flatten(0, 2).unsqueeze(2) for x in (k, v))  # (B Hk T, n block, 1, D)
-    queries = q.unflatten(2, (Hk, -1)).transpose(1, 2).flatten(0, 2).unsqueeze(1)  # (B Hk T, 1, G, D)
-    o, _ = attend(queries, keys, values, seen.flatten(0, 2)[:, None, None], **options)
-    return o.view(B, Hk, T, H // Hk, o.shape[-1]).transpose(1, 2).flatten(2, 3)
+        return attend_selected(q, k, v, chosen.to(torch.int32), block=block, scale=scale, backend=way)[0]
 
 
 def check_counts(count: Any, first: Any, local: Any) -> tuple[int, int, int]:

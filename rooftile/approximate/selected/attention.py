@@ -13,7 +13,7 @@ from rooftile.approximate.selected import plain
 from rooftile.approximate.selected.tiles import key_tiles_of, tiles_of
 from rooftile.errors import Unsupported
 from rooftile.launch import INTERPRETED, device_of
-from rooftile.operators import below_autograd, define, wants_grad, watched
+from rooftile.operators import below_autograd, define, transformed, wants_grad, watched
 
 LARGEST_DIM = 256
 # the rows of a tile are the queries' heads
@@ -62,7 +62,9 @@ def attend(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The operator, or what it would run where nobody watches."""
+    """The operator, or what it would run where nobody watches; under torch.func the plain operations."""
+    if transformed():
+        return plain.forward(q, k, v, *rest[:-1])
     if torch.compiler.is_compiling() or watched(q, k, v, *rest):
         found: tuple[Tensor, Tensor] = selected_attention(q, k, v, *rest)
     elif wants_grad(q, k, v):

@@ -19,12 +19,13 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, block: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns o (total, H, Dv) in the dtype of q, and lse (total, H) in fp32 at least."""
-    o = q.new_zeros(*q.shape[:2], v.shape[-1])
-    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    for rows, places, sees in _pieces(q, k, chosen, cu_q, cu_k, block):
-        part, lse[rows] = _attend(q[rows], k, v, places, sees, scale)
-        o[rows] = part.to(q.dtype)
-    return o, lse
+    pieces = [
+        _attend(q[rows], k, v, places, sees, scale) for rows, places, sees in _pieces(q, k, chosen, cu_q, cu_k, block)
+    ]  # fmt: skip
+    if not pieces:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return q.new_zeros(*q.shape[:2], v.shape[-1]), torch.full(q.shape[:2], -math.inf, dtype=wide, device=q.device)
+    return torch.cat([o for o, _ in pieces]).to(q.dtype), torch.cat([lse for _, lse in pieces])
 
 
 def backward(
@@ -87,7 +88,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, sees: Tensor, scale
     keys, values = _gathered(k, v, places, sees, wide)
     x = torch.einsum("thgd,thjd->thgj", q.to(wide).unflatten(1, (Hk, -1)), keys) * scale
     x = x.masked_fill(~sees[:, :, None], -math.inf)
-    top = x.amax(-1, keepdim=True)
+    top = x.detach().amax(-1, keepdim=True)
     top = torch.where(top == -math.inf, 0.0, top)
     p = torch.exp(x - top)
     total = p.sum(-1)
