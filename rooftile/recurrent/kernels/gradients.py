@@ -77,9 +77,9 @@ def _query_gradients(
     careful = False
     if CAUSAL:
         careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
-    q_base = q_ptr + batch * q_stride_b + h * q_stride_h
-    k_base = k_ptr + batch * k_stride_b + hk * k_stride_h
-    v_base = v_ptr + batch * v_stride_b + hk * v_stride_h
+    q_base = q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h
+    k_base = k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h
+    v_base = v_ptr + batch * v_stride_b + hk.to(tl.int64) * v_stride_h
     for c in range(start, tl.minimum(start + SEGMENT, length), BLOCK):
         t = c + n
         here = t < length
@@ -132,8 +132,8 @@ def _key_gradients(
     careful = False
     if CAUSAL:
         careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
-    k_base = k_ptr + batch * k_stride_b + hk * k_stride_h
-    v_base = v_ptr + batch * v_stride_b + hk * v_stride_h
+    k_base = k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h
+    v_base = v_ptr + batch * v_stride_b + hk.to(tl.int64) * v_stride_h
     chunks = tl.cdiv(tl.minimum(SEGMENT, length - start), BLOCK)
     for i in range(0, chunks):
         t = start + (chunks - 1 - i) * BLOCK + n
@@ -145,7 +145,7 @@ def _key_gradients(
             for g in range(0, GROUP):
                 h = hk * GROUP + g
                 row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
-                q = rows(q_ptr + batch * q_stride_b + h * q_stride_h, first, t, d, here, d < D, q_stride_t)
+                q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
                 f_q = features(q, there, FEATURE)
                 do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
                 dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
@@ -167,7 +167,7 @@ def _key_gradients(
                 for g in range(0, GROUP):
                     h = hk * GROUP + g
                     row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
-                    q = rows(q_ptr + batch * q_stride_b + h * q_stride_h, first, t, d, here, d < D, q_stride_t)
+                    q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
                     f_q = features(q, there, FEATURE)
                     do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
                     dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
@@ -204,7 +204,7 @@ def _value_gradients(
     careful = False
     if CAUSAL:
         careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
-    k_base = k_ptr + batch * k_stride_b + hk * k_stride_h
+    k_base = k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h
     chunks = tl.cdiv(tl.minimum(SEGMENT, length - start), BLOCK)
     for i in range(0, chunks):
         t = start + (chunks - 1 - i) * BLOCK + n
@@ -216,7 +216,7 @@ def _value_gradients(
             for g in range(0, GROUP):
                 h = hk * GROUP + g
                 row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
-                q = rows(q_ptr + batch * q_stride_b + h * q_stride_h, first, t, d, here, d < D, q_stride_t)
+                q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
                 f_q = features(q, there, FEATURE)
                 do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
                 dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
@@ -234,7 +234,7 @@ def _value_gradients(
                 for g in range(0, GROUP):
                     h = hk * GROUP + g
                     row = ((0 if PACKED else batch * T) + first + t) * (HEADS * GROUP) + h
-                    q = rows(q_ptr + batch * q_stride_b + h * q_stride_h, first, t, d, here, d < D, q_stride_t)
+                    q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
                     f_q = features(q, there, FEATURE)
                     do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
                     dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]

@@ -48,9 +48,9 @@ def _outputs(
     careful = False
     if CAUSAL:
         careful = tl.load(lost_ptr + slot * HEADS + hk) != 0
-    q_base = q_ptr + batch * q_stride_b + h * q_stride_h
-    k_base = k_ptr + batch * k_stride_b + hk * k_stride_h
-    v_base = v_ptr + batch * v_stride_b + hk * v_stride_h
+    q_base = q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h
+    k_base = k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h
+    v_base = v_ptr + batch * v_stride_b + hk.to(tl.int64) * v_stride_h
     for c in range(start, tl.minimum(start + SEGMENT, length), BLOCK):
         t = c + n
         here = t < length

@@ -37,8 +37,8 @@ def _segment_sums(
     z = tl.zeros((BLOCK_D,), tl.float32)
     for i in range(0, GROUP):
         h = hk * GROUP + i
-        x_base = x_ptr + b.to(tl.int64) * x_stride_b + h * x_stride_h
-        y_base = y_ptr + b.to(tl.int64) * y_stride_b + h * y_stride_h
+        x_base = x_ptr + b.to(tl.int64) * x_stride_b + h.to(tl.int64) * x_stride_h
+        y_base = y_ptr + b.to(tl.int64) * y_stride_b + h.to(tl.int64) * y_stride_h
         for c in range(start, tl.minimum(start + SEGMENT, length), BLOCK):
             t = c + n
             here = t < length
