@@ -1,0 +1,69 @@
+"""The kernels of attention to chosen blocks compile without a GPU, on matrix instructions, and keep their loops in registers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024}
+POINTERS = {
+    **dict.fromkeys(("lse_ptr", "delta_ptr"), "fp32"),
+    **dict.fromkeys(("table_ptr", "counts_ptr", "entries_ptr", "keys_ptr", "starts_ptr"), "i32"),
+}
+# bytes outside of registers: the walk that sets NaN aside is part of each kernel
+STACK = {"_forward": 64, "_backward_q": 64, "_backward_kv": 256}
+
+
+def compiled(kernel: Any, shape: Any, warps: int, sm: int) -> tuple[int, int, str]:
+    """Stack and shared memory in bytes, and the matrix instruction."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature: dict[str, Any] = {}
+    for name in names:
+        kind = "constexpr" if name == "SHAPE" else "fp32" if name == "scale" else "i32"
+        signature[name] = ("i32", "i32") if name.endswith("strides") else kind
+        if name.endswith("_ptr"):
+            signature[name] = "*" + POINTERS.get(name, "bf16")
+    aligned = [(n,) for n, name in enumerate(names) if name.endswith("_ptr")]
+    aligned += [(n, axis) for n, name in enumerate(names) if name.endswith("strides") for axis in (0, 1)]
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs={(names.index("SHAPE"),): shape},
+        attrs={place: [["tt.divisibility", 16]] for place in aligned},
+    )  # fmt: skip
+    built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps})
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [str(tools / "cuobjdump"), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    matrix = next((word for word in ("wgmma", "mma.sync") if word in built.asm["ptx"]), "")
+    return int(re.search(r"STACK:(\d+)", usage)[1]), built.metadata.shared, matrix
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize(("heads", "dim"), [(16, 128), (4, 64)])
+def test_the_kernels_of_a_shape(sm: int, heads: int, dim: int) -> None:
+    from rooftile.approximate.selected.kernels import gradients, outputs
+    from rooftile.approximate.selected.kernels.shape import shape_of, warps_of
+    from rooftile.approximate.selected.tiles import queries_for
+
+    q, v = torch.empty(1, heads, dim, dtype=torch.bfloat16), torch.empty(1, 1, dim, dtype=torch.bfloat16)
+    shape = shape_of(q, v, 1, 64, queries_for(heads))
+    assert shape.ROWS == 64
+    for kernel in (outputs._forward, gradients._backward_q, gradients._backward_kv):
+        stack, shared, matrix = compiled(kernel, shape, warps_of(shape), sm)
+        assert shared <= SHARED[sm], kernel.__name__
+        assert matrix == ("wgmma" if sm == 90 else "mma.sync"), kernel.__name__
+        # Ampere's registers are as many, and its matrix instructions need more of them
+        assert stack <= STACK[kernel.__name__] * (4 if sm == 80 else 1), f"{kernel.__name__}: {stack}"
