@@ -37,6 +37,16 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("quantise", "quantise_blocks", "fake_quantise", "hadamard", "inverse_hadamard", "Scaled", "BlockScaled", "QuantisedQKV"),
     ),
     ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
+    ("Lists of blocks", "rooftile", ("Blocks",)),
+    ("FlexAttention's function", "rooftile.integrations.flex_attention", ("flex_attention",)),
+    (
+        "Approximate attention",
+        "rooftile.approximate",
+        (
+            "linear", "linear_step", "performer", "Features", "linformer", "sparse_transformer", "reformer", "lsh", "routing",
+            "update_centroids", "commitment_loss", "Loki", "native_sparse", "compress", "choose_blocks", "selected_attention",
+        ),
+    ),
     ("Errors", "rooftile", ("InvalidInput", "Unsupported")),
     ("As a module", "rooftile.nn", ("Attention",)),
     (

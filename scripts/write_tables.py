@@ -1,6 +1,7 @@
-"""Writes the table of docs/reference/backends.md between its markers: `<!-- features -->` ... `<!-- /features -->`.
+"""Writes the tables of docs/reference/backends.md and docs/reference/approximate.md between their markers.
 
-The backends' own refusals make the table of features: a cell is "yes" if the backend refuses nothing.
+The backends' own refusals make the table of features: a cell is "yes" if the backend refuses nothing. The table of methods is
+`rooftile.approximate.METHODS`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from pathlib import Path
 import torch
 
 from rooftile import CAUSAL, Chunk, Prefix, Window, dispatch
+from rooftile.approximate import METHODS
 from rooftile.spec import Spec
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "backends.md"
+REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
 # a column is a backend on one kind of device
 COLUMNS = (
@@ -48,6 +50,8 @@ FEATURES: tuple[tuple[str, dict[str, object]], ...] = (
     ("`alibi`", {"has_alibi": True}),
     ("`sinks`", {"has_sinks": True}),
     ("`dropout`", {"dropout": 0.1}),
+    ("`blocks`", {"block_size": (128, 128)}),
+    ("`blocks`, gradients", {"block_size": (128, 128), "needs_grad": True}),
     ("lse", {"needs_lse": True}),
     ("gradients", {"needs_grad": True}),
     ("gradient of `bias`", {"has_bias": True, "needs_grad": True, "bias_grad": True}),
@@ -69,19 +73,37 @@ def features() -> str:
     return "\n".join(lines)
 
 
-def written(text: str, name: str, body: str) -> str:
-    """Replaces the text between the markers of `name` by `body`."""
+def methods() -> str:
+    """Returns the table of approximate methods in Markdown."""
+    lines = ["| method | no output depends on | takes | paper |", "|---|---|---|---|"]
+    words = {"value-causal": "values of later tokens", "strict": "anything of later tokens"}
+    for name, method in METHODS.items():
+        kept = []
+        for mode, classes in method.causality.items():
+            strongest = next((words[each] for each in ("strict", "value-causal") if each in classes), "–")
+            kept.append(f"`{mode}`: {strongest}" + "; token by token it is the same" * ("decodable" in classes))
+        takes = ", ".join(sorted(method.takes))
+        paper = f"{method.title}, [{method.arxiv}](https://arxiv.org/abs/{method.arxiv})"
+        lines.append(f"| `{name}` | {'<br>'.join(kept)} | {takes} | {paper} |")
+    return "\n".join(lines)
+
+
+def written(page: str, name: str, body: str) -> str:
+    """Returns the page with the text between the markers of `name` replaced by `body`."""
+    text = (REFERENCE / page).read_text(encoding="utf-8")
     pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
     found, count = re.subn(pattern, lambda m: f"{m[1]}{body}\n{m[2]}", text, flags=re.DOTALL)
     if count != 1:
-        raise SystemExit(f"{PAGE.name} has {count} places marked {name}; needs one")
+        raise SystemExit(f"{page} has {count} places marked {name}; needs one")
     return found
 
 
 if __name__ == "__main__":
-    now = PAGE.read_text(encoding="utf-8")
-    due = written(now, "features", features())
-    if "--check" in sys.argv:
-        sys.exit(0 if now == due else f"{PAGE.name}: the table of features is out of date")
-    PAGE.write_text(due, encoding="utf-8")
-    print(f"wrote the table of features in {PAGE.name}")
+    for page, name, body in (("backends.md", "features", features()), ("approximate.md", "methods", methods())):
+        due = written(page, name, body)
+        if "--check" in sys.argv:
+            if (REFERENCE / page).read_text(encoding="utf-8") != due:
+                sys.exit(f"{page}: the table of {name} is out of date")
+        else:
+            (REFERENCE / page).write_text(due, encoding="utf-8")
+            print(f"wrote the table of {name} in {page}")

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from rooftile.cost import flops, io
-from rooftile.spec import Problem, Sizes, Spec, decode
+from rooftile.spec import Problem, Sizes, Spec, decode, option_names
 
 
 class Work(NamedTuple):
@@ -101,7 +102,8 @@ def _attention(arguments: tuple[Any, ...], results: Any) -> Work:
     q, k, _, options, code, _ = arguments
     problem = _problem(q, k, options, decode(code))
     moved = io.compulsory(problem)
-    return Work(flops.count(problem), moved.read + _nbytes(options), moved.written)
+    share = _listed_share(problem, options)
+    return Work(round(share * flops.count(problem)), moved.read + _nbytes(options), moved.written)
 
 
 def _attention_backward(arguments: tuple[Any, ...], results: Any) -> Work:
@@ -110,7 +112,8 @@ def _attention_backward(arguments: tuple[Any, ...], results: Any) -> Work:
     problem = _problem(q, k, options, decode(code))
     moved, again = io.compulsory(problem, "bwd"), flops.count(problem) * (problem.spec.precision is not None)
     written = moved.written + _nbytes(results[3:])
-    return Work(flops.count(problem, "bwd") + again, moved.read + _nbytes(options), written)
+    share = _listed_share(problem, options)
+    return Work(round(share * flops.count(problem, "bwd")) + again, moved.read + _nbytes(options), written)
 
 
 def _attention_paged(arguments: tuple[Any, ...], results: Any) -> Work:
@@ -155,14 +158,47 @@ def _recurrence_flops(q: Tensor, k: Tensor, state: Tensor, projection: Tensor | 
 
 
 def _problem(q: Tensor, k: Tensor, options: list[Tensor], spec: Spec) -> Problem:
-    """The problem of dense tensors, or of packed ones, whose offsets are the last two options."""
+    """The problem of dense tensors, or of packed ones, whose offsets are among the options."""
     if spec.layout == "packed":
-        rows, columns = (x.diff().tolist() for x in options[-2:])
+        named = dict(zip(option_names(spec), options, strict=True))
+        rows, columns = (named[name].diff().tolist() for name in ("cu_q", "cu_k"))
         lengths = tuple(zip(rows, columns, strict=True))
         sizes = Sizes(B=len(rows), T=q.shape[0], S=k.shape[0], H=q.shape[1], Hk=k.shape[1], lengths=lengths)
     else:
         sizes = Sizes(B=q.shape[0], T=q.shape[1], S=k.shape[1], H=q.shape[2], Hk=k.shape[2])
     return Problem(spec=spec, sizes=sizes)
+
+
+def _listed_share(problem: Problem, options: list[Tensor]) -> float:
+    """The share of the mask's pairs that lists of blocks leave at most: the lists are read, and every listed block is whole."""
+    if problem.spec.block_size is None:
+        return 1.0
+    counts = dict(zip(option_names(problem.spec), options, strict=True))["block_counts"]
+    rows, keys = problem.spec.block_size
+    batch = 1 if problem.spec.layout == "packed" else problem.sizes.B
+    copies = batch // counts.shape[0] / counts.shape[1]
+    pairs = problem.pairs
+    return min(1.0, int(counts.sum()) * copies * rows * keys / pairs) if pairs else 0.0
+
+
+def _selected(arguments: tuple[Any, ...], results: Any) -> Work:
+    q, k, v, chosen, cu_q, cu_k, _, block, _ = arguments
+    return Work(_selected_flops(q, k, v, chosen, cu_q, cu_k, block), _nbytes(arguments), _nbytes(results))
+
+
+def _selected_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    _, _, q, k, v, _, _, chosen, cu_q, cu_k, _, block, _ = arguments
+    forward = _selected_flops(q, k, v, chosen, cu_q, cu_k, block)
+    return Work(forward * 5 // 2, _nbytes(arguments), _nbytes(results))
+
+
+def _selected_flops(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, cu_q: Tensor, cu_k: Tensor, block: int) -> int:
+    """2 (D + Dv) for each token up to a query's position in the blocks that it chose, and each of its heads."""
+    row = torch.arange(q.shape[0], device=q.device)
+    of = (torch.searchsorted(cu_q, row, right=True) - 1).clamp(min=0)
+    end = row - cu_q[of] + cu_k.diff()[of] - cu_q.diff()[of] + 1
+    tokens = (end[:, None, None] - chosen * block).clamp(0, block).masked_fill(chosen < 0, 0)
+    return 2 * (q.shape[-1] + v.shape[-1]) * int(tokens.sum()) * (q.shape[1] // k.shape[1])
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
@@ -201,4 +237,6 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "sample": _sample,
     "chunked_recurrence": _recurrence,
     "chunked_recurrence_backward": _recurrence_backward,
+    "selected_attention": _selected,
+    "selected_attention_backward": _selected_backward,
 }

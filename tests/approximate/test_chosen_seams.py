@@ -1,4 +1,4 @@
-"""Where the methods that choose keys meet the rest: memory, docstrings, torch.func, compiled gradients, several ranks."""
+"""The methods that choose keys at the seams: memory, docstrings, torch.func, compiled gradients, several ranks."""
 
 from __future__ import annotations
 

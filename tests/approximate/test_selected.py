@@ -61,7 +61,7 @@ def definition(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int) -> t
 
 
 def ways(q: Tensor, v: Tensor, Hk: int, block: int) -> list[str]:
-    """What runs here: the kernels too on a GPU and in the interpreter."""
+    """The backends that run here: the kernels too on a GPU and in the interpreter."""
     return ["plain"] + ["triton"] * (refusal(q, v, Hk, block) is None)
 
 

@@ -204,6 +204,21 @@ def _recurrence_backward(device: torch.device) -> Work:
     return Work(2 * 64 * 64 * 5 * 4 * 2, 5 * _SIZE + _STATE + 4 * 2 * 4, 3 * _SIZE + _STATE - 2 * 4)
 
 
+def _selected(device: torch.device) -> Work:
+    tensors, chosen = _tensors(device), torch.tensor([[0, -1], [0, -1], [0, -1], [-1, 0]], dtype=torch.int32, device=device)
+    approximate.selected_attention(*tensors, chosen[None, :, None].expand(1, 4, 2, 2), block=16)
+    # 1 + 2 + 3 + 4 tokens up to each position, two heads; a list is 64 bytes, offsets 16, lse 32
+    return Work(2 * 128 * 10 * 2, 3 * _SIZE + 64 + 16, _SIZE + 32)
+
+
+def _selected_backward(device: torch.device) -> Work:
+    chosen = torch.zeros(1, 4, 2, 2, dtype=torch.int32, device=device)
+    chosen[..., 1] = -1
+    o = approximate.selected_attention(*_tensors(device, True), chosen, block=16)
+    o.backward(torch.ones_like(o))
+    return Work(2 * 128 * 10 * 2 * 5 // 2, 5 * _SIZE + 2 * 32 + 64 + 16, 3 * _SIZE)
+
+
 def _backend(device: torch.device) -> str | None:
     # on a CPU the definition runs outside its operator, and the interpreter is slow
     return "tiled" if device.type == "cpu" else None
@@ -228,4 +243,6 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "sample": _sample,
     "chunked_recurrence": _recurrence,
     "chunked_recurrence_backward": _recurrence_backward,
+    "selected_attention": _selected,
+    "selected_attention_backward": _selected_backward,
 }

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 
 
 # operators with a gradient, and their gradients
-DIFFERENTIABLE = {"attention", "attention_backward", "chunked_recurrence", "chunked_recurrence_backward"}
+DIFFERENTIABLE = {
+    "attention", "attention_backward", "chunked_recurrence", "chunked_recurrence_backward", "selected_attention",
+    "selected_attention_backward",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

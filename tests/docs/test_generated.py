@@ -18,6 +18,7 @@ TABLE = re.compile(r"<!-- table: (\S+) [^>]*-->\n(.*?)<!-- /table -->", re.DOTAL
     ("script", "page"),
     [
         ("write_tables.py", "docs/reference/backends.md"),
+        ("write_tables.py", "docs/reference/approximate.md"),
         ("write_reference.py", "docs/reference/api.md"),
         ("write_operators.py", "docs/reference/operators.md"),
     ],

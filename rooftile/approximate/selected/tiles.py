@@ -20,7 +20,7 @@ MOST_QUERIES = 16
 class Tiles(NamedTuple):
     """The tiles of queries. Positions are those of keys."""
 
-    queries: int  # of a tile, a power of two
+    queries: int  # so many to a tile, a power of two
     # int32 (tiles, 5): first row, number of queries, first position, first row of the keys, number of keys
     table: Tensor
     sequence: Tensor  # int64 (tiles,)

@@ -16,10 +16,10 @@ class Shape(NamedTuple):
     """The compile-time configuration."""
 
     GROUP: int
-    QUERIES: int  # of a tile
-    ROWS: int  # of its product: queries times heads, padded to a power of two
+    QUERIES: int  # queries to a tile
+    ROWS: int  # queries times heads, padded to a power of two
     BLOCK: int  # tokens of a chosen block
-    KEYS: int  # of a step: a power of two that divides it
+    KEYS: int  # a step takes so many: a power of two that divides BLOCK
     D: int
     DV: int
     BLOCK_D: int
