@@ -89,6 +89,108 @@ MUTATIONS = {
         "serve/text/detokenizer.py", "text[: len(text) - held], text[len(text) - held :]", 'text, ""',
         ("tests/serve/test_detokenizer.py",),
     ),
+    "strided, a key twice": Mutation(
+        "approximate/chosen/sparse_transformer.py",
+        '0 if heads == "second" else -(-window // stride)',
+        '0',
+        ("tests/approximate/test_sparse_transformer.py",),
+    ),
+    "strided, edge of the window": Mutation(
+        "approximate/chosen/sparse_transformer.py",
+        'Window(window - 1) if pattern',
+        'Window(window) if pattern',
+        ("tests/approximate/test_sparse_transformer.py",),
+    ),
+    "fixed, the own summary": Mutation(
+        "approximate/chosen/sparse_transformer.py",
+        '        if heads == "second":\n            parts.append(_own',
+        '        if heads == "none":\n            parts.append(_own',
+        ("tests/approximate/test_sparse_transformer.py",),
+    ),
+    "reformer, N_ij": Mutation(
+        "approximate/chosen/reformer.py",
+        '    if once and sort.hash.shape[0] > 1:',
+        '    if once and sort.hash.shape[0] > 99:',
+        ("tests/approximate/test_reformer.py",),
+    ),
+    "reformer, the first chunk": Mutation(
+        "approximate/chosen/reformer.py",
+        '(chunk_i[..., :, None] - chunk_j[..., None, :]) % self.chunks <= 1',
+        '((chunk_i[..., :, None] - chunk_j[..., None, :]).abs() * 2 - 1).abs() <= 1',
+        ("tests/approximate/test_reformer.py",),
+    ),
+    "reformer, stable sort": Mutation(
+        "approximate/chosen/reformer.py",
+        'self.order = self.hash.sort(dim=-1, stable=True).indices',
+        'self.order = (self.hash * self.T - torch.arange(self.T)).argsort(dim=-1)',
+        ("tests/approximate/test_reformer.py",),
+    ),
+    "reformer, itself": Mutation(
+        "approximate/chosen/reformer.py",
+        'j < i if self.causal',
+        'j <= i if self.causal',
+        ("tests/approximate/test_reformer.py",),
+    ),
+    "routing, causal by rank": Mutation(
+        "approximate/chosen/routing.py",
+        'seen = keys[..., None, :] <= queries[..., :, None] + (S - T)',
+        'seen = seen.tril()',
+        ("tests/approximate/test_routing.py",),
+    ),
+    "routing, mean of clusters": Mutation(
+        "approximate/chosen/routing.py",
+        'total / count.clamp(min=1)',
+        'total',
+        ("tests/approximate/test_routing.py",),
+    ),
+    "routing, gradient in order": Mutation(
+        "approximate/chosen/pairs.py",
+        'dx = _add_flat(wide, index, ctx.rows)',
+        'dx: Tensor = wide.new_zeros(ctx.rows, wide.shape[-1]).index_copy(0, index.flatten(), wide.flatten(0, -2))',
+        ("tests/approximate/test_routing.py",),
+    ),
+    "loki, the short page": Mutation(
+        "approximate/chosen/loki.py",
+        'pages * page - S, 0)',
+        '0, 0)',
+        ("tests/approximate/test_loki.py",),
+    ),
+    "native sparse, the neighbour's weight": Mutation(
+        "approximate/chosen/selection.py",
+        'torch.nn.functional.pad(overlaps, (back, back)).unfold(0, back + 1, 1).sum(-1)',
+        'torch.nn.functional.pad(overlaps, (back, back)).unfold(0, back + 1, 1).amax(-1)',
+        ("tests/approximate/test_native_sparse.py",),
+    ),
+    "native sparse, order of ties": Mutation(
+        "approximate/chosen/pairs.py",
+        'score.sort(dim=-1, descending=True, stable=True).indices',
+        'score.flip(-1).sort(dim=-1, descending=True, stable=True).indices.neg().add(score.shape[-1] - 1)',
+        ("tests/approximate/test_native_sparse.py",),
+    ),
+    "native sparse, a block left out": Mutation(
+        "approximate/chosen/selection.py",
+        'seen = ((chosen >= 0)',
+        'seen = ((chosen > 0)',
+        ("tests/approximate/test_native_sparse.py",),
+    ),
+    "native sparse, causal in the own block": Mutation(
+        "approximate/chosen/selection.py",
+        '(places <= own)',
+        '(places <= own + 1)',
+        ("tests/approximate/test_native_sparse.py",),
+    ),
+    "native sparse, a block twice": Mutation(
+        "approximate/chosen/selection.py",
+        'chosen = chosen.masked_fill(twice.any(-1), -1)',
+        'pass',
+        ("tests/approximate/test_native_sparse.py",),
+    ),
+    "native sparse, complete blocks": Mutation(
+        "approximate/chosen/native_sparse.py",
+        'place = S - T - (length - 1)',
+        'place = S - T - (length - 2)',
+        ("tests/approximate/test_native_sparse.py",),
+    ),
 }  # fmt: skip
 
 

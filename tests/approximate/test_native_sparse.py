@@ -134,7 +134,10 @@ def test_all_blocks_are_causal_attention_and_the_own_is_a_chunk() -> None:
     due = rt.attention(q, k, v, rt.CAUSAL & rt.Chunk(8))
     torch.testing.assert_close(ap.selected_attention(q, k, v, own, block=8), due)
     # a block that is there twice counts once, and the order is free
-    torch.testing.assert_close(ap.selected_attention(q, k, v, torch.cat([own, own - own - 1, own], -1), block=8), due)
+    first, none = torch.zeros_like(own), torch.full_like(own, -1)
+    twice = ap.selected_attention(q, k, v, torch.cat([own, none, first, own], -1), block=8)
+    torch.testing.assert_close(twice, ap.selected_attention(q, k, v, torch.cat([own, first], -1), block=8))
+    torch.testing.assert_close(ap.selected_attention(q, k, v, torch.cat([none, own], -1), block=8), due)
     torch.testing.assert_close(ap.selected_attention(q, k, v, every.flip(-1), block=8), rt.attention(q, k, v, rt.CAUSAL))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -44,9 +45,10 @@ def check_seed(seed: Any) -> int:
 
 def check_fraction(name: str, value: Any) -> float:
     """A share of something: above 0, at most 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+    number = float(value) if isinstance(value, (int, float, numbers.Real)) and not isinstance(value, bool) else 0.0
+    if not 0 < number <= 1:
         raise InvalidInput(f"{name} is {shown(value)}; must be a number above 0 and at most 1")
-    return float(value)
+    return number
 
 
 def check_indices(name: str, x: Any, shape: tuple[int | None, ...], due: str, like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rooftile import api
 from rooftile.approximate.arguments import check_count, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import as_given, check_indices, check_way
-from rooftile.approximate.chosen.arrange import as_groups, from_groups, padded
+from rooftile.approximate.chosen.arrange import as_groups, attend_by_head, from_groups, padded
 from rooftile.approximate.chosen.compression import check_compressed, check_lengths
 from rooftile.approximate.chosen.selection import check_counts, choose_blocks, selected_attention
 from rooftile.errors import InvalidInput
@@ -143,7 +143,7 @@ def _compressed(q: Tensor, k: Tensor, v: Tensor, S: int, length: int, stride: in
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
     before, after = place % stride, n * stride - 1 - (S - length)
     rows = as_groups(padded(q[:, early:], before, after), stride, Hk)
-    o, _ = from_groups(*api.attention_with_lse(rows, k, v, CAUSAL, **options), stride, Hk)
+    o, _ = from_groups(*attend_by_head(rows, k, v, **options), stride, Hk)
     return padded(o[:, before : before + T - early], early, 0)
 
 

@@ -17,19 +17,13 @@ def take(x: Tensor, places: Tensor) -> Tensor:
 
     The gradient of a row that is taken more than once is summed in fp32, in one order.
     """
-    flat, index = x.flatten(0, 2), _index(places, x.shape[1], x.shape[2])
-    if not (wants_grad(x) or transforms_active()):
-        return _rows(flat, index)
-    rows: Tensor = _TakeRows.apply(flat, index)
-    return rows
+    return _take_flat(x.flatten(0, 2), _index(places, x.shape[1], x.shape[2]))
 
 
 def add_rows(rows: Tensor, places: Tensor, length: int) -> Tensor:
     """Sums rows (B, H, ..., D) at their places (B, H, ...) of an axis of this length: (B, T, H, D), in one order."""
     B, H = rows.shape[:2]
-    index = _index(places, length, H)
-    recorded = wants_grad(rows) or transforms_active()
-    total: Tensor = (_AddRows.apply if recorded else _sums)(rows, index, B * length * H)
+    total = _add_flat(rows, _index(places, length, H), B * length * H)
     return total.view(B, length, H, rows.shape[-1])
 
 
@@ -53,6 +47,14 @@ def _sums(rows: Tensor, index: Tensor, length: int) -> Tensor:
     return total.index_put((index,), rows, accumulate=True) if rows.is_cuda else total.index_add(0, index, rows)
 
 
+def _take_flat(x: Tensor, index: Tensor) -> Tensor:
+    return _TakeRows.apply(x, index) if wants_grad(x) or transforms_active() else _rows(x, index)
+
+
+def _add_flat(rows: Tensor, index: Tensor, length: int) -> Tensor:
+    return _AddRows.apply(rows, index, length) if wants_grad(rows) or transforms_active() else _sums(rows, index, length)
+
+
 class _TakeRows(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -70,7 +72,7 @@ class _TakeRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        dx: Tensor = _AddRows.apply(wide, index, ctx.rows)
+        dx = _add_flat(wide, index, ctx.rows)
         return dx.to(grad.dtype), None
 
 
@@ -88,7 +90,7 @@ class _AddRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        return _TakeRows.apply(grad, index), None, None
+        return _take_flat(grad, index), None, None
 
 
 def attend(

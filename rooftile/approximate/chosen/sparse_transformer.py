@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from rooftile import api
 from rooftile.approximate.arguments import check_choice, check_count, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import check_way
-from rooftile.approximate.chosen.arrange import as_groups, from_groups, padded
+from rooftile.approximate.chosen.arrange import as_groups, attend_by_head, from_groups, padded
 from rooftile.errors import InvalidInput
 from rooftile.masks import CAUSAL, Chunk, Window
 from rooftile.reference.approximate import sparse_transformer as definition
@@ -149,7 +149,7 @@ def _columns(q: Tensor, k: Tensor, v: Tensor, stride: int, skip: int, options: d
     # rows of a column, less those that are skipped: aligned bottom-right, the causal mask moves along
     k, v = (_by_column(padded(x, 0, after), stride) for x in (k, v))
     rows = max(k.shape[1] - skip, 0)
-    o, lse = api.attention_with_lse(q, k[:, :rows], v[:, :rows], CAUSAL, **options)
+    o, lse = attend_by_head(q, k[:, :rows], v[:, :rows], **options)
     o = o.unflatten(0, (B, stride)).transpose(1, 2).flatten(1, 2)
     lse = lse.unflatten(0, (B, stride)).permute(0, 2, 3, 1).flatten(2)
     return o[:, before : before + T], lse[..., before : before + T]
@@ -168,7 +168,7 @@ def _summaries_before(q: Tensor, k: Tensor, v: Tensor, stride: int, summary: int
     k, v = (padded(x, 0, after).unflatten(1, (-1, stride))[:, :-1] for x in (k, v))
     parts = []
     for place in range(stride - summary, stride):
-        part = api.attention_with_lse(q, k[:, :, place], v[:, :, place], CAUSAL, **options)
+        part = attend_by_head(q, k[:, :, place], v[:, :, place], **options)
         o, lse = from_groups(*part, stride, Hk)
         parts.append((o[:, before : before + T], lse[..., before : before + T]))
     return parts
@@ -182,7 +182,7 @@ def _own_summary(q: Tensor, k: Tensor, v: Tensor, stride: int, summary: int, opt
     q = padded(q, before, after).unflatten(1, (n, stride))
     k, v = (padded(x[:, S - T - before :], 0, after).unflatten(1, (-1, stride)) for x in (k, v))
     q, k, v = (x[:, :, stride - summary :].flatten(0, 1) for x in (q, k, v))  # (B n, c, H, D)
-    o, lse = api.attention_with_lse(q, k, v, CAUSAL, **options)
+    o, lse = attend_by_head(q, k, v, **options)
     o = padded(o, stride - summary, 0).unflatten(0, (B, n)).flatten(1, 2)
     lse = F.pad(lse, (stride - summary, 0), value=-torch.inf).unflatten(0, (B, n)).transpose(1, 2).flatten(2)
     return o[:, before : before + T], lse[..., before : before + T]
