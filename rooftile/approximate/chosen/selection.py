@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from rooftile.approximate.arguments import check_count, check_flag, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import as_given, check_indices, check_range, check_way
 from rooftile.approximate.chosen.compression import check_compressed, check_lengths
-from rooftile.approximate.chosen.pairs import attend, best, take
+from rooftile.approximate.chosen.pairs import attend, best, cleaned, take, take_flags
 from rooftile.errors import InvalidInput
 from rooftile.operators import transformed, wants_grad
 from rooftile.reference.approximate import native_sparse as definition
@@ -23,7 +23,7 @@ from rooftile.reference.approximate import pairs
 from rooftile.words import answers_foreign_words
 
 # bytes of what a piece of the queries may gather, or of its scores
-PIECE = 2**26
+PIECE = 2**24
 
 
 @answers_foreign_words
@@ -170,20 +170,27 @@ def selected_attention(
             return pairs.attention(q, k, v, seen, scale=scale)[0].contiguous()
         if S == 0 or T == 0:
             return q.new_zeros(B, T, H, v.shape[-1]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
-        k, v = k.contiguous(), v.contiguous()
-        most = PIECE * (16 if q.is_cuda else 1)
+        (q, lost_q), (k, lost_k), (v, lost_v) = cleaned(q), cleaned(k.contiguous()), cleaned(v.contiguous())
+        lost = lost_k | lost_v
+        most = PIECE * (64 if q.is_cuda else 1)
         rows = max(most // max(B * Hk * chosen.shape[-1] * block * (k.shape[-1] + v.shape[-1]) * 4, 1), 1)
         recompute = rows < T and wants_grad(q, k, v) and not transformed() and not torch.compiler.is_compiling()
         # what a piece gathers is gathered again in the backward, and not kept
         run = partial(checkpoint, _piece, use_reentrant=False, preserve_rng_state=False) if recompute else _piece
         starts = range(0, T, rows)
+        # fmt: off
         return torch.cat(
-            [run(q[:, t : t + rows], k, v, chosen[:, t : t + rows], t + S - T, block, options) for t in starts], 1
+            [run((q[:, t : t + rows], lost_q[:, t : t + rows]), (k, v, lost), chosen[:, t : t + rows], t + S - T, block, options)
+             for t in starts], 1
         )
+        # fmt: on
 
 
-def _piece(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, start: int, block: int, options: dict[str, Any]) -> Tensor:
+def _piece(
+    queries: tuple[Tensor, ...], tokens: tuple[Tensor, ...], chosen: Tensor, start: int, block: int, options: dict[str, Any]
+) -> Tensor:
     """Selected attention of queries that begin at a place: each is a batch of one, with its group's heads and its own keys."""
+    (q, lost_q), (k, v, lost_k) = queries, tokens
     (B, T, H, _), (S, Hk) = q.shape, k.shape[1:3]
     chosen = chosen.transpose(1, 2).long()  # (B, Hk, T, n)
     n = chosen.shape[-1]
@@ -194,8 +201,9 @@ def _piece(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, start: int, block: i
     seen = ((chosen >= 0)[..., None] & (places <= own)).flatten(3)  # (B, Hk, T, n block)
     places = places.clamp(max=S - 1).flatten(3)
     keys, values = (take(x, places).flatten(0, 2).unsqueeze(2) for x in (k, v))  # (B Hk T, n block, 1, D)
-    queries = q.unflatten(2, (Hk, -1)).transpose(1, 2).flatten(0, 2).unsqueeze(1)  # (B Hk T, 1, G, D)
-    o, _ = attend(queries, keys, values, seen.flatten(0, 2)[:, None, None], **options)
+    q, lost_q = (x.unflatten(2, (Hk, -1)).transpose(1, 2).flatten(0, 2).unsqueeze(1) for x in (q, lost_q))
+    lost_k = take_flags(lost_k, places).flatten(0, 2)
+    o, _ = attend(q, keys, values, seen.flatten(0, 2)[:, None], lost_q, lost_k, **options)
     return o.view(B, Hk, T, H // Hk, o.shape[-1]).transpose(1, 2).flatten(2, 3)
 
 
