@@ -93,32 +93,37 @@ class _AddRows(torch.autograd.Function):
         return _take_flat(grad, index), None, None
 
 
+def cleaned(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (B, S, H, D) with 0 for NaN and infinity, and which tokens had one, (B, S, H)."""
+    finite = x.isfinite()
+    return torch.where(finite, x, 0.0), ~finite.all(-1)
+
+
+def take_flags(lost: Tensor, places: Tensor) -> Tensor:
+    """Flags (B, S, Hk) at places (B, H, ...)."""
+    return take(lost[..., None], places)[..., 0]
+
+
 def attend(
     q: Tensor,  # (N, t, h, D)
-    k: Tensor,  # (N, s, hk, D)
-    v: Tensor,  # (N, s, hk, Dv)
-    seen: Tensor,  # booleans (N, 1, t, s)
+    k: Tensor,  # (N, s, 1, D)
+    v: Tensor,  # (N, s, 1, Dv)
+    seen: Tensor,  # booleans (N, t, s)
+    lost_q: Tensor,  # (N, t, h)
+    lost_k: Tensor,  # (N, s)
     *,
-    bias: Tensor | None = None,  # (N, 1, t, s)
+    bias: Tensor | None = None,  # (N, t, s)
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention over the pairs that are seen: o (N, t, h, Dv) and lse (N, h, t).
 
-    A NaN or infinity in a token reaches the rows that see it, and no other.
+    The tensors are those of `cleaned`, taken after it; a lost token makes the rows that see it NaN, and no other.
     """
-    lost_q, lost_k = lost(q), lost(k) | lost(v)  # (N, t, h), (N, s, hk)
-    q, k, v = (torch.where(x.isfinite(), x, 0.0) for x in (q, k, v))
     numbers = torch.zeros_like(seen, dtype=torch.float32) if bias is None else bias
-    o, lse = api.attention_with_lse(q, k, v, bias=numbers.masked_fill(~seen, -math.inf), **options)
-    G = q.shape[2] // k.shape[2]
-    sees_lost = (seen & lost_k.mT.repeat_interleave(G, dim=1)[:, :, None]).any(-1).mT  # (N, t, h)
-    wrong = (sees_lost | lost_q) & (lse != -math.inf).mT
+    o, lse = api.attention_with_lse(q, k, v, bias=numbers.masked_fill(~seen, -math.inf)[:, None], **options)
+    sees_lost = (seen & lost_k[:, None]).any(-1)[..., None]  # (N, t, 1)
+    wrong = (sees_lost | lost_q) & seen.any(-1)[..., None]
     return o.masked_fill(wrong[..., None], math.nan), lse
-
-
-def lost(x: Tensor) -> Tensor:
-    """Whether a row has a NaN or an infinity."""
-    return ~x.isfinite().all(-1)
 
 
 def best(score: Tensor, count: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rooftile import api
 from rooftile.approximate.arguments import check_choice, check_count, check_flag, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import as_given, check_indices, check_mask, check_seed, check_way
-from rooftile.approximate.chosen.pairs import attend, take
+from rooftile.approximate.chosen.pairs import attend, cleaned, take, take_flags
 from rooftile.errors import InvalidInput
 from rooftile.masks import FULL, Mask
 from rooftile.reference.approximate import reformer as definition
@@ -138,9 +138,11 @@ def reformer(
         if T == 0:
             # nothing, with gradients
             return v.repeat_interleave(H // v.shape[2], dim=2) + qk.sum()
-        sort = _Sort(hashes, chunk, causal, strict)
-        k = unit(qk)
-        o, lse = api.merge([_round(r, qk, k, v, sort, duplicates == "once", options) for r in range(hashes.shape[-1])])
+        sort, once = _Sort(hashes, chunk, causal, strict), duplicates == "once"
+        (q, lost_q), (values, lost_v) = cleaned(qk), cleaned(v)
+        lost = lost_q, lost_q | lost_v.repeat_interleave(H // v.shape[2], dim=2)
+        k = unit(q)
+        o, lse = api.merge([_round(r, q, k, values, lost, sort, once, options) for r in range(hashes.shape[-1])])
         own = v.repeat_interleave(H // v.shape[2], dim=2)
         return torch.where((lse == -math.inf).mT[..., None], own, o).contiguous()
 
@@ -195,8 +197,8 @@ class _Sort:
 
 
 def _round(
-    r: int, q: Tensor, k: Tensor, v: Tensor, sort: _Sort, once: bool, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    r: int, q: Tensor, k: Tensor, v: Tensor, lost: tuple[Tensor, Tensor], sort: _Sort, once: bool, options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """One round's o (B, T, H, Dv) and lse (B, H, T)."""
     B, T, H, _ = q.shape
     i = sort.places(r)  # (B, H, C, m)
@@ -208,11 +210,13 @@ def _round(
         counts = torch.zeros_like(seen, dtype=torch.float32)
         for other in range(sort.hash.shape[0]):
             counts += sort.sees(other, i, j)
-        bias = -counts.clamp(min=1).log().flatten(0, 2)[:, None]
+        bias = -counts.clamp(min=1).log().flatten(0, 2)
     rows = i.clamp(max=T - 1)
     queries, keys, values = take(q, rows), sort.with_previous(take(k, rows)), sort.with_previous(take(v, rows))
     queries, keys, values = (x.flatten(0, 2).unsqueeze(2) for x in (queries, keys, values))  # (B H C, m or n, 1, D)
-    o, lse = attend(queries, keys, values, seen.flatten(0, 2)[:, None], bias=bias, **options)
+    lost_q, lost_k = take_flags(lost[0], rows), sort.with_previous(take_flags(lost[1], rows))
+    lost_q, lost_k = lost_q.flatten(0, 2)[..., None], lost_k.flatten(0, 2)
+    o, lse = attend(queries, keys, values, seen.flatten(0, 2), lost_q, lost_k, bias=bias, **options)
     back = sort.rank[r]
     o = o.reshape(B, H, sort.chunks * sort.chunk, o.shape[-1]).gather(2, back[..., None].expand(-1, -1, -1, o.shape[-1]))
     return o.transpose(1, 2), lse.reshape(B, H, sort.chunks * sort.chunk).gather(2, back)

@@ -23,7 +23,7 @@ from rooftile.approximate.chosen.arguments import (
     check_range,
     check_way,
 )
-from rooftile.approximate.chosen.pairs import add_rows, attend, take
+from rooftile.approximate.chosen.pairs import add_rows, attend, cleaned, take, take_flags
 from rooftile.errors import InvalidInput
 from rooftile.masks import CAUSAL, FULL, Mask
 from rooftile.reference.approximate import routing as definition
@@ -136,11 +136,13 @@ def _between_members(q: Tensor, k: Tensor, v: Tensor, members: Members, causal: 
     (B, T, H, _), S = q.shape, k.shape[1]
     queries, keys = (x.long() for x in members)  # (B, H, c, w)
     c, w = queries.shape[2:]
+    (q, lost_q), (k, lost_k), (v, lost_v) = cleaned(q), cleaned(k), cleaned(v)
+    lost_q, lost_k = take_flags(lost_q, queries).flatten(0, 2)[..., None], take_flags(lost_k | lost_v, keys).flatten(0, 2)
     q, k, v = (take(x, y).flatten(0, 2).unsqueeze(2) for x, y in ((q, queries), (k, keys), (v, keys)))  # (B H c, w, 1, D)
     seen = queries.new_ones(B, H, c, w, keys.shape[3], dtype=torch.bool)
     if causal:
         seen = keys[..., None, :] <= queries[..., :, None] + (S - T)
-    o, _ = attend(q, k, v, seen.flatten(0, 2)[:, None], **options)
+    o, _ = attend(q, k, v, seen.flatten(0, 2), lost_q, lost_k, **options)
     wide = o.to(torch.promote_types(o.dtype, torch.float32)).view(B, H, c, w, o.shape[-1])
     total = add_rows(wide, queries, T)  # (B, T, H, Dv)
     count = add_rows(torch.ones_like(wide[..., :1]), queries, T)
