@@ -14,7 +14,7 @@ import rooftile as rt
 from rooftile import approximate as ap
 from rooftile.approximate.chosen import compression, selection
 from rooftile.reference.approximate import native_sparse as definition
-from tests.approximate.tolerance import assert_within, gradients
+from tests.approximate.tolerance import assert_within, gradients, sentence_only
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # T, S, H, Hk, D, Dv
@@ -252,7 +252,7 @@ def test_under_autocast() -> None:
         ({"cu": torch.tensor([0, 20])}, "with cu it must be packed (total, H, D)"),
         ({"softcap": 3.0}, "native_sparse has no argument softcap"),
     ],
-    ids=str,
+    ids=sentence_only,
 )
 def test_bad_input_is_one_sentence(options: dict, due: str) -> None:
     with pytest.raises(rt.InvalidInput) as raised:

@@ -15,7 +15,7 @@ from rooftile import approximate as ap
 from rooftile.approximate.chosen.reformer import usual_buckets
 from rooftile.reference.approximate import pairs
 from rooftile.reference.approximate import reformer as definition
-from tests.approximate.tolerance import assert_within, gradients
+from tests.approximate.tolerance import assert_within, gradients, sentence_only
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # T, H, Hk, D, Dv, chunk
@@ -239,7 +239,7 @@ def test_strides_autocast_and_numpy() -> None:
         ({"hashes": torch.zeros(2, 8, 2, 0, dtype=torch.int32)}, "hashes has no round"),
         ({"alibi": None}, "reformer has no argument alibi"),
     ],
-    ids=str,
+    ids=sentence_only,
 )
 def test_bad_input_is_one_sentence(options: dict, due: str) -> None:
     with pytest.raises(rt.InvalidInput) as raised:

@@ -12,7 +12,7 @@ from torch import Tensor
 import rooftile as rt
 from rooftile import approximate as ap
 from rooftile.reference.approximate.routing import normed
-from tests.approximate.tolerance import assert_within, gradients
+from tests.approximate.tolerance import assert_within, gradients, sentence_only
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # T, S, H, Hk, D, Dv, clusters, width
@@ -209,7 +209,7 @@ def test_nan_in_a_later_token_reaches_no_earlier_row(way: str, strict: bool) -> 
         ({"members": torch.full((2, 8, 2), 3), "strict": True}, "members has values from 3 to 3; must be from 0 to 2"),
         ({"dropout": 0.1}, "routing has no argument dropout"),
     ],
-    ids=str,
+    ids=sentence_only,
 )
 def test_bad_input_is_one_sentence(options: dict, due: str) -> None:
     options = {"centroids": torch.randn(2, 3, 8)} | options

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
+from rooftile import approximate as ap
 from rooftile.approximate.selected import attend
 from rooftile.approximate.selected.attention import refusal
+from rooftile.approximate.selected.choice import can_choose
 from rooftile.approximate.selected.tiles import key_tiles_of, queries_for, tiles_of
 from rooftile.reference.approximate import native_sparse, pairs
 
@@ -136,6 +138,41 @@ def test_every_block_is_causal_attention() -> None:
         due, due_lse = rt.attention_with_lse(q, k, v, rt.CAUSAL)
         torch.testing.assert_close(o, due, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(lse, due_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 100, 100, 4, 1, 16), (8, 4, 16, 4, 1, 2)),
+        ((2, 70, 200, 10, 2, 32), (32, 16, 64, 3, 1, 1)),
+        ((1, 300, 300, 2, 2, 16), (4, 4, 8, 16, 2, 2)),
+        ((1, 5, 5, 2, 1, 16), (8, 4, 16, 4, 1, 2)),
+        ((1, 40, 33, 2, 1, 16), (8, 4, 16, 4, 1, 2)),
+        # several steps of the kernel
+        ((1, 3, 2500, 4, 1, 16), (32, 16, 64, 6, 1, 2)),
+    ],
+)
+def test_the_kernel_chooses_as_the_definition_does(sizes: tuple[int, ...], options: tuple[int, ...]) -> None:
+    B, T, S, H, Hk, D = sizes
+    length, stride, block, count, first, local = options
+    torch.manual_seed(S)
+    q, k = torch.randn(B, T, H, D), torch.randn(B, S, Hk, D)
+    compressed = ap.compress(k, length=length, stride=stride)
+    words = {"block": block, "count": count, "first": first, "length": length, "local": local, "stride": stride, "tokens": S}
+    due = ap.choose_blocks(q, compressed, backend="eager", **words)
+    assert torch.equal(ap.choose_blocks(q, compressed, backend="plain", **words), due)
+    if not can_choose(q, Hk, length, block, stride, count):
+        with pytest.raises(rt.Unsupported, match="needs a CUDA GPU"):
+            ap.choose_blocks(q, compressed, backend="triton", **words)
+        return
+    assert torch.equal(ap.choose_blocks(q, compressed, backend="triton", **words), due)
+
+
+def test_ties_go_to_the_lower_block() -> None:
+    """All compressed keys are alike, so blocks in the middle of the text have the same score."""
+    q, k = torch.randn(1, 200, 2, 16), torch.ones(1, 200, 1, 16)
+    chosen = ap.choose_blocks(q, ap.compress(k, length=8, stride=4), block=16, count=5, first=1, length=8, local=2, stride=4)
+    assert chosen[0, 150, 0].tolist() == [0, 1, 2, 8, 9]
 
 
 @pytest.mark.parametrize(("group", "due"), [(1, 16), (2, 16), (4, 16), (5, 8), (16, 4), (64, 1), (128, 1)])

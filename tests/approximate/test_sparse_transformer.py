@@ -12,7 +12,7 @@ from torch import Tensor
 import rooftile as rt
 from rooftile import approximate as ap
 from rooftile.reference.approximate.sparse_transformer import sees
-from tests.approximate.tolerance import assert_within, gradients
+from tests.approximate.tolerance import assert_within, gradients, sentence_only
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = ["union", "split", "first", "second"]
@@ -176,7 +176,7 @@ def test_under_autocast_and_inference_mode_and_vmap() -> None:
         ({"backend": "fast"}, "backend is 'fast'; must be"),
         ({"dropout": 0.1}, "sparse_transformer has no argument dropout: it has q, k, v"),
     ],
-    ids=str,
+    ids=sentence_only,
 )
 def test_bad_input_is_one_sentence(options: dict, due: str) -> None:
     q, k, v = inputs(8, 8, 2, 2, 8, 8)

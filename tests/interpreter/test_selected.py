@@ -9,6 +9,8 @@ from tests.approximate.test_selected import (  # noqa: F401 - collected here
     test_equals_the_definition,
     test_every_block_is_causal_attention,
     test_packed_sequences_are_as_alone,
+    test_the_kernel_chooses_as_the_definition_does,
+    test_ties_go_to_the_lower_block,
 )
 
 # numpy warns where a GPU does not

@@ -18,11 +18,14 @@ from rooftile.approximate.arguments import (
     check_qkv,
     check_scale,
 )
-from rooftile.approximate.chosen.arguments import as_given, check_indices, check_range, check_way
+from rooftile.approximate.chosen.arguments import as_given, check_indices, check_range
 from rooftile.approximate.chosen.compression import check_compressed, check_lengths
 from rooftile.approximate.chosen.pairs import best
 from rooftile.approximate.selected import attend as attend_selected
-from rooftile.errors import InvalidInput
+from rooftile.approximate.selected.choice import can_choose
+from rooftile.approximate.selected.choice import choose as choose_in_kernel
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.operators import transformed
 from rooftile.reference.approximate import native_sparse as definition
 from rooftile.reference.approximate import pairs
 from rooftile.words import answers_foreign_words
@@ -56,7 +59,8 @@ def choose_blocks(
     Args:
         q: queries (B, T, H, D), the last T tokens of the text.
         compressed: compressed keys (B, n, Hk, D), from `compress`.
-        backend: "eager" is the definition, which holds all scores at once; None or "auto" computes in pieces.
+        backend: "eager" is the definition, which holds all scores at once; "triton" the kernel, which holds and
+            returns none; "plain" computes in pieces; None or "auto" takes the kernel where it runs.
         block: tokens per selected block, a multiple of stride.
         count: blocks per query, at least first + local.
         first: blocks at the beginning of the text that are always chosen.
@@ -79,9 +83,17 @@ def choose_blocks(
     count, first, local = check_counts(count, first, local)
     S = q.shape[1] if tokens is None else check_count("tokens", tokens, 0)
     check_compressed(compressed, S, length, stride)
-    scale, eager = check_scale(scale, q.shape[-1]), check_way(backend, None, 1.0) is None
+    scale, way = check_scale(scale, q.shape[-1]), check_backend(backend, ("eager", "triton", "plain"))
+    eager = way == "eager"
     (B, T, H, _), Hk = q.shape, compressed.shape[2]
     blocks, group = -(-S // block), H // Hk
+    wants_scores, watched = check_flag("return_scores", return_scores), transformed() or torch.compiler.is_compiling()
+    runs = can_choose(q, Hk, length, block, stride, count) and not watched
+    if way == "triton" and (wants_scores or not runs):
+        raise Unsupported("backend 'triton' cannot make this choice; it needs a CUDA GPU, and returns no scores")
+    if runs and not wants_scores and way in ("auto", "triton"):
+        sizes = {"length": length, "stride": stride, "block": block, "count": count, "first": first, "local": local}
+        return choose_in_kernel(q.detach(), compressed.detach(), S, scale=scale, **sizes)
     seen = definition.sees_compressed(T, S, compressed.shape[1], length, stride, q.device)
     found, scores = [], []
     rows = max(T, 1) if eager else max(PIECE // max(4 * B * H * compressed.shape[1], 1), 1)
@@ -96,7 +108,7 @@ def choose_blocks(
                 found.append(_choose(score, t + S - T, block, count, first, local))
             scores.append(score)
     chosen = torch.cat(found, 1)
-    return (chosen, torch.cat(scores, 1)) if check_flag("return_scores", return_scores) else chosen
+    return (chosen, torch.cat(scores, 1)) if wants_scores else chosen
 
 
 def _block_scores(p: Tensor, blocks: int, group: int, length: int, stride: int, block: int) -> Tensor:

@@ -1,9 +1,10 @@
 """Attention to blocks of keys that each query chose: exact softmax over their tokens, causal.
 
     tiles      queries in tiles that walk the union of their choices
-    kernels    Triton: the forward, dq, and dk with dv
+    kernels    Triton: the choice, the forward, dq, and dk with dv
     plain      the same by plain operations
     attention  the operator
+    choice     the choice of blocks in its kernel
 """
 
 from rooftile.approximate.selected.attention import attend

@@ -76,7 +76,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 
 def refusal(q: Tensor, v: Tensor, Hk: int, block: int) -> str | None:
     """Why the kernels do not run such a call, or None: what came; what they have."""
-    if not (q.is_cuda and _kernels_on(q.get_device())) and not (INTERPRETED and q.device.type == "cpu"):
+    if not (q.is_cuda and kernels_on(q.get_device())) and not (INTERPRETED and q.device.type == "cpu"):
         return f"tensors are on {q.device}; needs a CUDA GPU of sm80 (Ampere) or newer, and Triton"
     if q.dtype == torch.float64:
         return "float64; has float32, bfloat16, float16"
@@ -90,7 +90,8 @@ def refusal(q: Tensor, v: Tensor, Hk: int, block: int) -> str | None:
 
 
 @cache
-def _kernels_on(index: int) -> bool:
+def kernels_on(index: int) -> bool:
+    """Whether the kernels run on a GPU."""
     return util.find_spec("triton") is not None and torch.cuda.get_device_capability(index) >= (8, 0)
 
 

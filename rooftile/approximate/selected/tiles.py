@@ -17,6 +17,14 @@ ROWS = 64
 MOST_QUERIES = 16
 
 
+class TileTable(NamedTuple):
+    """The tiles of queries, without their lists."""
+
+    queries: int  # so many to a tile, a power of two
+    rows: Tensor  # the table of `Tiles`
+    sequence: Tensor  # int64 (tiles,)
+
+
 class Tiles(NamedTuple):
     """The tiles of queries. Positions are those of keys."""
 
@@ -41,6 +49,19 @@ def queries_for(group: int) -> int:
     return min(MOST_QUERIES, 1 << max(ROWS // group, 1).bit_length() - 1)
 
 
+def table_of(cu_q: Tensor, cu_k: Tensor, total: int, group: int) -> TileTable:
+    """Returns the tiles of `total` queries; cu_k has the offsets of their sequences' keys."""
+    R = queries_for(group)
+    sequences = torch.arange(cu_q.shape[0] - 1, device=cu_q.device)
+    first = cu_q[:-1] // R + sequences
+    place = torch.arange(total // R + cu_q.shape[0] - 1, device=cu_q.device)
+    of = (torch.searchsorted(first, place, right=True) - 1).clamp(min=0)
+    T, S = cu_q.diff()[of], cu_k.diff()[of]
+    local = (place - first[of]) * R
+    rows = torch.stack([cu_q[of] + local, (T - local).clamp(0, R), local + S - T, cu_k[of], S], dim=-1)
+    return TileTable(R, rows.to(torch.int32), of)
+
+
 def tiles_of(
     chosen: Tensor,  # int32 (total_q, Hk, n), -1 for none
     cu_q: Tensor,
@@ -49,20 +70,13 @@ def tiles_of(
     group: int,
 ) -> Tiles:
     """Returns the tiles of queries with the unions of their choices. A block past the end of its sequence is in none."""
-    R, (total, Hk, n) = queries_for(group), chosen.shape
-    sequences = torch.arange(cu_q.shape[0] - 1, device=chosen.device)
-    first = cu_q[:-1] // R + sequences
-    place = torch.arange(total // R + cu_q.shape[0] - 1, device=chosen.device)
-    of = (torch.searchsorted(first, place, right=True) - 1).clamp(min=0)
-    T, S = cu_q.diff()[of], cu_k.diff()[of]
-    local = (place - first[of]) * R
-    held = (T - local).clamp(0, R)
-    row = cu_q[of] + local
-    table = torch.stack([row, held, local + S - T, cu_k[of], S], dim=-1).to(torch.int32)
+    total, Hk, n = chosen.shape
+    R, table, of = table_of(cu_q, cu_k, total, group)
+    row, held, _, _, S = table.unbind(-1)
     rows = row[:, None] + torch.arange(R, device=chosen.device)
     is_row = torch.arange(R, device=chosen.device) < held[:, None]  # (tiles, R)
     # by head and tile: the choices of R queries
-    listed = chosen[rows.clamp(max=max(total - 1, 0))].permute(2, 0, 1, 3) if total else chosen.new_zeros(Hk, len(place), R, n)
+    listed = chosen[rows.clamp(max=max(total - 1, 0))].permute(2, 0, 1, 3) if total else chosen.new_zeros(Hk, len(row), R, n)
     is_there = is_row[..., None] & (listed >= 0) & (listed * block < S[:, None, None])
     none = torch.iinfo(torch.int32).max
     keys, order = torch.where(is_there, listed, none).flatten(-2).sort(dim=-1, stable=True)  # (Hk, tiles, R n)

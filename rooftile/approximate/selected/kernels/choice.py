@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.approximate.selected.kernels.shape import in_log2, rows_of, strides_of
+from rooftile.approximate.selected.kernels.shape import rows_of, strides_of
 from rooftile.approximate.selected.tiles import TileTable
 from rooftile.backends.triton.scores import LOG2E
 from rooftile.launch import Kernel
@@ -105,7 +105,8 @@ def _choose(
     begins = at[:, None] - b[None, :] * SHAPE.RATIO
     ends = tl.minimum(begins + (SHAPE.BACK + 1), SHAPE.RATIO)
     overlaps = tl.where(b[None, :] < NEW, tl.maximum(ends - tl.maximum(begins, 0), 0), 0).to(tl.float32)
-    own = (first_position + t) // SHAPE.BLOCK
+    # a position before the first key is in no block; division truncates towards zero
+    own = tl.where(first_position + t < 0, -1, (first_position + t) // SHAPE.BLOCK)
     best = tl.full((16, MOST), -1, tl.int64)
     for step in range(tl.cdiv(blocks, NEW)):
         c = step * (NEW * SHAPE.RATIO) + at
