@@ -67,3 +67,16 @@ def test_the_kernels_of_a_shape(sm: int, heads: int, dim: int) -> None:
         assert matrix == ("wgmma" if sm == 90 else "mma.sync"), kernel.__name__
         # Ampere's registers are as many, and its matrix instructions need more of them
         assert stack <= STACK[kernel.__name__] * (4 if sm == 80 else 1), f"{kernel.__name__}: {stack}"
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+def test_the_choice_with_the_papers_sizes(sm: int) -> None:
+    from rooftile.approximate.selected.kernels import choice
+
+    q = torch.empty(1, 64, 128, dtype=torch.bfloat16)
+    shape = choice.choice_of(q, 4, 4, 32, 16, 64, 16, 1, 2)
+    assert shape.MOST >= shape.NEW >= 16
+    stack, shared, matrix = compiled(choice._choose, shape, 8, sm)
+    assert shared <= SHARED[sm]
+    assert matrix == ("wgmma" if sm == 90 else "mma.sync")
+    assert stack <= 512, stack

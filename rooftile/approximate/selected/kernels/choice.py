@@ -158,7 +158,7 @@ def choice_of(
     rows, padded = (max(16, 1 << (size - 1).bit_length()) for size in (queries * group, dim))
     ratio, back = block // stride, length // stride - 1
     most = max(16, 1 << (count - 1).bit_length())
-    while most * 2 <= (KEYS - back) // ratio:
+    while most < (KEYS - back) // ratio:
         most *= 2
     new = min((KEYS - back) // ratio, most)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
