@@ -171,7 +171,8 @@ def test_the_kernel_chooses_as_the_definition_does(sizes: tuple[int, ...], optio
 def test_ties_go_to_the_lower_block() -> None:
     """All compressed keys are alike, so blocks in the middle of the text have the same score."""
     q, k = torch.randn(1, 20, 2, 16), torch.ones(1, 160, 1, 16)
-    chosen = ap.choose_blocks(q, ap.compress(k, length=8, stride=4), block=16, count=5, first=1, length=8, local=2, stride=4, tokens=160)
+    compressed, sizes = ap.compress(k, length=8, stride=4), {"block": 16, "count": 5, "length": 8, "stride": 4}
+    chosen = ap.choose_blocks(q, compressed, first=1, local=2, tokens=160, **sizes)
     assert chosen[0, 10, 0].tolist() == [0, 1, 2, 8, 9]
 
 
