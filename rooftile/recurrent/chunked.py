@@ -19,7 +19,7 @@ from rooftile.launch import INTERPRETED, device_of
 from rooftile.operators import below_autograd, define, transformed, wants_grad, watched
 from rooftile.recurrent import plain
 from rooftile.recurrent.by_chunks import State
-from rooftile.recurrent.features import PLAIN, width
+from rooftile.recurrent.features import width
 from rooftile.recurrent.plain import wide_dtype
 from rooftile.recurrent.problem import Recurrence, decode
 
@@ -71,6 +71,8 @@ def _first(
 
 # the largest head dims of the kernels: a state of more does not stay in registers
 LARGEST_DIM = 128
+# those of Performer's positive and hyperbolic maps are "exp"
+_IN_KERNELS = ("identity", "relu", "elu", "exp")
 
 
 def refusal(q: Tensor, v: Tensor, problem: Recurrence) -> str | None:
@@ -79,8 +81,8 @@ def refusal(q: Tensor, v: Tensor, problem: Recurrence) -> str | None:
         return f"tensors are on {q.device}; needs a CUDA GPU of sm80 (Ampere) or newer, and Triton"
     if q.dtype == torch.float64:
         return "float64; has float32, bfloat16, float16"
-    if problem.feature not in PLAIN:
-        return f"features {problem.feature!r}; has {', '.join(map(repr, PLAIN))}"
+    if problem.feature not in _IN_KERNELS or (problem.feature == "exp" and not problem.normalise):
+        return f"features {problem.feature!r}; has {', '.join(map(repr, _IN_KERNELS))}"
     if max(q.shape[-1], v.shape[-1]) > LARGEST_DIM:
         return f"head dims {q.shape[-1]}, {v.shape[-1]}; has up to {LARGEST_DIM}"
     return None
@@ -111,8 +113,8 @@ def _run(
         from rooftile.recurrent import kernels
 
         with device_of(q):
-            o, den, last = kernels.forward(q, k, v, State(s, z, largest), cu, problem)
-        return o, den, last.s, last.z, largest.clone()
+            o, den, last = kernels.forward(q, k, v, State(s, z, largest), projection, cu, problem)
+        return o, den, last.s, last.z, largest.clone() if last.largest is largest else last.largest
     with torch.autocast(q.device.type, enabled=False):
         o, den, last = plain.forward(q, k, v, State(s, z, largest), projection, cu, problem)
     # an operator returns none of its inputs
@@ -130,7 +132,7 @@ def _run_backward(
         from rooftile.recurrent import kernels
 
         with device_of(q):
-            return kernels.backward(do, d_last, o, den, q, k, v, state, cu, problem)
+            return kernels.backward(do, d_last, o, den, q, k, v, state, projection, cu, problem)
     with torch.autocast(q.device.type, enabled=False):
         return plain.backward(do, d_last, o, den, q, k, v, state, projection, cu, problem)
 

@@ -1,9 +1,11 @@
-"""The recurrence in Triton kernels, for Ampere and newer: features of the head's own dimensions, up to 128 of them.
+"""The recurrence in Triton kernels, for Ampere and newer: head dims up to 128.
 
-    states      the state that each segment starts from
-    outputs     each segment walked from its state
-    gradients   the same for gradients
-    tiles       what they share
+    states       the state that each segment starts from; features of the head's own dimensions
+    outputs      each segment walked from its state
+    gradients    the same for gradients
+    by_features  exponential features of a projection, which have a running largest: their launches
+    exponents, exponential, exponential_gradients   their kernels
+    tiles        what they share
 
 Every sum has one owner and one order: results are the same bits from run to run, and no sequence knows its neighbours.
 """
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from rooftile.launch import Kernel
 from rooftile.recurrent.by_chunks import State
+from rooftile.recurrent.kernels import by_features
 from rooftile.recurrent.kernels.gradients import _key_gradients, _query_gradients, _row_gradients, _value_gradients
 from rooftile.recurrent.kernels.outputs import _outputs
 from rooftile.recurrent.kernels.states import _scan, _segment_sums
@@ -155,9 +158,11 @@ class _Call:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, state: State, cu: Tensor | None, problem: Recurrence
+    q: Tensor, k: Tensor, v: Tensor, state: State, projection: Tensor | None, cu: Tensor | None, problem: Recurrence
 ) -> tuple[Tensor, Tensor, State]:
     """o (B, T, H, Dv) in the dtype of q, the sums of weights (B, T, H), and the last state."""
+    if projection is not None:
+        return by_features.forward(q, k, v, state, projection, cu, problem)
     q, k, v = (_readable(x) for x in (q, k, v))
     call = _Call(q, k, v, cu, problem)
     o = torch.empty((*q.shape[:-1], call.dim_v), dtype=q.dtype, device=q.device)
@@ -175,10 +180,12 @@ def forward(
 
 
 def backward(
-    do: Tensor, d_last: State, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State, cu: Tensor | None,
-    problem: Recurrence,
+    do: Tensor, d_last: State, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State,
+    projection: Tensor | None, cu: Tensor | None, problem: Recurrence,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, S and z."""
+    if projection is not None:
+        return by_features.backward(do, d_last, o, den, q, k, v, state, projection, cu, problem)
     q, k, v = (_readable(x) for x in (q, k, v))
     do, o, den = do.contiguous(), o.contiguous(), den.contiguous()
     call = _Call(q, k, v, cu, problem)

@@ -18,20 +18,26 @@ EMPTY = tl.constexpr(2.0**-110)
 @triton.jit
 def segment_of(slot, cu_ptr, T, B, PACKED: tl.constexpr):
     """A slot's sequence, its number of tokens, its first token in memory, and the slot's first token in the sequence."""
+    return part_of(slot, cu_ptr, T, B, SEGMENT, PACKED)
+
+
+@triton.jit
+def part_of(slot, cu_ptr, T, B, SIZE: tl.constexpr, PACKED: tl.constexpr):
+    """The same for sequences that are cut into parts of SIZE tokens."""
     if PACKED:
         # a tensor, where B is 1 as well
         low, high = slot * 0, slot * 0 + B
         while high - low > 1:
             middle = (low + high) // 2
-            if tl.load(cu_ptr + middle).to(tl.int32) // SEGMENT + middle <= slot:
+            if tl.load(cu_ptr + middle).to(tl.int32) // SIZE + middle <= slot:
                 low = middle
             else:
                 high = middle
         first = tl.load(cu_ptr + low).to(tl.int64)
         length = (tl.load(cu_ptr + low + 1).to(tl.int64) - first).to(tl.int32)
-        return low, length, first, (slot - ((first // SEGMENT).to(tl.int32) + low)) * SEGMENT
-    segments = tl.cdiv(T, SEGMENT)
-    return slot // segments, T, (slot * 0).to(tl.int64), (slot % segments) * SEGMENT
+        return low, length, first, (slot - ((first // SIZE).to(tl.int32) + low)) * SIZE
+    segments = tl.cdiv(T, SIZE)
+    return slot // segments, T, (slot * 0).to(tl.int64), (slot % segments) * SIZE
 
 
 @triton.jit

@@ -1,0 +1,215 @@
+"""The recurrence of exponential features (Performer's positive ones) in Triton kernels: what is launched, and in which tiles.
+
+There is a state for each chunk, so no kernel walks from chunk to chunk but the scan, and each loops over BLOCK_F features at a time.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.launch import Kernel
+from rooftile.recurrent.by_chunks import State
+from rooftile.recurrent.kernels.exponential import _exponential_outputs, _exponential_scan, _exponential_sums
+from rooftile.recurrent.kernels.exponential_gradients import (
+    _exponential_keys,
+    _exponential_queries,
+    _exponential_values,
+)
+from rooftile.recurrent.kernels.exponents import _exponents
+from rooftile.recurrent.kernels.gradients import _row_gradients
+from rooftile.recurrent.problem import Recurrence
+
+# numbers of a state that a program of the scan carries
+_SCANNED = 1024
+
+_start_exponents, _start_sums, _start_scan = Kernel(_exponents), Kernel(_exponential_sums), Kernel(_exponential_scan)
+_start_outputs, _start_rows = Kernel(_exponential_outputs), Kernel(_row_gradients)
+_start_queries, _start_keys, _start_values = map(Kernel, (_exponential_queries, _exponential_keys, _exponential_values))
+
+# tokens of a chunk, which has a state of its own, and features at a time: for heads up to 64 wide, and for wider ones
+_TILES = {
+    torch.bfloat16: ((64, 32), (32, 32)), torch.float16: ((32, 16), (16, 16)), torch.float32: ((16, 16), (16, 16)),
+}  # fmt: skip
+
+
+def tile_of(kernel: str, dim: int, dim_v: int, F: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Tokens, columns and features of a tile, how its products are made, and warps."""
+    chunk, split = _TILES[dtype][max(dim, dim_v) > 64]
+    block_d, block_v, block_f = (max(triton.next_power_of_2(n), 16) for n in (dim, dim_v, F))
+    return {
+        "BLOCK": chunk, "BLOCK_D": block_d, "BLOCK_V": block_v, "BLOCK_F": min(block_f, split),
+        # the range of fp16 is too small for sums, and tf32 is as exact
+        "DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "num_warps": 8, "num_stages": 1,
+    }  # fmt: skip
+
+
+@cache
+def _constants(kernel: str, dim: int, dim_v: int, F: int, dtype: torch.dtype, names: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """One dictionary for the same arguments: a launch is recognised by it."""
+    found = {"D": dim, "DV": dim_v, "F": F, **tile_of(kernel, dim, dim_v, F, dtype), **dict(names)}
+    if kernel == "exponents":
+        for word in ("DV", "BLOCK_V", "DOT", "PRECISION"):
+            del found[word]
+    return found
+
+
+@cache
+def _scan_constants(F: int, dim_v: int, heads: int, chunk: int, packed: bool, causal: bool, reverse: bool) -> dict[str, Any]:
+    return {
+        "HEADS": heads, "SUMS": F * dim_v, "F": F, "CHUNK": chunk, "BLOCK": _SCANNED, "REVERSE": reverse, "CAUSAL": causal,
+        "PACKED": packed, "num_warps": 4,
+    }  # fmt: skip
+
+
+@cache
+def _row_constants(dim_v: int) -> dict[str, Any]:
+    block_v = triton.next_power_of_2(dim_v)
+    return {"DV": dim_v, "BLOCK": max(4096 // block_v, 1), "BLOCK_V": block_v, "num_warps": 4}
+
+
+class _Call:
+    """The sizes of a call, the largest exponents of its tokens, and the states of its chunks."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, state: State, w: Tensor, cu: Tensor | None, problem: Recurrence
+    ) -> None:  # fmt: skip
+        self.q, self.k, self.v, self.w, self.causal = q, k, v, w.to(torch.float32).contiguous(), problem.causal
+        self.packed, self.root = cu is not None, problem.scale**0.5
+        self.F, self.dim, self.dim_v, self.dtype = w.shape[0], q.shape[-1], v.shape[-1], q.dtype
+        self.H, self.Hk = q.shape[-2], k.shape[-2]
+        self.B = q.shape[0] if cu is None else cu.shape[0] - 1
+        self.T, self.S = q.shape[-3], k.shape[-3]
+        # where nothing is packed any tensor stands for the offsets
+        self.cu = k if cu is None else cu
+        self.chunk = _TILES[q.dtype][max(self.dim, self.dim_v) > 64][0]
+        self.slots_q, self.slots_k = self.slots(self.T), self.slots(self.S)
+        self.top_q, _, _ = self.exponents(q, self.slots_q, False)
+        self.top_k, self.m, self.running = self.exponents(k, self.slots_k, True)
+        self.before, self.peak = self.new(self.slots_k, self.Hk), self.new(self.slots_k, self.Hk)
+        part = self.sums(k, v, self.slots_k, None, None)
+        self.part, self.last = self.scan(part, state, self.S, False)
+
+    def new(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.q.device)
+
+    def slots(self, length: int) -> int:
+        return length // self.chunk + self.B if self.packed else -(-length // self.chunk) * self.B
+
+    def constants(self, kernel: str, **own: Any) -> dict[str, Any]:
+        names = tuple(({"HEADS": self.Hk, "PACKED": self.packed} | own).items())
+        return _constants(kernel, self.dim, self.dim_v, self.F, self.dtype, names)
+
+    def options(self, kernel: str, **own: Any) -> dict[str, Any]:
+        return self.constants(kernel, **({"GROUP": self.H // self.Hk, "CAUSAL": self.causal} | own))
+
+    def strides(self, *given: Tensor) -> list[int]:
+        return [n for x in given for n in ((0, *x.stride()[:2]) if self.packed else x.stride()[:3])]
+
+    def exponents(self, x: Tensor, slots: int, keys: bool) -> tuple[Tensor, Tensor, Tensor]:
+        top = self.new(*x.shape[:-1])
+        m, running = (torch.empty_like(top), torch.empty_like(top)) if keys else (top, top)
+        if slots and x.shape[-2]:
+            constants = self.constants("exponents", HEADS=x.shape[-2], KEYS=keys)
+            arguments = (x, self.w, top, m, running, self.cu, *self.strides(x), self.root, x.shape[-3], self.B)
+            _start_exponents((slots, x.shape[-2], 1), arguments, constants)
+        return top, m, running
+
+    def sums(self, x: Tensor, y: Tensor, slots: int, weight: Tensor | None, unit: Tensor | None) -> Tensor:
+        """The sum of each chunk, S before z."""
+        part = self.new(slots, self.Hk, self.F * self.dim_v + self.F)
+        if slots and self.Hk:
+            weighted = weight is not None
+            constants = self.options("sums", WEIGHTED=weighted, **({} if weighted else {"GROUP": 1}))
+            arguments = (
+                x, y, self.w, self.top_q if weighted else self.top_k, self.m, self.running, self.before,
+                part if weight is None else weight, part if unit is None else unit, part, self.peak, self.cu,
+                *self.strides(x, y), self.root, x.shape[-3], self.B,
+            )  # fmt: skip
+            _start_sums((slots, self.Hk, triton.cdiv(self.F, constants["BLOCK_F"])), arguments, constants)
+        return part
+
+    def scan(self, part: Tensor, first: State, length: int, reverse: bool) -> tuple[Tensor, State]:
+        """The state that each chunk reads, and the last one."""
+        s, z, largest = (x.contiguous() for x in first)
+        last = State(torch.empty_like(s), torch.empty_like(z), torch.empty_like(largest))
+        if self.B and self.Hk:
+            constants = _scan_constants(self.F, self.dim_v, self.Hk, self.chunk, self.packed, self.causal, reverse)
+            arguments = (part, self.peak, self.before, s, z, largest, *last, self.cu, length, self.B)
+            size = self.F * self.dim_v + self.F
+            _start_scan((triton.cdiv(size, _SCANNED), self.B, self.Hk), arguments, constants)
+        return part, last
+
+    def starts(self, part: Tensor, last: State) -> tuple[Tensor, Tensor]:
+        """S and z as a chunk reads them: its own, or those of the whole sequence."""
+        return (part, part.flatten()[self.F * self.dim_v :]) if self.causal else (last.s, last.z)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, state: State, projection: Tensor, cu: Tensor | None, problem: Recurrence
+) -> tuple[Tensor, Tensor, State]:
+    """o (B, T, H, Dv) in the dtype of q, the sums of weights (B, T, H), and the last state."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    call = _Call(q, k, v, state, projection, cu, problem)
+    o = torch.empty((*q.shape[:-1], call.dim_v), dtype=q.dtype, device=q.device)
+    den = call.new(*q.shape[:-1])
+    if call.slots_q and o.numel():
+        arguments = (
+            q, k, v, call.w, o, den, call.top_q, call.top_k, call.m, call.running, call.before,
+            *call.starts(call.part, call.last), call.cu, *call.strides(q, k, v), call.root, call.T, call.B,
+        )  # fmt: skip
+        _start_outputs((call.slots_q, call.H, 1), arguments, call.options("outputs"))
+    return o, den, call.last
+
+
+def backward(
+    do: Tensor, d_last: State, o: Tensor, den: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State, projection: Tensor,
+    cu: Tensor | None, problem: Recurrence,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v, S and z."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    do, o, den = do.contiguous(), o.contiguous(), den.contiguous()
+    call = _Call(q, k, v, state, projection, cu, problem)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    weight, unit = torch.empty_like(den), torch.empty_like(den)
+    if den.numel():
+        constants = _row_constants(call.dim_v)
+        programs = triton.cdiv(den.numel(), constants["BLOCK"])
+        _start_rows((programs, 1, 1), (do, o, den, weight, unit, den.numel()), constants)
+    later = call.sums(q, do, call.slots_q, weight, unit)
+    later, first = call.scan(later, State(d_last.s, d_last.z, state.largest), call.T, True)
+    scalars = (call.root, call.T, call.B)
+    exponents = (call.top_q, call.top_k, call.m, call.running, call.before)
+    if call.slots_q and dq.numel():
+        arguments = (
+            q, k, v, call.w, do, weight, unit, dq, *exponents, *call.starts(call.part, call.last), call.cu,
+            *call.strides(q, k, v), *scalars,
+        )  # fmt: skip
+        _start_queries((call.slots_q, call.H, 1), arguments, call.options("queries"))
+    r, r_1 = call.starts(later, first)
+    scalars = (call.root, call.S, call.B)
+    if call.slots_k and dk.numel():
+        arguments = (
+            q, k, v, call.w, do, weight, unit, dk, *exponents, call.peak, call.last.largest, r, r_1, call.cu,
+            *call.strides(q, k, v), *scalars,
+        )  # fmt: skip
+        _start_keys((call.slots_k, call.Hk, 1), arguments, call.options("keys"))
+    if call.slots_k and dv.numel():
+        arguments = (
+            q, k, call.w, do, weight, dv, *exponents, call.peak, call.last.largest, r, call.cu, *call.strides(q, k), *scalars,
+        )  # fmt: skip
+        _start_values((call.slots_k, call.Hk, 1), arguments, call.options("values"))
+    ds, dz = first.s, first.z
+    if not problem.causal:
+        # every query reads the last state
+        before, after = state.largest, call.last.largest
+        keep = torch.where(before == -torch.inf, 0.0, (before - after).exp())
+        ds, dz = keep[..., None, None] * ds, keep[..., None] * dz
+    return dq, dk, dv, ds, dz
