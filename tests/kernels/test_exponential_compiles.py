@@ -38,17 +38,21 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool =
         pointer = WORDS[dtype] if argument in IN_DTYPE else "*i32" if argument == "cu_ptr" else "*fp32"
         number = "fp32" if argument == "root" else "i32"
         signature[argument] = "constexpr" if argument in constants else pointer if argument.endswith("_ptr") else number
-    even = [n for n, argument in enumerate(kernel.arg_names) if argument.endswith("_ptr") or "_stride_" in argument]
+        if argument.endswith("_strides"):
+            signature[argument] = ("i32",) * 3
+    names = list(enumerate(kernel.arg_names))
+    even: list[tuple[int, ...]] = [(n,) for n, argument in names if argument.endswith("_ptr") or "_stride_" in argument]
+    even += [(n, axis) for n, argument in names if argument.endswith("_strides") for axis in range(3)]
     source = ASTSource(
         kernel, signature, {(kernel.arg_names.index(argument),): value for argument, value in constants.items()},
-        {(n,): [["tt.divisibility", 16]] for n in even},
+        {place: [["tt.divisibility", 16]] for place in even},
     )  # fmt: skip
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
 def most_spilled(sm: int, dtype: torch.dtype, dim: int) -> int:
-    """Bytes of a thread. Wide heads in bf16 have tiles of outputs that are too large for its registers."""
-    return 384 if dtype == torch.bfloat16 and dim > 64 else 32
+    """Bytes of a thread. Wide heads in bf16 have tiles of outputs that are too large for its registers, and so have groups."""
+    return 384 if dtype == torch.bfloat16 else 32
 
 
 CHIPS = [(sm, dtype) for sm in (80, 90) for dtype in WORDS]

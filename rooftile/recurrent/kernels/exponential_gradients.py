@@ -30,7 +30,7 @@ def through(g, w_ptr, f, d, F: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr,
 def _exponential_queries(
     q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, weight_ptr, unit_ptr, dq_ptr, top_q_ptr, top_k_ptr, m_ptr, running_ptr, before_ptr,
     s_ptr, z_ptr, cu_ptr,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+    q_strides, k_strides, v_strides,
     root, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
@@ -38,6 +38,9 @@ def _exponential_queries(
 ):
     # fmt: on
     """dq of a chunk of a query head."""
+    q_stride_b, q_stride_t, q_stride_h = q_strides
+    k_stride_b, k_stride_t, k_stride_h = k_strides
+    v_stride_b, v_stride_t, v_stride_h = v_strides
     slot, h = tl.program_id(0), tl.program_id(1)
     hk = h // GROUP
     b, length, first, start = part_of(slot, cu_ptr, T, B, BLOCK, PACKED)
@@ -88,7 +91,7 @@ def _exponential_queries(
 def _exponential_keys(
     q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, weight_ptr, unit_ptr, dk_ptr, top_q_ptr, top_k_ptr, m_ptr, running_ptr, before_ptr,
     peak_ptr, last_m_ptr, r_ptr, u_ptr, cu_ptr,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+    q_strides, k_strides, v_strides,
     root, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr,
@@ -96,6 +99,9 @@ def _exponential_keys(
 ):
     # fmt: on
     """dk of a chunk of a key head, summed over the query heads of its group."""
+    q_stride_b, q_stride_t, q_stride_h = q_strides
+    k_stride_b, k_stride_t, k_stride_h = k_strides
+    v_stride_b, v_stride_t, v_stride_h = v_strides
     slot, hk = tl.program_id(0), tl.program_id(1)
     b, length, first, start = part_of(slot, cu_ptr, T, B, BLOCK, PACKED)
     if start >= length:
