@@ -47,6 +47,7 @@ bench: $(READY) ## time attention against the peers installed here, e.g. make be
 
 tables: $(READY) ## rewrite the generated tables, figures and outputs of the README, docs and notebooks
 	$(BIN)/python scripts/write_tables.py
+	$(BIN)/python -m benchmarks.diagnosis.table
 	$(BIN)/python scripts/write_reference.py
 	$(BIN)/python scripts/write_operators.py
 	$(BIN)/python scripts/write_figures.py

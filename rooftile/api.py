@@ -97,8 +97,7 @@ def attention(
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, False, backend)
     options = _options(bias, alibi, sinks)
     if blocks is not None or type(mask) is not Mask:
-        mask, options, size = with_blocks(q, k, v, mask, options, blocks)
-        asked = asked._replace(block_size=size)
+        mask, options, asked = with_blocks(q, k, v, mask, options, asked, blocks)
     if key_padding_mask is not None:
         return _attend_padded(q, k, v, mask, options, asked, key_padding_mask)[0]
     return _attend(q, k, v, mask, options, asked)[0]
@@ -138,8 +137,7 @@ def attention_with_lse(
     asked = Asked(scale, softcap, dropout, seed, deterministic, precision, True, backend)
     options = _options(bias, alibi, sinks)
     if blocks is not None or type(mask) is not Mask:
-        mask, options, size = with_blocks(q, k, v, mask, options, blocks)
-        asked = asked._replace(block_size=size)
+        mask, options, asked = with_blocks(q, k, v, mask, options, asked, blocks)
     if key_padding_mask is not None:
         return _attend_padded(q, k, v, mask, options, asked, key_padding_mask)
     return _attend(q, k, v, mask, options, asked)
@@ -447,8 +445,7 @@ def explain(
     seed = torch.zeros(1, dtype=torch.int64, device=q.device) if dropout else None
     options = Options(bias, alibi, sinks, seed)
     if blocks is not None or type(mask) is not Mask:
-        mask, options, size = with_blocks(q, k, v, mask, options, blocks)
-        asked = asked._replace(block_size=size)
+        mask, options, asked = with_blocks(q, k, v, mask, options, asked, blocks)
     if key_padding_mask is not None:
         q, k, v, options = without_padding(q, k, v, mask, options, asked, key_padding_mask)
     options = checks.bias_in_numbers(options, q.dtype)
@@ -476,8 +473,7 @@ def _attend_packed(
     """`_attend` for packed sequences, whose offsets are checked too; `read`: also on a GPU, where that waits."""
     if blocks is not None or type(mask) is not Mask:
         options = checks.check_packed(q, k, options, read)
-        mask, options, size = with_blocks(q, k, v, mask, options, blocks, read)
-        asked = asked._replace(block_size=size)
+        mask, options, asked = with_blocks(q, k, v, mask, options, asked, blocks, read)
     known = not read and options.cu_q is not None and options.cu_k is not None
     key = ops.signature(q, k, v, mask, options, asked) if known else None
     ready = None if key is None else ops.prepared(key)

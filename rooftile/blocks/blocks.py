@@ -191,7 +191,7 @@ class Blocks:
         shape = (*self.counts.shape, n + 1)
         places = torch.arange(self.indices.shape[-1], device=self.indices.device, dtype=torch.int32).expand(self.indices.shape)
         is_there = self._is_listed() & (self.indices >= 0) & (self.indices < n)
-        # what is out of range goes to a column that is cut off
+        # a block out of range goes to a column that is cut off
         targets = torch.where(is_there, self.indices, n).long()
         found = torch.full(shape, -1, dtype=torch.int32, device=self.indices.device)
         return found.scatter(-1, targets, places)[..., :n]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -221,7 +222,7 @@ class Observer:
         ]
         return diagnosis(
             machine=describe(self.device).json(), ceilings=measured.json(),
-            program=Program(command=shlex.join(sys.argv), step=self._name, torch=torch.__version__, mode=self._mode),
+            program=Program(command=_command(), step=self._name, torch=torch.__version__, mode=self._mode),
             step=step, findings=findings, remedies=remedies, launches=seen.launches,
             peak_bytes=self._peak_bytes,
             busy_us=seen.busy_us, kernels=kernels, counters=counted, notes=[*self._notes(), *notes, *refused],
@@ -315,6 +316,14 @@ class Observer:
             for where, us in lines.items()
             if us > 0.05 * median(self._taken)
         ]
+
+
+def _command() -> str:
+    """The command line without the folder of its program: a page is shared, and a home folder has a name in it."""
+    program, *arguments = sys.argv
+    path = Path(program)
+    words = ["python", "-m", path.parent.name] if path.name == "__main__.py" else [path.name]
+    return shlex.join([*words, *arguments])
 
 
 def _is_above(finding: Finding) -> bool:

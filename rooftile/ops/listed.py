@@ -11,14 +11,14 @@ from rooftile.blocks import Blocks
 from rooftile.errors import InvalidInput
 from rooftile.masks import FULL, Mask
 from rooftile.operators import levels_of_gradients, mapped, transformed, wants_grad
-from rooftile.spec import Options, replaced
+from rooftile.spec import Asked, Options, replaced
 from rooftile.validate import shown
 
 
 def with_blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Options, blocks: Any, validate: bool = False
-) -> tuple[Mask, Options, tuple[int, int] | None]:  # fmt: skip
-    """Returns the mask and the options of a call, with its lists among them, and the size of a block, None without lists.
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Options, asked: Asked, blocks: Any, validate: bool = False
+) -> tuple[Mask, Options, Asked]:  # fmt: skip
+    """Returns the mask, the options and what was asked of a call, with its lists among the options and their size asked.
 
     A FlexAttention BlockMask becomes lists.
 
@@ -30,7 +30,7 @@ def with_blocks(
         _check_lengths_of(mask, q, k, options)
         mask, blocks = FULL, Blocks.from_block_mask(mask)
     if blocks is None:
-        return mask, options, None
+        return mask, options, asked
     if not isinstance(blocks, Blocks):
         raise InvalidInput(f"blocks is {shown(blocks)}; must be rooftile.Blocks, such as Blocks.from_dense(keep)")
     if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.is_nested or k.is_nested:
@@ -38,7 +38,7 @@ def with_blocks(
         raise InvalidInput(f"blocks with {came}; needs dense ones, or packed ones with offsets")
     if q.ndim != (3 if options.cu_q is not None else 4) or k.ndim != q.ndim:
         # the checks of every call say what is wrong
-        return mask, options, None
+        return mask, options, asked
     n = _check_fit(blocks, q, k, options)
     if (blocks.counts.device.type == "cpu" or blocks.validate or validate) and not torch.compiler.is_compiling():
         _read(blocks, n)
@@ -49,7 +49,7 @@ def with_blocks(
         seen_from_keys = blocks.transposed_packed(n, options.cu_q, options.cu_k) if packed else blocks.transposed(n)
         lists |= {"key_counts": seen_from_keys.counts, "key_entries": seen_from_keys.entries}
     lists = {name: None if x is None else x.contiguous() for name, x in lists.items()}
-    return mask, replaced(options, **lists), blocks.size
+    return mask, replaced(options, **lists), asked._replace(block_size=blocks.size)
 
 
 def _check_fit(blocks: Blocks, q: Tensor, k: Tensor, options: Options) -> int:

@@ -15,7 +15,7 @@ from rooftile.blocks import Blocks, packed
 from rooftile.hardware.arch import arch
 from rooftile.masks import CAUSAL, FULL, Mask, Prefix, Window
 from rooftile.ops.listed import with_blocks
-from rooftile.spec import Options, Spec
+from rooftile.spec import Asked, Options, Spec
 from tests.conformance.exact import ulp
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -76,7 +76,7 @@ def made(case: Lists, device: torch.device) -> Made:
     places = sum(T for T, _ in sequences) // rows + B if case.lengths else -(-case.T // rows)
     most = max(-(-S // keys) for _, S in sequences)
     counts = torch.zeros(case.batch, case.heads, places, dtype=torch.int32)
-    # what is behind a count is not read
+    # nobody reads behind a count
     indices = torch.full((case.batch, case.heads, places, most + 2), 7_000_000, dtype=torch.int32)
     whole = torch.rand(case.batch, case.heads, places, case.part, rows, keys) < 0.7
     longest = [max(lengths) for lengths in zip(*sequences, strict=True)]
@@ -330,7 +330,7 @@ def test_nested_tensors_with_lists_are_refused() -> None:
 
 def test_a_call_without_lists_is_left_alone() -> None:
     q, k, v = (torch.randn(1, 8, 2, 32) for _ in range(3))
-    assert with_blocks(q, k, v, CAUSAL, Options(), None) == (CAUSAL, Options(), None)
+    assert with_blocks(q, k, v, CAUSAL, Options(), Asked(), None) == (CAUSAL, Options(), Asked())
 
 
 def test_explain_knows_them() -> None:

@@ -30,6 +30,11 @@ def test_running_the_script_changes_nothing(script, page):
     assert (ROOT / page).read_text(encoding="utf-8") == before
 
 
+def test_the_table_of_diagnoses_is_what_its_lines_say():
+    done = run(["-m", "benchmarks.diagnosis.table", "--check"], ROOT)
+    assert done.returncode == 0, f"{done.stderr}\nrun: make tables"
+
+
 def test_the_figures_are_what_their_script_draws():
     done = run([str(ROOT / "scripts" / "write_figures.py"), "--check"], ROOT)
     assert done.returncode == 0, f"{done.stderr}\nrun: make tables"

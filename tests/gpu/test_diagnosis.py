@@ -76,7 +76,7 @@ def special() -> Callable[[], Any]:
 def test_the_bound_and_its_unit(make: Callable[[], Callable[[], Any]], bound: str, units: set[str | None]) -> None:
     op = leading(make(), budget=20)
     if make is gather and op.bound == "balanced":
-        # where main memory is fast, rows from the cache take nearly as long
+        # beside a fast main memory, rows from the cache take nearly as long
         assert op.experiments["cache"]["gain"] < 0.3
         return
     assert (op.bound, op.unit in units) == (bound, True), f"{op.bound} {op.unit}: {op.confirmed_by}"

@@ -128,7 +128,7 @@ def _heads(
         near = CAUSAL & (Window(window - 1) if pattern == "strided" else Chunk(stride))
         parts.append(api.attention_with_lse(q, k, v, near, **options))
     if heads != "first" and pattern == "strided":
-        # what the window holds already is left out of the union
+        # the union leaves out the keys that the window holds already
         parts.append(_columns(q, k, v, stride, 0 if heads == "second" else -(-window // stride), options))
     if heads != "first" and pattern == "fixed":
         parts += _summaries_before(q, k, v, stride, summary, options)

@@ -92,7 +92,7 @@ def tiles_of(
     blocks = torch.zeros_like(keys).scatter_(-1, torch.where(is_new, to, keys.shape[-1] - 1), keys)
     counts = is_new.sum(-1, dtype=torch.int32)
     if keys.shape[-1]:
-        # what was written to the last place is right only where the union fills it
+        # blocks that are there again were written to the last place, which is right only where the union fills it
         is_full = counts == keys.shape[-1]
         blocks[..., -1] = torch.where(is_full, keys[..., -1], 0)
     return Tiles(R, table, of, counts, torch.stack([blocks.to(torch.int32), words.to(torch.int32)], dim=-1))

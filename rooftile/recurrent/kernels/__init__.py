@@ -109,7 +109,7 @@ class _Call:
         self.H, self.Hk = q.shape[-2], k.shape[-2]
         self.B = q.shape[0] if cu is None else cu.shape[0] - 1
         self.T, self.S = q.shape[-3], k.shape[-3]
-        # where nothing is packed any tensor stands for the offsets
+        # any tensor stands for the offsets of calls that are not packed
         self.cu = k if cu is None else cu
         self.device = q.device
 
