@@ -115,7 +115,9 @@ class Blocks:
             raise InvalidInput(f"block_mask is a {type(block_mask).__name__}; must be FlexAttention's BlockMask")
         made = _OF_BLOCK_MASKS.get(block_mask)
         if made is None:
-            made = _OF_BLOCK_MASKS[block_mask] = cls(*lists_of_block_mask(block_mask))
+            # kept for training too, whose backward takes no tensor that was made in inference mode
+            with torch.inference_mode(False):
+                made = _OF_BLOCK_MASKS[block_mask] = cls(*lists_of_block_mask(block_mask))
         return made
 
     def dense(self, key_blocks: int | None = None) -> Tensor:

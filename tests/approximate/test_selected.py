@@ -176,6 +176,16 @@ def test_ties_go_to_the_lower_block() -> None:
     assert chosen[0, 10, 0].tolist() == [0, 1, 2, 8, 9]
 
 
+def test_a_block_that_is_not_there_is_passed_over() -> None:
+    """A GPU's choices are not read by the checks: the largest index times the size of a block is beyond 32 bits."""
+    *_, chosen = made(Shapes("far", D=16, Dv=16))
+    far = torch.where(chosen >= 5, 2**31 - 1, chosen)
+    cu = torch.tensor([0, 70], dtype=torch.int32)
+    tiles, due = (tiles_of(x.flatten(0, 1), cu, cu, 16, 2) for x in (far, chosen))
+    assert torch.equal(tiles.counts, due.counts)
+    assert int(tiles.entries[..., 0].max()) <= 4
+
+
 @pytest.mark.parametrize(("group", "due"), [(1, 16), (2, 16), (4, 16), (5, 8), (16, 4), (64, 1), (128, 1)])
 def test_the_rows_of_a_tile_fill_a_product(group: int, due: int) -> None:
     assert queries_for(group) == due

@@ -267,6 +267,14 @@ def test_lists_that_changed_are_transposed_anew() -> None:
     torch.testing.assert_close(dk, due, atol=1e-4, rtol=1e-4)
 
 
+def test_lists_made_in_inference_mode_serve_training() -> None:
+    with torch.inference_mode():
+        blocks = Blocks.from_dense(torch.rand(2, 2) < 0.9, (64, 64))
+    q = torch.randn(1, 100, 2, 32, requires_grad=True)
+    (grad,) = torch.autograd.grad(rt.attention(q, q, q, blocks=blocks).sum(), q)
+    assert grad.isfinite().all()
+
+
 def test_packed_lists_are_transposed_within_sequences() -> None:
     """Lists of places past a sequence's end, and blocks past its keys, are nobody's."""
     blocks = Blocks.from_dense(torch.ones(1, 1, 5, 3, dtype=torch.bool), (64, 64))

@@ -87,6 +87,20 @@ def test_bits_beyond_their_limit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         rt.Blocks.from_block_mask(mask)
 
 
+def test_a_mask_first_used_in_inference_serves_training_and_autocast() -> None:
+    with torch.inference_mode():
+        mask = create_block_mask(MASKS["window"], None, None, 200, 200, device="cpu")
+        q = torch.randn(1, 2, 200, 32)
+        due = flex_attention(q, q, q, block_mask=mask)
+    leaf = q.clone().requires_grad_()
+    o = flex_attention(leaf, leaf, leaf, block_mask=mask)
+    torch.testing.assert_close(o, due)
+    (grad,) = torch.autograd.grad(o.sum(), leaf)
+    assert grad.isfinite().all()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flex_attention(q, q, q, block_mask=mask).dtype == torch.bfloat16
+
+
 def test_groups_and_a_shared_batch() -> None:
     q, k, v = torch.randn(2, 4, 70, 32), torch.randn(1, 2, 70, 32), torch.randn(1, 2, 70, 32)
     with pytest.raises(rt.InvalidInput, match="enable_gqa=True"):

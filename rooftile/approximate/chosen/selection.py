@@ -30,7 +30,7 @@ from rooftile.reference.approximate import native_sparse as definition
 from rooftile.reference.approximate import pairs
 from rooftile.words import answers_foreign_words
 
-# bytes of what a piece of the queries may gather, or of its scores
+# bytes that the scores of a piece of the queries may have
 PIECE = 2**26
 
 

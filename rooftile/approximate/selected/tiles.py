@@ -77,7 +77,8 @@ def tiles_of(
     is_row = torch.arange(R, device=chosen.device) < held[:, None]  # (tiles, R)
     # by head and tile: the choices of R queries
     listed = chosen[rows.clamp(max=max(total - 1, 0))].permute(2, 0, 1, 3) if total else chosen.new_zeros(Hk, len(row), R, n)
-    is_there = is_row[..., None] & (listed >= 0) & (listed * block < S[:, None, None])
+    # compared as blocks: a large index times the size of a block would pass int32
+    is_there = is_row[..., None] & (listed >= 0) & (listed < -(-S // block)[:, None, None])
     none = torch.iinfo(torch.int32).max
     keys, order = torch.where(is_there, listed, none).flatten(-2).sort(dim=-1, stable=True)  # (Hk, tiles, R n)
     bits = (1 << (order // max(n, 1))).masked_fill(keys == none, 0)
