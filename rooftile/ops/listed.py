@@ -48,8 +48,9 @@ def with_blocks(
         packed = options.cu_q is not None and options.cu_k is not None
         seen_from_keys = blocks.transposed_packed(n, options.cu_q, options.cu_k) if packed else blocks.transposed(n)
         lists |= {"key_counts": seen_from_keys.counts, "key_entries": seen_from_keys.entries}
-        # a backward keeps no tensor that was made in inference mode
-        lists = {name: x.clone() if x is not None and x.is_inference() else x for name, x in lists.items()}
+        if not torch.compiler.is_compiling():
+            # a backward keeps no tensor that was made in inference mode
+            lists = {name: x.clone() if x is not None and x.is_inference() else x for name, x in lists.items()}
     lists = {name: None if x is None else x.contiguous() for name, x in lists.items()}
     return mask, replaced(options, **lists), asked._replace(block_size=blocks.size)
 
