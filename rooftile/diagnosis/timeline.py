@@ -33,6 +33,8 @@ from rooftile.diagnosis.where import user_line
 CAUSES = ("host", "sync", "copy", "dependency")
 # names of CUDA's functions that wait for the device
 WAITING = ("Synchronize", "cudaMemcpy")
+# copies between host and device; one within the device is work like a kernel's
+BETWEEN = ("Memcpy HtoD", "Memcpy DtoH")
 SAMPLE_SECONDS = 0.0005
 
 Interval = tuple[int, int]  # ns, start and end
@@ -58,7 +60,7 @@ class Timeline:
 
     wall_us: float
     busy_us: float  # something ran on the device
-    launches: int  # kernels on a GPU, operators on a CPU
+    launches: int  # kernels, copies and fills on a GPU, operators on a CPU
     op_us: dict[OpKey, float]  # per call, mean: on a GPU of its kernels, on a CPU of the operator
     op_calls: dict[OpKey, int]
     kernels: dict[OpKey, tuple[str, ...]]  # the names of its kernels; none on a CPU
@@ -160,8 +162,9 @@ def _read(
                 total[_key(op)] += kernel.duration_ns() / 1e3
                 if len(kernels[_key(op)]) < 8:
                     kernels[_key(op)].append(kernel.name())
-        work = [e for e in device if not e.name().startswith(("Memcpy", "Memset"))]
-        copies = [_span(e) for e in device if e.name().startswith("Memcpy")]
+        moved = [e for e in device if e.name().startswith(BETWEEN)]
+        work = [e for e in device if not e.name().startswith(BETWEEN)]
+        copies = [_span(e) for e in moved]
         gaps = _device_gaps(work, copies, launched, host, window, lines)
         busy, count = _length(_union(_span(e) for e in work)), len(work)
     else:

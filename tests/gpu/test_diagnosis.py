@@ -129,6 +129,14 @@ def test_a_kernel_of_one_block_is_latency() -> None:
     assert op.bound in ("latency", "overhead"), op
 
 
+def test_a_copy_on_the_device_is_work() -> None:
+    x = random(1 << 27)
+    found = rt.diagnose(lambda: x.clone(), budget=2)
+    assert found.step.busy_us is not None
+    assert found.step.busy_us > 0.5 * found.step.time_us
+    assert found.step.idle_us["copy"] < 0.1 * found.step.time_us
+
+
 def test_many_small_kernels_are_overhead_and_a_graph_takes_it_away() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         for _ in range(2000):
