@@ -7,6 +7,7 @@ Each leading operator runs once, alone and with cold caches, in a process of its
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import sys
 import tempfile
@@ -21,7 +22,8 @@ from rooftile.bench import ncu
 from rooftile.diagnosis.records import Sample
 
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-L2 = "lts__t_bytes.sum"
+# what multiprocessors ask of the L2, in sectors of 32 bytes; `lts__t_bytes` also counts what its two halves pass to each other
+L2, SECTOR = "lts__t_sectors_srcunit_tex.sum", 32
 # one of these counts the multiply-adds of the tensor cores, by the dtype of the factors
 TENSOR = {
     "bf16": "sm__ops_path_tensor_src_bf16_dst_fp32.sum",
@@ -43,7 +45,9 @@ def count(samples: Sequence[Sample]) -> tuple[list[dict[str, Any]], list[str]]:
     known = [sample for sample in samples if isinstance(sample.function, OpOverload)][:MOST]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples.pt"
-        torch.save([(s.operation.op, _overload(s), s.args, s.kwargs) for s in known], path)
+        calls = [(s.operation.op, _overload(s), s.args, s.kwargs) for s in known]
+        # PyTorch's default protocol does not take memory formats
+        torch.save(calls, path, pickle_protocol=pickle.DEFAULT_PROTOCOL)
         for number, sample in enumerate(known):
             try:
                 rows.append(_counted(sample, path, number))
@@ -65,7 +69,7 @@ def _counted(sample: Sample, path: Path, number: int) -> dict[str, Any]:
         "phase": operation.phase,
         "bytes": operation.bytes,
         "dram_bytes": sum(sums[metric] for metric in DRAM),
-        "l2_bytes": sums[L2],
+        "l2_bytes": SECTOR * sums[L2],
         "flops": operation.flops,
         "tensor_flops": sums[tensor[0]] if tensor else None,
         "kernels": len(kernels),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from rooftile.diagnosis import counters
 from rooftile.diagnosis.records import Operation, Sample
 
-PRINTED = """"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","lts__t_bytes.sum"
+PRINTED = """"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","lts__t_sectors_srcunit_tex.sum"
 "","","byte","byte","byte"
 "0","first","4,000","1,000","9,000"
 "1","second","96","4","100"
@@ -32,13 +33,22 @@ def pretend(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
 
+def test_a_call_with_a_memory_format_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "printed").write_text(PRINTED)
+    pretend(tmp_path, monkeypatch, f"cat {tmp_path}/printed")
+    contiguous = {"memory_format": torch.contiguous_format}
+    copied = replace(sample(), function=torch.ops.aten.clone.default, args=(torch.ones(10),), kwargs=contiguous)
+    rows, notes = counters.count([copied])
+    assert (len(rows), notes) == (1, [])
+
+
 def test_a_row_for_each_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "printed").write_text(PRINTED)
     pretend(tmp_path, monkeypatch, f"cat {tmp_path}/printed")
     rows, notes = counters.count([sample()])
     assert notes == []
     (row,) = rows
-    assert (row["bytes"], row["dram_bytes"], row["l2_bytes"], row["kernels"]) == (5000, 5100, 9100, 2)
+    assert (row["bytes"], row["dram_bytes"], row["l2_bytes"], row["kernels"]) == (5000, 5100, 32 * 9100, 2)
     assert row["tensor_flops"] is None
 
 

@@ -117,10 +117,11 @@ def contestants(it: Problem, phase: str, device: torch.device) -> dict[str, Work
 
 def _flex(it: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """FlexAttention, compiled, with the same lists."""
+    from torch._functorch import config
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     # the backward is timed alone, again and again on one graph, which donated buffers forbid
-    torch._functorch.config.donated_buffer = False
+    config.donated_buffer = False
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     blocks = it.blocks
     if it.mask == CAUSAL:
