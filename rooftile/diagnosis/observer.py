@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -20,7 +21,7 @@ from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all
-from rooftile.diagnosis.experiments.step import repeated_us, replayed_us
+from rooftile.diagnosis.experiments.step import repeated_us, replayed_share
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.records import Operation, Sample
@@ -274,7 +275,7 @@ class Observer:
         spread = 1.25 * (max(self._taken) - min(self._taken)) / len(self._taken)
         why_not: dict[str, str] = {}
         on_gpu = self.device.type == "cuda"
-        graph_us = self._again_us("graph", 1.0, replayed_us, why_not) if on_gpu else None
+        graph_us = self._again_us("graph", 1.0, self._replayed_us, why_not) if on_gpu else None
         if not on_gpu:
             why_not["graph"] = "needs a GPU"
         half, double = (self._again_us("batch", factor, repeated_us, why_not) for factor in (0.5, 2.0))
@@ -283,6 +284,13 @@ class Observer:
             waiting_us=min(sum(single), idle.get("host", 0.0)),
             why_not=why_not,
         )  # fmt: skip
+
+    def _replayed_us(self, step: Callable[[], None], device: torch.device) -> float:
+        """The time of the step as a CUDA graph."""
+        operators: Counter[str] = Counter()
+        for operation in self._watch.operations:
+            operators[operation.op] += operation.calls
+        return median(self._taken) * replayed_share(step, device, operators)
 
     def _again_us(
         self, name: str, factor: float, timed: Callable[[Callable[[], None], torch.device], float], why_not: dict[str, str]

@@ -156,11 +156,15 @@ def _count(func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, A
     return Counted(*func.arithmetic(args), distinct(read) + distinct(written))
 
 
+def name_of(func: OpOverload | Kernel) -> str:
+    """The name of an operator or of a generated kernel, as in `Operation.op`."""
+    return f"{NAMESPACE}::{func.name}" if isinstance(func, Kernel) else func._schema.name
+
+
 def _signature(func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     flat, _ = tree_flatten((args, kwargs))
-    if isinstance(func, Kernel):
-        return f"{NAMESPACE}::{func.name}", "", *[_kind(x) for x in flat]
-    return func._schema.name, func._overloadname, *[_kind(x) for x in flat]
+    overload = "" if isinstance(func, Kernel) else func._overloadname
+    return name_of(func), overload, *[_kind(x) for x in flat]
 
 
 def _in_checkpoint(frame: FrameType | None) -> bool:

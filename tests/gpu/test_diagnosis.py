@@ -16,7 +16,7 @@ from rooftile.diagnosis.experiments.call import Call
 from rooftile.diagnosis.experiments.intensity import references
 from rooftile.diagnosis.experiments.intensity.ladder import Ladder
 from rooftile.diagnosis.experiments.intensity.multiply_adds import expected
-from rooftile.diagnosis.experiments.step import replayed_us
+from rooftile.diagnosis.experiments.step import replayed_share
 from rooftile.diagnosis.experiments.timing import timer_for
 from rooftile.diagnosis.output.rows import Op
 from rooftile.errors import Unsupported
@@ -154,12 +154,34 @@ def test_many_small_kernels_are_overhead_and_a_graph_takes_it_away() -> None:
 def test_a_step_that_cannot_be_captured_says_why(device: torch.device) -> None:
     x = random(64)
     with pytest.raises(Unsupported, match="the step cannot be captured: "):
-        replayed_us(lambda: x.sum().item(), device)
+        replayed_share(lambda: x.sum().item(), device)
     # and the device is as before
     assert torch.equal(x + 0, x)
     found = rt.diagnose(lambda: x.sum().item(), budget=2)
     assert found.step.experiments["graph_us"] is None
     assert "cannot be captured" in found.step.experiments["why_not"]["graph"]
+
+
+def test_a_step_that_is_another_while_it_is_captured_says_so() -> None:
+    """Transformers builds a mask while a graph is captured, which it leaves out otherwise."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() if torch.cuda.is_current_stream_capturing() else x) + 1
+
+    found = rt.diagnose(step, random(64), budget=1)
+    assert found.step.experiments["graph_us"] is None
+    assert "+1 aten::sin" in found.step.experiments["why_not"]["graph"]
+
+
+def test_an_optimisers_range_is_no_work() -> None:
+    weights = [random(64, 64, dtype=torch.float32).requires_grad_() for _ in range(100)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimiser = torch.optim.AdamW(weights, foreach=False)
+    found = rt.diagnose(lambda: optimiser.step(), budget=2)
+    assert found.step.bound == "overhead"
+    assert found.step.busy_us is not None
+    assert found.step.busy_us < 0.5 * found.step.time_us
 
 
 def test_a_training_step_is_captured_and_undone(device: torch.device) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import torch
 
+from rooftile.diagnosis.dispatched import Dispatched
 from rooftile.diagnosis.experiments.capture import capturing
 from rooftile.diagnosis.steps import Timed
+from rooftile.diagnosis.watch import name_of
 from rooftile.errors import Unsupported
 
 Work = Callable[[], None]
@@ -30,10 +33,18 @@ def repeated_us(step: Work, device: torch.device) -> float:
     return median(taken)
 
 
-def replayed_us(step: Work, device: torch.device) -> float:
-    """Returns the time of a step as a CUDA graph: its kernels without the host.
+def replayed_share(step: Work, device: torch.device, operators: Mapping[str, int] | None = None) -> float:
+    """Returns the time of a step as a CUDA graph, its kernels without the host, as a share of its time without one.
 
-    Raises Unsupported with the reason if it cannot be captured: it waits for the device, or moves data to it.
+    Both take turns, because a chip is slower after a while of hard work.
+
+    Args:
+        step: the step.
+        device: where it runs.
+        operators: how often the step calls each operator; None leaves unchecked whether its capture calls the same.
+
+    Raises Unsupported with the reason if it cannot be captured, because it waits for the device or moves data to it, or if it
+    calls other operators while it is captured, as a program may: its graph says nothing about the step then.
     """
     graph = torch.cuda.CUDAGraph()
     try:
@@ -49,9 +60,37 @@ def replayed_us(step: Work, device: torch.device) -> float:
             torch.cuda.current_stream(device).wait_stream(beside)
             with capturing(graph, device, beside):
                 step()
+            if operators is not None:
+                _check_captured(step, device, beside, operators)
     except (RuntimeError, ValueError, IndexError) as error:
         raise Unsupported(f"the step cannot be captured: {_first_line(error)}") from error
-    return repeated_us(graph.replay, device)
+    alone, replayed = _in_turns([step, graph.replay], device)
+    return replayed / alone
+
+
+def _check_captured(step: Work, device: torch.device, stream: torch.cuda.Stream, operators: Mapping[str, int]) -> None:
+    """Refuses a step that calls other operators while it is captured. It is captured once more, and watched."""
+    seen: Counter[str] = Counter()
+    with Dispatched(lambda func, *unused: seen.update([name_of(func)])), capturing(torch.cuda.CUDAGraph(), device, stream):
+        step()
+    changed = {name: seen[name] - operators.get(name, 0) for name in {*seen, *operators}}
+    if any(changed.values()):
+        most = sorted((name for name, n in changed.items() if n), key=lambda name: -abs(changed[name]))[:3]
+        words = ", ".join(f"{changed[name]:+d} {name}" for name in most)
+        raise Unsupported(f"while it is captured the step calls other operators ({words}), so its graph is not this step's")
+
+
+def _in_turns(works: Sequence[Work], device: torch.device) -> list[float]:
+    """The times of works that take turns."""
+    for work in works:
+        for _ in range(WARM_UPS):
+            work()
+    taken: list[list[float]] = [[] for _ in works]
+    for _ in range(RUNS):
+        for work, own in zip(works, taken, strict=True):
+            with Timed(device, own):
+                work()
+    return [median(own) for own in taken]
 
 
 def _first_line(error: Exception) -> str:
