@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -69,7 +71,10 @@ def test_a_cuda_graph_and_no_wait_for_the_device() -> None:
         found = ap.linear(q, k, v, rt.CAUSAL)
     graph.replay()
     assert torch.equal(found, due)
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # PyTorch remarks that this mode is a prototype
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
     try:
         ap.linear(q, k, v, rt.CAUSAL)
     finally:

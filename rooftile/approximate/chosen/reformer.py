@@ -48,11 +48,16 @@ def lsh(x: Tensor, rounds: int, buckets: int, seed: int = 0) -> Tensor:
     if buckets % 2:
         raise InvalidInput(f"buckets is {buckets}; must be even: half of them are the negatives of the others")
     H, D = x.shape[2:]
-    generator = torch.Generator().manual_seed(seed)
-    r = torch.randn(H, D, rounds, buckets // 2, generator=generator).to(x.device)
+    r = _drawn((H, D, rounds, buckets // 2), seed).to(x.device)
     with torch.no_grad(), as_given(x):
         turned = torch.einsum("bthd,hdrn->bthrn", x.float(), r)
         return torch.cat([turned, -turned], dim=-1).argmax(-1).int()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Random numbers, which a compiled graph holds: older Dynamos do not trace a generator."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @answers_foreign_words
