@@ -57,3 +57,16 @@ def lists_of(keep: Tensor) -> tuple[Tensor, Tensor]:
     blocks = torch.arange(n, device=keep.device, dtype=torch.int32).expand(keep.shape)
     indices = torch.zeros((*keep.shape[:-1], n + 1), device=keep.device, dtype=torch.int32)
     return counts, indices.scatter(-1, targets, blocks)[..., :n].contiguous()
+
+
+def steps_of_lists(counts: Tensor, Hk: int, group: int) -> tuple[int, int, int]:
+    """How a kernel finds a list: the steps from batch to batch and from head to head, in lists, and query heads of a list.
+
+    A step of 0 is that of an axis that is shared. counts are contiguous.
+
+    Example:
+        >>> steps_of_lists(torch.zeros(1, 2, 7, dtype=torch.int32), Hk=2, group=4)
+        (0, 7, 4)
+    """
+    B, heads, n = counts.shape
+    return (heads * n if B > 1 else 0), (n if heads > 1 else 0), (group if heads == Hk else 1)

@@ -48,6 +48,7 @@ from rooftile.backends.hopper.tiles import (
     backward_tile,
     biased_backward_tile,
     biased_tile,
+    listed_tile,
     padded,
     paged_tile,
 )
@@ -85,6 +86,7 @@ class Configuration:
     precision: str = ""  # the quantised forward's
     size: int = 0  # pages'
     bias: str = ""  # which of BIASES
+    block: tuple[int, int] | None = None  # the size of listed blocks
 
     @property
     def spec(self) -> Spec:
@@ -94,7 +96,7 @@ class Configuration:
             dtype=dtype, dim=self.dim, dim_v=self.values or self.dim, scale=1.0, mask=self.mask, layout=self.layout,
             softcap=softcap, has_sinks=self.extras, has_bias=bool(self.bias),
             group=self.group, precision=PRESETS.get(self.precision), device="sm90",
-            has_kv_scales=self.kernel == "paged_decode_8bit",
+            has_kv_scales=self.kernel == "paged_decode_8bit", block_size=self.block,
         )  # fmt: skip
 
     @property
@@ -106,7 +108,7 @@ class Configuration:
 
     @property
     def name_of_kernel(self) -> str:
-        return f"{self.kernel}_bias" if self.bias else self.kernel
+        return f"{self.kernel}_bias" if self.bias else f"{self.kernel}_listed" if self.block else self.kernel
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -118,8 +120,8 @@ class Configuration:
             return {name: value for name, value in quantised.constants(self.spec).items() if name != "num_warps"}
         if self.tile is not None:
             found = forward.constants(self.spec, self.tile, self.size)
-            if self.bias:
-                found = forward.constants_with_bias(self.spec, self.tile)
+            if self.bias or self.block:
+                found = forward.constants_without_pages(self.spec, self.tile)
             return {name: value for name, value in found.items() if name != "num_warps"}
         if self.bias:
             tile = biased_backward_tile(self.spec, BIASES[self.bias])
@@ -180,6 +182,12 @@ def paged(dim: int, name: str, size: int) -> Configuration:
     return replace(without, tile=paged_tile(without.spec))
 
 
+def listed(dim: int, name: str, block: tuple[int, int]) -> Configuration:
+    """Over lists of blocks."""
+    without = Configuration(dim, None, **CASES[name], block=block)
+    return replace(without, tile=listed_tile(without.spec))
+
+
 FORWARD = {
     f"d{dim}-{name}{SUFFIX.get(tile, '')}": Configuration(dim, tile, **what)
     for dim, tile in ((64, NARROW), (64, SHORT), (64, THREE), (128, TWO), (128, LONG), (128, MASKED), (256, WIDE))
@@ -215,6 +223,14 @@ FORWARD |= {
     for name, what in (("full", {}), ("causal", {"mask": CAUSAL}))
     if dim == 128 or (bias, name) == ("bf16", "causal")
 }
+FORWARD |= {
+    # over lists of blocks
+    f"d{dim}-{name}-blocks-{rows}x{keys}": listed(dim, name, (rows, keys))
+    for dim, name, rows, keys in (
+        (64, "full", 128, 128), (64, "packed-causal", 128, 128), (128, "full", 128, 128), (128, "causal", 128, 128),
+        (128, "full", 128, 64), (128, "everything", 256, 128), (96, "causal", 128, 128), (256, "causal", 128, 128),
+    )
+}  # fmt: skip
 FORWARD |= {
     # keys and values in pages
     f"d{dim}-pages-{size}-{name}": paged(dim, name, size)
@@ -267,6 +283,15 @@ BACKWARD = {
         if dim == 128 or bias == "bf16"
     },
     "bwd-d128-fp16": Configuration(128, None, CAUSAL, dtype="fp16", kernel="flash_bwd", add=True),
+    # over lists of blocks
+    **{
+        f"bwd-d{dim}-{name}-blocks-128x128": Configuration(
+            dim, None, **CASES[name], kernel="flash_bwd", add=True, block=(128, 128)
+        )
+        for dim, name in (
+            (64, "full"), (64, "packed-causal"), (96, "causal"), (128, "full"), (128, "causal"), (128, "everything"),
+        )
+    },
     "bwd-d128-full-group-4": Configuration(128, None, kernel="flash_bwd", add=True, group=4),
     "bwd-d96-packed-causal": Configuration(96, None, CAUSAL, "packed", kernel="flash_bwd", add=True),
     "bwd-kv-d192-v128-packed-causal": Configuration(192, None, CAUSAL, "packed", kernel="flash_bwd_kv", values=128),
@@ -296,7 +321,8 @@ def compiled(configuration: Configuration) -> Found:
     constants = configuration.constants
     words = {"lse_ptr", "sinks_ptr", "partials_ptr", "delta_ptr", "shift_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr"}
     words |= {"k_scale_ptr", "v_scale_ptr"}
-    numbers = {"cu_q_ptr", "cu_k_ptr", "table_ptr", "lengths_ptr", "counter_ptr", "nan_flag_ptr"}
+    lists = {"counts_ptr", "indices_ptr", "entries_ptr"}
+    numbers = lists | {"cu_q_ptr", "cu_k_ptr", "table_ptr", "lengths_ptr", "counter_ptr", "nan_flag_ptr"}
 
     def kind(name: str) -> str:
         if name in constants:

@@ -56,7 +56,7 @@ POINTERS = {
     "bias_ptr": "fp32",
     "dbias_ptr": "fp32",
     "nan_flag_ptr": "i32",
-    **dict.fromkeys(("counts_ptr", "indices_ptr", "entries_ptr", "bits_ptr"), "i32"),
+    **dict.fromkeys(("counts_ptr", "indices_ptr", "key_counts_ptr", "entries_ptr", "bits_ptr"), "i32"),
 }
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"mask": FULL},
@@ -110,10 +110,11 @@ def launches(spec: Spec) -> list[tuple[Any, dict[str, Any], Any]]:
     ]
     for walk in tiles.backward_kv_walks(spec):
         found.append((flash_bwd_kv._backward_kv, {"WALK": walk}, walk.tile))
-    if spec.device == "sm90" and spec.mask == CAUSAL and spec.dtype.itemsize == 2 and spec.block_size is None:
+    if spec.device == "sm90" and spec.mask == CAUSAL and spec.dtype.itemsize == 2 and not spec.has_bits:
         # what sets right the gradients of the Hopper kernels
         constants = flash_bwd_repair.constants(spec)
-        found.append((flash_bwd_repair._repair, constants, constants["WALK"].tile))
+        repair = flash_bwd_repair._repair if spec.block_size is None else flash_bwd_repair._repair_listed
+        found.append((repair, constants, constants["WALK"].tile))
     if spec.bias_grad:
         bias = {"ONE_ROW": False, "ONE_COLUMN": False}
         found.append((flash_bwd_bias._backward_bias, bias, tiles.backward_bias_tile(spec)))
@@ -127,7 +128,9 @@ def compiled(kernel: Any, constants: dict[str, Any], tile: Any, dtype: str, sm: 
 
     names = kernel.arg_names
     signature = {name: _type(name, constants, dtype) for name in names}
-    if "entries_ptr" in names:
+    if "lists" in names:
+        signature["lists"] = ("i32",) * 8
+    elif "entries_ptr" in names:
         # and the three numbers of the lists of keys
         signature["list_numbers"] = ("i32",) * 8
     aligned = [(n,) for n, name in enumerate(names) if name.endswith("_ptr") or name == "padded_T"]

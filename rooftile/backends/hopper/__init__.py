@@ -43,9 +43,11 @@ DIMS_DECODING = ((64, 64), (128, 128))
 MOST_TOGETHER = 64
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 
-OPTIONS = ("softcap", "bias", "sinks")
+OPTIONS = ("softcap", "bias", "sinks", "blocks")
 # head dims with a bias: those whose shared memory has room for a block of it
 DIMS_BIAS = ((64, 64), (96, 96), (128, 128))
+# queries of a listed block, and keys with gradients, are a multiple of this: a tile has one list
+ROWS_LISTED = 128
 
 
 def refusals(spec: Spec) -> Iterator[str]:
@@ -64,6 +66,8 @@ def refusals(spec: Spec) -> Iterator[str]:
     yield from (f"{name}; has {' and '.join(OPTIONS)}" for name in spec.options_on if name not in OPTIONS)
     if spec.has_bias:
         yield from _refusals_of_bias(spec)
+    if spec.block_size is not None:
+        yield from _refusals_of_blocks(spec)
     if not spec.scale > 0:
         yield f"scale {spec.scale:g}; has positive scales"
     if len(spec.mask.chunks) > 1:
@@ -99,6 +103,24 @@ def _refusals_of_bias(spec: Spec) -> Iterator[str]:
         yield "bias with softcap; has one or the other"
     if spec.deterministic and spec.needs_grad:
         yield "a deterministic backward with bias; has one or the other"
+
+
+def _refusals_of_blocks(spec: Spec) -> Iterator[str]:
+    assert spec.block_size is not None
+    rows, keys = spec.block_size
+    if rows % ROWS_LISTED:
+        yield f"blocks of {rows} queries; has multiples of {ROWS_LISTED}"
+    if spec.has_bits:
+        yield "blocks that are seen in part; has whole ones"
+    if spec.has_bias:
+        yield "blocks with bias; has one or the other"
+    if spec.needs_grad:
+        if keys % ROWS_LISTED:
+            yield f"gradients over blocks of {keys} keys; has them over multiples of {ROWS_LISTED}"
+        if max(spec.dim, spec.dim_v) > 128:
+            yield f"gradients over blocks with head dims {spec.dim} and {spec.dim_v}; has them up to 128"
+        if spec.deterministic:
+            yield "a deterministic backward over blocks; has one in any order"
 
 
 def _refusals_of_decoding(spec: Spec) -> Iterator[str]:

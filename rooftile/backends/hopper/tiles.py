@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from rooftile.masks import CAUSAL, FULL
@@ -51,6 +52,8 @@ class Tile(NamedTuple):
     COPY_REGISTERS: int
     BIAS_STAGES: int = 0  # blocks of a bias; 0: there is none
     BIAS_ROWS: int = 0  # a block's queries for each warpgroup; 1: the bias is the same for all queries
+    LIST_T: int = 0  # queries and keys of a listed block; 0: there are no lists
+    LIST_S: int = 0
 
     @property
     def rows(self) -> int:
@@ -69,6 +72,8 @@ class BackwardTile(NamedTuple):
     COPY_REGISTERS: int
     BIAS_STAGES: int = 0  # blocks of a bias; 0: there is none
     BIAS_ROWS: int = 0  # a block's queries for each warpgroup; 1: the bias is the same for all queries
+    LIST_T: int = 0  # queries and keys of a listed block; 0: there are no lists
+    LIST_S: int = 0
 
 
 class BackwardKeysTile(NamedTuple):
@@ -128,6 +133,19 @@ def biased_tile(spec: Spec, bias: BiasKind) -> Tile:
     return tile._replace(KEYS=128 if bias.bytes == 2 or bias.one_row else 64, BIAS_ROWS=bias.rows)
 
 
+def listed_tile(spec: Spec) -> Tile:
+    """Returns the forward's tile over lists of blocks: 128 queries, all of one list."""
+    assert spec.block_size is not None
+    tile = WIDE if spec.dim > 128 else LONG if spec.dim > 64 else NARROW._replace(LAZY=True)
+    if spec.dim == 96:
+        tile = tile._replace(Q_IN_REGISTERS=64)
+    LIST_T, LIST_S = spec.block_size
+    if LIST_S % tile.KEYS:
+        # smaller steps, and as much in flight
+        tile = tile._replace(KEYS=64, KV_STAGES=2 * tile.KV_STAGES)
+    return tile._replace(LIST_T=LIST_T, LIST_S=LIST_S)
+
+
 def forward_tile(spec: Spec, T: int) -> Tile:
     """Returns the forward's tile for T queries per sequence, without a bias."""
     if spec.dim > 128:
@@ -157,6 +175,9 @@ def paged_tile(spec: Spec) -> Tile:
 
 
 def backward_tile(spec: Spec) -> BackwardTile:
+    if spec.block_size is not None:
+        LIST_T, LIST_S = spec.block_size
+        return backward_tile(replace(spec, block_size=None))._replace(LIST_T=LIST_T, LIST_S=LIST_S)
     # a softcap needs registers
     if spec.dim > 64:
         late = spec.softcap > 0

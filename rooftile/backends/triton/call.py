@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.device.row_stats import ROWS_PADDED
+from rooftile.blocks.lists import steps_of_lists
 from rooftile.spec import Options, Spec
 
 # keys and values of the heads that run together should stay in the L2 cache: half of an H200's 60 MB, most of an A100's 40 MB
@@ -127,15 +128,16 @@ class Call(NamedTuple):
         counts, indices, bits = self.options.block_counts, self.options.block_indices, self.options.block_bits
         if counts is None or indices is None:
             return (0, 0, 1, 0, 0)
-        per = self.spec.group if counts.shape[1] == self.Hk else 1
-        return *_list_strides(counts), per, indices.shape[-1], 0 if bits is None else bits.shape[3]
+        steps = steps_of_lists(counts, self.Hk, self.spec.group)
+        return *steps, indices.shape[-1], 0 if bits is None else bits.shape[3]
 
     @property
     def key_list_numbers(self) -> tuple[int, ...]:
         """`list_numbers`, and of the lists of keys batch and head strides and the longest list."""
         counts, entries = self.options.key_counts, self.options.key_entries
-        own = (0, 0, 0) if counts is None or entries is None else (*_list_strides(counts), entries.shape[-2])
-        return *self.list_numbers, *own
+        if counts is None or entries is None:
+            return *self.list_numbers, 0, 0, 0
+        return *self.list_numbers, *steps_of_lists(counts, self.Hk, self.spec.group)[:2], entries.shape[-2]
 
 
 def with_stand_ins(options: Options, q: Tensor) -> tuple[Tensor, ...]:
@@ -151,12 +153,6 @@ def lists_of_queries(options: Options, q: Tensor) -> tuple[Tensor, ...]:
 def lists_of_keys(options: Options, q: Tensor) -> tuple[Tensor, ...]:
     """Counts and entries of the lists of keys, and the bits of those of queries; q stands in for absent ones."""
     return tuple([q if x is None else x for x in (options.key_counts, options.key_entries, options.block_bits)])
-
-
-def _list_strides(counts: Tensor) -> tuple[int, int]:
-    """The batch and head strides of contiguous lists, in lists; 0 along an axis that is shared."""
-    B, heads, n = counts.shape
-    return (heads * n if B > 1 else 0), (n if heads > 1 else 0)
 
 
 def call_of(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Call:

@@ -4,11 +4,13 @@ A weight of zero does not hide a NaN or an infinity among the values, and 0 x Na
 """
 
 from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS, KernelConfig, query_offset
+from rooftile.backends.hopper.device.lists import Lists, list_number
 from rooftile.backends.hopper.device.softmax import Scoring, add_bias
 from rooftile.backends.hopper.gluon import barrier, gl, gluon
 
 # the page table's first word, after those of three tensors; a bias's, which no pages have, is the same
 TABLE_WORD = gl.constexpr(12)
+LIST_WORD = gl.constexpr(16)
 
 
 @gluon.jit
@@ -23,6 +25,18 @@ def spill_tensor(spilled, i: gl.constexpr, pointer, desc, page=1, head=1):
 @gluon.jit
 def spill_word(spilled, i: gl.constexpr, value):
     spilled.index(i).store(gl.full([1], 0, gl.int64, gl.BlockedLayout([1], [32], [4], [0])) + value)
+
+
+@gluon.jit
+def spill_lists(spilled, lists: Lists):
+    """Spills lists of blocks behind the words of all tensors."""
+    spill_word(spilled, LIST_WORD, lists.counts.to(gl.int64, bitcast=True))
+    spill_word(spilled, LIST_WORD + 1, lists.indices.to(gl.int64, bitcast=True))
+    spill_word(spilled, LIST_WORD + 2, lists.batch_stride)
+    spill_word(spilled, LIST_WORD + 3, lists.head_stride)
+    spill_word(spilled, LIST_WORD + 4, lists.per)
+    spill_word(spilled, LIST_WORD + 5, lists.most)
+    spill_word(spilled, LIST_WORD + 6, lists.T)
 
 
 @gluon.jit
@@ -74,6 +88,20 @@ def recompute_without_hidden_nan(
     v_head, _, v_stride = load_row_pointer(spilled, 2, work.b, key, first_head // config.GROUP, dtype)
     if config.BIAS is not None:
         bias_head, _, bias_stride = load_row_pointer(spilled, 3, work.b, 0, work.h, config.BIAS)
+    # the keys that are walked: numbers within the blocks of an interval, or within those of a list
+    first_number = work.first_block * config.KEYS
+    stop_number = gl.minimum((work.last_block + 1) * config.KEYS, work.S)
+    if config.LIST_S > 0:
+        most = load_word(spilled, LIST_WORD + 5)
+        number = list_number(
+            work, work.h, work.q_start, load_word(spilled, LIST_WORD + 2), load_word(spilled, LIST_WORD + 3),
+            load_word(spilled, LIST_WORD + 4), load_word(spilled, LIST_WORD + 6),
+        )  # fmt: skip
+        pointer: gl.constexpr = gl.pointer_type(gl.int32)
+        entries = load_word(spilled, LIST_WORD + 1).to(pointer, bitcast=True) + number * most
+        count = gl.minimum(gl.load(load_word(spilled, LIST_WORD).to(pointer, bitcast=True) + number), most.to(gl.int32))
+        first_number = 0
+        stop_number = count * config.LIST_S
     barrier()
     for r in range(0, WG_ROWS, ROWS):
         rows = r + gl.arange(0, ROWS, row_layout)
@@ -93,7 +121,15 @@ def recompute_without_hidden_nan(
         if config.BIAS is not None:
             bias_rows = bias_head + t * bias_stride
         o = gl.zeros([ROWS, config.DV], gl.float32, layout)
-        for j in range(work.first_block * config.KEYS, gl.minimum((work.last_block + 1) * config.KEYS, work.S)):
+        for n in range(first_number, stop_number):
+            j = n
+            is_there = True
+            if config.LIST_S > 0:
+                index = gl.load(entries + n // config.LIST_S)
+                is_there = (index >= 0) & (index < (work.S + (config.LIST_S - 1)) // config.LIST_S)
+                j = gl.where(is_there, gl.where(is_there, index, 0) * config.LIST_S + n % config.LIST_S, work.S)
+                is_there = j < work.S
+                j = gl.where(is_there, j, 0)
             k_row = j * k_stride
             v_row = j * v_stride
             if config.PAGE_SIZE > 0:
@@ -109,6 +145,8 @@ def recompute_without_hidden_nan(
                 s = scoring.apply_softcap(s)
             p = gl.exp2(s * scoring.scale_log2 - lse)
             sees = gl.expand_dims((first <= j) & (j <= last), 1)
+            if config.LIST_S > 0:
+                sees = sees & is_there
             o += gl.where(sees, gl.expand_dims(p, 1) * gl.expand_dims(v, 0), 0.0)
         base = work.q_start if config.PACKED else work.b.to(gl.int64) * total
         lines = ((base + t).to(gl.int64) * H + h) * config.DIM_V

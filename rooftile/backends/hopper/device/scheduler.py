@@ -53,6 +53,14 @@ class WorkTile:
         self.first_block = first_block
         self.last_block = last_block
 
+    @gluon.jit
+    def with_steps(self, steps):
+        """The tile of a list of blocks, with the number of its steps as the blocks that it walks; there is at least one."""
+        last = gl.maximum(steps - 1, 0)
+        return WorkTile(
+            self.is_valid, self.b, self.h, self.t, self.T, self.S, self.q_start, self.k_start, self.padded_start, last * 0, last
+        )
+
 
 @aggregate
 class Mask:

@@ -60,6 +60,16 @@ def cap_and_mask(s, row, column, work, scoring: Scoring, config: KernelConfig, C
 
 
 @gluon.jit
+def cap_and_mask_listed(s, row, word, work, scoring: Scoring, config: KernelConfig):
+    """The same for a listed block; its word has its number, and whether something in it is hidden."""
+    if config.SOFTCAP:
+        s = scoring.apply_softcap(s)
+    if word % 2 != 0:
+        s = apply_mask(s, row, word // 2 * config.KEYS, work, scoring.mask, config.ROWS)
+    return s
+
+
+@gluon.jit
 def add_bias(s, bias, scoring: Scoring):
     """The scaled products of queries and keys, and the bias."""
     if bias.dtype == gl.bfloat16:

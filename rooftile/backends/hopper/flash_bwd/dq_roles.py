@@ -1,13 +1,16 @@
 """The roles of the fused backward that concern dq: one multiplies it, one has it added to the sum in memory."""
 
 from rooftile.backends.hopper.device.config import WG_ROWS
+from rooftile.backends.hopper.device.lists import read_word
 from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.device.scheduler import consume
 from rooftile.backends.hopper.flash_bwd.dq_accumulator import UNIT, UNIT_ROWS, to_thread_order
 from rooftile.backends.hopper.flash_bwd.parts import (
     BLOCK,
+    WORDS,
     BackwardConfig,
     advance_block,
+    steps_of,
 )
 from rooftile.backends.hopper.gluon import (
     fence_async_shared,
@@ -25,17 +28,21 @@ NUM_CONSUMERS = gl.constexpr(2)
 
 
 @gluon.jit
-def add_dq(work_tiles: Ring, dq_staging: Ring, dq_sum_desc, H, padded_T, config: BackwardConfig):
+def add_dq(work_tiles: Ring, dq_staging: Ring, words, dq_sum_desc, H, padded_T, config: BackwardConfig):
     """The role that has dq added up, unit by unit."""
     UNITS: gl.constexpr = config.D // UNIT
     tile = 0
     fill = 0
     work = consume(work_tiles, 0)
     while work.is_valid != 0:
-        blocks = work.last_block - work.first_block + 1
         h = work.h * config.GROUP
         block = work.first_block
-        for _ in range(blocks * config.GROUP):
+        for _ in range(steps_of(work, config)):
+            if config.LIST_T > 0:
+                # whoever fills this has seen the words of its block
+                dq_staging.wait_full(fill)
+                block = read_word(words, fill // UNITS % WORDS * 2) // 2
+                h = read_word(words, fill // UNITS % WORDS * 2 + 1)
             row = (work.b * H + h) * padded_T + work.padded_start
             unit = UNITS * (row // BLOCK + block)
             for c in gl.static_range(UNITS):
@@ -46,7 +53,8 @@ def add_dq(work_tiles: Ring, dq_staging: Ring, dq_sum_desc, H, padded_T, config:
                 if fill > 0:
                     dq_staging.release(fill - 1)
                 fill += 1
-            h, block = advance_block(h, block, work, config)
+            if config.LIST_T == 0:
+                h, block = advance_block(h, block, work, config)
         tile += 1
         work = consume(work_tiles, tile)
     tma_store_wait(0)
@@ -82,7 +90,7 @@ def multiply_dq(work_tiles: Ring, keys: Ring, ds_blocks: Ring, dq_staging: Ring,
     work = consume(work_tiles, 0)
     while work.is_valid != 0:
         keys.wait_full(tile)
-        for _ in range((work.last_block - work.first_block + 1) * config.GROUP):
+        for _ in range(steps_of(work, config)):
             dq = issue_dq(keys, ds_blocks, fill, 0, config)
             finish_block_of_dq(dq, dq_staging, fill)
             ds_blocks.release(fill)

@@ -18,6 +18,7 @@ Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttentio
 """
 
 from rooftile.backends.hopper.device.config import WG_ROWS
+from rooftile.backends.hopper.device.lists import Lists, read_word
 from rooftile.backends.hopper.device.mma import mma_qk, num_mmas
 from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, named_barrier, ring
 from rooftile.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
@@ -26,6 +27,7 @@ from rooftile.backends.hopper.flash_bwd.dq_accumulator import UNIT, UNIT_COLUMNS
 from rooftile.backends.hopper.flash_bwd.dq_roles import NUM_CONSUMERS, add_dq, finish_block_of_dq, issue_dq, multiply_dq
 from rooftile.backends.hopper.flash_bwd.parts import (
     BLOCK,
+    WORDS,
     BackwardConfig,
     advance_block,
     apply_mask_transposed,
@@ -34,6 +36,7 @@ from rooftile.backends.hopper.flash_bwd.parts import (
     flag_nan,
     load_key_tiles,
     recompute_capped_scores,
+    steps_of,
     store_rows,
     wait_for_store,
 )
@@ -52,9 +55,14 @@ PING_PONG_BARRIER = gl.constexpr(9)
 
 @gluon.jit
 def _compute_weights(
-    s, lses, biases, fill, t, queries: Ring, work, low, high, scoring: Scoring, WG: gl.constexpr, config: BackwardConfig
+    s, lses, biases, words, fill, t, queries: Ring, work, low, high, scoring: Scoring, WG: gl.constexpr, config: BackwardConfig
 ):  # fmt: skip
-    """The weights of 64 keys and a block of queries."""
+    """The weights of 64 keys and a block of queries. A listed block's word says where it is, and whether it weighs nothing."""
+    hidden = 0.0
+    if config.LIST_T > 0:
+        word = read_word(words, fill % WORDS * 2)
+        t = word // 2 * BLOCK
+        hidden = gl.where(word % 2 != 0, float("inf"), 0.0)
     if config.SOFTCAP:
         s = scoring.apply_softcap(s)
     if config.BIAS:
@@ -69,6 +77,8 @@ def _compute_weights(
     if (t < low) | (t + (BLOCK - 1) > high):
         s = apply_mask_transposed(s, work.t + WG * WG_ROWS, t, work, scoring.mask)
     lse = lses.index(fill % queries.stages).load(gl.SliceLayout(0, config.s_layout))
+    if config.LIST_T > 0:
+        lse = lse + hidden
     return gl.exp2(s * scoring.scale_log2 - gl.expand_dims(lse, 0))
 
 
@@ -94,8 +104,8 @@ def _issue_scores(keys: Ring, queries: Ring, fill, WG: gl.constexpr, config: Bac
 
 @gluon.jit
 def _step(
-    dk, dv, keys: Ring, values: Ring, k, v, queries: Ring, grads: Ring, lses, deltas, biases, ds_blocks: Ring, dq_staging: Ring,
-    fill, t, work,
+    dk, dv, keys: Ring, values: Ring, k, v, queries: Ring, grads: Ring, lses, deltas, biases, words, ds_blocks: Ring,
+    dq_staging: Ring, fill, t, work,
     low, high, scoring: Scoring, WG: gl.constexpr, FIRST: gl.constexpr, config: BackwardConfig,
 ):  # fmt: skip
     """One block of queries: its part of dk and dv, and at D = 128 dq of the block before it."""
@@ -116,7 +126,7 @@ def _step(
         s = warpgroup_mma_wait(NUM_CONSUMERS, deps=(s,))
     else:
         s = warpgroup_mma_wait(0, deps=(s,))
-    p = _compute_weights(s, lses, biases, fill, t, queries, work, low, high, scoring, WG, config)
+    p = _compute_weights(s, lses, biases, words, fill, t, queries, work, low, high, scoring, WG, config)
     if DQ:
         finish_block_of_dq(dq, dq_staging, (fill - 1) * NUM_CONSUMERS + WG)
     grads.wait_full(fill)
@@ -154,8 +164,8 @@ def _step(
 
 @gluon.jit
 def _step_ahead(
-    dk, dv, p, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, biases, ds_blocks: Ring, dq_staging: Ring,
-    fill, t, work,
+    dk, dv, p, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, biases, words, ds_blocks: Ring,
+    dq_staging: Ring, fill, t, work,
     low, high, scoring: Scoring, WG: gl.constexpr, MORE: gl.constexpr, config: BackwardConfig,
 ):  # fmt: skip
     """One block of queries at D = 128, from its weights on: its part of dk, dv and dq; and the weights of the next, at t.
@@ -195,7 +205,7 @@ def _step_ahead(
     queries.release(fill)
     if MORE:
         s = warpgroup_mma_wait(NUM_CONSUMERS if config.ACCUMULATE_DQ else 0, deps=(s,))
-        p = _compute_weights(s, lses, biases, fill + 1, t, queries, work, low, high, scoring, WG, config)
+        p = _compute_weights(s, lses, biases, words, fill + 1, t, queries, work, low, high, scoring, WG, config)
     if config.ACCUMULATE_DQ:
         finish_block_of_dq(dq, dq_staging, fill * NUM_CONSUMERS + WG)
     return dk, dv, p
@@ -203,7 +213,7 @@ def _step_ahead(
 
 @gluon.jit
 def _compute(
-    WG: gl.constexpr, work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, biases,
+    WG: gl.constexpr, work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, biases, words,
     ds_blocks: Ring, dq_staging: Ring,
     dk_desc, dv_desc, dk_ptr, dv_ptr, nan_flag_ptr, scoring: Scoring, config: BackwardConfig,
 ):  # fmt: skip
@@ -218,7 +228,7 @@ def _compute(
     work = consume(work_tiles, 0)
     Hk = dk_desc.shape[1].to(gl.int32)
     while work.is_valid != 0:
-        blocks = work.last_block - work.first_block + 1
+        steps = steps_of(work, config)
         s_0 = work.t + WG * WG_ROWS
         low, high = find_unmasked_queries(work, s_0, WG_ROWS, scoring.mask)
         dk = gl.zeros([WG_ROWS, config.D], gl.float32, config.acc_layout)
@@ -230,16 +240,17 @@ def _compute(
             block = work.first_block
             s = _issue_scores(keys, queries, fill, WG, config)
             s = warpgroup_mma_wait(0, deps=(s,))
-            p = _compute_weights(s, lses, biases, fill, block * BLOCK, queries, work, low, high, scoring, WG, config)
-            for _ in range(1, blocks * config.GROUP):
-                h, block = advance_block(h, block, work, config)
+            p = _compute_weights(s, lses, biases, words, fill, block * BLOCK, queries, work, low, high, scoring, WG, config)
+            for _ in range(1, steps):
+                if config.LIST_T == 0:
+                    h, block = advance_block(h, block, work, config)
                 dk, dv, p = _step_ahead(
-                    dk, dv, p, keys, values, queries, grads, lses, deltas, biases, ds_blocks, dq_staging, fill,
+                    dk, dv, p, keys, values, queries, grads, lses, deltas, biases, words, ds_blocks, dq_staging, fill,
                     block * BLOCK, work, low, high, scoring, WG, True, config,
                 )  # fmt: skip
                 fill += 1
             dk, dv, p = _step_ahead(
-                dk, dv, p, keys, values, queries, grads, lses, deltas, biases, ds_blocks, dq_staging, fill, 0, work,
+                dk, dv, p, keys, values, queries, grads, lses, deltas, biases, words, ds_blocks, dq_staging, fill, 0, work,
                 low, high, scoring, WG, False, config,
             )  # fmt: skip
             fill += 1
@@ -252,19 +263,23 @@ def _compute(
             # the first on its own, also at D = 64: of one loop over all, ptxas makes code that loses the keys (see the tests'
             # `overwritten_operands`)
             dk, dv = _step(
-                dk, dv, keys, values, k, v, queries, grads, lses, deltas, biases, ds_blocks, dq_staging, fill,
+                dk, dv, keys, values, k, v, queries, grads, lses, deltas, biases, words, ds_blocks, dq_staging, fill,
                 work.first_block * BLOCK, work,
                 low, high, scoring, WG, True, config,
             )  # fmt: skip
             fill += 1
-            h, block = advance_block(work.h, work.first_block, work, config)
-            for _ in range(1, blocks * config.GROUP):
+            h = work.h
+            block = work.first_block
+            if config.LIST_T == 0:
+                h, block = advance_block(h, block, work, config)
+            for _ in range(1, steps):
                 dk, dv = _step(
-                    dk, dv, keys, values, k, v, queries, grads, lses, deltas, biases, ds_blocks, dq_staging, fill,
+                    dk, dv, keys, values, k, v, queries, grads, lses, deltas, biases, words, ds_blocks, dq_staging, fill,
                     block * BLOCK, work, low, high, scoring, WG, False, config,
                 )  # fmt: skip
                 fill += 1
-                h, block = advance_block(h, block, work, config)
+                if config.LIST_T == 0:
+                    h, block = advance_block(h, block, work, config)
             if config.ACCUMULATE_DQ and not config.DQ_WARPGROUP:
                 dq = issue_dq(keys, ds_blocks, fill - 1, WG * UNIT, config)
                 finish_block_of_dq(dq, dq_staging, (fill - 1) * NUM_CONSUMERS + WG)
@@ -289,19 +304,19 @@ def _compute(
 @gluon.jit
 def _program(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, bias_desc,
-    dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
+    dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, lists, counter_ptr,
     B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr,
     FP16: gl.constexpr, ACCUMULATE_DQ: gl.constexpr,
     FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
-    """The program; without a bias, bias_desc is 0."""
+    """The program; without a bias, bias_desc is 0, and without lists of blocks `lists` is."""
     BIAS: gl.constexpr = TILE.BIAS_STAGES > 0
     dtype: gl.constexpr = q_desc.dtype
     config = BackwardConfig(
         GROUP, GROUP_SPLITS, NUM_CONSUMERS, D, FLAGS.DIM, FLAGS.DIM_V, FLAGS.PACKED,
         FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK, FLAGS.SOFTCAP, FP16,
-        ACCUMULATE_DQ, TILE.DV_AFTER_DS, TILE.SCORES_AHEAD, BIAS,
+        ACCUMULATE_DQ, TILE.DV_AFTER_DS, TILE.SCORES_AHEAD, BIAS, TILE.LIST_T, TILE.LIST_S,
     )  # fmt: skip
     mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -331,24 +346,27 @@ def _program(
     work_tiles = ring(
         gl.allocate_shared_memory(gl.int32, [2 * WORK_TILE_WORDS, 1], words), 2, NUM_CONSUMERS + HAS_DQ_ROLE + ACCUMULATE_DQ
     )  # fmt: skip
+    list_words = 0
+    if TILE.LIST_T > 0:
+        list_words = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words)
     fence_async_shared()
     H = q_desc.shape[1].to(gl.int32)
     scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP, BIAS)
     args = (
-        work_tiles, keys, values, queries, grads, lses, deltas, biases, ds_blocks, dq_staging, dk_desc, dv_desc, dk_ptr, dv_ptr,
-        nan_flag_ptr,
-        scoring, config,
+        work_tiles, keys, values, queries, grads, lses, deltas, biases, list_words, ds_blocks, dq_staging, dk_desc, dv_desc,
+        dk_ptr, dv_ptr, nan_flag_ptr, scoring, config,
     )
     load = (
         work_tiles, keys, values, queries, grads, lses, deltas, mask, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
         B, T, S, padded_T, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config, biases, bias_desc,
+        lists, list_words,
     )
     if HAS_DQ_ROLE:
         gl.warp_specialize(
             [
                 (_compute, (0,) + args), (_compute, (1,) + args),
                 (multiply_dq, (work_tiles, keys, ds_blocks, dq_staging, config)),
-                (load_key_tiles, load), (add_dq, (work_tiles, dq_staging, dq_sum_desc, H, padded_T, config)),
+                (load_key_tiles, load), (add_dq, (work_tiles, dq_staging, list_words, dq_sum_desc, H, padded_T, config)),
             ],
             [4, 4, 1, 1], [TILE.COMPUTE_REGISTERS, TILE.DQ_REGISTERS, TILE.COPY_REGISTERS, TILE.COPY_REGISTERS],
         )
@@ -356,7 +374,7 @@ def _program(
         gl.warp_specialize(
             [
                 (_compute, (0,) + args), (_compute, (1,) + args),
-                (load_key_tiles, load), (add_dq, (work_tiles, dq_staging, dq_sum_desc, H, padded_T, config)),
+                (load_key_tiles, load), (add_dq, (work_tiles, dq_staging, list_words, dq_sum_desc, H, padded_T, config)),
             ],
             [4, 1, 1], [TILE.COMPUTE_REGISTERS, TILE.COPY_REGISTERS, TILE.COPY_REGISTERS],
         )
@@ -381,7 +399,7 @@ def flash_bwd(
 ):
     _program(
         q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, 0,
-        dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, counter_ptr,
+        dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, 0, counter_ptr,
         B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
         GROUP, GROUP_SPLITS, D, FP16, ACCUMULATE_DQ, FLAGS, TILE,
     )
@@ -400,7 +418,33 @@ def flash_bwd_bias(
     # nothing reads what stands for offsets
     _program(
         q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, bias_desc,
-        dk_ptr, dv_ptr, nan_flag_ptr, counter_ptr, counter_ptr, counter_ptr,
+        dk_ptr, dv_ptr, nan_flag_ptr, counter_ptr, counter_ptr, 0, counter_ptr,
+        B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+        GROUP, GROUP_SPLITS, D, FP16, ACCUMULATE_DQ, FLAGS, TILE,
+    )
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "batch_stride", "head_stride", "per", "most", "B", "T", "S", "padded_T", "tiles", "balanced_heads", "left", "right",
+        "prefix", "chunk",
+    ],
+    do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr", "counts_ptr", "entries_ptr"],
+)
+def flash_bwd_listed(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc,
+    dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, entries_ptr, counter_ptr,
+    batch_stride, head_stride, per, most,
+    B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+    GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr,
+    FP16: gl.constexpr, ACCUMULATE_DQ: gl.constexpr,
+    FLAGS: gl.constexpr, TILE: gl.constexpr,
+):
+    """The same over lists of blocks, those of keys."""
+    lists = Lists(counts_ptr, entries_ptr, batch_stride, head_stride, per, most, TILE.LIST_T, TILE.LIST_S)
+    _program(
+        q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, 0,
+        dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, lists, counter_ptr,
         B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
         GROUP, GROUP_SPLITS, D, FP16, ACCUMULATE_DQ, FLAGS, TILE,
     )

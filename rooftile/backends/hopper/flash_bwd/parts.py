@@ -10,6 +10,7 @@ Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttentio
 
 from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS
+from rooftile.backends.hopper.device.lists import Lists, count_steps, write_word
 from rooftile.backends.hopper.device.mask import FAR
 from rooftile.backends.hopper.device.mma import mma_qk
 from rooftile.backends.hopper.device.nan_fallback import holds_nan
@@ -41,6 +42,8 @@ from rooftile.backends.hopper.gluon import (
 
 # queries, or keys, of a block
 BLOCK = gl.constexpr(64)
+# blocks of a list whose words are kept; no role is so far behind
+WORDS = gl.constexpr(16)
 
 
 @aggregate
@@ -61,6 +64,8 @@ class BackwardConfig:
     ACCUMULATE_DQ: gl.constexpr  # dq is added up in memory
     DV_AFTER_DS: gl.constexpr  # a block's product with dO is issued after its gradients of the scores are known
     SCORES_AHEAD: gl.constexpr  # the next block's scores are issued before this one is done
+    LIST_T: gl.constexpr  # queries and keys of a listed block; 0: there are no lists
+    LIST_S: gl.constexpr
     DQ_WARPGROUP: gl.constexpr  # at D = 64: keys and values stay in registers, and dq has a warpgroup of its own
     s_layout: gl.constexpr  # a warpgroup's scores of a block, either way round
     acc_layout: gl.constexpr
@@ -72,7 +77,7 @@ class BackwardConfig:
     @gluon.constexpr_function
     def __init__(
         self, GROUP, GROUP_SPLITS, BLOCKS_PER_TILE, D, DIM, DIM_V, PACKED, MASKED, SOFTCAP, FP16, ACCUMULATE_DQ=False,
-        DV_AFTER_DS=False, SCORES_AHEAD=False, BIAS=False,
+        DV_AFTER_DS=False, SCORES_AHEAD=False, BIAS=False, LIST_T=0, LIST_S=0,
     ):  # fmt: skip
         self.GROUP = gl.constexpr(GROUP)
         self.GROUP_SPLITS = gl.constexpr(GROUP_SPLITS)
@@ -88,6 +93,8 @@ class BackwardConfig:
         self.ACCUMULATE_DQ = gl.constexpr(ACCUMULATE_DQ)
         self.DV_AFTER_DS = gl.constexpr(DV_AFTER_DS)
         self.SCORES_AHEAD = gl.constexpr(SCORES_AHEAD)
+        self.LIST_T = gl.constexpr(LIST_T)
+        self.LIST_S = gl.constexpr(LIST_S)
         self.DQ_WARPGROUP = gl.constexpr(D <= 64)
         acc_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -254,6 +261,7 @@ def load_key_tiles(
     work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, mask: Mask,
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
     B, T, S, padded_T, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, counter_ptr, config: BackwardConfig, biases=0, bias_desc=0,
+    lists=0, words=0,
 ):  # fmt: skip
     """The role that draws tiles of keys, 64 per warpgroup, and has them copied in, then the queries and the gradients of the
     output that they meet.
@@ -271,10 +279,21 @@ def load_key_tiles(
         work = make_work_tile_of_keys(
             n, B, Hk, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, mask, config.BLOCKS_PER_TILE * BLOCK, config.PACKED
         )  # fmt: skip
+        first_block = work.first_block
+        last_block = work.last_block
+        if config.LIST_T > 0:
+            steps = 0
+            if work.is_valid != 0:
+                steps = count_listed(lists, work, first_block, last_block, config)
+            work = work.with_steps(steps)
         if work.is_valid != 0:
             publish(work_tiles, tile, work)
-            blocks = work.last_block - work.first_block + 1
-            steps = blocks * config.GROUP
+            if config.LIST_T > 0:
+                fill = _load_listed(
+                    keys, values, queries, grads, lses, deltas, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+                    H, padded_T, tile, fill, work, lists, words, steps, first_block, last_block, config,
+                )  # fmt: skip
+            steps = 0 if config.LIST_T > 0 else (last_block - first_block + 1) * config.GROUP
             h = work.h * config.GROUP
             block = work.first_block
             for i in range(steps):
@@ -294,6 +313,76 @@ def load_key_tiles(
         n = gl.atomic_add(counter_ptr, 1) + programs
     publish_end(work_tiles, tile)
     reset_counter(counter_ptr)
+
+
+@gluon.jit
+def count_listed(lists: Lists, work, first_block, last_block, config: BackwardConfig):
+    """How many blocks of 64 queries the heads of a tile of keys list."""
+    PER: gl.constexpr = config.LIST_T // BLOCK
+    steps = 0
+    for i in range(config.GROUP):
+        entries, count = lists.of_keys(work, work.h * config.GROUP + i)
+        steps += count_steps(entries, count, work.T, first_block, last_block, PER, config.LIST_T, 2)
+    return steps
+
+
+@gluon.jit
+def _load_listed(
+    keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+    H, padded_T, tile, fill, work, lists: Lists, words, steps, first_block, last_block, config: BackwardConfig,
+):  # fmt: skip
+    """Has a tile of keys copied in, and the listed blocks of queries; returns the next fill.
+
+    Each block has two words: its number, with a bit if nothing of it is seen, and its head. They are overwritten after WORDS
+    blocks, when every role is long past them.
+    """
+    PER: gl.constexpr = config.LIST_T // BLOCK
+    is_first = True
+    for i in range(config.GROUP):
+        h = work.h * config.GROUP + i
+        entries, count = lists.of_keys(work, h)
+        for step in range(count * PER):
+            block = gl.load(entries + step // PER * 2) * PER + step % PER
+            if (block >= first_block) & (block <= last_block):
+                fill = _load_listed_block(
+                    keys, values, queries, grads, lses, deltas, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+                    H, padded_T, tile, fill, work, h, block, words, is_first, 0, config,
+                )  # fmt: skip
+                is_first = False
+    if steps == 0:
+        # a block that weighs nothing
+        fill = _load_listed_block(
+            keys, values, queries, grads, lses, deltas, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+            H, padded_T, tile, fill, work, work.h * config.GROUP, 0, words, True, 1, config,
+        )  # fmt: skip
+    return fill
+
+
+@gluon.jit
+def _load_listed_block(
+    keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
+    H, padded_T, tile, fill, work, h, block, words, is_first, nothing, config: BackwardConfig,
+):  # fmt: skip
+    t = block * BLOCK
+    word = (work.b * H + h) * padded_T + work.padded_start + t
+    write_word(words, fill % WORDS * 2, 2 * block + nothing)
+    write_word(words, fill % WORDS * 2 + 1, h)
+    if is_first:
+        _load_tile_rows(keys, tile, k_desc, work, config)
+    _load_rows_and_stats(queries, lses, fill, q_desc, lse_desc, work.b, h, work.q_start + t, word)
+    if is_first:
+        _load_tile_rows(values, tile, v_desc, work, config)
+    _load_rows_and_stats(grads, deltas, fill, do_desc, delta_desc, work.b, h, work.q_start + t, word)
+    return fill + 1
+
+
+@gluon.jit
+def steps_of(work: WorkTile, config: BackwardConfig):
+    """How many blocks of queries a tile of keys meets, over all heads of its group."""
+    steps = work.last_block - work.first_block + 1
+    if config.LIST_T == 0:
+        steps = steps * config.GROUP
+    return steps
 
 
 @gluon.jit
@@ -326,7 +415,7 @@ def flag_nan(nan_flag_ptr, acc, config: BackwardConfig):
 
     A weight of zero does not hide a NaN or an infinity in the other factor. What to do about it is the launcher's.
     """
-    if config.MASKED or config.PACKED:
+    if config.MASKED or config.PACKED or config.LIST_T > 0:
         if holds_nan(acc):
             gl.store(nan_flag_ptr, 1)
 

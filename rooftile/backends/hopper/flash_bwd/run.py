@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from rooftile.backends.hopper.counters import counter
 from rooftile.backends.hopper.flash_bwd import dq_accumulator, row_stats
 from rooftile.backends.hopper.flash_bwd.dkdv import flash_bwd_kv
 from rooftile.backends.hopper.flash_bwd.dq import flash_bwd_q
-from rooftile.backends.hopper.flash_bwd.fused import flash_bwd, flash_bwd_bias
+from rooftile.backends.hopper.flash_bwd.fused import flash_bwd, flash_bwd_bias, flash_bwd_listed
 from rooftile.backends.hopper.flash_bwd.row_stats import RowStats
 from rooftile.backends.hopper.plan import flags_of, numbers_of, processors, schedule, sizes_of
 from rooftile.backends.hopper.tiles import (
@@ -35,6 +35,7 @@ from rooftile.backends.hopper.tiles import (
     padded,
 )
 from rooftile.backends.hopper.tma import descriptor, is_readable, line, readable
+from rooftile.blocks.lists import steps_of_lists
 from rooftile.launch import BoundedCache, Describe, Kernel, empties, kind_of
 from rooftile.masks import FULL
 from rooftile.reference.gradients import sinks_gradient
@@ -102,7 +103,7 @@ def _plan(
     the launch of `repair` computes everything again if it is set. A bias's gradient has a launch of its own.
     """
     sizes = sizes_of(q, k, options)
-    may_hide = spec.mask != FULL or spec.layout == "packed"
+    may_hide = _may_hide(spec)
     columns = padded(spec.dim) if _accumulates_dq(spec) else 0
     stats_of = row_stats.plan(o, do, dlse, sizes, spec, check_nan=may_hide or spec.bias_grad, columns=columns)
     fill = _fill(k, v, sizes, spec, bias_kind(options))
@@ -123,9 +124,10 @@ def _plan(
         bias = lse if bias is None else readable_bias(bias, bias_shape(sizes))
         stats = stats_of(o, do, lse, lse if dlse is None else dlse, cu_q)
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, stats.rows)
-        fill(q, k, v, do, stats, dq, dk, dv, cu_q, cu_k, bias)
+        lists = options.block_counts, options.block_indices, options.key_counts, options.key_entries
+        fill(q, k, v, do, stats, dq, dk, dv, cu_q, cu_k, bias, lists)
         if mend is not None:
-            mend(stats.nan_flag, q, k, v, do, stats.words, dq, dk, dv, cu_q, cu_k, bias)
+            mend(stats.nan_flag, q, k, v, do, stats.words, dq, dk, dv, cu_q, cu_k, bias if lists[0] is None else lists)
         dbias = bias_gradient(q, k, v, do, stats.words, options, spec) if spec.bias_grad else None
         return Grads(dq, dk, dv, dbias, dsinks)
 
@@ -159,10 +161,10 @@ def _fill(k: Tensor, v: Tensor, sizes: Sizes, spec: Spec, bias_kind: BiasKind | 
 
     def fill(
         q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dq: Tensor, dk: Tensor, dv: Tensor, cu_q: Tensor,
-        cu_k: Tensor, bias: Tensor,
+        cu_k: Tensor, bias: Tensor, lists: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
         dk_parts, dv_parts = (dk, dv) if parts == 1 else (new_dk(), new_dv())
-        keys(q, k, v, do, stats, dk_parts, dv_parts, cu_q, cu_k, bias)
+        keys(q, k, v, do, stats, dk_parts, dv_parts, cu_q, cu_k, bias, lists)
         queries(q, k, v, do, stats, dq, cu_q, cu_k)
         if parts > 1:
             for whole, each in ((dk, dk_parts), (dv, dv_parts)):
@@ -193,6 +195,11 @@ def parts_of_group(spec: Spec, sizes: Sizes, device: torch.device) -> int:
     return parts
 
 
+def _may_hide(spec: Spec) -> bool:
+    """Whether some query does not see a key that is computed beside those that it sees."""
+    return spec.mask != FULL or spec.layout == "packed" or spec.block_size is not None
+
+
 def _accumulates_dq(spec: Spec) -> bool:
     """Whether dq is added up in memory, in any order."""
     return _width(spec) <= 128 and not spec.deterministic
@@ -209,12 +216,15 @@ def _both(
     kernel = _kernel(flash_bwd, described)
     if bias_kind is not None:
         kernel = _kernel(flash_bwd_bias, (*described, partial(bias_descriptor, box=(bias_kind.rows, WARPGROUP))))
-    launch = kernel.bound((programs, 1, 1), numbers, _constants_of_both(spec, parts, adds, bias_kind))
+    own = _constants_of_both(spec, parts, adds, bias_kind)
+    if spec.block_size is not None:
+        return _over_lists(_kernel(flash_bwd_listed, described), programs, numbers, own, sizes.Hk, spec.group, device)
+    launch = kernel.bound((programs, 1, 1), numbers, own)
     new_unit = empties((dq_accumulator.UNIT_ROWS.value, dq_accumulator.UNIT_COLUMNS.value), torch.float32, device)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor,
-        bias: Tensor,
+        bias: Tensor, lists: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
         dq_sum = stats.dq_sum if adds else new_unit()
         if bias_kind is not None:
@@ -226,9 +236,27 @@ def _both(
     return run
 
 
+def _over_lists(
+    kernel: Kernel, programs: int, numbers: tuple[Any, ...], constants: dict[str, Any], Hk: int, group: int, device: torch.device
+) -> Callable[..., None]:  # fmt: skip
+    """The launch for dk, dv and dq over lists of blocks, whose own sizes may change from call to call."""
+    launch = cache(lambda steps: kernel.bound((programs, 1, 1), (*steps, *numbers), constants))
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor,
+        bias: Tensor, lists: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        _, _, counts, entries = lists
+        steps = (*steps_of_lists(counts, Hk, group), entries.shape[-2])
+        described = (q, k, v, do, stats.lse, stats.delta, stats.dq_sum, dk, dv)
+        launch(steps)(*described, dk, dv, stats.nan_flag, cu_q, cu_k, counts, entries, counter(device))
+
+    return run
+
+
 def _finalize(sizes: Sizes, padded_T: int, spec: Spec) -> Callable[..., None]:
     """The launch that makes dq of its sum."""
-    launch = dq_accumulator.finalize(spec, sizes, padded_T, check_nan=spec.mask != FULL or spec.layout == "packed")
+    launch = dq_accumulator.finalize(spec, sizes, padded_T, check_nan=_may_hide(spec))
 
     def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dq: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
         launch(stats.dq_sum, dq, stats.nan_flag, cu_q)
@@ -246,7 +274,7 @@ def _keys(sizes: Sizes, parts: int, padded_T: int, spec: Spec, device: torch.dev
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor,
-        bias: Tensor,
+        bias: Tensor, lists: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
         launch(q, k, v, do, stats.lse, stats.delta, dk, dv, dk, dv, stats.nan_flag, cu_q, cu_k, counter(device))
 

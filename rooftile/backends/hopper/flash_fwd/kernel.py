@@ -19,11 +19,13 @@ Shah et al., FlashAttention-3, arXiv:2407.08608; Dao, FlashAttention-2, arXiv:23
 """
 
 from rooftile.backends.hopper.device.config import LN2, LOG2E, WG_ROWS, KernelConfig, query_offset
+from rooftile.backends.hopper.device.lists import Lists, count_steps, load_listed, read_word
 from rooftile.backends.hopper.device.mma import mma_qk
 from rooftile.backends.hopper.device.nan_fallback import (
     TABLE_WORD,
     holds_nan,
     recompute_without_hidden_nan,
+    spill_lists,
     spill_tensor,
     spill_word,
 )
@@ -42,6 +44,7 @@ from rooftile.backends.hopper.device.softmax import (
     Scoring,
     add_bias,
     cap_and_mask,
+    cap_and_mask_listed,
     force_before_wait,
     make_scoring,
     pack_16bit,
@@ -106,7 +109,7 @@ def _draw(counter_ptr):
 @gluon.jit
 def _load(
     work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, biases, mask: Mask, q_desc, k_desc, v_desc, bias_desc,
-    B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, table: Table, counter_ptr, config: KernelConfig,
+    B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, table: Table, lists, words, counter_ptr, config: KernelConfig,
 ):  # fmt: skip
     """The role that draws tiles and has them copied in.
 
@@ -126,6 +129,17 @@ def _load(
             config.KEYS, config.PACKED,
             config.PAGE_SIZE > 0,
         )  # fmt: skip
+        first_block = work.first_block
+        last_block = work.last_block
+        steps = 0
+        if config.LIST_S > 0:
+            PER: gl.constexpr = config.LIST_S // config.KEYS
+            if work.is_valid != 0:
+                entries, count = lists.of_queries(work)
+                steps = count * PER
+                if config.MASKED:
+                    steps = count_steps(entries, count, work.S, first_block, last_block, PER, config.LIST_S)
+            work = work.with_steps(steps)
         if work.is_valid != 0:
             publish(work_tiles, tile, work)
             queries.wait_empty(tile)
@@ -137,7 +151,13 @@ def _load(
                     queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + i),
                 )  # fmt: skip
             tile += 1
-            if config.PAGE_SIZE > 0:
+            if config.LIST_S > 0:
+                fill, drawn = load_listed(
+                    keys, values, words, k_desc, v_desc, fill, work, lists, mask, steps, first_block, last_block, counter_ptr,
+                    config,
+                )  # fmt: skip
+                n = drawn + programs
+            elif config.PAGE_SIZE > 0:
                 # all in one loop: what a loop's boxes and those of a block after it have in common, ptxas 12.8 would compute in
                 # the loop alone (see `pipeline.hide_from_ptxas`)
                 for i in range(work.last_block - work.first_block + 1):
@@ -181,10 +201,10 @@ def _issue_mmas(
 
 @gluon.jit
 def _finish_scores(
-    s, biases, fill, row, column, work, scoring: Scoring, WG: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
+    s, biases, word, fill, row, column, work, scoring: Scoring, WG: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
     HAS_BLOCK=True,
 ):  # fmt: skip
-    """The products of queries and keys with bias, capped and masked."""
+    """The products of queries and keys with bias, capped and masked. A listed block's word says where it is."""
     if config.BIAS is not None:
         biases.wait_full(fill, HAS_BLOCK)
         if biases.buffers.shape[3] == 1:
@@ -195,19 +215,33 @@ def _finish_scores(
             bias = block.load(config.s_layout)
         s = add_bias(s, bias, scoring)
         biases.release(fill)
-    return cap_and_mask(s, row, column, work, scoring, config, CHECK)
+    if config.LIST_S > 0:
+        s = cap_and_mask_listed(s, row, word, work, scoring, config)
+    else:
+        s = cap_and_mask(s, row, column, work, scoring, config, CHECK)
+    return s
+
+
+@gluon.jit
+def _word(words, fill, keys: Ring, config: KernelConfig):
+    """The word of a listed block; without lists there is none."""
+    word = 0
+    if config.LIST_S > 0:
+        word = read_word(words, fill % keys.stages)
+    return word
 
 
 @gluon.jit
 def _step(
-    q, q_registers, keys: Ring, values: Ring, biases, p, acc, m, l, fill, row, column, work, scoring: Scoring,
+    q, q_registers, keys: Ring, values: Ring, biases, words, p, acc, m, l, fill, row, column, work, scoring: Scoring,
     WG: gl.constexpr, MINE: gl.constexpr, OTHER: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
 ):  # fmt: skip
     """One block: its scores and weights, and the block before it into the output."""
     s, acc = _issue_mmas(q, q_registers, keys, values, p, acc, fill, True, MINE, OTHER, config, config.Q_IN_REGISTERS)
+    word = _word(words, fill, keys, config)
     s = warpgroup_mma_wait(1, deps=(s,))
     keys.release(fill)
-    s = _finish_scores(s, biases, fill, row, column, work, scoring, WG, config, CHECK)
+    s = _finish_scores(s, biases, word, fill, row, column, work, scoring, WG, config, CHECK)
     weights, m, l, alpha = update_softmax(s, m, l, scoring.scale_log2, config, False)
     if config.SOFTMAX_FIRST:
         l = force_before_wait(l)
@@ -220,7 +254,7 @@ def _step(
 
 @gluon.jit
 def _compute(
-    WG: gl.constexpr, work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, biases, outputs, spilled, o_desc,
+    WG: gl.constexpr, work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, biases, words, outputs, spilled, o_desc,
     o_ptr, lse_ptr, sinks_ptr, H, total, scoring: Scoring, config: KernelConfig,
 ):  # fmt: skip
     """A warpgroup's role: 64 queries of every tile."""
@@ -247,10 +281,11 @@ def _compute(
     s = mma_qk(q, config.key_block(keys, 0), config.DIM, config.s_layout)
     if config.PING_PONG:
         named_barrier("arrive", OTHER)
+    word = _word(words, 0, keys, config)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.release(0)
     s = _finish_scores(
-        s, biases, 0, work.t + WG * config.ROWS, work.last_block * config.KEYS, work, scoring, WG, config, True,
+        s, biases, word, 0, work.t + WG * config.ROWS, work.last_block * config.KEYS, work, scoring, WG, config, True,
         work.is_valid != 0,
     )  # fmt: skip
     weights, m, l, _ = update_softmax(s, none, none, scoring.scale_log2, config, True)
@@ -270,7 +305,7 @@ def _compute(
         blocks = work.last_block - work.first_block + 1
         right = 1
         left = blocks
-        if config.MASKED:
+        if config.MASKED and config.LIST_S == 0:
             clear_stop = (mask.last_key(i_0, work.S) + 1) // config.KEYS
             right = gl.minimum(gl.maximum(work.last_block + 1 - clear_stop, 1), blocks)
             q = queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
@@ -278,20 +313,20 @@ def _compute(
                 fill += 1
                 column = (work.last_block - i) * config.KEYS
                 p, acc, m, l = _step(
-                    q, q_registers, keys, values, biases, p, acc, m, l, fill, row, column, work, scoring,
+                    q, q_registers, keys, values, biases, words, p, acc, m, l, fill, row, column, work, scoring,
                     WG, MINE, OTHER, config, True,
                 )  # fmt: skip
-        if mask.LEFT or mask.CHUNK:
+        if (mask.LEFT or mask.CHUNK) and config.LIST_S == 0:
             clear_first = gl.maximum(mask.first_key(i_0 + (config.ROWS - 1)) + (config.KEYS - 1), 0) // config.KEYS
             left = gl.maximum(gl.minimum(work.last_block + 1 - clear_first, blocks), right)
         q = queries.buffers.index(hide_from_ptxas(tile) % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
         for _ in range(right, left):
             fill += 1
             p, acc, m, l = _step(
-                q, q_registers, keys, values, biases, p, acc, m, l, fill, row, 0, work, scoring,
+                q, q_registers, keys, values, biases, words, p, acc, m, l, fill, row, 0, work, scoring,
                 WG, MINE, OTHER, config, False,
             )  # fmt: skip
-        if mask.LEFT or mask.CHUNK:
+        if (mask.LEFT or mask.CHUNK) and config.LIST_S == 0:
             q = queries.buffers.index(
                 hide_from_ptxas(tile) % queries.stages * config.NUM_CONSUMERS + WG
             ).reshape([WG_ROWS, config.D])  # fmt: skip
@@ -299,7 +334,7 @@ def _compute(
                 fill += 1
                 column = (work.last_block - i) * config.KEYS
                 p, acc, m, l = _step(
-                    q, q_registers, keys, values, biases, p, acc, m, l, fill, row, column, work, scoring,
+                    q, q_registers, keys, values, biases, words, p, acc, m, l, fill, row, column, work, scoring,
                     WG, MINE, OTHER, config, True,
                 )  # fmt: skip
         queries.release(tile)
@@ -312,6 +347,7 @@ def _compute(
         queries.wait_full(tile, has_next)
         q = queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
         s, acc = _issue_mmas(q, 0, keys, values, p, acc, fill, has_next, MINE, OTHER, config, 0)
+        word = _word(words, fill, keys, config)
         m = m * scoring.scale_log2
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
         rows = gl.arange(0, WG_ROWS, row_layout)
@@ -330,8 +366,8 @@ def _compute(
         s = warpgroup_mma_wait(1, deps=(s,))
         keys.release(fill)
         s = _finish_scores(
-            s, biases, fill, next_work.t + WG * config.ROWS, next_work.last_block * config.KEYS, next_work, scoring, WG, config,
-            True, has_next,
+            s, biases, word, fill, next_work.t + WG * config.ROWS, next_work.last_block * config.KEYS, next_work, scoring, WG,
+            config, True, has_next,
         )  # fmt: skip
         weights, m, l, _ = update_softmax(s, none, none, scoring.scale_log2, config, True)
         wait_for_store()
@@ -339,7 +375,7 @@ def _compute(
         values.release(fill - 1)
         p = pack_16bit(weights, dtype)
         acc = acc * gl.expand_dims(gl.convert_layout(output_scale, gl.SliceLayout(1, config.o_layout)), 1)
-        if config.MASKED or config.PACKED:
+        if config.MASKED or config.PACKED or config.LIST_S > 0:
             # a weight of zero does not hide a NaN or an infinity among the values
             if holds_nan(acc):
                 recompute_without_hidden_nan(spilled, o_ptr, lse_ptr, work, row, H, total, scoring, config)
@@ -357,14 +393,14 @@ def _compute(
 @gluon.jit
 def _program(
     q_desc, k_desc, v_desc, o_desc, bias_desc, q_ptr, k_ptr, v_ptr, o_ptr, bias_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
-    table_ptr, counter_ptr,
+    table_ptr, lists, counter_ptr,
     table_stride, k_page, k_head, v_page, v_head, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     SINKS: gl.constexpr,
     FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
-    """The program; without a bias, bias_desc and bias_ptr are 0."""
+    """The program; without a bias, bias_desc and bias_ptr are 0, and without lists of blocks `lists` is."""
     BIAS: gl.constexpr = TILE.BIAS_STAGES > 0
     dtype: gl.constexpr = q_desc.dtype
     masked: gl.constexpr = FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK
@@ -373,6 +409,7 @@ def _program(
         TILE.Q_IN_REGISTERS, TILE.LAZY, TILE.SOFTMAX_FIRST, FLAGS.PACKED,
         PAGE_SIZE, masked, FLAGS.SOFTCAP,
         SINKS, k_desc.block_type.shape[1], v_desc.block_type.shape[1], bias_desc.dtype if BIAS else None,
+        TILE.LIST_S,
     )
     mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     queries = ring(
@@ -404,7 +441,8 @@ def _program(
     work_tiles = ring(
         gl.allocate_shared_memory(gl.int32, [2 * WORK_TILE_WORDS, 1], words), 2, TILE.NUM_CONSUMERS + (PAGE_SIZE > 0)
     )  # fmt: skip
-    spilled = gl.allocate_shared_memory(gl.int64, [16, 1], words)
+    list_words = gl.allocate_shared_memory(gl.int32, [TILE.KV_STAGES, 1], words)
+    spilled = gl.allocate_shared_memory(gl.int64, [32, 1], words)
     spill_tensor(spilled, 0, q_ptr, q_desc)
     if PAGE_SIZE > 0:
         spill_tensor(spilled, 1, k_ptr, k_desc, k_page, k_head)
@@ -416,6 +454,8 @@ def _program(
         spill_tensor(spilled, 2, v_ptr, v_desc)
     if BIAS:
         spill_tensor(spilled, 3, bias_ptr, bias_desc)
+    if TILE.LIST_S > 0:
+        spill_lists(spilled, lists)
     fence_async_shared()
     # packed: one sequence, of all queries
     H = q_desc.shape[1].to(gl.int32)
@@ -424,11 +464,12 @@ def _program(
     v_table = Table(table_ptr, table_stride, v_page, v_head)
     load = (
         work_tiles, queries, keys, values, biases, mask, q_desc, k_desc, v_desc, bias_desc,
-        B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, k_table, counter_ptr, config,
+        B, H, T, S, tiles, balanced_heads, cu_q_ptr, cu_k_ptr, k_table, lists, list_words, counter_ptr, config,
     )
     scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP, BIAS)
     args = (
-        work_tiles, queries, keys, values, biases, outputs, spilled, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring, config,
+        work_tiles, queries, keys, values, biases, list_words, outputs, spilled, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring,
+        config,
     )
     if PAGE_SIZE > 0:
         gl.static_assert(TILE.NUM_CONSUMERS == 2)
@@ -468,7 +509,7 @@ def flash_fwd(
 ):
     _program(
         q_desc, k_desc, v_desc, o_desc, 0, q_ptr, k_ptr, v_ptr, o_ptr, 0, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
-        table_ptr, counter_ptr,
+        table_ptr, 0, counter_ptr,
         table_stride, k_page, k_head, v_page, v_head, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
         GROUP, D, DV, PAGE_SIZE, SINKS, FLAGS, TILE,
     )
@@ -490,7 +531,33 @@ def flash_fwd_bias(
     none = B * 0
     _program(
         q_desc, k_desc, v_desc, o_desc, bias_desc, q_ptr, k_ptr, v_ptr, o_ptr, bias_ptr, lse_ptr, sinks_ptr, counter_ptr,
-        counter_ptr, counter_ptr, counter_ptr,
+        counter_ptr, counter_ptr, 0, counter_ptr,
+        none, none, none, none, none, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+        GROUP, D, DV, 0, SINKS, FLAGS, TILE,
+    )
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "batch_stride", "head_stride", "per", "most", "B", "S", "tiles", "balanced_heads", "left", "right", "prefix", "chunk",
+    ],
+    do_not_specialize_on_alignment=["sinks_ptr", "cu_q_ptr", "cu_k_ptr", "counts_ptr", "indices_ptr"],
+)
+def flash_fwd_listed(
+    q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, indices_ptr,
+    counter_ptr,
+    batch_stride, head_stride, per, most, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    SINKS: gl.constexpr,
+    FLAGS: gl.constexpr, TILE: gl.constexpr,
+):
+    """The same over lists of blocks."""
+    # nothing reads what stands for pages
+    none = B * 0
+    lists = Lists(counts_ptr, indices_ptr, batch_stride, head_stride, per, most, TILE.LIST_T, TILE.LIST_S)
+    _program(
+        q_desc, k_desc, v_desc, o_desc, 0, q_ptr, k_ptr, v_ptr, o_ptr, 0, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
+        counter_ptr, lists, counter_ptr,
         none, none, none, none, none, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
         GROUP, D, DV, 0, SINKS, FLAGS, TILE,
     )

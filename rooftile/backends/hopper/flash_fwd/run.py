@@ -35,6 +35,7 @@ from rooftile.backends.hopper.tiles import (
     Tile,
     biased_tile,
     forward_tile,
+    listed_tile,
     padded,
     paged_tile,
 )
@@ -48,6 +49,7 @@ from rooftile.backends.hopper.tma import (
     steps_of_pages,
 )
 from rooftile.backends.paged_by_gather import as_packed
+from rooftile.blocks.lists import steps_of_lists
 from rooftile.kvcache import PagedKV
 from rooftile.launch import BoundedCache, Kernel, empties, kind_of
 from rooftile.spec import Options, Sizes, Spec
@@ -90,6 +92,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, options: Options, spec: Spec) -> Fo
 
 
 def _plan(q: Tensor, sizes: Sizes, spec: Spec, tile: Tile) -> Forward:
+    if spec.block_size is not None:
+        return _plan_over_lists(q, sizes, spec, tile)
     launch = (plan_with_bias if tile.BIAS_STAGES else plan)(spec, sizes, tile, q.device)
     new_o, new_lse = _outputs(q, sizes, spec)
     device = q.device
@@ -104,6 +108,25 @@ def _plan(q: Tensor, sizes: Sizes, spec: Spec, tile: Tile) -> Forward:
         # no kernel reads what stands for an absent tensor
         sinks, cu_q, cu_k = lse if sinks is None else sinks, lse if cu_q is None else cu_q, lse if cu_k is None else cu_k
         launch(q, k, v, o, q, k, v, o, lse, sinks, cu_q, cu_k, cu_q, counter(device))
+        return o, lse
+
+    return run
+
+
+def _plan_over_lists(q: Tensor, sizes: Sizes, spec: Spec, tile: Tile) -> Forward:
+    """The forward over lists of blocks, whose own sizes may change from call to call."""
+    launch = plan_with_lists(spec, sizes, tile, q.device)
+    new_o, new_lse = _outputs(q, sizes, spec)
+    device = q.device
+
+    def run(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        o, lse = new_o(), new_lse()
+        sinks, cu_q, cu_k = (lse if x is None else x for x in (options.sinks, options.cu_q, options.cu_k))
+        counts, indices = options.block_counts, options.block_indices
+        assert counts is not None
+        assert indices is not None
+        steps = (*steps_of_lists(counts, sizes.Hk, spec.group), indices.shape[-1])
+        launch(steps)(q, k, v, o, q, k, v, o, lse, sinks, cu_q, cu_k, counts, indices, counter(device))
         return o, lse
 
     return run
@@ -155,7 +178,17 @@ def plan_with_bias(spec: Spec, sizes: Sizes, tile: Tile, device: torch.device) -
     """The forward's launch with a bias: of q, k, v, o and bias for the copy engine, then of all tensors in the kernel's order."""
     tiles, programs, tail = schedule(sizes.T, sizes.H, tile.rows, sizes, device, spec)
     numbers = (sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
-    return _kernel_with_bias(spec, tile).bound((programs, 1, 1), numbers, constants_with_bias(spec, tile))
+    return _kernel_with_bias(spec, tile).bound((programs, 1, 1), numbers, constants_without_pages(spec, tile))
+
+
+def plan_with_lists(
+    spec: Spec, sizes: Sizes, tile: Tile, device: torch.device
+) -> Callable[[tuple[int, ...]], Callable[..., None]]:  # fmt: skip
+    """The forward's launch over lists, from their steps (`steps_of_lists`) and their longest possible one."""
+    tiles, programs, tail = schedule(sizes.T, sizes.H, tile.rows, sizes, device, spec)
+    numbers = (sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
+    start, own = _kernel_with_lists(spec, tile), constants_without_pages(spec, tile)
+    return cache(lambda steps: start.bound((programs, 1, 1), (*steps, *numbers), own))
 
 
 def can_read(cache: PagedKV) -> bool:
@@ -168,6 +201,8 @@ def tile_of(spec: Spec, sizes: Sizes, device: torch.device, bias: BiasKind | Non
     """The tile, with as many query heads of a group together as save rounds of tiles, if that is a tenth of them or more."""
     if bias is not None:
         return biased_tile(spec, bias)
+    if spec.block_size is not None:
+        return listed_tile(spec)
     alone = forward_tile(spec, sizes.T)
     if spec.group == 1:
         return alone
@@ -190,6 +225,11 @@ def _kernel(spec: Spec, tile: Tile, size: int = 0) -> Kernel:
 def _kernel_with_bias(spec: Spec, tile: Tile) -> Kernel:
     describe = [partial(descriptor, box=box) for box in boxes(spec, tile)]
     return Kernel(kernel.flash_fwd_bias, (*describe, partial(bias_descriptor, box=(tile.BIAS_ROWS, tile.KEYS))))
+
+
+@cache
+def _kernel_with_lists(spec: Spec, tile: Tile) -> Kernel:
+    return Kernel(kernel.flash_fwd_listed, tuple(partial(descriptor, box=box) for box in boxes(spec, tile)))
 
 
 def _outputs(q: Tensor, sizes: Sizes, spec: Spec) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
@@ -219,6 +259,6 @@ def constants(spec: Spec, tile: Tile, size: int = 0) -> dict[str, Any]:
 
 
 @cache
-def constants_with_bias(spec: Spec, tile: Tile) -> dict[str, Any]:
-    """The compile-time arguments of the forward with a bias."""
+def constants_without_pages(spec: Spec, tile: Tile) -> dict[str, Any]:
+    """The compile-time arguments of the forward with a bias, or over lists."""
     return {name: value for name, value in constants(spec, tile).items() if name != "PAGE_SIZE"}

@@ -1,0 +1,114 @@
+"""Lists of blocks on Hopper: what the conformance suite tries in other dtypes and sizes than its kernels have."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import rooftile as rt
+from rooftile import dispatch
+from rooftile.blocks import Blocks
+from rooftile.masks import CAUSAL, FULL, Mask, Window
+from rooftile.spec import Options, Spec
+from tests.conformance.exact import ulp
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+BF16 = torch.bfloat16
+
+
+def tensors(T: int, S: int, H: int, Hk: int, D: int, B: int = 1) -> list[Tensor]:
+    return [torch.randn(B, n, h, D, device="cuda", dtype=BF16) for n, h in ((T, H), (S, Hk), (S, Hk))]
+
+
+def near(found: Tensor, due: Tensor) -> None:
+    """As near as two orders of the same sum in bf16 are."""
+    wrong = (found.double() - due.double()).abs()
+    assert wrong.max().item() <= 8 * ulp(BF16, due.abs().max().item())
+    assert wrong.mean().item() <= 2 * ulp(BF16, due.abs().mean().item())
+
+
+def answer(inputs: list[Tensor], mask: Mask, blocks: Blocks | None, backend: str) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    o, lse = rt.attention_with_lse(*leaves, mask, blocks=blocks, backend=backend)
+    torch.manual_seed(1)
+    do = torch.randn_like(o)
+    return [o, lse.to(BF16), *torch.autograd.grad(o, leaves, do)]
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("H", "Hk"), [(2, 2), (8, 1)])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, CAUSAL & Window(300)], ids=str)
+def test_all_blocks_are_the_mask_alone(mask: Mask, H: int, Hk: int, D: int) -> None:
+    inputs = tensors(1000, 1200, H, Hk, D)
+    blocks = Blocks.from_dense(torch.ones(8, 10, dtype=torch.bool, device="cuda"))
+    for x, due in zip(answer(inputs, mask, blocks, "hopper"), answer(inputs, mask, None, "hopper"), strict=True):
+        near(x, due)
+
+
+@pytest.mark.parametrize("D", [64, 96, 128])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+def test_long_random_lists_equal_the_portable_kernels(mask: Mask, D: int) -> None:
+    inputs = tensors(8192, 8192, 8, 2, D, B=2)
+    blocks = Blocks.from_dense(torch.rand(2, 8, 64, 64, device="cuda") < 0.2)
+    for x, due in zip(answer(inputs, mask, blocks, "hopper"), answer(inputs, mask, blocks, "triton"), strict=True):
+        near(x, due)
+
+
+def test_a_list_and_its_complement_merged_are_the_whole() -> None:
+    inputs = tensors(1500, 1500, 4, 2, 128)
+    keep = torch.rand(1, 2, 12, 12, device="cuda") < 0.5
+    parts = [rt.attention_with_lse(*inputs, CAUSAL, blocks=Blocks.from_dense(x), backend="hopper") for x in (keep, ~keep)]
+    o, lse = rt.merge(parts)
+    due, due_lse = rt.attention_with_lse(*inputs, CAUSAL, backend="hopper")
+    near(o, due)
+    torch.testing.assert_close(lse, due_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+def test_a_block_that_is_not_there_is_passed_over(mask: Mask) -> None:
+    q, k, v = tensors(300, 300, 2, 2, 64)
+    right = [[0, 2], [1, 0], [2, 1]]
+    far = [[0, 2, 3, -1, 2**30], [1, 0, 2**31 - 1, -(2**31), 3], [2, 1, 5, 5, 5]]
+    spec = Spec(dtype=BF16, dim=64, dim_v=64, scale=0.2, mask=mask, block_size=(128, 128), device="sm90")
+    found = []
+    for indices in (right, far):
+        counts = torch.full((1, 1, 3), len(indices[0]), dtype=torch.int32, device="cuda")
+        options = Options(block_counts=counts, block_indices=torch.tensor(indices, dtype=torch.int32, device="cuda")[None, None])
+        found.append(dispatch.BACKENDS["hopper"].forward(q, k, v, options, spec)[0])
+    near(found[1], found[0])
+
+
+def test_a_nan_shows_where_it_is_seen_and_nowhere_else() -> None:
+    q, k, v = tensors(500, 700, 2, 2, 128, B=2)
+    blocks = Blocks.from_dense(torch.rand(2, 2, 4, 6, device="cuda") < 0.5)
+    k[1, 70, 0, 3], v[0, 150, 1, 2], q[0, 3, 1, 1] = math.nan, math.nan, math.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o, _ = rt.attention_with_lse(*leaves, CAUSAL, blocks=blocks, backend="hopper")
+    visible = blocks.pairs(500, 700) & rt.masks.materialise(CAUSAL, 500, 700, o.device)
+    due = torch.zeros(2, 500, 2, dtype=torch.bool, device="cuda")
+    due[1, :, 0] |= visible[1, 0, :, 70]
+    due[0, :, 1] |= visible[0, 1, :, 150]
+    due[0, 3, 1] |= visible[0, 1, 3].any()
+    assert torch.equal(o.isnan().any(-1), due)
+    dq, dk, _ = torch.autograd.grad(o.nan_to_num().sum(), leaves)
+    # a key that no lost row sees has a gradient
+    clean = ~(visible & (due.mT[..., None])).any(2)
+    assert dk.isfinite().all(-1).mT[clean].all()
+    assert dq.isfinite().all(-1)[~due].all()
+
+
+def test_a_graph_reads_lists_that_have_changed() -> None:
+    inputs = tensors(1024, 1024, 2, 2, 128)
+    blocks = Blocks.from_dense(torch.rand(8, 8, device="cuda") < 0.5)
+    rt.attention(*inputs, blocks=blocks, backend="hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = rt.attention(*inputs, blocks=blocks, backend="hopper")
+    other = Blocks.from_dense(torch.rand(8, 8, device="cuda") < 0.5)
+    blocks.counts.copy_(other.counts)
+    blocks.indices.copy_(other.indices)
+    graph.replay()
+    near(o, rt.attention(*inputs, blocks=other, backend="hopper"))
