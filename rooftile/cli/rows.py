@@ -53,7 +53,8 @@ def show(rows: Sequence[Row]) -> None:
     print_table("", [columns[n] for n in kept], [[row[n] for n in kept] for row in cells], left=3)
     if len(names) > MOST_MEASURES:
         for row in timed:
-            print(f"{row.case} {row.phase} {row.backend}: {', '.join(f'{name} {_number(row.measures[name])}' for name in row.measures)}")
+            shown = ", ".join(f"{name} {_number(value)}" for name, value in row.measures.items())
+            print(f"{row.case} {row.phase} {row.backend}: {shown}")
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.reason:

@@ -137,7 +137,7 @@ def test_there_is_no_such_method_or_length() -> None:
         mixer_of("flash", 64)
     with pytest.raises(InvalidInput, match="length is 48; must be a power of two"):
         mixer_of("linear", 48)
-    with pytest.raises(InvalidInput, match="native_sparse has .* parameters more than exact attention"):
+    with pytest.raises(InvalidInput, match=r"native_sparse has .* parameters more than exact attention"):
         decoder_of("native_sparse", 10, heads=1, hidden=16, layers=1, length=1024)
 
 
