@@ -29,13 +29,13 @@ PATIENCE = 40.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What one method recalls."""
+    """The recall of one method."""
 
     method: str
     recall: float
     by_pairs: dict[int, float]
     by_distance: dict[int, float]  # by the upper end of a range
-    loss: float | None = None  # of English, nats per byte
+    loss: float | None = None  # nats per byte of English
     parameters: int | None = None
     step_us: float | None = None
 

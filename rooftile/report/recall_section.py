@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rooftile.bench.learning.methods import EXACT
 from rooftile.drawing.page import Chart, Table, safe
 from rooftile.drawing.svg import Axis, marker, path, svg, text
 from rooftile.drawing.units import duration, percent
-from rooftile.report.recall import EXACT, Curve, Curves, Recall
+from rooftile.report.recall import Curve, Curves, Recall
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 260, 180, 42, 10, 10, 34
 NAMES = {

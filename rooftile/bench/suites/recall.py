@@ -1,4 +1,4 @@
-"""What a small decoder loses by its attention: it is trained with each method, with equally many parameters and steps.
+"""Small decoders trained with each method of attention, with equally many parameters and steps: how much each of them loses.
 
     recall-METHOD    associative recall, at three learning rates on a GPU and one on a CPU; the best counts
     english-METHOD   the next byte of Python's language reference, at one learning rate
@@ -72,7 +72,7 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
 
 
 class _Made:
-    """What several cases of a run share: the exact model that recalls, and the text."""
+    """Keeps what several cases of a run share: the exact model that recalls, and the text."""
 
     exact: Recalled | None = None
     text: English | None = None
