@@ -20,7 +20,7 @@ DOCUMENTED = {
     for module, names in (
         (rooftile, rooftile.__all__), (rooftile.nn, ["Attention"]), (rooftile.models, ["TrainableDecoder"]),
         (flash_attn, flash_attn.__all__),
-    )  # fmt: skip
+    )
     for name in names
     if ">>>" in (thing := getattr(module, name)).__doc__
 }

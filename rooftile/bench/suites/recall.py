@@ -40,7 +40,7 @@ QUICK = ("recall-exact", "recall-linear", "recall-native_sparse", "needle")
 
 PLANS = {
     "cuda": Plan(
-        task=Recall(length=256, pairs=(8, 16, 32, 64, 128), keys=128, values=16), hidden=256, heads=4, layers=2, batch=64,
+        task=Recall(length=256, pairs=(8, 16, 32, 64, 128), keys=128, values=8), hidden=256, heads=4, layers=2, batch=128,
         steps=600, rates=(1e-3, 3e-3, 1e-2), tests=128, english_steps=600, english_rate=3e-3,
     ),
     "cpu": Plan(
