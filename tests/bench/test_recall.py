@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rooftile.bench import rows
 from rooftile.bench.learning import needle, study
 from rooftile.bench.learning.english import BYTES, English, corpus
 from rooftile.bench.learning.methods import EXACT, METHODS, NOT_CAUSAL, decoder_of, mixer_of
@@ -13,6 +14,7 @@ from rooftile.bench.learning.recall import NOTHING, Batch, Recall, by_distance, 
 from rooftile.bench.learning.training import train
 from rooftile.bench.suites import SUITES
 from rooftile.bench.suites import recall as suite
+from rooftile.cli.rows import show
 from rooftile.errors import InvalidInput
 from tests.bench.session import SESSION
 
@@ -213,12 +215,12 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_suite_has_a_row_for_each_method_and_way(tiny: None) -> None:
     names = ["recall-exact", "recall-native_sparse", "english-linear", "needle"]
-    rows = list(SUITES["recall"].run(SESSION, names))
-    assert [(row.case, row.backend, row.phase) for row in rows] == [
+    found = list(SUITES["recall"].run(SESSION, names))
+    assert [(row.case, row.backend, row.phase) for row in found] == [
         ("recall", "exact", "step"), ("recall", "native_sparse", "step"), ("english", "linear", "step"),
         *(("needle", way, "decode") for way in needle.WAYS),
     ]  # fmt: skip
-    recalled = rows[0]
+    recalled = found[0]
     assert recalled.measures["chance_recall"] == 0.2
     shares = [recalled.measures[f"pairs_{pairs}_recall"] for pairs in TASK.pairs]
     assert recalled.measures["all_recall"] == pytest.approx(sum(shares) / 3, abs=1e-5)
@@ -226,8 +228,8 @@ def test_the_suite_has_a_row_for_each_method_and_way(tiny: None) -> None:
     assert list(by_rate) == ["0.001", "0.01"]
     assert recalled.measures["all_recall"] == max(by_rate.values()) == by_rate[f"{recalled.settings['rate']:g}"]
     assert recalled.median_us is not None
-    assert rows[2].measures.keys() == {"loss_nats", "frequencies_nats"}
-    assert {f"depth_{depth}_recall" for depth in range(5, 100, 10)} < rows[-1].measures.keys()
+    assert found[2].measures.keys() == {"loss_nats", "frequencies_nats"}
+    assert {f"depth_{depth}_recall" for depth in range(5, 100, 10)} < found[-1].measures.keys()
 
 
 def test_a_method_that_fails_is_a_sentence_and_the_next_one_runs(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,17 +242,17 @@ def test_a_method_that_fails_is_a_sentence_and_the_next_one_runs(tiny: None, mon
 
     monkeypatch.setattr(suite, "learn_recall", failing)
     said: list[str] = []
-    rows = list(SUITES["recall"].run(SESSION, ["recall-linear", "recall-fixed"], say=said.append))
-    assert [(row.backend, row.reason) for row in rows] == [("linear", "failed: RuntimeError: no kernel"), ("fixed", "")]
+    found = list(SUITES["recall"].run(SESSION, ["recall-linear", "recall-fixed"], say=said.append))
+    assert [(row.backend, row.reason) for row in found] == [("linear", "failed: RuntimeError: no kernel"), ("fixed", "")]
     assert "recall-linear failed: RuntimeError: no kernel" in said
 
 
 def test_rows_come_one_by_one(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = iter(SUITES["recall"].run(SESSION, ["recall-exact", "recall-linear"]))
-    assert next(rows).backend == "exact"
+    found = iter(SUITES["recall"].run(SESSION, ["recall-exact", "recall-linear"]))
+    assert next(found).backend == "exact"
     # the second has not begun
     monkeypatch.setattr(suite, "learn_recall", None)
-    assert next(rows).reason.startswith("failed: TypeError")
+    assert next(found).reason.startswith("failed: TypeError")
 
 
 def test_a_loss_that_is_not_finite_at_any_rate_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,3 +267,15 @@ def test_batches_are_what_the_task_says() -> None:
     assert isinstance(batch, Batch)
     assert batch.tokens.shape == (6, 32)
     assert TASK.draw(1, generator()).tokens.shape == (3, 32)
+
+
+def test_rows_without_a_time_are_shown_by_their_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    named = {"suite": "recall", "case": "needle", "phase": "decode"}
+    few = rows.timed_row(SESSION, [], backend="loki-page", measures={"depth_5_recall": 0.75}, **named)
+    show([few])
+    assert "0.75" in capsys.readouterr().out
+    many = rows.timed_row(SESSION, [2.0], backend="exact", measures={f"depth_{n}_recall": n / 64 for n in range(16)}, **named)
+    show([few, many])
+    said = capsys.readouterr().out
+    assert "needle decode loki-page: depth_5_recall 0.75\n" in said
+    assert "depth_15_recall 0.2344" in said
