@@ -21,7 +21,7 @@ NAMES = {
 def section(found: Recall) -> dict[str, Any]:
     """Returns the section's words and charts."""
     committed = [("All methods", found.committed)] if found.committed else []
-    here = (f"The same, small, on this machine: {_listed(found.here)}", found.here)
+    here = (f"{'The same, small' if committed else 'Small'}, on this machine: {_listed(found.here)}", found.here)
     return {
         "claim": claim(found.committed or found.here),
         "setup": (
@@ -32,8 +32,8 @@ def section(found: Recall) -> dict[str, Any]:
         "parts": [_part(title, curves) for title, curves in [*committed, here]],
         "note": (
             "A pair is one token, so the task needs one look back and no more. Reformer and Routing run in their strict form; Linformer "
-            "has no causal form, sees the whole text, and predicts no bytes. One training per learning rate: small differences mean "
-            "nothing. rooftile bench recall repeats the study."
+            "has no causal form, sees the whole text, and predicts no bytes. These are short trainings: what a method does not recall, it "
+            "may only not have learnt yet. There is one per learning rate, so small differences mean nothing. rooftile bench recall repeats the study."
         ),
     }  # fmt: skip
 

@@ -96,5 +96,5 @@ def test_what_has_no_time_left_is_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(recall, "PATIENCE", 0.0)
     found = recall.measure(plan_for("cpu", quick=True), "cpu", lambda done, doing: None).here
     assert [one.method for one in found.curves] == ["exact", "linear"]
-    assert found.failed[0].startswith("fixed was left out: 2 methods took")
+    assert found.failed[0].startswith("linformer was left out: 2 methods took")
     assert all(isinstance(one, recall.Curve) and one.parameters for one in found.curves)

@@ -36,7 +36,7 @@ GPU = (
     *(f"english-{method}" for method in METHODS if method not in NOT_CAUSAL),
     "needle",
 )
-CPU = ("recall-exact", "recall-linear", "recall-fixed", "needle")
+CPU = ("recall-exact", "recall-linear", "recall-linformer", "needle")
 QUICK = ("recall-exact", "recall-linear", "recall-native_sparse", "needle")
 
 PLANS = {
