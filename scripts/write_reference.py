@@ -49,6 +49,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("Errors", "rooftile", ("InvalidInput", "Unsupported")),
     ("As a module", "rooftile.nn", ("Attention",)),
+    ("A decoder to train", "rooftile.models", ("TrainableDecoder",)),
     (
         "flash-attn 2 names",
         "rooftile.integrations.flash_attn",

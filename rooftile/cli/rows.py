@@ -31,23 +31,30 @@ def collect(rows: Iterable[Row], json: Path | None) -> list[Row]:
 
 
 COLUMNS = ("case", "phase", "backend", "us", "quartiles", "TFLOP/s", "GB/s", "% roof", "x time", "peak MiB", "error")
+# columns for other measures that fit beside these
+MOST_MEASURES = 10
 
 
 def show(rows: Sequence[Row]) -> None:
-    """The rows as a table, "x time" against the first backend of each case; below it the reasons of those not timed.
+    """The rows as a table, "x time" against the first backend of each case; below it the reasons of those not measured.
 
-    A column that no row has a number for is left out; a row's other measures follow in columns of their own.
+    A column that no row has a number for is left out. A row's other measures follow in columns of their own, or below the table
+    if there are too many.
     """
-    timed = [row for row in rows if row.median_us is not None]
-    first = {(row.case, row.phase): row for row in reversed(timed)}
+    timed = [row for row in rows if row.median_us is not None or row.measures]
+    first = {(row.case, row.phase): row for row in reversed(timed) if row.median_us is not None}
     names = list(dict.fromkeys(name for row in timed for name in row.measures))
     cells = [
-        (*_cells(row, first[row.case, row.phase]), *(_number(row.measures.get(name)) for name in names))
+        (*_cells(row, first.get((row.case, row.phase), row)), *(_number(row.measures.get(name)) for name in names))
         for row in timed
     ]
-    columns = (*COLUMNS, *names)
+    columns = (*COLUMNS, *names) if len(names) <= MOST_MEASURES else COLUMNS
     kept = [n for n, column in enumerate(columns) if n < 4 or any(row[n] != "-" for row in cells)]
     print_table("", [columns[n] for n in kept], [[row[n] for n in kept] for row in cells], left=3)
+    if len(names) > MOST_MEASURES:
+        for row in timed:
+            shown = ", ".join(f"{name} {_number(value)}" for name, value in row.measures.items())
+            print(f"{row.case} {row.phase} {row.backend}: {shown}")
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.reason:
@@ -57,17 +64,16 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def _cells(row: Row, first: Row) -> tuple[str, ...]:
-    assert row.median_us is not None
     return (
         row.case,
         row.phase,
         row.backend if row.ran in ("", row.backend) else f"{row.backend} ({row.ran})",
-        f"{row.median_us:,.1f}",
+        "-" if row.median_us is None else f"{row.median_us:,.1f}",
         "-" if row.low_us is None or row.high_us is None else f"{row.low_us:,.0f}-{row.high_us:,.0f}",
         _number(row.tflops),
         _number(row.gbs),
         "-" if row.roofline_percent is None else f"{row.roofline_percent:.1f}",
-        f"{row.median_us / first.median_us:.2f}" if first.median_us else "-",
+        f"{row.median_us / first.median_us:.2f}" if row.median_us and first.median_us else "-",
         "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.1f}",
         "-" if row.error is None else f"{row.error:.1e}",
     )

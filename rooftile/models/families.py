@@ -25,6 +25,7 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
         InvalidInput: the model belongs to no family here, is quantised, or asks for something that is not supported.
     """
     settings = Settings(values, folder)
+    _check_mixers(settings)
     family = _family(settings)
     quantised = settings.section("quantization_config")
     if quantised:
@@ -33,6 +34,18 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
             f"says the weights are quantised ({method}); give a checkpoint in bfloat16, float16 or float32"
         )
     return FAMILIES[family](settings)
+
+
+def _check_mixers(settings: Settings) -> None:
+    """Refuses a decoder that was trained with other mixers than attention: see `rooftile.models.TrainableDecoder`."""
+    mixers = settings.values.get("mixers")
+    names = [str(one.get("name")) if isinstance(one, dict) else str(one) for one in mixers] if isinstance(mixers, list) else []
+    other = sorted(set(names) - {"attention"})
+    if other:
+        raise settings.refused(
+            f"has layers that mix tokens by {', '.join(other)[:80]}; supported is attention: "
+            "rooftile.models.TrainableDecoder.load reads the others"
+        )
 
 
 def _family(settings: Settings) -> str:

@@ -134,7 +134,7 @@ class Reformer(Projections):
     @answers_foreign_words
     def forward(self, x: Tensor) -> Tensor:
         """Computes Reformer's attention of x (B, T, dim) to itself."""
-        qk = self.q(x).unflatten(-1, (self.heads, self.head_dim))
+        qk = self.place(self.q(x).unflatten(-1, (self.heads, self.head_dim)))
         v = self.v(x).unflatten(-1, (self.kv_heads, self.head_dim))
         o = approximate.reformer(
             qk, v, self.mask, backend=self.backend, buckets=self.buckets, chunk=self.chunk, duplicates=self.duplicates,

@@ -11,6 +11,7 @@ from rooftile import approximate
 from rooftile.approximate.arguments import check_choice, check_count
 from rooftile.approximate.chosen.compression import check_lengths
 from rooftile.approximate.chosen.selection import check_counts
+from rooftile.errors import InvalidInput
 from rooftile.nn.projections import Projections
 from rooftile.words import answers_foreign_words
 
@@ -86,10 +87,14 @@ class NativeSparse(Projections):
     @answers_foreign_words
     def forward(self, x: Tensor, *, cu: Tensor | None = None) -> Tensor:
         """Computes the attention of x (B, T, dim) to itself; with cu, offsets (B + 1,), of packed sequences (total, dim)."""
-        q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
+        if cu is not None and self.positions is not None:
+            raise InvalidInput("cu is given, and the model has rotary positions, which count from the first token of a batch row")
+        q = self.place(self.q(x).unflatten(-1, (self.heads, self.head_dim)))
         gates = self.gates(x).unflatten(-1, (self.heads, 3)).sigmoid()
         shape = (3, self.kv_heads, self.head_dim)
         k, v = (project(x).unflatten(-1, shape).unbind(-3) for project in (self.k, self.v))
+        # the compressed branch sees keys that are rotated already
+        k = [self.place(one) for one in k]
         compressed = self._compressed(k[0], 0, cu), self._compressed(v[0], 1, cu)
         o = approximate.native_sparse(
             q, compressed, (k[1], v[1]), (k[2], v[2]), gates, backend=self.backend, block=self.block, count=self.count, cu=cu,

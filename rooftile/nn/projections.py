@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.nn.positions import RotaryPositions
 
 
 class Projections(torch.nn.Module):
-    """Projects (B, T, dim) to queries, keys and values by heads, and heads back to (B, T, dim)."""
+    """Projects (B, T, dim) to queries, keys and values by heads, and heads back to (B, T, dim).
+
+    A model with rotary positions sets `positions`, which then rotates queries and keys.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,11 @@ class Projections(torch.nn.Module):
         self.k = torch.nn.Linear(context_dim, kv_heads * head_dim, **made)
         self.v = torch.nn.Linear(context_dim, kv_heads * head_dim, **made)
         self.out = torch.nn.Linear(heads * head_dim, dim, **made)
+        self.positions: RotaryPositions | None = None
+
+    def place(self, x: Tensor) -> Tensor:
+        """Queries or keys (B, T, H, D), rotated by their place if the model has rotary positions."""
+        return x if self.positions is None else self.positions(x)
 
     def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """The queries (B, T, H, D) of x, and the keys and values (B, S, Hk, D) of the context, which is x if None."""
@@ -48,7 +57,7 @@ class Projections(torch.nn.Module):
         q = self.q(x).unflatten(-1, (self.heads, self.head_dim))
         k = self.k(context).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v(context).unflatten(-1, (self.kv_heads, self.head_dim))
-        return q, k, v
+        return self.place(q), self.place(k), v
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rooftile.report import comparison, diagnosis, machine, precision, serving, tiles, training
+from rooftile.report import comparison, diagnosis, machine, precision, recall, serving, tiles, training
 from rooftile.report.plan import Plan
 from rooftile.report.precision import PrecisionErrors
 from rooftile.report.progress import Progress
@@ -32,6 +32,7 @@ class Report:
     training: training.Training | None = None
     serving: serving.Serving | None = None
     diagnosis: diagnosis.Diagnosed | None = None
+    recall: recall.Recall | None = None
     missing: dict[str, str] = field(default_factory=dict)  # an optional package, or the result of another experiment, is missing
     failures: dict[str, str] = field(default_factory=dict)  # an experiment failed
     seconds: dict[str, float] = field(default_factory=dict)  # the time of each experiment
@@ -48,6 +49,7 @@ class Report:
             "training": self.training and asdict(self.training),
             "serving": self.serving and self.serving.json(),
             "diagnosis": self.diagnosis and self.diagnosis.json(),
+            "recall": self.recall and self.recall.json(),
             "missing": self.missing,
             "failures": self.failures,
             "seconds": self.seconds,
@@ -106,3 +108,4 @@ def _run_all(report: Report, plan: Plan, device: str, progress: Progress) -> Non
                 attempt("serving", lambda: serving.serve(plan.serving, folder, device, step("serving")))
             trained = folder if report.training is not None else None
             attempt("diagnosis", lambda: diagnosis.diagnose_all(plan, device, trained, step("diagnosis")))
+    attempt("recall", lambda: recall.measure(plan, device, step("recall")))

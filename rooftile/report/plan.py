@@ -116,7 +116,7 @@ CPU = Plan(
     ),
     serving=SERVING,
     diagnosis=DiagnosisPlan(rungs=(1, 2, 4, 8, 16, 32, 64), nbytes=1 << 27, batch=8, context=128, budget=4.0),
-    seconds={"machine": 4, "comparison": 25, "tiling": 17, "precision": 15, "training": 65, "serving": 10, "diagnosis": 35},
+    seconds={"machine": 4, "comparison": 25, "tiling": 17, "precision": 15, "training": 65, "serving": 10, "diagnosis": 35, "recall": 35},
 )
 
 CPU_QUICK = Plan(
@@ -147,7 +147,7 @@ CPU_QUICK = Plan(
     ),
     serving=SERVING_QUICK,
     diagnosis=DiagnosisPlan(rungs=(1, 2), nbytes=1 << 16, batch=2, context=32, budget=0.2),
-    seconds={"machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "training": 10, "serving": 2, "diagnosis": 15},
+    seconds={"machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "training": 10, "serving": 2, "diagnosis": 15, "recall": 3},
     is_quick=True,
 )
 
@@ -179,7 +179,7 @@ GPU = Plan(
     ),
     serving=SERVING,
     diagnosis=DiagnosisPlan(rungs=(1, 4, 16, 32, 64, 128, 256), nbytes=1 << 29, batch=8, context=128, budget=4.0),
-    seconds={"machine": 4, "comparison": 50, "tiling": 10, "precision": 30, "training": 50, "serving": 12, "diagnosis": 20},
+    seconds={"machine": 4, "comparison": 50, "tiling": 10, "precision": 30, "training": 50, "serving": 12, "diagnosis": 20, "recall": 25},
 )
 
 GPU_QUICK = Plan(
@@ -210,6 +210,6 @@ GPU_QUICK = Plan(
     ),
     serving=SERVING_QUICK,
     diagnosis=DiagnosisPlan(rungs=(1, 2), nbytes=1 << 16, batch=2, context=32, budget=0.2),
-    seconds={"machine": 5, "comparison": 5, "tiling": 2, "precision": 3, "training": 15, "serving": 8, "diagnosis": 15},
+    seconds={"machine": 5, "comparison": 5, "tiling": 2, "precision": 3, "training": 15, "serving": 8, "diagnosis": 15, "recall": 3},
     is_quick=True,
 )

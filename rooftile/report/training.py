@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftile.bench.learning.english import BYTES
+from rooftile.bench.learning.english import corpus as corpus
 from rooftile.hardware.clock import clock_for
 from rooftile.report.plan import ModelPlan
 from rooftile.spec import DTYPES
 
-BYTES = 256
 # the first steps warm up, and one of them measures memory
 WARM_UP = 3
 PROMPT = "The "
@@ -48,15 +49,6 @@ class Training:
     runs: tuple[Run, Run]  # sdpa, rooftile
     prompt: str
     written: str
-
-
-def corpus() -> Tensor:
-    """Returns the text as byte values, one row of int64. Each paragraph is one line, because indentation teaches only spaces."""
-    from pydoc_data.topics import topics
-
-    paragraphs = [paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n")]
-    text = "\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 
 
 def train_twice(plan: ModelPlan, device: str, folder: Path, on_step: Callable[[float, str], None]) -> Training:

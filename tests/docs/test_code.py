@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import rooftile
+import rooftile.models
 import rooftile.nn
 from rooftile.integrations import flash_attn
 from tests.docs.pages import NAMES, ROOT, program, run_script
@@ -16,7 +17,10 @@ WITH_CODE = [name for name in NAMES if program(ROOT / name)]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 DOCUMENTED = {
     name: thing
-    for module, names in ((rooftile, rooftile.__all__), (rooftile.nn, ["Attention"]), (flash_attn, flash_attn.__all__))
+    for module, names in (
+        (rooftile, rooftile.__all__), (rooftile.nn, ["Attention"]), (rooftile.models, ["TrainableDecoder"]),
+        (flash_attn, flash_attn.__all__),
+    )
     for name in names
     if ">>>" in (thing := getattr(module, name)).__doc__
 }

@@ -1,0 +1,37 @@
+"""Trains a small language model of English with Reformer: tokens with equal hashes see each other, hashed anew in each step.
+
+Run: python examples/train_reformer.py [steps]
+"""
+
+import sys
+from pydoc_data.topics import topics
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from rooftile.models import TrainableDecoder
+
+LENGTH = 64
+MIXER = {"name": "reformer", "chunk": 16, "rounds": 2, "buckets": 8, "strict": True}
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+torch.manual_seed(0)
+text = torch.tensor(list("\n".join(topics.values()).encode()))
+model = TrainableDecoder(256, hidden=64, heads=4, layers=2, mixers=MIXER)
+optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+
+losses = []
+for step in range(steps):
+    for layer in model.layers:
+        # other random hashes in each step, as in the paper's training
+        layer.mixer.seed = step
+    starts = torch.randint(len(text) - LENGTH, (4, 1))
+    batch = text[starts + torch.arange(LENGTH + 1)]  # (4, LENGTH + 1)
+    loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+    if step % 20 == 0 or step == steps - 1:
+        print(f"step {step:3}  loss {losses[-1]:.3f}")
+if losses[-1] > 0.8 * losses[0]:
+    sys.exit("the loss did not fall")

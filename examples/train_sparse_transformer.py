@@ -1,0 +1,36 @@
+"""Trains a small language model of English with Sparse Transformers: blocks in one layer, summaries of them in the next.
+
+Run: python examples/train_sparse_transformer.py [steps]
+"""
+
+import sys
+from pydoc_data.topics import topics
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from rooftile.models import TrainableDecoder
+
+LENGTH = 64
+# the first layer sees its own block of 16 tokens, the second the last 4 tokens of every block
+FIXED = {"name": "sparse_transformer", "pattern": "fixed", "stride": 16, "summary": 4}
+MIXERS = [FIXED | {"sets": "first"}, FIXED | {"sets": "second"}]
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+torch.manual_seed(0)
+text = torch.tensor(list("\n".join(topics.values()).encode()))
+model = TrainableDecoder(256, hidden=64, heads=4, layers=2, mixers=MIXERS)
+optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+
+losses = []
+for step in range(steps):
+    starts = torch.randint(len(text) - LENGTH, (8, 1))
+    batch = text[starts + torch.arange(LENGTH + 1)]  # (8, LENGTH + 1)
+    loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+    if step % 20 == 0 or step == steps - 1:
+        print(f"step {step:3}  loss {losses[-1]:.3f}")
+if losses[-1] > 0.8 * losses[0]:
+    sys.exit("the loss did not fall")

@@ -1,0 +1,100 @@
+"""The section about recall: what it says and draws follows from the rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rooftile.bench import results, rows
+from rooftile.report import recall, recall_section
+from rooftile.report.plan import plan_for
+from tests.bench.session import SESSION
+from tests.report.test_report import Page
+
+
+def row(case: str, method: str, measures: dict[str, float], **named) -> results.Row:
+    settings = {"steps": 7, "parameters": 1234}
+    return rows.timed_row(
+        SESSION, [1e4], suite="recall", case=case, backend=method, phase="step", problem="2 layers", measures=measures,
+        settings=settings, **named,
+    )  # fmt: skip
+
+
+def recalled(method: str, few: float, many: float) -> results.Row:
+    shares = {"pairs_8_recall": few, "pairs_64_recall": many, "distance_4_recall": 0.75, "distance_32_recall": 0.5}
+    return row("recall", method, {"all_recall": (few + many) / 2, "chance_recall": 0.0625, **shares})
+
+
+ROWS = [
+    recalled("linear", 0.9, 0.2), recalled("exact", 1.0, 0.98), recalled("reformer", 0.95, 0.97),
+    row("english", "linear", {"loss_nats": 1.789, "frequencies_nats": 3.25}),
+    row("recall", "routing", {}, reason="failed: RuntimeError: no kernel"),
+    row("needle", "loki-page", {"depth_5_recall": 0.5, "depth_15_recall": 0.25, "all_recall": 0.375}),
+]  # fmt: skip
+
+
+def test_rows_become_curves_with_the_exact_one_first() -> None:
+    curves = recall.curves_of(ROWS)
+    assert [one.method for one in curves.curves] == ["exact", "linear", "reformer"]
+    linear = curves.curves[1]
+    assert (linear.by_pairs, linear.by_distance) == ({8: 0.9, 64: 0.2}, {4: 0.75, 32: 0.5})
+    assert (linear.loss, curves.frequencies_loss, curves.chance) == (1.789, 3.25, 0.0625)
+    assert curves.needles == {"loki-page": {5: 0.5, 15: 0.25}}
+    assert curves.failed == ("recall, routing: failed: RuntimeError: no kernel",)
+
+
+def test_the_title_names_the_method_that_loses_most_at_the_most_pairs() -> None:
+    curves = recall.curves_of(ROWS)
+    assert recall_section.claim(curves) == "Of 64 pairs, exact attention recalls 98\xa0%, and Linear attention 20\xa0%"
+    alike = replace(curves, curves=(curves.curves[0], replace(curves.curves[0], method="fixed")))
+    assert recall_section.claim(alike).startswith("Of 64 pairs no method recalls fewer than exact attention")
+    assert recall_section.claim(replace(curves, curves=curves.curves[1:])) == "What a model loses by its attention"
+
+
+def test_each_method_has_a_chart_beside_exact_and_chance_and_every_number_a_cell() -> None:
+    curves = recall.curves_of(ROWS)
+    shown = recall_section.section(recall.Recall(here=replace(curves, needles={}), committed=curves))
+    committed, here = shown["parts"]
+    assert [chart.title for chart in committed["charts"]] == ["Linear attention", "Reformer"]
+    picture = Page(str(committed["charts"][0].picture))
+    assert picture.open == []
+    said = picture.texts["title"]
+    assert "chance: 6\xa0%" in said
+    assert {"Linear attention, 64 pairs: 20\xa0%", "exact attention, 8 pairs: 100\xa0%"} <= set(said)
+    assert len(committed["tables"]) == 3
+    assert len(here["tables"]) == 2
+    table = committed["tables"][0][1]
+    assert table.head == ["", "8 pairs", "64 pairs", "nats per byte", "parameters", "a step"]
+    assert table.rows[1][:5] == ["Linear attention", "90\xa0%", "20\xa0%", "1.789", "1,234"]
+    assert table.rows[-1][:4] == ["chance", "6\xa0%", "6\xa0%", "3.250"]
+    assert all(len(cells) == len(shown.head) for _, shown in committed["tables"] for cells in shown.rows)
+
+
+def test_a_method_is_higher_in_the_picture_if_it_recalls_more() -> None:
+    curves = recall.curves_of(ROWS)
+    drawn = recall_section.picture(curves.curves[1], curves.exact, curves.chance, "t")
+    exact, ours = (drawn.split(f'<polyline class="line {kind}" points="')[1].split('"')[0] for kind in ("standard", "ours"))
+    heights = [[float(point.split(",")[1]) for point in line.split()] for line in (exact, ours)]
+    assert heights[0][1] < heights[1][1]
+    assert heights[1][0] < heights[1][1]
+
+
+def test_committed_rows_are_read_if_they_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert recall._committed(path) is None
+    # a later row of the same method counts
+    later = replace(recalled("linear", 0.5, 0.5), date="2027-01-01T00:00:00+00:00")
+    results.append(path, [one.json() for one in [*ROWS, later]])
+    curves = recall._committed(path)
+    assert curves is not None
+    assert {one.method: one.recall for one in curves.curves}["linear"] == 0.5
+
+
+def test_what_has_no_time_left_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "PATIENCE", 0.0)
+    found = recall.measure(plan_for("cpu", quick=True), "cpu", lambda done, doing: None).here
+    assert [one.method for one in found.curves] == ["exact", "linear"]
+    assert found.failed[0].startswith("linformer was left out: 2 methods took")
+    assert all(isinstance(one, recall.Curve) and one.parameters for one in found.curves)
