@@ -191,6 +191,29 @@ def test_an_optimisers_many_calls_can_be_one() -> None:
     assert all(r.name != "fused optimiser" for r in rt.diagnose(fused.step, budget=1).remedies)
 
 
+def test_a_step_without_a_module_is_compiled_with_its_optimiser() -> None:
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(20)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    found = rt.diagnose(torch.optim.AdamW(weights, foreach=False).step, budget=1)
+    remedy = next(r for r in found.remedies if r.name == "compile")
+    fused = {found.ops[row].op for row in remedy.ops}
+    assert {"aten::mul_", "aten::lerp_", "aten::addcdiv_"} <= fused
+    assert remedy.predicted_us > 0.3 * found.step.time_us
+
+
+def test_a_number_that_is_read_ends_a_compiled_piece() -> None:
+    x = torch.randn(256, 256)
+
+    def step() -> None:
+        for _ in range(100):
+            (x[0] + 1).sum().item()
+
+    found = rt.diagnose(step, budget=1)
+    predicted = sum(r.predicted_us for r in found.remedies if r.name == "compile")
+    assert predicted < 0.3 * found.step.time_us
+
+
 def test_a_product_is_tried_in_the_narrower_dtype_with_its_own_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(16, 8), torch.randn(4, 16)
     operations = {op.op: op for op in watched(lambda: (x.T @ weight.T).sum()).operations}

@@ -188,7 +188,7 @@ def test_a_training_step_is_captured_and_undone(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(device)
     before = [p.clone() for p in model.parameters()]
     found = rt.diagnose(model, random(32, 64, dtype=torch.float32), backward=True, budget=2)
-    assert found.step.experiments["graph_us"] is not None
+    assert found.step.experiments["graph_us"] is not None, found.step.experiments["why_not"]
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
 

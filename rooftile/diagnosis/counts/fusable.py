@@ -19,13 +19,20 @@ OF_ROWS = frozenset(
         _fused_rms_norm"""
     )
 )
+# a compiler writes these as its own reductions, which begin or end with pointwise work
+OF_CHANNELS = frozenset(
+    names(
+        """native_batch_norm native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward _batch_norm_with_update
+        batch_norm_backward"""
+    )
+)
 OF_A_DIMENSION = frozenset(names("sum mean amax amin var var_mean"))
 
 
 def is_fusable(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether one kernel can do this call and its neighbours in one pass: pointwise work, and reductions of the last axis."""
+    """Whether one kernel can do this call and its neighbours in one pass: pointwise work, norms, reductions of the last axis."""
     name = base_name(func)
-    if torch.Tag.pointwise in func.tags or name in POINTWISE:
+    if torch.Tag.pointwise in func.tags or name in POINTWISE or name in OF_CHANNELS:
         return True
     if func.namespace != "aten":
         return False

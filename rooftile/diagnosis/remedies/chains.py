@@ -46,6 +46,23 @@ def optimiser_chain(calls: Sequence[Call], kept: Collection[int] = ()) -> Chain 
     return _chain(calls, len(calls), {}, kept)
 
 
+def chains_of_tensors(calls: Sequence[Call], kept: Collection[int] = ()) -> list[Chain]:
+    """Returns the calls of an optimiser that a compiler fuses: a chain for all that share a tensor which one of them writes."""
+    written = {tensor for call in calls for tensor in call.writes}
+    groups: list[tuple[set[int], list[Call]]] = []
+    for call in calls:
+        own, members = {t for t in {*call.reads, *call.writes} if t in written}, [call]
+        apart = []
+        for tensors, others in groups:
+            if tensors & own:
+                own |= tensors
+                members = [*others, *members]
+            else:
+                apart.append((tensors, others))
+        groups = [*apart, (own, members)]
+    return [_chain(members, len(calls), {}, kept) for _, members in groups if len(members) > 1]
+
+
 def fuse(chains: Sequence[Chain], findings: Sequence[Finding]) -> list[Remedy]:
     """Returns a remedy per kind of chain: the same operators in the same order, in all layers that have them."""
     kinds: dict[tuple[str, ...], list[Chain]] = {}
@@ -54,15 +71,20 @@ def fuse(chains: Sequence[Chain], findings: Sequence[Finding]) -> list[Remedy]:
     return [_remedy(names, kind, findings) for names, kind in kinds.items()]
 
 
+def saved_us(chains: Sequence[Chain], findings: Sequence[Finding]) -> float:
+    """Returns the time that fused chains save in kernels."""
+    return sum(_saving_us(chain, findings) for chain in chains)
+
+
 def fused_optimiser(chain: Chain, findings: Sequence[Finding]) -> Remedy | None:
     """Prices one call in place of an optimiser's many."""
-    saved_us = _saving_us(chain, findings)
-    if saved_us <= 0:
+    predicted_us = _saving_us(chain, findings)
+    if predicted_us <= 0:
         return None
     return Remedy(
         name="fused optimiser",
         ops=tuple(sorted({call.row for call in chain.calls})),
-        predicted_us=saved_us,
+        predicted_us=predicted_us,
         how=f"fused=True in Adam, AdamW, SGD or Adagrad, else torch.compile of its step: {len(chain.calls):,} calls become "
         f"one, {(chain.bytes_now - chain.bytes_fused) / 1e6:,.1f} MB fewer",
         changes="rounding",
@@ -72,17 +94,17 @@ def fused_optimiser(chain: Chain, findings: Sequence[Finding]) -> Remedy | None:
 def compiled(chains: Sequence[Chain], findings: Sequence[Finding], *, overhead_us: float = 0.0) -> Remedy | None:
     """Prices torch.compile of the whole step: all of its chains are fused, and no Python runs between operators.
 
-    overhead_us: the time between operators that compiled code does not need.
+    overhead_us: the time between operators that compiled code does not need; negative if it needs more.
     """
     launches = sum(len(chain.calls) - 1 for chain in chains)
-    saved_us = sum(_saving_us(chain, findings) for chain in chains) + overhead_us
-    if saved_us <= 0:
+    predicted_us = saved_us(chains, findings) + overhead_us
+    if predicted_us <= 0:
         return None
     saved = sum(chain.bytes_now - chain.bytes_fused for chain in chains)
     return Remedy(
         name=COMPILE,
         ops=tuple(sorted({call.row for chain in chains for call in chain.calls})),
-        predicted_us=saved_us,
+        predicted_us=predicted_us,
         how=f"torch.compile(model): {len(chains):,} chains of operators become one kernel each, {saved / 1e6:,.1f} MB and "
         f"{launches:,} launches fewer",
         changes="rounding",

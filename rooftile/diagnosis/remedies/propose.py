@@ -11,7 +11,16 @@ from rooftile.diagnosis.records import Call
 from rooftile.diagnosis.remedies import prices
 from rooftile.diagnosis.remedies.alone import has_products
 from rooftile.diagnosis.remedies.attentions import Attention
-from rooftile.diagnosis.remedies.chains import Chain, compiled, find_chains, fuse, fused_optimiser, optimiser_chain
+from rooftile.diagnosis.remedies.chains import (
+    Chain,
+    chains_of_tensors,
+    compiled,
+    find_chains,
+    fuse,
+    fused_optimiser,
+    optimiser_chain,
+    saved_us,
+)
 from rooftile.diagnosis.remedies.checkpoints import recomputed, without_checkpoint
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.verdicts.findings import Finding
@@ -23,6 +32,8 @@ WORTH = 0.005
 # a narrower dtype whose products are so many times slower than in fp32 saves nothing
 SLOW = 4
 PRODUCTS = ("aten::mm", "aten::addmm")
+# the host reads a number: compiled code ends there and goes on in another piece, whose guards take the time of so many launches
+READ, BREAK = "aten::_local_scalar_dense", 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +88,26 @@ def _fused(seen: Seen) -> list[Remedy | None]:
 
 
 def _compiled(seen: Seen, chains: Sequence[Chain]) -> Remedy | None:
-    removed = sum(len(chain.calls) - 1 for chain in chains)
     of_modules = [f for f in seen.findings if f.operation.module]
-    # torch.compile(model) leaves the optimiser as it is; a step without a module is compiled as a whole
+    if not of_modules:
+        # such a step is compiled as a whole; torch.compile(model) leaves the optimiser as it is
+        of_optimiser = [call for call in seen.calls if seen.findings[call.row].operation.phase == "optimiser"]
+        chains = [*chains, *chains_of_tensors(of_optimiser, seen.kept)]
     affected = [f for f in seen.findings if not of_modules or f.operation.phase != "optimiser"]
     calls, all_calls = (sum(f.operation.calls for f in some) for some in (affected, seen.findings))
-    launches = seen.launches * calls / max(all_calls, 1)
+    share = calls / max(all_calls, 1)
+    removed = sum(len(chain.calls) - 1 for chain in chains)
+    # optimisers read no number where they are compiled
+    breaks = sum(f.operation.calls for f in affected if f.operation.op == READ and f.operation.phase != "optimiser")
     # generated code calls its kernels as fast as this machine calls operators one after the other
-    left_us = max(0.0, launches - removed) * seen.ceilings.launch_us
-    return compiled(chains, seen.findings, overhead_us=max(0.0, _overhead_us(seen) * calls / max(all_calls, 1) - left_us))
+    left_us = max(0.0, seen.launches * share - removed + BREAK * breaks) * seen.ceilings.launch_us
+    if seen.device.type == "cpu":
+        overhead_us = _overhead_us(seen) * share - left_us
+    else:
+        # the host launches while kernels run, so only what takes longer than they do remains
+        host_us = seen.step.time_us * (1 - share) + left_us
+        overhead_us = _overhead_us(seen) - max(0.0, host_us - (seen.busy_us - saved_us(chains, seen.findings)))
+    return compiled(chains, seen.findings, overhead_us=overhead_us)
 
 
 def _draws(op: str) -> bool:
