@@ -441,8 +441,11 @@ def _program(
     work_tiles = ring(
         gl.allocate_shared_memory(gl.int32, [2 * WORK_TILE_WORDS, 1], words), 2, TILE.NUM_CONSUMERS + (PAGE_SIZE > 0)
     )  # fmt: skip
-    list_words = gl.allocate_shared_memory(gl.int32, [TILE.KV_STAGES, 1], words)
-    spilled = gl.allocate_shared_memory(gl.int64, [32, 1], words)
+    list_words = 0
+    if TILE.LIST_S > 0:
+        list_words = gl.allocate_shared_memory(gl.int32, [TILE.KV_STAGES, 1], words)
+    # a power of two: what is behind the words of tensors is of lists alone
+    spilled = gl.allocate_shared_memory(gl.int64, [32 if TILE.LIST_S > 0 else 16, 1], words)
     spill_tensor(spilled, 0, q_ptr, q_desc)
     if PAGE_SIZE > 0:
         spill_tensor(spilled, 1, k_ptr, k_desc, k_page, k_head)
