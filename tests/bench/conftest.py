@@ -28,4 +28,4 @@ def ticking(monkeypatch) -> None:
     for module in (approximate, crossover):
         monkeypatch.setattr(module, "clock_for", lambda device: Ticks())
     monkeypatch.setattr(approximate, "ROUNDS", 1)
-    monkeypatch.setattr("rooftile.bench.methods.check.LENGTHS", {"cpu": 70})
+    monkeypatch.setattr("rooftile.bench.methods.check.ON_CPU", 70)

@@ -11,6 +11,7 @@ from rooftile.bench.methods import crossover, peers
 from rooftile.bench.methods.check import Check, relative
 from rooftile.bench.methods.table import WAYS, WHOLE, sizes_of, way_named
 from rooftile.bench.methods.way import Sizes, double, drawn
+from rooftile.bench.methods.ways import as_pages
 from rooftile.bench.suites import approximate
 from rooftile.cases import Case
 from rooftile.cost import approximate as cost
@@ -124,9 +125,7 @@ def test_branches_of_native_sparse_attention_are_the_parts_of_the_whole() -> Non
 
 def test_the_exact_rows_of_loki_read_the_same_cache_in_pages() -> None:
     q, k, v = drawn(Sizes(2, 64, 8, 2, 16), CPU, torch.float32)
-    from rooftile.bench.methods.ways import _as_pages
-
-    paged = rt.attention_paged(q[:, -1:], _as_pages(k, v, 16), rt.CAUSAL)
+    paged = rt.attention_paged(q[:, -1:], as_pages(k, v, 16), rt.CAUSAL)
     torch.testing.assert_close(paged, WAYS["loki"].exact(q, k, v))
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from rooftile.bench.methods.table import sizes_of
 from rooftile.bench.methods.way import Tensors, Way, double, drawn
 
-LENGTHS = {"cuda": 2048, "cpu": 256}
+# the most tokens on a CPU
+ON_CPU = 256
 Run = Callable[[Tensors], Tensor]
 
 
@@ -22,7 +23,9 @@ class Check:
     """The definition's answer for one way, computed once and compared with that of every contestant."""
 
     def __init__(self, way: Way, device: torch.device, dtype: torch.dtype, N: int | None = None) -> None:
-        sizes = sizes_of(way, device.type, LENGTHS[device.type] if N is None else N, small=True)
+        if N is None:
+            N = min(way.defined, ON_CPU) if device.type == "cpu" else way.defined
+        sizes = sizes_of(way, device.type, N, small=True)
         self._way, self._eps = way, torch.finfo(dtype).eps
         self._x = way.chosen(way.tensors(*drawn(sizes, device, dtype)))
         self._exact = self._answer(self._as_defined, double(self._x))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftile.bench.methods.table import WAYS, WHOLE, sizes_of
-from rooftile.bench.methods.way import Way, drawn, exact_roof, roof_of, step
+from rooftile.bench.methods.way import Way, drawn_for, exact_roof, roof_of, step
 from rooftile.bench.results import Row
 from rooftile.bench.rows import contest, timed_row, times_of, with_measures
 from rooftile.bench.run import Progress
@@ -137,13 +137,13 @@ def measure(
 def timed(session: Session, way: Way, phase: str, N: int, rounds: int) -> dict[str, Row]:
     """The rows of a method and of exact attention at a length."""
     sizes = sizes_of(way, session.device.type, N)
-    q, k, v = drawn(sizes, session.device, DTYPES[session.dtype])
+    q, k, v = drawn_for(phase, sizes, session.device, DTYPES[session.dtype])
     x = way.tensors(q, k, v)
 
     def method(*leaves: Tensor) -> Tensor:
         return way.run(x._replace(leaves=leaves))
 
-    works = {"rooftile": step(method, x.leaves, phase), "exact": step(way.exact, (q, k, v), phase)}
+    works = {"rooftile": step(method, x.leaves, phase), "exact": step(way.exact_for(k, v), (q, k, v), phase)}
     for work in works.values():
         work()
     roofs = {

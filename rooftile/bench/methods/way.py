@@ -52,6 +52,10 @@ class Way:
     # what exact attention does in its place
     mask: ClassVar[Mask] = CAUSAL
     phases: ClassVar[tuple[str, ...]] = ("fwd", "bwd")
+    # tokens that its definition can hold on a GPU
+    defined: ClassVar[int] = 2048
+    # the backend for studies of what is lost, where nothing is timed, on a CPU
+    studied: ClassVar[str | None] = None
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
         """The inputs for these q (B, N, H, D), k and v (B, N, Hk, D)."""
@@ -73,6 +77,10 @@ class Way:
         """Exact attention in this method's place: what a user would call instead."""
         return rt.attention(q, k, v, self.mask)
 
+    def exact_for(self, k: Tensor, v: Tensor) -> Callable[..., Tensor]:
+        """`exact` as it is timed: what a cache holds is laid out beforehand."""
+        return self.exact
+
     def target(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The result of a method that leaves nothing out: exact attention, on the queries and keys as the method changes them."""
         return self.exact(q, k, v)
@@ -85,12 +93,20 @@ def words_of(sizes: Sizes, phase: str, itemsize: int) -> dict[str, Any]:
     return named | {"itemsize": itemsize, "phase": "bwd" if phase == "bwd" else "fwd"}
 
 
-def drawn(sizes: Sizes, device: torch.device, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Gaussian q, k and v, the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
+def drawn(
+    sizes: Sizes, device: torch.device, dtype: torch.dtype, *, queries: int | None = None, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gaussian q, k and v; `queries` are those of the last tokens, all if None."""
+    generator = torch.Generator(device).manual_seed(seed)
     B, N, H, Hk, D = sizes
-    q, k, v = (torch.randn(B, N, heads, D, generator=generator).to(device, dtype) for heads in (H, Hk, Hk))
+    shapes = ((B, N if queries is None else queries, H, D), (B, N, Hk, D), (B, N, Hk, D))
+    q, k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
     return q, k, v
+
+
+def drawn_for(phase: str, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The q, k and v of a phase: a step of decoding has one query per text."""
+    return drawn(sizes, device, dtype, queries=1 if phase == "decode" else None)
 
 
 def double(x: Any) -> Any:

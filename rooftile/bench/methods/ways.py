@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -37,6 +38,8 @@ class Performer(Way):
     """Performer with m positive features."""
 
     m: int = 256
+    # T x S x m numbers
+    defined: ClassVar[int] = 512
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
         return Tensors((q, k, v), (ap.Features.draw(q.shape[-1], self.m, seed=0, device=q.device),))
@@ -168,13 +171,17 @@ class Loki(Way):
         return cost.loki(**words_of(sizes, phase, itemsize), dims=self.dims, keep=self.keep, page=self.page)
 
     def exact(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return rt.attention(q[:, -1:], k, v, CAUSAL)
+
+    def exact_for(self, k: Tensor, v: Tensor) -> Callable[..., Tensor]:
         """On a GPU paged decoding, as in an engine; a CPU would copy the pages first, so it reads the keys as they lie."""
-        if not q.is_cuda:
-            return rt.attention(q[:, -1:], k, v, CAUSAL)
-        return rt.attention_paged(q[:, -1:], _as_pages(k, v, self.page), CAUSAL)
+        if not k.is_cuda:
+            return self.exact
+        cache = as_pages(k, v, self.page)
+        return lambda q, k, v: rt.attention_paged(q[:, -1:], cache, CAUSAL)
 
 
-def _as_pages(k: Tensor, v: Tensor, page: int) -> Any:
+def as_pages(k: Tensor, v: Tensor, page: int) -> Any:
     """A view of k and v as a paged cache; the texts must end with a page."""
     from rooftile.kvcache import PagedKV
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from rooftile.bench.methods.check import Check, Run
 from rooftile.bench.methods.peers import OTHERS, peers_of
 from rooftile.bench.methods.table import WAYS, sizes_of
-from rooftile.bench.methods.way import Sizes, Way, drawn, exact_roof, roof_of, step
+from rooftile.bench.methods.way import Sizes, Way, drawn_for, exact_roof, roof_of, step
 from rooftile.bench.results import Row
 from rooftile.bench.rows import contest, timed_row, times_of, with_measures
 from rooftile.bench.run import Progress
@@ -107,7 +107,7 @@ def _phase(
 def contestants(session: Session, clock: Clock, way: Way, sizes: Sizes, phase: str, check: Check) -> _Contest:
     """Ours, exact attention, and each peer that runs here and passes."""
     it = _Contest()
-    q, k, v = drawn(sizes, session.device, DTYPES[session.dtype])
+    q, k, v = drawn_for(phase, sizes, session.device, DTYPES[session.dtype])
     x = way.tensors(q, k, v)
     roof = roof_of(way.cost(sizes, phase, q.element_size()), session.ceilings, session.dtype)
     runs: dict[str, Run] = {"rooftile": way.run}
@@ -137,7 +137,8 @@ def contestants(session: Session, clock: Clock, way: Way, sizes: Sizes, phase: s
             complaint = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if complaint is not None:
             it.reasons[name] = complaint
-    _join(it, "exact", way.exact, (q, k, v), phase, exact_roof(way, sizes, phase, session.ceilings, session.dtype), clock)
+    roof = exact_roof(way, sizes, phase, session.ceilings, session.dtype)
+    _join(it, "exact", way.exact_for(k, v), (q, k, v), phase, roof, clock)
     return it
 
 
