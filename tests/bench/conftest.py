@@ -26,6 +26,6 @@ class Ticks:
 def ticking(monkeypatch) -> None:
     """Nothing is timed, and the definition is asked at 70 tokens."""
     for module in (approximate, crossover):
-        monkeypatch.setattr(module, "clock_for", lambda device: Ticks())
+        monkeypatch.setattr(module, "clock_for", lambda device, turn_ms=25.0: Ticks())
     monkeypatch.setattr(approximate, "ROUNDS", 1)
     monkeypatch.setattr("rooftile.bench.methods.check.ON_CPU", 70)

@@ -52,7 +52,7 @@ def test_a_search_ends_at_its_limit_or_before_its_time_is_over() -> None:
     assert found.words() == "1,000"
     machine = Simulated(lambda N: 100.0 * N, lambda N: N**2 / 10)
     found = search(machine.times, 8192, 700.0, now=lambda: machine.seconds)
-    # 256 takes 32 s, 512 77 s; 1,024 might take four times as long as that, 2,048 four times 207 s
+    # 256 takes 32 s, 512 77 s, 1,024 207 s; 2,048 is expected to take as many times more
     assert machine.asked == [256, 512, 1024]
     assert machine.seconds <= 700
     assert found.why_ended == "the time budget"

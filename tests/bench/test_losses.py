@@ -119,7 +119,7 @@ def code_of(words: list[str]) -> int:
         (["--length", "63"], "the texts have 63 tokens; a needle at ten depths needs at least 64"),
         (["--tensors", "nowhere.pt"], "--tensors is nowhere.pt, which is no file"),
         (["--tensors", "two.pt"], "the tensors are q (1, 70, 3, 16), k (1, 70, 2, 16), v (1, 70, 2, 16); must be q (B, T, H, D)"),
-        (["--tensors", "short.pt"], "the tensors have 8 tokens; at least 64 are due, as methods leave out distant ones"),
+        (["--tensors", "short.pt"], "the tensors have 8 tokens; at least 64 are due, as methods skip distant ones"),
     ],
 )
 def test_a_users_mistake_is_one_sentence(words, sentence, tmp_path, monkeypatch, capsys) -> None:

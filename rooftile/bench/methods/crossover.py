@@ -27,8 +27,8 @@ from rooftile.spec import DTYPES
 SHORTEST = 256
 LIMITS = {"cuda": 65_536, "cpu": 16_384}
 NAMES = (*WHOLE, "nsa-groups-of-4")
-# no exponent of these times is above that of exact attention: twice the length takes at most four times as long
-GROWTH = 4.0
+# twice the length takes two to four times as long: linear methods the one, exact attention the other
+GROWTH = (2.0, 4.0)
 
 
 class Point(NamedTuple):
@@ -94,10 +94,10 @@ def search(
         now: a clock in seconds.
     """
     points: list[Point] = []
-    began, N, why, last = now(), shortest, "the limit", 0.0
+    began, N, why, last, growth = now(), shortest, "the limit", 0.0, GROWTH[1]
     while limit >= N:
         start = now()
-        if points and start - began + GROWTH * last > seconds:
+        if points and start - began + growth * last > seconds:
             why = "the time budget"
             break
         try:
@@ -105,17 +105,29 @@ def search(
         except torch.OutOfMemoryError:
             why = f"out of memory at {N:,}"
             break
-        last, N = now() - start, 2 * N
+        before, last, N = last, now() - start, 2 * N
+        if before > 0:
+            growth = min(max(last / before, GROWTH[0]), GROWTH[1])
     return Found(tuple(points), crossing(points), why)
 
 
 def measure(
     session: Session, names: Sequence[str] = NAMES, limit: int | None = None, seconds: float = 300.0, *,
-    say: Progress = lambda words: None, rounds: int = 3,
+    phases: Sequence[str] = ("fwd", "bwd", "decode"), say: Progress = lambda words: None, rounds: int = 3, turn_ms: float = 25.0,
 ) -> Iterator[tuple[str, str, Found, list[Row]]]:  # fmt: skip
-    """Way, phase, result and rows of each search. The seconds are shared by the searches that are left."""
+    """Way, phase, result and rows of each search. The seconds are shared by the searches that are left.
+
+    Args:
+        session: the run.
+        names: of ways.
+        limit: the longest length; that of the kind of device if None.
+        seconds: for all searches.
+        phases: those to search.
+        say: called with each step.
+        rounds, turn_ms: turns of the two at each length, and how long a turn is about.
+    """
     limit = LIMITS[session.device.type] if limit is None else limit
-    left = [(WAYS[name], phase) for name in names for phase in WAYS[name].phases]
+    left = [(WAYS[name], phase) for name in names for phase in WAYS[name].phases if phase in phases]
     ends = time.perf_counter() + seconds
     while left:
         way, phase = left.pop(0)
@@ -124,7 +136,7 @@ def measure(
 
         def times(N: int, way: Way = way, phase: str = phase, rows: list[Row] = rows) -> tuple[float, float]:
             say(f"{way.name}, {phase}, {N:,} tokens")
-            both = timed(session, way, phase, N, rounds)
+            both = timed(session, way, phase, N, rounds, turn_ms)
             rows += both.values()
             us = times_of(both)
             return us["rooftile"], us["exact"]
@@ -134,7 +146,7 @@ def measure(
         yield way.name, phase, found, rows
 
 
-def timed(session: Session, way: Way, phase: str, N: int, rounds: int) -> dict[str, Row]:
+def timed(session: Session, way: Way, phase: str, N: int, rounds: int, turn_ms: float = 25.0) -> dict[str, Row]:
     """The rows of a method and of exact attention at a length."""
     sizes = sizes_of(way, session.device.type, N)
     q, k, v = drawn_for(phase, sizes, session.device, DTYPES[session.dtype])
@@ -150,7 +162,8 @@ def timed(session: Session, way: Way, phase: str, N: int, rounds: int) -> dict[s
         "rooftile": roof_of(way.cost(sizes, phase, q.element_size()), session.ceilings, session.dtype),
         "exact": exact_roof(way, sizes, phase, session.ceilings, session.dtype),
     }
-    rows = contest(session, works, clock_for(session.device), roofs=roofs, rounds=rounds, **named(session, way, phase, N))
+    clock = clock_for(session.device, turn_ms)
+    rows = contest(session, works, clock, roofs=roofs, rounds=rounds, **named(session, way, phase, N))
     us = times_of(rows)
     return {name: with_measures(row, of_exact_ratio=us["exact"] / us[name]) for name, row in rows.items()}
 

@@ -125,7 +125,7 @@ def check_own(own: QKV) -> None:
     if any(x.ndim != 4 for x in own) or q.shape[1] != k.shape[1] or k.shape != v.shape or q.shape[2] % max(k.shape[2], 1):
         raise InvalidInput(f"the tensors are {shapes}; must be q (B, T, H, D), k and v (B, T, Hk, D) of one text, Hk dividing H")
     if q.shape[1] < SHORTEST:
-        raise InvalidInput(f"the tensors have {q.shape[1]} tokens; at least {SHORTEST} are due, as methods leave out distant ones")
+        raise InvalidInput(f"the tensors have {q.shape[1]} tokens; at least {SHORTEST} are due, as methods skip distant ones")
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
