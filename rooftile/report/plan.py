@@ -57,7 +57,7 @@ class ApproximatePlan:
     """The approximate methods beside exact attention."""
 
     limit: int  # tokens, of the searches for crossovers
-    seconds: float  # of all searches
+    seconds: float  # for all searches together
     rounds: int  # turns of a method and of exact attention at each length
     lost_at: int  # tokens of the texts on which losses are measured
     pictured: int  # tokens in the pictures of what a method sees

@@ -10,6 +10,7 @@ import torch
 from rooftile.bench import results
 from rooftile.bench.methods import crossover
 from rooftile.bench.methods.crossover import Found, Point, crossing, search
+from rooftile.bench.methods.page import crossovers
 from rooftile.bench.methods.table import WAYS
 from rooftile.cli import main
 from tests.bench.session import SESSION
@@ -127,3 +128,45 @@ def test_a_users_mistake_is_one_sentence(words, sentence, capsys) -> None:
         main(["bench", "approximate", "--device", "cpu", *words])
     assert done.value.code == 2
     assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def row(case: str, phase: str, *, at: float | None = None, longest: int = 4096, device: str = "a CPU", **more) -> results.Row:
+    """A row of a search."""
+    measures = {"shortest_tokens": 256.0, "longest_tokens": float(longest)} | ({} if at is None else {"crossover_tokens": at})
+    given = {"date": "2026-01-02", "commit": "abc", "settings": {"heads": "4/4", "dim": 64, "threads": 1}} | more
+    return results.Row(
+        suite="approximate", case=f"{case}-crossover", backend="rooftile", phase=phase, device=device, measures=measures, **given
+    )  # fmt: skip
+
+
+def test_the_page_says_below_which_length_to_use_exact_attention() -> None:
+    rows = [
+        row("linear", "fwd", at=1311.0), row("linear", "bwd", at=2048.0), row("nsa", "fwd", longest=2048), row("nsa", "bwd"),
+        row("loki", "decode", at=256.0), row("linformer", "fwd", at=514.2), row("linformer", "bwd", at=300.0),
+        row("strided", "fwd", at=900.0), row("strided", "bwd", longest=1024),
+    ]  # fmt: skip
+    lines = crossovers(rows).splitlines()
+    # in training both phases must be faster, so `strided` does not count there, and linformer has no causal form
+    assert lines[0] == (
+        "On a CPU, for a causal forward below 900 tokens use `rt.attention`: `strided` is the first that is faster. "
+        "For causal training below 2,000 tokens use `rt.attention`: `linear` is the first that is faster. "
+        "For training without a mask below 510 tokens use `rt.attention`: `linformer` is the first that is faster."
+    )
+    assert "| `linear` | 4/4, 64 | 1,300 | 2,000 | – |" in lines
+    assert "| `nsa` | 4/4, 64 | not below 2,048 | not below 4,096 | – |" in lines
+    assert "| `loki` | 4/4, 64 | – | – | 256 or below |" in lines
+    assert lines[-1] == "a CPU, torch , threads: 1, 2026-01-02, commit abc."
+
+
+def test_the_page_takes_the_latest_search_and_names_gpus_first() -> None:
+    gpu = {"settings": {"heads": "16/16", "dim": 128}, "arch": "sm90", "device": "a GPU"}
+    rows = [
+        row("linear", "fwd", at=999.0, date="2026-01-03"), row("linear", "fwd", at=300.0), row("nsa", "fwd", longest=512, **gpu),
+        replace(row("linear", "fwd", at=77.0), case="linear-crossover-512", measures={}),
+    ]  # fmt: skip
+    text = crossovers(rows)
+    first = text.index("On a GPU, for a causal forward use `rt.attention`: no method is faster")
+    assert first < text.index("On a CPU, for a causal forward below 1,000")
+    assert "up to 512 tokens at least" in text
+    assert "77" not in text
+    assert crossovers([]) == "No crossover is measured yet."
