@@ -55,6 +55,52 @@ def test_every_method_is_measured_beside_exact_attention(name: str, ticking) -> 
             assert row.measures["compulsory_bytes"] == pytest.approx(due.bytes_moved, rel=1e-5)
 
 
+class Slower:
+    """A clock on which every work takes 10 µs longer than the one before."""
+
+    peak_kind = "counted"
+
+    def __init__(self) -> None:
+        self.us = 0.0
+
+    def samples(self, work) -> list[float]:
+        self.us += 10
+        return [self.us]
+
+    def peak_bytes(self, work) -> int:
+        return 0
+
+
+def test_the_ratio_is_the_speed_over_that_of_exact_attention(ticking, monkeypatch) -> None:
+    monkeypatch.setattr(approximate, "clock_for", lambda device: Slower())
+    found = {row.backend: row for row in approximate.measure(SESSION, ["loki-64"], quiet) if row.median_us is not None}
+    assert (found["rooftile"].median_us, found["exact"].median_us) == (10, 20)
+    assert found["rooftile"].measures["of_exact_ratio"] == 2
+    assert found["exact"].measures["of_exact_ratio"] == 1
+    monkeypatch.setattr(crossover, "clock_for", lambda device, turn_ms: Slower())
+    assert crossover.timed(SESSION, WAYS["loki"], "decode", 64, 1)["rooftile"].measures["of_exact_ratio"] == 2
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_cost_is_that_of_its_phase_and_settings(name: str) -> None:
+    """Numbers by hand: 512 tokens of 4 heads of 64, a backward of 2.5 forwards where only pairs count."""
+    way, sizes = WAYS[name], Sizes(1, 512, 4, 4, 64)
+    pairs = {
+        "strided": 128 * 129 // 2 + 384 * 128 + sum(i // 128 for i in range(128, 512)),
+        "reformer": 2 * 512 * 256, "routing": 64 * 8 * 8,
+    }  # fmt: skip
+    if name in pairs:
+        assert way.cost(sizes, "bwd", 4).flops == 2.5 * 4 * 64 * 4 * pairs[name]
+    elif name == "linear":
+        assert way.cost(sizes, "fwd", 4) == (4 * 64 * 64 * 512 * 4, 4 * 512 * 4 * 64 * 4)
+        assert way.cost(sizes, "bwd", 4).flops == 10 * 64 * 64 * 512 * 4
+    elif name == "loki":
+        # one query: a quarter of the dimensions of all keys, the turn, and a quarter of the keys
+        assert way.cost(sizes, "decode", 4).flops == 4 * (2 * 512 * 16 + 2 * 64 * 64 + 4 * 64 * 128)
+    else:
+        assert way.cost(sizes, "bwd", 4).flops > 2 * way.cost(sizes, "fwd", 4).flops
+
+
 def test_peers_that_are_left_out_have_a_row_that_says_why(ticking) -> None:
     found = {row.backend: row for row in approximate.measure(SESSION, ["strided-64", "reformer-64", "linformer-64"], quiet)}
     assert found["flex"].reason == "refused: tensors are on cpu; is compiled for CUDA here"
@@ -120,6 +166,9 @@ def test_branches_of_native_sparse_attention_are_the_parts_of_the_whole() -> Non
     choice = cost.native_sparse_branch(**sizes, branch="choice", count=4)
     # the scores are one of the two products of the compressed branch
     assert 2 * choice.flops == cost.native_sparse_branch(**sizes, branch="compressed").flops
+    selected, near = (cost.native_sparse_branch(**sizes, branch=branch, count=4) for branch in ("selected", "near"))
+    # four int32 per query and key head
+    assert selected.bytes_moved - near.bytes_moved == 4 * 4 * 2 * 300 * 2
     assert choice.bytes_moved == 2 * (2 * 300 * 8 * 16 + 2 * 19 * 2 * 16) + 4 * 2 * 300 * 2 * 4
 
 

@@ -151,9 +151,8 @@ def needle(attend: Attend, sizes: Sizes, device: torch.device, dtype: torch.dtyp
             o = attend(q, k, v)[:, -1]  # (1, H, D)
         values = F.normalize(v.float(), dim=-1).repeat_interleave(sizes.H // sizes.Hk, dim=2)
         nearest = torch.einsum("bhd,bshd->bhs", o.float(), values).argmax(-1)
-        # an output of zeros, or with a NaN, is near to nothing
-        there = o.isfinite().all(-1) & (o != 0).any(-1)
-        found.append(((nearest == place) & there).double().mean().item())
+        # for an output of zeros, or with a NaN, argmax is the first token, where no needle lies
+        found.append((nearest == place).double().mean().item())
     return tuple(found)
 
 
