@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rooftile.bench.methods.crossover import Found
+from rooftile.bench.methods.crossover import Found, rounded
 from rooftile.bench.methods.losses import EXACT
 from rooftile.drawing import charts
 from rooftile.drawing.charts import Series
@@ -90,7 +90,7 @@ def _chart(found: Approximate, name: str) -> Chart:
     if not search.points:
         return Chart(words, safe(""), table=table)
     # a method that is faster from the first length on has no place at which two lines cross
-    mark = search.at if search.at is not None and search.at > search.points[0].N else None
+    mark = rounded(search.at) if search.at is not None and search.at > search.points[0].N else None
     picture = charts.log_chart(series, title=words, y_name="time", write=duration, mark=mark)
     loss = found.loss_of(name)
     lost = f"Untrained, it finds {percent(loss.recall or 0.0)} of the needles; error {_error(loss.gaussian)}."
