@@ -1,7 +1,7 @@
-"""Writes the tables of docs/reference/backends.md and docs/reference/approximate.md between their markers.
+"""Writes tables between their markers: docs/reference/backends.md and approximate.md, docs/how-to/choose-a-method.md.
 
 The backends' own refusals make the table of features: a cell is "yes" if the backend refuses nothing. The table of methods is
-`rooftile.approximate.METHODS`.
+`rooftile.approximate.METHODS`. Crossovers come from the rows of `rooftile bench approximate --crossover` in benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import torch
 
 from rooftile import CAUSAL, Chunk, Prefix, Window, dispatch
 from rooftile.approximate import METHODS
+from rooftile.bench import results
+from rooftile.bench.methods.page import crossovers
 from rooftile.spec import Spec
 
-REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
+ROOT = Path(__file__).resolve().parent.parent
 
 # a column is a backend on one kind of device
 COLUMNS = (
@@ -88,9 +90,15 @@ def methods() -> str:
     return "\n".join(lines)
 
 
+def paying() -> str:
+    """Returns the crossovers of the committed rows in Markdown."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("*-approximate.jsonl"))
+    return crossovers(row for file in files for row in results.read(file))
+
+
 def written(page: str, name: str, body: str) -> str:
     """Returns the page with the text between the markers of `name` replaced by `body`."""
-    text = (REFERENCE / page).read_text(encoding="utf-8")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
     found, count = re.subn(pattern, lambda m: f"{m[1]}{body}\n{m[2]}", text, flags=re.DOTALL)
     if count != 1:
@@ -99,11 +107,16 @@ def written(page: str, name: str, body: str) -> str:
 
 
 if __name__ == "__main__":
-    for page, name, body in (("backends.md", "features", features()), ("approximate.md", "methods", methods())):
+    tables = (
+        ("reference/backends.md", "features", features()),
+        ("reference/approximate.md", "methods", methods()),
+        ("how-to/choose-a-method.md", "crossovers", paying()),
+    )
+    for page, name, body in tables:
         due = written(page, name, body)
         if "--check" in sys.argv:
-            if (REFERENCE / page).read_text(encoding="utf-8") != due:
+            if (ROOT / "docs" / page).read_text(encoding="utf-8") != due:
                 sys.exit(f"{page}: the table of {name} is out of date")
         else:
-            (REFERENCE / page).write_text(due, encoding="utf-8")
+            (ROOT / "docs" / page).write_text(due, encoding="utf-8")
             print(f"wrote the table of {name} in {page}")

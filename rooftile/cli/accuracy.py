@@ -1,4 +1,4 @@
-"""`rooftile accuracy`: the error of FP8 and INT8 attention, recipe by recipe."""
+"""`rooftile accuracy`: the error of FP8 and INT8 attention, recipe by recipe, or what each approximate method loses."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from rooftile.bench import accuracy as measured
+from rooftile.bench.methods.way import Sizes
+from rooftile.cli.accuracy_methods import methods_lose
 from rooftile.cli.output import DeviceOption, JsonOption, print_json, print_table, progress
 from rooftile.drawing.units import duration, times
 from rooftile.errors import InvalidInput
@@ -20,31 +23,52 @@ MASKS = {"full": FULL, "causal": CAUSAL}
 
 
 def accuracy(
+    methods: Annotated[
+        bool, typer.Option("--methods", help="Measure the approximate methods instead: Gaussian tensors, a needle, your tensors.")
+    ] = False,
     distribution: Annotated[
-        str, typer.Option("--distribution", help="Distribution of the random tensors: outliers, gaussian or sink.")
-    ] = "outliers",
+        str | None, typer.Option("--distribution", help="The random tensors: outliers (if none is given), gaussian or sink.")
+    ] = None,
     tensors: Annotated[
         Path | None, typer.Option("--tensors", help="A file with q, k and v (.safetensors or .pt) to use instead.")
     ] = None,
     dim: Annotated[int, typer.Option("--dim", min=16, max=512, help="The head dim.")] = 128,
-    length: Annotated[int, typer.Option("--length", min=1, help="Tokens.")] = 2048,
+    length: Annotated[int | None, typer.Option("--length", min=1, help="Tokens: 2048 by default, 1024 with --methods.")] = None,
     heads: Annotated[int, typer.Option("--heads", min=1, help="Heads.")] = 4,
     draws: Annotated[int, typer.Option("--draws", min=1, help="Random draws to average the errors over.")] = 6,
     dtype: Annotated[str, typer.Option("--dtype", help="Dtype of the tensors: bf16, fp16 or fp32.")] = "bf16",
-    mask: Annotated[str, typer.Option("--mask", help="full or causal.")] = "full",
+    mask: Annotated[str | None, typer.Option("--mask", help="full (if none is given) or causal.")] = None,
     device: DeviceOption = "auto",
     json: JsonOption = False,
 ) -> None:
     """Measures FP8 and INT8 attention: error of each recipe against fp64, and its time, compared with the tensors' own dtype.
 
+    With --methods: what each approximate method loses on Gaussian tensors, on a needle, and on your tensors.
+
     Example: rooftile accuracy --distribution sink --dim 64
     """
-    if mask not in MASKS:
-        raise InvalidInput(f"--mask is {mask!r}; has {', '.join(MASKS)}")
     if dtype not in DTYPES or dtype == "fp64":
         raise InvalidInput(f"--dtype is {dtype!r}; has bf16, fp16, fp32")
     target = device_of(device)
-    shape = (1, length, heads, dim)
+    if methods:
+        if distribution is not None or mask is not None:
+            given = "--mask" if distribution is None else "--distribution"
+            raise InvalidInput(f"{given} is for FP8 and INT8; --methods has Gaussian tensors, a needle, and masks of its own")
+        sizes = Sizes(1, length or 1024, heads, heads, dim)
+        methods_lose(sizes, target, dtype, draws, tensors, json)
+        return
+    mask = "full" if mask is None else mask
+    if mask not in MASKS:
+        raise InvalidInput(f"--mask is {mask!r}; has {', '.join(MASKS)}")
+    recipes_lose(distribution or "outliers", tensors, (1, length or 2048, heads, dim), draws, dtype, mask, target, json)
+
+
+def recipes_lose(
+    distribution: str, tensors: Path | None, shape: tuple[int, int, int, int], draws: int, dtype: str, mask: str,
+    target: torch.device, json: bool,
+) -> None:  # fmt: skip
+    """Prints the error of each recipe of 8 bits."""
+    _, length, heads, dim = shape
     if tensors is None:
         inputs = measured.draws(distribution, shape, draws, DTYPES[dtype], target)
         what = f"{distribution}, {draws} draws of {heads} heads, {length:,} tokens, head dim {dim}, {dtype}, {mask}"

@@ -16,6 +16,7 @@ from rooftile.bench.run import Progress, measure
 from rooftile.bench.session import open_session
 from rooftile.bench.suites import SUITES, Suite
 from rooftile.cases import CASES
+from rooftile.cli.bench_approximate import approximate
 from rooftile.cli.bench_serving import engine, serving
 from rooftile.cli.output import (
     CaseOption,
@@ -162,7 +163,8 @@ def compare(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "attention": attention, "serving": serving, "engine": engine,
-    **{suite.name: _suite_command(suite) for suite in SUITES.values()}, "list": list_cases, "compare": compare,
+    **{suite.name: _suite_command(suite) for suite in SUITES.values()}, "approximate": approximate,
+    "list": list_cases, "compare": compare,
 }  # fmt: skip
 for _name, _command in COMMANDS.items():
     add_command(app, _name, _command)

@@ -139,14 +139,47 @@ def native_sparse(
     The weights that choose blocks are those of the compressed branch, so they count once.
     """
     n = max((S - length) // stride + 1, 0)
-    seen = 0
-    for i in range(max(S - T, 0), S):
-        compressed = min(max((i - length + 1) // stride + 1, 0), n)
-        selected = (min(count, i // block + 1) - 1) * block + i % block + 1
-        seen += compressed + selected + min(window, i + 1)
+    sizes = {"length": length, "stride": stride, "block": block, "count": count, "window": window}
+    seen = sum(native_sparse_pairs(T, S, branch, **sizes) for branch in BRANCHES)
     # two more pairs of keys and values than `_dense` has, and the gates
     more = B * ((n + S) * Hk * (D + Dv) + 3 * T * H) * itemsize * (1 if phase == "fwd" else 2)
     return Cost(_pairs(B * H * seen, D, Dv, phase), _dense(B, T, S, H, Hk, D, Dv, itemsize, phase) + more)
+
+
+BRANCHES = ("compressed", "selected", "near")
+
+
+def native_sparse_pairs(
+    T: int, S: int, branch: str, *, length: int = 32, stride: int = 16, block: int = 64, count: int = 16, window: int = 512
+) -> int:
+    """The pairs of one head in a branch of Native Sparse Attention, one of `BRANCHES`; a compressed key counts as a key."""
+    n = max((S - length) // stride + 1, 0)
+    seen = {
+        "compressed": lambda i: min(max((i - length + 1) // stride + 1, 0), n),
+        "selected": lambda i: (min(count, i // block + 1) - 1) * block + i % block + 1,
+        "near": lambda i: min(window, i + 1),
+    }[branch]
+    return sum(seen(i) for i in range(max(S - T, 0), S))
+
+
+def native_sparse_branch(
+    B: int, T: int, S: int, H: int, Hk: int, D: int, Dv: int, *, branch: str, length: int = 32, stride: int = 16, block: int = 64,
+    count: int = 16, window: int = 512, itemsize: int = 2, phase: str = "fwd",
+) -> Cost:  # fmt: skip
+    """The cost of one branch of Native Sparse Attention, or of its choice of blocks (`branch="choice"`).
+
+    The choice is the scores of the compressed keys, from which it makes no output, and it writes `count` numbers per query and
+    key head; the selected branch reads these.
+    """
+    sizes = {"length": length, "stride": stride, "block": block, "count": count, "window": window}
+    n = max((S - length) // stride + 1, 0)
+    chosen = 4 * B * T * Hk * count
+    if branch == "choice":
+        pairs = B * H * native_sparse_pairs(T, S, "compressed", **sizes)
+        return Cost(2 * D * pairs, (B * T * H * D + B * n * Hk * D) * itemsize + chosen)
+    moved = _dense(B, T, n if branch == "compressed" else S, H, Hk, D, Dv, itemsize, phase)
+    pairs = B * H * native_sparse_pairs(T, S, branch, **sizes)
+    return Cost(_pairs(pairs, D, Dv, phase), moved + chosen * (branch == "selected"))
 
 
 def _pairs(count: int, D: int, Dv: int, phase: str) -> int:

@@ -37,11 +37,13 @@ class Series:
 
 
 def log_chart(
-    series: Sequence[Series], *, title: str, y_name: str, write: Write, x_name: str = "tokens", ticks: Sequence[float] = ()
+    series: Sequence[Series], *, title: str, y_name: str, write: Write, x_name: str = "tokens", ticks: Sequence[float] = (),
+    mark: float | None = None,
 ) -> str:  # fmt: skip
     """Draws lines over sequence length or another count, both axes logarithmic.
 
     ticks: on the horizontal axis; without them one at each point.
+    mark: a place on the horizontal axis, between the first point and the last, for a dotted line with its number.
     """
     series = [line for line in series if line.points]
     lengths = sorted({x for line in series for x, _ in line.points})
@@ -51,6 +53,8 @@ def log_chart(
     )
     y_axis = Axis(low=min(values) / 2, high=max(values) * 2, start=HEIGHT - BOTTOM, stop=TOP, log=True)
     parts = [y_grid(y_axis, decades(y_axis.low, y_axis.high), write), _x_ticks(x_axis, ticks or lengths, x_name)]
+    if mark is not None:
+        parts.append(_mark(x_axis.place(mark), f"{mark:,.0f}"))
     for line in series:
         points = [(x_axis.place(x), y_axis.place(max(y, y_axis.low))) for x, y in line.points]
         parts.append(_line(line, points, write, x_name))
@@ -98,6 +102,12 @@ def bars(rows: Sequence[tuple[str, str, float, str]], *, title: str) -> str:
 def _x_ticks(axis: Axis, lengths: Sequence[float], name: str) -> str:
     parts = [text(axis.place(x), HEIGHT - BOTTOM + 16, tokens(x), "tick", "middle") for x in lengths]
     return "".join([*parts, text(WIDTH - RIGHT, HEIGHT - 6, name, "axis", "end")])
+
+
+def _mark(x: float, words: str) -> str:
+    """Draws a dotted line from the bottom to the top, with words beside its foot."""
+    line = f'<path class="bracket" d="M {x:.1f} {TOP} V {HEIGHT - BOTTOM}"/>'
+    return line + text(x + 5, HEIGHT - BOTTOM - 6, words, "tick", "start")
 
 
 def _line(line: Series, points: Sequence[Point], write: Write, x_name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rooftile.report import comparison, diagnosis, machine, precision, recall, serving, tiles, training
+from rooftile.report import approximate, comparison, diagnosis, machine, precision, recall, serving, tiles, training
 from rooftile.report.plan import Plan
 from rooftile.report.precision import PrecisionErrors
 from rooftile.report.progress import Progress
@@ -29,6 +29,7 @@ class Report:
     comparison: comparison.Comparison | None = None
     tiling: tiles.Tiling | None = None
     precision: PrecisionErrors | None = None
+    approximate: approximate.Approximate | None = None
     training: training.Training | None = None
     serving: serving.Serving | None = None
     diagnosis: diagnosis.Diagnosed | None = None
@@ -46,6 +47,7 @@ class Report:
             "comparison": self.comparison and asdict(self.comparison),
             "tiling": self.tiling and self.tiling.json(),
             "precision": self.precision and asdict(self.precision),
+            "approximate": self.approximate and self.approximate.json(),
             "training": self.training and asdict(self.training),
             "serving": self.serving and self.serving.json(),
             "diagnosis": self.diagnosis and self.diagnosis.json(),
@@ -94,6 +96,7 @@ def _run_all(report: Report, plan: Plan, device: str, progress: Progress) -> Non
     attempt("comparison", lambda: comparison.compare(plan, device, step("comparison")))
     attempt("tiling", lambda: tiles.tile_masks(plan, device, step("tiling")))
     attempt("precision", lambda: precision.measure(plan, device, step("precision")))
+    attempt("approximate", lambda: approximate.measure(plan, device, step("approximate")))
     if find_spec("transformers") is None:
         why = "The package transformers is not installed; pip install transformers adds this part."
         report.missing |= {"training": why, "serving": why}

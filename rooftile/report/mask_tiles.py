@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rooftile.drawing.svg import svg
-from rooftile.report.tiles import TileMap
+from rooftile.report.tiles import TileMap, Visit
 
 
 def mask_tiles(tile_map: TileMap, *, title: str, side: float = 160) -> str:
     """Draws the computed tiles of a mask: queries down, keys across."""
-    scale = side / tile_map.N
+    return draw_tiles(tile_map.visits, tile_map.N, title=title, side=side)
+
+
+def draw_tiles(visits: Sequence[Visit], N: int, *, title: str, side: float = 160) -> str:
+    """Draws the computed tiles of N queries and keys: queries down, keys across."""
+    scale = side / N
     paths: dict[bool, list[str]] = {False: [], True: []}
     hatch = []
-    for t, t_stop, s, s_stop, is_masked in tile_map.visits:
+    for t, t_stop, s, s_stop, is_masked in visits:
         x, y, width, height = (value * scale for value in (s, t, s_stop - s, t_stop - t))
         gap = min(0.8, width / 8, height / 8)
         paths[is_masked].append(

@@ -12,7 +12,7 @@ from typing import Any
 from rooftile.drawing import page
 from rooftile.drawing.page import Table, json_element, safe
 from rooftile.drawing.units import duration, number, percent, power, size, times
-from rooftile.report import claims, diagnosis_section, figures, recall_section
+from rooftile.report import approximate_section, claims, diagnosis_section, figures, recall_section
 from rooftile.report.comparison import OURS, Comparison
 from rooftile.report.experiments import Report
 from rooftile.report.machine import Machine
@@ -43,6 +43,7 @@ def render(report: Report) -> str:
         why=_why(report),
         masks=report.tiling and _masks(report.tiling),
         precision=report.precision and _precision(report.precision),
+        approximate=report.approximate and approximate_section.section(report.approximate),
         model=report.training and _model(report.training, report),
         on_cpu=report.plan.device == "cpu",
         serving=report.serving and _serving(report.serving),

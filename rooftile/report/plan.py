@@ -53,6 +53,17 @@ class DiagnosisPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ApproximatePlan:
+    """The approximate methods beside exact attention."""
+
+    limit: int  # tokens, of the searches for crossovers
+    seconds: float  # for all searches together
+    rounds: int  # turns of a method and of exact attention at each length
+    lost_at: int  # tokens of the texts on which losses are measured
+    pictured: int  # tokens in the pictures of what a method sees
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The measurements of the report. They take some three minutes on a CPU, where they use one core, and on a GPU."""
 
@@ -72,6 +83,7 @@ class Plan:
     model: ModelPlan
     serving: ServingPlan
     diagnosis: DiagnosisPlan
+    approximate: ApproximatePlan
     seconds: dict[str, float]  # expected time per experiment, for the progress line only
     is_quick: bool = False
 
@@ -116,7 +128,11 @@ CPU = Plan(
     ),
     serving=SERVING,
     diagnosis=DiagnosisPlan(rungs=(1, 2, 4, 8, 16, 32, 64), nbytes=1 << 27, batch=8, context=128, budget=4.0),
-    seconds={"machine": 4, "comparison": 25, "tiling": 17, "precision": 15, "training": 65, "serving": 10, "diagnosis": 35, "recall": 35},
+    approximate=ApproximatePlan(limit=8192, seconds=11.0, rounds=2, lost_at=512, pictured=512),
+    seconds={
+        "machine": 4, "comparison": 25, "tiling": 17, "precision": 15, "approximate": 18,
+        "training": 65, "serving": 10, "diagnosis": 35, "recall": 35,
+    },  # fmt: skip
 )
 
 CPU_QUICK = Plan(
@@ -147,7 +163,11 @@ CPU_QUICK = Plan(
     ),
     serving=SERVING_QUICK,
     diagnosis=DiagnosisPlan(rungs=(1, 2), nbytes=1 << 16, batch=2, context=32, budget=0.2),
-    seconds={"machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "training": 10, "serving": 2, "diagnosis": 15, "recall": 3},
+    approximate=ApproximatePlan(limit=256, seconds=0.0, rounds=1, lost_at=64, pictured=128),
+    seconds={
+        "machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "approximate": 4,
+        "training": 10, "serving": 2, "diagnosis": 15, "recall": 3,
+    },  # fmt: skip
     is_quick=True,
 )
 
@@ -179,7 +199,11 @@ GPU = Plan(
     ),
     serving=SERVING,
     diagnosis=DiagnosisPlan(rungs=(1, 4, 16, 32, 64, 128, 256), nbytes=1 << 29, batch=8, context=128, budget=4.0),
-    seconds={"machine": 4, "comparison": 50, "tiling": 10, "precision": 30, "training": 50, "serving": 12, "diagnosis": 20, "recall": 25},
+    approximate=ApproximatePlan(limit=32_768, seconds=20.0, rounds=2, lost_at=4096, pictured=512),
+    seconds={
+        "machine": 4, "comparison": 50, "tiling": 10, "precision": 30, "approximate": 30,
+        "training": 50, "serving": 12, "diagnosis": 20, "recall": 25,
+    },  # fmt: skip
 )
 
 GPU_QUICK = Plan(
@@ -210,6 +234,10 @@ GPU_QUICK = Plan(
     ),
     serving=SERVING_QUICK,
     diagnosis=DiagnosisPlan(rungs=(1, 2), nbytes=1 << 16, batch=2, context=32, budget=0.2),
-    seconds={"machine": 5, "comparison": 5, "tiling": 2, "precision": 3, "training": 15, "serving": 8, "diagnosis": 15, "recall": 3},
+    approximate=ApproximatePlan(limit=256, seconds=0.0, rounds=1, lost_at=64, pictured=128),
+    seconds={
+        "machine": 5, "comparison": 5, "tiling": 2, "precision": 3, "approximate": 8,
+        "training": 15, "serving": 8, "diagnosis": 15, "recall": 3,
+    },  # fmt: skip
     is_quick=True,
 )

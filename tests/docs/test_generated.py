@@ -19,6 +19,7 @@ TABLE = re.compile(r"<!-- table: (\S+) [^>]*-->\n(.*?)<!-- /table -->", re.DOTAL
     [
         ("write_tables.py", "docs/reference/backends.md"),
         ("write_tables.py", "docs/reference/approximate.md"),
+        ("write_tables.py", "docs/how-to/choose-a-method.md"),
         ("write_reference.py", "docs/reference/api.md"),
         ("write_operators.py", "docs/reference/operators.md"),
     ],

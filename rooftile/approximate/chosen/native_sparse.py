@@ -123,7 +123,7 @@ def native_sparse(
                 q, compressed, selected, near, gates, chosen, window=window, scale=scale, **sizes
             ).contiguous()
         outs = (
-            _compressed(q, *compressed, S, length, stride, options),
+            compressed_attention(q, *compressed, S, length, stride, options),
             selected_attention(q, *selected, chosen, block=block, backend=kernels, scale=scale),
             api.attention(q, *near, CAUSAL & Window(window - 1), **options),
         )
@@ -133,7 +133,9 @@ def native_sparse(
         return total.to(q.dtype).contiguous()
 
 
-def _compressed(q: Tensor, k: Tensor, v: Tensor, S: int, length: int, stride: int, options: dict[str, Any]) -> Tensor:
+def compressed_attention(
+    q: Tensor, k: Tensor, v: Tensor, S: int, length: int, stride: int, options: dict[str, Any]
+) -> Tensor:
     """Attention of queries to the compressed keys that are complete: a causal mask over groups of `stride` queries."""
     T, (n, Hk) = q.shape[1], k.shape[1:3]
     # the place of a query, counted from the first that sees a compressed key

@@ -88,6 +88,7 @@ SUITES = {
         Suite("precision", "Attention in FP8 and INT8 beside the fastest in 16 bits, with quantising and without."),
         Suite("bias", "The price of a bias and of its gradient, beside PyTorch's memory-efficient kernel."),
         Suite("blocks", "Attention over lists of blocks beside the whole of it, and beside FlexAttention."),
+        Suite("approximate", "Approximate methods beside exact attention and beside other libraries' programs for them."),
         Suite("packed", "Packed sequences and groups of query heads beside a dense batch."),
         Suite("paged", "Attention to a paged cache: decode, prefill, a shared prefix, and writing to the cache."),
         Suite("decoder", "Norms and gates of a decoder: bytes per second beside a copy and the plain operations."),
