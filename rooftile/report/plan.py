@@ -132,7 +132,7 @@ CPU = Plan(
     seconds={
         "machine": 4, "comparison": 25, "tiling": 17, "precision": 15, "approximate": 18,
         "training": 65, "serving": 10, "diagnosis": 35, "recall": 35,
-    },  # fmt: skip
+    },
 )
 
 CPU_QUICK = Plan(
@@ -167,7 +167,7 @@ CPU_QUICK = Plan(
     seconds={
         "machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "approximate": 4,
         "training": 10, "serving": 2, "diagnosis": 15, "recall": 3,
-    },  # fmt: skip
+    },
     is_quick=True,
 )
 
@@ -203,7 +203,7 @@ GPU = Plan(
     seconds={
         "machine": 4, "comparison": 50, "tiling": 10, "precision": 30, "approximate": 30,
         "training": 50, "serving": 12, "diagnosis": 20, "recall": 25,
-    },  # fmt: skip
+    },
 )
 
 GPU_QUICK = Plan(
@@ -238,6 +238,6 @@ GPU_QUICK = Plan(
     seconds={
         "machine": 5, "comparison": 5, "tiling": 2, "precision": 3, "approximate": 8,
         "training": 15, "serving": 8, "diagnosis": 15, "recall": 3,
-    },  # fmt: skip
+    },
     is_quick=True,
 )

@@ -136,7 +136,7 @@ def biased_tile(spec: Spec, bias: BiasKind) -> Tile:
 def listed_tile(spec: Spec) -> Tile:
     """Returns the forward's tile over lists of blocks: 128 queries, all of one list."""
     assert spec.block_size is not None
-    tile = WIDE if spec.dim > 128 else LONG if spec.dim > 64 else NARROW._replace(LAZY=True)
+    tile = WIDE if spec.dim > 128 else LONG if spec.dim > 64 else NARROW
     if spec.dim == 96:
         tile = tile._replace(Q_IN_REGISTERS=64)
     LIST_T, LIST_S = spec.block_size

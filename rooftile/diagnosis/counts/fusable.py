@@ -10,8 +10,8 @@ from torch._ops import OpOverload
 
 from rooftile.diagnosis.counts.traffic import base_name, bound, names
 
-# pointwise, and PyTorch has no tag for it
-POINTWISE = frozenset(names("_to_copy copy_ native_dropout bernoulli_ fill_ zero_ ones_like zeros_like full_like"))
+# pointwise, and PyTorch has no tag for it; a compiler writes `cat` as a choice of its inputs
+POINTWISE = frozenset(names("_to_copy copy_ native_dropout bernoulli_ fill_ zero_ ones_like zeros_like full_like cat stack"))
 # reductions of the last axis: a kernel that has a row in its registers can end or begin with them
 OF_ROWS = frozenset(
     names(

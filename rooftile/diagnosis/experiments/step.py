@@ -73,7 +73,8 @@ def replayed_share(step: Work, device: torch.device, operators: Mapping[str, int
 def _check_captured(step: Work, device: torch.device, stream: torch.cuda.Stream, operators: Mapping[str, int]) -> None:
     """Refuses a step that calls other operators while it is captured. It is captured once more, and watched."""
     seen: Counter[str] = Counter()
-    with Dispatched(lambda func, *unused: seen.update([name_of(func)])), capturing(torch.cuda.CUDAGraph(), device, stream):
+    # a capture itself fills the seed and the offset of random numbers
+    with capturing(torch.cuda.CUDAGraph(), device, stream), Dispatched(lambda func, *unused: seen.update([name_of(func)])):
         step()
     changed = {name: seen[name] - operators.get(name, 0) for name in {*seen, *operators}}
     if any(changed.values()):
