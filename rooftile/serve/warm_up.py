@@ -24,7 +24,7 @@ from rooftile.kvcache.route import LONG_PROMPT, Route, route
 from rooftile.masks import Mask
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.layers import Multiply
-from rooftile.serve.runner import masks_of
+from rooftile.serve.attention import masks_of
 from rooftile.serve.sampling.sampler import SamplingFeatures, SamplingState, sample
 from rooftile.spec import Asked
 
