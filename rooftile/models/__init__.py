@@ -3,5 +3,6 @@
 from rooftile.models.config import ModelConfig
 from rooftile.models.decoder import Decoder
 from rooftile.models.layers import Attend
+from rooftile.models.mixers import NativeSparseSizes
 
-__all__ = ["Attend", "Decoder", "ModelConfig"]
+__all__ = ["Attend", "Decoder", "ModelConfig", "NativeSparseSizes"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, rotaries_of, rotary_of, windows_of
 from rooftile.models.settings import Settings
 
@@ -32,7 +33,8 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
         raise settings.refused(
             f"says the weights are quantised ({method}); give a checkpoint in bfloat16, float16 or float32"
         )
-    return FAMILIES[family](settings)
+    fields = FAMILIES[family](settings)
+    return fields | mixers_of(settings, fields["layers"])
 
 
 def _family(settings: Settings) -> str:

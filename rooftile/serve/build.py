@@ -39,6 +39,7 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     max_len = longest_sequence(shape, config)
     if config.max_model_len is None and config.num_blocks is not None:
         max_len = min(max_len, config.num_blocks * config.block_size)
+    check_mixers(shape, config)
     loki = find_loki(shape, config)
     decoder = load_decoder(model, shape, config, device, max_len)
     if loki is not None:
@@ -131,6 +132,24 @@ def start_compiling(
     # a caller whose folder has no weights hears that at once, and does not wait for kernels
     thread.shutdown(wait=False)
     return compiled
+
+
+def check_mixers(shape: ModelConfig, config: EngineConfig) -> None:
+    """Refuses settings that do not go with layers of Native Sparse Attention."""
+    if "native_sparse" not in shape.mixers or shape.native_sparse is None:
+        return
+    what = "the model has native_sparse layers"
+    if config.deterministic:
+        raise Unsupported(f"deterministic is True and {what}; their bits depend on what a step reads together")
+    if config.kv_dtype == "fp8":
+        raise Unsupported(f'kv_dtype is "fp8" and {what}; these have caches in the dtype of the model')
+    if config.approximate is not None:
+        raise Unsupported(f"approximate is given and {what}, which choose keys by themselves; Loki has attention in all layers")
+    if config.block_size % shape.native_sparse.stride:
+        raise InvalidInput(
+            f"block_size is {config.block_size} and {what} with a stride of {shape.native_sparse.stride}; must be a multiple of "
+            "that"
+        )
 
 
 def find_loki(shape: ModelConfig, config: EngineConfig) -> LokiLayers | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from rooftile.api import attention_packed
 from rooftile.approximate import Loki, LokiLayers
 from rooftile.approximate.chosen.arguments import check_fraction
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.fused import Rotation, rotate
 from rooftile.models import Decoder
 from rooftile.reference.approximate.loki import directions
@@ -39,8 +39,11 @@ def calibrate(
 
     Raises:
         InvalidInput: the text is too short, or holds what is no token of the model.
+        Unsupported: a layer of the model mixes its tokens in another way than by attention.
     """
     config = decoder.config
+    if "native_sparse" in config.mixers:
+        raise Unsupported("the model has native_sparse layers, which choose keys by themselves; Loki has attention in all layers")
     dims, keep = check_fraction("dims", dims), check_fraction("keep", keep)
     if len(tokens) < config.head_dim:
         raise InvalidInput(
@@ -101,7 +104,9 @@ def _read(decoder: Decoder, tokens: Sequence[int], moments: list[Moments]) -> No
     ids = torch.tensor(tokens, device=device)
     cu, masks = torch.tensor([0, len(ids)]), masks_of(config)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+    def attend(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         moments[layer].add(k)

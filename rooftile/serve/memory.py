@@ -52,7 +52,7 @@ def blocks_that_fit(
     copied = most_gathered(size, dtype, tokens=max_batched_tokens, answers=max_answers)
     # copies of gathered prompts, one layer at a time
     line = 2 * layout.heads * layout.dim * decoder.embedding.dtype.itemsize
-    working += min(copied * max_len * line, MOST_GATHERED)
+    working += min(copied * max_len * line, MOST_GATHERED) + layout.copied_bytes(max_len, decoder.embedding.dtype)
     free, total = torch.cuda.mem_get_info(device)
     # made when a request first asks for penalties or biases, when it is too late to make the cache smaller
     working += SamplingState.table_bytes(max_answers + 1, decoder.config.vocab_size)
@@ -72,7 +72,9 @@ def _working_bytes(decoder: Decoder, tokens: int, rows: int) -> int:
     device = decoder.embedding.device
     ids = torch.zeros(tokens, dtype=torch.int64, device=device)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+    def attend(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         # running attention would compile a kernel for nothing: beside its output it only takes an lse
         return torch.empty_like(q).clone()
 

@@ -92,7 +92,7 @@ class Runner:
         self.table = torch.zeros(max_answers + 1, -(-max_len // size), dtype=torch.int32, device=self.device)
         self.last = torch.zeros(max_answers + 1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingState(max_answers + 1, decoder.config.vocab_size, self.device)
-        self.attention = CacheAttention(decoder.config, pages, asked, loki)
+        self.attention = CacheAttention(decoder, pages, asked, loki)
         # the features that each slot's request asks for
         self._features = [SamplingFeatures()] * (max_answers + 1)
         self._graphs: DecodeGraphs | None = None
@@ -164,9 +164,7 @@ class Runner:
             columns = -(-int(on_host.chunk_lengths.max()) // self.pages.storage.shape[3])
             table = self.table.index_select(0, inputs.chunk_slots)[:, :columns]
             chunks = Chunks(int(on_host.cu_q[-1]), table, inputs.chunk_lengths.int(), inputs.cu_q.int())
-        # an approximate method's tensors are as wide as the block tables: it gets no more columns than the longest sequence has
-        width = None if self.attention.captures else int(on_host.positions.max()) // self.pages.storage.shape[3] + 1
-        return inputs, self._forward(inputs.tokens, inputs.positions, inputs.slots, chunks, width)
+        return inputs, self._forward(inputs.tokens, inputs.positions, inputs.slots, chunks, on_host)
 
     def _forward_tiles(self, inputs: StepInputs) -> Tensor:
         """Returns the hidden states of a step, computed tile by tile."""
@@ -176,11 +174,11 @@ class Runner:
         return torch.cat(found)
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, chunks: Chunks | None, columns: int | None = None
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, chunks: Chunks | None, on_host: StepInputs | None = None
     ) -> Tensor:  # fmt: skip
         """Returns the hidden states of chunks, which come first, and of single tokens, one per sequence.
 
-        A row with a position below 0 is padding. Single tokens get so many `columns` of their block tables, all if None.
+        A row with a position below 0 is padding.
         """
         size = self.pages.storage.shape[3]
         tokens = torch.where(tokens >= 0, tokens, self.last.index_select(0, slots))
@@ -190,8 +188,8 @@ class Runner:
         split = chunks.tokens if chunks is not None else 0
         single = None
         if split < len(tokens):
-            single = self.table.index_select(0, slots[split:])[:, :columns], (positions[split:] + 1).int()
-        attend = self.attention.on(Step(cells, chunks, single))
+            single = self.table.index_select(0, slots[split:]), (positions[split:] + 1).int()
+        attend = self.attention.on(Step(size, cells, positions, slots, self.table, chunks, single, on_host))
         hidden: Tensor = self.decoder(tokens, places, attend, self._multiply)
         return hidden
 

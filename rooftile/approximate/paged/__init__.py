@@ -2,4 +2,5 @@
 
     loki            chooses whole pages, and runs the exact kernel for paged decoding on the shorter table
     native_sparse   compressed, selected and near keys, from the cache
+    pieces          bounds the memory of a step
 """

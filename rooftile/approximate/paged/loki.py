@@ -20,6 +20,7 @@ from torch import Tensor
 from rooftile import api
 from rooftile.approximate.chosen.arguments import as_given
 from rooftile.approximate.chosen.pairs import best
+from rooftile.approximate.paged.pieces import in_pieces
 from rooftile.kvcache import PagedKV
 from rooftile.masks import CAUSAL
 from rooftile.spec import Asked
@@ -48,6 +49,15 @@ def page_scores(
     q: Tensor, leading: Tensor, table: Tensor, lengths: Tensor, *, scale: float, softcap: float | None
 ) -> Tensor:
     """Returns the scores of pages (B, Hk, N), fp32; 0 for a page past the end of its sequence."""
+    size, Hk, r = leading.shape[1:]
+    each = 4 * table.shape[1] * size * (Hk * r + q.shape[1])
+    parts = in_pieces(q.shape[0], each)
+    return torch.cat([_page_scores(q[one], leading, table[one], lengths[one], scale, softcap) for one in parts])
+
+
+def _page_scores(
+    q: Tensor, leading: Tensor, table: Tensor, lengths: Tensor, scale: float, softcap: float | None
+) -> Tensor:  # fmt: skip
     size, Hk, r = leading.shape[1:]
     N = table.shape[1]
     with as_given(q):

@@ -1,19 +1,24 @@
 """The attention of a decoder's layers to an engine's cache.
 
-    layout    what a block holds: the cache's layers, and what approximate methods keep beside them
-    step      where the tokens of a step lie in the cache
-    exact     exact attention
-    loki      Loki in the steps that decode
+    layout          what a block holds: the cache's layers, and what approximate methods keep beside them
+    step            where the tokens of a step lie in the cache
+    exact           exact attention
+    loki            Loki in the steps that decode
+    native_sparse   Native Sparse Attention
 """
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from rooftile.approximate import LokiLayers
-from rooftile.kvcache import Pages
+from rooftile.kvcache import Pages, Rotation
 from rooftile.masks import CAUSAL, Mask, Window
-from rooftile.models import Attend, ModelConfig
+from rooftile.models import Attend, Decoder, ModelConfig
 from rooftile.serve.attention.exact import Exact
+from rooftile.serve.attention.layout import first_pairs
 from rooftile.serve.attention.loki import LokiAttention
+from rooftile.serve.attention.native_sparse import SparseAttention
 from rooftile.serve.attention.step import Step
 from rooftile.spec import Asked
 
@@ -29,17 +34,18 @@ class CacheAttention:
     """Computes the attention of all layers in a step.
 
     Args:
-        config: the model's.
-        pages: the cache.
+        decoder: the model.
+        pages: the cache, with the planes of its `CacheLayout`.
         asked: scale, softcap and the like.
         loki: the rotations of the layers, for approximate decoding.
     """
 
-    def __init__(self, config: ModelConfig, pages: Pages, asked: Asked, loki: LokiLayers | None = None) -> None:
-        self.pages = pages
-        self.masks = masks_of(config)
-        self.asked = asked
+    def __init__(self, decoder: Decoder, pages: Pages, asked: Asked, loki: LokiLayers | None = None) -> None:
+        self.pages, self.asked = pages, asked
+        self.masks, self.first = masks_of(decoder.config), first_pairs(decoder.config)
+        self.mixers = decoder.config.mixers
         self._loki = None if loki is None else LokiAttention(loki, pages, asked)
+        self._sparse = SparseAttention(decoder, pages, asked) if "native_sparse" in self.mixers else None
 
     @property
     def splits_prompts(self) -> bool:
@@ -49,10 +55,21 @@ class CacheAttention:
     @property
     def captures(self) -> bool:
         """Whether steps that only decode can be captured in graphs: whether no size in them depends on their lengths."""
-        return self._loki is None
+        return self._loki is None and self._sparse is None
 
     def on(self, step: Step) -> Attend:
         """Returns what computes attention in one step."""
-        if self._loki is None:
-            return Exact(self.pages, self.masks, self.asked, step)
-        return self._loki.on(step, self.masks)
+        if self._loki is not None:
+            return self._loki.on(step, self.masks)
+        exact = Exact(self.pages, self.masks, self.asked, self.first, step)
+        if self._sparse is None:
+            return exact
+        sparse = self._sparse.on(step)
+
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None
+        ) -> Tensor:  # fmt: skip
+            chosen = exact if self.mixers[layer] == "attention" else sparse
+            return chosen(layer, q, k, v, rotation, gates)
+
+        return attend

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
 from rooftile.approximate import LokiLayers
 from rooftile.kvcache import Pages
 from rooftile.models import ModelConfig
+from rooftile.models.mixers import BRANCHES
 
 # the plane of the leading dims of turned keys
 LEADING = "leading dims"
+# the plane of the compressed keys and values of Native Sparse Attention
+COMPRESSED = "compressed keys and values"
+
+
+def first_pairs(config: ModelConfig) -> tuple[int, ...]:
+    """Returns, for each layer, the number of the first pair of keys and values that it has in a block; then their count.
+
+    A layer of Native Sparse Attention has one pair per branch.
+    """
+    return tuple(accumulate((BRANCHES if mixer == "native_sparse" else 1 for mixer in config.mixers), initial=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,10 @@ class CacheLayout:
         planes: dict[str, tuple[int, ...]] = {}
         if loki is not None:
             planes[LEADING] = (config.layers, size, config.kv_heads, loki.leading)
-        return cls(config.layers, config.kv_heads, config.head_dim, size, planes)
+        sparse = config.mixers.count("native_sparse")
+        if config.native_sparse is not None and sparse:
+            planes[COMPRESSED] = (sparse, 2, size // config.native_sparse.stride, config.kv_heads, config.head_dim)
+        return cls(first_pairs(config)[-1], config.kv_heads, config.head_dim, size, planes)
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of one block."""
@@ -48,6 +63,10 @@ class CacheLayout:
             line += 4
         beside = sum(map(math.prod, self.planes.values())) * dtype.itemsize
         return self.layers * 2 * self.size * self.heads * line + beside
+
+    def copied_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Returns the bytes of the copy that a prompt of this many tokens is read from, if it is read from one."""
+        return 4 * tokens * self.heads * self.dim * dtype.itemsize if COMPRESSED in self.planes else 0
 
     def allocate(self, blocks: int, dtype: torch.dtype, device: torch.device) -> Pages:
         """Returns the memory of this many blocks."""

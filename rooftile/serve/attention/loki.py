@@ -36,7 +36,7 @@ class LokiAttention:
 
 class _LokiStep(Exact):
     def __init__(self, loki: LokiAttention, masks: tuple[Mask, ...], step: Step) -> None:
-        super().__init__(loki.pages, masks, loki.asked, step)
+        super().__init__(loki.pages, masks, loki.asked, tuple(range(len(masks))), step)
         self.loki = loki
         self.leading = loki.pages.planes[LEADING]  # (blocks, layers, size, Hk, r)
 
@@ -57,7 +57,7 @@ class _LokiStep(Exact):
         if self.masks[layer] != CAUSAL:
             return super().decode(layer, q)
         assert self.step.single is not None
-        cache = self.pages.view(layer, *self.step.single)
+        cache = self.pages.view(layer, *self.step.narrow(*self.step.single))
         return paged.decode(q, cache, self.leading[:, layer], keep=self.loki.keep, asked=self.asked)
 
 
