@@ -52,7 +52,9 @@ def blocks_that_fit(
     copied = most_gathered(size, dtype, tokens=max_batched_tokens, answers=max_answers)
     # copies of gathered prompts, one layer at a time
     line = 2 * layout.heads * layout.dim * decoder.embedding.dtype.itemsize
-    working += min(copied * max_len * line, MOST_GATHERED) + layout.copied_bytes(max_len, decoder.embedding.dtype)
+    working += min(copied * max_len * line, MOST_GATHERED) + layout.working_bytes(
+        max_len, max_answers, decoder.config.heads, decoder.embedding.dtype
+    )
     free, total = torch.cuda.mem_get_info(device)
     # made when a request first asks for penalties or biases, when it is too late to make the cache smaller
     working += SamplingState.table_bytes(max_answers + 1, decoder.config.vocab_size)

@@ -108,7 +108,7 @@ class Runner:
         features = self._features_of(answers)
         bans = _banned_tokens(answers)
         prompts: list[tuple[Work, tuple[Tensor, ...]]] = []
-        if self._graphs is not None and not bans and all(is_single(work) and len(work.outputs) == 1 for work in plan.work):
+        if self._graphs is not None and not bans and self._only_decodes(plan.work):
             logits, tokens = self._graphs.replay(self._decode, plan.work, features)
         else:
             works = apart(plan.work) if self.attention.splits_prompts else plan.work
@@ -126,6 +126,11 @@ class Runner:
         """Captures the graphs that most steps need, before the first request comes."""
         if self._graphs is not None:
             self._graphs.capture(self._decode)
+
+    def _only_decodes(self, works: list[Work]) -> bool:
+        """Whether a graph can run a step: each answer in it reads one token and gets one."""
+        apart = self.attention.splits_prompts
+        return all(is_single(work, prompts_in_chunks=apart) and len(work.outputs) == 1 for work in works)
 
     def _start(self, started: list[Answer]) -> None:
         """Gives the sampler the parameters of answers that have got a slot."""

@@ -4,8 +4,8 @@
     score of a page = sum over its keys j, and the heads of a group, of softmax(x)_j
     chosen: the last page, and the best of the others: ceil(keep S) keys in whole pages, per sequence and key head
 
-Every choice has the shape of the whole block table, so no length is read from the device. A key head is a sequence of its own
-to the exact kernel, since each has its own pages.
+Every choice has the shape of the whole block table, so no length is read from the device, and a CUDA graph can hold it. A key
+head is a sequence of its own to the exact kernel, since each has its own pages.
 
 Singhania et al., Loki, arXiv:2406.02542.
 """
@@ -21,8 +21,10 @@ from rooftile import api
 from rooftile.approximate.chosen.arguments import as_given
 from rooftile.approximate.chosen.pairs import best
 from rooftile.approximate.paged.pieces import in_pieces
+from rooftile.fused import runs_on
 from rooftile.kvcache import PagedKV
 from rooftile.masks import CAUSAL
+from rooftile.operators import call, define
 from rooftile.spec import Asked
 
 
@@ -49,15 +51,28 @@ def page_scores(
     q: Tensor, leading: Tensor, table: Tensor, lengths: Tensor, *, scale: float, softcap: float | None
 ) -> Tensor:
     """Returns the scores of pages (B, Hk, N), fp32; 0 for a page past the end of its sequence."""
-    size, Hk, r = leading.shape[1:]
-    each = 4 * table.shape[1] * size * (Hk * r + q.shape[1])
-    parts = in_pieces(q.shape[0], each)
-    return torch.cat([_page_scores(q[one], leading, table[one], lengths[one], scale, softcap) for one in parts])
+    found: Tensor = call(_PAGE_SCORES, _page_scores, q, leading, table, lengths, scale, softcap)
+    return found
 
 
 def _page_scores(
     q: Tensor, leading: Tensor, table: Tensor, lengths: Tensor, scale: float, softcap: float | None
 ) -> Tensor:  # fmt: skip
+    if runs_on(leading):
+        from rooftile.approximate.paged import kernels
+
+        return kernels.page_scores(q, leading, table, lengths, scale, softcap)
+    size, Hk, r = leading.shape[1:]
+    parts = in_pieces(q.shape[0], 4 * table.shape[1] * size * (Hk * r + q.shape[1]))
+    found = [scores_as_defined(q[one], leading, table[one], lengths[one], scale, softcap) for one in parts]
+    return torch.cat(found) if found else q.new_zeros(0, Hk, table.shape[1], dtype=torch.float32)
+
+
+@torch.no_grad()
+def scores_as_defined(
+    q: Tensor, leading: Tensor, table: Tensor, lengths: Tensor, scale: float, softcap: float | None
+) -> Tensor:  # fmt: skip
+    """Computes `page_scores` in plain operations."""
     size, Hk, r = leading.shape[1:]
     N = table.shape[1]
     with as_given(q):
@@ -107,7 +122,7 @@ def attend(q: Tensor, cache: PagedKV, pages: Tensor, lengths: Tensor, asked: Ask
     k, v = (_by_head(x) for x in (cache.k, cache.v))
     step = cache.k.stride(0) // cache.k.shape[3]
     table = blocks * step + torch.arange(Hk, device=q.device)[:, None]
-    own = PagedKV(k, v, table.flatten(0, 1).int(), lengths.repeat_interleave(Hk))
+    own = PagedKV(k, v, table.flatten(0, 1).int(), lengths[:, None].expand(B, Hk).flatten())
     rows = q.reshape(B * Hk, 1, q.shape[1] // Hk, q.shape[2])
     o, _ = api.prepare_paged(rows, own, CAUSAL, asked=asked)(rows, own)
     return o.view(B, q.shape[1], -1)
@@ -118,3 +133,12 @@ def _by_head(x: Tensor) -> Tensor:
     P, size, Hk, D = x.shape
     step = x.stride(0) // D
     return x.as_strided(((P - 1) * step + Hk, size, 1, D), (D, x.stride(1), D, 1))
+
+
+_PAGE_SCORES = define(
+    "page_scores(Tensor q, Tensor leading, Tensor table, Tensor lengths, float scale, float? softcap) -> Tensor",
+    _page_scores,
+    lambda q, leading, table, *others: q.new_empty(
+        q.shape[0], leading.shape[2], table.shape[1], dtype=torch.float32
+    ),
+)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rooftile.approximate import LokiLayers
+from rooftile.fused import runs_on
 from rooftile.kvcache import Pages, Rotation
 from rooftile.masks import CAUSAL, Mask, Window
 from rooftile.models import Attend, Decoder, ModelConfig
@@ -55,7 +56,7 @@ class CacheAttention:
     @property
     def captures(self) -> bool:
         """Whether steps that only decode can be captured in graphs: whether no size in them depends on their lengths."""
-        return self._loki is None and self._sparse is None
+        return self._sparse is None and (self._loki is None or runs_on(self.pages.storage))
 
     def on(self, step: Step) -> Attend:
         """Returns what computes attention in one step."""

@@ -64,9 +64,21 @@ class CacheLayout:
         beside = sum(map(math.prod, self.planes.values())) * dtype.itemsize
         return self.layers * 2 * self.size * self.heads * line + beside
 
-    def copied_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of the copy that a prompt of this many tokens is read from, if it is read from one."""
-        return 4 * tokens * self.heads * self.dim * dtype.itemsize if COMPRESSED in self.planes else 0
+    def working_bytes(self, tokens: int, answers: int, query_heads: int, dtype: torch.dtype) -> int:
+        """Returns what approximate methods take in a step, besides what exact attention takes.
+
+        A prompt of Native Sparse Attention is read from a copy of its keys and values. Loki's scores of pages are sums, shares
+        and sorted places: about six numbers of four bytes per head and page.
+
+        Args:
+            tokens: the longest sequence.
+            answers: the most answers that run at once.
+            query_heads: the model's.
+            dtype: that of the keys.
+        """
+        copied = 4 * tokens * self.heads * self.dim * dtype.itemsize if COMPRESSED in self.planes else 0
+        scores = 24 * answers * query_heads * -(-tokens // self.size) if LEADING in self.planes else 0
+        return copied + scores
 
     def allocate(self, blocks: int, dtype: torch.dtype, device: torch.device) -> Pages:
         """Returns the memory of this many blocks."""

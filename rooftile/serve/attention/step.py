@@ -36,8 +36,10 @@ class Step(NamedTuple):
     def narrow(self, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Returns block tables with no more columns than the step's longest sequence has, and the lengths.
 
-        The tensors of an approximate method are as wide as the tables.
+        The tensors of an approximate method are as wide as the tables. A graph has all columns.
         """
+        if self.on_host is None:
+            return table, lengths
         return table[:, : int(self.known().positions.max()) // self.size + 1], lengths
 
     def sequences(self) -> Iterator[tuple[int, int, int, Tensor]]:
