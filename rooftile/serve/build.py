@@ -65,6 +65,7 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
         max_batched_tokens=config.max_batched_tokens,
         tokenizer=find_tokenizer(model, config),
         seed=config.seed,
+        shares_answers=loki is None,
     )
 
 

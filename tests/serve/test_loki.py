@@ -135,6 +135,17 @@ def test_a_prefix_found_in_the_cache_changes_nothing(peers, calibrated) -> None:
         assert likeliest(decoder, calibrated("llama"), prompt, answer) == answer
 
 
+def test_an_answer_is_no_prefix(peers, calibrated) -> None:
+    """A prompt that continues an answer reads it exactly, as if nobody had asked before; its own prompt is found."""
+    llm = LLM(peers("llama").folder, block_size=SIZE, approximate=calibrated("llama"), **ROOM)
+    prompt = (prompts(1, seed=3)[0] * 40)[:33]
+    ((answer,),) = tokens_of(llm, [prompt], GREEDY)
+    (output,) = llm.generate([prompt + answer], GREEDY)
+    assert output.num_cached_tokens == 32
+    fresh = LLM(peers("llama").folder, block_size=SIZE, approximate=calibrated("llama"), **ROOM)
+    assert [output.outputs[0].token_ids] == tokens_of(fresh, [prompt + answer], GREEDY)[0]
+
+
 def test_forks_are_answers_of_their_own(peers, calibrated) -> None:
     """Two answers share the prompt's blocks, keys and leading dims; each has the tokens that it has alone."""
     llm = LLM(peers("llama").folder, block_size=SIZE, approximate=calibrated("llama"), **ROOM)
