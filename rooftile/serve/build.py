@@ -165,12 +165,15 @@ def find_loki(shape: ModelConfig, config: EngineConfig) -> LokiLayers | None:
 def count_blocks(decoder: Decoder, layout: CacheLayout, config: EngineConfig, max_len: int) -> int:
     """Returns how many blocks the cache gets; checks that one sequence of the asked length fits into them."""
     size, num_blocks = config.block_size, config.num_blocks
+    if num_blocks is not None and num_blocks > layout.most_blocks:
+        raise InvalidInput(f"num_blocks is {num_blocks:,}; may be at most {layout.most_blocks:,} with approximate=")
     if num_blocks is None:
         with current_device(decoder.embedding.device):
             num_blocks = memory.blocks_that_fit(
                 decoder, layout, config.cache_dtype(decoder.embedding.dtype), utilization=config.gpu_memory_utilization,
                 max_batched_tokens=config.max_batched_tokens, max_answers=config.max_num_seqs, max_len=max_len,
             )  # fmt: skip
+        num_blocks = min(num_blocks, layout.most_blocks)
     if config.max_model_len is not None and num_blocks * size < max_len:
         raise InvalidInput(
             f"{num_blocks:,} blocks of {size} are room for {num_blocks * size:,} tokens; a sequence may have "

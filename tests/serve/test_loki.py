@@ -214,6 +214,8 @@ def test_what_does_not_fit_is_said(peers, calibrated, tmp_path: Path) -> None:
     for given, words in (({"deterministic": True}, "deterministic are both given"), ({"kv_dtype": "fp8"}, 'kv_dtype is "fp8"')):
         with pytest.raises(Unsupported, match=words):
             LLM(folder, approximate=loki, **given, **ROOM)
+    with refused(match=r"num_blocks is 99,999,999; may be at most 11,184,810 with approximate="):
+        LLM(folder, approximate=loki, num_blocks=99_999_999)
     with refused(match=r"missing\.pt cannot be read: No such file"):
         LLM(folder, approximate=tmp_path / "missing.pt", **ROOM)
     (tmp_path / "text.pt").write_text("no file")

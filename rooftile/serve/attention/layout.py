@@ -64,6 +64,11 @@ class CacheLayout:
         beside = sum(map(math.prod, self.planes.values())) * dtype.itemsize
         return self.layers * 2 * self.size * self.heads * line + beside
 
+    @property
+    def most_blocks(self) -> int:
+        """The most blocks that a cache may have: with Loki, a table numbers each row of each block, in 32 bits."""
+        return (1 << 31) // (self.layers * 2 * self.size * self.heads) if LEADING in self.planes else 1 << 31
+
     def working_bytes(self, tokens: int, answers: int, query_heads: int, dtype: torch.dtype) -> int:
         """Returns what approximate methods take in a step, besides what exact attention takes.
 
