@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -75,6 +75,14 @@ class Compression(nn.Module):
             inner = wide
         if sizes.compression != "mean":
             self.down = _pair(dim, inner, memory)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights with their names in a checkpoint."""
+        if self.places is not None:
+            yield "places", self.places
+        for part, projections in (("up", self.up), ("down", self.down)):
+            for which, projection in zip("kv", projections or (), strict=False):
+                yield from ((f"{which}_{part}.{name}", weight) for name, weight in projection.named_parameters())
 
     def forward(self, blocks: Tensor, which: int) -> Tensor:
         """Maps blocks of keys (which = 0) or values (1), (n, length, Hk, D), to (n, Hk, D)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Compression, Layer, Norm, Projection
+from rooftile.models.layers import Layer, Norm, Projection
 from rooftile.models.mixers import BRANCHES
 from rooftile.models.settings import check_readable, read_json
 
@@ -202,7 +202,7 @@ def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     if layer.gates is not None and layer.compression is not None:
         kv *= BRANCHES
         yield from _split(layer.gates, {"self_attn.g_proj": BRANCHES * config.heads})
-        yield from _compression(layer.compression)
+        yield from ((f"self_attn.compression.{name}", place) for name, place in layer.compression.tensors())
     if config.family == "phi3":
         yield "self_attn.qkv_proj.weight", layer.qkv.weight
         yield "mlp.gate_up_proj.weight", layer.up.weight
@@ -219,14 +219,6 @@ def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     yield from _norm("post_feedforward_layernorm", layer.ffn_post_norm)
     yield from _norm("self_attn.q_norm", layer.q_norm)
     yield from _norm("self_attn.k_norm", layer.k_norm)
-
-
-def _compression(maps: Compression) -> Iterator[tuple[str, Tensor]]:
-    if maps.places is not None:
-        yield "self_attn.compression.places", maps.places
-    for part, projections in (("up", maps.up), ("down", maps.down)):
-        for which, projection in zip("kv", projections or (), strict=False):
-            yield from _split(projection, {f"self_attn.compression.{which}_{part}": len(projection.weight)})
 
 
 def _gpt2_layer(layer: Layer) -> Iterator[tuple[str, Tensor]]:
