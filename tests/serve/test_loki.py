@@ -95,7 +95,7 @@ def chosen_pages(loki: ap.Loki, q: Tensor, k: Tensor, scale: float, softcap: flo
 def test_tokens_are_those_of_a_loop_without_a_cache(name: str, peers, calibrated) -> None:
     loki, folder = calibrated(name), peers(name).folder
     decoder = Decoder.from_folder(folder)
-    asked = prompts(6)
+    asked = prompts(5)
     found = tokens_of(LLM(decoder, block_size=SIZE, approximate=loki, **ROOM), asked, GREEDY)
     for prompt, (answer,) in zip(asked, found, strict=True):
         assert likeliest(decoder, loki, prompt, answer) == answer
@@ -108,13 +108,13 @@ def test_tokens_are_those_of_a_loop_without_a_cache(name: str, peers, calibrated
 def alone(peers, calibrated) -> list[list[list[int]]]:
     """The answers to prompts that are read one by one."""
     llm = LLM(peers("llama").folder, block_size=SIZE, approximate=calibrated("llama"), **ROOM)
-    return [tokens_of(llm, [prompt], GREEDY)[0] for prompt in prompts(12)]
+    return [tokens_of(llm, [prompt], GREEDY)[0] for prompt in prompts(9)]
 
 
 @pytest.mark.parametrize("how", SETTINGS)
 def test_tokens_depend_on_no_schedule(how: str, peers, calibrated, alone) -> None:
     """An answer that is computed again after a preemption is computed as before: its tokens choose pages again."""
-    asked, given = prompts(12), {"block_size": SIZE, "approximate": calibrated("llama")}
+    asked, given = prompts(9), {"block_size": SIZE, "approximate": calibrated("llama")}
     llm = LLM(peers("llama").folder, **given, **SETTINGS[how])
     llm.engine._ahead = how == "preempted"
     assert tokens_of(llm, asked, GREEDY) == alone
@@ -151,7 +151,7 @@ def test_forks_are_answers_of_their_own(peers, calibrated) -> None:
     llm = LLM(peers("llama").folder, block_size=SIZE, approximate=calibrated("llama"), **ROOM)
     several = SamplingParams(n=3, seed=11, max_tokens=20, ignore_eos=True)
     alone = [SamplingParams(seed=11 + n, max_tokens=20, ignore_eos=True) for n in range(3)]
-    for prompt in prompts(3):
+    for prompt in prompts(2):
         (found,) = tokens_of(llm, [prompt], several)
         assert found == [tokens_of(llm, [prompt], one)[0][0] for one in alone]
         assert len({tuple(row) for row in found}) == 3
@@ -159,7 +159,7 @@ def test_forks_are_answers_of_their_own(peers, calibrated) -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(beam_width=3, n=3, max_tokens=10)], ids=["greedy", "beams"])
 def test_with_every_key_kept_it_is_exact(params: SamplingParams, peers, calibrated) -> None:
-    asked = prompts(8)
+    asked = prompts(5)
     for name in ("llama", "gemma2"):
         due = tokens_of(LLM(peers(name).folder, **ROOM), asked, params)
         whole = LLM(peers(name).folder, approximate=calibrated(name).replace(keep=1.0), **ROOM)

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(folder: Path) -> list[list[list[int]]]:
     """The answers to prompts that are read one by one."""
     llm = LLM(folder, block_size=SIZE, **ROOM)
-    return [tokens_of(llm, [prompt], GREEDY)[0] for prompt in prompts(12)]
+    return [tokens_of(llm, [prompt], GREEDY)[0] for prompt in prompts(9)]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def alone(folder: Path) -> list[list[list[int]]]:
 )
 def test_tokens_are_those_of_one_pass_without_a_cache(sizes: dict, tmp_path: Path) -> None:
     decoder = Decoder.from_folder(checkpoint(tmp_path, settings("qwen3" if sizes else "llama", **sizes)))
-    asked = prompts(8)
+    asked = prompts(5)
     for prompt, (answer,) in zip(asked, tokens_of(LLM(decoder, block_size=SIZE, **ROOM), asked, GREEDY), strict=True):
         assert likeliest(decoder, prompt, answer) == answer
         assert len(set(answer)) > 5
@@ -58,7 +58,7 @@ def test_tokens_are_those_of_one_pass_without_a_cache(sizes: dict, tmp_path: Pat
 def test_tokens_depend_on_no_schedule(how: str, folder: Path, alone) -> None:
     llm = LLM(folder, **{"block_size": SIZE} | SETTINGS[how])
     llm.engine._ahead = how == "preempted"
-    assert tokens_of(llm, prompts(12), GREEDY) == alone
+    assert tokens_of(llm, prompts(9), GREEDY) == alone
     assert (llm.engine.scheduler.preemptions > 0) == how.startswith("preempted")
 
 
