@@ -43,6 +43,7 @@ COMPUTES = {
     "write_kv_and_rotate": "the same, with queries rotated",
     "gather_kv": "sequences gathered out of a paged cache",
     "copy_blocks": "blocks of a paged cache copied",
+    "page_scores": "the weight of each block of a paged cache, by the leading dims of its keys",
     "sample": "a token for each row of logits",
     "chunked_recurrence": "linear attention, dense or packed, from a state to a state",
     "chunked_recurrence_backward": "its gradients",

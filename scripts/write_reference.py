@@ -44,7 +44,8 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "rooftile.approximate",
         (
             "linear", "linear_step", "performer", "Features", "linformer", "sparse_transformer", "reformer", "lsh", "routing",
-            "update_centroids", "commitment_loss", "Loki", "native_sparse", "compress", "choose_blocks", "selected_attention",
+            "update_centroids", "commitment_loss", "Loki", "LokiLayers", "native_sparse", "compress", "choose_blocks",
+            "selected_attention",
         ),
     ),
     ("Errors", "rooftile", ("InvalidInput", "Unsupported")),

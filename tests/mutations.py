@@ -91,6 +91,26 @@ MUTATIONS = {
         ("tests/interpreter/test_paged.py", "-k", "packed_queries"),
         interpreted=True,
     ),
+    "loki, the last page": Mutation(
+        "approximate/paged/loki.py", "scores = scores.masked_fill(last[:, None], math.inf)", "scores = scores",
+        ("tests/serve/test_loki.py", "-k", "without_a_cache"),
+    ),
+    "loki, page sums": Mutation(
+        "approximate/paged/kernels.py", "seen = j < length\n", "seen = j <= length\n",
+        ("tests/interpreter/test_loki_pages.py",), interpreted=True,
+    ),
+    "loki, recomputed": Mutation(
+        "serve/runner.py", "works = apart(plan.work) if self.attention.splits_prompts else plan.work", "works = plan.work",
+        ("tests/serve/test_loki.py", "-k", "schedule"),
+    ),
+    "planes, copied": Mutation(
+        "kvcache/pages.py", "*scales, *self.planes.values()]", "*scales]",
+        ("tests/serve/test_loki.py", "tests/serve/test_native_sparse.py", "-k", "forks"),
+    ),
+    "compressed keys, row": Mutation(
+        "serve/attention/native_sparse.py", "ends % self.size // stride", "0 * ends",
+        ("tests/serve/test_native_sparse.py", "-k", "without_a_cache"),
+    ),
     "page offset, write": Mutation(
         "kvcache/kernels.py", "page, place = slot // SIZE, slot % SIZE", "page, place = slot // SIZE, (slot + 1) % SIZE",
         ("tests/interpreter/test_page_kernels.py", "-k", "slots"), interpreted=True,

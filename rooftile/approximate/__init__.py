@@ -15,6 +15,7 @@ from rooftile.approximate.chosen.sparse_transformer import sparse_transformer
 from rooftile.approximate.features import Features
 from rooftile.approximate.linear import linear, linear_step
 from rooftile.approximate.linformer import linformer
+from rooftile.approximate.loki_layers import LokiLayers
 from rooftile.approximate.methods import METHODS, Method
 from rooftile.approximate.performer import performer
 
@@ -22,6 +23,7 @@ __all__ = [
     "METHODS",
     "Features",
     "Loki",
+    "LokiLayers",
     "Members",
     "Method",
     "choose_blocks",

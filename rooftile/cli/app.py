@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli import accuracy, bench, diagnose, doctor, explain, generate, mask, report, warmup
+from rooftile.cli import accuracy, bench, calibrate, diagnose, doctor, explain, generate, mask, report, warmup
 from rooftile.cli.output import add_command
 
 app = typer.Typer(
@@ -39,7 +39,8 @@ def _options(
 COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor, "explain": explain.explain, "mask": mask.mask, "warmup": warmup.warmup,
     "diagnose": diagnose.diagnose,
-    "accuracy": accuracy.accuracy, "generate": generate.generate, "report": report.report,
+    "accuracy": accuracy.accuracy, "generate": generate.generate, "calibrate": calibrate.calibrate,
+    "report": report.report,
 }  # fmt: skip
 for _name, _command in COMMANDS.items():
     add_command(app, _name, _command)

@@ -66,6 +66,9 @@ def generate(
     download: Annotated[
         bool, typer.Option("--download", help="Download a named model that is not in the Hugging Face Hub's cache here.")
     ] = False,
+    approximate: Annotated[
+        Path | None, typer.Option("--approximate", help="A file of `rooftile calibrate`: answers read a share of the keys.")
+    ] = None,
     device: DeviceOption = "auto",
     json: JsonOption = False,
 ) -> None:
@@ -95,7 +98,7 @@ def generate(
         say(f"reading {model}")
         llm = LLM(
             folder, dtype=DTYPES.get(dtype, dtype), device=target, max_model_len=max_model_len, num_blocks=num_blocks,
-            kv_dtype=kv_dtype, deterministic=deterministic,
+            kv_dtype=kv_dtype, deterministic=deterministic, approximate=approximate,
         )  # fmt: skip
     run = _Run(llm, prompts, params, chat=chat)
     if json:

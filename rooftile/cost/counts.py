@@ -214,6 +214,16 @@ def _nbytes(x: Any) -> int:
     return sum(part.numel() * part.element_size() for part in {id(part): part for part in _tensors(x)}.values())
 
 
+def _page_scores(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Only the leading dims of queries are read. What all programs write and read again is no work that must be done."""
+    q, leading, table, lengths, *_ = arguments
+    tokens, blocks = int(lengths.sum()), int((-(-lengths // leading.shape[1])).sum())
+    heads, r = leading.shape[2:]
+    read = (tokens * heads + q.shape[0] * q.shape[1]) * r * q.element_size()
+    read += blocks * table.element_size() + _nbytes(lengths)
+    return Work(2 * tokens * q.shape[1] * r, read, _nbytes(results))
+
+
 def _row(x: Tensor) -> int:
     """Bytes of x[0]."""
     return x.shape[1:].numel() * x.element_size()
@@ -234,6 +244,7 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "write_kv_and_rotate": _write_and_rotate,
     "gather_kv": _gather,
     "copy_blocks": _copy,
+    "page_scores": _page_scores,
     "sample": _sample,
     "chunked_recurrence": _recurrence,
     "chunked_recurrence_backward": _recurrence_backward,

@@ -134,11 +134,24 @@ class Pages:
         self.scales: Tensor | None = None
         if dtype == torch.float8_e4m3fn:
             self.scales = torch.empty(blocks, layers, 2, size, heads, dtype=torch.float32, device=device)
+        self.planes: dict[str, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
-        """The bytes of keys, values and scales."""
-        return self.storage.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        """The bytes of keys, values, scales and planes."""
+        return sum(memory.nbytes for memory in self._memories())
+
+    def add_plane(self, name: str, *shape: int) -> Tensor:
+        """Adds memory that each block has beside its keys and values; it is copied whenever the block is.
+
+        So whatever an approximate method keeps about a block's tokens follows forks, prefixes and preemption by itself.
+
+        Returns:
+            (blocks, *shape), zeros in the dtype of the keys.
+        """
+        plane = torch.zeros(self.storage.shape[0], *shape, dtype=self.storage.dtype, device=self.storage.device)
+        self.planes[name] = plane
+        return plane
 
     def layer(self, n: int) -> tuple[Tensor, Tensor]:
         """Returns views of a layer's keys and values, (blocks, size, heads, dim) each."""
@@ -174,17 +187,24 @@ class Pages:
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copies blocks in all layers at once; the result is that of copying them one after the other."""
-        for storage in (self.storage,) if self.scales is None else (self.storage, self.scales):
-            _copy(storage, copies)
+        for memory in self._memories():
+            _copy(memory, copies)
+
+    def _memories(self) -> list[Tensor]:
+        """Returns all tensors whose first axis is the block."""
+        scales = [] if self.scales is None else [self.scales]
+        return [self.storage, *scales, *self.planes.values()]
 
     def __str__(self) -> str:
         blocks, layers, _, size, heads, dim = self.storage.shape
         head = f"{heads} heads x {dim} dims x {self.storage.element_size()} bytes"
         if self.scales is not None:
             head = f"{heads} heads x ({dim} bytes + 4 of scale)"
+        own = self.nbytes - sum(plane.nbytes for plane in self.planes.values())
+        beside = "".join(f", and {_bytes(plane.nbytes)} of {name}" for name, plane in self.planes.items())
         return (
             f"{blocks:,} blocks of {size} tokens, {blocks * size:,} in all: {blocks:,} x {size} x {layers} layers x 2 x "
-            f"{head} = {_bytes(self.nbytes)}"
+            f"{head} = {_bytes(own)}{beside}"
         )
 
 

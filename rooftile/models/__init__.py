@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 from rooftile.models.config import ModelConfig
 from rooftile.models.decoder import Decoder
 from rooftile.models.layers import Attend
+from rooftile.models.mixers import NativeSparseSizes
 
 if TYPE_CHECKING:
     from rooftile.models.trainable import TrainableDecoder
 
-__all__ = ["Attend", "Decoder", "ModelConfig", "TrainableDecoder"]
+__all__ = ["Attend", "Decoder", "ModelConfig", "NativeSparseSizes", "TrainableDecoder"]
 
 
 def __getattr__(name: str) -> object:

@@ -11,6 +11,7 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.models.families import fields_of
+from rooftile.models.mixers import BRANCHES, MIXERS, Mixer, NativeSparseSizes
 from rooftile.models.rotary import Rotary
 from rooftile.models.settings import read_json
 
@@ -32,6 +33,9 @@ class ModelConfig:
         query_growth: (beta, length): queries at position i are multiplied by 1 + beta log(1 + i // length) (Ministral 3).
         softcap: attention scores are soft-capped to (-softcap, softcap); None for no softcap.
         windows: for each layer how many tokens a query sees, itself included; None for all tokens before it.
+        mixers: for each layer what mixes its tokens: "attention", or "native_sparse" (Native Sparse Attention); empty for
+            attention in all layers.
+        native_sparse: the sizes of Native Sparse Attention, where a layer has it.
         rotary: rotary positions of queries and keys, in the first rotary.dim numbers of each head; None for
             learned positions, which are added to the embedding.
         local_rotary: the positions of layers with a window, if theirs are others (Gemma 3, OLMo 3).
@@ -70,6 +74,8 @@ class ModelConfig:
     scale: float
     windows: tuple[int | None, ...]
     rotary: Rotary | None
+    mixers: tuple[Mixer, ...] = ()
+    native_sparse: NativeSparseSizes | None = None
     local_rotary: Rotary | None = None
     unrotated: tuple[int, ...] = ()
     query_growth: tuple[float, int] | None = None
@@ -110,7 +116,8 @@ class ModelConfig:
             raise InvalidInput(f"max_len is {self.max_len:,} positions; may be at most {MOST_POSITIONS:,}")
         if self.head_dim > MOST_DIMS:
             raise InvalidInput(f"head_dim is {self.head_dim:,}; may be at most {MOST_DIMS:,}")
-        rows = max(self.vocab_size, (self.heads + 2 * self.kv_heads) * self.head_dim, 2 * self.ffn)
+        pairs = 1 if self.native_sparse is None else BRANCHES
+        rows = max(self.vocab_size, (self.heads + 2 * pairs * self.kv_heads) * self.head_dim, 2 * self.ffn)
         if rows * self.hidden > MOST_NUMBERS:
             raise InvalidInput(f"a matrix would be {rows:,} x {self.hidden:,} numbers; may have at most {MOST_NUMBERS:,}")
         if not (self.pre_norms or self.post_norms):
@@ -122,6 +129,34 @@ class ModelConfig:
         for window in self.windows:
             if window is not None and window < 1:
                 raise InvalidInput(f"a window is {window}; must be at least 1, the query itself, or None")
+        if not self.mixers:
+            object.__setattr__(self, "mixers", ("attention",) * self.layers)
+        self._check_mixers()
+
+    def _check_mixers(self) -> None:
+        if len(self.mixers) != self.layers or any(mixer not in MIXERS for mixer in self.mixers):
+            raise InvalidInput(
+                f"mixers are {str(self.mixers)[:60]}; must be {' or '.join(map(repr, MIXERS))} for each of {self.layers} layers"
+            )
+        sparse = [n for n, mixer in enumerate(self.mixers) if mixer == "native_sparse"]
+        if not sparse:
+            return
+        if self.native_sparse is None:
+            raise InvalidInput(f"layer {sparse[0]} is native_sparse, and its sizes are None; must be NativeSparseSizes()")
+        if self.family in ("gpt2", "phi3"):
+            raise InvalidInput(
+                f"layer {sparse[0]} is native_sparse and the family {self.family}; must be one with a projection each, as llama"
+            )
+        if self.softcap is not None or self.qk_norm_of_all_heads:
+            what = "a softcap" if self.softcap is not None else "norms over all heads"
+            raise InvalidInput(f"layer {sparse[0]} is native_sparse and the family {self.family} has {what}; must have none")
+        window = next((n for n in sparse if self.windows[n] is not None), None)
+        if window is not None:
+            raise InvalidInput(f"layer {window} is native_sparse and has a window of its own; must have None: one branch has one")
+        sizes = self.native_sparse
+        wide = 4 * self.head_dim if sizes.hidden is None else sizes.hidden
+        if wide * sizes.length * self.head_dim > MOST_NUMBERS:
+            raise InvalidInput(f"native_sparse maps {sizes.length:,} x {self.head_dim} numbers to {wide:,}; may be fewer")
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:

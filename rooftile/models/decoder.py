@@ -46,7 +46,7 @@ class Decoder(nn.Module):
         self.embedding = memory.parameter(config.vocab_size, config.hidden)
         self.positions = memory.parameter(config.max_len, config.hidden) if config.rotary is None else None
         # a ModuleList is a sequence of its modules, but torch's types do not say so
-        self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, memory) for _ in range(config.layers)))
+        self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, memory, mixer) for mixer in config.mixers))
         self.norm = Norm(config, config.hidden, memory=memory)
         self.head = self.embedding if config.tie else memory.parameter(config.vocab_size, config.hidden)
         length = config.max_len if max_len is None else min(max_len, config.max_len)
@@ -166,8 +166,12 @@ class Decoder(nn.Module):
         beta, length = self.config.query_growth
         factor = (1 + beta * torch.log(1 + torch.floor(positions / length))).to(self.embedding.dtype)[:, None, None]
 
-        def grown(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
-            return attend(layer, q * factor, k, v, rotation)
+        def grown(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None
+        ) -> Tensor:  # fmt: skip
+            if gates is None:
+                return attend(layer, q * factor, k, v, rotation)
+            return attend(layer, q * factor, k, v, rotation, gates)
 
         return grown
 

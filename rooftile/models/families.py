@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, rotaries_of, rotary_of, windows_of
 from rooftile.models.settings import Settings
 
@@ -33,17 +34,20 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
         raise settings.refused(
             f"says the weights are quantised ({method}); give a checkpoint in bfloat16, float16 or float32"
         )
-    return FAMILIES[family](settings)
+    fields = FAMILIES[family](settings)
+    return fields | mixers_of(settings, fields["layers"])
 
 
 def _check_mixers(settings: Settings) -> None:
-    """Refuses a decoder that was trained with other mixers than attention: see `rooftile.models.TrainableDecoder`."""
+    """Refuses a decoder that was trained with mixers that are not served: see `rooftile.models.TrainableDecoder`."""
     mixers = settings.values.get("mixers")
     names = [str(one.get("name")) if isinstance(one, dict) else str(one) for one in mixers] if isinstance(mixers, list) else []
-    other = sorted(set(names) - {"attention"})
+    # layers with Native Sparse Attention of several kinds are in no `layer_mixers`
+    served = {"attention"} | ({"native_sparse"} if "layer_mixers" in settings.values else set())
+    other = sorted(set(names) - served)
     if other:
         raise settings.refused(
-            f"has layers that mix tokens by {', '.join(other)[:80]}; supported is attention: "
+            f"has layers that mix tokens by {', '.join(other)[:80]}; supported are attention and native_sparse, alike in all layers: "
             "rooftile.models.TrainableDecoder.load reads the others"
         )
 

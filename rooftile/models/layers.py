@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rooftile.approximate import compress
 from rooftile.fused import ACTIVATIONS, Rotation, gated, normalise
 from rooftile.models.config import ModelConfig
+from rooftile.models.mixers import BRANCHES, Mixer, NativeSparseSizes
 
 # x (total, in), a weight (out, in) and a bias (out,) or None, to (total, out)
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -53,12 +55,65 @@ class Norm(nn.Module):
         self.bias = memory.parameter(size) if self.kind == "layer" else None
 
 
+class Compression(nn.Module):
+    """Maps a block of keys, or of values, to one: with an MLP, a linear map or the mean. Heads share the maps.
+
+    Yuan et al., Native Sparse Attention, arXiv:2502.11089, section 3.3.1.
+    """
+
+    def __init__(self, sizes: NativeSparseSizes, dim: int, memory: Memory) -> None:
+        super().__init__()
+        self.length, self.stride = sizes.length, sizes.stride
+        inner = sizes.length * dim
+        # keys, then values
+        self.places = None if sizes.compression == "mean" else memory.parameter(2, sizes.length, dim)
+        self.up: Sequence[Projection] | None = None
+        self.down: Sequence[Projection] | None = None
+        if sizes.compression == "mlp":
+            wide = 4 * dim if sizes.hidden is None else sizes.hidden
+            self.up = _pair(wide, inner, memory)
+            inner = wide
+        if sizes.compression != "mean":
+            self.down = _pair(dim, inner, memory)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights with their names in a checkpoint."""
+        if self.places is not None:
+            yield "places", self.places
+        for part, projections in (("up", self.up), ("down", self.down)):
+            for which, projection in zip("kv", projections or (), strict=False):
+                yield from ((f"{which}_{part}.{name}", weight) for name, weight in projection.named_parameters())
+
+    def forward(self, blocks: Tensor, which: int) -> Tensor:
+        """Maps blocks of keys (which = 0) or values (1), (n, length, Hk, D), to (n, Hk, D)."""
+        if self.places is None or self.down is None:
+            return compress(blocks, length=self.length, stride=self.stride)[:, 0]
+        down, up = self.down[which], None if self.up is None else self.up[which]
+
+        def phi(x: Tensor) -> Tensor:
+            # (..., length, D) to (..., D)
+            x = x.flatten(-2)
+            return down(x if up is None else functional.gelu(up(x)))
+
+        return compress(blocks, length=self.length, stride=self.stride, phi=phi, places=self.places[which])[:, 0]
+
+
+def _pair(outputs: int, inputs: int, memory: Memory) -> Sequence[Projection]:
+    """Returns a projection for keys and one for values."""
+    modules = nn.ModuleList(Projection(outputs, inputs, bias=True, memory=memory) for _ in range(2))
+    # a ModuleList is a sequence of its modules, but torch's types do not say so
+    return cast("Sequence[Projection]", modules)
+
+
 class Attend(Protocol):
     """The attention of the caller, who decides which tokens see which and where keys and values are kept.
 
     Queries and keys are normalised but not yet rotated (see `rooftile.kvcache.rotate`), so that keys can be rotated while they
     are written into a cache. All three tensors are views with gaps between their tokens. Scale, softcap and windows are in the
     decoder's configuration: config.scale, config.softcap, config.windows[layer].
+
+    A layer whose mixer is "native_sparse" has gates besides, and three times as many heads of keys and values: those of the
+    compressed, the selected and the near branch, one branch after the other. `Layer.compression` maps blocks of the first.
     """
 
     def __call__(
@@ -68,6 +123,7 @@ class Attend(Protocol):
         k: Tensor,  # (total, Hk, D)
         v: Tensor,  # (total, Hk, D)
         rotation: Rotation | None,  # (total, D / 2) each; None where positions are learned
+        gates: Tensor | None = None,  # (total, H, 3) for Native Sparse Attention
     ) -> Tensor:  # (total, H, D)
         """Computes the attention of one layer."""
         ...
@@ -76,11 +132,15 @@ class Attend(Protocol):
 class Layer(nn.Module):
     """One layer: attention and feed-forward with their norms. q, k and v are one projection, gate and up another."""
 
-    def __init__(self, config: ModelConfig, memory: Memory) -> None:
+    def __init__(self, config: ModelConfig, memory: Memory, mixer: Mixer = "attention") -> None:
         super().__init__()
         self.config = config
-        H, Hk, D, hidden, ffn = config.heads, config.kv_heads, config.head_dim, config.hidden, config.ffn
+        sizes = config.native_sparse if mixer == "native_sparse" else None
+        H, D, hidden, ffn = config.heads, config.head_dim, config.hidden, config.ffn
+        Hk = config.kv_heads if sizes is None else BRANCHES * config.kv_heads
         self.qkv = Projection((H + 2 * Hk) * D, hidden, bias=config.qkv_bias, memory=memory)
+        self.gates = None if sizes is None else Projection(BRANCHES * H, hidden, bias=True, memory=memory)
+        self.compression = None if sizes is None else Compression(sizes, D, memory)
         self.o = Projection(hidden, H * D, bias=config.o_bias, memory=memory)
         self.up = Projection(2 * ffn if config.gated else ffn, hidden, bias=config.mlp_bias, memory=memory)
         self.down = Projection(hidden, ffn, bias=config.mlp_bias, memory=memory)
@@ -96,7 +156,8 @@ class Layer(nn.Module):
         self, n: int, x: Tensor, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear
     ) -> Tensor:
         """Returns what attention in layer n adds to the residual stream, before its post norm; x is normalised."""
-        H, Hk, D = self.config.heads, self.config.kv_heads, self.config.head_dim
+        H, D = self.config.heads, self.config.head_dim
+        Hk = self.config.kv_heads if self.gates is None else BRANCHES * self.config.kv_heads
         q, k, v = self.qkv(x, multiply).unflatten(-1, (H + 2 * Hk, D)).split((H, Hk, Hk), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             if self.config.qk_norm_of_all_heads:
@@ -104,7 +165,11 @@ class Layer(nn.Module):
                 k = normalise(k.flatten(1), self.k_norm).unflatten(1, (Hk, D))
             else:
                 q, k = normalise(q, self.q_norm), normalise(k, self.k_norm)
-        return self._scaled(self.o(attend(n, q, k, v, rotation).flatten(1), multiply))
+        if self.gates is None:
+            o = attend(n, q, k, v, rotation)
+        else:
+            o = attend(n, q, k, v, rotation, self.gates(x, multiply).unflatten(-1, (H, BRANCHES)).sigmoid())
+        return self._scaled(self.o(o.flatten(1), multiply))
 
     def feed_forward(self, x: Tensor, multiply: Multiply = functional.linear) -> Tensor:
         """Returns what the feed-forward adds to the residual stream, before its post norm; x is normalised."""

@@ -1,74 +1,90 @@
-"""The modules that may mix the tokens of a layer, by the names that a trained decoder's config.json has for them."""
+"""Says what mixes the tokens of a layer: exact attention, or Native Sparse Attention with its sizes.
+
+In config.json `layer_mixers` names one mixer per layer, and `native_sparse` has the sizes, all of which have defaults:
+
+    "layer_mixers": ["native_sparse", "attention"],
+    "native_sparse": {"length": 32, "stride": 16, "block": 64, "count": 16, "window": 512, "compression": "mlp"}
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
-import rooftile.nn
+from rooftile.approximate.arguments import check_choice, check_count
+from rooftile.approximate.chosen.compression import check_lengths
+from rooftile.approximate.chosen.selection import check_counts
 from rooftile.errors import InvalidInput
-from rooftile.masks import CAUSAL
-from rooftile.models.config import ModelConfig
-from rooftile.nn.projections import Projections
+from rooftile.models.settings import Settings
 
-# a name, or a name with the options of its module
-Mixer = str | Mapping[str, Any]
-
-# the class in `rooftile.nn`, and whether it takes a mask
-MIXERS: dict[str, tuple[str, bool]] = {
-    "attention": ("Attention", True),
-    "linear": ("LinearAttention", True),
-    "performer": ("Performer", True),
-    "linformer": ("Linformer", False),
-    "sparse_transformer": ("SparseTransformer", False),
-    "reformer": ("Reformer", True),
-    "routing": ("Routing", True),
-    "native_sparse": ("NativeSparse", False),
-}
-# what the decoder decides, and plain values, which config.json can hold
-_DECIDED = ("bias", "context_dim", "device", "dtype", "head_dim", "kv_heads", "mask")
-_PLAIN = (bool, int, float, str, type(None))
+Mixer = Literal["attention", "native_sparse"]
+MIXERS = ("attention", "native_sparse")
+# keys and values of the compressed, the selected and the near branch
+BRANCHES = 3
 
 
-def check_mixers(mixers: Mixer | Sequence[Mixer], layers: int) -> tuple[dict[str, Any], ...]:
-    """One dictionary per layer, with a name and options, from one mixer for all layers or one for each.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeSparseSizes:
+    """The sizes of a model's layers with Native Sparse Attention; `rooftile.approximate.native_sparse` explains them.
+
+    Args:
+        length, stride, block, count, first, local, window: as in `rooftile.approximate.native_sparse`.
+        compression: "mlp", "linear" or "mean": the map of a block of keys, or of values, to one.
+        hidden: width of the MLP; 4 head_dim if None.
 
     Raises:
-        InvalidInput: a name is unknown, an option is not the module's to take, or the number of mixers is not that of layers.
+        InvalidInput: the sizes do not go together.
     """
-    if not isinstance(mixers, str | Mapping | Sequence):
-        raise InvalidInput(f"mixers is {mixers!r}; must be a mixer, or one for each layer")
-    each = [mixers] * layers if isinstance(mixers, str | Mapping) else list(mixers)
-    if len(each) != layers:
-        raise InvalidInput(f"mixers are {len(each)}; must be one for all layers, or one for each of {layers}")
-    return tuple(_checked(mixer) for mixer in each)
+
+    length: int = 32
+    stride: int = 16
+    block: int = 64
+    count: int = 16
+    first: int = 1
+    local: int = 2
+    window: int = 512
+    compression: str = "mlp"
+    hidden: int | None = None
+
+    def __post_init__(self) -> None:
+        check_lengths(self.length, self.stride, self.block)
+        check_counts(self.count, self.first, self.local)
+        check_count("window", self.window)
+        check_choice("compression", self.compression, ("mlp", "linear", "mean"))
+        if self.hidden is not None:
+            check_count("hidden", self.hidden)
+
+    def keywords(self) -> dict[str, Any]:
+        """Returns the sizes of compression and choice, as keywords of `rooftile.approximate.native_sparse`."""
+        return {name: getattr(self, name) for name in ("length", "stride", "block", "count", "first", "local")}
 
 
-def _checked(mixer: Mixer) -> dict[str, Any]:
-    found = {"name": mixer} if isinstance(mixer, str) else dict(mixer) if isinstance(mixer, Mapping) else {}
-    name = found.get("name")
-    if name not in MIXERS:
-        raise InvalidInput(f"a mixer is {mixer!r}; must be a name, or a dictionary with a name, of {', '.join(MIXERS)}")
-    for option, value in found.items():
-        if option in _DECIDED:
-            raise InvalidInput(f"the mixer {name} has the option {option}, which the decoder decides; leave it out")
-        if not isinstance(value, _PLAIN):
-            raise InvalidInput(f"the mixer {name} has {option}={value!r}; must be a number, a string, a bool or None")
-    return found
+def mixers_of(settings: Settings, layers: int) -> dict[str, Any]:
+    """Reads the fields of a `ModelConfig` that say what mixes tokens; none if config.json says nothing.
+
+    Raises:
+        InvalidInput: it names no such mixers, or sizes that make no sense.
+    """
+    said = settings.values.get("layer_mixers")
+    sizes = settings.section("native_sparse")
+    if said is None:
+        if sizes:
+            raise settings.refused('has native_sparse and no layer_mixers, which must name the mixer of each layer')
+        return {}
+    if not isinstance(said, list) or len(said) != layers or any(name not in MIXERS for name in said):
+        raise settings.refused(
+            f"has layer_mixers {repr(said)[:60]}; must be {' or '.join(map(repr, MIXERS))} for each of {layers} layers"
+        )
+    return {"mixers": tuple(said), "native_sparse": _sizes(settings, sizes) if "native_sparse" in said else None}
 
 
-def made(mixer: Mapping[str, Any], config: ModelConfig) -> Projections:
-    """The module of one layer, without biases in its projections, causal if its method has a causal form."""
-    name, takes_mask = MIXERS[mixer["name"]]
-    options: dict[str, Any] = {option: value for option, value in mixer.items() if option != "name"}
-    if takes_mask:
-        options["mask"] = CAUSAL
-    module: Projections = getattr(rooftile.nn, name)(
-        config.hidden, config.heads, bias=False, head_dim=config.head_dim, kv_heads=config.kv_heads, **options
-    )
-    return module
-
-
-def is_exact(mixers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all layers are causal softmax attention and nothing else, as the inference decoder computes it."""
-    return all(mixer["name"] == "attention" and set(mixer) <= {"name", "backend"} for mixer in mixers)
+def _sizes(settings: Settings, said: Mapping[str, Any]) -> NativeSparseSizes:
+    names = [field.name for field in fields(NativeSparseSizes)]
+    unknown = [name for name in said if name not in names]
+    if unknown:
+        raise settings.refused(f"has native_sparse.{unknown[0][:40]}; has {', '.join(names)}")
+    try:
+        return NativeSparseSizes(**said)
+    except InvalidInput as error:
+        raise settings.refused(f"has native_sparse of which {error}") from None

@@ -18,15 +18,16 @@ from torch.nn.functional import silu
 from rooftile.errors import InvalidInput
 from rooftile.models import weights
 from rooftile.models.config import ModelConfig
-from rooftile.models.mixers import Mixer, check_mixers, is_exact, made
+from rooftile.models.mixing_modules import Mixer, check_mixers, is_served, made, served_mixers
 from rooftile.models.rotary import Rotary
 from rooftile.models.settings import Settings, read_json
+from rooftile.nn.native_sparse import NativeSparse
 from rooftile.nn.positions import RotaryPositions
 from rooftile.nn.projections import Projections
 from rooftile.words import answers_foreign_words
 
 # the names of projections in a checkpoint of Llama; other tensors of a mixer keep theirs
-_NAMES = {"q.": "q_proj.", "k.": "k_proj.", "v.": "v_proj.", "out.": "o_proj."}
+_NAMES = {"q.": "q_proj.", "k.": "k_proj.", "v.": "v_proj.", "out.": "o_proj.", "gates.": "g_proj."}
 
 
 class TrainableDecoder(nn.Module):
@@ -34,8 +35,8 @@ class TrainableDecoder(nn.Module):
 
     Args:
         vocab_size: number of token ids.
-        mixers: what mixes the tokens: a name of `rooftile.models.mixers.MIXERS`, a dictionary of a name and the module's options,
-            or one of these for each layer. All but "linformer", which has no causal form, are causal.
+        mixers: what mixes the tokens: a name of `rooftile.models.mixing_modules.MIXERS`, a dictionary of a name and the module's
+            options, or one of these for each layer. All but "linformer", which has no causal form, are causal.
         ffn: width of the gated feed-forward; 8/3 hidden if None.
         heads, kv_heads: query heads, and key and value heads, a divisor of them; kv_heads is heads if None.
         hidden: width of the residual stream.
@@ -113,20 +114,23 @@ class TrainableDecoder(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """The contents of config.json."""
-        one, exact = self.config, is_exact(self.mixers)
+        one, served = self.config, is_served(self.mixers)
         return {
             # another name keeps programs that know nothing of mixers from reading it as a Llama
-            "architectures": ["LlamaForCausalLM" if exact else "RooftileForCausalLM"],
-            "model_type": "llama" if exact else "rooftile",
+            "architectures": ["LlamaForCausalLM" if served else "RooftileForCausalLM"],
+            "model_type": "llama" if served else "rooftile",
             "vocab_size": one.vocab_size, "hidden_size": one.hidden, "intermediate_size": one.ffn,
             "num_hidden_layers": one.layers, "num_attention_heads": one.heads, "num_key_value_heads": one.kv_heads,
             "head_dim": one.head_dim, "max_position_embeddings": one.max_len, "rms_norm_eps": one.norm_eps,
             "rope_theta": self.theta, "hidden_act": "silu", "tie_word_embeddings": False, "dtype": "float32",
             "bos_token_id": None, "eos_token_id": None, "mixers": list(self.mixers),
-        }  # fmt: skip
+        } | (served_mixers(self.mixers) if served else {})  # fmt: skip
 
     def save(self, folder: str | Path) -> None:
-        """Writes config.json and model.safetensors, in fp32. Where all mixers are exact attention, `rooftile.LLM` reads them."""
+        """Writes config.json and model.safetensors, in fp32.
+
+        `rooftile.LLM` reads them where all mixers are exact attention, or Native Sparse Attention with the same options.
+        """
         from safetensors.torch import save_file
 
         folder = Path(folder)
@@ -186,8 +190,20 @@ class TrainableLayer(nn.Module):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each tensor by its name in the layer of a checkpoint."""
         for name, tensor in self.mixer.state_dict().items():
-            start = name[: name.index(".") + 1] if "." in name else ""
-            yield f"self_attn.{_NAMES.get(start, start)}{name[len(start) :]}", tensor
+            yield f"self_attn.{_stored_name(name, self.mixer)}", tensor
         yield from ((f"mlp.{name}_proj.weight", getattr(self, name).weight) for name in ("gate", "up", "down"))
         yield "input_layernorm.weight", self.attention_norm.weight
         yield "post_attention_layernorm.weight", self.ffn_norm.weight
+
+
+def _stored_name(name: str, mixer: Projections) -> str:
+    """The name that a mixer's tensor has in a checkpoint."""
+    if isinstance(mixer, NativeSparse) and name == "places":
+        return "compression.places"
+    if isinstance(mixer, NativeSparse) and name.startswith("phi."):
+        _, which, number, rest = name.split(".")
+        # the last of a map's modules leads to the head dim
+        part = "down" if int(number) == len(cast("nn.Sequential", mixer.phi[which])) - 1 else "up"
+        return f"compression.{which}_{part}.{rest}"
+    start = name[: name.index(".") + 1] if "." in name else ""
+    return f"{_NAMES.get(start, start)}{name[len(start) :]}"

@@ -13,6 +13,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer, Norm, Projection
+from rooftile.models.mixers import BRANCHES
 from rooftile.models.settings import check_readable, read_json
 
 Places = Iterable[tuple[str, Tensor]]
@@ -198,6 +199,10 @@ def tensors_of(
 
 def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    if layer.gates is not None and layer.compression is not None:
+        kv *= BRANCHES
+        yield from _split(layer.gates, {"self_attn.g_proj": BRANCHES * config.heads})
+        yield from ((f"self_attn.compression.{name}", place) for name, place in layer.compression.tensors())
     if config.family == "phi3":
         yield "self_attn.qkv_proj.weight", layer.qkv.weight
         yield "mlp.gate_up_proj.weight", layer.up.weight

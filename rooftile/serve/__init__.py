@@ -16,7 +16,9 @@
     vllm_names     vLLM's keywords that have another name here, or none
     memory         how many blocks fit into memory
     warm_up        compiles kernels while weights load
+    calibration    fits Loki to a model's keys
 
+    attention/     the attention of a decoder's layers to the cache
     text/          prompts, chat templates, tokenizer, detokenizer
     sampling/      parameters, sampler, its kernels
 """

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import torch
 
+from rooftile.approximate import LokiLayers
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import BlockPool, Pages, ReservedPool
 from rooftile.models import Decoder, ModelConfig
 from rooftile.serve import memory
+from rooftile.serve.attention.layout import CacheLayout
+from rooftile.serve.calibration import sample_of
 from rooftile.serve.config import EngineConfig
 from rooftile.serve.engine import Engine
 from rooftile.serve.runner import Runner
@@ -36,24 +39,33 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     max_len = longest_sequence(shape, config)
     if config.max_model_len is None and config.num_blocks is not None:
         max_len = min(max_len, config.num_blocks * config.block_size)
+    check_mixers(shape, config)
+    loki = find_loki(shape, config)
     decoder = load_decoder(model, shape, config, device, max_len)
-    num_blocks = count_blocks(decoder, config, max_len)
+    if loki is not None:
+        loki.check_sample(sample_of(decoder))
+    layout = CacheLayout.of(shape, config.block_size, loki)
+    num_blocks = count_blocks(decoder, layout, config, max_len)
     if config.max_model_len is None:
         max_len = min(max_len, num_blocks * config.block_size)
-    pages = allocate_pages(decoder, config, num_blocks)
+    pages = allocate_pages(decoder, layout, config, num_blocks)
     pool: BlockPool
     if config.allocator == "paged":
         pool = BlockPool(num_blocks, config.block_size, prefixes=config.enable_prefix_caching)
     else:
         pool = ReservedPool(num_blocks, config.block_size, reserve=max_len)
     return Engine(
-        Runner(decoder, pages, config.max_num_seqs, max_len, graphs=not config.enforce_eager, deterministic=config.deterministic),
+        Runner(
+            decoder, pages, config.max_num_seqs, max_len, graphs=not config.enforce_eager, deterministic=config.deterministic,
+            loki=loki,
+        ),
         pool,
         max_len=max_len,
         max_answers=config.max_num_seqs,
         max_batched_tokens=config.max_batched_tokens,
         tokenizer=find_tokenizer(model, config),
         seed=config.seed,
+        shares_answers=loki is None,
     )
 
 
@@ -123,15 +135,45 @@ def start_compiling(
     return compiled
 
 
-def count_blocks(decoder: Decoder, config: EngineConfig, max_len: int) -> int:
+def check_mixers(shape: ModelConfig, config: EngineConfig) -> None:
+    """Refuses settings that do not go with layers of Native Sparse Attention."""
+    if "native_sparse" not in shape.mixers or shape.native_sparse is None:
+        return
+    what = "the model has native_sparse layers"
+    if config.deterministic:
+        raise Unsupported(f"deterministic is True and {what}; their bits depend on what a step reads together")
+    if config.kv_dtype == "fp8":
+        raise Unsupported(f'kv_dtype is "fp8" and {what}; these have caches in the dtype of the model')
+    if config.approximate is not None:
+        raise Unsupported(f"approximate is given and {what}, which choose keys by themselves; Loki has attention in all layers")
+    if config.block_size % shape.native_sparse.stride:
+        raise InvalidInput(
+            f"block_size is {config.block_size} and {what} with a stride of {shape.native_sparse.stride}; must be a multiple of "
+            "that"
+        )
+
+
+def find_loki(shape: ModelConfig, config: EngineConfig) -> LokiLayers | None:
+    """Loads the rotations that are asked for, and checks that this model and these settings take them."""
+    if config.approximate is None:
+        return None
+    loki = config.approximate if isinstance(config.approximate, LokiLayers) else LokiLayers.load(config.approximate)
+    loki.check_sizes(shape.layers, shape.kv_heads, shape.head_dim)
+    return loki
+
+
+def count_blocks(decoder: Decoder, layout: CacheLayout, config: EngineConfig, max_len: int) -> int:
     """Returns how many blocks the cache gets; checks that one sequence of the asked length fits into them."""
     size, num_blocks = config.block_size, config.num_blocks
+    if num_blocks is not None and num_blocks > layout.most_blocks:
+        raise InvalidInput(f"num_blocks is {num_blocks:,}; may be at most {layout.most_blocks:,} with approximate=")
     if num_blocks is None:
         with current_device(decoder.embedding.device):
             num_blocks = memory.blocks_that_fit(
-                decoder, size, config.cache_dtype(decoder.embedding.dtype), utilization=config.gpu_memory_utilization,
+                decoder, layout, config.cache_dtype(decoder.embedding.dtype), utilization=config.gpu_memory_utilization,
                 max_batched_tokens=config.max_batched_tokens, max_answers=config.max_num_seqs, max_len=max_len,
             )  # fmt: skip
+        num_blocks = min(num_blocks, layout.most_blocks)
     if config.max_model_len is not None and num_blocks * size < max_len:
         raise InvalidInput(
             f"{num_blocks:,} blocks of {size} are room for {num_blocks * size:,} tokens; a sequence may have "
@@ -140,16 +182,13 @@ def count_blocks(decoder: Decoder, config: EngineConfig, max_len: int) -> int:
     return num_blocks
 
 
-def allocate_pages(decoder: Decoder, config: EngineConfig, num_blocks: int) -> Pages:
+def allocate_pages(decoder: Decoder, layout: CacheLayout, config: EngineConfig, num_blocks: int) -> Pages:
     """Allocates the memory of the KV cache."""
-    shape, size = decoder.config, config.block_size
     cached = config.cache_dtype(decoder.embedding.dtype)
     try:
-        return Pages(
-            num_blocks, shape.layers, shape.kv_heads, shape.head_dim, size=size, dtype=cached, device=decoder.embedding.device
-        )
+        return layout.allocate(num_blocks, cached, decoder.embedding.device)
     except RuntimeError as error:
-        each = memory.block_bytes(decoder, size, cached)
+        each = layout.block_bytes(cached)
         raise InvalidInput(
             f"no memory for a cache: {num_blocks:,} blocks (num_blocks) of {each:,} bytes take "
             f"{num_blocks * each / 1e9:,.1f} GB"

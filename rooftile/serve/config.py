@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from rooftile.approximate import LokiLayers
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.serve.changed import changed
 
@@ -47,6 +48,8 @@ class EngineConfig:
         download: whether a model that is named, and not in the Hugging Face Hub's cache on this machine, is downloaded.
         generation_config: "auto" takes temperature, top_p, top_k and repetition_penalty of requests without SamplingParams from
             the checkpoint's generation_config.json; "none" takes the usual ones.
+        approximate: Loki for each layer (`rooftile.approximate.LokiLayers`, or the file that `rooftile calibrate` wrote): answers
+            then read only a share of the cached keys. None for exact attention.
 
     Raises:
         InvalidInput: a value makes no sense; the sentence says which one and what it must be.
@@ -76,6 +79,7 @@ class EngineConfig:
     tokenizer: str | Path | None = None
     download: bool = False
     generation_config: Literal["auto", "none"] = "auto"
+    approximate: LokiLayers | str | Path | None = None
 
     def __repr__(self) -> str:
         return changed(self)
@@ -86,6 +90,8 @@ class EngineConfig:
         self._check_choices()
         self._check_numbers()
         self._check_device()
+        if self.approximate is not None:
+            self._check_approximate()
 
     def cache_dtype(self, computed: torch.dtype) -> torch.dtype:
         """Returns the dtype of the KV cache for a model that computes in `computed`."""
@@ -108,6 +114,17 @@ class EngineConfig:
             raise InvalidInput(f'dtype is {self.dtype!r}; must be "auto", {", ".join(map(repr, _DTYPES))} or a dtype of torch')
         if not isinstance(self.tokenizer, str | Path | None):
             raise InvalidInput(f"tokenizer is {self.tokenizer!r}; must be a folder with one, or None for the model's")
+
+    def _check_approximate(self) -> None:
+        if not isinstance(self.approximate, LokiLayers | str | Path):
+            raise InvalidInput(
+                f"approximate is {repr(self.approximate)[:60]}; must be rooftile.approximate.LokiLayers, or a file of "
+                "`rooftile calibrate`"
+            )
+        if self.deterministic:
+            raise Unsupported("approximate and deterministic are both given; Loki's choice of pages depends on the last bits")
+        if self.kv_dtype == "fp8":
+            raise Unsupported('approximate is given and kv_dtype is "fp8"; Loki has caches in the dtype of the model')
 
     def _check_numbers(self) -> None:
         if self.seed is not None and not (_is_whole(self.seed) and 0 <= self.seed < 2**63):

@@ -34,18 +34,19 @@ class Engine:
         max_batched_tokens: the most tokens that the model reads in one step.
         tokenizer: the model's tokenizer; without one answers have no text, and stop strings are refused.
         seed: draws the seeds of requests that have none; None for random ones.
+        shares_answers: whether the prefix cache holds the tokens of answers, too (see `Scheduler`).
     """
 
     def __init__(
         self, runner: Runner, pool: BlockPool, *, max_len: int, max_answers: int, max_batched_tokens: int,
-        tokenizer: Tokenizer | None = None, seed: int | None = None,
+        tokenizer: Tokenizer | None = None, seed: int | None = None, shares_answers: bool = True,
     ) -> None:  # fmt: skip
         self.runner = runner
         self.tokenizer = tokenizer
         self.pool = pool
         self.max_len = max_len
         self.max_answers = max_answers
-        self.scheduler = Scheduler(pool, max_answers, max_batched_tokens)
+        self.scheduler = Scheduler(pool, max_answers, max_batched_tokens, shares_answers=shares_answers)
         self.steps = Counter[str]()
         """How many "steps" were run, and how many "tokens" the model has read in them."""
         config = runner.decoder.config
@@ -207,7 +208,7 @@ class Engine:
         elif answer.generated == request.limit:
             self._finish(answer, "length")
         elif answer.table is not None and len(answer.ids) // self.pool.size > answer.table.sealed:
-            self.pool.seal(answer.table, answer.ids)
+            self.scheduler.seal(answer, len(answer.ids))
 
     def _step_search(self, request: Request, search: BeamSearch) -> None:
         """Advances a beam search by one token, once every beam has its candidates."""

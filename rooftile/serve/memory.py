@@ -9,22 +9,13 @@ from rooftile.errors import InvalidInput
 from rooftile.kvcache import Rotation
 from rooftile.kvcache.route import MOST_GATHERED, route
 from rooftile.models import Decoder
+from rooftile.serve.attention.layout import CacheLayout
 from rooftile.serve.sampling.state import SamplingState
 
 # the cache's memory on a CPU, unless num_blocks is given
 HOST_BYTES = 1 << 30
 # kept free on a GPU for CUDA graphs and libraries
 SPARE_BYTES = 768 << 20
-
-
-def block_bytes(decoder: Decoder, size: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of one block in all layers together."""
-    config = decoder.config
-    line = config.head_dim * dtype.itemsize
-    if dtype == torch.float8_e4m3fn:
-        # one fp32 scale per token and head
-        line += 4
-    return config.layers * 2 * size * config.kv_heads * line
 
 
 def most_gathered(size: int, dtype: torch.dtype, *, tokens: int, answers: int) -> int:
@@ -41,7 +32,7 @@ def most_gathered(size: int, dtype: torch.dtype, *, tokens: int, answers: int) -
 
 
 def blocks_that_fit(
-    decoder: Decoder, size: int, dtype: torch.dtype, *, utilization: float, max_batched_tokens: int, max_answers: int,
+    decoder: Decoder, layout: CacheLayout, dtype: torch.dtype, *, utilization: float, max_batched_tokens: int, max_answers: int,
     max_len: int,
 ) -> int:  # fmt: skip
     """Returns how many blocks fit into memory, but no more than all sequences together could use.
@@ -52,7 +43,7 @@ def blocks_that_fit(
     Raises:
         InvalidInput: there is no room for a single block.
     """
-    each = block_bytes(decoder, size, dtype)
+    each, size = layout.block_bytes(dtype), layout.size
     useful = max_answers * -(-max_len // size)
     device = decoder.embedding.device
     if device.type != "cuda":
@@ -60,8 +51,10 @@ def blocks_that_fit(
     working = _working_bytes(decoder, min(max_batched_tokens, max_answers * max_len), max_answers)
     copied = most_gathered(size, dtype, tokens=max_batched_tokens, answers=max_answers)
     # copies of gathered prompts, one layer at a time
-    line = block_bytes(decoder, 1, decoder.embedding.dtype) // decoder.config.layers
-    working += min(copied * max_len * line, MOST_GATHERED)
+    line = 2 * layout.heads * layout.dim * decoder.embedding.dtype.itemsize
+    working += min(copied * max_len * line, MOST_GATHERED) + layout.working_bytes(
+        max_len, max_answers, decoder.config.heads, decoder.embedding.dtype
+    )
     free, total = torch.cuda.mem_get_info(device)
     # made when a request first asks for penalties or biases, when it is too late to make the cache smaller
     working += SamplingState.table_bytes(max_answers + 1, decoder.config.vocab_size)
@@ -81,7 +74,9 @@ def _working_bytes(decoder: Decoder, tokens: int, rows: int) -> int:
     device = decoder.embedding.device
     ids = torch.zeros(tokens, dtype=torch.int64, device=device)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+    def attend(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         # running attention would compile a kernel for nothing: beside its output it only takes an lse
         return torch.empty_like(q).clone()
 

@@ -7,7 +7,6 @@ as CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftile.api import prepare_paged
+from rooftile.approximate import LokiLayers
 from rooftile.fused import linear, runs_on
-from rooftile.kvcache import Copy, PagedKV, Pages, Rotation
-from rooftile.masks import CAUSAL, Mask, Window
-from rooftile.models import Decoder, ModelConfig
+from rooftile.kvcache import Copy, Pages
+from rooftile.models import Decoder
 from rooftile.models.layers import Multiply
+from rooftile.serve.attention import CacheAttention, Step
 from rooftile.serve.batch_invariant import TILE, row_by_row, tiles_of
 from rooftile.serve.graphs import DecodeGraphs
 from rooftile.serve.request import Answer, Top
 from rooftile.serve.sampling.sampler import MOST_NUMBERS, SamplingFeatures, SamplingState, features_of, logprobs, sample
 from rooftile.serve.scheduler import Plan, Work
-from rooftile.serve.step_inputs import Chunks, StepInputs, in_reading_order
+from rooftile.serve.step_inputs import Chunks, StepInputs, apart, in_reading_order, is_single
 from rooftile.spec import Asked
 
 
@@ -56,11 +55,6 @@ def top_rows(found: tuple[Tensor, ...]) -> list[Top]:
     return [Top(*row) for row in zip(chosen, ranks, ids, values, strict=True)]
 
 
-def masks_of(config: ModelConfig) -> tuple[Mask, ...]:
-    """Returns the mask of each layer."""
-    return tuple(CAUSAL if w is None else CAUSAL & Window(w - 1) for w in config.windows)
-
-
 class Runner:
     """A model with its KV cache on a device.
 
@@ -71,10 +65,12 @@ class Runner:
         max_len: the longest sequence in tokens.
         graphs: whether steps that only decode run as CUDA graphs, on a GPU.
         deterministic: whether an answer's bits may not depend on what runs beside it (see `batch_invariant`).
+        loki: the rotations of the layers, for approximate decoding.
     """
 
     def __init__(
-        self, decoder: Decoder, pages: Pages, max_answers: int, max_len: int, *, graphs: bool = True, deterministic: bool = False
+        self, decoder: Decoder, pages: Pages, max_answers: int, max_len: int, *, graphs: bool = True, deterministic: bool = False,
+        loki: LokiLayers | None = None,
     ) -> None:  # fmt: skip
         self.decoder = decoder
         self.pages = pages
@@ -84,7 +80,7 @@ class Runner:
         self._alone = deterministic and self.device.type == "cpu"
         self._multiply: Multiply = linear if deterministic and not self._alone else functional.linear
         # a GPU has one kernel for chunks of any size; the fast ones for single tokens and for long prompts add in other orders
-        self._asked = Asked(
+        asked = Asked(
             decoder.config.scale, decoder.config.softcap, deterministic=deterministic or None,
             backend="triton" if deterministic and not self._alone else None,
         )  # fmt: skip
@@ -96,11 +92,11 @@ class Runner:
         self.table = torch.zeros(max_answers + 1, -(-max_len // size), dtype=torch.int32, device=self.device)
         self.last = torch.zeros(max_answers + 1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingState(max_answers + 1, decoder.config.vocab_size, self.device)
-        self.masks = masks_of(decoder.config)
+        self.attention = CacheAttention(decoder, pages, asked, loki)
         # the features that each slot's request asks for
         self._features = [SamplingFeatures()] * (max_answers + 1)
         self._graphs: DecodeGraphs | None = None
-        if graphs and self.table.is_cuda and runs_on(self.table):
+        if graphs and self.attention.captures and self.table.is_cuda and runs_on(self.table):
             self._graphs = DecodeGraphs(self.device, self.sampling, self.pad_slot)
 
     @torch.inference_mode()
@@ -112,11 +108,12 @@ class Runner:
         features = self._features_of(answers)
         bans = _banned_tokens(answers)
         prompts: list[tuple[Work, tuple[Tensor, ...]]] = []
-        if self._graphs is not None and not bans and all(work.tokens == 1 and len(work.outputs) == 1 for work in plan.work):
+        if self._graphs is not None and not bans and self._only_decodes(plan.work):
             logits, tokens = self._graphs.replay(self._decode, plan.work, features)
         else:
-            inputs, hidden = self._read(plan.work)
-            prompts = self._prompt_logprobs(plan.work, hidden)
+            works = apart(plan.work) if self.attention.splits_prompts else plan.work
+            inputs, hidden = self._read(works)
+            prompts = self._prompt_logprobs(works, hidden)
             logits = scores = self._logits(hidden.index_select(0, inputs.rows))
             if bans:
                 rows, banned = self._send(torch.tensor(bans)).T
@@ -129,6 +126,11 @@ class Runner:
         """Captures the graphs that most steps need, before the first request comes."""
         if self._graphs is not None:
             self._graphs.capture(self._decode)
+
+    def _only_decodes(self, works: list[Work]) -> bool:
+        """Whether a graph can run a step: each answer in it reads one token and gets one."""
+        apart = self.attention.splits_prompts
+        return all(is_single(work, prompts_in_chunks=apart) and len(work.outputs) == 1 for work in works)
 
     def _start(self, started: list[Answer]) -> None:
         """Gives the sampler the parameters of answers that have got a slot."""
@@ -158,7 +160,7 @@ class Runner:
 
     def _read(self, works: list[Work]) -> tuple[StepInputs, Tensor]:
         """Runs the model on chunks and single tokens; returns its inputs on the device and the hidden states (n, hidden)."""
-        on_host = StepInputs.of(works, all_chunks=self.deterministic)
+        on_host = StepInputs.of(works, all_chunks=self.deterministic, prompts_in_chunks=self.attention.splits_prompts)
         if self._alone:
             return on_host, self._forward_tiles(on_host)
         inputs = on_host.to(self.device)
@@ -167,7 +169,7 @@ class Runner:
             columns = -(-int(on_host.chunk_lengths.max()) // self.pages.storage.shape[3])
             table = self.table.index_select(0, inputs.chunk_slots)[:, :columns]
             chunks = Chunks(int(on_host.cu_q[-1]), table, inputs.chunk_lengths.int(), inputs.cu_q.int())
-        return inputs, self._forward(inputs.tokens, inputs.positions, inputs.slots, chunks)
+        return inputs, self._forward(inputs.tokens, inputs.positions, inputs.slots, chunks, on_host)
 
     def _forward_tiles(self, inputs: StepInputs) -> Tensor:
         """Returns the hidden states of a step, computed tile by tile."""
@@ -176,7 +178,9 @@ class Runner:
             found.append(self._forward(tile.tokens, tile.positions, tile.slots, tile.chunks)[tile.places])
         return torch.cat(found)
 
-    def _forward(self, tokens: Tensor, positions: Tensor, slots: Tensor, chunks: Chunks | None) -> Tensor:
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, chunks: Chunks | None, on_host: StepInputs | None = None
+    ) -> Tensor:  # fmt: skip
         """Returns the hidden states of chunks, which come first, and of single tokens, one per sequence.
 
         A row with a position below 0 is padding.
@@ -190,25 +194,7 @@ class Runner:
         single = None
         if split < len(tokens):
             single = self.table.index_select(0, slots[split:]), (positions[split:] + 1).int()
-        pages, masks = self.pages, self.masks
-        # layers differ only in their masks: a call prepared for one layer serves all with the same mask
-        prepared: dict[tuple[Mask, bool], Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]] = {}
-
-        def attend_layer(layer: int, q: Tensor, cache: PagedKV) -> Tensor:
-            kind = masks[layer], q.dim() == 4
-            if kind not in prepared:
-                prepared[kind] = prepare_paged(q, cache, masks[layer], asked=self._asked)
-            return prepared[kind](q, cache)[0]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
-            q = pages.write_and_rotate(layer, q, k, v, cells, rotation)
-            found = []
-            if chunks is not None:
-                found.append(attend_layer(layer, q[:split], pages.view(layer, chunks.table, chunks.lengths, chunks.cu_q)))
-            if single is not None:
-                found.append(attend_layer(layer, q[split:, None], pages.view(layer, *single)).squeeze(1))
-            return found[0] if len(found) == 1 else torch.cat(found)
-
+        attend = self.attention.on(Step(size, cells, positions, slots, self.table, chunks, single, on_host))
         hidden: Tensor = self.decoder(tokens, places, attend, self._multiply)
         return hidden
 
@@ -243,7 +229,7 @@ class Runner:
         found: list[tuple[Work, tuple[Tensor, ...]]] = []
         most = max(1, MOST_NUMBERS // self.decoder.config.vocab_size)
         row = 0
-        for work in in_reading_order(works):
+        for work in in_reading_order(works, prompts_in_chunks=self.attention.splits_prompts):
             request = work.answer.request
             count = min(work.start + work.tokens, len(request.prompt) - 1) - work.start
             if request.params.prompt_logprobs is not None and count > 0:

@@ -48,11 +48,14 @@ class Scheduler:
         pool: the blocks of the KV cache.
         max_answers: the most answers that run at once; each has a slot of its own.
         max_batched_tokens: the most tokens that the model reads in one step.
+        shares_answers: whether the tokens of answers, too, enter the prefix cache and are found there. They must not where they
+            are computed otherwise than a prompt's: what a request finds would depend on what ran before it.
     """
 
-    def __init__(self, pool: BlockPool, max_answers: int, max_batched_tokens: int) -> None:
+    def __init__(self, pool: BlockPool, max_answers: int, max_batched_tokens: int, *, shares_answers: bool = True) -> None:
         self.pool = pool
         self.max_batched_tokens = max_batched_tokens
+        self.shares_answers = shares_answers
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.preemptions = 0
@@ -78,6 +81,11 @@ class Scheduler:
         budget = self._continue_prefill(plan, budget)
         self._admit(plan, budget)
         return plan
+
+    def seal(self, answer: Answer, length: int) -> None:
+        """Enters an answer's first `length` tokens, which the model has read or is about to read, into the prefix cache."""
+        assert answer.table is not None
+        self.pool.seal(answer.table, answer.ids[: length if self.shares_answers else min(length, len(answer.request.prompt))])
 
     def finish(self, answer: Answer) -> None:
         """Takes back the blocks and the slot of a complete answer."""
@@ -187,7 +195,7 @@ class Scheduler:
         start = answer.planned
         answer.planned += tokens
         assert answer.table is not None
-        self.pool.seal(answer.table, answer.ids[: answer.planned])
+        self.seal(answer, answer.planned)
         outputs: tuple[Answer, ...] = ()
         if not answer.unread:
             outputs = (answer,) if answer.request.prefilled else tuple(answer.request.answers)
@@ -224,7 +232,9 @@ class Scheduler:
         """Reserves blocks for all that a request has to read, with some to spare for running requests; or changes nothing."""
         readers = request.live if request.prefilled else request.live[:1]
         for answer in readers:
-            answer.table = self.pool.begin(answer.ids, request.cache_salt)
+            # a prefix never covers the last of the tokens given
+            known = answer.ids if self.shares_answers else answer.ids[: len(request.prompt) + 1]
+            answer.table = self.pool.begin(known, request.cache_salt)
             if answer is not readers[0]:
                 self._share_prompt(request, readers[0], answer)
             answer.planned = answer.table.length

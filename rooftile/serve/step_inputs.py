@@ -29,9 +29,17 @@ class StepInputs(NamedTuple):
     chunk_slots: Tensor  # (c,)
 
     @classmethod
-    def of(cls, works: Sequence[Work], *, all_chunks: bool = False) -> StepInputs:
-        """Lays out the work of a step, on the host; with `all_chunks` single tokens are chunks of one."""
-        chunks, single = [work for work in works if work.tokens > 1], [work for work in works if work.tokens == 1]
+    def of(cls, works: Sequence[Work], *, all_chunks: bool = False, prompts_in_chunks: bool = False) -> StepInputs:
+        """Lays out the work of a step, on the host.
+
+        Args:
+            works: what the model reads.
+            all_chunks: whether single tokens are chunks of one.
+            prompts_in_chunks: whether those of prompts are.
+        """
+        ordered = in_reading_order(works, prompts_in_chunks=prompts_in_chunks)
+        single = [work for work in ordered if is_single(work, prompts_in_chunks=prompts_in_chunks)]
+        chunks = ordered[: len(ordered) - len(single)]
         if all_chunks:
             chunks, single = chunks + single, []
         cu_q = np.cumsum([0, *(work.tokens for work in chunks)])
@@ -73,6 +81,28 @@ class Chunks(NamedTuple):
     cu_q: Tensor
 
 
-def in_reading_order(works: Sequence[Work]) -> list[Work]:
+def is_single(work: Work, *, prompts_in_chunks: bool = False) -> bool:
+    """Whether work is a single token, read as those of decoding answers are; a prompt's may be a chunk of one instead."""
+    return work.tokens == 1 and not (prompts_in_chunks and work.start < len(work.answer.request.prompt))
+
+
+def in_reading_order(works: Sequence[Work], *, prompts_in_chunks: bool = False) -> list[Work]:
     """Returns chunks of prompts first, then single tokens: the order of a step's rows."""
-    return [work for work in works if work.tokens > 1] + [work for work in works if work.tokens == 1]
+    return sorted(works, key=lambda work: is_single(work, prompts_in_chunks=prompts_in_chunks))
+
+
+def apart(works: Sequence[Work]) -> list[Work]:
+    """Cuts work into the part that is a prompt's and the single tokens of the answer.
+
+    An answer is read in chunks when it is computed again after a preemption. Where prompts and answers are computed in different
+    ways, its tokens must be computed one by one, as they were before.
+    """
+    found: list[Work] = []
+    for work in works:
+        end = work.start + work.tokens
+        prompt = min(len(work.answer.request.prompt), end)
+        parts = [(work.start, prompt - work.start)] if work.start < prompt else []
+        parts += [(n, 1) for n in range(max(prompt, work.start), end)]
+        found += [Work(work.answer, *part, ()) for part in parts[:-1]]
+        found.append(Work(work.answer, *parts[-1], work.outputs))
+    return found

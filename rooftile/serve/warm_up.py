@@ -24,7 +24,7 @@ from rooftile.kvcache.route import LONG_PROMPT, Route, route
 from rooftile.masks import Mask
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.layers import Multiply
-from rooftile.serve.runner import masks_of
+from rooftile.serve.attention import masks_of
 from rooftile.serve.sampling.sampler import SamplingFeatures, SamplingState, sample
 from rooftile.spec import Asked
 
@@ -71,7 +71,7 @@ def jobs(
 ) -> list[Callable[[], None]]:  # fmt: skip
     """Returns the jobs that compile kernels, longest first; whatever shares a kernel is one job, so none is compiled twice."""
     # all layers have the same kernels, and embedding and head have none of ours
-    small = replace(config, layers=1, windows=(None,), unrotated=(), vocab_size=1, max_len=ROWS)
+    small = replace(config, layers=1, windows=(None,), mixers=("attention",), unrotated=(), vocab_size=1, max_len=ROWS)
     decoder = Decoder(small, dtype=dtype, device=device)
     pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
     masks = tuple(dict.fromkeys(masks_of(config)))
@@ -145,7 +145,7 @@ def _decode_alone(decoder: Decoder, pages: Pages, masks: tuple[Mask, ...]) -> No
 def _decode_without_attention(decoder: Decoder, multiply: Multiply = functional.linear) -> None:
     """Runs the rest of the layers."""
     rows = torch.zeros(ROWS, dtype=torch.int64, device=decoder.embedding.device)
-    decoder(rows, rows, lambda layer, q, k, v, rotation: q, multiply)
+    decoder(rows, rows, lambda layer, q, k, v, rotation, gates=None: q, multiply)
 
 
 def _sample(decoder: Decoder, vocabulary: int, features: SamplingFeatures) -> None:

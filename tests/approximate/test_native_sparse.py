@@ -94,7 +94,7 @@ def test_scores_count_overlaps() -> None:
                 tokens = set(range(i * stride, i * stride + length)) & set(range(j * block, (j + 1) * block))
                 due[..., j] += p[..., i].sum(1) * len(tokens) / stride
         torch.testing.assert_close(definition.block_scores(p, blocks, H, length, stride, block), due)
-        torch.testing.assert_close(selection._block_scores(p, blocks, H, length, stride, block), due)
+        torch.testing.assert_close(selection.scores_of_blocks(p, blocks, H, length, stride, block), due)
 
 
 def test_what_is_always_chosen_and_what_is_best() -> None:

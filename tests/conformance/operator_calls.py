@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
 from rooftile import approximate, launch
+from rooftile.approximate.paged.loki import page_scores
 from rooftile.cost.counts import Work
 from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
 from rooftile.fused.norm import Weights
@@ -134,6 +135,13 @@ def _gather(device: torch.device) -> Work:
     return Work(0, 7 * 2 * (16 + 8) + 3 * 4 + 2 * 4, 7 * 2 * 32 + 3 * 4)
 
 
+def _page_scores(device: torch.device) -> Work:
+    leading = torch.randn(4, 4, 2, 3, device=device)
+    page_scores(torch.randn(2, 4, 8, device=device), leading, *_table(device), scale=0.5, softcap=None)
+    # the leading three dims of seven keys, two heads each, and of eight queries
+    return Work(2 * 7 * 4 * 3, (7 * 2 + 8) * 12 + 3 * 4 + 2 * 4, 2 * 2 * 2 * 4)
+
+
 def _copy(device: torch.device) -> Work:
     _pages(device).copy([Copy(0, 2), Copy(1, 3)])
     block = 2 * 4 * 2 * 8 * 4
@@ -240,6 +248,7 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "write_kv_and_rotate": _write_and_rotate,
     "gather_kv": _gather,
     "copy_blocks": _copy,
+    "page_scores": _page_scores,
     "sample": _sample,
     "chunked_recurrence": _recurrence,
     "chunked_recurrence_backward": _recurrence_backward,

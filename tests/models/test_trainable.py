@@ -14,7 +14,7 @@ import rooftile as rt
 from rooftile.errors import InvalidInput
 from rooftile.fused import rotate
 from rooftile.models import Decoder, ModelConfig, TrainableDecoder
-from rooftile.models.mixers import MIXERS
+from rooftile.models.mixing_modules import MIXERS
 
 VOCAB, T = 40, 32
 SMALL = {
@@ -105,9 +105,12 @@ def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded, texts()), logits(model, texts()), atol=0, rtol=0)
 
 
-def test_an_exact_decoder_is_served_with_the_same_greedy_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compression", ["exact attention", "mlp", "linear", "mean"])
+def test_a_decoder_is_served_with_the_same_greedy_tokens(compression: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = small()
+    if compression != "exact attention":
+        model = small(["attention", mixer("native_sparse") | {"compression": compression}])
     model.save(tmp_path)
     tokens = texts(1, 12)
     for _ in range(8):
@@ -134,9 +137,9 @@ def test_the_inference_decoder_has_the_same_logits(tmp_path: Path) -> None:
 
 
 def test_a_decoder_with_other_mixers_is_refused_by_the_engine(tmp_path: Path) -> None:
-    small(["attention", mixer("native_sparse")]).save(tmp_path)
+    small(["attention", mixer("linear")]).save(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["RooftileForCausalLM"]
-    with pytest.raises(InvalidInput, match=r"mix tokens by native_sparse; supported is attention: rooftile.models.Trainable"):
+    with pytest.raises(InvalidInput, match=r"mix tokens by linear; supported are attention and native_sparse, alike in all layers"):
         ModelConfig.from_folder(tmp_path)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.serve import memory
+from rooftile.serve.attention.layout import CacheLayout
 
 GB = 10**9
 WORKING = 2 * GB
@@ -22,7 +23,7 @@ def decoder(monkeypatch) -> SimpleNamespace:
     """32 layers with 8 heads of 128 in bf16 take 4,096 bytes per token and layer. 70 GB of 80 are free, and a step takes 2."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GB, 80 * GB))
     monkeypatch.setattr(memory, "_working_bytes", lambda *_: WORKING)
-    config = SimpleNamespace(layers=32, kv_heads=8, head_dim=128, vocab_size=VOCABULARY)
+    config = SimpleNamespace(layers=32, heads=32, kv_heads=8, head_dim=128, vocab_size=VOCABULARY)
     return SimpleNamespace(config=config, embedding=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
 
 
@@ -41,8 +42,9 @@ def decoder(monkeypatch) -> SimpleNamespace:
 )
 def test_what_prompts_are_copied_to_stays_free(decoder, size: int, dtype, batched: int, max_len: int, copied: int) -> None:
     blocks = memory.blocks_that_fit(
-        decoder, size, dtype, utilization=0.9, max_batched_tokens=batched, max_answers=256, max_len=max_len
-    )
+        decoder, CacheLayout(32, 8, 128, size), dtype, utilization=0.9, max_batched_tokens=batched, max_answers=256,
+        max_len=max_len,
+    )  # fmt: skip
     each = 32 * 2 * size * 8 * (128 * 2 if dtype == torch.bfloat16 else 128 + 4)
     room = 70 * GB - 8 * GB - WORKING - memory.SPARE_BYTES - copied - TABLES
     assert blocks == room // each
@@ -52,5 +54,6 @@ def test_no_room_is_said_with_the_arithmetic(decoder, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GB, 80 * GB))
     with pytest.raises(InvalidInput, match=r"of 80\.0 GB 10\.0 are free, 10% stay so"):
         memory.blocks_that_fit(
-            decoder, 16, torch.bfloat16, utilization=0.9, max_batched_tokens=2048, max_answers=256, max_len=4096
-        )
+            decoder, CacheLayout(32, 8, 128, 16), torch.bfloat16, utilization=0.9, max_batched_tokens=2048, max_answers=256,
+            max_len=4096,
+        )  # fmt: skip

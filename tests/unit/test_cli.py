@@ -43,9 +43,9 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 
 COMMANDS = [
-    ("doctor",), ("explain",), ("mask",), ("warmup",), ("generate",), ("report",), ("bench", "attention"), ("bench", "serving"),
-    ("bench", "list"),
-    ("bench", "compare"), ("bench", "engine"), *(("bench", name) for name in SUITES),
+    ("doctor",), ("explain",), ("mask",), ("warmup",), ("generate",), ("calibrate",), ("report",),
+    ("bench", "attention"), ("bench", "serving"), ("bench", "list"), ("bench", "compare"), ("bench", "engine"),
+    *(("bench", name) for name in SUITES),
 ]  # fmt: skip
 
 

@@ -104,14 +104,14 @@ def choose_blocks(
                 score = definition.block_scores(p, blocks, group, length, stride, block)
                 found.append(definition.choose(score, S, block, count, first, local))
             else:
-                score = _block_scores(p, blocks, group, length, stride, block)
+                score = scores_of_blocks(p, blocks, group, length, stride, block)
                 found.append(_choose(score, t + S - T, block, count, first, local))
             scores.append(score)
     chosen = torch.cat(found, 1)
     return (chosen, torch.cat(scores, 1)) if wants_scores else chosen
 
 
-def _block_scores(p: Tensor, blocks: int, group: int, length: int, stride: int, block: int) -> Tensor:
+def scores_of_blocks(p: Tensor, blocks: int, group: int, length: int, stride: int, block: int) -> Tensor:
     """Scores (B, T, Hk, blocks) from weights p (B, H, T, n): a convolution with the overlaps, in units of stride."""
     p = p.unflatten(1, (-1, group)).sum(2).transpose(1, 2)  # (B, T, Hk, n)
     ratio, back = block // stride, length // stride - 1
@@ -127,9 +127,14 @@ def _block_scores(p: Tensor, blocks: int, group: int, length: int, stride: int, 
 
 def _choose(score: Tensor, start: int, block: int, count: int, first: int, local: int) -> Tensor:
     """The definition's choice for queries that begin at a place."""
-    T, blocks = score.shape[1], score.shape[-1]
+    own = (torch.arange(score.shape[1], device=score.device) + start).div(block, rounding_mode="floor")
+    return choose_from(score, own[:, None, None], count, first, local)
+
+
+def choose_from(score: Tensor, own: Tensor, count: int, first: int, local: int) -> Tensor:
+    """The definition's choice from scores (B, T, Hk, blocks), for queries in blocks `own`, (T, 1, 1) or (B, 1, 1, 1)."""
+    blocks = score.shape[-1]
     j = torch.arange(blocks, device=score.device)
-    own = (torch.arange(T, device=score.device) + start).div(block, rounding_mode="floor")[:, None, None]  # (T, 1, 1)
     score = score.masked_fill((j < first) | (j > own - local), torch.inf).masked_fill(j > own, -torch.inf)
     found = best(score, count)
     # none is the largest index, so that it is sorted to the end

@@ -23,7 +23,11 @@ def components(keys: Tensor) -> Tensor:
     """P (Hk, D, D) of keys (N, Hk, D), in fp64: column c is the c-th eigenvector. Its largest entry is positive."""
     x = keys.double()
     x = x - x.mean(0)
-    covariance = torch.einsum("nhd,nhe->hde", x, x) / max(x.shape[0] - 1, 1)
+    return directions(torch.einsum("nhd,nhe->hde", x, x) / max(x.shape[0] - 1, 1))
+
+
+def directions(covariance: Tensor) -> Tensor:
+    """P (Hk, D, D) of the keys' covariance per head, (Hk, D, D)."""
     p = torch.linalg.eigh(covariance).eigenvectors.flip(-1)
     largest = p.gather(1, p.abs().argmax(1, keepdim=True))
     return p * torch.where(largest < 0, -1.0, 1.0)

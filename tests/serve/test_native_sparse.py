@@ -1,0 +1,141 @@
+"""Native Sparse Attention in the engine: the tokens of one pass without a cache, however steps are cut and blocks are shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rooftile.approximate import Loki, LokiLayers
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.models import Decoder
+from rooftile.serve import LLM, SamplingParams
+from rooftile.serve.attention.layout import COMPRESSED
+from rooftile.serve.calibration import calibrate
+from tests.models.sparse import checkpoint, likeliest, settings
+from tests.serve.asking import GREEDY, ROOM, prompts, tokens_of
+
+# tokens per block of the cache: two compressed keys end in each, and a chosen block has two of them
+SIZE = 8
+SETTINGS = {
+    "in chunks": ROOM | {"max_batched_tokens": 13},
+    "chunks of one": ROOM | {"max_batched_tokens": 1, "max_num_seqs": 4},
+    "preempted": {"max_model_len": 96, "num_blocks": 20},
+    "preempted, in chunks": {"max_model_len": 96, "num_blocks": 16, "max_batched_tokens": 10},
+    "three at once": ROOM | {"max_num_seqs": 3},
+    "contiguous": ROOM | {"allocator": "contiguous", "num_blocks": 60},
+    "blocks of 32": ROOM | {"block_size": 32},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("model"), settings())
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[list[int]]]:
+    """The answers to prompts that are read one by one."""
+    llm = LLM(folder, block_size=SIZE, **ROOM)
+    return [tokens_of(llm, [prompt], GREEDY)[0] for prompt in prompts(9)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"compression": "linear", "length": 4}, {"compression": "mean", "stride": 8, "count": 5, "local": 2}, {"first": 0}],
+    ids=str,
+)
+def test_tokens_are_those_of_one_pass_without_a_cache(sizes: dict, tmp_path: Path) -> None:
+    decoder = Decoder.from_folder(checkpoint(tmp_path, settings("qwen3" if sizes else "llama", **sizes)))
+    asked = prompts(5)
+    for prompt, (answer,) in zip(asked, tokens_of(LLM(decoder, block_size=SIZE, **ROOM), asked, GREEDY), strict=True):
+        assert likeliest(decoder, prompt, answer) == answer
+        assert len(set(answer)) > 5
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+def test_tokens_depend_on_no_schedule(how: str, folder: Path, alone) -> None:
+    llm = LLM(folder, **{"block_size": SIZE} | SETTINGS[how])
+    llm.engine._ahead = how == "preempted"
+    assert tokens_of(llm, prompts(9), GREEDY) == alone
+    assert (llm.engine.scheduler.preemptions > 0) == how.startswith("preempted")
+
+
+def test_a_prefix_found_in_the_cache_has_its_compressed_keys(folder: Path) -> None:
+    """Those that end in a found block are not computed again; those that begin in one and end in a new block are."""
+    prefix = prompts(1, seed=3)[0] * 4
+    llm = LLM(folder, block_size=SIZE, **ROOM)
+    tokens_of(llm, [prefix[:45]], GREEDY)
+    longer = [[*prefix[:40], *range(n, 2 * n)] for n in (1, 4, 9, 20)]
+    outputs = llm.generate(longer, GREEDY)
+    assert [output.num_cached_tokens for output in outputs] == [40] * 4
+    for prompt, output in zip(longer, outputs, strict=True):
+        answer = output.outputs[0].token_ids
+        assert likeliest(llm.engine.runner.decoder, prompt, answer) == answer
+
+
+@pytest.mark.parametrize("length", [17, 20, 23, 24])
+def test_forks_are_answers_of_their_own(length: int, folder: Path) -> None:
+    """Answers fork in the middle of a block, before or after a compressed key that ends in it."""
+    llm = LLM(folder, block_size=SIZE, **ROOM)
+    prompt = (prompts(3)[2] * 8)[:length]
+    (found,) = tokens_of(llm, [prompt], SamplingParams(n=3, seed=11, max_tokens=20, ignore_eos=True))
+    single = [SamplingParams(seed=11 + n, max_tokens=20, ignore_eos=True) for n in range(3)]
+    assert found == [tokens_of(llm, [prompt], one)[0][0] for one in single]
+    assert len({tuple(row) for row in found}) == 3
+
+
+def test_beams_share_blocks(folder: Path) -> None:
+    """Beams with copy-on-write find what beams find that share no block."""
+    beams = SamplingParams(beam_width=3, n=3, max_tokens=12)
+    apart = LLM(folder, block_size=SIZE, max_model_len=96, allocator="contiguous", num_blocks=60)
+    assert tokens_of(LLM(folder, block_size=SIZE, **ROOM), prompts(4), beams) == tokens_of(apart, prompts(4), beams)
+
+
+def test_with_every_block_chosen_and_gates_on_one_branch_it_is_exact(tmp_path: Path) -> None:
+    """Branches that see every key, and gates of 0, 1 and 0: the layers are those of plain attention with the branch's weights."""
+    said = settings(mixers=["native_sparse"] * 3, count=8, local=7)
+    sparse = Decoder.from_folder(checkpoint(tmp_path / "sparse", said))
+    plain = Decoder.from_folder(checkpoint(tmp_path / "plain", settings(mixers=["attention"] * 3)))
+    places = dict(plain.tensors())
+    for name, x in sparse.tensors():
+        if "k_proj" in name or "v_proj" in name:
+            # the second branch is the selected one
+            x.chunk(3)[1].copy_(places[name])
+        elif name.endswith("g_proj.weight"):
+            x.zero_()
+        elif name.endswith("g_proj.bias"):
+            x.copy_(torch.tensor([-40.0, 40.0, -40.0]).repeat(4))
+        elif "compression" not in name:
+            x.copy_(places[name])
+    due = tokens_of(LLM(plain, block_size=SIZE, **ROOM), prompts(8), GREEDY)
+    assert tokens_of(LLM(sparse, block_size=SIZE, **ROOM), prompts(8), GREEDY) == due
+
+
+def test_the_cache_says_what_it_holds(folder: Path) -> None:
+    pages = LLM(folder, block_size=SIZE, **ROOM).pages
+    # two layers of three branches, and one of attention
+    assert pages.storage.shape == (600, 7, 2, SIZE, 2, 8)
+    assert pages.planes[COMPRESSED].shape == (600, 2, 2, SIZE // 4, 2, 8)
+    assert str(pages).endswith("= 4.3 MB, and 307 kB of compressed keys and values")
+
+
+def test_bf16_runs(folder: Path) -> None:
+    tokens_of(LLM(folder, dtype="bfloat16", block_size=SIZE, **ROOM), prompts(4), GREEDY)
+
+
+def test_what_does_not_go_with_it_is_said(folder: Path, tmp_path: Path) -> None:
+    loki = LokiLayers([Loki.fit(torch.randn(50, 2, 8)) for _ in range(3)])
+    for given, due in (
+        ({"deterministic": True}, "deterministic is True and the model has native_sparse layers; their bits"),
+        ({"kv_dtype": "fp8"}, 'kv_dtype is "fp8" and the model has native_sparse layers'),
+        ({"approximate": loki}, "approximate is given and the model has native_sparse layers, which choose keys by themselves"),
+    ):
+        with pytest.raises(Unsupported, match=due):
+            LLM(folder, **given, **ROOM)
+    wide = checkpoint(tmp_path, settings(length=32, stride=32, block=32))
+    with pytest.raises(InvalidInput, match="block_size is 16 and the model has native_sparse layers with a stride of 32"):
+        LLM(wide, **ROOM)
+    with pytest.raises(Unsupported, match="the model has native_sparse layers, which choose keys by themselves"):
+        calibrate(Decoder.from_folder(folder), [1] * 100)
