@@ -47,8 +47,8 @@ def _check_mixers(settings: Settings) -> None:
     other = sorted(set(names) - served)
     if other:
         raise settings.refused(
-            f"has layers that mix tokens by {', '.join(other)[:80]}; supported are attention and native_sparse, alike in all layers: "
-            "rooftile.models.TrainableDecoder.load reads the others"
+            f"has layers that mix tokens by {', '.join(other)[:80]}; supported are attention and native_sparse, alike in all "
+            "layers: rooftile.models.TrainableDecoder.load reads the others"
         )
 
 
