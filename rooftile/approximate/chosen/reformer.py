@@ -1,7 +1,9 @@
 """Reformer: tokens sorted by hash attend to their chunk and the one before, in several rounds that are joined by lse.
 
-The chunks of a round are the batch of one call of the exact kernels, with a chunk and its predecessor as keys. The tables of
-pairs are (chunk x 2 chunk) per chunk, so memory grows with T. The rounds run one after the other.
+On a GPU one launch runs the chunks of all rounds, by kernels that load rows where they lie and compute which pairs are seen
+(`rooftile.approximate.gathered`). Elsewhere the chunks of a round are the batch of one call of the exact kernels, with a chunk
+and its predecessor as keys. The tables of pairs are (chunk x 2 chunk) per chunk, so memory grows with T. The rounds run one after
+the other.
 
 Kitaev et al., Reformer, arXiv:2001.04451.
 """
@@ -15,8 +17,9 @@ import torch
 from torch import Tensor
 
 from rooftile import api
+from rooftile.approximate import gathered
 from rooftile.approximate.arguments import check_choice, check_count, check_flag, check_qkv, check_scale
-from rooftile.approximate.chosen.arguments import as_given, check_indices, check_mask, check_seed, check_way
+from rooftile.approximate.chosen.arguments import as_given, check_indices, check_mask, check_seed, check_way, in_kernels
 from rooftile.approximate.chosen.pairs import attend, cleaned, take, take_flags
 from rooftile.errors import InvalidInput
 from rooftile.masks import FULL, Mask
@@ -90,8 +93,8 @@ def reformer(
         qk: queries and keys (B, T, H, D), float32, bfloat16 or float16, any strides.
         v: values (B, T, Hk, Dv). Hk divides H.
         mask: FULL or CAUSAL.
-        backend: "eager" is the definition; another name is that of the exact kernels (`rooftile.attention`); None or "auto" takes
-            the fastest that runs.
+        backend: "eager" is the definition; "triton" the kernels that load rows by the sorted places, which None and "auto" take
+            where they run; another name is that of the exact kernels (`rooftile.attention`), on copied chunks.
         buckets: values of a hash, an even number; the largest power of two up to 2 T / chunk if None.
         chunk: tokens per chunk.
         deterministic: as in `rooftile.attention`.
@@ -143,7 +146,11 @@ def reformer(
         if T == 0:
             # nothing, with gradients
             return v.repeat_interleave(H // v.shape[2], dim=2) + qk.sum()
-        sort, once = _Sort(hashes, chunk, causal, strict), duplicates == "once"
+        once = duplicates == "once"
+        reason = gathered.refusal(qk, v, hashes.shape[-1] if once else 1)
+        if in_kernels("reformer", options, reason):
+            return _gathered(qk, v, gathered.from_hashes(hashes, chunk, causal, strict, once), scale)
+        sort = _Sort(hashes, chunk, causal, strict)
         (q, lost_q), (values, lost_v) = cleaned(qk), cleaned(v)
         lost = lost_q, lost_q | lost_v.repeat_interleave(H // v.shape[2], dim=2)
         k = unit(q)
@@ -160,6 +167,12 @@ def usual_buckets(T: int, chunk: int) -> int:
 def unit(x: Tensor) -> Tensor:
     """Vectors of length one, computed in fp32."""
     return definition.unit(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+
+
+def _gathered(qk: Tensor, v: Tensor, lists: gathered.Lists, scale: float) -> Tensor:
+    """All rounds at once. Unit keys are those of length sqrt(D) with a smaller scale, and an RMS norm is one kernel."""
+    k = torch.nn.functional.rms_norm(qk, qk.shape[-1:], eps=1e-6)
+    return gathered.attend(qk, k, v, lists, scale=scale * qk.shape[-1] ** -0.5)
 
 
 class _Sort:

@@ -1,7 +1,8 @@
 """Routing Transformer: attention within clusters of tokens around learned centroids.
 
-Each centroid takes the tokens that score highest with it. The clusters are the batch of one call of the exact kernels; causal
-order within a cluster is that of the tokens' places. With `strict`, every token goes to one cluster, and the clusters are packed
+Each centroid takes the tokens that score highest with it. On a GPU kernels load the rows of clusters where they lie
+(`rooftile.approximate.gathered`); elsewhere the clusters are the batch of one call of the exact kernels. Causal order within a
+cluster is that of the tokens' places. With `strict`, every token goes to one cluster, and the clusters are packed
 sequences, however uneven.
 
 Roy et al., Efficient Content-Based Sparse Attention with Routing Transformers, arXiv:2003.05997.
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftile import api
+from rooftile.approximate import gathered
 from rooftile.approximate.arguments import check_count, check_flag, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import (
     as_given,
@@ -22,6 +24,7 @@ from rooftile.approximate.chosen.arguments import (
     check_mask,
     check_range,
     check_way,
+    in_kernels,
 )
 from rooftile.approximate.chosen.pairs import add_rows, attend, cleaned, take, take_flags
 from rooftile.errors import InvalidInput
@@ -69,8 +72,9 @@ def routing(
         v: values (B, S, Hk, Dv).
         centroids: (H, c, D), in fp32; no gradient flows to them (`update_centroids`, `commitment_loss`).
         mask: FULL or CAUSAL, aligned bottom-right when T != S.
-        backend: "eager" is the definition; another name is that of the exact kernels (`rooftile.attention`); None or "auto" takes
-            the fastest that runs.
+        backend: "eager" is the definition; "triton" the kernels that load rows by the members, which None and "auto" take where
+            they run; another name is that of the exact kernels (`rooftile.attention`), on copied clusters. With strict all names
+            are those of the exact kernels.
         deterministic: as in `rooftile.attention`.
         members: ready-made, from an earlier call: `Members`; with strict the cluster of each token, (B, S, H) int32.
         scale: of the scores; 1 / sqrt(D) if None.
@@ -111,6 +115,9 @@ def routing(
         members = choose_members(q, k, centroids, width) if members is None else check_members(members, q, k, centroids)
         if options is None:
             return definition.routing(q, k, v, *members, **own).contiguous(), members
+        if in_kernels("routing", options, gathered.refusal(q, v)):
+            q, k = (torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5) for x in (q, k))
+            return gathered.attend(q, k, v, gathered.from_members(*members, causal), scale=own["scale"]), members
         return _between_members(normed(q), normed(k), v, members, causal, options), members
 
 

@@ -1,0 +1,12 @@
+"""Attention between gathered rows: exact softmax within groups of rows that lie anywhere, by lists of their places.
+
+    lists      the lists, from hashes (Reformer) or members of clusters (Routing Transformer)
+    kernels    Triton: the forward, dq, dk with dv, and the sums over rounds and groups
+    plain      the same by plain operations
+    attention  the operator
+"""
+
+from rooftile.approximate.gathered.attention import attend, refusal
+from rooftile.approximate.gathered.lists import Lists, from_hashes, from_members
+
+__all__ = ["Lists", "attend", "from_hashes", "from_members", "refusal"]
