@@ -220,9 +220,9 @@ def test_the_lists_of_two_rounds() -> None:
     assert lists.lows is not None
     # the own bucket begins at ranks 0 and 2 in round 0, at 0, 2 and 4 in round 1
     assert lists.lows.flatten(1).tolist() == [[0, 0, 2, 2, 2], [0, 0, 2, 2, 4]]
-    slots = slots_of(torch.tensor([[[2, 0, 2, 5, -1]]], dtype=torch.int32), 4)
-    assert slots.starts.flatten().tolist() == [1, 2, 2, 4, 4]
-    assert slots.entries.flatten().tolist() == [4, 1, 0, 2, 3]
+    slots = slots_of(torch.tensor([[[2, 0, 2, 5, -1], [1, 0, 0, 0, 0]]], dtype=torch.int32), 4)
+    assert slots.starts[0].tolist() == [[1, 2, 2, 4, 4], [0, 4, 5, 5, 5]]
+    assert slots.entries[0].tolist() == [[4, 1, 0, 2, 3], [1, 2, 3, 4, 0]]
 
 
 def test_the_methods_take_the_kernels_and_name_what_they_refuse() -> None:
@@ -269,3 +269,28 @@ def test_nothing_to_compute() -> None:
         o = gathered.attend(*leaves, gathered.from_members(places, places, True), scale=1.0, backend=backend)
         assert o.shape == (1, 0, 2, 8)
         assert all(not x.any() for x in torch.autograd.grad(o.sum(), leaves))
+
+
+@pytest.mark.parametrize(("rounds", "buckets", "dtype"), [(3, 6, torch.float32), (1, 256, torch.bfloat16)])
+def test_hashes_are_those_of_plain_operations(rounds: int, buckets: int, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 70, 2, 24).to(dtype)
+    x[0, 3] = 0
+    found = ap.lsh(x.requires_grad_(), rounds, buckets, seed=5)
+    R = torch.randn((2, 24, rounds, buckets // 2), generator=torch.Generator().manual_seed(5))
+    turned = torch.einsum("bthd,hdrn->bthrn", x.detach().double(), R.double())
+    assert torch.equal(found, torch.cat([turned, -turned], -1).argmax(-1).int())
+    # ties go to the lower bucket
+    assert not found[0, 3].any()
+
+
+@pytest.mark.parametrize(("T", "width"), [(37, 5), (20, 20)])
+def test_members_are_those_of_the_definition(T: int, width: int) -> None:
+    x, centroids = torch.randn(1, T, 2, 16), torch.randn(2, 2, 16)
+    # tokens that are alike, scores of 0, and a NaN
+    x[:, T // 2 :: 3] = x[:, T // 2 : T // 2 + 1]
+    centroids[1, 1] = 0
+    x[0, 5, 0] = math.nan
+    keys = x[:, :, :1]
+    _, found = ap.routing(x, keys, keys, centroids, rt.CAUSAL, width=width)
+    assert torch.equal(found.queries, routing.taken(x, centroids, width).int())
+    assert torch.equal(found.keys, routing.taken(keys.expand_as(x), centroids, width).int())

@@ -18,7 +18,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 POINTERS = {
     **dict.fromkeys(("lse_ptr", "delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "fp32"),
-    **dict.fromkeys(("rows_ptr", "keys_ptr", "marks_ptr", "lows_ptr", "flags_ptr"), "i32"),
+    **dict.fromkeys(("random_ptr", "score_ptr"), "fp32"),
+    **dict.fromkeys(("out_ptr", "rows_ptr", "keys_ptr", "marks_ptr", "lows_ptr", "flags_ptr"), "i32"),
 }
 # bytes outside of registers: a few numbers at the edges of the loop; Ampere's matrix instructions need more registers
 STACK = {90: 64, 80: 160}
@@ -30,16 +31,17 @@ def compiled(kernel: Any, shape: Any, warps: int, sm: int) -> tuple[int, int, st
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
+    constants = shape if isinstance(shape, dict) else {"SHAPE": shape}
     signature: dict[str, Any] = {}
     for name in names:
-        kind = "constexpr" if name == "SHAPE" else "fp32" if name == "scale" else "i32"
+        kind = "constexpr" if name in constants else "fp32" if name == "scale" else "i32"
         signature[name] = ("i32",) * 3 if name.endswith("strides") else kind
         if name.endswith("_ptr"):
             signature[name] = "*" + POINTERS.get(name, "bf16")
     aligned = [(n,) for n, name in enumerate(names) if name.endswith("_ptr")]
     aligned += [(n, axis) for n, name in enumerate(names) if name.endswith("strides") for axis in range(3)]
     source = ASTSource(
-        fn=kernel, signature=signature, constexprs={(names.index("SHAPE"),): shape},
+        fn=kernel, signature=signature, constexprs={(names.index(name),): x for name, x in constants.items()},
         attrs={place: [["tt.divisibility", 16]] for place in aligned},
     )  # fmt: skip
     built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps, "num_stages": 2})
@@ -87,3 +89,15 @@ def test_the_repair_of_a_shape() -> None:
     x = torch.empty(1, 512, 1, 128, dtype=torch.bfloat16)
     shape = shape_of(x, x, x, lists_of("chunks", 128), "dkdv", hopper=True)._replace(REPAIR=True)
     assert compiled(gradients._backward_kv, shape, warps_of(shape), 90)[1] <= SHARED[90]
+
+
+def test_the_choices() -> None:
+    """Sixteen thousand scores of a cluster, and 128 random vectors per round."""
+    from rooftile.approximate.gathered.kernels import choice
+
+    for kernel, found in ((choice._hash, choice._hash_constants(128, 128)), (choice._best, choice._best_constants(16384))):
+        constants = {name: x for name, x in found.items() if not name.startswith("num_")}
+        stack, shared, matrix = compiled(kernel, constants, found["num_warps"], 90)
+        assert stack <= 64, kernel.__name__
+        assert matrix == ("wgmma" if kernel is choice._hash else ""), kernel.__name__
+        assert shared <= SHARED[90]

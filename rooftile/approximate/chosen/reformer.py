@@ -19,48 +19,14 @@ from torch import Tensor
 from rooftile import api
 from rooftile.approximate import gathered
 from rooftile.approximate.arguments import check_choice, check_count, check_flag, check_qkv, check_scale
-from rooftile.approximate.chosen.arguments import as_given, check_indices, check_mask, check_seed, check_way, in_kernels
+from rooftile.approximate.chosen.arguments import as_given, check_indices, check_mask, check_way, in_kernels
 from rooftile.approximate.chosen.pairs import attend, cleaned, take, take_flags
+from rooftile.approximate.gathered.angles import lsh
 from rooftile.errors import InvalidInput
 from rooftile.masks import FULL, Mask
 from rooftile.reference.approximate import reformer as definition
 from rooftile.validate import shown
 from rooftile.words import answers_foreign_words
-
-
-@answers_foreign_words
-def lsh(x: Tensor, rounds: int, buckets: int, seed: int = 0) -> Tensor:
-    """Hashes of vectors by their angles: argmax [x R; -x R] with a random R per head and round.
-
-    Args:
-        x: vectors (B, T, H, D).
-        rounds: hashes per vector.
-        buckets: values of a hash, an even number.
-        seed: of R, which is drawn on the host: the same on every device.
-
-    Returns:
-        (B, T, H, rounds) int32, computed in fp32; ties go to the lower bucket.
-
-    Example:
-        >>> lsh(torch.randn(1, 100, 8, 64), rounds=4, buckets=16).shape
-        torch.Size([1, 100, 8, 4])
-    """
-    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
-        raise InvalidInput(f"x is {shown(x)}; must be a floating-point tensor (B, T, H, D)")
-    rounds, buckets, seed = check_count("rounds", rounds), check_count("buckets", buckets), check_seed(seed)
-    if buckets % 2:
-        raise InvalidInput(f"buckets is {buckets}; must be even: half of them are the negatives of the others")
-    H, D = x.shape[2:]
-    r = _drawn((H, D, rounds, buckets // 2), seed).to(x.device)
-    with torch.no_grad(), as_given(x):
-        turned = torch.einsum("bthd,hdrn->bthrn", x.float(), r)
-        return torch.cat([turned, -turned], dim=-1).argmax(-1).int()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Random numbers, which a compiled graph holds: older Dynamos do not trace a generator."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @answers_foreign_words

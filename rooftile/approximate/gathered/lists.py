@@ -52,7 +52,7 @@ def from_hashes(hashes: Tensor, chunk: int, causal: bool, strict: bool, once: bo
     """The lists of Reformer's rounds, from hashes (B, T, H, R)."""
     T, R = hashes.shape[1], hashes.shape[3]
     chunk = min(chunk, max(T, 1))
-    values, order = hashes.permute(3, 0, 2, 1).contiguous().sort(dim=-1, stable=True)  # (R, B, H, T)
+    values, order = sorted_rows(hashes.permute(3, 0, 2, 1))  # (R, B, H, T)
     ranks = torch.arange(T, device=hashes.device).expand_as(order)
     once = once and R > 1
     marks = lows = None
@@ -65,6 +65,17 @@ def from_hashes(hashes: Tensor, chunk: int, causal: bool, strict: bool, once: bo
         marks = _by_round(rank if strict else rank // chunk, order)
     rows = order.int()
     return Lists(rows, rows, marks, lows, chunk, chunk, "window" if strict else "chunks", causal)
+
+
+def sorted_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys that rise as the integers of each row (..., N) do, and their places, equal ones as they came; int64.
+
+    One sort of all rows: PyTorch sorts a few long rows on a GPU one after the other.
+    """
+    rows, N = x.shape[:-1].numel(), x.shape[-1]
+    row = torch.arange(rows, device=x.device).view(*x.shape[:-1], 1)
+    keys, order = ((row << 32) + (x.int().long() + 2**31)).flatten().sort(stable=True)
+    return keys.view(x.shape), order.view(x.shape) - row * N
 
 
 def _by_round(x: Tensor, order: Tensor) -> Tensor:
@@ -88,6 +99,8 @@ class Slots(NamedTuple):
 
 def slots_of(places: Tensor, length: int) -> Slots:
     """The positions at which each place stands in the lists (B, H, N)."""
-    values, entries = places.sort(dim=-1, stable=True)
-    due = torch.arange(length + 1, device=places.device, dtype=places.dtype).expand(*places.shape[:2], -1).contiguous()
-    return Slots(torch.searchsorted(values, due, out_int32=True), entries.int())
+    keys, entries = sorted_rows(places)
+    row = torch.arange(places.shape[:2].numel(), device=places.device).view(*places.shape[:2], 1)
+    due = (row << 32) + 2**31 + torch.arange(length + 1, device=places.device)
+    starts = torch.searchsorted(keys.flatten(), due.flatten()).view(due.shape) - row * places.shape[2]
+    return Slots(starts.int(), entries.int())
