@@ -54,7 +54,7 @@ ROUNDS = [
     Rounds("one chunk", T=7, chunk=16),
     Rounds("two chunks", T=9, chunk=5, causal=False),
     Rounds("one round", T=19, Dv=24, R=1),
-    Rounds("several tiles to a chunk", T=150, H=1, chunk=70),
+    Rounds("several tiles to a chunk", T=80, H=1, chunk=36),
     Rounds("one token", T=1),
 ]
 GROUPS = [
@@ -62,7 +62,7 @@ GROUPS = [
     Groups("none", c=2, w=3),
     Groups("more keys", T=12, S=30, Hk=2, c=3, w=14),
     Groups("full", D=24, Dv=16, causal=False),
-    Groups("several tiles to a cluster", T=90, S=90, H=1, c=2, w=80),
+    Groups("several tiles to a cluster", T=50, S=50, H=1, c=2, w=40),
     Groups("one key", T=1, S=1, c=1, w=1),
 ]
 
@@ -148,7 +148,7 @@ def test_sixteen_bits(dtype: torch.dtype) -> None:
     assert all(torch.equal(once[name], again[name]) for name in once)
 
 
-@pytest.mark.parametrize("it", [ROUNDS[0], ROUNDS[3], ROUNDS[7]], ids=lambda it: it.name)
+@pytest.mark.parametrize("it", [ROUNDS[2], ROUNDS[3], ROUNDS[7]], ids=lambda it: it.name)
 def test_a_nan_in_a_round_shows_where_it_is_seen_and_nowhere_else(it: Rounds) -> None:
     (qk, v), hashes = made(it)
     qk[0, 9, 0, 1], v[0, 6, 0, 2] = math.nan, math.inf

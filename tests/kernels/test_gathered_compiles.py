@@ -65,7 +65,7 @@ def lists_of(kind: str, width: int) -> Lists:
 
 @pytest.mark.parametrize(
     ("kind", "dim", "sm"),
-    [("chunks", 128, 80), ("chunks", 128, 90), ("chunks", 64, 90), ("lists", 128, 80), ("lists", 128, 90), ("window", 128, 90)],
+    [("chunks", 128, 80), ("chunks", 128, 90), ("lists", 64, 80), ("lists", 128, 90), ("window", 128, 90)],
 )
 def test_the_kernels_of_a_shape(kind: str, dim: int, sm: int) -> None:
     from rooftile.approximate.gathered.kernels import gradients, outputs

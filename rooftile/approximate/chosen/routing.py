@@ -170,12 +170,13 @@ def _in_clusters(
     own = clusters.transpose(1, 2).long()  # (B, H, S)
     places, cu = [], []
     for x in (own[..., S - T :], own):
-        places.append(x.sort(dim=-1, stable=True).indices)
+        places.append(gathered.sorted_rows(x)[1])
         counts = x.new_zeros(B, H, c).scatter_add(-1, x, torch.ones_like(x))
         cu.append(torch.nn.functional.pad(counts.flatten().cumsum(0), (1, 0)).int())
     q, k, v = (take(x, y).flatten(0, 2).unsqueeze(1) for x, y in ((q, places[0]), (k, places[1]), (v, places[1])))
     o = api.attention_packed(q, k, v, cu[0], cu[1], CAUSAL if causal else FULL, **options)  # (B H T, 1, Dv)
-    back = places[0].sort(dim=-1).indices
+    ranks = torch.arange(T, device=q.device).expand_as(places[0])
+    back = torch.zeros_like(places[0]).scatter(-1, places[0], ranks)
     return take(o.view(B, H, T, o.shape[-1]).transpose(1, 2), back).transpose(1, 2).contiguous()
 
 

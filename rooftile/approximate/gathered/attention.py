@@ -50,7 +50,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lists: Lists, *, scale: float, backe
 
 def refusal(q: Tensor, v: Tensor, rounds: int = 1) -> str | None:
     """Why the kernels do not run such a call, or None: what came; what they have."""
-    if not (q.is_cuda and kernels_on(q.get_device())) and not (INTERPRETED and q.device.type == "cpu"):
+    if not _has_kernels(q.device):
         return f"tensors are on {q.device}; needs a CUDA GPU of sm80 (Ampere) or newer, and Triton"
     if q.dtype == torch.float64:
         return "float64; has float32, bfloat16, float16"
@@ -59,6 +59,16 @@ def refusal(q: Tensor, v: Tensor, rounds: int = 1) -> str | None:
     if rounds > MOST_ROUNDS:
         return f"{rounds} rounds whose pairs count once; has up to {MOST_ROUNDS}"
     return None
+
+
+def _has_kernels(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return kernels_on(device.index or 0)
+    return INTERPRETED and device.type == "cpu"
+
+
+# what torch.compiler.assume_constant_result sets; calling it would import Dynamo, over a second
+_has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _kind(lists: Lists) -> str:

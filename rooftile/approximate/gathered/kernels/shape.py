@@ -131,7 +131,7 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor, lists: Lists, phase: str, hopper: 
 def _most(dtype: torch.dtype, dim: int, phase: str, hopper: bool) -> tuple[int, int]:
     """The largest tiles that the registers hold, queries times keys: from what compiles without spilling in the loop."""
     if dtype == torch.float32:
-        return (32, 32) if dim > 64 else (64, 32)
+        return 32, 32
     if hopper and dim > 64:
         return {"forward": (128, 64), "dq": (128, 32), "dkdv": (64, 64)}[phase]
     return 64, 64
@@ -164,8 +164,9 @@ def _constants(shape: Shape) -> dict[str, object]:
 
 
 def warps_of(shape: Shape) -> int:
-    """Warps of a program: four, and eight where a row's sums are wide and rows are many."""
-    return 8 if max(shape.BLOCK_D, shape.BLOCK_DV) > 64 and shape.ROWS * shape.KEYS >= 4096 else 4
+    """Warps of a program: four, and eight where a row's sums are wide and rows are many, or products are no matrix instructions."""
+    pairs, wide = shape.ROWS * shape.KEYS, max(shape.BLOCK_D, shape.BLOCK_DV) > 64
+    return 8 if (pairs >= 4096 and wide) or (pairs >= 1024 and shape.PRECISION == "ieee") else 4
 
 
 def strides_of(*tensors: Tensor) -> tuple[tuple[int, int, int], ...]:
