@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rooftile as rt
 from rooftile import approximate, launch
 from rooftile.approximate.paged.loki import page_scores
+from rooftile.approximate.selected.gated_sum import gated_sum
 from rooftile.cost.counts import Work
 from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
 from rooftile.fused.norm import Weights
@@ -227,6 +228,25 @@ def _selected_backward(device: torch.device) -> Work:
     return Work(2 * 128 * 10 * 2 * 5 // 2, 5 * _SIZE + 2 * 32 + 64 + 16, 3 * _SIZE)
 
 
+def _gated_sum(device: torch.device) -> Work:
+    branches, gates = _branches(device)
+    gated_sum(branches, gates)
+    return Work(0, 3 * _SIZE + 3 * 8 * 4, _SIZE)
+
+
+def _gated_sum_backward(device: torch.device) -> Work:
+    branches, gates = _branches(device, True)
+    o = gated_sum(branches, gates)
+    o.backward(torch.ones_like(o))
+    return Work(0, 4 * _SIZE + 3 * 8 * 4, 3 * _SIZE + 3 * 8 * 4)
+
+
+def _branches(device: torch.device, requires_grad: bool = False) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Three tensors with as many numbers as those of attention, and a gate for each of 8 rows."""
+    a, b, c = _tensors(device, requires_grad)
+    return (a, b, c), torch.rand(1, 4, 2, 3, device=device, requires_grad=requires_grad)
+
+
 def _backend(device: torch.device) -> str | None:
     # on a CPU the definition runs outside its operator, and the interpreter is slow
     return "tiled" if device.type == "cpu" else None
@@ -254,4 +274,6 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "chunked_recurrence_backward": _recurrence_backward,
     "selected_attention": _selected,
     "selected_attention_backward": _selected_backward,
+    "gated_sum": _gated_sum,
+    "gated_sum_backward": _gated_sum_backward,
 }
