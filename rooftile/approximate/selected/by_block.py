@@ -1,10 +1,10 @@
 """Attention to chosen blocks on a CPU: block by block, the queries that chose one as the rows of a product.
 
-A query is a few kilobytes, and the keys that it chose are hundreds: so queries go to the keys, and no key is copied. The softmax is
-an online one, as blocks come one after the other. In the packed layout, as `plain`, whose results these are.
+A query is a few kilobytes, and the keys that it chose are hundreds: so queries go to the keys, and no key is copied. The softmax
+is an online one, as blocks come one after the other. In the packed layout, as `plain`, whose results these are.
 
-A product with a weight of 0 is not harmless where the other factor is NaN: a block that is not finite is computed row by row, with
-0 in place of what a row does not see.
+A product with a weight of 0 is not harmless where the other factor is NaN: a block that is not finite is computed row by row,
+with 0 in place of what a row does not see.
 """
 
 from __future__ import annotations
