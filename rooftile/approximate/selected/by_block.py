@@ -42,8 +42,8 @@ def forward(
         p = x.sub_(reference[..., None]).exp_()
         m[hk, rows], l[hk, rows] = top, l[hk, rows] * alpha + p.sum(-1)
         acc[hk, rows] = acc[hk, rows] * alpha[..., None] + _weighed(p, v[keys, hk], sees)
-    o = (acc / torch.where(l == 0, 1.0, l)[..., None]).transpose(0, 1).flatten(1, 2)
-    return o.to(q.dtype), (m + l.log()).transpose(0, 1).flatten(1)
+    o = acc / torch.where(l == 0, 1.0, l)[..., None]
+    return _by_row(o).to(q.dtype), (m + l.log()).transpose(0, 1).flatten(1).contiguous()
 
 
 def backward(
@@ -66,7 +66,12 @@ def backward(
         dq[hk, rows] += _weighed(ds, keys_of[keys, hk], sees)
         dk[keys, hk] += _summed(ds, own, sees)
         dv[keys, hk] += _summed(p, given, sees)
-    return dq.transpose(0, 1).flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return _by_row(dq).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """The way back from `_by_head`, contiguous."""
+    return x.transpose(0, 1).flatten(1, 2).contiguous()
 
 
 def _steps(chosen: Tensor, cu_q: Tensor, cu_k: Tensor, block: int) -> Iterator[Step]:
