@@ -239,6 +239,8 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "chunked_recurrence_backward": _recurrence_backward,
     "selected_attention": _selected,
     "selected_attention_backward": _selected_backward,
+    "gated_sum": _once,
+    "gated_sum_backward": _once,
     "gathered_attention": _gathered,
     "gathered_attention_backward": _gathered_backward,
 }

@@ -14,6 +14,7 @@ import rooftile as rt
 from rooftile import approximate, launch
 from rooftile.approximate import gathered
 from rooftile.approximate.paged.loki import page_scores
+from rooftile.approximate.selected.gated_sum import gated_sum
 from rooftile.cost.counts import Work
 from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
 from rooftile.fused.norm import Weights
@@ -228,6 +229,25 @@ def _selected_backward(device: torch.device) -> Work:
     return Work(2 * 128 * 10 * 2 * 5 // 2, 5 * _SIZE + 2 * 32 + 64 + 16, 3 * _SIZE)
 
 
+def _gated_sum(device: torch.device) -> Work:
+    branches, gates = _branches(device)
+    gated_sum(branches, gates)
+    return Work(0, 3 * _SIZE + 3 * 8 * 4, _SIZE)
+
+
+def _gated_sum_backward(device: torch.device) -> Work:
+    branches, gates = _branches(device, True)
+    o = gated_sum(branches, gates)
+    o.backward(torch.ones_like(o))
+    return Work(0, 4 * _SIZE + 3 * 8 * 4, 3 * _SIZE + 3 * 8 * 4)
+
+
+def _branches(device: torch.device, requires_grad: bool = False) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Three tensors with as many numbers as those of attention, and a gate for each of 8 rows."""
+    a, b, c = _tensors(device, requires_grad)
+    return (a, b, c), torch.rand(1, 4, 2, 3, device=device, requires_grad=requires_grad)
+
+
 def _gathered(device: torch.device) -> Work:
     q, k, v = _tensors(device)
     hashes = torch.zeros(1, 4, 2, 2, dtype=torch.int32, device=device)
@@ -271,6 +291,8 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "chunked_recurrence_backward": _recurrence_backward,
     "selected_attention": _selected,
     "selected_attention_backward": _selected_backward,
+    "gated_sum": _gated_sum,
+    "gated_sum_backward": _gated_sum_backward,
     "gathered_attention": _gathered,
     "gathered_attention_backward": _gathered_backward,
 }

@@ -24,7 +24,7 @@ def tensors(T: int, S: int, H: int, Hk: int, D: int, B: int = 1) -> list[Tensor]
 
 
 def near(found: Tensor, due: Tensor) -> None:
-    """As near as two orders of the same sum in bf16 are; rows that see nothing have an lse of -inf in both."""
+    """Asserts that both are as near as two orders of one sum in bf16; rows that see nothing have an lse of -inf in both."""
     assert torch.equal(found == -math.inf, due == -math.inf)
     found, due = (x.masked_fill(x == -math.inf, 0.0) for x in (found, due))
     wrong = (found.double() - due.double()).abs()
@@ -81,6 +81,16 @@ def test_a_block_that_is_not_there_is_passed_over(mask: Mask) -> None:
         options = Options(block_counts=counts, block_indices=torch.tensor(indices, dtype=torch.int32, device="cuda")[None, None])
         found.append(dispatch.BACKENDS["hopper"].forward(q, k, v, options, spec)[0])
     near(found[1], found[0])
+
+
+def test_a_count_below_zero_is_an_empty_list() -> None:
+    q, k, v = tensors(300, 300, 2, 2, 64)
+    counts = torch.tensor([[[1, -5, 1]]], dtype=torch.int32, device="cuda")
+    blocks = Blocks(counts, torch.zeros(1, 1, 3, 1, dtype=torch.int32, device="cuda"))
+    o, lse = rt.attention_with_lse(q, k, v, blocks=blocks, backend="hopper")
+    assert not o[:, 128:256].any()
+    assert (lse[..., 128:256] == -math.inf).all()
+    near(o[:, :128], rt.attention(q[:, :128], k[:, :128], v[:, :128], backend="hopper"))
 
 
 def test_a_nan_shows_where_it_is_seen_and_nowhere_else() -> None:
