@@ -6,7 +6,7 @@ those of `SamplingParams`, which checks them offline, too.
 
 from __future__ import annotations
 
-# of one HTTP message. No flag: larger ones are no requests of this API
+# bounds of one HTTP message. No flag: larger ones are no requests of this API
 REQUEST_LINE_BYTES = 8 * 2**10
 HEADERS_BYTES = 16 * 2**10
 # a flag, --max-body, for long lists of token ids
@@ -16,7 +16,7 @@ JSON_DEPTH = 64
 # a larger body is parsed in a thread, so that it does not hold up running streams
 PARSED_AT_ONCE_BYTES = 32 * 2**10
 
-# of one request. No flags: what is longer than the model reads is refused by its tokens anyway
+# bounds of one request. No flags: what is longer than the model reads is refused by its tokens anyway
 PROMPT_BYTES = 2**20
 MESSAGES = 1024
 PROMPTS = 64
@@ -26,7 +26,7 @@ BIASES = 1024
 # names that a client chooses
 NAME_CHARACTERS = 128
 
-# of structured output. No flags: they bound what a grammar may cost those who did not send it
+# bounds of structured output. No flags: they bound what a grammar may cost those who did not send it
 SCHEMA_BYTES = 64 * 2**10
 SCHEMA_DEPTH = 32
 REGEX_BYTES = 4 * 2**10

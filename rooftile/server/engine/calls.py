@@ -18,7 +18,7 @@ class EngineRefused(ValueError):
 
 @dataclass(slots=True)
 class _Unread:
-    """What has come of one answer since its client last read, joined when it is read."""
+    """Holds the growth of one answer since its client last read, joined when it is read."""
 
     newest: Piece
     texts: list[str] = field(default_factory=list)

@@ -70,7 +70,9 @@ class Answering:
         except TimeoutError:
             raise self._late() from None
         except InvalidInput as error:
-            raise refusal_of(error, _FIELDS) from None
+            refusal = refusal_of(error, _FIELDS)
+            refusal.param = refusal.param or ("messages" if self.ask.chat else "prompt")
+            raise refusal from None
         except EngineRefused as error:
             raise refusal_of(error, _FIELDS) from None
         except EngineDown as error:

@@ -81,7 +81,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 def check_depth(value: object, most: int = limits.JSON_DEPTH) -> None:
     """Refuses JSON whose objects and lists are nested too deep; walks level by level, so that depth costs no stack."""
     level = [value]
-    for _ in range(most + 1):
+    for _ in range(most):
         inner: list[object] = []
         for each in level:
             inner += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()

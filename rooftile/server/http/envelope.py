@@ -47,7 +47,11 @@ class Envelope:
         scope.setdefault("state", {})["account"] = account
         began = time.monotonic()
 
+        complete = False
+
         async def note(message: Message) -> None:
+            nonlocal complete
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
             if message["type"] == "http.response.start":
                 account.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", account.id.encode()), *_HEADERS]
@@ -62,7 +66,8 @@ class Envelope:
             await self._refuse(refusal, account, note)
         except Exception:
             log.exception("request %s: a mistake of the server", account.id)
-            await self._refuse(mistake(account.id), account, note)
+            if not complete:
+                await self._refuse(mistake(account.id), account, note)
         finally:
             account.seconds = time.monotonic() - began
             self._finish(account)

@@ -1,4 +1,4 @@
-"""What an operator sees of a running server.
+"""Shows a running server to its operator.
 
     log        one line per request, as text or JSON
     metrics    Prometheus's series
