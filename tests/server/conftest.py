@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=tokens.get_vocab_size() + SPARE, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, bos_token_id=None,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192, initializer_range=0.2, bos_token_id=None,
         eos_token_id=tokens.token_to_id("<|end|>"), pad_token_id=None,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
@@ -39,4 +39,4 @@ def server(folder: Path):
 
 @pytest.fixture(scope="session")
 def llm(folder: Path) -> LLM:
-    return LLM(folder, device="cpu", num_blocks=600)
+    return LLM(folder, device="cpu", num_blocks=600, max_model_len=2048)

@@ -14,7 +14,7 @@ import httpx
 from rooftile.server.run import Run, bind
 from rooftile.server.settings import ServerSettings
 
-ENGINE = {"device": "cpu", "num_blocks": 4096, "max_num_seqs": 64}
+ENGINE = {"device": "cpu", "num_blocks": 4096, "max_num_seqs": 64, "max_model_len": 8192}
 PATIENCE_S = 60.0
 
 

@@ -35,7 +35,7 @@ def test_sigterm_drains(folder) -> None:
     """Lets running requests finish, sends new ones away, tells those that are late, and exits with 0."""
 
     async def test() -> None:
-        async with living(folder, ready=False, drain_s=1.5) as it:
+        async with living(folder, ready=False, drain_s=4.0) as it:
             first = await it.client.get("/health")
             assert first.status_code == 503
             assert "the model is being read" in first.json()["error"]["message"]
@@ -46,7 +46,7 @@ def test_sigterm_drains(folder) -> None:
             short = asyncio.create_task(it.stream(begun, max_tokens=20))
             await begun.wait()
             begun.clear()
-            long = asyncio.create_task(it.stream(begun, max_tokens=2000, n=16))
+            long = asyncio.create_task(it.stream(begun, max_tokens=8000, n=4))
             await begun.wait()
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.1)

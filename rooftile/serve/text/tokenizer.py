@@ -175,6 +175,11 @@ class Tokenizer:
         written = render(self._template, messages, add_generation_prompt, self._named, self._place)
         return self.encode(written, False, most_bytes=most_bytes)
 
+    def to_json(self) -> str:
+        """Returns the tokenizer as the text of a tokenizer.json, with all added tokens."""
+        text: str = self._core.to_str()
+        return text
+
     def is_silent(self, id: int, skip_special: bool) -> bool:
         """Tells whether decode skips an id: a special token that is left out, or an id that is not in the vocabulary."""
         return (skip_special and id in self._special_ids) or self._core.id_to_token(id) is None

@@ -8,11 +8,15 @@ from typing import Protocol
 
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.serve.engine import Engine
+from rooftile.serve.grammar import Matcher
 from rooftile.serve.request import Request
 from rooftile.serve.sampling.params import SamplingParams
+from rooftile.server.engine.compiling import Compiling
 from rooftile.server.engine.following import Followed
 from rooftile.server.engine.messages import Abort, Add, News, Order, Refused, State, Step
 
+# how often an idle engine looks after grammars that are being compiled
+COMPILING_S = 0.005
 # an idle engine checks its books after so many seconds
 IDLE_S = 1.0
 
@@ -43,6 +47,7 @@ class Loop:
         self._waiting: dict[int, Followed] = {}
         self._state = State()
         self._checked = True
+        self._compiling = Compiling(engine.grammars)
 
     def run(self) -> None:
         """Runs for ever; an error of the engine ends it."""
@@ -53,8 +58,8 @@ class Loop:
         """Takes the orders that have come, and runs a step if there is one to run."""
         idle = self.engine.idle
         wait_s = (None if self._checked else IDLE_S) if idle else 0.0
-        orders = self.link.orders(wait_s)
-        if idle and not orders:
+        orders = self.link.orders(COMPILING_S if idle and self._compiling else wait_s)
+        if idle and not orders and not self._compiling:
             # a leak is found by us, and not by the request that finds no room
             self.engine.pool.check()
             self._checked = True
@@ -66,6 +71,8 @@ class Loop:
                 self._add(order, message)
             else:
                 self._abort(order)
+        for add, found in self._compiling.ended():
+            self._add(add, message, found)
         self._checked = False
         before = time.perf_counter()
         changed = [] if self.engine.idle else self.engine.step()
@@ -75,10 +82,16 @@ class Loop:
         self._count(after - before, before - began + time.perf_counter() - after)
         self.link.send(message)
 
-    def _add(self, order: Add, message: Step) -> None:
-        """Adds a request; whatever is wrong with it concerns its client alone."""
+    def _add(self, order: Add, message: Step, grammar: Matcher | InvalidInput | None = None) -> None:
+        """Adds a request, or begins with its grammar; whatever is wrong with it concerns its client alone."""
         try:
-            request = self.engine.add(order.prompt, SamplingParams(**order.params), cache_salt=order.salt)
+            if isinstance(grammar, InvalidInput):
+                raise grammar
+            params = SamplingParams(**order.params)
+            if params.structured is not None and grammar is None:
+                self._compiling.begin(order)
+                return
+            request = self.engine.add(order.prompt, params, cache_salt=order.salt, grammar=grammar)
         except (InvalidInput, Unsupported, TypeError) as error:
             message.refused.append(Refused(order.id, str(error)))
             return
@@ -87,6 +100,7 @@ class Loop:
         message.taken.append(order.id)
 
     def _abort(self, order: Abort) -> None:
+        self._compiling.abort(order.id)
         followed = self._by_id.get(order.id)
         if followed is not None:
             self._forget(followed)

@@ -74,6 +74,8 @@ class Answering:
             refusal.param = refusal.param or ("messages" if self.ask.chat else "prompt")
             raise refusal from None
         except EngineRefused as error:
+            if str(error).startswith("the grammar"):
+                raise Refusal("invalid_grammar", str(error), param=self.ask.grammar_field) from None
             raise refusal_of(error, _FIELDS) from None
         except EngineDown as error:
             raise Refusal("engine_down", str(error)) from None

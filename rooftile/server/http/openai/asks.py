@@ -41,6 +41,8 @@ class Ask:
     sampled: int
     """Answers per prompt that are computed: best_of, or the beams of a search, may be more than n."""
     logprobs: int | None = None
+    grammar_field: str | None = None
+    """The field that the grammar stands in."""
     echo: bool = False
     echoes: list[str] = field(default_factory=list)
     """The prompts' texts, which come before the answers."""
@@ -110,7 +112,7 @@ def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, samp
         params["logprobs"] = 0 if logprobs is None else logprobs
     grammar = grammar_of(form.response_format, form.structured_outputs)
     if grammar is not None:
-        raise Refusal("unsupported", "structured output is not supported yet", param="response_format")
+        params["structured"] = grammar
     check_params(params, type(form).model_fields)
     options = form.stream_options
     if options is not None and not form.stream:
@@ -118,6 +120,7 @@ def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, samp
     return Ask(
         chat=chat, params=params, salt=form.cache_salt or "", n=form.n or 1,
         sampled=form.beam_width or sampled or form.n or 1, logprobs=logprobs, stream=bool(form.stream),
+        grammar_field="response_format" if form.structured_outputs is None else "structured_outputs",
         include_usage=options is not None and options.include_usage,
         continuous_usage=options is not None and options.continuous_usage_stats,
     )  # fmt: skip

@@ -34,6 +34,8 @@ def grammar_of(response_format: dict[str, Any] | None, outputs: StructuredOutput
         raise _bad("structured_outputs", f"the regex is too long; may have at most {limits.REGEX_BYTES:,} bytes")
     if outputs.choice is not None and not 0 < len(outputs.choice) <= limits.CHOICES:
         raise _bad("structured_outputs", f"choice has {len(outputs.choice):,} texts; must have from 1 to {limits.CHOICES:,}")
+    if outputs.choice is not None and "" in outputs.choice:
+        raise _bad("structured_outputs", "choice has an empty text; must have none")
     return given
 
 
