@@ -199,11 +199,10 @@ class SamplingParams:
         if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in STRUCTURES:
             raise InvalidInput(f"structured is {repr(given)[:60]}; must be a dictionary with one of {', '.join(STRUCTURES)}")
         kind: str = next(iter(given))
-        value: Any = given[kind]
-        due: tuple[type, ...] = {"json": (dict, bool, str), "regex": (str,), "choice": (list, tuple)}[kind]
-        if not isinstance(value, due):
-            raise InvalidInput(f"structured has a {kind} of type {type(value).__name__}; must be {due[0].__name__}")
-        if kind == "choice" and not (value and all(isinstance(text, str) and text for text in value)):
+        dues: dict[str, tuple[type, ...]] = {"json": (dict, bool, str), "regex": (str,), "choice": (list, tuple)}
+        if not isinstance(given[kind], dues[kind]):
+            raise InvalidInput(f"structured has a {kind} of type {type(given[kind]).__name__}; must be {dues[kind][0].__name__}")
+        if kind == "choice" and not (given[kind] and all(isinstance(text, str) and text for text in given[kind])):
             raise InvalidInput("structured has a choice that is no list of texts; must have one or more, none empty")
         for name, none in (("min_tokens", 0), ("ignore_eos", False), ("bad_words", ()), ("allowed_token_ids", None)):
             if getattr(self, name) != none:

@@ -154,6 +154,7 @@ class Answering:
         for piece in news.pieces:
             index = place, piece.index
             if piece.tokens > self.usage.completion.get(index, 0):
+                metrics.generated.inc(piece.tokens - self.usage.completion.get(index, 0))
                 if index in self._last:
                     metrics.gaps.observe(now - self._last[index])
                 self._last[index] = now

@@ -66,13 +66,13 @@ class Routes:
         self._service = service
         self.table: list[tuple[str, str, Callable[..., Any]]] = [
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chats),
-            ("GET", "/v1/models", self.models), ("GET", "/v1/models/{name:path}", self.model),
-            ("POST", "/tokenize", self.tokenize), ("POST", "/detokenize", self.detokenize),
-            ("GET", "/health", self.health), ("GET", "/metrics", self.metrics), ("GET", "/openapi.json", self.openapi),
-            ("GET", "/", self.page), ("GET", "/page.css", self.style), ("GET", "/page.js", self.script),
+            ("GET", "/v1/models", self.models), ("GET", "/v1/models/{name:path}", self.model), ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize), ("GET", "/health", self.health), ("GET", "/metrics", self.metrics),
+            ("GET", "/openapi.json", self.openapi), ("GET", "/", self.page), ("GET", "/page.css", self.style),
+            ("GET", "/page.js", self.script), ("GET", "/icon.svg", self.icon),
         ]  # fmt: skip
         # what has no data of anybody
-        self.public = (self.health, self.page, self.style, self.script)
+        self.public = (self.health, self.page, self.style, self.script, self.icon)
 
     async def completions(self, request: Request) -> Response:
         """Continues prompts."""
@@ -138,6 +138,10 @@ class Routes:
     async def script(self, request: Request) -> Response:
         """Returns the page's script."""
         return _file("page.js", "text/javascript")
+
+    async def icon(self, request: Request) -> Response:
+        """Returns the page's icon."""
+        return _file("icon.svg", "image/svg+xml")
 
     async def _answer(self, request: Request, kind: type[Form], read: Callable[[Form, Ready], Ask]) -> Response:
         service, account = self._service, request.state.account

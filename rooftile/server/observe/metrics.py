@@ -72,9 +72,8 @@ class Metrics:
         self.ended.labels(end if end in _ENDS else "error").inc()
 
     def note_request(self, account: Account) -> None:
-        """Counts the tokens and the time of a request that the engine has taken."""
+        """Counts the prompt and the time of a request that the engine has taken."""
         self.prompt.inc(account.prompt_tokens)
-        self.generated.inc(account.completion_tokens)
         if account.first_token_s is not None:
             self.first.observe(account.first_token_s)
         self.whole.observe(account.seconds)
