@@ -14,7 +14,7 @@ import pytest
 from rooftile.serve import SamplingParams
 from rooftile.server import limits
 from rooftile.server.http.protocol import ABORT
-from rooftile.server.http.sse import EventStream
+from rooftile.server.http.sse import EventStream, event
 from rooftile.server.keys import new_key
 from rooftile.server.observe.log import Account
 from tests.server.live import PATIENCE_S, Server
@@ -267,3 +267,11 @@ def test_a_client_that_leaves_ends_its_stream() -> None:
     stream = EventStream(events(), lambda: closed.append(True), account)
     asyncio.run(asyncio.wait_for(stream({"type": "http"}, receive, send), 10))
     assert (closed, account.end) == ([True], "gone")
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\u0085b\u2029", "a\r\nb", "\x1c\x0b"])
+def test_an_event_is_one_line_for_every_client(text) -> None:
+    data = event({"text": text}).decode()
+    line, empty = data.splitlines()
+    assert empty == ""
+    assert json.loads(line.removeprefix("data: ")) == {"text": text}

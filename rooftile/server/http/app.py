@@ -66,7 +66,8 @@ class Routes:
         self._service = service
         self.table: list[tuple[str, str, Callable[..., Any]]] = [
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chats),
-            ("GET", "/v1/models", self.models), ("GET", "/v1/models/{name:path}", self.model), ("POST", "/tokenize", self.tokenize),
+            ("GET", "/v1/models", self.models), ("GET", "/v1/models/{name:path}", self.model),
+            ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize), ("GET", "/health", self.health), ("GET", "/metrics", self.metrics),
             ("GET", "/openapi.json", self.openapi), ("GET", "/", self.page), ("GET", "/page.css", self.style),
             ("GET", "/page.js", self.script), ("GET", "/icon.svg", self.icon),

@@ -22,9 +22,17 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
+# many clients cut a stream at every line end of Unicode, of which JSON escapes only those of ASCII
+_LINE_ENDS = tuple((end.encode(), f"\\u{ord(end):04x}".encode()) for end in ("\u0085", "\u2028", "\u2029"))
+
+
 def event(value: dict[str, Any]) -> bytes:
-    """Returns an object as one event."""
-    return b"data: " + _encode(value) + b"\n\n"
+    """Returns an object as one event, on one line."""
+    data = _encode(value)
+    for end, escaped in _LINE_ENDS:
+        if end in data:
+            data = data.replace(end, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 class EventStream(Response):
