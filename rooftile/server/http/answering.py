@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import TypeVar
 
 from starlette.types import Receive
@@ -105,26 +105,20 @@ class Answering:
         Raises:
             Refusal: the time is over, the engine has failed, or the server stops.
         """
-        left = len(self._calls)
-        queue: asyncio.Queue[tuple[int, News | Exception]] = asyncio.Queue(1)
-        pumps = [asyncio.create_task(_pump(place, call, queue)) for place, call in enumerate(self._calls)]
+        left, merged, loop = len(self._calls), _Merged(self._calls), asyncio.get_running_loop()
+        # one timer for the whole answer, and not one per token
+        timer = loop.call_at(self._deadline, lambda: self.stop(self._late()))
         try:
             while left:
-                try:
-                    async with asyncio.timeout_at(self._deadline):
-                        place, news = await queue.get()
-                except TimeoutError:
-                    raise self._late() from None
-                if isinstance(news, EngineDown):
-                    raise Refusal("engine_down", str(news))
-                if isinstance(news, Exception):
-                    raise news
+                place, news = await merged.next()
                 left -= news.finished
                 self._note(place, news)
                 yield place, news
+        except EngineDown as error:
+            raise Refusal("engine_down", str(error)) from None
         finally:
-            for pump in pumps:
-                pump.cancel()
+            timer.cancel()
+            merged.close()
 
     def stop(self, refusal: Refusal) -> None:
         """Ends the request from outside; its client is told why."""
@@ -170,13 +164,35 @@ class Answering:
         return Refusal("deadline_exceeded", f"the request has taken {time.monotonic() - self._began:.1f} s, and may take no more")
 
 
-async def _pump(place: int, call: Call, queue: asyncio.Queue[tuple[int, News | Exception]]) -> None:
-    """Hands on one call's news; what the reader does not take in time waits in the call, joined."""
-    try:
-        async for news in call:
-            await queue.put((place, news))
-    except Exception as error:
-        await queue.put((place, error))
+class _Merged:
+    """The news of several calls in the order in which they come. What is not read in time waits in its call, joined."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._queue: asyncio.Queue[tuple[int, News | Exception]] = asyncio.Queue(1)
+        several = enumerate(calls) if len(calls) > 1 else ()
+        self._pumps = [asyncio.create_task(self._pump(place, call)) for place, call in several]
+
+    async def next(self) -> tuple[int, News]:
+        """Returns the place of a call, and its news."""
+        if not self._pumps:
+            return 0, await anext(self._calls[0])
+        place, news = await self._queue.get()
+        if isinstance(news, Exception):
+            raise news
+        return place, news
+
+    def close(self) -> None:
+        """Ends the tasks."""
+        for pump in self._pumps:
+            pump.cancel()
+
+    async def _pump(self, place: int, call: Call) -> None:
+        try:
+            async for news in call:
+                await self._queue.put((place, news))
+        except Exception as error:
+            await self._queue.put((place, error))
 
 
 async def wait_for_leaving(receive: Receive) -> None:
