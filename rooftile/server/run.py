@@ -111,7 +111,7 @@ class Run:
         """Says why there is no engine; every waiting client knows it already."""
         engine = self._service.engine
         assert engine is not None
-        log.error("%s", engine.cause)
+        log.error("%s", engine.detail)
         await asyncio.sleep(FAREWELL_S)
         return WRONG if engine.wrong else FAILED
 

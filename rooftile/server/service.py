@@ -78,7 +78,7 @@ class Service:
         if self.draining:
             raise retry_later("shutting_down", "the server is shutting down; ask another, or later", 10)
         if engine is not None and engine.cause is not None:
-            raise Refusal("engine_down", engine.cause if not engine.wrong else "the model could not be read; the log says why")
+            raise Refusal("engine_down", engine.cause)
         if engine is None or engine.ready is None or self.texts is None:
             percent = 0 if engine is None else engine.percent
             raise retry_later("model_loading", f"the model is being read, {percent} %", 2)

@@ -133,7 +133,8 @@ def test_a_model_that_cannot_be_read_ends_the_server(tmp_path) -> None:
     async def test() -> None:
         async with living(tmp_path / "none", ready=False) as it:
             assert await it.life == 2
-            assert "is not a folder" in it.service.engine.cause
+            assert "is not a folder" in it.service.engine.detail
+            assert it.service.engine.cause == "the model could not be read; the server's log says why"
 
     run(test())
 
@@ -165,7 +166,8 @@ def test_garbage_on_the_wire_ends_the_engine_and_says_why(folder) -> None:
         async with living(folder) as it:
             it.service.engine._send(b"\xff\xff\xff\xff")
             assert await it.life == FAILED
-            assert "a frame says that it has 4,294,967,295 bytes" in it.service.engine.cause
+            assert "a frame says that it has 4,294,967,295 bytes" in it.service.engine.detail
+            assert it.service.engine.cause == "the engine has failed; the server's log says why"
 
     run(test())
 

@@ -36,7 +36,9 @@ class RemoteEngine:
         self.percent = 0
         self.state = State()
         self.cause: str | None = None
-        """Why the engine answers no more; None while it does, or may soon."""
+        """Why the engine answers no more, for clients; None while it does, or may soon."""
+        self.detail = ""
+        """The same for the log: with words of an exception, which may hold a path or an address."""
         self.wrong = False
         """Whether a setting or the model was wrong, so that a new start would not help."""
         self.over = asyncio.Event()
@@ -170,8 +172,8 @@ class RemoteEngine:
             self._fail(message)
 
     def _fail(self, message: Failed) -> None:
-        self.wrong = message.wrong
-        self._end(message.reason if message.wrong else f"the engine has failed: {message.reason}")
+        self.wrong, self.detail = message.wrong, message.reason
+        self._end(f"the {'model could not be read' if message.wrong else 'engine has failed'}; the server's log says why")
 
     def _hand_out(self, step: Step) -> None:
         for id_ in step.taken:
@@ -206,7 +208,7 @@ class RemoteEngine:
         """Tells every caller that the engine answers no more."""
         if self.cause is not None:
             return
-        self.cause = cause
+        self.cause, self.detail = cause, self.detail or cause
         if self._writer is not None:
             self._writer.close()
         calls, self._calls = list(self._calls.values()), {}

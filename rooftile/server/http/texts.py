@@ -73,7 +73,7 @@ class Texts:
 def _load(folder: str) -> Tokenizer:
     from rooftile.serve.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(Path(folder))
+    tokenizer = Tokenizer.from_folder(Path(folder), place="the checkpoint")
     if tokenizer.has_template:
         # imports what templates need, so that the first chat does not wait for it; a template may refuse these messages
         with suppress(InvalidInput):
