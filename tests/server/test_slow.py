@@ -141,3 +141,19 @@ def test_a_body_of_any_size_is_read_within_its_limit() -> None:
     with pytest.raises(Refusal) as long:
         asyncio.run(read_object(request, 50_000))
     assert long.value.status == 413
+
+
+def test_a_body_without_end_is_not_read_to_its_end() -> None:
+    """Reads some of what is too much, so that its sender may read the answer, and not all."""
+    received = []
+
+    async def receive() -> dict:
+        received.append(1)
+        assert len(received) < 20, "the whole of it is read"
+        return {"type": "http.request", "body": b" " * 100, "more_body": True}
+
+    request = Request({"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}, receive)
+    with pytest.raises(Refusal) as long:
+        asyncio.run(asyncio.wait_for(read_object(request, 100), 10))
+    assert long.value.status == 413
+    assert len(received) == 5
