@@ -84,11 +84,15 @@ def test_a_second_signal_ends_at_once(folder, monkeypatch) -> None:
     run(test())
 
 
-def test_a_killed_engine_is_noticed_by_all(folder) -> None:
+def test_a_killed_engine_is_noticed_by_all(folder, monkeypatch) -> None:
+    monkeypatch.setenv("ROOFTILE_API_KEY", "k" * 16)
+
     async def test() -> None:
         async with living(folder) as it:
             process = it.service.engine.process
             assert os.getsid(process.pid) == process.pid, "Ctrl-C on a terminal would reach the engine, too"
+            environment = Path(f"/proc/{process.pid}/environ")
+            assert not environment.exists() or b"ROOFTILE_API_KEY" not in environment.read_bytes()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 process.send_signal(number)
             begun = [asyncio.Event() for _ in range(50)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rooftile.server.engine.calls import Call, EngineDown, EngineRefused
@@ -51,10 +53,10 @@ class RemoteEngine:
         self._heard = time.monotonic()
         self._on_start: dict[int, Callable[[], None]] = {}
         ours, theirs = socket.socketpair()
-        # a session of its own: Ctrl-C on a terminal reaches the server only
+        # a session of its own: Ctrl-C on a terminal reaches the server only. -P: no module is taken from the working folder
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rooftile.server.engine.process", str(theirs.fileno())],
-            stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True,
+            [sys.executable, "-P", "-m", "rooftile.server.engine.process", str(theirs.fileno())],
+            stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True, env=_environment(),
         )  # fmt: skip
         theirs.close()
         assert self.process.stdin is not None
@@ -217,3 +219,10 @@ class RemoteEngine:
             call.fail(EngineDown(cause))
         self.over.set()
         self.changed.set()
+
+
+def _environment() -> dict[str, str]:
+    """Returns the engine's environment: it finds this package where the server has it, and knows no key."""
+    found = {name: value for name, value in os.environ.items() if name != "ROOFTILE_API_KEY"}
+    paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return found | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -83,6 +83,10 @@ class Answering:
     async def _send(self, engine: RemoteEngine) -> None:
         ask, cut = self.ask, self.ask.params.get("truncate_prompt_tokens")
         sizes = [len(each) if cut is None else min(cut, len(each)) for each in self.tokens]
+        longest = self._service.check()[2].max_len
+        if max(sizes) >= longest:
+            why = f"the prompt has {max(sizes):,} tokens, and a sequence at most {longest:,}, one of them for the answer"
+            raise Refusal("invalid_value", why, param="messages" if ask.chat else "prompt")
         self._tickets = self._service.admission.admit(self._account.key, [(ask.sampled, size) for size in sizes])
         # a key's name is part of the salt: keys share no prefixes, whose times could tell one what another has asked
         salt = f"{self._account.key}\0{ask.salt}"
