@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +12,11 @@ from rooftile.bench.session import open_session
 from rooftile.cli.output import DeviceOption, print_table, progress
 from rooftile.cli.rows import FileOption, collect, show
 from rooftile.hardware.device import device_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from rooftile.bench.workloads import Workload
 
 
 def serving(
@@ -28,6 +34,9 @@ def serving(
     max_num_seqs: Annotated[int | None, typer.Option(help="Answers that run at once.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="The cache's dtype: fp8; left out, the model's.")] = None,
     runs: Annotated[int, typer.Option(help="How often each workload is run; the median is shown.")] = 3,
+    url: Annotated[str, typer.Option(help="Measure a running server instead, such as http://127.0.0.1:8000.")] = "",
+    api_key: Annotated[str, typer.Option(help="The key of that server.", envvar="ROOFTILE_API_KEY")] = "",
+    vocabulary: Annotated[int, typer.Option(help="Token ids sent to that server are below this.")] = 10_000,
     device: DeviceOption = "auto",
     json: FileOption = None,
 ) -> None:
@@ -41,6 +50,9 @@ def serving(
     from rooftile.bench.serving import measure
 
     chosen = workloads.named(workload or ["W1"], factor=scale, rate=rate)
+    if url:
+        _over_http(chosen, target, url, api_key, model, vocabulary, runs, scale, json)
+        return
     asked = {"num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": max_num_seqs, "kv_dtype": kv_dtype}
     settings = {name: value for name, value in asked.items() if value is not None}
     with progress(lines=True) as say:
@@ -60,6 +72,23 @@ def serving(
         found = collect(rows, json)
     if str(json) != "-":
         show_serving(found)
+
+
+def _over_http(
+    chosen: list[Workload], target: torch.device, url: str, key: str, model: str, vocabulary: int, runs: int, scale: float,
+    json: Path | None,
+) -> None:  # fmt: skip
+    """Measures a running server."""
+    from rooftile.bench.over_http import measure, table
+
+    with progress(lines=True) as say:
+        rows = measure(
+            chosen, open_session(target), url, key=key, model=model, vocabulary=vocabulary, runs=runs, scale=scale, say=say
+        )
+        found = collect(rows, json)
+    if str(json) != "-":
+        head, lines = table(found)
+        print_table(url, head, lines)
 
 
 def engine(

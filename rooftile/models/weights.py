@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,19 @@ SHOWN = 3
 _INDEX = "model.safetensors.index.json"
 # tensors in older checkpoints that are not weights: tables of frequencies, and GPT-2's causal mask
 _IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+# called with the share of the weights that has been read
+_listener: ContextVar[Callable[[float], None] | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def reading_told(told: Callable[[float], None]) -> Iterator[None]:
+    """Calls `told` with the share of the bytes that has been read, after each tensor that this thread loads meanwhile."""
+    token = _listener.set(told)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -71,9 +85,15 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
     Raises:
         InvalidInput: tensors are missing, unexpected or of other shapes; then nothing was loaded.
     """
+    told = _listener.get()
     with ExitStack() as stack:
-        for stored, place in _matched(config, dict(places), files, stack):
+        matched = _matched(config, dict(places), files, stack)
+        whole, done = max(1, sum(place.nbytes for _, place in matched)), 0
+        for stored, place in matched:
             place.copy_(stored.get_tensor())
+            done += place.nbytes
+            if told is not None:
+                told(done / whole)
 
 
 def _matched(

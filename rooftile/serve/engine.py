@@ -11,6 +11,7 @@ from random import Random, SystemRandom
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import BlockPool
 from rooftile.serve.beam_search import BeamSearch
+from rooftile.serve.grammar import GrammarFailed, Grammars, Matcher
 from rooftile.serve.request import Answer, FinishReason, Request, Top
 from rooftile.serve.runner import Result, Runner, top_rows
 from rooftile.serve.sampling.params import SamplingParams
@@ -52,6 +53,8 @@ class Engine:
         config = runner.decoder.config
         # some checkpoints write an out-of-range id to mean "no EOS token"
         self._eos = frozenset(token for token in config.eos_ids if 0 <= token < config.vocab_size)
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, config.vocab_size, tuple(self._eos))
+        """The grammars of structured output; None without a tokenizer."""
         self._ahead = runner.device.type == "cuda"
         self._in_flight: Result | None = None
         self._count = 0
@@ -62,13 +65,16 @@ class Engine:
         """Whether no request waits or runs and no step is in flight."""
         return self.scheduler.idle and self._in_flight is None
 
-    def add(self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = "") -> Request:
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, *, cache_salt: str = "", grammar: Matcher | None = None
+    ) -> Request:
         """Takes a request in; it runs as soon as there is room.
 
         Args:
             prompt: token ids.
             params: how to answer it.
             cache_salt: the request shares cached prefixes only with requests of the same salt.
+            grammar: the grammar of `params.structured`, if it was compiled already.
 
         Raises:
             InvalidInput: the request can never run; the sentence says why.
@@ -83,6 +89,10 @@ class Engine:
         if params.prompt_logprobs is not None:
             # logprobs need every prompt token to be read: a salt of its own keeps the prefix cache out
             cache_salt = secrets.token_hex(16)
+        if grammar is None and params.structured is not None:
+            if self.grammars is None:
+                raise InvalidInput("structured output is asked for, and the model has no tokenizer")
+            grammar = self.grammars.compile(params.structured)
         request = Request(self._count, prompt, params, limit, ends, cache_salt)
         if self.tokenizer is not None:
             request.text_of = self.tokenizer.text_of
@@ -98,6 +108,8 @@ class Engine:
         for n in range(answers):
             text = None if self.tokenizer is None or request.search is not None else Detokenizer(self.tokenizer, params)
             request.answers.append(Answer(request, n, seed + n, list(prompt), detokenizer=text))
+            if grammar is not None:
+                request.answers[-1].grammar = grammar.fork()
         self.scheduler.add(request)
         return request
 
@@ -172,6 +184,8 @@ class Engine:
                 continue
             try:
                 self._take_result(answer, token, top)
+            except GrammarFailed as error:
+                self._fail(request, str(error))
             except Exception as error:
                 # one request's mistake must not end the others
                 logging.getLogger(__name__).exception("request %d has failed", request.id)
@@ -203,7 +217,10 @@ class Engine:
             return
         if answer.detokenizer is not None:
             answer.detokenizer.add([token])
-        if answer.detokenizer is not None and answer.detokenizer.stopped is not None:
+        if answer.grammar is not None:
+            answer.grammar.take(token)
+        stopped = answer.detokenizer is not None and answer.detokenizer.stopped is not None
+        if stopped or (answer.grammar is not None and answer.grammar.over):
             self._finish(answer, "stop")
         elif answer.generated == request.limit:
             self._finish(answer, "length")

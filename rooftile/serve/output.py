@@ -122,7 +122,7 @@ def _completion(answer: Answer) -> CompletionOutput:
             answer.shown = answer.shown[: last - first]
         shown = len(answer.shown)
         new = zip(answer.ids[first + shown :], answer.tops[shown:], strict=True)
-        answer.shown += [_shown(token, top, params.logprobs, answer.request.text_of) for token, top in new]
+        answer.shown += [logprobs_at(token, top, params.logprobs, answer.request.text_of) for token, top in new]
         logprobs = answer.shown
     text = None if answer.detokenizer is None else answer.detokenizer.snapshot()
     # text, token_ids and logprobs stay unset: they are read from the snapshot
@@ -145,12 +145,12 @@ def _prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None
         return [None]
     if not request.shown_prompt_logprobs:
         places = range(1, len(request.prompt))
-        made = (_shown(request.prompt[place], request.prompt_tops[place], count, request.text_of) for place in places)
+        made = (logprobs_at(request.prompt[place], request.prompt_tops[place], count, request.text_of) for place in places)
         request.shown_prompt_logprobs = [None, *made]
     return request.shown_prompt_logprobs
 
 
-def _shown(token: int, top: Top, count: int, text_of: Callable[[int], str] | None) -> dict[int, Logprob]:
+def logprobs_at(token: int, top: Top, count: int, text_of: Callable[[int], str] | None) -> dict[int, Logprob]:
     """Returns the logprobs of one place by token id: the `count` most likely tokens, and the token that was taken."""
     best = zip(top.ids[:count], top.logprobs[:count], strict=True)
     shown = {id_: Logprob(logprob, rank) for rank, (id_, logprob) in enumerate(best, 1)}

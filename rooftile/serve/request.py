@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from rooftile.kvcache import BlockTable
 from rooftile.serve.beam_search import BeamSearch
+from rooftile.serve.grammar import Matcher
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.text.detokenizer import Detokenizer
 
@@ -65,6 +66,8 @@ class Answer:
     """The sum over the generated tokens, if logprobs were asked for."""
     score: float | None = None
     """The score in a beam search."""
+    grammar: Matcher | None = None
+    """Where the answer is in its grammar."""
     detokenizer: Detokenizer | None = None
     """Builds the text, if the model has a tokenizer."""
 
@@ -125,7 +128,7 @@ class Request:
     @property
     def waits(self) -> bool:
         """Whether the host must know all tokens of the request before it can launch the next step."""
-        return self.search is not None or any(len(sequence) > 1 for sequence in self.banned)
+        return self.search is not None or self.params.structured is not None or any(len(sequence) > 1 for sequence in self.banned)
 
     @property
     def live(self) -> list[Answer]:

@@ -75,13 +75,13 @@ LLM_REFUSED = {
     "tokenizer_revision": Refused((), _HUB),
     "trust_remote_code": Refused((False,), "no code of a checkpoint is run"),
 }
-SAMPLING_RENAMED = {"include_stop_str_in_output": "include_stop"}
+SAMPLING_RENAMED = {"include_stop_str_in_output": "include_stop", "structured_outputs": "structured"}
 SAMPLING_REFUSED = {
     "best_of": Refused((1,), "ask for n answers with logprobs, and take those with the best cumulative_logprob"),
     "detokenize": Refused((True,), "text is put together when it is read, so unread text costs little"),
     "extra_args": Refused(({},), "there are no plugins"),
     "flat_logprobs": Refused((False,), "logprobs are dictionaries"),
-    "guided_decoding": Refused((), _LOGITS),
+    "guided_decoding": Refused((), "write structured={\"json\": ...}, {\"regex\": ...} or {\"choice\": [...]}"),
     "logits_processors": Refused(([],), _LOGITS),
     "logprob_token_ids": Refused((), "logprobs has the most likely tokens"),
     "output_kind": Refused((), _OUTPUTS),
@@ -94,7 +94,6 @@ SAMPLING_REFUSED = {
     "skip_reading_prefix_cache": Refused((False,), "give the prompt a cache_salt of its own"),
     "spaces_between_special_tokens": Refused((True,), "the tokenizer decides about spaces"),
     "stream_interval": Refused((1,), _OUTPUTS),
-    "structured_outputs": Refused((), _LOGITS),
     "thinking_token_budget": Refused((-1,), "max_tokens limits an answer as a whole"),
     "trace_decode_token_ids": Refused((), "prompt_logprobs scores given tokens"),
 }

@@ -83,8 +83,8 @@ def test_what_a_stream_has_told_is_not_made_again(peers, monkeypatch) -> None:
     llm = LLM(peers("llama").folder, **ROOM)
     prompt = [n % VOCABULARY for n in range(40)]
     params = SamplingParams(temperature=0, max_tokens=40, logprobs=2, prompt_logprobs=1, ignore_eos=True)
-    made, shown = [], telling._shown
-    monkeypatch.setattr(telling, "_shown", lambda *given: (made.append(given), shown(*given))[1])
+    made, shown = [], telling.logprobs_at
+    monkeypatch.setattr(telling, "logprobs_at", lambda *given: (made.append(given), shown(*given))[1])
     seen = [found for _, found in llm.stream(prompt, params)]
     assert len(made) == 39 + 40
     (due,) = llm.generate(prompt, params)

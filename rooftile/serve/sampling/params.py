@@ -18,6 +18,8 @@ MOST_LOGPROBS = 20
 MOST_STOPS = 16
 LONGEST_STOP = 256
 MOST_WORDS = 64
+# the kinds of structured output
+STRUCTURES = ("json", "regex", "choice")
 # whole numbers that may be None
 OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "beam_width", "truncate_prompt_tokens", "seed")
 # a length to a larger power leaves the range of a float
@@ -55,6 +57,8 @@ class SamplingParams:
         beam_width: search for the most likely answers with this many beams instead of sampling; the best n are returned.
         length_penalty: for beam search: an answer's score is the sum of its logprobs divided by its length to this power,
             in [-10, 10].
+        structured: what the answer must follow: {"json": a JSON schema}, {"regex": a regular expression} or {"choice": a list of
+            texts}. It needs the package llguidance. None for free text.
         early_stopping: for beam search: end as soon as there are beam_width complete answers.
 
     Raises:
@@ -90,6 +94,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured: Mapping[str, Any] | None = None
     beam_width: int | None = None
     length_penalty: float = 1.0
     early_stopping: bool = False
@@ -116,6 +121,8 @@ class SamplingParams:
         self._check_bounds()
         self._check_stops(stops)
         self._check_beams()
+        if self.structured is not None:
+            self._check_structured(self.structured)
 
     @property
     def greedy(self) -> bool:
@@ -188,6 +195,19 @@ class SamplingParams:
             if not isinstance(word, str) or not 0 < len(word) <= LONGEST_STOP:
                 raise InvalidInput(f"bad_words has {str(word)[:40]!r}; must be strings of 1 to {LONGEST_STOP} characters")
 
+    def _check_structured(self, given: Any) -> None:
+        if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in STRUCTURES:
+            raise InvalidInput(f"structured is {repr(given)[:60]}; must be a dictionary with one of {', '.join(STRUCTURES)}")
+        kind: str = next(iter(given))
+        dues: dict[str, tuple[type, ...]] = {"json": (dict, bool, str), "regex": (str,), "choice": (list, tuple)}
+        if not isinstance(given[kind], dues[kind]):
+            raise InvalidInput(f"structured has a {kind} of type {type(given[kind]).__name__}; must be {dues[kind][0].__name__}")
+        if kind == "choice" and not (given[kind] and all(isinstance(text, str) and text for text in given[kind])):
+            raise InvalidInput("structured has a choice that is no list of texts; must have one or more, none empty")
+        for name, none in (("min_tokens", 0), ("ignore_eos", False), ("bad_words", ()), ("allowed_token_ids", None)):
+            if getattr(self, name) != none:
+                raise InvalidInput(f"{name} is given with structured, which alone decides what may come next")
+
     def _check_beams(self) -> None:
         if self.beam_width is None:
             if (self.length_penalty, self.early_stopping) != (1.0, False):
@@ -201,6 +221,7 @@ class SamplingParams:
             ("top_p", 1.0, draws), ("top_k", 0, draws), ("min_p", 0.0, draws), ("seed", None, draws),
             ("presence_penalty", 0.0, plain), ("frequency_penalty", 0.0, plain), ("repetition_penalty", 1.0, plain),
             ("logit_bias", None, plain), ("allowed_token_ids", None, plain), ("bad_words", (), plain),
+            ("structured", None, plain),
             ("logprobs", None, "a search has the sum of an answer's alone, in cumulative_logprob"),
         )  # fmt: skip
         for name, none, why in refused:

@@ -74,6 +74,19 @@ class Detokenizer:
         """Returns the final text so far without copying it."""
         return self._released.snapshot()
 
+    def follow(self) -> None:
+        """Lets `take` return only what is new."""
+        self._released.follow()
+
+    def take(self) -> str:
+        """Returns the final text since the last call; without `follow`, the first call returns all of it."""
+        return self._released.take()
+
+    @property
+    def tokens_released(self) -> int:
+        """How many tokens begin within the final text so far; the text of the others is held back."""
+        return bisect_left(self._pieces.begins, self._length - len(self._held))
+
     @property
     def tokens_kept(self) -> int:
         """How many tokens belong to the text: all of them, or after a stop string those that begin before its end."""

@@ -24,16 +24,32 @@ class TextSnapshot(NamedTuple):
 class GrowingText:
     """A text that grows piece by piece. One thread appends; snapshots may be read in any thread."""
 
-    __slots__ = ("_joined", "_pieces")
+    __slots__ = ("_fresh", "_joined", "_pieces")
 
     def __init__(self) -> None:
         self._joined: list[str] = []
         self._pieces: list[str] = []
+        # pieces that `take` has not returned; None if nobody takes them
+        self._fresh: list[str] | None = None
+
+    def follow(self) -> None:
+        """Keeps what is appended from now on until `take` asks for it."""
+        self._fresh = []
+
+    def take(self) -> str:
+        """Returns the text appended since `follow` or the last `take`; without `follow`, the whole text."""
+        if self._fresh is None:
+            self._fresh = [self.snapshot().read()]
+        text = "".join(self._fresh)
+        self._fresh.clear()
+        return text
 
     def append(self, piece: str) -> None:
         """Adds a piece at the end."""
         if not piece:
             return
+        if self._fresh is not None:
+            self._fresh.append(piece)
         self._pieces.append(piece)
         if len(self._pieces) == PIECES:
             self._joined.append("".join(self._pieces))

@@ -76,8 +76,12 @@ class Tokenizer:
         core.no_padding()
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> Tokenizer:
+    def from_folder(cls, path: str | Path, *, place: str | None = None) -> Tokenizer:
         """Loads the tokenizer of a checkpoint folder: tokenizer.json, or older files through Transformers.
+
+        Args:
+            path: the folder.
+            place: how error messages about prompts name it; None names the folder.
 
         Raises:
             InvalidInput: the folder has no tokenizer, or one that needs code from the folder.
@@ -87,7 +91,7 @@ class Tokenizer:
             raise InvalidInput(f"{folder} is not a folder; a tokenizer is read from a checkpoint's folder")
         eos_ids = token_ids(read_optional(folder / "generation_config.json").get("eos_token_id"))
         if not (folder / "tokenizer.json").is_file():
-            return _through_transformers(folder, eos_ids)
+            return _through_transformers(folder, eos_ids, place)
         settings = read_settings(folder)
         named = {name: spelling(settings[name]) for name in NAMED if settings.get(name)}
         core = read_core(folder / "tokenizer.json")
@@ -99,7 +103,7 @@ class Tokenizer:
             template=read_template(folder, settings),
             cleans_up=settings.get("clean_up_tokenization_spaces") is True,
             eos_ids=eos_ids,
-            place=str(folder),
+            place=str(folder) if place is None else place,
         )
 
     @property
@@ -175,6 +179,11 @@ class Tokenizer:
         written = render(self._template, messages, add_generation_prompt, self._named, self._place)
         return self.encode(written, False, most_bytes=most_bytes)
 
+    def to_json(self) -> str:
+        """Returns the tokenizer as the text of a tokenizer.json, with all added tokens."""
+        text: str = self._core.to_str()
+        return text
+
     def is_silent(self, id: int, skip_special: bool) -> bool:
         """Tells whether decode skips an id: a special token that is left out, or an id that is not in the vocabulary."""
         return (skip_special and id in self._special_ids) or self._core.id_to_token(id) is None
@@ -200,7 +209,7 @@ def _cleaned(text: str) -> str:
     return text
 
 
-def _through_transformers(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
+def _through_transformers(folder: Path, eos_ids: tuple[int, ...], place: str | None) -> Tokenizer:
     """Loads a folder without tokenizer.json: one with a sentencepiece model, or with a vocabulary and merges."""
     refusal = f"{folder} has no tokenizer.json"
     try:
@@ -225,5 +234,5 @@ def _through_transformers(folder: Path, eos_ids: tuple[int, ...]) -> Tokenizer:
         template=template.get("default") if isinstance(template, dict) else template,
         cleans_up=bool(theirs.clean_up_tokenization_spaces),
         eos_ids=eos_ids,
-        place=str(folder),
+        place=str(folder) if place is None else place,
     )

@@ -1,0 +1,168 @@
+"""Structured output: a grammar says which tokens an answer may have next.
+
+llguidance compiles the grammar and walks along it. Its work is bounded by `LLParserLimits` and not by a clock, so a grammar that
+is too complex is refused on a slow machine and on a fast one alike. `Grammars.compile` may run in any thread and lets the
+interpreter go on; a `Matcher` belongs to one answer.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rooftile.errors import InvalidInput
+from rooftile.serve.text.tokenizer import Tokenizer
+
+# compiled grammars that are kept
+KEPT = 64
+# between two parts of JSON; without a bound a model may write spaces until its answer is full
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+
+
+class GrammarFailed(RuntimeError):
+    """A grammar has failed while an answer followed it; this ends the answer's request, and no other."""
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps the last ones.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        vocabulary: the number of the model's logits, which may be more than the tokenizer has tokens.
+        ends: the tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, ends: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._words = -(-vocabulary // 32)
+        self._ends = sorted(ends)
+        self._theirs: Any = None
+        self._kept: OrderedDict[str, Matcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, structured: Mapping[str, Any]) -> Matcher:
+        """Returns the beginning of a grammar.
+
+        Args:
+            structured: see `SamplingParams`.
+
+        Raises:
+            InvalidInput: the package llguidance is missing, or the grammar is wrong or too complex.
+        """
+        key = json.dumps(structured, sort_keys=True)
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found.fork()
+        made = self._compile(structured)
+        with self._lock:
+            self._kept[key] = made
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return made.fork()
+
+    def _compile(self, structured: Mapping[str, Any]) -> Matcher:
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError:
+            raise InvalidInput("the grammar needs the package llguidance; pip install llguidance") from None
+        try:
+            # an error of many words would show a client the state of the parser
+            limits = LLParserLimits(verbose_errors=False)
+            matcher = LLMatcher(self._tokens(), grammar_of(structured, LLMatcher), log_level=0, limits=limits)
+        except (ValueError, RecursionError) as error:
+            raise refused(str(error)) from None
+        if matcher.is_error():
+            raise refused(matcher.get_error())
+        try:
+            return Matcher(matcher, self._words)
+        except GrammarFailed as error:
+            raise refused(f"{error}; is there a text that it allows?") from None
+
+    def _tokens(self) -> Any:
+        """Returns llguidance's tree of the tokenizer's tokens, made at the first use."""
+        with self._lock:
+            if self._theirs is None:
+                from llguidance import LLTokenizer
+
+                # without an end of text an answer ends where its grammar does
+                ends = self._ends or [0]
+                self._theirs = LLTokenizer(self._tokenizer.to_json(), eos_token=ends)
+            return self._theirs
+
+
+class Matcher:
+    """The place of one answer in its grammar.
+
+    Args:
+        matcher: an LLMatcher.
+        words: the words of 32 bits in a mask.
+    """
+
+    def __init__(self, matcher: Any, words: int) -> None:
+        self._matcher = matcher
+        self._words = words
+        self.mask: npt.NDArray[np.int32] = self._next_mask()
+        """One bit per token that may come next, (words,), the lowest bit first."""
+
+    def fork(self) -> Matcher:
+        """Returns the same place for another answer."""
+        return Matcher(self._matcher.deep_copy(), self._words)
+
+    @property
+    def over(self) -> bool:
+        """Whether the grammar allows nothing more."""
+        stopped: bool = self._matcher.is_stopped()
+        return stopped
+
+    def take(self, token: int) -> None:
+        """Takes an answer's next token.
+
+        Raises:
+            GrammarFailed: the grammar does not have it, or has become too complex.
+        """
+        if not self._matcher.consume_token(token):
+            raise self._failure()
+        if not self.over:
+            self.mask = self._next_mask()
+
+    def _next_mask(self) -> npt.NDArray[np.int32]:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        if self._matcher.is_error():
+            raise self._failure()
+        mask = np.zeros(self._words, dtype=np.int32)
+        mask[: len(bits)] = bits[: self._words]
+        if not mask.any():
+            raise GrammarFailed("the answer's grammar allows no token of this model here")
+        return mask
+
+    def _failure(self) -> GrammarFailed:
+        why = " ".join(self._matcher.get_error().split())[:200]
+        return GrammarFailed(f"the answer's grammar has failed: {why or 'it has stopped'}")
+
+
+def grammar_of(structured: Mapping[str, Any], compiler: Any) -> str:
+    """Returns a grammar in llguidance's words."""
+    ((kind, value),) = structured.items()
+    grammar: str
+    if kind == "json":
+        schema = value if isinstance(value, str) else json.dumps(value)
+        grammar = compiler.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    elif kind == "regex":
+        grammar = compiler.grammar_from_regex(value)
+    else:
+        texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
+        grammar = compiler.grammar_from_lark(f"start: {texts}")
+    return grammar
+
+
+def refused(why: str) -> InvalidInput:
+    """Returns the error for a grammar that cannot be used, with the first line of the reason."""
+    return InvalidInput(f"the grammar cannot be used: {' '.join(why.split())[:200]}")

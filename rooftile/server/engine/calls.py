@@ -1,0 +1,92 @@
+"""`Call`: one request of the server's process to the engine, and what its client has not read yet."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from rooftile.server.engine.messages import News, Piece, Scored
+
+
+class EngineDown(RuntimeError):
+    """The engine answers no more requests; the sentence says why."""
+
+
+class EngineRefused(ValueError):
+    """The engine cannot take this request; the sentence says why."""
+
+
+@dataclass(slots=True)
+class _Unread:
+    """Holds the growth of one answer since its client last read, joined when it is read."""
+
+    newest: Piece
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[list[Scored]] = field(default_factory=list)
+
+    def add(self, piece: Piece) -> None:
+        self.newest = piece
+        self.texts.append(piece.text)
+        self.logprobs += piece.logprobs or ()
+
+    def read(self) -> Piece:
+        piece = self.newest
+        piece.text = "".join(self.texts)
+        piece.logprobs = None if piece.logprobs is None else self.logprobs
+        return piece
+
+
+class Call:
+    """A request that the engine answers. Iterating over it yields its news; news that is not read in time is joined.
+
+    Args:
+        id: the request's number.
+    """
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the engine has the request; or its exception says why not."""
+        self.started = False
+        """Whether the model has begun to read the prompt."""
+        self._unread: dict[int, _Unread] = {}
+        self._last: News | None = None
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+
+    def take(self, news: News) -> None:
+        """Takes news from the engine."""
+        for piece in news.pieces:
+            if piece.index not in self._unread:
+                self._unread[piece.index] = _Unread(piece)
+            self._unread[piece.index].add(piece)
+        self._last = news
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the call with an error."""
+        if not self.taken.done():
+            self.taken.set_exception(error)
+            # the client may have gone without asking
+            self.taken.exception()
+        self._error = error
+        self._changed.set()
+
+    def __aiter__(self) -> Call:
+        return self
+
+    async def __anext__(self) -> News:
+        """Returns all news since the last call.
+
+        Raises:
+            EngineDown: the engine has failed.
+        """
+        if self._last is not None and self._last.finished and not self._unread and not self._changed.is_set():
+            raise StopAsyncIteration
+        await self._changed.wait()
+        self._changed.clear()
+        if self._error is not None:
+            raise self._error
+        assert self._last is not None
+        pieces, self._unread = [unread.read() for unread in self._unread.values()], {}
+        return News(self.id, pieces, self._last.finished, self._last.cached, self._last.error)

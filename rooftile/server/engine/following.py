@@ -1,0 +1,68 @@
+"""`Followed`: a request in the engine's process, and what its client has been sent of it."""
+
+from __future__ import annotations
+
+from rooftile.serve.output import logprobs_at
+from rooftile.serve.request import Answer, Request
+from rooftile.server.engine.messages import News, Piece, Scored
+
+
+class Followed:
+    """A request whose growth is sent; each token and character is sent once, so a step costs the same in a long answer.
+
+    Args:
+        id: the request's number in the server's process.
+        request: the engine's request.
+        streams: whether news is due before all answers are complete.
+    """
+
+    def __init__(self, id: int, request: Request, *, streams: bool) -> None:
+        self.id = id
+        self.request = request
+        # logprobs are sent as they come, since those of a long answer at once would be too long for a message; a search changes
+        # its mind about every token until its end
+        self.streams = (streams or request.params.logprobs is not None) and request.search is None
+        self.started = False
+        self._sent: dict[int, int] = {}
+        self._ended: set[int] = set()
+        for answer in request.answers:
+            if answer.detokenizer is not None:
+                answer.detokenizer.follow()
+
+    def news(self) -> News | None:
+        """Returns the growth since the last call; None if nothing is due yet."""
+        request, finished = self.request, not self.request.live
+        if request.error is not None:
+            return News(self.id, [], True, request.cached_tokens or 0, request.error)
+        if not finished and not self.streams:
+            return None
+        pieces = [piece for answer in request.answers[: request.params.n] if (piece := self._piece(answer)) is not None]
+        return News(self.id, pieces, finished, request.cached_tokens or 0) if pieces or finished else None
+
+    def _piece(self, answer: Answer) -> Piece | None:
+        if answer.index in self._ended:
+            return None
+        text = "" if answer.detokenizer is None else answer.detokenizer.take()
+        if answer.finish_reason is not None:
+            self._ended.add(answer.index)
+        wants = answer.request.params.logprobs is not None
+        tokens = len(answer.ids) - len(answer.request.prompt)
+        if answer.finish_reason is None and answer.detokenizer is not None:
+            # a stop string may still take away tokens whose text is held back
+            tokens = min(tokens, answer.detokenizer.tokens_released)
+        return Piece(
+            answer.index, text, tokens, self._logprobs(answer, tokens) if wants else None, answer.finish_reason,
+            answer.stop_reason, answer.logprob if wants else None, answer.score,
+        )  # fmt: skip
+
+    def _logprobs(self, answer: Answer, tokens: int) -> list[list[Scored]]:
+        """Returns the logprobs of the tokens that have not been sent."""
+        request = answer.request
+        first, self._sent[answer.index] = self._sent.get(answer.index, 0), tokens
+        ids, count = answer.ids[len(request.prompt) + first : len(request.prompt) + tokens], request.params.logprobs or 0
+        found = []
+        for token, top in zip(ids, answer.tops[first:tokens], strict=True):
+            shown = logprobs_at(token, top, count, request.text_of)
+            scored = {id_: Scored(id_, one.logprob, one.decoded_token or "") for id_, one in shown.items()}
+            found.append([scored[token], *(scored[id_] for id_ in top.ids[:count])])
+        return found

@@ -1,0 +1,132 @@
+"""The messages between the server's process and the engine's. msgspec checks every type when a message is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+
+class Add(Struct, tag="add"):
+    """A request. `params` are keywords of `SamplingParams`."""
+
+    id: int
+    prompt: list[int]
+    params: dict[str, Any]
+    salt: str = ""
+    streams: bool = True
+    """Whether news is sent after each step, or only when all answers are complete."""
+
+
+class Abort(Struct, tag="abort"):
+    """Ends a request whose client has gone, or whose time is over; nothing more is sent about it."""
+
+    id: int
+
+
+Order = Add | Abort
+
+
+class Reading(Struct, tag="reading"):
+    """How much of the model's weights has been read."""
+
+    percent: int
+
+
+class Ready(Struct, tag="ready"):
+    """The engine takes orders from now on."""
+
+    cache: str
+    folder: str | None
+    """The folder of the tokenizer; None if the model has none."""
+    max_len: int
+    vocabulary: int
+    max_answers: int
+    blocks: int
+    block_size: int
+    defaults: dict[str, Any]
+    """Sampling parameters that the checkpoint recommends."""
+    has_template: bool = False
+
+
+class Scored(Struct, array_like=True):
+    """A token with its logprob."""
+
+    id: int
+    logprob: float
+    text: str
+
+
+class Piece(Struct, array_like=True):
+    """The growth of one answer since the last message about it."""
+
+    index: int
+    text: str
+    tokens: int
+    """How many tokens the whole answer has so far."""
+    logprobs: list[list[Scored]] | None = None
+    """For each new token: the token itself, then the most likely ones; None if they were not asked for."""
+    finish: str | None = None
+    stop: int | str | None = None
+    logprob: float | None = None
+    """The sum of the answer's logprobs, if they were asked for."""
+    score: float | None = None
+
+
+class News(Struct, array_like=True):
+    """The growth of a request's answers."""
+
+    id: int
+    pieces: list[Piece]
+    finished: bool = False
+    cached: int = 0
+    """Tokens of the prompt that the prefix cache had."""
+    error: str | None = None
+
+
+class Refused(Struct, array_like=True):
+    """A request that the engine cannot take, with the sentence that says why."""
+
+    id: int
+    reason: str
+
+
+class State(Struct):
+    """The engine at the end of a step; counts are those since its start."""
+
+    running: int = 0
+    waiting: int = 0
+    free: int = 0
+    used: int = 0
+    cached: int = 0
+    waste: float = 0.0
+    """The share of the slots in used blocks that hold no token."""
+    steps: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    step_s: float = 0.0
+    host_s: float = 0.0
+    """Seconds of the last step that the engine's process spent on messages."""
+
+
+class Step(Struct, tag="step"):
+    """All that has happened in one step; or, with no news in it, that the engine is alive."""
+
+    state: State
+    taken: list[int] = []
+    refused: list[Refused] = []
+    started: list[int] = []
+    """Requests that wait no longer: the model reads their prompts."""
+    news: list[News] = []
+
+
+class Failed(Struct, tag="failed"):
+    """The engine has failed and its process ends; `wrong` says that a setting or the model was wrong."""
+
+    reason: str
+    wrong: bool = False
+
+
+Report = Reading | Ready | Step | Failed

@@ -1,0 +1,120 @@
+"""The engine's process: `python -m rooftile.server.engine.process FD`, with its settings as JSON on stdin.
+
+The socket FD is one end of a pair that the server made, so nobody else can connect to it. When the other end closes, this process
+ends at once, also in the middle of a step: no engine outlives its server and keeps a GPU. Signals of a terminal or of a service
+manager are the server's to obey; this process obeys the server only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.models.weights import reading_told
+from rooftile.serve.llm import LLM
+from rooftile.server.engine.loop import Loop
+from rooftile.server.engine.messages import Failed, Order, Reading, Ready, Report
+from rooftile.server.engine.wire import FrameReader, WireError, frame
+
+RECEIVED = 1 << 20
+# the exit code of an engine that has failed
+FAILED = 70
+
+
+class SocketLink:
+    """The engine's end of the connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._reader: FrameReader[Order] = FrameReader(Order)  # type: ignore[arg-type]
+        self._ready = select.poll()
+        self._ready.register(connection, select.POLLIN)
+
+    def orders(self, wait_s: float | None) -> Sequence[Order]:
+        """Returns the orders that have come; waits for one for at most `wait_s` seconds, None for ever."""
+        if not self._ready.poll(None if wait_s is None else wait_s * 1000):
+            return ()
+        data = self._socket.recv(RECEIVED)
+        if not data:
+            os._exit(0)
+        return self._reader.feed(data)
+
+    def send(self, message: Report) -> None:
+        """Sends a message; waits while the server reads nothing."""
+        try:
+            self._socket.sendall(frame(message))
+        except (BrokenPipeError, ConnectionResetError):
+            os._exit(0)
+
+
+def exit_with(connection: socket.socket) -> None:
+    """Ends this process as soon as the other end of the connection is closed."""
+    watch = select.poll()
+    # with no event asked for, only a hang-up is reported
+    watch.register(connection, 0)
+    watch.poll()
+    os._exit(0)
+
+
+def ready_message(llm: LLM, folder: str | None) -> Ready:
+    """Describes the engine to the server."""
+    engine, params = llm.engine, llm.get_default_sampling_params()
+    names = ("temperature", "top_p", "top_k", "repetition_penalty")
+    return Ready(
+        cache=str(llm.pages), folder=folder, max_len=engine.max_len, vocabulary=engine.runner.decoder.config.vocab_size,
+        max_answers=engine.max_answers, blocks=engine.pool.total, block_size=engine.pool.size,
+        defaults={name: getattr(params, name) for name in names},
+        has_template=llm.tokenizer is not None and llm.tokenizer.has_template,
+    )  # fmt: skip
+
+
+def serve(link: SocketLink, settings: dict[str, Any]) -> None:
+    """Reads the model, and answers requests for ever."""
+    told = -1
+
+    def tell(share: float) -> None:
+        nonlocal told
+        if int(share * 100) > told:
+            told = int(share * 100)
+            link.send(Reading(told))
+
+    from rooftile.serve.checkpoint import find_folder
+
+    model = find_folder(settings.pop("model"), download=settings.get("download", False))
+    with reading_told(tell):
+        llm = LLM(model, **settings)
+    folder = None if llm.tokenizer is None else str(llm.config.tokenizer or model)
+    link.send(ready_message(llm, folder))
+    Loop(llm.engine, link).run()
+
+
+def main() -> None:
+    """Runs until the server goes away or the engine fails."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    settings = json.load(sys.stdin)
+    threading.Thread(target=exit_with, args=(connection,), daemon=True).start()
+    link = SocketLink(connection)
+    try:
+        serve(link, settings)
+    except (InvalidInput, Unsupported) as error:
+        link.send(Failed(str(error), wrong=True))
+    except (WireError, Exception) as error:
+        logging.getLogger(__name__).exception("the engine has failed")
+        link.send(Failed(f"{type(error).__name__}: {error}"))
+    # threads of a device may be stuck, and must not keep this process
+    os._exit(FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""`RemoteEngine`: the engine's process as the server sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rooftile.server.engine.calls import Call, EngineDown, EngineRefused
+from rooftile.server.engine.messages import Abort, Add, Failed, News, Reading, Ready, Report, State, Step
+from rooftile.server.engine.wire import FrameReader, WireError, frame
+
+RECEIVED = 1 << 20
+# how often it is checked that steps end
+PULSE_S = 0.25
+# seconds that a killed process may take to be gone
+GONE_S = 5.0
+
+
+class RemoteEngine:
+    """An engine in a process of its own.
+
+    Args:
+        settings: the keywords of `LLM`, and `model`.
+        stall_s: a step that takes longer is taken for dead, and the process is killed.
+        noted: called with each state of the engine.
+    """
+
+    def __init__(self, settings: dict[str, Any], *, stall_s: float, noted: Callable[[State], None] = lambda state: None) -> None:
+        self.ready: Ready | None = None
+        self.percent = 0
+        self.state = State()
+        self.cause: str | None = None
+        """Why the engine answers no more, for clients; None while it does, or may soon."""
+        self.detail = ""
+        """The same for the log: with words of an exception, which may hold a path or an address."""
+        self.wrong = False
+        """Whether a setting or the model was wrong, so that a new start would not help."""
+        self.over = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set when the engine is ready, or over."""
+        self._stall_s = stall_s
+        self._noted = noted
+        self._calls: dict[int, Call] = {}
+        self._count = 0
+        self._heard = time.monotonic()
+        self._on_start: dict[int, Callable[[], None]] = {}
+        ours, theirs = socket.socketpair()
+        # a session of its own: Ctrl-C on a terminal reaches the server only. -P: no module is taken from the working folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rooftile.server.engine.process", str(theirs.fileno())],
+            stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True, env=_environment(),
+        )  # fmt: skip
+        theirs.close()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(settings).encode())
+        self.process.stdin.close()
+        self._socket = ours
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+
+    async def begin(
+        self, prompt: list[int], params: dict[str, Any], *, salt: str, streams: bool, started: Callable[[], None] = lambda: None
+    ) -> Call:
+        """Sends a request, and returns when the engine has taken it.
+
+        Args:
+            prompt: token ids.
+            params: keywords of `SamplingParams`.
+            salt: requests share cached prefixes only if their salts are equal.
+            streams: whether the answers are wanted while they grow.
+            started: called once, when the request waits no longer.
+
+        Raises:
+            EngineRefused: the engine cannot take the request.
+            EngineDown: the engine has failed.
+        """
+        self._check()
+        if not self._calls:
+            # an idle engine is silent
+            self._heard = time.monotonic()
+        self._count += 1
+        call = Call(self._count)
+        self._calls[call.id], self._on_start[call.id] = call, started
+        try:
+            self._send(frame(Add(call.id, prompt, params, salt, streams)))
+            await asyncio.shield(call.taken)
+        except BaseException:
+            self.leave(call)
+            raise
+        return call
+
+    def leave(self, call: Call) -> None:
+        """Aborts a request unless it has ended."""
+        if self._calls.pop(call.id, None) is not None:
+            if not call.taken.done():
+                call.taken.cancel()
+            self._started(call.id)
+            if self.cause is None:
+                self._send(frame(Abort(call.id)))
+
+    async def close(self) -> None:
+        """Ends the process, which sees its socket closed."""
+        self._end("the server stops")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._reap)
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        self.process.kill()
+
+    def _reap(self) -> None:
+        try:
+            self.process.wait(GONE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _check(self) -> None:
+        if self.cause is not None:
+            raise EngineDown(self.cause)
+        if self.ready is None:
+            raise EngineDown(f"the model is being read, {self.percent} %")
+
+    def _send(self, data: bytes) -> None:
+        """Sends without waiting: what the engine does not read during a step waits in this process."""
+        assert self._writer is not None
+        self._writer.write(data)
+
+    async def _read(self) -> None:
+        """Reads what the engine reports until it is over."""
+        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=RECEIVED)
+        frames: FrameReader[Report] = FrameReader(Report)  # type: ignore[arg-type]
+        try:
+            while data := await reader.read(RECEIVED):
+                self._heard = time.monotonic()
+                for message in frames.feed(data):
+                    self._take(message)
+            code = await asyncio.to_thread(self.process.wait)
+            self._end(f"the engine's process has ended {'by signal' if code < 0 else 'with code'} {abs(code)}")
+        except (OSError, WireError) as error:
+            self._end(f"the connection to the engine has failed: {error}")
+            self.process.kill()
+
+    async def _watch(self) -> None:
+        """Kills an engine whose step does not end."""
+        while not self.over.is_set():
+            await asyncio.sleep(PULSE_S)
+            silent = time.monotonic() - self._heard
+            if self._calls and silent > self._stall_s:
+                self._end(f"a step of the engine has taken {silent:.0f} s and has not ended (--stall)")
+                self.process.kill()
+
+    def _take(self, message: Report) -> None:
+        if isinstance(message, Step):
+            self.state = message.state
+            self._noted(message.state)
+            self._hand_out(message)
+        elif isinstance(message, Reading):
+            self.percent = message.percent
+        elif isinstance(message, Ready):
+            self.ready = message
+            self.changed.set()
+        else:
+            self._fail(message)
+
+    def _fail(self, message: Failed) -> None:
+        self.wrong, self.detail = message.wrong, message.reason
+        self._end(f"the {'model could not be read' if message.wrong else 'engine has failed'}; the server's log says why")
+
+    def _hand_out(self, step: Step) -> None:
+        for id_ in step.taken:
+            call = self._calls.get(id_)
+            if call is not None and not call.taken.done():
+                call.taken.set_result(None)
+        for refused in step.refused:
+            self._started(refused.id)
+            call = self._calls.pop(refused.id, None)
+            if call is not None:
+                call.fail(EngineRefused(refused.reason))
+        for id_ in step.started:
+            self._started(id_)
+        for news in step.news:
+            self._tell(news)
+
+    def _tell(self, news: News) -> None:
+        call = self._calls.get(news.id)
+        if call is None:
+            return
+        if news.finished:
+            self._started(news.id)
+            del self._calls[news.id]
+        call.take(news)
+
+    def _started(self, id_: int) -> None:
+        told = self._on_start.pop(id_, None)
+        if told is not None:
+            told()
+
+    def _end(self, cause: str) -> None:
+        """Tells every caller that the engine answers no more."""
+        if self.cause is not None:
+            return
+        self.cause, self.detail = cause, self.detail or cause
+        if self._writer is not None:
+            self._writer.close()
+        calls, self._calls = list(self._calls.values()), {}
+        for call in calls:
+            self._started(call.id)
+            call.fail(EngineDown(cause))
+        self.over.set()
+        self.changed.set()
+
+
+def _environment() -> dict[str, str]:
+    """Returns the engine's environment: it finds this package where the server has it, and knows no key."""
+    found = {name: value for name, value in os.environ.items() if name != "ROOFTILE_API_KEY"}
+    paths = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return found | {"PYTHONPATH": os.pathsep.join(paths)}

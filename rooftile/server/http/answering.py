@@ -1,0 +1,224 @@
+"""`Answering`: one request from its tokens to its last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import TypeVar
+
+from starlette.types import Receive
+
+from rooftile.errors import InvalidInput
+from rooftile.server.admission import Ticket
+from rooftile.server.engine.calls import Call, EngineDown, EngineRefused
+from rooftile.server.engine.messages import News
+from rooftile.server.engine.remote import RemoteEngine
+from rooftile.server.http.body import ClientGone
+from rooftile.server.http.envelope import mistake
+from rooftile.server.http.openai.asks import Ask, refusal_of
+from rooftile.server.http.openai.forms import ChatForm, CompletionForm
+from rooftile.server.http.openai.gathered import Usage
+from rooftile.server.observe.log import Account, log
+from rooftile.server.refusals import Refusal
+from rooftile.server.service import Service
+
+T = TypeVar("T")
+_FIELDS = CompletionForm.model_fields | ChatForm.model_fields
+
+
+class Answering:
+    """A request that is tokenised, admitted and sent to the engine; `close` takes everything back.
+
+    Args:
+        service: the server.
+        ask: the request.
+        account: what the log will say about it.
+        deadline: by this time of the event loop it must be over.
+    """
+
+    def __init__(self, service: Service, ask: Ask, account: Account, deadline: float) -> None:
+        self.ask = ask
+        self.usage = Usage()
+        self.tokens: list[list[int]] = []
+        """The token ids of each prompt."""
+        self._service = service
+        self._account = account
+        self._deadline = deadline
+        self._calls: list[Call] = []
+        self._tickets: list[Ticket] = []
+        self._engine: RemoteEngine | None = None
+        self._began = time.monotonic()
+        self._last: dict[tuple[int, int], float] = {}
+        self._cached: dict[int, int] = {}
+
+    async def begin(self) -> None:
+        """Returns when the engine has taken the request.
+
+        Raises:
+            Refusal: it cannot be answered, or not now.
+        """
+        engine, texts, _ = self._service.check()
+        self._engine = engine
+        self._service.live.add(self)
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                self.tokens = await self.ask.tokens(texts)
+                # the server may have begun to drain meanwhile
+                self._service.check()
+                await self._send(engine)
+        except TimeoutError:
+            raise self._late() from None
+        except InvalidInput as error:
+            refusal = refusal_of(error, _FIELDS)
+            refusal.param = refusal.param or ("messages" if self.ask.chat else "prompt")
+            raise refusal from None
+        except EngineRefused as error:
+            if str(error).startswith("the grammar"):
+                raise Refusal("invalid_grammar", str(error), param=self.ask.grammar_field) from None
+            raise refusal_of(error, _FIELDS) from None
+        except EngineDown as error:
+            raise Refusal("engine_down", str(error)) from None
+
+    async def _send(self, engine: RemoteEngine) -> None:
+        ask, cut = self.ask, self.ask.params.get("truncate_prompt_tokens")
+        sizes = [len(each) if cut is None else min(cut, len(each)) for each in self.tokens]
+        longest = self._service.check()[2].max_len
+        if max(sizes) >= longest:
+            why = f"the prompt has {max(sizes):,} tokens, and a sequence at most {longest:,}, one of them for the answer"
+            raise Refusal("invalid_value", why, param="messages" if ask.chat else "prompt")
+        self._tickets = self._service.admission.admit(self._account.key, [(ask.sampled, size) for size in sizes])
+        # a key's name is part of the salt: keys share no prefixes, whose times could tell one what another has asked
+        salt = f"{self._account.key}\0{ask.salt}"
+        begun = await asyncio.gather(
+            *(
+                engine.begin(tokens, ask.params, salt=salt, streams=ask.stream, started=ticket.start)
+                for tokens, ticket in zip(self.tokens, self._tickets, strict=True)
+            ),
+            return_exceptions=True,
+        )
+        self._calls = [each for each in begun if isinstance(each, Call)]
+        for each in begun:
+            if isinstance(each, BaseException):
+                raise each
+        self.usage.prompt = self._account.prompt_tokens = sum(sizes)
+
+    async def news(self) -> AsyncIterator[tuple[int, News]]:
+        """Yields the place of a prompt and what is new in its answers, until all are complete.
+
+        Raises:
+            Refusal: the time is over, the engine has failed, or the server stops.
+        """
+        left, merged, loop = len(self._calls), _Merged(self._calls), asyncio.get_running_loop()
+        # one timer for the whole answer, and not one per token
+        timer = loop.call_at(self._deadline, lambda: self.stop(self._late()))
+        try:
+            while left:
+                place, news = await merged.next()
+                left -= news.finished
+                self._note(place, news)
+                yield place, news
+        except EngineDown as error:
+            raise Refusal("engine_down", str(error)) from None
+        finally:
+            timer.cancel()
+            merged.close()
+
+    def stop(self, refusal: Refusal) -> None:
+        """Ends the request from outside; its client is told why."""
+        for call in self._calls:
+            call.fail(refusal)
+
+    def close(self) -> None:
+        """Aborts what still runs, and gives its place in the queue to others."""
+        self._service.live.discard(self)
+        for call in self._calls:
+            assert self._engine is not None
+            self._engine.leave(call)
+        for ticket in self._tickets:
+            ticket.end()
+
+    def _note(self, place: int, news: News) -> None:
+        """Keeps the account; raises the request's own failure."""
+        account, metrics, now = self._account, self._service.metrics, time.monotonic()
+        if news.error is not None:
+            metrics.note_end("error")
+            if news.error.startswith("the answer's grammar"):
+                raise Refusal("invalid_grammar", news.error)
+            log.error("request %s: %s", account.id, news.error)
+            raise mistake(account.id)
+        self._cached[place] = news.cached
+        self.usage.cached = account.cached_tokens = sum(self._cached.values())
+        for piece in news.pieces:
+            index = place, piece.index
+            if piece.tokens > self.usage.completion.get(index, 0):
+                metrics.generated.inc(piece.tokens - self.usage.completion.get(index, 0))
+                if index in self._last:
+                    metrics.gaps.observe(now - self._last[index])
+                self._last[index] = now
+                if account.first_token_s is None:
+                    account.first_token_s = now - self._began
+            self.usage.completion[index] = piece.tokens
+            if piece.finish is not None:
+                metrics.note_end(piece.finish)
+                account.end = piece.finish
+        account.completion_tokens = sum(self.usage.completion.values())
+
+    def _late(self) -> Refusal:
+        return Refusal("deadline_exceeded", f"the request has taken {time.monotonic() - self._began:.1f} s, and may take no more")
+
+
+class _Merged:
+    """The news of several calls in the order in which they come. What is not read in time waits in its call, joined."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._queue: asyncio.Queue[tuple[int, News | Exception]] = asyncio.Queue(1)
+        several = enumerate(calls) if len(calls) > 1 else ()
+        self._pumps = [asyncio.create_task(self._pump(place, call)) for place, call in several]
+
+    async def next(self) -> tuple[int, News]:
+        """Returns the place of a call, and its news."""
+        if not self._pumps:
+            return 0, await anext(self._calls[0])
+        place, news = await self._queue.get()
+        if isinstance(news, Exception):
+            raise news
+        return place, news
+
+    def close(self) -> None:
+        """Ends the tasks."""
+        for pump in self._pumps:
+            pump.cancel()
+
+    async def _pump(self, place: int, call: Call) -> None:
+        try:
+            async for news in call:
+                await self._queue.put((place, news))
+        except Exception as error:
+            await self._queue.put((place, error))
+
+
+async def wait_for_leaving(receive: Receive) -> None:
+    """Returns when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Returns what `work` returns; cancels it if the client leaves meanwhile.
+
+    Raises:
+        ClientGone: the client has left.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(wait_for_leaving(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

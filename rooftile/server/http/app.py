@@ -1,0 +1,251 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Depends, FastAPI
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.server.engine.messages import Ready
+from rooftile.server.http import schema
+from rooftile.server.http.answering import Answering, unless_gone
+from rooftile.server.http.body import ClientGone, read_object
+from rooftile.server.http.envelope import Envelope, mistake
+from rooftile.server.http.guard import Guard
+from rooftile.server.http.openai.asks import Ask, chat_ask, completion_ask, read_messages, refusal_of
+from rooftile.server.http.openai.fields import read_form
+from rooftile.server.http.openai.forms import ChatForm, CompletionForm, DetokenizeForm, TokenizeForm
+from rooftile.server.http.openai.gathered import Answer, best
+from rooftile.server.http.openai.objects import Objects
+from rooftile.server.http.sse import EventStream, events_of
+from rooftile.server.observe.log import Account
+from rooftile.server.observe.metrics import CONTENT_TYPE
+from rooftile.server.refusals import Refusal
+from rooftile.server.service import Service
+
+Form = TypeVar("Form", bound=BaseModel)
+
+PAGE = Path(__file__).parent.parent / "page"
+_POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+def make_app(service: Service) -> Envelope:
+    """Returns the server's application."""
+    routes = Routes(service)
+    guard = Guard(service, routes.public)
+    # its own routes for a schema and for pages would have no guard
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(guard)], redirect_slashes=False)
+    for method, path, endpoint in routes.table:
+        app.add_api_route(path, endpoint, methods=[method], response_class=Response, response_model=None)
+    for kind, handler in (
+        (Refusal, _refused), (HTTPException, _no_route), (ClientGone, _gone), (InvalidInput, _wrong), (Unsupported, _wrong),
+        (Exception, _mistaken),
+    ):  # fmt: skip
+        app.add_exception_handler(kind, handler)
+    return Envelope(app, service)
+
+
+class Routes:
+    """The functions behind the paths.
+
+    Args:
+        service: what they share.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.table: list[tuple[str, str, Callable[..., Any]]] = [
+            ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chats),
+            ("GET", "/v1/models", self.models), ("GET", "/v1/models/{name:path}", self.model),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize), ("GET", "/health", self.health), ("GET", "/metrics", self.metrics),
+            ("GET", "/openapi.json", self.openapi), ("GET", "/", self.page), ("GET", "/page.css", self.style),
+            ("GET", "/page.js", self.script), ("GET", "/icon.svg", self.icon),
+        ]  # fmt: skip
+        # what has no data of anybody
+        self.public = (self.health, self.page, self.style, self.script, self.icon)
+
+    async def completions(self, request: Request) -> Response:
+        """Continues prompts."""
+        return await self._answer(request, CompletionForm, completion_ask)
+
+    async def chats(self, request: Request) -> Response:
+        """Answers a conversation."""
+        return await self._answer(request, ChatForm, chat_ask)
+
+    async def models(self, request: Request) -> Response:
+        """Lists the one model."""
+        return _json({"object": "list", "data": [self._service.facts()]})
+
+    async def model(self, request: Request) -> Response:
+        """Describes the one model."""
+        self._check_model(request.path_params["name"])
+        return _json(self._service.facts())
+
+    async def tokenize(self, request: Request) -> Response:
+        """Returns the token ids of a prompt or of a conversation."""
+        _, texts, ready = self._service.check()
+        form = read_form(TokenizeForm, await read_object(request, self._service.settings.max_body))
+        self._check_model(form.model)
+        if (form.prompt is None) == (form.messages is None):
+            raise Refusal("invalid_value", "the body must have a prompt or messages, and not both", param="prompt")
+        if form.prompt is not None:
+            tokens = await texts.encode(form.prompt, special=form.add_special_tokens)
+        else:
+            tokens = await texts.chat(read_messages(form.messages), form.add_generation_prompt)
+        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_len})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Returns the text of token ids."""
+        _, texts, ready = self._service.check()
+        form = read_form(DetokenizeForm, await read_object(request, self._service.settings.max_body))
+        self._check_model(form.model)
+        ids = form.tokens
+        if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < ready.vocabulary for each in ids):
+            raise Refusal("invalid_value", f"tokens must be a list of ids from 0 to {ready.vocabulary - 1}", param="tokens")
+        return _json({"prompt": await texts.decode(ids, skip_special=form.skip_special_tokens)})
+
+    async def health(self, request: Request) -> Response:
+        """Says whether requests are answered."""
+        self._service.check()
+        return _json({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Returns Prometheus's series."""
+        return Response(self._service.scrape(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def openapi(self, request: Request) -> Response:
+        """Describes the routes."""
+        return _json(schema.document())
+
+    async def page(self, request: Request) -> Response:
+        """Returns the page."""
+        return _file("index.html", "text/html")
+
+    async def style(self, request: Request) -> Response:
+        """Returns the page's style sheet."""
+        return _file("page.css", "text/css")
+
+    async def script(self, request: Request) -> Response:
+        """Returns the page's script."""
+        return _file("page.js", "text/javascript")
+
+    async def icon(self, request: Request) -> Response:
+        """Returns the page's icon."""
+        return _file("icon.svg", "image/svg+xml")
+
+    async def _answer(self, request: Request, kind: type[Form], read: Callable[[Form, Ready], Ask]) -> Response:
+        service, account = self._service, request.state.account
+        _, texts, ready = service.check()
+        deadline = asyncio.get_running_loop().time() + _seconds(request, service.settings.deadline_s)
+        # before a body is read and parsed for nothing
+        service.admission.check_room(account.key)
+        body = await read_object(request, service.settings.max_body)
+        form = read_form(kind, body)
+        self._check_model(getattr(form, "model", None))
+        ask = read(form, ready)
+        if service.settings.log_prompts:
+            account.prompt = str(ask.messages or ask.prompts)
+        answering = Answering(service, ask, account, deadline)
+        objects = Objects(account.id, service.settings.served_model_name, int(time.time()), chat=ask.chat)
+        try:
+            await unless_gone(request.receive, answering.begin())
+            if ask.echo:
+                ask.echoes = [
+                    each if isinstance(each, str) else await texts.decode(each, skip_special=True) for each in ask.prompts
+                ]
+            if ask.stream:
+                return EventStream(events_of(answering, objects, account), answering.close, account)
+            return _json(await unless_gone(request.receive, whole(answering, objects)))
+        except BaseException:
+            answering.close()
+            raise
+        finally:
+            if not ask.stream:
+                answering.close()
+
+    def _check_model(self, name: str | None) -> None:
+        own = self._service.settings.served_model_name
+        if name is not None and name != own:
+            raise Refusal("model_not_found", f"the model {name[:128]!r} is not served here; has {own!r}", param="model")
+
+
+async def whole(answering: Answering, objects: Objects) -> dict[str, Any]:
+    """Waits for all answers; returns them in OpenAI's form."""
+    ask = answering.ask
+    answers: dict[tuple[int, int], Answer] = {}
+    async for place, news in answering.news():
+        for piece in news.pieces:
+            answers.setdefault((place, piece.index), Answer()).add(piece)
+    choices = []
+    for place in range(len(answering.tokens)):
+        found = [answers[key] for key in sorted(answers) if key[0] == place]
+        chosen = best(found, ask.n) if len(found) > ask.n else found
+        for index, answer in enumerate(chosen):
+            text = (ask.echoes[place] if ask.echo else "") + answer.text
+            logprobs = answer.logprobs if ask.logprobs is not None else None
+            choices.append(objects.choice(place * ask.n + index, text, answer.finish, answer.stop, logprobs))
+    return objects.whole(choices, answering.usage.object())
+
+
+def _seconds(request: Request, most: float) -> float:
+    """Returns the seconds that a request may take: --deadline, or less if X-Request-Timeout says so."""
+    given = request.headers.get("x-request-timeout")
+    if given is None:
+        return most
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e7:
+        raise Refusal("invalid_value", f"X-Request-Timeout is {given[:40]!r}; must be a number of seconds above 0")
+    return min(seconds, most)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+def _file(name: str, kind: str) -> Response:
+    return FileResponse(PAGE / name, media_type=kind, headers={"Content-Security-Policy": _POLICY})
+
+
+def _answer_with(request: Request, refusal: Refusal) -> Response:
+    account: Account = request.state.account
+    account.end = refusal.code
+    return _json(refusal.body, refusal.status, refusal.headers)
+
+
+async def _refused(request: Request, error: Any) -> Response:
+    return _answer_with(request, error)
+
+
+async def _wrong(request: Request, error: Any) -> Response:
+    return _answer_with(request, refusal_of(error, ()))
+
+
+async def _no_route(request: Request, error: Any) -> Response:
+    if error.status_code == 405:
+        refusal = Refusal("method_not_allowed", "the path has other methods", headers=dict(error.headers or {}))
+    else:
+        refusal = Refusal("not_found", "there is no such path; /openapi.json lists them")
+    return _answer_with(request, refusal)
+
+
+async def _gone(request: Request, error: Any) -> Response:
+    request.state.account.end = "gone"
+    return Response(status_code=499)
+
+
+async def _mistaken(request: Request, error: Any) -> Response:
+    return _answer_with(request, mistake(request.state.account.id))

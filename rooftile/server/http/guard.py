@@ -1,0 +1,56 @@
+"""Who may come in: the one dependency of the application, so that no route is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from starlette.requests import Request
+
+from rooftile.server.refusals import Refusal
+from rooftile.server.service import Service
+from rooftile.server.settings import ServerSettings, is_loopback
+
+
+def check_host(host: str, settings: ServerSettings) -> None:
+    """Refuses a Host header of elsewhere: a page in a browser may have let its own name point at this machine.
+
+    Raises:
+        Refusal: with status 403.
+    """
+    if not settings.on_loopback and not settings.allowed_hosts:
+        return
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    if is_loopback(name) or host in settings.allowed_hosts or name in settings.allowed_hosts:
+        return
+    raise Refusal("host_not_allowed", f"the Host header is {host[:80]!r}; give it to the server as --allowed-host")
+
+
+class Guard:
+    """Asks for a key on every route, but for the few functions that are named as public.
+
+    A path is never looked at: the function that the router has found decides. So neither a strange spelling of a path nor a new
+    route can pass by.
+
+    Args:
+        service: the server.
+        public: the functions of routes that are open to all.
+    """
+
+    def __init__(self, service: Service, public: Collection[Any]) -> None:
+        self._keys = service.settings.keys
+        self._public = frozenset(public)
+
+    def __call__(self, request: Request) -> None:
+        """Lets a request in.
+
+        Raises:
+            Refusal: with status 401.
+        """
+        if request.scope.get("endpoint") in self._public:
+            return
+        name = self._keys.name_of(request.headers.get("authorization"))
+        if name is None:
+            why = "the request has no valid API key; send it as Authorization: Bearer KEY"
+            raise Refusal("invalid_api_key", why, headers={"WWW-Authenticate": "Bearer"})
+        request.state.account.key = name

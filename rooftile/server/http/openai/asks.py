@@ -1,0 +1,228 @@
+"""Turns a form into an `Ask`: what is sent to the engine, checked as far as this process can."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.server import limits
+from rooftile.server.engine.messages import Ready
+from rooftile.server.http.openai.fields import read_form
+from rooftile.server.http.openai.forms import ChatForm, CompletionForm, Message, Sampling
+from rooftile.server.http.openai.grammars import grammar_of
+from rooftile.server.refusals import Refusal
+
+if TYPE_CHECKING:
+    from rooftile.server.http.texts import Texts
+
+# fields of a form that `SamplingParams` has under the same name
+_SAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
+    "ignore_eos", "skip_special_tokens", "beam_width", "length_penalty", "early_stopping",
+)  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Ask:
+    """A checked form: prompts, and how to answer them."""
+
+    chat: bool
+    prompts: list[str | list[int]] = field(default_factory=list)
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    params: dict[str, Any]
+    salt: str
+    n: int
+    """Answers per prompt that the client gets."""
+    sampled: int
+    """Answers per prompt that are computed: best_of, or the beams of a search, may be more than n."""
+    logprobs: int | None = None
+    grammar_field: str | None = None
+    """The field that the grammar stands in."""
+    echo: bool = False
+    echoes: list[str] = field(default_factory=list)
+    """The prompts' texts, which come before the answers."""
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+    async def tokens(self, texts: Texts) -> list[list[int]]:
+        """Returns the token ids of each prompt."""
+        if self.messages is not None:
+            return [await texts.chat(self.messages, self.add_generation_prompt)]
+        return [await texts.encode(each) if isinstance(each, str) else each for each in self.prompts]
+
+
+def completion_ask(form: CompletionForm, ready: Ready) -> Ask:
+    """Reads the form of /v1/completions.
+
+    Raises:
+        Refusal: a value is out of its bounds, or two contradict each other.
+    """
+    best_of = form.best_of
+    n = 1 if form.n is None else form.n
+    if best_of is not None and not n <= best_of <= limits.BEST_OF:
+        raise _bad("best_of", f"best_of is {best_of}; must be from n, which is {n}, to {limits.BEST_OF}")
+    if best_of is not None and best_of > n and (form.stream or form.beam_width is not None):
+        raise _bad("best_of", "best_of is given with stream or beam_width; the best answers are known when all are complete")
+    if form.echo and form.logprobs is not None:
+        raise Refusal("unsupported", "echo is given with logprobs; logprobs are those of the answer only", param="echo")
+    ask = _ask(form, ready, chat=False, logprobs=form.logprobs, sampled=best_of)
+    ask.prompts = list_prompts(form.prompt, ready)
+    ask.echo = bool(form.echo)
+    _check_answers(ask)
+    return ask
+
+
+def chat_ask(form: ChatForm, ready: Ready) -> Ask:
+    """Reads the form of /v1/chat/completions.
+
+    Raises:
+        Refusal: a value is out of its bounds, or two contradict each other.
+    """
+    if form.max_completion_tokens is not None:
+        if form.max_tokens not in (None, form.max_completion_tokens):
+            raise _bad("max_tokens", "max_tokens and max_completion_tokens are both given; they mean the same")
+        form.max_tokens = form.max_completion_tokens
+    if form.top_logprobs is not None and not form.logprobs:
+        raise _bad("top_logprobs", f"top_logprobs is {form.top_logprobs} without logprobs; set logprobs to true")
+    ask = _ask(form, ready, chat=True, logprobs=(form.top_logprobs or 0) if form.logprobs else None, sampled=None)
+    if form.max_tokens is None:
+        # a chat answers until it is done, and a completion 16 tokens, as in OpenAI's API
+        ask.params["max_tokens"] = None
+    ask.messages = read_messages(form.messages)
+    ask.add_generation_prompt = form.add_generation_prompt is not False
+    return ask
+
+
+def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, sampled: int | None) -> Ask:
+    given = {name: value for name in _SAME if (value := getattr(form, name)) is not None}
+    params = (ready.defaults if form.beam_width is None else {}) | given
+    if form.include_stop_str_in_output is not None:
+        params["include_stop"] = form.include_stop_str_in_output
+    if form.logit_bias is not None:
+        params["logit_bias"] = _biases(form.logit_bias)
+    if sampled is not None:
+        params["n"] = sampled
+    if logprobs is not None or (sampled is not None and sampled > (form.n or 1)):
+        params["logprobs"] = 0 if logprobs is None else logprobs
+    grammar = grammar_of(form.response_format, form.structured_outputs)
+    if grammar is not None:
+        params["structured"] = grammar
+    check_params(params, type(form).model_fields)
+    options = form.stream_options
+    if options is not None and not form.stream:
+        raise _bad("stream_options", "stream_options are given without stream; set stream to true")
+    return Ask(
+        chat=chat, params=params, salt=form.cache_salt or "", n=form.n or 1,
+        sampled=form.beam_width or sampled or form.n or 1, logprobs=logprobs, stream=bool(form.stream),
+        grammar_field="response_format" if form.structured_outputs is None else "structured_outputs",
+        include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and options.continuous_usage_stats,
+    )  # fmt: skip
+
+
+def check_params(params: Mapping[str, Any], fields: Collection[str]) -> None:
+    """Lets `SamplingParams` check its keywords, and says which field a mistake is in.
+
+    Raises:
+        Refusal: with its sentence.
+    """
+    from rooftile.serve.sampling.params import SamplingParams
+
+    try:
+        SamplingParams(**params)
+    except (InvalidInput, Unsupported) as error:
+        raise refusal_of(error, fields) from None
+
+
+def refusal_of(error: Exception, fields: Collection[str]) -> Refusal:
+    """Returns an error of the library as an answer; the field is the first one that its sentence names."""
+    message = str(error)
+    named = next((word for word in re.findall(r"\w+", message) if word in fields or word.removesuffix("s") in fields), None)
+    param = named if named in fields or named is None else named.removesuffix("s")
+    code = "unsupported" if isinstance(error, Unsupported) else "invalid_value"
+    return Refusal(code, message, param=param)
+
+
+def list_prompts(given: Any, ready: Ready) -> list[str | list[int]]:
+    """Returns the prompts of a completion: a text, texts, token ids, or lists of them.
+
+    Raises:
+        Refusal: it is none of these, or too much.
+    """
+    prompts = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+    if len(prompts) > limits.PROMPTS:
+        raise _bad("prompt", f"prompt has {len(prompts)} prompts; may have at most {limits.PROMPTS}")
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            continue
+        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+            raise _bad("prompt", "prompt must be a text, a list of texts, a list of token ids, or a list of such lists")
+        if len(prompt) >= ready.max_len or not prompt:
+            raise _bad("prompt", f"prompt has {len(prompt):,} tokens; must have from 1 to {ready.max_len - 1:,}")
+        if not 0 <= min(prompt) <= max(prompt) < ready.vocabulary:
+            raise _bad("prompt", f"prompt has token ids outside of 0 to {ready.vocabulary - 1}")
+    return prompts
+
+
+def read_messages(given: Any) -> list[dict[str, Any]]:
+    """Returns the messages of a chat as templates take them: with a role, and a text as content.
+
+    Raises:
+        Refusal: they are no such list, or hold more than text.
+    """
+    if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
+        raise _bad("messages", "messages must be a list of at least one object with a role and content")
+    if len(given) > limits.MESSAGES:
+        raise _bad("messages", f"messages has {len(given):,} messages; may have at most {limits.MESSAGES:,}")
+    found = []
+    for place, each in enumerate(given):
+        where = f"messages[{place}]"
+        message = read_form(Message, each, where)
+        if len(message.role) > limits.NAME_CHARACTERS:
+            raise _bad(where, f"{where}.role has more than {limits.NAME_CHARACTERS} characters")
+        found.append({"role": message.role, "content": _text_of(message.content, where)})
+        if message.name is not None:
+            found[-1]["name"] = message.name
+    return found
+
+
+def _text_of(content: Any, where: str) -> str:
+    """Returns the text of a message; OpenAI's API also writes it as a list of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise _bad(f"{where}.content", f"{where}.content must be a text, or a list of parts of type text")
+    for part in content:
+        kind = part.get("type")
+        if kind != "text":
+            why = f"{where}.content has a part of type {str(kind)[:40]!r}; this server reads text, and fetches nothing"
+            raise Refusal("unsupported", why, param=f"{where}.content")
+        if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
+            raise _bad(f"{where}.content", f"{where}.content has a part that is not {{type, text}}")
+    return "".join(part["text"] for part in content)
+
+
+def _biases(given: Any) -> dict[int, Any]:
+    if not isinstance(given, dict):
+        raise _bad("logit_bias", "logit_bias must be an object of token ids and numbers")
+    if len(given) > limits.BIASES:
+        raise _bad("logit_bias", f"logit_bias has {len(given):,} entries; may have at most {limits.BIASES:,}")
+    if not all(re.fullmatch(r"\d{1,9}", token, re.ASCII) for token in given):
+        raise _bad("logit_bias", "logit_bias must have token ids as its keys, whole numbers")
+    return {int(token): bias for token, bias in given.items()}
+
+
+def _check_answers(ask: Ask) -> None:
+    answers = len(ask.prompts) * ask.sampled
+    if answers > limits.ANSWERS:
+        raise _bad("n", f"{len(ask.prompts)} prompts with {ask.sampled} answers each; a request may have {limits.ANSWERS} in all")
+
+
+def _bad(param: str, message: str) -> Refusal:
+    return Refusal("invalid_value", message, param=param)

@@ -1,0 +1,86 @@
+"""Reads a form out of a JSON object. A field that is unknown or has no effect here is refused by name, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from rooftile.server.refusals import Refusal
+
+Form = TypeVar("Form", bound=BaseModel)
+
+# more names are not compared with: the time grows with their number
+COMPARED = 60
+_TEXT = "this server reads and writes text"
+
+# fields of OpenAI's API and of other servers that are refused: why
+REFUSED = {
+    "tools": "there are no tools; ask for JSON with response_format",
+    "tool_choice": "there are no tools; ask for JSON with response_format",
+    "functions": "there are no functions; ask for JSON with response_format",
+    "function_call": "there are no functions; ask for JSON with response_format",
+    "parallel_tool_calls": "there are no tools",
+    "audio": _TEXT, "modalities": _TEXT, "web_search_options": "nothing is looked up", "suffix": "text is continued at its end",
+    "prediction": "tokens are computed one by one", "reasoning_effort": "the model decides how long it thinks",
+    "verbosity": "max_tokens limits an answer", "prompt_cache_key": "cache_salt says who shares cached prefixes",
+    "chat_template": "the checkpoint's own template is used", "chat_template_kwargs": "the checkpoint's own template is used",
+    "guided_json": "write structured_outputs: {\"json\": ...}", "guided_regex": "write structured_outputs: {\"regex\": ...}",
+    "guided_choice": "write structured_outputs: {\"choice\": [...]}", "guided_grammar": "write structured_outputs",
+    "logits_processors": "nothing of a request is run", "priority": "requests are answered in their order",
+    "prompt_embeds": "prompts are text or token ids", "prompt_logprobs": "ask the library: SamplingParams(prompt_logprobs=...)",
+    "safety_identifier": "write user", "background": "answers are sent to who asks for them",
+}  # fmt: skip
+# values of these that ask for what happens anyway
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "modalities": (["text"],),
+    "parallel_tool_calls": (True, False), "suffix": ("",),
+}  # fmt: skip
+
+
+def read_form(kind: type[Form], given: Mapping[str, Any], where: str = "") -> Form:
+    """Returns a form with the fields of a JSON object.
+
+    Raises:
+        Refusal: a field is unknown, refused, or of the wrong type.
+    """
+    fields = {}
+    for name, value in given.items():
+        if name in kind.model_fields:
+            fields[name] = value
+        elif name not in REFUSED or not _is_harmless(name, value):
+            raise _unknown(kind, name, where)
+    try:
+        return kind.model_validate(fields, strict=True)
+    except ValidationError as error:
+        raise _wrong(error, where) from None
+
+
+def _is_harmless(name: str, value: Any) -> bool:
+    """Tells whether a value asks for what happens anyway."""
+    return value is None or any(value == one and type(value) is type(one) for one in HARMLESS.get(name, ()))
+
+
+def _unknown(kind: type[BaseModel], name: str, where: str) -> Refusal:
+    shown = repr(name[:80])
+    if name in REFUSED and not where:
+        return Refusal("unsupported", f"{name} is not supported: {REFUSED[name]}", param=name)
+    known = list(kind.model_fields)[:COMPARED]
+    near = get_close_matches(name[:80], known, n=1, cutoff=0.5)
+    place = f" of {where}" if where else ""
+    advice = f"did you mean {near[0]}?" if near else f"has {', '.join(known)}"
+    return Refusal("unknown_field", f"{shown} is no field{place}; {advice}", param=f"{where}.{name[:80]}" if where else name[:80])
+
+
+def _wrong(error: ValidationError, where: str) -> Refusal:
+    """Returns the first mistake of a form as a sentence."""
+    first = error.errors(include_url=False)[0]
+    # the last parts of a place may be the names of types that pydantic has tried
+    name = str(first["loc"][0]) if first["loc"] else "the body"
+    path = f"{where}.{name}" if where else name
+    if first["type"] == "missing":
+        return Refusal("invalid_value", f"{path} is missing; it is required", param=path)
+    due = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return Refusal("invalid_value", f"{path} is {repr(first['input'])[:60]}; must be {due}", param=path)

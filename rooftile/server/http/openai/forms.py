@@ -1,0 +1,136 @@
+"""The fields that each route takes, in OpenAI's words, with those of vLLM for what OpenAI has not.
+
+A field that is null counts as not given. Numbers are checked by `SamplingParams`, so that a client and a program that uses the
+library read the same sentence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+Number = int | float
+
+
+def _listed(kind: str, description: str = "") -> Any:
+    """Returns a field that the schema shows as a list, and that later checks read: pydantic reports every wrong element."""
+    return Field(default=None, description=description, json_schema_extra={"type": "array", "items": {"type": kind}})
+
+
+class StreamOptions(BaseModel):
+    """Settings of a stream."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class StructuredOutputs(BaseModel):
+    """A grammar that the answer must follow; exactly one of these."""
+
+    model_config = ConfigDict(extra="forbid")
+    json_: JsonValue = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+
+
+class Sampling(BaseModel):
+    """The fields that completions and chats share."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str | None = None
+    n: int | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: int | None = None
+    min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: Any = Field(default=None, json_schema_extra={"type": "object", "additionalProperties": {"type": "number"}})
+    allowed_token_ids: Any = _listed("integer")
+    bad_words: Any = _listed("string")
+    truncate_prompt_tokens: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Any = Field(
+        default=None,
+        json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 16}]},
+    )
+    stop_token_ids: Any = _listed("integer")
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    beam_width: int | None = None
+    length_penalty: Number | None = None
+    early_stopping: bool | None = None
+    cache_salt: str | None = Field(default=None, max_length=128)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, JsonValue] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # taken, and without any effect
+    user: str | None = None
+    metadata: dict[str, JsonValue] | None = None
+    service_tier: str | None = None
+    store: Literal[False] | None = None
+
+
+class CompletionForm(Sampling):
+    """`POST /v1/completions`."""
+
+    prompt: Any = Field(
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string"}, {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    )  # fmt: skip
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+    role: str
+    content: Any = Field(
+        json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+    )
+    name: str | None = None
+
+
+class ChatForm(Sampling):
+    """`POST /v1/chat/completions`."""
+
+    messages: Any = Field(json_schema_extra={"type": "array", "items": Message.model_json_schema(), "maxItems": 1024})
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+
+
+class TokenizeForm(BaseModel):
+    """`POST /tokenize`: a prompt or a conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = Field(default=None, json_schema_extra={"type": "array", "items": Message.model_json_schema()})
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeForm(BaseModel):
+    """`POST /detokenize`: token ids."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str | None = None
+    tokens: Any = Field(json_schema_extra={"type": "array", "items": {"type": "integer"}})
+    skip_special_tokens: bool = False

@@ -1,0 +1,55 @@
+"""`Gathered`: the answers to all prompts of one request, put together from what the engine sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rooftile.server.engine.messages import Piece, Scored
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: int = 0
+    logprobs: list[list[Scored]] = field(default_factory=list)
+    finish: str | None = None
+    stop: int | str | None = None
+    logprob: float = 0.0
+
+    def add(self, piece: Piece) -> None:
+        """Takes what is new."""
+        self.texts.append(piece.text)
+        self.tokens = piece.tokens
+        self.logprobs += piece.logprobs or ()
+        self.finish, self.stop = piece.finish, piece.stop
+        self.logprob = piece.logprob or 0.0
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.texts)
+
+
+@dataclass(slots=True)
+class Usage:
+    """The tokens of a request."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Tokens of each answer, by the places of its prompt and of itself."""
+
+    def object(self) -> dict[str, object]:
+        """Returns the tokens in OpenAI's words."""
+        completion = sum(self.completion.values())
+        return {
+            "prompt_tokens": self.prompt, "completion_tokens": completion, "total_tokens": self.prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }  # fmt: skip
+
+
+def best(answers: list[Answer], n: int) -> list[Answer]:
+    """Returns the n answers with the highest logprob per token, the best first."""
+    return sorted(answers, key=lambda answer: -answer.logprob / max(1, answer.tokens))[:n]

@@ -1,0 +1,115 @@
+"""Limits of an HTTP message, below the application: uvicorn's parser has none for headers, and waits for them for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from asyncio.events import TimerHandle
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from rooftile.server import limits
+from rooftile.server.refusals import Refusal
+
+ABORT = "rooftile.abort"
+"""The ASGI extension with a function that cuts the connection, without waiting for a client that reads nothing."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits for the request line, the headers, their time, and the number of connections."""
+
+    _timer: TimerHandle | None = None
+    _head_bytes = 0
+    _in_head = True
+    _refusal: Refusal | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes a connection, or closes it if there are too many."""
+        if len(self.connections) >= limits.CONNECTIONS:
+            self.transport = transport
+            transport.abort()
+            return
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forgets the connection."""
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what has come; refuses a head that is too long."""
+        if self.transport.is_closing():
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            self._check_head(self._head_bytes)
+            if self._timer is None and self._is_quiet():
+                # empty lines before a request begin none, but have ended uvicorn's own wait for one
+                self._arm()
+
+    def on_message_begin(self) -> None:
+        """Begins a request: its head must be complete in time."""
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: {"abort": self.transport.abort}}
+        self._in_head = True
+        self._arm()
+
+    def on_headers_complete(self) -> None:
+        """Checks the size of the whole head, and hands the request to the application."""
+        self._disarm()
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        self._in_head, self._head_bytes = False, 0
+        if self._check_head(size):
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Ends a request; the next one may begin."""
+        super().on_message_complete()
+        self._in_head = True
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP in the form of all errors."""
+        self._answer(Refusal("invalid_request", "this is no HTTP/1.1 request"))
+
+    def _check_head(self, size: int) -> bool:
+        """Refuses a head that is too long."""
+        url = len(getattr(self, "url", b""))
+        if url > limits.REQUEST_LINE_BYTES:
+            most = f"{limits.REQUEST_LINE_BYTES:,}"
+            self._answer(Refusal("request_line_too_long", f"the request line has more than {most} bytes"))
+        elif size > limits.HEADERS_BYTES + url:
+            self._answer(Refusal("headers_too_large", f"the headers have more than {limits.HEADERS_BYTES:,} bytes together"))
+        return self._refusal is None
+
+    def _answer(self, refusal: Refusal) -> None:
+        """Answers without the application, and closes the connection."""
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        self._refusal = refusal
+        body = json.dumps(refusal.body).encode()
+        head = (b"content-type: application/json\r\n", b"content-length: %d\r\n" % len(body), b"connection: close\r\n\r\n")
+        self.transport.write(b"".join([STATUS_LINE[refusal.status], *head, body]))
+        self.transport.close()
+
+    def _is_quiet(self) -> bool:
+        """Tells whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _arm(self) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(limits.READ_S, self._late)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if self._is_quiet():
+            self._answer(Refusal("read_timeout", f"no whole request has come in {limits.READ_S:g} s"))
+        else:
+            self.transport.close()

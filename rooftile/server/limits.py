@@ -1,0 +1,48 @@
+"""The limits of the server in one place: what a client may send, and how long it may take.
+
+Each number has a flag of `rooftile serve`, or the reason why it has none beside it. Limits of single sampling parameters are
+those of `SamplingParams`, which checks them offline, too.
+"""
+
+from __future__ import annotations
+
+# bounds of one HTTP message. No flag: larger ones are no requests of this API
+REQUEST_LINE_BYTES = 8 * 2**10
+HEADERS_BYTES = 16 * 2**10
+# a flag, --max-body, for long lists of token ids
+BODY_BYTES = 4 * 2**20
+# JSON is parsed by recursion in other programs on the way. No flag: no field is as deep
+JSON_DEPTH = 64
+# a larger body is parsed in a thread, so that it does not hold up running streams
+PARSED_AT_ONCE_BYTES = 32 * 2**10
+
+# bounds of one request. No flags: what is longer than the model reads is refused by its tokens anyway
+PROMPT_BYTES = 2**20
+MESSAGES = 1024
+PROMPTS = 64
+ANSWERS = 128
+BEST_OF = 16
+BIASES = 1024
+# names that a client chooses
+NAME_CHARACTERS = 128
+
+# bounds of structured output. No flags: they bound what a grammar may cost those who did not send it
+SCHEMA_BYTES = 64 * 2**10
+SCHEMA_DEPTH = 32
+REGEX_BYTES = 4 * 2**10
+CHOICES = 1024
+COMPILING_THREADS = 2
+COMPILING_S = 5.0
+
+# seconds. No flags: --deadline bounds the whole
+READ_S = 10.0
+CHUNK_S = 60.0
+IDLE_S = 75.0
+LONGEST_RETRY_S = 60
+
+# no flag: the system's own limit of open files comes next
+CONNECTIONS = 2048
+
+# texts that wait for one of the tokenizer's threads. No flag: more would only wait longer
+TOKENISING = 256
+TOKENISING_THREADS = 2

@@ -1,0 +1,92 @@
+"""Prometheus's series. Those that vLLM has, too, have its names after the prefix, so that its dashboards carry over.
+
+No label has a value that a client chose, so clients cannot make new series.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from rooftile.server.engine.messages import State
+from rooftile.server.observe.log import Account
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_ENDS = ("stop", "length", "abort", "error")
+
+
+class Metrics:
+    """The server's series, in a registry of their own.
+
+    Args:
+        prefix: the first word of each name.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._registry = CollectorRegistry()
+        self._prefix = prefix
+        self._seen = State()
+        self.running = self._gauge("num_requests_running", "answers that run")
+        self.waiting = self._gauge("num_requests_waiting", "answers that wait")
+        self.queued = self._gauge("queued_prompt_tokens", "prompt tokens that wait")
+        self.usage = self._gauge("kv_cache_usage_perc", "share of the KV cache's blocks that answers hold, from 0 to 1")
+        self.waste = self._gauge("kv_waste_ratio", "share of the slots in used blocks that hold no token")
+        self.blocks = Gauge(f"{prefix}:kv_blocks", "blocks of the KV cache", ["state"], registry=self._registry)
+        self.lag = self._gauge("loop_lag_seconds", "how late the server's event loop was at the last check")
+        self.up = self._gauge("engine_up", "whether the engine answers requests")
+        self.prompt = self._counter("prompt_tokens", "tokens of prompts")
+        self.generated = self._counter("generation_tokens", "tokens of answers")
+        self.preemptions = self._counter("num_preemptions", "requests that gave up their blocks")
+        self.queries = self._counter("prefix_cache_queries", "prompt tokens that were looked up in the prefix cache")
+        self.hits = self._counter("prefix_cache_hits", "prompt tokens that the prefix cache had")
+        self.ended = Counter(
+            f"{prefix}:request_success", "answers that ended", ["finished_reason"], registry=self._registry
+        )
+        self.rejected = Counter(f"{prefix}:rejected", "requests that were refused", ["reason"], registry=self._registry)
+        self.first = self._histogram("time_to_first_token_seconds", "from a request to its first token", _LONG)
+        self.gaps = self._histogram("inter_token_latency_seconds", "between neighbouring tokens of an answer", _SHORT)
+        self.whole = self._histogram("e2e_request_latency_seconds", "from a request to its last token", _LONG)
+        self.step = self._histogram("step_seconds", "one step of the engine", _SHORT)
+        self.host = self._histogram("host_step_seconds", "the work of the engine's process beside a step", _SHORT)
+        for end in _ENDS:
+            self.ended.labels(end)
+
+    def note_state(self, state: State) -> None:
+        """Takes the engine's state after a step."""
+        seen, self._seen = self._seen, state
+        self.running.set(state.running)
+        self.usage.set(state.used / max(1, state.used + state.free + state.cached))
+        self.waste.set(state.waste)
+        for name in ("free", "used", "cached"):
+            self.blocks.labels(name).set(getattr(state, name))
+        self.preemptions.inc(state.preemptions - seen.preemptions)
+        self.queries.inc(state.prefix_queries - seen.prefix_queries)
+        self.hits.inc(state.prefix_hits - seen.prefix_hits)
+        if state.steps > seen.steps:
+            self.step.observe(state.step_s)
+            self.host.observe(state.host_s)
+
+    def note_end(self, end: str) -> None:
+        """Counts an answer that has ended."""
+        self.ended.labels(end if end in _ENDS else "error").inc()
+
+    def note_request(self, account: Account) -> None:
+        """Counts the prompt and the time of a request that the engine has taken."""
+        self.prompt.inc(account.prompt_tokens)
+        if account.first_token_s is not None:
+            self.first.observe(account.first_token_s)
+        self.whole.observe(account.seconds)
+
+    def text(self) -> bytes:
+        """Returns all series as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+    def _gauge(self, name: str, said: str) -> Gauge:
+        return Gauge(f"{self._prefix}:{name}", said, registry=self._registry)
+
+    def _counter(self, name: str, said: str) -> Counter:
+        return Counter(f"{self._prefix}:{name}", said, registry=self._registry)
+
+    def _histogram(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"{self._prefix}:{name}", said, buckets=buckets, registry=self._registry)

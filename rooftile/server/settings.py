@@ -1,0 +1,92 @@
+"""`ServerSettings`: the settings of `rooftile serve`, checked when they are made."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rooftile.errors import InvalidInput
+from rooftile.server import limits
+from rooftile.server.keys import Keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """The settings of a server.
+
+    Args:
+        model: a checkpoint's folder, or its name on the Hugging Face Hub.
+        host, port: the address; port 0 takes a free one.
+        served_model_name: the model's name for clients; "" takes the last part of `model`.
+        keys: the keys that open the server; none lets everybody in.
+        open: whether a server without keys may listen on another host than loopback.
+        allowed_hosts: Host headers that are answered beside those of loopback.
+        max_waiting, max_waiting_tokens: how many answers and prompt tokens may wait.
+        max_per_key: how many requests of one key may wait or run; None for any number.
+        max_body: the most bytes of a body.
+        deadline_s, drain_s, stall_s: seconds for one request, for running requests at the end, and for one step.
+        metrics_prefix: the first word of each metric's name.
+        json_log: whether the log is JSON lines.
+        log_prompts: whether the log has prompts.
+        engine: keywords of `LLM`.
+
+    Raises:
+        InvalidInput: a value makes no sense.
+    """
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str = ""
+    keys: Keys = field(default_factory=lambda: Keys({}), repr=False)
+    open: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    max_waiting: int = 256
+    max_waiting_tokens: int = 262_144
+    max_per_key: int | None = None
+    max_body: int = limits.BODY_BYTES
+    deadline_s: float = 600.0
+    drain_s: float = 30.0
+    stall_s: float = 120.0
+    metrics_prefix: str = "rooftile"
+    json_log: bool = False
+    log_prompts: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.served_model_name:
+            object.__setattr__(self, "served_model_name", Path(self.model.rstrip("/")).name or self.model)
+        if len(self.served_model_name) > limits.NAME_CHARACTERS:
+            raise InvalidInput(f"--served-model-name has more than {limits.NAME_CHARACTERS} characters; give a shorter one")
+        for name in ("max_waiting", "max_waiting_tokens", "max_per_key", "max_body"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidInput(f"--{name.replace('_', '-')} is {value}; must be at least 1")
+        for name in ("deadline_s", "drain_s", "stall_s"):
+            value = getattr(self, name)
+            if not 0 <= value < 1e7 or (value == 0 and name != "drain_s"):
+                raise InvalidInput(f"--{name.removesuffix('_s')} is {value}; must be a number of seconds")
+        if not 0 <= self.port < 2**16:
+            raise InvalidInput(f"--port is {self.port}; must be from 0 to 65535")
+        if not re.fullmatch(r"[a-zA-Z_]\w*", self.metrics_prefix):
+            raise InvalidInput(f"--metrics-prefix is {self.metrics_prefix!r}; must be a word of letters, digits and underscores")
+        if not self.on_loopback and not self.keys and not self.open:
+            raise InvalidInput(f"host {self.host} is open to others; give --api-key-file, or --open")
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only programs on this machine can reach the server."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Tells whether a host's name or address is that of this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,221 @@
+"""The end of a server, of its engine, and of what they were doing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from rooftile.errors import InvalidInput
+from rooftile.server.engine.messages import Ready, Report
+from rooftile.server.engine.process import FAILED
+from rooftile.server.engine.wire import FrameReader
+from rooftile.server.observe.log import Account, _Lines, _Quiet, tell
+from rooftile.server.run import bind
+from tests.server.living import PATIENCE_S, living
+
+
+def run(test) -> None:
+    asyncio.run(asyncio.wait_for(test, PATIENCE_S))
+
+
+def test_sigterm_drains(folder) -> None:
+    """Lets running requests finish, sends new ones away, tells those that are late, and exits with 0."""
+
+    async def test() -> None:
+        async with living(folder, ready=False, drain_s=4.0) as it:
+            first = await it.client.get("/health")
+            assert first.status_code == 503
+            assert "the model is being read" in first.json()["error"]["message"]
+            assert first.headers["retry-after"]
+            await it.ready()
+            begun = asyncio.Event()
+            # on any machine one of these ends in time and the other does not
+            short = asyncio.create_task(it.stream(begun, max_tokens=20))
+            await begun.wait()
+            begun.clear()
+            long = asyncio.create_task(it.stream(begun, max_tokens=8000, n=4))
+            await begun.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            for path in ("/health", "/v1/models"):
+                answer = await it.client.get(path)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+            *_, end, done = await short
+            assert done == "[DONE]"
+            assert end["choices"][0]["finish_reason"] == "length"
+            *_, told, done = await long
+            assert done == "[DONE]"
+            assert told["error"]["code"] == "shutting_down"
+            assert await it.life == 0
+            assert it.service.engine.process.poll() == 0
+            with pytest.raises(httpx.ConnectError):
+                await it.client.get("/health")
+
+    run(test())
+
+
+def test_a_second_signal_ends_at_once(folder, monkeypatch) -> None:
+    ended = []
+    monkeypatch.setattr("rooftile.server.run.os._exit", lambda code: ended.append(code))
+
+    async def test() -> None:
+        async with living(folder, ready=False) as it:
+            while it.service.engine is None:
+                await asyncio.sleep(0.02)
+            it.run._on_signal()
+            assert ended == []
+            it.run._on_signal()
+            assert ended == [1]
+            await asyncio.to_thread(it.service.engine.process.wait, 5)
+
+    run(test())
+
+
+def test_a_killed_engine_is_noticed_by_all(folder, monkeypatch) -> None:
+    monkeypatch.setenv("ROOFTILE_API_KEY", "k" * 16)
+
+    async def test() -> None:
+        async with living(folder) as it:
+            process = it.service.engine.process
+            assert os.getsid(process.pid) == process.pid, "Ctrl-C on a terminal would reach the engine, too"
+            environment = Path(f"/proc/{process.pid}/environ")
+            assert not environment.exists() or b"ROOFTILE_API_KEY" not in environment.read_bytes()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                process.send_signal(number)
+            begun = [asyncio.Event() for _ in range(50)]
+            streams = [asyncio.create_task(it.stream(each, max_tokens=2000)) for each in begun]
+            whole = asyncio.create_task(
+                it.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2000, "ignore_eos": True})
+            )
+            await asyncio.gather(*(each.wait() for each in begun))
+            process.kill()
+            killed = time.monotonic()
+            for events in await asyncio.gather(*streams):
+                assert events[-1] == "[DONE]"
+                assert events[-2]["error"]["code"] == "engine_down"
+                assert "by signal 9" in events[-2]["error"]["message"]
+            answer = await whole
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_down")
+            health = await it.client.get("/health")
+            assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_down")
+            assert await it.life == FAILED
+            assert time.monotonic() - killed < 30
+
+    run(test())
+
+
+def test_a_step_that_does_not_end_is_a_dead_engine(folder) -> None:
+    async def test() -> None:
+        async with living(folder, stall_s=1.0) as it:
+            # an idle engine is silent, and not dead
+            await asyncio.sleep(1.5)
+            begun = asyncio.Event()
+            stream = asyncio.create_task(it.stream(begun, max_tokens=2000))
+            await begun.wait()
+            it.service.engine.process.send_signal(signal.SIGSTOP)
+            *_, told, _ = await stream
+            assert "has not ended (--stall)" in told["error"]["message"]
+            assert await it.life == FAILED
+
+    run(test())
+
+
+def test_a_model_that_cannot_be_read_ends_the_server(tmp_path) -> None:
+    async def test() -> None:
+        async with living(tmp_path / "none", ready=False) as it:
+            assert await it.life == 2
+            assert "is not a folder" in it.service.engine.detail
+            assert it.service.engine.cause == "the model could not be read; the server's log says why"
+
+    run(test())
+
+
+def test_the_engine_ends_with_its_server(folder) -> None:
+    """When the server dies, the kernel closes its end of the socket, whatever killed it."""
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rooftile.server.engine.process", str(theirs.fileno())],
+        stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    theirs.close()
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({"model": str(folder), "device": "cpu", "num_blocks": 20}).encode())
+    process.stdin.close()
+    ours.settimeout(PATIENCE_S)
+    reader: FrameReader[Report] = FrameReader(Report)
+    said = []
+    while not any(isinstance(message, Ready) for message in said):
+        said += reader.feed(ours.recv(65536))
+    assert [message.percent for message in said[:-1]] == sorted({message.percent for message in said[:-1]})
+    assert said[-2].percent == 100
+    ours.close()
+    assert process.wait(10) == 0
+
+
+def test_garbage_on_the_wire_ends_the_engine_and_says_why(folder) -> None:
+    async def test() -> None:
+        async with living(folder) as it:
+            it.service.engine._send(b"\xff\xff\xff\xff")
+            assert await it.life == FAILED
+            assert "a frame says that it has 4,294,967,295 bytes" in it.service.engine.detail
+            assert it.service.engine.cause == "the engine has failed; the server's log says why"
+
+    run(test())
+
+
+def test_a_taken_port_is_a_sentence() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidInput, match=f"port {port} is taken; give another one with --port"):
+            bind("127.0.0.1", port)
+    # free again at once
+    bind("127.0.0.1", port).close()
+    with pytest.raises(InvalidInput, match="cannot be listened on"):
+        bind("203.0.113.5", port)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+def test_a_full_disk_loses_lines_and_nothing_else(monkeypatch) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    log = logging.getLogger("rooftile.server")
+    full = Path("/dev/full").open("w")  # noqa: SIM115
+    handler = _Quiet(full)
+    log.addHandler(handler)
+    monkeypatch.setattr(log, "level", logging.INFO)
+    try:
+        for _ in range(3):
+            tell(Account(id="x" * 100_000))
+    finally:
+        log.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            full.close()
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_clients_words_begin_no_line(as_json) -> None:
+    record = logging.makeLogRecord(
+        {"msg": "request\nfake", "said": Account(path='/a\n"x', key="ann", prompt_tokens=3).line()}
+    )
+    line = _Lines(as_json=as_json).format(record)
+    assert "\n" not in line
+    if as_json:
+        assert json.loads(line)["key"] == "ann"
+        assert json.loads(line)["prompt_tokens"] == 3
+
+
+def test_nothing_is_left_behind() -> None:
+    # the server that other tests share has its engine as a child of its own
+    assert [each for each in psutil.Process().children() if "engine.process" in " ".join(each.cmdline())] == []

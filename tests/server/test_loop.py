@@ -1,0 +1,122 @@
+"""The engine's side: one message per step with what is new, orders between steps, and books that are checked when idle."""
+
+from __future__ import annotations
+
+import pytest
+
+from rooftile.serve import SamplingParams
+from rooftile.server.engine.loop import Loop
+from rooftile.server.engine.messages import Abort, Add, Step
+
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+class FakeLink:
+    """Hands out prepared orders, one list per turn, and keeps what is sent."""
+
+    def __init__(self, *orders: list) -> None:
+        self._orders = list(orders)
+        self.sent: list[Step] = []
+        self.waits: list[float | None] = []
+
+    def orders(self, wait_s: float | None) -> list:
+        self.waits.append(wait_s)
+        return self._orders.pop(0) if self._orders else []
+
+    def send(self, message: Step) -> None:
+        self.sent.append(message)
+
+
+def play(llm, *orders: list, turns: int = 40) -> FakeLink:
+    link = FakeLink(*orders)
+    loop = Loop(llm.engine, link)
+    for _ in range(turns):
+        loop.turn()
+        if llm.engine.idle and not link._orders:
+            break
+    assert llm.engine.idle
+    llm.engine.pool.check()
+    assert llm.engine.pool.used_blocks == 0
+    return link
+
+
+def test_what_crosses_is_what_is_new(llm) -> None:
+    (due,) = llm.generate([[5, 6, 7]], SamplingParams(**GREEDY, logprobs=1))
+    link = play(llm, [Add(1, [5, 6, 7], GREEDY | {"logprobs": 1})])
+    assert link.sent[0].taken == [1]
+    assert link.sent[0].started == [1]
+    pieces = [piece for step in link.sent for news in step.news for piece in news.pieces]
+    assert "".join(piece.text for piece in pieces) == due.outputs[0].text
+    scored = [token[0] for piece in pieces for token in piece.logprobs]
+    assert [token.id for token in scored] == due.outputs[0].token_ids
+    assert [piece.finish for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert [news.finished for step in link.sent for news in step.news].count(True) == 1
+    assert link.sent[-1].state.steps >= 12
+    assert link.sent[-1].state.running == 0
+
+
+def test_a_whole_answer_crosses_once(llm) -> None:
+    (due,) = llm.generate([[5, 6, 7]], SamplingParams(**GREEDY))
+    link = play(llm, [Add(1, [5, 6, 7], GREEDY, streams=False)])
+    (news,) = [news for step in link.sent for news in step.news]
+    assert news.pieces[0].text == due.outputs[0].text
+    assert news.pieces[0].tokens == 12
+
+
+def test_an_aborted_request_says_nothing_more(llm) -> None:
+    link = play(llm, [Add(1, [5, 6], GREEDY | {"max_tokens": 500})], [], [Abort(1), Abort(7)])
+    assert len(link.sent) == 3
+    assert [len(step.news) for step in link.sent[:2]] == [1, 1]
+    assert link.sent[2].news == []
+
+
+def test_a_wrong_request_concerns_nobody_else(llm) -> None:
+    orders = [Add(1, [5], {"n": 99}), Add(2, [10**9], {}), Add(3, [5], {"bogus": 1}), Add(4, [5], {"max_tokens": 1})]
+    link = play(llm, orders)
+    assert [refused.id for refused in link.sent[0].refused] == [1, 2, 3]
+    assert "n is 99" in link.sent[0].refused[0].reason
+    assert link.sent[0].taken == [4]
+    assert link.sent[0].news[0].finished
+
+
+def test_an_idle_engine_checks_its_books_once(llm, monkeypatch) -> None:
+    checked = []
+    monkeypatch.setattr(llm.engine.pool, "check", lambda: checked.append(True))
+    link = FakeLink([Add(1, [5], {"max_tokens": 1})])
+    loop = Loop(llm.engine, link)
+    loop.turn()
+    assert checked == []
+    loop.turn()
+    assert checked == [True]
+    # it waited a second for orders before, and waits for ever after
+    assert link.waits == [None, 1.0]
+    loop.turn()
+    assert link.waits[-1] is None
+
+
+def test_a_leak_ends_the_engine(llm) -> None:
+    loop = Loop(llm.engine, FakeLink([Add(1, [5], {"max_tokens": 1})]))
+    loop.turn()
+    lost = llm.engine.pool._free.pop()
+    try:
+        with pytest.raises(AssertionError):
+            loop.turn()
+    finally:
+        llm.engine.pool._free.append(lost)
+    llm.engine.pool.check()
+
+
+def test_a_bad_grammar_is_refused_and_a_good_one_runs(llm) -> None:
+    link = FakeLink(
+        [Add(1, [5], {"structured": {"regex": "(("}}), Add(2, [5], {"structured": {"choice": ["ab"]}, "seed": 1})]
+    )
+    loop = Loop(llm.engine, link)
+    for _ in range(2000):
+        loop.turn()
+        if any(news.finished for step in link.sent for news in step.news):
+            break
+    refused = [each for step in link.sent for each in step.refused]
+    assert [each.id for each in refused] == [1]
+    assert refused[0].reason.startswith("the grammar cannot be used")
+    text = "".join(piece.text for step in link.sent for news in step.news for piece in news.pieces)
+    assert text == "ab"

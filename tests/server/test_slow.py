@@ -1,0 +1,159 @@
+"""Clients that send slowly: a byte now and then keeps neither a connection nor a request open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+import uvicorn
+from starlette.requests import Request
+
+from rooftile.server import limits
+from rooftile.server.http.app import make_app
+from rooftile.server.http.body import ClientGone, read_object
+from rooftile.server.http.protocol import BoundedProtocol
+from rooftile.server.refusals import Refusal
+from rooftile.server.run import bind
+from rooftile.server.service import Service
+from rooftile.server.settings import ServerSettings
+from tests.server.sockets import status
+
+
+@contextlib.asynccontextmanager
+async def listening():
+    """Yields the port of a server without an engine."""
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    app = make_app(Service(ServerSettings(model="m")))
+    config = uvicorn.Config(
+        app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=60
+    )
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield port
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def trickle(port: int, first: bytes, more: bytes) -> bytes:
+    """Sends a byte now and then; returns what the server says at its end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(first)
+    reading = asyncio.create_task(reader.read())
+    with contextlib.suppress(ConnectionError):
+        for _ in range(200):
+            if reading.done():
+                break
+            writer.write(more)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+    found = await asyncio.wait_for(reading, 20)
+    writer.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "more"), [(b"", b""), (b"GET /health HTTP/1.1\r\nX", b"x"), (b"", b"\r\n"), (b"GET /", b"a")]
+)
+def test_a_slow_head_ends_in_time(monkeypatch, first, more) -> None:
+    monkeypatch.setattr(limits, "READ_S", 0.4)
+
+    async def test() -> None:
+        async with listening() as port:
+            assert status(await trickle(port, first, more)) == 408
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_between_two_requests_a_connection_may_rest(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "READ_S", 0.3)
+    line = b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    async def test() -> None:
+        async with listening() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(2):
+                writer.write(line)
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert status(head) == 200
+                size = int(
+                    next(each for each in head.split(b"\r\n") if each.lower().startswith(b"content-length")).split()[1]
+                )
+                await reader.readexactly(size)
+                await asyncio.sleep(0.6)
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_too_many_connections_are_closed(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "CONNECTIONS", 2)
+
+    async def test() -> None:
+        async with listening() as port:
+            made = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(made[2][0].read(), 10) == b""
+            made[0][1].write(b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert status(await made[0][0].readline()) == 200
+            for _, writer in made:
+                writer.close()
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def body_of(*messages: dict) -> Request:
+    """Returns a request whose body comes in these messages, and then no more."""
+    left = list(messages)
+
+    async def receive() -> dict:
+        return left.pop(0) if left else await asyncio.Event().wait()
+
+    headers = [(b"content-type", b"application/json")]
+    return Request({"type": "http", "method": "POST", "headers": headers}, receive)
+
+
+def test_a_slow_body_ends_in_time(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "READ_S", 0.1)
+    request = body_of({"type": "http.request", "body": b"{", "more_body": True})
+    with pytest.raises(Refusal) as late:
+        asyncio.run(asyncio.wait_for(read_object(request, 100), 10))
+    assert late.value.status == 408
+
+
+def test_a_client_that_leaves_in_its_body_is_gone() -> None:
+    request = body_of({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"})
+    with pytest.raises(ClientGone):
+        asyncio.run(asyncio.wait_for(read_object(request, 100), 10))
+
+
+def test_a_body_of_any_size_is_read_within_its_limit() -> None:
+    parts = [{"type": "http.request", "body": each, "more_body": True} for each in (b'{"a": "', b"x" * 50_000, b'"')]
+    request = body_of(*parts, {"type": "http.request", "body": b"}", "more_body": False})
+    assert asyncio.run(read_object(request, 60_000)) == {"a": "x" * 50_000}
+    request = body_of(*parts, {"type": "http.request", "body": b"}", "more_body": False})
+    with pytest.raises(Refusal) as long:
+        asyncio.run(read_object(request, 50_000))
+    assert long.value.status == 413
+
+
+def test_a_body_without_end_is_not_read_to_its_end() -> None:
+    """Reads some of what is too much, so that its sender may read the answer, and not all."""
+    received = []
+
+    async def receive() -> dict:
+        received.append(1)
+        assert len(received) < 20, "the whole of it is read"
+        return {"type": "http.request", "body": b" " * 100, "more_body": True}
+
+    request = Request({"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}, receive)
+    with pytest.raises(Refusal) as long:
+        asyncio.run(asyncio.wait_for(read_object(request, 100), 10))
+    assert long.value.status == 413
+    assert len(received) == 5

@@ -1,0 +1,248 @@
+"""Structured output: what comes out follows the grammar, and a bad grammar hurts only who sent it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rooftile import InvalidInput
+from rooftile.serve import SamplingParams
+from tests.server.living import PATIENCE_S, living
+
+CHAT = "/v1/chat/completions"
+SCHEMA = {
+    "type": "object", "properties": {"name": {"type": "string", "maxLength": 6}, "tiles": {"type": "integer", "maximum": 99}},
+    "required": ["name", "tiles"], "additionalProperties": False,
+}  # fmt: skip
+DEEP: dict = {"type": "string"}
+for _ in range(20):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+
+
+def nested(levels: int) -> dict:
+    found: dict = {}
+    for _ in range(levels - 1):
+        found = {"not": found}
+    return found
+
+
+def follows(value: object, schema: dict) -> bool:
+    """Tells whether a value is one of these schemas."""
+    if "anyOf" in schema:
+        return any(follows(value, each) for each in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        # in JSON, true is not 1
+        return json.dumps(value) in [json.dumps(each) for each in schema.get("enum", [schema.get("const")])]
+    kind = schema["type"]
+    if kind == "object":
+        return set(value) == set(schema["properties"]) and all(
+            follows(value[k], v) for k, v in schema["properties"].items()
+        )
+    if kind == "array":
+        return schema["minItems"] <= len(value) <= schema["maxItems"] and all(
+            follows(each, schema["items"]) for each in value
+        )
+    if kind == "string":
+        return len(value) <= schema.get("maxLength", 9) and re.search(schema.get("pattern", ""), value) is not None
+    if kind == "integer":
+        return type(value) is int and schema.get("minimum", value) <= value <= schema["maximum"]
+    return type(value) is {"boolean": bool, "null": type(None)}[kind]
+
+
+SCALARS = st.sampled_from(
+    [
+        {"type": "boolean"}, {"type": "null"}, {"enum": ["a", 1, None]}, {"const": "tile"},
+        {"type": "integer", "minimum": -5, "maximum": 20}, {"type": "string", "maxLength": 4},
+        {"type": "string", "pattern": "^[ab]{1,3}$"},
+    ]
+)  # fmt: skip
+
+
+def composed(inner):
+    def made(parts: dict) -> dict:
+        return {"type": "object", "properties": parts, "required": list(parts), "additionalProperties": False}
+
+    arrays = inner.map(lambda each: {"type": "array", "items": each, "minItems": 1, "maxItems": 2})
+    unions = st.lists(inner, min_size=1, max_size=2).map(lambda each: {"anyOf": each})
+    return arrays | unions | st.dictionaries(st.sampled_from(["a", "b", "é"]), inner, max_size=3).map(made)
+
+
+SCHEMAS = st.recursive(SCALARS, composed, max_leaves=4)
+
+
+@given(SCHEMAS, st.integers(0, 99))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_comes_out_is_of_the_schema(llm, schema, seed) -> None:
+    params = SamplingParams(structured={"json": schema}, temperature=2.0, seed=seed, max_tokens=400)
+    (output,) = llm.generate([[5, 6, 7]], params)
+    assert output.error is None
+    answer = output.outputs[0]
+    if answer.finish_reason == "stop":
+        assert follows(json.loads(answer.text), schema), answer.text
+    else:
+        assert len(answer.token_ids) == 400, "an answer ends where its grammar does"
+
+
+@pytest.mark.parametrize(
+    ("structured", "pattern"),
+    [
+        ({"regex": "[ab]{3}c+!"}, "[ab]{3}c+!"),
+        ({"choice": ["yes", "no", "né – 😀"]}, "yes|no|né – 😀"),
+        ({"json": {"const": "a"}}, '"a"'),
+    ],
+)
+def test_each_kind(llm, structured, pattern) -> None:
+    params = SamplingParams(structured=structured, temperature=2.0, n=4, seed=1, max_tokens=200)
+    (output,) = llm.generate("The roof", params)
+    for answer in output.outputs:
+        assert answer.finish_reason == "stop"
+        assert re.fullmatch(pattern, answer.text)
+
+
+def test_neighbours_without_a_grammar_are_untouched(llm) -> None:
+    free = SamplingParams(temperature=0, max_tokens=20)
+    (alone,) = llm.generate("The roof", free)
+    tied = SamplingParams(structured={"regex": "[ab]*"}, max_tokens=20, seed=1)
+    together, constrained = llm.generate(["The roof", "The roof"], [free, tied])
+    assert together.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert set(constrained.outputs[0].text) <= {"a", "b"}
+
+
+def test_a_grammar_survives_preemption(folder) -> None:
+    from rooftile.serve import LLM
+
+    tight = LLM(folder, device="cpu", num_blocks=10, max_model_len=128)
+    params = SamplingParams(structured={"regex": "[ab]{60}"}, seed=3, max_tokens=100)
+    found = tight.generate(["The roof"] * 4, params)
+    assert tight.engine.scheduler.preemptions > 0
+    assert all(re.fullmatch("[ab]{60}", output.outputs[0].text) for output in found)
+
+
+def test_over_http_as_the_client_writes_it(server, llm) -> None:
+    wrapped = {"type": "json_schema", "json_schema": {"name": "roof", "schema": SCHEMA, "strict": True}}
+    messages = [{"role": "user", "content": "Which roof?"}]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        asked = {"model": "tiny", "messages": messages, "seed": 4, "max_tokens": 300, "response_format": wrapped}
+        found = client.chat.completions.create(**asked).choices[0]
+        (due,) = llm.chat(messages, SamplingParams(structured={"json": SCHEMA}, seed=4, max_tokens=300))
+        assert found.message.content == due.outputs[0].text
+        streamed = "".join(
+            chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**asked, stream=True)
+        )
+    assert streamed == found.message.content
+    if found.finish_reason == "stop":
+        assert follows(json.loads(found.message.content), SCHEMA)
+    choice = server.complete(structured_outputs={"choice": ["red", "blue"]}, seed=1)["choices"][0]
+    assert choice["text"] in ("red", "blue")
+    assert choice["finish_reason"] == "stop"
+    anything = server.post(
+        CHAT, messages=messages, response_format={"type": "json_object"}, seed=2, max_tokens=60
+    ).json()
+    assert anything["choices"][0]["message"]["content"].startswith("{")
+    plain = server.post(CHAT, messages=messages, response_format={"type": "text"}, seed=2, max_tokens=5)
+    assert plain.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("grammar", "code"),
+    [
+        ({"json": {"$ref": "#"}}, "invalid_grammar"),
+        ({"json": {"type": "bogus"}}, "invalid_grammar"),
+        ({"json": {"type": 5}}, "invalid_grammar"),
+        ({"json": {"$ref": "https://example.org/schema"}}, "invalid_grammar"),
+        ({"json": {"$ref": "#/nowhere"}}, "invalid_grammar"),
+        ({"json": {"enum": []}}, "invalid_grammar"),
+        ({"json": {"type": "string", "pattern": "((("}}, "invalid_grammar"),
+        ({"json": DEEP}, "invalid_grammar"),
+        ({"json": nested(33)}, "invalid_grammar"),
+        ({"json": {"description": "x" * 65536}}, "invalid_grammar"),
+        ({"regex": "(("}, "invalid_grammar"),
+        ({"regex": "a" * 4097}, "invalid_value"),
+        ({"choice": []}, "invalid_value"),
+        ({"choice": [""]}, "invalid_value"),
+        ({"choice": ["a"] * 1025}, "invalid_value"),
+        ({"choice": ["a"], "regex": "b"}, "invalid_value"),
+        ({}, "invalid_value"),
+        ({"json": 5}, "invalid_value"),
+        ({"lark": "start: x"}, "invalid_value"),
+    ],
+    ids=range(19),
+)
+def test_a_bad_grammar_is_refused(server, grammar, code) -> None:
+    answer = server.post("/v1/completions", prompt="a", structured_outputs=grammar, max_tokens=5)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, code), answer.text
+    assert answer.json()["error"]["param"] == "structured_outputs"
+    assert server.complete(max_tokens=1)["choices"]
+
+
+@pytest.mark.parametrize(
+    "grammar", [{}, {"type": "number", "maximum": 2e10}, True, {"type": ["string", "null"]}, nested(4)]
+)
+def test_odd_grammars_are_answered_or_refused(server, grammar) -> None:
+    answer = server.post("/v1/completions", prompt="a", structured_outputs={"json": grammar}, max_tokens=20)
+    assert answer.status_code in (200, 400)
+    assert server.complete(max_tokens=1)["choices"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"name": "x"}}, {},
+        {"type": "json_schema", "json_schema": {"schema": {}, "more": 1}}, {"type": "json_object", "schema": {}},
+    ],
+)  # fmt: skip
+def test_a_wrong_format_is_refused(server, wrong) -> None:
+    answer = server.post(CHAT, messages=[{"role": "user", "content": "a"}], response_format=wrong)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"min_tokens": 2}, {"ignore_eos": True}, {"bad_words": ["a"]}, {"allowed_token_ids": [5]}]
+)
+def test_what_contradicts_a_grammar_is_refused(fields) -> None:
+    with pytest.raises(InvalidInput, match="is given with structured"):
+        SamplingParams(structured={"json": {}}, **fields)
+    with pytest.raises(InvalidInput, match="with beam_width"):
+        SamplingParams(structured={"json": {}}, beam_width=2)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"json": {}, "regex": "a"}, {"xml": 1}, "json", {"json": 5}, {"regex": 5}, {"choice": "ab"}]
+)
+def test_the_parameter_is_checked(wrong) -> None:
+    with pytest.raises(InvalidInput, match="structured"):
+        SamplingParams(structured=wrong)
+
+
+def test_a_stream_goes_on_while_a_hostile_grammar_is_compiled(folder) -> None:
+    """Many properties with patterns take seconds to compile; pieces of another stream come all the while."""
+    hostile = {
+        "type": "object",
+        "properties": {f"p{n}": {"type": "string", "pattern": f"^[a-z]{{1,{n % 50 + 1}}}x$"} for n in range(600)},
+    }
+
+    async def test() -> None:
+        async with living(folder) as it:
+            begun = asyncio.Event()
+            other = asyncio.create_task(it.stream(begun, max_tokens=8000))
+            await begun.wait()
+            counted = it.service.engine.state.steps
+            began = time.monotonic()
+            answer = await it.client.post(
+                "/v1/completions", json={"prompt": "a", "structured_outputs": {"json": hostile}, "max_tokens": 2}
+            )
+            took, steps = time.monotonic() - began, it.service.engine.state.steps - counted
+            assert answer.status_code in (200, 400)
+            # steps of this model take milliseconds: one in 200 ms is far from a standstill, and near to it on no machine
+            assert steps >= took / 0.2
+            assert not other.done()
+            other.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
