@@ -20,9 +20,9 @@ Every kernel runs inside one of these operators of `torch.ops.rooftile`, so `tor
 profiler see it. A call that nobody watches goes straight to the kernel. `rooftile.cost.counts.work(name, arguments, results)`
 returns the FLOPs and the bytes of a call.
 
-An argument marked `!` in the schema is written to. `attention`, `chunked_recurrence` and `selected_attention` have gradients; the
-others raise `Unsupported` where one is asked for. Norms, gates and rotary positions compute their definition in PyTorch's
-operations then, so `rooftile.fused` is differentiable all the same.
+An argument marked `!` in the schema is written to. `attention`, `chunked_recurrence`, `selected_attention` and `linear_quantised`
+have gradients; the others raise `Unsupported` where one is asked for. Norms, gates and rotary positions compute their definition
+in PyTorch's operations then, so `rooftile.fused` is differentiable all the same.
 
 | operator | computes | schema |
 |---|---|---|
@@ -38,6 +38,8 @@ COMPUTES = {
     "add_norm": "a residual stream with x added, and the norm of the sum",
     "gated": "a gated activation",
     "linear": "a linear projection, batch-invariant",
+    "linear_quantised": "a linear projection with a quantised weight",
+    "dequantise_weight": "a quantised weight in 16 or 32 bits",
     "rotate": "rotary positions",
     "write_kv": "keys and values written into a paged cache",
     "write_kv_and_rotate": "the same, with queries rotated",

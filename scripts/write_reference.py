@@ -34,8 +34,12 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Number formats",
         "rooftile.numerics",
-        ("quantise", "quantise_blocks", "fake_quantise", "hadamard", "inverse_hadamard", "Scaled", "BlockScaled", "QuantisedQKV"),
+        (
+            "quantise", "quantise_blocks", "fake_quantise", "hadamard", "inverse_hadamard", "Scaled", "BlockScaled",
+            "QuantisedQKV", "quantise_rows", "QuantisedRows",
+        ),
     ),
+    ("Quantised weights", "rooftile", ("quantise_weight", "QuantisedWeight", "linear")),
     ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
     ("Lists of blocks", "rooftile", ("Blocks",)),
     ("FlexAttention's function", "rooftile.integrations.flex_attention", ("flex_attention",)),

@@ -54,6 +54,13 @@ def _linear(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(2 * x.shape[0] * weight.numel(), _nbytes(arguments), _nbytes(results))
 
 
+def _linear_quantised(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Codes of 8 bits are FLOPs as any others."""
+    x, *_ = arguments
+    N, K = arguments[11:13]
+    return Work(2 * x.shape[0] * N * K, _nbytes(arguments), _nbytes(results))
+
+
 def _write(arguments: tuple[Any, ...], results: Any) -> Work:
     k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale = arguments
     tokens = int((slots >= 0).sum())
@@ -239,6 +246,8 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "add_norm": _add_norm,
     "gated": _once,
     "linear": _linear,
+    "linear_quantised": _linear_quantised,
+    "dequantise_weight": _once,
     "rotate": _once,
     "write_kv": _write,
     "write_kv_and_rotate": _write_and_rotate,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
-from rooftile import approximate, launch
+from rooftile import approximate, launch, matmul
 from rooftile.approximate.paged.loki import page_scores
 from rooftile.cost.counts import Work
 from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
@@ -89,6 +89,21 @@ def _gated(device: torch.device) -> Work:
 def _linear(device: torch.device) -> Work:
     linear(torch.randn(5, 8, device=device), torch.randn(3, 8, device=device), torch.randn(3, device=device))
     return Work(2 * 5 * 8 * 3, 5 * 32 + 3 * 32 + 12, 5 * 12)
+
+
+def _weight(device: torch.device) -> rt.QuantisedWeight:
+    return rt.quantise_weight(torch.randn(3, 64, device=device), "int4", group=32, zero_points=True)
+
+
+def _linear_quantised(device: torch.device) -> Work:
+    rt.linear(torch.randn(5, 64, device=device), _weight(device), torch.randn(3, device=device))
+    # half a byte per weight, and two groups per row with a scale of 16 bits and a zero point of 8
+    return Work(2 * 5 * 64 * 3, 5 * 256 + 3 * (32 + 4 + 2) + 12, 5 * 12)
+
+
+def _dequantise_weight(device: torch.device) -> Work:
+    matmul.dequantise(_weight(device), torch.bfloat16)
+    return Work(0, 3 * (32 + 4 + 2), 3 * 64 * 2)
 
 
 def _rotation(device: torch.device) -> Rotation:
@@ -243,6 +258,8 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "add_norm": _add_norm,
     "gated": _gated,
     "linear": _linear,
+    "linear_quantised": _linear_quantised,
+    "dequantise_weight": _dequantise_weight,
     "rotate": _rotate,
     "write_kv": _write,
     "write_kv_and_rotate": _write_and_rotate,
