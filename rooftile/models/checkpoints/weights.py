@@ -76,18 +76,31 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
             place.copy_(stored.get_tensor())
 
 
+def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, Stored]:
+    """Opens files, and returns their tensors by their names without prefix."""
+    return _tensors([stack.enter_context(_opened(path)) for path in files], prefix_of(config))
+
+
 def _matched(
     config: ModelConfig, places: dict[str, Tensor], files: Iterable[Path], stack: ExitStack
-) -> list[tuple[_Stored, Tensor]]:
+) -> list[tuple[Stored, Tensor]]:
     """Returns each stored tensor with the parameter that it fills."""
-    found = _tensors([stack.enter_context(_opened(path)) for path in files], _prefix(config))
+    return matched(config, places, stored_in(config, files, stack))
+
+
+def matched(config: ModelConfig, places: dict[str, Tensor], found: dict[str, Stored]) -> list[tuple[Stored, Tensor]]:
+    """Returns each stored tensor with the parameter that it fills.
+
+    Raises:
+        InvalidInput: tensors are missing, unexpected or of other shapes.
+    """
     if config.tie:
         _check_tie(found, next(iter(places)))
     _check(found, places)
     return [(found[name], place) for name, place in places.items()]
 
 
-class _Stored:
+class Stored:
     """One tensor in an open file."""
 
     def __init__(self, file: Any, name: str) -> None:
@@ -118,14 +131,14 @@ def _opened(path: Path) -> Any:
         raise InvalidInput(f"{path} is not a complete safetensors file ({error}); download it again") from None
 
 
-def _prefix(config: ModelConfig) -> str:
+def prefix_of(config: ModelConfig) -> str:
     """Returns the prefix of all tensors' names but the head's; some checkpoints leave it out."""
     return "transformer." if config.family == "gpt2" else "model."
 
 
-def _tensors(files: list[Any], prefix: str) -> dict[str, _Stored]:
-    stored = [_Stored(file, name) for file in files for name in _names(file)]
-    found: dict[str, _Stored] = {}
+def _tensors(files: list[Any], prefix: str) -> dict[str, Stored]:
+    stored = [Stored(file, name) for file in files for name in _names(file)]
+    found: dict[str, Stored] = {}
     for one in stored:
         name = one.name.removeprefix(prefix)
         if name.endswith(_IGNORED):
@@ -142,7 +155,7 @@ def _names(file: Any) -> list[str]:
     return names
 
 
-def _check_tie(found: dict[str, _Stored], embedding: str) -> None:
+def _check_tie(found: dict[str, Stored], embedding: str) -> None:
     """Removes a tied head that was saved all the same, after checking that it equals the embedding."""
     head = found.pop("lm_head.weight", None)
     if head is None:
@@ -156,7 +169,7 @@ def _check_tie(found: dict[str, _Stored], embedding: str) -> None:
         )
 
 
-def _check(found: Mapping[str, _Stored], places: Mapping[str, Tensor]) -> None:
+def _check(found: Mapping[str, Stored], places: Mapping[str, Tensor]) -> None:
     missing = [name for name in places if name not in found]
     if missing:
         raise InvalidInput(f"the checkpoint lacks {_some(missing)}; its config.json asks for them")
@@ -197,20 +210,31 @@ def tensors_of(
         yield "lm_head.weight", head
 
 
-def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def projections_of(layer: Layer, config: ModelConfig) -> Iterator[tuple[Projection, dict[str, int]]]:
+    """Yields a layer's large projections, each with the modules of the checkpoint that are its parts, and their rows."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    if layer.gates is not None and layer.compression is not None:
+    if layer.gates is not None:
         kv *= BRANCHES
+    if config.family == "gpt2":
+        for name, projection in _gpt2_projections(layer).items():
+            yield projection, {name: projection.outputs}
+        return
+    if config.family == "phi3":
+        yield layer.qkv, {"self_attn.qkv_proj": layer.qkv.outputs}
+        yield layer.up, {"mlp.gate_up_proj": layer.up.outputs}
+    else:
+        yield layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+        yield layer.up, {"mlp.gate_proj": config.ffn, "mlp.up_proj": config.ffn}
+    yield layer.o, {"self_attn.o_proj": config.hidden}
+    yield layer.down, {"mlp.down_proj": config.hidden}
+
+
+def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    if layer.gates is not None and layer.compression is not None:
         yield from _split(layer.gates, {"self_attn.g_proj": BRANCHES * config.heads})
         yield from ((f"self_attn.compression.{name}", place) for name, place in layer.compression.tensors())
-    if config.family == "phi3":
-        yield "self_attn.qkv_proj.weight", layer.qkv.weight
-        yield "mlp.gate_up_proj.weight", layer.up.weight
-    else:
-        yield from _split(layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv})
-        yield from _split(layer.up, {"mlp.gate_proj": config.ffn, "mlp.up_proj": config.ffn})
-    yield from _split(layer.o, {"self_attn.o_proj": config.hidden})
-    yield from _split(layer.down, {"mlp.down_proj": config.hidden})
+    for projection, parts in projections_of(layer, config):
+        yield from _split(projection, parts)
     # in layers with four norms the second has another name
     second = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     yield from _norm("input_layernorm", layer.attention_norm)
@@ -222,20 +246,26 @@ def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gpt2_layer(layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    named = {"attn.c_attn": layer.qkv, "attn.c_proj": layer.o, "mlp.c_fc": layer.up, "mlp.c_proj": layer.down}
-    for name, projection in named.items():
+    for name, projection in _gpt2_projections(layer).items():
         # GPT-2 keeps its weights as (in, out)
-        yield f"{name}.weight", projection.weight.T
+        if projection.weight is not None:
+            yield f"{name}.weight", projection.weight.T
         if projection.bias is not None:
             yield f"{name}.bias", projection.bias
     yield from _norm("ln_1", layer.attention_norm)
     yield from _norm("ln_2", layer.ffn_norm)
 
 
+def _gpt2_projections(layer: Layer) -> dict[str, Projection]:
+    return {"attn.c_attn": layer.qkv, "attn.c_proj": layer.o, "mlp.c_fc": layer.up, "mlp.c_proj": layer.down}
+
+
 def _split(projection: Projection, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parts of a projection; weights that are quantised are no places to fill."""
     rows = list(sizes.values())
-    for name, weight in zip(sizes, projection.weight.split(rows), strict=True):
-        yield f"{name}.weight", weight
+    if projection.weight is not None:
+        for name, weight in zip(sizes, projection.weight.split(rows), strict=True):
+            yield f"{name}.weight", weight
     if projection.bias is not None:
         for name, bias in zip(sizes, projection.bias.split(rows), strict=True):
             yield f"{name}.bias", bias
