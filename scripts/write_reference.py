@@ -40,6 +40,14 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ),
     ),
     ("Quantised weights", "rooftile", ("quantise_weight", "QuantisedWeight", "linear")),
+    (
+        "Fused operations",
+        "rooftile.fused",
+        (
+            "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "swiglu", "geglu", "rotary", "softmax",
+            "cross_entropy", "linear_cross_entropy",
+        ),
+    ),
     ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
     ("Lists of blocks", "rooftile", ("Blocks",)),
     ("FlexAttention's function", "rooftile.integrations.flex_attention", ("flex_attention",)),

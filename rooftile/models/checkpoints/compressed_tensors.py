@@ -87,8 +87,8 @@ class CompressedTensors:
         """Names of the tensors of a layout."""
         scheme = self._of(module)
         if scheme.layout == "pack-quantized":
-            names, zeros = ("weight_packed", "weight_scale", "weight_shape"), "weight_zero_point"
-            return (names, ("weight_g_idx", zeros)) if scheme.symmetric else ((*names, zeros), ("weight_g_idx",))
+            packed, zeros = ("weight_packed", "weight_scale", "weight_shape"), "weight_zero_point"
+            return (packed, ("weight_g_idx", zeros)) if scheme.symmetric else ((*packed, zeros), ("weight_g_idx",))
         if scheme.layout in PLAIN:
             names, zero_points = ("weight", "weight_scale"), ("weight_zero_point", "input_zero_point")
             return ((*names, "input_scale"), zero_points) if scheme.static else (names, (*zero_points, "input_scale"))
