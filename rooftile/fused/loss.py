@@ -164,9 +164,7 @@ def _run(input: Tensor, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
     return _defined(input, target, *numbers)
 
 
-def _run_gradients(
-    dlosses: Tensor, losses: None, lse: Tensor, input: Tensor, target: Tensor, *numbers: Any
-) -> tuple[Tensor]:  # fmt: skip
+def _run_gradients(dlosses: Tensor, losses: None, lse: Tensor, input: Tensor, target: Tensor, *numbers: Any) -> tuple[Tensor]:
     if _kernels_run_on(input):
         from rooftile.fused.kernels import cross_entropy as kernels
 
@@ -179,8 +177,9 @@ def _kernels_run_on(x: Tensor) -> bool:
 
 
 def _fake(input: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(input.dtype, torch.float32)
-    return input.new_empty(input.shape[0], dtype=wide), input.new_empty(input.shape[0], dtype=wide)
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    losses, lse = (input.new_empty(input.shape[0], dtype=dtype) for _ in range(2))
+    return losses, lse
 
 
 def _chunks(input: Tensor, weight: Tensor) -> int:
@@ -188,9 +187,8 @@ def _chunks(input: Tensor, weight: Tensor) -> int:
     return max(min(AT_ONCE // max(weight.shape[0], 1), max(input.shape[0], 1)), 1)
 
 
-def _from_hidden(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
-    logits = functional.linear(input, weight, bias)
-    return _defined(logits, target, *numbers)
+def _from_hidden(input: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+    return _defined(functional.linear(input, weight, bias), *others)
 
 
 def _run_from_hidden(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from rooftile.errors import InvalidInput
 from rooftile.fused import Rotation, add_norm, normalise
-from rooftile.models.checkpoints import quantised
+from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
 from rooftile.models.checkpoints.plan import Weights, plan_of
 from rooftile.models.config import ModelConfig
@@ -97,7 +97,7 @@ class Decoder(nn.Module):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each tensor's name in the checkpoint, without prefix, and the view of a parameter that it fills."""
-        return checkpoint.tensors_of(self.config, self.embedding, self.positions, self.layers, self.norm, self.head)
+        return places.tensors_of(self.config, self.embedding, self.positions, self.layers, self.norm, self.head)
 
     @classmethod
     def random(

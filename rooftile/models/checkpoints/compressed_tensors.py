@@ -222,13 +222,7 @@ def _scheme_of(group: Mapping[str, Any], section: Mapping[str, Any], folder: str
 
 
 def _format_of(
-    layout: str,
-    bits: Any,
-    kind: Any,
-    strategy: str,
-    weights: Mapping[str, Any],
-    inputs: Mapping[str, Any] | None,
-    folder: str,
+    layout: str, bits: Any, kind: Any, strategy: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, folder: str
 ) -> str:
     if layout == "pack-quantized":
         if kind != "int" or bits not in (4, 8) or inputs is not None:

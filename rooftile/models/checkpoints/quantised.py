@@ -19,6 +19,7 @@ from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.formats import TILE
 from rooftile.models.checkpoints import weights
+from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.checkpoints.plan import Quantiser, Reader
 from rooftile.models.checkpoints.weights import Stored
 from rooftile.models.config import ModelConfig
@@ -80,7 +81,7 @@ def _projections(config: ModelConfig, decoder: Filled) -> Iterator[tuple[Project
     """Yields all projections with the checkpoint's names of their parts."""
     folder = "h" if config.family == "gpt2" else "layers"
     for n, layer in enumerate(decoder.layers):
-        for projection, parts in weights.projections_of(layer, config):
+        for projection, parts in projections_of(layer, config):
             yield projection, {f"{folder}.{n}.{name}": rows for name, rows in parts.items()}
 
 
