@@ -82,6 +82,20 @@ def test_a_row_does_not_know_its_neighbours(name: str) -> None:
         assert torch.equal(rt.linear(x[n : n + 1], weight, deterministic=True, backend="triton"), together[n : n + 1])
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_the_weight_that_are_not_split(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many columns a program has a whole sum, and finishes it itself."""
+    monkeypatch.setattr(tiles, "PROGRAMS", 1)
+    tiles.tile_of.cache_clear()
+    weight, x, bias = weight_of(name, 33, 384), torch.randn(5, 384).bfloat16(), torch.randn(33)
+    seen: list[str] = []
+    with launch.observe(seen.append):
+        found = rt.linear(x, weight, bias, backend="triton")
+    tiles.tile_of.cache_clear()
+    assert "_add_parts" not in seen
+    assert_product(found, x, weight, bias)
+
+
 def test_the_order_of_sums_follows_from_the_weight() -> None:
     found = {tiles.tile_of(M, 4096, 4096, 64, False, True) for M in (1, 16, 256, 8192)}
     assert len(found) == 1
