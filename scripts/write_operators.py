@@ -52,6 +52,7 @@ COMPUTES = {
     "cross_entropy_backward": "its gradient",
     "linear_cross_entropy": "cross-entropy of hidden states and the head's weights, with gradients",
     "linear_cross_entropy_backward": "its gradients",
+    "quantise_rows": "rows of activations in FP8 or INT8",
     "linear_quantised": "a linear projection with a quantised weight",
     "dequantise_weight": "a quantised weight in 16 or 32 bits",
     "rotate": "rotary positions",

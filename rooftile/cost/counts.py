@@ -265,6 +265,7 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     },
     "linear_cross_entropy": _linear_cross_entropy,
     "linear_cross_entropy_backward": _linear_cross_entropy_backward,
+    "quantise_rows": _once,
     "linear_quantised": _linear_quantised,
     "dequantise_weight": _once,
     "rotate": _once,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.where import runs_on
+from rooftile.fused.where import quantised, runs_on
 from rooftile.operators import call, define, needs_steps
 
 _TANH, _CUBIC = math.sqrt(2 / math.pi), 0.044715
@@ -67,27 +68,28 @@ def _fake(x: Tensor, activation: str) -> Tensor:
 _GATED = define("gated(Tensor x, str activation) -> Tensor", _gated, _fake)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor, *, out: str | None = None) -> Any:
     """silu(gate) * up: each rounded to the tensors' dtype, as in a model that computes one after the other.
 
     Args:
         gate, up: (..., F), alike; rows may be strided, as halves of one projection are.
+        out: "fp8" or "int8" quantises the rounded result: `rooftile.numerics.QuantisedRows`, for `rooftile.linear`; no gradient.
 
     Example:
         >>> swiglu(*torch.randn(5, 128).chunk(2, dim=-1)).shape
         torch.Size([5, 64])
     """
-    return gate_up(gate, up, "silu")
+    return quantised(gate_up(gate, up, "silu"), out)
 
 
-def geglu(gate: Tensor, up: Tensor, tanh: bool = True) -> Tensor:
-    """gelu(gate) * up, with GELU's approximation by tanh, or exact.
+def geglu(gate: Tensor, up: Tensor, tanh: bool = True, *, out: str | None = None) -> Any:
+    """gelu(gate) * up, with GELU's approximation by tanh, or exact; `out` as in `swiglu`.
 
     Example:
         >>> geglu(torch.zeros(3, 8), torch.ones(3, 8)).unique()
         tensor([0.])
     """
-    return gate_up(gate, up, "gelu_pytorch_tanh" if tanh else "gelu")
+    return quantised(gate_up(gate, up, "gelu_pytorch_tanh" if tanh else "gelu"), out)
 
 
 def gate_up(gate: Tensor, up: Tensor, activation: str) -> Tensor:

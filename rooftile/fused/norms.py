@@ -14,13 +14,13 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.norm import Weights, normalised_as_defined
-from rooftile.fused.where import runs_on
+from rooftile.fused.where import quantised, runs_on
 
 # the longest row of the kernels
 LONGEST = 1 << 16
 
 
-def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False) -> Tensor:
+def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False, *, out: str | None = None) -> Any:
     """RMS norm over the last axis: x / sqrt(mean x² + eps) * w, in fp32, in the dtype of x.
 
     Args:
@@ -28,6 +28,7 @@ def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False) ->
         w: (size,).
         eps: added to the mean square.
         plus_one: whether w is a distance from one, as in Gemma; then it rounds once, at the end.
+        out: "fp8" or "int8" quantises the rounded result: `rooftile.numerics.QuantisedRows`, for `rooftile.linear`; no gradient.
 
     Example:
         >>> rms_norm(torch.randn(2, 5, 64), torch.ones(64)).shape
@@ -35,11 +36,11 @@ def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False) ->
     """
     _check(x, w, None)
     (y,) = _NORM(x.reshape(-1, x.shape[-1]), w, None, eps, plus_one)
-    return y.view(x.shape)
+    return quantised(y.view(x.shape), out)
 
 
-def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> Tensor:
-    """Layer norm over the last axis: (x - mean) / sqrt(variance + eps) * w + b.
+def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5, *, out: str | None = None) -> Any:
+    """Layer norm over the last axis: (x - mean) / sqrt(variance + eps) * w + b; `out` as in `rms_norm`.
 
     Example:
         >>> layer_norm(torch.randn(5, 64), torch.ones(64), torch.zeros(64)).mean(-1).abs().max() < 1e-5
@@ -47,27 +48,37 @@ def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> Tensor:
     """
     _check(x, w, b)
     (y,) = _NORM(x.reshape(-1, x.shape[-1]), w, b, eps, False)
-    return y.view(x.shape)
+    return quantised(y.view(x.shape), out)
 
 
-def add_rms_norm(x: Tensor, stream: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, stream: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False, *, out: str | None = None
+) -> tuple[Any, Tensor]:
     """Adds x to a residual stream; returns the RMS norm of the sum, and the sum, rounded once. Both are new tensors.
+
+    `out` quantises the norm, as in `rms_norm`.
 
     Example:
         >>> y, stream = add_rms_norm(*torch.randn(2, 5, 64), torch.ones(64))
     """
     _check(x, w, None)
-    return _added(x, stream, w, None, eps, plus_one)
+    y, total = _added(x, stream, w, None, eps, plus_one)
+    return quantised(y, out), total
 
 
-def add_layer_norm(x: Tensor, stream: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+def add_layer_norm(
+    x: Tensor, stream: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5, *, out: str | None = None
+) -> tuple[Any, Tensor]:
     """Adds x to a residual stream; returns the layer norm of the sum, and the sum, rounded once. Both are new tensors.
+
+    `out` quantises the norm, as in `rms_norm`.
 
     Example:
         >>> y, stream = add_layer_norm(*torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64))
     """
     _check(x, w, b)
-    return _added(x, stream, w, b, eps, False)
+    y, total = _added(x, stream, w, b, eps, False)
+    return quantised(y, out), total
 
 
 def _added(x: Tensor, stream: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from rooftile.matmul import definition, library
 from rooftile.matmul.definition import Product
 from rooftile.matmul.formats import weight_format
 from rooftile.matmul.weight import Parts
-from rooftile.numerics.rows import rows_as_codes
+from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
 
 NAMES = ("triton", "library", "definition")
 # from this many rows on PyTorch's products are first: reasoned from the rows at which arithmetic binds, not yet measured
@@ -61,9 +61,9 @@ class _Triton:
 
     @staticmethod
     def quantise(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        from rooftile.matmul.kernels import rows
+        from rooftile.numerics import kernels
 
-        return rows.quantise(x, format, scale)
+        return kernels.quantise(x, format, scale)
 
     @staticmethod
     def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product) -> Tensor:
@@ -135,10 +135,6 @@ def _triton_refusals(asked: Call) -> Iterator[str]:
         yield f"groups of {group} numbers; has powers of two from 16 on, and whole rows"
     if kind.activations is not None and K > LONGEST_ROW and asked.x_scales is None:
         yield f"rows of {K:,} numbers; has up to {LONGEST_ROW:,} to quantise at once"
-
-
-# numbers of a row that a program quantises at once
-LONGEST_ROW = 1 << 16
 
 
 def _fits(group: int, K: int) -> bool:

@@ -6,14 +6,20 @@ NaN and infinity stay in their row: a row of INT8 that holds one has the scale N
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib import util
 
 import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.launch import INTERPRETED
 from rooftile.numerics.formats import FP8_E4M3, INT8, encode
 from rooftile.numerics.scaling import BLOCK, scales_of, set_aside
+from rooftile.operators import call, define
 
+# numbers of a row that the kernel quantises at once
+LONGEST_ROW = 1 << 16
 ROW_FORMATS = {"fp8": FP8_E4M3, "fp8_tile": FP8_E4M3, "int8": INT8}
 
 
@@ -69,8 +75,40 @@ def quantise_rows(x: Tensor, format: str = "fp8", *, scale: Tensor | None = None
         raise InvalidInput(f"x is {what}; must be a float tensor (..., K)")
     if scale is not None and (format != "fp8" or scale.numel() != 1):
         raise InvalidInput(f"scale has {scale.numel()} numbers and format {format!r}; fp8 takes one for all rows")
+    codes, scales = call(_QUANTISE_ROWS, _run, x.detach().reshape(-1, x.shape[-1]), format, scale)
+    return QuantisedRows(codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[-1]), format, x.dtype)
+
+
+def _run(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    if _kernel_runs_on(x, format):
+        from rooftile.numerics import kernels
+
+        return kernels.quantise(x, format, scale)
     codes, scales = rows_as_codes(x, format, scale)
-    return QuantisedRows(codes, scales, format, x.dtype)
+    return codes.contiguous(), scales.contiguous()
+
+
+def _kernel_runs_on(x: Tensor, format: str) -> bool:
+    if x.dtype == torch.float64 or not 0 < x.shape[-1] <= LONGEST_ROW:
+        return False
+    if not x.is_cuda:
+        return INTERPRETED and x.device.type == "cpu"
+    needed = (8, 0) if format == "int8" else (8, 9)
+    return _triton_is_installed() and torch.cuda.get_device_capability(x.device) >= needed
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return util.find_spec("triton") is not None
+
+
+def _fake(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    columns = -(-x.shape[-1] // BLOCK) if format == "fp8_tile" else 1
+    codes = x.new_empty(x.shape, dtype=ROW_FORMATS[format].dtype)
+    return codes, x.new_empty((x.shape[0], columns), dtype=torch.float32)
+
+
+_QUANTISE_ROWS = define("quantise_rows(Tensor x, str format, Tensor? scale) -> (Tensor, Tensor)", _run, _fake)
 
 
 def rows_as_codes(x: Tensor, format: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

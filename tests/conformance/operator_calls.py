@@ -17,6 +17,7 @@ from rooftile.cost.counts import Work
 from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
 from rooftile.fused.norm import Weights
 from rooftile.kvcache import Copy, Pages
+from rooftile.numerics import quantise_rows
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.sampling.sampler import SamplingState, features_of, sample
 
@@ -171,6 +172,11 @@ def _linear_cross_entropy_backward(device: torch.device) -> Work:
 
 def _weight(device: torch.device) -> rt.QuantisedWeight:
     return rt.quantise_weight(torch.randn(3, 64, device=device), "int4", group=32, zero_points=True)
+
+
+def _quantise_rows(device: torch.device) -> Work:
+    quantise_rows(torch.randn(5, 64, device=device), "int8")
+    return Work(0, 5 * 256, 5 * (64 + 4))
 
 
 def _linear_quantised(device: torch.device) -> Work:
@@ -350,6 +356,7 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "cross_entropy_backward": _cross_entropy_backward,
     "linear_cross_entropy": _linear_cross_entropy,
     "linear_cross_entropy_backward": _linear_cross_entropy_backward,
+    "quantise_rows": _quantise_rows,
     "linear_quantised": _linear_quantised,
     "dequantise_weight": _dequantise_weight,
     "rotate": _rotate,

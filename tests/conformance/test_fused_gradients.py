@@ -10,6 +10,7 @@ from torch.nn import functional
 import rooftile as rt
 from rooftile import fused
 from rooftile.fused import loss as losses_of
+from rooftile.numerics import quantise_rows
 from tests.conformance.fused_cases import DTYPES, OPERATIONS, answers, check, inputs, losses
 from tests.conformance.operator_calls import watching
 
@@ -109,6 +110,25 @@ def test_identities(device: torch.device) -> None:
     assert found[0].isnan().all()
     assert found[1].tolist() == [0, 0, 1, 0]
     assert fused.gated(torch.randn(2, 3, 8, device=device), "silu").shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize("out", ["fp8", "int8"])
+def test_results_are_quantised_as_they_are_rounded(out: str, device: torch.device) -> None:
+    x, up = torch.randn(2, 3, 5, 64, device=device).bfloat16()
+    w, b = torch.rand(2, 64, device=device).bfloat16()
+    for call in (
+        lambda **words: fused.rms_norm(x, w, **words), lambda **words: fused.layer_norm(x, w, b, **words),
+        lambda **words: fused.add_rms_norm(x, up, w, **words)[0], lambda **words: fused.add_layer_norm(x, up, w, b, **words)[0],
+        lambda **words: fused.swiglu(x, up, **words), lambda **words: fused.geglu(x, up, **words),
+    ):  # fmt: skip
+        found, due = call(out=out), quantise_rows(call(), out)
+        assert torch.equal(found.codes.float(), due.codes.float())
+        assert torch.equal(found.scales, due.scales)
+        assert rt.linear(found, rt.quantise_weight(torch.randn(7, 64, device=device), out)).shape == (3, 5, 7)
+    with pytest.raises(rt.InvalidInput, match=f"out is '{out}' and a gradient is wanted"):
+        fused.rms_norm(x.requires_grad_(), w, out=out)
+    with pytest.raises(rt.InvalidInput, match="out is 'int4'; must be fp8, int8 or None"):
+        fused.rms_norm(x.detach(), w, out="int4")
 
 
 SETTINGS = {

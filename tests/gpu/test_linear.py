@@ -8,7 +8,7 @@ import torch
 import rooftile as rt
 from rooftile import launch
 from rooftile.matmul import backends, dequantise
-from rooftile.matmul.kernels import rows as row_kernels
+from rooftile.numerics import kernels as row_kernels
 from rooftile.numerics import quantise_rows
 from rooftile.numerics.rows import rows_as_codes
 from tests.matmul.cases import FORMATS, QUANTISES_X, assert_product, defined, ordered, weight_of

@@ -9,8 +9,8 @@ import rooftile as rt
 from rooftile import launch
 from rooftile.matmul import dequantise
 from rooftile.matmul.kernels import launch as tiles
-from rooftile.matmul.kernels import rows as row_kernels
 from rooftile.numerics import QuantisedRows, quantise_rows
+from rooftile.numerics import kernels as row_kernels
 from rooftile.numerics.rows import rows_as_codes
 from tests.matmul.cases import FORMATS, QUANTISES_X, assert_product, ordered, weight_of
 

@@ -87,7 +87,8 @@ def test_codes_times_codes(name: str, sm: int, M: int) -> None:
 
 @pytest.mark.parametrize("sm", [80, 90])
 def test_what_comes_before_and_after(sm: int) -> None:
-    from rooftile.matmul.kernels import rows, scaled, unpacked
+    from rooftile.matmul.kernels import scaled, unpacked
+    from rooftile.numerics import kernels as rows
     from tests.matmul.cases import weight_of as some
 
     adding = {"N": 4096, "SPLITS": 4, "SCALED": True, "BIAS": True, "BLOCK": 512, "num_warps": 4}

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.launch import Kernel
-from rooftile.numerics.rows import ROW_FORMATS
+from rooftile.numerics.formats import FP8_E4M3, INT8
 from rooftile.numerics.scaling import BLOCK
 
 
@@ -64,7 +64,7 @@ def quantise(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tens
     x = x if x.stride(-1) == 1 else x.contiguous()
     M, K = x.shape
     constants = constants_of(K, format, scale is not None)
-    codes = torch.empty((M, K), dtype=ROW_FORMATS[format].dtype, device=x.device)
+    codes = torch.empty((M, K), dtype=(INT8 if format == "int8" else FP8_E4M3).dtype, device=x.device)
     scales = torch.empty((M, constants["COLUMNS"]), dtype=torch.float32, device=x.device)
     given = scales if scale is None else scale.float().reshape(1)
     if M:
@@ -75,7 +75,7 @@ def quantise(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tens
 @cache
 def constants_of(K: int, format: str, given: bool) -> dict[str, object]:
     """The compile-time arguments."""
-    kind = ROW_FORMATS[format]
+    kind = INT8 if format == "int8" else FP8_E4M3
     columns = -(-K // BLOCK) if format == "fp8_tile" else 1
     width = BLOCK if format == "fp8_tile" else triton.next_power_of_2(K)
     parts = triton.next_power_of_2(columns)
