@@ -27,6 +27,8 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import disable, enable, enabled, is_enabled, status
 from rooftile.integrations.transformers_import import register_when_imported
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.matmul import QuantisedWeight, quantise_weight
+from rooftile.ops.linear import linear
 from rooftile.precision import Precision
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ __all__ = [
     "Mask",
     "Precision",
     "Prefix",
+    "QuantisedWeight",
     "SamplingParams",
     "Unsupported",
     "Window",
@@ -62,9 +65,11 @@ __all__ = [
     "enabled",
     "explain",
     "is_enabled",
+    "linear",
     "merge",
     "nn",
     "quantise_qkv",
+    "quantise_weight",
     "status",
 ]
 

@@ -20,9 +20,11 @@ from rooftile.blocks import Blocks
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import PagedKV
 from rooftile.masks import FULL, Mask
-from rooftile.numerics import QuantisedQKV
+from rooftile.matmul import QuantisedWeight
+from rooftile.numerics import QuantisedQKV, QuantisedRows
 from rooftile.operators import levels_of_gradients, mapped, only_grad_and_vmap, transformed, transforms_active
 from rooftile.ops import nested
+from rooftile.ops.linear import explain_linear
 from rooftile.ops.listed import with_blocks
 from rooftile.ops.padding import with_padding, without_padding
 from rooftile.precision import Precision, recipe_of
@@ -417,9 +419,9 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 @answers_foreign_words
 def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor | QuantisedRows,
+    k: Tensor | QuantisedWeight,
+    v: Tensor | None = None,
     mask: Mask | None = FULL,
     *,
     alibi: Tensor | None = None,
@@ -436,9 +438,16 @@ def explain(
 ) -> str:
     """Shows which backend `attention` would run on these arguments, and every reason why the others would not. Runs nothing.
 
+    `explain(x, weight)` does so for `linear`, where weight is what `quantise_weight` returned.
+
     Example:
         >>> print(explain(q, k, v, CAUSAL))
+        >>> print(explain(torch.randn(3, 64), quantise_weight(torch.randn(32, 64), "w8")))
     """
+    if isinstance(k, QuantisedWeight):
+        return explain_linear(q, k)
+    if isinstance(q, QuantisedRows) or v is None:
+        raise InvalidInput("explain got no v; give q, k and v of attention, or x and a QuantisedWeight")
     checks.check_query(q)
     given = q, k, v
     asked = Asked(scale, softcap, dropout, None, deterministic, precision, needs_lse)

@@ -14,7 +14,8 @@ from typing import Any
 
 from rooftile.backends import eager, hopper, sdpa, tiled, triton
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.spec import Grads, Spec, ValueOrder, decode
+from rooftile.precision import ValueOrder
+from rooftile.spec import Grads, Spec, decode
 
 ORDER: tuple[ModuleType, ...] = (hopper, triton, sdpa, tiled, eager)
 BACKENDS: dict[str, ModuleType] = {backend.NAME: backend for backend in ORDER}

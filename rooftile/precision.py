@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from rooftile.errors import InvalidInput
 
+# how the values of a `QuantisedQKV` are laid out: like v itself, or transposed into the columns that Hopper's kernel reads
+ValueOrder = Literal["rows", "columns"]
 _HAS = {
     "qk": ("native", "fp8", "int8"),
     "pv": ("native", "fp8"),

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from rooftile import masks
 from rooftile.masks import FULL, Mask
-from rooftile.precision import Precision
+from rooftile.precision import Precision, ValueOrder
 from rooftile.precision import decode as decode_precision
 
 Layout = Literal["dense", "packed", "paged"]
 # how many queries each sequence of a paged call has, as far as a kernel may rely on it (`kvcache.route` decides): just one
 # (decoding), many on average (prompts), or any number
 Queries = Literal["any", "one", "many"]
-# how the values of a `QuantisedQKV` are laid out: like v itself, or transposed into the columns that Hopper's kernel reads
-ValueOrder = Literal["rows", "columns"]
 
 DTYPES = {
     "fp32": torch.float32,

@@ -18,6 +18,8 @@ AMERICAN = {
     "attention_quantized": "attention_quantised",
     "attention_quantized_with_lse": "attention_quantised_with_lse",
     "quantize_qkv": "quantise_qkv",
+    "quantize_weight": "quantise_weight",
+    "QuantizedWeight": "QuantisedWeight",
 }
 
 _LAYOUT = "write {}=, in the layout (B, T, H, D): x.transpose(1, 2) of (B, H, T, D) costs no copy"

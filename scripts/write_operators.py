@@ -20,9 +20,9 @@ Every kernel runs inside one of these operators of `torch.ops.rooftile`, so `tor
 profiler see it. A call that nobody watches goes straight to the kernel. `rooftile.cost.counts.work(name, arguments, results)`
 returns the FLOPs and the bytes of a call.
 
-An argument marked `!` in the schema is written to. `attention`, `chunked_recurrence`, `selected_attention`, `gated_sum` and
-`gathered_attention` have gradients; the others raise `Unsupported` where one is asked for. Norms, gates and rotary positions
-compute their definition in PyTorch's operations then, so `rooftile.fused` is differentiable all the same.
+An argument marked `!` in the schema is written to. An operator with gradients has its backward below it, but for
+`linear_quantised`, whose backward is `dequantise_weight` and a product; the others raise `Unsupported` where a gradient is asked
+for. `normalise`, `add_norm`, `gated` and `rotate` compute their definition in PyTorch's operations then.
 
 | operator | computes | schema |
 |---|---|---|
@@ -38,6 +38,23 @@ COMPUTES = {
     "add_norm": "a residual stream with x added, and the norm of the sum",
     "gated": "a gated activation",
     "linear": "a linear projection, batch-invariant",
+    "norm": "a layer norm or an RMS norm, with gradients",
+    "norm_backward": "its gradients",
+    "sum_norm": "the norm of a sum and the sum, with gradients",
+    "sum_norm_backward": "its gradients",
+    "gate_up": "an activation times another tensor, with gradients",
+    "gate_up_backward": "its gradients",
+    "rotary": "rotary positions, with gradients",
+    "rotary_backward": "its gradient",
+    "softmax": "softmax over the last axis, with gradients",
+    "softmax_backward": "its gradient",
+    "cross_entropy": "cross-entropy of logits, with gradients",
+    "cross_entropy_backward": "its gradient",
+    "linear_cross_entropy": "cross-entropy of hidden states and the head's weights, with gradients",
+    "linear_cross_entropy_backward": "its gradients",
+    "quantise_rows": "rows of activations in FP8 or INT8",
+    "linear_quantised": "a linear projection with a quantised weight",
+    "dequantise_weight": "a quantised weight in 16 or 32 bits",
     "rotate": "rotary positions",
     "write_kv": "keys and values written into a paged cache",
     "write_kv_and_rotate": "the same, with queries rotated",

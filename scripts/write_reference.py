@@ -34,7 +34,19 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Number formats",
         "rooftile.numerics",
-        ("quantise", "quantise_blocks", "fake_quantise", "hadamard", "inverse_hadamard", "Scaled", "BlockScaled", "QuantisedQKV"),
+        (
+            "quantise", "quantise_blocks", "fake_quantise", "hadamard", "inverse_hadamard", "Scaled", "BlockScaled",
+            "QuantisedQKV", "quantise_rows", "QuantisedRows",
+        ),
+    ),
+    ("Quantised weights", "rooftile", ("quantise_weight", "QuantisedWeight", "linear")),
+    (
+        "Fused operations",
+        "rooftile.fused",
+        (
+            "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated", "swiglu", "geglu", "rotary", "softmax",
+            "cross_entropy", "linear_cross_entropy",
+        ),
     ),
     ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
     ("Lists of blocks", "rooftile", ("Blocks",)),

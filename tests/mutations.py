@@ -257,6 +257,65 @@ MUTATIONS = {
         'place = S - T - (length - 2)',
         ("tests/approximate/test_native_sparse.py",),
     ),
+    "weights, scales rounded late": Mutation(
+        "matmul/quantise.py", "rounded = scales.clamp(min=smallest).bfloat16()", "rounded = scales.clamp(min=smallest)",
+        ("tests/unit/test_quantised_weight.py", "-k", "w8 or before_codes"),
+    ),
+    "weights, zero points": Mutation(
+        "matmul/weight.py", "numbers - parts.zeros", "numbers + parts.zeros",
+        ("tests/unit/test_quantised_weight.py", "-k", "zero_points or near"),
+    ),
+    "weights, int8 sums in fp32": Mutation(
+        "matmul/definition.py", "EXACT = 1024", "EXACT = 16384", ("tests/matmul/test_linear.py", "-k", "int8_is_exact")
+    ),
+    "weights, nibbles": Mutation(
+        "matmul/kernels/unpacked.py", "tl.interleave(pairs & 15, pairs >> 4)", "tl.interleave(pairs >> 4, pairs & 15)",
+        ("tests/interpreter/test_quantised_products.py", "-k", "dequantised_bits"), interpreted=True,
+    ),
+    "weights, a split left out": Mutation(
+        "matmul/kernels/scaled.py", "for split in tl.static_range(1, SPLITS)", "for split in tl.static_range(2, SPLITS)",
+        ("tests/interpreter/test_quantised_products.py", "-k", "test_products"), interpreted=True,
+    ),
+    "weights, a scale of x": Mutation(
+        "matmul/kernels/scaled.py", "x_scale = tl.load(x_scales_ptr + m, mask", "x_scale = tl.load(x_scales_ptr + 0 * m, mask",
+        ("tests/interpreter/test_quantised_products.py", "-k", "not_split"), interpreted=True,
+    ),
+    "weights, gradient of x": Mutation(
+        "matmul/product.py", "dx = (dy.to(dtype) @ _weight_of(ctx.saved_tensors, ctx.rest, dtype)).to(ctx.dtype)",
+        "dx = torch.zeros(dy.shape[0], ctx.rest[3], dtype=ctx.dtype)", ("tests/matmul/test_linear.py", "-k", "gradients"),
+    ),
+    "gptq, zeros less one": Mutation(
+        "models/checkpoints/gptq.py", "return stored.to(torch.int16) + 1", "return stored.to(torch.int16)",
+        ("tests/models/test_quantised_checkpoints.py", "-k", "layout"),
+    ),
+    "awq, order in a word": Mutation(
+        "models/checkpoints/awq.py", "torch.tensor(ORDER).argsort()", "torch.tensor(ORDER)",
+        ("tests/models/test_quantised_checkpoints.py", "-k", "layout and awq"),
+    ),
+    "act-order": Mutation(
+        "models/checkpoints/tensors.py", "order = groups.argsort(stable=True)", "order = groups.argsort(stable=True).flip(0)",
+        ("tests/models/test_quantised_checkpoints.py", "-k", "layout and order"),
+    ),
+    "parts in one product, orders": Mutation(
+        "models/checkpoints/quantised.py", "return torch.equal(a.order, b.order)", "return True",
+        ("tests/models/test_quantised_checkpoints.py", "-k", "order or together"),
+    ),
+    "fused, gradient of a norm": Mutation(
+        "fused/kernels/norm_gradients.py", "dx = g - unit * (tl.sum(g * unit, 0) / SIZE)", "dx = g",
+        ("tests/interpreter/test_fused_gradients.py", "-k", "norm"), interpreted=True,
+    ),
+    "fused, gradient of the stream": Mutation(
+        "fused/norms.py", "return dx + dtotal, dw, db", "return dx, dw, db",
+        ("tests/conformance/test_fused_gradients.py", "-k", "add"),
+    ),
+    "fused, softcap": Mutation(
+        "fused/kernels/cross_entropy.py", "dz *= 1.0 - (z / softcap) * (z / softcap)", "dz *= 1.0",
+        ("tests/interpreter/test_fused_gradients.py", "-k", "cross_entropy"), interpreted=True,
+    ),
+    "fused, ignored targets": Mutation(
+        "fused/loss.py", "dz = torch.where((target == ignore_index)[:, None], 0.0, dz * dlosses[:, None])",
+        "dz = dz * dlosses[:, None]", ("tests/conformance/test_fused_gradients.py", "-k", "cross_entropy"),
+    ),
 }  # fmt: skip
 
 

@@ -7,7 +7,20 @@ from typing import Annotated
 
 import typer
 
-from rooftile.cli import accuracy, bench, calibrate, diagnose, doctor, explain, generate, mask, report, serve, warmup
+from rooftile.cli import (
+    accuracy,
+    bench,
+    calibrate,
+    diagnose,
+    doctor,
+    explain,
+    generate,
+    mask,
+    quantise,
+    report,
+    serve,
+    warmup,
+)
 from rooftile.cli.output import add_command
 
 app = typer.Typer(
@@ -40,6 +53,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor, "explain": explain.explain, "mask": mask.mask, "warmup": warmup.warmup,
     "diagnose": diagnose.diagnose,
     "accuracy": accuracy.accuracy, "generate": generate.generate, "calibrate": calibrate.calibrate,
+    "quantise": quantise.quantise,
     "report": report.report, "serve": serve.serve,
 }  # fmt: skip
 for _name, _command in COMMANDS.items():

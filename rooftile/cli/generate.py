@@ -60,6 +60,9 @@ def generate(
     dtype: Annotated[
         str, typer.Option("--dtype", help="Dtype of the model: bf16, fp16, fp32; auto for the checkpoint's.")
     ] = "auto",
+    weights: Annotated[
+        str, typer.Option("--weights", help="Format of the projections: fp8, int8, w8, int4, int4:64, ...; auto takes theirs.")
+    ] = "auto",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits whatever runs beside a prompt, at the price of speed.")
     ] = False,
@@ -98,7 +101,7 @@ def generate(
         say(f"reading {model}")
         llm = LLM(
             folder, dtype=DTYPES.get(dtype, dtype), device=target, max_model_len=max_model_len, num_blocks=num_blocks,
-            kv_dtype=kv_dtype, deterministic=deterministic, approximate=approximate,
+            kv_dtype=kv_dtype, deterministic=deterministic, approximate=approximate, weights=weights,
         )  # fmt: skip
     run = _Run(llm, prompts, params, chat=chat)
     if json:

@@ -53,6 +53,25 @@ def _linear(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(2 * x.shape[0] * weight.numel(), _nbytes(arguments), _nbytes(results))
 
 
+def _linear_cross_entropy(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Logits are neither read nor written."""
+    input, weight, *_ = arguments
+    return Work(2 * input.shape[0] * weight.numel(), _nbytes(arguments), _nbytes(results))
+
+
+def _linear_cross_entropy_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    """The logits are made again."""
+    input, weight = arguments[3:5]
+    return Work(6 * input.shape[0] * weight.numel(), _nbytes(arguments), _nbytes(results))
+
+
+def _linear_quantised(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Codes of 8 bits are FLOPs as any others."""
+    x, *_ = arguments
+    N, K = arguments[11:13]
+    return Work(2 * x.shape[0] * N * K, _nbytes(arguments), _nbytes(results))
+
+
 def _write(arguments: tuple[Any, ...], results: Any) -> Work:
     k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale = arguments
     tokens = int((slots >= 0).sum())
@@ -228,6 +247,16 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "add_norm": _add_norm,
     "gated": _once,
     "linear": _linear,
+    **{
+        name: _once
+        for each in ("norm", "sum_norm", "gate_up", "rotary", "softmax", "cross_entropy")
+        for name in (each, f"{each}_backward")
+    },
+    "linear_cross_entropy": _linear_cross_entropy,
+    "linear_cross_entropy_backward": _linear_cross_entropy_backward,
+    "quantise_rows": _once,
+    "linear_quantised": _linear_quantised,
+    "dequantise_weight": _once,
     "rotate": _once,
     "write_kv": _write,
     "write_kv_and_rotate": _write_and_rotate,

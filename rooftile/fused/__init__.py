@@ -1,15 +1,25 @@
-"""Operations around attention: norms, gated activations and rotary positions, each in one pass over its rows, and a
-batch-invariant linear projection.
+"""Memory-bound operations, each in one pass over its rows, and a batch-invariant linear projection.
+
+With gradients of their own, for any leading shape: `rms_norm`, `layer_norm`, `add_rms_norm`, `add_layer_norm`, `swiglu`, `geglu`,
+`rotary`, `softmax`, `cross_entropy` and `linear_cross_entropy`. For decoding: `normalise`, `add_norm` (in place), `gated` and
+`rotate`; where a gradient of these is wanted, their definition runs.
 
 Each file holds an operation's definition in plain PyTorch, its operator, and the choice between the definition and the Triton
-kernel in `rooftile.fused.kernels`. Where a gradient is wanted, in forward mode and under transforms of `torch.func` the
-definition runs, so that PyTorch sees each of its steps.
+kernel in `rooftile.fused.kernels`. In forward mode and under transforms of `torch.func` the definition runs, so that PyTorch sees
+each of its steps.
 """
 
-from rooftile.fused.gated import ACTIVATIONS, gated
+from rooftile.fused.gated import ACTIVATIONS, gated, geglu, swiglu
 from rooftile.fused.linear import linear
+from rooftile.fused.loss import cross_entropy, linear_cross_entropy
 from rooftile.fused.norm import Norm, add_norm, normalise
+from rooftile.fused.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from rooftile.fused.rope import Rotation, rotate
+from rooftile.fused.rotary import rotary
+from rooftile.fused.softmax import softmax
 from rooftile.fused.where import runs_on
 
-__all__ = ["ACTIVATIONS", "Norm", "Rotation", "add_norm", "gated", "linear", "normalise", "rotate", "runs_on"]
+__all__ = [
+    "ACTIVATIONS", "Norm", "Rotation", "add_layer_norm", "add_norm", "add_rms_norm", "cross_entropy", "gated", "geglu",
+    "layer_norm", "linear", "linear_cross_entropy", "normalise", "rms_norm", "rotary", "rotate", "runs_on", "softmax", "swiglu",
+]  # fmt: skip

@@ -1,19 +1,24 @@
-"""Gated activations of a feed-forward network: SwiGLU, GeGLU and their kin.
+"""Gated activations of a feed-forward network: SwiGLU, GeGLU and their kin, of one tensor, and of two with gradients.
 
 Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftile.fused.where import runs_on
+from rooftile.errors import InvalidInput
+from rooftile.fused.differentiable import Operation
+from rooftile.fused.where import quantised, runs_on
 from rooftile.operators import call, define, needs_steps
 
+_TANH, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     # Transformers spells out the formula of "gelu_new" and rounds at each of its steps; one kernel rounds once
@@ -25,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def gated(x: Tensor, activation: str) -> Tensor:
-    """Activation of the first half of each row times its second half: x (total, 2 * ffn) to (total, ffn), rounded twice.
+    """Activation of the first half of each row times its second half: x (..., 2 * ffn) to (..., ffn), rounded twice.
 
     activation: a name in `ACTIVATIONS`.
 
@@ -35,6 +40,8 @@ def gated(x: Tensor, activation: str) -> Tensor:
     """
     if needs_steps(x):
         return gated_as_defined(x, activation)
+    if x.ndim != 2:
+        return gated(x.reshape(-1, x.shape[-1]), activation).view(*x.shape[:-1], x.shape[-1] // 2)
     found: Tensor = call(_GATED, _gated, x, activation)
     return found
 
@@ -59,3 +66,92 @@ def _fake(x: Tensor, activation: str) -> Tensor:
 
 
 _GATED = define("gated(Tensor x, str activation) -> Tensor", _gated, _fake)
+
+
+def swiglu(gate: Tensor, up: Tensor, *, out: str | None = None) -> Any:
+    """silu(gate) * up: each rounded to the tensors' dtype, as in a model that computes one after the other.
+
+    Args:
+        gate, up: (..., F), alike; rows may be strided, as halves of one projection are.
+        out: "fp8" or "int8" quantises the rounded result: `rooftile.numerics.QuantisedRows`, for `rooftile.linear`; no gradient.
+
+    Example:
+        >>> swiglu(*torch.randn(5, 128).chunk(2, dim=-1)).shape
+        torch.Size([5, 64])
+    """
+    return quantised(gate_up(gate, up, "silu"), out)
+
+
+def geglu(gate: Tensor, up: Tensor, tanh: bool = True, *, out: str | None = None) -> Any:
+    """gelu(gate) * up, with GELU's approximation by tanh, or exact; `out` as in `swiglu`.
+
+    Example:
+        >>> geglu(torch.zeros(3, 8), torch.ones(3, 8)).unique()
+        tensor([0.])
+    """
+    return quantised(gate_up(gate, up, "gelu_pytorch_tanh" if tanh else "gelu"), out)
+
+
+def gate_up(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """The activation of `gate`, a name in `ACTIVATIONS`, times `up`."""
+    if gate.shape != up.shape or gate.dtype != up.dtype or not gate.is_floating_point():
+        raise InvalidInput(f"gate is {gate.dtype} {tuple(gate.shape)} and up {up.dtype} {tuple(up.shape)}; must be alike, float")
+    if not gate.ndim:
+        raise InvalidInput("gate is a number; must be (..., F)")
+    rows = (x.reshape(-1, gate.shape[-1]) for x in (gate, up))
+    (y,) = _GATE_UP(*rows, activation)
+    return y.view(gate.shape)
+
+
+def _pair_defined(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor]:
+    return (ACTIVATIONS[activation](gate) * up,)
+
+
+def _run_pair(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor]:
+    if _kernels_run_on(gate):
+        from rooftile.fused.kernels import gate_up as kernels
+
+        return (kernels.forward(gate, up, activation),)
+    return (_pair_defined(gate, up, activation)[0].contiguous(),)
+
+
+def _gradients(dy: Tensor, y: None, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    dy, g, u = dy.to(wide), gate.to(wide), up.to(wide)
+    value, slope = _with_slope(g, activation)
+    return (dy * u * slope).to(gate.dtype), (dy * value).to(gate.dtype)
+
+
+def _with_slope(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """An activation and its derivative."""
+    if activation == "silu":
+        s = torch.sigmoid(x)
+        return x * s, s * (1 + x * (1 - s))
+    if activation == "relu":
+        return torch.where(x <= 0, 0.0, x), (x > 0).to(x.dtype)
+    if activation == "gelu":
+        half = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+        return x * half, half + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    # (1 + tanh z) / 2 is the logistic function of 2 z
+    s = torch.sigmoid(2 * _TANH * (x + _CUBIC * x * x * x))
+    return x * s, s + x * s * (1 - s) * 2 * _TANH * (1 + 3 * _CUBIC * x * x)
+
+
+def _run_gradients(dy: Tensor, y: None, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    if _kernels_run_on(gate):
+        from rooftile.fused.kernels import gate_up as kernels
+
+        return kernels.gradients(dy, gate, up, activation)
+    return _gradients(dy, None, gate, up, activation)
+
+
+def _kernels_run_on(x: Tensor) -> bool:
+    return runs_on(x) and x.dtype != torch.float64
+
+
+_GATE_UP = Operation(
+    "gate_up", "Tensor gate, Tensor up, str activation", results=1, run=_run_pair, defined=_pair_defined,
+    run_gradients=_run_gradients, gradients=_gradients, fake=lambda gate, *_: (gate.new_empty(gate.shape),),
+    fake_gradients=lambda dy, y, gate, up, _: (gate.new_empty(gate.shape), up.new_empty(up.shape)), given_to={0: 0, 1: 1},
+    unused=frozenset((0,)),
+)  # fmt: skip

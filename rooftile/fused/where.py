@@ -5,10 +5,13 @@ from __future__ import annotations
 import warnings
 from functools import cache
 from importlib import util
+from typing import Any
 
 from torch import Tensor
 
+from rooftile.errors import InvalidInput
 from rooftile.launch import INTERPRETED
+from rooftile.numerics.rows import quantise_rows
 
 
 def runs_on(x: Tensor) -> bool:
@@ -31,3 +34,18 @@ def _triton_is_installed() -> bool:
         stacklevel=3,
     )
     return False
+
+
+def quantised(y: Tensor, out: str | None) -> Any:
+    """Returns a result in the format that is asked for, "fp8" or "int8": `rooftile.numerics.QuantisedRows`, without gradient.
+
+    Raises:
+        InvalidInput: there is no such format, or a gradient is wanted.
+    """
+    if out is None:
+        return y
+    if out not in ("fp8", "int8"):
+        raise InvalidInput(f"out is {out!r}; must be fp8, int8 or None")
+    if y.requires_grad:
+        raise InvalidInput(f"out is {out!r} and a gradient is wanted, which rounding has none of; call it under torch.no_grad()")
+    return quantise_rows(y, out)

@@ -12,7 +12,9 @@ from torch.nn.functional import linear
 
 from rooftile.errors import InvalidInput
 from rooftile.fused import Rotation, add_norm, normalise
-from rooftile.models import weights
+from rooftile.models.checkpoints import places, quantised
+from rooftile.models.checkpoints import weights as checkpoint
+from rooftile.models.checkpoints.plan import Weights, plan_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Attend, Layer, Memory, Multiply, Norm, capped
 
@@ -34,11 +36,13 @@ class Decoder(nn.Module):
     local_rotary: Tensor | None
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str | None = None, max_len: int | None = None
-    ) -> None:
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str | None = None, max_len: int | None = None,
+        waits: bool = False,
+    ) -> None:  # fmt: skip
         """Makes a decoder with uninitialised weights; use `from_folder` or `random` for one with weights.
 
         `max_len` is the longest sequence that it will read, if that is less than config.max_len: rotary positions take memory.
+        With `waits` the projections of layers have no weights yet.
         """
         super().__init__()
         self.config = config
@@ -46,7 +50,7 @@ class Decoder(nn.Module):
         self.embedding = memory.parameter(config.vocab_size, config.hidden)
         self.positions = memory.parameter(config.max_len, config.hidden) if config.rotary is None else None
         # a ModuleList is a sequence of its modules, but torch's types do not say so
-        self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, memory, mixer) for mixer in config.mixers))
+        self.layers = cast("Sequence[Layer]", nn.ModuleList(Layer(config, memory, mixer, waits=waits) for mixer in config.mixers))
         self.norm = Norm(config, config.hidden, memory=memory)
         self.head = self.embedding if config.tie else memory.parameter(config.vocab_size, config.hidden)
         length = config.max_len if max_len is None else min(max_len, config.max_len)
@@ -60,7 +64,7 @@ class Decoder(nn.Module):
     @classmethod
     def from_folder(
         cls, path: str | Path, dtype: torch.dtype | str = "auto", device: torch.device | str | None = None,
-        *, max_len: int | None = None,
+        *, max_len: int | None = None, weights: Weights = "auto",
     ) -> Decoder:  # fmt: skip
         """Loads a checkpoint: config.json, and model.safetensors or its shards with their index.
 
@@ -69,6 +73,8 @@ class Decoder(nn.Module):
             dtype: the dtype of weights and computation; "auto" takes the checkpoint's.
             device: None takes torch's default device.
             max_len: the longest sequence that it will read; None for as long as the checkpoint says.
+            weights: the format of the layers' projections: "auto" takes the checkpoint's, a word of `rooftile.quantise_weight`
+                quantises them while they are read, and a dictionary {pattern: word} quantises modules by their names.
 
         Raises:
             InvalidInput: the folder holds no checkpoint that is supported; the sentence says why.
@@ -76,16 +82,22 @@ class Decoder(nn.Module):
         if dtype != "auto" and dtype not in _DTYPES:
             raise InvalidInput(f'dtype is {dtype!r}; must be "auto" or a dtype such as torch.bfloat16')
         config = ModelConfig.from_folder(path)
-        files = weights.files_of(Path(path))
+        files = checkpoint.files_of(Path(path))
+        computed = dtype if isinstance(dtype, torch.dtype) else config.dtype
+        reader = plan_of(weights, Path(path))
+        if reader is not None:
+            decoder = cls(config, dtype=computed, device=device, max_len=max_len, waits=True)
+            quantised.load(config, decoder, files, reader)
+            return decoder
         # compared on "meta" first, so that a wrong config.json allocates no memory
-        weights.check(config, cls(config, dtype=config.dtype, device="meta").tensors(), files)
-        decoder = cls(config, dtype=dtype if isinstance(dtype, torch.dtype) else config.dtype, device=device, max_len=max_len)
-        weights.load(config, decoder.tensors(), files)
+        checkpoint.check(config, cls(config, dtype=config.dtype, device="meta").tensors(), files)
+        decoder = cls(config, dtype=computed, device=device, max_len=max_len)
+        checkpoint.load(config, decoder.tensors(), files)
         return decoder
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each tensor's name in the checkpoint, without prefix, and the view of a parameter that it fills."""
-        return weights.tensors_of(self.config, self.embedding, self.positions, self.layers, self.norm, self.head)
+        return places.tensors_of(self.config, self.embedding, self.positions, self.layers, self.norm, self.head)
 
     @classmethod
     def random(

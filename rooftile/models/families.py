@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rooftile.models.checkpoints.methods import check_method
 from rooftile.models.mixers import mixers_of
 from rooftile.models.positions import qwen_windows, rotaries_of, rotary_of, windows_of
 from rooftile.models.settings import Settings
@@ -28,12 +29,7 @@ def fields_of(values: Mapping[str, Any], folder: str) -> Fields:
     settings = Settings(values, folder)
     _check_mixers(settings)
     family = _family(settings)
-    quantised = settings.section("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "no method named")
-        raise settings.refused(
-            f"says the weights are quantised ({method}); give a checkpoint in bfloat16, float16 or float32"
-        )
+    check_method(settings)
     fields = FAMILIES[family](settings)
     return fields | mixers_of(settings, fields["layers"])
 

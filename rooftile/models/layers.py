@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rooftile import matmul
 from rooftile.approximate import compress
 from rooftile.fused import ACTIVATIONS, Rotation, gated, normalise
+from rooftile.matmul import QuantisedWeight
 from rooftile.models.config import ModelConfig
 from rooftile.models.mixers import BRANCHES, Mixer, NativeSparseSizes
 
@@ -30,16 +32,50 @@ class Memory(NamedTuple):
 
 
 class Projection(nn.Module):
-    """A linear projection: a weight (out, in), and a bias (out,) where the family has one."""
+    """A linear projection: a weight (out, in), and a bias (out,) where the family has one.
 
-    def __init__(self, outputs: int, inputs: int, *, bias: bool, memory: Memory) -> None:
+    The weight may be quantised: then `weight` is None, and `parts` are its rows, in one piece or several. `waits` makes a
+    projection whose weight comes later (`fill`).
+    """
+
+    def __init__(self, outputs: int, inputs: int, *, bias: bool, memory: Memory, waits: bool = False) -> None:
         super().__init__()
-        self.weight = memory.parameter(outputs, inputs)
+        self.outputs, self.inputs, self.memory = outputs, inputs, memory
+        self.weight = None if waits else memory.parameter(outputs, inputs)
         self.bias = memory.parameter(outputs) if bias else None
+        self.parts: tuple[QuantisedWeight | Tensor, ...] = ()
+
+    def fill(self, parts: Sequence[QuantisedWeight | Tensor] | None) -> None:
+        """Takes the rows of the weight, or with None makes an uninitialised one."""
+        self.weight = self.memory.parameter(self.outputs, self.inputs) if parts is None else None
+        self.parts = () if parts is None else tuple(parts)
+
+    def dequantised(self) -> Tensor:
+        """Returns the weight (out, in), dequantised if it is quantised."""
+        if self.weight is not None:
+            return self.weight
+        dtype = self.memory.dtype
+        return torch.cat([x.dequantise(dtype) if isinstance(x, QuantisedWeight) else x for x in self.parts])
 
     def forward(self, x: Tensor, multiply: Multiply = functional.linear) -> Tensor:
         """Projects x (total, in) to (total, out)."""
-        return multiply(x, self.weight, self.bias)
+        if self.weight is not None:
+            return multiply(x, self.weight, self.bias)
+        found, start = [], 0
+        for part in self.parts:
+            stop = start + part.shape[0]
+            bias = None if self.bias is None else self.bias[start:stop]
+            found.append(_multiply_part(x, part, bias, multiply))
+            start = stop
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+
+def _multiply_part(x: Tensor, part: QuantisedWeight | Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:
+    if not isinstance(part, QuantisedWeight):
+        return multiply(x, part, bias)
+    # another product than PyTorch's is the batch-invariant one
+    fixed = multiply is not functional.linear
+    return matmul.multiply(x, part, bias, out_dtype=x.dtype, deterministic=fixed, backend="")
 
 
 class Norm(nn.Module):
@@ -132,18 +168,19 @@ class Attend(Protocol):
 class Layer(nn.Module):
     """One layer: attention and feed-forward with their norms. q, k and v are one projection, gate and up another."""
 
-    def __init__(self, config: ModelConfig, memory: Memory, mixer: Mixer = "attention") -> None:
+    def __init__(self, config: ModelConfig, memory: Memory, mixer: Mixer = "attention", *, waits: bool = False) -> None:
         super().__init__()
         self.config = config
         sizes = config.native_sparse if mixer == "native_sparse" else None
         H, D, hidden, ffn = config.heads, config.head_dim, config.hidden, config.ffn
         Hk = config.kv_heads if sizes is None else BRANCHES * config.kv_heads
-        self.qkv = Projection((H + 2 * Hk) * D, hidden, bias=config.qkv_bias, memory=memory)
+        self.qkv = Projection((H + 2 * Hk) * D, hidden, bias=config.qkv_bias, memory=memory, waits=waits)
         self.gates = None if sizes is None else Projection(BRANCHES * H, hidden, bias=True, memory=memory)
         self.compression = None if sizes is None else Compression(sizes, D, memory)
-        self.o = Projection(hidden, H * D, bias=config.o_bias, memory=memory)
-        self.up = Projection(2 * ffn if config.gated else ffn, hidden, bias=config.mlp_bias, memory=memory)
-        self.down = Projection(hidden, ffn, bias=config.mlp_bias, memory=memory)
+        self.o = Projection(hidden, H * D, bias=config.o_bias, memory=memory, waits=waits)
+        up = 2 * ffn if config.gated else ffn
+        self.up = Projection(up, hidden, bias=config.mlp_bias, memory=memory, waits=waits)
+        self.down = Projection(hidden, ffn, bias=config.mlp_bias, memory=memory, waits=waits)
         self.attention_norm = Norm(config, hidden, memory=memory) if config.pre_norms else None
         self.ffn_norm = Norm(config, hidden, memory=memory) if config.pre_norms else None
         per_head = not config.qk_norm_of_all_heads

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from rooftile.errors import InvalidInput
-from rooftile.models import weights
+from rooftile.models.checkpoints import weights
 from rooftile.models.config import ModelConfig
 from rooftile.models.mixing_modules import Mixer, check_mixers, is_served, made, served_mixers
 from rooftile.models.rotary import Rotary

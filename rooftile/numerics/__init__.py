@@ -5,12 +5,13 @@ from rooftile.numerics.fake_quant import fake_quantise
 from rooftile.numerics.formats import FORMATS, Format, decode, encode
 from rooftile.numerics.hadamard import hadamard, inverse_hadamard, signs_of
 from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
+from rooftile.numerics.rows import ROW_FORMATS, QuantisedRows, quantise_rows
 from rooftile.numerics.scaling import BLOCK, GRANULARITIES, Granularity, Scaled, quantise
 
 __all__ = [
-    "BLOCK", "BLOCK_FORMATS", "FORMATS", "GRANULARITIES", "BlockScaled", "Format", "Granularity", "QuantisedQKV", "Scaled",
-    "decode", "encode", "fake_quantise", "hadamard", "inverse_hadamard", "quantise", "quantise_blocks", "quantise_qkv",
-    "signs_of",
+    "BLOCK", "BLOCK_FORMATS", "FORMATS", "GRANULARITIES", "ROW_FORMATS", "BlockScaled", "Format", "Granularity", "QuantisedQKV",
+    "QuantisedRows", "Scaled", "decode", "encode", "fake_quantise", "hadamard", "inverse_hadamard", "quantise",
+    "quantise_blocks", "quantise_qkv", "quantise_rows", "signs_of",
 ]  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from rooftile.approximate import LokiLayers
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import BlockPool, Pages, ReservedPool
 from rooftile.models import Decoder, ModelConfig
+from rooftile.models.checkpoints.plan import quantiser_of
+from rooftile.models.checkpoints.quantised import quantise_decoder
 from rooftile.serve import memory
 from rooftile.serve.attention.layout import CacheLayout
 from rooftile.serve.calibration import sample_of
@@ -110,10 +112,13 @@ def load_decoder(
     if isinstance(model, Decoder):
         compiled = start_compiling(shape, model.embedding.dtype, config, device, max_len)
         decoder = model
+        quantiser = quantiser_of(config.weights)
+        if quantiser is not None:
+            quantise_decoder(decoder, quantiser)
     else:
         computed = shape.dtype if config.dtype == "auto" else config.dtype
         compiled = start_compiling(shape, computed, config, device, max_len)
-        decoder = Decoder.from_folder(model, config.dtype, device, max_len=max_len)
+        decoder = Decoder.from_folder(model, config.dtype, device, max_len=max_len, weights=config.weights)
     if compiled is not None:
         compiled.result()
     return decoder

@@ -93,7 +93,7 @@ class Moments:
 
 def sample_of(decoder: Decoder) -> Tensor:
     """Returns some weights of the first layer's projection, by which a calibration knows its model again."""
-    weight = decoder.layers[0].qkv.weight.flatten()
+    weight = decoder.layers[0].qkv.dequantised().flatten()
     step = max(len(weight) // SAMPLE, 1)
     return weight[::step][:SAMPLE].float().cpu()
 

@@ -10,6 +10,7 @@ import torch
 
 from rooftile.approximate import LokiLayers
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.models.checkpoints.plan import Weights, check_words
 from rooftile.serve.changed import changed
 
 FP8 = torch.float8_e4m3fn
@@ -50,6 +51,10 @@ class EngineConfig:
             the checkpoint's generation_config.json; "none" takes the usual ones.
         approximate: Loki for each layer (`rooftile.approximate.LokiLayers`, or the file that `rooftile calibrate` wrote): answers
             then read only a share of the cached keys. None for exact attention.
+        weights: the format of the layers' projections: "auto" takes the checkpoint's, also one that others have quantised; a
+        word of
+            `rooftile.quantise_weight`, as "fp8" or "int4:64", quantises a 16-bit checkpoint while it is read; a dictionary
+            {pattern of module names: word} mixes them. Embedding, head and norms stay as they are.
 
     Raises:
         InvalidInput: a value makes no sense; the sentence says which one and what it must be.
@@ -80,6 +85,7 @@ class EngineConfig:
     download: bool = False
     generation_config: Literal["auto", "none"] = "auto"
     approximate: LokiLayers | str | Path | None = None
+    weights: Weights = "auto"
 
     def __repr__(self) -> str:
         return changed(self)
@@ -90,6 +96,7 @@ class EngineConfig:
         self._check_choices()
         self._check_numbers()
         self._check_device()
+        check_words(self.weights)
         if self.approximate is not None:
             self._check_approximate()
 

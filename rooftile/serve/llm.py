@@ -13,6 +13,7 @@ import torch
 from rooftile.approximate import LokiLayers
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
+from rooftile.models.checkpoints.plan import Weights
 from rooftile.serve.build import build_engine, current_device
 from rooftile.serve.checkpoint import RECOMMENDED, find_folder, recommended_params
 from rooftile.serve.config import EngineConfig
@@ -71,6 +72,10 @@ class LLM:
             the checkpoint's generation_config.json; "none" takes the usual ones.
         approximate: Loki for each layer (`rooftile.approximate.LokiLayers`, or the file that `rooftile calibrate` wrote): answers
             then read only a share of the cached keys. Prompts are read exactly. None for exact attention.
+        weights: the format of the layers' projections: "auto" takes the checkpoint's, also one that others have quantised; a
+        word of
+            `rooftile.quantise_weight`, as "fp8" or "int4:64", quantises a 16-bit checkpoint while it is read; a dictionary
+            {pattern of module names: word} mixes them. Embedding, head and norms stay as they are.
 
     vLLM's names kv_cache_dtype and max_num_batched_tokens are taken too; its other keywords are refused one by one, with the
     reason, unless they ask for what happens anyway.
@@ -93,7 +98,7 @@ class LLM:
         tensor_parallel_size: int = 1, *, max_num_seqs: int = 256, enforce_eager: bool = False,
         enable_prefix_caching: bool = True, deterministic: bool = False, seed: int | None = None,
         tokenizer: str | Path | None = None, download: bool = False, generation_config: Literal["auto", "none"] = "auto",
-        approximate: LokiLayers | str | Path | None = None,
+        approximate: LokiLayers | str | Path | None = None, weights: Weights = "auto",
     ) -> None:  # fmt: skip
         self.config = EngineConfig(
             dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size, num_blocks=num_blocks,
@@ -101,7 +106,7 @@ class LLM:
             allocator=allocator, tensor_parallel_size=tensor_parallel_size, max_num_seqs=max_num_seqs,
             enforce_eager=enforce_eager, enable_prefix_caching=enable_prefix_caching,
             deterministic=deterministic, seed=seed, tokenizer=tokenizer, download=download, generation_config=generation_config,
-            approximate=approximate,
+            approximate=approximate, weights=weights,
         )  # fmt: skip
         self.model = "a decoder" if isinstance(model, Decoder) else str(model)
         self._default_params = SamplingParams()

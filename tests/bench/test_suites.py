@@ -350,3 +350,21 @@ def test_cache_operations_are_timed_per_layer_and_move_what_is_counted(monkeypat
     assert found["append"].gbs == pytest.approx(4 * line / us / 1e3, rel=1e-4)
     block = 16 * 2 * 16 * 2
     assert found["copy-blocks"].gbs == pytest.approx(2 * 4 * 4 * 2 * block / us / 1e3, rel=1e-4)
+
+
+def test_products_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rooftile.bench.suites import linear
+
+    case = linear.case_of("small-int8-r16", torch.device("cpu"), "fp32")
+    works, why = linear.contestants(case)
+    assert set(works) == {"rooftile", "fp32", "torch-int-mm"}
+    assert set(why) == {"triton", "library"}
+    wrong = (("int8",), lambda case: (lambda: [torch.zeros(16, 256)], [torch.ones(16, 256)]))
+    monkeypatch.setitem(linear.PEERS, "wrong", wrong)
+    monkeypatch.setitem(linear.PEERS, "broken", (("int8",), lambda case: 1 / 0))
+    _, why = linear.contestants(case)
+    assert why["wrong"] == "its error is 100.0% of what is due; may be 2%"
+    assert why["broken"] == "ZeroDivisionError: division by zero"
+    found = linear.roof_of(SESSION, case)
+    assert found.flops == 2 * 16 * 256 * 256
+    assert found.bytes_moved == 2 * 16 * 256 * 4 + 256 * 256 + 256 * 4

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
-from rooftile import approximate, launch
+from rooftile import approximate, fused, launch, matmul
 from rooftile.approximate import gathered
 from rooftile.approximate.paged.loki import page_scores
 from rooftile.approximate.selected.gated_sum import gated_sum
@@ -19,6 +19,7 @@ from rooftile.cost.counts import Work
 from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
 from rooftile.fused.norm import Weights
 from rooftile.kvcache import Copy, Pages
+from rooftile.numerics import quantise_rows
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.sampling.sampler import SamplingState, features_of, sample
 
@@ -91,6 +92,104 @@ def _gated(device: torch.device) -> Work:
 def _linear(device: torch.device) -> Work:
     linear(torch.randn(5, 8, device=device), torch.randn(3, 8, device=device), torch.randn(3, device=device))
     return Work(2 * 5 * 8 * 3, 5 * 32 + 3 * 32 + 12, 5 * 12)
+
+
+def _leaf(*shape: int, device: torch.device) -> Tensor:
+    return torch.randn(*shape, device=device, requires_grad=True)
+
+
+def _backward(*results: Tensor) -> None:
+    torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+
+
+# rows (5, 8) in fp32 take 160 bytes, a row of weights 32
+def _norm_of(device: torch.device) -> Work:
+    _backward(fused.layer_norm(*(_leaf(*shape, device=device) for shape in ((5, 8), (8,), (8,)))))
+    return Work(0, 160 + 64, 160)
+
+
+def _norm_backward(device: torch.device) -> Work:
+    _norm_of(device)
+    return Work(0, 2 * 160 + 64, 160 + 64)
+
+
+def _sum_norm(device: torch.device) -> Work:
+    _backward(*fused.add_layer_norm(*(_leaf(*shape, device=device) for shape in ((5, 8), (5, 8), (8,), (8,)))))
+    return Work(0, 2 * 160 + 64, 2 * 160)
+
+
+def _sum_norm_backward(device: torch.device) -> Work:
+    _sum_norm(device)
+    return Work(0, 3 * 160 + 64, 160 + 64)
+
+
+def _gate_up(device: torch.device) -> Work:
+    _backward(fused.swiglu(_leaf(5, 8, device=device), _leaf(5, 8, device=device)))
+    return Work(0, 2 * 160, 160)
+
+
+def _gate_up_backward(device: torch.device) -> Work:
+    _gate_up(device)
+    return Work(0, 3 * 160, 2 * 160)
+
+
+def _rotary(device: torch.device) -> Work:
+    # each of q and k is a call of its own: of one head, they are alike
+    q = _leaf(1, 5, 1, 8, device=device)
+    rotated = fused.rotary(q, q.detach()[:, :, :0], torch.rand(5, 3, device=device), torch.rand(5, 3, device=device))
+    _backward(rotated[0])
+    return Work(0, 160 + 2 * 60, 160)
+
+
+def _softmax(device: torch.device) -> Work:
+    _backward(fused.softmax(_leaf(5, 8, device=device)))
+    return Work(0, 160, 160)
+
+
+def _softmax_backward(device: torch.device) -> Work:
+    _softmax(device)
+    return Work(0, 2 * 160, 160)
+
+
+def _cross_entropy(device: torch.device) -> Work:
+    _backward(fused.cross_entropy(_leaf(5, 8, device=device), torch.arange(5, device=device)))
+    return Work(0, 160 + 40, 2 * 20)
+
+
+def _cross_entropy_backward(device: torch.device) -> Work:
+    _cross_entropy(device)
+    return Work(0, 2 * 20 + 160 + 40, 160)
+
+
+def _linear_cross_entropy(device: torch.device) -> Work:
+    x, w = _leaf(5, 8, device=device), _leaf(7, 8, device=device)
+    _backward(fused.linear_cross_entropy(x, w, torch.arange(5, device=device), linear_bias=_leaf(7, device=device)))
+    return Work(2 * 5 * 8 * 7, 160 + 7 * 32 + 28 + 40, 2 * 20)
+
+
+def _linear_cross_entropy_backward(device: torch.device) -> Work:
+    _linear_cross_entropy(device)
+    return Work(6 * 5 * 8 * 7, 2 * 20 + 160 + 7 * 32 + 28 + 40, 160 + 7 * 32 + 28)
+
+
+def _weight(device: torch.device) -> rt.QuantisedWeight:
+    return rt.quantise_weight(torch.randn(3, 64, device=device), "int4", group=32, zero_points=True)
+
+
+def _quantise_rows(device: torch.device) -> Work:
+    quantise_rows(torch.randn(5, 64, device=device), "int8")
+    return Work(0, 5 * 256, 5 * (64 + 4))
+
+
+def _linear_quantised(device: torch.device) -> Work:
+    rt.linear(torch.randn(5, 64, device=device), _weight(device), torch.randn(3, device=device))
+    # half a byte per weight, and two groups per row with a scale of 16 bits and a zero point of 8
+    return Work(2 * 5 * 64 * 3, 5 * 256 + 3 * (32 + 4 + 2) + 12, 5 * 12)
+
+
+def _dequantise_weight(device: torch.device) -> Work:
+    matmul.dequantise(_weight(device), torch.bfloat16)
+    return Work(0, 3 * (32 + 4 + 2), 3 * 64 * 2)
 
 
 def _rotation(device: torch.device) -> Rotation:
@@ -280,6 +379,23 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "add_norm": _add_norm,
     "gated": _gated,
     "linear": _linear,
+    "norm": _norm_of,
+    "norm_backward": _norm_backward,
+    "sum_norm": _sum_norm,
+    "sum_norm_backward": _sum_norm_backward,
+    "gate_up": _gate_up,
+    "gate_up_backward": _gate_up_backward,
+    "rotary": _rotary,
+    "rotary_backward": _rotary,
+    "softmax": _softmax,
+    "softmax_backward": _softmax_backward,
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_backward": _cross_entropy_backward,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "linear_cross_entropy_backward": _linear_cross_entropy_backward,
+    "quantise_rows": _quantise_rows,
+    "linear_quantised": _linear_quantised,
+    "dequantise_weight": _dequantise_weight,
     "rotate": _rotate,
     "write_kv": _write,
     "write_kv_and_rotate": _write_and_rotate,

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftile import InvalidInput
-from rooftile.models import Decoder, ModelConfig, weights
+from rooftile.models import Decoder, ModelConfig
+from rooftile.models.checkpoints import weights
 from tests.models.checkpoints import assert_same, logits_of_ours, logits_of_theirs, prompts, saved, theirs
 
 Tensors = dict[str, Tensor]

@@ -91,6 +91,7 @@ SUITES = {
         Suite("approximate", "Approximate methods beside exact attention and beside other libraries' programs for them."),
         Suite("packed", "Packed sequences and groups of query heads beside a dense batch."),
         Suite("paged", "Attention to a paged cache: decode, prefill, a shared prefix, and writing to the cache."),
+        Suite("linear", "Products with quantised weights beside 16 bits and PyTorch's own."),
         Suite("decoder", "Norms and gates of a decoder: bytes per second beside a copy and the plain operations."),
         Suite("long", "The longest shapes under load: clock, power and the chip's counters beside the peers."),
         Suite("cpu", "Exact attention on a CPU beside PyTorch's kernel, and the memory of a long sequence."),

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.models.weights import reading_told
+from rooftile.models.checkpoints.weights import reading_told
 from rooftile.serve.llm import LLM
 from rooftile.server.engine.loop import Loop
 from rooftile.server.engine.messages import Failed, Order, Reading, Ready, Report

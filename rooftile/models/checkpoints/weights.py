@@ -13,8 +13,6 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Layer, Norm, Projection
-from rooftile.models.mixers import BRANCHES
 from rooftile.models.settings import check_readable, read_json
 
 Places = Iterable[tuple[str, Tensor]]
@@ -87,27 +85,40 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path]) -> None:
     """
     told = _listener.get()
     with ExitStack() as stack:
-        matched = _matched(config, dict(places), files, stack)
-        whole, done = max(1, sum(place.nbytes for _, place in matched)), 0
-        for stored, place in matched:
+        pairs = _matched(config, dict(places), files, stack)
+        whole, done = max(1, sum(place.nbytes for _, place in pairs)), 0
+        for stored, place in pairs:
             place.copy_(stored.get_tensor())
             done += place.nbytes
             if told is not None:
                 told(done / whole)
 
 
+def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, Stored]:
+    """Opens files, and returns their tensors by their names without prefix."""
+    return _tensors([stack.enter_context(_opened(path)) for path in files], prefix_of(config))
+
+
 def _matched(
     config: ModelConfig, places: dict[str, Tensor], files: Iterable[Path], stack: ExitStack
-) -> list[tuple[_Stored, Tensor]]:
+) -> list[tuple[Stored, Tensor]]:
     """Returns each stored tensor with the parameter that it fills."""
-    found = _tensors([stack.enter_context(_opened(path)) for path in files], _prefix(config))
+    return matched(config, places, stored_in(config, files, stack))
+
+
+def matched(config: ModelConfig, places: dict[str, Tensor], found: dict[str, Stored]) -> list[tuple[Stored, Tensor]]:
+    """Returns each stored tensor with the parameter that it fills.
+
+    Raises:
+        InvalidInput: tensors are missing, unexpected or of other shapes.
+    """
     if config.tie:
         _check_tie(found, next(iter(places)))
     _check(found, places)
     return [(found[name], place) for name, place in places.items()]
 
 
-class _Stored:
+class Stored:
     """One tensor in an open file."""
 
     def __init__(self, file: Any, name: str) -> None:
@@ -138,14 +149,14 @@ def _opened(path: Path) -> Any:
         raise InvalidInput(f"{path} is not a complete safetensors file ({error}); download it again") from None
 
 
-def _prefix(config: ModelConfig) -> str:
+def prefix_of(config: ModelConfig) -> str:
     """Returns the prefix of all tensors' names but the head's; some checkpoints leave it out."""
     return "transformer." if config.family == "gpt2" else "model."
 
 
-def _tensors(files: list[Any], prefix: str) -> dict[str, _Stored]:
-    stored = [_Stored(file, name) for file in files for name in _names(file)]
-    found: dict[str, _Stored] = {}
+def _tensors(files: list[Any], prefix: str) -> dict[str, Stored]:
+    stored = [Stored(file, name) for file in files for name in _names(file)]
+    found: dict[str, Stored] = {}
     for one in stored:
         name = one.name.removeprefix(prefix)
         if name.endswith(_IGNORED):
@@ -162,7 +173,7 @@ def _names(file: Any) -> list[str]:
     return names
 
 
-def _check_tie(found: dict[str, _Stored], embedding: str) -> None:
+def _check_tie(found: dict[str, Stored], embedding: str) -> None:
     """Removes a tied head that was saved all the same, after checking that it equals the embedding."""
     head = found.pop("lm_head.weight", None)
     if head is None:
@@ -176,7 +187,7 @@ def _check_tie(found: dict[str, _Stored], embedding: str) -> None:
         )
 
 
-def _check(found: Mapping[str, _Stored], places: Mapping[str, Tensor]) -> None:
+def _check(found: Mapping[str, Stored], places: Mapping[str, Tensor]) -> None:
     missing = [name for name in places if name not in found]
     if missing:
         raise InvalidInput(f"the checkpoint lacks {_some(missing)}; its config.json asks for them")
@@ -199,70 +210,3 @@ def _some(names: list[str]) -> str:
     """Lists the first few names, and says how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
-
-
-def tensors_of(
-    config: ModelConfig, embedding: Tensor, positions: Tensor | None, layers: Iterable[Layer], norm: Norm, head: Tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """See `Decoder.tensors`."""
-    gpt2 = config.family == "gpt2"
-    yield "wte.weight" if gpt2 else "embed_tokens.weight", embedding
-    if positions is not None:
-        yield "wpe.weight", positions
-    for n, layer in enumerate(layers):
-        places = _gpt2_layer(layer) if gpt2 else _layer(layer, config)
-        yield from ((f"h.{n}.{name}" if gpt2 else f"layers.{n}.{name}", place) for name, place in places)
-    yield from _norm("ln_f" if gpt2 else "norm", norm)
-    if not config.tie:
-        yield "lm_head.weight", head
-
-
-def _layer(layer: Layer, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    if layer.gates is not None and layer.compression is not None:
-        kv *= BRANCHES
-        yield from _split(layer.gates, {"self_attn.g_proj": BRANCHES * config.heads})
-        yield from ((f"self_attn.compression.{name}", place) for name, place in layer.compression.tensors())
-    if config.family == "phi3":
-        yield "self_attn.qkv_proj.weight", layer.qkv.weight
-        yield "mlp.gate_up_proj.weight", layer.up.weight
-    else:
-        yield from _split(layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv})
-        yield from _split(layer.up, {"mlp.gate_proj": config.ffn, "mlp.up_proj": config.ffn})
-    yield from _split(layer.o, {"self_attn.o_proj": config.hidden})
-    yield from _split(layer.down, {"mlp.down_proj": config.hidden})
-    # in layers with four norms the second has another name
-    second = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
-    yield from _norm("input_layernorm", layer.attention_norm)
-    yield from _norm(second, layer.ffn_norm)
-    yield from _norm("post_attention_layernorm", layer.attention_post_norm)
-    yield from _norm("post_feedforward_layernorm", layer.ffn_post_norm)
-    yield from _norm("self_attn.q_norm", layer.q_norm)
-    yield from _norm("self_attn.k_norm", layer.k_norm)
-
-
-def _gpt2_layer(layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    named = {"attn.c_attn": layer.qkv, "attn.c_proj": layer.o, "mlp.c_fc": layer.up, "mlp.c_proj": layer.down}
-    for name, projection in named.items():
-        # GPT-2 keeps its weights as (in, out)
-        yield f"{name}.weight", projection.weight.T
-        if projection.bias is not None:
-            yield f"{name}.bias", projection.bias
-    yield from _norm("ln_1", layer.attention_norm)
-    yield from _norm("ln_2", layer.ffn_norm)
-
-
-def _split(projection: Projection, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-    rows = list(sizes.values())
-    for name, weight in zip(sizes, projection.weight.split(rows), strict=True):
-        yield f"{name}.weight", weight
-    if projection.bias is not None:
-        for name, bias in zip(sizes, projection.bias.split(rows), strict=True):
-            yield f"{name}.bias", bias
-
-
-def _norm(name: str, norm: Norm | None) -> Iterator[tuple[str, Tensor]]:
-    if norm is not None:
-        yield f"{name}.weight", norm.weight
-        if norm.bias is not None:
-            yield f"{name}.bias", norm.bias

@@ -1,0 +1,173 @@
+"""Products with quantised weights beside PyTorch's in 16 bits, and beside PyTorch's own quantised products.
+
+    8b-FORMAT-rROWS       the four products of a layer of an 8B model, over more layers than the L2 cache holds
+    small-FORMAT-rROWS    one product of 256 x 256, for a CPU
+
+Contestants are `rooftile`, each of its backends, `bf16` (cuBLAS; fp32 on a CPU) and PyTorch's `_scaled_mm` with one scale for
+a tensor, `_int_mm` and `_weight_int4pack_mm` where they run. A peer is timed only after its result was compared with its own
+weights' product; a row that is not timed says why. `of_bf16_ratio` is a time over that of 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import rooftile as rt
+from rooftile.bench.results import Row
+from rooftile.bench.rows import contest, timed_row, times_of, with_measures
+from rooftile.bench.run import Progress
+from rooftile.bench.session import Session
+from rooftile.cost import Roof
+from rooftile.hardware.clock import Work, clock_for
+from rooftile.matmul import QuantisedWeight, backends
+
+# N x K of an 8B model's layer: q, k and v; the output; gate and up; down
+PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+# layers, so that weights come from memory
+LAYERS = 3
+ROWS = (1, 4, 16, 64, 256, 512, 2048, 8192)
+FORMATS = ("fp8", "fp8_tile", "int8", "w8", "int4", "mxfp8", "mxfp4", "nvfp4")
+GPU = tuple(f"8b-{format}-r{rows}" for format in FORMATS for rows in ROWS)
+CPU = tuple(f"small-{format}-r{rows}" for format in FORMATS for rows in (1, 16))
+QUICK = tuple(f"8b-{format}-r{rows}" for format in ("fp8", "int4") for rows in (1, 16, 256))
+# the mean error of a peer's product, as a share of the mean of what is due
+MOST_ERROR = 0.02
+
+
+class Case(NamedTuple):
+    """Inputs and weights of one case."""
+
+    format: str
+    inputs: list[Tensor]
+    plain: list[Tensor]
+    weights: list[QuantisedWeight]
+
+
+def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[Row]:
+    """A row for each contestant."""
+    clock = clock_for(session.device, 12.0)
+    for name in names:
+        say(name)
+        with torch.inference_mode():
+            case = case_of(name, session.device, session.dtype)
+            works, why = contestants(case)
+            named: dict[str, Any] = {"suite": "linear", "case": name, "phase": "fwd"}
+            found = contest(session, works, clock, roofs=roof_of(session, case), **named)
+        us = times_of(found)
+        for backend, row in found.items():
+            yield with_measures(row, of_bf16_ratio=us[backend] / us[session.dtype])
+        for backend, reason in why.items():
+            yield replace(timed_row(session, [], backend=backend, **named), reason=reason)
+
+
+def case_of(name: str, device: torch.device, dtype: str) -> Case:
+    """Makes random inputs and weights."""
+    size, format, rows = name.split("-")
+    shapes = PRODUCTS * LAYERS if size == "8b" else ((256, 256),)
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    inputs = [torch.randn(int(rows[1:]), K, device=device, dtype=kind) for _, K in shapes]
+    plain = [torch.randn(N, K, device=device, dtype=kind) * 0.02 for N, K in shapes]
+    return Case(format, inputs, plain, [rt.quantise_weight(w, format) for w in plain])
+
+
+def contestants(case: Case) -> tuple[dict[str, Work], dict[str, str]]:
+    """Returns what is timed, and why the others are not."""
+    dtype = "bf16" if case.plain[0].dtype == torch.bfloat16 else "fp32"
+    works: dict[str, Work] = {
+        "rooftile": lambda: [rt.linear(x, w) for x, w in zip(case.inputs, case.weights, strict=True)],
+        dtype: lambda: [functional.linear(x, w) for x, w in zip(case.inputs, case.plain, strict=True)],
+    }
+    why: dict[str, str] = {}
+    for name in backends.NAMES[:2]:
+        try:
+            rt.linear(case.inputs[0], case.weights[0], backend=name)
+        except rt.Unsupported as error:
+            why[name] = str(error)
+        else:
+            works[name] = _by(case, name)
+    for name, (formats, make) in PEERS.items():
+        if case.format in formats:
+            work, reason = checked(case, make)
+            if work is None:
+                why[name] = reason
+            else:
+                works[name] = work
+    return works, why
+
+
+def _by(case: Case, name: str) -> Work:
+    return lambda: [rt.linear(x, w, backend=name) for x, w in zip(case.inputs, case.weights, strict=True)]
+
+
+def checked(case: Case, make: Callable[[Case], tuple[Work, list[Tensor]]]) -> tuple[Work | None, str]:
+    """Returns a peer's work, if its results are those of its weights; else why not."""
+    try:
+        work, due = make(case)
+        found = work()
+    # a peer is not ours: whatever stops it is its reason
+    except Exception as error:
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    errors = [float((y.float() - z.float()).abs().mean() / z.float().abs().mean()) for y, z in zip(found, due, strict=True)]
+    if not max(errors) <= MOST_ERROR:
+        return None, f"its error is {max(errors):.1%} of what is due; may be {MOST_ERROR:.0%}"
+    return work, ""
+
+
+def _scaled_mm(case: Case) -> tuple[Work, list[Tensor]]:
+    """FP8 with one scale for a tensor: x is quantised before, and not timed."""
+    e4m3, one = torch.float8_e4m3fn, []
+    for x, w in zip(case.inputs, case.plain, strict=True):
+        x_scale, w_scale = x.abs().amax().float() / 448, w.abs().amax().float() / 448
+        one.append(((x / x_scale).to(e4m3), (w / w_scale).to(e4m3).T, x_scale, w_scale))
+    due = [(x.float() * a) @ (w.float() * b) for x, w, a, b in one]
+    return lambda: [torch._scaled_mm(x, w, a, b, out_dtype=torch.bfloat16) for x, w, a, b in one], due
+
+
+def _int_mm(case: Case) -> tuple[Work, list[Tensor]]:
+    """INT8 without scales: codes are made before, and not timed."""
+    pairs = [
+        ((x * (127 / x.abs().amax())).round().to(torch.int8), w.codes.T)
+        for x, w in zip(case.inputs, case.weights, strict=True)
+    ]
+    return lambda: [torch._int_mm(x, w) for x, w in pairs], [x.float() @ w.float() for x, w in pairs]
+
+
+def _int4pack_mm(case: Case) -> tuple[Work, list[Tensor]]:
+    """INT4 of PyTorch, in groups of 128, with codes of its own."""
+    made, due = [], []
+    for x, w in zip(case.inputs, case.plain, strict=True):
+        groups = w.float().unflatten(1, (-1, 128))
+        low, scale = groups.amin(-1), (groups.amax(-1) - groups.amin(-1)) / 15
+        codes = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15)
+        zero = low + 8 * scale
+        scales = torch.stack((scale, zero), -1).transpose(0, 1).contiguous().bfloat16()
+        pairs = codes.flatten(1).to(torch.uint8)
+        packed = torch._convert_weight_to_int4pack((pairs[:, ::2] << 4 | pairs[:, 1::2]).contiguous(), 8)
+        made.append((x, packed, scales))
+        weight = (codes - 8) * scale.bfloat16().float()[..., None] + zero.bfloat16().float()[..., None]
+        due.append(x.float() @ weight.flatten(1).T)
+    return lambda: [torch._weight_int4pack_mm(x, w, 128, s) for x, w, s in made], due
+
+
+# each with the formats that it stands beside
+PEERS: dict[str, tuple[tuple[str, ...], Callable[[Case], tuple[Work, list[Tensor]]]]] = {
+    "torch-scaled-mm": (("fp8", "fp8_tile"), _scaled_mm),
+    "torch-int-mm": (("int8",), _int_mm),
+    "torch-int4": (("int4",), _int4pack_mm),
+}
+
+
+def roof_of(session: Session, case: Case) -> Roof:
+    """The least time with the bytes of quantised weights; arithmetic in 8 bits counts as twice as fast."""
+    flops = sum(2 * x.shape[0] * w.shape[0] * w.shape[1] for x, w in zip(case.inputs, case.weights, strict=True))
+    results = sum(x.shape[0] * w.shape[0] * x.element_size() for x, w in zip(case.inputs, case.weights, strict=True))
+    moved = sum(x.nbytes for x in case.inputs) + sum(w.nbytes for w in case.weights) + results
+    rates = session.ceilings.rates(session.dtype)
+    compute_us = flops / rates.flops_per_s * 1e6 / (2 if case.format in ("fp8", "fp8_tile", "int8") else 1)
+    return Roof(flops=flops, bytes_moved=moved, compute_us=compute_us, memory_us=moved / rates.bytes_per_s * 1e6)

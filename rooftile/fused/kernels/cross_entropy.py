@@ -1,0 +1,120 @@
+"""Cross-entropy of rows of logits, read once, and its gradient, with label smoothing, softcap and z-loss."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.launch import Kernel
+
+# logits that a program reads at once
+BLOCK = 4096
+
+
+@triton.jit
+def _logits(x_ptr, v, softcap, SIZE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Logits, 0 outside of the row."""
+    z = tl.load(x_ptr + v, mask=v < SIZE, other=0.0).to(tl.float32)
+    if SOFTCAP:
+        # tanh(u) = 1 - 2 / (1 + exp(2 u)), and exp may overflow
+        z = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * z / softcap)))
+    return z
+
+
+@triton.jit
+def _cross_entropy(
+    x_ptr, target_ptr, losses_ptr, lse_ptr, x_stride, ignore_index, smoothing, softcap, z_loss,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SMOOTHED: tl.constexpr,
+):  # fmt: skip
+    """Writes the loss and the lse of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total, plain = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        z = _logits(x_ptr, v, softcap, SIZE, SOFTCAP)
+        if SMOOTHED:
+            plain += z
+        z = tl.where(v < SIZE, z, float("-inf"))
+        above = tl.maximum(largest, z)
+        # each lane has a largest of its own; one that has seen nothing yet has no sum to scale
+        known = above > float("-inf")
+        total = tl.where(known, total * tl.exp(largest - above) + tl.exp(z - above), total + tl.where(z != z, z, 0.0))
+        largest = above
+    top = tl.max(largest, 0)
+    lse = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
+    target = tl.load(target_ptr + row)
+    inside = (target >= 0) & (target < SIZE)
+    picked = tl.load(x_ptr + tl.where(inside, target, 0)).to(tl.float32)
+    if SOFTCAP:
+        picked = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * picked / softcap)))
+    loss = lse - (1.0 - smoothing) * picked + z_loss * lse * lse
+    if SMOOTHED:
+        loss -= smoothing * (tl.sum(plain, 0) / SIZE)
+    loss = tl.where(inside, loss, float("nan"))
+    tl.store(losses_ptr + row, tl.where(target == ignore_index, 0.0, loss))
+    tl.store(lse_ptr + row, lse)
+
+
+@triton.jit
+def _cross_entropy_gradient(
+    dlosses_ptr, lse_ptr, x_ptr, target_ptr, dx_ptr, x_stride, ignore_index, smoothing, softcap, z_loss,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradient of a piece of one row."""
+    pieces: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    v = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
+    z = _logits(x_ptr + row * x_stride, v, softcap, SIZE, SOFTCAP)
+    lse, target = tl.load(lse_ptr + row), tl.load(target_ptr + row)
+    dz = tl.exp(z - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / SIZE
+    dz = tl.where(v == target, dz - (1.0 - smoothing), dz)
+    if SOFTCAP:
+        dz *= 1.0 - (z / softcap) * (z / softcap)
+    dz *= tl.load(dlosses_ptr + row)
+    dz = tl.where((target >= 0) & (target < SIZE), dz, float("nan"))
+    dz = tl.where(target == ignore_index, 0.0, dz)
+    tl.store(dx_ptr + row * SIZE + v, dz.to(dx_ptr.dtype.element_ty), mask=v < SIZE)
+
+
+_start, _start_gradient = Kernel(_cross_entropy), Kernel(_cross_entropy_gradient)
+
+
+def forward(
+    x: Tensor, target: Tensor, ignore_index: int, smoothing: float, softcap: float, z_loss: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns losses and lse (rows,), fp32."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    losses, lse = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
+    if x.shape[0]:
+        arguments = (x, target.contiguous(), losses, lse, x.stride(0), ignore_index, smoothing, softcap or 1.0, z_loss)
+        _start((x.shape[0], 1, 1), arguments, constants_of(x.shape[1], softcap > 0, smoothing > 0))
+    return losses, lse
+
+
+def gradient(
+    dlosses: Tensor, lse: Tensor, x: Tensor, target: Tensor, ignore_index: int, smoothing: float, softcap: float, z_loss: float
+) -> Tensor:  # fmt: skip
+    """Returns the gradient of logits (rows, V)."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if dx.numel():
+        constants = constants_of(x.shape[1], softcap > 0)
+        arguments = (
+            dlosses.contiguous(), lse.contiguous(), x, target.contiguous(), dx, x.stride(0), ignore_index, smoothing,
+            softcap or 1.0, z_loss,
+        )  # fmt: skip
+        _start_gradient((x.shape[0] * triton.cdiv(x.shape[1], constants["BLOCK"]), 1, 1), arguments, constants)
+    return dx
+
+
+@cache
+def constants_of(size: int, softcap: bool, smoothed: bool | None = None) -> dict[str, int]:
+    """The compile-time arguments; the gradient is not compiled for whether labels are smoothed."""
+    found = {"SIZE": size, "BLOCK": min(BLOCK, triton.next_power_of_2(size)), "SOFTCAP": softcap, "num_warps": 8}
+    return found if smoothed is None else found | {"SMOOTHED": smoothed}

@@ -1,0 +1,199 @@
+"""Norms with gradients, for any leading shape: `rms_norm`, `layer_norm`, and both of a residual stream with something added.
+
+Forward they are `normalise` and `add_norm`, so a model that is trained with them and one that is served say the same. The
+gradient of the weights is summed in fp32, over parts of rows in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.fused.differentiable import Operation
+from rooftile.fused.norm import Weights, normalised_as_defined
+from rooftile.fused.where import quantised, runs_on
+
+# the longest row of the kernels
+LONGEST = 1 << 16
+
+
+def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False, *, out: str | None = None) -> Any:
+    """RMS norm over the last axis: x / sqrt(mean x² + eps) * w, in fp32, in the dtype of x.
+
+    Args:
+        x: (..., size), any strides.
+        w: (size,).
+        eps: added to the mean square.
+        plus_one: whether w is a distance from one, as in Gemma; then it rounds once, at the end.
+        out: "fp8" or "int8" quantises the rounded result: `rooftile.numerics.QuantisedRows`, for `rooftile.linear`; no gradient.
+
+    Example:
+        >>> rms_norm(torch.randn(2, 5, 64), torch.ones(64)).shape
+        torch.Size([2, 5, 64])
+    """
+    _check(x, w, None)
+    (y,) = _NORM(x.reshape(-1, x.shape[-1]), w, None, eps, plus_one)
+    return quantised(y.view(x.shape), out)
+
+
+def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5, *, out: str | None = None) -> Any:
+    """Layer norm over the last axis: (x - mean) / sqrt(variance + eps) * w + b; `out` as in `rms_norm`.
+
+    Example:
+        >>> layer_norm(torch.randn(5, 64), torch.ones(64), torch.zeros(64)).mean(-1).abs().max() < 1e-5
+        tensor(True)
+    """
+    _check(x, w, b)
+    (y,) = _NORM(x.reshape(-1, x.shape[-1]), w, b, eps, False)
+    return quantised(y.view(x.shape), out)
+
+
+def add_rms_norm(
+    x: Tensor, stream: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False, *, out: str | None = None
+) -> tuple[Any, Tensor]:
+    """Adds x to a residual stream; returns the RMS norm of the sum, and the sum, rounded once. Both are new tensors.
+
+    `out` quantises the norm, as in `rms_norm`.
+
+    Example:
+        >>> y, stream = add_rms_norm(*torch.randn(2, 5, 64), torch.ones(64))
+    """
+    _check(x, w, None)
+    y, total = _added(x, stream, w, None, eps, plus_one)
+    return quantised(y, out), total
+
+
+def add_layer_norm(
+    x: Tensor, stream: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5, *, out: str | None = None
+) -> tuple[Any, Tensor]:
+    """Adds x to a residual stream; returns the layer norm of the sum, and the sum, rounded once. Both are new tensors.
+
+    `out` quantises the norm, as in `rms_norm`.
+
+    Example:
+        >>> y, stream = add_layer_norm(*torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64))
+    """
+    _check(x, w, b)
+    y, total = _added(x, stream, w, b, eps, False)
+    return quantised(y, out), total
+
+
+def _added(x: Tensor, stream: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+    if x.shape != stream.shape or x.dtype != stream.dtype:
+        raise InvalidInput(f"x is {x.dtype} {tuple(x.shape)} and stream {stream.dtype} {tuple(stream.shape)}; must be alike")
+    rows = (each.reshape(-1, x.shape[-1]) for each in (x, stream))
+    y, total = _SUM_NORM(*rows, w, b, eps, plus_one)
+    return y.view(x.shape), total.view(x.shape)
+
+
+def _check(x: Tensor, w: Tensor, b: Tensor | None) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim:
+        raise InvalidInput(f"x is {x.dtype if isinstance(x, Tensor) else type(x).__name__}; must be a float tensor (..., size)")
+    for name, each in (("w", w), ("b", b)):
+        if each is not None and tuple(each.shape) != (x.shape[-1],):
+            raise InvalidInput(f"{name} is {tuple(each.shape)} and x {tuple(x.shape)}; must be ({x.shape[-1]},)")
+
+
+def _defined(x: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool) -> tuple[Tensor]:
+    if b is not None:
+        wide = _wide(x)
+        return (torch.nn.functional.layer_norm(wide, w.shape, w.to(wide.dtype), b.to(wide.dtype), eps).to(x.dtype),)
+    return (_rms(x, w, eps, plus_one),)
+
+
+def _rms(x: Tensor, w: Tensor, eps: float, plus_one: bool) -> Tensor:
+    if x.dtype == torch.float64:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1.0 + w if plus_one else w)
+    return normalised_as_defined(x, Weights(w, None, eps, plus_one)).to(x.dtype)
+
+
+def _run(x: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool) -> tuple[Tensor]:
+    if _kernels_run_on(x):
+        from rooftile.fused.kernels import norm as kernels
+
+        return (kernels.normalise(x, Weights(w.contiguous(), None if b is None else b.contiguous(), eps, plus_one)),)
+    return (_defined(x, w, b, eps, plus_one)[0].contiguous(),)
+
+
+def _gradients(
+    dy: Tensor, y: None, x: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dx = r (g - x̂ mean(g x̂)), for a layer norm less mean(g); with g = dy w, x̂ = r x, and r = 1 / sqrt(mean x² + eps)."""
+    wide, dy = _wide(x), _wide(dy)
+    if b is not None:
+        wide = wide - wide.mean(-1, keepdim=True)
+    r = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    unit = wide * r
+    g = dy * (1.0 + _wide(w) if plus_one else _wide(w))
+    dx = g - unit * (g * unit).mean(-1, keepdim=True)
+    if b is not None:
+        dx = dx - g.mean(-1, keepdim=True)
+    db = dy.new_zeros(0) if b is None else dy.sum(0).to(b.dtype)
+    return (dx * r).to(x.dtype), (dy * unit).sum(0).to(w.dtype), db
+
+
+def _run_gradients(
+    dy: Tensor, y: None, x: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if _kernels_run_on(x):
+        from rooftile.fused.kernels import norm_gradients as kernels
+
+        return kernels.gradients(dy, None, x, w, b, eps, plus_one)
+    return _gradients(dy, None, x, w, b, eps, plus_one)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _kernels_run_on(x: Tensor) -> bool:
+    return runs_on(x) and x.dtype != torch.float64 and 0 < x.shape[-1] <= LONGEST
+
+
+def _fake_gradients(dy: Tensor, y: None, x: Tensor, w: Tensor, b: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    return x.new_empty(x.shape), w.new_empty(w.shape), dy.new_empty(0, dtype=wide) if b is None else b.new_empty(b.shape)
+
+
+def _sum_defined(x: Tensor, stream: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
+    total = stream + x
+    return _defined(total, *norm)[0], total
+
+
+def _sum_run(x: Tensor, stream: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
+    total = (stream + x).contiguous()
+    return _run(total, *norm)[0], total
+
+
+def _sum_gradients(
+    dy: Tensor, dtotal: Tensor, y: None, total: Tensor, x: None, stream: None, *norm: Any
+) -> tuple[Tensor, ...]:
+    dx, dw, db = _gradients(dy, None, total, *norm)
+    return dx + dtotal, dw, db
+
+
+def _run_sum_gradients(
+    dy: Tensor, dtotal: Tensor, y: None, total: Tensor, x: None, stream: None, *norm: Any
+) -> tuple[Tensor, ...]:
+    if _kernels_run_on(total):
+        from rooftile.fused.kernels import norm_gradients as kernels
+
+        return kernels.gradients(dy, dtotal, total, *norm)
+    return _sum_gradients(dy, dtotal, None, total, None, None, *norm)
+
+
+_NORM = Operation(
+    "norm", "Tensor x, Tensor weight, Tensor? bias, float eps, bool plus_one", results=1, run=_run, defined=_defined,
+    run_gradients=_run_gradients, gradients=_gradients, fake=lambda x, *_: (x.new_empty(x.shape),),
+    fake_gradients=_fake_gradients, given_to={0: 0, 1: 1, 2: 2}, unused=frozenset((0,)),
+)  # fmt: skip
+_SUM_NORM = Operation(
+    "sum_norm", "Tensor x, Tensor stream, Tensor weight, Tensor? bias, float eps, bool plus_one", results=2, run=_sum_run,
+    defined=_sum_defined, run_gradients=_run_sum_gradients, gradients=_sum_gradients,
+    fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    fake_gradients=lambda dy, dtotal, y, total, x, stream, w, b, *_: _fake_gradients(dy, None, total, w, b),
+    given_to={0: 0, 1: 0, 2: 1, 3: 2}, differentiable=2, unused=frozenset((0, 2, 3)),
+)  # fmt: skip

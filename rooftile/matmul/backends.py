@@ -1,0 +1,170 @@
+"""Backends of products with quantised weights: `triton` (our kernels), `library` (PyTorch's) and `definition`.
+
+Each refuses in sentences, as the backends of attention do. Which one is fastest depends on the rows of x, so it is chosen in the
+operator, where they are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib import util
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.launch import INTERPRETED
+from rooftile.matmul import definition, library
+from rooftile.matmul.definition import Product
+from rooftile.matmul.formats import weight_format
+from rooftile.matmul.weight import Parts
+from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
+
+NAMES = ("triton", "library", "definition")
+# from this many rows on PyTorch's products are first: reasoned from the rows at which arithmetic binds, not yet measured
+MANY = 512
+
+
+class Call(NamedTuple):
+    """All that a refusal depends on."""
+
+    x: Tensor
+    x_scales: Tensor | None
+    parts: Parts
+    bias: Tensor | None
+    product: Product
+
+
+class Backend(Protocol):
+    """A backend's module, or the class below."""
+
+    def quantise(self, x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Codes and scales of rows."""
+
+    def multiply(
+        self, x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product
+    ) -> Tensor:
+        """The product."""
+
+
+class _Definition:
+    """The definition, which refuses nothing."""
+
+    quantise = staticmethod(rows_as_codes)
+    multiply = staticmethod(definition.multiply)
+
+
+class _Triton:
+    """Our kernels, imported when they are used."""
+
+    @staticmethod
+    def quantise(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        from rooftile.numerics import kernels
+
+        return kernels.quantise(x, format, scale)
+
+    @staticmethod
+    def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product) -> Tensor:
+        from rooftile.matmul.kernels import launch
+
+        return launch.multiply(x, x_scales, parts, bias, product)
+
+
+class _Library:
+    """PyTorch's products; rows are quantised by our kernel."""
+
+    quantise = staticmethod(_Triton.quantise)
+    multiply = staticmethod(library.multiply)
+
+
+BACKENDS: dict[str, Backend] = {"triton": _Triton(), "library": _Library(), "definition": _Definition()}
+
+
+def chosen(
+    x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product, name: str
+) -> Backend:
+    """Returns the named backend, or the fastest that takes this call.
+
+    Raises:
+        Unsupported: the named one does not take it.
+    """
+    asked = Call(x, x_scales, parts, bias, product)
+    if name:
+        reasons = list(refusals(name, asked))
+        if reasons:
+            raise Unsupported(f"backend {name!r} cannot multiply this weight: {'; '.join(reasons)}")
+        return BACKENDS[name]
+    return BACKENDS[next(each for each in order(asked) if next(refusals(each, asked), None) is None)]
+
+
+def order(asked: Call) -> tuple[str, ...]:
+    """Returns the names of all backends, fastest first."""
+    return ("library", "triton", "definition") if asked.x.shape[0] > MANY else NAMES
+
+
+def refusals(name: str, asked: Call) -> Iterator[str]:
+    """Yields why a backend does not take a call: what came; what it has."""
+    if name == "definition":
+        return
+    if name not in NAMES:
+        raise InvalidInput(f"backend is {name!r}; must be one of {', '.join(NAMES)}, or None")
+    x, product = asked.x, asked.product
+    interpreted = INTERPRETED and x.device.type == "cpu" and name == "triton"
+    if not interpreted and not (x.is_cuda and _triton_is_installed()):
+        yield f"tensors are on {x.device}; needs a CUDA GPU and Triton"
+        return
+    capability = (9, 0) if interpreted else torch.cuda.get_device_capability(x.device)
+    if capability < (8, 0):
+        yield f"compute capability {capability[0]}.{capability[1]}; needs 8.0 (Ampere)"
+    if product.format in ("fp8", "fp8_tile") and capability < (8, 9):
+        yield (
+            f"FP8 products on compute capability {capability[0]}.{capability[1]}; needs 8.9: w8 and int4 multiply in 16 bits "
+            "everywhere"
+        )
+    if torch.float64 in (x.dtype, product.out_dtype):
+        yield "float64; has float32, bfloat16, float16"
+    yield from (library.refusals if name == "library" else _triton_refusals)(asked)
+
+
+def _triton_refusals(asked: Call) -> Iterator[str]:
+    product = asked.product
+    kind, group, K = weight_format(product.format), product.group, product.K
+    if kind.activations is None and not _fits(group, K):
+        yield f"groups of {group} numbers; has powers of two from 16 on, and whole rows"
+    if kind.activations is not None and K > LONGEST_ROW and asked.x_scales is None:
+        yield f"rows of {K:,} numbers; has up to {LONGEST_ROW:,} to quantise at once"
+
+
+def _fits(group: int, K: int) -> bool:
+    return group == K or (group >= 16 and group & (group - 1) == 0)
+
+
+def unpacks(parts: Parts, format: str, group: int, K: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel dequantises such a weight."""
+    if dtype == torch.float64 or format == "fp8_tile" or not _fits(group, K):
+        return False
+    if INTERPRETED and parts.codes.device.type == "cpu":
+        return True
+    return (
+        parts.codes.is_cuda
+        and _triton_is_installed()
+        and torch.cuda.get_device_capability(parts.codes.device) >= (8, 0)
+    )
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return util.find_spec("triton") is not None
+
+
+def explain(asked: Call) -> str:
+    """Says which backend takes a call, and why those before it do not."""
+    lines = []
+    for name in order(asked):
+        reasons = list(refusals(name, asked))
+        lines.append(f"{name:<11} {'; '.join(reasons) if reasons else 'runs'}")
+        if not reasons:
+            break
+    return "\n".join(lines)

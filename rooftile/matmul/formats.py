@@ -1,0 +1,97 @@
+"""The formats of quantised weights: what a weight is stored in, which numbers share a scale, and how it is multiplied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rooftile.errors import InvalidInput
+
+# int4 groups; K, a whole row, is one too
+GROUPS = (32, 64, 128)
+# rows and columns of a tile that shares a scale
+TILE = 128
+# the longest row whose int8 products are exact in int32: 128 * 127 * K < 2^31
+LONGEST_INT8 = 2**31 // (128 * 127)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """A format of weights (N, K).
+
+    Args:
+        name: the word for it.
+        codes: the dtype of its codes; two codes of 4 bits share a byte of uint8, the first of them in the low half.
+        bits: per weight, without scales.
+        group: neighbours of a row that share a scale; None for the whole row, or for what `quantise_weight` is told.
+        activations: the format that x is quantised to, one of `numerics.ROW_FORMATS`; None where x stays in 16 bits.
+    """
+
+    name: str
+    codes: torch.dtype
+    bits: int
+    group: int | None = None
+    activations: str | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two codes share a byte."""
+        return self.bits == 4
+
+    @property
+    def has_exponents(self) -> bool:
+        """Whether scales are powers of two, stored as their exponents."""
+        return self.name in ("mxfp8", "mxfp4")
+
+
+_E4M3 = torch.float8_e4m3fn
+WEIGHT_FORMATS = {
+    each.name: each
+    for each in (
+        WeightFormat("fp8", _E4M3, 8, activations="fp8"),
+        WeightFormat("fp8_tile", _E4M3, 8, group=TILE, activations="fp8_tile"),
+        WeightFormat("int8", torch.int8, 8, activations="int8"),
+        WeightFormat("w8", torch.int8, 8),
+        WeightFormat("int4", torch.uint8, 4),
+        WeightFormat("mxfp8", _E4M3, 8, group=32),
+        WeightFormat("mxfp4", torch.uint8, 4, group=32),
+        WeightFormat("nvfp4", torch.uint8, 4, group=16),
+    )
+}
+
+
+def weight_format(name: object) -> WeightFormat:
+    """Returns the format with this name.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    if not isinstance(name, str) or name not in WEIGHT_FORMATS:
+        raise InvalidInput(f"format is {name!r}; must be one of {', '.join(WEIGHT_FORMATS)}")
+    return WEIGHT_FORMATS[name]
+
+
+def group_of(format: WeightFormat, K: int, group: int | None) -> int:
+    """Returns how many neighbours of a row share a scale, where `group` of them are asked for.
+
+    Raises:
+        InvalidInput: the format has no such group, or K is not a multiple of it.
+    """
+    if format.name == "int4":
+        asked = TILE if group is None else group
+        if asked != K and asked not in GROUPS:
+            raise InvalidInput(
+                f"group is {asked}; int4 has {', '.join(map(str, GROUPS))}, or K (here {K}), a whole row"
+            )
+    else:
+        asked = format.group or K
+        if group not in (None, asked):
+            raise InvalidInput(f"group is {group}; {format.name} has {asked}: leave it out")
+    # the last tile may be narrower, and a row is its own group
+    if format.name != "fp8_tile" and K % asked:
+        raise InvalidInput(
+            f"w has rows of K = {K} numbers, and {asked} of {format.name} share a scale; K must be a multiple: "
+            "pad w and x with zeros, or take another format"
+        )
+    return asked

@@ -1,0 +1,161 @@
+"""`quantise_weight`: codes and scales of a weight in 16 or 32 bits.
+
+fp8 and int8 follow `rooftile.numerics`: one division per scale, one multiplication per number. w8 and int4 follow the rule of
+compressed-tensors: the scale is amax / 127.5 or amax / 7.5, rounded to bf16 before codes are taken, and all codes are used,
+also the one that formats of `rooftile.numerics` keep for NaN: a weight has none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.matmul.formats import LONGEST_INT8, TILE, WeightFormat, group_of, weight_format
+from rooftile.matmul.packing import OFFSET, pack
+from rooftile.matmul.weight import QuantisedWeight
+from rooftile.numerics.block_floating import quantise_blocks
+from rooftile.numerics.formats import FP4_E2M1, FP8_E4M3, INT8, encode
+from rooftile.numerics.scaling import divided, scales_of
+
+# numbers that are quantised at once: an fp32 copy of a large weight would take twice its memory
+AT_ONCE = 1 << 24
+# the largest numbers of e2m1 and e4m3, whose product a weight's largest number becomes in nvfp4
+_NVFP4 = 6.0 * 448.0
+
+
+class _Rows(NamedTuple):
+    """Codes and scales of some rows."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+
+def quantise_weight(w: Tensor, format: str, *, group: int | None = None, zero_points: bool = False) -> QuantisedWeight:
+    """Quantises a weight, for `linear`.
+
+    Args:
+        w: (N, K), any float dtype and strides; computed in fp32.
+        format: the codes of weights, what shares a scale, and what activations are quantised to:
+
+            - fp8: e4m3, a row; activations in e4m3 with a scale per token.
+            - fp8_tile: e4m3, a tile of 128 x 128; activations in e4m3 with a scale for 128 channels of a token.
+            - int8: a row; activations in int8 with a scale per token; products are exact in int32.
+            - w8: int8, a row; activations stay in 16 bits, as in all formats below.
+            - int4: `group` numbers of a row.
+            - mxfp8, mxfp4: e4m3 or e2m1, 32 numbers of a row share a power of two.
+            - nvfp4: e2m1, 16 numbers of a row share an e4m3 scale, and all of them an fp32 one.
+        group: int4: 32, 64, 128 (the default) or K numbers share a scale.
+        zero_points: int4: whether each group has a zero point, which fits groups that lie on one side of zero.
+
+    Raises:
+        InvalidInput: the format does not exist, w is not finite or not (N, K), or K is not a multiple of the group.
+
+    Example:
+        >>> weight = quantise_weight(torch.randn(256, 512), "int4")
+        >>> y = linear(torch.randn(3, 512), weight)
+    """
+    kind = weight_format(format)
+    _check(w, kind, zero_points)
+    w = w.detach()
+    N, K = w.shape
+    group = group_of(kind, K, group)
+    outer = _outer_scale(w) if format == "nvfp4" else None
+    # whole tiles
+    rows = max(AT_ONCE // K // TILE, 1) * TILE
+    found = [_quantised(part.float(), kind, group, zero_points, outer) for part in w.split(rows)]
+    codes, scales = (torch.cat(parts) for parts in zip(*((x.codes, x.scales) for x in found), strict=True))
+    zeros = torch.cat([x.zeros for x in found if x.zeros is not None]) if zero_points else None
+    return QuantisedWeight(codes, scales, zeros, None, format, group, (N, K), outer)
+
+
+def _check(w: Tensor, kind: WeightFormat, zero_points: bool) -> None:
+    if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 2 or not w.numel():
+        what = f"{w.dtype} {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
+        raise InvalidInput(f"w is {what}; must be a float tensor (N, K) with at least one number")
+    if zero_points and kind.name != "int4":
+        raise InvalidInput(f"zero_points is True and format {kind.name!r}; only int4 has zero points")
+    if kind.name == "int8" and w.shape[1] > LONGEST_INT8:
+        raise InvalidInput(
+            f"w has rows of K = {w.shape[1]:,} numbers; int8 sums of at most {LONGEST_INT8:,} are exact: take w8 or fp8"
+        )
+    lost = ~w.isfinite()
+    if lost.any():
+        row, column = (int(x) for x in lost.nonzero()[0])
+        raise InvalidInput(
+            f"w is {w[row, column].item()} at row {row}, column {column}; weights must be finite to be quantised: repair the "
+            "checkpoint, or leave this weight in 16 bits"
+        )
+
+
+def _quantised(w: Tensor, kind: WeightFormat, group: int, zero_points: bool, outer: Tensor | None) -> _Rows:
+    """Quantises some rows, fp32."""
+    if kind.name == "fp8_tile":
+        return _by_tiles(w)
+    if kind.has_exponents:
+        found = quantise_blocks(w, "mxfp4" if kind.is_packed else "mxfp8_e4m3")
+        return _Rows(pack(found.values) if kind.is_packed else found.values, found.exponents)
+    if outer is not None:
+        return _nvfp4(w, group, outer)
+    if kind.name in ("fp8", "int8"):
+        format = FP8_E4M3 if kind.name == "fp8" else INT8
+        scales, inverse = scales_of(w.abs().amax(1, keepdim=True), format)
+        return _Rows(encode(w * inverse, format), scales)
+    groups = w.unflatten(1, (-1, group))
+    if zero_points:
+        return _asymmetric(groups)
+    return _symmetric(groups, kind.bits)
+
+
+def _symmetric(groups: Tensor, bits: int) -> _Rows:
+    """Quantises groups (N, G, group): s = amax / (2^b - 1) / 2, codes from -2^(b - 1) to 2^(b - 1) - 1."""
+    half = 2.0 ** (bits - 1)
+    scales = _rounded(divided(groups.abs().amax(-1), half - 0.5))
+    codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-half, half - 1).flatten(1)
+    if bits == 8:
+        return _Rows(codes.to(torch.int8), scales)
+    return _Rows(pack(codes + OFFSET), scales)
+
+
+def _asymmetric(groups: Tensor) -> _Rows:
+    """Quantises groups (N, G, group) with a zero point, so that zero itself is a code."""
+    low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
+    # halves: the difference of the largest numbers is infinite
+    scales = _rounded(divided(high / 2 - low / 2, 7.5))
+    wide = scales.float()
+    zeros = (-8 - low / wide).round().clamp(-8, 7)
+    codes = (groups / wide.unsqueeze(-1) + zeros.unsqueeze(-1)).round().clamp(-8, 7).flatten(1)
+    return _Rows(pack(codes + OFFSET), scales, zeros.to(torch.int8))
+
+
+def _rounded(scales: Tensor) -> Tensor:
+    """Rounds scales to bf16; a group of zeros has 1, and one of the tiniest numbers the smallest normal number."""
+    smallest = torch.finfo(torch.bfloat16).smallest_normal
+    rounded = scales.clamp(min=smallest).bfloat16()
+    return rounded.masked_fill(scales == 0, 1.0)
+
+
+def _by_tiles(w: Tensor) -> _Rows:
+    N, K = w.shape
+    padded = torch.nn.functional.pad(w, (0, -K % TILE, 0, -N % TILE))
+    tiles = padded.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE))  # (N / 128, 128, K / 128, 128)
+    scales, inverse = scales_of(tiles.abs().amax((1, 3)), FP8_E4M3)
+    codes = encode(tiles * inverse[:, None, :, None], FP8_E4M3)
+    return _Rows(codes.flatten(2).flatten(0, 1)[:N, :K].contiguous(), scales)
+
+
+def _outer_scale(w: Tensor) -> Tensor:
+    size = w.abs().amax().float().view(1, 1)
+    return divided(size, _NVFP4).clamp(min=torch.finfo(torch.float32).smallest_normal).masked_fill(size == 0, 1.0)
+
+
+def _nvfp4(w: Tensor, group: int, outer: Tensor) -> _Rows:
+    groups = w.unflatten(1, (-1, group))
+    wanted = divided(groups.abs().amax(-1), 6.0) / outer
+    # no scale is zero: the smallest number of e4m3 is 2^-9
+    scales = encode(wanted.clamp(min=2.0**-9), FP8_E4M3)
+    codes = encode(groups / (scales.float() * outer).unsqueeze(-1), FP4_E2M1)
+    return _Rows(pack(codes.flatten(1)), scales)

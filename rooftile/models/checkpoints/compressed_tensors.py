@@ -1,0 +1,250 @@
+"""compressed-tensors, which llm-compressor writes: groups of modules with a scheme each, and a list of modules that stay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.matmul import QuantisedWeight
+from rooftile.matmul.formats import TILE
+from rooftile.matmul.packing import unpack_words
+from rooftile.models.checkpoints.fp8 import input_scale_of
+from rooftile.models.checkpoints.tensors import (
+    check_dtype,
+    check_shape,
+    checked_codes,
+    checked_scales,
+    group_of,
+    int4_weight,
+    order_of,
+    refused,
+    w8_weight,
+    whole,
+)
+
+# layouts -> the formats of `quantise_weight` that they hold
+PLAIN = ("float-quantized", "int-quantized", "naive-quantized")
+LAYOUTS = (*PLAIN, "pack-quantized", "mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized")
+_BLOCKS = {"mxfp8-quantized": "mxfp8", "mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The scheme of one group of modules."""
+
+    targets: tuple[str, ...]
+    layout: str
+    format: str
+    bits: int
+    group: int
+    symmetric: bool
+    static: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """The schemes of a folder."""
+
+    schemes: tuple[Scheme, ...]
+    ignored: tuple[str, ...]
+    folder: str
+
+    def check(self, modules: Collection[str]) -> None:
+        """Raises InvalidInput for a group that matches nothing, and for two that match one module."""
+        for scheme in self.schemes:
+            for target in scheme.targets:
+                if not any(_matches(target, module) for module in modules):
+                    raise refused(
+                        self.folder, f"has the target {target!r}, which matches no module: correct it in config.json"
+                    )
+        for module in modules:
+            found = [scheme for scheme in self.schemes if any(_matches(target, module) for target in scheme.targets)]
+            if len(found) > 1 and not self._stays(module):
+                raise refused(
+                    self.folder,
+                    f"has {len(found)} config groups that match {module}; one may: correct it in config.json",
+                )
+
+    def _stays(self, module: str) -> bool:
+        return any(_matches(name, module) for name in self.ignored)
+
+    def _scheme(self, module: str) -> Scheme | None:
+        if self._stays(module):
+            return None
+        return next((one for one in self.schemes if any(_matches(target, module) for target in one.targets)), None)
+
+    def covers(self, module: str) -> bool:
+        """Whether a group matches it, and no name of the list."""
+        return self._scheme(module) is not None
+
+    def suffixes(self, module: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names of the tensors of a layout."""
+        scheme = self._of(module)
+        if scheme.layout == "pack-quantized":
+            packed, zeros = ("weight_packed", "weight_scale", "weight_shape"), "weight_zero_point"
+            return (packed, ("weight_g_idx", zeros)) if scheme.symmetric else ((*packed, zeros), ("weight_g_idx",))
+        if scheme.layout in PLAIN:
+            names, zero_points = ("weight", "weight_scale"), ("weight_zero_point", "input_zero_point")
+            return ((*names, "input_scale"), zero_points) if scheme.static else (names, (*zero_points, "input_scale"))
+        codes = "weight" if scheme.layout.startswith("mxfp8") else "weight_packed"
+        outer = ("weight_global_scale",) * scheme.layout.startswith("nvfp4")
+        return (codes, "weight_scale", *outer), ("input_global_scale",) * len(outer)
+
+    def _of(self, module: str) -> Scheme:
+        scheme = self._scheme(module)
+        assert scheme is not None
+        return scheme
+
+    def read(self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantisedWeight:
+        """The weight (N, K)."""
+        scheme = self._of(module)
+        if scheme.layout == "pack-quantized":
+            return _packed(module, tensors, shape, scheme)
+        if scheme.layout in _BLOCKS:
+            return _blocks(module, tensors, shape, scheme)
+        return _plain(module, tensors, shape, scheme)
+
+
+def _matches(target: str, module: str) -> bool:
+    """Whether a target or a name of the list of what stays means a module: its class, its name or a regular expression."""
+    if target == "Linear":
+        return True
+    names = (module, f"model.{module}")
+    if target.startswith("re:"):
+        return any(re.match(target[3:], name) for name in names)
+    return target in names
+
+
+def _plain(module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme) -> QuantisedWeight:
+    """Codes of 8 bits that are no words."""
+    N, K = shape
+    dtype = torch.int8 if scheme.format in ("int8", "w8") else torch.float8_e4m3fn
+    codes = checked_codes(module, "weight", tensors["weight"], shape, dtype)
+    zeros = tensors.get("weight_zero_point")
+    if zeros is not None and zeros.float().any():
+        raise InvalidInput(
+            f"{module}.weight_zero_point has zero points for 8 bits; 8 bits are read without: quantise it symmetrically"
+        )
+    if scheme.format == "fp8_tile":
+        scales = checked_scales(module, "weight_scale", tensors["weight_scale"], (-(-N // TILE), -(-K // TILE)))
+        return QuantisedWeight(codes, scales.float(), None, None, "fp8_tile", TILE, shape)
+    group = whole(module, scheme.group, K)
+    stored = tensors["weight_scale"]
+    scales = checked_scales(
+        module, "weight_scale", stored[:, None] if stored.ndim == 1 and N > 1 == group // K else stored, (N, K // group)
+    )
+    if scheme.format == "w8":
+        return w8_weight(codes, scales, None, group)
+    given = input_scale_of(module, tensors, scheme.static)
+    return QuantisedWeight(codes, scales.float(), None, None, scheme.format, K, shape, None, given)
+
+
+def _packed(module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme) -> QuantisedWeight:
+    """Codes plus 8 (or 128) in words of int32 along K; zero points in words along N."""
+    N, K = shape
+    group, packed = whole(module, scheme.group, K), 32 // scheme.bits
+    check_dtype(module, "weight_packed", tensors["weight_packed"], torch.int32)
+    check_shape(module, "weight_packed", tensors["weight_packed"], (N, -(-K // packed)))
+    if tensors["weight_shape"].tolist() != [N, K]:
+        raise InvalidInput(f"{module}.weight_shape is {tensors['weight_shape'].tolist()}, due {[N, K]}")
+    scales = checked_scales(module, "weight_scale", tensors["weight_scale"], (N, K // group))
+    g_idx = tensors.get("weight_g_idx")
+    order = None if g_idx is None or (g_idx == -1).all() else order_of(module, "weight_g_idx", g_idx, K, group)
+    if scheme.bits == 8:
+        words = tensors["weight_packed"]
+        codes = ((words.unsqueeze(-1) >> torch.arange(0, 32, 8, dtype=torch.int32)) & 255).flatten(-2)[:, :K]
+        return w8_weight(codes - 128, scales, order, group)
+    zeros = None
+    if not scheme.symmetric:
+        stored = tensors["weight_zero_point"]
+        check_dtype(module, "weight_zero_point", stored, torch.int32)
+        check_shape(module, "weight_zero_point", stored, (-(-N // packed), K // group))
+        zeros = unpack_words(stored.T.contiguous())[:, :N].T
+    return int4_weight(unpack_words(tensors["weight_packed"])[:, :K], scales, zeros, order, group)
+
+
+def _blocks(module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int], scheme: Scheme) -> QuantisedWeight:
+    """Block floating point."""
+    N, K = shape
+    group = 16 if scheme.format == "nvfp4" else 32
+    whole(module, group, K)
+    name, dtype, due = (
+        ("weight", torch.float8_e4m3fn, (N, K))
+        if scheme.format == "mxfp8"
+        else ("weight_packed", torch.uint8, (N, K // 2))
+    )
+    codes, scales = checked_codes(module, name, tensors[name], due, dtype), tensors["weight_scale"]
+    if scheme.format == "nvfp4":
+        outer = checked_scales(module, "weight_global_scale", tensors["weight_global_scale"], (1, 1)).float()
+        scales = checked_codes(module, "weight_scale", scales, (N, K // group), torch.float8_e4m3fn)
+        # the file has the factor of the scales, and we its inverse
+        return QuantisedWeight(codes, scales, None, None, "nvfp4", group, shape, 1.0 / outer)
+    check_dtype(module, "weight_scale", scales, torch.uint8)
+    check_shape(module, "weight_scale", scales, (N, K // group))
+    if (scales == 255).any():
+        raise InvalidInput(f"{module}.weight_scale holds NaN; weights must be finite: download the file again")
+    return QuantisedWeight(codes, scales, None, None, scheme.format, group, shape)
+
+
+def reader_of(section: Mapping[str, Any], folder: str) -> CompressedTensors:
+    """Returns what reads a folder of compressed-tensors.
+
+    Raises:
+        InvalidInput: its configuration asks for what is not read.
+    """
+    groups = section.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise refused(folder, "has no config_groups; compressed-tensors must have them")
+    sparse = (section.get("sparsity_config") or {}).get("format", "dense")
+    if sparse not in ("dense", None):
+        raise refused(folder, f"has the sparse layout {sparse!r}, which is not read: save the model dense")
+    schemes = tuple(_scheme_of(group, section, folder) for group in groups.values())
+    return CompressedTensors(schemes, tuple(section.get("ignore") or ()), folder)
+
+
+def _scheme_of(group: Mapping[str, Any], section: Mapping[str, Any], folder: str) -> Scheme:
+    layout = group.get("format") or section.get("format")
+    if layout not in LAYOUTS:
+        raise refused(folder, f"has the layout {layout!r}; read are {', '.join(LAYOUTS)}: save it in one of these")
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    bits, kind = weights.get("num_bits"), weights.get("type")
+    symmetric, strategy = bool(weights.get("symmetric", True)), str(weights.get("strategy"))
+    size = group_of(weights, folder) if strategy in ("group", "tensor_group") else -1
+    static = inputs is not None and not inputs.get("dynamic", False)
+    format = _BLOCKS.get(layout) or _format_of(layout, bits, kind, strategy, weights, inputs, folder)
+    return Scheme(tuple(group.get("targets") or ()), layout, format, bits or 0, size, symmetric, static)
+
+
+def _format_of(
+    layout: str, bits: Any, kind: Any, strategy: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, folder: str
+) -> str:
+    if layout == "pack-quantized":
+        if kind != "int" or bits not in (4, 8) or inputs is not None:
+            what = "with" if inputs is not None else "without"
+            raise refused(
+                folder,
+                f"has {layout} of {bits} bits ({kind}) {what} quantised activations; read are int of 4 and 8 without",
+            )
+        return "int4" if bits == 4 else "w8"
+    if bits != 8 or kind not in ("float", "int"):
+        raise refused(folder, f"has {layout} of {bits} bits ({kind}); read are 8")
+    if kind == "int":
+        if inputs is not None and (not inputs.get("dynamic") or inputs.get("strategy") != "token"):
+            raise refused(folder, "has INT8 with static activations; read are dynamic ones, with a scale per token")
+        return "w8" if inputs is None else "int8"
+    if inputs is None:
+        raise refused(
+            folder,
+            "has FP8 weights with activations in 16 bits; read are quantised ones: give the 16-bit checkpoint and weights=",
+        )
+    if strategy == "block":
+        if list(weights.get("block_structure") or ()) != [TILE, TILE]:
+            raise refused(folder, f"has tiles of {weights.get('block_structure')}; read are [{TILE}, {TILE}]")
+        return "fp8_tile"
+    return "fp8"

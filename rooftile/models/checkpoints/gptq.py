@@ -1,0 +1,111 @@
+"""GPTQ: codes (K / 8, N) along the first axis, zero points (K / group, N / 8), scales (K / group, N).
+
+Version 1 stores zero points less one. Symmetric weights have the zero point 8 everywhere, so a folder that says version 1 and
+stores 8 is version 2.
+
+Frantar et al., GPTQ, arXiv:2210.17323.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.matmul import QuantisedWeight
+from rooftile.matmul.packing import unpack_words
+from rooftile.models.checkpoints.tensors import (
+    check_dtype,
+    check_shape,
+    checked_scales,
+    group_of,
+    int4_weight,
+    order_of,
+    refused,
+    w8_weight,
+    whole,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """The configuration of a GPTQ folder."""
+
+    bits: int
+    group: int
+    sym: bool
+    version: int
+    folder: str
+
+    def check(self, modules: Collection[str]) -> None:
+        """All projections are quantised."""
+
+    def covers(self, module: str) -> bool:
+        """The head stays."""
+        return module != "lm_head"
+
+    def suffixes(self, module: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Groups of columns may be left out where columns are in order."""
+        return ("qweight", "qzeros", "scales"), ("g_idx",)
+
+    def read(self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantisedWeight:
+        """The weight (N, K)."""
+        N, K = shape
+        group = whole(module, self.group, K)
+        packed = 32 // self.bits
+        for name, due in (("qweight", (-(-K // packed), N)), ("qzeros", (K // group, -(-N // packed)))):
+            check_dtype(module, name, tensors[name], torch.int32)
+            check_shape(module, name, tensors[name], due)
+        scales = checked_scales(module, "scales", tensors["scales"], (K // group, N)).T
+        codes = _unpacked(tensors["qweight"].T, self.bits)[:, :K]
+        zeros = self._zeros(module, _unpacked(tensors["qzeros"], self.bits)[:, :N]).T
+        order = order_of(module, "g_idx", tensors["g_idx"], K, group) if "g_idx" in tensors else None
+        if self.bits == 4:
+            return int4_weight(codes, scales, zeros, order, group)
+        if not (zeros == 128).all():
+            raise InvalidInput(
+                f"{module}.qzeros has zero points for 8 bits; 8 bits are read without: quantise it with sym=True"
+            )
+        return w8_weight(codes.to(torch.int16) - 128, scales, order, group)
+
+    def _zeros(self, module: str, stored: Tensor) -> Tensor:
+        """Zero points in the codes' numbers."""
+        middle = 1 << (self.bits - 1)
+        if self.version == 2:
+            return stored.to(torch.int16)
+        if self.sym and (stored == middle).all():
+            logging.getLogger(__name__).warning(
+                "%s: quantization_config says GPTQ version 1, and %s.qzeros are those of version 2; read as version 2",
+                self.folder,
+                module,
+            )
+            return stored.to(torch.int16)
+        return stored.to(torch.int16) + 1
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """Unsigned codes (..., n * 32 / bits) of words (..., n)."""
+    if bits == 4:
+        return unpack_words(words)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & 255).flatten(-2)
+
+
+def reader_of(section: Mapping[str, Any], folder: str) -> Gptq:
+    """Returns what reads a GPTQ folder.
+
+    Raises:
+        InvalidInput: its configuration asks for what is not read.
+    """
+    bits, layout = section.get("bits"), str(section.get("checkpoint_format") or section.get("format") or "gptq")
+    if bits not in (4, 8):
+        raise refused(folder, f"has GPTQ of {bits} bits; read are 4 and 8: quantise it to one of these")
+    if layout not in ("gptq", "gptq_v2"):
+        raise refused(folder, f"has the layout {layout!r}; read are gptq and gptq_v2: save it in one of these")
+    version = 2 if layout == "gptq_v2" else 1
+    return Gptq(bits, group_of(section, folder), bool(section.get("sym", True)), version, folder)

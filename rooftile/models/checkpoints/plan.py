@@ -1,0 +1,156 @@
+"""The argument `weights=`: which modules are quantised, and by whom: this library while it reads, or the checkpoint's maker."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.matmul import QuantisedWeight, quantise_weight, weight_format
+from rooftile.models.checkpoints import awq, compressed_tensors, fp8, gptq
+from rooftile.models.settings import read_json
+
+Weights = str | Mapping[str, str]
+
+
+class Reader(Protocol):
+    """Turns the tensors of modules into quantised weights."""
+
+    def check(self, modules: Collection[str]) -> None:
+        """Raises InvalidInput if the configuration does not fit these modules."""
+
+    def covers(self, module: str) -> bool:
+        """Whether a module is quantised; else its weight is a plain tensor."""
+
+    def suffixes(self, module: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The last parts of the names of its tensors: those that must be there, and those that may."""
+
+    def read(self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantisedWeight:
+        """The weight (N, K); tensors by the last parts of their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiser:
+    """Quantises plain weights while they are read: {pattern: word}, of which the first that matches counts."""
+
+    patterns: tuple[tuple[str, str], ...]
+
+    def check(self, modules: Collection[str]) -> None:
+        """Raises InvalidInput for a pattern that matches nothing."""
+        for pattern, _ in self.patterns:
+            if not any(matches(pattern, module) for module in modules):
+                some = next(iter(modules), "none")
+                raise InvalidInput(
+                    f"weights has the pattern {pattern!r}, which matches no module; modules are such as {some}"
+                )
+
+    def word(self, module: str) -> str:
+        """Returns the format of a module, "auto" if it stays."""
+        return next((word for pattern, word in self.patterns if matches(pattern, module)), "auto")
+
+    def covers(self, module: str) -> bool:
+        """Whether a pattern gives it a format."""
+        return self.word(module) != "auto"
+
+    def suffixes(self, module: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """A plain weight."""
+        return ("weight",), ()
+
+    def read(self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantisedWeight:
+        """Quantises the weight."""
+        format, group = parsed(self.word(module))
+        try:
+            return quantise_weight(tensors["weight"], format, group=group)
+        except InvalidInput as error:
+            raise InvalidInput(f"{module}.weight cannot be quantised to {format}: {error}") from None
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a pattern means a module: one with * and ?, or after "re:" a regular expression; "model." may be left out."""
+    for name in (module, f"model.{module}", f"transformer.{module}"):
+        if pattern.startswith("re:"):
+            if re.match(pattern[3:], name):
+                return True
+        elif fnmatchcase(name, pattern):
+            return True
+    return False
+
+
+def parsed(word: str) -> tuple[str, int | None]:
+    """Splits "int4:64" into the format and its group."""
+    format, _, group = word.partition(":")
+    weight_format(format)
+    if not group:
+        return format, None
+    if not group.isdecimal():
+        raise InvalidInput(f"weights asks for {word!r}; after the colon must be a group's size, as in int4:64")
+    return format, int(group)
+
+
+def check_words(weights: object) -> None:
+    """Checks the argument `weights=` itself.
+
+    Raises:
+        InvalidInput: it is no format, "auto" or dictionary of them.
+    """
+    words = [*weights.values()] if isinstance(weights, Mapping) else [weights]
+    if isinstance(weights, Mapping) and (not weights or not all(isinstance(key, str) for key in weights)):
+        raise InvalidInput(
+            f'weights is {str(weights)[:60]}; must be {{pattern: format}}, such as {{"*.mlp.*": "int4"}}'
+        )
+    for word in words:
+        if word == "auto":
+            continue
+        if not isinstance(word, str):
+            raise InvalidInput(f'weights is {word!r}; must be "auto", a format, or a dictionary {{pattern: format}}')
+        parsed(word)
+    for key in weights if isinstance(weights, Mapping) else ():
+        if key.startswith("re:"):
+            try:
+                re.compile(key[3:])
+            except re.error as error:
+                raise InvalidInput(
+                    f"weights has the pattern {key!r}, which is no regular expression: {error}"
+                ) from None
+
+
+def quantiser_of(weights: Weights) -> Quantiser | None:
+    """Returns the quantiser that `weights=` asks for, None for "auto"."""
+    check_words(weights)
+    if isinstance(weights, Mapping):
+        return Quantiser(tuple(weights.items()))
+    return None if weights == "auto" else Quantiser((("*", weights),))
+
+
+FAMILIES: dict[str, Callable[[Mapping[str, Any], str], Reader]] = {
+    "compressed-tensors": compressed_tensors.reader_of,
+    "gptq": gptq.reader_of,
+    "awq": awq.reader_of,
+    "fp8": fp8.reader_of,
+    "modelopt": fp8.reader_of_modelopt,
+}
+
+
+def plan_of(weights: Weights, folder: Path) -> Reader | None:
+    """Returns what reads the quantised weights of a folder; None where all tensors are plain, and stay so.
+
+    Raises:
+        InvalidInput: `weights` contradicts the checkpoint, or its configuration cannot be read.
+    """
+    asked = quantiser_of(weights)
+    section = read_json(folder / "config.json").get("quantization_config")
+    if not section:
+        return asked
+    method = section["quant_method"]
+    if asked is not None:
+        raise InvalidInput(
+            f"weights is {str(weights)[:60]!r} and the checkpoint {folder} is quantised already ({method}); leave weights "
+            "out, or give the 16-bit checkpoint"
+        )
+    return FAMILIES[method](section, str(folder))

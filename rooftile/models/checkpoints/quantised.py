@@ -1,0 +1,192 @@
+"""Fills a decoder's projections with quantised weights, one tensor at a time; all else is filled with plain tensors.
+
+Projections that are one here and several in the checkpoint (q, k, v; gate, up) become one weight where their formats go together:
+scales for a tensor are scales for its rows, and one scale for all activations becomes the largest of the parts'. Tiles of 128
+rows must end where parts end, and columns must be in one order; other parts stay apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.matmul import QuantisedWeight
+from rooftile.matmul.formats import TILE
+from rooftile.models.checkpoints import weights
+from rooftile.models.checkpoints.places import projections_of
+from rooftile.models.checkpoints.plan import Quantiser, Reader
+from rooftile.models.checkpoints.weights import Stored
+from rooftile.models.config import ModelConfig
+from rooftile.models.layers import Layer, Projection
+
+# scales of a cache in FP8, which ours finds anew
+_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+
+
+class Filled(Protocol):
+    """A decoder, as far as it is filled here."""
+
+    config: ModelConfig
+    layers: Sequence[Layer]
+
+    @property
+    def embedding(self) -> Tensor:
+        """(vocab, hidden)."""
+        ...
+
+    @property
+    def head(self) -> Tensor:
+        """(vocab, hidden)."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the places of plain tensors by their names."""
+
+
+def load(config: ModelConfig, decoder: Filled, files: Iterable[Path], reader: Reader) -> None:
+    """Fills a decoder whose projections wait for their weights.
+
+    Raises:
+        InvalidInput: tensors are missing, unexpected, of other shapes, or cannot be quantised.
+    """
+    projections = list(_projections(config, decoder))
+    head = [] if config.tie else ["lm_head"]
+    # patterns for one's own quantising mean projections; a checkpoint's targets may mean the head, too
+    reader.check([name for _, parts in projections for name in parts] + head)
+    with ExitStack() as stack:
+        found = weights.stored_in(config, files, stack)
+        for name in [name for name in found if name.endswith(_CACHE_SCALES)]:
+            del found[name]
+        taken = {name: _take(found, name, reader) for _, parts in projections for name in parts if reader.covers(name)}
+        if head and _is_quantised(found, reader):
+            stored = _take(found, "lm_head", reader)
+            decoder.head.copy_(
+                _read(config, reader, "lm_head", stored, tuple(decoder.head.shape)).dequantise(decoder.head.dtype)
+            )
+        apart = _fill(config, decoder, projections, taken, reader)
+        places = dict(decoder.tensors()) | apart
+        if head and "lm_head.weight" not in found:
+            places.pop("lm_head.weight", None)
+        for stored_one, place in weights.matched(config, places, found):
+            place.copy_(stored_one.get_tensor())
+
+
+def _projections(config: ModelConfig, decoder: Filled) -> Iterator[tuple[Projection, dict[str, int]]]:
+    """Yields all projections with the checkpoint's names of their parts."""
+    folder = "h" if config.family == "gpt2" else "layers"
+    for n, layer in enumerate(decoder.layers):
+        for projection, parts in projections_of(layer, config):
+            yield projection, {f"{folder}.{n}.{name}": rows for name, rows in parts.items()}
+
+
+def _is_quantised(found: dict[str, Stored], reader: Reader) -> bool:
+    return "lm_head.weight_scale" in found or "lm_head.qweight" in found
+
+
+def _take(found: dict[str, Stored], module: str, reader: Reader) -> dict[str, Stored]:
+    """Takes the tensors of a module out of all that are stored."""
+    needed, optional = reader.suffixes(module)
+    missing = [name for name in needed if f"{module}.{name}" not in found]
+    if missing:
+        raise InvalidInput(
+            f"the checkpoint lacks {', '.join(f'{module}.{name}' for name in missing)}, which its quantization_config asks for; "
+            "download it again"
+        )
+    names = (*needed, *(name for name in optional if f"{module}.{name}" in found))
+    return {name: found.pop(f"{module}.{name}") for name in names}
+
+
+def _read(
+    config: ModelConfig, reader: Reader, module: str, stored: dict[str, Stored], shape: tuple[int, ...]
+) -> QuantisedWeight:
+    tensors = {name: one.get_tensor() for name, one in stored.items()}
+    N, K = shape
+    if config.family == "gpt2" and "weight" in tensors and tuple(tensors["weight"].shape) == (K, N):
+        # GPT-2 keeps its weights as (in, out)
+        tensors["weight"] = tensors["weight"].T
+    if "weight" in tensors and tuple(tensors["weight"].shape) != (N, K):
+        raise InvalidInput(f"{module}.weight is {tuple(tensors['weight'].shape)}, due {(N, K)}")
+    return reader.read(module, tensors, (N, K))
+
+
+def _fill(
+    config: ModelConfig, decoder: Filled, projections: list[tuple[Projection, dict[str, int]]],
+    taken: dict[str, dict[str, Stored]], reader: Reader,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Fills projections; returns the places of weights that stay plain beside quantised ones."""
+    apart: dict[str, Tensor] = {}
+    for projection, names in projections:
+        if not taken.keys() & names.keys():
+            projection.fill(None)
+            continue
+        parts: list[QuantisedWeight | Tensor] = []
+        for name, rows in names.items():
+            if name in taken:
+                found = _read(config, reader, name, taken[name], (rows, projection.inputs))
+                parts.append(found.to(decoder.embedding.device))
+            else:
+                apart[f"{name}.weight"] = projection.memory.parameter(rows, projection.inputs).detach()
+                parts.append(apart[f"{name}.weight"])
+        projection.fill(merged(parts))
+    return apart
+
+
+def merged(parts: Sequence[QuantisedWeight | Tensor]) -> list[QuantisedWeight | Tensor]:
+    """Joins neighbours whose formats go together."""
+    found: list[QuantisedWeight | Tensor] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, QuantisedWeight) and isinstance(last, QuantisedWeight) and _go_together(last, part):
+            found[-1] = _joined(last, part)
+        else:
+            found.append(part)
+    return found
+
+
+def _go_together(a: QuantisedWeight, b: QuantisedWeight) -> bool:
+    if (a.format, a.group) != (b.format, b.group) or a.scales.dtype != b.scales.dtype:
+        return False
+    if (a.zeros is None) != (b.zeros is None) or (a.input_scale is None) != (b.input_scale is None):
+        return False
+    if a.format == "fp8_tile" and a.shape[0] % TILE:
+        return False
+    if a.order is None or b.order is None:
+        return a.order is b.order
+    return torch.equal(a.order, b.order)
+
+
+def _joined(a: QuantisedWeight, b: QuantisedWeight) -> QuantisedWeight:
+    codes, scales = (torch.cat(pair) for pair in ((a.codes, b.codes), (a.scales, b.scales)))
+    zeros = None if a.zeros is None or b.zeros is None else torch.cat((a.zeros, b.zeros))
+    outer = given = None
+    if a.outer is not None and b.outer is not None:
+        outer = torch.cat([x.outer.expand(x.shape[0], 1) for x in (a, b) if x.outer is not None])
+    if a.input_scale is not None and b.input_scale is not None:
+        given = torch.maximum(a.input_scale, b.input_scale)
+    shape = (a.shape[0] + b.shape[0], a.shape[1])
+    return QuantisedWeight(codes, scales, zeros, a.order, a.format, a.group, shape, outer, given)
+
+
+def quantise_decoder(decoder: Filled, quantiser: Quantiser) -> None:
+    """Quantises the projections of a decoder in place, as they are when a checkpoint is read."""
+    projections = list(_projections(decoder.config, decoder))
+    quantiser.check([name for _, names in projections for name in names])
+    for projection, names in projections:
+        if projection.weight is None:
+            raise InvalidInput("the decoder's weights are quantised already; leave weights out")
+        rows = projection.weight.detach().split(list(names.values()))
+        if any(quantiser.covers(name) for name in names):
+            parts = [_of_plain(quantiser, name, w) for name, w in zip(names, rows, strict=True)]
+            projection.fill(merged(parts))
+
+
+def _of_plain(quantiser: Quantiser, name: str, w: Tensor) -> QuantisedWeight | Tensor:
+    if not quantiser.covers(name):
+        return w.clone()
+    return quantiser.read(name, {"weight": w}, (w.shape[0], w.shape[1]))

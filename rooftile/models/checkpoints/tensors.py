@@ -1,0 +1,113 @@
+"""Checks and conversions of quantised tensors that several families share. Each refusal names the module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.matmul import QuantisedWeight
+from rooftile.matmul.packing import OFFSET, pack
+
+
+def refused(folder: str, what: str) -> InvalidInput:
+    """Returns the error to raise about a folder's quantisation_config."""
+    return InvalidInput(f"quantization_config of {folder} {what}")
+
+
+def check_shape(module: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises InvalidInput for a tensor of another shape than is due."""
+    if tuple(x.shape) != shape:
+        raise InvalidInput(
+            f"{module}.{name} is {tuple(x.shape)}, due {shape}; the checkpoint does not fit its config.json"
+        )
+
+
+def check_dtype(module: str, name: str, x: Tensor, dtype: torch.dtype) -> None:
+    """Raises InvalidInput for a tensor of another dtype than is due."""
+    if x.dtype != dtype:
+        raise InvalidInput(f"{module}.{name} is {x.dtype}, due {dtype}; the checkpoint does not fit its config.json")
+
+
+def checked_scales(module: str, name: str, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns scales of a shape, above zero and finite; one number stands for all."""
+    if not scales.is_floating_point():
+        raise InvalidInput(f"{module}.{name} is {scales.dtype}; must be a float dtype")
+    if scales.numel() == 1:
+        scales = scales.reshape(1, 1).expand(shape).contiguous() if len(shape) == 2 else scales.reshape(shape)
+    check_shape(module, name, scales, shape)
+    wrong = ~(scales.float().isfinite() & (scales.float() > 0))
+    if wrong.any():
+        value = scales[wrong][0].item()
+        raise InvalidInput(
+            f"{module}.{name} holds {value}; scales must be finite and above zero: download the file again"
+        )
+    return scales
+
+
+def checked_codes(module: str, name: str, codes: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Returns codes of a shape and dtype; FP8 holds no NaN."""
+    check_dtype(module, name, codes, dtype)
+    check_shape(module, name, codes, shape)
+    if dtype == torch.float8_e4m3fn and ((codes.view(torch.uint8) & 127) == 127).any():
+        raise InvalidInput(f"{module}.{name} holds NaN; weights must be finite: download the file again")
+    return codes
+
+
+def order_of(module: str, name: str, g_idx: Tensor, K: int, group: int) -> Tensor | None:
+    """Returns the order that sorts columns by their groups (act-order); None if they are sorted.
+
+    Raises:
+        InvalidInput: an index is out of range, or a group has another number of columns than the others.
+    """
+    check_shape(module, name, g_idx, (K,))
+    groups = g_idx.long()
+    if groups.numel() and not (int(groups.min()) >= 0 and int(groups.max()) < K // group):
+        bad = groups[(groups < 0) | (groups >= K // group)][0].item()
+        raise InvalidInput(f"{module}.{name} holds {bad}; must be from 0 to {K // group - 1}: download the file again")
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], torch.arange(K) // group):
+        raise InvalidInput(f"{module}.{name} has groups of several sizes; each must have {group} columns")
+    return None if torch.equal(order, torch.arange(K)) else order.int()
+
+
+def int4_weight(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None, group: int
+) -> QuantisedWeight:
+    """Returns a weight of unsigned codes (N, K), 0 to 15, and zero points (N, K / group) in the same numbers.
+
+    Zero points that are all 8 are none.
+    """
+    N, K = codes.shape
+    codes = codes if order is None else codes[:, order.long()]
+    if zeros is not None and (zeros == OFFSET).all():
+        zeros = None
+    signed = None if zeros is None else (zeros.to(torch.int16) - OFFSET).to(torch.int8).contiguous()
+    return QuantisedWeight(pack(codes), scales.contiguous(), signed, order, "int4", group, (N, K))
+
+
+def w8_weight(codes: Tensor, scales: Tensor, order: Tensor | None, group: int) -> QuantisedWeight:
+    """Returns a weight of signed codes (N, K)."""
+    N, K = codes.shape
+    codes = codes if order is None else codes[:, order.long()]
+    return QuantisedWeight(codes.to(torch.int8).contiguous(), scales.contiguous(), None, order, "w8", group, (N, K))
+
+
+def group_of(section: Mapping[str, Any], folder: str, name: str = "group_size") -> int:
+    """Returns a group's size from a configuration; -1 stands for a whole row."""
+    group = section.get(name)
+    group = -1 if group is None else group
+    if isinstance(group, bool) or not isinstance(group, int) or (group < 1 and group != -1):
+        raise refused(folder, f"has {name} {group!r}; must be a whole number of at least 1, or -1 for whole rows")
+    return group
+
+
+def whole(module: str, group: int, K: int) -> int:
+    """Returns a group of a row of K numbers."""
+    group = K if group == -1 else group
+    if K % group:
+        raise InvalidInput(f"{module} has rows of K = {K} numbers and groups of {group}; K must be a multiple")
+    return group

@@ -1,0 +1,134 @@
+"""Rows of activations in FP8 or INT8, each with its own scales, for products with quantised weights.
+
+NaN and infinity stay in their row: a row of INT8 that holds one has the scale NaN, and FP8 has a code for NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import util
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput
+from rooftile.launch import INTERPRETED
+from rooftile.numerics.formats import FP8_E4M3, INT8, encode
+from rooftile.numerics.scaling import BLOCK, scales_of, set_aside
+from rooftile.operators import call, define
+
+# numbers of a row that the kernel quantises at once
+LONGEST_ROW = 1 << 16
+ROW_FORMATS = {"fp8": FP8_E4M3, "fp8_tile": FP8_E4M3, "int8": INT8}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedRows:
+    """Activations (..., K) as `quantise_rows` makes them; `rooftile.linear` takes them as x.
+
+    Args:
+        codes: (..., K), float8_e4m3fn or int8.
+        scales: fp32 (..., 1), or (..., K / 128) for fp8_tile, rounded up.
+        format: fp8, fp8_tile or int8.
+        dtype: the dtype of the activations before.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    format: str
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the codes."""
+        return self.codes.shape
+
+    def dequantise(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns codes times scales, in the dtype of before if none is given."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        scales = self.scales.to(wide)
+        if self.format == "fp8_tile":
+            scales = scales.repeat_interleave(BLOCK, dim=-1)[..., : self.codes.shape[-1]]
+        return (self.codes.to(wide) * scales).to(dtype or self.dtype)
+
+
+def quantise_rows(x: Tensor, format: str = "fp8", *, scale: Tensor | None = None) -> QuantisedRows:
+    """Quantises each row of activations; computed in fp32.
+
+    Args:
+        x: (..., K), float.
+        format: "fp8" (e4m3, a scale per row), "fp8_tile" (e4m3, a scale for 128 numbers of a row), "int8" (a scale per row).
+        scale: fp8: one fp32 scale for all rows, which was found before; larger numbers saturate.
+
+    Raises:
+        InvalidInput: x is not such a tensor, or the format does not exist.
+
+    Example:
+        >>> quantise_rows(torch.randn(3, 256), "fp8_tile").scales.shape
+        torch.Size([3, 2])
+    """
+    if format not in ROW_FORMATS:
+        raise InvalidInput(f"format is {format!r}; must be one of {', '.join(ROW_FORMATS)}")
+    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim:
+        what = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInput(f"x is {what}; must be a float tensor (..., K)")
+    if scale is not None and (format != "fp8" or scale.numel() != 1):
+        raise InvalidInput(f"scale has {scale.numel()} numbers and format {format!r}; fp8 takes one for all rows")
+    codes, scales = call(_QUANTISE_ROWS, _run, x.detach().reshape(-1, x.shape[-1]), format, scale)
+    return QuantisedRows(codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[-1]), format, x.dtype)
+
+
+def _run(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    if _kernel_runs_on(x, format):
+        from rooftile.numerics import kernels
+
+        return kernels.quantise(x, format, scale)
+    codes, scales = rows_as_codes(x, format, scale)
+    return codes.contiguous(), scales.contiguous()
+
+
+def _kernel_runs_on(x: Tensor, format: str) -> bool:
+    if x.dtype == torch.float64 or not 0 < x.shape[-1] <= LONGEST_ROW:
+        return False
+    if not x.is_cuda:
+        return INTERPRETED and x.device.type == "cpu"
+    needed = (8, 0) if format == "int8" else (8, 9)
+    return _triton_is_installed() and torch.cuda.get_device_capability(x.device) >= needed
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return util.find_spec("triton") is not None
+
+
+def _fake(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    columns = -(-x.shape[-1] // BLOCK) if format == "fp8_tile" else 1
+    codes = x.new_empty(x.shape, dtype=ROW_FORMATS[format].dtype)
+    return codes, x.new_empty((x.shape[0], columns), dtype=torch.float32)
+
+
+_QUANTISE_ROWS = define("quantise_rows(Tensor x, str format, Tensor? scale) -> (Tensor, Tensor)", _run, _fake)
+
+
+def rows_as_codes(x: Tensor, format: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns the codes and scales of `quantise_rows`."""
+    kind = ROW_FORMATS[format]
+    kept = set_aside(x.float())
+    if scale is not None:
+        scales = scale.float().reshape(1).expand(*x.shape[:-1], 1).contiguous()
+        return encode(kept / scales, kind), scales
+    size = kept.abs().nan_to_num(nan=0.0)
+    if format == "fp8_tile":
+        blocks = torch.nn.functional.pad(size, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+        scales, inverse = scales_of(_largest(blocks), kind)
+        return encode(kept * inverse.repeat_interleave(BLOCK, dim=-1)[..., : x.shape[-1]], kind), scales
+    scales, inverse = scales_of(_largest(size).unsqueeze(-1), kind)
+    codes = encode(kept * inverse, kind)
+    if kind.is_integer:
+        scales = scales.masked_fill(kept.isnan().any(-1, keepdim=True), torch.nan)
+    return codes, scales
+
+
+def _largest(size: Tensor) -> Tensor:
+    return size.amax(-1) if size.shape[-1] else size.sum(-1)

@@ -1,0 +1,140 @@
+"""`linear`: x times a weight, quantised or not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rooftile import fused, matmul
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.matmul import QuantisedWeight, backends
+from rooftile.numerics import QuantisedRows
+from rooftile.operators import autocast_on
+from rooftile.words import answers_foreign_words
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@answers_foreign_words
+def linear(
+    x: Tensor | QuantisedRows,  # (..., K)
+    weight: QuantisedWeight | Tensor,  # (N, K)
+    bias: Tensor | None = None,  # (N,)
+    *,
+    out_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Tensor:  # (..., N)
+    """Multiplies x with a weight, quantised or not: x W^T + bias, summed in fp32 (fp64 for float64), rounded once.
+
+    x and bias have gradients, through the dequantised weight; a quantised weight is a constant. Formats fp8, fp8_tile and int8
+    quantise x, row by row. A row that holds NaN or infinity is lost as a whole, and the other rows do not change.
+
+    Args:
+        x: bf16, fp16, fp32 or fp64, any strides; or `rooftile.numerics.QuantisedRows` in the format that the weight multiplies.
+        weight: from `quantise_weight`, or a tensor, which is multiplied by PyTorch.
+        bias: any float dtype.
+        out_dtype: the dtype of the result; None takes that of x.
+        deterministic: whether a row's bits may not depend on the other rows: the order of each sum follows from N and K.
+        backend: "triton", "library" (PyTorch's kernels) or "definition"; None takes the fastest that runs. See `explain`.
+
+    Raises:
+        InvalidInput: shapes, dtypes or devices do not go together.
+        Unsupported: the named backend does not run this product.
+
+    Example:
+        >>> weight = quantise_weight(torch.randn(256, 128), "w8")
+        >>> linear(torch.randn(5, 128), weight).shape
+        torch.Size([5, 256])
+    """
+    if not isinstance(weight, QuantisedWeight):
+        return _plain(x, weight, bias, out_dtype, deterministic, backend)
+    if isinstance(x, Tensor):
+        x, bias = _autocast(x, bias)
+    _check(x, weight, bias)
+    out_dtype = _checked_dtype(out_dtype, x.dtype)
+    return matmul.multiply(x, weight, bias, out_dtype=out_dtype, deterministic=deterministic, backend=_checked(backend))
+
+
+def explain_linear(x: Tensor | QuantisedRows, weight: QuantisedWeight) -> str:
+    """Says which backend of `linear` runs on these, and why the others do not."""
+    _check(x, weight, None)
+    rows, scales = (x.codes, x.scales) if isinstance(x, QuantisedRows) else (x, None)
+    rows = rows.reshape(-1, weight.shape[1])
+    product = matmul.definition.Product(weight.format, weight.group, *weight.shape, x.dtype, False)
+    found = backends.explain(backends.Call(rows, scales, weight.parts, None, product))
+    return f"{tuple(x.shape)} x {weight}\n{found}"
+
+
+def _plain(
+    x: Tensor | QuantisedRows, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, fixed_order: bool,
+    backend: str | None,
+) -> Tensor:  # fmt: skip
+    if not isinstance(weight, Tensor):
+        raise InvalidInput(
+            f"weight is {type(weight).__name__}; must be a tensor (N, K), or what quantise_weight returns"
+        )
+    if isinstance(x, QuantisedRows):
+        raise InvalidInput(f"x is in {x.format} and the weight a tensor in {weight.dtype}; write x.dequantise()")
+    if backend is not None:
+        raise Unsupported(
+            f"backend is {backend!r} and the weight a tensor, which PyTorch multiplies; leave backend out"
+        )
+    _check_shape(x, weight.shape)
+    if fixed_order:
+        x, weight = (
+            x.to(torch.promote_types(x.dtype, weight.dtype)),
+            weight.to(torch.promote_types(x.dtype, weight.dtype)),
+        )
+        rows = fused.linear(x.reshape(-1, x.shape[-1]), weight, None if bias is None else bias.to(x.dtype))
+        y = rows.reshape(*x.shape[:-1], weight.shape[0])
+    else:
+        y = functional.linear(x, weight, bias)
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+def _autocast(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Under autocast, as in PyTorch's linear, x comes in the dtype of autocast, but for float64."""
+    if not autocast_on() or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return x, bias
+    return x.to(torch.get_autocast_dtype(x.device.type)), bias
+
+
+def _check_shape(x: Tensor | QuantisedRows, shape: tuple[int, ...]) -> None:
+    if len(shape) != 2 or not x.shape or x.shape[-1] != shape[1]:
+        raise InvalidInput(f"x is {tuple(x.shape)} and the weight {tuple(shape)}; must be (..., K) and (N, K)")
+
+
+def _check(x: Tensor | QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) -> None:
+    if not isinstance(x, QuantisedRows) and (not isinstance(x, Tensor) or x.dtype not in _FLOATS):
+        what = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidInput(f"x is {what}; must be a tensor of bfloat16, float16, float32 or float64, or QuantisedRows")
+    _check_shape(x, weight.shape)
+    N = weight.shape[0]
+    if isinstance(x, QuantisedRows):
+        due = matmul.weight_format(weight.format).activations
+        if x.format != due:
+            raise InvalidInput(
+                f"x is in {x.format}; a weight in {weight.format} multiplies {due or '16 bits: x.dequantise()'}"
+            )
+    if bias is not None and (tuple(bias.shape) != (N,) or not bias.is_floating_point()):
+        raise InvalidInput(f"bias is {bias.dtype} {tuple(bias.shape)}; must be float ({N},)")
+    codes = x.codes if isinstance(x, QuantisedRows) else x
+    for name, other in (("the weight", weight.codes), ("bias", bias)):
+        if other is not None and other.device != codes.device:
+            raise InvalidInput(f"x is on {codes.device} and {name} on {other.device}; must be on one device")
+
+
+def _checked_dtype(out_dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    if out_dtype is None:
+        return default
+    if out_dtype not in _FLOATS:
+        raise InvalidInput(f"out_dtype is {out_dtype}; must be bfloat16, float16, float32 or float64")
+    return out_dtype
+
+
+def _checked(backend: str | None) -> str:
+    if backend is not None and backend not in backends.NAMES:
+        raise InvalidInput(f"backend is {backend!r}; must be one of {', '.join(backends.NAMES)}, or None")
+    return backend or ""

@@ -1,0 +1,236 @@
+"""Fused operations with gradients: by their formulas in fp64, with everything that may watch or transform a call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import grad, jvp, vmap
+from torch.nn import functional
+
+import rooftile as rt
+from rooftile import fused
+from rooftile.fused import loss as losses_of
+from rooftile.numerics import quantise_rows
+from tests.conformance.fused_cases import DTYPES, OPERATIONS, answers, check, inputs, losses
+from tests.conformance.operator_calls import watching
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_results_and_gradients(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    for rows, size in ((7, 40), (1, 1), (300, 17), (0, 16), (3, 1000)):
+        check(name, inputs(name, rows, size, dtype, device))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_gradients_of_gradients(name: str, device: torch.device) -> None:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs(name, 3, 5, torch.float64, device)]
+    assert torch.autograd.gradcheck(OPERATIONS[name].call, leaves)
+    assert torch.autograd.gradgradcheck(OPERATIONS[name].call, leaves)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_mode_sees_two_operators(name: str, device: torch.device) -> None:
+    leaves = inputs(name, 5, 16, torch.float32, device)
+    due = answers(OPERATIONS[name].call, leaves)
+    with watching() as watch:
+        found = answers(OPERATIONS[name].call, leaves)
+    assert {call.name.removesuffix("_backward") for call in watch.calls if call.name.endswith("_backward")}
+    for x, y in zip(found, due, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_compiled(name: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(OPERATIONS[name].call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (5, 7):
+        leaves = inputs(name, rows, 16, torch.float32, device)
+        for x, y in zip(answers(compiled, leaves), answers(OPERATIONS[name].call, leaves), strict=True):
+            torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_transforms(name: str, device: torch.device) -> None:
+    call = OPERATIONS[name].call
+    leaves = [x.detach().double() for x in inputs(name, 4, 8, torch.float32, device)]
+
+    def total(*tensors):
+        found = call(*tensors)
+        return sum(y.sin().sum() for y in ([found] if isinstance(found, torch.Tensor) else found))
+
+    def due(*tensors):
+        found = OPERATIONS[name].formula(*tensors)
+        return sum(y.sin().sum() for y in ([found] if isinstance(found, torch.Tensor) else found))
+
+    torch.testing.assert_close(grad(total)(*leaves), grad(due)(*leaves))
+    tangents = tuple(torch.ones_like(x) for x in leaves)
+    torch.testing.assert_close(jvp(total, tuple(leaves), tangents)[1], jvp(due, tuple(leaves), tangents)[1])
+    many = vmap(grad(total), in_dims=(0,) + (None,) * (len(leaves) - 1))
+    first = torch.stack([leaves[0], 2 * leaves[0]])
+    torch.testing.assert_close(many(first, *leaves[1:])[1], grad(due)(first[1], *leaves[1:]))
+
+
+def test_inference_mode_and_autocast(device: torch.device) -> None:
+    for name, operation in OPERATIONS.items():
+        leaves = [x.detach() for x in inputs(name, 5, 16, torch.float32, device)]
+        due = operation.call(*leaves)
+        with torch.inference_mode(), torch.autocast(device.type, dtype=torch.bfloat16):
+            found = operation.call(*leaves)
+        for x, y in zip(found if isinstance(found, tuple) else [found], due if isinstance(due, tuple) else [due], strict=True):
+            assert torch.equal(x, y), name
+
+
+def test_identities(device: torch.device) -> None:
+    x, w = torch.randn(2, 9, 64, device=device), torch.rand(64, device=device)
+    torch.testing.assert_close(fused.rms_norm(4 * x, w, 0.0), fused.rms_norm(x, w, 0.0))
+    unit = fused.layer_norm(x, torch.ones_like(w), torch.zeros_like(w), 1e-12)
+    torch.testing.assert_close(unit.mean(-1), torch.zeros(2, 9, device=device), atol=1e-6, rtol=0)
+    torch.testing.assert_close(unit.var(-1, unbiased=False), torch.ones(2, 9, device=device))
+    q, k = torch.randn(2, 1, 4, 2, 8, device=device)
+    angles = torch.zeros(4, 4, device=device)
+    assert torch.equal(fused.rotary(q, k, angles.cos(), angles.sin())[0], q)
+    angles[1:] = torch.rand(3, 4, device=device)
+    torch.testing.assert_close(fused.rotary(q, k, angles.cos(), angles.sin())[1].norm(dim=-1), k.norm(dim=-1))
+    each = angles.expand(1, 4, 4)
+    assert torch.equal(fused.rotary(q, k, each.cos(), each.sin())[0], fused.rotary(q, k, angles.cos(), angles.sin())[0])
+    up = torch.randn(3, 8, device=device)
+    torch.testing.assert_close(fused.swiglu(torch.full_like(up, 50.0), up), 50 * up)
+    # a sum is added to, and never written to
+    stream = torch.randn(3, 8, device=device)
+    before = stream.clone()
+    _, total = fused.add_rms_norm(up, stream, w[:8])
+    assert torch.equal(stream, before)
+    assert torch.equal(total, up + stream)
+    lost = torch.full((2, 4), -torch.inf, device=device)
+    lost[1, 2] = 0.0
+    found = fused.softmax(lost)
+    assert found[0].isnan().all()
+    assert found[1].tolist() == [0, 0, 1, 0]
+    assert fused.gated(torch.randn(2, 3, 8, device=device), "silu").shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize("out", ["fp8", "int8"])
+def test_results_are_quantised_as_they_are_rounded(out: str, device: torch.device) -> None:
+    x, up = torch.randn(2, 3, 5, 64, device=device).bfloat16()
+    w, b = torch.rand(2, 64, device=device).bfloat16()
+    for call in (
+        lambda **words: fused.rms_norm(x, w, **words), lambda **words: fused.layer_norm(x, w, b, **words),
+        lambda **words: fused.add_rms_norm(x, up, w, **words)[0], lambda **words: fused.add_layer_norm(x, up, w, b, **words)[0],
+        lambda **words: fused.swiglu(x, up, **words), lambda **words: fused.geglu(x, up, **words),
+    ):  # fmt: skip
+        found, due = call(out=out), quantise_rows(call(), out)
+        assert torch.equal(found.codes.float(), due.codes.float())
+        assert torch.equal(found.scales, due.scales)
+        assert rt.linear(found, rt.quantise_weight(torch.randn(7, 64, device=device), out)).shape == (3, 5, 7)
+    with pytest.raises(rt.InvalidInput, match=f"out is '{out}' and a gradient is wanted"):
+        fused.rms_norm(x.requires_grad_(), w, out=out)
+    with pytest.raises(rt.InvalidInput, match="out is 'int4'; must be fp8, int8 or None"):
+        fused.rms_norm(x.detach(), w, out="int4")
+
+
+SETTINGS = {
+    "plain": {}, "smoothed": {"label_smoothing": 0.2}, "capped": {"softcap": 2.0}, "z": {"z_loss": 0.05},
+    "all": {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.01, "ignore_index": 2},
+}  # fmt: skip
+
+
+def formula(x, target, reduction, *, label_smoothing=0.0, softcap=None, z_loss=0.0, ignore_index=-100):
+    found = losses(x, target, label_smoothing, softcap, z_loss, ignore_index)
+    if reduction == "none":
+        return found
+    return found.sum() / ((target != ignore_index).sum() if reduction == "mean" else 1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_cross_entropy(name: str, reduction: str, device: torch.device) -> None:
+    x, w = torch.randn(9, 12, device=device) * 3, torch.randn(131, 12, device=device)
+    bias, upstream = torch.randn(131, device=device), torch.randn(9, device=device) if reduction == "none" else torch.tensor(1.7)
+    target = torch.randint(131, (9,), device=device)
+    target[3], target[4] = SETTINGS[name].get("ignore_index", -100), 2
+    upstream = upstream.to(device)
+    leaves = [t.double().requires_grad_() for t in (x, w, bias)]
+    due = formula(functional.linear(*leaves), target, reduction, **SETTINGS[name])
+    gradients = torch.autograd.grad(due, leaves, upstream.double())
+    ours = [t.clone().requires_grad_() for t in (x, w, bias)]
+    found = fused.linear_cross_entropy(*ours[:2], target, linear_bias=ours[2], reduction=reduction, **SETTINGS[name])
+    torch.testing.assert_close(found.double(), due, rtol=1e-5, atol=1e-5)
+    for leaf, expected in zip(torch.autograd.grad(found, ours, upstream), gradients, strict=True):
+        torch.testing.assert_close(leaf.double(), expected, rtol=1e-4, atol=1e-5)
+    logits = functional.linear(x, w, bias).requires_grad_()
+    found = fused.cross_entropy(logits, target, reduction=reduction, **SETTINGS[name])
+    torch.testing.assert_close(found.double(), due, rtol=1e-5, atol=1e-5)
+    (dx,) = torch.autograd.grad(found, logits, upstream)
+    torch.testing.assert_close((dx @ w).double(), gradients[0], rtol=1e-4, atol=1e-5)
+
+
+def test_it_is_torchs_loss(device: torch.device) -> None:
+    x, target = torch.randn(2, 5, 40, device=device), torch.randint(40, (2, 5), device=device)
+    target[1, 2] = -100
+    for words in ({}, {"label_smoothing": 0.3}, {"reduction": "sum"}, {"ignore_index": 7}):
+        if "ignore_index" in words:
+            target = target.clamp(min=0)
+        due = functional.cross_entropy(x.flatten(0, 1), target.flatten(), **words)
+        torch.testing.assert_close(fused.cross_entropy(x, target, **words), due)
+    ignored = torch.full((2, 5), -100, device=device)
+    assert fused.cross_entropy(x, ignored).isnan()
+    assert fused.cross_entropy(x, ignored, reduction="sum") == 0
+
+
+def test_parts_of_rows(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The vocabulary is divided by no chunk of rows, and dw is summed in fp32."""
+    x, w = torch.randn(23, 16, device=device).bfloat16(), torch.randn(101, 16, device=device).bfloat16()
+    target = torch.randint(101, (23,), device=device)
+    leaves = [t.clone().requires_grad_() for t in (x, w)]
+    whole = fused.linear_cross_entropy(*leaves, target)
+    due = torch.autograd.grad(whole, leaves)
+    monkeypatch.setattr(losses_of, "AT_ONCE", 500)
+    found = fused.linear_cross_entropy(*leaves, target)
+    torch.testing.assert_close(found, whole)
+    for a, b in zip(torch.autograd.grad(found, leaves), due, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
+    shifted = fused.linear_cross_entropy(x, w, target, shift=True)
+    torch.testing.assert_close(shifted, fused.linear_cross_entropy(x[:-1], w, target[1:]))
+
+
+def test_a_loss_under_a_compiler_and_transforms(device: torch.device) -> None:
+    x, w = torch.randn(6, 16, device=device), torch.randn(50, 16, device=device, requires_grad=True)
+    target = torch.randint(50, (6,), device=device)
+    torch._dynamo.reset()
+
+    def program(x, w):
+        return fused.linear_cross_entropy(x, w, target, label_smoothing=0.1)
+
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+    (due,) = torch.autograd.grad(program(x, w), w)
+    torch.testing.assert_close(torch.autograd.grad(compiled(x, w), w)[0], due)
+    torch.testing.assert_close(grad(program, argnums=1)(x, w.detach()), due)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert program(x, w).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: fused.rms_norm(torch.randn(3, 8), torch.ones(7)), r"w is \(7,\) and x \(3, 8\); must be \(8,\)"),
+        (lambda: fused.layer_norm(torch.ones(3, 8).long(), torch.ones(8), torch.ones(8)), "x is torch.int64; must be a float"),
+        (lambda: fused.add_rms_norm(torch.randn(3, 8), torch.randn(2, 8), torch.ones(8)), "must be alike"),
+        (lambda: fused.swiglu(torch.randn(3, 8), torch.randn(3, 7)), r"gate is .* \(3, 8\) and up .* \(3, 7\); must be alike"),
+        (lambda: fused.softmax(torch.ones(3).long()), "x is torch.int64"),
+        (lambda: fused.rotary(torch.randn(1, 3, 2, 8), torch.randn(1, 4, 2, 8), *[torch.ones(3, 4)] * 2), "k is .* like q"),
+        (lambda: fused.rotary(*[torch.randn(1, 3, 2, 8)] * 2, torch.ones(2, 4), torch.ones(2, 4)), r"cos is \(2, 4\)"),
+        (lambda: fused.rotary(*[torch.randn(1, 3, 2, 8)] * 2, *[torch.ones(3, 4, requires_grad=True)] * 2), "detach them"),
+        (lambda: fused.cross_entropy(torch.randn(3, 8), torch.tensor([0, 8, 1])), "target holds 8; must be from 0 to 7"),
+        (lambda: fused.cross_entropy(torch.randn(3, 8), torch.tensor([0, 1])), "must be int64, one target for each row"),
+        (lambda: fused.cross_entropy(torch.randn(1, 8), torch.tensor([0]), reduction="max"), "reduction is 'max'"),
+        (lambda: fused.cross_entropy(torch.randn(1, 8), torch.tensor([0]), label_smoothing=2.0), "label_smoothing is 2.0"),
+        (lambda: fused.cross_entropy(torch.randn(1, 8), torch.tensor([0]), softcap=0.0), "softcap is 0.0; must be above 0"),
+        (lambda: fused.linear_cross_entropy(torch.randn(1, 8), torch.randn(3, 7), torch.tensor([0])), r"must be \(T, D\) and"),
+    ],
+)
+def test_wrong_arguments(call, sentence: str) -> None:
+    with pytest.raises(rt.InvalidInput, match=sentence):
+        call()

@@ -1,0 +1,91 @@
+"""Kernels of fused operations with gradients, interpreted, by their formulas in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rooftile import fused, launch
+from tests.conformance.fused_cases import DTYPES, OPERATIONS, answers, check, inputs, losses
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
+    for rows, size in ((5, 40), (1, 1), (0, 16), (2, 1000)):
+        seen: list[str] = []
+        leaves = inputs(name, rows, size, dtype)
+        with launch.observe(seen.append):
+            answers(OPERATIONS[name].call, leaves)
+        assert len(seen) >= 2 or not rows
+        check(name, leaves)
+
+
+def test_parts_of_dw_are_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rooftile.fused.kernels import norm_gradients
+
+    monkeypatch.setattr(norm_gradients, "PROGRAMS", 3)
+    for name in ("rms norm", "add, layer norm"):
+        check(name, inputs(name, 11, 33, torch.float32))
+
+
+def test_gates_far_from_zero() -> None:
+    gate = torch.tensor([[-1e4, -90.0, -30.0, 0.0, 30.0, 90.0, 1e4, torch.nan]], requires_grad=True)
+    up = torch.full_like(gate, 2.0).detach().requires_grad_()
+    for call in (fused.swiglu, fused.geglu, lambda g, u: fused.geglu(g, u, tanh=False)):
+        dgate, dup = torch.autograd.grad(call(gate, up).sum(), (gate, up))
+        assert dgate[0, :7].tolist() == pytest.approx([0, 0, 0, 1, 2, 2, 2], abs=1e-6)
+        assert dup[0, :7].tolist() == pytest.approx([0, 0, 0, 0, 30, 90, 1e4], abs=1e-6)
+        assert dup[0, 7].isnan()
+
+
+def test_rows_of_softmax_that_are_lost() -> None:
+    x = torch.randn(4, 50)
+    x[0], x[1, 3], x[2, 4] = -torch.inf, torch.nan, -torch.inf
+    found = fused.softmax(x)
+    assert found[:2].isnan().all()
+    torch.testing.assert_close(found[2:], x[2:].softmax(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("V", [1, 50, 5000])
+def test_cross_entropy(V: int, dtype: torch.dtype) -> None:
+    wide = (torch.randn(5, V + 3) * 4).to(dtype)
+    target = torch.randint(V, (5,))
+    target[1] = -100
+    upstream = torch.randn(5)
+    for smoothing, softcap, z_loss in ((0.0, None, 0.0), (0.1, 3.0, 0.01)):
+        x = wide[:, :V].detach().requires_grad_()
+        words = {"label_smoothing": smoothing, "softcap": softcap, "z_loss": z_loss, "reduction": "none"}
+        found = fused.cross_entropy(x, target, **words)
+        exact = x.detach().double().requires_grad_()
+        due = losses(exact, target, smoothing, softcap, z_loss)
+        torch.testing.assert_close(found.double(), due, rtol=1e-5, atol=2e-5)
+        (dx,), (expected,) = torch.autograd.grad(found, x, upstream), torch.autograd.grad(due, exact, upstream.double())
+        torch.testing.assert_close(dx.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+def test_logits_of_minus_infinity_and_targets_outside() -> None:
+    x = torch.randn(4, 5000)
+    x[0, :4999], x[1, 7], x[2] = -torch.inf, -torch.inf, -torch.inf
+    target = torch.tensor([4999, 3, 0, 1])
+    found = fused.cross_entropy(x, target, reduction="none")
+    assert found[0] == 0
+    torch.testing.assert_close(found[1], torch.nn.functional.cross_entropy(x[1:2], target[1:2]))
+    assert found[2].isnan()
+    from rooftile.fused.kernels import cross_entropy
+
+    outside, _ = cross_entropy.forward(x, torch.tensor([5000, -1, 0, 1]), -100, 0.0, 0.0, 0.0)
+    assert outside[:2].isnan().all()
+    assert outside[3].isfinite()
+
+
+def test_hidden_states() -> None:
+    x, w = torch.randn(7, 16, requires_grad=True), torch.randn(37, 16, requires_grad=True)
+    target = torch.randint(37, (7,))
+    found = torch.autograd.grad(fused.linear_cross_entropy(x, w, target), (x, w))
+    due = torch.autograd.grad(torch.nn.functional.cross_entropy(x @ w.T, target), (x, w))
+    for a, b in zip(found, due, strict=True):
+        torch.testing.assert_close(a, b)

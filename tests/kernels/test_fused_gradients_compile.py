@@ -1,0 +1,45 @@
+"""Kernels of fused operations with gradients compile without a GPU, in registers, with loads of 16 bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+from tests.kernels.test_quantised_products_compile import compiled
+from tests.kernels.test_sampling_compiles import stack
+
+FLOATS = dict.fromkeys(("eps", "scale", "smoothing", "softcap", "z_loss"), "fp32")
+FP32 = dict.fromkeys(("dw_ptr", "db_ptr", "losses_ptr", "lse_ptr", "dlosses_ptr"), "*fp32")
+WORDS = FLOATS | FP32 | {"rows": "i32", "per_program": "i32", "ignore_index": "i32", "target_ptr": "*i64"}
+
+
+def built(kernel, sm: int, constants: dict):
+    strides = {name: "i32" for name in kernel.arg_names if name.endswith("_stride")}
+    return compiled(kernel, sm, constants, **WORDS, **strides)
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+def test_rows_of_4096(sm: int) -> None:
+    from rooftile.fused.kernels import cross_entropy, gate_up, norm_gradients, softmax
+
+    norm = norm_gradients.constants_of(4096, True, False, True)
+    gate, loss = gate_up.constants_of(14336, "silu"), cross_entropy.constants_of(128256, True, True)
+    for kernel, constants in (
+        (norm_gradients._norm_gradients, norm), (gate_up._gate_up, gate), (gate_up._gate_up_gradients, gate),
+        (softmax._softmax, softmax.constants_of(4096)), (softmax._softmax_gradient, softmax.constants_of(4096)),
+        (cross_entropy._cross_entropy, loss),
+        (cross_entropy._cross_entropy_gradient, cross_entropy.constants_of(128256, True)),
+    ):  # fmt: skip
+        found = built(kernel, sm, constants)
+        assert stack(found) == 0, kernel
+        assert found.metadata.shared <= 16384
+        assert "ld.global" in found.asm["ptx"]
+
+
+@pytest.mark.parametrize("size", [16384, 65536])
+def test_long_rows(size: int) -> None:
+    from rooftile.fused.kernels import norm_gradients, softmax
+
+    built(softmax._softmax, 90, softmax.constants_of(size))
+    built(norm_gradients._norm_gradients, 90, norm_gradients.constants_of(size, False, False, False))

@@ -1,0 +1,278 @@
+"""`rt.linear`: exact products, gradients, and all that watches a call, on a CPU or with --device cuda."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vjp, vmap
+
+import rooftile as rt
+from rooftile.matmul import definition
+from rooftile.numerics import quantise_rows
+from tests.conformance.operator_calls import watching
+from tests.matmul.cases import FORMATS, QUANTISES_X, assert_product, defined, ordered, weight_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+ROWS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 255, 256, 257, 1024)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows(name: str, device: torch.device) -> None:
+    weight, bias = weight_of(name, 77, 384, device), torch.randn(77, device=device)
+    x = torch.randn(max(ROWS), 384, device=device).bfloat16()
+    for M in ROWS:
+        assert_product(rt.linear(x[:M], weight, bias), x[:M], weight, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_dtypes_and_leading_axes(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    weight = weight_of(name, 33, 256, device)
+    x = torch.randn(2, 3, 512, device=device).to(dtype)[..., ::2]
+    found = rt.linear(x, weight)
+    assert found.shape == (2, 3, 33)
+    assert_product(found.flatten(0, 1), x.reshape(-1, 256), weight)
+    assert rt.linear(x[0, 0], weight).shape == (33,)
+    assert rt.linear(x, weight, out_dtype=torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_is_cut_into_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = weight_of(name, 300, 256), torch.randn(5, 256)
+    due = rt.linear(x, weight)
+    monkeypatch.setattr(definition, "AT_ONCE", 1)
+    torch.testing.assert_close(rt.linear(x, weight), due)
+
+
+def test_int8_is_exact() -> None:
+    """Long rows of one sign, whose sums pass 2^24, where fp32 has no odd numbers."""
+    w = (torch.rand(9, 14336) + 0.5).float()
+    weight, x = rt.quantise_weight(w, "int8"), torch.rand(4, 14336) + 0.5
+    rows = quantise_rows(x, "int8")
+    sums = rows.codes.long() @ weight.codes.long().T
+    assert sums.max() > 2**24
+    assert torch.equal(definition.exact_product(rows.codes, weight.codes).long(), sums)
+    due = sums.double() * rows.scales.double() * weight.scales.double().T
+    assert torch.equal(rt.linear(x.double(), weight), due)
+
+
+def test_long_rows_of_one_sign(device: torch.device) -> None:
+    w, x = torch.rand(64, 14336, device=device) + 0.1, (torch.rand(5, 14336, device=device) + 0.1).bfloat16()
+    for name in ("fp8", "fp8_tile"):
+        weight = rt.quantise_weight(w, name)
+        exact = defined(x, weight, exact=True)
+        found = rt.linear(x, weight, out_dtype=torch.float32).double()
+        # the largest error that sums of 13 bits between additions may have
+        assert ((found - exact).abs() <= 2.0**-10 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_near_the_largest_half(name: str, device: torch.device) -> None:
+    weight = weight_of(name, 33, 256, device)
+    x = torch.full((3, 256), 6e4, device=device, dtype=torch.float16) * torch.tensor([1, -1, 0], device=device)[:, None]
+    found = rt.linear(x, weight, out_dtype=torch.float32)
+    assert found.isfinite().all()
+    assert (found[2] == 0).all()
+    torch.testing.assert_close(found[0], -found[1])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_not_finite_stays_in_its_row(name: str, bad: float, device: torch.device) -> None:
+    weight, x = weight_of(name, 33, 256, device), torch.randn(5, 256, device=device).bfloat16()
+    due = rt.linear(x, weight)
+    x[2, 7] = bad
+    found = rt.linear(x, weight)
+    kept = torch.tensor([0, 1, 3, 4], device=device)
+    assert torch.equal(found[kept], due[kept])
+    lost = ~found[2].isfinite()
+    # a weight of zero and an infinity are NaN, too
+    assert lost.all()
+    if name in QUANTISES_X:
+        assert found[2].isnan().all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gradients_are_those_of_the_dequantised_weight(name: str, device: torch.device) -> None:
+    weight = weight_of(name, 33, 256, device)
+    x = torch.randn(2, 5, 256, device=device, requires_grad=True)
+    bias = torch.randn(33, device=device, requires_grad=True)
+    dy = torch.randn(2, 5, 33, device=device)
+    rt.linear(x, weight, bias).backward(dy)
+    torch.testing.assert_close(x.grad, dy @ weight.dequantise())
+    torch.testing.assert_close(bias.grad, dy.sum((0, 1)))
+    half = x.detach().bfloat16().requires_grad_()
+    rt.linear(half, weight, out_dtype=torch.float32).backward(dy)
+    assert half.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(half.grad.float(), dy @ weight.dequantise(), rtol=1e-2, atol=1e-2)
+
+
+def test_gradcheck(device: torch.device) -> None:
+    weight = weight_of("int4, 32, zeros", 5, 64, device)
+    x = torch.randn(3, 64, device=device, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(5, device=device, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, bias: rt.linear(x, weight, bias), (x, bias))
+    assert torch.autograd.gradgradcheck(lambda x, bias: rt.linear(x, weight, bias) ** 2, (x, bias))
+
+
+@pytest.mark.parametrize("name", ["w8", "fp8"])
+def test_transforms(name: str, device: torch.device) -> None:
+    weight, x = weight_of(name, 33, 256, device), torch.randn(3, 4, 256, device=device)
+    w, bias = weight.dequantise(), torch.randn(33, device=device)
+
+    def loss(x, bias):
+        return rt.linear(x, weight, bias).sin().sum()
+
+    y = rt.linear(x, weight, bias)
+    dx, dbias = grad(loss, argnums=(0, 1))(x, bias)
+    torch.testing.assert_close(dx, y.cos() @ w)
+    torch.testing.assert_close(dbias, y.cos().sum((0, 1)))
+    torch.testing.assert_close(vmap(grad(loss), in_dims=(0, None))(x, bias), dx)
+    torch.testing.assert_close(vmap(lambda x: rt.linear(x, weight, bias), in_dims=1, out_dims=1)(x), y)
+    biases = torch.stack([bias, 2 * bias, -bias])
+    many = vmap(lambda x, bias: rt.linear(x, weight, bias))(x, biases)
+    torch.testing.assert_close(many[1], rt.linear(x[1], weight, 2 * bias))
+    tangent = torch.randn_like(x)
+    found, change = jvp(lambda x: rt.linear(x, weight, bias), (x,), (tangent,))
+    torch.testing.assert_close(change, tangent @ w.T)
+    torch.testing.assert_close(found, y)
+    _, back = vjp(lambda x: rt.linear(x, weight), x)
+    torch.testing.assert_close(back(torch.ones_like(y))[0], torch.ones_like(y) @ w)
+    with forward_ad.dual_level():
+        dual = rt.linear(forward_ad.make_dual(x, tangent), weight, forward_ad.make_dual(bias, torch.ones_like(bias)))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, tangent @ w.T + 1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_compiled(name: str, device: torch.device) -> None:
+    weight, bias = weight_of(name, 33, 256, device), torch.randn(33, device=device)
+
+    def program(x, bias):
+        return rt.linear(x * 2, weight, bias).relu()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program, fullgraph=True, dynamic=True, backend="aot_eager")
+    for M in (3, 7):
+        x = torch.randn(M, 256, device=device, requires_grad=True)
+        y = compiled(x, bias)
+        assert torch.equal(y, program(x, bias))
+        y.sum().backward()
+        found, x.grad = x.grad, None
+        program(x, bias).sum().backward()
+        torch.testing.assert_close(found, x.grad)
+
+
+def test_autocast_and_inference_mode(device: torch.device) -> None:
+    weight, x = weight_of("w8", 33, 256, device), torch.randn(3, 256, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = rt.linear(x, weight)
+        assert rt.linear(x.double(), weight).dtype == torch.float64
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, rt.linear(x.bfloat16(), weight))
+    with torch.inference_mode():
+        assert torch.equal(rt.linear(x, weight), rt.linear(x.clone(), weight))
+
+
+def test_a_mode_sees_the_operators(device: torch.device) -> None:
+    weight, x = weight_of("w8", 33, 256, device), torch.randn(3, 256, device=device, requires_grad=True)
+    with watching() as watch:
+        rt.linear(x, weight).sum().backward()
+    assert [call.name for call in watch.calls] == ["linear_quantised", "dequantise_weight"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_does_not_know_its_batch(name: str, device: torch.device) -> None:
+    weight, x = weight_of(name, 77, 384, device), torch.randn(256, 384, device=device).bfloat16()
+    together = rt.linear(x, weight, deterministic=True)
+    for n in (0, 100, 255):
+        assert torch.equal(rt.linear(x[n : n + 1], weight, deterministic=True), together[n : n + 1])
+
+
+@pytest.mark.parametrize("name", QUANTISES_X)
+def test_rows_that_are_quantised_already(name: str, device: torch.device) -> None:
+    weight, x = weight_of(name, 33, 256, device), torch.randn(2, 3, 256, device=device).bfloat16()
+    rows = quantise_rows(x, name)
+    assert rows.shape == x.shape
+    found = rt.linear(rows, weight)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, rt.linear(x, weight))
+
+
+def test_one_scale_for_all_activations(device: torch.device) -> None:
+    weight, x = weight_of("fp8", 33, 256, device), torch.randn(5, 256, device=device)
+    given = rt.QuantisedWeight(*weight.parts[:4], "fp8", 256, weight.shape, None, torch.tensor(0.02, device=device))
+    found = rt.linear(x, given)
+    assert_product(found, x, given)
+    assert (found - rt.linear(x, weight)).abs().max() > 0
+    torch.testing.assert_close(found, rt.linear(x, weight), rtol=0.3, atol=0.3)
+
+
+def test_columns_in_another_order(device: torch.device) -> None:
+    weight, x = ordered(weight_of("int4, 32, zeros", 33, 256, device)), torch.randn(5, 256, device=device)
+    assert_product(rt.linear(x, weight), x, weight)
+
+
+def test_plain_weights(device: torch.device) -> None:
+    x, w, bias = (torch.randn(shape, device=device) for shape in ((2, 3, 64), (7, 64), (7,)))
+    assert torch.equal(rt.linear(x, w, bias), torch.nn.functional.linear(x, w, bias))
+    found = rt.linear(x, w, bias, deterministic=True)
+    torch.testing.assert_close(found, rt.linear(x, w, bias))
+    assert torch.equal(rt.linear(x[0, :1], w, bias, deterministic=True), found[0, :1])
+    assert rt.linear(x, w, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_explain() -> None:
+    found = rt.explain(torch.randn(3, 256), weight_of("fp8", 33, 256))
+    assert "triton      tensors are on cpu; needs a CUDA GPU and Triton" in found
+    assert "definition  runs" in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "error", "sentence"),
+    [
+        ((torch.randn(3, 255),), {}, rt.InvalidInput, r"x is \(3, 255\) and the weight \(33, 256\)"),
+        ((torch.randn(3, 256).long(),), {}, rt.InvalidInput, "x is torch.int64; must be"),
+        (
+            (torch.randn(3, 256), torch.randn(32)),
+            {},
+            rt.InvalidInput,
+            r"bias is torch.float32 \(32,\); must be float \(33,\)",
+        ),
+        ((torch.randn(3, 256),), {"out_dtype": torch.int8}, rt.InvalidInput, "out_dtype is torch.int8"),
+        (
+            (torch.randn(3, 256),),
+            {"backend": "cutlass"},
+            rt.InvalidInput,
+            "backend is 'cutlass'; must be one of triton",
+        ),
+        (
+            (torch.randn(3, 256),),
+            {"backend": "triton"},
+            rt.Unsupported,
+            "backend 'triton' cannot multiply this weight: tensors",
+        ),
+        ((torch.randn(3, 256, device="meta"),), {}, rt.InvalidInput, "x is on meta and the weight on cpu"),
+        (
+            (quantise_rows(torch.randn(3, 256), "int8"),),
+            {},
+            rt.InvalidInput,
+            "x is in int8; a weight in w8 multiplies 16 bits",
+        ),
+        ((torch.randn(3, 256),), {"activation": "silu"}, rt.InvalidInput, "linear has no argument activation"),
+    ],
+)
+def test_wrong_arguments(arguments, words, error, sentence: str) -> None:
+    x, *bias = arguments
+    with pytest.raises(error, match=sentence):
+        rt.linear(x, weight_of("w8", 33, 256), *bias, **words)
+
+
+def test_wrong_plain_weights() -> None:
+    x = torch.randn(3, 64)
+    with pytest.raises(rt.InvalidInput, match="weight is list; must be a tensor"):
+        rt.linear(x, [1.0])
+    with pytest.raises(rt.Unsupported, match="backend is 'triton' and the weight a tensor"):
+        rt.linear(x, torch.randn(5, 64), backend="triton")
+    with pytest.raises(rt.InvalidInput, match="x is in fp8 and the weight a tensor"):
+        rt.linear(quantise_rows(x), torch.randn(5, 64))

@@ -1,0 +1,128 @@
+"""`LLM(weights=...)`: an engine says what a decoder says whose weights are replaced by those that the codes stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import rooftile as rt
+from rooftile.matmul import QuantisedWeight
+from rooftile.models import Decoder
+from rooftile.serve import EngineConfig
+from tests.models.quantised import KINDS, plain, quantised
+from tests.serve.asking import GREEDY, ROOM, prompts, tokens_of
+
+WEIGHT_ONLY = ("w8", "int4:32", "mxfp8", "mxfp4", "nvfp4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    plain(made)
+    return made
+
+
+def dequantised(folder: Path, weights) -> Decoder:
+    """A decoder with plain weights, which are those that the codes stand for."""
+    decoder = Decoder.from_folder(folder)
+    read = Decoder.from_folder(folder, weights=weights)
+    for ours, other in zip(decoder.layers, read.layers, strict=True):
+        for name in ("qkv", "o", "up", "down"):
+            getattr(ours, name).weight.copy_(getattr(other, name).dequantised())
+    return decoder
+
+
+@pytest.mark.parametrize("weights", [*WEIGHT_ONLY, {"*.mlp.*": "int4:32", "re:.*k_proj": "w8"}], ids=str)
+def test_greedy_tokens_are_those_of_the_dequantised_model(weights, folder: Path) -> None:
+    asked = prompts(16)
+    llm = rt.LLM(folder, weights=weights, **ROOM)
+    assert tokens_of(llm, asked, GREEDY) == tokens_of(rt.LLM(dequantised(folder, weights), **ROOM), asked, GREEDY)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8_tile", "int8"])
+def test_a_decoder_that_is_given_says_the_same(weights: str, folder: Path) -> None:
+    asked = prompts(16)
+    llm = rt.LLM(Decoder.from_folder(folder), weights=weights, **ROOM)
+    assert llm.engine.runner.decoder.layers[0].o.parts[0].format == weights
+    assert tokens_of(llm, asked, GREEDY) == tokens_of(rt.LLM(folder, weights=weights, **ROOM), asked, GREEDY)
+
+
+@pytest.mark.parametrize("kind", ["ct int4, act-order", "gptq", "awq", "ct mxfp4"])
+def test_checkpoints_of_others(kind: str, tmp_path: Path) -> None:
+    model = quantised(kind, tmp_path)
+    model.generation_config.eos_token_id = None
+    llm = rt.LLM(tmp_path, **ROOM)
+    for prompt in prompts(6):
+        ids = torch.tensor([prompt])
+        due = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert tokens_of(llm, [prompt], GREEDY) == [[due[0, len(prompt) :].tolist()]]
+
+
+@pytest.mark.parametrize("weights", ["int4:32", "fp8"])
+def test_the_same_bits_in_every_batch(weights: str, folder: Path) -> None:
+    llm = rt.LLM(folder, weights=weights, deterministic=True, **ROOM)
+    params = rt.SamplingParams(temperature=0, max_tokens=5, logprobs=2, ignore_eos=True)
+    asked = prompts(5)
+    together = llm.generate(asked, params)
+    for prompt, due in zip(asked, together, strict=True):
+        (alone,) = llm.generate([prompt], params)
+        assert alone.outputs[0].token_ids == due.outputs[0].token_ids
+        assert alone.outputs[0].logprobs == due.outputs[0].logprobs
+
+
+def test_patterns_choose_modules(folder: Path) -> None:
+    decoder = Decoder.from_folder(folder, weights={"layers.0.mlp.down_proj": "int4:64", "*.mlp.*": "w8", "*": "auto"})
+    first, second = decoder.layers
+    assert first.down.parts[0].group == 64
+    assert second.down.parts[0].format == "w8"
+    assert first.qkv.weight is not None
+    assert isinstance(first.up.parts[0], QuantisedWeight)
+
+
+def test_gpt2_keeps_its_weights_the_other_way_round(tmp_path: Path) -> None:
+    from tests.models.checkpoints import assert_same, logits_of_ours, logits_of_theirs, saved, theirs
+    from tests.models.checkpoints import prompts as some
+
+    model = theirs("gpt2")
+    saved(model, tmp_path)
+    decoder = Decoder.from_folder(tmp_path, weights="mxfp8")
+    for ours, other in zip(decoder.layers, model.transformer.h, strict=True):
+        other.attn.c_attn.weight.data.copy_(ours.qkv.dequantised().T)
+        other.attn.c_proj.weight.data.copy_(ours.o.dequantised().T)
+        other.mlp.c_fc.weight.data.copy_(ours.up.dequantised().T)
+        other.mlp.c_proj.weight.data.copy_(ours.down.dequantised().T)
+    assert_same(logits_of_ours(decoder, some((9,))), logits_of_theirs(model, some((9,))))
+
+
+@pytest.mark.parametrize(
+    ("weights", "sentence"),
+    [
+        ("fp9", "format is 'fp9'; must be one of fp8"),
+        (4, 'weights is 4; must be "auto", a format, or a dictionary'),
+        ({}, r"weights is \{\}; must be \{pattern: format\}"),
+        ({"*": "int3"}, "format is 'int3'"),
+        ({"re:(": "w8"}, r"the pattern 're:\(', which is no regular expression"),
+        ("int4:x", "weights asks for 'int4:x'; after the colon must be a group's size"),
+    ],
+)
+def test_words_are_checked_at_once(weights, sentence: str) -> None:
+    with pytest.raises(rt.InvalidInput, match=sentence):
+        EngineConfig(weights=weights)
+
+
+def test_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    for weights, sentence in (
+        ("int4", "layers.0.self_attn.q_proj.weight cannot be quantised to int4: .* K = 64 numbers"),
+        ({"*.experts.*": "w8"}, r"the pattern '\*.experts.\*', which matches no module; modules are such as layers.0"),
+    ):
+        with pytest.raises(rt.InvalidInput, match=sentence):
+            rt.LLM(folder, weights=weights, **ROOM)
+    quantised("gptq", tmp_path)
+    with pytest.raises(rt.InvalidInput, match=r"weights is 'fp8' and the checkpoint .* is quantised already \(gptq\); leave"):
+        rt.LLM(tmp_path, weights="fp8", **ROOM)
+    decoder = Decoder.from_folder(tmp_path)
+    with pytest.raises(rt.InvalidInput, match="the decoder's weights are quantised already; leave weights out"):
+        rt.LLM(decoder, weights="fp8", **ROOM)
+    assert KINDS
