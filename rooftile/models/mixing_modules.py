@@ -77,7 +77,7 @@ def is_served(mixers: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def served_mixers(mixers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the settings of config.json for mixers that the inference decoder computes; none if all are exact attention."""
+    """The words of config.json for mixers that the inference decoder computes; none if all are exact attention."""
     sparse = [_options(mixer) for mixer in mixers if mixer["name"] == "native_sparse"]
     if not sparse:
         return {}

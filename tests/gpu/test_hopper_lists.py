@@ -24,7 +24,7 @@ def tensors(T: int, S: int, H: int, Hk: int, D: int, B: int = 1) -> list[Tensor]
 
 
 def near(found: Tensor, due: Tensor) -> None:
-    """Compares two orders of the same sum in bf16; rows that see nothing have an lse of -inf in both."""
+    """Asserts that both are as near as two orders of one sum in bf16; rows that see nothing have an lse of -inf in both."""
     assert torch.equal(found == -math.inf, due == -math.inf)
     found, due = (x.masked_fill(x == -math.inf, 0.0) for x in (found, due))
     wrong = (found.double() - due.double()).abs()

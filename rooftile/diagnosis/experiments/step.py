@@ -54,7 +54,7 @@ def replayed_share(step: Work, device: torch.device, operators: Mapping[str, int
         with warnings.catch_warnings():
             # the program's own gradients were made on another stream than the capture's
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-            # a capture that has failed says this
+            # a capture that has failed is empty
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             with torch.cuda.stream(beside):
                 for _ in range(WARM_UPS):
