@@ -20,9 +20,9 @@ Every kernel runs inside one of these operators of `torch.ops.rooftile`, so `tor
 profiler see it. A call that nobody watches goes straight to the kernel. `rooftile.cost.counts.work(name, arguments, results)`
 returns the FLOPs and the bytes of a call.
 
-An argument marked `!` in the schema is written to. `attention`, `chunked_recurrence` and `selected_attention` have gradients; the
-others raise `Unsupported` where one is asked for. Norms, gates and rotary positions compute their definition in PyTorch's
-operations then, so `rooftile.fused` is differentiable all the same.
+An argument marked `!` in the schema is written to. `attention`, `chunked_recurrence`, `selected_attention`, `gated_sum` and
+`gathered_attention` have gradients; the others raise `Unsupported` where one is asked for. Norms, gates and rotary positions
+compute their definition in PyTorch's operations then, so `rooftile.fused` is differentiable all the same.
 
 | operator | computes | schema |
 |---|---|---|
@@ -49,6 +49,10 @@ COMPUTES = {
     "chunked_recurrence_backward": "its gradients",
     "selected_attention": "attention of packed queries to the blocks of keys that they chose",
     "selected_attention_backward": "its gradients",
+    "gated_sum": "the sum of three branches of attention, each times its gate",
+    "gated_sum_backward": "its gradients",
+    "gathered_attention": "attention within groups of rows that lie anywhere, by lists of their places",
+    "gathered_attention_backward": "its gradients",
 }
 
 

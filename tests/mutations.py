@@ -185,6 +185,36 @@ MUTATIONS = {
         'dx: Tensor = wide.new_zeros(ctx.rows, wide.shape[-1]).index_copy(0, index.flatten(), wide.flatten(0, -2))',
         ("tests/approximate/test_routing.py",),
     ),
+    "gathered, itself": Mutation(
+        "approximate/gathered/kernels/shape.py",
+        '    if SHAPE.CAUSAL:\n        return j < i\n',
+        '    if SHAPE.CAUSAL:\n        return j <= i\n',
+        ("tests/interpreter/test_gathered.py", "-k", "rounds"), interpreted=True,
+    ),
+    "gathered, N_ij of the first chunk": Mutation(
+        "approximate/gathered/kernels/shape.py",
+        ' | (back == 1 - groups)',
+        '',
+        ("tests/interpreter/test_gathered.py", "-k", "rounds"), interpreted=True,
+    ),
+    "gathered, the first chunk": Mutation(
+        "approximate/gathered/kernels/shape.py",
+        'group = tl.where(group < 0, group + groups, group)',
+        'group = tl.where(group < -1, group + groups, group)',
+        ("tests/interpreter/test_gathered.py", "-k", "rounds"), interpreted=True,
+    ),
+    "gathered, mean of clusters": Mutation(
+        "approximate/gathered/kernels/__init__.py",
+        '(do / counts)',
+        '(do * 1)',
+        ("tests/interpreter/test_gathered.py", "-k", "groups_equal"), interpreted=True,
+    ),
+    "gathered, NaN": Mutation(
+        "approximate/gathered/kernels/shape.py",
+        'for repair in (False, True):',
+        'for repair in (False,):',
+        ("tests/interpreter/test_gathered.py", "-k", "nan"), interpreted=True,
+    ),
     "loki, the short page": Mutation(
         "approximate/chosen/loki.py",
         'pages * page - S, 0)',

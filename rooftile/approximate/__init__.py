@@ -8,11 +8,12 @@ from rooftile.approximate.chosen.centroids import commitment_loss, update_centro
 from rooftile.approximate.chosen.compression import compress
 from rooftile.approximate.chosen.loki import Loki
 from rooftile.approximate.chosen.native_sparse import native_sparse
-from rooftile.approximate.chosen.reformer import lsh, reformer
+from rooftile.approximate.chosen.reformer import reformer
 from rooftile.approximate.chosen.routing import Members, routing
 from rooftile.approximate.chosen.selection import choose_blocks, selected_attention
 from rooftile.approximate.chosen.sparse_transformer import sparse_transformer
 from rooftile.approximate.features import Features
+from rooftile.approximate.gathered.angles import lsh
 from rooftile.approximate.linear import linear, linear_step
 from rooftile.approximate.linformer import linformer
 from rooftile.approximate.loki_layers import LokiLayers

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from rooftile.cost import flops, io
+from rooftile.cost import flops, io, listed
 from rooftile.spec import Problem, Sizes, Spec, decode, option_names
 
 
@@ -102,7 +101,7 @@ def _attention(arguments: tuple[Any, ...], results: Any) -> Work:
     q, k, _, options, code, _ = arguments
     problem = _problem(q, k, options, decode(code))
     moved = io.compulsory(problem)
-    share = _listed_share(problem, options)
+    share = listed.share(problem, options)
     return Work(round(share * flops.count(problem)), moved.read + _nbytes(options), moved.written)
 
 
@@ -112,7 +111,7 @@ def _attention_backward(arguments: tuple[Any, ...], results: Any) -> Work:
     problem = _problem(q, k, options, decode(code))
     moved, again = io.compulsory(problem, "bwd"), flops.count(problem) * (problem.spec.precision is not None)
     written = moved.written + _nbytes(results[3:])
-    share = _listed_share(problem, options)
+    share = listed.share(problem, options)
     return Work(round(share * flops.count(problem, "bwd")) + again, moved.read + _nbytes(options), written)
 
 
@@ -169,36 +168,26 @@ def _problem(q: Tensor, k: Tensor, options: list[Tensor], spec: Spec) -> Problem
     return Problem(spec=spec, sizes=sizes)
 
 
-def _listed_share(problem: Problem, options: list[Tensor]) -> float:
-    """The share of the mask's pairs that lists of blocks leave at most: the lists are read, and every listed block is whole."""
-    if problem.spec.block_size is None:
-        return 1.0
-    counts = dict(zip(option_names(problem.spec), options, strict=True))["block_counts"]
-    rows, keys = problem.spec.block_size
-    batch = 1 if problem.spec.layout == "packed" else problem.sizes.B
-    copies = batch // counts.shape[0] / counts.shape[1]
-    pairs = problem.pairs
-    return min(1.0, int(counts.sum()) * copies * rows * keys / pairs) if pairs else 0.0
-
-
 def _selected(arguments: tuple[Any, ...], results: Any) -> Work:
     q, k, v, chosen, cu_q, cu_k, _, block, _ = arguments
-    return Work(_selected_flops(q, k, v, chosen, cu_q, cu_k, block), _nbytes(arguments), _nbytes(results))
+    return Work(listed.selected(q, k, v, chosen, cu_q, cu_k, block), _nbytes(arguments), _nbytes(results))
 
 
 def _selected_backward(arguments: tuple[Any, ...], results: Any) -> Work:
     _, _, q, k, v, _, _, chosen, cu_q, cu_k, _, block, _ = arguments
-    forward = _selected_flops(q, k, v, chosen, cu_q, cu_k, block)
+    forward = listed.selected(q, k, v, chosen, cu_q, cu_k, block)
     return Work(forward * 5 // 2, _nbytes(arguments), _nbytes(results))
 
 
-def _selected_flops(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, cu_q: Tensor, cu_k: Tensor, block: int) -> int:
-    """2 (D + Dv) for each token up to a query's position in the blocks that it chose, and each of its heads."""
-    row = torch.arange(q.shape[0], device=q.device)
-    of = (torch.searchsorted(cu_q, row, right=True) - 1).clamp(min=0)
-    end = row - cu_q[of] + cu_k.diff()[of] - cu_q.diff()[of] + 1
-    tokens = (end[:, None, None] - chosen * block).clamp(0, block).masked_fill(chosen < 0, 0)
-    return 2 * (q.shape[-1] + v.shape[-1]) * int(tokens.sum()) * (q.shape[1] // k.shape[1])
+def _gathered(arguments: tuple[Any, ...], results: Any) -> Work:
+    q, _, v, rows, keys, _, _, _, width, key_width, kind, _ = arguments
+    return Work(listed.gathered(q, v, rows, keys, width, key_width, kind), _nbytes(arguments), _nbytes(results))
+
+
+def _gathered_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    _, _, _, q, _, v, rows, keys, _, _, _, width, key_width, kind, _ = arguments
+    forward = listed.gathered(q, v, rows, keys, width, key_width, kind)
+    return Work(forward * 5 // 2, _nbytes(arguments), _nbytes(results))
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
@@ -250,4 +239,8 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "chunked_recurrence_backward": _recurrence_backward,
     "selected_attention": _selected,
     "selected_attention_backward": _selected_backward,
+    "gated_sum": _once,
+    "gated_sum_backward": _once,
+    "gathered_attention": _gathered,
+    "gathered_attention_backward": _gathered_backward,
 }

@@ -91,8 +91,9 @@ def marker(kind: str, point: Point, words: str) -> str:
 
 
 def legend(names: Sequence[tuple[str, str]], marks: bool = True) -> str:
-    """Draws the names of the series above the picture, where they cover nothing."""
-    parts, x = [], float(LEFT)
+    """Draws the names of the series above the picture, where they cover nothing; long ones begin further to the left."""
+    width = sum(44 + LETTER * len(name) for name, _ in names)
+    parts, x = [], max(4.0, min(float(LEFT), WIDTH - width))
     for name, kind in names:
         parts.append(f'<path class="line {kind}" d="M {x:.1f} 10 h 24"/>')
         parts += [marker(kind, (x + 12, 10.0), name)] if marks else []

@@ -90,9 +90,7 @@ def refusal(q: Tensor, v: Tensor, problem: Recurrence) -> str | None:
 
 def runs_kernels(q: Tensor, v: Tensor, problem: Recurrence) -> bool:
     """Whether Triton's kernels run this problem; otherwise plain operations do."""
-    # exponential features take memory for a state per chunk, and have not been timed: they run where they are asked for
-    ways = ("triton",) if problem.feature == "exp" else ("auto", "triton")
-    return problem.backend in ways and refusal(q, v, problem) is None
+    return problem.backend in ("auto", "triton") and refusal(q, v, problem) is None
 
 
 @cache

@@ -43,9 +43,9 @@ def _points(readings: dict[int, Reading], what: str) -> tuple[tuple[float, float
 
 def traffic_chart(comparison: Comparison) -> Chart:
     lines = (
-        ("Rooftile, at least", "ours", "compulsory"),
+        ("Rooftile", "ours", "compulsory"),
         ("standard", "standard", "standard"),
-        ("Rooftile, no cache", "other", "tiled"),
+        ("no cache", "other", "tiled"),
     )
     series = [
         Series(

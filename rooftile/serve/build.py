@@ -165,7 +165,7 @@ def find_loki(shape: ModelConfig, config: EngineConfig) -> LokiLayers | None:
 def count_blocks(decoder: Decoder, layout: CacheLayout, config: EngineConfig, max_len: int) -> int:
     """Returns how many blocks the cache gets; checks that one sequence of the asked length fits into them."""
     size, num_blocks = config.block_size, config.num_blocks
-    if num_blocks is not None and num_blocks > layout.most_blocks:
+    if config.approximate is not None and num_blocks is not None and num_blocks > layout.most_blocks:
         raise InvalidInput(f"num_blocks is {num_blocks:,}; may be at most {layout.most_blocks:,} with approximate=")
     if num_blocks is None:
         with current_device(decoder.embedding.device):

@@ -15,6 +15,7 @@ from rooftile import approximate as ap
 from rooftile.approximate.selected import attend
 from rooftile.approximate.selected.attention import refusal
 from rooftile.approximate.selected.choice import can_choose
+from rooftile.approximate.selected.gated_sum import gated_sum
 from rooftile.approximate.selected.tiles import key_tiles_of, queries_for, tiles_of
 from rooftile.reference.approximate import native_sparse, pairs
 
@@ -166,6 +167,38 @@ def test_the_kernel_chooses_as_the_definition_does(sizes: tuple[int, ...], optio
             ap.choose_blocks(q, compressed, backend="triton", **words)
         return
     assert torch.equal(ap.choose_blocks(q, compressed, backend="triton", **words), due)
+
+
+def test_a_known_lse_gives_the_same_choice() -> None:
+    """The early queries see no compressed key."""
+    q, k = torch.randn(1, 100, 4, 16), torch.randn(1, 100, 2, 16)
+    compressed = ap.compress(k, length=8, stride=4)
+    sizes = {"block": 16, "count": 4, "length": 8, "stride": 4}
+    seen = native_sparse.sees_compressed(100, 100, compressed.shape[1], 8, 4, q.device)
+    x = torch.einsum("bthd,bnhd->bhtn", q, compressed.repeat_interleave(2, 2)) / 4
+    lse = x.masked_fill(~seen, -torch.inf).logsumexp(-1)
+    due = ap.choose_blocks(q, compressed, backend="eager", **sizes)
+    assert torch.equal(ap.choose_blocks(q, compressed, lse=lse, **sizes), due)
+    with pytest.raises(rt.InvalidInput, match=r"lse is .*; must be a tensor \(B, H, T\) = \(1, 4, 100\)"):
+        ap.choose_blocks(q, compressed, lse=lse[..., 1:], **sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 33, 5, 80), (1, 1, 1, 16), (1, 0, 2, 16), (3, 700, 1, 128)])
+def test_the_gated_sum_and_its_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    inputs = [torch.randn(shape).to(dtype) for _ in range(3)] + [torch.rand(*shape[:-1], 3).to(dtype)]
+    do = torch.randn(shape).to(dtype)
+    answers = []
+    for kind in (torch.float64, dtype):
+        leaves = [x.to(kind).requires_grad_() for x in inputs]
+        *branches, gates = leaves
+        # with gaps between the rows
+        branches = [torch.cat([x, x], -1)[..., : shape[-1]] for x in branches]
+        wide = sum(x.double() * g.double() for x, g in zip(branches, gates.split(1, -1), strict=True))
+        o = wide if kind == torch.float64 else gated_sum(tuple(branches), gates)
+        answers.append([o, *torch.autograd.grad(o, leaves, do.to(o.dtype))])
+    for found, due in zip(answers[1], answers[0], strict=True):
+        torch.testing.assert_close(found.double(), due.double(), atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=2e-2)
 
 
 def test_ties_go_to_the_lower_block() -> None:

@@ -60,6 +60,22 @@ def test_the_fast_path_equals_the_definition(size: str, pattern: str, heads: str
     assert_within(found, exact, plain, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", ["union", "second"])
+@pytest.mark.parametrize(
+    ("T", "S", "stride", "summary"), [(300, 300, 64, 64), (700, 700, 64, 32), (150, 640, 128, 128), (65, 1000, 64, 16)]
+)
+def test_summaries_in_whole_tiles_equal_the_definition(
+    T: int, S: int, stride: int, summary: int, heads: str, dtype: torch.dtype
+) -> None:  # fmt: skip
+    """A backend that is named takes the tiles on a CPU too."""
+    tensors = inputs(T, S, 4, 2, 16, 16, dtype)
+    options = {"pattern": "fixed", "stride": stride, "summary": summary, "heads": heads}
+    found = answer(tensors, dtype, backend="tiled", **options)
+    exact, plain = (answer(tensors, x, backend="eager", **options) for x in (torch.float64, dtype))
+    assert_within(found, exact, plain, dtype, terms=S)
+
+
 @pytest.mark.parametrize("pattern", ["strided", "fixed"])
 @pytest.mark.parametrize("heads", HEADS)
 def test_each_pair_is_that_of_the_text(pattern: str, heads: str) -> None:

@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
 from rooftile import approximate, launch
+from rooftile.approximate import gathered
 from rooftile.approximate.paged.loki import page_scores
+from rooftile.approximate.selected.gated_sum import gated_sum
 from rooftile.cost.counts import Work
 from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
 from rooftile.fused.norm import Weights
@@ -227,6 +229,41 @@ def _selected_backward(device: torch.device) -> Work:
     return Work(2 * 128 * 10 * 2 * 5 // 2, 5 * _SIZE + 2 * 32 + 64 + 16, 3 * _SIZE)
 
 
+def _gated_sum(device: torch.device) -> Work:
+    branches, gates = _branches(device)
+    gated_sum(branches, gates)
+    return Work(0, 3 * _SIZE + 3 * 8 * 4, _SIZE)
+
+
+def _gated_sum_backward(device: torch.device) -> Work:
+    branches, gates = _branches(device, True)
+    o = gated_sum(branches, gates)
+    o.backward(torch.ones_like(o))
+    return Work(0, 4 * _SIZE + 3 * 8 * 4, 3 * _SIZE + 3 * 8 * 4)
+
+
+def _branches(device: torch.device, requires_grad: bool = False) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Three tensors with as many numbers as those of attention, and a gate for each of 8 rows."""
+    a, b, c = _tensors(device, requires_grad)
+    return (a, b, c), torch.rand(1, 4, 2, 3, device=device, requires_grad=requires_grad)
+
+
+def _gathered(device: torch.device) -> Work:
+    q, k, v = _tensors(device)
+    hashes = torch.zeros(1, 4, 2, 2, dtype=torch.int32, device=device)
+    gathered.attend(q, k, v, gathered.from_hashes(hashes, 2, True, False, True), scale=1.0)
+    # two rounds of two heads: each of 4 tokens has its chunk of 2 and the other one; places are there once, chunks for each round
+    return Work(2 * 128 * 16 * 4, 3 * _SIZE + 4 * 16 + 4 * 32, _SIZE + 32)
+
+
+def _gathered_backward(device: torch.device) -> Work:
+    members = torch.tensor([[0, 1], [1, 3], [2, 3]], dtype=torch.int32, device=device).expand(1, 2, 3, 2)
+    o = gathered.attend(*_tensors(device, True), gathered.from_members(members, members, True), scale=1.0)
+    o.backward(torch.ones_like(o))
+    # 3 groups of 2 rows and 2 keys, and the outputs and lse of 6 positions in place of 4
+    return Work(2 * 128 * 12 * 2 * 5 // 2, 4 * _SIZE + _SIZE * 6 // 4 + 48 + 2 * 48, 3 * _SIZE)
+
+
 def _backend(device: torch.device) -> str | None:
     # on a CPU the definition runs outside its operator, and the interpreter is slow
     return "tiled" if device.type == "cpu" else None
@@ -254,4 +291,8 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "chunked_recurrence_backward": _recurrence_backward,
     "selected_attention": _selected,
     "selected_attention_backward": _selected_backward,
+    "gated_sum": _gated_sum,
+    "gated_sum_backward": _gated_sum_backward,
+    "gathered_attention": _gathered,
+    "gathered_attention_backward": _gathered_backward,
 }

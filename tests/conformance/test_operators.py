@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is dep
 # operators with a gradient, and their gradients
 DIFFERENTIABLE = {
     "attention", "attention_backward", "chunked_recurrence", "chunked_recurrence_backward", "selected_attention",
-    "selected_attention_backward",
+    "selected_attention_backward", "gated_sum", "gated_sum_backward", "gathered_attention", "gathered_attention_backward",
 }  # fmt: skip
 
 

@@ -83,6 +83,16 @@ def test_a_block_that_is_not_there_is_passed_over(mask: Mask) -> None:
     near(found[1], found[0])
 
 
+def test_a_count_below_zero_is_an_empty_list() -> None:
+    q, k, v = tensors(300, 300, 2, 2, 64)
+    counts = torch.tensor([[[1, -5, 1]]], dtype=torch.int32, device="cuda")
+    blocks = Blocks(counts, torch.zeros(1, 1, 3, 1, dtype=torch.int32, device="cuda"))
+    o, lse = rt.attention_with_lse(q, k, v, blocks=blocks, backend="hopper")
+    assert not o[:, 128:256].any()
+    assert (lse[..., 128:256] == -math.inf).all()
+    near(o[:, :128], rt.attention(q[:, :128], k[:, :128], v[:, :128], backend="hopper"))
+
+
 def test_a_nan_shows_where_it_is_seen_and_nowhere_else() -> None:
     q, k, v = tensors(500, 700, 2, 2, 128, B=2)
     blocks = Blocks.from_dense(torch.rand(2, 2, 4, 6, device="cuda") < 0.5)

@@ -69,12 +69,13 @@ def test_the_kernels_of_a_shape(sm: int, heads: int, dim: int) -> None:
         assert stack <= STACK[kernel.__name__] * (4 if sm == 80 else 1), f"{kernel.__name__}: {stack}"
 
 
+@pytest.mark.parametrize("has_lse", [False, True])
 @pytest.mark.parametrize("sm", [80, 90])
-def test_the_choice_with_the_papers_sizes(sm: int) -> None:
+def test_the_choice_with_the_papers_sizes(sm: int, has_lse: bool) -> None:
     from rooftile.approximate.selected.kernels import choice
 
     q = torch.empty(1, 64, 128, dtype=torch.bfloat16)
-    shape = choice.choice_of(q, 4, 4, 32, 16, 64, 16, 1, 2)
+    shape = choice.choice_of(q, 4, 4, 32, 16, 64, 16, 1, 2, has_lse)
     assert shape.MOST >= shape.NEW >= 16
     stack, shared, matrix = compiled(choice._choose, shape, 8, sm)
     assert shared <= SHARED[sm]

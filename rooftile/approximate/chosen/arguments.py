@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rooftile import dispatch
 from rooftile.approximate.arguments import check_backend, check_deterministic
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.masks import CAUSAL, FULL, Mask, whole
+from rooftile.operators import transforms_active
 from rooftile.validate import shown
 
 
@@ -33,6 +34,15 @@ def check_way(backend: Any, deterministic: Any, scale: float) -> dict[str, Any] 
     if way == "eager":
         return None
     return {"backend": None if way == "auto" else way, "deterministic": deterministic, "scale": scale}
+
+
+def in_kernels(method: str, options: dict[str, Any], reason: str | None) -> bool:
+    """Whether kernels of the method's own run a call, which they refuse for a reason or not; transforms take plain operations."""
+    if options["backend"] not in (None, "triton") or transforms_active():
+        return False
+    if options["backend"] == "triton" and reason is not None:
+        raise Unsupported(f"backend 'triton' cannot run {method}: {reason}")
+    return reason is None
 
 
 def check_seed(seed: Any) -> int:

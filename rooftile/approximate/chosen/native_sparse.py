@@ -20,6 +20,7 @@ from rooftile.approximate.chosen.arguments import as_given, check_indices, check
 from rooftile.approximate.chosen.arrange import as_groups, attend_by_head, from_groups, padded
 from rooftile.approximate.chosen.compression import check_compressed, check_lengths
 from rooftile.approximate.chosen.selection import check_counts, choose_blocks, selected_attention
+from rooftile.approximate.selected.gated_sum import gated_sum
 from rooftile.errors import InvalidInput
 from rooftile.masks import CAUSAL, Window
 from rooftile.reference.approximate import native_sparse as definition
@@ -110,33 +111,31 @@ def native_sparse(
     check_compressed(compressed[0], S, length, stride)
     if not isinstance(gates, Tensor) or gates.shape != (B, T, H, 3) or not gates.is_floating_point():
         raise InvalidInput(f"gates is {shown(gates)}; must be a floating-point tensor (B, T, H, 3) = ({B}, {T}, {H}, 3)")
-    way = "eager" if options is None else None
-    # the exact kernels' other names say nothing of those of selection
-    kernels = "triton" if options is not None and options["backend"] == "triton" else None
-    if chosen is None:
-        chosen = choose_blocks(q, compressed[0], backend=way, scale=scale, tokens=S, **sizes, **counts)
-    else:
+    if chosen is not None:
         check_indices("chosen", chosen, (B, T, Hk, None), f"(B, T, Hk, n) = ({B}, {T}, {Hk}, n)", q)
     with as_given(q):
         if options is None:
+            if chosen is None:
+                chosen = choose_blocks(q, compressed[0], backend="eager", scale=scale, tokens=S, **sizes, **counts)
             return definition.native_sparse(
                 q, compressed, selected, near, gates, chosen, window=window, scale=scale, **sizes
             ).contiguous()
-        outs = (
-            compressed_attention(q, *compressed, S, length, stride, options),
-            selected_attention(q, *selected, chosen, block=block, backend=kernels, scale=scale),
-            api.attention(q, *near, CAUSAL & Window(window - 1), **options),
-        )
-        wide = torch.promote_types(q.dtype, torch.float32)
-        total = sum(o.to(wide) * gate.to(wide) for o, gate in zip(outs, gates.split(1, dim=-1), strict=True))
-        assert isinstance(total, Tensor)
-        return total.to(q.dtype).contiguous()
+        far, lse = compressed_attention(q, *compressed, S, length, stride, options)
+        if chosen is None:
+            chosen = choose_blocks(q, compressed[0], lse=lse, scale=scale, tokens=S, **sizes, **counts)
+        # the exact kernels' other names say nothing of those of selection
+        kernels = "triton" if options["backend"] == "triton" else None
+        middle = selected_attention(q, *selected, chosen, block=block, backend=kernels, scale=scale)
+        return gated_sum((far, middle, api.attention(q, *near, CAUSAL & Window(window - 1), **options)), gates)
 
 
 def compressed_attention(
     q: Tensor, k: Tensor, v: Tensor, S: int, length: int, stride: int, options: dict[str, Any]
-) -> Tensor:
-    """Attention of queries to the compressed keys that are complete: a causal mask over groups of `stride` queries."""
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries to the compressed keys that are complete: a causal mask over groups of `stride` queries.
+
+    Returns o (B, T, H, Dv) and lse (B, H, T).
+    """
     T, (n, Hk) = q.shape[1], k.shape[1:3]
     # the place of a query, counted from the first that sees a compressed key
     place = S - T - (length - 1)
@@ -144,11 +143,13 @@ def compressed_attention(
     place = max(place, 0)
     if n == 0 or early == T:
         # no query sees anything
-        return q.new_zeros(*q.shape[:3], v.shape[-1]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum()
+        lse = torch.full((q.shape[0], q.shape[2], T), -torch.inf, device=q.device)
+        return q.new_zeros(*q.shape[:3], v.shape[-1]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum(), lse
     before, after = place % stride, n * stride - 1 - (S - length)
     rows = as_groups(padded(q[:, early:], before, after), stride, Hk)
-    o, _ = from_groups(*attend_by_head(rows, k, v, **options), stride, Hk)
-    return padded(o[:, before : before + T - early], early, 0)
+    o, lse = from_groups(*attend_by_head(rows, k, v, **options), stride, Hk)
+    here = slice(before, before + T - early)
+    return padded(o[:, here], early, 0), torch.nn.functional.pad(lse[..., here], (early, 0), value=-torch.inf)
 
 
 def _packed(

@@ -1,7 +1,9 @@
 """Reformer: tokens sorted by hash attend to their chunk and the one before, in several rounds that are joined by lse.
 
-The chunks of a round are the batch of one call of the exact kernels, with a chunk and its predecessor as keys. The tables of
-pairs are (chunk x 2 chunk) per chunk, so memory grows with T. The rounds run one after the other.
+On a GPU one launch runs the chunks of all rounds, by kernels that load rows where they lie and compute which pairs are seen
+(`rooftile.approximate.gathered`). Elsewhere the chunks of a round are the batch of one call of the exact kernels, with a chunk
+and its predecessor as keys. The tables of pairs are (chunk x 2 chunk) per chunk, so memory grows with T. The rounds run one after
+the other.
 
 Kitaev et al., Reformer, arXiv:2001.04451.
 """
@@ -15,49 +17,16 @@ import torch
 from torch import Tensor
 
 from rooftile import api
+from rooftile.approximate import gathered
 from rooftile.approximate.arguments import check_choice, check_count, check_flag, check_qkv, check_scale
-from rooftile.approximate.chosen.arguments import as_given, check_indices, check_mask, check_seed, check_way
+from rooftile.approximate.chosen.arguments import as_given, check_indices, check_mask, check_way, in_kernels
 from rooftile.approximate.chosen.pairs import attend, cleaned, take, take_flags
+from rooftile.approximate.gathered.angles import lsh
 from rooftile.errors import InvalidInput
 from rooftile.masks import FULL, Mask
 from rooftile.reference.approximate import reformer as definition
 from rooftile.validate import shown
 from rooftile.words import answers_foreign_words
-
-
-@answers_foreign_words
-def lsh(x: Tensor, rounds: int, buckets: int, seed: int = 0) -> Tensor:
-    """Hashes of vectors by their angles: argmax [x R; -x R] with a random R per head and round.
-
-    Args:
-        x: vectors (B, T, H, D).
-        rounds: hashes per vector.
-        buckets: values of a hash, an even number.
-        seed: of R, which is drawn on the host: the same on every device.
-
-    Returns:
-        (B, T, H, rounds) int32, computed in fp32; ties go to the lower bucket.
-
-    Example:
-        >>> lsh(torch.randn(1, 100, 8, 64), rounds=4, buckets=16).shape
-        torch.Size([1, 100, 8, 4])
-    """
-    if not isinstance(x, Tensor) or x.ndim != 4 or not x.is_floating_point():
-        raise InvalidInput(f"x is {shown(x)}; must be a floating-point tensor (B, T, H, D)")
-    rounds, buckets, seed = check_count("rounds", rounds), check_count("buckets", buckets), check_seed(seed)
-    if buckets % 2:
-        raise InvalidInput(f"buckets is {buckets}; must be even: half of them are the negatives of the others")
-    H, D = x.shape[2:]
-    r = _drawn((H, D, rounds, buckets // 2), seed).to(x.device)
-    with torch.no_grad(), as_given(x):
-        turned = torch.einsum("bthd,hdrn->bthrn", x.float(), r)
-        return torch.cat([turned, -turned], dim=-1).argmax(-1).int()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Random numbers, which a compiled graph holds: older Dynamos do not trace a generator."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @answers_foreign_words
@@ -90,8 +59,8 @@ def reformer(
         qk: queries and keys (B, T, H, D), float32, bfloat16 or float16, any strides.
         v: values (B, T, Hk, Dv). Hk divides H.
         mask: FULL or CAUSAL.
-        backend: "eager" is the definition; another name is that of the exact kernels (`rooftile.attention`); None or "auto" takes
-            the fastest that runs.
+        backend: "eager" is the definition; "triton" the kernels that load rows by the sorted places, which None and "auto" take
+            where they run; another name is that of the exact kernels (`rooftile.attention`), on copied chunks.
         buckets: values of a hash, an even number; the largest power of two up to 2 T / chunk if None.
         chunk: tokens per chunk.
         deterministic: as in `rooftile.attention`.
@@ -143,7 +112,11 @@ def reformer(
         if T == 0:
             # nothing, with gradients
             return v.repeat_interleave(H // v.shape[2], dim=2) + qk.sum()
-        sort, once = _Sort(hashes, chunk, causal, strict), duplicates == "once"
+        once = duplicates == "once"
+        reason = gathered.refusal(qk, v, hashes.shape[-1] if once else 1)
+        if in_kernels("reformer", options, reason):
+            return _gathered(qk, v, gathered.from_hashes(hashes, chunk, causal, strict, once), scale)
+        sort = _Sort(hashes, chunk, causal, strict)
         (q, lost_q), (values, lost_v) = cleaned(qk), cleaned(v)
         lost = lost_q, lost_q | lost_v.repeat_interleave(H // v.shape[2], dim=2)
         k = unit(q)
@@ -160,6 +133,12 @@ def usual_buckets(T: int, chunk: int) -> int:
 def unit(x: Tensor) -> Tensor:
     """Vectors of length one, computed in fp32."""
     return definition.unit(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+
+
+def _gathered(qk: Tensor, v: Tensor, lists: gathered.Lists, scale: float) -> Tensor:
+    """All rounds at once. Unit keys are those of length sqrt(D) with a smaller scale, and an RMS norm is one kernel."""
+    k = torch.nn.functional.rms_norm(qk, qk.shape[-1:], eps=1e-6)
+    return gathered.attend(qk, k, v, lists, scale=scale * qk.shape[-1] ** -0.5)
 
 
 class _Sort:

@@ -1,7 +1,8 @@
 """Routing Transformer: attention within clusters of tokens around learned centroids.
 
-Each centroid takes the tokens that score highest with it. The clusters are the batch of one call of the exact kernels; causal
-order within a cluster is that of the tokens' places. With `strict`, every token goes to one cluster, and the clusters are packed
+Each centroid takes the tokens that score highest with it. On a GPU kernels load the rows of clusters where they lie
+(`rooftile.approximate.gathered`); elsewhere the clusters are the batch of one call of the exact kernels. Causal order within a
+cluster is that of the tokens' places. With `strict`, every token goes to one cluster, and the clusters are packed
 sequences, however uneven.
 
 Roy et al., Efficient Content-Based Sparse Attention with Routing Transformers, arXiv:2003.05997.
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rooftile import api
+from rooftile.approximate import gathered
 from rooftile.approximate.arguments import check_count, check_flag, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import (
     as_given,
@@ -22,6 +24,7 @@ from rooftile.approximate.chosen.arguments import (
     check_mask,
     check_range,
     check_way,
+    in_kernels,
 )
 from rooftile.approximate.chosen.pairs import add_rows, attend, cleaned, take, take_flags
 from rooftile.errors import InvalidInput
@@ -69,8 +72,9 @@ def routing(
         v: values (B, S, Hk, Dv).
         centroids: (H, c, D), in fp32; no gradient flows to them (`update_centroids`, `commitment_loss`).
         mask: FULL or CAUSAL, aligned bottom-right when T != S.
-        backend: "eager" is the definition; another name is that of the exact kernels (`rooftile.attention`); None or "auto" takes
-            the fastest that runs.
+        backend: "eager" is the definition; "triton" the kernels that load rows by the members, which None and "auto" take where
+            they run; another name is that of the exact kernels (`rooftile.attention`), on copied clusters. With strict all names
+            are those of the exact kernels.
         deterministic: as in `rooftile.attention`.
         members: ready-made, from an earlier call: `Members`; with strict the cluster of each token, (B, S, H) int32.
         scale: of the scores; 1 / sqrt(D) if None.
@@ -111,6 +115,9 @@ def routing(
         members = choose_members(q, k, centroids, width) if members is None else check_members(members, q, k, centroids)
         if options is None:
             return definition.routing(q, k, v, *members, **own).contiguous(), members
+        if in_kernels("routing", options, gathered.refusal(q, v)):
+            q, k = (torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5) for x in (q, k))
+            return gathered.attend(q, k, v, gathered.from_members(*members, causal), scale=own["scale"]), members
         return _between_members(normed(q), normed(k), v, members, causal, options), members
 
 
@@ -120,7 +127,12 @@ def choose_members(q: Tensor, k: Tensor, centroids: Tensor, width: int | None) -
     width = max(-(-S // c), 1) if width is None else check_count("width", width)
     with torch.no_grad():
         k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-        return Members(*(definition.taken(x, centroids, min(width, x.shape[1])).int() for x in (q, k)))
+        return Members(*(_best(x, centroids, min(width, x.shape[1])) for x in (q, k)))
+
+
+def _best(x: Tensor, centroids: Tensor, width: int) -> Tensor:
+    found = gathered.best_members(x, centroids, width) if gathered.can_choose(x) else None
+    return definition.taken(x, centroids, width).int() if found is None else found
 
 
 def nearest(q: Tensor, k: Tensor, centroids: Tensor) -> Tensor:
@@ -158,12 +170,13 @@ def _in_clusters(
     own = clusters.transpose(1, 2).long()  # (B, H, S)
     places, cu = [], []
     for x in (own[..., S - T :], own):
-        places.append(x.sort(dim=-1, stable=True).indices)
+        places.append(gathered.sorted_rows(x)[1])
         counts = x.new_zeros(B, H, c).scatter_add(-1, x, torch.ones_like(x))
         cu.append(torch.nn.functional.pad(counts.flatten().cumsum(0), (1, 0)).int())
     q, k, v = (take(x, y).flatten(0, 2).unsqueeze(1) for x, y in ((q, places[0]), (k, places[1]), (v, places[1])))
     o = api.attention_packed(q, k, v, cu[0], cu[1], CAUSAL if causal else FULL, **options)  # (B H T, 1, Dv)
-    back = places[0].sort(dim=-1).indices
+    ranks = torch.arange(T, device=q.device).expand_as(places[0])
+    back = torch.zeros_like(places[0]).scatter(-1, places[0], ranks)
     return take(o.view(B, H, T, o.shape[-1]).transpose(1, 2), back).transpose(1, 2).contiguous()
 
 

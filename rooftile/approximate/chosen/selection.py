@@ -28,6 +28,7 @@ from rooftile.errors import InvalidInput, Unsupported
 from rooftile.operators import transformed
 from rooftile.reference.approximate import native_sparse as definition
 from rooftile.reference.approximate import pairs
+from rooftile.validate import shown
 from rooftile.words import answers_foreign_words
 
 # bytes that the scores of a piece of the queries may have
@@ -45,6 +46,7 @@ def choose_blocks(
     first: int = 1,
     length: int = 32,
     local: int = 2,
+    lse: Tensor | None = None,
     return_scores: bool = False,
     scale: float | None = None,
     stride: int = 16,
@@ -66,6 +68,8 @@ def choose_blocks(
         first: blocks at the beginning of the text that are always chosen.
         length, stride: those of the compression.
         local: the own block and those before it, so many in all, that are always chosen.
+        lse: of the attention to the compressed keys, (B, H, T), if it is known: the kernel then reads these keys once and not
+            twice. Everything else computes its own.
         return_scores: return (chosen, scores) with the scores (B, T, Hk, blocks), fp32, before anything is always chosen.
         scale: of the compressed scores; 1 / sqrt(D) if None.
         tokens: the length S of the text; T if None.
@@ -87,13 +91,16 @@ def choose_blocks(
     eager = way == "eager"
     (B, T, H, _), Hk = q.shape, compressed.shape[2]
     blocks, group = -(-S // block), H // Hk
+    if lse is not None and (not isinstance(lse, Tensor) or lse.shape != (B, H, T) or lse.device != q.device):
+        raise InvalidInput(f"lse is {shown(lse)}; must be a tensor (B, H, T) = ({B}, {H}, {T}) on {q.device}")
     wants_scores, watched = check_flag("return_scores", return_scores), transformed() or torch.compiler.is_compiling()
     runs = can_choose(q, Hk, length, block, stride, count) and not watched
     if way == "triton" and (wants_scores or not runs):
         raise Unsupported("backend 'triton' cannot make this choice; it needs a CUDA GPU, and returns no scores")
     if runs and not wants_scores and way in ("auto", "triton"):
         sizes = {"length": length, "stride": stride, "block": block, "count": count, "first": first, "local": local}
-        return choose_in_kernel(q.detach(), compressed.detach(), S, scale=scale, **sizes)
+        known = None if lse is None else lse.detach()
+        return choose_in_kernel(q.detach(), compressed.detach(), S, scale=scale, lse=known, **sizes)
     seen = definition.sees_compressed(T, S, compressed.shape[1], length, stride, q.device)
     found, scores = [], []
     rows = max(T, 1) if eager else max(PIECE // max(4 * B * H * compressed.shape[1], 1), 1)

@@ -2,7 +2,8 @@
 
 The strided set {j : (i - j) mod l = 0} is causal attention among the tokens of one column, place mod l. The summary places of
 earlier blocks are causal attention over blocks: for each of the c places, all l queries of a block see one key per earlier
-block, so they are heads of one group. Both are merged with the near keys by lse, which is exact as the sets are disjoint.
+block, so they are heads of one group; where tiles of them are whole, `arrange` has a faster way. Both are merged with the near
+keys by lse, which is exact as the sets are disjoint.
 
 Child et al., Generating Long Sequences with Sparse Transformers, arXiv:1904.10509.
 """
@@ -19,7 +20,14 @@ from torch.nn import functional as F
 from rooftile import api
 from rooftile.approximate.arguments import check_choice, check_count, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import check_way
-from rooftile.approximate.chosen.arrange import as_groups, attend_by_head, from_groups, padded
+from rooftile.approximate.chosen.arrange import (
+    as_groups,
+    attend_by_head,
+    from_groups,
+    padded,
+    summaries_are_tiles,
+    summaries_before,
+)
 from rooftile.errors import InvalidInput
 from rooftile.masks import CAUSAL, Chunk, Window
 from rooftile.reference.approximate import sparse_transformer as definition
@@ -131,7 +139,9 @@ def _heads(
         # the union leaves out the keys that the window holds already
         parts.append(_columns(q, k, v, stride, 0 if heads == "second" else -(-window // stride), options))
     if heads != "first" and pattern == "fixed":
-        parts += _summaries_before(q, k, v, stride, summary, options)
+        by_tiles = summaries_are_tiles(q, stride, summary, options["backend"])
+        before = summaries_before if by_tiles else _summaries_before
+        parts += before(q, k, v, stride, summary, options)
         if heads == "second":
             parts.append(_own_summary(q, k, v, stride, summary, options))
     return (parts[0][0] if len(parts) == 1 else api.merge(parts)[0]).contiguous()

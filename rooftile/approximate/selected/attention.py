@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import util
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rooftile.approximate.selected import plain
+from rooftile.approximate.selected import by_block, plain
 from rooftile.approximate.selected.tiles import key_tiles_of, tiles_of
 from rooftile.errors import Unsupported
 from rooftile.launch import INTERPRETED, device_of
@@ -99,12 +100,17 @@ def _runs_kernels(q: Tensor, v: Tensor, Hk: int, block: int, backend: str) -> bo
     return backend != "plain" and refusal(q, v, Hk, block) is None
 
 
+def _on(q: Tensor) -> ModuleType:
+    """The plain operations for a device: those of a CPU read the choices."""
+    return by_block if q.device.type == "cpu" else plain
+
+
 def _run(
     q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, cu_q: Tensor, cu_k: Tensor, scale: float, block: int, backend: str
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not _runs_kernels(q, v, k.shape[1], block, backend):
         with torch.autocast(q.device.type, enabled=False):
-            return plain.forward(q, k, v, chosen, cu_q, cu_k, scale, block)
+            return _on(q).forward(q, k, v, chosen, cu_q, cu_k, scale, block)
     from rooftile.approximate.selected import kernels
 
     with device_of(q):
@@ -121,7 +127,7 @@ def _run_backward(
     delta = ((o.to(lse.dtype) * do).sum(-1) - dlse).masked_fill(lse == -torch.inf, 0.0)
     if not _runs_kernels(q, v, k.shape[1], block, backend):
         with torch.autocast(q.device.type, enabled=False):
-            return plain.backward(do, lse, delta, q, k, v, chosen, cu_q, cu_k, scale, block)
+            return _on(q).backward(do, lse, delta, q, k, v, chosen, cu_q, cu_k, scale, block)
     from rooftile.approximate.selected import kernels
 
     with device_of(q):

@@ -23,9 +23,12 @@ def can_choose(q: Tensor, Hk: int, length: int, block: int, stride: int, count: 
 
 def choose(
     q: Tensor, compressed: Tensor, tokens: int, *, scale: float, length: int, stride: int, block: int, count: int, first: int,
-    local: int,
+    local: int, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns the blocks (B, T, Hk, count) int32 that queries (B, T, H, D), the last T of `tokens`, choose."""
+    """Returns the blocks (B, T, Hk, count) int32 that queries (B, T, H, D), the last T of `tokens`, choose.
+
+    lse: of the compressed attention, (B, H, T), which saves a walk over the compressed keys.
+    """
     from rooftile.approximate.selected.kernels import choice
 
     (B, T, H, _), (n, Hk) = q.shape, compressed.shape[1:3]
@@ -36,5 +39,6 @@ def choose(
     rows[:, 2] += tokens - n
     q, compressed = (x.flatten(0, 1) if x.stride(-1) == 1 else x.contiguous().flatten(0, 1) for x in (q, compressed))
     with device_of(q):
-        found = choice.choose(q, compressed, table._replace(rows=rows), scale, length, stride, block, count, first, local)
+        lse = None if lse is None else lse.mT.flatten(0, 1).float().contiguous()
+        found = choice.choose(q, compressed, lse, table._replace(rows=rows), scale, length, stride, block, count, first, local)
     return found.unflatten(0, (B, T))

@@ -126,7 +126,7 @@ class Compressed(_Branch):
             seen = definition.sees_compressed(q.shape[1], S, k.shape[1], self.length, self.stride, q.device)
             return pairs.attention(q, k, v, seen, scale=q.shape[-1] ** -0.5)[0]
         options = {"backend": backend, "deterministic": None, "scale": q.shape[-1] ** -0.5}
-        return compressed_attention(q, k, v, S, self.length, self.stride, options)
+        return compressed_attention(q, k, v, S, self.length, self.stride, options)[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,13 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
+from rooftile.approximate.paged import loki as paged
 from rooftile.bench.methods.way import Sizes, Tensors, Way, words_of
 from rooftile.cost import approximate as cost
 from rooftile.cost.approximate import Cost
 from rooftile.masks import CAUSAL, FULL, Mask
 from rooftile.reference.approximate.routing import normed
+from rooftile.spec import Asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +160,19 @@ class Loki(Way):
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
         loki = ap.Loki.fit(k[:, : 2**13], dims=self.dims, keep=self.keep)
-        return Tensors((q[:, -1:].contiguous(), loki.turn(k), v), (replace(loki, p=loki.p.to(k.device)),))
+        turned, loki = loki.turn(k), replace(loki, p=loki.p.to(k.device))
+        beside: tuple[Any, ...] = (loki,)
+        if k.is_cuda:
+            # as in an engine, whose cache has the leading dimensions beside the keys
+            leading = turned[..., : loki.leading].contiguous().view(-1, self.page, k.shape[2], loki.leading)
+            beside = loki, as_pages(turned, v, self.page), leading
+        return Tensors((q[:, -1:].contiguous(), turned, v), beside)
 
     def run(self, x: Tensors, backend: str | None = None) -> Tensor:
+        if len(x.beside) > 1 and not x.choices:
+            loki, cache, leading = x.beside
+            q = loki.turn(x.leaves[0])[:, 0]
+            return paged.decode(q, cache, leading, keep=self.keep, asked=Asked(scale=q.shape[-1] ** -0.5))[:, None]
         return x.beside[0].attend(*x.leaves, backend=backend, page=self.page, turned=True, unit="page", **x.choices)
 
     def chosen(self, x: Tensors) -> Tensors:

@@ -33,6 +33,8 @@ GPU = (
 )  # fmt: skip
 CPU = ("d64-p50-512", "d64-causal-512")
 QUICK = ("d128-p25-32k", "lists")
+# the smallest blocks that FlexAttention's tiles divide
+FLEX_LEAST = 128
 
 
 class Problem(NamedTuple):
@@ -61,6 +63,9 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
         flops = 4 * it.q.shape[-1] * it.pairs
         whole_flops = 4 * it.q.shape[-1] * it.whole_pairs
         for phase in PHASES:
+            if session.device.type == "cuda" and min(it.blocks.size) < FLEX_LEAST:
+                why = f"refused: FlexAttention takes blocks of {FLEX_LEAST} and more"
+                yield Row(**session.about("bf16"), suite="blocks", case=name, backend="flex", phase=phase, reason=why)
             rows = contest(
                 session, contestants(it, phase, session.device), clock, dtype="bf16", suite="blocks", case=name, phase=phase,
                 problem=f"{it.mask}, B 1 T {it.q.shape[1]} H {it.q.shape[2]} D {it.q.shape[3]}, blocks {it.blocks.size}",
@@ -101,7 +106,7 @@ def contestants(it: Problem, phase: str, device: torch.device) -> dict[str, Work
         "rooftile": lambda q, k, v: rt.attention(q, k, v, it.mask, blocks=it.blocks),
         "whole": lambda q, k, v: rt.attention(q, k, v, it.mask),
     }
-    if device.type == "cuda":
+    if device.type == "cuda" and min(it.blocks.size) >= FLEX_LEAST:
         forwards["flex"] = _flex(it)
     leaves = [x.requires_grad_(phase == "bwd") for x in (it.q, it.k, it.v)]
     works: dict[str, Work] = {}

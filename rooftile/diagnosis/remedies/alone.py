@@ -62,7 +62,7 @@ def padded_saving_us(sample: Sample, device: torch.device, multiple: int = PAD_T
 def narrower_share(
     operation: Operation, sample: Sample | None, dtype: torch.dtype, device: torch.device
 ) -> float | None:  # fmt: skip
-    """Times an operator with products in fp32 and in a narrower dtype; returns the share of the time that is left.
+    """Times an operator with kernels of its own for each dtype in fp32 and in a narrower one; returns the share that is left.
 
     A matrix product is tried on random numbers with its shapes and strides, other operators on their recorded inputs. None for
     one without either. Only a run tells: a processor may have the narrower dtype's units, or a library a slow path, for some
@@ -98,13 +98,13 @@ def _in_both(
             [_random(shape, stride, device, width) for shape, stride, _ in kinds] for width in (torch.float32, dtype)
         )
         return [lambda: function(*wide), lambda: function(*narrow)]
-    if sample is None or operation.dtype != "fp32" or not has_products(operation.op):
+    if sample is None or operation.dtype != "fp32" or not only_a_run_tells(operation.op):
         return None
     if device.type == "cuda" and "attention" in name:
         # PyTorch would choose another kernel, and this one reads what it got from the forward without a check
         return None
-    # the LSE of attention has fewer dimensions, and is in fp32 for inputs of any dtype
-    fewest = 4 if "attention" in name else 0
+    # the LSE of attention and the statistics of a batch have fewer dimensions, and are in fp32 for inputs of any dtype
+    fewest = 4 if "attention" in name else 3 if "batch_norm" in name else 0
 
     def narrowed(x: Any) -> Any:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dim() >= fewest else x
@@ -117,6 +117,11 @@ def _random(shape: Sequence[int], stride: Sequence[int], device: torch.device, d
     """Random numbers with these strides; a dimension with stride 0 has one."""
     sizes = [size if step else 1 for size, step in zip(shape, stride, strict=True)]
     return torch.empty_strided(sizes, stride, device=device, dtype=dtype).normal_().expand(shape)
+
+
+def only_a_run_tells(op: str) -> bool:
+    """Whether no ceiling says how fast an operator is in a narrower dtype: a library has another kernel for each."""
+    return has_products(op) or "batch_norm" in op
 
 
 def has_products(op: str) -> bool:

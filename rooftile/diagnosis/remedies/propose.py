@@ -9,7 +9,7 @@ import torch
 
 from rooftile.diagnosis.records import Call
 from rooftile.diagnosis.remedies import prices
-from rooftile.diagnosis.remedies.alone import has_products
+from rooftile.diagnosis.remedies.alone import has_products, only_a_run_tells
 from rooftile.diagnosis.remedies.attentions import Attention
 from rooftile.diagnosis.remedies.chains import (
     Chain,
@@ -163,8 +163,9 @@ def bf16_may_gain(ceilings: Ceilings) -> bool:
 
 
 def _needs_a_run(seen: Seen, f: Finding) -> bool:
-    """Whether ceilings say nothing of an operator in a narrower dtype: of a CPU's products."""
-    return seen.device.type == "cpu" and has_products(f.operation.op)
+    """Whether ceilings say nothing of an operator in a narrower dtype: of a CPU's products, and of batch norms."""
+    op = f.operation.op
+    return has_products(op) if seen.device.type == "cpu" else only_a_run_tells(op) and not has_products(op)
 
 
 def _device_only(seen: Seen) -> list[Remedy | None]:

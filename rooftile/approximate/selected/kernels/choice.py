@@ -1,7 +1,7 @@
 """The choice of blocks by the weights of compressed keys: no score leaves the chip.
 
 A program owns a tile of queries with the heads of a group, and walks the compressed keys twice: first for the largest exponent and
-the sum of each row, then for the weights. In the second walk the weights are summed over the heads, and over the compressed keys that
+the sum of each row, then for the weights. The lse of the compressed attention, where it is known, saves the first walk. In the second the weights are summed over the heads, and over the compressed keys that
 overlap with a block, by products with matrices of small whole numbers. The best blocks so far are kept as 64-bit words, the score's
 bits above, and below them a number that is larger for a lower block, so that ties go to the lower one.
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.approximate.selected.kernels.shape import rows_of, strides_of
+from rooftile.approximate.selected.kernels.shape import in_log2, rows_of, strides_of
 from rooftile.approximate.selected.tiles import TileTable
 from rooftile.backends.triton.scores import LOG2E
 from rooftile.launch import Kernel
@@ -47,6 +47,7 @@ class Choice(NamedTuple):
     COUNT: int
     FIRST: int
     LOCAL: int
+    HAS_LSE: bool
     PRECISION: str
 
 
@@ -64,9 +65,9 @@ def _scores(q, k_ptr, k_stride, c, n, position, scale, SHAPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles", "H"])
 def _choose(
-    q_ptr, k_ptr, chosen_ptr, table_ptr, q_strides, k_strides, tiles, H, scale, SHAPE: tl.constexpr,
+    q_ptr, k_ptr, lse_ptr, chosen_ptr, table_ptr, q_strides, k_strides, tiles, H, scale, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """chosen (total, Hk, COUNT)."""
+    """chosen (total, Hk, COUNT), with the lse (total, H) of the compressed attention or without."""
     ROWS: tl.constexpr = SHAPE.ROWS
     KEYS: tl.constexpr = SHAPE.KEYS
     MOST: tl.constexpr = SHAPE.MOST
@@ -86,16 +87,19 @@ def _choose(
     stop = tl.minimum(tl.maximum(last - (SHAPE.LENGTH - 1) + SHAPE.STRIDE, 0) // SHAPE.STRIDE, n)
     blocks = tl.maximum(last, -1) // SHAPE.BLOCK + 1
 
-    m = tl.full((ROWS,), float("-inf"), tl.float32)
-    l = tl.zeros((ROWS,), tl.float32)
-    for step in range(tl.cdiv(stop, KEYS)):
-        c = step * KEYS + tl.arange(0, KEYS)
-        x = _scores(q, k_ptr, k_strides[0], c, n, position, scale, SHAPE)
-        m_new = tl.maximum(m, tl.max(x, 1))
-        reference = tl.where(m_new == float("-inf"), 0.0, m_new)
-        l = l * tl.exp2(m - reference) + tl.sum(tl.exp2(x - reference[:, None]), 1)
-        m = m_new
-    lse = tl.where(l == 0.0, float("inf"), m + tl.log2(l))
+    if SHAPE.HAS_LSE:
+        lse = in_log2(tl.load(lse_ptr + row * H + h, mask=there, other=float("inf")))
+    else:
+        m = tl.full((ROWS,), float("-inf"), tl.float32)
+        l = tl.zeros((ROWS,), tl.float32)
+        for step in range(tl.cdiv(stop, KEYS)):
+            c = step * KEYS + tl.arange(0, KEYS)
+            x = _scores(q, k_ptr, k_strides[0], c, n, position, scale, SHAPE)
+            m_new = tl.maximum(m, tl.max(x, 1))
+            reference = tl.where(m_new == float("-inf"), 0.0, m_new)
+            l = l * tl.exp2(m - reference) + tl.sum(tl.exp2(x - reference[:, None]), 1)
+            m = m_new
+        lse = tl.where(l == 0.0, float("inf"), m + tl.log2(l))
 
     # row t of the tile sums its heads; block b of a step sums the compressed keys that overlap with it
     t = tl.arange(0, 16)
@@ -133,25 +137,29 @@ _start = Kernel(_choose)
 
 
 def choose(
-    q: Tensor, compressed: Tensor, table: TileTable, scale: float, length: int, stride: int, block: int, count: int, first: int,
-    local: int,
+    q: Tensor, compressed: Tensor, lse: Tensor | None, table: TileTable, scale: float, length: int, stride: int, block: int,
+    count: int, first: int, local: int,
 ) -> Tensor:  # fmt: skip
     """Returns the blocks (total, Hk, count) int32, rising, then -1, of packed queries (total, H, D).
 
+    lse: of the compressed attention, (total, H) fp32, if it is known.
     table: tiles of queries with the compressed keys in place of the keys.
     """
-    shape = choice_of(q, compressed.shape[1], table.queries, length, stride, block, count, first, local)
+    shape = choice_of(q, compressed.shape[1], table.queries, length, stride, block, count, first, local, lse is not None)
     chosen = q.new_empty(q.shape[0], compressed.shape[1], count, dtype=torch.int32)
     tiles = table.rows.shape[0]
     if q.shape[0]:
         numbers = (*strides_of(q, compressed), tiles, q.shape[1], scale)
         constants = {"SHAPE": shape, "num_warps": 8 if shape.BLOCK_D > 64 else 4}
-        _start((tiles * compressed.shape[1], 1, 1), (q, compressed, chosen, table.rows, *numbers), constants)
+        # no kernel reads what stands for an absent lse
+        tensors = (q, compressed, chosen if lse is None else lse, chosen, table.rows)
+        _start((tiles * compressed.shape[1], 1, 1), (*tensors, *numbers), constants)
     return chosen
 
 
 def choice_of(
-    q: Tensor, Hk: int, queries: int, length: int, stride: int, block: int, count: int, first: int, local: int
+    q: Tensor, Hk: int, queries: int, length: int, stride: int, block: int, count: int, first: int, local: int,
+    has_lse: bool = False,
 ) -> Choice:  # fmt: skip
     """The configuration of a call."""
     group, dim = q.shape[1] // Hk, q.shape[-1]
@@ -163,5 +171,6 @@ def choice_of(
     new = min((KEYS - back) // ratio, most)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     return Choice(
-        group, queries, rows, dim, padded, KEYS, ratio, back, new, most, length, stride, block, count, first, local, precision
+        group, queries, rows, dim, padded, KEYS, ratio, back, new, most, length, stride, block, count, first, local,
+        has_lse, precision,
     )

@@ -38,14 +38,14 @@ class Lists:
     def of_queries(self, work):
         """The entries of a tile of queries, blocks of keys, and how many there are."""
         number = list_number(work, work.h, work.q_start, self.batch_stride, self.head_stride, self.per, self.T)
-        count = gl.minimum(gl.load(self.counts + number), self.most)
+        count = gl.maximum(gl.minimum(gl.load(self.counts + number), self.most), 0)
         return self.indices + number * self.most, count
 
     @gluon.jit
     def of_keys(self, work, h):
         """The entries of a tile of keys and query head h, pairs that begin with a block of queries, and how many there are."""
         number = list_number(work, h, work.k_start, self.batch_stride, self.head_stride, self.per, self.S)
-        count = gl.minimum(gl.load(self.counts + number), self.most)
+        count = gl.maximum(gl.minimum(gl.load(self.counts + number), self.most), 0)
         return self.indices + number * self.most * 2, count
 
 

@@ -101,6 +101,7 @@ def recompute_without_hidden_nan(
         entries = load_word(spilled, LIST_WORD + 1).to(pointer, bitcast=True) + number * most
         count = gl.minimum(gl.load(load_word(spilled, LIST_WORD).to(pointer, bitcast=True) + number), most.to(gl.int32))
         first_number = 0
+        # a count below zero is an empty list here, too
         stop_number = count * config.LIST_S
     barrier()
     for r in range(0, WG_ROWS, ROWS):

@@ -342,8 +342,11 @@ def _load_listed(
         h = work.h * config.GROUP + i
         entries, count = lists.of_keys(work, h)
         for step in range(count * PER):
-            block = gl.load(entries + step // PER * 2) * PER + step % PER
-            if (block >= first_block) & (block <= last_block):
+            index = gl.load(entries + step // PER * 2)
+            is_there = (index >= 0) & (index < (work.T + (config.LIST_T - 1)) // config.LIST_T)
+            block = gl.where(is_there, index, 0) * PER + step % PER
+            # just what `count_listed` counts: whoever waits for one more would wait for ever
+            if is_there & (block >= first_block) & (block <= last_block):
                 fill = _load_listed_block(
                     keys, values, queries, grads, lses, deltas, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
                     H, padded_T, tile, fill, work, h, block, words, is_first, 0, config,

@@ -1,0 +1,15 @@
+"""Attention between gathered rows: exact softmax within groups of rows that lie anywhere, by lists of their places.
+
+    lists      the lists, from hashes (Reformer) or members of clusters (Routing Transformer)
+    kernels    Triton: the forward, dq, dk with dv, and the sums over rounds and groups
+    plain      the same by plain operations
+    attention  the operator
+    choice     hashes and members in their kernels
+    angles     hashes, wherever they are made
+"""
+
+from rooftile.approximate.gathered.attention import attend, refusal
+from rooftile.approximate.gathered.choice import best_members, can_choose, hashes
+from rooftile.approximate.gathered.lists import Lists, from_hashes, from_members, sorted_rows
+
+__all__ = ["Lists", "attend", "best_members", "can_choose", "from_hashes", "from_members", "hashes", "refusal", "sorted_rows"]
