@@ -66,7 +66,7 @@ def test_no_spelling_of_a_path_passes_by(path) -> None:
     assert ask("GET", path, keys=KEYS).status_code in (401, 404)
 
 
-@pytest.mark.parametrize("key", [KEY, OTHER])
+@pytest.mark.parametrize("key", [KEY, OTHER], ids=["first", "second"])
 def test_each_key_opens(key) -> None:
     answer = ask("GET", "/v1/models", keys=KEYS, headers={"Authorization": f"Bearer {key}"})
     # the model has not been read
