@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -114,12 +114,19 @@ class _Measurement:
 
     def _sizes(self, budget_s: float, cold: bool) -> tuple[list[float], float | None]:
         """T0's samples, and the fixed part; the sizes take turns with the whole."""
-        pieces = self._attempt(SIZE, lambda: smaller(self._call, self._axes)) or []
+        pieces = self._attempt(SIZE, self._smaller) or []
         calls = {1.0: self._call} | {made.share: made.call for made in pieces}
         taken = interleaved({share: self._once(call, cold) for share, call in calls.items()}, budget_s)
         if not pieces:
             return taken[1.0], None
         return taken[1.0], fixed_us(list(taken), [median(samples) for samples in taken.values()])
+
+    def _smaller(self) -> Any:
+        """The call on less data. Each runs once: an operator may refuse a size that no rule knows of, such as that of a mask."""
+        pieces = smaller(self._call, self._axes)
+        for made in pieces:
+            made.call.run()
+        return pieces
 
     def _once(self, call: Call, cold: bool) -> Callable[[], float]:
         return lambda: self._timer.once(call, cold=cold)
@@ -156,7 +163,7 @@ class _Measurement:
             self._why_not[name] = str(reason)
         except torch.OutOfMemoryError:
             self._why_not[name] = "it needs more memory than there is"
-        except RuntimeError as reason:
+        except (RuntimeError, IndexError) as reason:
             # an operator may refuse a size or a capture that no rule knows of: its own words are the reason
             if self._call.device.type == "cuda":
                 # an error that ends the use of the GPU is raised again here
