@@ -22,7 +22,8 @@ from rooftile.bench import ncu
 from rooftile.diagnosis.records import Sample
 
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-# what multiprocessors ask of the L2, in sectors of 32 bytes; `lts__t_bytes` also counts what its two halves pass to each other
+# this counts what the multiprocessors ask of the L2, in sectors of 32 bytes;
+# `lts__t_bytes` also counts what its two halves pass to each other
 L2, SECTOR = "lts__t_sectors_srcunit_tex.sum", 32
 # one of these counts the multiply-adds of the tensor cores, by the dtype of the factors
 TENSOR = {

@@ -19,7 +19,7 @@ from rooftile.matmul.weight import Parts, dequantised
 AT_ONCE = 1 << 22
 # rows of x that are multiplied at once under `deterministic`
 ROWS = 16
-# as many products of int8 numbers are exact in fp32: 128 * 127 * 1024 < 2^24
+# so many products of int8 numbers are exact in fp32: 128 * 127 * 1024 < 2^24
 EXACT = 1024
 
 

@@ -25,7 +25,7 @@ MIXERS: dict[str, tuple[str, bool]] = {
     "routing": ("Routing", True),
     "native_sparse": ("NativeSparse", False),
 }
-# what the decoder decides, and plain values, which config.json can hold
+# the decoder decides these; the values are plain, which config.json can hold
 _DECIDED = ("bias", "context_dim", "device", "dtype", "head_dim", "kv_heads", "mask")
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -67,7 +67,7 @@ class Answer:
     score: float | None = None
     """The score in a beam search."""
     grammar: Matcher | None = None
-    """Where the answer is in its grammar."""
+    """The answer's place in its grammar."""
     detokenizer: Detokenizer | None = None
     """Builds the text, if the model has a tokenizer."""
 

@@ -67,7 +67,7 @@ def _has_kernels(device: torch.device) -> bool:
     return INTERPRETED and device.type == "cpu"
 
 
-# what torch.compiler.assume_constant_result sets; calling it would import Dynamo, over a second
+# torch.compiler.assume_constant_result sets this mark; calling it would import Dynamo, over a second
 _has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# which pairs a group sees
+# each kind decides which pairs a group sees; Lists.kind says how
 KINDS = ("lists", "chunks", "window")
 
 

@@ -163,7 +163,7 @@ class Loki(Way):
         turned, loki = loki.turn(k), replace(loki, p=loki.p.to(k.device))
         beside: tuple[Any, ...] = (loki,)
         if k.is_cuda:
-            # as in an engine, whose cache has the leading dimensions beside the keys
+            # an engine's cache has the leading dimensions beside the keys, too
             leading = turned[..., : loki.leading].contiguous().view(-1, self.page, k.shape[2], loki.leading)
             beside = loki, as_pages(turned, v, self.page), leading
         return Tensors((q[:, -1:].contiguous(), turned, v), beside)
