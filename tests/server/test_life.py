@@ -41,13 +41,12 @@ def test_sigterm_drains(folder) -> None:
             assert "the model is being read" in first.json()["error"]["message"]
             assert first.headers["retry-after"]
             await it.ready()
-            begun = asyncio.Event()
             # on any machine one of these ends in time and the other does not
-            short = asyncio.create_task(it.stream(begun, max_tokens=20))
-            await begun.wait()
-            begun.clear()
-            long = asyncio.create_task(it.stream(begun, max_tokens=8000, n=4))
-            await begun.wait()
+            short_begun, long_begun = asyncio.Event(), asyncio.Event()
+            short = asyncio.create_task(it.stream(short_begun, max_tokens=100))
+            long = asyncio.create_task(it.stream(long_begun, max_tokens=8000, n=4))
+            await short_begun.wait()
+            await long_begun.wait()
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.1)
             for path in ("/health", "/v1/models"):
