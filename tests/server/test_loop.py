@@ -117,9 +117,9 @@ def test_a_bad_grammar_is_refused_and_a_good_one_runs(llm) -> None:
     while time.monotonic() < until:
         loop.turn()
         time.sleep(0.001)
-        if any(news.finished for step in link.sent for news in step.news):
+        refused = [each for step in link.sent for each in step.refused]
+        if refused and any(news.finished for step in link.sent for news in step.news):
             break
-    refused = [each for step in link.sent for each in step.refused]
     assert [each.id for each in refused] == [1]
     assert refused[0].reason.startswith("the grammar cannot be used")
     text = "".join(piece.text for step in link.sent for news in step.news for piece in news.pieces)
