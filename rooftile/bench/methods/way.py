@@ -49,7 +49,7 @@ class Way:
     name: str
     heads: tuple[int, int] = (16, 16)
 
-    # what exact attention does in its place
+    # exact attention runs with this mask where it takes the place of the method
     mask: ClassVar[Mask] = CAUSAL
     phases: ClassVar[tuple[str, ...]] = ("fwd", "bwd")
     # tokens that its definition can hold on a GPU
