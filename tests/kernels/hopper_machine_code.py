@@ -122,7 +122,7 @@ class Configuration:
             found = forward.constants(self.spec, self.tile, self.size)
             if self.bias or self.block:
                 found = forward.constants_without_pages(self.spec, self.tile)
-            return {name: value for name, value in found.items() if name != "num_warps"}
+            return {name: value for name, value in found.items() if name not in ("num_warps", "maxnreg")}
         if self.bias:
             tile = biased_backward_tile(self.spec, BIASES[self.bias])
             return backward._constants(self.spec, 1) | {"TILE": tile, "ACCUMULATE_DQ": True}
@@ -136,6 +136,9 @@ class Configuration:
         if self.kernel.startswith("paged_decode"):
             found = decode.constants_of(self.spec, self.size, 256)
             return {name: found[name] for name in ("num_warps", "maxnreg")}
+        if self.block and self.tile is not None:
+            found = forward.constants_without_pages(self.spec, self.tile)
+            return {name: found[name] for name in ("num_warps", "maxnreg") if name in found}
         return {"num_warps": 4}
 
     def descriptor(self, name: str) -> str:
@@ -228,7 +231,8 @@ FORWARD |= {
     f"d{dim}-{name}-blocks-{rows}x{keys}": listed(dim, name, (rows, keys))
     for dim, name, rows, keys in (
         (64, "full", 128, 128), (64, "packed-causal", 128, 128), (128, "full", 128, 128), (128, "causal", 128, 128),
-        (128, "full", 128, 64), (128, "everything", 256, 128), (96, "causal", 128, 128), (256, "causal", 128, 128),
+        (128, "full", 128, 64), (128, "everything", 256, 128), (64, "causal", 64, 64), (128, "full", 64, 64),
+        (128, "everything", 64, 128), (256, "causal", 64, 64), (96, "causal", 128, 128), (256, "causal", 128, 128),
     )
 }  # fmt: skip
 FORWARD |= {

@@ -46,8 +46,8 @@ DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 OPTIONS = ("softcap", "bias", "sinks", "blocks")
 # head dims with a bias: those whose shared memory has room for a block of it
 DIMS_BIAS = ((64, 64), (96, 96), (128, 128))
-# queries of a listed block, and keys with gradients, are a multiple of this: a tile has one list
-ROWS_LISTED = 128
+# queries of a listed block are a multiple of the first, and with gradients queries and keys of the second: a tile has one list
+ROWS_LISTED, ROWS_LISTED_WITH_GRAD = 64, 128
 
 
 def refusals(spec: Spec) -> Iterator[str]:
@@ -115,8 +115,8 @@ def _refusals_of_blocks(spec: Spec) -> Iterator[str]:
     if spec.has_bias:
         yield "blocks with bias; has one or the other"
     if spec.needs_grad:
-        if keys % ROWS_LISTED:
-            yield f"gradients over blocks of {keys} keys; has them over multiples of {ROWS_LISTED}"
+        if rows % ROWS_LISTED_WITH_GRAD or keys % ROWS_LISTED_WITH_GRAD:
+            yield f"gradients over blocks of {rows} x {keys}; has them over multiples of {ROWS_LISTED_WITH_GRAD}"
         if max(spec.dim, spec.dim_v) > 128:
             yield f"gradients over blocks with head dims {spec.dim} and {spec.dim_v}; has them up to 128"
         if spec.deterministic:

@@ -31,13 +31,15 @@ class Schedule(NamedTuple):
         return self.programs, 1, 1
 
 
-def schedule(length: int, heads: int, rows: int, sizes: Sizes, device: torch.device, spec: Spec) -> Schedule:
-    """The schedule of tiles of `rows` over heads of `length` rows."""
+def schedule(
+    length: int, heads: int, rows: int, sizes: Sizes, device: torch.device, spec: Spec, together: int = 1
+) -> Schedule:  # fmt: skip
+    """The schedule of tiles of `rows` over heads of `length` rows, with so many programs together on a multiprocessor."""
     tiles, heads = tiles_and_heads(length, heads, rows, sizes, spec)
-    programs = min(tiles * heads, processors(device))
+    programs = min(tiles * heads, together * processors(device))
     # with a full mask all tiles of a dense head have the same length, so there is nothing to balance
-    together = PACKED_TAIL if spec.layout == "packed" else 0 if spec.mask == FULL else TAIL
-    return Schedule(tiles, programs, min(-(-together * programs // tiles), heads))
+    tail = PACKED_TAIL if spec.layout == "packed" else 0 if spec.mask == FULL else TAIL
+    return Schedule(tiles, programs, min(-(-tail * programs // tiles), heads))
 
 
 def tiles_and_heads(length: int, heads: int, rows: int, sizes: Sizes, spec: Spec) -> tuple[int, int]:

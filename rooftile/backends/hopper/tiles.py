@@ -54,6 +54,7 @@ class Tile(NamedTuple):
     BIAS_ROWS: int = 0  # a block's queries for each warpgroup; 1: the bias is the same for all queries
     LIST_T: int = 0  # queries and keys of a listed block; 0: there are no lists
     LIST_S: int = 0
+    PROGRAMS: int = 1  # per multiprocessor
 
     @property
     def rows(self) -> int:
@@ -134,8 +135,10 @@ def biased_tile(spec: Spec, bias: BiasKind) -> Tile:
 
 
 def listed_tile(spec: Spec) -> Tile:
-    """Returns the forward's tile over lists of blocks: 128 queries, all of one list."""
+    """Returns the forward's tile over lists of blocks: 128 or 64 queries, all of one list."""
     assert spec.block_size is not None
+    if spec.block_size[0] % (2 * WARPGROUP):
+        return _tile_of_one_warpgroup(spec)
     tile = WIDE if spec.dim > 128 else LONG if spec.dim > 64 else NARROW
     if spec.dim == 96:
         tile = tile._replace(Q_IN_REGISTERS=64)
@@ -144,6 +147,18 @@ def listed_tile(spec: Spec) -> Tile:
         # smaller steps, and as much in flight
         tile = tile._replace(KEYS=64, KV_STAGES=2 * tile.KV_STAGES)
     return tile._replace(LIST_T=LIST_T, LIST_S=LIST_S)
+
+
+def _tile_of_one_warpgroup(spec: Spec) -> Tile:
+    """64 queries, and what overlaps with their softmax are the products of the other program on their multiprocessor."""
+    assert spec.block_size is not None
+    LIST_T, LIST_S = spec.block_size
+    # at D = 256 one program takes most of the shared memory
+    programs = 1 if spec.dim > 128 else 2
+    return WIDE._replace(
+        NUM_CONSUMERS=1, Q_STAGES=2 if spec.dim == 64 else 1, KV_STAGES=4 if spec.dim == 64 else 2, LIST_T=LIST_T, LIST_S=LIST_S,
+        PROGRAMS=programs, COMPUTE_REGISTERS=224 if programs == 2 else 240,
+    )  # fmt: skip
 
 
 def forward_tile(spec: Spec, T: int) -> Tile:

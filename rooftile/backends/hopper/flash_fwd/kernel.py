@@ -4,7 +4,7 @@ A program consists of warp roles that pass tiles through shared memory and wait 
 
     load     one warp: draws the next tile of queries, tells the others, and has its queries copied in, then its keys and
              values block by block, from the last block down to the first
-    compute  two or three warpgroups of 64 queries each: scores, softmax and output, all in registers
+    compute  one to three warpgroups of 64 queries each: scores, softmax and output, all in registers
 
 Copies are the chip's tensor memory accelerator's (TMA): one thread asks, a barrier counts the bytes. Matrix products are
 asynchronous too (wgmma), and three overlaps keep the tensor cores busy while the exponentials run:
@@ -483,6 +483,8 @@ def _program(
             ],
             [4, 1, 1], [TILE.COMPUTE_REGISTERS, TILE.COPY_REGISTERS, TILE.COPY_REGISTERS],
         )
+    elif TILE.NUM_CONSUMERS == 1:
+        gl.warp_specialize([(_compute, (0,) + args), (_load, load)], [1], [TILE.COPY_REGISTERS])
     elif TILE.NUM_CONSUMERS == 2:
         gl.warp_specialize(
             [(_compute, (0,) + args), (_compute, (1,) + args), (_load, load)],

@@ -54,6 +54,8 @@ from rooftile.kvcache import PagedKV
 from rooftile.launch import BoundedCache, Kernel, empties, kind_of
 from rooftile.spec import Options, Sizes, Spec
 
+# 32-bit registers of a multiprocessor, and threads of a program with one warpgroup that computes and one that copies
+REGISTERS, THREADS = 65536, 256
 # the forward of each kind of call that was seen: a graph of torch.compile, and whoever is watched, prepares none
 _PLANS = BoundedCache()
 Forward = Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]
@@ -185,7 +187,7 @@ def plan_with_lists(
     spec: Spec, sizes: Sizes, tile: Tile, device: torch.device
 ) -> Callable[[tuple[int, ...]], Callable[..., None]]:  # fmt: skip
     """The forward's launch over lists, from their steps (`steps_of_lists`) and their longest possible one."""
-    tiles, programs, tail = schedule(sizes.T, sizes.H, tile.rows, sizes, device, spec)
+    tiles, programs, tail = schedule(sizes.T, sizes.H, tile.rows, sizes, device, spec, tile.PROGRAMS)
     numbers = (sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
     start, own = _kernel_with_lists(spec, tile), constants_without_pages(spec, tile)
     return cache(lambda steps: start.bound((programs, 1, 1), (*steps, *numbers), own))
@@ -261,4 +263,5 @@ def constants(spec: Spec, tile: Tile, size: int = 0) -> dict[str, Any]:
 @cache
 def constants_without_pages(spec: Spec, tile: Tile) -> dict[str, Any]:
     """The compile-time arguments of the forward with a bias, or over lists."""
-    return {name: value for name, value in constants(spec, tile).items() if name != "PAGE_SIZE"}
+    found = {name: value for name, value in constants(spec, tile).items() if name != "PAGE_SIZE"}
+    return found if tile.PROGRAMS == 1 else found | {"maxnreg": REGISTERS // (tile.PROGRAMS * THREADS)}
