@@ -87,6 +87,7 @@ class Configuration:
     size: int = 0  # pages'
     bias: str = ""  # which of BIASES
     block: tuple[int, int] | None = None  # the size of listed blocks
+    bits: bool = False  # some of them are seen in part
 
     @property
     def spec(self) -> Spec:
@@ -97,6 +98,7 @@ class Configuration:
             softcap=softcap, has_sinks=self.extras, has_bias=bool(self.bias),
             group=self.group, precision=PRESETS.get(self.precision), device="sm90",
             has_kv_scales=self.kernel == "paged_decode_8bit", block_size=self.block,
+            has_bits=self.bits,
         )  # fmt: skip
 
     @property
@@ -185,9 +187,9 @@ def paged(dim: int, name: str, size: int) -> Configuration:
     return replace(without, tile=paged_tile(without.spec))
 
 
-def listed(dim: int, name: str, block: tuple[int, int]) -> Configuration:
+def listed(dim: int, name: str, block: tuple[int, int], bits: bool = False) -> Configuration:
     """Over lists of blocks."""
-    without = Configuration(dim, None, **CASES[name], block=block)
+    without = Configuration(dim, None, **CASES[name], block=block, bits=bits)
     return replace(without, tile=listed_tile(without.spec))
 
 
@@ -233,6 +235,13 @@ FORWARD |= {
         (64, "full", 128, 128), (64, "packed-causal", 128, 128), (128, "full", 128, 128), (128, "causal", 128, 128),
         (128, "full", 128, 64), (128, "everything", 256, 128), (64, "causal", 64, 64), (128, "full", 64, 64),
         (128, "everything", 64, 128), (256, "causal", 64, 64), (96, "causal", 128, 128), (256, "causal", 128, 128),
+    )
+}  # fmt: skip
+FORWARD |= {
+    f"d{dim}-{name}-bits-{rows}x{keys}": listed(dim, name, (rows, keys), True)
+    for dim, name, rows, keys in (
+        (64, "full", 128, 128), (128, "full", 128, 128), (128, "full", 64, 64), (128, "everything", 128, 128),
+        (256, "causal", 128, 128),
     )
 }  # fmt: skip
 FORWARD |= {
@@ -325,7 +334,7 @@ def compiled(configuration: Configuration) -> Found:
     constants = configuration.constants
     words = {"lse_ptr", "sinks_ptr", "partials_ptr", "delta_ptr", "shift_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr"}
     words |= {"k_scale_ptr", "v_scale_ptr"}
-    lists = {"counts_ptr", "indices_ptr", "entries_ptr"}
+    lists = {"counts_ptr", "indices_ptr", "entries_ptr", "bits_ptr"}
     numbers = lists | {"cu_q_ptr", "cu_k_ptr", "table_ptr", "lengths_ptr", "counter_ptr", "nan_flag_ptr"}
 
     def kind(name: str) -> str:

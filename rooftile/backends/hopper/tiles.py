@@ -54,6 +54,7 @@ class Tile(NamedTuple):
     BIAS_ROWS: int = 0  # a block's queries for each warpgroup; 1: the bias is the same for all queries
     LIST_T: int = 0  # queries and keys of a listed block; 0: there are no lists
     LIST_S: int = 0
+    LIST_BITS: bool = False  # whether some of them are seen in part
     PROGRAMS: int = 1  # per multiprocessor
 
     @property
@@ -146,7 +147,7 @@ def listed_tile(spec: Spec) -> Tile:
     if LIST_S % tile.KEYS:
         # smaller steps, and as much in flight
         tile = tile._replace(KEYS=64, KV_STAGES=2 * tile.KV_STAGES)
-    return tile._replace(LIST_T=LIST_T, LIST_S=LIST_S)
+    return tile._replace(LIST_T=LIST_T, LIST_S=LIST_S, LIST_BITS=spec.has_bits)
 
 
 def _tile_of_one_warpgroup(spec: Spec) -> Tile:
@@ -157,7 +158,7 @@ def _tile_of_one_warpgroup(spec: Spec) -> Tile:
     programs = 1 if spec.dim > 128 else 2
     return WIDE._replace(
         NUM_CONSUMERS=1, Q_STAGES=2 if spec.dim == 64 else 1, KV_STAGES=4 if spec.dim == 64 else 2, LIST_T=LIST_T, LIST_S=LIST_S,
-        PROGRAMS=programs, COMPUTE_REGISTERS=224 if programs == 2 else 240,
+        LIST_BITS=spec.has_bits, PROGRAMS=programs, COMPUTE_REGISTERS=224 if programs == 2 else 240,
     )  # fmt: skip
 
 

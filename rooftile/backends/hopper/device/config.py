@@ -63,6 +63,7 @@ class KernelConfig:
     SINKS: gl.constexpr
     BIAS: gl.constexpr  # the dtype of the bias, or None
     LIST_S: gl.constexpr  # keys of a listed block; 0: there are no lists
+    LIST_BITS: gl.constexpr  # whether some of them are seen in part
     s_layout: gl.constexpr
     o_layout: gl.constexpr
     p_layout: gl.constexpr
@@ -70,7 +71,7 @@ class KernelConfig:
     @gluon.constexpr_function
     def __init__(
         self, GROUP, D, DV, DIM, DIM_V, KEYS, NUM_CONSUMERS, HEADS_PER_TILE, PING_PONG, Q_IN_REGISTERS, LAZY, SOFTMAX_FIRST,
-        PACKED, PAGE_SIZE, MASKED, SOFTCAP, SINKS, K_TMA_LINES, V_TMA_LINES, BIAS=None, LIST_S=0,
+        PACKED, PAGE_SIZE, MASKED, SOFTCAP, SINKS, K_TMA_LINES, V_TMA_LINES, BIAS=None, LIST_S=0, LIST_BITS=False,
     ):  # fmt: skip
         self.GROUP = gl.constexpr(GROUP)
         self.D = gl.constexpr(D)
@@ -95,6 +96,7 @@ class KernelConfig:
         self.SINKS = gl.constexpr(SINKS)
         self.BIAS = gl.constexpr(BIAS)
         self.LIST_S = gl.constexpr(LIST_S)
+        self.LIST_BITS = gl.constexpr(LIST_BITS)
         o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
         self.o_layout = gl.constexpr(o_layout)

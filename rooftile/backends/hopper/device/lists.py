@@ -2,9 +2,10 @@
 
 A step is a block of keys of the kernel's own size; a listed block is one or more of them. For each step the load warp puts a word
 beside the keys: the block's number, and whether the mask or the end of the keys cuts it. So the warps that compute read no list.
+Where some blocks are seen in part, a second word says which bits are the step's.
 """
 
-from rooftile.backends.hopper.device.config import KernelConfig
+from rooftile.backends.hopper.device.config import WG_ROWS, KernelConfig
 from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.device.scheduler import PADDED, Mask
 from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier, tma_load
@@ -16,30 +17,56 @@ class Lists:
 
     counts: gl.tensor  # pointers
     indices: gl.tensor
+    bits: gl.tensor
     batch_stride: gl.tensor  # in lists; 0: shared
     head_stride: gl.tensor
     per: gl.tensor  # query heads that share a list
     most: gl.tensor
+    part: gl.tensor  # how many blocks of a list of queries have bits
     T: gl.constexpr
     S: gl.constexpr
+    BITS: gl.constexpr  # whether some blocks have bits
 
     @gluon.constexpr_function
-    def __init__(self, counts, indices, batch_stride, head_stride, per, most, T, S):
+    def __init__(self, counts, indices, bits, batch_stride, head_stride, per, most, part, T, S, BITS=False):
         self.counts = counts
         self.indices = indices
+        self.bits = bits
         self.batch_stride = batch_stride
         self.head_stride = head_stride
         self.per = per
         self.most = most
+        self.part = part
         self.T = gl.constexpr(T)
         self.S = gl.constexpr(S)
+        self.BITS = gl.constexpr(BITS)
 
     @gluon.jit
     def of_queries(self, work):
         """The entries of a tile of queries, blocks of keys, and how many there are."""
-        number = list_number(work, work.h, work.q_start, self.batch_stride, self.head_stride, self.per, self.T)
+        number = self.number_of_queries(work)
         count = gl.maximum(gl.minimum(gl.load(self.counts + number), self.most), 0)
         return self.indices + number * self.most, count
+
+    @gluon.jit
+    def number_of_queries(self, work):
+        """The number of the list of a tile of queries."""
+        return list_number(work, work.h, work.q_start, self.batch_stride, self.head_stride, self.per, self.T)
+
+    @gluon.jit
+    def bits_of_step(self, word, place, row, config: KernelConfig):
+        """The bits of a warpgroup's rows, from `row` on, and a step's keys: (rows, keys / 32) words.
+
+        place: the block's place among all that have bits; below 0: it is seen whole, and all bits are set.
+        """
+        WORDS: gl.constexpr = self.S // 32
+        parts = gl.zeros([WG_ROWS, config.KEYS], gl.int32, config.s_layout).reshape([WG_ROWS, config.KEYS // 32, 4, 4, 2])
+        layout: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, parts.type.layout)))
+        rows = gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout))
+        columns = gl.arange(0, config.KEYS // 32, gl.SliceLayout(0, layout))
+        offsets = gl.expand_dims(rows * WORDS, 1) + gl.expand_dims(columns, 0)
+        first = (place.to(gl.int64) * self.T + row % self.T) * WORDS + word // 2 * config.KEYS % self.S // 32
+        return gl.load(self.bits + first + offsets, mask=offsets * 0 + place >= 0, other=-1)
 
     @gluon.jit
     def of_keys(self, work, h):
@@ -86,12 +113,14 @@ def write_word(words, i, value):
 
 
 @gluon.jit
-def _load_step(keys: Ring, values: Ring, words, k_desc, v_desc, fill, work, block, cut, config: KernelConfig):
-    """Has one block of keys and values copied in, with its word."""
+def _load_step(keys: Ring, values: Ring, words, k_desc, v_desc, fill, work, block, cut, place, config: KernelConfig):
+    """Has one block of keys and values copied in, with its words."""
     h = work.h // config.GROUP
     row = work.k_start + block * config.KEYS
     keys.wait_empty(fill)
     write_word(words, fill % keys.stages, 2 * block + cut)
+    if config.LIST_BITS:
+        write_word(words, keys.stages + fill % keys.stages, place)
     mbarrier.expect(keys.full_barrier(fill), k_desc.block_type.nbytes)
     tma_load(k_desc, [work.b, h, row, 0], keys.full_barrier(fill), keys.buffer(fill))
     values.wait_empty(fill)
@@ -114,6 +143,8 @@ def load_listed(
     clear_first = mask.first_key(i + (config.NUM_CONSUMERS * config.ROWS - 1))
     clear_last = mask.last_key(i, work.S)
     left = steps
+    # a mask's bits take at most 1 GiB, so 32 bits count their blocks
+    first_place = lists.number_of_queries(work).to(gl.int32) * lists.part
     n = 0
     for step in range(count * PER):
         index = gl.load(entries + step // PER)
@@ -127,11 +158,12 @@ def load_listed(
             if left == 0:
                 n = gl.atomic_add(counter_ptr, 1, sem="relaxed")
             cut = (block * config.KEYS < clear_first) | (block * config.KEYS + (config.KEYS - 1) > clear_last)
-            _load_step(keys, values, words, k_desc, v_desc, fill, work, block, cut.to(gl.int32), config)
+            place = gl.where(step // PER < lists.part, first_place + step // PER, -1)
+            _load_step(keys, values, words, k_desc, v_desc, fill, work, block, cut.to(gl.int32), place, config)
             fill += 1
     if steps == 0:
         n = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        _load_step(keys, values, words, k_desc, v_desc, fill, work, nothing, 1, config)
+        _load_step(keys, values, words, k_desc, v_desc, fill, work, nothing, 1, -1, config)
         fill += 1
     return fill, n
 

@@ -37,6 +37,9 @@ def spill_lists(spilled, lists: Lists):
     spill_word(spilled, LIST_WORD + 4, lists.per)
     spill_word(spilled, LIST_WORD + 5, lists.most)
     spill_word(spilled, LIST_WORD + 6, lists.T)
+    if lists.BITS:
+        spill_word(spilled, LIST_WORD + 7, lists.bits.to(gl.int64, bitcast=True))
+        spill_word(spilled, LIST_WORD + 8, lists.part)
 
 
 @gluon.jit
@@ -103,6 +106,10 @@ def recompute_without_hidden_nan(
         first_number = 0
         # a count below zero is an empty list here, too
         stop_number = count * config.LIST_S
+        if config.LIST_BITS:
+            part = load_word(spilled, LIST_WORD + 8)
+            list_rows = load_word(spilled, LIST_WORD + 6)
+            list_bits = load_word(spilled, LIST_WORD + 7).to(pointer, bitcast=True)
     barrier()
     for r in range(0, WG_ROWS, ROWS):
         rows = r + gl.arange(0, ROWS, row_layout)
@@ -148,6 +155,13 @@ def recompute_without_hidden_nan(
             sees = gl.expand_dims((first <= j) & (j <= last), 1)
             if config.LIST_S > 0:
                 sees = sees & is_there
+            if config.LIST_BITS:
+                place = n // config.LIST_S
+                bits_row = (number * part + place) * list_rows + t % list_rows
+                word = gl.load(
+                    list_bits + (bits_row * config.LIST_S + n % config.LIST_S) // 32, mask=bits_row * 0 + place < part, other=-1
+                )  # fmt: skip
+                sees = sees & gl.expand_dims((word >> n % 32 & 1) != 0, 1)
             o += gl.where(sees, gl.expand_dims(p, 1) * gl.expand_dims(v, 0), 0.0)
         base = work.q_start if config.PACKED else work.b.to(gl.int64) * total
         lines = ((base + t).to(gl.int64) * H + h) * config.DIM_V

@@ -60,13 +60,48 @@ def cap_and_mask(s, row, column, work, scoring: Scoring, config: KernelConfig, C
 
 
 @gluon.jit
-def cap_and_mask_listed(s, row, word, work, scoring: Scoring, config: KernelConfig):
-    """The same for a listed block; its word has its number, and whether something in it is hidden."""
+def cap_and_mask_listed(s, row, word, place, bits, work, scoring: Scoring, config: KernelConfig):
+    """The same for a listed block; its word has its number, and whether the mask hides something. Bits are read if place >= 0."""
     if config.SOFTCAP:
         s = scoring.apply_softcap(s)
     if word % 2 != 0:
         s = apply_mask(s, row, word // 2 * config.KEYS, work, scoring.mask, config.ROWS)
+    if config.LIST_BITS:
+        if place >= 0:
+            s = _apply_bits(s, bits)
     return s
+
+
+@gluon.jit
+def _apply_bits(s, bits):
+    """Scores with -inf where a bit, of (rows, keys / 32) words, is not set."""
+    KEYS: gl.constexpr = s.shape[1]
+    # a thread holds a pair in each eight of its rows: it shifts a word by its lane, and tests constant bits
+    parts = s.reshape([WG_ROWS, KEYS // 32, 4, 4, 2])
+    layout: gl.constexpr = parts.type.layout
+    of_pair: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    of_lane: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout))))
+    of_eight: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+    words = _last_axes(bits, 3) >> _first_axes(gl.arange(0, 4, of_lane) * 2, 3, 1)
+    tested = 1 << (_first_axes(gl.arange(0, 4, of_eight) * 8, 2, 2) + _first_axes(gl.arange(0, 2, of_pair), 4, 0))
+    seen = gl.where((words & tested) != 0, parts, float("-inf"))
+    return gl.convert_layout(seen.reshape([WG_ROWS, KEYS]), s.type.layout)
+
+
+@gluon.jit
+def _last_axes(x, COUNT: gl.constexpr):
+    """x with so many axes of one element behind its own."""
+    for _ in gl.static_range(COUNT):
+        x = gl.expand_dims(x, len(x.shape))
+    return x
+
+
+@gluon.jit
+def _first_axes(x, BEFORE: gl.constexpr, AFTER: gl.constexpr):
+    """A vector with axes of one element before and behind its own."""
+    for axis in gl.static_range(BEFORE):
+        x = gl.expand_dims(x, axis)
+    return _last_axes(x, AFTER)
 
 
 @gluon.jit

@@ -441,7 +441,7 @@ def flash_bwd_listed(
     FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
     """The same over lists of blocks, those of keys."""
-    lists = Lists(counts_ptr, entries_ptr, batch_stride, head_stride, per, most, TILE.LIST_T, TILE.LIST_S)
+    lists = Lists(counts_ptr, entries_ptr, counts_ptr, batch_stride, head_stride, per, most, most, TILE.LIST_T, TILE.LIST_S)
     _program(
         q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, 0,
         dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, lists, counter_ptr,

@@ -201,10 +201,10 @@ def _issue_mmas(
 
 @gluon.jit
 def _finish_scores(
-    s, biases, word, fill, row, column, work, scoring: Scoring, WG: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
+    s, biases, words, fill, row, column, work, scoring: Scoring, WG: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
     HAS_BLOCK=True,
 ):  # fmt: skip
-    """The products of queries and keys with bias, capped and masked. A listed block's word says where it is."""
+    """The products of queries and keys with bias, capped and masked. A listed block's words are those of `_read_words`."""
     if config.BIAS is not None:
         biases.wait_full(fill, HAS_BLOCK)
         if biases.buffers.shape[3] == 1:
@@ -216,32 +216,38 @@ def _finish_scores(
         s = add_bias(s, bias, scoring)
         biases.release(fill)
     if config.LIST_S > 0:
-        s = cap_and_mask_listed(s, row, word, work, scoring, config)
+        word, place, bits = words
+        s = cap_and_mask_listed(s, row, word, place, bits, work, scoring, config)
     else:
         s = cap_and_mask(s, row, column, work, scoring, config, CHECK)
     return s
 
 
 @gluon.jit
-def _word(words, fill, keys: Ring, config: KernelConfig):
-    """The word of a listed block; without lists there is none."""
+def _read_words(words, lists, fill, row, keys: Ring, config: KernelConfig):
+    """The words of a listed block and the bits of a warpgroup's rows, from `row` on; without lists there are none."""
     word = 0
+    place = 0
+    bits = 0
     if config.LIST_S > 0:
         word = read_word(words, fill % keys.stages)
-    return word
+    if config.LIST_BITS:
+        place = read_word(words, keys.stages + fill % keys.stages)
+        bits = lists.bits_of_step(word, place, row, config)
+    return word, place, bits
 
 
 @gluon.jit
 def _step(
-    q, q_registers, keys: Ring, values: Ring, biases, words, p, acc, m, l, fill, row, column, work, scoring: Scoring,
+    q, q_registers, keys: Ring, values: Ring, biases, lists, words, p, acc, m, l, fill, row, column, work, scoring: Scoring,
     WG: gl.constexpr, MINE: gl.constexpr, OTHER: gl.constexpr, config: KernelConfig, CHECK: gl.constexpr,
 ):  # fmt: skip
     """One block: its scores and weights, and the block before it into the output."""
     s, acc = _issue_mmas(q, q_registers, keys, values, p, acc, fill, True, MINE, OTHER, config, config.Q_IN_REGISTERS)
-    word = _word(words, fill, keys, config)
+    read = _read_words(words, lists, fill, row, keys, config)
     s = warpgroup_mma_wait(1, deps=(s,))
     keys.release(fill)
-    s = _finish_scores(s, biases, word, fill, row, column, work, scoring, WG, config, CHECK)
+    s = _finish_scores(s, biases, read, fill, row, column, work, scoring, WG, config, CHECK)
     weights, m, l, alpha = update_softmax(s, m, l, scoring.scale_log2, config, False)
     if config.SOFTMAX_FIRST:
         l = force_before_wait(l)
@@ -254,7 +260,7 @@ def _step(
 
 @gluon.jit
 def _compute(
-    WG: gl.constexpr, work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, biases, words, outputs, spilled, o_desc,
+    WG: gl.constexpr, work_tiles: Ring, queries: Ring, keys: Ring, values: Ring, biases, lists, words, outputs, spilled, o_desc,
     o_ptr, lse_ptr, sinks_ptr, H, total, scoring: Scoring, config: KernelConfig,
 ):  # fmt: skip
     """A warpgroup's role: 64 queries of every tile."""
@@ -281,11 +287,11 @@ def _compute(
     s = mma_qk(q, config.key_block(keys, 0), config.DIM, config.s_layout)
     if config.PING_PONG:
         named_barrier("arrive", OTHER)
-    word = _word(words, 0, keys, config)
+    read = _read_words(words, lists, 0, work.t + WG * config.ROWS, keys, config)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.release(0)
     s = _finish_scores(
-        s, biases, word, 0, work.t + WG * config.ROWS, work.last_block * config.KEYS, work, scoring, WG, config, True,
+        s, biases, read, 0, work.t + WG * config.ROWS, work.last_block * config.KEYS, work, scoring, WG, config, True,
         work.is_valid != 0,
     )  # fmt: skip
     weights, m, l, _ = update_softmax(s, none, none, scoring.scale_log2, config, True)
@@ -313,7 +319,7 @@ def _compute(
                 fill += 1
                 column = (work.last_block - i) * config.KEYS
                 p, acc, m, l = _step(
-                    q, q_registers, keys, values, biases, words, p, acc, m, l, fill, row, column, work, scoring,
+                    q, q_registers, keys, values, biases, lists, words, p, acc, m, l, fill, row, column, work, scoring,
                     WG, MINE, OTHER, config, True,
                 )  # fmt: skip
         if (mask.LEFT or mask.CHUNK) and config.LIST_S == 0:
@@ -323,7 +329,7 @@ def _compute(
         for _ in range(right, left):
             fill += 1
             p, acc, m, l = _step(
-                q, q_registers, keys, values, biases, words, p, acc, m, l, fill, row, 0, work, scoring,
+                q, q_registers, keys, values, biases, lists, words, p, acc, m, l, fill, row, 0, work, scoring,
                 WG, MINE, OTHER, config, False,
             )  # fmt: skip
         if (mask.LEFT or mask.CHUNK) and config.LIST_S == 0:
@@ -334,7 +340,7 @@ def _compute(
                 fill += 1
                 column = (work.last_block - i) * config.KEYS
                 p, acc, m, l = _step(
-                    q, q_registers, keys, values, biases, words, p, acc, m, l, fill, row, column, work, scoring,
+                    q, q_registers, keys, values, biases, lists, words, p, acc, m, l, fill, row, column, work, scoring,
                     WG, MINE, OTHER, config, True,
                 )  # fmt: skip
         queries.release(tile)
@@ -347,7 +353,7 @@ def _compute(
         queries.wait_full(tile, has_next)
         q = queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
         s, acc = _issue_mmas(q, 0, keys, values, p, acc, fill, has_next, MINE, OTHER, config, 0)
-        word = _word(words, fill, keys, config)
+        read = _read_words(words, lists, fill, next_work.t + WG * config.ROWS, keys, config)
         m = m * scoring.scale_log2
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
         rows = gl.arange(0, WG_ROWS, row_layout)
@@ -366,7 +372,7 @@ def _compute(
         s = warpgroup_mma_wait(1, deps=(s,))
         keys.release(fill)
         s = _finish_scores(
-            s, biases, word, fill, next_work.t + WG * config.ROWS, next_work.last_block * config.KEYS, next_work, scoring, WG,
+            s, biases, read, fill, next_work.t + WG * config.ROWS, next_work.last_block * config.KEYS, next_work, scoring, WG,
             config, True, has_next,
         )  # fmt: skip
         weights, m, l, _ = update_softmax(s, none, none, scoring.scale_log2, config, True)
@@ -409,7 +415,7 @@ def _program(
         TILE.Q_IN_REGISTERS, TILE.LAZY, TILE.SOFTMAX_FIRST, FLAGS.PACKED,
         PAGE_SIZE, masked, FLAGS.SOFTCAP,
         SINKS, k_desc.block_type.shape[1], v_desc.block_type.shape[1], bias_desc.dtype if BIAS else None,
-        TILE.LIST_S,
+        TILE.LIST_S, TILE.LIST_BITS,
     )
     mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     queries = ring(
@@ -443,7 +449,7 @@ def _program(
     )  # fmt: skip
     list_words = 0
     if TILE.LIST_S > 0:
-        list_words = gl.allocate_shared_memory(gl.int32, [TILE.KV_STAGES, 1], words)
+        list_words = gl.allocate_shared_memory(gl.int32, [2 * TILE.KV_STAGES if TILE.LIST_BITS else TILE.KV_STAGES, 1], words)
     # a power of two: what is behind the words of tensors is of lists alone
     spilled = gl.allocate_shared_memory(gl.int64, [32 if TILE.LIST_S > 0 else 16, 1], words)
     spill_tensor(spilled, 0, q_ptr, q_desc)
@@ -471,7 +477,7 @@ def _program(
     )
     scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP, BIAS)
     args = (
-        work_tiles, queries, keys, values, biases, list_words, outputs, spilled, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring,
+        work_tiles, queries, keys, values, biases, lists, list_words, outputs, spilled, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring,
         config,
     )
     if PAGE_SIZE > 0:
@@ -544,14 +550,14 @@ def flash_fwd_bias(
 
 @gluon.jit(
     do_not_specialize=[
-        "batch_stride", "head_stride", "per", "most", "B", "S", "tiles", "balanced_heads", "left", "right", "prefix", "chunk",
+        "batch_stride", "head_stride", "per", "most", "part", "B", "S", "tiles", "balanced_heads", "left", "right", "prefix", "chunk",
     ],
-    do_not_specialize_on_alignment=["sinks_ptr", "cu_q_ptr", "cu_k_ptr", "counts_ptr", "indices_ptr"],
+    do_not_specialize_on_alignment=["sinks_ptr", "cu_q_ptr", "cu_k_ptr", "counts_ptr", "indices_ptr", "bits_ptr"],
 )
 def flash_fwd_listed(
     q_desc, k_desc, v_desc, o_desc, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, indices_ptr,
-    counter_ptr,
-    batch_stride, head_stride, per, most, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+    bits_ptr, counter_ptr,
+    batch_stride, head_stride, per, most, part, B, S, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     SINKS: gl.constexpr,
     FLAGS: gl.constexpr, TILE: gl.constexpr,
@@ -559,7 +565,9 @@ def flash_fwd_listed(
     """The same over lists of blocks."""
     # nothing reads what stands for pages
     none = B * 0
-    lists = Lists(counts_ptr, indices_ptr, batch_stride, head_stride, per, most, TILE.LIST_T, TILE.LIST_S)
+    lists = Lists(
+        counts_ptr, indices_ptr, bits_ptr, batch_stride, head_stride, per, most, part, TILE.LIST_T, TILE.LIST_S, TILE.LIST_BITS
+    )
     _program(
         q_desc, k_desc, v_desc, o_desc, 0, q_ptr, k_ptr, v_ptr, o_ptr, 0, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
         counter_ptr, lists, counter_ptr,

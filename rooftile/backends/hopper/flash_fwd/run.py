@@ -127,8 +127,10 @@ def _plan_over_lists(q: Tensor, sizes: Sizes, spec: Spec, tile: Tile) -> Forward
         counts, indices = options.block_counts, options.block_indices
         assert counts is not None
         assert indices is not None
-        steps = (*steps_of_lists(counts, sizes.Hk, spec.group), indices.shape[-1])
-        launch(steps)(q, k, v, o, q, k, v, o, lse, sinks, cu_q, cu_k, counts, indices, counter(device))
+        bits = counts if options.block_bits is None else options.block_bits
+        part = 0 if options.block_bits is None else bits.shape[3]
+        steps = (*steps_of_lists(counts, sizes.Hk, spec.group), indices.shape[-1], part)
+        launch(steps)(q, k, v, o, q, k, v, o, lse, sinks, cu_q, cu_k, counts, indices, bits, counter(device))
         return o, lse
 
     return run
@@ -186,7 +188,7 @@ def plan_with_bias(spec: Spec, sizes: Sizes, tile: Tile, device: torch.device) -
 def plan_with_lists(
     spec: Spec, sizes: Sizes, tile: Tile, device: torch.device
 ) -> Callable[[tuple[int, ...]], Callable[..., None]]:  # fmt: skip
-    """The forward's launch over lists, from their steps (`steps_of_lists`) and their longest possible one."""
+    """The forward's launch over lists, from their steps (`steps_of_lists`), their longest possible one, and its blocks with bits."""
     tiles, programs, tail = schedule(sizes.T, sizes.H, tile.rows, sizes, device, spec, tile.PROGRAMS)
     numbers = (sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
     start, own = _kernel_with_lists(spec, tile), constants_without_pages(spec, tile)
