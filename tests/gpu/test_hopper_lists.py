@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import dispatch
-from rooftile.blocks import Blocks
+from rooftile.blocks import Blocks, packed
 from rooftile.masks import CAUSAL, FULL, Mask, Window
 from rooftile.spec import Options, Spec
 from tests.conformance.exact import ulp
@@ -57,6 +57,77 @@ def test_long_random_lists_equal_the_portable_kernels(mask: Mask, D: int) -> Non
     blocks = Blocks.from_dense(torch.rand(2, 8, 64, 64, device="cuda") < 0.2)
     for x, due in zip(answer(inputs, mask, blocks, "hopper"), answer(inputs, mask, blocks, "triton"), strict=True):
         near(x, due)
+
+
+def with_bits(blocks: Blocks, part: int) -> Blocks:
+    """The same lists, with random bits for the first blocks of each."""
+    rows, keys = blocks.size
+    whole = torch.rand(*blocks.counts.shape, part, rows, keys, device="cuda") < 0.7
+    return Blocks(blocks.counts, blocks.indices, blocks.size, packed(whole))
+
+
+@pytest.mark.parametrize("D", [64, 96, 128])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize("size", [(128, 128), (256, 128)], ids=str)
+def test_bits_equal_the_portable_kernels(size: tuple[int, int], mask: Mask, D: int) -> None:
+    inputs = tensors(2050, 2300, 8, 2, D, B=2)
+    keep = torch.rand(2, 8, -(-2050 // size[0]), -(-2300 // size[1]), device="cuda") < 0.4
+    blocks = with_bits(Blocks.from_dense(keep, size), 2)
+    for x, due in zip(answer(inputs, mask, blocks, "hopper"), answer(inputs, mask, blocks, "triton"), strict=True):
+        near(x, due)
+
+
+@pytest.mark.parametrize("part", [0, 2])
+@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize("size", [(64, 64), (64, 128), (192, 64)], ids=str)
+def test_blocks_of_64_queries_equal_the_portable_kernels(size: tuple[int, int], mask: Mask, D: int, part: int) -> None:
+    q, k, v = tensors(2050, 2300, 8, 2, D, B=2)
+    keep = torch.rand(2, 8, -(-2050 // size[0]), -(-2300 // size[1]), device="cuda") < 0.3
+    blocks = Blocks.from_dense(keep, size)
+    blocks = with_bits(blocks, part) if part else blocks
+    found, due = (rt.attention_with_lse(q, k, v, mask, blocks=blocks, backend=name) for name in ("hopper", "triton"))
+    for x, other in zip(found, due, strict=True):
+        near(x.to(BF16), other.to(BF16))
+
+
+def test_packed_blocks_of_64_queries_with_bits_equal_the_portable_kernels() -> None:
+    lengths = torch.tensor([0, 70, 70, 400, 401, 1000], dtype=torch.int32)
+    cu = lengths.to("cuda")
+    q, k, v = (torch.randn(1000, h, 128, device="cuda", dtype=BF16) for h in (4, 2, 2))
+    keep = torch.rand(1, 4, 1000 // 64 + 5, 10, device="cuda") < 0.6
+    blocks = with_bits(Blocks.from_dense(keep, (64, 64)), 3)
+    found, due = (
+        rt.attention_packed_with_lse(q, k, v, cu, cu, CAUSAL, blocks=blocks, backend=name) for name in ("hopper", "triton")
+    )
+    for x, other in zip(found, due, strict=True):
+        near(x.to(BF16), other.to(BF16))
+
+
+def test_a_block_mask_trains_on_hopper() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    inputs = tensors(1000, 1000, 4, 2, 128)
+    document = torch.arange(1000, device="cuda") // 300
+
+    def same_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (document[i] == document[j]) & (i >= j)
+
+    mask = flex.create_block_mask(same_document, 1, None, 1000, 1000, device="cuda")
+    for x, due in zip(answer(inputs, mask, None, "hopper"), answer(inputs, mask, None, "triton"), strict=True):
+        near(x, due)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (128, 128)], ids=str)
+def test_a_nan_shows_only_where_a_bit_shows_it(size: tuple[int, int]) -> None:
+    q, k, v = tensors(300, 500, 2, 2, 128)
+    keep = torch.rand(1, 2, -(-300 // size[0]), -(-500 // size[1]), device="cuda") < 0.7
+    blocks = with_bits(Blocks.from_dense(keep, size), 2)
+    v[0, 150, 1, 2] = math.nan
+    k[0, 70, 0, 3] = math.nan
+    o = rt.attention(q, k, v, blocks=blocks, backend="hopper")
+    visible = blocks.pairs(300, 500)
+    assert torch.equal(o.isnan().any(-1)[0, :, 0], visible[0, 0, :, 70])
+    assert torch.equal(o.isnan().any(-1)[0, :, 1], visible[0, 1, :, 150])
 
 
 def test_a_list_and_its_complement_merged_are_the_whole() -> None:

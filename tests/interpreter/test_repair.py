@@ -10,6 +10,7 @@ from rooftile.backends import triton
 from rooftile.backends.triton import row_stats
 from rooftile.backends.triton.call import call_of, strides_of
 from rooftile.backends.triton.tiles import backward_kv_walks
+from rooftile.blocks import Blocks, packed
 from rooftile.masks import CAUSAL
 from rooftile.spec import Options, Spec
 
@@ -45,3 +46,43 @@ def test_only_what_is_lost_is_computed_again(shape: tuple[int, int, int, int], d
         repair(torch.tensor([1], dtype=torch.int32), q, k, v, do, words, *grads, offsets, offsets, q)
         for x, y in zip(grads, due, strict=True):
             torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["dense", "packed"])
+@pytest.mark.parametrize("part", [0, 1])
+def test_lists_of_blocks_and_their_bits_are_followed(layout: str, part: int) -> None:
+    B, T, H, dim = (2, 140, 4, 16) if layout == "dense" else (1, 140, 4, 16)
+    q, do = torch.randn(B, T, H, dim), torch.randn(B, T, H, dim)
+    k, v = torch.randn(B, T, 2, dim), torch.randn(B, T, 2, dim)
+    # packed: a place for each block that a sequence of 140 may begin
+    blocks = Blocks.from_dense(torch.rand(1, 4, 3, 3) < 0.7, (64, 64))
+    if part:
+        bits = packed(torch.rand(*blocks.counts.shape, part, 64, 64) < 0.7)
+        blocks = Blocks(blocks.counts, blocks.indices, blocks.size, bits)
+    seen = blocks.pairs(T, T).expand(B, -1, -1, -1)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    due, _ = reference.attention(*leaves, CAUSAL, scale=0.25, seen=seen)
+    due = torch.autograd.grad(due, leaves, do.double())
+    spec = Spec(
+        dtype=torch.float32, dim=dim, dim_v=dim, group=2, mask=CAUSAL, scale=0.25, needs_grad=True, layout=layout,
+        block_size=(64, 64), has_bits=bool(part),
+    )  # fmt: skip
+    keys = blocks.transposed(3)
+    options = Options(
+        block_counts=blocks.counts, block_indices=blocks.indices, block_bits=blocks.bits, key_counts=keys.counts,
+        key_entries=keys.entries.contiguous(),
+    )  # fmt: skip
+    if layout == "packed":
+        offsets = torch.tensor([0, T], dtype=torch.int32)
+        options = options._replace(cu_q=offsets, cu_k=offsets)
+        q, k, v, do, *due = (x.flatten(0, 1) for x in (q, k, v, do, *due))
+    o, lse = triton.forward(q, k, v, options, spec)
+    call = call_of(q, k, v, options, spec)
+    _, words = row_stats.plan(call, strides_of(o), strides_of(do), has_dlse=False)(o, do, lse, None)
+    repair = triton.repair(q, k, v, do, options, spec)
+    lists = (options.block_counts, options.block_indices, options.key_counts, options.key_entries, options.block_bits)
+    grads = [torch.full_like(x, 7.0) for x in (q, k, v)]
+    offsets = words if options.cu_q is None else options.cu_q
+    repair(torch.tensor([1], dtype=torch.int32), q, k, v, do, words, *grads, offsets, offsets, lists)
+    for x, y in zip(grads, due, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)

@@ -129,6 +129,8 @@ class Configuration:
             tile = biased_backward_tile(self.spec, BIASES[self.bias])
             return backward._constants(self.spec, 1) | {"TILE": tile, "ACCUMULATE_DQ": True}
         tile = {"flash_bwd": backward_tile, "flash_bwd_kv": backward_kv_tile, "flash_bwd_q": backward_q_tile}[self.kernel]
+        if self.block:
+            return {name: x for name, x in backward._constants_over_lists(self.spec, 1).items() if name != "num_warps"}
         found = backward._constants(self.spec, 0 if self.kernel == "flash_bwd_q" else 1) | {"TILE": tile(self.spec)}
         return found | {"ACCUMULATE_DQ": self.add} if self.kernel == "flash_bwd" else found
 
@@ -304,6 +306,12 @@ BACKWARD = {
         for dim, name in (
             (64, "full"), (64, "packed-causal"), (96, "causal"), (128, "full"), (128, "causal"), (128, "everything"),
         )
+    },
+    **{
+        f"bwd-d{dim}-{name}-bits-128x128": Configuration(
+            dim, None, **CASES[name], kernel="flash_bwd", add=True, block=(128, 128), bits=True
+        )
+        for dim, name in ((64, "full"), (128, "full"), (128, "packed-causal"))
     },
     "bwd-d128-full-group-4": Configuration(128, None, kernel="flash_bwd", add=True, group=4),
     "bwd-d96-packed-causal": Configuration(96, None, CAUSAL, "packed", kernel="flash_bwd", add=True),

@@ -110,8 +110,6 @@ def _refusals_of_blocks(spec: Spec) -> Iterator[str]:
     rows, keys = spec.block_size
     if rows % ROWS_LISTED:
         yield f"blocks of {rows} queries; has multiples of {ROWS_LISTED}"
-    if spec.has_bits and spec.needs_grad:
-        yield "gradients over blocks that are seen in part; has them over whole ones"
     if spec.has_bias:
         yield "blocks with bias; has one or the other"
     if spec.needs_grad:

@@ -76,6 +76,7 @@ class BackwardTile(NamedTuple):
     BIAS_ROWS: int = 0  # a block's queries for each warpgroup; 1: the bias is the same for all queries
     LIST_T: int = 0  # queries and keys of a listed block; 0: there are no lists
     LIST_S: int = 0
+    LIST_BITS: bool = False  # whether some of them are seen in part
 
 
 class BackwardKeysTile(NamedTuple):
@@ -193,7 +194,8 @@ def paged_tile(spec: Spec) -> Tile:
 def backward_tile(spec: Spec) -> BackwardTile:
     if spec.block_size is not None:
         LIST_T, LIST_S = spec.block_size
-        return backward_tile(replace(spec, block_size=None))._replace(LIST_T=LIST_T, LIST_S=LIST_S)
+        tile = backward_tile(replace(spec, block_size=None, has_bits=False))
+        return tile._replace(LIST_T=LIST_T, LIST_S=LIST_S, LIST_BITS=spec.has_bits)
     # a softcap needs registers
     if spec.dim > 64:
         late = spec.softcap > 0

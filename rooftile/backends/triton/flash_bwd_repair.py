@@ -67,15 +67,15 @@ def _repair(
 
 # fmt: off
 @triton.jit(do_not_specialize=[
-    "dq_tiles", "dkdv_tiles", "B", "H", "T", "S", "tiles_of_queries", "tiles_of_keys", "wave", "left", "right", "prefix", "chunk",
+    "dq_tiles", "dkdv_tiles", "B", "H", "T", "S", "tiles_of_keys", "wave", "left", "right", "prefix", "chunk",
 ])
 def _repair_listed(
     nan_flag_ptr,
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
-    counts_ptr, indices_ptr, key_counts_ptr, entries_ptr,
+    counts_ptr, indices_ptr, key_counts_ptr, entries_ptr, bits_ptr,
     q_strides, k_strides, v_strides, do_strides,
     dq_tiles, dkdv_tiles,
-    B, H, T, S, padded_T, tiles_of_queries, tiles_of_keys, wave,
+    B, H, T, S, padded_T, tiles_of_keys, wave,
     scale, softcap, left, right, prefix, chunk, lists,
     SPEC: tl.constexpr, TILE: tl.constexpr,
     WALK: tl.constexpr, SECOND_WALK: tl.constexpr,
@@ -88,21 +88,21 @@ def _repair_listed(
         if n < dq_tiles:
             dq_tile(
                 n, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dq_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr, cu_k_ptr,
-                counts_ptr, indices_ptr, q_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T, S, padded_T,
-                tiles_of_queries, wave,
-                scale, softcap, left, right, prefix, chunk, 0, 1.0, (lists[0], lists[1], lists[2], lists[3], 0), SPEC, TILE,
+                counts_ptr, indices_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T, S, padded_T,
+                dq_tiles // (B * H), wave,
+                scale, softcap, left, right, prefix, chunk, 0, 1.0, (lists[0], lists[1], lists[2], lists[3], lists[4]), SPEC, TILE,
             )  # fmt: skip
         else:
             dkdv_tile(
                 n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
-                cu_k_ptr, key_counts_ptr, entries_ptr, q_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T, S,
+                cu_k_ptr, key_counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T, S,
                 padded_T, tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
                 lists, SPEC, WALK,
             )  # fmt: skip
             if SECOND_WALK is not None:
                 dkdv_tile(
                     n - dq_tiles, q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, dk_ptr, dv_ptr, q_ptr, q_ptr, q_ptr, cu_q_ptr,
-                    cu_k_ptr, key_counts_ptr, entries_ptr, q_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T,
+                    cu_k_ptr, key_counts_ptr, entries_ptr, bits_ptr, q_strides, k_strides, v_strides, none, (0, 0), do_strides, B, H, T,
                     S, padded_T, tiles_of_keys, wave // SPEC.GROUP, scale, softcap, left, right, prefix, chunk, 0, 1.0,
                     lists, SPEC, SECOND_WALK,
                 )  # fmt: skip
@@ -125,14 +125,14 @@ def plan(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Sp
         dq, dk, dv contiguous, in the shapes of q, k and v: overwritten if the flag is set
         cu_q, cu_k int32 offsets of packed sequences; else any tensors
         bias       in the strides of the options'; else any tensor. Over lists of blocks counts and indices of those of queries,
-                   counts and entries of those of keys stand here, as a tuple
+                   counts and entries of those of keys, and bits or None stand here, as a tuple
     """
     call = call_of(q, k, v, options, spec)
     tile, walk = backward_q_tile(spec), backward_kv_walks(spec)[0]
     dq_tiles, tiles_of_queries = call.programs(call.T, tile.BLOCK_T, call.H)
     dkdv_tiles, tiles_of_keys = call.programs(call.S, walk.tile.BLOCK_S, call.Hk)
     if spec.block_size is not None:
-        return _plan_listed(call, strides_of(do), dq_tiles, dkdv_tiles, tiles_of_queries, tiles_of_keys)
+        return _plan_listed(call, strides_of(do), dq_tiles, dkdv_tiles, tiles_of_keys)
     numbers = (
         *call.strides[:4], strides_of(do), dq_tiles, dkdv_tiles, call.B, call.H, call.T, call.S, call.padded_T, tiles_of_queries,
         tiles_of_keys, call.wave, *call.numbers[:6],
@@ -141,22 +141,23 @@ def plan(q: Tensor, k: Tensor, v: Tensor, do: Tensor, options: Options, spec: Sp
 
 
 def _plan_listed(
-    call: Call, do_strides: tuple[int, ...], dq_tiles: int, dkdv_tiles: int, tiles_of_queries: int, tiles_of_keys: int
+    call: Call, do_strides: tuple[int, ...], dq_tiles: int, dkdv_tiles: int, tiles_of_keys: int
 ) -> Callable[..., None]:  # fmt: skip
     """The launch over lists of blocks, whose own sizes may change from call to call."""
     grid, own = (min(dq_tiles + dkdv_tiles, PROGRAMS), 1, 1), constants(call.spec)
     numbers = (
-        *call.strides[:3], do_strides, dq_tiles, dkdv_tiles, call.B, call.H, call.T, call.S, call.padded_T, tiles_of_queries,
-        tiles_of_keys, call.wave, *call.numbers[:6],
+        *call.strides[:3], do_strides, dq_tiles, dkdv_tiles, call.B, call.H, call.T, call.S, call.padded_T, tiles_of_keys, call.wave,
+        *call.numbers[:6],
     )  # fmt: skip
     launch = cache(lambda lists: _kernel_listed.bound(grid, (*numbers, lists), own))
     Hk, group = call.Hk, call.spec.group
 
     def run(*tensors: Any) -> None:
         *others, lists = tensors
-        counts, indices, key_counts, entries = lists
-        own_steps = *steps_of_lists(counts, Hk, group), indices.shape[-1], 0
-        launch((*own_steps, *steps_of_lists(key_counts, Hk, group)[:2], entries.shape[-2]))(*others, *lists)
+        counts, indices, key_counts, entries, bits = lists
+        own_steps = *steps_of_lists(counts, Hk, group), indices.shape[-1], 0 if bits is None else bits.shape[3]
+        bits = counts if bits is None else bits
+        launch((*own_steps, *steps_of_lists(key_counts, Hk, group)[:2], entries.shape[-2]))(*others, *lists[:4], bits)
 
     return run
 

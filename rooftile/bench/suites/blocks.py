@@ -1,7 +1,8 @@
 """Attention over lists of blocks beside the whole of it, and beside FlexAttention with the same lists.
 
 A case names the head dim, the lists and the length: random lists of a share of all blocks of 128 (`p10` is 10 %), or the causal
-mask given as a list (`causal`). They have a batch of 1, and 16 heads with lists of their own. `video` has blocks of 64, 64 of
+mask given as a list (`causal`). They have a batch of 1, and 16 heads with lists of their own. `documents` is FlexAttention's
+BlockMask of sixteen documents under a causal mask, whose blocks at the edges are seen in part. `video` has blocks of 64, 64 of
 them a row, over 109,632 tokens and 7 heads. `lists` makes lists for 16 heads from 512 x 512 booleans.
 
 `live_tflops` counts the pairs of listed blocks, under a causal list its visible ones; `of_whole_ratio` is it over the TFLOP/s of
@@ -29,9 +30,10 @@ from rooftile.masks import CAUSAL, FULL, Mask
 
 LENGTHS = {"32k": 32_768, "8k": 8192, "512": 512}
 GPU = (
-    *(f"d{dim}-{lists}-32k" for dim in (64, 128) for lists in ("p10", "p25", "p50", "causal")), "d128-video", "lists",
+    *(f"d{dim}-{lists}-32k" for dim in (64, 128) for lists in ("p10", "p25", "p50", "causal", "documents")),
+    "d128-video", "lists",
 )  # fmt: skip
-CPU = ("d64-p50-512", "d64-causal-512")
+CPU = ("d64-p50-512", "d64-causal-512", "d64-documents-512")
 QUICK = ("d128-p25-32k", "lists")
 # the smallest blocks that FlexAttention's tiles divide
 FLEX_LEAST = 128
@@ -47,6 +49,7 @@ class Problem(NamedTuple):
     mask: Mask  # without lists
     pairs: float
     whole_pairs: float
+    block_mask: Any = None  # FlexAttention's, of which the blocks are made
 
 
 def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[Row]:
@@ -86,6 +89,8 @@ def problem(name: str, device: torch.device) -> Problem:
         T, heads, size, wanted = LENGTHS[name.split("-")[2]], 16, 128, 0.0
     n = T // size
     q, k, v = (torch.randn(1, T, heads, dim, device=device, dtype=torch.bfloat16) for _ in range(3))
+    if "documents" in name:
+        return _documents(q, k, v)
     if "causal" in name:
         keep = torch.ones(n, n, dtype=torch.bool, device=device).tril()
         pairs = heads * T * (T + 1) / 2
@@ -100,10 +105,27 @@ def problem(name: str, device: torch.device) -> Problem:
     return Problem(q, k, v, blocks, FULL, float(chosen.numel() * size**2), float(heads * T * T))
 
 
+def _documents(q: Tensor, k: Tensor, v: Tensor) -> Problem:
+    """Sixteen documents of the same length, none of which ends where a block does but the last, under a causal mask."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    T, heads = q.shape[1:3]
+    length = T // 16 + 1
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i // length == j // length) & (i >= j)
+
+    mask = create_block_mask(seen, None, None, T, T, device=str(q.device), BLOCK_SIZE=128)
+    documents = [min(length, T - start) for start in range(0, T, length)]
+    pairs = heads * sum(n * (n + 1) / 2 for n in documents)
+    return Problem(q, k, v, Blocks.from_block_mask(mask), CAUSAL, pairs, heads * T * (T + 1) / 2, mask)
+
+
 def contestants(it: Problem, phase: str, device: torch.device) -> dict[str, Work]:
     """The works of a phase by the names of their rows."""
     forwards: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-        "rooftile": lambda q, k, v: rt.attention(q, k, v, it.mask, blocks=it.blocks),
+        # bits say all that a mask would
+        "rooftile": lambda q, k, v: rt.attention(q, k, v, FULL if it.block_mask else it.mask, blocks=it.blocks),
         "whole": lambda q, k, v: rt.attention(q, k, v, it.mask),
     }
     if device.type == "cuda" and min(it.blocks.size) >= FLEX_LEAST:
@@ -129,7 +151,9 @@ def _flex(it: Problem) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     config.donated_buffer = False
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     blocks = it.blocks
-    if it.mask == CAUSAL:
+    if it.block_mask is not None:
+        lists = it.block_mask
+    elif it.mask == CAUSAL:
         from torch.nn.attention.flex_attention import create_block_mask
 
         T = it.q.shape[1]

@@ -13,7 +13,7 @@ from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier, tma_l
 
 @aggregate
 class Lists:
-    """Lists of blocks of T queries and S keys: (batch, head, block of queries, most)."""
+    """Lists of blocks of T queries and S keys, those of queries or those of keys: (batch, head, block, most)."""
 
     counts: gl.tensor  # pointers
     indices: gl.tensor
@@ -23,12 +23,16 @@ class Lists:
     per: gl.tensor  # query heads that share a list
     most: gl.tensor
     part: gl.tensor  # how many blocks of a list of queries have bits
+    bits_batch_stride: gl.tensor  # as above, of the lists of queries
+    bits_head_stride: gl.tensor
     T: gl.constexpr
     S: gl.constexpr
     BITS: gl.constexpr  # whether some blocks have bits
 
     @gluon.constexpr_function
-    def __init__(self, counts, indices, bits, batch_stride, head_stride, per, most, part, T, S, BITS=False):
+    def __init__(
+        self, counts, indices, bits, batch_stride, head_stride, per, most, part, bits_batch_stride, bits_head_stride, T, S, BITS
+    ):  # fmt: skip
         self.counts = counts
         self.indices = indices
         self.bits = bits
@@ -37,6 +41,8 @@ class Lists:
         self.per = per
         self.most = most
         self.part = part
+        self.bits_batch_stride = bits_batch_stride
+        self.bits_head_stride = bits_head_stride
         self.T = gl.constexpr(T)
         self.S = gl.constexpr(S)
         self.BITS = gl.constexpr(BITS)
@@ -52,6 +58,28 @@ class Lists:
     def number_of_queries(self, work):
         """The number of the list of a tile of queries."""
         return list_number(work, work.h, work.q_start, self.batch_stride, self.head_stride, self.per, self.T)
+
+    @gluon.jit
+    def place_among_bits(self, work, h, block, place):
+        """The place of a block, which is the `place`-th in the list of a block of queries, among all that have bits, or -1."""
+        sequence = work.padded_start // PADDED - work.q_start // PADDED
+        number = work.b * self.bits_batch_stride + h // self.per * self.bits_head_stride
+        number += work.q_start // self.T + sequence + block
+        return gl.where(place < self.part, number * self.part + place, -1)
+
+    @gluon.jit
+    def hide_by_bits_transposed(self, s, place, t, j):
+        """Scores of 64 keys from j on by 64 queries from t on, with -inf where a bit of the block is not set."""
+        WORDS: gl.constexpr = self.S // 32
+        parts = s.reshape([2, 32, 64])
+        layout: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
+        group = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, layout)), 1)
+        query = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, layout)), 0)
+        first = (place.to(gl.int64) * self.T + t % self.T) * WORDS + j % self.S // 32
+        words = gl.expand_dims(gl.load(self.bits + first + query * WORDS + group), 1)
+        key = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, parts.type.layout)))
+        sees = (words >> gl.expand_dims(gl.expand_dims(key, 0), 2)) & 1
+        return gl.convert_layout(gl.where(sees != 0, parts, float("-inf")).reshape([64, 64]), s.type.layout)
 
     @gluon.jit
     def bits_of_step(self, word, place, row, config: KernelConfig):

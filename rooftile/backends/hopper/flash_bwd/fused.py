@@ -55,9 +55,10 @@ PING_PONG_BARRIER = gl.constexpr(9)
 
 @gluon.jit
 def _compute_weights(
-    s, lses, biases, words, fill, t, queries: Ring, work, low, high, scoring: Scoring, WG: gl.constexpr, config: BackwardConfig
+    s, lses, biases, lists, words, fill, t, queries: Ring, work, low, high, scoring: Scoring, WG: gl.constexpr,
+    config: BackwardConfig,
 ):  # fmt: skip
-    """The weights of 64 keys and a block of queries. A listed block's word says where it is, and whether it weighs nothing."""
+    """The weights of 64 keys and a block of queries. A listed block's words: where it is, if it weighs nothing, and its bits."""
     hidden = 0.0
     if config.LIST_T > 0:
         word = read_word(words, fill % WORDS * 2)
@@ -76,6 +77,10 @@ def _compute_weights(
         biases.release(fill)
     if (t < low) | (t + (BLOCK - 1) > high):
         s = apply_mask_transposed(s, work.t + WG * WG_ROWS, t, work, scoring.mask)
+    if config.LIST_BITS:
+        place = read_word(words, 2 * WORDS + fill % WORDS)
+        if place >= 0:
+            s = lists.hide_by_bits_transposed(s, place, t, work.t + WG * WG_ROWS)
     lse = lses.index(fill % queries.stages).load(gl.SliceLayout(0, config.s_layout))
     if config.LIST_T > 0:
         lse = lse + hidden
@@ -104,7 +109,7 @@ def _issue_scores(keys: Ring, queries: Ring, fill, WG: gl.constexpr, config: Bac
 
 @gluon.jit
 def _step(
-    dk, dv, keys: Ring, values: Ring, k, v, queries: Ring, grads: Ring, lses, deltas, biases, words, ds_blocks: Ring,
+    dk, dv, keys: Ring, values: Ring, k, v, queries: Ring, grads: Ring, lses, deltas, biases, lists, words, ds_blocks: Ring,
     dq_staging: Ring, fill, t, work,
     low, high, scoring: Scoring, WG: gl.constexpr, FIRST: gl.constexpr, config: BackwardConfig,
 ):  # fmt: skip
@@ -126,7 +131,7 @@ def _step(
         s = warpgroup_mma_wait(NUM_CONSUMERS, deps=(s,))
     else:
         s = warpgroup_mma_wait(0, deps=(s,))
-    p = _compute_weights(s, lses, biases, words, fill, t, queries, work, low, high, scoring, WG, config)
+    p = _compute_weights(s, lses, biases, lists, words, fill, t, queries, work, low, high, scoring, WG, config)
     if DQ:
         finish_block_of_dq(dq, dq_staging, (fill - 1) * NUM_CONSUMERS + WG)
     grads.wait_full(fill)
@@ -164,7 +169,7 @@ def _step(
 
 @gluon.jit
 def _step_ahead(
-    dk, dv, p, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, biases, words, ds_blocks: Ring,
+    dk, dv, p, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, biases, lists, words, ds_blocks: Ring,
     dq_staging: Ring, fill, t, work,
     low, high, scoring: Scoring, WG: gl.constexpr, MORE: gl.constexpr, config: BackwardConfig,
 ):  # fmt: skip
@@ -205,7 +210,7 @@ def _step_ahead(
     queries.release(fill)
     if MORE:
         s = warpgroup_mma_wait(NUM_CONSUMERS if config.ACCUMULATE_DQ else 0, deps=(s,))
-        p = _compute_weights(s, lses, biases, words, fill + 1, t, queries, work, low, high, scoring, WG, config)
+        p = _compute_weights(s, lses, biases, lists, words, fill + 1, t, queries, work, low, high, scoring, WG, config)
     if config.ACCUMULATE_DQ:
         finish_block_of_dq(dq, dq_staging, fill * NUM_CONSUMERS + WG)
     return dk, dv, p
@@ -213,7 +218,7 @@ def _step_ahead(
 
 @gluon.jit
 def _compute(
-    WG: gl.constexpr, work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, biases, words,
+    WG: gl.constexpr, work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, biases, lists, words,
     ds_blocks: Ring, dq_staging: Ring,
     dk_desc, dv_desc, dk_ptr, dv_ptr, nan_flag_ptr, scoring: Scoring, config: BackwardConfig,
 ):  # fmt: skip
@@ -240,17 +245,19 @@ def _compute(
             block = work.first_block
             s = _issue_scores(keys, queries, fill, WG, config)
             s = warpgroup_mma_wait(0, deps=(s,))
-            p = _compute_weights(s, lses, biases, words, fill, block * BLOCK, queries, work, low, high, scoring, WG, config)
+            p = _compute_weights(
+                s, lses, biases, lists, words, fill, block * BLOCK, queries, work, low, high, scoring, WG, config
+            )
             for _ in range(1, steps):
                 if config.LIST_T == 0:
                     h, block = advance_block(h, block, work, config)
                 dk, dv, p = _step_ahead(
-                    dk, dv, p, keys, values, queries, grads, lses, deltas, biases, words, ds_blocks, dq_staging, fill,
+                    dk, dv, p, keys, values, queries, grads, lses, deltas, biases, lists, words, ds_blocks, dq_staging, fill,
                     block * BLOCK, work, low, high, scoring, WG, True, config,
                 )  # fmt: skip
                 fill += 1
             dk, dv, p = _step_ahead(
-                dk, dv, p, keys, values, queries, grads, lses, deltas, biases, words, ds_blocks, dq_staging, fill, 0, work,
+                dk, dv, p, keys, values, queries, grads, lses, deltas, biases, lists, words, ds_blocks, dq_staging, fill, 0, work,
                 low, high, scoring, WG, False, config,
             )  # fmt: skip
             fill += 1
@@ -263,7 +270,7 @@ def _compute(
             # the first on its own, also at D = 64: of one loop over all, ptxas makes code that loses the keys (see the tests'
             # `overwritten_operands`)
             dk, dv = _step(
-                dk, dv, keys, values, k, v, queries, grads, lses, deltas, biases, words, ds_blocks, dq_staging, fill,
+                dk, dv, keys, values, k, v, queries, grads, lses, deltas, biases, lists, words, ds_blocks, dq_staging, fill,
                 work.first_block * BLOCK, work,
                 low, high, scoring, WG, True, config,
             )  # fmt: skip
@@ -274,7 +281,7 @@ def _compute(
                 h, block = advance_block(h, block, work, config)
             for _ in range(1, steps):
                 dk, dv = _step(
-                    dk, dv, keys, values, k, v, queries, grads, lses, deltas, biases, words, ds_blocks, dq_staging, fill,
+                    dk, dv, keys, values, k, v, queries, grads, lses, deltas, biases, lists, words, ds_blocks, dq_staging, fill,
                     block * BLOCK, work, low, high, scoring, WG, False, config,
                 )  # fmt: skip
                 fill += 1
@@ -316,7 +323,7 @@ def _program(
     config = BackwardConfig(
         GROUP, GROUP_SPLITS, NUM_CONSUMERS, D, FLAGS.DIM, FLAGS.DIM_V, FLAGS.PACKED,
         FLAGS.LEFT or FLAGS.RIGHT or FLAGS.PREFIX or FLAGS.CHUNK, FLAGS.SOFTCAP, FP16,
-        ACCUMULATE_DQ, TILE.DV_AFTER_DS, TILE.SCORES_AHEAD, BIAS, TILE.LIST_T, TILE.LIST_S,
+        ACCUMULATE_DQ, TILE.DV_AFTER_DS, TILE.SCORES_AHEAD, BIAS, TILE.LIST_T, TILE.LIST_S, TILE.LIST_BITS,
     )  # fmt: skip
     mask = Mask(left, right, prefix, chunk, FLAGS.LEFT, FLAGS.RIGHT, FLAGS.PREFIX, FLAGS.CHUNK)
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -348,13 +355,13 @@ def _program(
     )  # fmt: skip
     list_words = 0
     if TILE.LIST_T > 0:
-        list_words = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], words)
+        list_words = gl.allocate_shared_memory(gl.int32, [(3 if TILE.LIST_BITS else 2) * WORDS, 1], words)
     fence_async_shared()
     H = q_desc.shape[1].to(gl.int32)
     scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP, BIAS)
     args = (
-        work_tiles, keys, values, queries, grads, lses, deltas, biases, list_words, ds_blocks, dq_staging, dk_desc, dv_desc,
-        dk_ptr, dv_ptr, nan_flag_ptr, scoring, config,
+        work_tiles, keys, values, queries, grads, lses, deltas, biases, lists, list_words, ds_blocks, dq_staging,
+        dk_desc, dv_desc, dk_ptr, dv_ptr, nan_flag_ptr, scoring, config,
     )
     load = (
         work_tiles, keys, values, queries, grads, lses, deltas, mask, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
@@ -426,25 +433,30 @@ def flash_bwd_bias(
 
 @gluon.jit(
     do_not_specialize=[
-        "batch_stride", "head_stride", "per", "most", "B", "T", "S", "padded_T", "tiles", "balanced_heads", "left", "right",
-        "prefix", "chunk",
+        "batch_stride", "head_stride", "per", "most", "bits_batch_stride", "bits_head_stride", "part", "B", "padded_T", "tiles",
+        "balanced_heads", "left", "right", "prefix", "chunk",
     ],
-    do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr", "counts_ptr", "entries_ptr"],
+    do_not_specialize_on_alignment=["cu_q_ptr", "cu_k_ptr", "counts_ptr", "entries_ptr", "bits_ptr"],
 )
 def flash_bwd_listed(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc,
-    dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, entries_ptr, counter_ptr,
-    batch_stride, head_stride, per, most,
-    B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
+    dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, counts_ptr, entries_ptr, bits_ptr, counter_ptr,
+    batch_stride, head_stride, per, most, bits_batch_stride, bits_head_stride, part,
+    B, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr,
-    FP16: gl.constexpr, ACCUMULATE_DQ: gl.constexpr,
+    FP16: gl.constexpr,
     FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
     """The same over lists of blocks, those of keys."""
-    lists = Lists(counts_ptr, entries_ptr, counts_ptr, batch_stride, head_stride, per, most, most, TILE.LIST_T, TILE.LIST_S)
+    lists = Lists(
+        counts_ptr, entries_ptr, bits_ptr, batch_stride, head_stride, per, most, part, bits_batch_stride, bits_head_stride,
+        TILE.LIST_T, TILE.LIST_S, TILE.LIST_BITS,
+    )
+    T = q_desc.shape[2].to(gl.int32)
+    S = k_desc.shape[2].to(gl.int32)
     _program(
         q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, 0,
         dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, lists, counter_ptr,
         B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
-        GROUP, GROUP_SPLITS, D, FP16, ACCUMULATE_DQ, FLAGS, TILE,
+        GROUP, GROUP_SPLITS, D, FP16, True, FLAGS, TILE,
     )

@@ -66,6 +66,7 @@ class BackwardConfig:
     SCORES_AHEAD: gl.constexpr  # the next block's scores are issued before this one is done
     LIST_T: gl.constexpr  # queries and keys of a listed block; 0: there are no lists
     LIST_S: gl.constexpr
+    LIST_BITS: gl.constexpr  # whether some of them are seen in part
     DQ_WARPGROUP: gl.constexpr  # at D = 64: keys and values stay in registers, and dq has a warpgroup of its own
     s_layout: gl.constexpr  # a warpgroup's scores of a block, either way round
     acc_layout: gl.constexpr
@@ -77,7 +78,7 @@ class BackwardConfig:
     @gluon.constexpr_function
     def __init__(
         self, GROUP, GROUP_SPLITS, BLOCKS_PER_TILE, D, DIM, DIM_V, PACKED, MASKED, SOFTCAP, FP16, ACCUMULATE_DQ=False,
-        DV_AFTER_DS=False, SCORES_AHEAD=False, BIAS=False, LIST_T=0, LIST_S=0,
+        DV_AFTER_DS=False, SCORES_AHEAD=False, BIAS=False, LIST_T=0, LIST_S=0, LIST_BITS=False,
     ):  # fmt: skip
         self.GROUP = gl.constexpr(GROUP)
         self.GROUP_SPLITS = gl.constexpr(GROUP_SPLITS)
@@ -95,6 +96,7 @@ class BackwardConfig:
         self.SCORES_AHEAD = gl.constexpr(SCORES_AHEAD)
         self.LIST_T = gl.constexpr(LIST_T)
         self.LIST_S = gl.constexpr(LIST_S)
+        self.LIST_BITS = gl.constexpr(LIST_BITS)
         self.DQ_WARPGROUP = gl.constexpr(D <= 64)
         acc_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
         self.s_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -333,8 +335,8 @@ def _load_listed(
 ):  # fmt: skip
     """Has a tile of keys copied in, and the listed blocks of queries; returns the next fill.
 
-    Each block has two words: its number, with a bit if nothing of it is seen, and its head. They are overwritten after WORDS
-    blocks, when every role is long past them.
+    Each block has two words: its number, with a bit if nothing of it is seen, and its head; where some are seen in part, a third
+    says which bits are its. They are overwritten after WORDS blocks, when every role is long past them.
     """
     PER: gl.constexpr = config.LIST_T // BLOCK
     is_first = True
@@ -347,16 +349,19 @@ def _load_listed(
             block = gl.where(is_there, index, 0) * PER + step % PER
             # just what `count_listed` counts: whoever waits for one more would wait for ever
             if is_there & (block >= first_block) & (block <= last_block):
+                place = -1
+                if config.LIST_BITS:
+                    place = lists.place_among_bits(work, h, index, gl.load(entries + step // PER * 2 + 1))
                 fill = _load_listed_block(
                     keys, values, queries, grads, lses, deltas, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-                    H, padded_T, tile, fill, work, h, block, words, is_first, 0, config,
+                    H, padded_T, tile, fill, work, h, block, place, words, is_first, 0, config,
                 )  # fmt: skip
                 is_first = False
     if steps == 0:
         # a block that weighs nothing
         fill = _load_listed_block(
             keys, values, queries, grads, lses, deltas, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-            H, padded_T, tile, fill, work, work.h * config.GROUP, 0, words, True, 1, config,
+            H, padded_T, tile, fill, work, work.h * config.GROUP, 0, -1, words, True, 1, config,
         )  # fmt: skip
     return fill
 
@@ -364,12 +369,14 @@ def _load_listed(
 @gluon.jit
 def _load_listed_block(
     keys: Ring, values: Ring, queries: Ring, grads: Ring, lses, deltas, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc,
-    H, padded_T, tile, fill, work, h, block, words, is_first, nothing, config: BackwardConfig,
+    H, padded_T, tile, fill, work, h, block, place, words, is_first, nothing, config: BackwardConfig,
 ):  # fmt: skip
     t = block * BLOCK
     word = (work.b * H + h) * padded_T + work.padded_start + t
     write_word(words, fill % WORDS * 2, 2 * block + nothing)
     write_word(words, fill % WORDS * 2 + 1, h)
+    if config.LIST_BITS:
+        write_word(words, 2 * WORDS + fill % WORDS, place)
     if is_first:
         _load_tile_rows(keys, tile, k_desc, work, config)
     _load_rows_and_stats(queries, lses, fill, q_desc, lse_desc, work.b, h, work.q_start + t, word)

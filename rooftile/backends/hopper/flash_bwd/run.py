@@ -124,7 +124,7 @@ def _plan(
         bias = lse if bias is None else readable_bias(bias, bias_shape(sizes))
         stats = stats_of(o, do, lse, lse if dlse is None else dlse, cu_q)
         dsinks = None if sinks is None else sinks_gradient(sinks, lse, stats.rows)
-        lists = options.block_counts, options.block_indices, options.key_counts, options.key_entries
+        lists = options.block_counts, options.block_indices, options.key_counts, options.key_entries, options.block_bits
         fill(q, k, v, do, stats, dq, dk, dv, cu_q, cu_k, bias, lists)
         if mend is not None:
             mend(stats.nan_flag, q, k, v, do, stats.words, dq, dk, dv, cu_q, cu_k, bias if lists[0] is None else lists)
@@ -211,15 +211,16 @@ def _both(
     """The launch for dk and dv, and dq added up if there is a sum."""
     tiles, programs, tail = schedule(sizes.S, sizes.Hk * parts, 2 * WARPGROUP, sizes, device, spec)
     rows, adds = _rows_of(spec), _accumulates_dq(spec)
-    numbers = (sizes.B, sizes.T, sizes.S, padded_T, tiles, tail, *numbers_of(spec))
+    numbers = (padded_T, tiles, tail, *numbers_of(spec))
     described: tuple[Describe, ...] = (rows, rows, rows, rows, _WORDS, _WORDS, dq_accumulator.descriptor, rows, rows)
     kernel = _kernel(flash_bwd, described)
     if bias_kind is not None:
         kernel = _kernel(flash_bwd_bias, (*described, partial(bias_descriptor, box=(bias_kind.rows, WARPGROUP))))
-    own = _constants_of_both(spec, parts, adds, bias_kind)
     if spec.block_size is not None:
-        return _over_lists(_kernel(flash_bwd_listed, described), programs, numbers, own, sizes.Hk, spec.group, device)
-    launch = kernel.bound((programs, 1, 1), numbers, own)
+        own = _constants_over_lists(spec, parts)
+        return _over_lists(_kernel(flash_bwd_listed, described), programs, (sizes.B, *numbers), own, sizes.Hk, spec.group, device)
+    own = _constants_of_both(spec, parts, adds, bias_kind)
+    launch = kernel.bound((programs, 1, 1), (sizes.B, sizes.T, sizes.S, *numbers), own)
     new_unit = empties((dq_accumulator.UNIT_ROWS.value, dq_accumulator.UNIT_COLUMNS.value), torch.float32, device)
 
     def run(
@@ -244,12 +245,14 @@ def _over_lists(
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, do: Tensor, stats: RowStats, dk: Tensor, dv: Tensor, cu_q: Tensor, cu_k: Tensor,
-        bias: Tensor, lists: Sequence[Tensor],
+        bias: Tensor, lists: Sequence[Any],
     ) -> None:  # fmt: skip
-        _, _, counts, entries = lists
-        steps = (*steps_of_lists(counts, Hk, group), entries.shape[-2])
+        query_counts, _, counts, entries, bits = lists
+        steps = (*steps_of_lists(counts, Hk, group), entries.shape[-2], *steps_of_lists(query_counts, Hk, group)[:2])
+        steps = (*steps, 0 if bits is None else bits.shape[3])
+        bits = counts if bits is None else bits
         described = (q, k, v, do, stats.lse, stats.delta, stats.dq_sum, dk, dv)
-        launch(steps)(*described, dk, dv, stats.nan_flag, cu_q, cu_k, counts, entries, counter(device))
+        launch(steps)(*described, dk, dv, stats.nan_flag, cu_q, cu_k, counts, entries, bits, counter(device))
 
     return run
 
@@ -303,6 +306,11 @@ def _kernel(function: Any, describe: tuple[Describe, ...]) -> Kernel:
 def _constants_of_both(spec: Spec, parts: int, adds: bool, bias_kind: BiasKind | None) -> dict[str, Any]:
     tile = backward_tile(spec) if bias_kind is None else biased_backward_tile(spec, bias_kind)
     return _constants(spec, parts) | {"TILE": tile} | {"ACCUMULATE_DQ": adds, "num_warps": 4}
+
+
+@cache
+def _constants_over_lists(spec: Spec, parts: int) -> dict[str, Any]:
+    return {name: value for name, value in _constants_of_both(spec, parts, True, None).items() if name != "ACCUMULATE_DQ"}
 
 
 @cache

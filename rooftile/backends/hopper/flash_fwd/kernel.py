@@ -477,8 +477,8 @@ def _program(
     )
     scoring = make_scoring(mask, scale, softcap, FLAGS.SOFTCAP, BIAS)
     args = (
-        work_tiles, queries, keys, values, biases, lists, list_words, outputs, spilled, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T, scoring,
-        config,
+        work_tiles, queries, keys, values, biases, lists, list_words, outputs, spilled, o_desc, o_ptr, lse_ptr, sinks_ptr, H, T,
+        scoring, config,
     )
     if PAGE_SIZE > 0:
         gl.static_assert(TILE.NUM_CONSUMERS == 2)
@@ -550,7 +550,8 @@ def flash_fwd_bias(
 
 @gluon.jit(
     do_not_specialize=[
-        "batch_stride", "head_stride", "per", "most", "part", "B", "S", "tiles", "balanced_heads", "left", "right", "prefix", "chunk",
+        "batch_stride", "head_stride", "per", "most", "part", "B", "S", "tiles", "balanced_heads", "left", "right", "prefix",
+        "chunk",
     ],
     do_not_specialize_on_alignment=["sinks_ptr", "cu_q_ptr", "cu_k_ptr", "counts_ptr", "indices_ptr", "bits_ptr"],
 )
@@ -566,7 +567,8 @@ def flash_fwd_listed(
     # nothing reads what stands for pages
     none = B * 0
     lists = Lists(
-        counts_ptr, indices_ptr, bits_ptr, batch_stride, head_stride, per, most, part, TILE.LIST_T, TILE.LIST_S, TILE.LIST_BITS
+        counts_ptr, indices_ptr, bits_ptr, batch_stride, head_stride, per, most, part, batch_stride, head_stride,
+        TILE.LIST_T, TILE.LIST_S, TILE.LIST_BITS,
     )
     _program(
         q_desc, k_desc, v_desc, o_desc, 0, q_ptr, k_ptr, v_ptr, o_ptr, 0, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,

@@ -188,7 +188,7 @@ def plan_with_bias(spec: Spec, sizes: Sizes, tile: Tile, device: torch.device) -
 def plan_with_lists(
     spec: Spec, sizes: Sizes, tile: Tile, device: torch.device
 ) -> Callable[[tuple[int, ...]], Callable[..., None]]:  # fmt: skip
-    """The forward's launch over lists, from their steps (`steps_of_lists`), their longest possible one, and its blocks with bits."""
+    """The forward's launch over lists, from their steps (`steps_of_lists`), the longest possible one and its blocks with bits."""
     tiles, programs, tail = schedule(sizes.T, sizes.H, tile.rows, sizes, device, spec, tile.PROGRAMS)
     numbers = (sizes.B, sizes.S, tiles, tail, *numbers_of(spec))
     start, own = _kernel_with_lists(spec, tile), constants_without_pages(spec, tile)
