@@ -1,0 +1,93 @@
+"""Quantised weights beside those of compressed-tensors and torchao: the same codes, and layouts read as they read them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import rooftile as rt
+from rooftile.matmul.packing import OFFSET, unpack
+from rooftile.models.checkpoints.compressed_tensors import reader_of
+
+VECTORS = load_file(Path(__file__).parent / "weight_vectors.safetensors")
+W = VECTORS["weight"]
+# the section of config.json that each scheme writes, in short
+INT, FLOAT = {"num_bits": 8, "type": "int"}, {"num_bits": 8, "type": "float"}
+FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+TOKEN = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+SECTIONS = {
+    "W4A16": ("pack-quantized", FOUR, None),
+    "W4A16_ASYM": ("pack-quantized", FOUR | {"symmetric": False}, None),
+    "W8A16": ("pack-quantized", FOUR | {"num_bits": 8}, None),
+    "W8A8": ("int-quantized", INT | {"strategy": "channel"}, TOKEN | {"type": "int"}),
+    "FP8_DYNAMIC": ("float-quantized", FLOAT | {"strategy": "channel"}, TOKEN | {"type": "float"}),
+    "FP8_BLOCK": ("float-quantized", FLOAT | {"strategy": "block", "block_structure": [128, 128]}, TOKEN | {"type": "float"}),
+    "MXFP8A16": ("mxfp8-quantized", FLOAT | {"strategy": "group", "group_size": 32}, None),
+    "MXFP4A16": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}, None),
+    "NVFP4A16": (
+        "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}, None,
+    ),
+}  # fmt: skip
+
+
+def part(name: str) -> dict[str, Tensor]:
+    return {key.removeprefix(f"{name}."): x for key, x in VECTORS.items() if key.startswith(f"{name}.")}
+
+
+def codes_of(weight: rt.QuantisedWeight) -> Tensor:
+    return unpack(weight.codes, 256).int() - OFFSET if weight.format == "int4" else weight.codes.int()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("w8", {"format": "w8"}),
+        ("int4", {"format": "int4", "group": 128}),
+        ("int4, 32", {"format": "int4", "group": 32}),
+        ("int4, zeros", {"format": "int4", "group": 32, "zero_points": True}),
+    ],
+)
+def test_codes_are_those_of_compressed_tensors(name: str, words: dict) -> None:
+    weight, due = rt.quantise_weight(W, **words), part(name)
+    assert torch.equal(weight.scales, due["scales"])
+    assert torch.equal(codes_of(weight), due["codes"].int())
+
+
+def test_fp8_has_torchaos_scales_and_nearly_all_of_its_codes() -> None:
+    weight, due = rt.quantise_weight(W, "fp8"), part("fp8")
+    assert torch.equal(weight.scales, due["scales"])
+    # torchao divides by the scale, and we multiply by its inverse: ties fall to either side
+    apart = (weight.codes.view(torch.uint8).int() - due["codes"].view(torch.uint8).int()).abs()
+    assert apart.max() <= 1
+    assert (apart > 0).float().mean() < 0.001
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_layout_is_read_as_its_library_reads_it(name: str) -> None:
+    layout, weights, inputs = SECTIONS[name]
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    reader = reader_of({"format": layout, "config_groups": {"group_0": group}}, "folder")
+    tensors = part(name)
+    due = tensors.pop("dequantised")
+    must, may = reader.suffixes("layer")
+    assert set(must) <= set(tensors) <= {*must, *may}
+    found = reader.read("layer", tensors, (24, 256))
+    assert torch.equal(found.dequantise(torch.bfloat16), due)
+
+
+@pytest.mark.skipif(
+    find_spec("compressed_tensors") is None or find_spec("torchao") is None,
+    reason="compressed-tensors or torchao is not installed; the vectors above are theirs",
+)
+def test_vectors_are_what_the_libraries_make() -> None:
+    from scripts.write_weight_vectors import codes, stored, weight
+
+    made = {"weight": weight()} | stored(weight()) | codes(weight())
+    assert made.keys() == VECTORS.keys()
+    for name, x in made.items():
+        assert torch.equal(x, VECTORS[name]), name
