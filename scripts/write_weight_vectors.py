@@ -69,12 +69,10 @@ def stored(w: Tensor) -> dict[str, Tensor]:
 
 
 def codes(w: Tensor) -> dict[str, Tensor]:
-    """Returns codes that compressed-tensors computes in fp32 from scales in bf16, and codes and scales of torchao."""
+    """Returns codes that compressed-tensors computes in fp32 from scales in bf16."""
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize
     from compressed_tensors.quantization.utils import calculate_qparams
-    from torchao.quantization import PerRow
-    from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
 
     found = {}
     for name, (bits, group, zero_points) in RULES.items():
@@ -90,13 +88,21 @@ def codes(w: Tensor) -> dict[str, Tensor]:
         zeros = (-8 - low.clamp(max=0) / scales).round().clamp(-8, 7) if zero_points else torch.zeros_like(scales)
         found[f"{name}.codes"] = quantize(w, scales, zeros, args, dtype=torch.int8)
         found[f"{name}.scales"] = scales.bfloat16()
-    rows = Float8Tensor.from_hp(w, granularity=PerRow())
-    return found | {"fp8.codes": rows.qdata.clone(), "fp8.scales": rows.scale.clone()}
+    return found
+
+
+def rows(w: Tensor) -> dict[str, Tensor]:
+    """Returns torchao's codes and scales in FP8, a scale for each row."""
+    from torchao.quantization import PerRow
+    from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
+
+    found = Float8Tensor.from_hp(w, granularity=PerRow())
+    return {"fp8.codes": found.qdata.clone(), "fp8.scales": found.scale.clone()}
 
 
 def main() -> None:
     w = weight()
-    save_file({"weight": w} | stored(w) | codes(w), VECTORS)
+    save_file({"weight": w} | stored(w) | codes(w) | rows(w), VECTORS)
 
 
 if __name__ == "__main__":

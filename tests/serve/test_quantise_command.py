@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from typer.testing import CliRunner
 
 import rooftile as rt
 from rooftile.cli.app import app
+from rooftile.models import Decoder
 from tests.models.checkpoints import saved, theirs
 from tests.models.quantised import plain, quantised
 from tests.serve.asking import GREEDY, ROOM, prompts, tokens_of
@@ -31,6 +34,22 @@ def test_the_same_tokens(format: str, tmp_path: Path) -> None:
     word = "int4:32" if format == "int4" else format
     due = tokens_of(rt.LLM(tmp_path / "model", weights=word, **ROOM), asked, GREEDY)
     assert tokens_of(rt.LLM(tmp_path / "out", **ROOM), asked, GREEDY) == due
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_tile", "int8", "w8", "int4", "mxfp8", "mxfp4"])
+def test_transformers_reads_the_folder(format: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
+    plain(tmp_path / "model", hidden_size=128)
+    run(tmp_path / "model", tmp_path / "out", "--format", format)
+    # scales of block formats come as bf16, and of FP8 and INT8 they would be rounded to it
+    dtype = torch.bfloat16 if format.startswith("mx") else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+    # its first call dequantises
+    model(torch.arange(5)[None])
+    for ours, layer in zip(Decoder.from_folder(tmp_path / "out").layers, model.model.layers, strict=True):
+        due = torch.cat([part.weight for part in (layer.mlp.gate_proj, layer.mlp.up_proj)])
+        assert torch.equal(ours.up.dequantised().to(dtype), due)
+        assert torch.equal(ours.o.dequantised().to(dtype), layer.self_attn.o_proj.weight)
 
 
 def test_shards(tmp_path: Path) -> None:
