@@ -158,6 +158,35 @@ def nvfp4(N: int, K: int, g: torch.Generator) -> tuple[Tensors, Tensor]:
     return tensors, numbers * scales.float().repeat_interleave(16, 1) / outer
 
 
+def torchao_rows(N: int, K: int, g: torch.Generator, make: Any) -> tuple[Tensors, Tensor]:
+    """torchao, Float8Tensor or Int8Tensor."""
+    tensors, numbers = make(N, K, g)
+    return {"_weight_qdata": tensors["weight"], "_weight_scale": tensors["weight_scale"]}, numbers
+
+
+def torchao_intx(N: int, K: int, g: torch.Generator, *, zeros: bool) -> tuple[Tensors, Tensor]:
+    """torchao, IntxUnpackedToInt8Tensor of 4 bits."""
+    codes, points, scales = integers(N, K, 4, g, zeros=zeros, dtype=torch.bfloat16)
+    signed, points_signed = ((x - 8).to(torch.int8) for x in (codes, points))
+    tensors = {"_weight_qdata": signed, "_weight_scale": scales, "_weight_zero_point": points_signed}
+    return tensors, weight(codes, points, scales, torch.arange(K) // GROUP)
+
+
+def header_of(kind: str, K: int) -> dict[str, Any]:
+    """What the header of a file of torchao says of a weight with rows of K."""
+    parts = ["qdata", "scale"]
+    if kind.startswith("torchao int4"):
+        data = {"target_dtype": {"_type": "torch.dtype", "_data": "int4"}, "block_size": [1, GROUP]}
+        data["activation_quantization"] = None
+        return {"_type": "IntxUnpackedToInt8Tensor", "_data": data, "_tensor_data_names": [*parts, "zero_point"]}
+    name, row = ("Float8", {"_type": "PerRow", "_data": {"dim": -1}}) if "fp8" in kind else ("Int8", None)
+    quantised = {"_type": f"QuantizeTensorTo{name}Kwargs", "_data": {"granularity": row}}
+    return {
+        "_type": f"{name}Tensor", "_tensor_data_names": parts,
+        "_data": {"block_size": [1, K], "act_quant_kwargs": None if kind.endswith("alone") else quantised},
+    }  # fmt: skip
+
+
 def groups_of(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     """A quantization_config of compressed-tensors."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
@@ -212,6 +241,11 @@ KINDS: dict[str, tuple[dict[str, Any], Make, bool]] = {
     "fp8, tiles": ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, fp8_tiles, False),
     "fp8, one scale": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_one, False),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_one, False),
+    "torchao fp8": ({"quant_method": "torchao"}, lambda *a: torchao_rows(*a, make=fp8_rows), False),
+    "torchao int8": ({"quant_method": "torchao"}, lambda *a: torchao_rows(*a, make=int8_rows), False),
+    "torchao int8, weights alone": ({"quant_method": "torchao"}, lambda *a: torchao_rows(*a, make=int8_rows), True),
+    "torchao int4": ({"quant_method": "torchao"}, lambda *a: torchao_intx(*a, zeros=False), True),
+    "torchao int4, zeros": ({"quant_method": "torchao"}, lambda *a: torchao_intx(*a, zeros=True), True),
 }  # fmt: skip
 
 
@@ -221,11 +255,15 @@ def quantised(kind: str, folder: Path, **settings: Any) -> transformers.PreTrain
     model = plain(folder, **settings)
     generator = torch.Generator().manual_seed(5)
     tensors, state = load_file(folder / "model.safetensors"), model.state_dict()
+    header = {name: json.dumps({"_type": "Tensor"}) for name in tensors}
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        parts, state_weight = make(*tensors.pop(name).shape, generator)
+        shape = tensors.pop(name).shape
+        parts, state_weight = make(*shape, generator)
+        header[name] = json.dumps(header_of(kind, shape[1]))
         tensors |= {f"{name.removesuffix('.weight')}.{suffix}": x.contiguous() for suffix, x in parts.items()}
         state[name].copy_(state_weight)
-    save_file(tensors, folder / "model.safetensors")
+    header["tensor_names"] = json.dumps(list(header))
+    save_file(tensors, folder / "model.safetensors", metadata=header if kind.startswith("torchao") else None)
     configure(folder, quantization_config=config)
     return model
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import rooftile as rt
@@ -200,11 +202,39 @@ def group(kind: str, **settings):
 
 
 @pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"_type": "Int4Tensor"}, "has Int4Tensor of torchao for layers.0.self_attn.q_proj; read are Float8Tensor, Int8Tensor"),
+        ({"_data": {"target_dtype": {"_data": "int3"}}}, "has layers.0.self_attn.q_proj in int3; read are int4 and int8"),
+        (
+            {"_data": {"target_dtype": {"_data": "int4"}, "activation_quantization": "int8_asym_per_token"}},
+            "has int8_asym_per_token for layers.0.self_attn.q_proj; IntxUnpackedToInt8Tensor is read with activations in 16 bits",
+        ),
+        ({"_type": "Float8Tensor", "_data": {"act_quant_kwargs": None}}, "has FP8 weights with activations in 16 bits"),
+        (
+            {"_data": {"block_size": [2, 32], "target_dtype": {"_data": "int4"}}},
+            r"q_proj has a scale for blocks of \(2, 32\); read are rows, parts of rows and whole weights",
+        ),
+    ],
+)  # fmt: skip
+def test_headers_of_torchao_that_are_not_read(change: dict, sentence: str, tmp_path: Path) -> None:
+    quantised("torchao int4", tmp_path)
+    path = tmp_path / "model.safetensors"
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    for name in [name for name in header if name.endswith("q_proj.weight")]:
+        header[name] = json.dumps(json.loads(header[name]) | change)
+    save_file(load_file(path), path, metadata=header)
+    with pytest.raises(rt.InvalidInput, match=sentence):
+        Decoder.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("config", "sentence"),
     [
         ({"quant_method": "bitsandbytes"}, r"are quantised \(bitsandbytes\); read are compressed-tensors, gptq, .*dequantize"),
         ({"quant_method": "exl2"}, r"are quantised \(exl2\); .*: give the 16-bit checkpoint and weights="),
-        ({"quant_method": "torchao"}, r"are quantised \(torchao\)"),
+        ({"quant_method": "torchao"}, "names torchao, and the header of model.safetensors says nothing of its tensors"),
         ({"bits": 4}, "are quantised \\(no method named\\)"),
         (KINDS["gptq"][0] | {"bits": 3}, "has GPTQ of 3 bits; read are 4 and 8"),
         (KINDS["gptq"][0] | {"checkpoint_format": "marlin"}, "has the layout 'marlin'; read are gptq and gptq_v2"),

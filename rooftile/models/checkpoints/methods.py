@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from rooftile.models.settings import Settings
 
-READ = ("compressed-tensors", "gptq", "awq", "fp8", "modelopt")
+READ = ("compressed-tensors", "gptq", "awq", "fp8", "modelopt", "torchao")
 _CONVERT = "load it with Transformers, dequantise it there (model.dequantize()) and save it, then give weights="
 _ADVICE = {
     "bitsandbytes": _CONVERT,
     "exl2": "give the 16-bit checkpoint and weights=",
     "marlin": "give the GPTQ checkpoint that it was made from",
-    "torchao": "save it with compressed-tensors, or give the 16-bit checkpoint and weights=",
 }
 
 

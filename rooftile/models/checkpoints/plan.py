@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight, quantise_weight, weight_format
-from rooftile.models.checkpoints import awq, compressed_tensors, fp8, gptq
+from rooftile.models.checkpoints import awq, compressed_tensors, fp8, gptq, torchao
 from rooftile.models.settings import read_json
 
 Weights = str | Mapping[str, str]
@@ -134,6 +134,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], str], Reader]] = {
     "awq": awq.reader_of,
     "fp8": fp8.reader_of,
     "modelopt": fp8.reader_of_modelopt,
+    "torchao": torchao.reader_of,
 }
 
 

@@ -86,7 +86,7 @@ def _projections(config: ModelConfig, decoder: Filled) -> Iterator[tuple[Project
 
 
 def _is_quantised(found: dict[str, Stored], reader: Reader) -> bool:
-    return "lm_head.weight_scale" in found or "lm_head.qweight" in found
+    return any(f"lm_head.{name}" in found for name in ("weight_scale", "qweight", "_weight_scale"))
 
 
 def _take(found: dict[str, Stored], module: str, reader: Reader) -> dict[str, Stored]:
