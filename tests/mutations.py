@@ -285,11 +285,11 @@ MUTATIONS = {
         "dx = torch.zeros(dy.shape[0], ctx.rest[3], dtype=ctx.dtype)", ("tests/matmul/test_linear.py", "-k", "gradients"),
     ),
     "gptq, zeros less one": Mutation(
-        "models/checkpoints/gptq.py", "return stored.to(torch.int16) + 1", "return stored.to(torch.int16)",
+        "models/checkpoints/layouts/gptq.py", "return stored.to(torch.int16) + 1", "return stored.to(torch.int16)",
         ("tests/models/test_quantised_checkpoints.py", "-k", "layout"),
     ),
     "awq, order in a word": Mutation(
-        "models/checkpoints/awq.py", "torch.tensor(ORDER).argsort()", "torch.tensor(ORDER)",
+        "models/checkpoints/layouts/awq.py", "torch.tensor(ORDER).argsort()", "torch.tensor(ORDER)",
         ("tests/models/test_quantised_checkpoints.py", "-k", "layout and awq"),
     ),
     "act-order": Mutation(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile.matmul.packing import OFFSET, unpack
-from rooftile.models.checkpoints.compressed_tensors import reader_of
+from rooftile.models.checkpoints.layouts.compressed_tensors import reader_of
 
 VECTORS = load_file(Path(__file__).parent / "weight_vectors.safetensors")
 W = VECTORS["weight"]

@@ -173,7 +173,7 @@ def torchao_intx(N: int, K: int, g: torch.Generator, *, zeros: bool) -> tuple[Te
 
 
 def header_of(kind: str, K: int) -> dict[str, Any]:
-    """What the header of a file of torchao says of a weight with rows of K."""
+    """Describes a weight with rows of K as the header of a file of torchao does."""
     parts = ["qdata", "scale"]
     if kind.startswith("torchao int4"):
         data = {"target_dtype": {"_type": "torch.dtype", "_data": "int4"}, "block_size": [1, GROUP]}

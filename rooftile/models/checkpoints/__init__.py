@@ -1,12 +1,11 @@
 """Reads the tensors of checkpoints, in 16 or 32 bits, or quantised by this library or by others.
 
-    weights             plain tensors into a decoder's parameters
-    places              the parameters' names in a checkpoint
-    methods             the ways of quantising that are read, and what to do with the others
-    plan                the argument `weights=`: what is quantised, to which format
-    quantised           quantised tensors into a decoder's projections
-    compressed_tensors  one file per family of layouts: tensors and configuration into `QuantisedWeight`s
-    gptq, awq, fp8
-    tensors             checks and conversions that they share
-    write               a quantised checkpoint, in the layouts of compressed-tensors
+    weights    plain tensors into a decoder's parameters
+    places     the parameters' names in a checkpoint
+    methods    the ways of quantising that are read, and what to do with the others
+    plan       the argument `weights=`: what is quantised, to which format
+    quantised  quantised tensors into a decoder's projections
+    layouts    one file per family of layouts: tensors and configuration into `QuantisedWeight`s
+    tensors    checks and conversions that they share
+    write      a quantised checkpoint, in the layouts of compressed-tensors
 """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight, quantise_weight, weight_format
-from rooftile.models.checkpoints import awq, compressed_tensors, fp8, gptq, torchao
+from rooftile.models.checkpoints.layouts import awq, compressed_tensors, fp8, gptq, torchao
 from rooftile.models.settings import read_json
 
 Weights = str | Mapping[str, str]

@@ -14,7 +14,7 @@ from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.formats import TILE
 from rooftile.matmul.packing import unpack_words
-from rooftile.models.checkpoints.fp8 import input_scale_of
+from rooftile.models.checkpoints.layouts.fp8 import input_scale_of
 from rooftile.models.checkpoints.tensors import (
     check_dtype,
     check_shape,

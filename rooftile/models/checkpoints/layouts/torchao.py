@@ -24,12 +24,12 @@ _CONVERT = "save the model with one of these, or give the 16-bit checkpoint and 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a header says of one weight."""
+    """One weight, as a header describes it."""
 
     kind: str
     parts: tuple[str, ...]
     block: tuple[int, ...]
-    bits: int  # of the Intx weights; else 8
+    bits: int
     dynamic: bool  # whether activations are quantised at run time
 
 
