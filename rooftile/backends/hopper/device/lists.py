@@ -5,9 +5,9 @@ beside the keys: the block's number, and whether the mask or the end of the keys
 """
 
 from rooftile.backends.hopper.device.config import KernelConfig
-from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.device.scheduler import PADDED, Mask
-from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier, tma_load
+from rooftile.hopper.gluon import aggregate, gl, gluon, mbarrier, tma_load
+from rooftile.hopper.pipeline import Ring
 
 
 @aggregate

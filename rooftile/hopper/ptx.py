@@ -21,7 +21,7 @@
 
 import struct
 
-from rooftile.backends.hopper.gluon import gl, gluon
+from rooftile.hopper.gluon import gl, gluon
 
 COPY = gl.constexpr("mov.b32 $0, $1;")
 LOG2 = gl.constexpr("lg2.approx.f32 $0, $1;")
