@@ -1,6 +1,6 @@
 """What kernels in Gluon for Hopper share, those of attention and those of products with quantised weights.
 
-    gluon      the names of Gluon that differ between Triton releases
-    pipeline   rings of buffers that warp roles hand to each other
-    ptx        all inline PTX
+gluon      the names of Gluon that differ between Triton releases
+pipeline   rings of buffers that warp roles hand to each other
+ptx        all inline PTX
 """
