@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 
 from rooftile.matmul import backends  # noqa: E402
 from rooftile.matmul.definition import Product  # noqa: E402
-from rooftile.matmul.hopper import codes, launch, nibbles, schedule  # noqa: E402
+from rooftile.matmul.hopper import codes, counters, launch, nibbles, schedule  # noqa: E402
 from rooftile.matmul.packing import pack  # noqa: E402
 from tests.kernels import hopper_machine_code as machine_code  # noqa: E402
 from tests.matmul.cases import FORMATS, weight_of  # noqa: E402
@@ -308,3 +308,29 @@ def test_launches(name: str, M: int, fixed: bool, monkeypatch: pytest.MonkeyPatc
         if shared:
             rows = -(-given["M"] // tile.block_m)
             assert given["counters_ptr"].numel() == rows * given["tiles"] * tile.blocks
+
+
+def test_no_two_products_of_graphs_share_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, captures = torch.device("cpu"), [False]
+    monkeypatch.setattr(counters, "is_capturing", lambda: captures[0])
+    monkeypatch.setattr(counters, "current_stream", lambda index: 0)
+    for name in ("_OF_STREAM", "_RESERVES", "_LEFT"):
+        monkeypatch.setattr(counters, name, {})
+    monkeypatch.setattr(counters, "RESERVE", 1000)
+    monkeypatch.setattr(counters, "FIRST", 16)
+    captures[0] = True
+    assert counters.zeros(5, device).tolist() == [0] * 5
+    captures[0] = False
+    of_stream = counters.zeros(7, device)
+    assert counters.zeros(16, device).data_ptr() == of_stream.data_ptr()
+    assert counters.zeros(17, device).shape == (17,)
+    captures[0] = True
+    taken = [counters.zeros(count, device) for count in (1, 400, 7, 384)]
+    places = sorted((x.data_ptr(), x.numel() * 4) for x in taken)
+    assert all(first + size <= second for (first, size), (second, _) in itertools.pairwise(places))
+    assert all(x.data_ptr() % 16 == taken[0].data_ptr() % 16 for x in taken)
+    # more than is left
+    assert counters.zeros(400, device).shape == (400,)
+    captures[0] = False
+    counters.zeros(1, device)
+    assert len(counters._RESERVES[None]) == 2, "graphs hold the first, so it stays"

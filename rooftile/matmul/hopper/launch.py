@@ -135,14 +135,14 @@ def _by_codes(
     x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
 ) -> None:  # fmt: skip
     tile = tile_of(x.shape[0], product.format, product.deterministic)
-    start_codes(tile, x, x_scales, parts, bias, product, o)
+    start_codes(tile, _programs(tile, x, product), x, x_scales, parts, bias, product, o)
 
 
 def start_codes(
-    tile: Tile, x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
+    tile: Tile, programs: int, x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
 ) -> None:  # fmt: skip
     """Launches a product of codes with a tile; all tensors are contiguous."""
-    programs, sizes = _sizes(tile, x.shape[0], product, x.device)
+    sizes = _sizes(tile, x.shape[0], product)
     sums = torch.int32 if product.format == "int8" else torch.float32
     shared = _shared_sums(tile, programs, sizes, sums, x.device)
     kernel, constants = _kernel_of_codes(product.format, bias is not None, tile)
@@ -151,20 +151,21 @@ def start_codes(
 
 
 def _by_nibbles(x: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor) -> None:
-    M = x.shape[0]
-    if M > ORDERS:
+    ordered = x.shape[0] > ORDERS
+    if ordered:
         x = in_order(x)
     elif x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         # the copy engine steps over multiples of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
-    start_nibbles(tile_of(M, "int4", product.deterministic), x, M > ORDERS, parts, bias, product, o)
+    tile = tile_of(x.shape[0], "int4", product.deterministic)
+    start_nibbles(tile, _programs(tile, x, product), x, ordered, parts, bias, product, o)
 
 
 def start_nibbles(
-    tile: Tile, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
+    tile: Tile, programs: int, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
 ) -> None:  # fmt: skip
     """Launches a product with codes of 4 bits with a tile; `ordered`: x comes from `in_order`."""
-    programs, sizes = _sizes(tile, x.shape[0], product, x.device)
+    sizes = _sizes(tile, x.shape[0], product)
     shared = _shared_sums(tile, programs, sizes, torch.float32, x.device)
     group = 0 if product.group == product.K else product.group
     kernel, constants = _kernel_of_nibbles(group, parts.zeros is not None, ordered, bias is not None, tile)
@@ -174,12 +175,15 @@ def start_nibbles(
     kernel((programs, 1, 1), arguments, constants)
 
 
-def _sizes(tile: Tile, M: int, product: Product, device: torch.device) -> tuple[int, tuple[int, int, int, int]]:
-    """Returns the number of programs, and M, N, the tiles along N and the steps over K."""
-    tiles, steps = triton.cdiv(product.N, tile.block_n), triton.cdiv(product.K, STEP.value)
+def _sizes(tile: Tile, M: int, product: Product) -> tuple[int, int, int, int]:
+    """Returns M, N, the tiles along N and the steps over K."""
+    return M, product.N, triton.cdiv(product.N, tile.block_n), triton.cdiv(product.K, STEP.value)
+
+
+def _programs(tile: Tile, x: Tensor, product: Product) -> int:
+    M, _, tiles, steps = _sizes(tile, x.shape[0], product)
     # under `deterministic` as if there were one row
-    programs = programs_of(tiles, steps, processors_of(device), 1 if product.deterministic else M)
-    return programs, (M, product.N, tiles, steps)
+    return programs_of(tiles, steps, processors_of(x.device), 1 if product.deterministic else M)
 
 
 def _shared_sums(
