@@ -135,7 +135,8 @@ def _quantised(
     else:
         fields = (*_fields(norm), *_fields(post))
         found = call(_ADD_NORM_QUANTISED, _add_norm_quantised, x, residual, *fields, out, scale)
-    return QuantisedRows(*found, out, x.dtype)
+    codes, scales = found
+    return QuantisedRows(codes, scales, out, x.dtype)
 
 
 def normalised_as_defined(x: Tensor, norm: Norm) -> Tensor:
