@@ -13,11 +13,13 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from rooftile.matmul import backends  # noqa: E402
-from rooftile.matmul.definition import Product  # noqa: E402
+from rooftile.matmul.definition import Product, exact_product  # noqa: E402
 from rooftile.matmul.hopper import codes, counters, launch, nibbles, schedule  # noqa: E402
 from rooftile.matmul.packing import pack  # noqa: E402
+from rooftile.numerics import QuantisedRows, quantise_rows  # noqa: E402
+from tests.kernels import emulated  # noqa: E402
 from tests.kernels import hopper_machine_code as machine_code  # noqa: E402
-from tests.matmul.cases import FORMATS, weight_of  # noqa: E402
+from tests.matmul.cases import FORMATS, QUANTISES_X, defined, weight_of  # noqa: E402
 
 SHARED = 227 * 1024
 WORDS = {
@@ -334,3 +336,39 @@ def test_no_two_products_of_graphs_share_counters(monkeypatch: pytest.MonkeyPatc
     captures[0] = False
     counters.zeros(1, device)
     assert len(counters._RESERVES[None]) == 2, "graphs hold the first, so it stays"
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["any-order", "fixed-order"])
+@pytest.mark.parametrize("processors", [3, 11])
+@pytest.mark.parametrize("M", [1, 13, 64, 70, 257])
+@pytest.mark.parametrize("name", ["fp8", "fp8_tile", "int8", "int4", "int4, 32, zeros", "int4, 64"])
+def test_emulated_products(name: str, M: int, processors: int, fixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' own code, run by Python, says what the definition says."""
+    N, K = 301, 640
+    if (M > 64) and processors == 3:
+        pytest.skip("the same as few rows, and slow")
+    weight, bias = weight_of(name, N, K), torch.randn(N).bfloat16()
+    x = torch.randn(M, K).bfloat16()
+    rows = quantise_rows(x, weight.format) if name in QUANTISES_X else None
+    with monkeypatch.context() as patched:
+        patched.setattr(launch, "Kernel", emulated.emulate(patched))
+        # the kernels are those that the emulator has changed
+        patched.setattr(launch, "product_of_codes", codes.product_of_codes)
+        patched.setattr(launch, "product_of_nibbles", nibbles.product_of_nibbles)
+        patched.setattr(launch, "processors_of", lambda device: processors)
+        count = torch.zeros(10_000, dtype=torch.int32)
+        patched.setattr(launch.counters, "zeros", lambda count_, device: count[:count_])
+        patched.setattr(launch, "in_order", lambda x: nibbles.in_order(x.reshape(-1, 128)).reshape(x.shape))
+        patched.setattr(launch, "_kernel_of_codes", launch._kernel_of_codes.__wrapped__)
+        patched.setattr(launch, "_kernel_of_nibbles", launch._kernel_of_nibbles.__wrapped__)
+        product = Product(weight.format, weight.group, N, K, torch.float32, fixed)
+        if rows is None:
+            found = launch.multiply(x, None, weight.parts, bias, product)
+        else:
+            found = launch.multiply(rows.codes, rows.scales, weight.parts, bias, product)
+    assert not count.any(), "counters are left at zero"
+    wide = QuantisedRows(rows.codes, rows.scales, rows.format, torch.float32) if rows else None
+    due = defined(wide or x, weight, bias, exact=True)
+    if name == "int8":
+        due = (exact_product(rows.codes, weight.codes).float() * rows.scales * weight.scales.T + bias.float()).double()
+    torch.testing.assert_close(found.double(), due, rtol=3e-6, atol=3e-6 * float(due.abs().max()))
