@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -80,24 +81,23 @@ class Layers:
         self.o = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
         self.due = rt.linear(self.x, self.weights[0], backend="definition")
 
-    def start(self, tile: Tile, programs: int, weight: QuantisedWeight) -> Tensor:
+    def start(self, tile: Tile, programs: int, ordered: bool, weight: QuantisedWeight) -> Tensor:
         if self.rows is not None:
             launch.start_codes(tile, programs, self.rows.codes, self.rows.scales, weight.parts, None, self.product, self.o)
             return self.o
         # putting x in order is part of the product
-        ordered = len(self.x) > launch.ORDERS
         x = in_order(self.x) if ordered else self.x
         launch.start_nibbles(tile, programs, x, ordered, weight.parts, None, self.product, self.o)
         return self.o
 
-    def error(self, tile: Tile, programs: int) -> float:
+    def error(self, tile: Tile, programs: int, ordered: bool) -> float:
         self.o.fill_(torch.nan)
-        found = self.start(tile, programs, self.weights[0]).float()
+        found = self.start(tile, programs, ordered, self.weights[0]).float()
         return float((found - self.due.float()).abs().mean() / self.due.float().abs().mean())
 
-    def all_layers(self, tile: Tile, programs: int) -> None:
+    def all_layers(self, tile: Tile, programs: int, ordered: bool) -> None:
         for weight in self.weights:
-            self.start(tile, programs, weight)
+            self.start(tile, programs, ordered, weight)
 
     def in_16_bits(self) -> None:
         for w in self.plain:
@@ -111,11 +111,12 @@ def measure(format: str, name: str, M: int) -> Iterator[dict[str, Any]]:
     processors = launch.processors_of(layers.x.device)
     about = {"format": format, "product": name, "rows": M, "device": torch.cuda.get_device_name()}
     works: dict[Any, Any] = {None: layers.in_16_bits}
-    for tile in tiles_for(M, format):
+    orders = (M > launch.ORDERS,) if format != "int4" or M > launch.ORDERS else (False, True)
+    for tile, ordered in product(tiles_for(M, format), orders):
         for programs in programs_for(tile, N, K, processors):
-            line = about | {"tile": tile._asdict(), "programs": programs}
+            line = about | {"tile": tile._asdict(), "programs": programs, "ordered": ordered}
             try:
-                error = layers.error(tile, programs)
+                error = layers.error(tile, programs, ordered)
             # a variant may ask for more than the chip has, and says so
             except Exception as stopped:
                 yield line | {"reason": f"{type(stopped).__name__}: {str(stopped)[:200]}"}
@@ -123,16 +124,16 @@ def measure(format: str, name: str, M: int) -> Iterator[dict[str, Any]]:
             if not error <= MOST_ERROR:
                 yield line | {"reason": f"its error is {error:.1%} of what is due"}
                 continue
-            works[tile, programs] = partial(layers.all_layers, tile, programs)
+            works[tile, programs, ordered] = partial(layers.all_layers, tile, programs, ordered)
     us = medians(works, ReplayClock())
-    own = (launch.tile_of(M, format, False),)
+    own = launch.tile_of(M, format, False)
+    table = (own, launch._programs(own, layers.x, layers.product), M > launch.ORDERS)
     for key in sorted(us, key=lambda key: us[key]):
         if key is not None:
-            tile, programs = key
-            chosen = tile in own and programs == launch._programs(tile, layers.x, layers.product)
+            tile, programs, ordered = key
             yield about | {
-                "tile": tile._asdict(), "programs": programs, "us": round(us[key] / len(layers.plain), 3),
-                "of_bf16_ratio": round(us[key] / us[None], 4), "chosen": chosen,
+                "tile": tile._asdict(), "programs": programs, "ordered": ordered, "us": round(us[key] / len(layers.plain), 3),
+                "of_bf16_ratio": round(us[key] / us[None], 4), "chosen": key == table,
             }  # fmt: skip
 
 
@@ -141,7 +142,7 @@ def compile_all(formats: list[str], rows: list[int]) -> None:
 
     @torch.inference_mode()
     def compiled(layers: Layers, tile: Tile) -> None:
-        layers.error(tile, 4)
+        layers.error(tile, 4, len(layers.x) > launch.ORDERS)
 
     jobs = []
     for format in formats:

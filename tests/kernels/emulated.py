@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from rooftile.matmul.hopper import codes, nibbles, schedule
+from rooftile.matmul.hopper import codes, launch, nibbles, schedule
 
 # a role that waits longer than this waits for ever
 PATIENCE_S = 30
@@ -235,7 +235,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, value in {
             "gl": language, "Product": Product, "STEP": 128, "ROWS": 64, "BYTES": 64, "QUARTER": 32, "tma_load": tma_load,
             "ring": Slots, "mbarrier": SimpleNamespace(expect=expect), "warpgroup_mma": mma, "warpgroup_mma_wait": wait,
-            "fence_async_shared": lambda: None, "barrier": lambda: None, "_layout_of_codes": lambda: None,
+            "fence_async_shared": lambda: None, "wait_for_input": lambda: None,
+            "barrier": lambda: None, "_layout_of_codes": lambda: None,
             "_layout_of_quarters": lambda: None, "range": lambda *about: map(held, range(*map(int, about))),
         }.items():  # fmt: skip
             monkeypatch.setattr(module, name, value, raising=False)
@@ -248,7 +249,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
         def __call__(self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
             made: list[Any] = [Descriptor(x, box) for x, box in zip(arguments, self.boxes, strict=False)]
             made += [flat(x) if isinstance(x, Tensor) else x for x in arguments[2:]]
-            given = {name: value for name, value in constants.items() if name != "num_warps"}
+            given = {name: value for name, value in constants.items() if name not in launch.LAUNCH}
             current.programs = grid[0]
             for current.program in random.Random(0).sample(range(grid[0]), grid[0]):
                 self.run(*made, **given)

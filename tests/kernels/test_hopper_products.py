@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +22,7 @@ from rooftile.matmul.packing import pack  # noqa: E402
 from rooftile.numerics import QuantisedRows, quantise_rows  # noqa: E402
 from tests.kernels import emulated  # noqa: E402
 from tests.kernels import hopper_machine_code as machine_code  # noqa: E402
+from tests.kernels.test_hopper_compiles import NEWEST, ROOT  # noqa: E402
 from tests.matmul.cases import FORMATS, QUANTISES_X, defined, weight_of  # noqa: E402
 
 SHARED = 227 * 1024
@@ -41,7 +45,7 @@ def read(kernel: Any, constants: dict[str, Any], kinds: dict[str, str]) -> tuple
     """Compiles a kernel as it is launched for sizes that are multiples of 16; returns what its machine code has, and its PTX."""
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    constants = {name: value for name, value in constants.items() if name != "num_warps"}
+    constants = {name: value for name, value in constants.items() if name not in launch.LAUNCH}
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else kinds.get(name, "*fp32" if name.endswith("_ptr") else "i32")
@@ -54,7 +58,7 @@ def read(kernel: Any, constants: dict[str, Any], kinds: dict[str, str]) -> tuple
         {(names.index(name),): value for name, value in constants.items()},
         {(n,): [["tt.divisibility", 16]] for n in aligned},
     )
-    built, words = machine_code._build(source, {"num_warps": 4}, anew=True)
+    built, words = machine_code._build(source, launch.LAUNCH, anew=True)
     return machine_code._read(built, words, SimpleNamespace(kernel="product")), built.asm["ptx"]
 
 
@@ -81,6 +85,8 @@ def test_codes_times_codes(name: str, M: int, deterministic: bool) -> None:
     # a few words at the end of a tile, where two sums of 128 columns go out
     assert_fits(found, 64)
     assert "cp.async.bulk.tensor.2d" in ptx
+    # nothing of x is read before the kernel before has ended
+    assert ptx.index("griddepcontrol.wait") < min(ptx.index(each) for each in ("cp.async.bulk.tensor", "ld.global"))
     kind = r"s32\.s8\.s8" if name == "int8" else r"f32\.e4m3\.e4m3"
     instructions = re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n{tile.COLUMNS}k32\.{kind}", ptx)
     # 128 of K in four instructions, per sum
@@ -155,6 +161,17 @@ class Line:
 
     def partial(self, program: int, begins: int, tile_m: int, block: int) -> int:
         return int(schedule.Product.partial.fn(self, torch.tensor(program), begins, tile_m, block))
+
+
+@pytest.mark.skipif(not NEWEST.exists(), reason="Triton 3.9 could not be installed when this environment was made")
+def test_newest_triton_compiles_them() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(NEWEST), str(ROOT))), "TRITON_DEFAULT_FP_FUSION": "1"}
+    some = "(codes_times_codes and any-order and fp8-16) or (4_bits and dtype2 and 64)"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__, "-k", some],
+        capture_output=True, text=True, env=environment, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert re.search(r"^2 passed", done.stdout, re.MULTILINE), done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("processors", [132, 7])
@@ -296,7 +313,7 @@ def test_launches(name: str, M: int, fixed: bool, monkeypatch: pytest.MonkeyPatc
     for n, (kernel, grid, arguments, constants) in enumerate(calls):
         names = [name for name in kernel.arg_names if name not in constants]
         given = dict(zip(names, arguments, strict=True))
-        assert set(constants) == {*kernel.arg_names} - set(names) | {"num_warps"}
+        assert set(constants) == {*kernel.arg_names} - set(names) | set(launch.LAUNCH)
         assert given["N"] == 768
         assert given["w_desc"] is weight.codes
         assert given["bias_ptr"] is bias

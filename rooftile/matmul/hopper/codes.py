@@ -17,7 +17,7 @@ from rooftile.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from rooftile.hopper.pipeline import Ring, ring
-from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, whole_sum, write
+from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, wait_for_input, whole_sum, write
 
 
 @gluon.jit
@@ -144,6 +144,7 @@ def product_of_codes(
     xs = gl.allocate_shared_memory(x_desc.dtype, [to.STAGES, to.BLOCK_M, STEP], x_desc.layout)
     ws = ring(w_smem, to.STAGES, to.WARPGROUPS)
     fence_async_shared()
+    wait_for_input()
     gl.warp_specialize(
         [
             (_multiply, (ws, xs, x_scales_ptr, w_scales_ptr, to, 0, FORMAT)),

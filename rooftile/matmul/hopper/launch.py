@@ -44,6 +44,9 @@ ORDERS = 64
 # steps over K per program, at least
 LEAST_STEPS = 2
 
+# barriers are made beside the end of the kernel before
+LAUNCH = {"num_warps": 4, "launch_pdl": True}
+
 _DTYPES = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.int8: gl.int8,
@@ -202,13 +205,13 @@ def _shared_sums(
 @cache
 def _kernel_of_codes(format: str, bias: bool, tile: Tile) -> tuple[Kernel, dict[str, Any]]:
     kernel = Kernel(product_of_codes, (described(tile.block_n), described(tile.block_m)))
-    return kernel, {"FORMAT": format, "BIAS": bias, "T": tile, "num_warps": 4}
+    return kernel, {"FORMAT": format, "BIAS": bias, "T": tile} | LAUNCH
 
 
 @cache
 def _kernel_of_nibbles(group: int, zeros: bool, ordered: bool, bias: bool, tile: Tile) -> tuple[Kernel, dict[str, Any]]:
     kernel = Kernel(product_of_nibbles, (described(tile.block_n, STEP.value // 2), described(tile.block_m)))
-    constants = {"GROUP": group, "ZEROS": zeros, "ORDERED": ordered, "BIAS": bias, "T": tile, "num_warps": 4}
+    constants = {"GROUP": group, "ZEROS": zeros, "ORDERED": ordered, "BIAS": bias, "T": tile} | LAUNCH
     return kernel, constants
 
 

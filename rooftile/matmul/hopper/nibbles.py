@@ -22,7 +22,7 @@ from rooftile.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from rooftile.hopper.pipeline import Ring, ring
-from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, whole_sum, write
+from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, wait_for_input, whole_sum, write
 
 # bytes of a row in a step, and codes of a thread: a quarter of them
 BYTES, QUARTER = gl.constexpr(64), gl.constexpr(32)
@@ -200,6 +200,7 @@ def product_of_nibbles(
     ordered = gl.allocate_shared_memory(x_desc.dtype, [1 if ORDERED else to.WARPGROUPS, to.BLOCK_M, STEP], x_desc.layout)
     ws = ring(w_smem, to.STAGES, to.WARPGROUPS)
     fence_async_shared()
+    wait_for_input()
     # ... or none does
     OWN: gl.constexpr = 0 if ORDERED else 1
     load = (w_desc, x_desc, ws, xs, to)

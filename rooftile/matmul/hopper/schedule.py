@@ -11,6 +11,7 @@ Osama et al., Stream-K, arXiv:2301.03598.
 
 from typing import NamedTuple
 
+from rooftile.hopper import ptx
 from rooftile.hopper.gluon import aggregate, barrier, gl, gluon
 
 # numbers of K per step, and rows of a warpgroup's matrix instruction
@@ -66,7 +67,7 @@ class Product:
 
     @gluon.constexpr_function
     def __init__(self, o, bias, partials, counters, M, N, tiles, steps, BIAS, T):
-        T = getattr(T, "value", T)
+        # newer Tritons keep a tile's fields, and not its properties
         self.o = o
         self.bias = bias
         self.partials = partials
@@ -80,9 +81,9 @@ class Product:
         self.BLOCKS_N = gl.constexpr(T.BLOCKS_N)
         self.COLUMNS = gl.constexpr(T.COLUMNS)
         self.BLOCKS_M = gl.constexpr(T.BLOCKS_M)
-        self.BLOCKS = gl.constexpr(T.blocks)
-        self.BLOCK_N = gl.constexpr(T.block_n)
-        self.BLOCK_M = gl.constexpr(T.block_m)
+        self.BLOCKS = gl.constexpr(T.WARPGROUPS * T.BLOCKS_N * T.BLOCKS_M)
+        self.BLOCK_N = gl.constexpr(64 * T.WARPGROUPS * T.BLOCKS_N)
+        self.BLOCK_M = gl.constexpr(T.COLUMNS * T.BLOCKS_M)
         self.STAGES = gl.constexpr(T.STAGES)
 
     @gluon.jit
@@ -109,7 +110,7 @@ class Product:
 
     @gluon.jit
     def partial(self, program, begins, tile_m, block):
-        """Where a partial is: a program has one of the tile that it begins, and one of that which began before it."""
+        """Returns a partial's place: a program has one of the tile that it begins, and one of that which began before it."""
         which = (tile_m * gl.num_programs(0) + program) * 2 + begins
         return self.partials + (which * self.BLOCKS + block).to(gl.int64) * (ROWS * self.COLUMNS)
 
@@ -127,6 +128,13 @@ class Run:
         self.tile = tile
         self.first = first
         self.stop = stop
+
+
+@gluon.jit
+def wait_for_input():
+    """Waits until the kernel before has written x: this one may have been launched beside its end."""
+    text: gl.constexpr = ptx.dependent_launch_text("wait")
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
