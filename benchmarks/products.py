@@ -35,6 +35,7 @@ PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "up": (28672, 4096), "down":
 # bytes of weights that a variant walks through: several times the L2 cache
 WALKED = 400 << 20
 MOST_ERROR = 0.02
+DEVICE = "cuda"
 
 
 def tiles_for(M: int, format: str) -> Iterator[Tile]:
@@ -60,6 +61,12 @@ def tiles_for(M: int, format: str) -> Iterator[Tile]:
                 yield tile._replace(STAGES=stages)
 
 
+def variants(M: int, format: str) -> Iterator[tuple[Tile, bool]]:
+    """Yields tiles, each with whether x is put in order by a kernel before."""
+    orders = (False, True) if format == "int4" and M <= launch.ORDERS else (M > launch.ORDERS,)
+    yield from product(tiles_for(M, format), orders)
+
+
 def programs_for(tile: Tile, N: int, K: int, processors: int) -> list[int]:
     """Returns numbers of programs: the table's for few and for many rows, all multiprocessors, and whole tiles."""
     tiles, steps = -(-N // tile.block_n), -(-K // 128)
@@ -73,12 +80,12 @@ class Layers:
 
     def __init__(self, format: str, N: int, K: int, M: int, count: int) -> None:
         self.product = Product(format, 128 if format == "int4" else K, N, K, torch.bfloat16, False)
-        self.plain = [torch.randn(N, K, device="cuda").bfloat16() * 0.02 for _ in range(count)]
+        self.plain = [torch.randn(N, K, device=DEVICE).bfloat16() * 0.02 for _ in range(count)]
         self.weights = [rt.quantise_weight(w, format) for w in self.plain]
-        self.x = torch.randn(M, K, device="cuda").bfloat16()
+        self.x = torch.randn(M, K, device=DEVICE).bfloat16()
         codes = weight_format(format).activations
         self.rows: QuantisedRows | None = quantise_rows(self.x, codes) if codes else None
-        self.o = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
+        self.o = torch.empty(M, N, dtype=torch.bfloat16, device=DEVICE)
         self.due = rt.linear(self.x, self.weights[0], backend="definition")
 
     def start(self, tile: Tile, programs: int, ordered: bool, weight: QuantisedWeight) -> Tensor:
@@ -111,8 +118,7 @@ def measure(format: str, name: str, M: int) -> Iterator[dict[str, Any]]:
     processors = launch.processors_of(layers.x.device)
     about = {"format": format, "product": name, "rows": M, "device": torch.cuda.get_device_name()}
     works: dict[Any, Any] = {None: layers.in_16_bits}
-    orders = (M > launch.ORDERS,) if format != "int4" or M > launch.ORDERS else (False, True)
-    for tile, ordered in product(tiles_for(M, format), orders):
+    for tile, ordered in variants(M, format):
         for programs in programs_for(tile, N, K, processors):
             line = about | {"tile": tile._asdict(), "programs": programs, "ordered": ordered}
             try:
@@ -141,14 +147,14 @@ def compile_all(formats: list[str], rows: list[int]) -> None:
     """Compiles each kernel once, several at a time: the compiler spends most of its time outside Python."""
 
     @torch.inference_mode()
-    def compiled(layers: Layers, tile: Tile) -> None:
-        layers.error(tile, 4, len(layers.x) > launch.ORDERS)
+    def compiled(layers: Layers, tile: Tile, ordered: bool) -> None:
+        layers.error(tile, 4, ordered)
 
     jobs = []
     for format in formats:
         for M in rows:
             layers = Layers(format, 512, 512, M, 1)
-            jobs += [(layers, tile) for tile in tiles_for(M, format)]
+            jobs += [(layers, *variant) for variant in variants(M, format)]
     # threads that import or initialise the same thing at once can fail
     compiled(*jobs.pop())
     with ThreadPoolExecutor(8) as threads:

@@ -218,9 +218,9 @@ def product_of_nibbles(
         gl.warp_specialize(
             [
                 (_multiply, (ws, xs, ordered.index(0), scales_ptr, zeros_ptr, groups, to, 0, GROUP, ZEROS, ORDERED)),
-                (_multiply, (ws, xs, ordered.index(1), scales_ptr, zeros_ptr, groups, to, 1, GROUP, ZEROS, ORDERED)),
-                (_multiply, (ws, xs, ordered.index(2), scales_ptr, zeros_ptr, groups, to, 2, GROUP, ZEROS, ORDERED)),
-                (_multiply, (ws, xs, ordered.index(3), scales_ptr, zeros_ptr, groups, to, 3, GROUP, ZEROS, ORDERED)),
+                (_multiply, (ws, xs, ordered.index(OWN), scales_ptr, zeros_ptr, groups, to, 1, GROUP, ZEROS, ORDERED)),
+                (_multiply, (ws, xs, ordered.index(OWN * 2), scales_ptr, zeros_ptr, groups, to, 2, GROUP, ZEROS, ORDERED)),
+                (_multiply, (ws, xs, ordered.index(OWN * 3), scales_ptr, zeros_ptr, groups, to, 3, GROUP, ZEROS, ORDERED)),
                 (_load, load),
             ],
             [4, 4, 4, 1], [112, 112, 112, 24],
