@@ -280,6 +280,14 @@ MUTATIONS = {
         "matmul/kernels/scaled.py", "x_scale = tl.load(x_scales_ptr + m, mask", "x_scale = tl.load(x_scales_ptr + 0 * m, mask",
         ("tests/interpreter/test_quantised_products.py", "-k", "not_split"), interpreted=True,
     ),
+    "hopper, a partial's place": Mutation(
+        "matmul/hopper/schedule.py", "acc += gl.load(to.partial(program, 0,", "acc += gl.load(to.partial(program, 1,",
+        ("tests/kernels/test_hopper_products.py", "-k", "emulated"),
+    ),
+    "hopper, order of x": Mutation(
+        "matmul/hopper/nibbles.py", "return x.permute((0, 2, 4, 5, 1, 3))", "return x.permute((0, 2, 5, 4, 1, 3))",
+        ("tests/kernels/test_hopper_products.py", "-k", "emulated or order_of_codes"),
+    ),
     "weights, gradient of x": Mutation(
         "matmul/product.py", "dx = (dy.to(dtype) @ _weight_of(ctx.saved_tensors, ctx.rest, dtype)).to(ctx.dtype)",
         "dx = torch.zeros(dy.shape[0], ctx.rest[3], dtype=ctx.dtype)", ("tests/matmul/test_linear.py", "-k", "gradients"),

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.hopper.device.config import LN2, LOG2E
-from rooftile.backends.hopper.device.pipeline import Ring, named_barrier, ring
-from rooftile.backends.hopper.gluon import (
+from rooftile.backends.hopper.tma import descriptor
+from rooftile.hopper.gluon import (
     barrier,
     fence_async_shared,
     gl,
@@ -28,7 +28,7 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from rooftile.backends.hopper.tma import descriptor
+from rooftile.hopper.pipeline import Ring, named_barrier, ring
 
 RUNGS = ("plain", "specialised", "overlapped", "ping-pong")
 

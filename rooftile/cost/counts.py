@@ -245,7 +245,11 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "quantise_qkv": _once,
     "normalise": _once,
     "add_norm": _add_norm,
+    "normalise_quantised": _once,
+    "add_norm_quantised": _add_norm,
+    "sum_norm_quantised": _once,
     "gated": _once,
+    "gate_quantised": _once,
     "linear": _linear,
     **{
         name: _once

@@ -15,9 +15,12 @@ from torch.nn import functional
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.where import quantised, runs_on
+from rooftile.fused.where import checked, quantised, runs_on
+from rooftile.numerics.rows import QuantisedRows, quantise_rows
 from rooftile.operators import call, define, needs_steps
 
+# the longest row that a program gates and quantises at once
+LONGEST = 1 << 15
 _TANH, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
@@ -29,15 +32,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def gated(x: Tensor, activation: str) -> Tensor:
+def gated(x: Tensor, activation: str, out: str | None = None, scale: Tensor | None = None) -> Any:
     """Activation of the first half of each row times its second half: x (..., 2 * ffn) to (..., ffn), rounded twice.
 
-    activation: a name in `ACTIVATIONS`.
+    Args:
+        x: float, any strides.
+        activation: a name in `ACTIVATIONS`.
+        out: "fp8" or "int8": the rounded result is quantised in the same kernel, to `QuantisedRows` with the bits of
+            `quantise_rows`; without gradient.
+        scale: the one scale of all rows in FP8, a tensor of one number; None finds one per row.
 
     Example:
         >>> gated(torch.randn(5, 12), "silu").shape
         torch.Size([5, 6])
     """
+    if out is not None:
+        gate, up = x.chunk(2, dim=-1)
+        return _pair_quantised(gate, up, activation, checked(out), scale)
     if needs_steps(x):
         return gated_as_defined(x, activation)
     if x.ndim != 2:
@@ -79,7 +90,7 @@ def swiglu(gate: Tensor, up: Tensor, *, out: str | None = None) -> Any:
         >>> swiglu(*torch.randn(5, 128).chunk(2, dim=-1)).shape
         torch.Size([5, 64])
     """
-    return quantised(gate_up(gate, up, "silu"), out)
+    return _gate_up_or_quantised(gate, up, "silu", out)
 
 
 def geglu(gate: Tensor, up: Tensor, tanh: bool = True, *, out: str | None = None) -> Any:
@@ -89,15 +100,54 @@ def geglu(gate: Tensor, up: Tensor, tanh: bool = True, *, out: str | None = None
         >>> geglu(torch.zeros(3, 8), torch.ones(3, 8)).unique()
         tensor([0.])
     """
-    return quantised(gate_up(gate, up, "gelu_pytorch_tanh" if tanh else "gelu"), out)
+    return _gate_up_or_quantised(gate, up, "gelu_pytorch_tanh" if tanh else "gelu", out)
+
+
+def _gate_up_or_quantised(gate: Tensor, up: Tensor, activation: str, out: str | None) -> Any:
+    if out is None or needs_steps(gate, up):
+        return quantised(gate_up(gate, up, activation), out)
+    _check(gate, up)
+    return _pair_quantised(gate, up, activation, checked(out), None)
+
+
+def _pair_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: Tensor | None) -> QuantisedRows:
+    if needs_steps(gate, up):
+        raise InvalidInput(
+            f"out is {out!r} and a gradient or a transform is wanted, which rounding has none of; leave out away, and quantise "
+            "the result"
+        )
+    rows = (x.reshape(-1, gate.shape[-1]) for x in (gate, up))
+    codes, scales = call(_GATE_QUANTISED, _run_quantised, *rows, activation, out, scale)
+    return QuantisedRows(codes.view(gate.shape), scales.view(*gate.shape[:-1], 1), out, gate.dtype)
+
+
+def _run_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    # a row is in registers at once
+    if _kernels_run_on(gate) and gate.shape[-1] <= LONGEST:
+        from rooftile.fused.kernels import gate_quantised as kernels
+
+        return kernels.quantised(gate, up, activation, out, scale)
+    rows = quantise_rows(_run_pair(gate, up, activation)[0], out, scale=scale)
+    return rows.codes, rows.scales
+
+
+def _fake_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    codes = torch.int8 if out == "int8" else torch.float8_e4m3fn
+    return gate.new_empty(gate.shape, dtype=codes), gate.new_empty((gate.shape[0], 1), dtype=torch.float32)
+
+
+def _check(gate: Tensor, up: Tensor) -> None:
+    if gate.shape != up.shape or gate.dtype != up.dtype or not gate.is_floating_point():
+        raise InvalidInput(
+            f"gate is {gate.dtype} {tuple(gate.shape)} and up {up.dtype} {tuple(up.shape)}; must be alike, float"
+        )
+    if not gate.ndim:
+        raise InvalidInput("gate is a number; must be (..., F)")
 
 
 def gate_up(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """The activation of `gate`, a name in `ACTIVATIONS`, times `up`."""
-    if gate.shape != up.shape or gate.dtype != up.dtype or not gate.is_floating_point():
-        raise InvalidInput(f"gate is {gate.dtype} {tuple(gate.shape)} and up {up.dtype} {tuple(up.shape)}; must be alike, float")
-    if not gate.ndim:
-        raise InvalidInput("gate is a number; must be (..., F)")
+    _check(gate, up)
     rows = (x.reshape(-1, gate.shape[-1]) for x in (gate, up))
     (y,) = _GATE_UP(*rows, activation)
     return y.view(gate.shape)
@@ -154,4 +204,8 @@ _GATE_UP = Operation(
     run_gradients=_run_gradients, gradients=_gradients, fake=lambda gate, *_: (gate.new_empty(gate.shape),),
     fake_gradients=lambda dy, y, gate, up, _: (gate.new_empty(gate.shape), up.new_empty(up.shape)), given_to={0: 0, 1: 1},
     unused=frozenset((0,)),
+)  # fmt: skip
+_GATE_QUANTISED = define(
+    "gate_quantised(Tensor gate, Tensor up, str activation, str out, Tensor? scale) -> (Tensor, Tensor)", _run_quantised,
+    _fake_quantised,
 )  # fmt: skip

@@ -7,13 +7,15 @@ Zhang and Sennrich, RMSNorm, arXiv:1910.07467; Ba et al., Layer Normalization, a
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftile.fused.where import runs_on
+from rooftile.errors import InvalidInput
+from rooftile.fused.where import checked, runs_on
+from rooftile.numerics.rows import QuantisedRows, quantise_rows
 from rooftile.operators import call, define, needs_steps
 
 
@@ -56,25 +58,32 @@ class Weights(NamedTuple):
     rounds_once: bool = False
 
 
-def normalise(x: Tensor, norm: Norm) -> Tensor:
+def normalise(x: Tensor, norm: Norm, out: str | None = None, scale: Tensor | None = None) -> Any:
     """x (..., size), contiguous, normalised over its last axis.
 
     Args:
         x: (total, size) or (total, heads, size), in the dtype of the weights, any strides.
         norm: `rooftile.models.layers.Norm`, or `Weights`.
+        out: "fp8" or "int8" for x (total, size): the rounded result is quantised in the same kernel, to `QuantisedRows` with
+            the bits of `quantise_rows`.
+        scale: the one scale of all rows in FP8, a tensor of one number; None finds one per row.
 
     Example:
         >>> normalise(torch.randn(5, 64), Weights(torch.ones(64), None, 1e-6, False)).shape
         torch.Size([5, 64])
     """
     weight, bias = norm.weight, norm.bias
+    if out is not None:
+        return _quantised(x, None, norm, None, checked(out), scale)
     if needs_steps(x, weight, bias):
         return normalised_as_defined(x, norm)
     found: Tensor = call(_NORMALISE, _normalise, x, weight, bias, norm.eps, norm.plus_one, norm.rounds_once)
     return found
 
 
-def add_norm(x: Tensor, residual: Tensor, norm: Norm, post: Norm | None = None) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, residual: Tensor, norm: Norm, post: Norm | None = None, out: str | None = None, scale: Tensor | None = None
+) -> tuple[Any, Tensor]:  # fmt: skip
     """The residual stream with x added to it: normalised, and as it is. x is normalised by `post` first, if there is one.
 
     Without a derivative or a transform, a contiguous residual is updated in place: use the returned stream afterwards, not
@@ -85,21 +94,49 @@ def add_norm(x: Tensor, residual: Tensor, norm: Norm, post: Norm | None = None) 
         residual: (total, size), the stream.
         norm: of the sum.
         post: of x alone, before it is added.
+        out, scale: quantise the norm, as in `normalise`.
 
     Returns:
         the normalised stream and the stream, both (total, size).
     """
     first = norm if post is None else post
+    if out is not None:
+        residual = residual.contiguous()
+        return _quantised(x, residual, norm, post, checked(out), scale), residual
     if needs_steps(x, residual, norm.weight, norm.bias, first.weight, first.bias):
         return added_as_defined(x, residual, norm, post)
     residual = residual.contiguous()
-    before: tuple[object, ...] = (None, None, 0.0, False, False)
-    if post is not None:
-        before = (post.weight, post.bias, post.eps, post.plus_one, post.rounds_once)
-    found = call(
-        _ADD_NORM, _add_norm, x, residual, norm.weight, norm.bias, norm.eps, norm.plus_one, norm.rounds_once, *before
-    )  # fmt: skip
+    found = call(_ADD_NORM, _add_norm, x, residual, *_fields(norm), *_fields(post))
     return found, residual
+
+
+def _fields(norm: Norm | None) -> tuple[Any, ...]:
+    """A norm as it crosses an operator's schema."""
+    return (
+        (None, None, 0.0, False, False)
+        if norm is None
+        else (norm.weight, norm.bias, norm.eps, norm.plus_one, norm.rounds_once)
+    )
+
+
+def _quantised(
+    x: Tensor, residual: Tensor | None, norm: Norm, post: Norm | None, out: str, scale: Tensor | None
+) -> QuantisedRows:  # fmt: skip
+    """The quantised norm of x (total, size), or of a residual, which x is added to."""
+    first = norm if post is None else post
+    if needs_steps(x, residual, norm.weight, norm.bias, first.weight, first.bias):
+        raise InvalidInput(
+            f"out is {out!r} and a gradient or a transform is wanted, which rounding has none of; leave out away, and quantise "
+            "the result"
+        )
+    found: Any
+    if residual is None:
+        found = call(_NORMALISE_QUANTISED, _normalise_quantised, x, *_fields(norm), out, scale)
+    else:
+        fields = (*_fields(norm), *_fields(post))
+        found = call(_ADD_NORM_QUANTISED, _add_norm_quantised, x, residual, *fields, out, scale)
+    codes, scales = found
+    return QuantisedRows(codes, scales, out, x.dtype)
 
 
 def normalised_as_defined(x: Tensor, norm: Norm) -> Tensor:
@@ -148,6 +185,35 @@ def _add_norm(
     return normalised_as_defined(residual, norm).contiguous()
 
 
+def _normalise_quantised(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *fields, out, scale = arguments
+    if _kernels_run_on(x):
+        from rooftile.fused.kernels import norm as kernels
+
+        return kernels.quantised(x, None, Weights(*fields), None, out, scale)
+    return _rows(_normalise(x, *fields), out, scale)
+
+
+def _add_norm_quantised(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *fields, out, scale = arguments
+    if _kernels_run_on(x) and residual.is_contiguous():
+        from rooftile.fused.kernels import norm as kernels
+
+        post = None if fields[5] is None else Weights(*fields[5:])
+        return kernels.quantised(x, residual, Weights(*fields[:5]), post, out, scale)
+    return _rows(_add_norm(x, residual, *fields), out, scale)
+
+
+def _rows(y: Tensor, out: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows = quantise_rows(y, out, scale=scale)
+    return rows.codes, rows.scales
+
+
+def _fake_rows(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    codes = torch.int8 if arguments[-2] == "int8" else torch.float8_e4m3fn
+    return x.new_empty(x.shape, dtype=codes), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
 def _kernels_run_on(x: Tensor) -> bool:
     """They compute in fp32."""
     return runs_on(x) and x.dtype != torch.float64
@@ -158,7 +224,15 @@ def _fake(x: Tensor, *others: object) -> Tensor:
 
 
 _NORMALISE = define(
-    "normalise(Tensor x, Tensor weight, Tensor? bias, float eps, bool plus_one, bool rounds_once) -> Tensor", _normalise, _fake
+    "normalise(Tensor x, Tensor weight, Tensor? bias, float eps, bool plus_one, bool rounds_once) -> Tensor",
+    _normalise,
+    _fake,
+)
+_NORMALISE_QUANTISED = define(
+    "normalise_quantised(Tensor x, Tensor weight, Tensor? bias, float eps, bool plus_one, bool rounds_once, str out, "
+    "Tensor? scale) -> (Tensor, Tensor)",
+    _normalise_quantised,
+    _fake_rows,
 )
 _ADD_NORM = define(
     "add_norm(Tensor x, Tensor(a!) residual, Tensor weight, Tensor? bias, float eps, bool plus_one, "
@@ -166,4 +240,11 @@ _ADD_NORM = define(
     "bool post_rounds_once) -> Tensor",
     _add_norm,
     _fake,
+)
+_ADD_NORM_QUANTISED = define(
+    "add_norm_quantised(Tensor x, Tensor(a!) residual, Tensor weight, Tensor? bias, float eps, bool plus_one, "
+    "bool rounds_once, Tensor? post_weight, Tensor? post_bias, float post_eps, bool post_plus_one, "
+    "bool post_rounds_once, str out, Tensor? scale) -> (Tensor, Tensor)",
+    _add_norm_quantised,
+    _fake_rows,
 )

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.norm import Weights, normalised_as_defined
-from rooftile.fused.where import quantised, runs_on
+from rooftile.fused.norm import Weights, normalise, normalised_as_defined
+from rooftile.fused.where import checked, quantised, runs_on
+from rooftile.numerics.rows import QuantisedRows
+from rooftile.operators import call, define, needs_steps
 
 # the longest row of the kernels
 LONGEST = 1 << 16
@@ -35,8 +37,7 @@ def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False, *,
         torch.Size([2, 5, 64])
     """
     _check(x, w, None)
-    (y,) = _NORM(x.reshape(-1, x.shape[-1]), w, None, eps, plus_one)
-    return quantised(y.view(x.shape), out)
+    return _normalised(x, w, None, eps, plus_one, out)
 
 
 def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5, *, out: str | None = None) -> Any:
@@ -47,8 +48,7 @@ def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5, *, out: str |
         tensor(True)
     """
     _check(x, w, b)
-    (y,) = _NORM(x.reshape(-1, x.shape[-1]), w, b, eps, False)
-    return quantised(y.view(x.shape), out)
+    return _normalised(x, w, b, eps, False, out)
 
 
 def add_rms_norm(
@@ -62,8 +62,7 @@ def add_rms_norm(
         >>> y, stream = add_rms_norm(*torch.randn(2, 5, 64), torch.ones(64))
     """
     _check(x, w, None)
-    y, total = _added(x, stream, w, None, eps, plus_one)
-    return quantised(y, out), total
+    return _added(x, stream, w, None, eps, plus_one, out)
 
 
 def add_layer_norm(
@@ -77,21 +76,64 @@ def add_layer_norm(
         >>> y, stream = add_layer_norm(*torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64))
     """
     _check(x, w, b)
-    y, total = _added(x, stream, w, b, eps, False)
-    return quantised(y, out), total
+    return _added(x, stream, w, b, eps, False, out)
 
 
-def _added(x: Tensor, stream: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
+def _normalised(x: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool, out: str | None) -> Any:
+    rows = x.reshape(-1, x.shape[-1])
+    if out is None or needs_steps(x, w, b) or not _kernels_run_on(rows):
+        (y,) = _NORM(rows, w, b, eps, plus_one)
+        return quantised(y.view(x.shape), out)
+    found = normalise(rows, Weights(w.contiguous(), None if b is None else b.contiguous(), eps, plus_one), out)
+    return _shaped(found.codes, found.scales, x, out)
+
+
+def _shaped(codes: Tensor, scales: Tensor, x: Tensor, out: str) -> QuantisedRows:
+    return QuantisedRows(codes.view(x.shape), scales.view(*x.shape[:-1], 1), out, x.dtype)
+
+
+def _added(
+    x: Tensor, stream: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool, out: str | None
+) -> tuple[Any, Tensor]:  # fmt: skip
     if x.shape != stream.shape or x.dtype != stream.dtype:
-        raise InvalidInput(f"x is {x.dtype} {tuple(x.shape)} and stream {stream.dtype} {tuple(stream.shape)}; must be alike")
-    rows = (each.reshape(-1, x.shape[-1]) for each in (x, stream))
-    y, total = _SUM_NORM(*rows, w, b, eps, plus_one)
-    return y.view(x.shape), total.view(x.shape)
+        raise InvalidInput(
+            f"x is {x.dtype} {tuple(x.shape)} and stream {stream.dtype} {tuple(stream.shape)}; must be alike"
+        )
+    rows = [each.reshape(-1, x.shape[-1]) for each in (x, stream)]
+    if out is None or needs_steps(x, stream, w, b):
+        y, total = _SUM_NORM(*rows, w, b, eps, plus_one)
+        return quantised(y.view(x.shape), out), total.view(x.shape)
+    found = call(_SUM_NORM_QUANTISED, _sum_quantised, *rows, w, b, eps, plus_one, checked(out))
+    codes, scales, total = found
+    return _shaped(codes, scales, x, out), total.view(x.shape)
+
+
+def _sum_quantised(
+    x: Tensor, stream: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool, out: str
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if not _kernels_run_on(x):
+        y, total = _sum_run(x, stream, w, b, eps, plus_one)
+        rows = quantised(y, out)
+        return rows.codes, rows.scales, total
+    from rooftile.fused.kernels import norm as kernels
+
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    norm = Weights(w.contiguous(), None if b is None else b.contiguous(), eps, plus_one)
+    codes, scales = kernels.quantised(x, stream.contiguous(), norm, None, out, None, total)
+    return codes, scales, total
+
+
+def _fake_sum(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    codes = torch.int8 if arguments[-1] == "int8" else torch.float8_e4m3fn
+    scales = x.new_empty((x.shape[0], 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=codes), scales, x.new_empty(x.shape)
 
 
 def _check(x: Tensor, w: Tensor, b: Tensor | None) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim:
-        raise InvalidInput(f"x is {x.dtype if isinstance(x, Tensor) else type(x).__name__}; must be a float tensor (..., size)")
+        raise InvalidInput(
+            f"x is {x.dtype if isinstance(x, Tensor) else type(x).__name__}; must be a float tensor (..., size)"
+        )
     for name, each in (("w", w), ("b", b)):
         if each is not None and tuple(each.shape) != (x.shape[-1],):
             raise InvalidInput(f"{name} is {tuple(each.shape)} and x {tuple(x.shape)}; must be ({x.shape[-1]},)")
@@ -155,7 +197,11 @@ def _kernels_run_on(x: Tensor) -> bool:
 
 def _fake_gradients(dy: Tensor, y: None, x: Tensor, w: Tensor, b: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
     wide = torch.promote_types(dy.dtype, torch.float32)
-    return x.new_empty(x.shape), w.new_empty(w.shape), dy.new_empty(0, dtype=wide) if b is None else b.new_empty(b.shape)
+    return (
+        x.new_empty(x.shape),
+        w.new_empty(w.shape),
+        dy.new_empty(0, dtype=wide) if b is None else b.new_empty(b.shape),
+    )
 
 
 def _sum_defined(x: Tensor, stream: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
@@ -164,6 +210,12 @@ def _sum_defined(x: Tensor, stream: Tensor, *norm: Any) -> tuple[Tensor, Tensor]
 
 
 def _sum_run(x: Tensor, stream: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
+    if _kernels_run_on(x):
+        from rooftile.fused.kernels import norm as kernels
+
+        w, b, eps, plus_one = norm
+        weights = Weights(w.contiguous(), None if b is None else b.contiguous(), eps, plus_one)
+        return kernels.sum_norm(x, stream.contiguous(), weights)
     total = (stream + x).contiguous()
     return _run(total, *norm)[0], total
 
@@ -197,3 +249,9 @@ _SUM_NORM = Operation(
     fake_gradients=lambda dy, dtotal, y, total, x, stream, w, b, *_: _fake_gradients(dy, None, total, w, b),
     given_to={0: 0, 1: 0, 2: 1, 3: 2}, differentiable=2, unused=frozenset((0, 2, 3)),
 )  # fmt: skip
+_SUM_NORM_QUANTISED = define(
+    "sum_norm_quantised(Tensor x, Tensor stream, Tensor weight, Tensor? bias, float eps, bool plus_one, str out) "
+    "-> (Tensor, Tensor, Tensor)",
+    _sum_quantised,
+    _fake_sum,
+)

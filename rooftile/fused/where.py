@@ -36,6 +36,17 @@ def _triton_is_installed() -> bool:
     return False
 
 
+def checked(out: str) -> str:
+    """Returns the name of a format of results.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    if out not in ("fp8", "int8"):
+        raise InvalidInput(f"out is {out!r}; must be fp8, int8 or None")
+    return out
+
+
 def quantised(y: Tensor, out: str | None) -> Any:
     """Returns a result in the format that is asked for, "fp8" or "int8": `rooftile.numerics.QuantisedRows`, without gradient.
 
@@ -44,8 +55,7 @@ def quantised(y: Tensor, out: str | None) -> Any:
     """
     if out is None:
         return y
-    if out not in ("fp8", "int8"):
-        raise InvalidInput(f"out is {out!r}; must be fp8, int8 or None")
+    checked(out)
     if y.requires_grad:
         raise InvalidInput(f"out is {out!r} and a gradient is wanted, which rounding has none of; call it under torch.no_grad()")
     return quantise_rows(y, out)

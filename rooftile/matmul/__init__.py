@@ -1,14 +1,14 @@
 """Products with quantised weights.
 
-    formats     the words, and what shares a scale
-    weight      `QuantisedWeight`, and the numbers that it stands for
-    quantise    `quantise_weight`
-    packing     two codes per byte
-    definition  the product in plain operations
-    product     the operators, with gradients
-    backends    what runs it, with refusals
-    library     PyTorch's own products
-    kernels     Triton
+formats     the words, and what shares a scale
+weight      `QuantisedWeight`, and the numbers that it stands for
+quantise    `quantise_weight`
+packing     two codes per byte
+definition  the product in plain operations
+product     the operators, with gradients
+backends    what runs it, with refusals
+library     PyTorch's own products
+kernels     Triton
 """
 
 from rooftile.matmul.formats import WEIGHT_FORMATS, WeightFormat, weight_format

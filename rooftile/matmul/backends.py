@@ -1,4 +1,4 @@
-"""Backends of products with quantised weights: `triton` (our kernels), `library` (PyTorch's) and `definition`.
+"""Backends of products with quantised weights: `hopper` and `triton` (our kernels), `library` (PyTorch's) and `definition`.
 
 Each refuses in sentences, as the backends of attention do. Which one is fastest depends on the rows of x, so it is chosen in the
 operator, where they are known.
@@ -22,7 +22,7 @@ from rooftile.matmul.formats import weight_format
 from rooftile.matmul.weight import Parts
 from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
 
-NAMES = ("triton", "library", "definition")
+NAMES = ("hopper", "triton", "library", "definition")
 # from this many rows on PyTorch's products are first: reasoned from the rows at which arithmetic binds, not yet measured
 MANY = 512
 
@@ -72,6 +72,18 @@ class _Triton:
         return launch.multiply(x, x_scales, parts, bias, product)
 
 
+class _Hopper:
+    """Our kernels in Gluon; rows are quantised by our kernel in Triton."""
+
+    quantise = staticmethod(_Triton.quantise)
+
+    @staticmethod
+    def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product) -> Tensor:
+        from rooftile.matmul.hopper import launch
+
+        return launch.multiply(x, x_scales, parts, bias, product)
+
+
 class _Library:
     """PyTorch's products; rows are quantised by our kernel."""
 
@@ -79,7 +91,12 @@ class _Library:
     multiply = staticmethod(library.multiply)
 
 
-BACKENDS: dict[str, Backend] = {"triton": _Triton(), "library": _Library(), "definition": _Definition()}
+BACKENDS: dict[str, Backend] = {
+    "hopper": _Hopper(),
+    "triton": _Triton(),
+    "library": _Library(),
+    "definition": _Definition(),
+}
 
 
 def chosen(
@@ -101,7 +118,7 @@ def chosen(
 
 def order(asked: Call) -> tuple[str, ...]:
     """Returns the names of all backends, fastest first."""
-    return ("library", "triton", "definition") if asked.x.shape[0] > MANY else NAMES
+    return ("library", "hopper", "triton", "definition") if asked.x.shape[0] > MANY else NAMES
 
 
 def refusals(name: str, asked: Call) -> Iterator[str]:
@@ -125,7 +142,24 @@ def refusals(name: str, asked: Call) -> Iterator[str]:
         )
     if torch.float64 in (x.dtype, product.out_dtype):
         yield "float64; has float32, bfloat16, float16"
-    yield from (library.refusals if name == "library" else _triton_refusals)(asked)
+    if name == "hopper":
+        yield from _hopper_refusals(asked, capability)
+    else:
+        yield from (library.refusals if name == "library" else _triton_refusals)(asked)
+
+
+def _hopper_refusals(asked: Call, capability: tuple[int, int]) -> Iterator[str]:
+    if capability != (9, 0):
+        yield f"compute capability {capability[0]}.{capability[1]}; needs 9.0 (Hopper)"
+        return
+    if not _gluon_is_installed():
+        yield "Triton without Gluon; needs Triton 3.6"
+        return
+    from rooftile.matmul.hopper import launch
+
+    yield from launch.refusals(asked)
+    if asked.product.activations is not None:
+        yield from _triton_refusals(asked)
 
 
 def _triton_refusals(asked: Call) -> Iterator[str]:
@@ -157,6 +191,11 @@ def unpacks(parts: Parts, format: str, group: int, K: int, dtype: torch.dtype) -
 @cache
 def _triton_is_installed() -> bool:
     return util.find_spec("triton") is not None
+
+
+@cache
+def _gluon_is_installed() -> bool:
+    return util.find_spec("triton.experimental.gluon") is not None
 
 
 def explain(asked: Call) -> str:

@@ -16,7 +16,7 @@ from rooftile.models.checkpoints import places, quantised
 from rooftile.models.checkpoints import weights as checkpoint
 from rooftile.models.checkpoints.plan import Weights, plan_of
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Attend, Layer, Memory, Multiply, Norm, capped
+from rooftile.models.layers import Attend, Layer, Memory, Multiply, Norm, Rows, capped
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -137,13 +137,17 @@ class Decoder(nn.Module):
         if not self.config.pre_norms:
             return self._forward_without_pre_norms(stream, rotations, attend, multiply)
         # each norm is fused with the addition before it, which belongs to the previous layer
+        # ... and quantises what it writes, where the projection that reads it multiplies codes
         layers = list(self.layers)
         following = [*(layer.attention_norm for layer in layers[1:]), self.norm]
-        x = normalise(stream, _there(layers[0].attention_norm))
+        x = normalise(stream, _there(layers[0].attention_norm), *layers[0].rows_of_attention(stream))
         for n, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+            rows = layer.up.rows(stream)
             x = layer.attention(n, x, rotations[n], attend, multiply)
-            x, stream = add_norm(x, stream, _there(layer.ffn_norm), post=layer.attention_post_norm)
-            x, stream = add_norm(layer.feed_forward(x, multiply), stream, _there(next_norm), post=layer.ffn_post_norm)
+            x, stream = add_norm(x, stream, _there(layer.ffn_norm), layer.attention_post_norm, *rows)
+            rows = layers[n + 1].rows_of_attention(stream) if n + 1 < len(layers) else Rows()
+            x = layer.feed_forward(x, multiply)
+            x, stream = add_norm(x, stream, _there(next_norm), layer.ffn_post_norm, *rows)
         return x
 
     def _forward_without_pre_norms(

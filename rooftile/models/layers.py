@@ -12,9 +12,10 @@ from torch.nn import functional
 from rooftile import matmul
 from rooftile.approximate import compress
 from rooftile.fused import ACTIVATIONS, Rotation, gated, normalise
-from rooftile.matmul import QuantisedWeight
+from rooftile.matmul import QuantisedWeight, weight_format
 from rooftile.models.config import ModelConfig
 from rooftile.models.mixers import BRANCHES, Mixer, NativeSparseSizes
+from rooftile.numerics import QuantisedRows
 
 # x (total, in), a weight (out, in) and a bias (out,) or None, to (total, out)
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -29,6 +30,13 @@ class Memory(NamedTuple):
     def parameter(self, *size: int) -> nn.Parameter:
         """Returns an uninitialised parameter, to be filled with weights later; it has no gradient."""
         return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device), requires_grad=False)
+
+
+class Rows(NamedTuple):
+    """How a projection wants its input from the kernel that writes it: the arguments of `rooftile.fused.normalise`."""
+
+    out: str | None = None  # "fp8" or "int8"; None leaves it in the model's dtype
+    scale: Tensor | None = None  # the one scale of all rows, where the checkpoint has it
 
 
 class Projection(nn.Module):
@@ -50,6 +58,17 @@ class Projection(nn.Module):
         self.weight = self.memory.parameter(self.outputs, self.inputs) if parts is None else None
         self.parts = () if parts is None else tuple(parts)
 
+    def rows(self, x: Tensor) -> Rows:
+        """Returns how it wants an input that is computed from x: in codes where all its parts multiply the same ones."""
+        quantised = [part for part in self.parts if isinstance(part, QuantisedWeight)]
+        if not quantised or len(quantised) < len(self.parts) or (torch.is_grad_enabled() and x.requires_grad):
+            return Rows()
+        wanted = {(weight_format(part.format).activations, part.input_scale, part.order is None) for part in quantised}
+        (out, scale, in_order), *others = wanted
+        if others or out not in ("fp8", "int8") or not in_order:
+            return Rows()
+        return Rows(out, scale)
+
     def dequantised(self) -> Tensor:
         """Returns the weight (out, in), dequantised if it is quantised."""
         if self.weight is not None:
@@ -57,9 +76,10 @@ class Projection(nn.Module):
         dtype = self.memory.dtype
         return torch.cat([x.dequantise(dtype) if isinstance(x, QuantisedWeight) else x for x in self.parts])
 
-    def forward(self, x: Tensor, multiply: Multiply = functional.linear) -> Tensor:
-        """Projects x (total, in) to (total, out)."""
+    def forward(self, x: Tensor | QuantisedRows, multiply: Multiply = functional.linear) -> Tensor:
+        """Projects x (total, in), as it is or in the codes that `rows` asks for, to (total, out)."""
         if self.weight is not None:
+            assert isinstance(x, Tensor), "a weight in 16 bits asks for no codes"
             return multiply(x, self.weight, self.bias)
         found, start = [], 0
         for part in self.parts:
@@ -70,8 +90,11 @@ class Projection(nn.Module):
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
-def _multiply_part(x: Tensor, part: QuantisedWeight | Tensor, bias: Tensor | None, multiply: Multiply) -> Tensor:
+def _multiply_part(
+    x: Tensor | QuantisedRows, part: QuantisedWeight | Tensor, bias: Tensor | None, multiply: Multiply
+) -> Tensor:  # fmt: skip
     if not isinstance(part, QuantisedWeight):
+        assert isinstance(x, Tensor), "a part in 16 bits asks for no codes"
         return multiply(x, part, bias)
     # another product than PyTorch's is the batch-invariant one
     fixed = multiply is not functional.linear
@@ -189,8 +212,13 @@ class Layer(nn.Module):
         self.attention_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
         self.ffn_post_norm = Norm(config, hidden, memory=memory) if config.post_norms else None
 
+    def rows_of_attention(self, x: Tensor) -> Rows:
+        """Returns how `attention` wants its input, computed from x."""
+        # gates read it too, in 16 bits
+        return self.qkv.rows(x) if self.gates is None else Rows()
+
     def attention(
-        self, n: int, x: Tensor, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear
+        self, n: int, x: Tensor | QuantisedRows, rotation: Rotation | None, attend: Attend, multiply: Multiply = functional.linear
     ) -> Tensor:
         """Returns what attention in layer n adds to the residual stream, before its post norm; x is normalised."""
         H, D = self.config.heads, self.config.head_dim
@@ -205,14 +233,16 @@ class Layer(nn.Module):
         if self.gates is None:
             o = attend(n, q, k, v, rotation)
         else:
+            assert isinstance(x, Tensor), "gates ask for no codes"
             o = attend(n, q, k, v, rotation, self.gates(x, multiply).unflatten(-1, (H, BRANCHES)).sigmoid())
         return self._scaled(self.o(o.flatten(1), multiply))
 
-    def feed_forward(self, x: Tensor, multiply: Multiply = functional.linear) -> Tensor:
+    def feed_forward(self, x: Tensor | QuantisedRows, multiply: Multiply = functional.linear) -> Tensor:
         """Returns what the feed-forward adds to the residual stream, before its post norm; x is normalised."""
-        x = self.up(x, multiply)
-        x = gated(x, self.config.activation) if self.config.gated else ACTIVATIONS[self.config.activation](x)
-        return self._scaled(self.down(x, multiply))
+        up = self.up(x, multiply)
+        activation = self.config.activation
+        inner = gated(up, activation, *self.down.rows(up)) if self.config.gated else ACTIVATIONS[activation](up)
+        return self._scaled(self.down(inner, multiply))
 
     def _scaled(self, x: Tensor) -> Tensor:
         scale = self.config.residual_scale

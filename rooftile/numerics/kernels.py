@@ -36,6 +36,14 @@ def codes_of(x, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
 
 
 @triton.jit
+def given_codes(x, scale, LARGEST: tl.constexpr):
+    """FP8 codes, still fp32, of x (ROWS, WIDTH) with one given scale; larger numbers saturate."""
+    lost = (x != x) | (tl.abs(x) == float("inf"))
+    codes = tl.div_rn(tl.where(lost, 0.0, x), tl.full(x.shape, 1.0, tl.float32) * scale)
+    return tl.where(lost, float("nan"), tl.minimum(tl.maximum(codes, -LARGEST), LARGEST))
+
+
+@triton.jit
 def _quantise_rows(
     x_ptr, given_ptr, codes_ptr, scales_ptr, x_stride, K: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, LARGEST: tl.constexpr, INTEGER: tl.constexpr, GIVEN: tl.constexpr,
@@ -46,10 +54,9 @@ def _quantise_rows(
     k = part[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     x = tl.load(x_ptr + m * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
     if GIVEN:
-        scale = tl.full((PARTS,), 1.0, tl.float32) * tl.load(given_ptr)
-        lost = (x != x) | (tl.abs(x) == float("inf"))
-        codes = tl.div_rn(tl.where(lost, 0.0, x), tl.broadcast_to(scale[:, None], x.shape))
-        codes = tl.where(lost, float("nan"), tl.minimum(tl.maximum(codes, -LARGEST), LARGEST))
+        given = tl.load(given_ptr)
+        scale = tl.full((PARTS,), 1.0, tl.float32) * given
+        codes = given_codes(x, given, LARGEST)
     else:
         codes, scale = codes_of(x, LARGEST, INTEGER)
     tl.store(codes_ptr + m * K + k, codes.to(codes_ptr.dtype.element_ty), mask=k < K)

@@ -37,7 +37,8 @@ def linear(
         bias: any float dtype.
         out_dtype: the dtype of the result; None takes that of x.
         deterministic: whether a row's bits may not depend on the other rows: the order of each sum follows from N and K.
-        backend: "triton", "library" (PyTorch's kernels) or "definition"; None takes the fastest that runs. See `explain`.
+        backend: "hopper", "triton", "library" (PyTorch's kernels) or "definition"; None takes the fastest that runs (see
+            `explain`).
 
     Raises:
         InvalidInput: shapes, dtypes or devices do not go together.

@@ -16,7 +16,7 @@ from rooftile.approximate import LokiLayers
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.kvcache import BlockPool, Pages, ReservedPool
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.checkpoints.plan import quantiser_of
+from rooftile.models.checkpoints.plan import quantiser_of, words_of
 from rooftile.models.checkpoints.quantised import quantise_decoder
 from rooftile.serve import memory
 from rooftile.serve.attention.layout import CacheLayout
@@ -25,7 +25,7 @@ from rooftile.serve.config import EngineConfig
 from rooftile.serve.engine import Engine
 from rooftile.serve.runner import Runner
 from rooftile.serve.text.tokenizer import Tokenizer
-from rooftile.serve.warm_up import compile_kernels
+from rooftile.serve.warm_up import compile_kernels, compile_products
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -121,6 +121,8 @@ def load_decoder(
         decoder = Decoder.from_folder(model, config.dtype, device, max_len=max_len, weights=config.weights)
     if compiled is not None:
         compiled.result()
+        # what a checkpoint has in formats of its own; the rest is compiled by now
+        compile_products(decoder, deterministic=config.deterministic)
     return decoder
 
 
@@ -134,6 +136,7 @@ def start_compiling(
     compiled = thread.submit(
         compile_kernels, shape, computed, device, size=config.block_size, kv_dtype=config.cache_dtype(computed),
         longest=min(config.max_batched_tokens, max_len), deterministic=config.deterministic,
+        formats=words_of(config.weights),
     )  # fmt: skip
     # a caller whose folder has no weights hears that at once, and does not wait for kernels
     thread.shutdown(wait=False)

@@ -6,7 +6,7 @@ its time outside Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,12 +18,15 @@ from torch.nn import functional
 
 from rooftile.api import prepare_paged
 from rooftile.backends import hopper
-from rooftile.fused import linear
+from rooftile.fused import add_norm, linear, normalise
 from rooftile.kvcache import PagedKV, Pages
 from rooftile.kvcache.route import LONG_PROMPT, Route, route
 from rooftile.masks import Mask
+from rooftile.matmul import QuantisedWeight, quantise_weight, weight_format
+from rooftile.matmul.formats import TILE
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.layers import Multiply
+from rooftile.models.checkpoints.plan import parsed
+from rooftile.models.layers import Multiply, Projection
 from rooftile.serve.attention import masks_of
 from rooftile.serve.sampling.sampler import SamplingFeatures, SamplingState, sample
 from rooftile.spec import Asked
@@ -32,6 +35,8 @@ from rooftile.spec import Asked
 SHORT, USUAL = 8, 64
 # rows of the decode step
 ROWS = 16
+# rows of products with quantised weights: one of each tile that the kernels have for a decode step and short prompts
+PRODUCT_ROWS = (1, 16, 32, 64, 128, 512)
 # compile threads: the first phase of a compilation holds the GIL, so more threads delay the largest kernel, on which the total
 # depends
 THREADS = 4
@@ -42,7 +47,7 @@ FEATURES = (SamplingFeatures(chance=True), SamplingFeatures(chance=True, truncat
 @torch.inference_mode()
 def compile_kernels(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int,
-    deterministic: bool = False,
+    deterministic: bool = False, formats: Collection[str] = (),
 ) -> None:  # fmt: skip
     """Compiles all kernels of steps without penalties and logit biases.
 
@@ -54,15 +59,31 @@ def compile_kernels(
         kv_dtype: the dtype of the KV cache.
         longest: the most tokens of one prompt that a step reads.
         deterministic: whether an engine is (see `batch_invariant`).
+        formats: words that projections are quantised to, such as "int4:64".
     """
     import_kernels()
     with torch.cuda.device(device):
         # this makes Triton's driver, once, before threads use it
         import_module("triton").runtime.driver.active.get_current_target()
         work = jobs(config, dtype, device, size=size, kv_dtype=kv_dtype, longest=longest, deterministic=deterministic)
-        with ThreadPoolExecutor(THREADS) as threads:
-            for done in [threads.submit(_on, device, job) for job in work]:
-                done.result()
+        work += jobs_of_products(config, dtype, device, formats, deterministic=deterministic)
+        _run(work, device)
+
+
+@torch.inference_mode()
+def compile_products(decoder: Decoder, *, deterministic: bool = False) -> None:
+    """Compiles the kernels of a loaded decoder's quantised projections, which a checkpoint has in formats of its own."""
+    device = decoder.embedding.device
+    if device.type != "cuda" or not any(layer.qkv.parts for layer in decoder.layers[:1]):
+        return
+    with torch.cuda.device(device):
+        _run([partial(_multiply, decoder, M, linear if deterministic else functional.linear) for M in PRODUCT_ROWS], device)
+
+
+def _run(work: Sequence[Callable[[], None]], device: torch.device) -> None:
+    with ThreadPoolExecutor(THREADS) as threads:
+        for done in [threads.submit(_on, device, job) for job in work]:
+            done.result()
 
 
 def jobs(
@@ -70,9 +91,7 @@ def jobs(
     deterministic: bool = False,
 ) -> list[Callable[[], None]]:  # fmt: skip
     """Returns the jobs that compile kernels, longest first; whatever shares a kernel is one job, so none is compiled twice."""
-    # all layers have the same kernels, and embedding and head have none of ours
-    small = replace(config, layers=1, windows=(None,), mixers=("attention",), unrotated=(), vocab_size=1, max_len=ROWS)
-    decoder = Decoder(small, dtype=dtype, device=device)
+    decoder = Decoder(_small(config), dtype=dtype, device=device)
     pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
     masks = tuple(dict.fromkeys(masks_of(config)))
     if deterministic:
@@ -98,11 +117,69 @@ def jobs(
     ]
 
 
+def jobs_of_products(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, formats: Collection[str], *, deterministic: bool = False
+) -> list[Callable[[], None]]:  # fmt: skip
+    """Returns the jobs that compile products with quantised weights, and norms and gates that write codes for them."""
+    found: list[Callable[[], None]] = []
+    multiply = linear if deterministic else functional.linear
+    for word in formats:
+        decoder = Decoder(_small(config), dtype=dtype, device=device, waits=True)
+        for projection in _projections(decoder):
+            # a pattern may leave out what the format cannot have
+            fits = has_whole_groups(word, projection.inputs)
+            projection.fill([_zeros(word, projection.outputs, projection.inputs, device)] if fits else None)
+        found += [partial(_multiply, decoder, M, multiply) for M in PRODUCT_ROWS]
+    return found
+
+
+def _small(config: ModelConfig) -> ModelConfig:
+    """A model's configuration with one layer: all have the same kernels, and embedding and head have none of ours."""
+    return replace(config, layers=1, windows=(None,), mixers=("attention",), unrotated=(), vocab_size=1, max_len=ROWS)
+
+
+def _projections(decoder: Decoder) -> tuple[Projection, ...]:
+    layer = decoder.layers[0]
+    return layer.qkv, layer.o, layer.up, layer.down
+
+
+def has_whole_groups(word: str, K: int) -> bool:
+    """Whether rows of K numbers have whole groups of a format."""
+    format, group = parsed(word)
+    usual = TILE if format == "int4" else weight_format(format).group
+    return format == "fp8_tile" or K % (group or usual or K) == 0
+
+
+def _zeros(word: str, N: int, K: int, device: torch.device) -> QuantisedWeight:
+    """A weight of zeros, made of the quantised form of a few rows."""
+    format, group = parsed(word)
+    few = quantise_weight(torch.zeros(TILE, K, device=device), format, group=group)
+    times = -(-N // TILE)
+    rows = times if format == "fp8_tile" else N
+    codes, scales = few.codes.repeat(times, 1)[:N], few.scales.repeat(times, 1)[:rows]
+    return replace(few, codes=codes, scales=scales, shape=(N, K))
+
+
+def _multiply(decoder: Decoder, M: int, multiply: Multiply) -> None:
+    """Runs what the first layer does besides attention, on M rows."""
+    dtype, device = decoder.embedding.dtype, decoder.embedding.device
+    layer = decoder.layers[0]
+    stream = torch.zeros(M, decoder.config.hidden, dtype=dtype, device=device)
+    heads = torch.zeros(M, layer.o.inputs, dtype=dtype, device=device)
+    norms = [norm for norm in (layer.attention_norm, layer.ffn_norm) if norm is not None]
+    for norm, projection in zip(norms, (layer.qkv, layer.up), strict=False):
+        projection(normalise(stream, norm, *projection.rows(stream)), multiply)
+        add_norm(stream, stream.clone(), norm, None, *projection.rows(stream))
+    layer.o(heads, multiply)
+    layer.feed_forward(stream, multiply)
+
+
 def import_kernels() -> None:
     """Imports all modules that the threads need, in one thread: threads that import the same module at once can fail."""
     for name in (
         "backends.triton.paged_decode", "backends.triton.paged_fwd", "kvcache.kernels", "fused.kernels.norm",
-        "fused.kernels.gated", "fused.kernels.linear",
+        "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "matmul.kernels.launch",
+        "matmul.hopper.launch", "numerics.kernels",
     ):  # fmt: skip
         import_module(f"rooftile.{name}")
     import_module("rooftile.serve.sampling.kernels")

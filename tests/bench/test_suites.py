@@ -358,7 +358,7 @@ def test_products_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyP
     case = linear.case_of("small-int8-r16", torch.device("cpu"), "fp32")
     works, why = linear.contestants(case)
     assert set(works) == {"rooftile", "fp32", "torch-int-mm"}
-    assert set(why) == {"triton", "library"}
+    assert set(why) == {"hopper", "triton", "library"}
     wrong = (("int8",), lambda case: (lambda: [torch.zeros(16, 256)], [torch.ones(16, 256)]))
     monkeypatch.setitem(linear.PEERS, "wrong", wrong)
     monkeypatch.setitem(linear.PEERS, "broken", (("int8",), lambda case: 1 / 0))

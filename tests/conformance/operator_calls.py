@@ -84,6 +84,27 @@ def _add_norm(device: torch.device) -> Work:
     return Work(0, 2 * 5 * 32 + 3 * 32, 2 * 5 * 32)
 
 
+# codes (5, 8) and their scales take 60 bytes
+def _normalise_quantised(device: torch.device) -> Work:
+    normalise(torch.randn(5, 8, device=device), _norm(device), "fp8")
+    return Work(0, 5 * 32 + 64, 60)
+
+
+def _add_norm_quantised(device: torch.device) -> Work:
+    add_norm(*torch.randn(2, 5, 8, device=device), _norm(device), out="int8")
+    return Work(0, 2 * 5 * 32 + 64, 5 * 32 + 60)
+
+
+def _sum_norm_quantised(device: torch.device) -> Work:
+    fused.add_rms_norm(*torch.randn(2, 5, 8, device=device), torch.randn(8, device=device), out="fp8")
+    return Work(0, 2 * 5 * 32 + 32, 5 * 32 + 60)
+
+
+def _gate_quantised(device: torch.device) -> Work:
+    fused.swiglu(*torch.randn(2, 5, 8, device=device), out="int8")
+    return Work(0, 2 * 5 * 32, 60)
+
+
 def _gated(device: torch.device) -> Work:
     gated(torch.randn(5, 8, device=device), "silu")
     return Work(0, 5 * 32, 5 * 16)
@@ -377,7 +398,11 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "attention_quantised": _attention_quantised,
     "normalise": _normalise,
     "add_norm": _add_norm,
+    "normalise_quantised": _normalise_quantised,
+    "add_norm_quantised": _add_norm_quantised,
+    "sum_norm_quantised": _sum_norm_quantised,
     "gated": _gated,
+    "gate_quantised": _gate_quantised,
     "linear": _linear,
     "norm": _norm_of,
     "norm_backward": _norm_backward,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,7 +19,17 @@ pytestmark = pytest.mark.gpu
 
 # N x K: the projections of an 8B model with an eighth of their rows, and sizes that no tile divides
 SIZES = [(768, 4096), (3584, 4096), (512, 14336), (77, 384), (4099, 1024)]
-ROWS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 255, 256, 257, 1024)
+ROWS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 255, 256, 257, 512, 1024)
+# our kernels; those for Hopper refuse elsewhere, and a part of the formats
+OURS = ("hopper", "triton")
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+ON_HOPPER = ("fp8", "fp8_tile", "int8", "int4", "int4, 32, zeros", "int4, 64")
+
+
+def skip_refused(way: str, name: str) -> None:
+    """Skips where the kernels for Hopper do not run, and only there."""
+    if way == "hopper" and not (IS_HOPPER and name in ON_HOPPER):
+        pytest.skip("refused")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -28,10 +40,11 @@ def test_dequantised_bits(name: str, N: int, K: int, dtype: torch.dtype) -> None
     assert torch.equal(dequantise(weight, dtype), weight.dequantise(dtype))
 
 
-@pytest.mark.parametrize("way", ["triton", "library"])
+@pytest.mark.parametrize("way", [*OURS, "library"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("N", "K"), SIZES)
 def test_products(name: str, N: int, K: int, way: str) -> None:
+    skip_refused(way, name)
     weight, bias = weight_of(name, N, K, "cuda"), torch.randn(N, device="cuda").bfloat16()
     many = torch.randn(max(ROWS), K, device="cuda").bfloat16()
     for M in ROWS:
@@ -39,35 +52,75 @@ def test_products(name: str, N: int, K: int, way: str) -> None:
         try:
             found = rt.linear(x, weight, bias, backend=way)
         except rt.Unsupported:
-            assert way == "library"
+            assert way == "library" or (way == "hopper" and M > 512)
             continue
         assert_product(found, x, weight, bias)
 
 
+@pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
-def test_dtypes_and_strides(name: str, dtype: torch.dtype) -> None:
+def test_dtypes_and_strides(name: str, dtype: torch.dtype, way: str) -> None:
+    skip_refused(way, name)
     weight = weight_of(name, 512, 1024, "cuda")
+    if way == "hopper" and weight.format == "int4":
+        if dtype == torch.float32:
+            pytest.skip("has 16 bits")
+        weight = replace(weight, scales=weight.scales.to(dtype))
     x = torch.randn(3, 40, 1100, device="cuda").to(dtype)[:, ::2, :1024]
     for out_dtype in (None, torch.float32):
-        found = rt.linear(x, weight, out_dtype=out_dtype, backend="triton")
+        found = rt.linear(x, weight, out_dtype=out_dtype, backend=way)
         assert_product(found.flatten(0, 1).to(dtype), x.reshape(-1, 1024), weight)
 
 
+@pytest.mark.parametrize("name", ["int4", "int4, 32, zeros"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("N", "K"), [(256, 384), (4096, 4096), (77, 1024)])
+def test_weights_of_4_bits_are_those_of_the_definition(name: str, dtype: torch.dtype, N: int, K: int) -> None:
+    """Rows of the identity show each weight as the kernel multiplies it: in order, and with all its bits."""
+    skip_refused("hopper", name)
+    weight = weight_of(name, N, K, "cuda")
+    weight = replace(weight, scales=weight.scales.to(dtype))
+    due = weight.dequantise(dtype).T
+    for rows in (8, 64, 128):
+        for start in range(0, K, rows):
+            x = torch.zeros(rows, K, dtype=dtype, device="cuda")
+            x[torch.arange(rows), torch.arange(start, start + rows)] = 1.0
+            assert torch.equal(rt.linear(x, weight, backend="hopper"), due[start : start + rows]), (rows, start)
+
+
+@pytest.mark.parametrize("name", ON_HOPPER)
+@pytest.mark.parametrize(("N", "K"), [(6144, 4096), (4096, 14336), (4099, 1024)])
+def test_programs_that_share_tiles_agree_with_themselves(name: str, N: int, K: int) -> None:
+    """Whoever finishes last adds a tile in the same order: fifty runs have the same bits, with memory full of NaN before."""
+    skip_refused("hopper", name)
+    weight = weight_of(name, N, K, "cuda")
+    for M in (1, 16, 64, 200):
+        x = torch.randn(M, K, device="cuda").bfloat16()
+        due = rt.linear(x, weight, backend="hopper")
+        for _ in range(50):
+            lost = torch.full((1 << 24,), torch.nan, device="cuda")
+            del lost
+            assert torch.equal(rt.linear(x, weight, backend="hopper"), due)
+
+
+@pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("name", ["fp8", "fp8_tile"])
-def test_long_rows_of_one_sign(name: str) -> None:
+def test_long_rows_of_one_sign(name: str, way: str) -> None:
     """Sums of 13 bits would be off by more than 2^-10 of the sum of |x w|."""
+    skip_refused(way, name)
     w = torch.rand(4096, 14336, device="cuda") + 0.1
     weight = rt.quantise_weight(w, name)
-    for M in (1, 64, 256, 2048):
+    for M in (1, 64, 256, *[2048] * (way == "triton")):
         x = (torch.rand(M, 14336, device="cuda") + 0.1).bfloat16()
-        found = rt.linear(x, weight, out_dtype=torch.float32, backend="triton").double()
+        found = rt.linear(x, weight, out_dtype=torch.float32, backend=way).double()
         exact = defined(x, weight, exact=True)
         assert ((found - exact).abs() <= 2.0**-10 * exact.abs()).all(), ((found - exact).abs() / exact.abs()).max()
 
 
-@pytest.mark.parametrize("way", ["triton", "library"])
+@pytest.mark.parametrize("way", [*OURS, "library"])
 def test_int8_is_exact(way: str) -> None:
+    skip_refused(way, "int8")
     weight, x = weight_of("int8", 1024, 14336, "cuda"), torch.randn(64, 14336, device="cuda")
     rows = quantise_rows(x, "int8")
     sums = (rows.codes.double() @ weight.codes.double().T).float()
@@ -91,25 +144,31 @@ def test_rows_are_quantised_as_defined(name: str, K: int) -> None:
 def test_a_row_does_not_know_its_batch(name: str) -> None:
     weight, x = weight_of(name, 1024, 4096, "cuda"), torch.randn(256, 4096, device="cuda").bfloat16()
     together = rt.linear(x, weight, deterministic=True)
-    for first, rows in ((0, 1), (255, 1), (100, 17), (0, 64)):
+    # more rows than one launch has
+    assert torch.equal(rt.linear(x.repeat(3, 1), weight, deterministic=True)[:256], together)
+    for first, rows in ((0, 1), (255, 1), (100, 17), (0, 64), (0, 128)):
         some = slice(first, first + rows)
         assert torch.equal(rt.linear(x[some].clone(), weight, deterministic=True), together[some])
 
 
+@pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_nan_stays_in_its_row(name: str) -> None:
+def test_nan_stays_in_its_row(name: str, way: str) -> None:
+    skip_refused(way, name)
     weight, x = weight_of(name, 512, 1024, "cuda"), torch.randn(70, 1024, device="cuda").bfloat16()
-    due = rt.linear(x, weight, backend="triton")
+    due = rt.linear(x, weight, backend=way)
     x[33, 7] = torch.nan
-    found = rt.linear(x, weight, backend="triton")
+    found = rt.linear(x, weight, backend=way)
     assert found[33].isnan().all()
     kept = torch.arange(70, device="cuda") != 33
     assert torch.equal(found[kept], due[kept])
 
 
-def test_columns_in_another_order() -> None:
+@pytest.mark.parametrize("way", OURS)
+def test_columns_in_another_order(way: str) -> None:
+    skip_refused(way, "int4")
     weight, x = ordered(weight_of("int4", 512, 1024, "cuda")), torch.randn(5, 1024, device="cuda").bfloat16()
-    assert_product(rt.linear(x, weight, backend="triton"), x, weight)
+    assert_product(rt.linear(x, weight, backend=way), x, weight)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -121,20 +180,83 @@ def test_gradients(name: str) -> None:
     torch.testing.assert_close(x.grad.double(), dy.double() @ weight.dequantise().double(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("M", [1, 256])
-def test_a_graph_says_the_same(name: str, M: int) -> None:
+def test_a_graph_says_the_same(name: str, M: int, way: str) -> None:
+    skip_refused(way, name)
     weight, x = weight_of(name, 1024, 4096, "cuda"), torch.randn(M, 4096, device="cuda").bfloat16()
     with torch.inference_mode():
-        rt.linear(x, weight, backend="triton")
+        rt.linear(x, weight, backend=way)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = rt.linear(x, weight, backend="triton")
+            y = rt.linear(x, weight, backend=way)
         for _ in range(2):
             x.copy_(torch.randn_like(x))
             graph.replay()
-            assert torch.equal(y, rt.linear(x, weight, backend="triton"))
+            assert torch.equal(y, rt.linear(x, weight, backend=way))
+
+
+@pytest.mark.parametrize("name", ON_HOPPER)
+def test_graphs_and_streams_at_once(name: str) -> None:
+    """Graphs that are replayed beside each other, and calls on another stream, share no counters."""
+    skip_refused("hopper", name)
+    weight, x = weight_of(name, 4096, 4096, "cuda"), torch.randn(3, 16, 4096, device="cuda").bfloat16()
+    with torch.inference_mode():
+        due = [rt.linear(rows, weight, backend="hopper") for rows in x]
+        graphs, found = [torch.cuda.CUDAGraph() for _ in range(2)], []
+        for graph, rows in zip(graphs, x, strict=False):
+            with torch.cuda.graph(graph):
+                found.append([rt.linear(rows, weight, backend="hopper") for _ in range(8)])
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            for graph, stream in zip(graphs, streams, strict=False):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            with torch.cuda.stream(streams[2]):
+                eager = [rt.linear(x[2], weight, backend="hopper") for _ in range(8)]
+        torch.cuda.synchronize()
+        for each, expected in zip((*found, eager), due, strict=True):
+            assert all(torch.equal(y, expected) for y in each)
+
+
+@pytest.mark.parametrize("name", ON_HOPPER)
+def test_compiled(name: str) -> None:
+    skip_refused("hopper", name)
+    weight, x = weight_of(name, 1024, 4096, "cuda"), torch.randn(7, 4096, device="cuda").bfloat16()
+    run = torch.compile(lambda x: rt.linear(x, weight, backend="hopper"), fullgraph=True)
+    assert torch.equal(run(x), rt.linear(x, weight, backend="hopper"))
+
+
+@pytest.mark.parametrize("name", ON_HOPPER)
+def test_few_rows_go_to_the_kernels_for_hopper(name: str) -> None:
+    skip_refused("hopper", name)
+    weight = weight_of(name, 4096, 4096, "cuda")
+    for M, way in ((1, "hopper"), (512, "hopper"), (513, "library" if name != "fp8_tile" else "triton")):
+        x = torch.zeros(M, 4096, dtype=torch.bfloat16, device="cuda")
+        assert rt.explain(x, weight).splitlines()[-1].split() == [way, "runs"]
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_results_and_codes_past_2_to_the_31_on_hopper(name: str) -> None:
+    skip_refused("hopper", name)
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GiB")
+    # o has more than 2^31 numbers, and so has the weight
+    N, K, M = 4_200_000, 512, 512
+    codes = torch.randint(0, 256, (N, K // 2 if name == "int4" else K), dtype=torch.uint8, device="cuda")
+    if name == "fp8":
+        # no code of NaN
+        codes = (codes & 0xF7).view(torch.float8_e4m3fn)
+    scales = torch.rand(N, K // 128 if name == "int4" else 1, device="cuda") * 0.01 + 0.01
+    scales = scales.bfloat16() if name == "int4" else scales
+    weight = rt.QuantisedWeight(codes, scales, None, None, name, 128 if name == "int4" else K, (N, K))
+    x = torch.randn(M, K, device="cuda").bfloat16()
+    found = rt.linear(x, weight, backend="hopper")
+    last = rt.QuantisedWeight(codes[-256:], scales[-256:], None, None, name, weight.group, (256, K))
+    assert_product(found[-2:, -256:], x[-2:], last)
 
 
 @pytest.mark.parametrize("name", ["w8", "int8", "int4"])

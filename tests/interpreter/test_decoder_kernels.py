@@ -9,6 +9,8 @@ from rooftile.fused import ACTIVATIONS, add_norm, gated, linear, normalise
 from rooftile.fused.gated import gated_as_defined
 from rooftile.fused.kernels.norm import tile_of
 from rooftile.fused.norm import added_as_defined, normalised_as_defined
+from rooftile.launch import observe
+from rooftile.numerics import QuantisedRows, quantise_rows
 from tests.models.norms import KINDS, assert_within_an_ulp, norm_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -57,6 +59,58 @@ def test_a_residual_with_gaps_stays() -> None:
     assert torch.equal(wide, before)
     assert torch.equal(stream, before[:, :40] + x)
     assert_within_an_ulp(found, normalised_as_defined(stream, norm))
+
+
+def assert_same_rows(found: QuantisedRows, due: QuantisedRows) -> None:
+    """The same bits; NaN is as NaN."""
+    assert (found.format, found.dtype, found.shape) == (due.format, due.dtype, due.shape)
+    torch.testing.assert_close(found.codes.float(), due.codes.float(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found.scales, due.scales, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["own-scales", "given-scale"])
+@pytest.mark.parametrize("out", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("total", "size"), [(1, 40), (37, 41), (2, 2048)])
+def test_rows_are_quantised_as_they_are_rounded(
+    total: int, size: int, kind: str, dtype: torch.dtype, out: str, given: bool
+) -> None:  # fmt: skip
+    """One kernel gives the bits of two: that of the norm, and that of its rows."""
+    if given and out == "int8":
+        pytest.skip("INT8 finds its scales")
+    norm, scale = norm_of(kind, size, dtype), torch.tensor([0.01]) if given else None
+    x, residual = (3 * torch.randn(2, total, size)).to(dtype)
+    x[0, 3] = torch.nan
+    seen: list[str] = []
+    with observe(seen.append):
+        found = normalise(x, norm, out, scale)
+    assert seen == ["_normalise"]
+    assert_same_rows(found, quantise_rows(normalise(x, norm), out, scale=scale))
+    due, due_stream = add_norm(x, residual.clone(), norm, norm)
+    found, stream = add_norm(x, residual, norm, norm, out, scale)
+    assert_same_rows(found, quantise_rows(due, out, scale=scale))
+    torch.testing.assert_close(stream, due_stream, rtol=0, atol=0, equal_nan=True)
+    assert stream is residual
+
+
+@OVERFLOWS
+@pytest.mark.parametrize("out", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("total", "ffn"), [(1, 40), (5, 1027)])
+def test_gates_are_quantised_as_they_are_rounded(
+    total: int, ffn: int, activation: str, dtype: torch.dtype, out: str
+) -> None:
+    x = (3 * torch.randn(total, 2 * ffn)).to(dtype)
+    seen: list[str] = []
+    with observe(seen.append):
+        found = gated(x, activation, out)
+    assert seen == ["_gate_quantised"]
+    assert_same_rows(found, quantise_rows(gated(x, activation), out))
+    if out == "fp8":
+        scale = torch.tensor([0.02])
+        assert_same_rows(gated(x, activation, out, scale), quantise_rows(gated(x, activation), out, scale=scale))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -146,7 +200,8 @@ def test_a_row_does_not_know_its_neighbours(size: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("total", "inner", "out", "bias"), [(1, 40, 97, True), (70, 129, 33, False), (600, 8, 70, True), (1, 16, 8200, False)]
+    ("total", "inner", "out", "bias"),
+    [(1, 40, 97, True), (70, 129, 33, False), (600, 8, 70, True), (1, 16, 8200, False)],
 )
 def test_products(total: int, inner: int, out: int, bias: bool, dtype: torch.dtype) -> None:
     """More tiles of rows than one group has, and tiles that are not full; what is read has gaps."""

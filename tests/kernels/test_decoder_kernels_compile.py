@@ -17,12 +17,13 @@ WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 
 
 def kernel_named(name: str):
-    from rooftile.fused.kernels import gated, linear, norm
+    from rooftile.fused.kernels import gate_quantised, gated, linear, norm
 
-    return {"_normalise": norm._normalise, "_gate": gated._gate, "_linear": linear._linear}[name]
+    modules = {"_normalise": norm, "_gate": gated, "_linear": linear, "_gate_quantised": gate_quantised}
+    return getattr(modules[name], name)
 
 
-def compiled(name: str, sm: int, dtype: torch.dtype, constants: dict[str, object], even: bool = True):
+def compiled(name: str, sm: int, dtype: torch.dtype, constants: dict[str, object], even: bool = True, **words: str):
     """A kernel as it is launched for rows that are aligned to 16 bytes, or not."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -30,15 +31,23 @@ def compiled(name: str, sm: int, dtype: torch.dtype, constants: dict[str, object
     kernel = kernel_named(name)
     constants = dict(constants)
     options = {"num_warps": constants.pop("num_warps")}
-    others = {"total": "i32", "x_stride_t": "i32", "x_stride_h": "i32", "eps": "fp32", "post_eps": "fp32"}
+    others = {
+        "gate_stride": "i32",
+        "up_stride": "i32",
+        "total": "i32",
+        "x_stride_t": "i32",
+        "x_stride_h": "i32",
+        "eps": "fp32",
+        "post_eps": "fp32",
+    }
     signature = {
-        argument: "constexpr" if argument in constants else others.get(argument, WORDS[dtype])
+        argument: "constexpr" if argument in constants else (others | words).get(argument, WORDS[dtype])
         for argument in kernel.arg_names
     }
     places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
     round_16 = [
         n for n, argument in enumerate(kernel.arg_names)
-        if argument.endswith("_ptr") or (even and argument in ("x_stride_t", "x_stride_h"))
+        if argument.endswith("_ptr") or (even and argument in ("x_stride_t", "x_stride_h", "gate_stride", "up_stride"))
     ]  # fmt: skip
     source = ASTSource(kernel, signature, places, {(n,): [["tt.divisibility", 16]] for n in round_16})
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
@@ -47,7 +56,8 @@ def compiled(name: str, sm: int, dtype: torch.dtype, constants: dict[str, object
 def constants_of(kind: str, size: int, heads: int, residual: bool, post: bool) -> dict[str, object]:
     from rooftile.fused.kernels.norm import tile_of
 
-    return tile_of(size) | {"KIND": kind, "HEADS": heads, "SIZE": size, "RESIDUAL": residual, "POST": kind if post else ""}
+    own = {"KIND": kind, "HEADS": heads, "SIZE": size, "RESIDUAL": residual, "POST": kind if post else "", "OUT": ""}
+    return tile_of(size) | own
 
 
 NORMS = [
@@ -112,6 +122,22 @@ def test_gates_compile(sm: int, dtype: torch.dtype, ffn: int, kind: str) -> None
         assert "st.global.v4.b32" in built.asm["ptx"]
     if sm == 90:
         assert stack(built) == 0
+
+
+@pytest.mark.parametrize("out", ["fp8", "int8", "given"])
+def test_quantising_norms_and_gates_compile(out: str) -> None:
+    """A row in registers is quantised there: nothing of it is written in 16 bits."""
+    from rooftile.fused.kernels import gate_quantised
+
+    codes = "*i8" if out == "int8" else "*fp8e4nv"
+    words = {"scales_ptr": "*fp32", "given_ptr": "*fp32"}
+    norm = constants_of("rms", 4096, 1, True, False) | {"OUT": out}
+    built = compiled("_normalise", 90, torch.bfloat16, norm, o_ptr=codes, **words)
+    # only the stream is
+    assert len(re.findall(r"st\.global\.v4\.b32", built.asm["ptx"])) <= 3
+    assert stack(built) == 0
+    gate = gate_quantised.constants_of(14336, "silu", out)
+    assert stack(compiled("_gate_quantised", 90, torch.bfloat16, gate, codes_ptr=codes, **words)) == 0
 
 
 @pytest.mark.parametrize(("sm", "dtype"), CHIPS, ids=str)

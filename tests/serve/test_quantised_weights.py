@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
 from rooftile.matmul import QuantisedWeight
 from rooftile.models import Decoder
+from rooftile.models.layers import Rows
 from rooftile.serve import EngineConfig
 from tests.models.quantised import KINDS, plain, quantised
 from tests.serve.asking import GREEDY, ROOM, prompts, tokens_of
@@ -126,3 +129,55 @@ def test_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(rt.InvalidInput, match="the decoder's weights are quantised already; leave weights out"):
         rt.LLM(decoder, weights="fp8", **ROOM)
     assert KINDS
+
+
+class Seen(TorchDispatchMode):
+    """Counts the operators of this package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        name = operator._schema.name
+        if name.startswith("rooftile::"):
+            self.names[name.removeprefix("rooftile::")] += 1
+        return operator(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8"])
+def test_at_most_one_kernel_a_layer_does_nothing_but_quantise(weights: str, folder: Path, monkeypatch) -> None:
+    """Norms and gates write what the next product reads, with the bits of those that leave it to the product."""
+    decoder = Decoder.from_folder(folder, weights=weights)
+    tokens, positions = torch.arange(5), torch.arange(5)
+    layers = len(decoder.layers)
+
+    def attend(layer, q, k, v, rotation, gates=None):
+        return q
+
+    with torch.no_grad(), Seen() as seen:
+        found = decoder(tokens, positions, attend)
+    # the first norm, and that after attention and after the feed-forward; the last norm feeds the head
+    assert seen.names["normalise_quantised"] == 1
+    assert seen.names["add_norm_quantised"] == 2 * layers - 1
+    assert seen.names["add_norm"] == 1
+    assert seen.names["gate_quantised"] == layers
+    # only what attention returns is quantised by the product that reads it
+    assert seen.names["linear_quantised"] == 4 * layers
+    assert seen.names["quantise_rows"] == 0
+    # where nothing is quantised early, the numbers are the same
+    monkeypatch.setattr("rooftile.models.layers.Projection.rows", lambda self, x: Rows())
+    with torch.no_grad():
+        assert torch.equal(decoder(tokens, positions, attend), found)
+
+
+def test_who_asks_for_codes(folder: Path) -> None:
+    x = torch.zeros(1, 64)
+    mixed = Decoder.from_folder(folder, weights={"re:.*q_proj": "fp8", "re:.*k_proj": "int8", "re:.*v_proj": "fp8"})
+    layer = mixed.layers[0]
+    assert layer.qkv.rows(x) == layer.up.rows(x) == Rows()
+    of_bits = Decoder.from_folder(folder, weights="w8").layers[0]
+    assert of_bits.qkv.rows(x) == Rows()
+    codes = Decoder.from_folder(folder, weights="int8").layers[0]
+    assert codes.qkv.rows(x) == Rows("int8")
+    assert codes.qkv.rows(x.requires_grad_()) == Rows()

@@ -13,6 +13,7 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import route
+from rooftile.models.checkpoints import plan
 from rooftile.models.config import config_of
 from rooftile.serve import build, llm, warm_up
 from tests.models.checkpoints import CONFIGS
@@ -37,7 +38,9 @@ def test_threads_find_all_modules_imported() -> None:
         "rooftile.backends.hopper.decode.bf16", "rooftile.backends.hopper.decode.fp8",
         "rooftile.backends.triton.paged_decode", "rooftile.backends.triton.paged_fwd", "rooftile.kvcache.kernels",
         "rooftile.fused.kernels.norm", "rooftile.fused.kernels.gated",
-        "rooftile.fused.kernels.linear", "rooftile.serve.sampling.kernels",
+        "rooftile.fused.kernels.linear", "rooftile.serve.sampling.kernels", "rooftile.fused.kernels.gate_quantised",
+        "rooftile.matmul.kernels.launch", "rooftile.matmul.hopper.launch", "rooftile.matmul.hopper.codes",
+        "rooftile.matmul.hopper.nibbles", "rooftile.numerics.kernels",
     }  # fmt: skip
     assert kernels <= found
 
@@ -65,6 +68,30 @@ def test_all_that_is_run_for_its_kernels_runs(name: str, kv_dtype: torch.dtype, 
     with torch.inference_mode():
         for job in found:
             job()
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "fixed-order"])
+@pytest.mark.parametrize("word", ["fp8", "fp8_tile", "int8", "int4:32", "nvfp4"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_products_with_quantised_weights_are_run_for_each_tile(name: str, word: str, deterministic: bool) -> None:
+    config = config_of(CONFIGS[name]().to_dict(), "here")
+    device = torch.device("cpu")
+    found = warm_up.jobs_of_products(config, torch.float32, device, (word, "w8"), deterministic=deterministic)
+    assert len(found) == 2 * len(warm_up.PRODUCT_ROWS)
+    with torch.inference_mode():
+        for job in found[:2]:
+            job()
+    assert plan.words_of({"*.mlp.*": word, "*q_proj": "auto", "*k_proj": word}) == (word,)
+    assert plan.words_of("auto") == ()
+
+
+def test_rows_stand_for_all_tiles() -> None:
+    from rooftile.matmul.hopper import launch
+
+    for format in ("fp8", "fp8_tile", "int8", "int4"):
+        for deterministic in (False, True):
+            all_tiles = {launch.tile_of(M, format, deterministic) for M in range(1, launch.MOST_ROWS + 1)}
+            assert all_tiles == {launch.tile_of(M, format, deterministic) for M in warm_up.PRODUCT_ROWS}
 
 
 def test_who_hears_of_a_bad_folder_does_not_wait_for_kernels(peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

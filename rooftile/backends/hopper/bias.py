@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.backends.hopper.gluon import TensorDescriptor
 from rooftile.backends.hopper.tiles import BiasKind
 from rooftile.backends.hopper.tma import layout
+from rooftile.hopper.gluon import TensorDescriptor
 from rooftile.spec import Options, Sizes
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

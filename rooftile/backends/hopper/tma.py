@@ -7,8 +7,8 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from rooftile.backends.hopper.gluon import TensorDescriptor, gl
 from rooftile.backends.hopper.tiles import SWIZZLE_COLUMNS, SWIZZLE_ROWS, padded
+from rooftile.hopper.gluon import TensorDescriptor, gl
 
 # layout of a line of fp32 words in shared memory
 LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)

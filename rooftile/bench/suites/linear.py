@@ -3,15 +3,18 @@
     8b-FORMAT-rROWS       the four products of a layer of an 8B model, over more layers than the L2 cache holds
     small-FORMAT-rROWS    one product of 256 x 256, for a CPU
 
-Contestants are `rooftile`, each of its backends, `bf16` (cuBLAS; fp32 on a CPU) and PyTorch's `_scaled_mm` with one scale for
-a tensor, `_int_mm` and `_weight_int4pack_mm` where they run. A peer is timed only after its result was compared with its own
-weights' product; a row that is not timed says why. `of_bf16_ratio` is a time over that of 16 bits.
+On a GPU the products of a case are one CUDA graph. Contestants are `rooftile`, which quantises x where the format does, each of
+its backends with x in codes, `bf16` (cuBLAS; fp32 on a CPU), PyTorch's `_scaled_mm` with one scale for a tensor and with scales
+for rows and fast sums, `_int_mm` and `_weight_int4pack_mm`, and FBGEMM's FP8 product, where they run. A peer has x in codes, and
+is timed only after its result was compared with its own weights' product; a row that is not timed says why. `of_bf16_ratio` is a
+time over that of 16 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -24,14 +27,15 @@ from rooftile.bench.rows import contest, timed_row, times_of, with_measures
 from rooftile.bench.run import Progress
 from rooftile.bench.session import Session
 from rooftile.cost import Roof
-from rooftile.hardware.clock import Work, clock_for
-from rooftile.matmul import QuantisedWeight, backends
+from rooftile.hardware.clock import ReplayClock, Work, clock_for
+from rooftile.matmul import QuantisedWeight, backends, weight_format
+from rooftile.numerics import QuantisedRows, quantise_rows
 
 # N x K of an 8B model's layer: q, k and v; the output; gate and up; down
 PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 # layers, so that weights come from memory
 LAYERS = 3
-ROWS = (1, 4, 16, 64, 256, 512, 2048, 8192)
+ROWS = (1, 16, 64, 256, 512, 1024, 8192)
 FORMATS = ("fp8", "fp8_tile", "int8", "w8", "int4", "mxfp8", "mxfp4", "nvfp4")
 GPU = tuple(f"8b-{format}-r{rows}" for format in FORMATS for rows in ROWS)
 CPU = tuple(f"small-{format}-r{rows}" for format in FORMATS for rows in (1, 16))
@@ -41,17 +45,18 @@ MOST_ERROR = 0.02
 
 
 class Case(NamedTuple):
-    """Inputs and weights of one case."""
+    """Inputs and weights of one case, and the inputs as the weights multiply them."""
 
     format: str
     inputs: list[Tensor]
+    rows: Sequence[Tensor | QuantisedRows]
     plain: list[Tensor]
     weights: list[QuantisedWeight]
 
 
 def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[Row]:
     """A row for each contestant."""
-    clock = clock_for(session.device, 12.0)
+    clock = ReplayClock() if session.device.type == "cuda" else clock_for(session.device, 12.0)
     for name in names:
         say(name)
         with torch.inference_mode():
@@ -73,7 +78,9 @@ def case_of(name: str, device: torch.device, dtype: str) -> Case:
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
     inputs = [torch.randn(int(rows[1:]), K, device=device, dtype=kind) for _, K in shapes]
     plain = [torch.randn(N, K, device=device, dtype=kind) * 0.02 for N, K in shapes]
-    return Case(format, inputs, plain, [rt.quantise_weight(w, format) for w in plain])
+    codes = weight_format(format).activations
+    made = inputs if codes is None else [quantise_rows(x, codes) for x in inputs]
+    return Case(format, inputs, made, plain, [rt.quantise_weight(w, format) for w in plain])
 
 
 def contestants(case: Case) -> tuple[dict[str, Work], dict[str, str]]:
@@ -84,9 +91,11 @@ def contestants(case: Case) -> tuple[dict[str, Work], dict[str, str]]:
         dtype: lambda: [functional.linear(x, w) for x, w in zip(case.inputs, case.plain, strict=True)],
     }
     why: dict[str, str] = {}
-    for name in backends.NAMES[:2]:
+    for name in backends.NAMES:
+        if name == "definition":
+            continue
         try:
-            rt.linear(case.inputs[0], case.weights[0], backend=name)
+            rt.linear(case.rows[0], case.weights[0], backend=name)
         except rt.Unsupported as error:
             why[name] = str(error)
         else:
@@ -102,7 +111,7 @@ def contestants(case: Case) -> tuple[dict[str, Work], dict[str, str]]:
 
 
 def _by(case: Case, name: str) -> Work:
-    return lambda: [rt.linear(x, w, backend=name) for x, w in zip(case.inputs, case.weights, strict=True)]
+    return lambda: [rt.linear(x, w, backend=name) for x, w in zip(case.rows, case.weights, strict=True)]
 
 
 def checked(case: Case, make: Callable[[Case], tuple[Work, list[Tensor]]]) -> tuple[Work | None, str]:
@@ -127,6 +136,33 @@ def _scaled_mm(case: Case) -> tuple[Work, list[Tensor]]:
         one.append(((x / x_scale).to(e4m3), (w / w_scale).to(e4m3).T, x_scale, w_scale))
     due = [(x.float() * a) @ (w.float() * b) for x, w, a, b in one]
     return lambda: [torch._scaled_mm(x, w, a, b, out_dtype=torch.bfloat16) for x, w, a, b in one], due
+
+
+def _scaled_mm_rows(case: Case) -> tuple[Work, list[Tensor]]:
+    """FP8 with scales for rows and sums that stay in the matrix units."""
+    made = _by_rows(case)
+    return lambda: [
+        torch._scaled_mm(x, w.T, a, b.T, out_dtype=torch.bfloat16, use_fast_accum=True) for x, w, a, b in made
+    ], _due_of_rows(made)
+
+
+def _fbgemm(case: Case) -> tuple[Work, list[Tensor]]:
+    """FP8 of FBGEMM (fbgemm-gpu-genai), with scales for rows."""
+    import_module("fbgemm_gpu.experimental.gen_ai")
+    made = _by_rows(case)
+    run = torch.ops.fbgemm.f8f8bf16_rowwise
+    return lambda: [run(x, w, a.flatten(), b.flatten()) for x, w, a, b in made], _due_of_rows(made)
+
+
+def _by_rows(case: Case) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Codes of x and of the weight, and scales (M, 1) and (N, 1)."""
+    rows = [quantise_rows(x, "fp8") for x in case.inputs]
+    weights = [rt.quantise_weight(w, "fp8") for w in case.plain]
+    return [(x.codes, w.codes, x.scales, w.scales.float()) for x, w in zip(rows, weights, strict=True)]
+
+
+def _due_of_rows(made: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> list[Tensor]:
+    return [(x.float() * a) @ (w.float() * b).T for x, w, a, b in made]
 
 
 def _int_mm(case: Case) -> tuple[Work, list[Tensor]]:
@@ -158,6 +194,8 @@ def _int4pack_mm(case: Case) -> tuple[Work, list[Tensor]]:
 # each with the formats that it stands beside
 PEERS: dict[str, tuple[tuple[str, ...], Callable[[Case], tuple[Work, list[Tensor]]]]] = {
     "torch-scaled-mm": (("fp8", "fp8_tile"), _scaled_mm),
+    "torch-scaled-mm-rows-fast": (("fp8",), _scaled_mm_rows),
+    "fbgemm-fp8": (("fp8",), _fbgemm),
     "torch-int-mm": (("int8",), _int_mm),
     "torch-int4": (("int4",), _int4pack_mm),
 }

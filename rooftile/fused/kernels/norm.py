@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.fused.kernels.quantised import out_of, rows_for, store_rows
 from rooftile.fused.kernels.tile import PIECE, warps_for
 from rooftile.launch import Kernel
 
@@ -36,17 +37,22 @@ def _normalised(x, weight, bias, there, eps, dtype, SIZE: tl.constexpr, KIND: tl
 # fmt: off
 @triton.jit(do_not_specialize=["total"])
 def _normalise(
-    x_ptr, residual_ptr, o_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, total, x_stride_t, x_stride_h,
-    eps, post_eps, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
+    x_ptr, residual_ptr, stream_ptr, o_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, scales_ptr, given_ptr, total,
+    x_stride_t, x_stride_h, eps, post_eps, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr, OUT: tl.constexpr,
 ):
     # fmt: on
-    """Normalises BLOCK_R rows, each a head of a token: x, or the residual plus x, which may itself be normalised first."""
+    """Normalises BLOCK_R rows, each a head of a token: x, or the residual plus x, which may itself be normalised first.
+
+    The sum goes to the stream, which may be the residual.
+
+    OUT: empty, or how the rounded rows are quantised (`store_rows`).
+    """
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     n = tl.arange(0, BLOCK_N)[None, :]
     t, h = r // HEADS, r % HEADS
     there = (t < total)[:, None] & (n < SIZE)
-    dtype: tl.constexpr = o_ptr.dtype.element_ty
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     # every load is issued before the first sum waits for one
     x = tl.load(x_ptr + (t * x_stride_t + h * x_stride_h)[:, None] + n, mask=there, other=0.0).to(tl.float32)
     line = (r * SIZE)[:, None] + n
@@ -65,9 +71,13 @@ def _normalise(
     if RESIDUAL:
         # the norm sees the stream as later layers will read it: rounded
         stream = (residual + x).to(dtype)
-        tl.store(residual_ptr + line, stream, mask=there)
+        tl.store(stream_ptr + line, stream, mask=there)
         x = stream.to(tl.float32)
-    tl.store(o_ptr + line, _normalised(x, weight, bias, there, eps, dtype, SIZE, KIND), mask=there)
+    y = _normalised(x, weight, bias, there, eps, dtype, SIZE, KIND)
+    if OUT == "":
+        tl.store(o_ptr + line, y, mask=there)
+    else:
+        store_rows(y, o_ptr + line, scales_ptr + r, given_ptr, there, t < total, OUT)
 
 
 _start_normalise = Kernel(_normalise)
@@ -77,7 +87,7 @@ def normalise(x: Tensor, norm) -> Tensor:
     """x (total, size) or (total, heads, size), normalised over its last axis: contiguous, whatever x is."""
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        _launch(x, None, o, norm, None)
+        _launch(x, None, None, o, norm, None)
     return o
 
 
@@ -85,19 +95,46 @@ def add_norm(x: Tensor, residual: Tensor, norm, post=None) -> Tensor:
     """Adds x, or x normalised by `post`, to a contiguous residual in place, and returns the sum normalised by `norm`."""
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        _launch(x, residual, o, norm, post)
+        _launch(x, residual, residual, o, norm, post)
     return o
 
 
-def _launch(x: Tensor, residual: Tensor | None, o: Tensor, norm, post) -> None:
+def sum_norm(x: Tensor, residual: Tensor, norm) -> tuple[Tensor, Tensor]:
+    """Returns the sum of x and a contiguous residual, normalised, and as it is; the residual stays as it was."""
+    o, stream = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    if x.numel():
+        _launch(x, residual, stream, o, norm, None)
+    return o, stream
+
+
+def quantised(
+    x: Tensor, residual: Tensor | None, norm, post, format: str, given: Tensor | None, stream: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the codes and scales of what `normalise` returns for x (total, size), or `add_norm` if there is a residual.
+
+    The sum goes to `stream`, or takes the residual's place.
+    """
+    codes, scales = rows_for(x.shape, format, x.device)
+    if x.numel():
+        out = out_of(format, given)
+        stream = residual if stream is None else stream
+        _launch(x, residual, stream, codes, norm, post, out, scales, scales if given is None else given)
+    return codes, scales
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, stream: Tensor | None, o: Tensor, norm, post, out: str = "", scales: Tensor | None = None,
+    given: Tensor | None = None,
+) -> None:  # fmt: skip
     x = x if x.stride(-1) == 1 else x.contiguous()
     total, heads, size = x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
     first = norm if post is None else post
     weight, bias, first_weight, first_bias = norm.weight, norm.bias, first.weight, first.bias
-    constants = _constants(heads, size, _kind(norm), residual is not None, "" if post is None else _kind(post))
+    constants = _constants(heads, size, _kind(norm), residual is not None, "" if post is None else _kind(post), out)
     arguments = (
-        x, o if residual is None else residual, o, weight, weight if bias is None else bias,
-        first_weight, first_weight if first_bias is None else first_bias, total, x.stride(0), x.stride(1) if heads > 1 else 0,
+        x, o if residual is None else residual, o if stream is None else stream, o, weight, weight if bias is None else bias,
+        first_weight, first_weight if first_bias is None else first_bias, o if scales is None else scales,
+        o if given is None else given, total, x.stride(0), x.stride(1) if heads > 1 else 0,
         norm.eps, first.eps,
     )  # fmt: skip
     _start_normalise((triton.cdiv(total * heads, constants["BLOCK_R"]), 1, 1), arguments, constants)
@@ -110,9 +147,9 @@ def _kind(norm) -> str:
 
 
 @cache
-def _constants(heads: int, size: int, kind: str, residual: bool, post: str) -> dict[str, Any]:
+def _constants(heads: int, size: int, kind: str, residual: bool, post: str, out: str) -> dict[str, Any]:
     """The compile-time arguments; `post` is the kind of the norm before the addition, and empty if there is none."""
-    return tile_of(size) | {"HEADS": heads, "SIZE": size, "KIND": kind, "RESIDUAL": residual, "POST": post}
+    return tile_of(size) | {"HEADS": heads, "SIZE": size, "KIND": kind, "RESIDUAL": residual, "POST": post, "OUT": out}
 
 
 def tile_of(size: int) -> dict[str, int]:

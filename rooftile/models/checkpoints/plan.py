@@ -128,6 +128,12 @@ def quantiser_of(weights: Weights) -> Quantiser | None:
     return None if weights == "auto" else Quantiser((("*", weights),))
 
 
+def words_of(weights: Weights) -> tuple[str, ...]:
+    """Returns the formats that `weights=` asks for, each once."""
+    words = weights.values() if isinstance(weights, Mapping) else (weights,)
+    return tuple(dict.fromkeys(word for word in words if word != "auto"))
+
+
 FAMILIES: dict[str, Callable[[Mapping[str, Any], str], Reader]] = {
     "compressed-tensors": compressed_tensors.reader_of,
     "gptq": gptq.reader_of,

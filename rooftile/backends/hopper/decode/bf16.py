@@ -10,13 +10,13 @@ A wgmma has 64 rows, and the heads of a group are the first few of them: tensor 
 Dao et al., Flash-Decoding, 2023; Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
 
-from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.config import LN2, LOG2E, WG_ROWS, KernelConfig
 from rooftile.backends.hopper.device.page_loads import Table, load_pages, load_values
-from rooftile.backends.hopper.device.pipeline import Ring, ring
 from rooftile.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, WorkTile, consume, publish, publish_end
 from rooftile.backends.hopper.device.softmax import Scoring, make_scoring
-from rooftile.backends.hopper.gluon import barrier, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from rooftile.hopper import ptx
+from rooftile.hopper.gluon import barrier, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from rooftile.hopper.pipeline import Ring, ring
 
 
 @gluon.jit

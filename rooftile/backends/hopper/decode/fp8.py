@@ -20,10 +20,9 @@ from rooftile.backends.hopper.decode.bf16 import (
 )
 from rooftile.backends.hopper.device.config import KernelConfig
 from rooftile.backends.hopper.device.page_loads import Table, load_pages
-from rooftile.backends.hopper.device.pipeline import Ring, ring
 from rooftile.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
 from rooftile.backends.hopper.device.softmax import Scoring, make_scoring
-from rooftile.backends.hopper.gluon import (
+from rooftile.hopper.gluon import (
     aggregate,
     barrier,
     copy_arrived,
@@ -35,6 +34,7 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from rooftile.hopper.pipeline import Ring, ring
 
 
 @aggregate

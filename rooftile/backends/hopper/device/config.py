@@ -1,8 +1,8 @@
 """The compile-time configuration that the parts of the forward and of decoding share."""
 
-from rooftile.backends.hopper.device.pipeline import Ring
-from rooftile.backends.hopper.gluon import aggregate, gl, gluon, reinterpreted
 from rooftile.backends.hopper.tiles import SWIZZLE_COLUMNS, SWIZZLE_ROWS, WARPGROUP
+from rooftile.hopper.gluon import aggregate, gl, gluon, reinterpreted
+from rooftile.hopper.pipeline import Ring
 from rooftile.numerics import softmax
 
 LOG2E, LN2 = gl.constexpr(softmax.LOG2E), gl.constexpr(softmax.LN2)

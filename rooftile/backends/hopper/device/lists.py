@@ -6,9 +6,9 @@ Where some blocks are seen in part, a second word says which bits are the step's
 """
 
 from rooftile.backends.hopper.device.config import WG_ROWS, KernelConfig
-from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.device.scheduler import PADDED, Mask
-from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier, tma_load
+from rooftile.hopper.gluon import aggregate, gl, gluon, mbarrier, tma_load
+from rooftile.hopper.pipeline import Ring
 
 
 @aggregate

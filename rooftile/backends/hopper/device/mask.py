@@ -5,7 +5,7 @@ window compiles nothing. Positions are on the key axis and may be negative (T > 
 below zero.
 """
 
-from rooftile.backends.hopper.gluon import gl, gluon
+from rooftile.hopper.gluon import gl, gluon
 
 # beyond any position; positions and bounds stay below it, so their sums fit in int32
 FAR = gl.constexpr(1 << 29)

@@ -4,7 +4,7 @@ Gluon's tensors are powers of two long, so 96 and 192 lie in shared memory padde
 the padding out: they are issued for two powers of two that add up to it, 64 + 32 and 128 + 64.
 """
 
-from rooftile.backends.hopper.gluon import gl, gluon, warpgroup_mma
+from rooftile.hopper.gluon import gl, gluon, warpgroup_mma
 
 
 @gluon.constexpr_function

@@ -6,7 +6,7 @@ A weight of zero does not hide a NaN or an infinity among the values, and 0 x Na
 from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS, KernelConfig, query_offset
 from rooftile.backends.hopper.device.lists import Lists, list_number
 from rooftile.backends.hopper.device.softmax import Scoring, add_bias
-from rooftile.backends.hopper.gluon import barrier, gl, gluon
+from rooftile.hopper.gluon import barrier, gl, gluon
 
 # the page table's first word, after those of three tensors; a bias's, which no pages have, is the same
 TABLE_WORD = gl.constexpr(12)

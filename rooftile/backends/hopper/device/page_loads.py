@@ -5,9 +5,9 @@ compute, so a block is asked for in as few boxes, and a box in as few instructio
 """
 
 from rooftile.backends.hopper.device.config import KernelConfig
-from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.device.scheduler import consume
-from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier, reinterpreted, tma_load
+from rooftile.hopper.gluon import aggregate, gl, gluon, mbarrier, reinterpreted, tma_load
+from rooftile.hopper.pipeline import Ring
 
 
 @aggregate

@@ -12,8 +12,8 @@ the warp that draws it, from the lengths of all sequences, a lane each.
 
 from rooftile.backends.device.row_stats import ROWS_PADDED
 from rooftile.backends.hopper.device.mask import first_key, first_position, last_key, last_position
-from rooftile.backends.hopper.device.pipeline import Ring
-from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier
+from rooftile.hopper.gluon import aggregate, gl, gluon, mbarrier
+from rooftile.hopper.pipeline import Ring
 
 # int32 words per work tile in shared memory: a power of two, as every shape here
 WORK_TILE_WORDS = gl.constexpr(16)

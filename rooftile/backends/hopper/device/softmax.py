@@ -3,10 +3,10 @@
 Scores are in units of log2, so that an exponential is one multiply-add and one instruction.
 """
 
-from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS, KernelConfig, query_offset
 from rooftile.backends.hopper.device.scheduler import Mask
-from rooftile.backends.hopper.gluon import aggregate, gl, gluon
+from rooftile.hopper import ptx
+from rooftile.hopper.gluon import aggregate, gl, gluon
 
 # how far, in powers of 2, a row's largest score may be above what its weights refer to
 LAG = gl.constexpr(8.0)

@@ -14,7 +14,6 @@ of dq in fp32 is as many bytes as all else that crosses shared memory, which is 
 one owner and one order, so two runs agree bit for bit.
 """
 
-from rooftile.backends.hopper.device.pipeline import Ring, ring
 from rooftile.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
 from rooftile.backends.hopper.device.softmax import Scoring, make_scoring, pack_16bit, unpack_16bit
 from rooftile.backends.hopper.flash_bwd.parts import (
@@ -33,7 +32,7 @@ from rooftile.backends.hopper.flash_bwd.parts import (
     unpack_from_twin,
     wait_for_store,
 )
-from rooftile.backends.hopper.gluon import (
+from rooftile.hopper.gluon import (
     fence_async_shared,
     gl,
     gluon,
@@ -41,6 +40,7 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from rooftile.hopper.pipeline import Ring, ring
 
 
 @gluon.jit

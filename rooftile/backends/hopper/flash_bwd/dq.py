@@ -12,7 +12,6 @@ Dao, FlashAttention-2, arXiv:2307.08691; Shah et al., FlashAttention-3, arXiv:24
 
 from rooftile.backends.hopper.device.config import WG_ROWS
 from rooftile.backends.hopper.device.mma import num_mmas
-from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, ring
 from rooftile.backends.hopper.device.scheduler import (
     WORK_TILE_WORDS,
     Mask,
@@ -33,7 +32,7 @@ from rooftile.backends.hopper.flash_bwd.parts import (
     store_rows,
     wait_for_store,
 )
-from rooftile.backends.hopper.gluon import (
+from rooftile.hopper.gluon import (
     fence_async_shared,
     gl,
     gluon,
@@ -42,6 +41,7 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from rooftile.hopper.pipeline import Ring, hide_from_ptxas, ring
 
 # warpgroups that compute, of 64 queries each
 NUM_CONSUMERS = gl.constexpr(2)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rooftile.backends.hopper.device.scheduler import PADDED, packed_tile
-from rooftile.backends.hopper.gluon import TensorDescriptor, gl, gluon
 from rooftile.backends.hopper.tiles import padded
+from rooftile.hopper.gluon import TensorDescriptor, gl, gluon
 from rooftile.launch import Kernel
 from rooftile.spec import Sizes, Spec
 

@@ -2,7 +2,6 @@
 
 from rooftile.backends.hopper.device.config import WG_ROWS
 from rooftile.backends.hopper.device.lists import read_word
-from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.device.scheduler import consume
 from rooftile.backends.hopper.flash_bwd.dq_accumulator import UNIT, UNIT_ROWS, to_thread_order
 from rooftile.backends.hopper.flash_bwd.parts import (
@@ -12,7 +11,7 @@ from rooftile.backends.hopper.flash_bwd.parts import (
     advance_block,
     steps_of,
 )
-from rooftile.backends.hopper.gluon import (
+from rooftile.hopper.gluon import (
     fence_async_shared,
     gl,
     gluon,
@@ -22,6 +21,7 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from rooftile.hopper.pipeline import Ring
 
 # warpgroups that compute, of 64 keys each
 NUM_CONSUMERS = gl.constexpr(2)

@@ -20,7 +20,6 @@ Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttentio
 from rooftile.backends.hopper.device.config import WG_ROWS
 from rooftile.backends.hopper.device.lists import Lists, read_word
 from rooftile.backends.hopper.device.mma import mma_qk, num_mmas
-from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, named_barrier, ring
 from rooftile.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, consume
 from rooftile.backends.hopper.device.softmax import Scoring, add_bias, make_scoring
 from rooftile.backends.hopper.flash_bwd.dq_accumulator import UNIT, UNIT_COLUMNS, UNIT_ROWS
@@ -40,7 +39,7 @@ from rooftile.backends.hopper.flash_bwd.parts import (
     store_rows,
     wait_for_store,
 )
-from rooftile.backends.hopper.gluon import (
+from rooftile.hopper.gluon import (
     fence_async_shared,
     gl,
     gluon,
@@ -48,6 +47,7 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from rooftile.hopper.pipeline import Ring, hide_from_ptxas, named_barrier, ring
 
 # the first of the warpgroups' named barriers, by which they take turns at D = 64
 PING_PONG_BARRIER = gl.constexpr(9)

@@ -8,13 +8,11 @@ With P the weights, recomputed from lse, and D_i = sum_c dO_ic O_ic - dL_i, a ro
 Dao, FlashAttention-2, arXiv:2307.08691, Algorithm 2; Shah et al., FlashAttention-3, arXiv:2407.08608.
 """
 
-from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.config import LOG2E, WG_ROWS
 from rooftile.backends.hopper.device.lists import Lists, count_steps, write_word
 from rooftile.backends.hopper.device.mask import FAR
 from rooftile.backends.hopper.device.mma import mma_qk
 from rooftile.backends.hopper.device.nan_fallback import holds_nan
-from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.device.scheduler import (
     MOST_SORTED,
     Mask,
@@ -28,7 +26,8 @@ from rooftile.backends.hopper.device.scheduler import (
     tile_by_work,
 )
 from rooftile.backends.hopper.device.softmax import Scoring
-from rooftile.backends.hopper.gluon import (
+from rooftile.hopper import ptx
+from rooftile.hopper.gluon import (
     aggregate,
     barrier,
     fence_async_shared,
@@ -39,6 +38,7 @@ from rooftile.backends.hopper.gluon import (
     tma_store,
     tma_store_wait,
 )
+from rooftile.hopper.pipeline import Ring
 
 # queries, or keys, of a block
 BLOCK = gl.constexpr(64)

@@ -19,9 +19,9 @@ from rooftile.backends.device.row_stats import pack
 from rooftile.backends.hopper.device.config import LOG2E
 from rooftile.backends.hopper.device.scheduler import PADDED, packed_tile
 from rooftile.backends.hopper.flash_bwd import dq_accumulator
-from rooftile.backends.hopper.gluon import gl, gluon
 from rooftile.backends.hopper.plan import rows_shape
 from rooftile.backends.hopper.tiles import padded
+from rooftile.hopper.gluon import gl, gluon
 from rooftile.launch import Kernel, empties
 from rooftile.spec import Sizes, Spec
 

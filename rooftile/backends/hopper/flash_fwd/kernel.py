@@ -30,7 +30,6 @@ from rooftile.backends.hopper.device.nan_fallback import (
     spill_word,
 )
 from rooftile.backends.hopper.device.page_loads import Table, load_pages, load_values
-from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, named_barrier, ring
 from rooftile.backends.hopper.device.scheduler import (
     WORK_TILE_WORDS,
     Mask,
@@ -53,7 +52,7 @@ from rooftile.backends.hopper.device.softmax import (
     update_softmax,
 )
 from rooftile.backends.hopper.flash_fwd.store import store, wait_for_store
-from rooftile.backends.hopper.gluon import (
+from rooftile.hopper.gluon import (
     fence_async_shared,
     gl,
     gluon,
@@ -63,6 +62,7 @@ from rooftile.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from rooftile.hopper.pipeline import Ring, hide_from_ptxas, named_barrier, ring
 
 # the first of the warpgroups' named barriers, by which they take turns
 PING_PONG_BARRIER = gl.constexpr(9)

@@ -1,7 +1,7 @@
 """Stores the rows of a warpgroup: by the copy engine, or one by one where a packed sequence ends inside a tile."""
 
 from rooftile.backends.hopper.device.config import WG_ROWS, KernelConfig, query_offset
-from rooftile.backends.hopper.gluon import (
+from rooftile.hopper.gluon import (
     barrier,
     fence_async_shared,
     gl,

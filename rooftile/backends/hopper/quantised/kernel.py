@@ -15,27 +15,14 @@ different in 8 bits:
 Shah et al., FlashAttention-3, arXiv:2407.08608, section 3.3; Zhang et al., SageAttention2, arXiv:2411.10958.
 """
 
-from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.config import LN2, LOG2E, WG_ROWS
 from rooftile.backends.hopper.device.nan_fallback import holds_nan, spill_tensor, spill_word
-from rooftile.backends.hopper.device.pipeline import Ring, hide_from_ptxas, named_barrier, ring
 from rooftile.backends.hopper.device.scheduler import (
     WORK_TILE_WORDS,
     Mask,
     consume,
 )
 from rooftile.backends.hopper.device.softmax import apply_mask
-from rooftile.backends.hopper.gluon import (
-    aggregate,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    tma_store,
-    tma_store_wait,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from rooftile.backends.hopper.quantised.load import (
     NUM_CONSUMERS,
     QuantisedConfig,
@@ -54,6 +41,19 @@ from rooftile.backends.hopper.quantised.softmax import (
     per_thread,
     rescale,
 )
+from rooftile.hopper import ptx
+from rooftile.hopper.gluon import (
+    aggregate,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from rooftile.hopper.pipeline import Ring, hide_from_ptxas, named_barrier, ring
 
 
 @gluon.jit

@@ -1,7 +1,6 @@
 """The compile-time configuration of the kernel on quantised tensors, and the role that has tiles and their scales copied in."""
 
 from rooftile.backends.hopper.device.config import WG_ROWS
-from rooftile.backends.hopper.device.pipeline import Ring
 from rooftile.backends.hopper.device.scheduler import (
     PADDED,
     Mask,
@@ -10,13 +9,14 @@ from rooftile.backends.hopper.device.scheduler import (
     publish_end,
     reset_counter,
 )
-from rooftile.backends.hopper.gluon import (
+from rooftile.hopper.gluon import (
     aggregate,
     gl,
     gluon,
     mbarrier,
     tma_load,
 )
+from rooftile.hopper.pipeline import Ring
 
 NUM_CONSUMERS = gl.constexpr(2)
 # queries of a tile, and keys or values, that share a scale

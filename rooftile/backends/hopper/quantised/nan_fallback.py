@@ -8,7 +8,7 @@ every code is looked at.
 from rooftile.backends.hopper.device.config import LN2, LOG2E, WG_ROWS
 from rooftile.backends.hopper.device.nan_fallback import load_row_pointer, load_word
 from rooftile.backends.hopper.device.scheduler import PADDED
-from rooftile.backends.hopper.gluon import barrier, gl, gluon
+from rooftile.hopper.gluon import barrier, gl, gluon
 
 
 @gluon.jit

@@ -14,18 +14,7 @@ A row lies in one thread by 64 columns: the butterfly's first six steps stay the
 """
 
 
-from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.scheduler import PADDED, packed_tile
-from rooftile.backends.hopper.gluon import (
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    tma_load,
-    tma_store,
-    tma_store_wait,
-)
 from rooftile.backends.hopper.quantised.rows import (
     BLOCK,
     OWN,
@@ -35,6 +24,17 @@ from rooftile.backends.hopper.quantised.rows import (
     load_row,
     rotate,
     round_to_int8,
+)
+from rooftile.hopper import ptx
+from rooftile.hopper.gluon import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
 )
 from rooftile.numerics.recipe import MEAN_OF
 

@@ -2,8 +2,8 @@
 
 from triton.language import PropagateNan
 
-from rooftile.backends.hopper.device import ptx
-from rooftile.backends.hopper.gluon import (
+from rooftile.hopper import ptx
+from rooftile.hopper.gluon import (
     gl,
     gluon,
 )

@@ -9,9 +9,9 @@ that none of them is too large for the format. Where all scores are the same, an
 Zadouri et al., FlashAttention-4, rescale as seldom.
 """
 
-from rooftile.backends.hopper.device import ptx
 from rooftile.backends.hopper.device.config import WG_ROWS
-from rooftile.backends.hopper.gluon import gl, gluon
+from rooftile.hopper import ptx
+from rooftile.hopper.gluon import gl, gluon
 from rooftile.numerics import softmax
 
 RAISED = gl.constexpr(softmax.RAISED)

@@ -5,8 +5,8 @@ slot back. `fill` counts all fills since the kernel began: its slot is fill % st
 time around. A barrier starts in phase 0, so the first wait on `empty`, for the phase before it, passes at once.
 """
 
-from rooftile.backends.hopper.device import ptx
-from rooftile.backends.hopper.gluon import aggregate, gl, gluon, mbarrier
+from rooftile.hopper import ptx
+from rooftile.hopper.gluon import aggregate, gl, gluon, mbarrier
 
 
 @aggregate

@@ -13,6 +13,7 @@
     ROUND                  the nearest integer to an fp32 number, ties to even                         quantised
     exchange_text          the register of the lane that is `lanes` away                               quantised
     dependent_launch_text  nothing: lets the next kernel begin, or waits for the one before            decode, quantised
+    nibbles_text           eight codes of 4 bits as 16-bit numbers                                     matmul
     fp8_weights_text       n weights in FP8 from n scores, with the rows' sums and references          quantised
     ""                     nothing: the registers that it names are computed by then                   quantised
 
@@ -21,12 +22,14 @@
 
 import struct
 
-from rooftile.backends.hopper.gluon import gl, gluon
+from rooftile.hopper.gluon import gl, gluon
 
 COPY = gl.constexpr("mov.b32 $0, $1;")
 LOG2 = gl.constexpr("lg2.approx.f32 $0, $1;")
 ROUND = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
-WIDEN_FP16 = gl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }")
+WIDEN_FP16 = gl.constexpr(
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+)
 WIDEN_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 # taken only where a sum is NaN, which then waits early: that costs time and nothing else
 BRANCH_ON_NAN = gl.constexpr(
@@ -89,6 +92,23 @@ def unchanged(n):
     return ",".join(["=f"] * n + [str(i) for i in range(n)])
 
 
+@gluon.constexpr_function
+def nibbles_text(dtype: str) -> str:
+    """PTX for four bytes of two codes: their low halves ($0, $1) and high halves ($2, $3) as numbers, less shifts, times scales.
+
+    $4 the bytes, $5 and $6 the scales, and $7 and $8 the shifts, two to a register. Codes are put below the digits of 128
+    in bf16 and of 1024 in fp16, two at a time: bytes 0 and 2 come first, then 1 and 3.
+    """
+    kind, magic = ("bf16x2", "0x43004300") if dtype == "bf16" else ("f16x2", "0x64006400")
+    lines = ["{ .reg .b32 w;"]
+    for bits, out, pair in ((0, 0, 0), (4, 2, 0), (8, 1, 1), (12, 3, 1)):
+        lines.append(f"shr.b32 w, $4, {bits};" if bits else "mov.b32 w, $4;")
+        # 0xea is the function that masks with the second operand and adds the digits of the third
+        lines.append(f"lop3.b32 w, w, 0x000f000f, {magic}, 0xea;")
+        lines.append(f"sub.rn.{kind} w, w, ${7 + pair}; mul.rn.{kind} ${out}, w, ${5 + pair};")
+    return " ".join([*lines, "}"])
+
+
 def _number(x: float) -> str:
     """In PTX."""
     return "0f" + struct.pack(">f", x).hex().upper()
@@ -104,7 +124,9 @@ def fp8_weights_text(n: int, raised_by: float, too_large_from: float) -> str:
     The warpgroups take turns at the exponentials, by two barriers: what computes them is busy with one of the two.
     """
     raised, too_large, factor = _number(raised_by), _number(too_large_from), f"${4 * n}"
-    weights = [f"fma.rn.f32 p{e}, ${2 * n + e}, {factor}, n{e // 2 % 2}; ex2.approx.ftz.f32 p{e}, p{e};" for e in range(n)]
+    weights = [
+        f"fma.rn.f32 p{e}, ${2 * n + e}, {factor}, n{e // 2 % 2}; ex2.approx.ftz.f32 p{e}, p{e};" for e in range(n)
+    ]
     sums, packs, again = [], [], ["mov.u32 lane, %laneid; and.b32 lane, lane, 28;"]
     for row in (0, 2):
         pairs = [(e, e + 1) for e in range(row, n, 4)]

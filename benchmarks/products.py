@@ -1,0 +1,193 @@
+"""Measures tiles and numbers of programs of Hopper's products with quantised weights, for the table in `matmul/hopper/launch`.
+
+    python -m benchmarks.products [--formats fp8,int4] [--rows 1,16,64,256] [--out variants.jsonl]
+
+The products are the four of an 8B model's layer, each over more layers than the L2 cache holds, as a CUDA graph. A variant is
+timed only if its results agree with those of the definition by the mean of their differences. Lines are sorted by time, the
+fastest first; `of_bf16_ratio` is a time over that of cuBLAS in bf16. Some are printed, and all are written to the file.
+"""
+
+# ruff: noqa: T201 - what it prints is what it is for
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import rooftile as rt
+from rooftile.hardware.clock import ReplayClock, medians
+from rooftile.matmul import QuantisedWeight, weight_format
+from rooftile.matmul.definition import Product
+from rooftile.matmul.hopper import launch
+from rooftile.matmul.hopper.ordered import in_order
+from rooftile.matmul.hopper.schedule import Tile
+from rooftile.numerics import QuantisedRows, quantise_rows
+
+PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
+# bytes of weights that a variant walks through: several times the L2 cache
+WALKED = 400 << 20
+MOST_ERROR = 0.02
+DEVICE = "cuda"
+
+
+def tiles_for(M: int, format: str) -> Iterator[Tile]:
+    """Yields tiles whose rings fit into shared memory, with all stages that fit and with fewer."""
+    columns = min(max(1 << (M - 1).bit_length(), 8), 128)
+    if format == "int4":
+        shapes = [(1, columns, 1, 4), (2, columns, 1, 2), (1, columns, 1, 2), (2, columns, 1, 4)]
+        shapes = [shape for shape in shapes if shape[3] == 2 or columns <= 32]
+    else:
+        shapes = [(1, columns, 1, 2), (2, columns, 1, 2)]
+        shapes += [(1, columns, 2, 2)] if columns < M and format != "fp8_tile" else []
+        shapes += [(2, columns // 2, 1, 2), (1, columns // 2, 2, 2)] if columns >= 64 and format != "fp8_tile" else []
+    for blocks_n, columns_, blocks_m, warpgroups in shapes:
+        tile = Tile(blocks_n, columns_, blocks_m, 0, warpgroups)
+        if format == "int4":
+            held = warpgroups * tile.block_m * 256 if M <= launch.ORDERS else 0
+            stage = tile.block_n * 64 + tile.block_m * 256
+        else:
+            held, stage = 0, (tile.block_n + tile.block_m) * 128
+        most = min((launch.SHARED - held) // stage, launch.MOST_STAGES)
+        for stages in sorted({most, most // 2}, reverse=True):
+            if stages >= 2:
+                yield tile._replace(STAGES=stages)
+
+
+def variants(M: int, format: str) -> Iterator[tuple[Tile, bool]]:
+    """Yields tiles, each with whether x is put in order by a kernel before."""
+    orders = (False, True) if format == "int4" and M <= launch.ORDERS else (M > launch.ORDERS,)
+    yield from product(tiles_for(M, format), orders)
+
+
+def programs_for(tile: Tile, N: int, K: int, processors: int) -> list[int]:
+    """Returns numbers of programs: the table's for few and for many rows, all multiprocessors, and whole tiles."""
+    tiles, steps = -(-N // tile.block_n), -(-K // 128)
+    found = {launch.programs_of(tiles, steps, processors, rows) for rows in (1, 512)}
+    found |= {min(processors, tiles * steps // 2), min(processors, tiles)}
+    return sorted(found - {0})
+
+
+class Layers:
+    """Weights and inputs of one product over several layers."""
+
+    def __init__(self, format: str, N: int, K: int, M: int, count: int) -> None:
+        self.product = Product(format, 128 if format == "int4" else K, N, K, torch.bfloat16, False)
+        self.plain = [torch.randn(N, K, device=DEVICE).bfloat16() * 0.02 for _ in range(count)]
+        self.weights = [rt.quantise_weight(w, format) for w in self.plain]
+        self.x = torch.randn(M, K, device=DEVICE).bfloat16()
+        codes = weight_format(format).activations
+        self.rows: QuantisedRows | None = quantise_rows(self.x, codes) if codes else None
+        self.o = torch.empty(M, N, dtype=torch.bfloat16, device=DEVICE)
+        self.due = rt.linear(self.x, self.weights[0], backend="definition")
+
+    def start(self, tile: Tile, programs: int, ordered: bool, weight: QuantisedWeight) -> Tensor:
+        if self.rows is not None:
+            launch.start_codes(tile, programs, self.rows.codes, self.rows.scales, weight.parts, None, self.product, self.o)
+            return self.o
+        # putting x in order is part of the product
+        x = in_order(self.x) if ordered else self.x
+        launch.start_nibbles(tile, programs, x, ordered, weight.parts, None, self.product, self.o)
+        return self.o
+
+    def error(self, tile: Tile, programs: int, ordered: bool) -> float:
+        self.o.fill_(torch.nan)
+        found = self.start(tile, programs, ordered, self.weights[0]).float()
+        return float((found - self.due.float()).abs().mean() / self.due.float().abs().mean())
+
+    def all_layers(self, tile: Tile, programs: int, ordered: bool) -> None:
+        for weight in self.weights:
+            self.start(tile, programs, ordered, weight)
+
+    def in_16_bits(self) -> None:
+        for w in self.plain:
+            functional.linear(self.x, w)
+
+
+def measure(format: str, name: str, M: int) -> Iterator[dict[str, Any]]:
+    """Yields a line for each variant of a product, and one for each that is wrong or does not run."""
+    N, K = PRODUCTS[name]
+    layers = Layers(format, N, K, M, max(WALKED // (N * K // (2 if format == "int4" else 1)), 2))
+    processors = launch.processors_of(layers.x.device)
+    about = {"format": format, "product": name, "rows": M, "device": torch.cuda.get_device_name()}
+    works: dict[Any, Any] = {None: layers.in_16_bits}
+    for tile, ordered in variants(M, format):
+        for programs in programs_for(tile, N, K, processors):
+            line = about | {"tile": tile._asdict(), "programs": programs, "ordered": ordered}
+            try:
+                error = layers.error(tile, programs, ordered)
+            # a variant may ask for more than the chip has, and says so
+            except Exception as stopped:
+                yield line | {"reason": f"{type(stopped).__name__}: {str(stopped)[:200]}"}
+                continue
+            if not error <= MOST_ERROR:
+                yield line | {"reason": f"its error is {error:.1%} of what is due"}
+                continue
+            works[tile, programs, ordered] = partial(layers.all_layers, tile, programs, ordered)
+    us = medians(works, ReplayClock())
+    own = launch.tile_of(M, format, False)
+    table = (own, launch._programs(own, layers.x, layers.product), M > launch.ORDERS)
+    for key in sorted(us, key=lambda key: us[key]):
+        if key is not None:
+            tile, programs, ordered = key
+            yield about | {
+                "tile": tile._asdict(), "programs": programs, "ordered": ordered, "us": round(us[key] / len(layers.plain), 3),
+                "of_bf16_ratio": round(us[key] / us[None], 4), "chosen": key == table,
+            }  # fmt: skip
+
+
+def compile_all(formats: list[str], rows: list[int]) -> None:
+    """Compiles each kernel once, several at a time: the compiler spends most of its time outside Python."""
+
+    @torch.inference_mode()
+    def compiled(layers: Layers, tile: Tile, ordered: bool) -> None:
+        layers.error(tile, 4, ordered)
+
+    jobs = []
+    for format in formats:
+        for M in rows:
+            layers = Layers(format, 512, 512, M, 1)
+            jobs += [(layers, *variant) for variant in variants(M, format)]
+    # threads that import or initialise the same thing at once can fail
+    compiled(*jobs.pop())
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(compiled, *job) for job in jobs]:
+            if done.exception() is not None:
+                print(f"# {done.exception()}")
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Runs the sweep."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", default="fp8,int4")
+    parser.add_argument("--rows", default="1,16,64,256")
+    parser.add_argument("--products", default=",".join(PRODUCTS))
+    parser.add_argument("--out")
+    asked = parser.parse_args()
+    formats, rows = asked.formats.split(","), [int(M) for M in asked.rows.split(",")]
+    compile_all(formats, rows)
+    found = []
+    for format in formats:
+        for M in rows:
+            for name in asked.products.split(","):
+                lines = list(measure(format, name, M))
+                found += lines
+                timed = [each for each in lines if "us" in each]
+                shown = [each for each in lines if "us" not in each] + timed[:3] + [each for each in timed[3:] if each["chosen"]]
+                for line in shown:
+                    print(json.dumps(line), flush=True)
+    if asked.out:
+        with open(asked.out, "w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in found)
+
+
+if __name__ == "__main__":
+    main()

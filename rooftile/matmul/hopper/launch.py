@@ -1,0 +1,230 @@
+"""Chooses tiles and the number of programs, and launches the kernels of this folder.
+
+Below some 64 rows a product is bound by the bytes of the weight: there what matters is how many of them are in flight, and the
+tiles are small and the rings long. Above, it is bound by what the L2 cache delivers, so tiles grow. The tiles are reasoned for an
+H200 and not yet measured; `benchmarks/products.py` measures others.
+
+Under `deterministic` every tile of a format has as many rows of the weight and the programs are those of one row of x, so that
+the split of K follows from N and K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rooftile.hopper.gluon import TensorDescriptor, gl
+from rooftile.launch import Kernel
+from rooftile.matmul.definition import Product
+from rooftile.matmul.hopper import counters
+from rooftile.matmul.hopper.codes import product_of_codes
+from rooftile.matmul.hopper.nibbles import product_of_nibbles
+from rooftile.matmul.hopper.ordered import in_order
+from rooftile.matmul.hopper.schedule import STEP, Tile
+from rooftile.matmul.weight import Parts
+
+# rows of x of a launch, at most; beyond them PyTorch's products are asked first
+MOST_ROWS = 512
+# rows of the weight, at least
+LEAST_N = 16
+# bytes of a program's shared memory for its ring: 227 KiB, less what results in fp32 take on their way out, and barriers
+SHARED = 196 * 1024
+MOST_STAGES = 12
+# the share of all multiprocessors from which on programs need not share tiles
+ENOUGH = {"bytes": 0.8, "arithmetic": 0.95}
+# rows of x up to which a product is bound by bytes
+BYTES = 64
+# ... and up to which a warpgroup of INT4 orders them for itself
+ORDERS = 64
+# steps over K per program, at least
+LEAST_STEPS = 2
+
+# barriers are made beside the end of the kernel before
+LAUNCH = {"num_warps": 4, "launch_pdl": True}
+
+_DTYPES = {
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int8: gl.int8,
+    torch.uint8: gl.uint8,
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+}
+
+
+@cache
+def tile_of(M: int, format: str, deterministic: bool) -> Tile:
+    """Returns the tile of a product with M rows of x."""
+    columns = min(max(triton.next_power_of_2(M), 8), 128)
+    if format == "int4":
+        # where there are few rows, four warpgroups hide each other's latency; a tile has 256 rows of the weight either way
+        tile = Tile(1, columns, 1, 0, 4) if columns <= 32 else Tile(2, columns, 1, 0)
+        stage = tile.block_n * STEP.value // 2 + tile.block_m * STEP.value * 2
+        held = tile.WARPGROUPS * tile.block_m * STEP.value * 2 if M <= ORDERS else 0
+    else:
+        # with factors in the loop there are no registers for a second sum of so many columns
+        blocks_m = 2 if M > 128 and format != "fp8_tile" else 1
+        tile = Tile(2 if columns == 64 and not deterministic else 1, columns, blocks_m, 0)
+        stage, held = (tile.block_n + tile.block_m) * STEP.value, 0
+    return tile._replace(STAGES=min((SHARED - held) // stage, MOST_STAGES))
+
+
+@cache
+def programs_of(tiles: int, steps: int, processors: int, rows: int) -> int:
+    """Returns how many programs share a product with so many rows of x.
+
+    As many as there are multiprocessors, unless almost as many would have whole tiles, or whole shares of one.
+    """
+    most = max(min(processors, tiles * steps // LEAST_STEPS), 1)
+    enough = ENOUGH["bytes" if rows <= BYTES else "arithmetic"] * most
+    for count in range(most, 0, -1):
+        if count < enough:
+            break
+        if tiles % count == 0 or count % tiles == 0:
+            return count
+    return most
+
+
+@cache
+def processors_of(device: torch.device) -> int:
+    """Returns the number of multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def refusals(asked: Any) -> Iterator[str]:
+    """Yields why the kernels of this folder do not take a call; the device is known to be Hopper."""
+    product, parts = asked.product, asked.parts
+    if product.format not in ("fp8", "fp8_tile", "int8", "int4"):
+        yield f"a weight in {product.format}; has fp8, fp8_tile, int8, int4"
+        return
+    # a row's bits may not depend on how many rows there are: then they are multiplied by so many at a time
+    if asked.x.shape[0] > MOST_ROWS and not product.deterministic:
+        yield f"{asked.x.shape[0]:,} rows; has up to {MOST_ROWS}"
+    if product.N < LEAST_N:
+        yield f"N is {product.N}; has {LEAST_N} and more"
+    unit = 32 if product.format == "int4" else 16
+    if product.K % unit:
+        yield f"K is {product.K}; has multiples of {unit}"
+    if parts.codes.data_ptr() % 16:
+        yield "codes at an address that is no multiple of 16; has aligned ones"
+    if product.format == "int4":
+        if asked.x.dtype not in (torch.bfloat16, torch.float16) or parts.scales.dtype != asked.x.dtype:
+            yield f"x in {asked.x.dtype} and scales in {parts.scales.dtype}; has both in bfloat16, or both in float16"
+        if product.group % 32 or (128 % product.group and product.group % 128 and product.group != product.K):
+            yield f"groups of {product.group} numbers; has 32, 64, multiples of 128 and whole rows"
+
+
+def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product) -> Tensor:
+    """Multiplies x (M, K), or its codes with their scales, with a weight, to (M, N)."""
+    o = torch.empty((x.shape[0], product.N), dtype=product.out_dtype, device=x.device)
+    if parts.order is not None:
+        x = x.index_select(1, parts.order)
+    parts = parts._replace(codes=parts.codes.contiguous(), scales=parts.scales.contiguous())
+    bias = None if bias is None else bias.contiguous()
+    for start in range(0, x.shape[0], MOST_ROWS):
+        rows = slice(start, start + MOST_ROWS)
+        if x_scales is None:
+            _by_nibbles(x[rows], parts, bias, product, o[rows])
+        else:
+            _by_codes(x[rows].contiguous(), x_scales[rows].contiguous(), parts, bias, product, o[rows])
+    return o
+
+
+def _by_codes(
+    x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
+) -> None:  # fmt: skip
+    tile = tile_of(x.shape[0], product.format, product.deterministic)
+    start_codes(tile, _programs(tile, x, product), x, x_scales, parts, bias, product, o)
+
+
+def start_codes(
+    tile: Tile, programs: int, x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
+) -> None:  # fmt: skip
+    """Launches a product of codes with a tile; all tensors are contiguous."""
+    sizes = _sizes(tile, x.shape[0], product)
+    sums = torch.int32 if product.format == "int8" else torch.float32
+    shared = _shared_sums(tile, programs, sizes, sums, x.device)
+    kernel, constants = _kernel_of_codes(product.format, bias is not None, tile)
+    added = parts.scales if bias is None else bias
+    kernel((programs, 1, 1), (parts.codes, x, x_scales, parts.scales, added, o, *shared, *sizes), constants)
+
+
+def _by_nibbles(x: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor) -> None:
+    ordered = x.shape[0] > ORDERS
+    if ordered:
+        x = in_order(x)
+    elif x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        # the copy engine steps over multiples of 16 bytes
+        x = x.clone(memory_format=torch.contiguous_format)
+    tile = tile_of(x.shape[0], "int4", product.deterministic)
+    start_nibbles(tile, _programs(tile, x, product), x, ordered, parts, bias, product, o)
+
+
+def start_nibbles(
+    tile: Tile, programs: int, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
+) -> None:  # fmt: skip
+    """Launches a product with codes of 4 bits with a tile; `ordered`: x comes from `in_order`."""
+    sizes = _sizes(tile, x.shape[0], product)
+    shared = _shared_sums(tile, programs, sizes, torch.float32, x.device)
+    group = 0 if product.group == product.K else product.group
+    kernel, constants = _kernel_of_nibbles(group, parts.zeros is not None, ordered, bias is not None, tile)
+    zeros = parts.codes if parts.zeros is None else parts.zeros.contiguous()
+    added = parts.scales if bias is None else bias
+    arguments = (parts.codes, x, parts.scales, zeros, added, o, *shared, *sizes, product.K // product.group)
+    kernel((programs, 1, 1), arguments, constants)
+
+
+def _sizes(tile: Tile, M: int, product: Product) -> tuple[int, int, int, int]:
+    """Returns M, N, the tiles along N and the steps over K."""
+    return M, product.N, triton.cdiv(product.N, tile.block_n), triton.cdiv(product.K, STEP.value)
+
+
+def _programs(tile: Tile, x: Tensor, product: Product) -> int:
+    M, _, tiles, steps = _sizes(tile, x.shape[0], product)
+    # under `deterministic` as if there were one row
+    return programs_of(tiles, steps, processors_of(x.device), 1 if product.deterministic else M)
+
+
+def _shared_sums(
+    tile: Tile, programs: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Returns memory for the partials of tiles that programs share, and their counters, which are zero."""
+    M, _, tiles, _ = sizes
+    if tiles % programs == 0:
+        none = counters.zeros(1, device)
+        return none.view(dtype), none
+    rows = triton.cdiv(M, tile.block_m)
+    size = rows * programs * 2 * tile.block_n * tile.block_m
+    return torch.empty(size, dtype=dtype, device=device), counters.zeros(rows * tiles * tile.blocks, device)
+
+
+@cache
+def _kernel_of_codes(format: str, bias: bool, tile: Tile) -> tuple[Kernel, dict[str, Any]]:
+    kernel = Kernel(product_of_codes, (described(tile.block_n), described(tile.block_m)))
+    return kernel, {"FORMAT": format, "BIAS": bias, "T": tile} | LAUNCH
+
+
+@cache
+def _kernel_of_nibbles(group: int, zeros: bool, ordered: bool, bias: bool, tile: Tile) -> tuple[Kernel, dict[str, Any]]:
+    kernel = Kernel(product_of_nibbles, (described(tile.block_n, STEP.value // 2), described(tile.block_m)))
+    constants = {"GROUP": group, "ZEROS": zeros, "ORDERED": ordered, "BIAS": bias, "T": tile} | LAUNCH
+    return kernel, constants
+
+
+def described(rows: int, columns: int = STEP.value) -> Any:
+    """Returns what describes a matrix for the copy engine: so many rows and columns at a time; zeros past its ends."""
+    return partial(_described, box=(rows, columns))
+
+
+def _described(x: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, list(box), layout_of(box, x.dtype))
+
+
+@cache
+def layout_of(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Returns the layout of a tile in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])

@@ -1,0 +1,178 @@
+"""How programs share a product, and how the parts of a tile are added.
+
+All steps over K of all tiles of N stand in one line, tile by tile, and each program takes a contiguous run of it, of the same
+length up to one step: no multiprocessor idles, however few tiles there are (stream-K). A run takes the end of one tile, whole
+tiles, and the beginning of another. A tile that several programs share is added by the last of them to finish, in the order of
+K. Runs follow from N, K and the number of programs, never from the rows of x, which a program walks through within each tile: so
+the order of a row's sum is the same in every batch.
+
+Osama et al., Stream-K, arXiv:2301.03598.
+"""
+
+from typing import NamedTuple
+
+from rooftile.hopper import ptx
+from rooftile.hopper.gluon import aggregate, barrier, gl, gluon
+
+# numbers of K per step, and rows of a warpgroup's matrix instruction
+STEP, ROWS = gl.constexpr(128), gl.constexpr(64)
+
+
+class Tile(NamedTuple):
+    """A program's tile."""
+
+    BLOCKS_N: int  # times 64: a warpgroup's rows of the weight
+    COLUMNS: int  # rows of x that one matrix instruction takes
+    BLOCKS_M: int  # ... and how many times that many a tile has
+    STAGES: int
+    WARPGROUPS: int = 2  # that multiply
+
+    @property
+    def block_n(self) -> int:
+        """Rows of the weight."""
+        return 64 * self.WARPGROUPS * self.BLOCKS_N
+
+    @property
+    def block_m(self) -> int:
+        """Rows of x."""
+        return self.COLUMNS * self.BLOCKS_M
+
+    @property
+    def blocks(self) -> int:
+        """Sums of 64 x COLUMNS."""
+        return self.WARPGROUPS * self.BLOCKS_N * self.BLOCKS_M
+
+
+@aggregate
+class Product:
+    """A product's results and sizes, and the compile-time sizes of its tiles (`Tile`)."""
+
+    o: gl.tensor  # pointers: (M, N); the bias (N,); partials and counters of tiles that several programs share
+    bias: gl.tensor
+    partials: gl.tensor
+    counters: gl.tensor
+    M: gl.tensor
+    N: gl.tensor
+    tiles: gl.tensor  # along N
+    steps: gl.tensor  # over K
+    BIAS: gl.constexpr
+    WARPGROUPS: gl.constexpr
+    BLOCKS_N: gl.constexpr
+    COLUMNS: gl.constexpr
+    BLOCKS_M: gl.constexpr
+    BLOCKS: gl.constexpr  # sums of 64 x COLUMNS that a tile has
+    BLOCK_N: gl.constexpr
+    BLOCK_M: gl.constexpr
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, o, bias, partials, counters, M, N, tiles, steps, BIAS, T):
+        # newer Tritons keep a tile's fields, and not its properties
+        self.o = o
+        self.bias = bias
+        self.partials = partials
+        self.counters = counters
+        self.M = M
+        self.N = N
+        self.tiles = tiles
+        self.steps = steps
+        self.BIAS = gl.constexpr(BIAS)
+        self.WARPGROUPS = gl.constexpr(T.WARPGROUPS)
+        self.BLOCKS_N = gl.constexpr(T.BLOCKS_N)
+        self.COLUMNS = gl.constexpr(T.COLUMNS)
+        self.BLOCKS_M = gl.constexpr(T.BLOCKS_M)
+        self.BLOCKS = gl.constexpr(T.WARPGROUPS * T.BLOCKS_N * T.BLOCKS_M)
+        self.BLOCK_N = gl.constexpr(64 * T.WARPGROUPS * T.BLOCKS_N)
+        self.BLOCK_M = gl.constexpr(T.COLUMNS * T.BLOCKS_M)
+        self.STAGES = gl.constexpr(T.STAGES)
+
+    @gluon.jit
+    def tiles_of_rows(self):
+        return (self.M + self.BLOCK_M - 1) // self.BLOCK_M
+
+    @gluon.jit
+    def bounds(self):
+        """The first step of this program's run in the line of all tiles' steps, and one past its last."""
+        total = self.tiles * self.steps
+        program = gl.program_id(0)
+        return program * total // gl.num_programs(0), (program + 1) * total // gl.num_programs(0)
+
+    @gluon.jit
+    def run_at(self, place, end):
+        """The run that begins at a step of the line."""
+        first = place % self.steps
+        return Run(place // self.steps, first, gl.minimum(self.steps, first + end - place))
+
+    @gluon.jit
+    def program_of(self, step):
+        """The program whose run has this step of the line: the largest p with floor(p total / programs) <= step."""
+        return ((step + 1) * gl.num_programs(0) - 1) // (self.tiles * self.steps)
+
+    @gluon.jit
+    def partial(self, program, begins, tile_m, block):
+        """Returns a partial's place: a program has one of the tile that it begins, and one of that which began before it."""
+        which = (tile_m * gl.num_programs(0) + program) * 2 + begins
+        return self.partials + (which * self.BLOCKS + block).to(gl.int64) * (ROWS * self.COLUMNS)
+
+
+@aggregate
+class Run:
+    """The steps of one tile of N that a program takes at once."""
+
+    tile: gl.tensor
+    first: gl.tensor  # the first step over K, and one past the last
+    stop: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, tile, first, stop):
+        self.tile = tile
+        self.first = first
+        self.stop = stop
+
+
+@gluon.jit
+def wait_for_input():
+    """Waits until the kernel before has written x: this one may have been launched beside its end."""
+    text: gl.constexpr = ptx.dependent_launch_text("wait")
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def whole_sum(acc, run: Run, tile_m, block, to: Product):
+    """Returns a block's sum over all K, and whether this program has it: the last to finish of those that share the tile."""
+    has_it = run.stop - run.first == to.steps
+    if not has_it:
+        layout: gl.constexpr = acc.type.layout
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        column = gl.arange(0, to.COLUMNS, gl.SliceLayout(0, layout))
+        place = gl.expand_dims(row * to.COLUMNS, 1) + gl.expand_dims(column, 0)
+        gl.store(to.partial(gl.program_id(0), (run.first == 0).to(gl.int32), tile_m, block) + place, acc)
+        # all threads have written before one of them says so
+        barrier()
+        counter = to.counters + ((tile_m * to.tiles + run.tile) * to.BLOCKS + block)
+        before = gl.atomic_add(counter, 1)
+        start = to.program_of(run.tile * to.steps)
+        last = to.program_of(run.tile * to.steps + to.steps - 1)
+        has_it = before == last - start
+        if has_it:
+            # zero again for the next launch
+            gl.store(counter, 0)
+            acc = gl.load(to.partial(start, 1, tile_m, block) + place, cache_modifier=".cg")
+            for program in range(start + 1, last + 1):
+                acc += gl.load(to.partial(program, 0, tile_m, block) + place, cache_modifier=".cg")
+    return acc, has_it
+
+
+@gluon.jit
+def write(y, n_0, m_0, to: Product):
+    """Adds the bias to results (64, COLUMNS), and writes them to o (M, N): rows of the weight are its columns."""
+    if to.BIAS:
+        of_y: gl.constexpr = y.type.layout
+        n = n_0 + gl.arange(0, ROWS, gl.SliceLayout(1, of_y))
+        y = y + gl.expand_dims(gl.load(to.bias + n, mask=n < to.N, other=0.0).to(gl.float32), 1)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    y = gl.convert_layout(y.to(to.o.dtype.element_ty).permute((1, 0)), layout)
+    m = m_0 + gl.arange(0, to.COLUMNS, gl.SliceLayout(1, layout))
+    n = n_0 + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    there = gl.expand_dims(m < to.M, 1) & gl.expand_dims(n < to.N, 0)
+    gl.store(to.o + (gl.expand_dims(m.to(gl.int64) * to.N, 1) + gl.expand_dims(n, 0)), y, mask=there)

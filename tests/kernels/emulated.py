@@ -1,0 +1,257 @@
+"""Runs the Gluon kernels of products in Python: roles are threads, shared memory and registers are tensors on a CPU.
+
+What is run is the kernels' own code, so their places, masks, barriers and the order of their sums are. Layouts are not: every
+tensor is whole. Inline PTX is written again here.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from rooftile.matmul.hopper import codes, launch, nibbles, schedule
+
+# a role that waits longer than this waits for ever
+PATIENCE_S = 30
+
+
+class Held(torch.Tensor):
+    """A tensor in registers, or a number."""
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None)
+
+    def __iadd__(self, other: Any) -> Held:
+        # names that stand for one tensor do not change together
+        return self + other
+
+
+def held(x: Any, dtype: torch.dtype = torch.int32) -> Held:
+    return (x if isinstance(x, Tensor) else torch.tensor(x, dtype=dtype)).as_subclass(Held)
+
+
+class Pointer:
+    """A place in memory, or places."""
+
+    def __init__(self, memory: Tensor, place: Any = 0) -> None:
+        self.memory, self.place = memory, place
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, self.place + more)
+
+
+def flat(x: Tensor) -> Pointer:
+    assert x.is_contiguous()
+    return Pointer(x.view(-1))
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Held:
+    place = torch.as_tensor(pointer.place)
+    there = torch.ones_like(place, dtype=torch.bool) if mask is None else torch.as_tensor(mask).broadcast_to(place.shape)
+    found = torch.full(place.shape, other, dtype=pointer.memory.dtype)
+    found[there] = pointer.memory[place[there].long()]
+    return held(found)
+
+
+def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    place = torch.as_tensor(pointer.place)
+    value = torch.as_tensor(value, dtype=pointer.memory.dtype).broadcast_to(place.shape).as_subclass(Tensor)
+    there = torch.ones_like(place, dtype=torch.bool) if mask is None else torch.as_tensor(mask).broadcast_to(place.shape)
+    pointer.memory[place[there].long()] = value[there]
+
+
+def atomic_add(pointer: Pointer, more: int) -> Held:
+    before = load(pointer).clone()
+    store(pointer, before + more)
+    return held(before)
+
+
+class Shared:
+    """Shared memory."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.dtype, self.shape = x, x.dtype, x.shape
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.x[int(i)])
+
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.x.narrow(dim, start, length))
+
+    def permute(self, dims: tuple[int, ...]) -> Shared:
+        return Shared(self.x.permute(dims))
+
+    def load(self, layout: Any) -> Held:
+        return held(self.x.clone())
+
+    def store(self, x: Tensor) -> None:
+        self.x.copy_(x)
+
+
+class Descriptor:
+    """A matrix as the copy engine takes it."""
+
+    def __init__(self, x: Tensor, box: tuple[int, int]) -> None:
+        assert x.stride(-1) == 1
+        assert x.data_ptr() % 16 == 0
+        assert x.shape[0] == 1 or x.stride(0) * x.element_size() % 16 == 0
+        self.x, self.dtype, self.layout = x, x.dtype, None
+        self.block_type = SimpleNamespace(shape=list(box), nbytes=box[0] * box[1] * x.element_size())
+
+
+class Slots:
+    """A ring: whether each fill has come, and how often it was given back."""
+
+    def __init__(self, buffers: Shared, stages: int, consumers: int, producers: int = 1) -> None:
+        self.buffers, self.stages, self.consumers = buffers, stages, consumers
+        self.changed = threading.Condition()
+        self.due: dict[int, int] = {}
+        self.given_back: dict[int, int] = {}
+
+    def buffer(self, fill: int) -> Shared:
+        return self.buffers.index(fill % self.stages)
+
+    def _wait(self, why: str, ready: Any) -> None:
+        with self.changed:
+            assert self.changed.wait_for(ready, PATIENCE_S), why
+
+    def wait_empty(self, fill: int) -> None:
+        before = fill - self.stages
+        self._wait(f"slot of {fill} never empty", lambda: before < 0 or self.given_back.get(before) == self.consumers)
+
+    def wait_full(self, fill: int) -> None:
+        self._wait(f"fill {fill} never comes", lambda: self.due.get(fill) == 0)
+
+    def full_barrier(self, fill: int) -> Any:
+        return SimpleNamespace(ring=self, fill=fill)
+
+    def release(self, fill: int) -> None:
+        with self.changed:
+            self.given_back[fill] = self.given_back.get(fill, 0) + 1
+            assert self.given_back[fill] <= self.consumers
+            self.changed.notify_all()
+
+
+def expect(barrier: Any, nbytes: int) -> None:
+    with barrier.ring.changed:
+        barrier.ring.due[barrier.fill] = nbytes
+
+
+def tma_load(desc: Descriptor, place: list[Any], barrier: Any, to: Shared) -> None:
+    rows, columns = desc.block_type.shape
+    m, k = (int(x) for x in place)
+    part = desc.x[m : m + rows, k : k + columns]
+    to.x.view(torch.uint8).zero_()
+    to.x[: part.shape[0], : part.shape[1]] = part
+    with barrier.ring.changed:
+        barrier.ring.due[barrier.fill] -= desc.block_type.nbytes
+        assert barrier.ring.due[barrier.fill] >= 0
+        barrier.ring.changed.notify_all()
+
+
+def mma(a: Any, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Held:
+    left = a.x if isinstance(a, Shared) else a
+    product = left.double().as_subclass(Tensor) @ b.x.double()
+    return held((product + acc.double().as_subclass(Tensor) if use_acc else product).to(acc.dtype))
+
+
+def wait(count: int, deps: tuple[Any, ...]) -> Any:
+    return deps[0] if len(deps) == 1 else deps
+
+
+def nibbles_as_numbers(text: str, constraints: str, arguments: list[Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
+    """`ptx.nibbles_text`: bytes 0 and 2 of four come before 1 and 3."""
+    packed, scales, shifts = (x.as_subclass(Tensor) for x in arguments)
+    assert pack == 4
+    digits = 0x4300 if scales.dtype == torch.bfloat16 else 0x6400
+    four = packed.unflatten(-1, (-1, 4))[..., [0, 2, 1, 3]].flatten(-2).to(torch.int16)
+    return tuple(
+        held((((four >> bits) & 15) | digits).view(scales.dtype).sub(shifts).mul(scales)) for bits in (0, 4)
+    )  # fmt: skip
+
+
+def specialise(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    failed: list[BaseException] = []
+
+    def run(role: Any, arguments: tuple[Any, ...]) -> None:
+        try:
+            role(*arguments)
+        # whatever stops a role is raised below
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=role) for role in roles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+class Product:
+    """`schedule.Product` in Python."""
+
+    def __init__(self, o, bias, partials, counters, M, N, tiles, steps, BIAS, T) -> None:
+        self.o, self.bias, self.partials, self.counters, self.BIAS = o, bias, partials, counters, BIAS
+        self.M, self.N, self.tiles, self.steps = M, N, tiles, steps
+        self.WARPGROUPS, self.BLOCKS_N, self.COLUMNS, self.BLOCKS_M = T.WARPGROUPS, T.BLOCKS_N, T.COLUMNS, T.BLOCKS_M
+        self.BLOCKS, self.BLOCK_N, self.BLOCK_M, self.STAGES = T.blocks, T.block_n, T.block_m, T.STAGES
+
+
+for _name in ("tiles_of_rows", "bounds", "run_at", "program_of", "partial"):
+    setattr(Product, _name, getattr(schedule.Product, _name).fn)
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns what stands for `launch.Kernel`: it runs the programs of a launch one after the other, in a random order."""
+    current = SimpleNamespace(program=0, programs=1)
+    language = SimpleNamespace(
+        program_id=lambda axis: held(current.program), num_programs=lambda axis: current.programs, load=load, store=store,
+        atomic_add=atomic_add, minimum=lambda a, b: held(torch.minimum(torch.as_tensor(a), torch.as_tensor(b))),
+        arange=lambda start, stop, layout: held(torch.arange(start, stop, dtype=torch.int32)),
+        expand_dims=lambda x, dim: x.unsqueeze(dim), convert_layout=lambda x, layout: x,
+        join=lambda a, b: torch.stack((a, b), -1),
+        zeros=lambda shape, dtype, layout: held(torch.zeros(shape, dtype=dtype)),
+        full=lambda shape, value, dtype, layout: held(torch.full(shape, value, dtype=dtype)),
+        allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.zeros(shape).to(dtype)),
+        warp_specialize=specialise, inline_asm_elementwise=nibbles_as_numbers, int32=torch.int32, int64=torch.int64,
+        float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, uint8=torch.uint8, constexpr=None,
+        **dict.fromkeys(("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *about: None),
+    )  # fmt: skip
+    for module in (schedule, codes, nibbles):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                monkeypatch.setattr(module, name, value.fn)
+        for name, value in {
+            "gl": language, "Product": Product, "STEP": 128, "ROWS": 64, "BYTES": 64, "QUARTER": 32, "tma_load": tma_load,
+            "ring": Slots, "mbarrier": SimpleNamespace(expect=expect), "warpgroup_mma": mma, "warpgroup_mma_wait": wait,
+            "fence_async_shared": lambda: None, "wait_for_input": lambda: None,
+            "barrier": lambda: None, "_layout_of_codes": lambda: None,
+            "_layout_of_quarters": lambda: None, "range": lambda *about: map(held, range(*map(int, about))),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(module, name, value, raising=False)
+    monkeypatch.setattr(schedule, "Run", lambda tile, first, stop: SimpleNamespace(tile=tile, first=first, stop=stop))
+
+    class Emulated:
+        def __init__(self, kernel: Any, describe: tuple[Any, ...]) -> None:
+            self.run, self.boxes = kernel, [each.keywords["box"] for each in describe]
+
+        def __call__(self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+            made: list[Any] = [Descriptor(x, box) for x, box in zip(arguments, self.boxes, strict=False)]
+            made += [flat(x) if isinstance(x, Tensor) else x for x in arguments[2:]]
+            given = {name: value for name, value in constants.items() if name not in launch.LAUNCH}
+            current.programs = grid[0]
+            for current.program in random.Random(0).sample(range(grid[0]), grid[0]):
+                self.run(*made, **given)
+
+    return Emulated
