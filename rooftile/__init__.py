@@ -8,7 +8,7 @@
 
 from typing import TYPE_CHECKING
 
-from rooftile import nn, words
+from rooftile import nn, optim, words
 from rooftile.api import (
     attention,
     attention_packed,
@@ -70,6 +70,7 @@ __all__ = [
     "linear",
     "merge",
     "nn",
+    "optim",
     "quantise_qkv",
     "quantise_weight",
     "status",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 # each brings its operators
 import rooftile.approximate
+import rooftile.optim
 import rooftile.serve.sampling.sampler  # noqa: F401
 from rooftile.operators import DEFINED
 
@@ -37,6 +38,7 @@ COMPUTES = {
     "normalise": "a layer norm or an RMS norm",
     "add_norm": "a residual stream with x added, and the norm of the sum",
     "gated": "a gated activation",
+    "adamw": "a step of AdamW for many weights, in place",
     "linear": "a linear projection, batch-invariant",
     "norm": "a layer norm or an RMS norm, with gradients",
     "norm_backward": "its gradients",

@@ -48,6 +48,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "cross_entropy", "linear_cross_entropy",
         ),
     ),
+    ("Optimiser", "rooftile.optim", ("AdamW",)),
     ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
     ("Lists of blocks", "rooftile", ("Blocks",)),
     ("FlexAttention's function", "rooftile.integrations.flex_attention", ("flex_attention",)),

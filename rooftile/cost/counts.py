@@ -48,6 +48,13 @@ def _add_norm(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(0, _nbytes(arguments), _nbytes(results) + _nbytes(arguments[1]))
 
 
+def _adamw(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Everything but gradients and numbers on the device is written too."""
+    weights, gradients, first, second, rests, steps, lr, clip, *_ = arguments
+    changed = _nbytes((weights, first, second, rests))
+    return Work(0, changed + _nbytes((gradients, steps, lr, clip)), changed)
+
+
 def _linear(arguments: tuple[Any, ...], results: Any) -> Work:
     x, weight, _ = arguments
     return Work(2 * x.shape[0] * weight.numel(), _nbytes(arguments), _nbytes(results))
@@ -246,6 +253,7 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "normalise": _once,
     "add_norm": _add_norm,
     "gated": _once,
+    "adamw": _adamw,
     "linear": _linear,
     **{
         name: _once

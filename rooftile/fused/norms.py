@@ -164,6 +164,11 @@ def _sum_defined(x: Tensor, stream: Tensor, *norm: Any) -> tuple[Tensor, Tensor]
 
 
 def _sum_run(x: Tensor, stream: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
+    if _kernels_run_on(x):
+        from rooftile.fused.kernels import norm as kernels
+
+        w, b, eps, plus_one = norm
+        return kernels.sum_norm(x, stream, Weights(w.contiguous(), None if b is None else b.contiguous(), eps, plus_one))
     total = (stream + x).contiguous()
     return _run(total, *norm)[0], total
 

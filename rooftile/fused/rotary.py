@@ -7,7 +7,8 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.rope import Rotation, _rotate, rotated_as_defined
+from rooftile.fused.rope import Rotation, rotated_as_defined
+from rooftile.fused.where import runs_on
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
@@ -28,12 +29,14 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = F
     for name, x in (("q", q), ("k", k)):
         if x.ndim != 4 or not x.is_floating_point() or x.shape[:2] != q.shape[:2]:
             raise InvalidInput(f"{name} is {x.dtype} {tuple(x.shape)}; must be a float tensor (B, T, heads, D) like q")
-    if cos.shape != sin.shape or cos.ndim not in (2, 3) or cos.shape[-2] != q.shape[1] or 2 * cos.shape[-1] > q.shape[-1]:
+    fits = cos.shape == sin.shape and cos.ndim in (2, 3) and cos.shape[-2] == q.shape[1] and 2 * cos.shape[-1] <= q.shape[-1]
+    if not fits or (cos.ndim == 3 and cos.shape[0] not in (1, q.shape[0])):
         T = q.shape[1]
         raise InvalidInput(f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}; must be ({T}, R / 2) or (B, {T}, R / 2)")
     if cos.requires_grad or sin.requires_grad:
         raise InvalidInput("cos or sin requires a gradient; angles have none here: detach them")
-    cos, sin = (x.expand(q.shape[0], *x.shape[-2:]).flatten(0, 1) for x in (cos, sin))
+    # angles that all sequences share are read again for each, and not copied
+    cos, sin = (x.reshape(-1, x.shape[-1]) for x in (cos, sin))
     first, second = (_rotated(x, cos, sin, interleaved) for x in (q, k))
     return first, second
 
@@ -51,6 +54,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _defined(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
+    if cos.shape[0] != x.shape[0]:
+        cos, sin = (angles.repeat(x.shape[0] // max(angles.shape[0], 1), 1) for angles in (cos, sin))
     if x.dtype == torch.float64:
         return (_in_fp64(x, cos, sin),)
     return (rotated_as_defined(x, Rotation(cos, sin)),)
@@ -64,9 +69,11 @@ def _in_fp64(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _run(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
-    if x.dtype == torch.float64:
-        return (_in_fp64(x, cos, sin),)
-    return (_rotate(x, cos.contiguous(), sin.contiguous()).contiguous(),)
+    if runs_on(x) and x.dtype != torch.float64:
+        from rooftile.fused.kernels import rope as kernels
+
+        return (kernels.rotate(x, cos, sin),)
+    return (_defined(x, cos, sin)[0].contiguous(),)
 
 
 def _gradients(dy: Tensor, y: None, x: None, cos: Tensor, sin: Tensor) -> tuple[Tensor]:

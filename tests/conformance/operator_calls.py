@@ -20,6 +20,7 @@ from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
 from rooftile.fused.norm import Weights
 from rooftile.kvcache import Copy, Pages
 from rooftile.numerics import quantise_rows
+from rooftile.optim import AdamW
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.sampling.sampler import SamplingState, features_of, sample
 
@@ -363,6 +364,14 @@ def _gathered_backward(device: torch.device) -> Work:
     return Work(2 * 128 * 12 * 2 * 5 // 2, 4 * _SIZE + _SIZE * 6 // 4 + 48 + 2 * 48, 3 * _SIZE)
 
 
+def _adamw(device: torch.device) -> Work:
+    w = torch.nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16, device=device))
+    w.grad = torch.ones_like(w)
+    AdamW([w], clip_norm=1.0, master="split").step()
+    # weight, rest and two moments in fp32 are read and written, the gradient and its factor only read
+    return Work(0, 15 * (2 + 2 + 8 + 2) + 4, 15 * (2 + 2 + 8))
+
+
 def _backend(device: torch.device) -> str | None:
     # on a CPU the definition runs outside its operator, and the interpreter is slow
     return "tiled" if device.type == "cpu" else None
@@ -378,6 +387,7 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "normalise": _normalise,
     "add_norm": _add_norm,
     "gated": _gated,
+    "adamw": _adamw,
     "linear": _linear,
     "norm": _norm_of,
     "norm_backward": _norm_backward,

@@ -222,6 +222,7 @@ def test_a_loss_under_a_compiler_and_transforms(device: torch.device) -> None:
         (lambda: fused.softmax(torch.ones(3).long()), "x is torch.int64"),
         (lambda: fused.rotary(torch.randn(1, 3, 2, 8), torch.randn(1, 4, 2, 8), *[torch.ones(3, 4)] * 2), "k is .* like q"),
         (lambda: fused.rotary(*[torch.randn(1, 3, 2, 8)] * 2, torch.ones(2, 4), torch.ones(2, 4)), r"cos is \(2, 4\)"),
+        (lambda: fused.rotary(*[torch.randn(4, 3, 2, 8)] * 2, *[torch.ones(2, 3, 4)] * 2), r"cos is \(2, 3, 4\)"),
         (lambda: fused.rotary(*[torch.randn(1, 3, 2, 8)] * 2, *[torch.ones(3, 4, requires_grad=True)] * 2), "detach them"),
         (lambda: fused.cross_entropy(torch.randn(3, 8), torch.tensor([0, 8, 1])), "target holds 8; must be from 0 to 7"),
         (lambda: fused.cross_entropy(torch.randn(3, 8), torch.tensor([0, 1])), "must be int64, one target for each row"),

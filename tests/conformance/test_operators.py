@@ -53,6 +53,12 @@ def test_the_work_of_a_call_is_counted(name: str, device: torch.device) -> None:
     assert counts.work(name, call.arguments, call.results) == due
 
 
+def _detached(x):
+    if isinstance(x, list):
+        return [_detached(part) for part in x]
+    return x.detach() if isinstance(x, Tensor) else x
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(name: str, device: torch.device) -> None:
     call, _ = seen(name, device)
@@ -60,7 +66,7 @@ def test_opcheck(name: str, device: torch.device) -> None:
     if any(isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn for x in call.arguments):
         # torch compares the arguments before and after, and has no comparison of FP8
         tests -= {"test_schema", "test_aot_dispatch_dynamic"}
-    arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in call.arguments)
+    arguments = tuple(_detached(x) for x in call.arguments)
     found = torch.library.opcheck(DEFINED[name], arguments, test_utils=sorted(tests))
     assert set(found.values()) == {"SUCCESS"}
 

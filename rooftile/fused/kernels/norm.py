@@ -36,12 +36,15 @@ def _normalised(x, weight, bias, there, eps, dtype, SIZE: tl.constexpr, KIND: tl
 # fmt: off
 @triton.jit(do_not_specialize=["total"])
 def _normalise(
-    x_ptr, residual_ptr, o_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, total, x_stride_t, x_stride_h,
+    x_ptr, residual_ptr, stream_ptr, o_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, total, x_stride_t, x_stride_h,
     eps, post_eps, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     KIND: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
 ):
     # fmt: on
-    """Normalises BLOCK_R rows, each a head of a token: x, or the residual plus x, which may itself be normalised first."""
+    """Normalises BLOCK_R rows, each a head of a token: x, or the residual plus x, which may itself be normalised first.
+
+    The sum is written to `stream`, which may be the residual.
+    """
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     n = tl.arange(0, BLOCK_N)[None, :]
     t, h = r // HEADS, r % HEADS
@@ -65,7 +68,7 @@ def _normalise(
     if RESIDUAL:
         # the norm sees the stream as later layers will read it: rounded
         stream = (residual + x).to(dtype)
-        tl.store(residual_ptr + line, stream, mask=there)
+        tl.store(stream_ptr + line, stream, mask=there)
         x = stream.to(tl.float32)
     tl.store(o_ptr + line, _normalised(x, weight, bias, there, eps, dtype, SIZE, KIND), mask=there)
 
@@ -77,7 +80,7 @@ def normalise(x: Tensor, norm) -> Tensor:
     """x (total, size) or (total, heads, size), normalised over its last axis: contiguous, whatever x is."""
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        _launch(x, None, o, norm, None)
+        _launch(x, None, None, o, norm, None)
     return o
 
 
@@ -85,18 +88,27 @@ def add_norm(x: Tensor, residual: Tensor, norm, post=None) -> Tensor:
     """Adds x, or x normalised by `post`, to a contiguous residual in place, and returns the sum normalised by `norm`."""
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        _launch(x, residual, o, norm, post)
+        _launch(x, residual, residual, o, norm, post)
     return o
 
 
-def _launch(x: Tensor, residual: Tensor | None, o: Tensor, norm, post) -> None:
+def sum_norm(x: Tensor, residual: Tensor, norm) -> tuple[Tensor, Tensor]:
+    """Returns residual + x normalised, and the sum itself, both new."""
+    residual = residual.contiguous()
+    o, stream = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    if x.numel():
+        _launch(x, residual, stream, o, norm, None)
+    return o, stream
+
+
+def _launch(x: Tensor, residual: Tensor | None, stream: Tensor | None, o: Tensor, norm, post) -> None:
     x = x if x.stride(-1) == 1 else x.contiguous()
     total, heads, size = x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
     first = norm if post is None else post
     weight, bias, first_weight, first_bias = norm.weight, norm.bias, first.weight, first.bias
     constants = _constants(heads, size, _kind(norm), residual is not None, "" if post is None else _kind(post))
     arguments = (
-        x, o if residual is None else residual, o, weight, weight if bias is None else bias,
+        x, o if residual is None else residual, o if stream is None else stream, o, weight, weight if bias is None else bias,
         first_weight, first_weight if first_bias is None else first_bias, total, x.stride(0), x.stride(1) if heads > 1 else 0,
         norm.eps, first.eps,
     )  # fmt: skip
