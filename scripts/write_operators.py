@@ -54,6 +54,8 @@ COMPUTES = {
     "cross_entropy_backward": "its gradient",
     "linear_cross_entropy": "cross-entropy of hidden states and the head's weights, with gradients",
     "linear_cross_entropy_backward": "its gradients",
+    "linear_cross_entropy_reduced": "its mean or sum, and the gradients for an upstream gradient of one",
+    "linear_cross_entropy_reduced_backward": "those times the upstream gradient",
     "quantise_rows": "rows of activations in FP8 or INT8",
     "linear_quantised": "a linear projection with a quantised weight",
     "dequantise_weight": "a quantised weight in 16 or 32 bits",

@@ -72,6 +72,18 @@ def _linear_cross_entropy_backward(arguments: tuple[Any, ...], results: Any) -> 
     return Work(6 * input.shape[0] * weight.numel(), _nbytes(arguments), _nbytes(results))
 
 
+def _linear_cross_entropy_reduced(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Logits, and the gradients that are wanted: a product of the same FLOPs each."""
+    input, weight, *_, wants_dx, wants_dw, _ = arguments
+    products = 1 + wants_dx + wants_dw
+    return Work(2 * products * input.shape[0] * weight.numel(), _nbytes(arguments), _nbytes(results))
+
+
+def _linear_cross_entropy_reduced_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Only gradients are read, with the number that they are multiplied by."""
+    return Work(0, _nbytes((arguments[0], *arguments[2:5])), _nbytes(results))
+
+
 def _linear_quantised(arguments: tuple[Any, ...], results: Any) -> Work:
     """Codes of 8 bits are FLOPs as any others."""
     x, *_ = arguments
@@ -262,6 +274,8 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     },
     "linear_cross_entropy": _linear_cross_entropy,
     "linear_cross_entropy_backward": _linear_cross_entropy_backward,
+    "linear_cross_entropy_reduced": _linear_cross_entropy_reduced,
+    "linear_cross_entropy_reduced_backward": _linear_cross_entropy_reduced_backward,
     "quantise_rows": _once,
     "linear_quantised": _linear_quantised,
     "dequantise_weight": _once,

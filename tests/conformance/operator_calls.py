@@ -162,15 +162,27 @@ def _cross_entropy_backward(device: torch.device) -> Work:
     return Work(0, 2 * 20 + 160 + 40, 160)
 
 
-def _linear_cross_entropy(device: torch.device) -> Work:
+def _linear_cross_entropy(device: torch.device, reduction: str = "none") -> Work:
     x, w = _leaf(5, 8, device=device), _leaf(7, 8, device=device)
-    _backward(fused.linear_cross_entropy(x, w, torch.arange(5, device=device), linear_bias=_leaf(7, device=device)))
+    words = {"linear_bias": _leaf(7, device=device), "reduction": reduction}
+    _backward(fused.linear_cross_entropy(x, w, torch.arange(5, device=device), **words))
     return Work(2 * 5 * 8 * 7, 160 + 7 * 32 + 28 + 40, 2 * 20)
 
 
 def _linear_cross_entropy_backward(device: torch.device) -> Work:
     _linear_cross_entropy(device)
     return Work(6 * 5 * 8 * 7, 2 * 20 + 160 + 7 * 32 + 28 + 40, 160 + 7 * 32 + 28)
+
+
+def _linear_cross_entropy_reduced(device: torch.device) -> Work:
+    _linear_cross_entropy(device, "mean")
+    gradients = 160 + 7 * 32 + 28
+    return Work(6 * 5 * 8 * 7, gradients + 40, 4 + gradients)
+
+
+def _linear_cross_entropy_reduced_backward(device: torch.device) -> Work:
+    _linear_cross_entropy(device, "sum")
+    return Work(0, 4 + 160 + 7 * 32 + 28, 160 + 7 * 32 + 28)
 
 
 def _weight(device: torch.device) -> rt.QuantisedWeight:
@@ -403,6 +415,8 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "cross_entropy_backward": _cross_entropy_backward,
     "linear_cross_entropy": _linear_cross_entropy,
     "linear_cross_entropy_backward": _linear_cross_entropy_backward,
+    "linear_cross_entropy_reduced": _linear_cross_entropy_reduced,
+    "linear_cross_entropy_reduced_backward": _linear_cross_entropy_reduced_backward,
     "quantise_rows": _quantise_rows,
     "linear_quantised": _linear_quantised,
     "dequantise_weight": _dequantise_weight,

@@ -16,7 +16,7 @@ from rooftile.fused.gated import gate_up
 from rooftile.fused.norms import add_layer_norm, add_rms_norm
 from rooftile.fused.norms import layer_norm as fused_layer_norm
 from rooftile.fused.norms import rms_norm as fused_rms_norm
-from rooftile.fused.rotary import rotary
+from rooftile.fused.rope import rotary
 
 
 def rms_norm(self: Any, hidden_states: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rooftile.fused.loss import cross_entropy, linear_cross_entropy
+from rooftile.fused.linear_loss import linear_cross_entropy
+from rooftile.fused.loss import cross_entropy
 
 
 def without_logits(self: Any, *arguments: Any, **words: Any) -> Any:
