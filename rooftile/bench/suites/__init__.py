@@ -98,6 +98,7 @@ SUITES = {
         Suite("long", "The longest shapes under load: clock, power and the chip's counters beside the peers."),
         Suite("cpu", "Exact attention on a CPU beside PyTorch's kernel, and the memory of a long sequence."),
         Suite("training", "Whole training steps of Transformers models with eager attention, SDPA and Rooftile."),
+        Suite("quality", "Nats per byte that a small Llama loses by the format of its weights."),
         Suite("recall", "Small decoders trained with each approximate method: recall, loss on English, and a needle."),
     )
 }
