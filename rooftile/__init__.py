@@ -8,7 +8,7 @@
 
 from typing import TYPE_CHECKING
 
-from rooftile import nn, words
+from rooftile import nn, optim, words
 from rooftile.api import (
     attention,
     attention_packed,
@@ -25,6 +25,7 @@ from rooftile.api import (
 from rooftile.blocks import Blocks
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import disable, enable, enabled, is_enabled, status
+from rooftile.integrations.fusion import fuse, unfuse
 from rooftile.integrations.transformers_import import register_when_imported
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 from rooftile.matmul import QuantisedWeight, quantise_weight
@@ -64,13 +65,16 @@ __all__ = [
     "enable",
     "enabled",
     "explain",
+    "fuse",
     "is_enabled",
     "linear",
     "merge",
     "nn",
+    "optim",
     "quantise_qkv",
     "quantise_weight",
     "status",
+    "unfuse",
 ]
 
 # attn_implementation="rooftile" needs no other call

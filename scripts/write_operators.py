@@ -7,6 +7,7 @@ from pathlib import Path
 
 # each brings its operators
 import rooftile.approximate
+import rooftile.optim
 import rooftile.serve.sampling.sampler  # noqa: F401
 from rooftile.operators import DEFINED
 
@@ -41,6 +42,7 @@ COMPUTES = {
     "sum_norm_quantised": "the same with a new stream",
     "gated": "a gated activation",
     "gate_quantised": "a gated activation whose rows leave in FP8 or INT8",
+    "adamw": "a step of AdamW for many weights, in place",
     "linear": "a linear projection, batch-invariant",
     "norm": "a layer norm or an RMS norm, with gradients",
     "norm_backward": "its gradients",
@@ -56,6 +58,8 @@ COMPUTES = {
     "cross_entropy_backward": "its gradient",
     "linear_cross_entropy": "cross-entropy of hidden states and the head's weights, with gradients",
     "linear_cross_entropy_backward": "its gradients",
+    "linear_cross_entropy_reduced": "its mean or sum, and the gradients for an upstream gradient of one",
+    "linear_cross_entropy_reduced_backward": "those times the upstream gradient",
     "quantise_rows": "rows of activations in FP8 or INT8",
     "linear_quantised": "a linear projection with a quantised weight",
     "dequantise_weight": "a quantised weight in 16 or 32 bits",

@@ -20,7 +20,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "rooftile",
         (
             "attention", "attention_with_lse", "attention_packed", "attention_packed_with_lse", "merge", "explain",
-            "enable", "disable", "enabled", "is_enabled", "status",
+            "enable", "disable", "enabled", "is_enabled", "status", "fuse", "unfuse",
         ),
     ),
     ("FP8 and INT8 attention", "rooftile", ("Precision", "quantise_qkv", "attention_quantised", "attention_quantised_with_lse")),
@@ -48,6 +48,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "cross_entropy", "linear_cross_entropy",
         ),
     ),
+    ("Optimiser", "rooftile.optim", ("AdamW",)),
     ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
     ("Lists of blocks", "rooftile", ("Blocks",)),
     ("FlexAttention's function", "rooftile.integrations.flex_attention", ("flex_attention",)),

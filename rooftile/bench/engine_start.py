@@ -1,6 +1,6 @@
 """Starts a serving engine and times it, here and in a second process, which finds Triton's cache filled.
 
-    python -m rooftile.bench.engine_start MODEL SCALE DEVICE     prints the answer of `again` as JSON
+    python -m rooftile.bench.engine_start MODEL SCALE DEVICE WEIGHTS     prints the answer of `again` as JSON
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def compiled() -> int:
     return sum(1 for _ in Path(knobs.cache.dir).rglob("*.cubin"))
 
 
-def in_second_process(model: str, scale: float, device: torch.device) -> dict[str, Any]:
+def in_second_process(model: str, scale: float, device: torch.device, weights: str) -> dict[str, Any]:
     """The answer of `again` in a process of its own; {"reason": why} if it failed."""
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-m", __name__, model, str(scale), str(device)],
+        [sys.executable, "-m", __name__, model, str(scale), str(device), weights],
         env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
@@ -63,9 +63,9 @@ def in_second_process(model: str, scale: float, device: torch.device) -> dict[st
     return found
 
 
-def again(model: str, scale: float, device: torch.device) -> dict[str, Any]:
+def again(model: str, scale: float, device: torch.device, weights: str) -> dict[str, Any]:
     """How long an engine takes in a process that comes second, and on a GPU how long it is idle in decode steps."""
-    decoder = decoder_named(model, device)
+    decoder = decoder_named(model, device, weights)
     llm, start = started(workloads_for(scale, decoder), decoder)
     sizes = decode_step.Sizes.of(Scale(scale))
     if device.type != "cuda":
@@ -76,4 +76,4 @@ def again(model: str, scale: float, device: torch.device) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(again(sys.argv[1], float(sys.argv[2]), torch.device(sys.argv[3]))))  # noqa: T201
+    print(json.dumps(again(sys.argv[1], float(sys.argv[2]), torch.device(sys.argv[3]), sys.argv[4])))  # noqa: T201

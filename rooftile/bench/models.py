@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.matmul import QuantisedWeight
 from rooftile.models import Decoder, ModelConfig
+from rooftile.models.checkpoints.plan import quantiser_of
+from rooftile.models.checkpoints.quantised import quantise_decoder
+from rooftile.models.layers import Projection
 from rooftile.models.rotary import Rotary
+from rooftile.spec import DTYPE_NAMES
 
 
 def _llama3(factor: float, dim: int) -> Rotary:
@@ -44,14 +51,55 @@ MODELS: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 
-def decoder_named(name: str, device: torch.device) -> Decoder:
+def decoder_named(name: str, device: torch.device, weights: str = "auto") -> Decoder:
     """One of MODELS with random weights, in bf16 on a GPU and in fp32 on a CPU; or the checkpoint in a folder, in its dtype.
 
+    Args:
+        name: the model's.
+        device: where it is made.
+        weights: the format of its projections, as `LLM` takes it.
+
     Raises:
-        InvalidInput: it is neither, or the folder holds no checkpoint.
+        InvalidInput: it is neither, the folder holds no checkpoint, or there is no such format.
     """
     if name in MODELS:
-        return Decoder.random(MODELS[name], torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+        decoder = Decoder.random(MODELS[name], torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+        quantiser = quantiser_of(weights)
+        if quantiser is not None:
+            quantise_decoder(decoder, quantiser)
+        return decoder
     if not Path(name).is_dir():
         raise InvalidInput(f"model is {name!r}, which is no folder; has {', '.join(MODELS)}, or give a checkpoint's folder")
-    return Decoder.from_folder(name, device=device)
+    return Decoder.from_folder(name, device=device, weights=weights)
+
+
+def formats_of(decoder: Decoder) -> str:
+    """Names the formats of a decoder's projections, such as "bf16", or "fp8" or "int4:128+w8" where they are quantised.
+
+    Example:
+        >>> formats_of(decoder_named("tiny", torch.device("cpu"), "w8"))
+        'w8'
+    """
+    return "+".join(sorted({_word(part) for projection in _projections(decoder) for part in _parts(projection)}))
+
+
+def weight_bytes(decoder: Decoder) -> tuple[int, int]:
+    """Returns the bytes of all weights, and how many numbers the layers' weights hold; quantised ones with their scales."""
+    parts = [part for projection in _projections(decoder) for part in projection.parts]
+    plain = sum(x.nbytes for x in decoder.parameters())
+    numbers = sum(x.numel() for layer in decoder.layers for x in layer.parameters())
+    return plain + sum(part.nbytes for part in parts), numbers + sum(math.prod(part.shape) for part in parts)
+
+
+def _projections(decoder: Decoder) -> list[Projection]:
+    return [module for module in decoder.modules() if isinstance(module, Projection)]
+
+
+def _parts(projection: Projection) -> tuple[QuantisedWeight | Tensor, ...]:
+    return projection.parts if projection.weight is None else (projection.weight,)
+
+
+def _word(part: QuantisedWeight | Tensor) -> str:
+    if not isinstance(part, QuantisedWeight):
+        return DTYPE_NAMES[part.dtype]
+    return f"{part.format}:{part.group}" if part.format == "int4" else part.format

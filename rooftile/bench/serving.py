@@ -13,7 +13,7 @@ import torch
 
 from rooftile.bench.driver import Clock, WallClock, drive, fitted
 from rooftile.bench.measures import Costs, Measures, measures
-from rooftile.bench.models import decoder_named
+from rooftile.bench.models import decoder_named, formats_of, weight_bytes
 from rooftile.bench.results import Row
 from rooftile.bench.rows import figures, measured, timed_row
 from rooftile.bench.run import Progress
@@ -39,7 +39,7 @@ def measure(
         allocator: for all workloads; None for those that each asks for.
         scale: the workloads' scale, for the rows.
         runs: how often each is run; every run begins with an empty prefix cache.
-        settings: arguments of `LLM`, over the workloads' own.
+        settings: arguments of `LLM`, over the workloads' own; `weights` quantises the model once, before the first engine.
         clock: by default the machine's.
         say: called with a few words before each step.
     """
@@ -49,7 +49,9 @@ def measure(
     clock = clock or WallClock()
     say("the model")
     began = clock.now()
-    decoder = decoder_named(model, session.device)
+    settings = dict(settings or {})
+    decoder = decoder_named(model, session.device, settings.pop("weights", "auto"))
+    formats = {"weights": formats_of(decoder)}
     loaded = clock.now() - began
     llm: LLM | None = None
     started, known = 0.0, None
@@ -58,7 +60,7 @@ def measure(
         rows: dict[str, Row] = {}
         # what is compared comes first: the ratio is in the row of what it is compared with
         for one in reversed(workload.allocators) if allocator is None else (allocator,):
-            asked = settings_of(workload, decoder) | (settings or {}) | {"allocator": one}
+            asked = settings_of(workload, decoder) | settings | {"allocator": one}
             if llm is None or asked != known:
                 say(f"{workload.name}: starting")
                 llm = None
@@ -68,8 +70,8 @@ def measure(
                 started = loaded + clock.now() - began
             first, found = repeat(llm, workload, runs, costs=costs_of(llm, session), clock=clock, say=say)
             row = _row(
-                workload, session, found, model=model, allocator=one, settings=asked, scale=scale, start_s=started, first_s=first,
-                reserved=rows.get("contiguous"),
+                workload, session, found, model=model, allocator=one, settings=asked | formats, scale=scale, start_s=started,
+                first_s=first, reserved=rows.get("contiguous"),
             )  # fmt: skip
             rows[one] = row
             yield row
@@ -105,12 +107,11 @@ def costs_of(llm: LLM, session: Session) -> Costs | None:
     word = DTYPE_NAMES[dtype]
     if not session.ceilings.matmul_tflops.get(word):
         return None
-    numbers = sum(weight.numel() for weight in decoder.parameters())
+    nbytes, layers = weight_bytes(decoder)
     # the embedding is looked up; the head, which may be the same table, is multiplied
-    looked_up = 0 if config.tie else decoder.embedding.numel()
-    layers = sum(weight.numel() for layer in decoder.layers for weight in layer.parameters())
+    looked_up = 0 if config.tie else decoder.embedding.nbytes
     cost = DecoderCost(
-        weight_bytes=(numbers - looked_up) * dtype.itemsize,
+        weight_bytes=nbytes - looked_up,
         token_bytes=pages.nbytes // (pages.storage.shape[0] * pages.storage.shape[3]),
         token_flops=2 * layers,
     )
@@ -165,11 +166,12 @@ def _row(
 
 
 def case_name(workload: str, model: str, scale: float, settings: dict[str, Any]) -> str:
-    """A case as rows name it: "W1-8b", with the dtype of the cache and the scale where they are not the usual ones."""
-    kv_dtype = settings.get("kv_dtype") or "auto"
+    """A case as rows name it: "W1-8b", with formats of weights, the cache's dtype and the scale where they are not the usual."""
+    kv_dtype, weights = settings.get("kv_dtype") or "auto", settings.get("weights", "auto")
     words = [
         workload,
         Path(model).name,
+        "" if weights in ("auto", *DTYPE_NAMES.values()) else f"{weights}-weights",
         "" if kv_dtype == "auto" else f"{kv_dtype}-cache",
         "" if scale == 1 else f"x{scale:g}",
     ]

@@ -50,6 +50,7 @@ RECIPES = {
     "bert-64x512": Recipe("bert", 64, 512, layers=12, heads=12, shape={"hidden_size": 768}, padded=True, steps=8),
     "llama-1b-1x4k": _llama_1b(1, 4096, steps=8),
     "llama-1b-2x4k": _llama_1b(2, 4096),
+    "llama-1b-8x4k": _llama_1b(8, 4096, steps=3),
     "llama-1b-1x16k": _llama_1b(1, 16_384, steps=3),
     "llama-1b-1x32k": _llama_1b(1, 32_768, steps=2),
     # small enough for a CPU

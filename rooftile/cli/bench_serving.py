@@ -33,6 +33,7 @@ def serving(
     block_size: Annotated[int | None, typer.Option(help="Tokens per block.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Answers that run at once.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="The cache's dtype: fp8; left out, the model's.")] = None,
+    weights: Annotated[str, typer.Option(help="Format of the projections: fp8, int4:64, ...; auto takes the model's.")] = "auto",
     runs: Annotated[int, typer.Option(help="How often each workload is run; the median is shown.")] = 3,
     url: Annotated[str, typer.Option(help="Measure a running server instead, such as http://127.0.0.1:8000.")] = "",
     api_key: Annotated[str, typer.Option(help="The key of that server.", envvar="ROOFTILE_API_KEY")] = "",
@@ -54,7 +55,7 @@ def serving(
         _over_http(chosen, target, url, api_key, model, vocabulary, runs, scale, json)
         return
     asked = {"num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": max_num_seqs, "kv_dtype": kv_dtype}
-    settings = {name: value for name, value in asked.items() if value is not None}
+    settings = {name: value for name, value in asked.items() if value is not None} | {"weights": weights}
     with progress(lines=True) as say:
         say("measuring the ceilings")
         session = open_session(target)
@@ -100,6 +101,7 @@ def engine(
     ] = None,
     model: Annotated[str, typer.Option(help="tiny, 1b or 8b, with random weights.")] = "",
     scale: Annotated[float, typer.Option(help="The share of the requests and of their lengths.")] = 1.0,
+    weights: Annotated[str, typer.Option(help="Format of the projections: fp8, int4:64, ...; auto takes the model's.")] = "auto",
     peer_requests: Annotated[int, typer.Option(help="How many of W1's requests the peers get.")] = 64,
     peer_limit: Annotated[float, typer.Option(help="Seconds after which a peer is stopped.")] = 90.0,
     w8_requests: Annotated[int, typer.Option(help="How many of W8's requests each allocator gets.")] = 200,
@@ -114,7 +116,7 @@ def engine(
     from rooftile.bench.suites.engine import PARTS, Asked, measure
 
     asked = Asked(
-        model=model or ("1b" if target.type == "cuda" else "tiny"), parts=case or PARTS, scale=scale,
+        model=model or ("1b" if target.type == "cuda" else "tiny"), parts=case or PARTS, scale=scale, weights=weights,
         peer_requests=peer_requests, peer_limit_s=peer_limit, w8_requests=w8_requests,
     )  # fmt: skip
     asked.check()

@@ -48,6 +48,13 @@ def _add_norm(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(0, _nbytes(arguments), _nbytes(results) + _nbytes(arguments[1]))
 
 
+def _adamw(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Everything but gradients and numbers on the device is written too."""
+    weights, gradients, first, second, rests, steps, lr, clip, *_ = arguments
+    changed = _nbytes((weights, first, second, rests))
+    return Work(0, changed + _nbytes((gradients, steps, lr, clip)), changed)
+
+
 def _linear(arguments: tuple[Any, ...], results: Any) -> Work:
     x, weight, _ = arguments
     return Work(2 * x.shape[0] * weight.numel(), _nbytes(arguments), _nbytes(results))
@@ -63,6 +70,18 @@ def _linear_cross_entropy_backward(arguments: tuple[Any, ...], results: Any) -> 
     """The logits are made again."""
     input, weight = arguments[3:5]
     return Work(6 * input.shape[0] * weight.numel(), _nbytes(arguments), _nbytes(results))
+
+
+def _linear_cross_entropy_reduced(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Logits, and the gradients that are wanted: a product of the same FLOPs each."""
+    input, weight, *_, wants_dx, wants_dw, _ = arguments
+    products = 1 + wants_dx + wants_dw
+    return Work(2 * products * input.shape[0] * weight.numel(), _nbytes(arguments), _nbytes(results))
+
+
+def _linear_cross_entropy_reduced_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Only gradients are read, with the number that they are multiplied by."""
+    return Work(0, _nbytes((arguments[0], *arguments[2:5])), _nbytes(results))
 
 
 def _linear_quantised(arguments: tuple[Any, ...], results: Any) -> Work:
@@ -250,6 +269,7 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "sum_norm_quantised": _once,
     "gated": _once,
     "gate_quantised": _once,
+    "adamw": _adamw,
     "linear": _linear,
     **{
         name: _once
@@ -258,6 +278,8 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     },
     "linear_cross_entropy": _linear_cross_entropy,
     "linear_cross_entropy_backward": _linear_cross_entropy_backward,
+    "linear_cross_entropy_reduced": _linear_cross_entropy_reduced,
+    "linear_cross_entropy_reduced_backward": _linear_cross_entropy_reduced_backward,
     "quantise_rows": _once,
     "linear_quantised": _linear_quantised,
     "dequantise_weight": _once,

@@ -11,11 +11,11 @@ each of its steps.
 
 from rooftile.fused.gated import ACTIVATIONS, gated, geglu, swiglu
 from rooftile.fused.linear import linear
-from rooftile.fused.loss import cross_entropy, linear_cross_entropy
+from rooftile.fused.linear_loss import linear_cross_entropy
+from rooftile.fused.loss import cross_entropy
 from rooftile.fused.norm import Norm, add_norm, normalise
 from rooftile.fused.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from rooftile.fused.rope import Rotation, rotate
-from rooftile.fused.rotary import rotary
+from rooftile.fused.rope import Rotation, rotary, rotate
 from rooftile.fused.softmax import softmax
 from rooftile.fused.where import runs_on
 

@@ -91,6 +91,11 @@ def _many(found: Any) -> tuple[Tensor, ...]:
     return (found,) if isinstance(found, Tensor) else tuple(found)
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func or forward mode is active, also while a compiler traces."""
+    return transforms_active() if torch.compiler.is_compiling() else _transformed()
+
+
 def _transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 

@@ -34,7 +34,7 @@ def _write(
         n = tl.program_id(0) - tl.cdiv(total * HEADS, BLOCK_R)
         if n >= 0:
             rotate_heads(
-                q_ptr, o_ptr, cos_ptr, sin_ptr, total, n, q_stride_t, q_stride_h, cos_stride_t, Q_HEADS, D, HALF, BLOCK_R,
+                q_ptr, o_ptr, cos_ptr, sin_ptr, total, total, n, q_stride_t, q_stride_h, cos_stride_t, Q_HEADS, D, HALF, BLOCK_R,
                 BLOCK_D, BLOCK_HALF,
             )  # fmt: skip
             return

@@ -14,7 +14,7 @@ import torch
 from rooftile.bench import results, serving, workloads
 from rooftile.bench.driver import Course, Sample, Trace, drive, fitted
 from rooftile.bench.measures import Costs, Measures, measures
-from rooftile.bench.models import MODELS, decoder_named
+from rooftile.bench.models import MODELS, decoder_named, formats_of
 from rooftile.bench.serving import measure
 from rooftile.bench.workloads import ALPACA, LONGEST, SHAREGPT, SLOTS, WORKLOADS, Ask, Scale, Workload, named, poisson
 from rooftile.cost.decoder import DecoderCost
@@ -245,6 +245,14 @@ def test_costs_of_a_model_are_its_numbers() -> None:
     assert costs.model.weight_bytes == 4 * (2 * layer + 512 * 64 + 64)
     assert costs.rates == (0.1e12, 10e9)
     assert costs.model.token_bytes == 2 * 2 * 2 * 16 * 4
+    quantised = decoder_named("tiny", torch.device("cpu"), "w8")
+    assert (formats_of(decoder), formats_of(quantised)) == ("fp32", "w8")
+    few = serving.costs_of(LLM(quantised, **room), SESSION)
+    assert few is not None
+    assert few.model.token_flops == costs.model.token_flops
+    # a byte for a number of a projection, and a scale in bf16 for each of its rows
+    rows = 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64)
+    assert few.model.weight_bytes == costs.model.weight_bytes - 3 * 2 * (layer - 2 * 64) + 2 * rows
     # a number takes a byte, a head 4 for its scale
     assert in_fp8.model.token_bytes == 2 * 2 * 2 * (16 + 4)
 

@@ -20,6 +20,7 @@ from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
 from rooftile.fused.norm import Weights
 from rooftile.kvcache import Copy, Pages
 from rooftile.numerics import quantise_rows
+from rooftile.optim import AdamW
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.sampling.sampler import SamplingState, features_of, sample
 
@@ -182,15 +183,27 @@ def _cross_entropy_backward(device: torch.device) -> Work:
     return Work(0, 2 * 20 + 160 + 40, 160)
 
 
-def _linear_cross_entropy(device: torch.device) -> Work:
+def _linear_cross_entropy(device: torch.device, reduction: str = "none") -> Work:
     x, w = _leaf(5, 8, device=device), _leaf(7, 8, device=device)
-    _backward(fused.linear_cross_entropy(x, w, torch.arange(5, device=device), linear_bias=_leaf(7, device=device)))
+    words = {"linear_bias": _leaf(7, device=device), "reduction": reduction}
+    _backward(fused.linear_cross_entropy(x, w, torch.arange(5, device=device), **words))
     return Work(2 * 5 * 8 * 7, 160 + 7 * 32 + 28 + 40, 2 * 20)
 
 
 def _linear_cross_entropy_backward(device: torch.device) -> Work:
     _linear_cross_entropy(device)
     return Work(6 * 5 * 8 * 7, 2 * 20 + 160 + 7 * 32 + 28 + 40, 160 + 7 * 32 + 28)
+
+
+def _linear_cross_entropy_reduced(device: torch.device) -> Work:
+    _linear_cross_entropy(device, "mean")
+    gradients = 160 + 7 * 32 + 28
+    return Work(6 * 5 * 8 * 7, gradients + 40, 4 + gradients)
+
+
+def _linear_cross_entropy_reduced_backward(device: torch.device) -> Work:
+    _linear_cross_entropy(device, "sum")
+    return Work(0, 4 + 160 + 7 * 32 + 28, 160 + 7 * 32 + 28)
 
 
 def _weight(device: torch.device) -> rt.QuantisedWeight:
@@ -384,6 +397,14 @@ def _gathered_backward(device: torch.device) -> Work:
     return Work(2 * 128 * 12 * 2 * 5 // 2, 4 * _SIZE + _SIZE * 6 // 4 + 48 + 2 * 48, 3 * _SIZE)
 
 
+def _adamw(device: torch.device) -> Work:
+    w = torch.nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16, device=device))
+    w.grad = torch.ones_like(w)
+    AdamW([w], clip_norm=1.0, master="split").step()
+    # weight, rest and two moments in fp32 are read and written, the gradient and its factor only read
+    return Work(0, 15 * (2 + 2 + 8 + 2) + 4, 15 * (2 + 2 + 8))
+
+
 def _backend(device: torch.device) -> str | None:
     # on a CPU the definition runs outside its operator, and the interpreter is slow
     return "tiled" if device.type == "cpu" else None
@@ -403,6 +424,7 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "sum_norm_quantised": _sum_norm_quantised,
     "gated": _gated,
     "gate_quantised": _gate_quantised,
+    "adamw": _adamw,
     "linear": _linear,
     "norm": _norm_of,
     "norm_backward": _norm_backward,
@@ -418,6 +440,8 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "cross_entropy_backward": _cross_entropy_backward,
     "linear_cross_entropy": _linear_cross_entropy,
     "linear_cross_entropy_backward": _linear_cross_entropy_backward,
+    "linear_cross_entropy_reduced": _linear_cross_entropy_reduced,
+    "linear_cross_entropy_reduced_backward": _linear_cross_entropy_reduced_backward,
     "quantise_rows": _quantise_rows,
     "linear_quantised": _linear_quantised,
     "dequantise_weight": _dequantise_weight,

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import rooftile as rt
 from rooftile import fused
-from rooftile.fused import loss as losses_of
+from rooftile.fused import linear_loss
 from rooftile.numerics import quantise_rows
 from tests.conformance.fused_cases import DTYPES, OPERATIONS, answers, check, inputs, losses
 from tests.conformance.operator_calls import watching
@@ -187,13 +187,82 @@ def test_parts_of_rows(monkeypatch: pytest.MonkeyPatch, device: torch.device) ->
     leaves = [t.clone().requires_grad_() for t in (x, w)]
     whole = fused.linear_cross_entropy(*leaves, target)
     due = torch.autograd.grad(whole, leaves)
-    monkeypatch.setattr(losses_of, "AT_ONCE", 500)
+    monkeypatch.setattr(linear_loss, "BYTES_AT_ONCE", 1000)
     found = fused.linear_cross_entropy(*leaves, target)
     torch.testing.assert_close(found, whole)
     for a, b in zip(torch.autograd.grad(found, leaves), due, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
     shifted = fused.linear_cross_entropy(x, w, target, shift=True)
     torch.testing.assert_close(shifted, fused.linear_cross_entropy(x[:-1], w, target[1:]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("V", [151_936, 50_257, 1])
+def test_vocabularies_of_models(V: int, reduction: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Also some that no alignment divides, in chunks that do not divide the rows, without a bias."""
+    monkeypatch.setattr(linear_loss, "BYTES_AT_ONCE", 3 * (V + 64) * 4)
+    x, w = torch.randn(7, 4, device=device), torch.randn(V, 4, device=device)
+    target = torch.randint(V, (7,), device=device)
+    target[2] = -100
+    dtypes = (torch.float32, torch.float32, torch.float64)
+    ours, plain, exact = ([t.to(dtype, copy=True).requires_grad_() for t in (x, w)] for dtype in dtypes)
+    found = fused.linear_cross_entropy(*ours, target, reduction=reduction)
+    due = formula(functional.linear(*exact), target, reduction)
+    torch.testing.assert_close(found.double(), due, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn(7, device=device) if reduction == "none" else torch.tensor(-0.3, device=device)
+    usual = functional.cross_entropy(functional.linear(*plain), target, reduction=reduction)
+    grads = [torch.autograd.grad(y, leaves, upstream.to(y)) for y, leaves in ((found, ours), (usual, plain), (due, exact))]
+    for a, b, c in zip(*grads, strict=True):
+        # so long a sum of fp32 numbers has no more digits in PyTorch either
+        assert (a - c).abs().max() <= 2 * (b - c).abs().max() + 1e-6 * c.abs().max()
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
+def test_only_wanted_gradients_of_a_loss_are_computed(wanted: tuple[bool, bool], device: torch.device) -> None:
+    x, w, target = torch.randn(6, 16, device=device), torch.randn(50, 16, device=device), torch.arange(6, device=device)
+    leaves = [t.requires_grad_(flag) for t, flag in zip((x, w), wanted, strict=True)]
+    with watching() as watch:
+        loss = fused.linear_cross_entropy(x, w, target)
+        found = torch.autograd.grad(loss, [t for t in leaves if t.requires_grad], retain_graph=True)
+        again = torch.autograd.grad(loss, [t for t in leaves if t.requires_grad])
+    assert watch.names == {"linear_cross_entropy_reduced", "linear_cross_entropy_reduced_backward"}
+    assert watch.calls[0].results[1].numel() == wanted[0] * x.numel()
+    assert watch.calls[0].results[2].numel() == wanted[1] * w.numel()
+    due = torch.autograd.grad(functional.cross_entropy(functional.linear(x, w), target), [t for t in leaves if t.requires_grad])
+    for a, b, c in zip(found, again, due, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c)
+    with torch.no_grad(), watching() as watch:
+        fused.linear_cross_entropy(x, w, target)
+    assert watch.names == {"linear_cross_entropy"}
+
+
+def test_derivatives_of_a_reduced_loss(device: torch.device) -> None:
+    x, w = (torch.randn(*shape, dtype=torch.float64, device=device, requires_grad=True) for shape in ((4, 3), (7, 3)))
+    target = torch.tensor([1, -100, 6, 0], device=device)
+    for reduction in ("mean", "sum"):
+        words = {"reduction": reduction, "label_smoothing": 0.1, "softcap": 2.0, "z_loss": 0.1}
+        assert torch.autograd.gradcheck(lambda *t, words=words: fused.linear_cross_entropy(*t, target, **words), (x, w))
+        assert torch.autograd.gradgradcheck(lambda *t, words=words: fused.linear_cross_entropy(*t, target, **words), (x, w))
+    ignored = torch.full_like(target, -100)
+    found = fused.linear_cross_entropy(x, w, ignored)
+    assert found.isnan()
+    assert torch.autograd.grad(found, w)[0].abs().sum() == 0
+
+
+@pytest.mark.parametrize("name", ["rms norm", "layer norm", "add, rms norm", "swiglu", "softmax"])
+def test_the_longest_rows(name: str, device: torch.device) -> None:
+    check(name, inputs(name, 2, 262_144, torch.bfloat16, device))
+
+
+def test_half_precision_makes_logits_twice(device: torch.device) -> None:
+    """A scaled loss keeps gradients of fp16 from vanishing only if they are multiplied by it before they are rounded."""
+    x, w = (torch.randn(*shape, device=device).half().requires_grad_() for shape in ((512, 8), (100, 8)))
+    target = torch.randint(100, (512,), device=device)
+    (found,) = torch.autograd.grad(fused.linear_cross_entropy(x, w, target) * 65536, x)
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    (due,) = torch.autograd.grad(functional.cross_entropy(functional.linear(*exact), target) * 65536, exact[0])
+    assert (found.double() - due).abs().max() <= 4e-3 * due.abs().max()
 
 
 def test_a_loss_under_a_compiler_and_transforms(device: torch.device) -> None:
@@ -222,6 +291,7 @@ def test_a_loss_under_a_compiler_and_transforms(device: torch.device) -> None:
         (lambda: fused.softmax(torch.ones(3).long()), "x is torch.int64"),
         (lambda: fused.rotary(torch.randn(1, 3, 2, 8), torch.randn(1, 4, 2, 8), *[torch.ones(3, 4)] * 2), "k is .* like q"),
         (lambda: fused.rotary(*[torch.randn(1, 3, 2, 8)] * 2, torch.ones(2, 4), torch.ones(2, 4)), r"cos is \(2, 4\)"),
+        (lambda: fused.rotary(*[torch.randn(4, 3, 2, 8)] * 2, *[torch.ones(2, 3, 4)] * 2), r"cos is \(2, 3, 4\)"),
         (lambda: fused.rotary(*[torch.randn(1, 3, 2, 8)] * 2, *[torch.ones(3, 4, requires_grad=True)] * 2), "detach them"),
         (lambda: fused.cross_entropy(torch.randn(3, 8), torch.tensor([0, 8, 1])), "target holds 8; must be from 0 to 7"),
         (lambda: fused.cross_entropy(torch.randn(3, 8), torch.tensor([0, 1])), "must be int64, one target for each row"),

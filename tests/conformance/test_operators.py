@@ -23,6 +23,7 @@ DIFFERENTIABLE = {
     "attention", "attention_backward", "chunked_recurrence", "chunked_recurrence_backward", "selected_attention",
     "selected_attention_backward", "gated_sum", "gated_sum_backward", "gathered_attention", "gathered_attention_backward",
     "linear_quantised", "norm", "sum_norm", "gate_up", "rotary", "softmax", "cross_entropy", "linear_cross_entropy",
+    "linear_cross_entropy_reduced",
 }  # fmt: skip
 
 
@@ -53,6 +54,12 @@ def test_the_work_of_a_call_is_counted(name: str, device: torch.device) -> None:
     assert counts.work(name, call.arguments, call.results) == due
 
 
+def _detached(x):
+    if isinstance(x, list):
+        return [_detached(part) for part in x]
+    return x.detach() if isinstance(x, Tensor) else x
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck(name: str, device: torch.device) -> None:
     call, _ = seen(name, device)
@@ -60,7 +67,7 @@ def test_opcheck(name: str, device: torch.device) -> None:
     if any(isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn for x in call.arguments):
         # torch compares the arguments before and after, and has no comparison of FP8
         tests -= {"test_schema", "test_aot_dispatch_dynamic"}
-    arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in call.arguments)
+    arguments = tuple(_detached(x) for x in call.arguments)
     found = torch.library.opcheck(DEFINED[name], arguments, test_utils=sorted(tests))
     assert set(found.values()) == {"SUCCESS"}
 

@@ -74,12 +74,14 @@ def test_memory_beyond_inputs_and_gradients() -> None:
     T, D, V = 8192, 1024, 128256
     x, w = (torch.randn(rows, D, device="cuda").bfloat16().requires_grad_() for rows in (T, V))
     target = torch.randint(V, (T,), device="cuda")
+    # memory of cuBLAS, which it keeps
+    torch.mm(x.detach(), x.detach().T)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     fused.linear_cross_entropy(x, w, target).backward()
     peak = torch.cuda.max_memory_allocated() - before - x.grad.nbytes - w.grad.nbytes
-    # the fp32 sum of the weight's gradient and one product that is added to it, and logits of some rows
-    assert peak <= 2 * 4 * V * D + (1 << 30)
+    # the fp32 sum of the weight's gradient, and logits of some rows
+    assert peak <= 4 * V * D + (1 << 29)
 
 
 def test_targets_outside_give_nan_and_read_nothing() -> None:

@@ -67,6 +67,19 @@ def test_cross_entropy(V: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(dx.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_cross_entropy_writes_over_its_logits(reduction: str) -> None:
+    x, w, target = torch.randn(9, 8), torch.randn(77, 8), torch.randint(77, (9,))
+    target[4] = -100
+    leaves = [t.clone().requires_grad_() for t in (x, w)]
+    due_leaves = [t.clone().requires_grad_() for t in (x, w)]
+    found = fused.linear_cross_entropy(*leaves, target, reduction=reduction)
+    due = torch.nn.functional.cross_entropy(due_leaves[0] @ due_leaves[1].T, target, reduction=reduction)
+    torch.testing.assert_close(found, due)
+    for a, b in zip(*(torch.autograd.grad(y.sum(), t) for y, t in ((found, leaves), (due, due_leaves))), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_logits_of_minus_infinity_and_targets_outside() -> None:
     x = torch.randn(4, 5000)
     x[0, :4999], x[1, 7], x[2] = -torch.inf, -torch.inf, -torch.inf

@@ -156,11 +156,13 @@ def test_bench_serving_prints_tables_and_appends_lines(run, tmp_path: Path) -> N
 def test_bench_serving_hands_its_options_to_the_engine(run) -> None:
     words = ("bench", "serving", "--device", "cpu", "--workload", "W3", "--scale", "0.01", "--runs", "1", "--rate", "1000")
     more = ("--allocator", "contiguous", "--num-blocks", "64", "--block-size", "8", "--max-num-seqs", "2", "--kv-dtype", "fp8")
+    more += ("--weights", "int4:32")
     code, out, _ = run(*words, *more, "--json", "-")
     (line,) = out.splitlines()
     row = json.loads(line)
-    assert (code, row["case"], row["backend"]) == (0, "W3@1000-tiny-fp8-cache-x0.01", "rooftile, contiguous")
+    assert (code, row["case"], row["backend"]) == (0, "W3@1000-tiny-int4:32-weights-fp8-cache-x0.01", "rooftile, contiguous")
     assert row["settings"] | {"num_blocks": 64, "block_size": 8, "max_num_seqs": 2, "kv_dtype": "fp8"} == row["settings"]
+    assert row["settings"]["weights"] == "int4:32"
     assert row["measures"]["running"] <= 2
 
 

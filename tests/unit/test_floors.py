@@ -29,7 +29,7 @@ FLOORS = {
     "dispatch": 7,
     "ops": 8,
     "api": 9,
-    "approximate": 10, "qat": 10, "optim": 10,
+    "approximate": 10, "optim": 10, "qat": 10,
     # its modules call the functions of the floor below
     "nn": 11, "parallel": 11,
     "models": 12, "integrations": 12,

@@ -93,9 +93,12 @@ SUITES = {
         Suite("paged", "Attention to a paged cache: decode, prefill, a shared prefix, and writing to the cache."),
         Suite("linear", "Products with quantised weights beside 16 bits and PyTorch's own."),
         Suite("decoder", "Norms and gates of a decoder: bytes per second beside a copy and the plain operations."),
+        Suite("fused", "Fused operations with gradients beside Liger, quack, torch.compile and PyTorch's own."),
+        Suite("loss", "Cross-entropy from hidden states beside Liger's, quack's, cut-cross-entropy's and PyTorch's."),
         Suite("long", "The longest shapes under load: clock, power and the chip's counters beside the peers."),
         Suite("cpu", "Exact attention on a CPU beside PyTorch's kernel, and the memory of a long sequence."),
         Suite("training", "Whole training steps of Transformers models with eager attention, SDPA and Rooftile."),
+        Suite("quality", "Nats per byte that a small Llama loses by the format of its weights."),
         Suite("recall", "Small decoders trained with each approximate method: recall, loss on English, and a needle."),
     )
 }

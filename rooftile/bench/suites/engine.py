@@ -28,7 +28,7 @@ from rooftile.bench import decode_step
 from rooftile.bench.driver import fitted
 from rooftile.bench.engine_start import in_second_process, started, workloads_for
 from rooftile.bench.measures import Measures
-from rooftile.bench.models import MODELS, decoder_named
+from rooftile.bench.models import MODELS, decoder_named, formats_of
 from rooftile.bench.results import Row
 from rooftile.bench.rows import figures, measured, timed_row
 from rooftile.bench.run import Progress
@@ -49,6 +49,7 @@ class Asked:
     model: str
     parts: Sequence[str] = PARTS
     scale: float = 1.0
+    weights: str = "auto"
     peer_requests: int = 64
     peer_limit_s: float = 90.0
     w8_requests: int = 200
@@ -84,7 +85,7 @@ class _Run:
         self.asked, self.session, self.say = asked, session, say
         say("the model")
         began = perf_counter()
-        self.decoder = decoder_named(asked.model, session.device)
+        self.decoder = decoder_named(asked.model, session.device, asked.weights)
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)
         self.weights_s = perf_counter() - began
@@ -107,8 +108,9 @@ class _Run:
     def row(self, name: str, samples: Sequence[float], *, backend: str = "rooftile", **more: Any) -> Row:
         """A row of this run. Samples are in µs."""
         asked = self.asked
-        settings = {"model": asked.model, "scale": asked.scale} | more.pop("settings", {})
-        case = case_name(name, asked.model, asked.scale, {})
+        weights = {"weights": formats_of(self.decoder)}
+        settings = {"model": asked.model, "scale": asked.scale} | weights | more.pop("settings", {})
+        case = case_name(name, asked.model, asked.scale, weights)
         return timed_row(
             self.session,
             samples,
@@ -172,7 +174,7 @@ class _Run:
 
     def second_process(self) -> Iterator[Row]:
         self.close()
-        found = in_second_process(self.asked.model, self.asked.scale, self.session.device)
+        found = in_second_process(self.asked.model, self.asked.scale, self.session.device, self.asked.weights)
         if "reason" in found:
             yield self.row("start-again", [], phase="start", reason=found["reason"])
             yield self.row(f"idle-{self.sizes}", [], phase="decode", reason=found["reason"])

@@ -1,4 +1,9 @@
-"""Whole training steps of Transformers models, unchanged, on random tokens: eager attention, SDPA and Rooftile in turns.
+"""Whole training steps of Transformers models on random tokens, in turns.
+
+    eager, sdpa    the model as it comes, with eager attention or PyTorch's SDPA
+    rooftile       attn_implementation="rooftile", and `rt.enable`
+    fused          the same, and `rt.fuse` with `rooftile.optim.AdamW`
+    liger          the same attention, and Liger's kernels in the model
 
 A step is forward, backward and AdamW. Each contestant has a model of its own with the same weights, and all steps of a turn
 follow one another without a wait, as in a training loop, so the host's time counts where the GPU has to wait for it.
@@ -15,6 +20,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -30,7 +37,9 @@ from rooftile.bench.session import Session
 from rooftile.bench.training_models import RECIPES, Recipe, batch_of, model_of
 from rooftile.spec import DTYPES
 
-CONTESTANTS = ("eager", "sdpa", "rooftile")
+CONTESTANTS = ("eager", "sdpa", "rooftile", "fused", "liger")
+# those that change the model, and the families that each knows
+CHANGED = {"fused": ("llama", "gpt2"), "liger": ("llama",)}
 PHASES = ("step", "fwd+bwd")
 CPU = tuple(name for name in RECIPES if name.startswith("tiny"))
 GPU = tuple(name for name in RECIPES if name not in CPU)
@@ -96,7 +105,22 @@ def _reason(contestant: str, recipe: Recipe, session: Session) -> str:
     room = 0.8 * session.machine.memory_bytes
     if contestant == "eager" and recipe.score_bytes > room:
         return f"refused: about {recipe.score_bytes / 2**30:.0f} GiB of T x S matrices; {room / 2**30:.0f} GiB are left for them"
+    if contestant in CHANGED and recipe.family not in CHANGED[contestant]:
+        return f"refused: {recipe.family}; has {', '.join(CHANGED[contestant])}"
+    if contestant == "liger" and find_spec("liger_kernel") is None:
+        return "refused: liger-kernel is not installed"
+    if contestant == "liger" and session.device.type != "cuda":
+        return "refused: its kernels are for a GPU"
     return ""
+
+
+def change(model: Any, contestant: str) -> None:
+    """Puts a contestant's kernels into a model."""
+    if contestant == "fused":
+        rt.fuse(model, verbose=False)
+    elif contestant == "liger":
+        liger = import_module("liger_kernel.transformers")
+        liger._apply_liger_kernel_to_instance(model=model)
 
 
 class Student:
@@ -106,9 +130,12 @@ class Student:
         self.attention, self.batch, self.device = attention, batch, session.device
         # weights are drawn where they stay: a CPU takes ten seconds for a billion of them
         with attending(attention), session.device:
-            self.model = model_of(recipe, attention).to(DTYPES[session.dtype])
+            named = attention if attention in ("eager", "sdpa") else "rooftile"
+            self.model = model_of(recipe, named).to(DTYPES[session.dtype])
+        change(self.model, attention)
         self.model.train()
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        adamw = rt.optim.AdamW if attention == "fused" else torch.optim.AdamW
+        self.optimiser: torch.optim.Optimizer = adamw(self.model.parameters(), lr=1e-5)
         self.taken: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self.peak_bytes: int | None = None
         self.loss: Tensor | None = None
@@ -149,8 +176,8 @@ class Student:
 
 @contextmanager
 def attending(attention: str) -> Iterator[None]:
-    """Rooftile behind Transformers for its own contestant alone: the SDPA of the others stays PyTorch's."""
-    if attention != "rooftile":
+    """Rooftile behind Transformers for the contestants that have it: the SDPA of the others stays PyTorch's."""
+    if attention not in ("rooftile", *CHANGED):
         yield
         return
     with rt.enabled():

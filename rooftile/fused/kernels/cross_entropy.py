@@ -63,10 +63,10 @@ def _cross_entropy(
 
 @triton.jit
 def _cross_entropy_gradient(
-    dlosses_ptr, lse_ptr, x_ptr, target_ptr, dx_ptr, x_stride, ignore_index, smoothing, softcap, z_loss,
+    dlosses_ptr, lse_ptr, x_ptr, target_ptr, dx_ptr, x_stride, dx_stride, ignore_index, smoothing, softcap, z_loss,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of a piece of one row."""
+    """Writes the gradient of a piece of one row, perhaps over its logits."""
     pieces: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // pieces).to(tl.int64)
     v = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
@@ -79,7 +79,7 @@ def _cross_entropy_gradient(
     dz *= tl.load(dlosses_ptr + row)
     dz = tl.where((target >= 0) & (target < SIZE), dz, float("nan"))
     dz = tl.where(target == ignore_index, 0.0, dz)
-    tl.store(dx_ptr + row * SIZE + v, dz.to(dx_ptr.dtype.element_ty), mask=v < SIZE)
+    tl.store(dx_ptr + row * dx_stride + v, dz.to(dx_ptr.dtype.element_ty), mask=v < SIZE)
 
 
 _start, _start_gradient = Kernel(_cross_entropy), Kernel(_cross_entropy_gradient)
@@ -98,16 +98,17 @@ def forward(
 
 
 def gradient(
-    dlosses: Tensor, lse: Tensor, x: Tensor, target: Tensor, ignore_index: int, smoothing: float, softcap: float, z_loss: float
+    dlosses: Tensor, lse: Tensor, x: Tensor, target: Tensor, ignore_index: int, smoothing: float, softcap: float, z_loss: float,
+    *, into: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns the gradient of logits (rows, V)."""
+    """Returns the gradient of logits (rows, V): `into`, whose rows are dense and which may be x itself, or a new tensor."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if into is None else into
     if dx.numel():
         constants = constants_of(x.shape[1], softcap > 0)
         arguments = (
-            dlosses.contiguous(), lse.contiguous(), x, target.contiguous(), dx, x.stride(0), ignore_index, smoothing,
-            softcap or 1.0, z_loss,
+            dlosses.contiguous(), lse.contiguous(), x, target.contiguous(), dx, x.stride(0), dx.stride(0), ignore_index,
+            smoothing, softcap or 1.0, z_loss,
         )  # fmt: skip
         _start_gradient((x.shape[0] * triton.cdiv(x.shape[1], constants["BLOCK"]), 1, 1), arguments, constants)
     return dx

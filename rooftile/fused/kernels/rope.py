@@ -61,29 +61,29 @@ def store_heads(
 
 @triton.jit
 def rotate_heads(
-    x_ptr, o_ptr, cos_ptr, sin_ptr, total, n, x_stride_t, x_stride_h, cos_stride_t,
+    x_ptr, o_ptr, cos_ptr, sin_ptr, total, angles, n, x_stride_t, x_stride_h, cos_stride_t,
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rotates the n-th BLOCK_R heads of tokens."""
+    """Rotates the n-th BLOCK_R heads of tokens. There are angles for some tokens, and then again from the first."""
     r = n.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     t, h = r // HEADS, r % HEADS
-    waves = (t * cos_stride_t)[:, None]
+    waves = (t % angles * cos_stride_t)[:, None]
     store_heads(
         x_ptr + (t * x_stride_t + h * x_stride_h)[:, None], o_ptr + (r * D)[:, None], cos_ptr + waves, sin_ptr + waves, o_ptr,
         t < total, D, HALF, BLOCK_D, BLOCK_HALF, False,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total", "angles"])
 def _rotate(
-    x_ptr, o_ptr, cos_ptr, sin_ptr, total, x_stride_t, x_stride_h, cos_stride_t,
+    x_ptr, o_ptr, cos_ptr, sin_ptr, total, angles, x_stride_t, x_stride_h, cos_stride_t,
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     rotate_heads(
-        x_ptr, o_ptr, cos_ptr, sin_ptr, total, tl.program_id(0), x_stride_t, x_stride_h, cos_stride_t, HEADS, D, HALF, BLOCK_R,
-        BLOCK_D, BLOCK_HALF,
+        x_ptr, o_ptr, cos_ptr, sin_ptr, total, angles, tl.program_id(0), x_stride_t, x_stride_h, cos_stride_t, HEADS, D, HALF,
+        BLOCK_R, BLOCK_D, BLOCK_HALF,
     )  # fmt: skip
 
 
@@ -91,13 +91,15 @@ _start_rotate = Kernel(_rotate)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (total, heads, D), rotated by angles whose cos and sin are (total, R / 2)."""
+    """x (total, heads, D), rotated by angles whose cos and sin are (n, R / 2), where n divides total: they repeat."""
     total, heads, dim = x.shape
     x = x if x.stride(2) == 1 else x.contiguous()
+    if cos.stride() != sin.stride() or cos.stride(1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     constants = rotates(heads, dim, cos.shape[1])
     if total:
-        arguments = (x, o, cos, sin, total, *x.stride()[:2], cos.stride(0))
+        arguments = (x, o, cos, sin, total, cos.shape[0], *x.stride()[:2], cos.stride(0))
         _start_rotate((triton.cdiv(total * heads, constants["BLOCK_R"]), 1, 1), arguments, constants)
     return o
 

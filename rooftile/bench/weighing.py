@@ -1,0 +1,87 @@
+"""Weighs a model of Transformers in each format of weights: the bytes of its projections, and nats per byte of a text.
+
+Projections are those of the layers, as in `LLM(weights=...)`: embedding, head and norms stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import rooftile as rt
+from rooftile.matmul import QuantisedWeight
+
+# as `rooftile.quantise_weight` names them; groups of 32 and 64 divide the rows of small models
+FORMATS = ("fp8", "int8", "w8", "int4:64", "int4:32", "mxfp8", "mxfp4", "nvfp4")
+
+
+class Weighed(NamedTuple):
+    """What a model weighs in one format."""
+
+    format: str  # or the model's own dtype
+    nbytes: int  # of the projections
+    nats: float  # per token of the text
+
+
+class _Linear(nn.Module):
+    """A linear layer with a quantised weight."""
+
+    def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.quantised, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rt.linear(x, self.quantised, self.bias)
+
+
+def quantised(model: Any, word: str) -> tuple[Any, int]:
+    """A copy of a Llama of Transformers whose projections are quantised, and their bytes.
+
+    Args:
+        model: the model; it stays as it is.
+        word: a format and perhaps its group, such as "int4:64".
+
+    Raises:
+        InvalidInput: a projection cannot be quantised so.
+    """
+    format, _, group = word.partition(":")
+    changed, nbytes = copy.deepcopy(model), 0
+    for layer in changed.model.layers:
+        for parent in (layer.self_attn, layer.mlp):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    weight = rt.quantise_weight(child.weight.detach(), format, group=int(group) if group else None)
+                    setattr(parent, name, _Linear(weight, child.bias))
+                    nbytes += weight.nbytes
+    return changed, nbytes
+
+
+def plain_bytes(model: Any) -> int:
+    """Bytes of the projections as they are."""
+    return sum(x.weight.nbytes for x in model.model.layers.modules() if isinstance(x, nn.Linear))
+
+
+@torch.no_grad()
+def nats_per_token(model: Any, tokens: Tensor, targets: Tensor, rows: int = 8) -> float:
+    """The mean loss of tokens (batch, length) whose next ones are `targets`; `rows` of them are read at once."""
+    total = 0.0
+    for x, y in zip(tokens.split(rows), targets.split(rows), strict=True):
+        logits = model(input_ids=x, use_cache=False).logits
+        total += float(functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="sum"))
+    return total / targets.numel()
+
+
+def weigh(model: Any, tokens: Tensor, targets: Tensor, formats: Sequence[str] = FORMATS) -> list[Weighed]:
+    """The model as it is, and then in each format."""
+    model = model.eval()
+    own = str(next(model.parameters()).dtype).removeprefix("torch.")
+    found = [Weighed(own, plain_bytes(model), nats_per_token(model, tokens, targets))]
+    for word in formats:
+        changed, nbytes = quantised(model, word)
+        found.append(Weighed(word, nbytes, nats_per_token(changed, tokens, targets)))
+    return found

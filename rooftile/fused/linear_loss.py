@@ -1,0 +1,248 @@
+"""Cross-entropy from hidden states and the head's weights: logits exist for some rows at a time.
+
+Under "mean" and "sum" the upstream gradient is one number, so the forward makes gradients while it has the logits, and the
+backward multiplies them by that number: 6 T V D FLOPs. Under "none" each row has its own, so the backward makes the logits
+again: 8 T V D.
+
+Every entry of the gradient counts, the gradient of the weights is summed in fp32 and rounded once, and nothing waits for the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rooftile.errors import InvalidInput
+from rooftile.fused.differentiable import Operation, in_transform
+from rooftile.fused.loss import NUMBERS, Reduction, check, defined, fake, gradient, gradients, reduced, run
+from rooftile.operators import wants_grad
+
+# memory of the logits that exist at once
+BYTES_AT_ONCE = 480 << 20
+# rows of logits start at multiples of so many numbers: cuBLAS is slow for rows that do not, such as GPT-2's of 50,257
+ALIGNED = 64
+# a chunk has a multiple of so many rows
+ROWS = 128
+
+
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, ignore_index: int = -100,
+    reduction: Reduction = "mean", label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0,
+    shift: bool = False,
+) -> Tensor:  # fmt: skip
+    """Cross-entropy of the logits input linear_weight^T + linear_bias, of which only some rows exist at once.
+
+    Under "mean" and "sum" the forward computes the gradients too, where some are wanted; call it under torch.no_grad() for a loss
+    alone. Under autocast it computes in autocast's dtype, as `torch.nn.Linear` does.
+
+    Args:
+        input: (T, D) hidden states.
+        linear_weight: (V, D).
+        target: (T,) int64.
+        linear_bias: (V,).
+        ignore_index, reduction, label_smoothing, softcap, z_loss: as in `cross_entropy`.
+        shift: whether each row predicts the target of the next: the last row and the first target are left out.
+
+    Raises:
+        InvalidInput: shapes or targets do not go together.
+
+    Example:
+        >>> x, w, target = torch.randn(5, 16), torch.randn(100, 16, requires_grad=True), torch.randint(100, (5,))
+        >>> linear_cross_entropy(x, w, target).backward()
+    """
+    if input.ndim != 2 or linear_weight.ndim != 2 or input.shape[1] != linear_weight.shape[1]:
+        shapes = f"input is {tuple(input.shape)} and linear_weight {tuple(linear_weight.shape)}"
+        raise InvalidInput(f"{shapes}; must be (T, D) and (V, D)")
+    if shift:
+        input, target = input[:-1], target[1:]
+    V = linear_weight.shape[0]
+    check(input, V, target, ignore_index, reduction, label_smoothing, softcap)
+    if linear_bias is not None and tuple(linear_bias.shape) != (V,):
+        raise InvalidInput(f"linear_bias is {tuple(linear_bias.shape)}; must be ({V},)")
+    input, linear_weight, linear_bias = _as_autocast(input, linear_weight, linear_bias)
+    numbers = (ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss))
+    leaves = (input, linear_weight, linear_bias)
+    # gradients of fp16 would be too small before they are multiplied by a scaled loss
+    if reduction != "none" and input.dtype != torch.float16 and not in_transform() and wants_grad(*leaves):
+        wanted = [x is not None and x.requires_grad for x in leaves]
+        return _REDUCED(*leaves, target, *numbers, reduction == "mean", *wanted)[0]
+    losses, _ = _LINEAR_CROSS_ENTROPY(*leaves, target, *numbers)
+    return reduced(losses, target, ignore_index, reduction)
+
+
+def _as_autocast(*tensors: Tensor | None) -> Iterator[Any]:
+    device = tensors[0].device.type if tensors[0] is not None else "cpu"
+    cast = torch.is_autocast_enabled(device)
+    for x in tensors:
+        yield x.to(torch.get_autocast_dtype(device)) if cast and x is not None and x.dtype != torch.float64 else x
+
+
+def _chunks(input: Tensor, weight: Tensor) -> Iterator[slice]:
+    """Slices of rows whose logits exist at once, equal but for the last."""
+    T, padded = input.shape[0], -(-weight.shape[0] // ALIGNED) * ALIGNED
+    most = max(BYTES_AT_ONCE // (max(padded, 1) * input.element_size()), 1)
+    rows = -(-T // max(-(-T // most), 1))
+    if rows < most:
+        rows = min(-(-rows // ROWS) * ROWS, most)
+    for start in range(0, T, max(rows, 1)):
+        yield slice(start, min(start + rows, T))
+
+
+class _Logits:
+    """Makes the logits of one chunk after the other, in one piece of memory."""
+
+    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.input, self.weight, self.bias = input, weight, bias
+        rows = max((chunk.stop - chunk.start for chunk in _chunks(input, weight)), default=0)
+        self.memory = input.new_empty(rows, -(-weight.shape[0] // ALIGNED) * ALIGNED)
+
+    def __call__(self, chunk: slice) -> Tensor:
+        found = self.memory[: chunk.stop - chunk.start, : self.weight.shape[0]]
+        if self.bias is None:
+            return torch.mm(self.input[chunk], self.weight.T, out=found)
+        return torch.addmm(self.bias, self.input[chunk], self.weight.T, out=found)
+
+
+class _Gradients:
+    """Sums up dw and db in fp32, and fills in dx; those that are not wanted are empty."""
+
+    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...] = (True,) * 3) -> None:
+        wide = torch.promote_types(input.dtype, torch.float32)
+        self.input, self.weight, (self.has_dx, self.has_dw, self.has_db) = input, weight, wanted
+        self.has_db = self.has_db and bias is not None
+        self.dx = input.new_empty(input.shape if self.has_dx else 0)
+        self.dw = weight.new_zeros(weight.shape if self.has_dw else 0, dtype=wide)
+        self.db = weight.new_zeros(weight.shape[0] if self.has_db else 0, dtype=wide)
+
+    def add(self, chunk: slice, dz: Tensor) -> None:
+        """Adds the part of rows whose logits have the gradient dz."""
+        if self.has_dx:
+            torch.mm(dz, self.weight, out=self.dx[chunk])
+        if self.has_db:
+            self.db += dz.sum(0, dtype=self.db.dtype)
+        if not self.has_dw:
+            return
+        if dz.is_cuda and dz.dtype != self.dw.dtype:
+            torch.addmm(self.dw, dz.T, self.input[chunk], out_dtype=self.dw.dtype, out=self.dw)
+        else:
+            self.dw.addmm_(dz.T.to(self.dw.dtype), self.input[chunk].to(self.dw.dtype))
+
+
+def _defined(input: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+    return defined(functional.linear(input, weight, bias), *others)
+
+
+def _run(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
+    losses, lse = fake(input)
+    with torch.autocast(input.device.type, enabled=False):
+        logits = _Logits(input, weight, bias)
+        for chunk in _chunks(input, weight):
+            losses[chunk], lse[chunk] = run(logits(chunk), target[chunk], *numbers)
+    return losses, lse
+
+
+def _gradients(
+    dlosses: Tensor, losses: None, lse: Tensor | None, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    *numbers: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """In plain operations, for derivatives of derivatives."""
+    (dlogits,) = gradients(dlosses, None, lse, functional.linear(input, weight, bias), target, *numbers)
+    db = dlogits.new_zeros(0) if bias is None else dlogits.sum(0).to(bias.dtype)
+    return dlogits @ weight, dlogits.T @ input, db
+
+
+def _run_gradients(
+    dlosses: Tensor, losses: None, lse: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *numbers: Any
+) -> tuple[Tensor, ...]:
+    """Makes the logits again, some rows at a time."""
+    found = _Gradients(input, weight, bias)
+    with torch.autocast(input.device.type, enabled=False):
+        logits = _Logits(input, weight, bias)
+        for chunk in _chunks(input, weight):
+            z = logits(chunk)
+            found.add(chunk, gradient(dlosses[chunk], lse[chunk], z, target[chunk], *numbers, into=z))
+    return found.dx, found.dw.to(weight.dtype), found.db if bias is None else found.db.to(bias.dtype)
+
+
+def _fake_gradients(d: Tensor, losses: Tensor, lse: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Any:
+    db = lse.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return input.new_empty(input.shape), weight.new_empty(weight.shape), db
+
+
+_LINEAR = "Tensor input, Tensor weight, Tensor? bias, Tensor target"
+_LINEAR_CROSS_ENTROPY = Operation(
+    "linear_cross_entropy", f"{_LINEAR}, {NUMBERS}", results=2, run=_run, defined=_defined, run_gradients=_run_gradients,
+    gradients=_gradients, fake=fake, fake_gradients=_fake_gradients, given_to={0: 0, 1: 1, 2: 2}, unused=frozenset((0,)),
+)  # fmt: skip
+
+
+def _reduced_defined(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *numbers, mean, _, _, _ = rest
+    losses, _ = _defined(input, weight, bias, target, *numbers)
+    loss = reduced(losses, target, numbers[0], "mean" if mean else "sum")
+    return loss, *(loss.new_empty(0) for _ in range(3))
+
+
+def _run_reduced(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The loss, and its gradients for an upstream gradient of one; dw and db in fp32."""
+    *numbers, mean, wants_dx, wants_dw, wants_db = rest
+    losses, lse = fake(input)
+    found = _Gradients(input, weight, bias, (wants_dx, wants_dw, wants_db))
+    one = torch.ones((), dtype=losses.dtype, device=losses.device)
+    share = one / (target != numbers[0]).sum() if mean else one
+    with torch.autocast(input.device.type, enabled=False):
+        logits = _Logits(input, weight, bias)
+        for chunk in _chunks(input, weight):
+            z, t = logits(chunk), target[chunk]
+            losses[chunk], lse[chunk] = run(z, t, *numbers)
+            found.add(chunk, gradient(share.expand(t.shape), lse[chunk], z, t, *numbers, into=z))
+    return reduced(losses, target, numbers[0], "mean" if mean else "sum"), found.dx, found.dw, found.db
+
+
+def _reduced_gradients(
+    dloss: Tensor, loss: None, dx: None, dw: None, db: None, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    *numbers, mean, _, _, _ = rest
+    each = dloss / (target != numbers[0]).sum() if mean else dloss
+    return _gradients(each.expand(target.shape), None, None, input, weight, bias, target, *numbers)
+
+
+def _run_reduced_gradients(
+    dloss: Tensor, loss: None, dx: Tensor, dw: Tensor, db: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
+    """Multiplies by the upstream gradient; each product is rounded once from fp32."""
+    dtypes = input.dtype, weight.dtype, db.dtype if bias is None else bias.dtype
+    return tuple(
+        torch.mul(x, dloss, out=x.new_empty(x.shape, dtype=dtype)) for x, dtype in zip((dx, dw, db), dtypes, strict=True)
+    )
+
+
+def _fake_reduced(input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *_, wants_dx, wants_dw, wants_db = rest
+    wide = torch.promote_types(input.dtype, torch.float32)
+    dx = input.new_empty(input.shape if wants_dx else 0)
+    dw = weight.new_empty(weight.shape if wants_dw else 0, dtype=wide)
+    db = weight.new_empty(weight.shape[0] if wants_db and bias is not None else 0, dtype=wide)
+    return input.new_empty((), dtype=wide), dx, dw, db
+
+
+def _fake_reduced_gradients(
+    dloss: Tensor, loss: None, dx: Tensor, dw: Tensor, db: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
+    last = db.new_empty(db.shape) if bias is None else bias.new_empty(db.shape)
+    return input.new_empty(dx.shape), weight.new_empty(dw.shape), last
+
+
+_REDUCED = Operation(
+    "linear_cross_entropy_reduced", f"{_LINEAR}, {NUMBERS}, bool mean, bool wants_dx, bool wants_dw, bool wants_db", results=4,
+    run=_run_reduced, defined=_reduced_defined, run_gradients=_run_reduced_gradients, gradients=_reduced_gradients,
+    fake=_fake_reduced, fake_gradients=_fake_reduced_gradients, given_to={0: 0, 1: 1, 2: 2}, unused=frozenset((0,)),
+)  # fmt: skip

@@ -1,0 +1,72 @@
+"""One step of AdamW in plain operations, in the order of `torch.optim.AdamW`, so that fp32 has its bits on a CPU.
+
+Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rooftile.optim.split import join, split
+
+
+class Numbers(NamedTuple):
+    """The numbers of a step that all weights of a call share."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: float  # from 1; 0 where each weight's step is a tensor on its device
+
+
+def update(
+    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rest: Tensor | None, step: Tensor | None, lr: Tensor | None,
+    clip: Tensor | None, numbers: Numbers, maximize: bool,
+) -> None:  # fmt: skip
+    """Changes weight, first, second and rest in place; each is computed in fp32 (fp64 for fp64) and rounded once.
+
+    Args:
+        weight: any shape.
+        gradient: like weight, in any dtype.
+        first, second: moments, in the dtype of the weight, or wider.
+        rest: int16; weight and rest are one fp32 number (`rooftile.optim.split`).
+        step: of this weight, counted; None takes that of the numbers.
+        lr: a number on the device that stands for that of the numbers.
+        clip: the factor of all gradients, on the device.
+        numbers: those of the step.
+        maximize: whether the weight follows the gradient upwards.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    g = gradient.to(dtype)
+    if clip is not None:
+        g = g * clip
+    if maximize:
+        g = -g
+    p, m, v = (x if x.dtype == dtype else x.to(dtype) for x in (weight, first, second))
+    if rest is not None:
+        p = join(weight, rest)
+    t = numbers.step if step is None else step.double()
+    rate = numbers.lr if lr is None else lr
+    if numbers.weight_decay:
+        p.mul_(1 - rate * numbers.weight_decay)
+    m.lerp_(g, 1 - numbers.beta1)
+    v.mul_(numbers.beta2).addcmul_(g, g, value=1 - numbers.beta2)
+    # Python's numbers are in fp64
+    size = rate / (1 - numbers.beta1**t)
+    denominator = (v.sqrt() / (1 - numbers.beta2**t) ** 0.5).to(dtype).add_(numbers.eps)
+    if isinstance(size, Tensor):
+        p.sub_((size * (m / denominator)).to(dtype))
+    else:
+        p.addcdiv_(m, denominator, value=-size)
+    if rest is not None:
+        high, low = split(p)
+        weight.copy_(high)
+        rest.copy_(low)
+    for x, wide in ((weight if rest is None else p, p), (first, m), (second, v)):
+        if x is not wide:
+            x.copy_(wide)

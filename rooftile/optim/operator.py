@@ -1,0 +1,57 @@
+"""The operator `rooftile::adamw`: a step of many weights of one dtype, by one kernel, or by the definition weight by weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rooftile.fused.where import runs_on
+from rooftile.operators import call, define
+from rooftile.optim.definition import Numbers, update
+
+
+def step(
+    weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], rests: list[Tensor],
+    steps: list[Tensor], lr: Tensor | None, clip: Tensor | None, numbers: Numbers, maximize: bool,
+) -> None:  # fmt: skip
+    """Takes one step of all weights, in place. They are on one device, and each list has one dtype.
+
+    `rests` is empty without a split master, and `steps` where the numbers say the step.
+    """
+    call(_ADAMW, _run, weights, gradients, first, second, rests, steps, lr, clip, list(numbers), maximize)
+
+
+def _run(
+    weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], rests: list[Tensor],
+    steps: list[Tensor], lr: Tensor | None, clip: Tensor | None, numbers: list[float], maximize: bool,
+) -> None:  # fmt: skip
+    if not weights:
+        return
+    named = Numbers(*numbers)
+    if runs_on(weights[0]) and weights[0].dtype != torch.float64 and all(map(is_dense, weights)):
+        from rooftile.optim import kernels
+
+        kernels.step(weights, gradients, first, second, rests, steps, lr, clip, named, maximize)
+        return
+    for n, weight in enumerate(weights):
+        rest, count = rests[n] if rests else None, steps[n] if steps else None
+        update(weight, gradients[n], first[n], second[n], rest, count, lr, clip, named, maximize)
+
+
+def is_dense(weight: Tensor) -> bool:
+    """Whether a weight fills its memory, so that a kernel may read it as a row."""
+    return weight.is_contiguous() or (weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last))
+
+
+def _fake(*arguments: Any) -> None:
+    return None
+
+
+_ADAMW = define(
+    "adamw(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] rests, "
+    "Tensor[] steps, Tensor? lr, Tensor? clip, float[] numbers, bool maximize) -> ()",
+    _run,
+    _fake,
+)
