@@ -11,6 +11,7 @@ from rooftile.approximate import Loki, LokiLayers
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.models import Decoder
 from rooftile.serve import LLM, SamplingParams
+from rooftile.serve.attention import CacheAttention, Step
 from rooftile.serve.attention.layout import COMPRESSED
 from rooftile.serve.calibration import calibrate
 from tests.models.sparse import checkpoint, likeliest, settings
@@ -60,6 +61,19 @@ def test_tokens_depend_on_no_schedule(how: str, folder: Path, alone) -> None:
     llm.engine._ahead = how == "preempted"
     assert tokens_of(llm, prompts(9), GREEDY) == alone
     assert (llm.engine.scheduler.preemptions > 0) == how.startswith("preempted")
+
+
+def test_a_step_that_a_graph_could_hold_finds_the_same_tokens(folder: Path, alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in it asks the host: tables have all their columns, and each token makes a compressed key, complete or not."""
+    on, count = CacheAttention.on, []
+
+    def without_a_host(self: CacheAttention, step: Step) -> object:
+        count.append(step.chunks is None)
+        return on(self, step._replace(on_host=None) if step.chunks is None else step)
+
+    monkeypatch.setattr(CacheAttention, "on", without_a_host)
+    assert tokens_of(LLM(folder, block_size=SIZE, **ROOM), prompts(9), GREEDY) == alone
+    assert sum(count) > 10
 
 
 def test_a_prefix_found_in_the_cache_has_its_compressed_keys(folder: Path) -> None:

@@ -56,7 +56,7 @@ class CacheAttention:
     @property
     def captures(self) -> bool:
         """Whether steps that only decode can be captured in graphs: whether no size in them depends on their lengths."""
-        return self._sparse is None and (self._loki is None or runs_on(self.pages.storage))
+        return (self._sparse is None and self._loki is None) or runs_on(self.pages.storage)
 
     def on(self, step: Step) -> Attend:
         """Returns what computes attention in one step."""

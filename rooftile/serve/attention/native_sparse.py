@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rooftile import approximate
-from rooftile.api import prepare_paged
 from rooftile.approximate.paged import native_sparse as paged
 from rooftile.kvcache import Pages, Rotation
 from rooftile.kvcache.operators import write
@@ -49,6 +48,11 @@ class SparseAttention:
         return SparseStep(self, step)
 
 
+def _completes(positions: Tensor, length: int, stride: int) -> Tensor:
+    """Whether the tokens at these positions complete a compressed key; padding is at -1."""
+    return ((positions + 1) % stride == 0) & (positions + 1 >= length)
+
+
 class SparseStep:
     """Native Sparse Attention in one step: see `SparseAttention`."""
 
@@ -56,16 +60,18 @@ class SparseStep:
         self.whole, self.step, self.sizes = whole, step, whole.sizes
         self.size = step.size
         length, stride = self.sizes.length, self.sizes.stride
-        # the host knows which tokens complete a compressed key, so nothing waits for the device
-        on_host = step.known().positions
-        rows = ((on_host + 1) % stride == 0) & (on_host + 1 >= length)
-        self.completes = step.send(rows.nonzero()[:, 0])
-        ends = step.positions[self.completes]
-        j = ends[:, None] - (length - 1) + torch.arange(length, device=ends.device)  # (m, length)
-        blocks = step.table[step.slots[self.completes]].long()
+        ends, slots = step.positions, step.slots
+        if step.on_host is not None:
+            # the host knows which tokens complete a compressed key, so nothing waits for the device
+            completes = step.send(_completes(step.on_host.positions, length, stride).nonzero()[:, 0])
+            ends, slots = ends[completes], slots[completes]
+        # in a graph every token makes one, and those that are complete are written
+        j = (ends[:, None] - (length - 1) + torch.arange(length, device=ends.device)).clamp(min=0)  # (m, length)
+        blocks = step.table[slots].long()
         self.read = blocks.gather(1, j // self.size), j % self.size
-        own = blocks.gather(1, ends[:, None] // self.size)[:, 0]
-        self.written = own * (self.size // stride) + ends % self.size // stride
+        own = blocks.gather(1, j[:, -1:] // self.size)[:, 0]
+        written = own * (self.size // stride) + ends % self.size // stride
+        self.written = torch.where(_completes(ends, length, stride), written, -1)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None
@@ -88,7 +94,7 @@ class SparseStep:
         q = pages.write_and_rotate(first, q, keys[0], values[0], cells, rotation)
         for n in range(1, BRANCHES):
             pages.write(first + n, keys[n], values[n], cells, rotation)
-        if len(self.completes):
+        if len(self.written):
             compression = self.whole.compressions[layer]
             kc, vc = (compression(x[self.read], which) for which, x in enumerate(pages.layer(first)))
             write(kc, vc, *self.whole.compressed[layer], self.written, None)
@@ -112,11 +118,7 @@ class SparseStep:
         assert self.step.single is not None
         table, lengths = self.step.narrow(*self.step.single)
         whole, sizes, first = self.whole, self.sizes, self.whole.first[layer]
-        outs = paged.decode(
-            q, whole.compressed[layer], whole.pages.layer(first + 1), table, lengths, scale=whole.scale, **sizes.keywords()
+        return paged.decode(
+            q, gates, whole.compressed[layer], whole.pages.layer(first + 1), whole.pages.layer(first + 2), table, table, lengths,
+            scale=whole.scale, window=sizes.window, **sizes.keywords(),
         )  # fmt: skip
-        cache = whole.pages.view(first + 2, table, lengths)
-        near, _ = prepare_paged(q[:, None], cache, whole.near, asked=whole.asked)(q[:, None], cache)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        branches = torch.stack([*outs, near[:, 0]], dim=-1).to(wide)  # (B, H, D, 3)
-        return (branches * gates[:, :, None].to(wide)).sum(-1).to(q.dtype)
