@@ -2,9 +2,9 @@
 
 Each branch has keys and values of its own. A block holds those of the selected branch. What only a window reads, the near
 branch's and those that are not yet compressed, is in rows that are given back behind it (`rooftile.kvcache.WindowPool`). A
-compressed key is kept with the block that has its last token, in the plane COMPRESSED: forks, prefixes and preemption need nothing
-new. Prompts are read one by one from a gathered copy, by the functions of `rooftile.approximate`; single tokens together, by
-`approximate.paged.native_sparse`.
+compressed key is kept with the block that has its last token, in the plane COMPRESSED: forks, prefixes and preemption need
+nothing new. Prompts are read one by one from a gathered copy, by the functions of `rooftile.approximate`; single tokens together,
+by `approximate.paged.native_sparse`.
 """
 
 from __future__ import annotations
