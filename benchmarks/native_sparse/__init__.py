@@ -1,1 +1,1 @@
-"""Where the time of Native Sparse Attention goes: each kernel by itself, with other tiles and launches than a call takes."""
+"""Times each kernel of Native Sparse Attention by itself, also with other tiles and launches than a call takes."""

@@ -45,7 +45,7 @@ Leaves = tuple[Tensor, ...]
 
 
 def parts(x: Prepared, sizes: Sizes) -> dict[str, tuple[Callable[..., Any], Leaves, tuple[str, ...]]]:
-    """What a call runs, as functions of tensors with gradients, and the phases of each."""
+    """Returns the parts of a call: functions of tensors with gradients, these tensors, and the phases of each."""
     q, k, v, chosen = (each[None] for each in (x.q, x.k, x.v, x.chosen))
     kc, vc = ap.compress(k), ap.compress(v)
     options = {"backend": None, "deterministic": None, "scale": x.scale}

@@ -250,7 +250,7 @@ def _native_sparse_decode(device: torch.device) -> Work:
     q, gates = torch.randn(2, 4, 8, device=device), torch.rand(2, 4, 3, device=device)
     table, lengths = _table(device)
     native_sparse.decode(q, gates, *pairs, table, table, lengths, scale=0.5, **sizes)
-    # of 5 tokens one compressed key is complete, the own block has a token and the window 3; of 2 tokens none, 2 and 2
+    # a text of 5 tokens: one compressed key is complete, the own block has a token and the window 3; one of 2 tokens: none, 2, 2
     seen = (1 + 1 + 3) + (2 + 2)
     read = seen * 2 * 16 * 4 + (q.numel() + gates.numel()) * 4
     return Work(2 * 16 * 4 * seen, read + (2 + 1 + 2 + 1) * 4 + 2 * 4, q.numel() * 4)

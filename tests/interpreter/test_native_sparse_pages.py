@@ -55,7 +55,7 @@ def call_of(name: str, dtype: torch.dtype = torch.float32) -> tuple[tuple[Any, .
 
 
 def both(call: tuple[Any, ...], sizes: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What the kernels compute, and what the definition does."""
+    """Returns the output of the kernels, and that of the definition."""
     q, gates, compressed, selected, near, *rest = call
     assert sparse_kernels.refusal(q, selected[1].shape[3], sizes) is None
     return paged.decode(*call, **sizes), paged.decode_as_defined(q, gates, [*compressed, *selected, *near], *rest, **sizes)

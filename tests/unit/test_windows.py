@@ -47,7 +47,7 @@ class Memory:
         return self.rows[block], n % self.pool.size
 
     def read(self, table: BlockTable, position: int) -> None:
-        """What the query at a position sees."""
+        """Reads all that the query at a position sees."""
         seen = range(max(position - self.pool.window + 1, 0), min(position + 1, len(self.due[table])))
         assert [self.cells[self.place(table, n)] for n in seen] == self.due[table][seen.start : seen.stop]
 

@@ -60,7 +60,7 @@ class Launch(NamedTuple):
     """How a kernel is launched."""
 
     warps: int
-    stages: int  # of the loads in its loop
+    stages: int  # loads of its loop that are under way, and one
 
 
 def launch_of(shape: Shape) -> Launch:
@@ -69,7 +69,7 @@ def launch_of(shape: Shape) -> Launch:
 
 
 def constants_of(shape: Shape, launch: Launch | None = None) -> dict[str, Any]:
-    """What a kernel is compiled for, with `launch_of` unless another launch is given."""
+    """Returns what a kernel is compiled for, with `launch_of` unless another launch is given."""
     return _constants(shape, launch_of(shape) if launch is None else launch)
 
 
