@@ -128,12 +128,13 @@ MUTATIONS = {
         ("tests/interpreter/test_native_sparse_pages.py", "-k", "small"), interpreted=True,
     ),
     "native sparse, window": Mutation(
-        "approximate/paged/sparse_kernels/tokens.py", "seen = (j >= begin) & (j < length)", "seen = j < length",
-        ("tests/interpreter/test_native_sparse_pages.py", "-k", "small or branch"), interpreted=True,
+        "approximate/paged/sparse_kernels/tokens.py", "tl.maximum(length - SHAPE.WINDOW, 0)",
+        "tl.maximum(length - SHAPE.WINDOW + 1, 0)",
+        ("tests/interpreter/test_native_sparse_pages.py", "-k", "small or gate"), interpreted=True,
     ),
     "choice, the neighbour's weight": Mutation(
         "approximate/selected/kernels/choice.py", "tl.where(b[None, :] == 0, left[:, None], before)", "before",
-        ("tests/interpreter/test_selected.py", "-k", "chooses"), interpreted=True,
+        ("tests/interpreter/test_selected.py", "-k", "both_blocks"), interpreted=True,
     ),
     "selected, a block of the union": Mutation(
         "approximate/selected/tiles.py", "bits.masked_fill(is_again, 0)", "bits.masked_fill(~is_new, 0)",

@@ -168,6 +168,16 @@ def test_the_kernel_chooses_as_the_definition_does(sizes: tuple[int, ...], optio
     assert torch.equal(ap.choose_blocks(q, compressed, backend="triton", **words), due)
 
 
+@pytest.mark.parametrize("block", [15, 31, 32])
+def test_a_compressed_key_counts_in_both_blocks_that_it_reaches(block: int) -> None:
+    """One key has all the weight, and begins in the last stride of a block; a step of the kernel ends with block 31."""
+    q, compressed = torch.ones(1, 1, 2, 16), torch.zeros(1, 159, 1, 16)
+    compressed[0, block * 4 + 3] = 9.0
+    words = {"block": 16, "count": 3, "first": 0, "length": 8, "local": 1, "stride": 4, "tokens": 640}
+    for backend in ["eager", "plain"] + ["triton"] * can_choose(q, 1, 8, 16, 4, 3):
+        assert ap.choose_blocks(q, compressed, backend=backend, **words).flatten().tolist() == [block, block + 1, 39], backend
+
+
 def test_a_known_lse_gives_the_same_choice() -> None:
     """The early queries see no compressed key."""
     q, k = torch.randn(1, 100, 4, 16), torch.randn(1, 100, 2, 16)

@@ -164,6 +164,8 @@ def test_memory_is_shared_out_between_blocks_and_rows(folder: Path) -> None:
         taken = blocks * block + layout.rows(blocks, 3, 24) * row
         assert room - block - row < taken <= room
     assert layout.rows(500, 3, 24, paged=False) == 500
+    # a copy of a prompt's keys and values; sums of two blocks of 16 tokens for each of 3 answers' 4 heads, and ten parts
+    assert layout.working_bytes(32, 3, 4, torch.float32) == 4 * 32 * 2 * 8 * 4 + 4 * 3 * 4 * (2 * 2 + 10 * 8)
 
 
 def test_bf16_runs(folder: Path) -> None:

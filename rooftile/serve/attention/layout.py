@@ -29,7 +29,8 @@ class CacheLayout:
         planes: what a block holds beside: for each plane its shape, in the dtype of the keys.
         near_layers: pairs of keys and values that only a window reads, those of near branches and those that are not yet
             compressed; they are in rows that are fewer than blocks (see `WindowPool`).
-        window: how many.
+        window: how many tokens.
+        block: tokens of a block that Native Sparse Attention chooses.
     """
 
     layers: int
@@ -39,6 +40,7 @@ class CacheLayout:
     planes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     near_layers: int = 0
     window: int = 1
+    block: int = 64
 
     @classmethod
     def of(cls, config: ModelConfig, size: int, loki: LokiLayers | None = None) -> CacheLayout:
@@ -50,7 +52,8 @@ class CacheLayout:
         if config.native_sparse is not None and sparse:
             planes[COMPRESSED] = (sparse, 2, size // config.native_sparse.stride, config.kv_heads, config.head_dim)
         window = 1 if config.native_sparse is None else max(config.native_sparse.window, config.native_sparse.length)
-        return cls(config.layers, config.kv_heads, config.head_dim, size, planes, (BRANCHES - 1) * sparse, window)
+        block = 64 if config.native_sparse is None else config.native_sparse.block
+        return cls(config.layers, config.kv_heads, config.head_dim, size, planes, (BRANCHES - 1) * sparse, window, block)
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of one block."""
@@ -93,8 +96,9 @@ class CacheLayout:
     def working_bytes(self, tokens: int, answers: int, query_heads: int, dtype: torch.dtype) -> int:
         """Returns what approximate methods take in a step, besides what exact attention takes.
 
-        A prompt of Native Sparse Attention is read from a copy of its keys and values. Loki's scores of pages are sums, shares
-        and sorted places: about six numbers of four bytes per head and page.
+        A prompt of Native Sparse Attention is read from a copy of its keys and values; in decoding a head has two sums per block,
+        and about ten parts of its outputs. Loki's scores of pages are sums, shares and sorted places: about six numbers of four
+        bytes per head and page.
 
         Args:
             tokens: the longest sequence.
@@ -102,9 +106,10 @@ class CacheLayout:
             query_heads: the model's.
             dtype: that of the keys.
         """
-        copied = 2 * tokens * self.heads * self.dim * dtype.itemsize if COMPRESSED in self.planes else 0
-        scores = 24 * answers * query_heads * -(-tokens // self.size) if LEADING in self.planes else 0
-        return copied + scores
+        if COMPRESSED in self.planes:
+            copied = 4 * tokens * self.heads * self.dim * dtype.itemsize
+            return copied + 4 * answers * query_heads * (2 * -(-tokens // self.block) + 10 * self.dim)
+        return 24 * answers * query_heads * -(-tokens // self.size) if LEADING in self.planes else 0
 
     def allocate(self, blocks: int, rows: int, dtype: torch.dtype, device: torch.device) -> Pages:
         """Returns the memory of this many blocks and rows."""
