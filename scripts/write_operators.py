@@ -69,6 +69,7 @@ COMPUTES = {
     "gather_kv": "sequences gathered out of a paged cache",
     "copy_blocks": "blocks of a paged cache copied",
     "page_scores": "the weight of each block of a paged cache, by the leading dims of its keys",
+    "native_sparse_decode": "Native Sparse Attention of one query per sequence, from a paged cache",
     "sample": "a token for each row of logits",
     "chunked_recurrence": "linear attention, dense or packed, from a state to a state",
     "chunked_recurrence_backward": "its gradients",

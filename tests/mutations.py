@@ -111,6 +111,39 @@ MUTATIONS = {
         "serve/attention/native_sparse.py", "ends % self.size // stride", "0 * ends",
         ("tests/serve/test_native_sparse.py", "-k", "without_a_cache"),
     ),
+    "rows, given back early": Mutation(
+        "kvcache/windows.py", "self._hold(table, range(self._first(position), held.stop))",
+        "self._hold(table, range(held.stop, held.stop))", ("tests/unit/test_windows.py",),
+    ),
+    "rows, copied": Mutation(
+        "kvcache/windows.py", "self._row_copies.append(Copy(self._row_of[source], self._row_of[target]))", "pass",
+        ("tests/unit/test_windows.py", "tests/serve/test_native_sparse.py", "-k", "forks or whatever"),
+    ),
+    "rows, of a prefix": Mutation(
+        "kvcache/windows.py", "keep = self._complete(table.blocks)", "keep = len(table.blocks)",
+        ("tests/unit/test_windows.py", "tests/serve/test_native_sparse.py", "-k", "prefix or whatever"),
+    ),
+    "native sparse, beyond a block": Mutation(
+        "approximate/paged/sparse_kernels/choice.py", "_weights(sums_ptr + SHAPE.NEW, ", "_weights(sums_ptr, ",
+        ("tests/interpreter/test_native_sparse_pages.py", "-k", "small"), interpreted=True,
+    ),
+    "native sparse, window": Mutation(
+        "approximate/paged/sparse_kernels/tokens.py", "tl.maximum(length - SHAPE.WINDOW, 0)",
+        "tl.maximum(length - SHAPE.WINDOW + 1, 0)",
+        ("tests/interpreter/test_native_sparse_pages.py", "-k", "small or gate"), interpreted=True,
+    ),
+    "choice, the neighbour's weight": Mutation(
+        "approximate/selected/kernels/choice.py", "tl.where(b[None, :] == 0, left[:, None], before)", "before",
+        ("tests/interpreter/test_selected.py", "-k", "both_blocks"), interpreted=True,
+    ),
+    "selected, a block of the union": Mutation(
+        "approximate/selected/tiles.py", "bits.masked_fill(is_again, 0)", "bits.masked_fill(~is_new, 0)",
+        ("tests/approximate/test_selected.py", "-k", "union"),
+    ),
+    "selected, a part of a list": Mutation(
+        "approximate/selected/kernels/gradients.py", "for part in range(count):", "for part in range(count - 1):",
+        ("tests/interpreter/test_selected.py", "-k", "any_tiles"), interpreted=True,
+    ),
     "page offset, write": Mutation(
         "kvcache/kernels.py", "page, place = slot // SIZE, slot % SIZE", "page, place = slot // SIZE, (slot + 1) % SIZE",
         ("tests/interpreter/test_page_kernels.py", "-k", "slots"), interpreted=True,

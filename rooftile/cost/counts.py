@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from rooftile.cost import flops, io, listed
+from rooftile.cost import approximate, flops, io, listed
 from rooftile.spec import Problem, Sizes, Spec, decode, option_names
 
 
@@ -251,6 +251,19 @@ def _page_scores(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(2 * tokens * q.shape[1] * r, read, _nbytes(results))
 
 
+def _native_sparse_decode(arguments: tuple[Any, ...], results: Any) -> Work:
+    q, _, cache, table, near_table, lengths, numbers, _ = arguments
+    ends, size = lengths.tolist(), cache[2].shape[1]
+    length, stride, block, count, _, _, window = numbers
+    cost = approximate.native_sparse_decode(
+        ends, q.shape[1], cache[0].shape[2], q.shape[2], cache[1].shape[3], length=length, stride=stride, block=block,
+        count=count, window=window, itemsize=q.element_size(),
+    )  # fmt: skip
+    entries = sum(-(-n // size) * table.element_size() for n in ends)
+    entries += sum((-(-n // size) - max(n - window, 0) // size) * near_table.element_size() for n in ends)
+    return Work(cost.flops, cost.bytes_moved - _nbytes(results) + entries + _nbytes(lengths), _nbytes(results))
+
+
 def _row(x: Tensor) -> int:
     """Bytes of x[0]."""
     return x.shape[1:].numel() * x.element_size()
@@ -289,6 +302,7 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "gather_kv": _gather,
     "copy_blocks": _copy,
     "page_scores": _page_scores,
+    "native_sparse_decode": _native_sparse_decode,
     "sample": _sample,
     "chunked_recurrence": _recurrence,
     "chunked_recurrence_backward": _recurrence_backward,

@@ -4,5 +4,9 @@ from rooftile.fused import Rotation, rotate
 from rooftile.kvcache.blocks import BlockPool, BlockTable, Copy, OutOfBlocks
 from rooftile.kvcache.pages import PagedKV, Pages
 from rooftile.kvcache.reserved import ReservedPool
+from rooftile.kvcache.windows import WindowPool
 
-__all__ = ["BlockPool", "BlockTable", "Copy", "OutOfBlocks", "PagedKV", "Pages", "ReservedPool", "Rotation", "rotate"]
+__all__ = [
+    "BlockPool", "BlockTable", "Copy", "OutOfBlocks", "PagedKV", "Pages", "ReservedPool", "Rotation", "WindowPool",
+    "rotate",
+]  # fmt: skip

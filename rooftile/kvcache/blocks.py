@@ -172,8 +172,7 @@ class BlockPool:
         The table's `length` is the number of tokens in that prefix. It never covers the last token, since a model computes at
         least one. A prefix is found only under the `salt` that it was stored with.
         """
-        # a salt may be any string, even one with half of a surrogate pair in it
-        table = BlockTable([], 0, self._digest(salt.encode(errors="surrogatepass"), b""), 0)
+        table = BlockTable([], 0, self._salted(salt), 0)
         for start in range(0, (len(tokens) - 1) // self.size * self.size if self._prefixes else 0, self.size):
             part = array("q", tokens[start : start + self.size]).tobytes()
             digest = self._digest(table.digest, part)
@@ -282,6 +281,17 @@ class BlockPool:
         table.blocks = []
         table.length = table.sealed = 0
 
+    def next_step(self) -> None:
+        """Tells the pool that a step is about to be planned; see `WindowPool`."""
+
+    def cover(self, table: BlockTable, start: int, tokens: int) -> dict[int, int]:
+        """Returns the new rows of blocks, for tokens that a step reads; only a `WindowPool` has rows."""
+        return {}
+
+    def row_copies(self) -> list[Copy]:
+        """Returns the copies of rows that go with those of blocks."""
+        return []
+
     def forget_prefixes(self) -> None:
         """Empties the prefix cache, for instance because the model has changed."""
         self._found.clear()
@@ -357,6 +367,11 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         del self._found[self._contents.pop(block).digest]
+
+    def _salted(self, salt: str) -> bytes:
+        """Returns the hash before the first token."""
+        # a salt may be any string, even one with half of a surrogate pair in it
+        return self._digest(salt.encode(errors="surrogatepass"), b"")
 
     def _digest(self, before: bytes, tokens: bytes) -> bytes:
         """Hashes tokens together with the hash of all tokens before them, so sequences that differ anywhere differ in it."""

@@ -135,11 +135,13 @@ class Pages:
         if dtype == torch.float8_e4m3fn:
             self.scales = torch.empty(blocks, layers, 2, size, heads, dtype=torch.float32, device=device)
         self.planes: dict[str, Tensor] = {}
+        self.near: Pages | None = None
+        """Keys and values that only windows read, in rows of which a block has one for a time (see `WindowPool`)."""
 
     @property
     def nbytes(self) -> int:
         """The bytes of keys, values, scales and planes."""
-        return sum(memory.nbytes for memory in self._memories())
+        return sum(memory.nbytes for memory in self._memories()) + (0 if self.near is None else self.near.nbytes)
 
     def add_plane(self, name: str, *shape: int) -> Tensor:
         """Adds memory that each block has beside its keys and values; it is copied whenever the block is.
@@ -200,11 +202,12 @@ class Pages:
         head = f"{heads} heads x {dim} dims x {self.storage.element_size()} bytes"
         if self.scales is not None:
             head = f"{heads} heads x ({dim} bytes + 4 of scale)"
-        own = self.nbytes - sum(plane.nbytes for plane in self.planes.values())
+        own = self.storage.nbytes + (0 if self.scales is None else self.scales.nbytes)
         beside = "".join(f", and {_bytes(plane.nbytes)} of {name}" for name, plane in self.planes.items())
+        near = "" if self.near is None else f", and windows in {self.near}"
         return (
             f"{blocks:,} blocks of {size} tokens, {blocks * size:,} in all: {blocks:,} x {size} x {layers} layers x 2 x "
-            f"{head} = {_bytes(own)}{beside}"
+            f"{head} = {_bytes(own)}{beside}{near}"
         )
 
 

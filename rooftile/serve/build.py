@@ -14,7 +14,7 @@ import torch
 
 from rooftile.approximate import LokiLayers
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.kvcache import BlockPool, Pages, ReservedPool
+from rooftile.kvcache import BlockPool, Pages, ReservedPool, WindowPool
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.plan import quantiser_of, words_of
 from rooftile.models.checkpoints.quantised import quantise_decoder
@@ -50,12 +50,17 @@ def build_engine(model: str | Path | Decoder, config: EngineConfig) -> Engine:
     num_blocks = count_blocks(decoder, layout, config, max_len)
     if config.max_model_len is None:
         max_len = min(max_len, num_blocks * config.block_size)
-    pages = allocate_pages(decoder, layout, config, num_blocks)
+    rows = layout.rows(num_blocks, config.max_num_seqs, config.max_batched_tokens, paged=config.allocator == "paged")
+    pages = allocate_pages(decoder, layout, config, num_blocks, rows)
     pool: BlockPool
-    if config.allocator == "paged":
-        pool = BlockPool(num_blocks, config.block_size, prefixes=config.enable_prefix_caching)
-    else:
+    if config.allocator != "paged":
         pool = ReservedPool(num_blocks, config.block_size, reserve=max_len)
+    elif rows < num_blocks:
+        pool = WindowPool(
+            num_blocks, config.block_size, rows=rows, window=layout.window, prefixes=config.enable_prefix_caching
+        )
+    else:
+        pool = BlockPool(num_blocks, config.block_size, prefixes=config.enable_prefix_caching)
     return Engine(
         Runner(
             decoder, pages, config.max_num_seqs, max_len, graphs=not config.enforce_eager, deterministic=config.deterministic,
@@ -180,6 +185,7 @@ def count_blocks(decoder: Decoder, layout: CacheLayout, config: EngineConfig, ma
             num_blocks = memory.blocks_that_fit(
                 decoder, layout, config.cache_dtype(decoder.embedding.dtype), utilization=config.gpu_memory_utilization,
                 max_batched_tokens=config.max_batched_tokens, max_answers=config.max_num_seqs, max_len=max_len,
+                paged=config.allocator == "paged",
             )  # fmt: skip
         num_blocks = min(num_blocks, layout.most_blocks)
     if config.max_model_len is not None and num_blocks * size < max_len:
@@ -190,16 +196,16 @@ def count_blocks(decoder: Decoder, layout: CacheLayout, config: EngineConfig, ma
     return num_blocks
 
 
-def allocate_pages(decoder: Decoder, layout: CacheLayout, config: EngineConfig, num_blocks: int) -> Pages:
+def allocate_pages(decoder: Decoder, layout: CacheLayout, config: EngineConfig, num_blocks: int, rows: int) -> Pages:
     """Allocates the memory of the KV cache."""
     cached = config.cache_dtype(decoder.embedding.dtype)
     try:
-        return layout.allocate(num_blocks, cached, decoder.embedding.device)
+        return layout.allocate(num_blocks, rows, cached, decoder.embedding.device)
     except RuntimeError as error:
-        each = layout.block_bytes(cached)
+        each, more = layout.block_bytes(cached), rows * layout.row_bytes(cached)
         raise InvalidInput(
             f"no memory for a cache: {num_blocks:,} blocks (num_blocks) of {each:,} bytes take "
-            f"{num_blocks * each / 1e9:,.1f} GB"
+            f"{(num_blocks * each + more) / 1e9:,.1f} GB"
         ) from error
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def most_gathered(size: int, dtype: torch.dtype, *, tokens: int, answers: int) -
 
 def blocks_that_fit(
     decoder: Decoder, layout: CacheLayout, dtype: torch.dtype, *, utilization: float, max_batched_tokens: int, max_answers: int,
-    max_len: int,
+    max_len: int, paged: bool = True,
 ) -> int:  # fmt: skip
     """Returns how many blocks fit into memory, but no more than all sequences together could use.
 
@@ -43,11 +45,12 @@ def blocks_that_fit(
     Raises:
         InvalidInput: there is no room for a single block.
     """
-    each, size = layout.block_bytes(dtype), layout.size
+    each, size = layout.block_bytes(dtype) + layout.row_bytes(dtype), layout.size
+    within = partial(layout.blocks_in, dtype=dtype, answers=max_answers, tokens=max_batched_tokens, paged=paged)
     useful = max_answers * -(-max_len // size)
     device = decoder.embedding.device
     if device.type != "cuda":
-        return max(min(HOST_BYTES // each, useful), -(-max_len // size))
+        return max(min(within(HOST_BYTES), useful), -(-max_len // size))
     working = _working_bytes(decoder, min(max_batched_tokens, max_answers * max_len), max_answers)
     copied = most_gathered(size, dtype, tokens=max_batched_tokens, answers=max_answers)
     # copies of gathered prompts, one layer at a time
@@ -65,7 +68,7 @@ def blocks_that_fit(
             f"(gpu_memory_utilization {utilization}), a step of {max_batched_tokens:,} tokens takes {working / 1e9:.1f}, and "
             f"{SPARE_BYTES / 1e9:.1f} are kept for graphs: make max_batched_tokens smaller or gpu_memory_utilization larger"
         )
-    return min(room // each, useful)
+    return min(within(room), useful)
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from rooftile.approximate import LokiLayers
 from rooftile.fused import linear, runs_on
-from rooftile.kvcache import Copy, Pages
+from rooftile.kvcache import Pages
 from rooftile.models import Decoder
 from rooftile.models.layers import Multiply
 from rooftile.serve.attention import CacheAttention, Step
@@ -92,6 +92,11 @@ class Runner:
         # one more slot, for the rows that pad the steps of graphs
         self.pad_slot = max_answers
         self.table = torch.zeros(max_answers + 1, -(-max_len // size), dtype=torch.int32, device=self.device)
+        # the row of each block, where there are fewer rows than blocks
+        self.rows: Tensor | None = None
+        blocks = pages.storage.shape[0]
+        if pages.near is not None and pages.near.storage.shape[0] < blocks:
+            self.rows = torch.zeros(blocks, dtype=torch.int32, device=self.device)
         self.last = torch.zeros(max_answers + 1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingState(max_answers + 1, decoder.config.vocab_size, self.device)
         self.attention = CacheAttention(decoder, pages, asked, loki)
@@ -105,7 +110,7 @@ class Runner:
     def run(self, plan: Plan) -> Result:
         """Launches a step; on a GPU the result arrives later."""
         self._start(plan.started)
-        self._update_tables(plan.entries, plan.copies)
+        self._update_tables(plan)
         answers = [answer for work in plan.work for answer in work.outputs]
         features = self._features_of(answers)
         bans = _banned_tokens(answers)
@@ -156,12 +161,17 @@ class Runner:
             features |= wanted
         return features
 
-    def _update_tables(self, entries: dict[tuple[int, int], int], copies: list[Copy]) -> None:
+    def _update_tables(self, plan: Plan) -> None:
         """Writes new entries of the block tables, and copies blocks that are shared no longer."""
-        if entries:
-            values = self._send(torch.tensor([(slot, column, block) for (slot, column), block in entries.items()])).T
+        if plan.entries:
+            values = self._send(torch.tensor([(slot, column, block) for (slot, column), block in plan.entries.items()])).T
             self.table.index_put_((values[0], values[1]), values[2].int())
-        self.pages.copy(copies)
+        if plan.rows and self.rows is not None:
+            blocks, rows = self._send(torch.tensor([*plan.rows.items()])).T
+            self.rows.index_put_((blocks,), rows.int())
+        self.pages.copy(plan.copies)
+        if self.pages.near is not None:
+            self.pages.near.copy(plan.copies if self.rows is None else plan.row_copies)
 
     def _read(self, works: list[Work]) -> tuple[StepInputs, Tensor]:
         """Runs the model on chunks and single tokens; returns its inputs on the device and the hidden states (n, hidden)."""
@@ -199,7 +209,7 @@ class Runner:
         single = None
         if split < len(tokens):
             single = self.table.index_select(0, slots[split:]), (positions[split:] + 1).int()
-        attend = self.attention.on(Step(size, cells, positions, slots, self.table, chunks, single, on_host))
+        attend = self.attention.on(Step(size, cells, positions, slots, self.table, chunks, single, on_host, self.rows))
         hidden: Tensor = self.decoder(tokens, places, attend, self._multiply)
         return hidden
 

@@ -37,6 +37,10 @@ class Plan:
     """Blocks to copy before the step writes into them (copy-on-write)."""
     entries: dict[tuple[int, int], int] = field(default_factory=dict)
     """New entries of the block tables on the device: a block by (slot, column)."""
+    rows: dict[int, int] = field(default_factory=dict)
+    """Rows that blocks have got, by block, where blocks share rows (see `WindowPool`)."""
+    row_copies: list[Copy] = field(default_factory=list)
+    """Rows to copy with the blocks."""
     started: list[Answer] = field(default_factory=list)
     """Answers that have got a slot."""
 
@@ -77,9 +81,11 @@ class Scheduler:
         """Plans the next step; the plan has no work if every request waits for results of the step in flight."""
         plan = Plan(entries=self._forked)
         self._forked = {}
+        self.pool.next_step()
         budget = self._decode(plan, self.max_batched_tokens)
         budget = self._continue_prefill(plan, budget)
         self._admit(plan, budget)
+        plan.row_copies = self.pool.row_copies()
         return plan
 
     def seal(self, answer: Answer, length: int) -> None:
@@ -140,6 +146,7 @@ class Scheduler:
                     continue
                 if not self._ensure_block(plan, answer):
                     break
+                self._cover(plan, answer, 1)
                 plan.work.append(Work(answer, answer.planned, 1, (answer,)))
                 budget -= 1
         for work in plan.work:
@@ -177,6 +184,11 @@ class Scheduler:
         for column in range(count - len(copies) if table.blocks is before else 0, len(table.blocks)):
             plan.entries[answer.slot, column] = table.blocks[column]
 
+    def _cover(self, plan: Plan, answer: Answer, tokens: int) -> None:
+        """Makes rows for the next tokens of an answer, where blocks share rows."""
+        assert answer.table is not None
+        plan.rows |= self.pool.cover(answer.table, answer.planned, tokens)
+
     def _continue_prefill(self, plan: Plan, budget: int) -> int:
         """Plans further chunks of running prompts; returns the budget that is left."""
         for request in self.running:
@@ -193,6 +205,7 @@ class Scheduler:
         """
         tokens = min(answer.unread, budget)
         start = answer.planned
+        self._cover(plan, answer, tokens)
         answer.planned += tokens
         assert answer.table is not None
         self.seal(answer, answer.planned)

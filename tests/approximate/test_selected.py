@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import NamedTuple
 
@@ -169,6 +168,16 @@ def test_the_kernel_chooses_as_the_definition_does(sizes: tuple[int, ...], optio
     assert torch.equal(ap.choose_blocks(q, compressed, backend="triton", **words), due)
 
 
+@pytest.mark.parametrize("block", [15, 31, 32])
+def test_a_compressed_key_counts_in_both_blocks_that_it_reaches(block: int) -> None:
+    """One key has all the weight, and begins in the last stride of a block; a step of the kernel ends with block 31."""
+    q, compressed = torch.ones(1, 1, 2, 16), torch.zeros(1, 159, 1, 16)
+    compressed[0, block * 4 + 3] = 9.0
+    words = {"block": 16, "count": 3, "first": 0, "length": 8, "local": 1, "stride": 4, "tokens": 640}
+    for backend in ["eager", "plain"] + ["triton"] * can_choose(q, 1, 8, 16, 4, 3):
+        assert ap.choose_blocks(q, compressed, backend=backend, **words).flatten().tolist() == [block, block + 1, 39], backend
+
+
 def test_a_known_lse_gives_the_same_choice() -> None:
     """The early queries see no compressed key."""
     q, k = torch.randn(1, 100, 4, 16), torch.randn(1, 100, 2, 16)
@@ -214,7 +223,7 @@ def test_a_block_that_is_not_there_is_passed_over() -> None:
     *_, chosen = made(Shapes("far", D=16, Dv=16))
     far = torch.where(chosen >= 5, 2**31 - 1, chosen)
     cu = torch.tensor([0, 70], dtype=torch.int32)
-    tiles, due = (tiles_of(x.flatten(0, 1), cu, cu, 16, 2) for x in (far, chosen))
+    tiles, due = (tiles_of(x.flatten(0, 1), cu, cu, 16, 16) for x in (far, chosen))
     assert torch.equal(tiles.counts, due.counts)
     assert int(tiles.entries[..., 0].max()) <= 4
 
@@ -229,13 +238,48 @@ def test_the_union_of_a_tile_and_its_words() -> None:
     chosen = torch.tensor([[[0, 2]], [[2, -1]], [[1, 1]], [[9, 0]], [[2, 0]]], dtype=torch.int32)
     cu = torch.tensor([0, 5], dtype=torch.int32)
     cu_k = torch.tensor([0, 35], dtype=torch.int32)
-    tiles = tiles_of(chosen, cu, cu_k, 16, 16)
+    tiles = tiles_of(chosen, cu, cu_k, 16, 4)
     assert tiles.table.tolist() == [[0, 4, 30, 0, 35], [4, 1, 34, 0, 35]]
     unions = [tiles.entries[0, n, : tiles.counts[0, n]].tolist() for n in range(2)]
     assert unions == [[[0, 0b1001], [1, 0b0100], [2, 0b0011]], [[0, 1], [2, 1]]]
     of_keys = key_tiles_of(tiles, cu_k, 35, 16)
-    listed = [of_keys.entries[a:b].tolist() for a, b in itertools.pairwise(of_keys.starts.tolist())]
+    assert of_keys.parts.tolist() == [[0, 0, 2, -1], [1, 2, 3, -1], [2, 3, 5, -1]]
+    listed = [of_keys.entries[a:b].tolist() for _, a, b, _ in of_keys.parts.tolist()]
     assert listed == [[[0, 0b1001], [1, 1]], [[0, 0b0100]], [[0, 0b0011], [1, 1]]]
+    # lists of two entries in parts of one: those are kept and joined
+    of_keys = key_tiles_of(tiles, cu_k, 35, 16, each=1)
+    assert of_keys.parts.tolist()[:6] == [[0, 0, 1, 0], [0, 1, 2, 1], [1, 2, 3, -1], [2, 3, 4, 2], [2, 4, 5, 3], [-1, 5, 5, 4]]
+    assert of_keys.joins.tolist() == [[0, 2], [2, 0], [2, 2]]
+    assert of_keys.kept >= 4
+
+
+@pytest.mark.parametrize(("queries", "each"), [(1, 3), (2, 5), (8, 2), (16, 1)])
+def test_any_tiles_and_parts_give_the_gradients(queries: int, each: int) -> None:
+    """Tiles of other sizes than those of a call, and long lists in parts: what `benchmarks/native_sparse` times."""
+    it = Shapes("parts", T=60, S=60, D=16, Dv=24)
+    q, k, v, chosen = made(it)
+    if "triton" not in ways(q, v, it.Hk, it.block):
+        assert len(ways(q, v, it.Hk, it.block)) == 1
+        return
+    from rooftile.approximate.selected import kernels
+
+    # the first block is everybody's
+    chosen[..., 0] = 0
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    due, due_lse = definition(*wide, chosen, it.block)
+    do = torch.randn(due.shape)
+    of_leaves = torch.autograd.grad((due * do).sum(), wide)
+    cu = torch.tensor([0, 60], dtype=torch.int32, device=q.device)
+    tiles = tiles_of(chosen[0], cu, cu, it.block, queries)
+    of_keys = key_tiles_of(tiles, cu, 60, it.block, each)
+    assert int(of_keys.joins[:, 1].max()) > 1
+    o, lse = kernels.forward(q[0], k[0], v[0], tiles, 0.3, it.block)
+    torch.testing.assert_close(o.double(), due[0], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.T.double(), due_lse[0], atol=2e-5, rtol=1e-5)
+    known = do[0], lse, (do[0] * o).sum(-1), q[0], k[0], v[0]
+    found = kernels.dq(*known, tiles, 0.3, it.block), *kernels.dkdv(*known, tiles, of_keys, 0.3, it.block)
+    for a, b in zip(found, of_leaves, strict=True):
+        torch.testing.assert_close(a.double(), b[0], atol=1e-4, rtol=1e-4)
 
 
 def test_the_operator_compiles_and_is_refused_where_it_cannot_run() -> None:

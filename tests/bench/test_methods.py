@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -127,6 +131,50 @@ def test_a_peer_that_is_wrong_in_its_gradients_alone_is_not_timed(ticking, monke
     assert rows["w", "fwd"].reason.startswith("wrong: relative error 1 in bwd")
     assert rows["r", "bwd"].reason == "failed: ValueError: no kernel"
     assert rows["product and sdpa", "bwd"].reason == ""
+
+
+@pytest.fixture
+def fake_fla(monkeypatch) -> None:
+    """A package `fla` that computes by our functions, and may run on a CPU."""
+    fla, ops, linear, nsa = (ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.linear_attn", "fla.ops.nsa"))
+    fla.__spec__ = ModuleSpec("fla", None)
+    linear.chunk_linear_attn = lambda q, k, v, scale, normalize: (
+        scale * ap.linear(q, k, v, rt.CAUSAL, feature="identity", normalise=normalize), None
+    )
+
+    def parallel_nsa(q, k, v, *, g_slc, block_indices, block_counts, block_size, window_size, scale):
+        assert window_size == 0
+        assert block_indices.dtype == torch.int64
+        assert block_indices.shape[-1] == block_counts
+        return ap.selected_attention(q, k, v, block_indices.int(), block=block_size, scale=scale) * g_slc[..., None]
+
+    nsa.parallel_nsa = parallel_nsa
+    for module in (fla, ops, linear, nsa):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(peers, "_needs_cuda", lambda device: None)
+    # a compiled FlexAttention takes minutes on a CPU
+    monkeypatch.setattr(peers, "PEERS", tuple(peer for peer in peers.PEERS if peer.name != "flex"))
+
+
+def test_flash_linear_attention_is_found_and_checked(ticking, fake_fla, monkeypatch) -> None:
+    names = ["linear-64", "performer-64", "nsa-selected-64"]
+    rows = {(row.case, row.backend, row.phase): row for row in approximate.measure(SESSION, names, quiet)}
+    for name, peer in zip(names, ("fla", "features and fla", "fla"), strict=True):
+        for phase in ("fwd", "bwd"):
+            assert rows[name, peer, phase].median_us == 5.5
+            assert rows[name, peer, phase].error < 1e-5
+    right = sys.modules["fla.ops.nsa"].parallel_nsa
+    # values that are right, with gradients that are not
+    monkeypatch.setattr(sys.modules["fla.ops.nsa"], "parallel_nsa", lambda q, k, v, **rest: right(q, k, v.detach(), **rest))
+    rows = {(row.backend, row.phase): row for row in approximate.measure(SESSION, ["nsa-selected-64"], quiet)}
+    assert rows["fla", "fwd"].median_us is None
+    assert rows["fla", "fwd"].reason.startswith(("wrong: ", "failed: "))
+
+
+def test_without_the_package_a_row_says_how_to_get_it(ticking, monkeypatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    rows = {row.backend: row for row in approximate.measure(SESSION, ["nsa-selected-64"], quiet)}
+    assert rows["fla"].reason == "refused: not installed; pip install flash-linear-attention"
 
 
 def test_an_error_of_ours_is_not_hidden(ticking, monkeypatch) -> None:

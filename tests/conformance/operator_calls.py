@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rooftile as rt
 from rooftile import approximate, fused, launch, matmul
 from rooftile.approximate import gathered
+from rooftile.approximate.paged import native_sparse
 from rooftile.approximate.paged.loki import page_scores
 from rooftile.approximate.selected.gated_sum import gated_sum
 from rooftile.cost.counts import Work
@@ -277,6 +278,18 @@ def _page_scores(device: torch.device) -> Work:
     return Work(2 * 7 * 4 * 3, (7 * 2 + 8) * 12 + 3 * 4 + 2 * 4, 2 * 2 * 2 * 4)
 
 
+def _native_sparse_decode(device: torch.device) -> Work:
+    sizes = {"length": 4, "stride": 2, "block": 4, "count": 1, "first": 0, "local": 1, "window": 3}
+    pairs = [tuple(torch.randn(4, rows, 2, 8, device=device) for _ in range(2)) for rows in (2, 4, 4)]
+    q, gates = torch.randn(2, 4, 8, device=device), torch.rand(2, 4, 3, device=device)
+    table, lengths = _table(device)
+    native_sparse.decode(q, gates, *pairs, table, table, lengths, scale=0.5, **sizes)
+    # a text of 5 tokens: one compressed key is complete, the own block has a token and the window 3; one of 2 tokens: none, 2, 2
+    seen = (1 + 1 + 3) + (2 + 2)
+    read = seen * 2 * 16 * 4 + (q.numel() + gates.numel()) * 4
+    return Work(2 * 16 * 4 * seen, read + (2 + 1 + 2 + 1) * 4 + 2 * 4, q.numel() * 4)
+
+
 def _copy(device: torch.device) -> Work:
     _pages(device).copy([Copy(0, 2), Copy(1, 3)])
     block = 2 * 4 * 2 * 8 * 4
@@ -451,6 +464,7 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "gather_kv": _gather,
     "copy_blocks": _copy,
     "page_scores": _page_scores,
+    "native_sparse_decode": _native_sparse_decode,
     "sample": _sample,
     "chunked_recurrence": _recurrence,
     "chunked_recurrence_backward": _recurrence_backward,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rooftile.approximate.paged import loki as paged
+from rooftile.kvcache import WindowPool
 from rooftile.models import Decoder
 from rooftile.serve import LLM
 from rooftile.serve.calibration import calibrate
@@ -43,11 +44,14 @@ def test_loki_finds_the_cpus_tokens(name: str, how: dict) -> None:
     assert_alike(here, there)
 
 
-@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("how", [*HOW, {"max_num_seqs": 4, "max_batched_tokens": 24}], ids=str)
 def test_native_sparse_attention_finds_the_cpus_tokens(how: dict, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, settings())
     here = LLM(Decoder.from_folder(folder, device="cpu"), block_size=8, **ROOM)
-    assert_alike(here, LLM(folder, device="cuda", block_size=8, **ROOM | how))
+    there = LLM(folder, device="cuda", block_size=8, **ROOM | how)
+    assert (there.engine.runner._graphs is None) == ("enforce_eager" in how)
+    assert isinstance(there.engine.pool, WindowPool) == ("max_num_seqs" in how)
+    assert_alike(here, there)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

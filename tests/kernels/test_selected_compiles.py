@@ -15,8 +15,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 POINTERS = {
-    **dict.fromkeys(("lse_ptr", "delta_ptr"), "fp32"),
-    **dict.fromkeys(("table_ptr", "counts_ptr", "entries_ptr", "keys_ptr", "starts_ptr"), "i32"),
+    **dict.fromkeys(("lse_ptr", "delta_ptr", "kept_ptr"), "fp32"),
+    **dict.fromkeys(("table_ptr", "counts_ptr", "entries_ptr", "keys_ptr", "parts_ptr", "joins_ptr"), "i32"),
 }
 # bytes outside of registers: the walk that sets NaN aside is part of each kernel
 STACK = {"_forward": 64, "_backward_q": 64, "_backward_kv": 256}
@@ -51,22 +51,26 @@ def compiled(kernel: Any, shape: Any, warps: int, sm: int) -> tuple[int, int, st
     return int(re.search(r"STACK:(\d+)", usage)[1]), built.metadata.shared, matrix
 
 
-@pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize(("heads", "dim"), [(16, 128), (4, 64)])
-def test_the_kernels_of_a_shape(sm: int, heads: int, dim: int) -> None:
+# heads of 192 are those of models for Hopper
+@pytest.mark.parametrize(
+    ("sm", "heads", "dim", "dim_v"),
+    [(80, 16, 128, 128), (90, 16, 128, 128), (80, 4, 64, 64), (90, 4, 64, 64), (90, 16, 192, 128)],
+)
+def test_the_kernels_of_a_shape(sm: int, heads: int, dim: int, dim_v: int) -> None:
     from rooftile.approximate.selected.kernels import gradients, outputs
-    from rooftile.approximate.selected.kernels.shape import shape_of, warps_of
+    from rooftile.approximate.selected.kernels.shape import launch_of, shape_of
     from rooftile.approximate.selected.tiles import queries_for
 
-    q, v = torch.empty(1, heads, dim, dtype=torch.bfloat16), torch.empty(1, 1, dim, dtype=torch.bfloat16)
+    q, v = torch.empty(1, heads, dim, dtype=torch.bfloat16), torch.empty(1, 1, dim_v, dtype=torch.bfloat16)
     shape = shape_of(q, v, 1, 64, queries_for(heads))
     assert shape.ROWS == 64
     for kernel in (outputs._forward, gradients._backward_q, gradients._backward_kv):
-        stack, shared, matrix = compiled(kernel, shape, warps_of(shape), sm)
+        stack, shared, matrix = compiled(kernel, shape, launch_of(shape).warps, sm)
         assert shared <= SHARED[sm], kernel.__name__
         assert matrix == ("wgmma" if sm == 90 else "mma.sync"), kernel.__name__
         # Ampere's registers are as many, and its matrix instructions need more of them
-        assert stack <= STACK[kernel.__name__] * (4 if sm == 80 else 1), f"{kernel.__name__}: {stack}"
+        assert stack <= STACK[kernel.__name__] * (4 if sm == 80 or dim > 128 else 1), f"{kernel.__name__}: {stack}"
+    assert compiled(gradients._join_kv, shape, launch_of(shape).warps, sm)[::2] == (0, "")
 
 
 @pytest.mark.parametrize("has_lse", [False, True])
@@ -80,4 +84,4 @@ def test_the_choice_with_the_papers_sizes(sm: int, has_lse: bool) -> None:
     stack, shared, matrix = compiled(choice._choose, shape, 8, sm)
     assert shared <= SHARED[sm]
     assert matrix == ("wgmma" if sm == 90 else "mma.sync")
-    assert stack <= 512, stack
+    assert stack == 0

@@ -9,9 +9,11 @@ import torch
 
 from rooftile.approximate import Loki, LokiLayers
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.models import Decoder
+from rooftile.kvcache import WindowPool
+from rooftile.models import Decoder, ModelConfig
 from rooftile.serve import LLM, SamplingParams
-from rooftile.serve.attention.layout import COMPRESSED
+from rooftile.serve.attention import CacheAttention, Step
+from rooftile.serve.attention.layout import COMPRESSED, CacheLayout
 from rooftile.serve.calibration import calibrate
 from tests.models.sparse import checkpoint, likeliest, settings
 from tests.serve.asking import GREEDY, ROOM, prompts, tokens_of
@@ -24,9 +26,16 @@ SETTINGS = {
     "preempted": {"max_model_len": 96, "num_blocks": 20},
     "preempted, in chunks": {"max_model_len": 96, "num_blocks": 16, "max_batched_tokens": 10},
     "three at once": ROOM | {"max_num_seqs": 3},
+    "rows given back": ROOM | {"max_num_seqs": 3, "max_batched_tokens": 13},
+    "rows given back, preempted": {"max_model_len": 96, "num_blocks": 24, "max_num_seqs": 6, "max_batched_tokens": 16},
+    "rows given back, blocks of 32": ROOM | {"max_num_seqs": 4, "max_batched_tokens": 20, "block_size": 32},
     "contiguous": ROOM | {"allocator": "contiguous", "num_blocks": 60},
     "blocks of 32": ROOM | {"block_size": 32},
 }
+
+
+# so few answers that their windows take fewer rows than there are blocks
+FEW = {"max_num_seqs": 3, "max_batched_tokens": 24}
 
 
 @pytest.fixture(scope="module")
@@ -57,28 +66,47 @@ def test_tokens_are_those_of_one_pass_without_a_cache(sizes: dict, tmp_path: Pat
 @pytest.mark.parametrize("how", SETTINGS)
 def test_tokens_depend_on_no_schedule(how: str, folder: Path, alone) -> None:
     llm = LLM(folder, **{"block_size": SIZE} | SETTINGS[how])
-    llm.engine._ahead = how == "preempted"
+    llm.engine._ahead = how in ("preempted", "rows given back")
     assert tokens_of(llm, prompts(9), GREEDY) == alone
-    assert (llm.engine.scheduler.preemptions > 0) == how.startswith("preempted")
+    assert (llm.engine.scheduler.preemptions > 0) == ("preempted" in how)
+    few = ("given back" in how) or how == "chunks of one"
+    assert isinstance(llm.engine.pool, WindowPool) == few
 
 
-def test_a_prefix_found_in_the_cache_has_its_compressed_keys(folder: Path) -> None:
+def test_a_step_that_a_graph_could_hold_finds_the_same_tokens(folder: Path, alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in it asks the host: tables have all their columns, and each token makes a compressed key, complete or not."""
+    on, count = CacheAttention.on, []
+
+    def without_a_host(self: CacheAttention, step: Step) -> object:
+        count.append(step.chunks is None)
+        return on(self, step._replace(on_host=None) if step.chunks is None else step)
+
+    monkeypatch.setattr(CacheAttention, "on", without_a_host)
+    assert tokens_of(LLM(folder, block_size=SIZE, **ROOM), prompts(9), GREEDY) == alone
+    assert sum(count) > 10
+
+
+@pytest.mark.parametrize("more", [{}, FEW], ids=["", "rows given back"])
+def test_a_prefix_found_in_the_cache_has_its_compressed_keys(more: dict, folder: Path) -> None:
     """Those that end in a found block are not computed again; those that begin in one and end in a new block are."""
     prefix = prompts(1, seed=3)[0] * 4
-    llm = LLM(folder, block_size=SIZE, **ROOM)
+    llm = LLM(folder, block_size=SIZE, **ROOM | more)
     tokens_of(llm, [prefix[:45]], GREEDY)
     longer = [[*prefix[:40], *range(n, 2 * n)] for n in (1, 4, 9, 20)]
     outputs = llm.generate(longer, GREEDY)
-    assert [output.num_cached_tokens for output in outputs] == [40] * 4
+    # where rows are given back, another text may have got those of the prefix's window
+    assert outputs[0].num_cached_tokens == 40
+    assert {output.num_cached_tokens for output in outputs} <= ({0, 8, 16, 24, 32, 40} if more else {40})
     for prompt, output in zip(longer, outputs, strict=True):
         answer = output.outputs[0].token_ids
         assert likeliest(llm.engine.runner.decoder, prompt, answer) == answer
 
 
+@pytest.mark.parametrize("more", [{}, FEW], ids=["", "rows given back"])
 @pytest.mark.parametrize("length", [17, 20, 23, 24])
-def test_forks_are_answers_of_their_own(length: int, folder: Path) -> None:
+def test_forks_are_answers_of_their_own(length: int, more: dict, folder: Path) -> None:
     """Answers fork in the middle of a block, before or after a compressed key that ends in it."""
-    llm = LLM(folder, block_size=SIZE, **ROOM)
+    llm = LLM(folder, block_size=SIZE, **ROOM | more)
     prompt = (prompts(3)[2] * 8)[:length]
     (found,) = tokens_of(llm, [prompt], SamplingParams(n=3, seed=11, max_tokens=20, ignore_eos=True))
     single = [SamplingParams(seed=11 + n, max_tokens=20, ignore_eos=True) for n in range(3)]
@@ -86,11 +114,12 @@ def test_forks_are_answers_of_their_own(length: int, folder: Path) -> None:
     assert len({tuple(row) for row in found}) == 3
 
 
-def test_beams_share_blocks(folder: Path) -> None:
+@pytest.mark.parametrize("more", [{}, FEW], ids=["", "rows given back"])
+def test_beams_share_blocks(more: dict, folder: Path) -> None:
     """Beams with copy-on-write find what beams find that share no block."""
     beams = SamplingParams(beam_width=3, n=3, max_tokens=12)
     apart = LLM(folder, block_size=SIZE, max_model_len=96, allocator="contiguous", num_blocks=60)
-    assert tokens_of(LLM(folder, block_size=SIZE, **ROOM), prompts(4), beams) == tokens_of(apart, prompts(4), beams)
+    assert tokens_of(LLM(folder, block_size=SIZE, **ROOM | more), prompts(4), beams) == tokens_of(apart, prompts(4), beams)
 
 
 def test_with_every_block_chosen_and_gates_on_one_branch_it_is_exact(tmp_path: Path) -> None:
@@ -115,10 +144,28 @@ def test_with_every_block_chosen_and_gates_on_one_branch_it_is_exact(tmp_path: P
 
 def test_the_cache_says_what_it_holds(folder: Path) -> None:
     pages = LLM(folder, block_size=SIZE, **ROOM).pages
-    # two layers of three branches, and one of attention
-    assert pages.storage.shape == (600, 7, 2, SIZE, 2, 8)
+    # a pair for each layer, the selected branch's where there are three
+    assert pages.storage.shape == (600, 3, 2, SIZE, 2, 8)
     assert pages.planes[COMPRESSED].shape == (600, 2, 2, SIZE // 4, 2, 8)
-    assert str(pages).endswith("= 4.3 MB, and 307 kB of compressed keys and values")
+    assert pages.near.storage.shape == (600, 4, 2, SIZE, 2, 8)
+    few = LLM(folder, block_size=SIZE, **ROOM | FEW).pages
+    # windows of 12 tokens in three blocks each, and a step of 24 tokens
+    assert few.near.storage.shape[0] == 3 * 3 + 3
+    assert few.nbytes == pages.nbytes - 588 * few.near.nbytes // 12
+    assert "= 1.84 MB, and 307 kB of compressed keys and values, and windows in 12 blocks of 8 tokens, 96 in all" in str(few)
+
+
+def test_memory_is_shared_out_between_blocks_and_rows(folder: Path) -> None:
+    layout = CacheLayout.of(ModelConfig.from_folder(folder), SIZE)
+    block, row = layout.block_bytes(torch.float32), layout.row_bytes(torch.float32)
+    assert (block, row) == (3 * 2 * SIZE * 2 * 8 * 4 + 2 * 2 * 2 * 2 * 8 * 4, 4 * 2 * SIZE * 2 * 8 * 4)
+    for room in (5 * (block + row) + 1, 500 * block):
+        blocks = layout.blocks_in(room, torch.float32, answers=3, tokens=24)
+        taken = blocks * block + layout.rows(blocks, 3, 24) * row
+        assert room - block - row < taken <= room
+    assert layout.rows(500, 3, 24, paged=False) == 500
+    # a copy of a prompt's keys and values; sums of two blocks of 16 tokens for each of 3 answers' 4 heads, and ten parts
+    assert layout.working_bytes(32, 3, 4, torch.float32) == 4 * 32 * 2 * 8 * 4 + 4 * 3 * 4 * (2 * 2 + 10 * 8)
 
 
 def test_bf16_runs(folder: Path) -> None:

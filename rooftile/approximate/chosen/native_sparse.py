@@ -120,13 +120,30 @@ def native_sparse(
             return definition.native_sparse(
                 q, compressed, selected, near, gates, chosen, window=window, scale=scale, **sizes
             ).contiguous()
-        far, lse = compressed_attention(q, *compressed, S, length, stride, options)
-        if chosen is None:
-            chosen = choose_blocks(q, compressed[0], lse=lse, scale=scale, tokens=S, **sizes, **counts)
-        # the exact kernels' other names say nothing of those of selection
-        kernels = "triton" if options["backend"] == "triton" else None
-        middle = selected_attention(q, *selected, chosen, block=block, backend=kernels, scale=scale)
-        return gated_sum((far, middle, api.attention(q, *near, CAUSAL & Window(window - 1), **options)), gates)
+        return with_near(
+            q, compressed, selected, near, gates, chosen=chosen, options=options, window=window, **sizes, **counts
+        )
+
+
+def with_near(
+    q: Tensor, compressed: Pair, selected: Pair, near: Pair, gates: Tensor, *, options: dict[str, Any], length: int, stride: int,
+    block: int, count: int, first: int, local: int, window: int, chosen: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`native_sparse` by kernels, of checked arguments; `near` may begin at the first key that a query sees.
+
+    options: scale, backend and deterministic of the exact kernels.
+    """
+    S, scale = selected[0].shape[1], options["scale"]
+    far, lse = compressed_attention(q, *compressed, S, length, stride, options)
+    if chosen is None:
+        chosen = choose_blocks(
+            q, compressed[0], block=block, count=count, first=first, length=length, local=local, lse=lse, scale=scale,
+            stride=stride, tokens=S,
+        )  # fmt: skip
+    # the exact kernels' other names say nothing of those of selection
+    kernels = "triton" if options["backend"] == "triton" else None
+    middle = selected_attention(q, *selected, chosen, block=block, backend=kernels, scale=scale)
+    return gated_sum((far, middle, api.attention(q, *near, CAUSAL & Window(window - 1), **options)), gates)
 
 
 def compressed_attention(

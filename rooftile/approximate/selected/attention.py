@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rooftile.approximate.selected import by_block, plain
-from rooftile.approximate.selected.tiles import key_tiles_of, tiles_of
+from rooftile.approximate.selected.tiles import key_tiles_of, queries_for, tiles_of
 from rooftile.errors import Unsupported
 from rooftile.launch import INTERPRETED, device_of
 from rooftile.operators import below_autograd, define, transformed, wants_grad, watched
@@ -115,7 +115,7 @@ def _run(
 
     with device_of(q):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        tiles = tiles_of(chosen, cu_q, cu_k, block, q.shape[1] // k.shape[1])
+        tiles = tiles_of(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1]))
         return kernels.forward(q, k, v, tiles, scale, block)
 
 
@@ -133,9 +133,10 @@ def _run_backward(
     with device_of(q):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         do = do.contiguous()
-        tiles = tiles_of(chosen, cu_q, cu_k, block, q.shape[1] // k.shape[1])
+        tiles = tiles_of(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1]))
         of_keys = key_tiles_of(tiles, cu_k, k.shape[0], block)
-        return kernels.backward(do, lse.contiguous(), delta.contiguous(), q, k, v, tiles, of_keys, scale, block)
+        known = do, lse.contiguous(), delta.contiguous(), q, k, v
+        return kernels.dq(*known, tiles, scale, block), *kernels.dkdv(*known, tiles, of_keys, scale, block)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

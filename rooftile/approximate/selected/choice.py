@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rooftile.approximate.selected.attention import kernels_on
-from rooftile.approximate.selected.tiles import table_of
+from rooftile.approximate.selected.tiles import queries_for, table_of
 from rooftile.launch import INTERPRETED, device_of
 
 LARGEST_DIM = 256
@@ -33,7 +33,7 @@ def choose(
 
     (B, T, H, _), (n, Hk) = q.shape, compressed.shape[1:3]
     of_queries, of_keys = (torch.arange(B + 1, device=q.device, dtype=torch.int32) * size for size in (T, n))
-    table = table_of(of_queries, of_keys, B * T, H // Hk)
+    table = table_of(of_queries, of_keys, B * T, queries_for(H // Hk))
     # positions are those of tokens, and not of compressed keys
     rows = table.rows.clone()
     rows[:, 2] += tokens - n

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# entries of a part of a block's list
+EACH = 2048
 # the rows of a tile's product, at least where the group allows it, and the most queries of a tile: the bits of a word
 ROWS = 64
 MOST_QUERIES = 16
@@ -37,11 +39,15 @@ class Tiles(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """The blocks of keys, and for each the tiles that list it."""
+    """The blocks of keys, and for each the tiles that list it, in parts: all queries choose the first block of a text."""
 
     table: Tensor  # int32 (places, 3): first row, first position, number of keys of its sequence
-    starts: Tensor  # int32 (Hk * places + 1): where the entries of each begin
     entries: Tensor  # int32 (Hk * tiles * most, 2): a tile and its word
+    # int32 (parts, 4): the block, counted through all heads, -1 for none; its first entry and its last, excluded; where the sums
+    # of the part are kept, -1 if it is the block's only one
+    parts: Tensor
+    joins: Tensor  # int32 (Hk * places, 2): where the parts of a block are kept, and how many; 0 if there is one
+    kept: int  # the most parts that are kept
 
 
 def queries_for(group: int) -> int:
@@ -49,9 +55,9 @@ def queries_for(group: int) -> int:
     return min(MOST_QUERIES, 1 << max(ROWS // group, 1).bit_length() - 1)
 
 
-def table_of(cu_q: Tensor, cu_k: Tensor, total: int, group: int) -> TileTable:
-    """Returns the tiles of `total` queries; cu_k has the offsets of their sequences' keys."""
-    R = queries_for(group)
+def table_of(cu_q: Tensor, cu_k: Tensor, total: int, queries: int) -> TileTable:
+    """Returns the tiles of `total` queries, so many to a tile; cu_k has the offsets of their sequences' keys."""
+    R = queries
     sequences = torch.arange(cu_q.shape[0] - 1, device=cu_q.device)
     first = cu_q[:-1] // R + sequences
     place = torch.arange(total // R + cu_q.shape[0] - 1, device=cu_q.device)
@@ -67,11 +73,11 @@ def tiles_of(
     cu_q: Tensor,
     cu_k: Tensor,
     block: int,
-    group: int,
+    queries: int,
 ) -> Tiles:
     """Returns the tiles of queries with the unions of their choices. A block past the end of its sequence is in none."""
     total, Hk, n = chosen.shape
-    R, table, of = table_of(cu_q, cu_k, total, group)
+    R, table, of = table_of(cu_q, cu_k, total, queries)
     row, held, _, _, S = table.unbind(-1)
     rows = row[:, None] + torch.arange(R, device=chosen.device)
     is_row = torch.arange(R, device=chosen.device) < held[:, None]  # (tiles, R)
@@ -99,8 +105,8 @@ def tiles_of(
     return Tiles(R, table, of, counts, torch.stack([blocks.to(torch.int32), words.to(torch.int32)], dim=-1))
 
 
-def key_tiles_of(tiles: Tiles, cu_k: Tensor, total_k: int, block: int) -> KeyTiles:
-    """Returns the blocks of keys with the tiles that list them, in their order."""
+def key_tiles_of(tiles: Tiles, cu_k: Tensor, total_k: int, block: int, each: int = EACH) -> KeyTiles:
+    """Returns the blocks of keys with the tiles that list them, in their order, in parts of `each`."""
     Hk, count, most = tiles.entries.shape[:3]
     device = cu_k.device
     sequences = torch.arange(cu_k.shape[0] - 1, device=device)
@@ -117,4 +123,22 @@ def key_tiles_of(tiles: Tiles, cu_k: Tensor, total_k: int, block: int) -> KeyTil
     starts = torch.searchsorted(keys, torch.arange(Hk * places + 1, device=device))
     tile = torch.arange(count, device=device, dtype=torch.int32)[:, None].expand(Hk, count, most)
     entries = torch.stack([tile.flatten()[order], tiles.entries[..., 1].flatten()[order]], dim=-1)
-    return KeyTiles(table, starts.to(torch.int32), entries)
+    return KeyTiles(table, entries, *_parts(starts, len(entries), each))
+
+
+def _parts(starts: Tensor, most: int, each: int) -> tuple[Tensor, Tensor, int]:
+    """Cuts lists of at most `most` entries in all, which begin at `starts`, into parts; no length is read from the device."""
+    blocks = len(starts) - 1
+    count = (-(-starts.diff() // each)).clamp(min=1)
+    shared = torch.where(count > 1, count, 0)
+    ends, kept = count.cumsum(0), shared.cumsum(0) - shared
+    part = torch.arange(blocks + most // each, device=starts.device)
+    of = torch.searchsorted(ends, part, right=True).clamp(max=max(blocks - 1, 0))
+    if not blocks:
+        return part.new_zeros(0, 4, dtype=torch.int32), shared.new_zeros(0, 2, dtype=torch.int32), 0
+    within = part - (ends - count)[of]
+    first = starts[of] + within * each
+    place = torch.where(shared[of] > 0, kept[of] + within, -1)
+    is_part = part < ends[-1]
+    parts = torch.stack([torch.where(is_part, of, -1), first, torch.minimum(first + each, starts[of + 1]), place], dim=-1)
+    return parts.to(torch.int32), torch.stack([kept, shared], dim=-1).to(torch.int32), 2 * most // each

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rooftile.bench.methods.check import Run
+from rooftile.bench.methods.native_sparse import Selected
 from rooftile.bench.methods.way import Tensors, Way
 from rooftile.bench.methods.ways import Linear, SparseTransformer
 
@@ -99,6 +100,23 @@ def _features_and_fla(way: Way) -> Run:
     return run
 
 
+def fla_selection(q: Tensor, k: Tensor, v: Tensor, *, chosen: Tensor, block: int) -> Tensor:
+    """Attention to chosen blocks by flash-linear-attention, without its other branches."""
+    attend = import_module("fla.ops.nsa").parallel_nsa
+    gates = torch.ones(q.shape[:3], device=q.device, dtype=q.dtype)
+    o: Tensor = attend(
+        q, k, v, g_slc=gates, block_indices=chosen.long(), block_counts=chosen.shape[-1], block_size=block, window_size=0,
+        scale=q.shape[-1] ** -0.5,
+    )  # fmt: skip
+    return o
+
+
+def _fla_selected(way: Way) -> Run:
+    """The selection of flash-linear-attention on our choices."""
+    assert isinstance(way, Selected)
+    return lambda x: fla_selection(*x.leaves, chosen=x.beside[0], block=way.block)
+
+
 def _flex(way: Way) -> Run:
     """FlexAttention, compiled, with the same set; its block mask is made once per length."""
     from torch._dynamo import config
@@ -135,5 +153,6 @@ PEERS = (
     Peer("product and sdpa", ("linformer",), _runs, _product_and_sdpa),
     Peer("fla", ("linear", "linear-sums"), _needs_fla, _fla_linear),
     Peer("features and fla", ("performer",), _needs_fla, _features_and_fla),
+    Peer("fla", ("nsa-selected",), _needs_fla, _fla_selected),
     Peer("flex", ("strided", "fixed"), _needs_cuda, _flex),
 )

@@ -3,6 +3,7 @@
     decode-BxS-hH-Hk      one query per sequence against S tokens of each: bytes read per second, beside FlashAttention-4 (CuTe)
     prefill-BxS-hH-Hk     whole prompts, beside the same without pages: `of_dense_ratio`, `of_packed_ratio` are speeds over theirs
     shared-prefix-BxP     B questions after the same P tokens, the prefix read by each of them or once
+    native-sparse-BxS-hH-Hk   Native Sparse Attention's decoding beside exact decoding from blocks, and cuDNN's without
     cache                 writing keys and values, rotated or not, rotating queries, and copying blocks
 
 In bf16 with head dim 128, blocks in random order. Decode and cache operations are timed in CUDA graphs replayed back to back
@@ -26,6 +27,7 @@ from rooftile.bench.results import Row
 from rooftile.bench.rows import contest, times_of, with_measures
 from rooftile.bench.run import Progress, words_of
 from rooftile.bench.session import Session
+from rooftile.bench.suites import native_sparse_decode
 from rooftile.bench.suites.cache import cache
 from rooftile.cases import Case
 from rooftile.cost import Roof, memory_roof, roof, traffic
@@ -40,9 +42,12 @@ PREFILL = ((8, 2048, 32, 8), (1, 16384, 32, 8))
 # tokens that all of 64 sequences begin with, before 256 of their own
 PREFIXES = (2048, 32768)
 OWN = 256
+# Native Sparse Attention in place of exact attention
+SPARSE = ((32, 65536, 64, 4), (32, 8192, 64, 4))
 SHAPES = {
     **{f"decode-{B}x{S}-h{H}-{Hk}": (B, S, H, Hk) for B, S, H, Hk in DECODE},
     **{f"prefill-{B}x{S}-h{H}-{Hk}": (B, S, H, Hk) for B, S, H, Hk in PREFILL},
+    **{f"native-sparse-{B}x{S}-h{H}-{Hk}": (B, S, H, Hk) for B, S, H, Hk in SPARSE},
     **{f"shared-prefix-64x{prefix}": (64, prefix, 32, 8) for prefix in PREFIXES},
 }
 GPU = (*SHAPES, "cache")
@@ -58,6 +63,8 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
         with torch.no_grad():
             if name == "cache":
                 yield from cache(session, clock)
+            elif name.startswith("native-sparse"):
+                yield from native_sparse_decode.decode(session, ReplayClock(), name, *SHAPES[name])
             elif name.startswith("decode"):
                 yield from decode(session, clock, name, *SHAPES[name])
             elif name.startswith("prefill"):

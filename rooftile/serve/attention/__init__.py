@@ -17,7 +17,6 @@ from rooftile.kvcache import Pages, Rotation
 from rooftile.masks import CAUSAL, Mask, Window
 from rooftile.models import Attend, Decoder, ModelConfig
 from rooftile.serve.attention.exact import Exact
-from rooftile.serve.attention.layout import first_pairs
 from rooftile.serve.attention.loki import LokiAttention
 from rooftile.serve.attention.native_sparse import SparseAttention
 from rooftile.serve.attention.step import Step
@@ -43,10 +42,9 @@ class CacheAttention:
 
     def __init__(self, decoder: Decoder, pages: Pages, asked: Asked, loki: LokiLayers | None = None) -> None:
         self.pages, self.asked = pages, asked
-        self.masks, self.first = masks_of(decoder.config), first_pairs(decoder.config)
-        self.mixers = decoder.config.mixers
+        self.masks, self.mixers = masks_of(decoder.config), decoder.config.mixers
         self._loki = None if loki is None else LokiAttention(loki, pages, asked)
-        self._sparse = SparseAttention(decoder, pages, asked) if "native_sparse" in self.mixers else None
+        self._sparse = SparseAttention(decoder, pages) if "native_sparse" in self.mixers else None
 
     @property
     def splits_prompts(self) -> bool:
@@ -56,13 +54,13 @@ class CacheAttention:
     @property
     def captures(self) -> bool:
         """Whether steps that only decode can be captured in graphs: whether no size in them depends on their lengths."""
-        return self._sparse is None and (self._loki is None or runs_on(self.pages.storage))
+        return (self._sparse is None and self._loki is None) or runs_on(self.pages.storage)
 
     def on(self, step: Step) -> Attend:
         """Returns what computes attention in one step."""
         if self._loki is not None:
             return self._loki.on(step, self.masks)
-        exact = Exact(self.pages, self.masks, self.asked, self.first, step)
+        exact = Exact(self.pages, self.masks, self.asked, step)
         if self._sparse is None:
             return exact
         sparse = self._sparse.on(step)

@@ -21,12 +21,11 @@ class Exact:
         pages: the cache.
         masks: the mask of each layer.
         asked: scale, softcap and the like.
-        first: the cache's layer that each layer has.
         step: where the tokens are.
     """
 
-    def __init__(self, pages: Pages, masks: tuple[Mask, ...], asked: Asked, first: tuple[int, ...], step: Step) -> None:
-        self.pages, self.masks, self.asked, self.first, self.step = pages, masks, asked, first, step
+    def __init__(self, pages: Pages, masks: tuple[Mask, ...], asked: Asked, step: Step) -> None:
+        self.pages, self.masks, self.asked, self.step = pages, masks, asked, step
         # layers differ only in their masks: a call prepared for one layer serves all with the same mask
         self._prepared: dict[tuple[Mask, bool], Callable[[Tensor, PagedKV], tuple[Tensor, Tensor]]] = {}
 
@@ -44,17 +43,17 @@ class Exact:
 
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
         """Writes keys and values into the cache, keys rotated; returns the queries rotated."""
-        return self.pages.write_and_rotate(self.first[layer], q, k, v, self.step.cells, rotation)
+        return self.pages.write_and_rotate(layer, q, k, v, self.step.cells, rotation)
 
     def decode(self, layer: int, q: Tensor) -> Tensor:
         """Computes the attention of single tokens (B, H, D)."""
         assert self.step.single is not None
-        return self._attend(layer, q[:, None], self.pages.view(self.first[layer], *self.step.single)).squeeze(1)
+        return self._attend(layer, q[:, None], self.pages.view(layer, *self.step.single)).squeeze(1)
 
     def _attend_chunks(self, layer: int, q: Tensor) -> Tensor:
         chunks = self.step.chunks
         assert chunks is not None
-        return self._attend(layer, q, self.pages.view(self.first[layer], chunks.table, chunks.lengths, chunks.cu_q))
+        return self._attend(layer, q, self.pages.view(layer, chunks.table, chunks.lengths, chunks.cu_q))
 
     def _attend(self, layer: int, q: Tensor, cache: PagedKV) -> Tensor:
         kind = self.masks[layer], q.dim() == 4

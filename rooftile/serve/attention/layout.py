@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 
 from rooftile.approximate import LokiLayers
-from rooftile.kvcache import Pages
+from rooftile.kvcache import Pages, WindowPool
 from rooftile.models import ModelConfig
 from rooftile.models.mixers import BRANCHES
 
@@ -17,14 +16,6 @@ from rooftile.models.mixers import BRANCHES
 LEADING = "leading dims"
 # the plane of the compressed keys and values of Native Sparse Attention
 COMPRESSED = "compressed keys and values"
-
-
-def first_pairs(config: ModelConfig) -> tuple[int, ...]:
-    """Returns, for each layer, the number of the first pair of keys and values that it has in a block; then their count.
-
-    A layer of Native Sparse Attention has one pair per branch.
-    """
-    return tuple(accumulate((BRANCHES if mixer == "native_sparse" else 1 for mixer in config.mixers), initial=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +27,10 @@ class CacheLayout:
         heads, dim: key heads, and their size.
         size: tokens per block.
         planes: what a block holds beside: for each plane its shape, in the dtype of the keys.
+        near_layers: pairs of keys and values that only a window reads, those of near branches and those that are not yet
+            compressed; they are in rows that are fewer than blocks (see `WindowPool`).
+        window: how many tokens.
+        block: tokens of a block that Native Sparse Attention chooses.
     """
 
     layers: int
@@ -43,6 +38,9 @@ class CacheLayout:
     dim: int
     size: int
     planes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    near_layers: int = 0
+    window: int = 1
+    block: int = 64
 
     @classmethod
     def of(cls, config: ModelConfig, size: int, loki: LokiLayers | None = None) -> CacheLayout:
@@ -53,7 +51,9 @@ class CacheLayout:
         sparse = config.mixers.count("native_sparse")
         if config.native_sparse is not None and sparse:
             planes[COMPRESSED] = (sparse, 2, size // config.native_sparse.stride, config.kv_heads, config.head_dim)
-        return cls(first_pairs(config)[-1], config.kv_heads, config.head_dim, size, planes)
+        window = 1 if config.native_sparse is None else max(config.native_sparse.window, config.native_sparse.length)
+        block = 64 if config.native_sparse is None else config.native_sparse.block
+        return cls(config.layers, config.kv_heads, config.head_dim, size, planes, (BRANCHES - 1) * sparse, window, block)
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of one block."""
@@ -64,6 +64,30 @@ class CacheLayout:
         beside = sum(map(math.prod, self.planes.values())) * dtype.itemsize
         return self.layers * 2 * self.size * self.heads * line + beside
 
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes of one row: the keys and values of a block that only a window reads."""
+        return self.near_layers * 2 * self.size * self.heads * self.dim * dtype.itemsize
+
+    def rows(self, blocks: int, answers: int, tokens: int, *, paged: bool = True) -> int:
+        """Returns how many rows so many blocks have: enough for all windows at once, and at most one per block.
+
+        Args:
+            blocks: the number of blocks.
+            answers: the most answers that run at once.
+            tokens: the most tokens that a step reads.
+            paged: whether blocks give their rows back; else each block has one.
+        """
+        if not self.near_layers or not paged:
+            return blocks
+        return min(blocks, WindowPool.rows_for(self.window, self.size, answers=answers, tokens=tokens))
+
+    def blocks_in(self, room: int, dtype: torch.dtype, *, answers: int, tokens: int, paged: bool = True) -> int:
+        """Returns how many blocks, with the rows that they need, so many bytes hold; the arguments are those of `rows`."""
+        each, row = self.block_bytes(dtype), self.row_bytes(dtype)
+        blocks = room // (each + row)
+        rows = self.rows(blocks, answers, tokens, paged=paged)
+        return blocks if rows == blocks else (room - rows * row) // each
+
     @property
     def most_blocks(self) -> int:
         """The most blocks that a cache may have: with Loki, a table numbers each row of each block, in 32 bits."""
@@ -72,8 +96,9 @@ class CacheLayout:
     def working_bytes(self, tokens: int, answers: int, query_heads: int, dtype: torch.dtype) -> int:
         """Returns what approximate methods take in a step, besides what exact attention takes.
 
-        A prompt of Native Sparse Attention is read from a copy of its keys and values. Loki's scores of pages are sums, shares
-        and sorted places: about six numbers of four bytes per head and page.
+        A prompt of Native Sparse Attention is read from a copy of its keys and values; in decoding a head has two sums per block,
+        and about ten parts of its outputs. Loki's scores of pages are sums, shares and sorted places: about six numbers of four
+        bytes per head and page.
 
         Args:
             tokens: the longest sequence.
@@ -81,13 +106,16 @@ class CacheLayout:
             query_heads: the model's.
             dtype: that of the keys.
         """
-        copied = 4 * tokens * self.heads * self.dim * dtype.itemsize if COMPRESSED in self.planes else 0
-        scores = 24 * answers * query_heads * -(-tokens // self.size) if LEADING in self.planes else 0
-        return copied + scores
+        if COMPRESSED in self.planes:
+            copied = 4 * tokens * self.heads * self.dim * dtype.itemsize
+            return copied + 4 * answers * query_heads * (2 * -(-tokens // self.block) + 10 * self.dim)
+        return 24 * answers * query_heads * -(-tokens // self.size) if LEADING in self.planes else 0
 
-    def allocate(self, blocks: int, dtype: torch.dtype, device: torch.device) -> Pages:
-        """Returns the memory of this many blocks."""
+    def allocate(self, blocks: int, rows: int, dtype: torch.dtype, device: torch.device) -> Pages:
+        """Returns the memory of this many blocks and rows."""
         pages = Pages(blocks, self.layers, self.heads, self.dim, size=self.size, dtype=dtype, device=device)
         for name, shape in self.planes.items():
             pages.add_plane(name, *shape)
+        if self.near_layers:
+            pages.near = Pages(rows, self.near_layers, self.heads, self.dim, size=self.size, dtype=dtype, device=device)
         return pages

@@ -36,7 +36,7 @@ class LokiAttention:
 
 class _LokiStep(Exact):
     def __init__(self, loki: LokiAttention, masks: tuple[Mask, ...], step: Step) -> None:
-        super().__init__(loki.pages, masks, loki.asked, tuple(range(len(masks))), step)
+        super().__init__(loki.pages, masks, loki.asked, step)
         self.loki = loki
         self.leading = loki.pages.planes[LEADING]  # (blocks, layers, size, Hk, r)
 

@@ -1,8 +1,10 @@
 """Native Sparse Attention in an engine.
 
-Each branch has keys and values of its own, so such a layer takes three of the cache's layers. A compressed key is kept with the
-block that has its last token, in the plane COMPRESSED: forks, prefixes and preemption need nothing new. Prompts are read one by
-one from a gathered copy, by `rooftile.approximate.native_sparse`; single tokens together, by `approximate.paged.native_sparse`.
+Each branch has keys and values of its own. A block holds those of the selected branch. What only a window reads, the near
+branch's and those that are not yet compressed, is in rows that are given back behind it (`rooftile.kvcache.WindowPool`). A
+compressed key is kept with the block that has its last token, in the plane COMPRESSED: forks, prefixes and preemption need
+nothing new. Prompts are read one by one from a gathered copy, by the functions of `rooftile.approximate`; single tokens together,
+by `approximate.paged.native_sparse`.
 """
 
 from __future__ import annotations
@@ -12,18 +14,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from rooftile import approximate
-from rooftile.api import prepare_paged
+from rooftile.approximate.chosen.native_sparse import with_near
 from rooftile.approximate.paged import native_sparse as paged
 from rooftile.kvcache import Pages, Rotation
 from rooftile.kvcache.operators import write
-from rooftile.masks import CAUSAL, Window
 from rooftile.models import Decoder, NativeSparseSizes
 from rooftile.models.layers import Compression
 from rooftile.models.mixers import BRANCHES
-from rooftile.serve.attention.layout import COMPRESSED, first_pairs
+from rooftile.serve.attention.layout import COMPRESSED
 from rooftile.serve.attention.step import Step
-from rooftile.spec import Asked
 
 Pair = tuple[Tensor, Tensor]
 
@@ -31,22 +30,32 @@ Pair = tuple[Tensor, Tensor]
 class SparseAttention:
     """The layers of a decoder that have Native Sparse Attention, on a cache."""
 
-    def __init__(self, decoder: Decoder, pages: Pages, asked: Asked) -> None:
+    def __init__(self, decoder: Decoder, pages: Pages) -> None:
         config = decoder.config
         assert config.native_sparse is not None
         self.sizes: NativeSparseSizes = config.native_sparse
-        self.scale, self.pages, self.asked = config.scale, pages, asked
-        self.near = CAUSAL & Window(self.sizes.window - 1)
-        self.first = first_pairs(config)
+        self.scale, self.pages = config.scale, pages
+        # those of the exact kernels that read prompts
+        self.options = {"backend": None, "deterministic": None, "scale": config.scale}
         sparse = [n for n, mixer in enumerate(config.mixers) if mixer == "native_sparse"]
         self.compressions = {n: cast(Compression, decoder.layers[n].compression) for n in sparse}
         # (blocks, sparse layers, 2, size / stride, Hk, D)
         plane = pages.planes[COMPRESSED]
+        assert pages.near is not None
+        self.near_pages = pages.near
+        # the layers of the rows, of keys that are not yet compressed and of the near branch
+        self.raw = {n: 2 * place for place, n in enumerate(sparse)}
+        self.near = {n: 2 * place + 1 for place, n in enumerate(sparse)}
         self.compressed: dict[int, Pair] = {n: (plane[:, place, 0], plane[:, place, 1]) for place, n in enumerate(sparse)}
 
     def on(self, step: Step) -> SparseStep:
         """Returns what computes these layers in one step."""
         return SparseStep(self, step)
+
+
+def _completes(positions: Tensor, length: int, stride: int) -> Tensor:
+    """Whether the tokens at these positions complete a compressed key; padding is at -1."""
+    return ((positions + 1) % stride == 0) & (positions + 1 >= length)
 
 
 class SparseStep:
@@ -56,16 +65,23 @@ class SparseStep:
         self.whole, self.step, self.sizes = whole, step, whole.sizes
         self.size = step.size
         length, stride = self.sizes.length, self.sizes.stride
-        # the host knows which tokens complete a compressed key, so nothing waits for the device
-        on_host = step.known().positions
-        rows = ((on_host + 1) % stride == 0) & (on_host + 1 >= length)
-        self.completes = step.send(rows.nonzero()[:, 0])
-        ends = step.positions[self.completes]
-        j = ends[:, None] - (length - 1) + torch.arange(length, device=ends.device)  # (m, length)
-        blocks = step.table[step.slots[self.completes]].long()
-        self.read = blocks.gather(1, j // self.size), j % self.size
-        own = blocks.gather(1, ends[:, None] // self.size)[:, 0]
-        self.written = own * (self.size // stride) + ends % self.size // stride
+        if step.single is not None:
+            self.table, self.lengths = step.narrow(*step.single)
+            self.near_table = step.rows_of(self.table)
+        own_rows = step.rows_of(step.cells.clamp(min=0) // self.size).long()
+        self.near_cells = torch.where(step.cells >= 0, own_rows * self.size + step.cells % self.size, -1)
+        ends, slots = step.positions, step.slots
+        if step.on_host is not None:
+            # the host knows which tokens complete a compressed key, so nothing waits for the device
+            completes = step.send(_completes(step.on_host.positions, length, stride).nonzero()[:, 0])
+            ends, slots = ends[completes], slots[completes]
+        # in a graph every token makes one, and those that are complete are written
+        j = (ends[:, None] - (length - 1) + torch.arange(length, device=ends.device)).clamp(min=0)  # (m, length)
+        blocks = step.table[slots].long()
+        self.read = step.rows_of(blocks.gather(1, j // self.size)).long(), j % self.size
+        own = blocks.gather(1, j[:, -1:] // self.size)[:, 0]
+        written = own * (self.size // stride) + ends % self.size // stride
+        self.written = torch.where(_completes(ends, length, stride), written, -1)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, gates: Tensor | None = None
@@ -82,41 +98,40 @@ class SparseStep:
 
     def _write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
         """Writes the keys and values of all branches, and the compressed ones that they complete; returns rotated queries."""
-        pages, first, cells = self.whole.pages, self.whole.first[layer], self.step.cells
-        heads = k.shape[1] // BRANCHES
+        whole, heads = self.whole, k.shape[1] // BRANCHES
         keys, values = k.split(heads, dim=1), v.split(heads, dim=1)
-        q = pages.write_and_rotate(first, q, keys[0], values[0], cells, rotation)
-        for n in range(1, BRANCHES):
-            pages.write(first + n, keys[n], values[n], cells, rotation)
-        if len(self.completes):
-            compression = self.whole.compressions[layer]
-            kc, vc = (compression(x[self.read], which) for which, x in enumerate(pages.layer(first)))
-            write(kc, vc, *self.whole.compressed[layer], self.written, None)
+        q = whole.pages.write_and_rotate(layer, q, keys[1], values[1], self.step.cells, rotation)
+        whole.near_pages.write(whole.raw[layer], keys[0], values[0], self.near_cells, rotation)
+        whole.near_pages.write(whole.near[layer], keys[2], values[2], self.near_cells, rotation)
+        if len(self.written):
+            compression = whole.compressions[layer]
+            kc, vc = (compression(x[self.read], which) for which, x in enumerate(whole.near_pages.layer(whole.raw[layer])))
+            write(kc, vc, *whole.compressed[layer], self.written, None)
         return q
 
     def _read_prompt(self, layer: int, q: Tensor, gates: Tensor, table: Tensor, length: int) -> Tensor:
         """Computes the last tokens (T, H, D) of one sequence of `length` tokens, from a copy of its keys and values."""
-        sizes, first = self.sizes, self.whole.first[layer]
+        whole, sizes = self.whole, self.sizes
         blocks = table[: -(-length // self.size)].long()
         skip, n = sizes.length // sizes.stride - 1, max((length - sizes.length) // sizes.stride + 1, 0)
-        compressed = [x[blocks].flatten(0, 1)[None, skip : skip + n] for x in self.whole.compressed[layer]]
-        selected, near = ([x[blocks].flatten(0, 1)[None, :length] for x in self.whole.pages.layer(first + b)] for b in (1, 2))
-        o = approximate.native_sparse(
+        compressed = [x[blocks].flatten(0, 1)[None, skip : skip + n] for x in whole.compressed[layer]]
+        selected = [x[blocks].flatten(0, 1)[None, :length] for x in whole.pages.layer(layer)]
+        # the first query of the chunk sees the keys from here on; before, blocks may have no rows
+        begin = max(length - q.shape[0] - sizes.window + 1, 0)
+        column = begin // self.size
+        rows = self.step.rows_of(blocks[column:]).long()
+        own = slice(begin - column * self.size, length - column * self.size)
+        near = [x[rows].flatten(0, 1)[None, own] for x in whole.near_pages.layer(whole.near[layer])]
+        o = with_near(
             q[None], (compressed[0], compressed[1]), (selected[0], selected[1]), (near[0], near[1]), gates[None],
-            scale=self.whole.scale, window=sizes.window, **sizes.keywords(),
+            options=whole.options, window=sizes.window, **sizes.keywords(),
         )  # fmt: skip
         return o[0]
 
     def _decode(self, layer: int, q: Tensor, gates: Tensor) -> Tensor:
         """Computes single tokens (B, H, D)."""
-        assert self.step.single is not None
-        table, lengths = self.step.narrow(*self.step.single)
-        whole, sizes, first = self.whole, self.sizes, self.whole.first[layer]
-        outs = paged.decode(
-            q, whole.compressed[layer], whole.pages.layer(first + 1), table, lengths, scale=whole.scale, **sizes.keywords()
+        whole, sizes = self.whole, self.sizes
+        return paged.decode(
+            q, gates, whole.compressed[layer], whole.pages.layer(layer), whole.near_pages.layer(whole.near[layer]), self.table,
+            self.near_table, self.lengths, scale=whole.scale, window=sizes.window, **sizes.keywords(),
         )  # fmt: skip
-        cache = whole.pages.view(first + 2, table, lengths)
-        near, _ = prepare_paged(q[:, None], cache, whole.near, asked=whole.asked)(q[:, None], cache)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        branches = torch.stack([*outs, near[:, 0]], dim=-1).to(wide)  # (B, H, D, 3)
-        return (branches * gates[:, :, None].to(wide)).sum(-1).to(q.dtype)

@@ -22,11 +22,16 @@ class Step(NamedTuple):
     chunks: Chunks | None
     single: tuple[Tensor, Tensor] | None  # block tables (B, N) and lengths (B,) of the single tokens
     on_host: StepInputs | None  # the same step on the host; None in a graph, which serves steps of all lengths
+    rows: Tensor | None = None  # (blocks,) int32: the row of each block; None if a block is its own row
 
     @property
     def split(self) -> int:
         """How many tokens the chunks have."""
         return 0 if self.chunks is None else self.chunks.tokens
+
+    def rows_of(self, blocks: Tensor) -> Tensor:
+        """Returns the rows of blocks: of any row for a block that has none, which nobody reads."""
+        return blocks if self.rows is None else self.rows[blocks.long()]
 
     def known(self) -> StepInputs:
         """Returns the step on the host, for methods that are never captured in a graph."""

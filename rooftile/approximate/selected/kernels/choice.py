@@ -1,9 +1,12 @@
 """The choice of blocks by the weights of compressed keys: no score leaves the chip.
 
 A program owns a tile of queries with the heads of a group, and walks the compressed keys twice: first for the largest exponent and
-the sum of each row, then for the weights. The lse of the compressed attention, where it is known, saves the first walk. In the second the weights are summed over the heads, and over the compressed keys that
-overlap with a block, by products with matrices of small whole numbers. The best blocks so far are kept as 64-bit words, the score's
-bits above, and below them a number that is larger for a lower block, so that ties go to the lower one.
+the sum of each row, then for the weights. The lse of the compressed attention, where it is known, saves the first walk.
+
+A compressed key is no longer than a block, so it reaches from the block that it begins in into the next at most. In the second walk
+a step has the compressed keys that begin in NEW blocks, and adds up, over these keys and the heads, weights times the strides inside
+of the block, and those beyond. The score of a block is its own inside and the beyond of the one before. The best blocks so far are
+kept as 64-bit words, the score's bits above, and below them a number that is larger for a lower block, so that ties go to the lower.
 
 Everything after the products of queries and keys is in fp32, and those products are as the inputs allow.
 """
@@ -17,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.approximate.selected.kernels.shape import in_log2, rows_of, strides_of
+from rooftile.approximate.selected.kernels.shape import in_log2, strides_of
 from rooftile.approximate.selected.tiles import TileTable
 from rooftile.backends.triton.scores import LOG2E
 from rooftile.launch import Kernel
 
-# compressed keys of a step, and queries of a tile as a matrix product takes them
-KEYS, QUERIES = 128, 16
+# compressed keys of a step, unless more begin in a block
+KEYS = 128
 # a block's number is below this
 FAR = tl.constexpr(2**31 - 1)
 
@@ -32,13 +35,14 @@ class Choice(NamedTuple):
     """The compile-time configuration."""
 
     GROUP: int
+    HEADS: int  # the heads of a group, padded to a power of two
     QUERIES: int
-    ROWS: int
+    TILE: int  # queries, padded so that a matrix product has its rows
     D: int
     BLOCK_D: int
     KEYS: int
     RATIO: int  # strides of a block
-    BACK: int  # compressed keys that begin before a block and overlap with it
+    PADDED: int  # the same, padded to a power of two
     NEW: int  # blocks of a step
     MOST: int  # blocks that are kept: a power of two, at least NEW
     LENGTH: int
@@ -63,23 +67,36 @@ def _scores(q, k_ptr, k_stride, c, n, position, scale, SHAPE: tl.constexpr):
     return tl.where(sees, x, float("-inf"))
 
 
+@triton.jit
+def _by_block(p, SHAPE: tl.constexpr):
+    """Sums of p (ROWS, KEYS) over the heads of a group and the keys that begin in a block: (TILE, NEW)."""
+    p = tl.reshape(p, (SHAPE.TILE, SHAPE.HEADS, SHAPE.NEW, SHAPE.PADDED))
+    return tl.sum(tl.sum(p, 3), 1)
+
+
 @triton.jit(do_not_specialize=["tiles", "H"])
 def _choose(
     q_ptr, k_ptr, lse_ptr, chosen_ptr, table_ptr, q_strides, k_strides, tiles, H, scale, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """chosen (total, Hk, COUNT), with the lse (total, H) of the compressed attention or without."""
-    ROWS: tl.constexpr = SHAPE.ROWS
+    HEADS: tl.constexpr = SHAPE.HEADS
+    TILE: tl.constexpr = SHAPE.TILE
+    ROWS: tl.constexpr = TILE * HEADS
     KEYS: tl.constexpr = SHAPE.KEYS
     MOST: tl.constexpr = SHAPE.MOST
     NEW: tl.constexpr = SHAPE.NEW
+    PADDED: tl.constexpr = SHAPE.PADDED
     tile = tl.program_id(0) % tiles
     hk = tl.program_id(0) // tiles
-    row, h, position, r, there = rows_of(table_ptr, tile, hk, SHAPE)
+    held = tl.load(table_ptr + tile * 5 + 1)
+    first_position = tl.load(table_ptr + tile * 5 + 2)
+    m_row = tl.arange(0, ROWS)
+    r, g = m_row // HEADS, m_row % HEADS
+    there = (r < held) & (r < SHAPE.QUERIES) & (g < SHAPE.GROUP)
+    row, h, position = tl.load(table_ptr + tile * 5).to(tl.int64) + r, hk * SHAPE.GROUP + g, first_position + r
     d = tl.arange(0, SHAPE.BLOCK_D)
     q_tile = q_ptr + row[:, None] * q_strides[0] + h[:, None] * q_strides[1] + d[None, :]
     q = tl.load(q_tile, mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
-    held = tl.load(table_ptr + tile * 5 + 1)
-    first_position = tl.load(table_ptr + tile * 5 + 2)
     n = tl.load(table_ptr + tile * 5 + 4)
     k_ptr += tl.load(table_ptr + tile * 5 + 3).to(tl.int64) * k_strides[0] + hk * k_strides[1]
     # the last compressed key and the last block that one of the queries sees
@@ -101,36 +118,43 @@ def _choose(
             m = m_new
         lse = tl.where(l == 0.0, float("inf"), m + tl.log2(l))
 
-    # row t of the tile sums its heads; block b of a step sums the compressed keys that overlap with it
-    t = tl.arange(0, 16)
-    heads = tl.where((r[None, :] == t[:, None]) & there[None, :], 1.0, 0.0)
-    at = tl.arange(0, KEYS) - SHAPE.BACK
-    b = tl.arange(0, MOST)
-    begins = at[:, None] - b[None, :] * SHAPE.RATIO
-    ends = tl.minimum(begins + (SHAPE.BACK + 1), SHAPE.RATIO)
-    overlaps = tl.where(b[None, :] < NEW, tl.maximum(ends - tl.maximum(begins, 0), 0), 0).to(tl.float32)
+    # the rows that pad a tile have no weights
+    lse = tl.where(there, lse, float("inf"))
+    # compressed key `at` of a step begins in its b-th block, at stride `inner` of it
+    t, b, i, at = tl.arange(0, TILE), tl.arange(0, NEW), tl.arange(0, MOST), tl.arange(0, KEYS)
+    inner = at % PADDED
+    inside = tl.minimum(SHAPE.RATIO - inner, SHAPE.LENGTH // SHAPE.STRIDE).to(tl.float32)
+    beyond = SHAPE.LENGTH // SHAPE.STRIDE - inside
     # a position before the first key is in no block; division truncates towards zero
     own = tl.where(first_position + t < 0, -1, (first_position + t) // SHAPE.BLOCK)
-    best = tl.full((16, MOST), -1, tl.int64)
+    best = tl.full((TILE, MOST), -1, tl.int64)
+    # what the last block of the step before leaves to the first of this one
+    left = tl.zeros((TILE,), tl.float32)
     for step in range(tl.cdiv(blocks, NEW)):
-        c = step * (NEW * SHAPE.RATIO) + at
+        c = tl.where(inner < SHAPE.RATIO, (step * NEW + at // PADDED) * SHAPE.RATIO + inner, n)
         x = _scores(q, k_ptr, k_strides[0], c, n, position, scale, SHAPE)
         p = tl.exp2(x - lse[:, None])
-        summed = tl.dot(heads, p, input_precision="ieee")
-        score = tl.dot(summed, overlaps, input_precision="ieee")
+        own_sum = _by_block(p * inside[None, :], SHAPE)
+        next_sum = _by_block(p * beyond[None, :], SHAPE)
+        before = tl.gather(next_sum, tl.broadcast_to(tl.maximum(b - 1, 0)[None, :], (TILE, NEW)), 1)
+        score = own_sum + tl.where(b[None, :] == 0, left[:, None], before)
+        left = tl.sum(tl.where(b[None, :] == NEW - 1, next_sum, 0.0), 1)
         j = step * NEW + b
         is_always = (j[None, :] < SHAPE.FIRST) | (j[None, :] > own[:, None] - SHAPE.LOCAL)
         score = tl.where(is_always, float("inf"), score)
         word = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (-j[None, :] + FAR).to(tl.int64)
-        word = tl.where((j[None, :] <= own[:, None]) & (b[None, :] < NEW), word, -1)
-        best = tl.topk(tl.reshape(tl.join(best, word), (16, 2 * MOST)), MOST)
+        word = tl.where(j[None, :] <= own[:, None], word, -1)
+        if NEW < MOST:
+            place = tl.broadcast_to(tl.minimum(i, NEW - 1)[None, :], (TILE, MOST))
+            word = tl.where(i[None, :] < NEW, tl.gather(word, place, 1), -1)
+        best = tl.topk(tl.reshape(tl.join(best, word), (TILE, 2 * MOST)), MOST)
     number = -(best & FAR).to(tl.int32) + FAR
-    number = tl.where((best >= 0) & (b[None, :] < SHAPE.COUNT), number, FAR)
+    number = tl.where((best >= 0) & (i[None, :] < SHAPE.COUNT), number, FAR)
     number = tl.sort(number)
     number = tl.where(number == FAR, -1, number)
     out_row = tl.load(table_ptr + tile * 5).to(tl.int64) + t
-    out = chosen_ptr + (out_row[:, None] * (H // SHAPE.GROUP) + hk) * SHAPE.COUNT + b[None, :]
-    tl.store(out, number, mask=(t < held)[:, None] & (b < SHAPE.COUNT)[None, :])
+    out = chosen_ptr + (out_row[:, None] * (H // SHAPE.GROUP) + hk) * SHAPE.COUNT + i[None, :]
+    tl.store(out, number, mask=(t < held)[:, None] & (i < SHAPE.COUNT)[None, :])
 
 
 _start = Kernel(_choose)
@@ -162,15 +186,13 @@ def choice_of(
     has_lse: bool = False,
 ) -> Choice:  # fmt: skip
     """The configuration of a call."""
-    group, dim = q.shape[1] // Hk, q.shape[-1]
-    rows, padded = (max(16, 1 << (size - 1).bit_length()) for size in (queries * group, dim))
-    ratio, back = block // stride, length // stride - 1
-    most = max(16, 1 << (count - 1).bit_length())
-    while most < (KEYS - back) // ratio:
-        most *= 2
-    new = min((KEYS - back) // ratio, most)
+    group, dim, ratio = q.shape[1] // Hk, q.shape[-1], block // stride
+    heads, padded = triton.next_power_of_2(group), triton.next_power_of_2(ratio)
+    keys = max(KEYS, padded)
+    new = keys // padded
+    most = max(triton.next_power_of_2(count), new)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     return Choice(
-        group, queries, rows, dim, padded, KEYS, ratio, back, new, most, length, stride, block, count, first, local,
-        has_lse, precision,
+        group, heads, queries, max(queries, 16 // heads), dim, max(16, triton.next_power_of_2(dim)), keys, ratio, padded, new,
+        most, length, stride, block, count, first, local, has_lse, precision,
     )

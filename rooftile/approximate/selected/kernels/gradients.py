@@ -1,12 +1,13 @@
-"""The backward: dq, then dk with dv. Weights are recomputed from lse, as in FlashAttention-2."""
+"""The backward: dq, and dk with dv. Weights are recomputed from lse, as in FlashAttention-2."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.approximate.selected.kernels.shape import in_log2, rows_of, shape_of, strides_of, warps_of
+from rooftile.approximate.selected.kernels.shape import Launch, constants_of, in_log2, rows_of, shape_of, strides_of
 from rooftile.approximate.selected.tiles import KeyTiles, Tiles
 from rooftile.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.launch import Kernel
@@ -118,15 +119,19 @@ def _dkdv_walk(
 
 @triton.jit(do_not_specialize=["places", "H"])
 def _backward_kv(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, table_ptr, keys_ptr, starts_ptr, entries_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, kept_ptr, table_ptr, keys_ptr, parts_ptr, entries_ptr,
     q_strides, k_strides, v_strides, places, H, scale, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """dk (total, Hk, D) and dv (total, Hk, Dv)."""
+    """dk (total, Hk, D) and dv (total, Hk, Dv); of a block with several parts their sums, kept (parts, BLOCK, D + Dv) in fp32."""
     KEYS: tl.constexpr = SHAPE.KEYS
     BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
     BLOCK_DV: tl.constexpr = SHAPE.BLOCK_DV
     PER: tl.constexpr = SHAPE.BLOCK // SHAPE.KEYS
-    n = tl.program_id(0) // PER
+    part = parts_ptr + tl.program_id(0) // PER * 4
+    n = tl.load(part)
+    if n < 0:
+        return
+    start, stop, kept = tl.load(part + 1), tl.load(part + 2), tl.load(part + 3)
     place = n % places
     hk = n // places
     first = tl.load(keys_ptr + place * 3).to(tl.int64)
@@ -141,8 +146,6 @@ def _backward_kv(
     v_tile = v_ptr + row[:, None] * v_strides[0] + hk * v_strides[1] + dv[None, :]
     k = tl.load(k_tile, mask=there & (d < SHAPE.D)[None, :], other=0.0)
     v = tl.load(v_tile, mask=there & (dv < SHAPE.DV)[None, :], other=0.0)
-    start = tl.load(starts_ptr + n)
-    stop = tl.load(starts_ptr + n + 1)
     dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
     dv_sum = tl.zeros((KEYS, BLOCK_DV), tl.float32)
     dk, dv_sum = _dkdv_walk(
@@ -156,33 +159,81 @@ def _backward_kv(
             dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, table_ptr, entries_ptr, start, stop, hk, S,
             q_strides[0], q_strides[1], H, scale, SHAPE, True,
         )  # fmt: skip
-    HK = H // SHAPE.GROUP
-    place_of_keys = row * HK + hk
-    dk_tile = dk_ptr + place_of_keys[:, None] * SHAPE.D + d[None, :]
+    if kept >= 0:
+        line = kept_ptr + (kept.to(tl.int64) * SHAPE.BLOCK + s)[:, None] * (SHAPE.D + SHAPE.DV)
+        tl.store(line + d[None, :], dk, mask=(d < SHAPE.D)[None, :])
+        tl.store(line + SHAPE.D + dv[None, :], dv_sum, mask=(dv < SHAPE.DV)[None, :])
+    else:
+        _store_kv(dk, dv_sum, dk_ptr, dv_ptr, row * (H // SHAPE.GROUP) + hk, there, SHAPE)
+
+
+@triton.jit
+def _store_kv(dk, dv_sum, dk_ptr, dv_ptr, place, there, SHAPE: tl.constexpr):
+    d = tl.arange(0, SHAPE.BLOCK_D)
+    dv = tl.arange(0, SHAPE.BLOCK_DV)
+    dk_tile = dk_ptr + place[:, None] * SHAPE.D + d[None, :]
     tl.store(dk_tile, dk.to(dk_ptr.dtype.element_ty), mask=there & (d < SHAPE.D)[None, :])
-    dv_tile = dv_ptr + place_of_keys[:, None] * SHAPE.DV + dv[None, :]
+    dv_tile = dv_ptr + place[:, None] * SHAPE.DV + dv[None, :]
     tl.store(dv_tile, dv_sum.to(dv_ptr.dtype.element_ty), mask=there & (dv < SHAPE.DV)[None, :])
 
 
-_start_q, _start_kv = Kernel(_backward_q), Kernel(_backward_kv)
+@triton.jit(do_not_specialize=["places", "HK"])
+def _join_kv(kept_ptr, joins_ptr, keys_ptr, dk_ptr, dv_ptr, places, HK, SHAPE: tl.constexpr):
+    """dk and dv of a block whose list has several parts: their sums, in order."""
+    KEYS: tl.constexpr = SHAPE.KEYS
+    BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
+    BLOCK_DV: tl.constexpr = SHAPE.BLOCK_DV
+    PER: tl.constexpr = SHAPE.BLOCK // SHAPE.KEYS
+    n = tl.program_id(0) // PER
+    first, count = tl.load(joins_ptr + n * 2).to(tl.int64), tl.load(joins_ptr + n * 2 + 1)
+    if count == 0:
+        return
+    place = n % places
+    s = tl.program_id(0) % PER * SHAPE.KEYS + tl.arange(0, SHAPE.KEYS)
+    d = tl.arange(0, SHAPE.BLOCK_D)
+    dv = tl.arange(0, SHAPE.BLOCK_DV)
+    dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
+    dv_sum = tl.zeros((KEYS, BLOCK_DV), tl.float32)
+    for part in range(count):
+        line = kept_ptr + ((first + part) * SHAPE.BLOCK + s)[:, None] * (SHAPE.D + SHAPE.DV)
+        dk += tl.load(line + d[None, :], mask=(d < SHAPE.D)[None, :], other=0.0)
+        dv_sum += tl.load(line + SHAPE.D + dv[None, :], mask=(dv < SHAPE.DV)[None, :], other=0.0)
+    there = (tl.load(keys_ptr + place * 3 + 1) + s < tl.load(keys_ptr + place * 3 + 2))[:, None]
+    row = tl.load(keys_ptr + place * 3).to(tl.int64) + s
+    _store_kv(dk, dv_sum, dk_ptr, dv_ptr, row * HK + n // places, there, SHAPE)
 
 
-def backward(
+_start_q, _start_kv, _start_join = Kernel(_backward_q), Kernel(_backward_kv), Kernel(_join_kv)
+
+
+def dq(
+    do: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, block: int,
+    launch: Launch | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns dq from contiguous do (total, H, Dv), lse and delta (total, H) in fp32."""
+    found, count = q.new_empty(q.shape), tiles.table.shape[0]
+    shape = shape_of(q, v, k.shape[1], block, tiles.queries)
+    if q.shape[0]:
+        tensors = (q, k, v, do, lse, delta, found, tiles.table, tiles.counts, tiles.entries)
+        numbers = (*strides_of(q, k, v), count, tiles.entries.shape[2], q.shape[1], scale)
+        _start_q((count * k.shape[1], 1, 1), (*tensors, *numbers), constants_of(shape, launch))
+    return found
+
+
+def dkdv(
     do: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, of_keys: KeyTiles, scale: float,
-    block: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns dq, dk and dv from contiguous do (total, H, Dv), lse and delta (total, H) in fp32."""
-    (total, H, _), (total_k, Hk, _), count = q.shape, k.shape, tiles.table.shape[0]
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    block: int, launch: Launch | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns dk and dv from contiguous do (total, H, Dv), lse and delta (total, H) in fp32."""
+    H, (total_k, Hk, D), places = q.shape[1], k.shape, of_keys.table.shape[0]
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     shape = shape_of(q, v, Hk, block, tiles.queries)
-    constants = {"SHAPE": shape, "num_warps": warps_of(shape)}
-    strides = strides_of(q, k, v)
-    if total:
-        tensors = (q, k, v, do, lse, delta, dq, tiles.table, tiles.counts, tiles.entries)
-        _start_q((count * Hk, 1, 1), (*tensors, *strides, count, tiles.entries.shape[2], H, scale), constants)
+    constants, per = constants_of(shape, launch), block // shape.KEYS
     if total_k:
-        places = of_keys.table.shape[0]
-        tensors = (q, k, v, do, lse, delta, dk, dv, tiles.table, of_keys.table, of_keys.starts, of_keys.entries)
-        programs = places * Hk * (block // shape.KEYS)
-        _start_kv((programs, 1, 1), (*tensors, *strides, places, H, scale), constants)
-    return dq, dk, dv
+        kept = torch.empty(of_keys.kept, block, D + v.shape[-1], dtype=torch.float32, device=q.device)
+        tensors = (q, k, v, do, lse, delta, dk, dv, kept, tiles.table, of_keys.table, of_keys.parts, of_keys.entries)
+        numbers = (*strides_of(q, k, v), places, H, scale)
+        _start_kv((of_keys.parts.shape[0] * per, 1, 1), (*tensors, *numbers), constants)
+        if of_keys.kept:
+            _start_join((places * Hk * per, 1, 1), (kept, of_keys.joins, of_keys.table, dk, dv, places, Hk), constants)
+    return dk, dv

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.approximate.selected.kernels.shape import rows_of, shape_of, strides_of, warps_of
+from rooftile.approximate.selected.kernels.shape import Launch, constants_of, rows_of, shape_of, strides_of
 from rooftile.approximate.selected.tiles import Tiles
 from rooftile.backends.triton.scores import LN2, LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.launch import Kernel
@@ -100,7 +100,9 @@ def _forward(
 _start = Kernel(_forward)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, block: int) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, block: int, launch: Launch | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns o (total, H, Dv) and lse (total, H) of packed tensors whose last axis is contiguous."""
     (total, H, _), Hk, count = q.shape, k.shape[1], tiles.table.shape[0]
     o = q.new_empty(total, H, v.shape[-1])
@@ -109,5 +111,5 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, block: 
     if total:
         numbers = (*strides_of(q, k, v), count, tiles.entries.shape[2], H, scale)
         tensors = (q, k, v, o, lse, tiles.table, tiles.counts, tiles.entries)
-        _start((count * Hk, 1, 1), (*tensors, *numbers), {"SHAPE": shape, "num_warps": warps_of(shape)})
+        _start((count * Hk, 1, 1), (*tensors, *numbers), constants_of(shape, launch))
     return o, lse

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -55,9 +56,27 @@ def shape_of(q: Tensor, v: Tensor, Hk: int, block: int, queries: int) -> Shape:
     return Shape(group, queries, padded[0], block, keys, q.shape[-1], v.shape[-1], padded[1], padded[2], precision)
 
 
-def warps_of(shape: Shape) -> int:
-    """Warps of a program: four, and eight for wide heads."""
-    return 8 if max(shape.BLOCK_D, shape.BLOCK_DV) > 64 else 4
+class Launch(NamedTuple):
+    """How a kernel is launched."""
+
+    warps: int
+    stages: int  # loads of its loop that are under way, and one
+
+
+def launch_of(shape: Shape) -> Launch:
+    """Four warps, and eight for wide heads."""
+    return Launch(8 if max(shape.BLOCK_D, shape.BLOCK_DV) > 64 else 4, 3)
+
+
+def constants_of(shape: Shape, launch: Launch | None = None) -> dict[str, Any]:
+    """Returns what a kernel is compiled for, with `launch_of` unless another launch is given."""
+    return _constants(shape, launch_of(shape) if launch is None else launch)
+
+
+@cache
+def _constants(shape: Shape, launch: Launch) -> dict[str, Any]:
+    # one dictionary for equal constants: a launch is known by its identity
+    return {"SHAPE": shape, "num_warps": launch.warps, "num_stages": launch.stages}
 
 
 def strides_of(*tensors: Tensor) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,61 @@
+"""The benchmark of Native Sparse Attention's kernels, dry: every variant is checked and timed on a short text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.native_sparse import run, variants
+
+# numpy warns where a GPU does not
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SHORT = ["--device", "cpu", "--lengths", "80", "--heads", "2,1", "--dim", "16", "--count", "3", "--stages", "2", "--rounds", "1"]
+
+
+def test_every_part_and_variant_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    class Clock:
+        def samples(self, work) -> list[float]:
+            work()
+            return [5.0]
+
+    monkeypatch.setattr(run, "clock_for", lambda device: Clock())
+    run.main([*SHORT, "--queries", "16", "--kinds", "alike", "--json", str(tmp_path / "rows.jsonl")])
+    lines = (tmp_path / "rows.jsonl").read_text()
+    assert lines == capsys.readouterr().out
+    rows = [json.loads(line) for line in lines.splitlines()]
+    named = {(row["backend"], row["phase"]): row for row in rows}
+    assert len(named) == len(rows)
+    for name in ("compressed", "selected", "near", "gates", "whole", "exact"):
+        assert {named[name, phase]["median_us"] for phase in ("fwd", "bwd")} == {5.0}
+    assert "tflops" in named["choice", "fwd"]
+    assert named["fla selection", "fwd"]["reason"] == "not installed, or no GPU"
+    for phase in ("fwd", "dq", "dkdv"):
+        assert named["16 queries, 4 warps, 2 stages", phase]["measures"]["through_l2_bytes"] > 0
+    # neighbours that choose alike: a tile reads little more than a query
+    assert named["16 queries", "tiles"]["measures"]["union_blocks"] < 4
+
+
+def test_a_variant_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = variants.Sizes(96, 2, 1, 16, 16, 16, 3)
+    one = variants.Variant(8, 2, 2)
+    assert variants.complaint(one, sizes, torch.device("cpu"), torch.float32) is None
+    dq = variants.kernels.dq
+    monkeypatch.setattr(variants.kernels, "dq", lambda *given: 1.1 * dq(*given))
+    reason = variants.complaint(one, sizes, torch.device("cpu"), torch.float32)
+    assert reason is not None
+    assert reason.startswith("dq differs from plain operations by 0.1")
+
+
+def test_choices_are_as_their_kind_says() -> None:
+    sizes = variants.Sizes(640, 2, 1, 16, 16, 16, 6)
+    for kind, run_of in variants.KINDS.items():
+        chosen = variants.choices(kind, sizes, torch.device("cpu"))
+        assert chosen.shape == (640, 1, 6)
+        own = torch.arange(640) // 16
+        assert (chosen.max(-1).values[:, 0] == own).all()
+        tail = chosen[320:].view(-1, run_of, 6)
+        assert (tail == tail[:, :1]).all()

@@ -1,0 +1,129 @@
+"""Native Sparse Attention on a paged cache, interpreted: the kernels compute what the gathering definition does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rooftile.approximate.paged import native_sparse as paged
+from rooftile.approximate.paged import sparse_kernels
+from rooftile.approximate.paged.sparse_kernels import shape
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SIZES = {"length": 32, "stride": 16, "block": 64, "count": 16, "first": 1, "local": 2, "window": 512}
+SMALL = {"length": 8, "stride": 4, "block": 16, "count": 4, "first": 1, "local": 2, "window": 21}
+# tokens per page, key heads, heads of a group, head dims, blocks of a table, sizes
+SHAPES: dict[str, tuple[int, int, int, int, int, int, dict[str, int]]] = {
+    "the paper's": (16, 1, 16, 32, 32, 72, SIZES),
+    "small": (8, 2, 3, 16, 16, 40, SMALL),
+    "a page of many blocks": (64, 1, 4, 24, 8, 6, SMALL),
+    "length is stride": (16, 2, 1, 16, 16, 12, SMALL | {"length": 4, "first": 0, "local": 1}),
+    "a block of 48": (16, 1, 17, 16, 16, 12, SMALL | {"length": 16, "stride": 16, "block": 48, "window": 1}),
+    "many overlaps": (16, 1, 2, 16, 16, 20, SMALL | {"length": 64, "stride": 2, "block": 64, "window": 64}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs them one after the other."""
+    monkeypatch.setattr(shape, "PROGRAMS", 20)
+
+
+def call_of(name: str, dtype: torch.dtype = torch.float32) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `decode` for five sequences: one is empty, one has a token, the others end anywhere."""
+    size, Hk, G, D, Dv, N, sizes = SHAPES[name]
+    torch.manual_seed(size + D)
+    pages, near_pages = 5 * N, 3 * N
+    rows = size // sizes["stride"]
+    compressed = torch.randn(pages, rows, Hk, D, dtype=dtype), torch.randn(pages, rows, Hk, Dv, dtype=dtype)
+    selected = torch.randn(pages, size, Hk, D, dtype=dtype), torch.randn(pages, size, Hk, Dv, dtype=dtype)
+    near = torch.randn(near_pages, size, Hk, D, dtype=dtype), torch.randn(near_pages, size, Hk, Dv, dtype=dtype)
+    table, near_table = torch.randperm(pages)[: 5 * N].view(5, N).int(), torch.randint(near_pages, (5, N)).int()
+    lengths = torch.tensor([N * size - 3, N * size // 2, 0, 1, sizes["window"] + sizes["length"]]).int()
+    for b, length in enumerate(lengths.tolist()):
+        # entries past a sequence's end, and near ones behind its window, name no block
+        table[b, -(-length // size) :], near_table[b, -(-length // size) :] = 10**6, -7
+        near_table[b, : max(length - sizes["window"], 0) // size] = 10**6
+    # as a projection leaves them: heads side by side, tokens apart
+    q = torch.randn(5, (Hk * G + 2) * D, dtype=dtype)[:, : Hk * G * D].view(5, Hk * G, D)
+    gates = torch.rand(5, Hk * G, 3, dtype=dtype)
+    return (q, gates, compressed, selected, near, table, near_table, lengths), sizes | {"scale": D**-0.5}
+
+
+def both(call: tuple[Any, ...], sizes: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns the output of the kernels, and that of the definition."""
+    q, gates, compressed, selected, near, *rest = call
+    assert sparse_kernels.refusal(q, selected[1].shape[3], sizes) is None
+    return paged.decode(*call, **sizes), paged.decode_as_defined(q, gates, [*compressed, *selected, *near], *rest, **sizes)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_equal_the_definition(name: str) -> None:
+    call, sizes = call_of(name)
+    found, due = both(call, sizes)
+    torch.testing.assert_close(found, due, atol=2e-5, rtol=2e-5)
+    assert (found[2] == 0).all()
+    assert found[[0, 1, 3, 4]].abs().amin((1, 2)).gt(0).any()
+
+
+def test_each_branch_has_its_gate() -> None:
+    call, sizes = call_of("small")
+    # one branch for each of three sequences
+    call[1].zero_()[[0, 1, 4], :, range(3)] = 1.0
+    found, due = both(call, sizes)
+    torch.testing.assert_close(found, due, atol=2e-5, rtol=2e-5)
+    assert (found[[0, 1, 4]] != 0).all()
+
+
+def test_bf16_is_near() -> None:
+    call, sizes = call_of("small", torch.bfloat16)
+    found, due = both(call, sizes)
+    torch.testing.assert_close(found, due, atol=4e-2, rtol=4e-2)
+
+
+def test_what_is_not_seen_is_not_read() -> None:
+    """NaN in everything that no row may read: past the end, behind the window, and in blocks that are not chosen."""
+    call, sizes = call_of("small")
+    _, _, compressed, selected, near, table, near_table, lengths = call
+    clean = paged.decode(*call, **sizes)
+    size, length = selected[0].shape[1], lengths[1].item()
+    for x in (*compressed, *selected):
+        kept = x[table[1, : length // size].long()].clone()
+        x[table[0].long()] = torch.nan
+        x[table[1, : length // size].long()] = kept
+    begin = length - sizes["window"]
+    for x in near:
+        kept = x.clone()
+        x.fill_(torch.nan)
+        seen = torch.arange(begin, length)
+        pages = near_table[1, seen // size].long()
+        x[pages, seen % size] = kept[pages, seen % size]
+    found = paged.decode(*call, **sizes)
+    assert torch.equal(found[1], clean[1])
+    assert found[0].isnan().any()
+
+
+def test_how_many_programs_share_a_sequence_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, sizes = call_of("small")
+    due = paged.decode(*call, **sizes)
+    made = []
+    for programs in (1, 200):
+        monkeypatch.setattr(shape, "PROGRAMS", programs)
+        made.append(shape.shape_of(call[0], 2, 16, 8, **{name: sizes[name] for name in paged.SIZES}))
+        torch.testing.assert_close(paged.decode(*call, **sizes), due, atol=2e-5, rtol=2e-5)
+    assert [one.SPLITS for one in made] == [1, 16]
+    assert [one.EACH for one in made] == [4, 1]
+
+
+def test_ties_go_to_the_lower_block() -> None:
+    """Equal compressed keys give equal scores: the choice is the first blocks, and the last two."""
+    call, sizes = call_of("small")
+    _, gates, compressed, *_ = call
+    compressed[0].zero_()
+    gates.zero_()[..., 1] = 1.0
+    found, due = both(call, sizes | {"count": 6})
+    torch.testing.assert_close(found, due, atol=2e-5, rtol=2e-5)

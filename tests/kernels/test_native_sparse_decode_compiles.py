@@ -1,0 +1,69 @@
+"""The decode kernels of Native Sparse Attention compile without a GPU, and keep their loops in registers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+FLOATS = ("acc_ptr", "top_ptr", "total_ptr", "sums_ptr", "reference_ptr")
+INTEGERS = ("table_ptr", "near_table_ptr", "lengths_ptr", "chosen_ptr")
+SIZES = {"length": 32, "stride": 16, "block": 64, "count": 16, "first": 1, "local": 2, "window": 512}
+# kernels that have matrix products
+PRODUCTS = ("_compressed", "_tokens")
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize(
+    ("batch", "group", "dim", "dim_v", "size"), [(32, 16, 128, 128, 16), (1, 4, 64, 64, 128), (64, 5, 192, 128, 16)]
+)
+def test_the_kernels_of_a_shape(sm: int, batch: int, group: int, dim: int, dim_v: int, size: int) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rooftile.approximate.paged.sparse_kernels import choice, compressed, merge, tokens
+    from rooftile.approximate.paged.sparse_kernels.shape import shape_of
+
+    q = torch.empty(batch, 4 * group, dim, dtype=torch.bfloat16)
+    shape = shape_of(q, 4, dim_v, size, **SIZES)
+    for kernel in (compressed._compressed, choice._choose, tokens._tokens, merge._merge):
+        names, name_of = kernel.arg_names, kernel.fn.__name__
+        signature: dict[str, Any] = {}
+        for name in names:
+            kind = "constexpr" if name == "SHAPE" else "fp32" if name == "scale" else "i32"
+            if name.endswith("strides"):
+                signature[name] = ("i32",) * (2 if name == "q_strides" else 3)
+            elif name.endswith("_ptr"):
+                signature[name] = "*" + ("fp32" if name in FLOATS else "i32" if name in INTEGERS else "bf16")
+            else:
+                signature[name] = kind
+        aligned = [(n,) for n, name in enumerate(names) if name.endswith("_ptr") and name not in INTEGERS]
+        for n, name in enumerate(names):
+            if name.endswith("strides"):
+                aligned += [(n, axis) for axis in range(len(signature[name]))]
+        source = ASTSource(
+            fn=kernel, signature=signature, constexprs={(names.index("SHAPE"),): shape},
+            attrs={place: [["tt.divisibility", 16]] for place in aligned},
+        )  # fmt: skip
+        built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": 4})
+        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(built.asm["cubin"])
+            file.flush()
+            command = [str(tools / "cuobjdump"), "--dump-resource-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        ptx = built.asm["ptx"]
+        assert re.search(r"STACK:(\d+)", usage)[1] == "0", name_of
+        # at least two programs to a multiprocessor, unless heads are wide
+        most = 160 if dim > 128 else 80 if sm == 80 else 112
+        assert built.metadata.shared <= most * 1024, f"{name_of}: {built.metadata.shared}"
+        assert (("mma.sync" in ptx) or ("wgmma" in ptx)) == (name_of in PRODUCTS), name_of
+        # the next step's keys and values are on their way while a step is computed, where a program has several
+        assert ("cp.async" in ptx) == (name_of == "_compressed" or (name_of == "_tokens" and shape.EACH > 1)), name_of
