@@ -14,7 +14,7 @@ import uvicorn
 
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
-from rooftile.server.engine.process import FAILED
+from rooftile.server.engine.messages import FAILED
 from rooftile.server.http.app import make_app
 from rooftile.server.http.protocol import BoundedProtocol
 from rooftile.server.observe.log import log, start_log

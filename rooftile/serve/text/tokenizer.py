@@ -1,8 +1,8 @@
 """`Tokenizer`: turns text into token ids and back, with the files of a checkpoint folder.
 
-The folder's tokenizer.json is read with the package tokenizers. Transformers renders chat templates, and loads folders that have
-only older files. Both are imported when they are needed. No code of a folder is ever run, except its chat template, in a sandbox
-(`chat_template.py`). A template comes only from the folder, never with a request.
+The folder's tokenizer.json is read with the package tokenizers, and a folder that has only older files with Transformers. Both
+are imported when they are needed. No code of a folder is ever run, except its chat template, in a sandbox (`chat_template.py`). A
+template comes only from the folder, never with a request.
 """
 
 from __future__ import annotations
