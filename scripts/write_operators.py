@@ -7,7 +7,7 @@ from pathlib import Path
 
 # each brings its operators
 import rooftile.approximate
-import rooftile.serve.sampling.sampler  # noqa: F401
+import rooftile.serve.runner  # noqa: F401
 from rooftile.operators import DEFINED
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "operators.md"

@@ -138,6 +138,8 @@ class Scheduler:
             for answer in request.answers:
                 if not (request.prefilled and answer.slot >= 0 and answer.unread == 1 and answer.wants_more and budget):
                     continue
+                if answer.pending and request.sits_out:
+                    continue
                 if not self._ensure_block(plan, answer):
                     break
                 plan.work.append(Work(answer, answer.planned, 1, (answer,)))
