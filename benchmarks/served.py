@@ -35,6 +35,8 @@ def make_checkpoint(folder: Path, shape: str, device: torch.device) -> Path:
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, head_dim=model.head_dim,
         max_position_embeddings=min(model.max_len, 16_384), tie_word_embeddings=model.tie, bos_token_id=None, eos_token_id=None,
         pad_token_id=None,
+        # a small model whose weights are as small says one token for ever
+        initializer_range=0.2 if model.hidden < 1024 else 0.02,
     )  # fmt: skip
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
@@ -121,14 +123,18 @@ class Reading(asyncio.Protocol):
         body: a JSON object, or bytes to send as they are.
         path: the route.
         gone: the client leaves after so many events.
+        kept: how many of the last bytes are kept.
     """
 
-    def __init__(self, port: int, body: Any, path: str = "/v1/completions", gone: int | None = None) -> None:
+    def __init__(
+        self, port: int, body: Any, path: str = "/v1/completions", *, gone: int | None = None, kept: int = 4096
+    ) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n"
         self._request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
         self._port = port
         self._gone = gone
+        self._kept = kept
         self.times: list[float] = []
         """The moment of each event that came."""
         self.sent = 0.0
@@ -159,7 +165,7 @@ class Reading(asyncio.Protocol):
         # the last events are usage, which has no choice, and [DONE]
         count = data.count(b'"index":')
         self.times += [now] * count
-        self.tail = (self.tail + data)[-4096:]
+        self.tail = (self.tail + data)[-self._kept :]
         if self._gone is not None and len(self.times) >= self._gone:
             self._transport.abort()
 

@@ -209,7 +209,8 @@ def costly() -> Iterator[tuple[str, Any]]:
     """Yields a path and a body each: 4 MiB of JSON, a text of 1 MiB, and a schema that takes long to compile."""
     numbers = b"[" + b"7," * (2**21 - 30) + b"7]"
     yield "/v1/completions", b'{"prompt": ' + numbers + b"}"
-    yield "/tokenize", {"prompt": "the roof " * (2**20 // 9)}
+    # refused when it is tokenised, as it is too long for the model
+    yield "/v1/completions", {"prompt": "the roof " * (2**20 // 9)}
     yield "/v1/completions", stream_of("a", 1, ignore_eos=None, structured_outputs={"json": HOSTILE})
 
 
