@@ -6,34 +6,38 @@
 `rooftile.explain(q, k, v)` shows which backend would run, and why the others would not.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
-from rooftile import nn, optim, words
-from rooftile.api import (
-    attention,
-    attention_packed,
-    attention_packed_with_lse,
-    attention_paged,
-    attention_paged_with_lse,
-    attention_quantised,
-    attention_quantised_with_lse,
-    attention_with_lse,
-    explain,
-    merge,
-    quantise_qkv,
-)
-from rooftile.blocks import Blocks
+from rooftile import words
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.integrations import disable, enable, enabled, is_enabled, status
-from rooftile.integrations.fusion import fuse, unfuse
+from rooftile.integrations.after_import import call_after_import
 from rooftile.integrations.transformers_import import register_when_imported
+from rooftile.late_names import late_names
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
-from rooftile.matmul import QuantisedWeight, quantise_weight
-from rooftile.ops.linear import linear
-from rooftile.precision import Precision
 
 if TYPE_CHECKING:
+    from rooftile import nn, optim
+    from rooftile.api import (
+        attention,
+        attention_packed,
+        attention_packed_with_lse,
+        attention_paged,
+        attention_paged_with_lse,
+        attention_quantised,
+        attention_quantised_with_lse,
+        attention_with_lse,
+        explain,
+        merge,
+        quantise_qkv,
+    )
+    from rooftile.blocks import Blocks
     from rooftile.diagnosis.run import diagnose
+    from rooftile.integrations.fusion import fuse, unfuse
+    from rooftile.matmul import QuantisedWeight, quantise_weight
+    from rooftile.ops.linear import linear
+    from rooftile.precision import Precision
     from rooftile.serve import LLM, SamplingParams
 
 __version__ = "0.1.0"
@@ -77,30 +81,48 @@ __all__ = [
     "unfuse",
 ]
 
-# attn_implementation="rooftile" needs no other call
-register_when_imported()
+# the modules of public names that need torch: they are imported with torch, or when a name is first asked for
+_HOMES = {
+    **dict.fromkeys(
+        (
+            "attention", "attention_packed", "attention_packed_with_lse", "attention_paged", "attention_paged_with_lse",
+            "attention_quantised", "attention_quantised_with_lse", "attention_with_lse", "explain", "merge", "quantise_qkv",
+        ),
+        "rooftile.api",
+    ),
+    "Blocks": "rooftile.blocks", "Precision": "rooftile.precision", "linear": "rooftile.ops.linear",
+    "QuantisedWeight": "rooftile.matmul", "quantise_weight": "rooftile.matmul",
+    "fuse": "rooftile.integrations.fusion", "unfuse": "rooftile.integrations.fusion",
+}  # fmt: skip
+# likewise, but never before they are asked for, since their imports are slow
+_SLOW = {"LLM": "rooftile.serve", "SamplingParams": "rooftile.serve", "diagnose": "rooftile.diagnosis.run"}
+_find = late_names("rooftile", _HOMES | _SLOW)
+
+
+def _load() -> None:
+    """Imports what needs torch, so that a program that has torch has Rooftile's operators, too."""
+    modules = [module for name, module in sys.modules.copy().items() if name.startswith("rooftile.")]
+    # in the middle of one of our own imports the others would find half of a module; names then come when they are used
+    if not any(getattr(module.__spec__, "_initializing", False) for module in modules):
+        for name in ("nn", "optim", *_HOMES):
+            _find(name)
 
 
 def __getattr__(name: str) -> object:
-    """Imports serving and diagnosis when they are used, since their imports are slow; answers names of other libraries."""
-    if name in ("LLM", "SamplingParams"):
-        from rooftile import serve
-
-        return getattr(serve, name)
-    if name == "diagnose":
-        from rooftile.diagnosis.run import diagnose
-
-        return diagnose
-    if name == "diagnosis":
-        import rooftile.diagnosis
-
-        return rooftile.diagnosis
-    if name in words.AMERICAN:
-        return globals()[words.AMERICAN[name]]
-    answer = f": {words.NAMES[name]}" if name in words.NAMES else ""
-    raise AttributeError(f"module 'rooftile' has no attribute {name!r}{answer}")
+    """Imports a name when it is first used; answers names of other libraries."""
+    if name in words.NAMES:
+        raise AttributeError(f"module 'rooftile' has no attribute {name!r}: {words.NAMES[name]}")
+    return _find(words.AMERICAN.get(name, name))
 
 
 def __dir__() -> list[str]:
     """Returns the public names. The package's modules are found by importing them."""
     return sorted([*__all__, "__version__"])
+
+
+# attn_implementation="rooftile" needs no other call
+register_when_imported()
+if "torch" in sys.modules:
+    _load()
+else:
+    call_after_import("torch", _load)

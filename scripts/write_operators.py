@@ -8,7 +8,7 @@ from pathlib import Path
 # each brings its operators
 import rooftile.approximate
 import rooftile.optim
-import rooftile.serve.sampling.sampler  # noqa: F401
+import rooftile.serve.runner  # noqa: F401
 from rooftile.operators import DEFINED
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "operators.md"

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from rooftile.bench import accuracy as measured
-from rooftile.bench.methods.way import Sizes
 from rooftile.cli.accuracy_methods import methods_lose
 from rooftile.cli.output import DeviceOption, JsonOption, print_json, print_table, progress
 from rooftile.drawing.units import duration, times
 from rooftile.errors import InvalidInput
-from rooftile.hardware.device import device_of
 from rooftile.masks import CAUSAL, FULL
-from rooftile.spec import DTYPES
+
+if TYPE_CHECKING:
+    import torch
 
 MASKS = {"full": FULL, "causal": CAUSAL}
 
@@ -47,6 +45,10 @@ def accuracy(
 
     Example: rooftile accuracy --distribution sink --dim 64
     """
+    from rooftile.bench.methods.way import Sizes
+    from rooftile.hardware.device import device_of
+    from rooftile.spec import DTYPES
+
     if dtype not in DTYPES or dtype == "fp64":
         raise InvalidInput(f"--dtype is {dtype!r}; has bf16, fp16, fp32")
     target = device_of(device)
@@ -68,6 +70,9 @@ def recipes_lose(
     target: torch.device, json: bool,
 ) -> None:  # fmt: skip
     """Prints the error of each recipe of 8 bits."""
+    from rooftile.bench import accuracy as measured
+    from rooftile.spec import DTYPES
+
     _, length, heads, dim = shape
     if tensors is None:
         inputs = measured.draws(distribution, shape, draws, DTYPES[dtype], target)

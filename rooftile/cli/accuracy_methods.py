@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from rooftile.bench.accuracy import saved
-from rooftile.bench.methods.losses import Loss, losses
-from rooftile.bench.methods.way import Sizes
 from rooftile.cli.output import print_json, print_table, progress
-from rooftile.spec import DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+    from rooftile.bench.methods.losses import Loss
+    from rooftile.bench.methods.way import Sizes
 
 
 def methods_lose(
     sizes: Sizes, target: torch.device, dtype: str, draws: int, tensors: Path | None, json: bool
 ) -> None:  # fmt: skip
     """Prints the loss of each method; `tensors` is a user's file of q, k and v."""
+    from rooftile.bench.accuracy import saved
+    from rooftile.bench.methods.losses import losses
+    from rooftile.spec import DTYPES
+
     own = None if tensors is None else saved(tensors, target)
     with progress() as say:
         found = losses(sizes, target, DTYPES[dtype], draws=draws, own=own, say=say)

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rooftile.bench import compare as comparison
-from rooftile.bench import peers, results
-from rooftile.bench.results import Row
-from rooftile.bench.run import Progress, measure
-from rooftile.bench.session import open_session
 from rooftile.bench.suites import SUITES, Suite
-from rooftile.cases import CASES
 from rooftile.cli.bench_approximate import approximate
 from rooftile.cli.bench_serving import engine, serving
 from rooftile.cli.output import (
@@ -31,8 +25,10 @@ from rooftile.cli.output import (
 )
 from rooftile.cli.rows import FileOption, collect, show
 from rooftile.errors import InvalidInput
-from rooftile.hardware.arch import arch
-from rooftile.hardware.device import device_of
+
+if TYPE_CHECKING:
+    from rooftile.bench.results import Row
+    from rooftile.bench.run import Progress
 
 app = typer.Typer(
     help="Speed, memory and error of attention beside its peers, training steps, and serving of language models.",
@@ -63,6 +59,11 @@ def attention(
 
     Example: rooftile bench attention --tag gpu-bench --device cuda --peers torch-flash,fa4 --json results.jsonl
     """
+    from rooftile.bench import peers
+    from rooftile.bench.run import measure
+    from rooftile.bench.session import open_session
+    from rooftile.hardware.device import device_of
+
     target = device_of(device)
     chosen = chosen_cases(case, tag, f"{'gpu' if target.type == 'cuda' else 'cpu'}-bench")
     asked = peer if peer is not None else DEFAULT_PEERS[target.type]
@@ -102,6 +103,9 @@ def _suite_command(suite: Suite) -> Callable[..., None]:
         device: DeviceOption = "auto",
         json: FileOption = None,
     ) -> None:
+        from rooftile.bench.session import open_session
+        from rooftile.hardware.device import device_of
+
         target = device_of(device)
         suite.chosen(target.type, case or (), quick=quick)
         with progress(lines=True) as say:
@@ -123,6 +127,11 @@ def list_cases(
 
     Example: rooftile bench list --tag cpu-bench
     """
+    from rooftile.bench import peers
+    from rooftile.cases import CASES
+    from rooftile.hardware.arch import arch
+    from rooftile.hardware.device import device_of
+
     target = device_of(device)
     chosen = chosen_cases(None, tag, "") if tag else list(CASES.values())
     rows = [(one.name, ",".join(sorted(one.tags)), _sizes(one.name, arch(target))) for one in chosen]
@@ -149,6 +158,9 @@ def compare(
 
     Example: rooftile bench compare benchmarks/results/h200.jsonl --backend triton --peer torch-flash
     """
+    from rooftile.bench import compare as comparison
+    from rooftile.bench import results
+
     rows = results.read(file)
     if after is not None:
         found = comparison.before_after(rows, results.read(after))
@@ -175,6 +187,8 @@ def _words(listed: str) -> list[str]:
 
 
 def _sizes(name: str, where: str) -> str:
+    from rooftile.cases import CASES
+
     problem = CASES[name].problem(where)
     sizes = problem.sizes
     return f"B {sizes.B} T {sizes.T} S {sizes.S} H {sizes.H}/{sizes.Hk}, {problem.spec}"

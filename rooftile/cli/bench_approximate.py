@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rooftile.bench.methods import crossover as lengths
-from rooftile.bench.results import Row
-from rooftile.bench.session import open_session
 from rooftile.bench.suites import SUITES
 from rooftile.cli.output import DeviceOption, print_table, progress
 from rooftile.cli.rows import FileOption, collect, show
 from rooftile.errors import InvalidInput
-from rooftile.hardware.device import device_of
+
+if TYPE_CHECKING:
+    from rooftile.bench.methods.crossover import Found
+    from rooftile.bench.results import Row
 
 
 def approximate(
@@ -28,7 +28,7 @@ def approximate(
         bool, typer.Option("--crossover", help="Search the length from which each method is faster than exact attention.")
     ] = False,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=lengths.SHORTEST, help="The longest length of --crossover.")
+        int | None, typer.Option("--limit", help="The longest length of --crossover.")
     ] = None,
     budget: Annotated[float, typer.Option("--budget", min=0.0, help="Seconds for --crossover.")] = 300.0,
     device: DeviceOption = "auto",
@@ -38,16 +38,22 @@ def approximate(
 
     Example: rooftile bench approximate --crossover --limit 8192
     """
+    from rooftile.bench.methods import crossover as lengths
+    from rooftile.bench.session import open_session
+    from rooftile.hardware.device import device_of
+
     target, suite = device_of(device), SUITES["approximate"]
     if limit is not None and not crossover:
         raise InvalidInput("--limit is for --crossover; give both, or choose cases by --case")
+    if limit is not None and limit < lengths.SHORTEST:
+        raise InvalidInput(f"--limit is {limit}; must be at least {lengths.SHORTEST}")
     if crossover and quick:
         raise InvalidInput("--quick is for the suite's cases; with --crossover give --limit or --budget")
     names = _methods(case) if crossover else suite.chosen(target.type, case or (), quick=quick)
     with progress(lines=True) as say:
         say("measuring the ceilings")
         session = open_session(target)
-        found: list[tuple[str, str, lengths.Found]] = []
+        found: list[tuple[str, str, Found]] = []
 
         def rows() -> Iterator[Row]:
             for name, phase, result, made in lengths.measure(session, names, limit, budget, say=say):
@@ -66,11 +72,13 @@ def approximate(
 
 
 def _methods(patterns: list[str] | None) -> list[str]:
+    from rooftile.bench.methods.crossover import NAMES
+
     for pattern in patterns or ():
-        if not any(fnmatch(name, pattern) for name in lengths.NAMES):
-            raise InvalidInput(f"--crossover has no method {pattern!r}; has {', '.join(lengths.NAMES)}")
-    return [name for name in lengths.NAMES if not patterns or any(fnmatch(name, pattern) for pattern in patterns)]
+        if not any(fnmatch(name, pattern) for name in NAMES):
+            raise InvalidInput(f"--crossover has no method {pattern!r}; has {', '.join(NAMES)}")
+    return [name for name in NAMES if not patterns or any(fnmatch(name, pattern) for pattern in patterns)]
 
 
-def _speed(found: lengths.Found) -> str:
+def _speed(found: Found) -> str:
     return f"{found.points[-1].exact_us / found.points[-1].method_us:.2g}x" if found.points else "-"

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rooftile.bench.results import Row
-from rooftile.bench.session import open_session
 from rooftile.cli.output import DeviceOption, print_table, progress
 from rooftile.cli.rows import FileOption, collect, show
-from rooftile.hardware.device import device_of
 
 if TYPE_CHECKING:
     import torch
 
+    from rooftile.bench.results import Row
     from rooftile.bench.workloads import Workload
 
 
@@ -45,11 +43,12 @@ def serving(
 
     Example: rooftile bench serving --workload W1 --workload W8 --model 1b --json serving.jsonl
     """
-    target = device_of(device)
-    # the engine takes a second to import, and other commands do without it
     from rooftile.bench import workloads
     from rooftile.bench.serving import measure
+    from rooftile.bench.session import open_session
+    from rooftile.hardware.device import device_of
 
+    target = device_of(device)
     chosen = workloads.named(workload or ["W1"], factor=scale, rate=rate)
     if url:
         _over_http(chosen, target, url, api_key, model, vocabulary, runs, scale, json)
@@ -81,6 +80,7 @@ def _over_http(
 ) -> None:  # fmt: skip
     """Measures a running server."""
     from rooftile.bench.over_http import measure, table
+    from rooftile.bench.session import open_session
 
     with progress(lines=True) as say:
         rows = measure(
@@ -112,9 +112,11 @@ def engine(
 
     Example: rooftile bench engine --model 1b --case W1 --case decode-step --json engine.jsonl
     """
-    target = device_of(device)
+    from rooftile.bench.session import open_session
     from rooftile.bench.suites.engine import PARTS, Asked, measure
+    from rooftile.hardware.device import device_of
 
+    target = device_of(device)
     asked = Asked(
         model=model or ("1b" if target.type == "cuda" else "tiny"), parts=case or PARTS, scale=scale, weights=weights,
         peer_requests=peer_requests, peer_limit_s=peer_limit, w8_requests=w8_requests,

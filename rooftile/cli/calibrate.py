@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rooftile.approximate import LokiLayers
 from rooftile.cli.output import DeviceOption, JsonOption, print_json, print_table, progress
 from rooftile.errors import InvalidInput
-from rooftile.hardware.device import device_of
-from rooftile.spec import DTYPES
+
+if TYPE_CHECKING:
+    from rooftile.approximate import LokiLayers
 
 
 def calibrate(
@@ -36,6 +36,9 @@ def calibrate(
 
     Example: rooftile calibrate Llama-3.2-1B --text book.txt --dims 0.25 --keep 0.25 --out loki.pt
     """
+    from rooftile.hardware.device import device_of
+    from rooftile.spec import DTYPES
+
     if dtype != "auto" and (dtype not in DTYPES or dtype == "fp64"):
         raise InvalidInput(f"--dtype is {dtype!r}; has auto, bf16, fp16, fp32")
     for name, share in (("--dims", dims), ("--keep", keep)):

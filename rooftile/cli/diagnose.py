@@ -10,7 +10,6 @@ import typer
 
 from rooftile.cli.output import DeviceOption
 from rooftile.errors import InvalidInput
-from rooftile.hardware.device import device_of
 
 if TYPE_CHECKING:
     from rooftile.diagnosis.diagnosis import Diagnosis
@@ -83,6 +82,7 @@ def diagnose(
     Example: rooftile diagnose train.py --step train_step -- --batch 8
     """
     from rooftile.diagnosis import ranks
+    from rooftile.hardware.device import device_of
 
     if bool(script) + bool(checkpoint) + tour != 1:
         raise InvalidInput("diagnose takes a script, --checkpoint FOLDER or --tour; give one of them")

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from torch.nn import attention
 
-from rooftile import dispatch
-from rooftile.bench.session import open_session
 from rooftile.cli.output import DeviceOption, JsonOption, print_json, print_table, progress
-from rooftile.hardware.ceilings import Ceilings, cache_directory
-from rooftile.hardware.chips import Chip, chip_named
-from rooftile.hardware.device import device_of
-from rooftile.masks import CAUSAL
-from rooftile.spec import DTYPES, Spec
+
+if TYPE_CHECKING:
+    from rooftile.hardware.ceilings import Ceilings
+    from rooftile.hardware.chips import Chip
 
 
 def doctor(
@@ -28,6 +24,11 @@ def doctor(
 
     Example: rooftile doctor --device cuda
     """
+    from rooftile.bench.session import open_session
+    from rooftile.hardware.ceilings import cache_directory
+    from rooftile.hardware.chips import chip_named
+    from rooftile.hardware.device import device_of
+
     target = device_of(device)
     with progress() as say:
         say("measuring the ceilings")
@@ -61,6 +62,10 @@ OTHERS = {
 
 def _backends(arch: str, dtype: str) -> dict[str, dict[str, Any]]:
     """Returns for each backend whether it runs a plain causal training step here, and why not."""
+    from rooftile import dispatch
+    from rooftile.masks import CAUSAL
+    from rooftile.spec import DTYPES, Spec
+
     spec = Spec(dtype=DTYPES[dtype], dim=128, dim_v=128, mask=CAUSAL, scale=128**-0.5, needs_grad=True, device=arch)
     verdicts = dispatch.verdicts(spec)
     return {
@@ -71,6 +76,8 @@ def _backends(arch: str, dtype: str) -> dict[str, dict[str, Any]]:
 
 def _rates(of: Ceilings | Chip) -> dict[str, float | None]:
     """Returns bandwidth in GB/s and matrix rates in TFLOP/s, with the same names for both sources."""
+    from rooftile.hardware.ceilings import Ceilings
+
     if isinstance(of, Ceilings):
         return {"memory_gbs": of.copy_gbs, **{f"{dtype}_tflops": rate for dtype, rate in of.matmul_tflops.items()}}
     rates = {f"{dtype}_tflops": getattr(of, f"{dtype}_tflops") for dtype in ("fp32", "bf16", "fp16", "fp8")}
@@ -80,6 +87,8 @@ def _rates(of: Ceilings | Chip) -> dict[str, float | None]:
 def _software() -> dict[str, str]:
     """Returns the versions of optional packages that Rooftile or its benchmarks use; "absent" if not installed."""
     from importlib.metadata import PackageNotFoundError, version
+
+    from torch.nn import attention
 
     def installed(package: str) -> str:
         try:

@@ -6,12 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rooftile import dispatch
-from rooftile.bench.session import open_session
-from rooftile.cases import CASES
 from rooftile.cli.output import DeviceOption, JsonOption, chosen_cases, print_json, print_table
-from rooftile.cost import io, roof
-from rooftile.hardware.device import device_of
 
 
 def explain(
@@ -23,6 +18,12 @@ def explain(
 
     Example: rooftile explain --case d128-causal-4k
     """
+    from rooftile import dispatch
+    from rooftile.bench.session import open_session
+    from rooftile.cases import CASES
+    from rooftile.cost import io, roof
+    from rooftile.hardware.device import device_of
+
     (chosen,) = chosen_cases([case], "", "")
     session = open_session(device_of(device))
     problem = CASES[chosen.name].problem(session.machine.arch)

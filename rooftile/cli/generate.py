@@ -12,11 +12,8 @@ import typer
 
 from rooftile.cli.output import DeviceOption, JsonOption, print_json, progress
 from rooftile.errors import InvalidInput
-from rooftile.hardware.device import device_of
-from rooftile.spec import DTYPES
 
 if TYPE_CHECKING:
-    # slow imports, which --help does not need
     from rooftile.serve import LLM, RequestOutput, SamplingParams
 
 
@@ -79,6 +76,9 @@ def generate(
 
     Example: rooftile generate Llama-3.2-1B -p "The roof" --max-tokens 50 --temperature 0.7
     """
+    from rooftile.hardware.device import device_of
+    from rooftile.spec import DTYPES
+
     prompts = [*(prompt or []), *([] if prompt_file is None else [_text_of(prompt_file)])]
     if not prompts:
         raise InvalidInput("generate got no prompt; give one with -p or --prompt-file")

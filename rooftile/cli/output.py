@@ -6,13 +6,16 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rooftile.bench.run import Progress
-from rooftile.cases import CASES, Case, tagged
 from rooftile.errors import InvalidInput
+
+if TYPE_CHECKING:
+    # torch takes seconds to import, and --help does not need it; so in all files of this folder
+    from rooftile.bench.run import Progress
+    from rooftile.cases import Case
 
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N; auto uses CUDA if there is a GPU.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
@@ -24,6 +27,8 @@ TagOption = Annotated[
 
 def chosen_cases(names: Sequence[str] | None, tag: str, otherwise: str) -> list[Case]:
     """Returns the cases of --case and --tag, or those tagged `otherwise` if neither is given."""
+    from rooftile.cases import CASES, tagged
+
     unknown = [name for name in names or () if name not in CASES]
     if unknown:
         raise InvalidInput(f"no case is named {unknown[0]!r}; `rooftile bench list` prints all cases")

@@ -11,7 +11,6 @@ import typer
 
 from rooftile.cli.output import DeviceOption, JsonOption, print_json
 from rooftile.errors import InvalidInput
-from rooftile.hardware.device import device_of
 
 
 def report(
@@ -28,6 +27,7 @@ def report(
     Example: rooftile report --out page.html
     """
     from rooftile.drawing.page import check_ready
+    from rooftile.hardware.device import device_of
     from rooftile.report import experiments, page
     from rooftile.report.plan import plan_for
     from rooftile.report.progress import Progress

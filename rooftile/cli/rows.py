@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rooftile.bench import results
-from rooftile.bench.results import Row
 from rooftile.cli.output import print_table
+
+if TYPE_CHECKING:
+    from rooftile.bench.results import Row
 
 FileOption = Annotated[
     Path | None,
@@ -20,6 +21,8 @@ FileOption = Annotated[
 
 def collect(rows: Iterable[Row], json: Path | None) -> list[Row]:
     """All rows. Each is written as soon as it is there, so that a run that is cut short keeps what it has."""
+    from rooftile.bench import results
+
     found = []
     for row in rows:
         found.append(row)

@@ -11,7 +11,6 @@ import typer
 
 from rooftile.cli.output import DeviceOption
 from rooftile.errors import InvalidInput
-from rooftile.hardware.device import device_of
 
 
 def serve(
@@ -63,18 +62,14 @@ def serve(
         raise InvalidInput(
             f"serving needs the package {error.name}; pip install fastapi uvicorn httptools msgspec prometheus-client"
         ) from None
-    from rooftile.spec import DTYPES
-
-    target = device_of(device)
     settings = ServerSettings(
         model=model, host=host, port=port, served_model_name=served_model_name,
         keys=read_keys(api_key_file, os.environ.get("ROOFTILE_API_KEY")), open=open, allowed_hosts=tuple(allowed_host or ()),
         max_waiting=max_waiting, max_waiting_tokens=max_waiting_tokens, max_per_key=max_per_key, max_body=max_body,
         deadline_s=deadline, drain_s=drain, stall_s=stall, metrics_prefix=metrics_prefix, json_log=json, log_prompts=log_prompts,
         engine={
-            "dtype": str(DTYPES.get(dtype, dtype)).removeprefix("torch."), "device": str(target),
-            "max_model_len": max_model_len, "num_blocks": num_blocks, "max_num_seqs": max_num_seqs,
-            "max_batched_tokens": max_batched_tokens, "kv_dtype": kv_dtype,
+            "dtype": dtype, "device": device, "max_model_len": max_model_len, "num_blocks": num_blocks,
+            "max_num_seqs": max_num_seqs, "max_batched_tokens": max_batched_tokens, "kv_dtype": kv_dtype,
         },
     )  # fmt: skip
     sys.exit(run(settings))

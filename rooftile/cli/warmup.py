@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from rooftile import api
-from rooftile.cases import Case
 from rooftile.cli.output import CaseOption, DeviceOption, JsonOption, TagOption, chosen_cases, print_json, progress
 from rooftile.errors import InvalidInput
-from rooftile.hardware.device import device_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from rooftile.cases import Case
 
 
 def warmup(
@@ -28,6 +28,8 @@ def warmup(
     """
     if not case and not tag:
         raise InvalidInput("warmup got no case; name some with --case or --tag (`rooftile bench list` prints both)")
+    from rooftile.hardware.device import device_of
+
     target = device_of(device)
     chosen = chosen_cases(case, tag, "")
     taken = {}
@@ -43,10 +45,14 @@ def warmup(
 
 
 def _run(case: Case, device: torch.device) -> float:
+    import torch
+
+    from rooftile import api
+
     start = time.perf_counter()
     # the kernels do not depend on the batch size
     inputs = (case if case.lengths else replace(case, B=1)).inputs(device, requires_grad=True)
-    function: Callable[..., Tensor] = api.attention_packed if case.lengths else api.attention
+    function: Callable[..., torch.Tensor] = api.attention_packed if case.lengths else api.attention
     o = function(*inputs.tensors, inputs.mask, **inputs.options)
     torch.autograd.grad(o.sum(), inputs.tensors[:3])
     if device.type == "cuda":

@@ -3,21 +3,27 @@ and a small one to train."""
 
 from typing import TYPE_CHECKING
 
-from rooftile.models.config import ModelConfig
-from rooftile.models.decoder import Decoder
-from rooftile.models.layers import Attend
-from rooftile.models.mixers import NativeSparseSizes
+from rooftile.late_names import late_names
 
 if TYPE_CHECKING:
+    from rooftile.models.config import ModelConfig
+    from rooftile.models.decoder import Decoder
+    from rooftile.models.layers import Attend
+    from rooftile.models.mixers import NativeSparseSizes
     from rooftile.models.trainable import TrainableDecoder
 
 __all__ = ["Attend", "Decoder", "ModelConfig", "NativeSparseSizes", "TrainableDecoder"]
 
+# late: the server's process reads a tokenizer's files without torch, and serving needs no modules of approximate methods
+__getattr__ = late_names(
+    "rooftile.models",
+    {
+        "Attend": "rooftile.models.layers", "Decoder": "rooftile.models.decoder", "ModelConfig": "rooftile.models.config",
+        "NativeSparseSizes": "rooftile.models.mixers", "TrainableDecoder": "rooftile.models.trainable",
+    },
+)  # fmt: skip
 
-def __getattr__(name: str) -> object:
-    # it imports the modules of approximate methods, which serving does not need
-    if name == "TrainableDecoder":
-        from rooftile.models import trainable
 
-        return trainable.TrainableDecoder
-    raise AttributeError(f"module 'rooftile.models' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return sorted(__all__)

@@ -6,14 +6,15 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from rooftile.errors import InvalidInput
-from rooftile.fused import ACTIVATIONS
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+if TYPE_CHECKING:
+    # a tokenizer's settings are read where there is no torch
+    import torch
+
+_DTYPES = ("float32", "float16", "bfloat16")
 _DUE: Any = object()
 # a downloaded file may ask for more than any model has
 MOST_LAYERS = 1000
@@ -139,6 +140,8 @@ class Settings:
 
     def activation(self, name: str, default: str) -> str:
         """Returns the name of the feed-forward's activation."""
+        from rooftile.fused import ACTIVATIONS
+
         chosen = self.values.get(name) or default
         if not isinstance(chosen, str) or chosen not in ACTIVATIONS:
             raise self.refused(f"has {name} {chosen!r}; must be one of {', '.join(ACTIVATIONS)}")
@@ -146,7 +149,10 @@ class Settings:
 
     def dtype(self) -> torch.dtype:
         """Returns the checkpoint's dtype; float32 if none is given."""
+        import torch
+
         name = str(self.values.get("dtype") or self.values.get("torch_dtype") or "float32").removeprefix("torch.")
         if name not in _DTYPES:
             raise self.refused(f"has dtype {name!r}; must be one of {', '.join(_DTYPES)}")
-        return _DTYPES[name]
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype

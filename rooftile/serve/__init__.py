@@ -23,11 +23,32 @@
     sampling/      parameters, sampler, its kernels
 """
 
-from rooftile.serve.async_engine import AsyncEngine, Overloaded
-from rooftile.serve.config import EngineConfig
-from rooftile.serve.llm import LLM
-from rooftile.serve.output import CompletionOutput, RequestOutput
-from rooftile.serve.request import Logprob
-from rooftile.serve.sampling.params import SamplingParams
+from typing import TYPE_CHECKING
+
+from rooftile.late_names import late_names
+
+if TYPE_CHECKING:
+    from rooftile.serve.async_engine import AsyncEngine, Overloaded
+    from rooftile.serve.config import EngineConfig
+    from rooftile.serve.llm import LLM
+    from rooftile.serve.output import CompletionOutput, RequestOutput
+    from rooftile.serve.request import Logprob
+    from rooftile.serve.sampling.params import SamplingParams
 
 __all__ = ["LLM", "AsyncEngine", "CompletionOutput", "EngineConfig", "Logprob", "Overloaded", "RequestOutput", "SamplingParams"]
+
+# late: the server's process reads texts and parameters without torch
+__getattr__ = late_names(
+    "rooftile.serve",
+    {
+        "LLM": "rooftile.serve.llm", "AsyncEngine": "rooftile.serve.async_engine", "Overloaded": "rooftile.serve.async_engine",
+        "CompletionOutput": "rooftile.serve.output", "RequestOutput": "rooftile.serve.output",
+        "EngineConfig": "rooftile.serve.config", "Logprob": "rooftile.serve.request",
+        "SamplingParams": "rooftile.serve.sampling.params",
+    },
+)  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return sorted(__all__)

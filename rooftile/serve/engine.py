@@ -25,7 +25,8 @@ class Engine:
     """Runs requests together on one model.
 
     On a GPU a step is launched before the tokens of the previous step have reached the host. So a token that ends an answer is
-    noticed one step late, and the token computed after it is dropped. On a CPU each step is finished at once.
+    noticed one step late, and the token computed after it is dropped. An answer whose next step needs its last token on the host
+    (see `Request.sits_out`) is in every other step. On a CPU each step is finished at once.
 
     Args:
         runner: the model on its device.
@@ -104,6 +105,8 @@ class Engine:
             request.search = BeamSearch(
                 answers, limit, ends, params.length_penalty, params.early_stopping, least=params.min_tokens
             )
+        steered = request.search is not None or grammar is not None
+        request.sits_out = steered or any(len(sequence) > 1 for sequence in request.banned)
         seed = self._random.getrandbits(62) if params.seed is None else params.seed
         for n in range(answers):
             text = None if self.tokenizer is None or request.search is not None else Detokenizer(self.tokenizer, params)
@@ -155,9 +158,6 @@ class Engine:
 
     def _run_step(self) -> list[Request]:
         changed: dict[int, Request] = {}
-        if self._in_flight is not None and any(request.waits for request in self.scheduler.running):
-            # the host decides which beams go on, and which tokens complete a bad word
-            self._collect_step(changed)
         plan = self.scheduler.schedule()
         launched = None
         if plan.work:

@@ -109,6 +109,9 @@ class Request:
     search: BeamSearch | None = None
     banned: tuple[tuple[int, ...], ...] = ()
     """Token sequences that an answer must not have."""
+    sits_out: bool = False
+    """Whether an answer sits steps out until its last token has reached the host, which then decides: where its grammar stands,
+    which beams go on, which tokens would complete a bad word."""
     text_of: Callable[[int], str] | None = None
     """Returns the text of one token, if the model has a tokenizer."""
     cached_tokens: int | None = None
@@ -124,11 +127,6 @@ class Request:
     def top_count(self) -> int | None:
         """How many of the most likely tokens are asked for; None if no logprobs are."""
         return self.params.logprobs if self.search is None else self.search.keep
-
-    @property
-    def waits(self) -> bool:
-        """Whether the host must know all tokens of the request before it can launch the next step."""
-        return self.search is not None or self.params.structured is not None or any(len(sequence) > 1 for sequence in self.banned)
 
     @property
     def live(self) -> list[Answer]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -114,9 +112,10 @@ class Runner:
         answers = [answer for work in plan.work for answer in work.outputs]
         features = self._features_of(answers)
         bans = _banned_tokens(answers)
-        masks = [(row, answer.grammar.mask) for row, answer in enumerate(answers) if answer.grammar is not None]
+        masked = [(answer.slot, answer.grammar.mask) for answer in answers if answer.grammar is not None]
+        self.sampling.allow([slot for slot, _ in masked], [mask for _, mask in masked])
         prompts: list[tuple[Work, tuple[Tensor, ...]]] = []
-        if self._graphs is not None and not bans and not masks and self._only_decodes(plan.work):
+        if self._graphs is not None and not bans and self._only_decodes(plan.work):
             logits, tokens = self._graphs.replay(self._decode, plan.work, features)
         else:
             works = apart(plan.work) if self.attention.splits_prompts else plan.work
@@ -127,8 +126,6 @@ class Runner:
                 rows, banned = self._send(torch.tensor(bans)).T
                 # a copy: logprobs are those of the model, with nothing banned
                 scores = logits.index_put((rows, banned), logits.new_tensor(-torch.inf))
-            if masks:
-                scores = self._masked(scores, masks)
             tokens = self._sample(scores, inputs.output_slots, inputs.output_positions, features)
         return self._collect(answers, logits, tokens, prompts)
 
@@ -222,15 +219,6 @@ class Runner:
         # the order of its sums depends on where a row begins, also on a GPU
         compute = partial(logprobs, k=k, ordered=self.deterministic)
         return row_by_row(compute, logits, tokens) if self.deterministic else compute(logits, tokens)
-
-    def _masked(self, scores: Tensor, masks: list[tuple[int, npt.NDArray[np.int32]]]) -> Tensor:
-        """Returns scores (n, vocab) in which grammars have hidden what they do not allow; logprobs stay those of the model."""
-        rows = self._send(torch.tensor([row for row, _ in masks]))
-        bits = self._send(torch.from_numpy(np.stack([mask for _, mask in masks])))  # (m, words)
-        places = torch.arange(32, dtype=torch.int32, device=self.device)
-        allowed = (bits[:, :, None] >> places & 1).flatten(1)[:, : scores.shape[1]].bool()
-        hidden = scores.index_select(0, rows).masked_fill(~allowed, -torch.inf)
-        return scores.index_copy(0, rows, hidden)
 
     def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor, features: SamplingFeatures) -> Tensor:
         compute = partial(sample, state=self.sampling, features=features)

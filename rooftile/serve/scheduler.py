@@ -144,6 +144,8 @@ class Scheduler:
             for answer in request.answers:
                 if not (request.prefilled and answer.slot >= 0 and answer.unread == 1 and answer.wants_more and budget):
                     continue
+                if answer.pending and request.sits_out:
+                    continue
                 if not self._ensure_block(plan, answer):
                     break
                 self._cover(plan, answer, 1)

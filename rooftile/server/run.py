@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -14,7 +15,7 @@ import uvicorn
 
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
-from rooftile.server.engine.process import FAILED
+from rooftile.server.engine.messages import FAILED
 from rooftile.server.http.app import make_app
 from rooftile.server.http.protocol import BoundedProtocol
 from rooftile.server.observe.log import log, start_log
@@ -25,6 +26,7 @@ from rooftile.server.settings import ServerSettings
 # seconds in which clients read the last word of a server
 FAREWELL_S = 1.0
 WRONG = 2
+SWITCH_S = 0.001
 BACKLOG = 1024
 
 
@@ -166,6 +168,8 @@ def bind(host: str, port: int) -> socket.socket:
 def run(settings: ServerSettings) -> int:
     """Serves until the end; returns the exit code: 0 after a signal, 2 if a setting is wrong, 70 if the engine has died."""
     listener = bind(settings.host, settings.port)
+    # a thread that reads a large body in Python gives way to the event loop after so long
+    sys.setswitchinterval(SWITCH_S)
     start_log(as_json=settings.json_log)
 
     async def live() -> int:

@@ -15,7 +15,7 @@ from rooftile.server.refusals import Refusal, retry_later
 from rooftile.server.settings import ServerSettings
 
 # how often the event loop's lag is measured
-LAG_S = 0.5
+LAG_S = 0.05
 
 
 class Live(Protocol):
@@ -106,7 +106,7 @@ class Service:
         while True:
             due = time.monotonic() + LAG_S
             await asyncio.sleep(LAG_S)
-            self.metrics.lag.set(max(0.0, time.monotonic() - due))
+            self.metrics.lag.observe(max(0.0, time.monotonic() - due))
 
 
 def _import_serving() -> None:

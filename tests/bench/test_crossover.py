@@ -103,7 +103,7 @@ def test_searches_share_the_time_and_become_rows(ticking, monkeypatch) -> None:
 
 
 def test_the_command_prints_crossovers_and_appends_rows(ticking, monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr("rooftile.cli.bench_approximate.open_session", lambda target: SESSION)
+    monkeypatch.setattr("rooftile.bench.session.open_session", lambda target: SESSION)
     path = tmp_path / "rows.jsonl"
     words = ["bench", "approximate", "--crossover", "--case", "linear", "--limit", "256", "--device", "cpu", "--json", str(path)]
     with pytest.raises(SystemExit) as done:
@@ -119,6 +119,7 @@ def test_the_command_prints_crossovers_and_appends_rows(ticking, monkeypatch, tm
     [
         (["--crossover", "--case", "magic"], "--crossover has no method 'magic'; has linear, performer, linformer, "),
         (["--limit", "512"], "--limit is for --crossover; give both, or choose cases by --case"),
+        (["--crossover", "--limit", "255"], "--limit is 255; must be at least 256"),
         (["--crossover", "--quick"], "--quick is for the suite's cases; with --crossover give --limit or --budget"),
         (["--case", "magic"], "bench approximate has no case 'magic'; has linear-2k, "),
     ],

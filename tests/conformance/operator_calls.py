@@ -298,11 +298,13 @@ def _copy(device: torch.device) -> Work:
 
 def _sample(device: torch.device) -> Work:
     params = SamplingParams(temperature=1.0, top_k=5, presence_penalty=0.5, logit_bias={3: 1.0})
+    plain = SamplingParams(structured={"choice": ["a"]})
     state = SamplingState(3, 50, device)
-    state.set([0, 2], [params] * 2, [1, 2], [[1], [2]], [[], []])
+    state.set([0, 2], [params, plain], [1, 2], [[1], [2]], [[], []])
     slots, positions = torch.tensor([[0, 2], [5, 6]], device=device)
-    sample(torch.randn(2, 50, device=device), slots, positions, state, features_of(params))
-    return Work(0, 2 * 200 + 4 * 8 + 2 * (28 + 4 + 8) + 2 * 50 * (4 + 1 + 4), 2 * 8 + 2 * 4)
+    sample(torch.randn(2, 50, device=device), slots, positions, state, features_of(params) | features_of(plain))
+    tables = 50 * (4 + 1 + 4) + 2 * 4
+    return Work(0, 2 * 200 + 4 * 8 + 2 * (28 + 4 + 8) + 2 * tables, 2 * 8 + 2 * 4)
 
 
 def _tensors(device: torch.device, requires_grad: bool = False) -> list[Tensor]:

@@ -95,7 +95,7 @@ def test_hostile_rows(name: str) -> None:
     "features",
     [
         SamplingFeatures(), SamplingFeatures(chance=True), SamplingFeatures(True, True), SamplingFeatures(True, False, True),
-        SamplingFeatures(True, True, True, True),
+        SamplingFeatures(True, True, True, True), SamplingFeatures(True, False, False, False, True),
     ],
     ids=str,
 )  # fmt: skip

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 WORDS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 INTS = {
     "slots_ptr": "*i64", "positions_ptr": "*i64", "seed_ptr": "*i64", "out_ptr": "*i64", "token_ptr": "*i32", "top_k_ptr": "*i32",
-    "counts_ptr": "*i32", "prompted_ptr": "*u8",
+    "counts_ptr": "*i32", "prompted_ptr": "*u8", "masks_ptr": "*i32",
 }  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def stack(built) -> int:
 
 
 ROWS = [(80, torch.bfloat16, True), (90, torch.float32, True), (90, torch.bfloat16, False), (100, torch.bfloat16, True)]
-FEATURES = [(0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 1), (0, 0, 1, 0)]
+FEATURES = [(0, 0, 0, 0, 0), (1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 1, 1, 1, 1), (0, 0, 1, 0, 0), (1, 0, 0, 0, 1)]
 GRID = [(*rows, features) for features in FEATURES for rows in ROWS]
 
 
@@ -68,8 +68,8 @@ def _traits(case: tuple) -> tuple:
 
 @pytest.mark.parametrize(("sm", "dtype", "aligned", "features"), swept(GRID, _traits), ids=str)
 def test_it_compiles(sm: int, dtype: torch.dtype, aligned: bool, features: tuple[int, ...]) -> None:
-    chance, truncation, penalties, bias = (bool(want) for want in features)
-    tables = {"PENALTIES": penalties, "BIAS": bias}
+    chance, truncation, penalties, bias, mask = (bool(want) for want in features)
+    tables = {"PENALTIES": penalties, "BIAS": bias, "MASK": mask}
     kernels = {
         "_draw": (tables | {"CHANCE": chance, "TRUNCATION": truncation}, 4),
         "_join": ({"PENALTIES": penalties, "SEGMENTS": 64}, 4),
@@ -77,7 +77,7 @@ def test_it_compiles(sm: int, dtype: torch.dtype, aligned: bool, features: tuple
     if truncation:
         kernels |= {"_survey": (tables, 4), "_threshold": ({}, 16)}
     for name, (constants, warps) in kernels.items():
-        words = torch.float32 if name == "_threshold" and (penalties or bias) else dtype
+        words = torch.float32 if name == "_threshold" and (penalties or bias or mask) else dtype
         built = compiled(name, sm, words, aligned, constants, warps)
         assert built.metadata.shared <= 48 * 1024
         if sm == 90:
@@ -86,14 +86,14 @@ def test_it_compiles(sm: int, dtype: torch.dtype, aligned: bool, features: tuple
 
 def test_penalties_are_rounded_as_the_definition_rounds_them() -> None:
     """No product is fused with a sum: a threshold and what is compared with it come from different kernels."""
-    built = compiled("_survey", 90, torch.float32, True, {"PENALTIES": True, "BIAS": True}, 4)
+    built = compiled("_survey", 90, torch.float32, True, {"PENALTIES": True, "BIAS": True, "MASK": False}, 4)
     assert "fma.rn" not in re.sub(r"div\.rn\S*", "", built.asm["ptx"])
     assert "div.rn.f32" in built.asm["ptx"]
 
 
 def test_a_vocabulary_of_one_compiles() -> None:
     """Triton makes a constant of an argument that is 1."""
-    tables = {"PENALTIES": True, "BIAS": True}
+    tables = {"PENALTIES": True, "BIAS": True, "MASK": True}
     one = {"V": 1, "logits_stride": 1}
     compiled("_draw", 90, torch.float32, False, tables | one | {"CHANCE": True, "TRUNCATION": True}, 4)
     compiled("_survey", 90, torch.float32, False, tables | one, 4)

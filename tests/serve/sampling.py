@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ KINDS = {
     "penalties": SamplingParams(presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.6),
     "rewards": SamplingParams(presence_penalty=-0.7, frequency_penalty=-0.4, repetition_penalty=0.6, temperature=0),
     "bias": SamplingParams(logit_bias={0: 4.0, 3: -100.0}),
+    "masked": SamplingParams(top_p=0.8, presence_penalty=0.5, structured={"choice": ["a"]}),
     "everything": SamplingParams(
         top_k=30, top_p=0.9, min_p=0.02, temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={5: 2.0}
     ),
@@ -36,7 +39,7 @@ KINDS = {
 def penalised(
     logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]
 ) -> list[float]:
-    """Logits after penalties and bias."""
+    """Logits after penalties, bias and mask."""
     count, x = Counter(generated), list(logits)
     for token in range(len(x)):
         if token in count or token in prompt:
@@ -45,7 +48,20 @@ def penalised(
         if token in count:
             x[token] -= params.presence_penalty
         x[token] += (params.logit_bias or {}).get(token, 0)
+        if params.structured is not None and not is_allowed(token):
+            x[token] = -math.inf
     return x
+
+
+def is_allowed(token: int) -> bool:
+    """Stands in for a grammar."""
+    return token % 3 != 1 and token != 64
+
+
+def mask_of(vocab: int) -> npt.NDArray[np.int32]:
+    """Returns the bits of what `is_allowed`; those beyond the vocabulary are set."""
+    bits = np.array([token >= vocab or is_allowed(token) for token in range(-(-vocab // 32) * 32)])
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def distribution(x: Sequence[float], params: SamplingParams) -> list[float]:
@@ -94,6 +110,8 @@ class Batch:
         self.seeds = [1000 + 2**40 * i for i in range(n)]
         self.state = SamplingState(max(self.slots) + 2, vocab, device)
         self.state.set(self.slots, self.params, self.seeds, list(self.prompts), list(self.generated))
+        masked = [slot for slot, each in zip(self.slots, params, strict=True) if each.structured is not None]
+        self.state.allow(masked, [mask_of(vocab)] * len(masked))
         self.index = torch.tensor(self.slots, device=device)
         self.positions = torch.arange(n, device=device) * 7 + 40
         self.logits = (torch.randn(n, vocab, generator=draw) * 3).to(device)

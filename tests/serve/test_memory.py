@@ -14,8 +14,8 @@ from rooftile.serve.attention.layout import CacheLayout
 GB = 10**9
 WORKING = 2 * GB
 VOCABULARY = 256_000
-# counts, marks and biases of 256 answers and a row of padding: 0.59 GB
-TABLES = 257 * VOCABULARY * (4 + 1 + 4)
+# counts, marks, biases and masks of 256 answers and a row of padding: 0.60 GB
+TABLES = 257 * (VOCABULARY * (4 + 1 + 4) + VOCABULARY // 8)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from rooftile.serve.sampling.sampler import (
     uniform,
 )
 from tests.serve import sampling
-from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch
+from tests.serve.sampling import HOSTILE, KINDS, MAY, Batch, mask_of
 from tests.unit.test_philox import philox
 
 
@@ -190,12 +190,13 @@ def test_a_slot_keeps_nothing_of_an_earlier_request() -> None:
     for params in KINDS.values():
         used.set([1, 3], [params] * 2, [5, 6], [[1, 2, 3], [4]], [[5, 5, 6], list(range(vocab))])
         used.set([3], [KINDS["everything"]], [9], [list(range(vocab))], [list(range(vocab))])
+    used.allow([1, 3], [mask_of(vocab)] * 2)
     for params in KINDS.values():
         used.set([3], [params], [11], [[7]], [[8, 8]])
         fresh.set([3], [params], [11], [[7]], [[8, 8]])
         for name in ("temperature", "top_k", "top_p", "min_p", "presence", "frequency", "repetition", "seed", "biased"):
             assert getattr(used, name)[3] == getattr(fresh, name)[3], name
-        for name in ("counts", "prompted", "bias"):
+        for name in ("counts", "prompted", "bias", "masks"):
             if getattr(fresh, name) is not None:
                 assert torch.equal(getattr(used, name)[3], getattr(fresh, name)[3]), name
         used.set([3], [KINDS["everything"]], [9], [list(range(vocab))], [list(range(vocab))])
@@ -279,25 +280,29 @@ def test_what_is_wanted() -> None:
     assert features_of(KINDS["plain"]) == SamplingFeatures(chance=True)
     assert features_of(KINDS["rewards"]) == SamplingFeatures(penalties=True)
     assert features_of(KINDS["bias"]) == SamplingFeatures(chance=True, bias=True)
+    assert features_of(KINDS["masked"]) == SamplingFeatures(True, True, True, False, True)
     for only in ({"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.5}):
         assert features_of(SamplingParams(**only)) == SamplingFeatures(chance=True, truncation=True)
     for only in ({"presence_penalty": 1}, {"frequency_penalty": 1}, {"repetition_penalty": 2}):
         assert features_of(SamplingParams(**only)) == SamplingFeatures(chance=True, penalties=True)
-    union = SamplingFeatures(True, False, True, False) | SamplingFeatures(False, True, True, False)
-    assert union == SamplingFeatures(True, True, True, False)
+    union = SamplingFeatures(True, False, True, False) | SamplingFeatures(False, True, True, False, True)
+    assert union == SamplingFeatures(True, True, True, False, True)
     assert len({SamplingFeatures(), SamplingFeatures(bias=True), SamplingFeatures(bias=True)}) == 2
 
 
 def test_tables_are_made_when_they_are_wanted() -> None:
     state = SamplingState(2, 30, "cpu")
     state.set([0], [KINDS["all_three"]], [0], [[1]], [[2]])
-    assert (state.counts, state.prompted, state.bias) == (None, None, None)
+    assert (state.counts, state.prompted, state.bias, state.masks) == (None, None, None, None)
     state.set([0], [KINDS["penalties"]], [0], [[1]], [[2]])
     assert state.bias is None
     counts = state.counts
     state.set([0, 1], [KINDS["everything"]] * 2, [0, 1], [[1]] * 2, [[2]] * 2)
     assert state.counts is counts
     assert state.bias is not None
+    assert state.masks is None
+    state.set([1], [KINDS["masked"]], [0], [[1]], [[]])
+    assert state.masks is not None
 
 
 def test_a_token_that_the_model_has_not_is_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerBase
 
 from rooftile.errors import InvalidInput
+from rooftile.serve.text import chat_template
 from rooftile.serve.text.tokenizer import Tokenizer
 from tests.serve.folders import CORPUS, KINDS, SPECIAL, TEXTS, core, save
 
@@ -283,12 +284,29 @@ def test_a_template_that_is_no_text(tmp_path) -> None:
         Tokenizer.from_folder(folder)
 
 
-@pytest.mark.parametrize("absent", ["jinja2", "transformers.utils.chat_template_utils"])
-def test_a_chat_needs_two_packages(absent: str, tmp_path, monkeypatch) -> None:
+def test_a_chat_needs_jinja2(tmp_path, monkeypatch) -> None:
     tokenizer = Tokenizer.from_folder(save("byte_level", tmp_path))
-    monkeypatch.setitem(sys.modules, absent, None)
-    with pytest.raises(InvalidInput, match="a chat template needs the packages transformers and jinja2; pip install"):
+    chat_template._compiled.cache_clear()
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(InvalidInput, match="a chat template needs the package jinja2; pip install jinja2"):
         tokenizer.chat([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.content }}{% endfor %}",
+        "{% set y = 1 %}{% generation %}{% set y = 2 %}<{{ y }}>{% endgeneration %}{{ y }}",
+        "{{ messages | tojson }}{{ messages[0] | tojson(indent=2, sort_keys=true) }}{{ '<é>' | tojson(ensure_ascii=true) }}",
+        "{{ strftime_now('%Y') }}{{ tools is none }}{{ documents is none }}{{ nothing }}",
+        "  {% if true %}\n  a\n  {%- endif %}\n b {#- c #}",
+    ],
+)
+def test_what_transformers_gives_to_templates_is_there(template: str, tmp_path: Path) -> None:
+    folder = save("byte_level", tmp_path, chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    due = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert Tokenizer.from_folder(folder).chat(CHAT) == due
 
 
 def test_neither_package_is_imported_before_it_is_needed() -> None:

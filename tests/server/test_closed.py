@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.live import Server
+
 FOLDER = Path(__file__).resolve().parents[2] / "rooftile" / "server"
 FILES = sorted(FOLDER.rglob("*.py"))
 
@@ -37,3 +39,12 @@ def test_a_server_is_imported_when_one_is_started() -> None:
     assert names.isdisjoint(
         {"fastapi", "pydantic", "uvicorn", "starlette", "msgspec", "prometheus_client", "llguidance", "httpx"}
     )
+
+
+def test_the_process_that_answers_has_no_torch(server: Server) -> None:
+    """It listens as soon as it has started, and has no memory to spare for a library that it does not use."""
+    said = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], max_tokens=2)
+    assert said.status_code == 200
+    server.complete("The roof", max_tokens=2, logprobs=1, stop="x")
+    libraries = [Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, server.engine.pid)]
+    assert ["libtorch" in each for each in libraries] == [False, True]

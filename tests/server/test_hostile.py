@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import struct
+from collections import Counter
 
+import httpx
 import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +16,8 @@ from hypothesis import strategies as st
 from rooftile.server import limits
 from tests.server.sockets import connect, request, send, status
 
+# 5,000 requests in all, with the 500 that hypothesis makes
+RAW, FORMS = 2000, 2500
 GOOD = {"prompt": "a", "max_tokens": 1}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -100,7 +105,7 @@ def test_random_bytes_do_no_harm(server) -> None:
     before = psutil.Process(server.process.pid).memory_info().rss
     whole = request(GOOD)
     seen = set()
-    for _ in range(400):
+    for _ in range(RAW):
         data = bytearray(whole)
         for _ in range(rng.randrange(1, 6)):
             data[rng.randrange(len(data))] = rng.randrange(256)
@@ -144,10 +149,50 @@ ROUTES = {
 
 
 @given(st.dictionaries(NAMES, VALUES, max_size=5), st.sampled_from(list(ROUTES)))
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_json_is_answered_or_refused(server, fields, path) -> None:
     answer = server.post(path, ROUTES[path] | fields)
     assert answer.status_code in (200, 400, 404), (fields, answer.text)
+
+
+ODD = [
+    None, True, 0, -1, 1, 2**70, 1e308, -1e-9, "", "a", "\u0000", "x" * 500, [], [[]], [None], {}, {"a": 1}, ["a"] * 40, [1] * 40,
+    [-1], {"type": "json_object"}, {"1": 1}, {"json": {}}, {"regex": "a"}, {"include_usage": True},
+    [{"role": "user", "content": "a"}],
+]  # fmt: skip
+
+
+def test_forms_of_the_schema_with_odd_values(server) -> None:
+    """Every field of /openapi.json, alone and with others, with values of its kind and of others."""
+    rng = random.Random(1)
+    document = server.client.get("/openapi.json").json()
+    forms = {
+        path: list(document["components"]["schemas"][way["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+                   .rpartition("/")[2]]["properties"])
+        for path, way in document["paths"].items() if "post" in way
+    }  # fmt: skip
+    assert forms.keys() == ROUTES.keys()
+    before = psutil.Process(server.process.pid).memory_info().rss
+
+    async def some(client: httpx.AsyncClient, count: int) -> Counter[int]:
+        seen: Counter[int] = Counter()
+        for _ in range(count):
+            path = rng.choice(list(forms))
+            fields = {name: rng.choice(ODD) for name in rng.sample(forms[path], min(len(forms[path]), rng.randrange(1, 4)))}
+            answer = await client.post(path, json=ROUTES[path] | fields)
+            seen[answer.status_code] += 1
+            assert answer.status_code in (200, 400, 404), (fields, answer.text)
+        return seen
+
+    async def all_of_them() -> Counter[int]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client:
+            return sum(await asyncio.gather(*(some(client, FORMS // 10) for _ in range(10))), Counter())
+
+    seen = asyncio.run(all_of_them())
+    assert sum(seen.values()) == FORMS
+    assert seen[200] > 30
+    server.wait_until_idle()
+    assert psutil.Process(server.process.pid).memory_info().rss - before < 50e6
 
 
 def test_no_client_keeps_a_connection_that_it_does_not_use(server) -> None:

@@ -113,7 +113,11 @@ def test_an_unknown_field_is_refused_with_the_nearest_name(server, path, body, n
 def test_unknown_fields_inside_of_others_are_refused(server) -> None:
     body = TALK | {"messages": [{"role": "user", "content": "a", "contents": "b"}]}
     assert "did you mean content?" in refused(server, CHATS, body, "unknown_field", "messages[0].contents")
-    refused(server, COMPLETIONS, TEXT | {"stream": True, "stream_options": {"usage": True}}, "invalid_value")
+    options = TEXT | {"stream": True, "stream_options": {"usage": True}}
+    said = refused(server, COMPLETIONS, options, "unknown_field", "stream_options.usage")
+    assert "did you mean include_usage?" in said
+    refused(server, COMPLETIONS, TEXT | {"stream": True, "stream_options": [1]}, "invalid_value", "stream_options")
+    refused(server, COMPLETIONS, TEXT | {"metadata": 1}, "invalid_value", "metadata")
 
 
 @pytest.mark.parametrize(

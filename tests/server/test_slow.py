@@ -123,23 +123,23 @@ def test_a_slow_body_ends_in_time(monkeypatch) -> None:
     monkeypatch.setattr(limits, "READ_S", 0.1)
     request = body_of({"type": "http.request", "body": b"{", "more_body": True})
     with pytest.raises(Refusal) as late:
-        asyncio.run(asyncio.wait_for(read_object(request, 100), 10))
+        asyncio.run(asyncio.wait_for(read_object(request, 100, dict), 10))
     assert late.value.status == 408
 
 
 def test_a_client_that_leaves_in_its_body_is_gone() -> None:
     request = body_of({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"})
     with pytest.raises(ClientGone):
-        asyncio.run(asyncio.wait_for(read_object(request, 100), 10))
+        asyncio.run(asyncio.wait_for(read_object(request, 100, dict), 10))
 
 
 def test_a_body_of_any_size_is_read_within_its_limit() -> None:
     parts = [{"type": "http.request", "body": each, "more_body": True} for each in (b'{"a": "', b"x" * 50_000, b'"')]
     request = body_of(*parts, {"type": "http.request", "body": b"}", "more_body": False})
-    assert asyncio.run(read_object(request, 60_000)) == {"a": "x" * 50_000}
+    assert asyncio.run(read_object(request, 60_000, dict)) == {"a": "x" * 50_000}
     request = body_of(*parts, {"type": "http.request", "body": b"}", "more_body": False})
     with pytest.raises(Refusal) as long:
-        asyncio.run(read_object(request, 50_000))
+        asyncio.run(read_object(request, 50_000, dict))
     assert long.value.status == 413
 
 
@@ -154,6 +154,6 @@ def test_a_body_without_end_is_not_read_to_its_end() -> None:
 
     request = Request({"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}, receive)
     with pytest.raises(Refusal) as long:
-        asyncio.run(asyncio.wait_for(read_object(request, 100), 10))
+        asyncio.run(asyncio.wait_for(read_object(request, 100, dict), 10))
     assert long.value.status == 413
     assert len(received) == 5

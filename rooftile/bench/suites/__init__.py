@@ -15,12 +15,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib import import_module
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from rooftile.bench.results import Row
-from rooftile.bench.run import Progress
-from rooftile.bench.session import Session
 from rooftile.errors import InvalidInput, Unsupported
+
+if TYPE_CHECKING:
+    # the command line names all suites, also where torch is not needed
+    from rooftile.bench.results import Row
+    from rooftile.bench.run import Progress
+    from rooftile.bench.session import Session
 
 
 class Module(Protocol):

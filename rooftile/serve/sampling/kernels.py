@@ -70,11 +70,11 @@ def _number(key):
 # fmt: off
 @triton.jit
 def _penalised(
-    logits_row, slot, token, V, counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr,
-    PENALTIES: tl.constexpr, BIAS: tl.constexpr,
+    logits_row, slot, token, V, counts_ptr, prompted_ptr, bias_ptr, masks_ptr, presence_ptr, frequency_ptr, repetition_ptr,
+    biased_ptr, PENALTIES: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
 ):
     # fmt: on
-    """Returns logits after penalties and bias, -inf beyond the vocabulary. Rows that ask for neither read no table."""
+    """Returns logits after penalties, bias and mask, -inf beyond the vocabulary. Rows that ask for none read no table."""
     there = token < V
     x = tl.load(logits_row + token, mask=there, other=float("-inf")).to(tl.float32)
     line = slot * V + token
@@ -94,6 +94,10 @@ def _penalised(
     if BIAS:
         asks = there & (zero + tl.load(biased_ptr + slot) > 0.0)
         x = x + tl.load(bias_ptr + line, mask=asks, other=0.0)
+    if MASK:
+        # a row without a grammar has all bits set
+        word = tl.load(masks_ptr + slot * ((V + 31) // 32) + token // 32, mask=there, other=0)
+        x = tl.where((word >> (token % 32)) & 1 != 0, x, float("-inf"))
     return _tamed(x)
 
 
@@ -126,8 +130,8 @@ def _gumbel(seed, position, first, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=["segments"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _draw(
     logits_ptr, slots_ptr, positions_ptr, thresholds_ptr, best_ptr, token_ptr, temperature_ptr, seed_ptr,
-    counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr, logits_stride, V, segments,
-    CHANCE: tl.constexpr, TRUNCATION: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr,
+    counts_ptr, prompted_ptr, bias_ptr, masks_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr, logits_stride, V,
+    segments, CHANCE: tl.constexpr, TRUNCATION: tl.constexpr, PENALTIES: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
 ):
     """Writes the best score of a segment, and the first token that has it."""
     row = tl.program_id(0).to(tl.int64)
@@ -135,8 +139,8 @@ def _draw(
     first = tl.program_id(1) * SEGMENT
     token = first + tl.arange(0, SEGMENT)
     x = _penalised(
-        logits_ptr + row * logits_stride, slot, token, V, counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr,
-        repetition_ptr, biased_ptr, PENALTIES, BIAS)
+        logits_ptr + row * logits_stride, slot, token, V, counts_ptr, prompted_ptr, bias_ptr, masks_ptr, presence_ptr,
+        frequency_ptr, repetition_ptr, biased_ptr, PENALTIES, BIAS, MASK)
     # fmt: on
     if TRUNCATION:
         x = tl.where(x >= tl.load(thresholds_ptr + row), x, float("-inf"))
@@ -177,20 +181,20 @@ def _asks(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
 @triton.jit(do_not_specialize=["segments"])
 def _survey(
     logits_ptr, slots_ptr, x_ptr, tops_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr, logits_stride, V, segments,
-    PENALTIES: tl.constexpr, BIAS: tl.constexpr,
+    counts_ptr, prompted_ptr, bias_ptr, masks_ptr, presence_ptr, frequency_ptr, repetition_ptr, biased_ptr, logits_stride, V,
+    segments, PENALTIES: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
 ):
-    """Writes the maximum of each group of a segment; with penalties or bias also the scores, for the search."""
+    """Writes the maximum of each group of a segment; with penalties, bias or a mask also the scores, for the search."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if not _asks(slot, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
         return
     token = tl.program_id(1) * SEGMENT + tl.arange(0, SEGMENT)
     x = _penalised(
-        logits_ptr + row * logits_stride, slot, token, V, counts_ptr, prompted_ptr, bias_ptr, presence_ptr, frequency_ptr,
-        repetition_ptr, biased_ptr, PENALTIES, BIAS)
+        logits_ptr + row * logits_stride, slot, token, V, counts_ptr, prompted_ptr, bias_ptr, masks_ptr, presence_ptr,
+        frequency_ptr, repetition_ptr, biased_ptr, PENALTIES, BIAS, MASK)
     # fmt: on
-    if PENALTIES or BIAS:
+    if PENALTIES or BIAS or MASK:
         tl.store(x_ptr + row * V + token, x, mask=token < V)
     groups = tl.arange(0, SEGMENT // GROUP)
     tops = tl.max(tl.reshape(x, (SEGMENT // GROUP, GROUP)), 1)
@@ -335,8 +339,8 @@ def _tables(state: SamplingState, features: SamplingFeatures) -> tuple[Tensor, .
     """Returns the state's tables in the kernels' order; any tensor stands in for a table that is not read."""
     none = state.seed
     counts, prompted = (state.counts, state.prompted.view(torch.uint8)) if features.penalties else (none, none)
-    bias = state.bias if features.bias else none
-    return (counts, prompted, bias, state.presence, state.frequency, state.repetition, state.biased)
+    bias, masks = state.bias if features.bias else none, state.masks if features.mask else none
+    return (counts, prompted, bias, masks, state.presence, state.frequency, state.repetition, state.biased)
 
 
 _start_survey, _start_threshold, _start_draw, _start_join = Kernel(_survey), Kernel(_threshold), Kernel(_draw), Kernel(_join)
@@ -347,13 +351,13 @@ def thresholds(logits: Tensor, slots: Tensor, state: SamplingState, features: Sa
     n, V = logits.shape
     segments = triton.cdiv(V, SEGMENT.value)
     groups = segments * (SEGMENT.value // GROUP.value)
-    changed = features.penalties or features.bias
+    changed = features.penalties or features.bias or features.mask
     x = torch.empty((n, V), dtype=torch.float32, device=logits.device) if changed else logits
     copy = torch.empty((n, ROOM.value), dtype=x.dtype, device=logits.device)
     tops, out = (torch.empty(shape, dtype=torch.float32, device=logits.device) for shape in ((n, groups), (n,)))
     asked = (state.temperature, state.top_k, state.top_p, state.min_p)
     arguments = (logits, slots, x, tops, *asked, *_tables(state, features), logits.stride(0), V, segments)
-    _start_survey((n, segments, 1), arguments, _surveys(features.penalties, features.bias))
+    _start_survey((n, segments, 1), arguments, _surveys(features.penalties, features.bias, features.mask))
     _start_threshold((n, 1, 1), (x, copy, slots, tops, out, *asked, x.stride(0), V, groups), _THRESHOLDS)
     return out
 
@@ -381,14 +385,14 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, state: SamplingStat
 
 
 @cache
-def _surveys(penalties: bool, bias: bool) -> dict[str, Any]:
-    return {"PENALTIES": penalties, "BIAS": bias} | _OPTIONS
+def _surveys(penalties: bool, bias: bool, mask: bool) -> dict[str, Any]:
+    return {"PENALTIES": penalties, "BIAS": bias, "MASK": mask} | _OPTIONS
 
 
 @cache
 def _draws(features: SamplingFeatures) -> dict[str, Any]:
-    flags = {"CHANCE": features.chance, "TRUNCATION": features.truncation, "PENALTIES": features.penalties, "BIAS": features.bias}
-    return flags | _OPTIONS
+    tables = {"PENALTIES": features.penalties, "BIAS": features.bias, "MASK": features.mask}
+    return {"CHANCE": features.chance, "TRUNCATION": features.truncation} | tables | _OPTIONS
 
 
 @cache

@@ -1,6 +1,6 @@
 """The next token of every running sequence, drawn on the device that the logits are on.
 
-A row's logits become scores in this order: repetition penalty, frequency and presence penalties, bias (together x), then
+A row's logits become scores in this order: repetition penalty, frequency and presence penalties, bias, mask (together x), then
 top-k, top-p and min-p, which look at softmax(x / temperature). The draw is the Gumbel-max trick, scaled by the temperature T:
 
     token = argmax_i (x_i + T g_i)    g = -log(-log u)    u uniform in (0, 1)
@@ -53,9 +53,10 @@ def sample(
     assert positions.shape == slots.shape
     assert not features.penalties or state.counts is not None, "prepare the state for penalties first"
     assert not features.bias or state.bias is not None, "prepare the state for biases first"
+    assert not features.mask or state.masks is not None, "prepare the state for masks first"
     if not torch.compiler.is_compiling() and not watched(logits, slots, positions):
         return _choose(logits, slots, positions, state, features)
-    flags = features.chance, features.truncation, features.penalties, features.bias
+    flags = features.chance, features.truncation, features.penalties, features.bias, features.mask
     with torch.no_grad():
         found: Tensor = _SAMPLE(logits, slots, positions, *state.tensors, *flags)
     return found
@@ -72,13 +73,14 @@ def _choose(
 
 
 def _sample(logits: Tensor, slots: Tensor, positions: Tensor, *others: Any) -> Tensor:
-    state = SamplingState.of_tensors(logits.shape[1], *others[:-4])
-    return _choose(logits, slots, positions, state, SamplingFeatures(*others[-4:]))
+    state = SamplingState.of_tensors(logits.shape[1], *others[:-5])
+    return _choose(logits, slots, positions, state, SamplingFeatures(*others[-5:]))
 
 
 _SAMPLE = define(
     "sample(Tensor logits, Tensor slots, Tensor positions, Tensor numbers, Tensor top_k, Tensor seed, Tensor(a!)? counts, "
-    "Tensor? prompted, Tensor? bias, bool chance, bool truncation, bool penalties, bool biases) -> Tensor",
+    "Tensor? prompted, Tensor? bias, Tensor? masks, bool chance, bool truncation, bool penalties, bool biases, bool masked) "
+    "-> Tensor",
     _sample,
     lambda logits, *others: logits.new_empty(logits.shape[0], dtype=torch.int64),
 )
@@ -100,7 +102,7 @@ def sample_as_defined(
 
 
 def penalised(logits: Tensor, slots: Tensor, state: SamplingState, features: SamplingFeatures) -> Tensor:
-    """Returns fp32 logits (n, V) after penalties and bias; each is a finite number or -inf."""
+    """Returns fp32 logits (n, V) after penalties, bias and mask; each is a finite number or -inf."""
     x = logits.float()
     if features.penalties and state.counts is not None and state.prompted is not None:
         counts = state.counts[slots]
@@ -111,6 +113,10 @@ def penalised(logits: Tensor, slots: Tensor, state: SamplingState, features: Sam
         x = x - state.presence[slots][:, None] * (counts > 0)
     if features.bias and state.bias is not None:
         x = x + state.bias[slots]
+    if features.mask and state.masks is not None:
+        bits = torch.arange(32, dtype=torch.int32, device=x.device)
+        allowed = (state.masks[slots][:, :, None] >> bits & 1).flatten(1)[:, : state.vocab]
+        x = x.masked_fill(allowed == 0, -torch.inf)
     return torch.where(x.isnan(), -torch.inf, x).clamp(max=LARGEST)
 
 

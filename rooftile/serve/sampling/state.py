@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ class SamplingFeatures:
     truncation: bool = False
     penalties: bool = False
     bias: bool = False
+    mask: bool = False
 
     def __or__(self, other: SamplingFeatures) -> SamplingFeatures:
         return SamplingFeatures(
@@ -33,6 +36,7 @@ class SamplingFeatures:
             self.truncation or other.truncation,
             self.penalties or other.penalties,
             self.bias or other.bias,
+            self.mask or other.mask,
         )
 
 
@@ -47,6 +51,7 @@ def features_of(params: SamplingParams) -> SamplingFeatures:
         truncation=chance and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
         penalties=params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1,
         bias=bool(params.logit_bias) or params.allowed_token_ids is not None,
+        mask=params.structured is not None,
     )
 
 
@@ -62,7 +67,7 @@ class SamplingState:
         numbers = torch.zeros(7, slots, device=device)
         top_k = torch.zeros(slots, dtype=torch.int32, device=device)
         seed = torch.zeros(slots, dtype=torch.int64, device=device)
-        self._hold(vocab, numbers, top_k, seed, None, None, None)
+        self._hold(vocab, numbers, top_k, seed, None, None, None, None)
         self.top_p.fill_(1)
         self.repetition.fill_(1)
 
@@ -76,11 +81,11 @@ class SamplingState:
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Everything that the state holds, for `of_tensors`."""
-        return (self._numbers, self.top_k, self.seed, self.counts, self.prompted, self.bias)
+        return (self._numbers, self.top_k, self.seed, self.counts, self.prompted, self.bias, self.masks)
 
     def _hold(
         self, vocab: int, numbers: Tensor, top_k: Tensor, seed: Tensor, counts: Tensor | None, prompted: Tensor | None,
-        bias: Tensor | None,
+        bias: Tensor | None, masks: Tensor | None,
     ) -> None:  # fmt: skip
         self.slots, self.vocab, self.device = numbers.shape[1], vocab, numbers.device
         self._numbers: Tensor = numbers
@@ -91,6 +96,8 @@ class SamplingState:
         self.counts: Tensor | None = counts
         self.prompted: Tensor | None = prompted
         self.bias: Tensor | None = bias
+        # (slots, words) int32: a bit for each token that may be drawn, the lowest first
+        self.masks: Tensor | None = masks
 
     def prepare(self, features: SamplingFeatures) -> None:
         """Makes the tables that `features` need, where they are missing; call it before a CUDA graph is captured."""
@@ -100,11 +107,14 @@ class SamplingState:
             self.prompted = torch.zeros(shape, dtype=torch.bool, device=self.device)
         if features.bias and self.bias is None:
             self.bias = torch.zeros(shape, device=self.device)
+        if features.mask and self.masks is None:
+            self.masks = torch.full((self.slots, words_of(self.vocab)), -1, dtype=torch.int32, device=self.device)
 
     @staticmethod
     def table_bytes(slots: int, vocab: int) -> int:
         """Returns the bytes of all tables that `prepare` may make."""
-        return slots * vocab * (torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize)
+        per_token = torch.int32.itemsize + torch.bool.itemsize + torch.float32.itemsize
+        return slots * (vocab * per_token + words_of(vocab) * torch.int32.itemsize)
 
     def set(
         self,
@@ -138,11 +148,25 @@ class SamplingState:
         for table in (self.counts, self.prompted, self.bias):
             if table is not None:
                 table.index_fill_(0, where, 0)
+        if self.masks is not None:
+            self.masks.index_fill_(0, where, -1)
         self._count_tokens(
             [(slots[n], prompts[n]) for n, features in enumerate(wanted) if features.penalties],
             [(slots[n], generated[n]) for n, features in enumerate(wanted) if features.penalties],
         )
         self._write_biases([(slots[n], params[n]) for n, features in enumerate(wanted) if features.bias])
+
+    def allow(self, slots: Sequence[int], masks: Sequence[npt.NDArray[np.int32]]) -> None:
+        """Says which tokens these slots may draw next.
+
+        Args:
+            slots: slots whose requests ask for structured output.
+            masks: a bit per token for each of them, (words,), the lowest bit first.
+        """
+        if slots:
+            assert self.masks is not None, "prepare the state for masks first"
+            bits = self._send(torch.from_numpy(np.stack(masks)))  # (rows, words)
+            self.masks.index_copy_(0, self._send(torch.tensor(slots)), bits)
 
     def _count_tokens(
         self, prompts: list[tuple[int, Sequence[int]]], generated: list[tuple[int, Sequence[int]]]
@@ -186,6 +210,11 @@ class SamplingState:
         if self.device.type != "cuda":
             return x.to(self.device)
         return x.pin_memory().to(self.device, non_blocking=True)
+
+
+def words_of(vocab: int) -> int:
+    """Returns the words of 32 bits that a mask of the vocabulary has."""
+    return -(-vocab // 32)
 
 
 def _biases(params: SamplingParams) -> Mapping[int, float]:

@@ -1,17 +1,19 @@
 """Renders chat templates.
 
-A template is a Jinja program from the checkpoint folder. It runs in Transformers' sandbox, where it can change and reach nothing,
-and for a limited number of steps.
+A template is a Jinja program from the checkpoint folder. It runs in Jinja's sandbox, where it can change and reach nothing, and
+for a limited number of steps. It finds there what Transformers gives to templates.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
+from datetime import datetime
+from functools import lru_cache
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from rooftile.errors import InvalidInput
 
@@ -39,30 +41,54 @@ def render(
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidInput(f"a message is {str(message)[:80]!r}; must be a dictionary with a role and content")
-    render_jinja_template = _renderer()
     try:
+        program = _compiled(template)
         with _limited(MOST_STEPS):
-            written, _ = render_jinja_template(
-                conversations=[list(messages)], chat_template=template, add_generation_prompt=add_generation_prompt, **named
+            written: str = program.render(
+                messages=list(messages), tools=None, documents=None, add_generation_prompt=add_generation_prompt, **named
             )
+    except ImportError:
+        raise InvalidInput("a chat template needs the package jinja2; pip install jinja2") from None
     except Exception as error:
         # a template is somebody else's program: whatever it raises is its refusal of these messages
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(f"the chat template of {place} cannot write these messages: {reason}") from error
-    text: str = written[0]
-    return text
+    return written
 
 
-def _renderer() -> Any:
-    refusal = InvalidInput("a chat template needs the packages transformers and jinja2; pip install transformers jinja2")
-    # checked here, since Transformers imports jinja2 late and would raise an error of its own
-    if find_spec("jinja2") is None:
-        raise refusal
-    try:
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError:
-        raise refusal from None
-    return render_jinja_template
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+    """Returns a template as a program in a sandbox, with the filter, the functions and the block that Transformers adds."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Reads {% generation %}, which marks a model's words for training: it writes what is in it."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> nodes.Node:
+            """Returns the block without its marks."""
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return environment.from_string(template)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
+    # Jinja's own filter writes < and > as escapes, for pages
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
 
 
 @contextmanager

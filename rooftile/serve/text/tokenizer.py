@@ -1,8 +1,8 @@
 """`Tokenizer`: turns text into token ids and back, with the files of a checkpoint folder.
 
-The folder's tokenizer.json is read with the package tokenizers. Transformers renders chat templates, and loads folders that have
-only older files. Both are imported when they are needed. No code of a folder is ever run, except its chat template, in a sandbox
-(`chat_template.py`). A template comes only from the folder, never with a request.
+The folder's tokenizer.json is read with the package tokenizers, and a folder that has only older files with Transformers. Both
+are imported when they are needed. No code of a folder is ever run, except its chat template, in a sandbox (`chat_template.py`). A
+template comes only from the folder, never with a request.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from rooftile.serve.text.tokenizer_files import (
 # a text without a bound can bring a service down: its bytes are counted before it is encoded
 MOST_BYTES = 4 * 2**20
 
+# bytes, or tokens, from which on other threads would notice that the interpreter is held
+LONG = 16 * 2**10
 # Transformers removes the spaces of these from decoded text where a checkpoint asks for it, in this order
 CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
@@ -145,12 +147,20 @@ class Tokenizer:
             ) from None
         if size > most_bytes:
             raise InvalidInput(f"a text has {size} bytes; may have at most {most_bytes}")
-        ids: list[int] = self._core.encode(text, add_special_tokens=special).ids
+        # only a batch lets other threads go on while it is encoded
+        if size > LONG:
+            ids: list[int] = self._core.encode_batch([text], add_special_tokens=special)[0].ids
+        else:
+            ids = self._core.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Decodes token ids; an id that is not in the vocabulary has no text."""
-        text: str = self._core.decode(list(ids), skip_special_tokens=skip_special)
+        given = list(ids)
+        if len(given) > LONG:
+            text: str = self._core.decode_batch([given], skip_special_tokens=skip_special)[0]
+        else:
+            text = self._core.decode(given, skip_special_tokens=skip_special)
         return _cleaned(text) if self.cleans_up else text
 
     def text_of(self, id: int) -> str:

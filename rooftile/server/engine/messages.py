@@ -6,6 +6,9 @@ from typing import Any
 
 from msgspec import Struct
 
+FAILED = 70
+"""The exit code of an engine that has failed, and of its server."""
+
 
 class Add(Struct, tag="add"):
     """A request. `params` are keywords of `SamplingParams`."""

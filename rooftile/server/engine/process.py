@@ -19,15 +19,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.hardware.device import device_of
 from rooftile.models.checkpoints.weights import reading_told
 from rooftile.serve.llm import LLM
 from rooftile.server.engine.loop import Loop
-from rooftile.server.engine.messages import Failed, Order, Reading, Ready, Report
+from rooftile.server.engine.messages import FAILED, Failed, Order, Reading, Ready, Report
 from rooftile.server.engine.wire import FrameReader, WireError, frame
+from rooftile.spec import DTYPES
 
 RECEIVED = 1 << 20
-# the exit code of an engine that has failed
-FAILED = 70
 
 
 class SocketLink:
@@ -89,9 +89,11 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
 
     from rooftile.serve.checkpoint import find_folder
 
+    # the command's words: the server's process has no torch to read them with
+    dtype, device = settings.pop("dtype", "auto"), device_of(settings.pop("device", "auto"))
     model = find_folder(settings.pop("model"), download=settings.get("download", False))
     with reading_told(tell):
-        llm = LLM(model, **settings)
+        llm = LLM(model, dtype=DTYPES.get(dtype, dtype), device=device, **settings)
     folder = None if llm.tokenizer is None else str(llm.config.tokenizer or model)
     link.send(ready_message(llm, folder))
     Loop(llm.engine, link).run()

@@ -95,25 +95,27 @@ class Routes:
     async def tokenize(self, request: Request) -> Response:
         """Returns the token ids of a prompt or of a conversation."""
         _, texts, ready = self._service.check()
-        form = read_form(TokenizeForm, await read_object(request, self._service.settings.max_body))
-        self._check_model(form.model)
-        if (form.prompt is None) == (form.messages is None):
-            raise Refusal("invalid_value", "the body must have a prompt or messages, and not both", param="prompt")
-        if form.prompt is not None:
-            tokens = await texts.encode(form.prompt, special=form.add_special_tokens)
+        form, messages = await read_object(request, self._service.settings.max_body, self._read_tokenize)
+        if messages is None:
+            tokens = await texts.encode(form.prompt or "", special=form.add_special_tokens)
         else:
-            tokens = await texts.chat(read_messages(form.messages), form.add_generation_prompt)
+            tokens = await texts.chat(messages, form.add_generation_prompt)
         return _json({"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_len})
 
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of token ids."""
         _, texts, ready = self._service.check()
-        form = read_form(DetokenizeForm, await read_object(request, self._service.settings.max_body))
-        self._check_model(form.model)
-        ids = form.tokens
-        if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < ready.vocabulary for each in ids):
-            raise Refusal("invalid_value", f"tokens must be a list of ids from 0 to {ready.vocabulary - 1}", param="tokens")
-        return _json({"prompt": await texts.decode(ids, skip_special=form.skip_special_tokens)})
+
+        def read(given: dict[str, Any]) -> DetokenizeForm:
+            form = read_form(DetokenizeForm, given)
+            self._check_model(form.model)
+            ids = form.tokens
+            if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < ready.vocabulary for each in ids):
+                raise Refusal("invalid_value", f"tokens must be a list of ids from 0 to {ready.vocabulary - 1}", param="tokens")
+            return form
+
+        form = await read_object(request, self._service.settings.max_body, read)
+        return _json({"prompt": await texts.decode(form.tokens, skip_special=form.skip_special_tokens)})
 
     async def health(self, request: Request) -> Response:
         """Says whether requests are answered."""
@@ -150,10 +152,13 @@ class Routes:
         deadline = asyncio.get_running_loop().time() + _seconds(request, service.settings.deadline_s)
         # before a body is read and parsed for nothing
         service.admission.check_room(account.key)
-        body = await read_object(request, service.settings.max_body)
-        form = read_form(kind, body)
-        self._check_model(getattr(form, "model", None))
-        ask = read(form, ready)
+
+        def read_ask(given: dict[str, Any]) -> Ask:
+            form = read_form(kind, given)
+            self._check_model(getattr(form, "model", None))
+            return read(form, ready)
+
+        ask = await read_object(request, service.settings.max_body, read_ask)
         if service.settings.log_prompts:
             account.prompt = str(ask.messages or ask.prompts)
         answering = Answering(service, ask, account, deadline)
@@ -173,6 +178,14 @@ class Routes:
         finally:
             if not ask.stream:
                 answering.close()
+
+    def _read_tokenize(self, given: dict[str, Any]) -> tuple[TokenizeForm, list[dict[str, Any]] | None]:
+        """Returns the form of /tokenize, and its messages if it has some in place of a prompt."""
+        form = read_form(TokenizeForm, given)
+        self._check_model(form.model)
+        if (form.prompt is None) == (form.messages is None):
+            raise Refusal("invalid_value", "the body must have a prompt or messages, and not both", param="prompt")
+        return form, None if form.messages is None else read_messages(form.messages)
 
     def _check_model(self, name: str | None) -> None:
         own = self._service.settings.served_model_name

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from rooftile.server import limits
 from rooftile.server.refusals import Refusal
+
+T = TypeVar("T")
 
 # so much of a body that is too long is read and thrown away, so that its sender reads the answer
 THROWN_AWAY = 4
@@ -19,12 +22,13 @@ class ClientGone(Exception):
     """The client has closed its connection; nobody reads an answer."""
 
 
-async def read_object(request: Request, most: int) -> dict[str, Any]:
-    """Returns the JSON object in a request's body.
+async def read_object(request: Request, most: int, read: Callable[[dict[str, Any]], T]) -> T:
+    """Returns what `read` makes of the JSON object in a request's body.
 
     Args:
         request: the request.
         most: the most bytes of a body.
+        read: checks the object and takes what it needs; called in a thread for a large body, with which its time grows.
 
     Raises:
         Refusal: the body is no JSON object, too long, too deep or too late.
@@ -42,8 +46,8 @@ async def read_object(request: Request, most: int) -> dict[str, Any]:
     except ClientDisconnect:
         raise ClientGone from None
     if len(body) > limits.PARSED_AT_ONCE_BYTES:
-        return await asyncio.to_thread(parse_object, body)
-    return parse_object(body)
+        return await asyncio.to_thread(lambda: read(parse_object(body)))
+    return read(parse_object(body))
 
 
 async def _read(request: Request, most: int) -> bytes:

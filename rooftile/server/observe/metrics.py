@@ -33,7 +33,7 @@ class Metrics:
         self.usage = self._gauge("kv_cache_usage_perc", "share of the KV cache's blocks that answers hold, from 0 to 1")
         self.waste = self._gauge("kv_waste_ratio", "share of the slots in used blocks that hold no token")
         self.blocks = Gauge(f"{prefix}:kv_blocks", "blocks of the KV cache", ["state"], registry=self._registry)
-        self.lag = self._gauge("loop_lag_seconds", "how late the server's event loop was at the last check")
+        self.lag = self._histogram("loop_lag_seconds", "how late the server's event loop was, twenty times per second", _SHORT)
         self.up = self._gauge("engine_up", "whether the engine answers requests")
         self.prompt = self._counter("prompt_tokens", "tokens of prompts")
         self.generated = self._counter("generation_tokens", "tokens of answers")

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.server import limits
 from rooftile.server.engine.messages import Ready
-from rooftile.server.http.openai.fields import read_form
-from rooftile.server.http.openai.forms import ChatForm, CompletionForm, Message, Sampling
+from rooftile.server.http.openai.fields import read_form, read_part
+from rooftile.server.http.openai.forms import (
+    ChatForm,
+    CompletionForm,
+    Message,
+    Sampling,
+    StreamOptions,
+    StructuredOutputs,
+)
 from rooftile.server.http.openai.grammars import grammar_of
 from rooftile.server.refusals import Refusal
 
@@ -110,11 +117,13 @@ def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, samp
         params["n"] = sampled
     if logprobs is not None or (sampled is not None and sampled > (form.n or 1)):
         params["logprobs"] = 0 if logprobs is None else logprobs
-    grammar = grammar_of(form.response_format, form.structured_outputs)
+    grammar = grammar_of(form.response_format, read_part(StructuredOutputs, form.structured_outputs, "structured_outputs"))
     if grammar is not None:
         params["structured"] = grammar
     check_params(params, type(form).model_fields)
-    options = form.stream_options
+    if form.metadata is not None and not isinstance(form.metadata, dict):
+        raise _bad("metadata", "metadata must be an object")
+    options = read_part(StreamOptions, form.stream_options, "stream_options")
     if options is not None and not form.stream:
         raise _bad("stream_options", "stream_options are given without stream; set stream to true")
     return Ask(
@@ -161,10 +170,11 @@ def list_prompts(given: Any, ready: Ready) -> list[str | list[int]]:
     for prompt in prompts:
         if isinstance(prompt, str):
             continue
+        # in this order: a list that is too long is refused before its elements are looked at
+        if isinstance(prompt, list) and (len(prompt) >= ready.max_len or not prompt):
+            raise _bad("prompt", f"prompt has {len(prompt):,} tokens; must have from 1 to {ready.max_len - 1:,}")
         if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise _bad("prompt", "prompt must be a text, a list of texts, a list of token ids, or a list of such lists")
-        if len(prompt) >= ready.max_len or not prompt:
-            raise _bad("prompt", f"prompt has {len(prompt):,} tokens; must have from 1 to {ready.max_len - 1:,}")
         if not 0 <= min(prompt) <= max(prompt) < ready.vocabulary:
             raise _bad("prompt", f"prompt has token ids outside of 0 to {ready.vocabulary - 1}")
     return prompts
@@ -176,10 +186,10 @@ def read_messages(given: Any) -> list[dict[str, Any]]:
     Raises:
         Refusal: they are no such list, or hold more than text.
     """
+    if isinstance(given, list) and len(given) > limits.MESSAGES:
+        raise _bad("messages", f"messages has {len(given):,} messages; may have at most {limits.MESSAGES:,}")
     if not isinstance(given, list) or not given or not all(isinstance(each, dict) for each in given):
         raise _bad("messages", "messages must be a list of at least one object with a role and content")
-    if len(given) > limits.MESSAGES:
-        raise _bad("messages", f"messages has {len(given):,} messages; may have at most {limits.MESSAGES:,}")
     found = []
     for place, each in enumerate(given):
         where = f"messages[{place}]"

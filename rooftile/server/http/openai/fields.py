@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from reprlib import Repr
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +15,10 @@ Form = TypeVar("Form", bound=BaseModel)
 
 # more names are not compared with: the time grows with their number
 COMPARED = 60
+# shows a value in a sentence: the whole of a large one would take long to write
+_short = Repr()
+_short.maxlevel, _short.maxdict, _short.maxlist = 2, 3, 3
+_short.maxstring = _short.maxlong = _short.maxother = 60
 _TEXT = "this server reads and writes text"
 
 # fields of OpenAI's API and of other servers that are refused: why
@@ -46,9 +51,9 @@ def read_form(kind: type[Form], given: Mapping[str, Any], where: str = "") -> Fo
     Raises:
         Refusal: a field is unknown, refused, or of the wrong type.
     """
-    fields = {}
+    fields, known = {}, {field.alias or name for name, field in kind.model_fields.items()}
     for name, value in given.items():
-        if name in kind.model_fields:
+        if name in known:
             fields[name] = value
         elif name not in REFUSED or not _is_harmless(name, value):
             raise _unknown(kind, name, where)
@@ -56,6 +61,19 @@ def read_form(kind: type[Form], given: Mapping[str, Any], where: str = "") -> Fo
         return kind.model_validate(fields, strict=True)
     except ValidationError as error:
         raise _wrong(error, where) from None
+
+
+def read_part(kind: type[Form], given: Any, name: str) -> Form | None:
+    """Returns the form of an object that is a field of another; None if it is null.
+
+    Raises:
+        Refusal: it is no object, or a field in it is wrong.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise Refusal("invalid_value", f"{name} is {_short.repr(given)}; must be an object", param=name)
+    return read_form(kind, given, name)
 
 
 def _is_harmless(name: str, value: Any) -> bool:
@@ -67,7 +85,7 @@ def _unknown(kind: type[BaseModel], name: str, where: str) -> Refusal:
     shown = repr(name[:80])
     if name in REFUSED and not where:
         return Refusal("unsupported", f"{name} is not supported: {REFUSED[name]}", param=name)
-    known = list(kind.model_fields)[:COMPARED]
+    known = [field.alias or own for own, field in kind.model_fields.items()][:COMPARED]
     near = get_close_matches(name[:80], known, n=1, cutoff=0.5)
     place = f" of {where}" if where else ""
     advice = f"did you mean {near[0]}?" if near else f"has {', '.join(known)}"
@@ -83,4 +101,4 @@ def _wrong(error: ValidationError, where: str) -> Refusal:
     if first["type"] == "missing":
         return Refusal("invalid_value", f"{path} is missing; it is required", param=path)
     due = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return Refusal("invalid_value", f"{path} is {repr(first['input'])[:60]}; must be {due}", param=path)
+    return Refusal("invalid_value", f"{path} is {_short.repr(first['input'])}; must be {due}", param=path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field
 
 Number = int | float
 
@@ -16,6 +16,11 @@ Number = int | float
 def _listed(kind: str, description: str = "") -> Any:
     """Returns a field that the schema shows as a list, and that later checks read: pydantic reports every wrong element."""
     return Field(default=None, description=description, json_schema_extra={"type": "array", "items": {"type": kind}})
+
+
+def _object(schema: dict[str, Any] | None = None) -> Any:
+    """Returns a field that the schema shows as an object, and that later checks read, for the same reason."""
+    return Field(default=None, json_schema_extra={"type": "object"} | (schema or {}))
 
 
 class StreamOptions(BaseModel):
@@ -30,7 +35,7 @@ class StructuredOutputs(BaseModel):
     """A grammar that the answer must follow; exactly one of these."""
 
     model_config = ConfigDict(extra="forbid")
-    json_: JsonValue = Field(default=None, alias="json")
+    json_: Any = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
 
@@ -68,12 +73,12 @@ class Sampling(BaseModel):
     early_stopping: bool | None = None
     cache_salt: str | None = Field(default=None, max_length=128)
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    response_format: dict[str, JsonValue] | None = None
-    structured_outputs: StructuredOutputs | None = None
+    stream_options: Any = _object(StreamOptions.model_json_schema())
+    response_format: Any = _object()
+    structured_outputs: Any = _object(StructuredOutputs.model_json_schema())
     # taken, and without any effect
     user: str | None = None
-    metadata: dict[str, JsonValue] | None = None
+    metadata: Any = _object()
     service_tier: str | None = None
     store: Literal[False] | None = None
 

@@ -12,7 +12,7 @@ from rooftile.server.http.openai.forms import StructuredOutputs
 from rooftile.server.refusals import Refusal
 
 
-def grammar_of(response_format: dict[str, Any] | None, outputs: StructuredOutputs | None) -> dict[str, Any] | None:
+def grammar_of(response_format: Any, outputs: StructuredOutputs | None) -> dict[str, Any] | None:
     """Returns the grammar that an answer must follow, as `SamplingParams` takes it; None for free text.
 
     Raises:
@@ -39,7 +39,9 @@ def grammar_of(response_format: dict[str, Any] | None, outputs: StructuredOutput
     return given
 
 
-def _of_format(given: dict[str, Any]) -> dict[str, Any] | None:
+def _of_format(given: Any) -> dict[str, Any] | None:
+    if not isinstance(given, dict):
+        raise _bad("response_format", "response_format must be an object with a type")
     kind = given.get("type")
     if kind == "text" and given.keys() == {"type"}:
         return None

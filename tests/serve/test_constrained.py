@@ -1,0 +1,98 @@
+"""Answers that the host steers: grammars, beams and bad words sit steps out, and the others go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from rooftile.serve.llm import LLM
+from rooftile.serve.sampling.params import SamplingParams
+from tests.models.checkpoints import SMALL, saved
+from tests.serve.asking import ROOM, assert_clean
+from tests.serve.folders import save
+
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+
+SCHEMA = {
+    "type": "object", "properties": {"name": {"type": "string", "maxLength": 6}, "tiles": {"type": "integer", "maximum": 99}},
+    "required": ["name", "tiles"], "additionalProperties": False,
+}  # fmt: skip
+ASKED = {
+    "free": SamplingParams(max_tokens=20, seed=1, ignore_eos=True),
+    "schema": SamplingParams(max_tokens=40, seed=2, structured={"json": SCHEMA}),
+    "greedy": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=1.3),
+    "regex": SamplingParams(max_tokens=30, seed=3, n=2, structured={"regex": "[a-f]{9}(stop|the)"}, top_p=0.9),
+    "words": SamplingParams(max_tokens=20, seed=4, ignore_eos=True, bad_words=["the", "stop", "an"]),
+    "beams": SamplingParams(beam_width=3, n=2, max_tokens=8, ignore_eos=True),
+    "choice": SamplingParams(max_tokens=9, seed=5, structured={"choice": ["a", "stop", "naïve"]}, presence_penalty=0.5),
+}
+TEXTS = ["cat", "the stop", "naïve and a cat of tiles, the stop", "a", "roof of the cat", "cat cat", "stop"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("constrained")
+    torch.manual_seed(0)
+    # with more logits than the tokenizer has tokens
+    config = transformers.LlamaConfig(**SMALL | {"vocab_size": 427, "initializer_range": 0.2})
+    saved(transformers.AutoModelForCausalLM.from_config(config), path)
+    return save("byte_level", path)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[list[int]]]:
+    """Returns the tokens of each request when nothing runs beside it, and nothing ahead."""
+    llm = LLM(folder, **ROOM)
+    asked = zip(TEXTS, ASKED.values(), strict=True)
+    return [[answer.token_ids for answer in llm.generate(text, params)[0].outputs] for text, params in asked]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [ROOM, ROOM | {"num_blocks": 8}, ROOM | {"max_batched_tokens": 7}],
+    ids=["", "preempted", "in chunks"],
+)
+def test_all_get_the_tokens_that_they_get_alone(settings: dict, ahead: bool, folder: Path, alone) -> None:
+    llm = LLM(folder, **settings)
+    llm.engine._ahead = ahead
+    outputs = llm.generate(TEXTS, list(ASKED.values()))
+    assert [output.error for output in outputs] == [None] * len(TEXTS)
+    assert [[answer.token_ids for answer in output.outputs] for output in outputs] == alone
+    assert (llm.engine.scheduler.preemptions > 0) == (settings["num_blocks"] < 20)
+    assert_clean(llm)
+    said = json.loads(outputs[1].outputs[0].text)
+    assert said.keys() == {"name", "tiles"}
+    assert outputs[6].outputs[0].text in ("a", "stop", "naïve")
+
+
+@pytest.mark.parametrize("name", ["schema", "words", "beams"])
+def test_the_others_go_on_while_one_sits_out(name: str, folder: Path) -> None:
+    llm = LLM(folder, **ROOM)
+    engine = llm.engine
+    engine._ahead = True
+    free = engine.add([3, 4], SamplingParams(max_tokens=30, ignore_eos=True, seed=0))
+    steered = engine.add([5, 6], ASKED[name])
+    rows, run = [], engine.runner.run
+
+    def recorded(plan):
+        rows.append({work.answer.request for work in plan.work})
+        return run(plan)
+
+    engine.runner.run = recorded
+    while not engine.idle:
+        engine.step()
+    assert [free in each for each in rows[:30]] == [True] * 30
+    there = [steered in each for each in rows[:16]]
+    assert there == [n % 2 == 0 for n in range(16)]
+
+
+def test_one_that_runs_by_itself_loses_no_step(folder: Path) -> None:
+    llm = LLM(folder, **ROOM)
+    llm.engine._ahead = True
+    (output,) = llm.generate("cat", SamplingParams(seed=2, max_tokens=40, structured={"json": SCHEMA}))
+    assert llm.engine.steps["steps"] == len(output.outputs[0].token_ids)

@@ -1,0 +1,101 @@
+"""`import rooftile` waits for no torch, and a program that has torch sees no difference."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rooftile
+
+CALL = """
+@torch.compile(fullgraph=True, backend="aot_eager")
+def call(q):
+    return rooftile.attention(q, q, q, rooftile.CAUSAL)
+
+q = torch.randn(1, 8, 2, 16)
+assert torch.allclose(call(q), rooftile.attention(q, q, q, rooftile.CAUSAL))
+"""
+
+
+def run(program: str) -> str:
+    """Returns what a program prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_rooftile_does_not_import_torch() -> None:
+    program = "import sys, rooftile; rooftile.CAUSAL, rooftile.InvalidInput, dir(rooftile); print('torch' in sys.modules)"
+    assert run(program) == "False"
+
+
+@pytest.mark.parametrize(
+    "order", ["import torch, rooftile", "import rooftile", "import rooftile, importlib.util; importlib.util.find_spec('torch')"],
+    ids=["torch first", "rooftile first", "asked for, then imported"],
+)  # fmt: skip
+def test_torch_has_the_operators_in_either_order(order: str) -> None:
+    """As an exported program needs them, which calls nothing by its name in Python."""
+    late = "[name for name in rooftile.__all__ if name not in vars(rooftile)]"
+    found = run(f"{order}; import torch; print(torch.ops.rooftile.attention.default, {late})")
+    assert found == "rooftile.attention.default ['LLM', 'SamplingParams', 'diagnose']"
+
+
+def test_a_module_that_imports_torch_itself_leaves_the_other_names_for_later() -> None:
+    program = "import rooftile.approximate; import rooftile; print(rooftile.nn.Attention, rooftile.masks, rooftile.LLM)"
+    assert run(program).split() == [
+        "<class", "'rooftile.nn.attention.Attention'>", "<module", "'rooftile.masks'", "from",
+        f"'{Path(rooftile.__file__).parent / 'masks.py'}'>", "<class", "'rooftile.serve.llm.LLM'>",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "imports", ["import rooftile, torch", "import rooftile.approximate, rooftile, torch"], ids=["names there", "names late"]
+)
+def test_the_first_use_may_be_in_a_compiled_function(imports: str) -> None:
+    assert run(f"{imports}\n{CALL}\nprint('same')") == "same"
+
+
+def test_what_was_pickled_is_read_in_a_fresh_process() -> None:
+    made = [
+        rooftile.Precision(pv="native"), rooftile.CAUSAL & rooftile.Window(3), rooftile.attention, rooftile.SamplingParams(n=2)
+    ]  # fmt: skip
+    program = f"""
+import pickle, sys
+found = pickle.loads({pickle.dumps(made)!r})
+import rooftile as rt
+print(isinstance(found[0], rt.Precision), found[1] == rt.CAUSAL & rt.Window(3), found[2] is rt.attention)
+print(found[3] == rt.SamplingParams(n=2))
+"""
+    assert run(program).split() == ["True"] * 4
+
+
+def test_packages_with_late_names_have_no_others() -> None:
+    program = """
+from rooftile import *
+import rooftile, rooftile.models, rooftile.serve
+assert all(name in globals() for name in rooftile.__all__)
+for each in (rooftile, rooftile.models, rooftile.serve):
+    assert all(hasattr(each, name) for name in dir(each))
+    try:
+        each.nonsense
+    except AttributeError as error:
+        print(error)
+"""
+    due = [f"module '{name}' has no attribute 'nonsense'" for name in ("rooftile", "rooftile.models", "rooftile.serve")]
+    assert run(program).splitlines() == due
+
+
+def test_an_error_of_torch_is_not_hidden() -> None:
+    program = """
+import sys, rooftile
+sys.modules["torch"] = None
+try:
+    rooftile.attention
+except ImportError as error:
+    print(error.name)
+"""
+    assert run(program) == "torch"
