@@ -112,6 +112,7 @@ CROWDED = {
     "bench/suites": "one suite per file",
     "cli": "one command per file",
     "diagnosis": "one part of a diagnosis per file; what has several parts is a folder",
+    "integrations": "one library per file, and what they share",
     "report": "one section of the page per file",
     "serve": "what a step goes through, in one folder; `text` and `sampling` hold the rest",
 }

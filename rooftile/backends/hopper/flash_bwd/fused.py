@@ -444,7 +444,6 @@ def flash_bwd_listed(
     batch_stride, head_stride, per, most, bits_batch_stride, bits_head_stride, part,
     B, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
     GROUP: gl.constexpr, GROUP_SPLITS: gl.constexpr, D: gl.constexpr,
-    FP16: gl.constexpr,
     FLAGS: gl.constexpr, TILE: gl.constexpr,
 ):
     """The same over lists of blocks, those of keys."""
@@ -458,5 +457,5 @@ def flash_bwd_listed(
         q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, 0,
         dk_ptr, dv_ptr, nan_flag_ptr, cu_q_ptr, cu_k_ptr, lists, counter_ptr,
         B, T, S, padded_T, tiles, balanced_heads, scale, softcap, left, right, prefix, chunk,
-        GROUP, GROUP_SPLITS, D, FP16, True, FLAGS, TILE,
+        GROUP, GROUP_SPLITS, D, q_desc.dtype == gl.float16, True, FLAGS, TILE,
     )

@@ -310,7 +310,8 @@ def _constants_of_both(spec: Spec, parts: int, adds: bool, bias_kind: BiasKind |
 
 @cache
 def _constants_over_lists(spec: Spec, parts: int) -> dict[str, Any]:
-    return {name: value for name, value in _constants_of_both(spec, parts, True, None).items() if name != "ACCUMULATE_DQ"}
+    both = _constants_of_both(spec, parts, True, None)
+    return {name: value for name, value in both.items() if name not in ("ACCUMULATE_DQ", "FP16")}
 
 
 @cache
