@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.norm import Weights, normalise, normalised_as_defined
+from rooftile.fused.norm import Weights, has_whole_accesses, normalise, normalised_as_defined
 from rooftile.fused.where import checked, quantised, runs_on
 from rooftile.numerics.rows import QuantisedRows
 from rooftile.operators import call, define, needs_steps
@@ -111,7 +111,7 @@ def _added(
 def _sum_quantised(
     x: Tensor, stream: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool, out: str
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if not _kernels_run_on(x):
+    if not (_kernels_run_on(x) and has_whole_accesses(x)):
         y, total = _sum_run(x, stream, w, b, eps, plus_one)
         rows = quantised(y, out)
         return rows.codes, rows.scales, total

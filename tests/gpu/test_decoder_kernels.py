@@ -14,6 +14,7 @@ from rooftile.fused.gated import gated_as_defined
 from rooftile.fused.norm import added_as_defined, normalised_as_defined
 from rooftile.models import Decoder
 from rooftile.models.config import config_of
+from rooftile.numerics import quantise_rows
 from tests.models.checkpoints import CONFIGS
 from tests.models.norms import KINDS, assert_within_an_ulp, norm_of
 
@@ -35,6 +36,29 @@ def test_norms(total: int, size: int, kind: str, dtype: torch.dtype) -> None:
     found, stream = fused.add_norm(x, residual, norm)
     assert torch.equal(stream, due_stream)
     assert_within_an_ulp(found, due)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["own-scales", "given-scale"])
+@pytest.mark.parametrize("out", ["fp8", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("total", "size"), [(1, 4096), (256, 4096), (4096, 896), (300, 5120), (16384, 40), (5, 41)])
+def test_quantised_as_they_are_rounded(total: int, size: int, kind: str, dtype: torch.dtype, out: str, given: bool) -> None:
+    """One kernel gives the bits of two."""
+    if given and out == "int8":
+        pytest.skip("INT8 finds its scales")
+    norm, scale = norm_of(kind, size, dtype, "cuda"), torch.tensor([0.01], device="cuda") if given else None
+    x, residual = (2 * torch.randn(2, total, size, device="cuda")).to(dtype)
+    due_added, due_stream = fused.add_norm(x, residual.clone(), norm, norm)
+    added, stream = fused.add_norm(x, residual, norm, norm, out, scale)
+    assert torch.equal(stream, due_stream)
+    pairs = [(added, due_added), (fused.normalise(x, norm, out, scale), fused.normalise(x, norm))]
+    if size % 2 == 0:
+        pairs += [(fused.gated(x, name, out, scale), fused.gated(x, name)) for name in ACTIVATIONS]
+    for found, y in pairs:
+        due = quantise_rows(y, out, scale=scale)
+        assert torch.equal(found.codes.float(), due.codes.float())
+        assert torch.equal(found.scales, due.scales)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

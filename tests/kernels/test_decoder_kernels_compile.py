@@ -140,6 +140,28 @@ def test_quantising_norms_and_gates_compile(out: str) -> None:
     assert stack(compiled("_gate_quantised", 90, torch.bfloat16, gate, codes_ptr=codes, **words)) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("kind", "size", "residual", "post"), [
+    ("rms", 4096, True, False), ("layer", 896, False, False), ("plus one", 5120, True, True), ("rms", 128, False, False),
+])  # fmt: skip
+@pytest.mark.parametrize("even", [True, False], ids=["even", "odd"])
+def test_sums_of_a_norm_do_not_follow_from_how_it_is_written(
+    kind: str, size: int, residual: bool, post: bool, dtype: torch.dtype, even: bool
+) -> None:  # fmt: skip
+    """The order of a sum follows from the layout of what is added, so codes and 16 bits have the same bits before."""
+    found = []
+    for out in ("", "fp8", "int8", "given"):
+        constants = constants_of(kind, size, 1, residual, post) | {"OUT": out}
+        codes = "*i8" if out == "int8" else "*fp8e4nv"
+        words = {"o_ptr": codes, "scales_ptr": "*fp32", "given_ptr": "*fp32"} if out else {}
+        text = compiled("_normalise", 90, dtype, constants, even=even, **words).asm["ttgir"]
+        layouts = dict(re.findall(r"(#\w+) = (#ttg\.\w+<.*>)", text))
+        reductions = re.findall(r'"tt\.reduce".*?\n(.*?)\}\) : \(tensor<[^#]*(#\w+)>\)', text, re.DOTALL)
+        found.append([layouts[layout] for body, layout in reductions if "arith.addf" in body])
+    assert found[0]
+    assert found == [found[0]] * 4
+
+
 @pytest.mark.parametrize(("sm", "dtype"), CHIPS, ids=str)
 @pytest.mark.parametrize("out", [4096, 14336, 128256])
 def test_products_compile(out: int, sm: int, dtype: torch.dtype) -> None:

@@ -28,7 +28,7 @@ def _gate_quantised(
     opened = _activated(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
     y = (opened * up.to(tl.float32)).to(gate.dtype)
     one = row + tl.arange(0, 1)
-    store_rows(y, codes_ptr + row * SIZE + n, scales_ptr + one, given_ptr, there, one >= 0, OUT)
+    store_rows(y, codes_ptr, row * SIZE + n, scales_ptr + one, given_ptr, there, one >= 0, OUT, False)
 
 
 _start = Kernel(_gate_quantised)

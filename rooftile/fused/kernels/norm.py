@@ -77,7 +77,7 @@ def _normalise(
     if OUT == "":
         tl.store(o_ptr + line, y, mask=there)
     else:
-        store_rows(y, o_ptr + line, scales_ptr + r, given_ptr, there, t < total, OUT)
+        store_rows(y, o_ptr, line, scales_ptr + r, given_ptr, there, t < total, OUT, True)
 
 
 _start_normalise = Kernel(_normalise)

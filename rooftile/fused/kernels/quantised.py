@@ -12,8 +12,16 @@ from rooftile.numerics.rows import ROW_FORMATS
 
 
 @triton.jit
-def store_rows(y, codes_ptr, scales_ptr, given_ptr, there, is_row, OUT: tl.constexpr):
-    """Quantises rows y (ROWS, WIDTH), zero outside of `there`; OUT is "fp8", "int8", or "given" for FP8 with one given scale."""
+def store_rows(y, codes_ptr, line, scales_ptr, given_ptr, there, is_row, OUT: tl.constexpr, WHOLE: tl.constexpr):
+    """Quantises rows y (ROWS, WIDTH), zero outside of `there`; OUT is "fp8", "int8", or "given" for FP8 with one given scale.
+
+    WHOLE: rows are whole accesses of 16 bytes in the dtype of y.
+    """
+    places = codes_ptr + line
+    if WHOLE:
+        # A thread writes as many codes as it read numbers. It could write 16, and then sums before would be taken in another
+        # order than by a kernel that writes y: the compiler gives all tensors of a kernel the layout of its widest access
+        places = tl.multiple_of(places, (1, 128 // y.dtype.primitive_bitwidth))
     y = y.to(tl.float32)
     if OUT == "given":
         given = tl.load(given_ptr)
@@ -24,7 +32,7 @@ def store_rows(y, codes_ptr, scales_ptr, given_ptr, there, is_row, OUT: tl.const
     else:
         tl.static_assert(OUT == "fp8")
         codes, scale = codes_of(y, 448.0, False)
-    tl.store(codes_ptr, codes.to(codes_ptr.dtype.element_ty), mask=there)
+    tl.store(places, codes.to(codes_ptr.dtype.element_ty), mask=there)
     tl.store(scales_ptr, scale, mask=is_row)
 
 

@@ -130,8 +130,14 @@ def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | No
         if x_scales is None:
             _by_nibbles(x[rows], parts, bias, product, o[rows])
         else:
-            _by_codes(x[rows].contiguous(), x_scales[rows].contiguous(), parts, bias, product, o[rows])
+            _by_codes(_aligned(x[rows]), x_scales[rows].contiguous(), parts, bias, product, o[rows])
     return o
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Returns contiguous rows from which the copy engine can read: at a multiple of 16 bytes."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _by_codes(
