@@ -51,10 +51,10 @@ def _rooflines(found: Weights) -> Chart:
     N, K = found.size
     kinds = ("standard", "ours", "other")
     series = [
-        Series(name=f"weights in {line.name}", kind=kind, points=tuple((float(M), rate) for M, rate in line.points))
+        Series(name=line.name, kind=kind, points=tuple((float(M), rate) for M, rate in line.points))
         for line, kind in zip(found.rooflines, kinds, strict=True)
     ]
-    title = f"Where bytes bind, and where arithmetic: a product with {N} × {K} weights"
+    title = f"Where bytes bind, and where arithmetic: a product with {N} × {K} weights, by their format"
     drawn = log_chart(
         series, title=title, y_name="most FLOP/s", x_name="rows", write=lambda rate: f"{rate / 1e9:,.3g} G", ticks=(1, 8, 64, 512, 4096)
     )  # fmt: skip
