@@ -357,6 +357,25 @@ MUTATIONS = {
         "fused/loss.py", "dz = torch.where((target == ignore_index)[:, None], 0.0, dz * dlosses[:, None])",
         "dz = dz * dlosses[:, None]", ("tests/conformance/test_fused_gradients.py", "-k", "cross_entropy"),
     ),
+    "loss in the forward, its mean": Mutation(
+        "fused/linear_loss.py", "share = one / (target != numbers[0]).sum() if mean else one", "share = one",
+        ("tests/conformance/test_fused_gradients.py", "-k", "cross_entropy"),
+    ),
+    "fuse, Gemma's norms": Mutation(
+        "integrations/fusion/layers.py", 'plus_one = kind == "gemma_norm"', "plus_one = False",
+        ("tests/integrations/test_fuse.py", "-k", "losses_and_gradients"),
+    ),
+    "fuse, labels": Mutation(
+        "integrations/fusion/loss.py", "functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]", "labels",
+        ("tests/integrations/test_fuse.py", "-k", "losses_and_gradients"),
+    ),
+    "adamw, the rest of a weight": Mutation(
+        "optim/split.py", "high = (bits + 0x8000) >> 16", "high = bits >> 16", ("tests/optim", "-k", "halves or split"),
+    ),
+    "adamw, the kernel's clipping": Mutation(
+        "optim/kernels.py", "scale *= tl.load(clip_ptr).to(tl.float32)", "scale *= 1.0",
+        ("tests/interpreter/test_adamw.py",), interpreted=True,
+    ),
 }  # fmt: skip
 
 

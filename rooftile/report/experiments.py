@@ -13,7 +13,18 @@ from typing import Any
 
 import torch
 
-from rooftile.report import approximate, comparison, diagnosis, machine, precision, recall, serving, tiles, training
+from rooftile.report import (
+    approximate,
+    comparison,
+    diagnosis,
+    machine,
+    precision,
+    recall,
+    serving,
+    tiles,
+    training,
+    weights,
+)
 from rooftile.report.plan import Plan
 from rooftile.report.precision import PrecisionErrors
 from rooftile.report.progress import Progress
@@ -32,6 +43,7 @@ class Report:
     approximate: approximate.Approximate | None = None
     training: training.Training | None = None
     serving: serving.Serving | None = None
+    weights: weights.Weights | None = None
     diagnosis: diagnosis.Diagnosed | None = None
     recall: recall.Recall | None = None
     missing: dict[str, str] = field(default_factory=dict)  # an optional package, or the result of another experiment, is missing
@@ -50,6 +62,7 @@ class Report:
             "approximate": self.approximate and self.approximate.json(),
             "training": self.training and asdict(self.training),
             "serving": self.serving and self.serving.json(),
+            "weights": self.weights and asdict(self.weights),
             "diagnosis": self.diagnosis and self.diagnosis.json(),
             "recall": self.recall and self.recall.json(),
             "missing": self.missing,
@@ -99,7 +112,7 @@ def _run_all(report: Report, plan: Plan, device: str, progress: Progress) -> Non
     attempt("approximate", lambda: approximate.measure(plan, device, step("approximate")))
     if find_spec("transformers") is None:
         why = "The package transformers is not installed; pip install transformers adds this part."
-        report.missing |= {"training": why, "serving": why}
+        report.missing |= {"training": why, "serving": why, "weights": why}
         attempt("diagnosis", lambda: diagnosis.diagnose_all(plan, device, None, step("diagnosis")))
     else:
         with TemporaryDirectory() as name:
@@ -107,8 +120,10 @@ def _run_all(report: Report, plan: Plan, device: str, progress: Progress) -> Non
             attempt("training", lambda: training.train_twice(plan.model, device, folder, step("training")))
             if report.training is None:
                 report.missing["serving"] = "There is no trained model to serve: its training failed."
+                report.missing["weights"] = "There is no trained model to weigh: its training failed."
             else:
                 attempt("serving", lambda: serving.serve(plan.serving, folder, device, step("serving")))
+                attempt("weights", lambda: weights.measure(plan, folder, device, step("weights")))
             trained = folder if report.training is not None else None
             attempt("diagnosis", lambda: diagnosis.diagnose_all(plan, device, trained, step("diagnosis")))
     attempt("recall", lambda: recall.measure(plan, device, step("recall")))

@@ -185,6 +185,21 @@ def test_copies_pickles_and_folders(name: str, tmp_path) -> None:
     assert_same_step(loaded, before)
 
 
+@pytest.mark.parametrize("name", TWO)
+def test_transforms_and_inference_mode(name: str) -> None:
+    model = made(name)
+    words = {"attention_mask": None, "use_cache": False}
+    before = step(model, **words)
+    rt.fuse(model, verbose=False)
+    weights = {key: x.detach() for key, x in model.named_parameters()}
+    given = batch() | words
+    found = torch.func.grad(lambda some: torch.func.functional_call(model, some, (), given).loss)(weights)
+    for key, grad in before[1].items():
+        torch.testing.assert_close(found[key], grad, rtol=1e-3, atol=1e-5)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(**given).loss, before[0], rtol=1e-5, atol=1e-6)
+
+
 class Adapter(nn.Module):
     """A low-rank adapter around a linear layer, as peft makes them."""
 

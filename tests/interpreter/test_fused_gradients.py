@@ -31,6 +31,17 @@ def test_parts_of_dw_are_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None
         check(name, inputs(name, 11, 33, torch.float32))
 
 
+def test_a_sum_and_its_norm_are_one_launch() -> None:
+    x, stream, w = torch.randn(3, 40), torch.randn(3, 40), torch.ones(40)
+    before, seen = stream.clone(), []
+    with launch.observe(seen.append):
+        y, total = fused.add_rms_norm(x, stream, w)
+    assert seen == ["_normalise"]
+    assert torch.equal(total, x + stream)
+    assert torch.equal(stream, before)
+    torch.testing.assert_close(y, fused.rms_norm(total, w))
+
+
 def test_gates_far_from_zero() -> None:
     gate = torch.tensor([[-1e4, -90.0, -30.0, 0.0, 30.0, 90.0, 1e4, torch.nan]], requires_grad=True)
     up = torch.full_like(gate, 2.0).detach().requires_grad_()

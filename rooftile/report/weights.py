@@ -1,0 +1,103 @@
+"""The experiment on weights: what the trained Llama weighs in each format, and what it loses.
+
+Its own text is read again, so only the distance to the model in its own dtype says something. On a GPU each format also answers one
+request with `rooftile.LLM`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rooftile.bench.learning.english import English
+from rooftile.bench.weighing import FORMATS, Weighed, nats_per_token, plain_bytes, quantised
+from rooftile.hardware import ceilings
+from rooftile.report.plan import Plan
+from rooftile.report.training import quiet
+from rooftile.serve import LLM, SamplingParams
+from rooftile.spec import DTYPES
+
+PIECES = 8
+# rows of activations in the roofline: a decode step of one answer, to a prompt
+ROWS = tuple(2**n for n in range(13))
+ANSWER = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """The most FLOP/s that a product can reach over its rows, by the bytes of its weights and by arithmetic."""
+
+    name: str
+    points: tuple[tuple[int, float], ...]  # rows, FLOP/s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The model in its own dtype, then in each format."""
+
+    weighed: tuple[Weighed, ...]
+    tokens_s: dict[str, float]  # of one request, on a GPU
+    size: tuple[int, int]  # N and K of the product in the rooflines
+    rooflines: tuple[Roofline, ...]
+
+
+def measure(plan: Plan, folder: Path, device: str, step: Callable[[float, str], None]) -> Weights:
+    """Weighs the checkpoint in a folder. Needs transformers."""
+    from transformers import LlamaForCausalLM
+
+    step(0.0, "the Llama in formats of few bits")
+    dtype = torch.float32 if plan.device == "cpu" else torch.bfloat16
+    with quiet():
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    pieces = English.read(device).tests(PIECES, plan.model.length)
+    size = (int(model.config.intermediate_size), int(model.config.hidden_size))
+    words = [word for word in FORMATS if _fits(word, size)]
+    found = [Weighed(plan.dtype, plain_bytes(model), nats_per_token(model, *pieces, rows=1))]
+    speeds: dict[str, float] = {}
+    for n, word in enumerate(words):
+        step(n / len(words), f"the Llama in {word}")
+        changed, nbytes = quantised(model, word)
+        found.append(Weighed(word, nbytes, nats_per_token(changed, *pieces, rows=1)))
+    if plan.device == "cuda":
+        for word in ("auto", *words):
+            step(0.9, f"an answer with weights in {word}")
+            speeds[plan.dtype if word == "auto" else word] = tokens_per_second(folder, word, device)
+    return Weights(weighed=tuple(found), tokens_s=speeds, size=size, rooflines=rooflines(plan, device, size))
+
+
+def tokens_per_second(folder: Path, word: str, device: str, count: int = ANSWER) -> float:
+    """The rate of one greedy answer, after one that compiles what it needs."""
+    llm = LLM(folder, weights=word, device=device, max_num_seqs=1, num_blocks=64)
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    taken = []
+    for _ in range(2):
+        began = time.perf_counter()
+        (output,) = llm.generate([[1, 2, 3]], params)
+        taken.append(len(output.outputs[0].token_ids) / (time.perf_counter() - began))
+    return taken[-1]
+
+
+def rooflines(plan: Plan, device: str, size: tuple[int, int], rows: Sequence[int] = ROWS) -> tuple[Roofline, ...]:
+    """The roofline of a product over its rows: in the model's dtype, with 8 bits, and with 4 bits in the weights."""
+    rates = ceilings.measure(device).rates(plan.dtype)
+    element, (N, K) = DTYPES[plan.dtype].itemsize, size
+    # a GPU multiplies 8 bits twice as fast; 4 bits are multiplied in the model's dtype
+    faster = 2.0 if plan.device == "cuda" else 1.0
+    found = []
+    for name, of_weight, speed in ((plan.dtype, element, 1.0), ("8 bits", 1.0, faster), ("4 bits", 0.5, 1.0)):
+        points = []
+        for M in rows:
+            flops, moved = 2.0 * M * N * K, of_weight * N * K + element * M * (N + K)
+            points.append((M, flops / max(flops / (speed * rates.flops_per_s), moved / rates.bytes_per_s)))
+        found.append(Roofline(name=name, points=tuple(points)))
+    return tuple(found)
+
+
+def _fits(word: str, size: tuple[int, int]) -> bool:
+    """Whether the groups of a format divide the rows of the model's weights."""
+    group = int(word.partition(":")[2] or {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}.get(word, 1))
+    return all(n % group == 0 for n in size)
