@@ -67,7 +67,8 @@ def linformer(
     if isinstance(e, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         e, f = e.to(q.dtype), f.to(q.dtype) if isinstance(f, Tensor) else f
     f = e if f is None else f
-    for name, x in (("e", e), ("f", f)):
+    projections: tuple[tuple[str, Any], ...] = (("e", e), ("f", f))
+    for name, x in projections:
         if isinstance(x, Mask):
             # where other methods have their mask
             _check_mask(x)
