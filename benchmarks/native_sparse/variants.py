@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rooftile.approximate.chosen.selection import choose_from
-from rooftile.approximate.selected import attend, kernels
-from rooftile.approximate.selected.kernels.shape import Launch
+from rooftile.approximate.selected import attend
 from rooftile.approximate.selected.tiles import KeyTiles, Tiles, key_tiles_of, queries_for, tiles_of
 
 KINDS = {"random": 1, "alike": 16}
@@ -49,10 +48,6 @@ class Variant:
     warps: int
     stages: int
     each: int = 2048
-
-    @property
-    def launch(self) -> Launch:
-        return Launch(self.warps, self.stages)
 
     def __str__(self) -> str:
         return f"{self.queries} queries, {self.warps} warps, {self.stages} stages"
@@ -104,6 +99,8 @@ class Prepared(NamedTuple):
         q, k, v, do = (torch.randn(sizes.N, *shape, device=device, dtype=dtype) for shape in shapes)
         cu = torch.tensor([0, sizes.N], dtype=torch.int32, device=device)
         chosen = choices(kind, sizes, device)
+        from rooftile.approximate.selected import kernels
+
         tiles = tiles_of(chosen, cu, cu, sizes.block, queries_for(sizes.H // sizes.Hk))
         o, lse = kernels.forward(q, k, v, tiles, sizes.scale, sizes.block)
         delta = (o.float() * do.float()).sum(-1)
@@ -118,10 +115,13 @@ class Prepared(NamedTuple):
 
 def works(x: Prepared, variant: Variant, tiles: Tiles, of_keys: KeyTiles) -> dict[str, Callable[[], Any]]:
     """The kernels of a variant, by their phase."""
-    known = x.do, x.lse, x.delta, x.q, x.k, x.v
+    from rooftile.approximate.selected import kernels
+    from rooftile.approximate.selected.kernels.shape import Launch
+
+    known, launch = (x.do, x.lse, x.delta, x.q, x.k, x.v), Launch(variant.warps, variant.stages)
     return {
-        "fwd": lambda: kernels.forward(x.q, x.k, x.v, tiles, x.scale, x.block, variant.launch),
-        "dq": lambda: kernels.dq(*known, tiles, x.scale, x.block, variant.launch),
+        "fwd": lambda: kernels.forward(x.q, x.k, x.v, tiles, x.scale, x.block, launch),
+        "dq": lambda: kernels.dq(*known, tiles, x.scale, x.block, launch),
         "dkdv": lambda: kernels.dkdv(*known, tiles, of_keys, x.scale, x.block, Launch(max(variant.warps, 4), variant.stages)),
     }
 

@@ -67,7 +67,11 @@ def linformer(
     if isinstance(e, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         e, f = e.to(q.dtype), f.to(q.dtype) if isinstance(f, Tensor) else f
     f = e if f is None else f
-    for name, x in (("e", e), ("f", f)):
+    projections: tuple[tuple[str, Any], ...] = (("e", e), ("f", f))
+    for name, x in projections:
+        if isinstance(x, Mask):
+            # where other methods have their mask
+            _check_mask(x)
         _check_projection(name, x, q, k)
     if e.shape[1] != f.shape[1]:
         raise InvalidInput(f"e has {e.shape[1]} rows and f has {f.shape[1]}; they must agree, as a projected key has one value")

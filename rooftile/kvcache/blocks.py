@@ -284,8 +284,11 @@ class BlockPool:
     def next_step(self) -> None:
         """Tells the pool that a step is about to be planned; see `WindowPool`."""
 
-    def cover(self, table: BlockTable, start: int, tokens: int) -> dict[int, int]:
-        """Returns the new rows of blocks, for tokens that a step reads; only a `WindowPool` has rows."""
+    def cover(self, table: BlockTable, start: int, tokens: int) -> None:
+        """Makes rows for tokens that a step reads; only a `WindowPool` has rows."""
+
+    def new_rows(self) -> dict[int, int]:
+        """Returns the new rows of blocks."""
         return {}
 
     def row_copies(self) -> list[Copy]:

@@ -33,11 +33,12 @@ class WindowPool(BlockPool):
     Example:
         >>> pool = WindowPool(total=8, size=4, rows=4, window=4)
         >>> table = pool.begin(range(20))
-        >>> pool.append(table, 20), pool.cover(table, 0, 12)
-        ([], {0: 0, 1: 1, 2: 2})
+        >>> pool.append(table, 20), pool.cover(table, 0, 12), pool.new_rows()
+        ([], None, {0: 0, 1: 1, 2: 2})
         >>> pool.next_step(), pool.held_rows      # the next query, at 12, sees 9 and after
         (None, 1)
-        >>> pool.cover(table, 12, 8)              # blocks 3 and 4 are written: the last free row, and the first given back
+        >>> pool.cover(table, 12, 8)              # blocks 3 and 4 are written
+        >>> pool.new_rows()                       # the last free row, and the first given back
         {3: 3, 4: 0}
     """
 
@@ -65,7 +66,7 @@ class WindowPool(BlockPool):
         self._held: dict[BlockTable, range] = {}  # the columns of a table that it holds
         self._next: dict[BlockTable, int] = {}  # the position of a table's next query, after a step that is planned
         self._row_copies: list[Copy] = []
-        self._made: dict[int, int] = {}  # rows that no call of `cover` has returned yet, by block
+        self._made: dict[int, int] = {}  # rows that `new_rows` has not returned yet, by block
 
     @property
     def held_rows(self) -> int:
@@ -79,8 +80,8 @@ class WindowPool(BlockPool):
             self._hold(table, range(self._first(position), held.stop))
         self._next.clear()
 
-    def cover(self, table: BlockTable, start: int, tokens: int) -> dict[int, int]:
-        """Makes rows for so many tokens from `start` on, which a step reads; returns new rows by their blocks.
+    def cover(self, table: BlockTable, start: int, tokens: int) -> None:
+        """Makes rows for so many tokens from `start` on, which a step reads.
 
         The table has these slots already. Rows behind the window stay until the next step: this one's first query sees them.
         """
@@ -91,6 +92,9 @@ class WindowPool(BlockPool):
         self._next[table] = start + tokens
         for block in table.blocks[columns.start : columns.stop]:
             self._give_row(block)
+
+    def new_rows(self) -> dict[int, int]:
+        """Returns, once, the rows that blocks have got since the last call, by block; call it for a step that runs."""
         made, self._made = self._made, {}
         return made
 

@@ -86,6 +86,9 @@ class Scheduler:
         budget = self._continue_prefill(plan, budget)
         self._admit(plan, budget)
         plan.row_copies = self.pool.row_copies()
+        if plan.work:
+            # a plan without work is not run, and the next one has to tell of its rows
+            plan.rows = self.pool.new_rows()
         return plan
 
     def seal(self, answer: Answer, length: int) -> None:
@@ -148,7 +151,7 @@ class Scheduler:
                     continue
                 if not self._ensure_block(plan, answer):
                     break
-                self._cover(plan, answer, 1)
+                self._cover(answer, 1)
                 plan.work.append(Work(answer, answer.planned, 1, (answer,)))
                 budget -= 1
         for work in plan.work:
@@ -186,10 +189,10 @@ class Scheduler:
         for column in range(count - len(copies) if table.blocks is before else 0, len(table.blocks)):
             plan.entries[answer.slot, column] = table.blocks[column]
 
-    def _cover(self, plan: Plan, answer: Answer, tokens: int) -> None:
+    def _cover(self, answer: Answer, tokens: int) -> None:
         """Makes rows for the next tokens of an answer, where blocks share rows."""
         assert answer.table is not None
-        plan.rows |= self.pool.cover(answer.table, answer.planned, tokens)
+        self.pool.cover(answer.table, answer.planned, tokens)
 
     def _continue_prefill(self, plan: Plan, budget: int) -> int:
         """Plans further chunks of running prompts; returns the budget that is left."""
@@ -207,7 +210,7 @@ class Scheduler:
         """
         tokens = min(answer.unread, budget)
         start = answer.planned
-        self._cover(plan, answer, tokens)
+        self._cover(answer, tokens)
         answer.planned += tokens
         assert answer.table is not None
         self.seal(answer, answer.planned)

@@ -136,6 +136,7 @@ _X, _E = torch.zeros(1, 6, 4, 8), torch.zeros(1, 3, 6)
     ("changed", "message"),
     [
         ({"mask": rt.CAUSAL}, "mask is causal; Linformer has FULL alone: each projected key is a sum over the whole text"),
+        ({"f": rt.CAUSAL}, "mask is causal; Linformer has FULL alone: each projected key is a sum over the whole text"),
         ({"mask": "full"}, "mask is 'full'; Linformer has rooftile.FULL alone"),
         ({"e": _E[..., :5]}, "e projects texts of up to 5 tokens; k has 6: give a wider projection"),
         ({"e": _E[0]}, r"e is .* \(3, 6\); must be a tensor \(heads, r, N\) .* heads one of 1, 4"),

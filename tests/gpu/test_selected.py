@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.native_sparse.variants import Sizes, Variant, complaint, variants
 from rooftile import approximate as ap
 from rooftile.approximate.paged.native_sparse import decode, decode_as_defined
 from rooftile.approximate.selected import attend
@@ -36,6 +37,12 @@ def test_forward_and_gradients(dtype: torch.dtype, H: int, Hk: int, D: int, Dv: 
     assert all(torch.equal(found[name], again[name]) for name in found)
     # a key's gradient is the sum over all queries and heads that chose its block
     assert_within(found, exact, usual, dtype, terms=T * H // Hk)
+
+
+@pytest.mark.parametrize("one", list(variants(16, stages=(3,))), ids=str)
+def test_other_tiles_and_parts(one: Variant, device: torch.device) -> None:
+    """The variants that `benchmarks/native_sparse` times, with lists of blocks in parts."""
+    assert complaint(one, Sizes(1024, 16, 1, 128, 128, 64, 16), device, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize(("H", "Hk", "D", "Dv", "size"), [(64, 4, 128, 128, 16), (10, 2, 64, 64, 32), (16, 1, 192, 128, 16)])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.native_sparse import run, variants
+from rooftile.approximate.selected import kernels
 
 # numpy warns where a GPU does not
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -43,8 +44,8 @@ def test_a_variant_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -
     sizes = variants.Sizes(96, 2, 1, 16, 16, 16, 3)
     one = variants.Variant(8, 2, 2)
     assert variants.complaint(one, sizes, torch.device("cpu"), torch.float32) is None
-    dq = variants.kernels.dq
-    monkeypatch.setattr(variants.kernels, "dq", lambda *given: 1.1 * dq(*given))
+    dq = kernels.dq
+    monkeypatch.setattr(kernels, "dq", lambda *given: 1.1 * dq(*given))
     reason = variants.complaint(one, sizes, torch.device("cpu"), torch.float32)
     assert reason is not None
     assert reason.startswith("dq differs from plain operations by 0.1")

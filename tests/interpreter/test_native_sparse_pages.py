@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,11 @@ from torch import Tensor
 from rooftile.approximate.paged import native_sparse as paged
 from rooftile.approximate.paged import sparse_kernels
 from rooftile.approximate.paged.sparse_kernels import shape
+from rooftile.kvcache import WindowPool
+from rooftile.launch import observe
+from rooftile.models import Decoder
+from rooftile.serve import LLM, SamplingParams
+from tests.models.sparse import checkpoint, likeliest, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -117,6 +123,22 @@ def test_how_many_programs_share_a_sequence_does_not_matter(monkeypatch: pytest.
         torch.testing.assert_close(paged.decode(*call, **sizes), due, atol=2e-5, rtol=2e-5)
     assert [one.SPLITS for one in made] == [1, 16]
     assert [one.EACH for one in made] == [4, 1]
+
+
+def test_an_engine_decodes_by_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few answers, so that rows of windows are given back."""
+    monkeypatch.setattr(shape, "PROGRAMS", 1)
+    decoder = Decoder.from_folder(checkpoint(tmp_path, settings(mixers=["attention", "native_sparse", "attention"])))
+    llm = LLM(decoder, block_size=8, max_model_len=48, num_blocks=30, max_num_seqs=2, max_batched_tokens=16)
+    launched: list[str] = []
+    prompt = [5, 3, 8, 1, 9] * 4
+    with observe(launched.append):
+        (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    answer = output.outputs[0].token_ids
+    assert likeliest(decoder, prompt, answer) == answer
+    # a step of the prompt's last tokens gives the first, and two steps decode
+    assert [launched.count(name) for name in ("_decode_compressed", "_decode_tokens", "_merge_branches")] == [2, 2, 2]
+    assert isinstance(llm.engine.pool, WindowPool)
 
 
 def test_ties_go_to_the_lower_block() -> None:

@@ -17,7 +17,7 @@ FLOATS = ("acc_ptr", "top_ptr", "total_ptr", "sums_ptr", "reference_ptr")
 INTEGERS = ("table_ptr", "near_table_ptr", "lengths_ptr", "chosen_ptr")
 SIZES = {"length": 32, "stride": 16, "block": 64, "count": 16, "first": 1, "local": 2, "window": 512}
 # kernels that have matrix products
-PRODUCTS = ("_compressed", "_tokens")
+PRODUCTS = ("_decode_compressed", "_decode_tokens")
 
 
 @pytest.mark.parametrize("sm", [80, 90])
@@ -33,7 +33,7 @@ def test_the_kernels_of_a_shape(sm: int, batch: int, group: int, dim: int, dim_v
 
     q = torch.empty(batch, 4 * group, dim, dtype=torch.bfloat16)
     shape = shape_of(q, 4, dim_v, size, **SIZES)
-    for kernel in (compressed._compressed, choice._choose, tokens._tokens, merge._merge):
+    for kernel in (compressed._decode_compressed, choice._choose_by_sums, tokens._decode_tokens, merge._merge_branches):
         names, name_of = kernel.arg_names, kernel.fn.__name__
         signature: dict[str, Any] = {}
         for name in names:
@@ -66,4 +66,5 @@ def test_the_kernels_of_a_shape(sm: int, batch: int, group: int, dim: int, dim_v
         assert built.metadata.shared <= most * 1024, f"{name_of}: {built.metadata.shared}"
         assert (("mma.sync" in ptx) or ("wgmma" in ptx)) == (name_of in PRODUCTS), name_of
         # the next step's keys and values are on their way while a step is computed, where a program has several
-        assert ("cp.async" in ptx) == (name_of == "_compressed" or (name_of == "_tokens" and shape.EACH > 1)), name_of
+        loops = name_of == "_decode_compressed" or (name_of == "_decode_tokens" and shape.EACH > 1)
+        assert ("cp.async" in ptx) == loops, name_of

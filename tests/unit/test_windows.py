@@ -30,7 +30,8 @@ class Memory:
         """A step that reads these tokens: they are written, and the first of them sees its window."""
         size, start = self.pool.size, len(self.due[table])
         self.pool.append(table, start + len(tokens) - table.length)
-        self.rows |= self.pool.cover(table, start, len(tokens))
+        self.pool.cover(table, start, len(tokens))
+        self.rows |= self.pool.new_rows()
         for source, target in self.pool.row_copies():
             for n in range(size):
                 self.cells[target, n] = self.cells.get((source, n), -1)
@@ -158,15 +159,34 @@ def test_two_forks_of_a_block_have_rows_of_their_own() -> None:
     pool = WindowPool(20, 4, rows=8, window=6)
     table = pool.begin(range(6))
     pool.append(table, 6)
-    assert pool.cover(table, 0, 6) == {0: 0, 1: 1}
+    pool.cover(table, 0, 6)
+    assert pool.new_rows() == {0: 0, 1: 1}
     other = pool.fork(table)
     pool.next_step()
     (copy,) = pool.append(other, 1)
     assert (copy.source, copy.target) == (1, 2)
     assert pool.row_copies() == [(1, 2)]
     assert pool.row_copies() == []
-    assert pool.cover(other, 6, 1) == {2: 2}
+    pool.cover(other, 6, 1)
+    assert pool.new_rows() == {2: 2}
     pool.check()
+
+
+def test_rows_of_a_step_that_never_ran_are_told_with_the_next() -> None:
+    """A request may be preempted in the step that gave it rows; its blocks keep them, and another text gets the blocks."""
+    pool = WindowPool(8, 4, rows=4, window=4)
+    first = pool.begin(range(4))
+    pool.append(first, 4)
+    pool.cover(first, 0, 4)
+    block = first.blocks[0]
+    pool.free(first)
+    second = pool.begin(range(9))
+    pool.append(second, 4)
+    assert second.blocks == [block]
+    pool.next_step()
+    pool.cover(second, 0, 4)
+    assert pool.new_rows() == {block: 0}
+    assert pool.new_rows() == {}
 
 
 def test_wrong_numbers_are_said() -> None:

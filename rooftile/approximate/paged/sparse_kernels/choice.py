@@ -29,7 +29,7 @@ def _weights(sums_ptr, reference_ptr, row, j, there, lse, STEPS, SHAPE: tl.const
 
 
 @triton.jit(do_not_specialize=["H", "STEPS", "PARTS"], do_not_specialize_on_alignment=["lengths_ptr"])
-def _choose(
+def _choose_by_sums(
     sums_ptr, reference_ptr, top_ptr, total_ptr, lengths_ptr, chosen_ptr, H, STEPS, PARTS, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """chosen (B, Hk, COUNT) int32, rising, then -1."""
@@ -69,7 +69,7 @@ def _choose(
     tl.store(out, tl.where(number == FAR, -1, number), mask=i < SHAPE.COUNT)
 
 
-_start = Kernel(_choose)
+_start = Kernel(_choose_by_sums)
 
 
 def launch(sums, reference, top, total, lengths, chosen, shape, constants) -> None:

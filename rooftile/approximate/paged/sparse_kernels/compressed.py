@@ -21,7 +21,7 @@ from rooftile.launch import Kernel
 
 
 @triton.jit(do_not_specialize=["H", "STEPS", "PARTS"], do_not_specialize_on_alignment=["table_ptr", "lengths_ptr"])
-def _compressed(
+def _decode_compressed(
     q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, acc_ptr, top_ptr, total_ptr, sums_ptr, reference_ptr,
     q_strides, k_strides, v_strides, table_stride, H, STEPS, PARTS, scale, SHAPE: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def _compressed(
     store_part(acc_ptr, top_ptr, total_ptr, acc, m, l, (b * H + h) * PARTS + split, here, SHAPE)
 
 
-_start = Kernel(_compressed)
+_start = Kernel(_decode_compressed)
 
 
 def launch(q, k, v, table, lengths, parts, sums, reference, shape, constants, scale) -> None:

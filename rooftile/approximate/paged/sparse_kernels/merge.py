@@ -26,7 +26,7 @@ def _merged(acc_ptr, top_ptr, total_ptr, first, COUNT: tl.constexpr, SHAPE: tl.c
 
 
 @triton.jit(do_not_specialize=["PARTS"])
-def _merge(acc_ptr, top_ptr, total_ptr, gates_ptr, o_ptr, PARTS, SHAPE: tl.constexpr):
+def _merge_branches(acc_ptr, top_ptr, total_ptr, gates_ptr, o_ptr, PARTS, SHAPE: tl.constexpr):
     """o (B, H, Dv); a program has one row."""
     row = tl.program_id(0).to(tl.int64)
     dv = tl.arange(0, SHAPE.BLOCK_DV)
@@ -39,7 +39,7 @@ def _merge(acc_ptr, top_ptr, total_ptr, gates_ptr, o_ptr, PARTS, SHAPE: tl.const
     tl.store(o_ptr + row * SHAPE.DV + dv, o.to(o_ptr.dtype.element_ty), mask=dv < SHAPE.DV)
 
 
-_start = Kernel(_merge)
+_start = Kernel(_merge_branches)
 
 
 def launch(parts, gates, o, shape, constants) -> None:

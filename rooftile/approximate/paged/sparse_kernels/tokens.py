@@ -47,7 +47,7 @@ def _walk(
     do_not_specialize=["H", "PARTS"],
     do_not_specialize_on_alignment=["table_ptr", "near_table_ptr", "lengths_ptr"],
 )
-def _tokens(
+def _decode_tokens(
     q_ptr, k_ptr, v_ptr, near_k_ptr, near_v_ptr, table_ptr, near_table_ptr, lengths_ptr, chosen_ptr, acc_ptr, top_ptr, total_ptr,
     q_strides, k_strides, v_strides, near_k_strides, near_v_strides, table_stride, near_table_stride, H, PARTS, scale,
     SHAPE: tl.constexpr,
@@ -80,7 +80,7 @@ def _tokens(
     store_part(acc_ptr, top_ptr, total_ptr, acc, m, l, (b * H + h) * PARTS + SHAPE.SPLITS + part, here, SHAPE)
 
 
-_start = Kernel(_tokens)
+_start = Kernel(_decode_tokens)
 
 
 def launch(q, k, v, near_k, near_v, table, near_table, lengths, chosen, parts, shape, constants, scale) -> None:
