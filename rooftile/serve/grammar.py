@@ -19,8 +19,12 @@ import numpy.typing as npt
 from rooftile.errors import InvalidInput
 from rooftile.serve.text.tokenizer import Tokenizer
 
-# compiled grammars that are kept
+# compiled grammars that are kept, and their bytes together
 KEPT = 64
+KEPT_BYTES = 256 * 2**20
+# what a compiled grammar takes, by the characters of its source: llguidance does not say, and 64 schemas of 1,300 properties with
+# patterns have taken 97
+BYTES_PER_CHARACTER = 128
 # between two parts of JSON; without a bound a model may write spaces until its answer is full
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 
@@ -64,7 +68,7 @@ class Grammars:
         made = self._compile(structured)
         with self._lock:
             self._kept[key] = made
-            if len(self._kept) > KEPT:
+            while len(self._kept) > KEPT or BYTES_PER_CHARACTER * sum(map(len, self._kept)) > KEPT_BYTES:
                 self._kept.popitem(last=False)
         return made.fork()
 

@@ -39,6 +39,8 @@ READ_S = 10.0
 CHUNK_S = 60.0
 IDLE_S = 75.0
 LONGEST_RETRY_S = 60
+# for what a client still sends when it is refused
+LINGER_S = 0.5
 
 # no flag: the system's own limit of open files comes next
 CONNECTIONS = 2048

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from rooftile.serve import grammar
 from rooftile.serve.llm import LLM
 from rooftile.serve.sampling.params import SamplingParams
 from tests.models.checkpoints import SMALL, saved
@@ -96,3 +97,18 @@ def test_one_that_runs_by_itself_loses_no_step(folder: Path) -> None:
     llm.engine._ahead = True
     (output,) = llm.generate("cat", SamplingParams(seed=2, max_tokens=40, structured={"json": SCHEMA}))
     assert llm.engine.steps["steps"] == len(output.outputs[0].token_ids)
+
+
+def test_compiled_grammars_are_bounded_in_number_and_in_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = LLM(folder, **ROOM).engine.grammars
+    assert grammars is not None
+    for n in range(grammar.KEPT + 5):
+        grammars.compile({"choice": [str(n)]})
+    assert len(grammars._kept) == grammar.KEPT
+    monkeypatch.setattr(grammar, "KEPT_BYTES", 5000 * grammar.BYTES_PER_CHARACTER)
+    for n in range(5):
+        grammars.compile({"regex": "a" * (2000 + n)})
+    assert list(grammars._kept) == [json.dumps({"regex": "a" * (2000 + n)}) for n in (3, 4)]
+    # one that is larger than the bound by itself is used, and not kept
+    assert grammars.compile({"regex": "b" * 6000}).mask.any()
+    assert not grammars._kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ class Living:
 
 @contextlib.asynccontextmanager
 async def living(folder: Path, *, ready: bool = True, **settings: Any) -> AsyncIterator[Living]:
+    # for the engine's process: threads that wait for each other take a hundred times as long on a busy machine
+    os.environ["OMP_NUM_THREADS"] = "1"
     listener = bind("127.0.0.1", 0)
     run = Run(ServerSettings(model=str(folder), engine=ENGINE, **settings), listener)
     life = asyncio.create_task(run.live())

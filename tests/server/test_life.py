@@ -19,8 +19,7 @@ import psutil
 import pytest
 
 from rooftile.errors import InvalidInput
-from rooftile.server.engine.messages import Ready, Report
-from rooftile.server.engine.process import FAILED
+from rooftile.server.engine.messages import FAILED, Ready, Report
 from rooftile.server.engine.wire import FrameReader
 from rooftile.server.observe.log import Account, _Lines, _Quiet, tell
 from rooftile.server.run import bind
@@ -35,7 +34,7 @@ def test_sigterm_drains(folder) -> None:
     """Lets running requests finish, sends new ones away, tells those that are late, and exits with 0."""
 
     async def test() -> None:
-        async with living(folder, ready=False, drain_s=4.0) as it:
+        async with living(folder, ready=False, drain_s=6.0) as it:
             first = await it.client.get("/health")
             assert first.status_code == 503
             assert "the model is being read" in first.json()["error"]["message"]
@@ -43,7 +42,7 @@ def test_sigterm_drains(folder) -> None:
             await it.ready()
             # on any machine one of these ends in time and the other does not
             short_begun, long_begun = asyncio.Event(), asyncio.Event()
-            short = asyncio.create_task(it.stream(short_begun, max_tokens=100))
+            short = asyncio.create_task(it.stream(short_begun, max_tokens=40))
             long = asyncio.create_task(it.stream(long_begun, max_tokens=8000, n=4))
             await short_begun.wait()
             await long_begun.wait()

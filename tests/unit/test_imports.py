@@ -38,7 +38,7 @@ def test_importing_rooftile_does_not_import_torch() -> None:
     ids=["torch first", "rooftile first", "asked for, then imported"],
 )  # fmt: skip
 def test_torch_has_the_operators_in_either_order(order: str) -> None:
-    """As an exported program needs them, which calls nothing by its name in Python."""
+    """An exported program needs them, and calls nothing by its name in Python."""
     late = "[name for name in rooftile.__all__ if name not in vars(rooftile)]"
     found = run(f"{order}; import torch; print(torch.ops.rooftile.attention.default, {late})")
     assert found == "rooftile.attention.default ['LLM', 'SamplingParams', 'diagnose']"

@@ -39,7 +39,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parses what has come; refuses a head that is too long."""
-        if self.transport.is_closing():
+        if self._refusal is not None or self.transport.is_closing():
             return
         if self._in_head:
             self._head_bytes += len(data)
@@ -92,7 +92,10 @@ class BoundedProtocol(HttpToolsProtocol):
         body = json.dumps(refusal.body).encode()
         head = (b"content-type: application/json\r\n", b"content-length: %d\r\n" % len(body), b"connection: close\r\n\r\n")
         self.transport.write(b"".join([STATUS_LINE[refusal.status], *head, body]))
-        self.transport.close()
+        # a connection that is closed with something unread is reset, and its client may never see the answer
+        self.transport.write_eof()
+        self._disarm()
+        self._timer = self.loop.call_later(limits.LINGER_S, self.transport.close)
 
     def _is_quiet(self) -> bool:
         """Tells whether no request is being answered."""
