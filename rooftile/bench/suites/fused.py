@@ -105,7 +105,7 @@ OPERATIONS = {
         {"liger": lambda x, w, b: named(_LIGER, "liger_layer_norm")(x, w, b, EPS)}, (1, 2), (1, 1),
     ),
     "add-rms-norm": Operation(
-        lambda r, n: ((r, n), (r, n), (n,)), _add_rms, lambda x, s, w: fused.add_rms_norm(x, s, w, EPS),
+        lambda r, n: ((r, n), (r, n), (n,)), _add_rms, partial(fused.add_rms_norm, eps=EPS),
         {
             "liger": lambda x, s, w: named(_LIGER, "liger_fused_add_rms_norm")(x, s, w, EPS, 0.0, "llama", False),
             "quack": lambda x, s, w: named("quack", "rmsnorm")(x, w, residual=s, eps=EPS),
@@ -129,10 +129,10 @@ OPERATIONS = {
         {"quack": lambda x, t: named("quack", "cross_entropy")(x, t, reduction="none")}, (1, 1), (0, 1), _targets,
     ),
 }  # fmt: skip
-GPU = tuple(f"{name}-{sizes}" for name in OPERATIONS for sizes in (*LARGE, DECODE)) + tuple(
-    f"rms-norm-to-fp8-{sizes}" for sizes in (*LARGE, DECODE)
-)
-CPU = tuple(f"{name}-64x256" for name in (*OPERATIONS, "rms-norm-to-fp8"))
+# operations whose results leave in FP8
+TO_FP8 = tuple(f"{name}-to-fp8" for name in ("rms-norm", "add-rms-norm", "swiglu"))
+GPU = tuple(f"{name}-{sizes}" for name in (*OPERATIONS, *TO_FP8) for sizes in (*LARGE, DECODE))
+CPU = tuple(f"{name}-64x256" for name in (*OPERATIONS, *TO_FP8))
 QUICK = tuple(name for name in GPU if name.endswith(("16384x4096", DECODE)))
 
 
@@ -143,7 +143,7 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
         say(name)
         what, _, sizes = name.rpartition("-")
         rows, size = map(int, sizes.split("x"))
-        if what == "rms-norm-to-fp8":
+        if what in TO_FP8:
             yield from _quantised(session, name, rows, size)
             continue
         operation = OPERATIONS[what]
@@ -186,23 +186,32 @@ def _work(call: Call, leaves: list[Tensor], rest: tuple[Any, ...], phase: str) -
 
 
 def _quantised(session: Session, name: str, rows: int, size: int) -> Iterator[Row]:
-    """A norm whose result is quantised as it is written, beside the norm, and the quantising after it."""
-    x, w = (_random(shape, session).detach() for shape in ((rows, size), (size,)))
+    """An operation whose result is quantised as it is written, beside the operation, and the quantising after it."""
+    what = name.rpartition("-")[0]
+    operation = OPERATIONS[what.removesuffix("-to-fp8")]
+    leaves = [_random(shape, session).detach() for shape in operation.shapes(rows, size)]
 
     def apart() -> Any:
-        y = _rms(x, w).float()
+        y, *others = many(operation.formula(*leaves))
+        y = y.float()
         scales = y.abs().amax(-1, keepdim=True) / 448
-        return (y / scales).to(torch.float8_e4m3fn), scales
+        return (y / scales).to(torch.float8_e4m3fn), scales, *others
 
-    ours = fused.rms_norm(x, w, EPS, out="fp8")
-    codes, scales = apart()
+    def together() -> Any:
+        return operation.ours(*leaves, out="fp8")
+
+    ours = many(together())[0]
+    codes, scales, *_ = apart()
     error = (ours.codes.float() * ours.scales.view(-1, 1) - codes.float() * scales).norm() / (codes.float() * scales).norm()
     named_: dict[str, Any] = {"suite": "fused", "case": name, "phase": "fwd"}
     if not float(error) <= 0.05:
         reason = f"failed: its error is {float(error):.1%} of what is due"
         yield timed_row(session, [], backend="rooftile", reason=reason, dtype=session.dtype, **named_)
         return
-    works: dict[str, Work] = {"rooftile": lambda: fused.rms_norm(x, w, EPS, out="fp8"), "torch": apart}
-    moved = Traffic(x.nbytes, x.numel() + 4 * rows)
+    works: dict[str, Work] = {"rooftile": together, "torch": apart}
+    # codes are written, of one byte each, and the rest of the bytes is in 16 or 32 bits
+    width, read = leaves[0].element_size(), int(operation.read[0])
+    written = int(operation.written[0]) - 1
+    moved = Traffic(read * width * rows * size, (written * width + 1) * rows * size + 4 * rows)
     roofs = memory_roof(moved, session.ceilings, session.dtype)
     yield from _compared(contest(session, works, clock_for(session.device, 12.0), roofs=roofs, **named_))
