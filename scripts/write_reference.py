@@ -29,7 +29,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Serving",
         "rooftile.serve",
-        ("LLM", "EngineConfig", "AsyncEngine", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob"),
+        ("LLM", "EngineConfig", "AsyncEngine", "EngineStats", "SamplingParams", "RequestOutput", "CompletionOutput", "Logprob"),
     ),
     (
         "Number formats",

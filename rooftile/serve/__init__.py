@@ -10,6 +10,8 @@
     runner         runs a step on a device
     request        a request and its answers while they are being computed
     output         what a caller gets back
+    growth         outputs that hold only what is new
+    stats          how an engine stands after a step
     beam_search    which beams go on
     process_lock   keeps forked processes out
     progress       a progress bar
@@ -34,8 +36,12 @@ if TYPE_CHECKING:
     from rooftile.serve.output import CompletionOutput, RequestOutput
     from rooftile.serve.request import Logprob
     from rooftile.serve.sampling.params import SamplingParams
+    from rooftile.serve.stats import EngineStats
 
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "EngineConfig", "Logprob", "Overloaded", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM", "AsyncEngine", "CompletionOutput", "EngineConfig", "EngineStats", "Logprob", "Overloaded", "RequestOutput",
+    "SamplingParams",
+]  # fmt: skip
 
 # late: the server's process reads texts and parameters without torch
 __getattr__ = late_names(
@@ -44,7 +50,7 @@ __getattr__ = late_names(
         "LLM": "rooftile.serve.llm", "AsyncEngine": "rooftile.serve.async_engine", "Overloaded": "rooftile.serve.async_engine",
         "CompletionOutput": "rooftile.serve.output", "RequestOutput": "rooftile.serve.output",
         "EngineConfig": "rooftile.serve.config", "Logprob": "rooftile.serve.request",
-        "SamplingParams": "rooftile.serve.sampling.params",
+        "SamplingParams": "rooftile.serve.sampling.params", "EngineStats": "rooftile.serve.stats",
     },
 )  # fmt: skip
 

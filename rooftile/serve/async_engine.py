@@ -16,26 +16,28 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 
 import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.serve.calls import Call, Order, notify, stopped
+from rooftile.serve.growth import growth_of
 from rooftile.serve.llm import LLM
 from rooftile.serve.output import RequestOutput, output_of
 from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.stats import EngineStats, stats_of, waiting_in
 from rooftile.serve.text.prompt import Prompt, parse_prompt
 
-# requests that may wait for their first step; one more is refused
-MAX_WAITING = 1024
+# answers that may wait for their first step, and tokens of their prompts; what comes on top is refused
+MAX_WAITING, MAX_WAITING_TOKENS = 1024, 1 << 20
 # seconds that a closing interpreter waits for the current step
 PATIENCE = 10.0
 
 
 class Overloaded(RuntimeError):
-    """Too many requests wait already, so this one was refused. A server answers it with status 429."""
+    """Too much waits already, so this request was refused. A server answers it with status 429."""
 
 
 class AsyncEngine:
@@ -46,10 +48,12 @@ class AsyncEngine:
 
     Args:
         llm: the model.
-        max_waiting: how many requests may wait beside those that run; one more is refused.
+        max_waiting: how many answers may wait beside those that run; each of n, or of the beams, counts. A request that would
+            be too much is refused, unless nothing waits.
+        max_waiting_tokens: likewise for the tokens of prompts that wait.
 
     Raises:
-        InvalidInput: the LLM is in use, or max_waiting is below 1.
+        InvalidInput: the LLM is in use, or a bound is below 1.
 
     Example:
         >>> async def main():                                                                   # doctest: +SKIP
@@ -58,12 +62,17 @@ class AsyncEngine:
         ...             print(output.outputs[0].text)
     """
 
-    def __init__(self, llm: LLM, *, max_waiting: int = MAX_WAITING) -> None:
-        if isinstance(max_waiting, bool) or not isinstance(max_waiting, int) or max_waiting < 1:
-            raise InvalidInput(f"max_waiting is {max_waiting!r}; must be a whole number of at least 1")
+    def __init__(
+        self, llm: LLM, *, max_waiting: int = MAX_WAITING, max_waiting_tokens: int = MAX_WAITING_TOKENS
+    ) -> None:  # fmt: skip
+        for name, most in (("max_waiting", max_waiting), ("max_waiting_tokens", max_waiting_tokens)):
+            if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+                raise InvalidInput(f"{name} is {most!r}; must be a whole number of at least 1")
         llm.lend()
         self.llm = llm
-        self.max_waiting = max_waiting
+        self.max_waiting, self.max_waiting_tokens = max_waiting, max_waiting_tokens
+        # replaced as a whole by the engine's thread
+        self._stats = stats_of(llm.engine)
         # used by the engine's thread only
         self._calls: dict[int, Call] = {}
         # used by all threads, under the lock
@@ -79,7 +88,7 @@ class AsyncEngine:
         atexit.register(self._stop_at_exit)
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", deltas: bool = False
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answers a prompt and yields its answers while they grow: each output holds everything so far, the last is finished.
 
@@ -90,13 +99,18 @@ class AsyncEngine:
             params: the sampling parameters; None takes those of `LLM.get_default_sampling_params`.
             salt: the request shares the prefix cache only with requests of the same salt; a "cache_salt" in the prompt's
                 dictionary takes its place.
+            deltas: each output holds only the text, tokens and logprobs that are new since the one before, so that a long answer
+                costs its reader no more than a short one. Together they are the complete answer. A search shows its answers
+                only at the end.
 
         Raises:
             InvalidInput: the request can never be answered; the sentence says why.
-            Overloaded: max_waiting requests wait already.
+            Overloaded: too many answers or prompt tokens wait already.
             RuntimeError: the engine has failed or was closed.
         """
-        return self._read(prompt, params, salt, streams=True)
+        outputs = self._read(prompt, params, salt, streams=True)
+        searches = params is not None and params.beam_width is not None
+        return growth_of(outputs, at_end=searches) if deltas else outputs
 
     async def complete(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "") -> RequestOutput:
         """Answers a prompt like `generate`, and returns only the complete answers; no output is built on the way."""
@@ -111,6 +125,15 @@ class AsyncEngine:
         if isinstance(request_id, bool) or not isinstance(request_id, int):
             raise InvalidInput(f"request_id is {request_id!r}; must be the whole number that an output has")
         self._order(Order("abort", request_id))
+
+    def stats(self) -> EngineStats:
+        """Returns how the engine stood after its last step; cheap, and any thread may ask.
+
+        Example:
+            >>> engine.stats().waiting                                                          # doctest: +SKIP
+            0
+        """
+        return self._stats
 
     async def close(self) -> None:
         """Aborts all requests and ends the thread; the LLM is free again."""
@@ -132,7 +155,8 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Sends a call to the engine's thread and yields its news."""
         self.llm.check_process()
-        self._check_room()
+        # before a text is encoded for nothing
+        self._check_room(self._stats.waiting, self._stats.waiting_tokens, 1, 1)
         if isinstance(prompt, str | Mapping):
             # a long text would block the event loop while it is encoded
             parsed = await asyncio.to_thread(parse_prompt, prompt, self.llm.tokenizer, salt)
@@ -161,11 +185,18 @@ class AsyncEngine:
             if not over:
                 self._order(Order("leave", call))
 
-    def _check_room(self) -> None:
-        """Refuses a request while too many wait; checked before a text is encoded for nothing, and again in the engine."""
-        waiting = len(self.llm.engine.scheduler.waiting)
-        if waiting >= self.max_waiting:
-            raise Overloaded(f"{waiting:,} requests wait already, as many as may (max_waiting); try again later")
+    def _check_room(self, waiting: int, waiting_tokens: int, answers: int, tokens: int) -> None:
+        """Refuses a request with so many answers and prompt tokens where others wait and it would be too much."""
+        if waiting and waiting + answers > self.max_waiting:
+            raise Overloaded(
+                f"{waiting:,} answers wait already and the request has {answers:,}; {self.max_waiting:,} may wait (max_waiting): "
+                "try again later"
+            )
+        if waiting_tokens and waiting_tokens + tokens > self.max_waiting_tokens:
+            raise Overloaded(
+                f"{waiting_tokens:,} prompt tokens wait already and the request has {tokens:,}; {self.max_waiting_tokens:,} may "
+                "wait (max_waiting_tokens): try again later"
+            )
 
     def _order(self, order: Order) -> None:
         self.llm.check_process()
@@ -222,13 +253,18 @@ class AsyncEngine:
                 news += self._add(subject)
         if closing:
             news += self._abort(list(self._calls))
+        self._stats = stats_of(engine)
         self._deliver(news)
         return not closing or not engine.idle
 
     def _add(self, call: Call) -> list[tuple[Call, Exception]]:
         """Adds a request to the engine; an error concerns its caller alone."""
         try:
-            self._check_room()
+            params = call.params
+            answers = params.n if params.beam_width is None else params.beam_width
+            tokens = call.prompt.tokens
+            # the engine says what is wrong with a prompt that is no list
+            self._check_room(*waiting_in(self.llm.engine), answers, len(tokens) if isinstance(tokens, Sequence) else 0)
             call.request = self.llm.engine.add(call.prompt.tokens, call.params, cache_salt=call.prompt.cache_salt)
         except Exception as error:
             return [(call, error)]
@@ -264,6 +300,7 @@ class AsyncEngine:
                 news.append((call, RuntimeError(request.error)))
             elif over or call.streams:
                 news.append((call, output_of(request, call.prompt.text)))
+        self._stats = stats_of(self.llm.engine)
         self._deliver(news)
 
     def _deliver(self, news: list[tuple[Call, RequestOutput | Exception]]) -> None:

@@ -20,6 +20,7 @@ class _Snapshot(NamedTuple):
     ids: list[int]
     first: int
     last: int
+    stays: int  # tokens that no stop string can take away any more
     text: TextSnapshot | None
     logprobs: list[dict[int, Logprob]] | None
 
@@ -125,9 +126,12 @@ def _completion(answer: Answer) -> CompletionOutput:
         answer.shown += [logprobs_at(token, top, params.logprobs, answer.request.text_of) for token, top in new]
         logprobs = answer.shown
     text = None if answer.detokenizer is None else answer.detokenizer.snapshot()
+    stays = last - first
+    if answer.finish_reason is None and answer.detokenizer is not None:
+        stays = min(stays, answer.detokenizer.tokens_released)
     # text, token_ids and logprobs stay unset: they are read from the snapshot
     output = CompletionOutput.__new__(CompletionOutput)
-    output._share(_Snapshot(answer.ids, first, last, text, logprobs))
+    output._share(_Snapshot(answer.ids, first, last, stays, text, logprobs))
     output.index = answer.index
     output.cumulative_logprob = answer.logprob if params.logprobs is not None or answer.score is not None else None
     output.finish_reason = answer.finish_reason

@@ -286,12 +286,107 @@ def test_a_queue_has_an_end(peers) -> None:
             many = await asyncio.gather(*(engine.complete([n], GREEDY) for n in range(3, 13)), return_exceptions=True)
             refused = [error for error in many if isinstance(error, Overloaded)]
             assert len(refused) == 10 - 3
-            assert str(refused[0]) == "3 requests wait already, as many as may (max_waiting); try again later"
+            due = "3 answers wait already and the request has 1; 3 may wait (max_waiting): try again later"
+            assert str(refused[0]) == due
             for output in [*(one for one in many if one not in refused), *await asyncio.gather(*running)]:
                 assert len(output.outputs[0].token_ids) == TOKENS
             assert len((await engine.complete([1], GREEDY)).outputs[0].token_ids) == TOKENS
         with pytest.raises(InvalidInput, match="max_waiting is 0; must be a whole number of at least 1"):
             AsyncEngine(llm, max_waiting=0)
+
+    run(main())
+    assert_clean(llm)
+
+
+def test_answers_and_prompt_tokens_that_wait_are_bounded(peers) -> None:
+    """Each of n answers counts; where nothing waits, a request that is too large by itself is taken."""
+    llm = LLM(peers("llama").folder, **ROOM, max_num_seqs=1)
+    slowed(llm)
+
+    async def main() -> None:
+        async with AsyncEngine(llm, max_waiting=3, max_waiting_tokens=10) as engine:
+            running = asyncio.create_task(engine.complete([1], GREEDY))
+            while engine.stats().running < 1:
+                await asyncio.sleep(0.001)
+            waiting = asyncio.create_task(engine.complete([2] * 4, GREEDY))
+            while engine.stats().waiting < 1:
+                await asyncio.sleep(0.001)
+            assert engine.stats().waiting_tokens == 4
+            with pytest.raises(Overloaded, match="1 answers wait already and the request has 3; 3 may wait"):
+                await engine.complete([3], SamplingParams(n=3, max_tokens=2))
+            with pytest.raises(Overloaded, match="4 prompt tokens wait already and the request has 7; 10 may wait"):
+                await engine.complete([3] * 7, GREEDY)
+            await asyncio.gather(running, waiting)
+            await at_rest(engine)
+            assert (await engine.complete([3] * 12, GREEDY)).finished
+
+    run(main())
+    assert_clean(llm)
+
+
+def test_stats_are_those_of_the_last_step(llm: LLM) -> None:
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            assert engine.stats()[:3] == (0, 0, 0)
+            await engine.complete([1, 2, 3], SamplingParams(n=2, max_tokens=5, ignore_eos=True))
+            await at_rest(engine)
+            stats = engine.stats()
+            assert stats[:3] == (0, 0, 0)
+            assert stats.steps == llm.engine.steps["steps"] > 0
+            assert stats.tokens == llm.engine.steps["tokens"]
+            pool = llm.engine.pool
+            assert (stats.free_blocks, stats.used_blocks, stats.cached_blocks) == (
+                pool.free_blocks, 0, pool.cached_blocks,
+            )  # fmt: skip
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        LONG,
+        SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=40, logprobs=2, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=1, min_tokens=30, max_tokens=80, ignore_eos=True, stop=["e", "th"]),
+        SamplingParams(beam_width=3, n=2, max_tokens=12, ignore_eos=True),
+    ],
+    ids=["greedy", "three with logprobs", "stop strings", "beams"],
+)
+def test_deltas_are_the_complete_answers_in_pieces(params: SamplingParams, tmp_path) -> None:
+    config = transformers.LlamaConfig(**SMALL | {"vocab_size": 420})
+    saved(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    llm = LLM(save("byte_level", tmp_path), **ROOM)
+    (whole,) = llm.generate(["The roof of a house"], params)
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            pieces = [output async for output in engine.generate("The roof of a house", params, deltas=True)]
+            assert [output.finished for output in pieces] == [False] * (len(pieces) - 1) + [True]
+            for due in whole.outputs:
+                own = [each for output in pieces for each in output.outputs if each.index == due.index]
+                assert "".join(each.text for each in own) == due.text
+                assert [token for each in own for token in each.token_ids] == due.token_ids
+                if params.logprobs is not None:
+                    assert [one for each in own for one in each.logprobs] == due.logprobs
+                last = own[-1]
+                assert (last.finish_reason, last.stop_reason, last.score) == (due.finish_reason, due.stop_reason, due.score)
+                assert all(each.finish_reason is None for each in own[:-1])
+                # a search has nothing to show before its end
+                assert (len(own) == 1) == (params.beam_width is not None)
+
+    run(main())
+    assert_clean(llm)
+
+
+def test_closing_a_stream_of_deltas_aborts_its_request(llm: LLM) -> None:
+    slowed(llm)
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            async with aclosing(engine.generate([1, 2, 3], LONG, deltas=True)) as outputs:
+                await anext(outputs)
+            await at_rest(engine)
+            assert llm.engine.steps["steps"] < 60
 
     run(main())
     assert_clean(llm)

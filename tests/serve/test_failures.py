@@ -142,10 +142,11 @@ def test_an_order_about_no_request_does_not_end_the_engine(peers) -> None:
 
 
 @pytest.mark.parametrize("value", ["a", 0, True, 2.5])
-def test_max_waiting_is_a_whole_number(value: object, peers) -> None:
+@pytest.mark.parametrize("name", ["max_waiting", "max_waiting_tokens"])
+def test_bounds_of_the_queue_are_whole_numbers(name: str, value: object, peers) -> None:
     llm = LLM(peers("llama").folder, **ROOM)
-    with pytest.raises(InvalidInput, match=f"max_waiting is {value!r}; must be a whole number of at least 1"):
-        AsyncEngine(llm, max_waiting=value)
+    with pytest.raises(InvalidInput, match=f"{name} is {value!r}; must be a whole number of at least 1"):
+        AsyncEngine(llm, **{name: value})
     assert not llm.owned
 
 

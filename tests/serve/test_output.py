@@ -26,6 +26,10 @@ class Text:
     def snapshot(self) -> Any:
         return self.grown.snapshot()
 
+    @property
+    def tokens_released(self) -> int:
+        return 0
+
 
 class Counted(list):
     """A list that counts how many of its elements are read."""
@@ -139,3 +143,16 @@ def test_an_output_is_a_plain_value() -> None:
     assert output == CompletionOutput(0, "0 1 ", [0, 1], 0.0, output.logprobs)
     with pytest.raises(AttributeError, match="'CompletionOutput' object has no attribute 'tokens'"):
         output.tokens  # noqa: B018
+
+
+@pytest.mark.parametrize("first", [0, 1, 5, PIECES - 1, PIECES, PIECES + 3])
+@pytest.mark.parametrize("more", [0, 1, PIECES - 3, PIECES, 3 * PIECES + 1])
+def test_what_has_come_since_a_snapshot(first: int, more: int) -> None:
+    text = GrowingText()
+    for n in range(first):
+        text.append(f"{n} ")
+    earlier = text.snapshot()
+    for n in range(first, first + more):
+        text.append(f"{n} ")
+    assert text.snapshot().after(earlier) == "".join(f"{n} " for n in range(first, first + more))
+    assert text.snapshot().after(None) == text.snapshot().read()

@@ -20,6 +20,16 @@ class TextSnapshot(NamedTuple):
         """Returns the text."""
         return "".join(self.joined[: self.joined_count] + self.pieces[: self.piece_count])
 
+    def after(self, earlier: TextSnapshot | None) -> str:
+        """Returns what has come since an earlier snapshot of the same text; all of it without one."""
+        if earlier is None:
+            return self.read()
+        if earlier.joined_count == self.joined_count:
+            return "".join(self.pieces[earlier.piece_count : self.piece_count])
+        # the earlier snapshot's pieces begin the first text that was joined since
+        had = sum(map(len, earlier.pieces[: earlier.piece_count]))
+        return "".join(self.joined[earlier.joined_count : self.joined_count] + self.pieces[: self.piece_count])[had:]
+
 
 class GrowingText:
     """A text that grows piece by piece. One thread appends; snapshots may be read in any thread."""

@@ -11,6 +11,7 @@ from rooftile.serve.engine import Engine
 from rooftile.serve.grammar import Matcher
 from rooftile.serve.request import Request
 from rooftile.serve.sampling.params import SamplingParams
+from rooftile.serve.stats import stats_of
 from rooftile.server.engine.compiling import Compiling
 from rooftile.server.engine.following import Followed
 from rooftile.server.engine.messages import Abort, Add, News, Order, Refused, State, Step
@@ -131,12 +132,8 @@ class Loop:
 
     def _count(self, step_s: float, host_s: float) -> None:
         """Brings the state up to date."""
-        state, engine = self._state, self.engine
-        scheduler, pool = engine.scheduler, engine.pool
-        answers = [answer for request in scheduler.running for answer in request.live]
-        state.running, state.waiting = len(answers), sum(len(request.live) for request in scheduler.waiting)
-        state.free, state.used, state.cached = pool.free_blocks, pool.used_blocks, pool.cached_blocks
-        empty = sum(len(answer.table.blocks) * pool.size - answer.planned for answer in answers if answer.table is not None)
-        state.waste = min(1.0, max(0, empty) / (state.used * pool.size)) if state.used else 0.0
-        state.steps, state.tokens = engine.steps["steps"], engine.steps["tokens"]
-        state.preemptions, state.step_s, state.host_s = scheduler.preemptions, step_s, host_s
+        state, now = self._state, stats_of(self.engine)
+        state.running, state.waiting, state.waste = now.running, now.waiting, now.waste
+        state.free, state.used, state.cached = now.free_blocks, now.used_blocks, now.cached_blocks
+        state.steps, state.tokens, state.preemptions = now.steps, now.tokens, now.preemptions
+        state.step_s, state.host_s = step_s, host_s
