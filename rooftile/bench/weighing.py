@@ -21,10 +21,10 @@ FORMATS = ("fp8", "int8", "w8", "int4:64", "int4:32", "mxfp8", "mxfp4", "nvfp4")
 
 
 class Weighed(NamedTuple):
-    """What a model weighs in one format."""
+    """The weight of a model in one format."""
 
     format: str  # or the model's own dtype
-    nbytes: int  # of the projections
+    nbytes: int  # the projections alone
     nats: float  # per token of the text
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -121,12 +122,20 @@ class _Alarm:
     def __init__(self, seconds: float, is_due: Callable[[], bool]) -> None:
         self.rang = False
         self._is_due = is_due
+        # a shell's background job ignores the signal, and would ignore this interrupt
+        self._ignored = (
+            signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread()
+        )
+        if self._ignored:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self._timer = threading.Timer(seconds, self._ring)
         self._timer.daemon = True
         self._timer.start()
 
     def off(self) -> None:
         self._timer.cancel()
+        if self._ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _ring(self) -> None:
         if self._is_due():

@@ -40,7 +40,7 @@ class Weights:
     """The model in its own dtype, then in each format."""
 
     weighed: tuple[Weighed, ...]
-    tokens_s: dict[str, float]  # of one request, on a GPU
+    tokens_s: dict[str, float]  # for one request, on a GPU
     size: tuple[int, int]  # N and K of the product in the rooflines
     rooflines: tuple[Roofline, ...]
 

@@ -12,7 +12,7 @@ from rooftile.serve.text.growing import TextSnapshot
 
 @dataclass(slots=True)
 class _Seen:
-    """What the reader has of one answer."""
+    """The part of one answer that its reader has."""
 
     tokens: int = 0
     text: TextSnapshot | None = None

@@ -1,4 +1,4 @@
-"""The suite of quality: bytes and losses of a small Llama whose weights are in few bits."""
+"""The suite of quality: bytes and losses of a small Llama whose weights are quantised."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -321,6 +322,18 @@ def test_a_script_that_never_ends(script: str, monkeypatch: pytest.MonkeyPatch) 
     assert {op.phase for op in diagnose_script(script, ["serves"], budget=0.2).ops} == {"forward"}
     with pytest.raises(InvalidInput, match="has reached no step in 2 seconds"):
         diagnose_script(script, ["waits"], budget=0.2)
+
+
+def test_a_script_that_never_ends_in_the_background(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rooftile.diagnosis.program.LEAST_PATIENCE", 0.5)
+    # as a shell starts a job with &
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(InvalidInput, match=r"has reached no step in 0\.5 seconds"):
+            diagnose_script(script, ["waits"], budget=0.05)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_script_that_fails_shows_its_own_error(script: str) -> None:

@@ -244,7 +244,7 @@ def test_explain() -> None:
             (torch.randn(3, 256),),
             {"backend": "cutlass"},
             rt.InvalidInput,
-            "backend is 'cutlass'; must be one of triton",
+            "backend is 'cutlass'; must be one of hopper, triton",
         ),
         (
             (torch.randn(3, 256),),

@@ -242,7 +242,7 @@ def run_with(monkeypatch, **parts) -> experiments.Report:
 
 def test_without_transformers_the_page_says_what_is_missing(monkeypatch):
     report = run_with(monkeypatch, find_spec=lambda name: None)
-    assert set(report.missing) == {"training", "serving"}
+    assert set(report.missing) == {"training", "serving", "weights"}
     assert not report.failures
     assert page.render(report).count("The package transformers is not installed") >= 2
 
