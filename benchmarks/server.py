@@ -43,7 +43,7 @@ from rooftile.bench.rows import measured
 from rooftile.bench.session import Session, open_session
 from rooftile.serve import LLM, SamplingParams
 
-# as many answers run as in the bar
+# 64 answers run at once in the bar on constrained ones
 RUNNING, CONSTRAINED = 64, 8
 ROOM = ["--max-waiting", "100000", "--max-waiting-tokens", "100000000", "--deadline", "3600"]
 HOSTILE = {
@@ -155,7 +155,7 @@ class Bench:
             for task in hostile:
                 task.cancel()
             await asyncio.gather(*hostile, return_exceptions=True)
-            # what was begun before may still be compiled
+            # a grammar that an earlier request began may still be compiling
             await asyncio.sleep(2.0)
             times = [moment for each in readings for moment in each.times]
             rates = [sum(a <= moment < b for moment in times) / (b - a) for a, b in ((begun, middle), (middle, ended))]

@@ -35,6 +35,10 @@ _CALL = "write rooftile.attention(q, k, v, mask) in the layout (B, T, H, D), or 
 
 # words of flash-attn, torch's SDPA, FlexAttention, MultiheadAttention, xformers and Transformers -> what to do here
 ARGUMENTS = {
+    "fused": "leave it out: a step is always one pass on a GPU with Triton",
+    "foreach": "leave it out: a step is always one pass on a GPU with Triton",
+    "max_grad_norm": "write clip_norm=",
+    "group_size": "write group=",
     "query": _LAYOUT.format("q"), "key": _LAYOUT.format("k"), "value": _LAYOUT.format("v"),
     "queries": _LAYOUT.format("q"), "keys": _LAYOUT.format("k"), "values": _LAYOUT.format("v"),
     "qkv": "write q, k, v = qkv.unbind(dim=2)", "kv": "write k, v = kv.unbind(dim=2)",

@@ -70,7 +70,7 @@ def linformer(
     projections: tuple[tuple[str, Any], ...] = (("e", e), ("f", f))
     for name, x in projections:
         if isinstance(x, Mask):
-            # where other methods have their mask
+            # f stands where other methods have their mask
             _check_mask(x)
         _check_projection(name, x, q, k)
     if e.shape[1] != f.shape[1]:

@@ -16,7 +16,7 @@ from torch.nn import functional
 import rooftile as rt
 from rooftile.matmul import QuantisedWeight
 
-# as `rooftile.quantise_weight` names them; groups of 32 and 64 divide the rows of small models
+# these are the words of `rooftile.quantise_weight`; groups of 32 and 64 divide the rows of small models
 FORMATS = ("fp8", "int8", "w8", "int4:64", "int4:32", "mxfp8", "mxfp4", "nvfp4")
 
 

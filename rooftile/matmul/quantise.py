@@ -19,6 +19,7 @@ from rooftile.matmul.weight import QuantisedWeight
 from rooftile.numerics.block_floating import quantise_blocks
 from rooftile.numerics.formats import FP4_E2M1, FP8_E4M3, INT8, encode
 from rooftile.numerics.scaling import divided, scales_of
+from rooftile.words import answers_foreign_words
 
 # numbers that are quantised at once: an fp32 copy of a large weight would take twice its memory
 AT_ONCE = 1 << 24
@@ -34,6 +35,7 @@ class _Rows(NamedTuple):
     zeros: Tensor | None = None
 
 
+@answers_foreign_words
 def quantise_weight(w: Tensor, format: str, *, group: int | None = None, zero_points: bool = False) -> QuantisedWeight:
     """Quantises a weight, for `linear`.
 

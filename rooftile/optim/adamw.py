@@ -15,6 +15,7 @@ from rooftile.optim.definition import Numbers
 from rooftile.optim.operator import is_dense
 from rooftile.optim.operator import step as take_step
 from rooftile.optim.split import join
+from rooftile.words import answers_foreign_words
 
 
 class AdamW(Optimizer):
@@ -51,6 +52,7 @@ class AdamW(Optimizer):
         tensor([0.9999, 0.9999, 0.9999])
     """
 
+    @answers_foreign_words
     def __init__(
         self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False, capturable: bool = False,

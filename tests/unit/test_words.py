@@ -70,6 +70,20 @@ def test_sdpas_own_names_of_the_tensors() -> None:
         rt.attention(query=Q, key=Q, value=Q)
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: rt.optim.AdamW([torch.nn.Parameter(Q)], fused=True), "has no argument fused: leave it out: a step is"),
+        (lambda: rt.optim.AdamW([torch.nn.Parameter(Q)], max_grad_norm=1.0), "no argument max_grad_norm: write clip_norm="),
+        (lambda: rt.quantise_weight(Q[0, :, 0], "int4", group_size=16), "no argument group_size: write group="),
+        (lambda: rt.fuse(torch.nn.Linear(2, 2), rope=True), "fuse has no argument rope: it has model, logits, verbose"),
+    ],
+)
+def test_optimiser_weights_and_fusion_answer_too(call: Any, words: str) -> None:
+    with pytest.raises(rt.InvalidInput, match=words):
+        call()
+
+
 def test_the_module_answers_too() -> None:
     layer = rt.nn.Attention(32, heads=2)
     for word in {*MODULE, "hidden_size", "num_key_value_heads", "is_causal"}:

@@ -43,8 +43,8 @@ class KeyTiles(NamedTuple):
 
     table: Tensor  # int32 (places, 3): first row, first position, number of keys of its sequence
     entries: Tensor  # int32 (Hk * tiles * most, 2): a tile and its word
-    # int32 (parts, 4): the block, counted through all heads, -1 for none; its first entry and its last, excluded; where the sums
-    # of the part are kept, -1 if it is the block's only one
+    # int32 (parts, 4): the block, counted through all heads, -1 for none; its first entry and its last, excluded; the place of
+    # its sums, -1 if it is the block's only one
     parts: Tensor
     joins: Tensor  # int32 (Hk * places, 2): where the parts of a block are kept, and how many; 0 if there is one
     kept: int  # the most parts that are kept

@@ -18,8 +18,10 @@ from rooftile.errors import InvalidInput
 from rooftile.integrations.fusion import families
 from rooftile.integrations.fusion.classes import FusedModule, class_of
 from rooftile.integrations.fusion.report import Fused
+from rooftile.words import answers_foreign_words
 
 
+@answers_foreign_words
 def fuse(model: nn.Module, *, logits: bool = False, verbose: bool = True) -> Fused:
     """Runs norms, gates, rotary positions and the loss of a Transformers model on `rooftile.fused`, with gradients.
 

@@ -17,7 +17,7 @@ _ADDED = "additions joined with the norm after them"
 _LOSS = "loss from hidden states; logits is None where labels are given: rt.fuse(model, logits=True) keeps them"
 _LOSS_WITH_LOGITS = "loss from logits, which are kept"
 
-# what a forward function takes at least, by the kind of attention and layer that stands for it
+# the parameters of the forward functions that ours replace: another version of Transformers may have others
 _ATTENTION = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs")
 _LAYER = (
     "hidden_states", "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "kwargs",

@@ -61,7 +61,7 @@ def tile_of(M: int, format: str, deterministic: bool) -> Tile:
     """Returns the tile of a product with M rows of x."""
     columns = min(max(triton.next_power_of_2(M), 8), 128)
     if format == "int4":
-        # where there are few rows, four warpgroups hide each other's latency; a tile has 256 rows of the weight either way
+        # four warpgroups hide each other's latency where rows are few; a tile has 256 rows of the weight either way
         tile = Tile(1, columns, 1, 0, 4) if columns <= 32 else Tile(2, columns, 1, 0)
         stage = tile.block_n * STEP.value // 2 + tile.block_m * STEP.value * 2
         held = tile.WARPGROUPS * tile.block_m * STEP.value * 2 if M <= ORDERS else 0

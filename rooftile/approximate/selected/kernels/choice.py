@@ -128,7 +128,7 @@ def _choose(
     # a position before the first key is in no block; division truncates towards zero
     own = tl.where(first_position + t < 0, -1, (first_position + t) // SHAPE.BLOCK)
     best = tl.full((TILE, MOST), -1, tl.int64)
-    # what the last block of the step before leaves to the first of this one
+    # this sum goes from the last block of a step to the first block of the next
     left = tl.zeros((TILE,), tl.float32)
     for step in range(tl.cdiv(blocks, NEW)):
         c = tl.where(inner < SHAPE.RATIO, (step * NEW + at // PADDED) * SHAPE.RATIO + inner, n)
