@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 import transformers
@@ -357,6 +358,13 @@ def test_deltas_are_the_complete_answers_in_pieces(params: SamplingParams, tmp_p
     saved(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
     llm = LLM(save("byte_level", tmp_path), **ROOM)
     (whole,) = llm.generate(["The roof of a house"], params)
+    if params.stop:
+        # a stop string of four tokens, which are withheld one by one, and taken away
+        (free,) = llm.generate(["The roof of a house"], replace(params, stop=[]))
+        params = replace(params, stop=[llm.tokenizer.decode(free.outputs[0].token_ids[34:38])])
+        (whole,) = llm.generate(["The roof of a house"], params)
+        assert whole.outputs[0].finish_reason == "stop"
+        assert len(whole.outputs[0].token_ids) <= 35
 
     async def main() -> None:
         async with AsyncEngine(llm) as engine:
