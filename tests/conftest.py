@@ -80,7 +80,8 @@ def _filled(allocate):
         # a compiled program manages its own memory
         if torch.compiler.is_compiling() or not x.is_floating_point():
             return x
-        return x.fill_(float("nan"))
+        with torch.no_grad():
+            return x.fill_(float("nan"))
 
     return allocate_nan
 

@@ -216,4 +216,6 @@ def constants_of(
     return {
         "W": _TYPES[weight], "G": _TYPES[gradient], "M": _TYPES[moment], "SPLIT": split, "COUNTED": counted, "LR": lr,
         "CLIP": clip, "ALIGNED": aligned, "CHUNK": CHUNK, "BLOCK": BLOCK, "ADDRESSES": ADDRESSES, "num_warps": 8,
+        # the compiler would fuse one product of a sum of two, and which one differs between split weights and fp32 ones
+        "enable_fp_fusion": False,
     }  # fmt: skip

@@ -161,6 +161,7 @@ def test_a_graph_says_the_same(name: str) -> None:
     decoder = decoder_of(name, torch.bfloat16).cuda()
     tokens, positions = torch.randint(97, (9,), device="cuda"), torch.arange(9, device="cuda")
     # cuBLAS takes its workspace, and Triton compiles, on the first call, which a graph must not see
+    torch.cuda.synchronize()
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
         decoder(tokens, positions, attend)
     torch.cuda.synchronize()

@@ -59,6 +59,7 @@ def test_nothing_waits_for_the_device() -> None:
     def step() -> list[torch.Tensor]:
         return list(torch.autograd.grad(fused.linear_cross_entropy(x, w, target), (x, w)))
 
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         due = step()
     torch.cuda.synchronize()

@@ -57,15 +57,15 @@ def defined(
 
 
 def assert_product(
-    found: Tensor, x: Tensor | QuantisedRows, weight: QuantisedWeight, bias: Tensor | None = None
+    found: Tensor, x: Tensor | QuantisedRows, weight: QuantisedWeight, bias: Tensor | None = None, *, sums: float = 0.0
 ) -> None:
-    """The rule of two, on the largest and the mean error."""
+    """The rule of two, on the largest and the mean error; `sums` is the unit of the sums where it is coarser than the result's."""
     exact, plain = defined(x, weight, bias, exact=True), defined(x, weight, bias)
     assert found.dtype == plain.dtype
     assert found.shape == plain.shape
     if not found.numel():
         return
-    unit = 8 * torch.finfo(found.dtype).eps * exact.abs().amax() + 1e-30
+    unit = 8 * max(torch.finfo(found.dtype).eps, sums) * exact.abs().amax() + 1e-30
     for reduce in (torch.amax, torch.mean):
         error, due = (reduce((y.double() - exact).abs()) for y in (found, plain))
         assert error <= 2 * due + unit, (float(error), float(due), float(unit))

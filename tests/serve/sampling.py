@@ -109,12 +109,16 @@ class Batch:
         self.slots = list(range(n)) if slots is None else slots
         self.seeds = [1000 + 2**40 * i for i in range(n)]
         self.state = SamplingState(max(self.slots) + 2, vocab, device)
-        self.state.set(self.slots, self.params, self.seeds, list(self.prompts), list(self.generated))
-        masked = [slot for slot, each in zip(self.slots, params, strict=True) if each.structured is not None]
-        self.state.allow(masked, [mask_of(vocab)] * len(masked))
+        self.set()
         self.index = torch.tensor(self.slots, device=device)
         self.positions = torch.arange(n, device=device) * 7 + 40
         self.logits = (torch.randn(n, vocab, generator=draw) * 3).to(device)
+
+    def set(self) -> None:
+        """Writes the requests into the state, as if they had just arrived."""
+        self.state.set(self.slots, self.params, self.seeds, list(self.prompts), list(self.generated))
+        masked = [slot for slot, each in zip(self.slots, self.params, strict=True) if each.structured is not None]
+        self.state.allow(masked, [mask_of(self.state.vocab)] * len(masked))
 
     def of(self, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, slots and positions of some rows in this order."""
