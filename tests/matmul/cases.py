@@ -59,7 +59,7 @@ def defined(
 def assert_product(
     found: Tensor, x: Tensor | QuantisedRows, weight: QuantisedWeight, bias: Tensor | None = None, *, sums: float = 0.0
 ) -> None:
-    """The rule of two, on the largest and the mean error; `sums` is the unit of the sums where it is coarser than the result's."""
+    """The rule of two, on the largest and the mean error; `sums` is the unit of sums coarser than the result's."""
     exact, plain = defined(x, weight, bias, exact=True), defined(x, weight, bias)
     assert found.dtype == plain.dtype
     assert found.shape == plain.shape
