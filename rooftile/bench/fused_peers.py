@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 Call = Callable[..., Any]
 # the error of a peer's results and gradients, as a share of what is due (Frobenius)
@@ -28,6 +29,8 @@ def named(module: str, name: str) -> Call:
 
 def compiled(call: Call) -> Call:
     """A formula compiled for static shapes, tuned; a graph of its own launches would hide the host's time of this one alone."""
+    # a backward that is timed alone runs again, on what the forward saved
+    functorch_config.donated_buffer = False
     return torch.compile(call, dynamic=False, mode="max-autotune-no-cudagraphs")
 
 

@@ -235,7 +235,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, value in {
             "gl": language, "Product": Product, "STEP": 128, "ROWS": 64, "BYTES": 64, "QUARTER": 32, "tma_load": tma_load,
             "ring": Slots, "mbarrier": SimpleNamespace(expect=expect), "warpgroup_mma": mma, "warpgroup_mma_wait": wait,
-            "fence_async_shared": lambda: None, "wait_for_input": lambda: None,
+            "fence_async_shared": lambda: None, "wait_for_input": lambda: None, "let_next_begin": lambda: None,
             "barrier": lambda: None, "_layout_of_codes": lambda: None,
             "_layout_of_quarters": lambda: None, "range": lambda *about: map(held, range(*map(int, about))),
         }.items():  # fmt: skip

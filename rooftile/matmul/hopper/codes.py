@@ -77,6 +77,7 @@ def _multiply(
     BLOCK: gl.constexpr = WARPGROUP * to.BLOCKS_N * to.BLOCKS_M
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, to.COLUMNS, 32])
     column = gl.arange(0, to.COLUMNS, gl.SliceLayout(0, layout))
+    wait_for_input()
     place, end = to.bounds()
     fill = 0
     while place < end:
@@ -111,9 +112,9 @@ def _multiply(
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["M", "tiles", "steps"])
+@gluon.jit(do_not_specialize=["M", "tiles", "steps", "early"])
 def product_of_codes(
-    w_desc, x_desc, x_scales_ptr, w_scales_ptr, bias_ptr, o_ptr, partials_ptr, counters_ptr, M, N, tiles, steps,
+    w_desc, x_desc, x_scales_ptr, w_scales_ptr, bias_ptr, o_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, early,
     FORMAT: gl.constexpr, BIAS: gl.constexpr, T: gl.constexpr,
 ):
     # fmt: on
@@ -123,12 +124,11 @@ def product_of_codes(
     xs = gl.allocate_shared_memory(x_desc.dtype, [to.STAGES, to.BLOCK_M, STEP], x_desc.layout)
     ws = ring(w_smem, to.STAGES, to.WARPGROUPS)
     fence_async_shared()
-    wait_for_input()
     gl.warp_specialize(
         [
             (_multiply, (ws, xs, x_scales_ptr, w_scales_ptr, to, 0, FORMAT)),
             (_multiply, (ws, xs, x_scales_ptr, w_scales_ptr, to, 1, FORMAT)),
-            (load, (w_desc, x_desc, ws, xs, to)),
+            (load, (w_desc, x_desc, ws, xs, to, early)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from rooftile.hopper.gluon import TensorDescriptor, gl
-from rooftile.launch import Kernel
+from rooftile.launch import Kernel, is_capturing
 from rooftile.matmul.definition import Product
 from rooftile.matmul.hopper import counters
 from rooftile.matmul.hopper.codes import product_of_codes
@@ -156,7 +156,7 @@ def start_codes(
     shared = _shared_sums(tile, programs, sizes, sums, x.device)
     kernel, constants = _kernel_of_codes(product.format, bias is not None, tile)
     added = parts.scales if bias is None else bias
-    kernel((programs, 1, 1), (parts.codes, x, x_scales, parts.scales, added, o, *shared, *sizes), constants)
+    kernel((programs, 1, 1), (parts.codes, x, x_scales, parts.scales, added, o, *shared, *sizes, _early()), constants)
 
 
 def _by_nibbles(x: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor) -> None:
@@ -180,8 +180,16 @@ def start_nibbles(
     kernel, constants = _kernel_of_nibbles(group, parts.zeros is not None, ordered, bias is not None, tile)
     zeros = parts.codes if parts.zeros is None else parts.zeros.contiguous()
     added = parts.scales if bias is None else bias
-    arguments = (parts.codes, x, parts.scales, zeros, added, o, *shared, *sizes, product.K // product.group)
+    arguments = (parts.codes, x, parts.scales, zeros, added, o, *shared, *sizes, _early(), product.K // product.group)
     kernel((programs, 1, 1), arguments, constants)
+
+
+def _early() -> int:
+    """Whether the weight may be read while the kernel before ends: it was made before the graph that is captured.
+
+    Outside of graphs the kernel before may have written it.
+    """
+    return int(is_capturing())
 
 
 def _sizes(tile: Tile, M: int, product: Product) -> tuple[int, int, int, int]:

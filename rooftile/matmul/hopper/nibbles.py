@@ -116,6 +116,7 @@ def _multiply(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     of_codes: gl.constexpr = _layout_of_codes()
     of_x: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    wait_for_input()
     place, end = to.bounds()
     fill = 0
     while place < end:
@@ -165,9 +166,9 @@ def _multiply(
 
 
 # fmt: off
-@gluon.jit(do_not_specialize=["M", "tiles", "steps", "groups"])
+@gluon.jit(do_not_specialize=["M", "tiles", "steps", "early", "groups"])
 def product_of_nibbles(
-    w_desc, x_desc, scales_ptr, zeros_ptr, bias_ptr, o_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, groups,
+    w_desc, x_desc, scales_ptr, zeros_ptr, bias_ptr, o_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, early, groups,
     GROUP: gl.constexpr, ZEROS: gl.constexpr, ORDERED: gl.constexpr, BIAS: gl.constexpr, T: gl.constexpr,
 ):
     # fmt: on
@@ -179,10 +180,9 @@ def product_of_nibbles(
     ordered = gl.allocate_shared_memory(x_desc.dtype, [1 if ORDERED else to.WARPGROUPS, to.BLOCK_M, STEP], x_desc.layout)
     ws = ring(w_smem, to.STAGES, to.WARPGROUPS)
     fence_async_shared()
-    wait_for_input()
     # ... or none does
     OWN: gl.constexpr = 0 if ORDERED else 1
-    loaded = (w_desc, x_desc, ws, xs, to)
+    loaded = (w_desc, x_desc, ws, xs, to, early)
     # a warpgroup's number stays a constant only inside of the call
     if to.WARPGROUPS == 2:
         gl.warp_specialize(

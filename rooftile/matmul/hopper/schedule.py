@@ -139,24 +139,55 @@ def wait_for_input():
 
 
 @gluon.jit
-def load(w_desc, x_desc, tiles: Ring, xs, to: Product):
-    """The role that has tiles of the weight and of x copied in."""
+def let_next_begin():
+    """Lets the next kernel start where a multiprocessor is free; it waits for this one's results by itself."""
+    text: gl.constexpr = ptx.dependent_launch_text("launch_dependents")
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early):
+    """The role that has tiles of the weight and of x copied in.
+
+    `early`: the kernel before does not write the weight, so the ring fills with its tiles while that kernel ends.
+    """
     SIZE: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
     # two codes of 4 bits share a column of the weight
     COLUMNS: gl.constexpr = w_desc.block_type.shape[1]
     place, end = to.bounds()
+    ahead = 0
+    if early != 0:
+        soon = place
+        while (soon < end) & (ahead < to.STAGES):
+            run = to.run_at(soon, end)
+            for _ in range(to.tiles_of_rows()):
+                for step in range(run.first, gl.minimum(run.stop, run.first + to.STAGES - ahead)):
+                    full = tiles.full_barrier(ahead)
+                    mbarrier.expect(full, SIZE)
+                    tma_load(w_desc, [run.tile * to.BLOCK_N, step * COLUMNS], full, tiles.buffer(ahead))
+                    ahead += 1
+            soon += run.stop - run.first
+    wait_for_input()
+    let_next_begin()
     fill = 0
     while place < end:
         run = to.run_at(place, end)
         for tile_m in range(to.tiles_of_rows()):
             for step in range(run.first, run.stop):
-                tiles.wait_empty(fill)
                 full = tiles.full_barrier(fill)
-                mbarrier.expect(full, SIZE)
-                tma_load(w_desc, [run.tile * to.BLOCK_N, step * COLUMNS], full, tiles.buffer(fill))
+                if fill >= ahead:
+                    tiles.wait_empty(fill)
+                    mbarrier.expect(full, SIZE)
+                    tma_load(w_desc, [run.tile * to.BLOCK_N, step * COLUMNS], full, tiles.buffer(fill))
                 tma_load(x_desc, [tile_m * to.BLOCK_M, step * STEP], full, xs.index(fill % to.STAGES))
                 fill += 1
         place += run.stop - run.first
+
+
+@gluon.jit
+def _part(to: Product, program, last, tile_m, block, place):
+    """A program's part of a tile that began before it; zeros past the last program that has one."""
+    return gl.load(to.partial(program, 0, tile_m, block) + place, mask=program <= last, other=0, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -180,8 +211,19 @@ def whole_sum(acc, run: Run, tile_m, block, to: Product):
             # zero again for the next launch
             gl.store(counter, 0)
             acc = gl.load(to.partial(start, 1, tile_m, block) + place, cache_modifier=".cg")
-            for program in range(start + 1, last + 1):
-                acc += gl.load(to.partial(program, 0, tile_m, block) + place, cache_modifier=".cg")
+            # four at a time where registers hold them: a program waits once for all of them
+            WIDE: gl.constexpr = to.COLUMNS > 64
+            for program in range(start + 1, last + 1, 1 if WIDE else 4):
+                first = _part(to, program, last, tile_m, block, place)
+                if not WIDE:
+                    second = _part(to, program + 1, last, tile_m, block, place)
+                    third = _part(to, program + 2, last, tile_m, block, place)
+                    fourth = _part(to, program + 3, last, tile_m, block, place)
+                acc += first
+                if not WIDE:
+                    acc += second
+                    acc += third
+                    acc += fourth
     return acc, has_it
 
 
