@@ -110,12 +110,19 @@ class _Function(torch.autograd.Function):
         held = (*found, *arguments[: operation._tensors])
         ctx.save_for_backward(*(None if n in operation._unused else x for n, x in enumerate(held)))
         ctx.mark_non_differentiable(*found[operation.differentiable :])
+        # PyTorch would make zeros for every result without a gradient, also for those that have none by definition
+        ctx.set_materialize_grads(False)
+        ctx.made = [(x.shape, x.dtype, x.device) for x in found[: operation.differentiable]]
         return found
 
     @staticmethod
-    def backward(ctx: Any, *dy: Tensor) -> Any:
+    def backward(ctx: Any, *dy: Any) -> Any:
         operation = ctx.operation
-        arguments = (*dy[: operation.differentiable], *ctx.saved_tensors, *ctx.rest)
+        dy = tuple(
+            torch.zeros(shape, dtype=dtype, device=device) if each is None else each
+            for each, (shape, dtype, device) in zip(dy, ctx.made, strict=False)
+        )
+        arguments = (*dy, *ctx.saved_tensors, *ctx.rest)
         if torch.is_grad_enabled():
             found = operation.gradients(*arguments)
         elif watched(*arguments) or dy[0].is_meta:

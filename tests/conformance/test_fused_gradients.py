@@ -24,6 +24,29 @@ def test_results_and_gradients(name: str, dtype: torch.dtype, device: torch.devi
         check(name, inputs(name, rows, size, dtype, device))
 
 
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("name", ["add, rms norm", "add, layer norm"])
+def test_one_of_two_results_has_a_gradient(name: str, used: int, device: torch.device) -> None:
+    leaves = inputs(name, 7, 40, torch.float64, device)
+    found, due = (
+        torch.autograd.grad(call(*leaves)[used].square().sum(), leaves, materialize_grads=True)
+        for call in (OPERATIONS[name].call, OPERATIONS[name].formula)
+    )
+    for x, y in zip(found, due, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_results_without_a_gradient_cost_no_memory_in_the_backward() -> None:
+    """The gradients of a mean loss are results of its forward; zeros for their own gradients would be as large as the weight."""
+    x, w = torch.randn(40, 8).requires_grad_(), torch.randn(1000, 8).requires_grad_()
+    loss = fused.linear_cross_entropy(x, w, torch.randint(1000, (40,)))
+    with torch.profiler.profile(profile_memory=True) as seen:
+        loss.backward()
+    taken = [event.self_cpu_memory_usage for event in seen.events() if event.self_cpu_memory_usage > 0]
+    # the weight's gradient, and what is small
+    assert w.nbytes <= sum(taken) < 1.5 * w.nbytes
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_gradients_of_gradients(name: str, device: torch.device) -> None:
     leaves = [x.detach().clone().requires_grad_() for x in inputs(name, 3, 5, torch.float64, device)]

@@ -23,7 +23,7 @@ def built(kernel, sm: int, constants: dict):
 def test_rows_of_4096(sm: int) -> None:
     from rooftile.fused.kernels import cross_entropy, gate_up, norm_gradients, softmax
 
-    norm = norm_gradients.constants_of(4096, True, False, True)
+    norm = norm_gradients.constants_of(4096, 2, True, False, True)
     gate, loss = gate_up.constants_of(14336, "silu"), cross_entropy.constants_of(128256, True, True)
     for kernel, constants in (
         (norm_gradients._norm_gradients, norm), (gate_up._gate_up, gate), (gate_up._gate_up_gradients, gate),
@@ -33,7 +33,9 @@ def test_rows_of_4096(sm: int) -> None:
     ):  # fmt: skip
         found = built(kernel, sm, constants)
         assert stack(found) == 0, kernel
-        assert found.metadata.shared <= 16384
+        # rows that are on their way; consumer cards have 99 KiB per program
+        assert found.metadata.shared <= (72 * 1024 if kernel is norm_gradients._norm_gradients else 16384)
+        assert ("cp.async" in found.asm["ptx"]) == (kernel is norm_gradients._norm_gradients)
         assert "ld.global" in found.asm["ptx"]
 
 
@@ -42,4 +44,4 @@ def test_long_rows(size: int) -> None:
     from rooftile.fused.kernels import norm_gradients, softmax
 
     built(softmax._softmax, 90, softmax.constants_of(size))
-    built(norm_gradients._norm_gradients, 90, norm_gradients.constants_of(size, False, False, False))
+    built(norm_gradients._norm_gradients, 90, norm_gradients.constants_of(size, 2, False, False, False))

@@ -17,12 +17,15 @@ from rooftile.launch import Kernel
 
 # programs that share the rows; each writes a part of dw
 PROGRAMS = 264
+# shared memory for rows that are on their way, and rows in flight at most
+BYTES, MOST_STAGES = 64 * 1024, 4
 
 
 @triton.jit(do_not_specialize=["rows", "per_program"])
 def _norm_gradients(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, dx_ptr, dw_ptr, db_ptr, rows, per_program, dy_stride, dtotal_stride, x_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, LAYER: tl.constexpr, PLUS_ONE: tl.constexpr, ADDED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BLOCK)
     there = n < SIZE
@@ -32,16 +35,19 @@ def _norm_gradients(
     weight = tl.where(there, weight, 0.0)
     dw, db = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     first = tl.program_id(0) * per_program
-    for row in range(tl.minimum(per_program, rows - first)):
+    # the next rows are on their way while one is summed up
+    for row in tl.range(0, tl.minimum(per_program, rows - first), num_stages=STAGES):
         r = (first + row).to(tl.int64)
         x = tl.load(x_ptr + r * x_stride + n, mask=there, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + r * dy_stride + n, mask=there, other=0.0).to(tl.float32)
         if LAYER:
             x = tl.where(there, x - tl.sum(x, 0) / SIZE, 0.0)
-        inverse = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
-        unit = x * inverse
         g = dy * weight
-        dx = g - unit * (tl.sum(g * unit, 0) / SIZE)
+        # neither sum waits for the other
+        squares, products = tl.sum(x * x, 0), tl.sum(g * x, 0)
+        inverse = tl.rsqrt(squares / SIZE + eps)
+        unit = x * inverse
+        dx = g - unit * (products * inverse / SIZE)
         if LAYER:
             dx -= tl.sum(g, 0) / SIZE
             db += dy
@@ -77,14 +83,17 @@ def gradients(
             dy, added, x, w.contiguous(), dx, dw, db if b is not None else dw, rows, per_program, dy.stride(0), added.stride(0),
             x.stride(0), eps,
         )  # fmt: skip
-        _start((programs, 1, 1), arguments, constants_of(size, b is not None, plus_one, dtotal is not None))
+        constants = constants_of(size, x.element_size(), b is not None, plus_one, dtotal is not None)
+        _start((programs, 1, 1), arguments, constants)
     return dx, dw.sum(0).to(w.dtype), db if b is None else db.sum(0).to(b.dtype)
 
 
 @cache
-def constants_of(size: int, layer: bool, plus_one: bool, added: bool) -> dict[str, object]:
-    """The compile-time arguments."""
+def constants_of(size: int, itemsize: int, layer: bool, plus_one: bool, added: bool) -> dict[str, object]:
+    """The compile-time arguments, for numbers of so many bytes."""
     block = triton.next_power_of_2(size)
+    stages = min(max(BYTES // (block * itemsize * (2 + added)), 0) + 1, MOST_STAGES)
     return {
-        "SIZE": size, "BLOCK": block, "LAYER": layer, "PLUS_ONE": plus_one, "ADDED": added, "num_warps": warps_for(block),
+        "SIZE": size, "BLOCK": block, "LAYER": layer, "PLUS_ONE": plus_one, "ADDED": added, "STAGES": stages,
+        "num_warps": warps_for(block),
     }  # fmt: skip
