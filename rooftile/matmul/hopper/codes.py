@@ -11,32 +11,11 @@ from rooftile.hopper.gluon import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from rooftile.hopper.pipeline import Ring, ring
-from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, wait_for_input, whole_sum, write
-
-
-@gluon.jit
-def _load(w_desc, x_desc, tiles: Ring, xs, to: Product):
-    """The role that has tiles copied in."""
-    BYTES: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
-    place, end = to.bounds()
-    fill = 0
-    while place < end:
-        run = to.run_at(place, end)
-        for tile_m in range(to.tiles_of_rows()):
-            for step in range(run.first, run.stop):
-                tiles.wait_empty(fill)
-                full = tiles.full_barrier(fill)
-                mbarrier.expect(full, BYTES)
-                tma_load(w_desc, [run.tile * to.BLOCK_N, step * STEP], full, tiles.buffer(fill))
-                tma_load(x_desc, [tile_m * to.BLOCK_M, step * STEP], full, xs.index(fill % to.STAGES))
-                fill += 1
-        place += run.stop - run.first
+from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, load, wait_for_input, whole_sum, write
 
 
 @gluon.jit
@@ -149,7 +128,7 @@ def product_of_codes(
         [
             (_multiply, (ws, xs, x_scales_ptr, w_scales_ptr, to, 0, FORMAT)),
             (_multiply, (ws, xs, x_scales_ptr, w_scales_ptr, to, 1, FORMAT)),
-            (_load, (w_desc, x_desc, ws, xs, to)),
+            (load, (w_desc, x_desc, ws, xs, to)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip

@@ -16,13 +16,11 @@ from rooftile.hopper.gluon import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from rooftile.hopper.pipeline import Ring, ring
-from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, wait_for_input, whole_sum, write
+from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, load, wait_for_input, whole_sum, write
 
 # bytes of a row in a step, and codes of a thread: a quarter of them
 BYTES, QUARTER = gl.constexpr(64), gl.constexpr(32)
@@ -82,25 +80,6 @@ def _weights(codes, scales, shifts, operand: gl.constexpr):
         )  # fmt: skip
     w = gl.join(low, high).reshape([ROWS, 4, 4, 2, 2, 2]).permute((0, 2, 3, 5, 1, 4)).reshape([ROWS, STEP])
     return gl.convert_layout(w, operand)
-
-
-@gluon.jit
-def _load(w_desc, x_desc, tiles: Ring, xs, to: Product):
-    """The role that has tiles copied in."""
-    SIZE: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
-    place, end = to.bounds()
-    fill = 0
-    while place < end:
-        run = to.run_at(place, end)
-        for tile_m in range(to.tiles_of_rows()):
-            for step in range(run.first, run.stop):
-                tiles.wait_empty(fill)
-                full = tiles.full_barrier(fill)
-                mbarrier.expect(full, SIZE)
-                tma_load(w_desc, [run.tile * to.BLOCK_N, step * BYTES], full, tiles.buffer(fill))
-                tma_load(x_desc, [tile_m * to.BLOCK_M, step * STEP], full, xs.index(fill % to.STAGES))
-                fill += 1
-        place += run.stop - run.first
 
 
 @gluon.jit
@@ -203,14 +182,14 @@ def product_of_nibbles(
     wait_for_input()
     # ... or none does
     OWN: gl.constexpr = 0 if ORDERED else 1
-    load = (w_desc, x_desc, ws, xs, to)
+    loaded = (w_desc, x_desc, ws, xs, to)
     # a warpgroup's number stays a constant only inside of the call
     if to.WARPGROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (ws, xs, ordered.index(0), scales_ptr, zeros_ptr, groups, to, 0, GROUP, ZEROS, ORDERED)),
                 (_multiply, (ws, xs, ordered.index(OWN), scales_ptr, zeros_ptr, groups, to, 1, GROUP, ZEROS, ORDERED)),
-                (_load, load),
+                (load, loaded),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -221,7 +200,7 @@ def product_of_nibbles(
                 (_multiply, (ws, xs, ordered.index(OWN), scales_ptr, zeros_ptr, groups, to, 1, GROUP, ZEROS, ORDERED)),
                 (_multiply, (ws, xs, ordered.index(OWN * 2), scales_ptr, zeros_ptr, groups, to, 2, GROUP, ZEROS, ORDERED)),
                 (_multiply, (ws, xs, ordered.index(OWN * 3), scales_ptr, zeros_ptr, groups, to, 3, GROUP, ZEROS, ORDERED)),
-                (_load, load),
+                (load, loaded),
             ],
             [4, 4, 4, 1], [112, 112, 112, 24],
         )  # fmt: skip

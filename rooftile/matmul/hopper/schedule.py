@@ -12,7 +12,8 @@ Osama et al., Stream-K, arXiv:2301.03598.
 from typing import NamedTuple
 
 from rooftile.hopper import ptx
-from rooftile.hopper.gluon import aggregate, barrier, gl, gluon
+from rooftile.hopper.gluon import aggregate, barrier, gl, gluon, mbarrier, tma_load
+from rooftile.hopper.pipeline import Ring
 
 # numbers of K per step, and rows of a warpgroup's matrix instruction
 STEP, ROWS = gl.constexpr(128), gl.constexpr(64)
@@ -135,6 +136,27 @@ def wait_for_input():
     """Waits until the kernel before has written x: this one may have been launched beside its end."""
     text: gl.constexpr = ptx.dependent_launch_text("wait")
     gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load(w_desc, x_desc, tiles: Ring, xs, to: Product):
+    """The role that has tiles of the weight and of x copied in."""
+    SIZE: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
+    # two codes of 4 bits share a column of the weight
+    COLUMNS: gl.constexpr = w_desc.block_type.shape[1]
+    place, end = to.bounds()
+    fill = 0
+    while place < end:
+        run = to.run_at(place, end)
+        for tile_m in range(to.tiles_of_rows()):
+            for step in range(run.first, run.stop):
+                tiles.wait_empty(fill)
+                full = tiles.full_barrier(fill)
+                mbarrier.expect(full, SIZE)
+                tma_load(w_desc, [run.tile * to.BLOCK_N, step * COLUMNS], full, tiles.buffer(fill))
+                tma_load(x_desc, [tile_m * to.BLOCK_M, step * STEP], full, xs.index(fill % to.STAGES))
+                fill += 1
+        place += run.stop - run.first
 
 
 @gluon.jit
