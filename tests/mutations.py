@@ -318,7 +318,7 @@ MUTATIONS = {
         ("tests/kernels/test_hopper_products.py", "-k", "emulated"),
     ),
     "hopper, order of x": Mutation(
-        "matmul/hopper/nibbles.py", "return x.permute((0, 2, 4, 5, 1, 3))", "return x.permute((0, 2, 5, 4, 1, 3))",
+        "matmul/hopper/widened.py", "2, 2, 2]).permute((0, 2, 4, 5, 1, 3))", "2, 2, 2]).permute((0, 2, 5, 4, 1, 3))",
         ("tests/kernels/test_hopper_products.py", "-k", "emulated or order_of_codes"),
     ),
     "weights, gradient of x": Mutation(

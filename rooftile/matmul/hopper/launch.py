@@ -21,11 +21,12 @@ from torch import Tensor
 from rooftile.hopper.gluon import TensorDescriptor, gl
 from rooftile.launch import Kernel
 from rooftile.matmul.definition import Product
+from rooftile.matmul.formats import weight_format
 from rooftile.matmul.hopper import counters
 from rooftile.matmul.hopper.codes import product_of_codes
-from rooftile.matmul.hopper.nibbles import product_of_nibbles
 from rooftile.matmul.hopper.ordered import in_order
 from rooftile.matmul.hopper.schedule import STEP, Tile
+from rooftile.matmul.hopper.widened import product_of_widened
 from rooftile.matmul.weight import Parts
 
 # rows of x of a launch, at most; beyond them PyTorch's products are asked first
@@ -39,7 +40,7 @@ MOST_STAGES = 12
 ENOUGH = {"bytes": 0.8, "arithmetic": 0.95}
 # rows of x up to which a product is bound by bytes
 BYTES = 64
-# ... and up to which a warpgroup of INT4 orders them for itself
+# ... and up to which a warpgroup whose weights become 16-bit numbers orders them for itself
 ORDERS = 64
 # steps over K per program, at least
 LEAST_STEPS = 2
@@ -60,10 +61,11 @@ _DTYPES = {
 def tile_of(M: int, format: str, deterministic: bool) -> Tile:
     """Returns the tile of a product with M rows of x."""
     columns = min(max(triton.next_power_of_2(M), 8), 128)
-    if format == "int4":
+    kind = weight_format(format)
+    if kind.activations is None:
         # four warpgroups hide each other's latency where rows are few; a tile has 256 rows of the weight either way
         tile = Tile(1, columns, 1, 0, 4) if columns <= 32 else Tile(2, columns, 1, 0)
-        stage = tile.block_n * STEP.value // 2 + tile.block_m * STEP.value * 2
+        stage = tile.block_n * STEP.value * kind.bits // 8 + tile.block_m * STEP.value * 2
         held = tile.WARPGROUPS * tile.block_m * STEP.value * 2 if M <= ORDERS else 0
     else:
         # with factors in the loop there are no registers for a second sum of so many columns
@@ -98,24 +100,32 @@ def processors_of(device: torch.device) -> int:
 def refusals(asked: Any) -> Iterator[str]:
     """Yields why the kernels of this folder do not take a call; the device is known to be Hopper."""
     product, parts = asked.product, asked.parts
-    if product.format not in ("fp8", "fp8_tile", "int8", "int4"):
-        yield f"a weight in {product.format}; has fp8, fp8_tile, int8, int4"
-        return
+    kind = weight_format(product.format)
     # a row's bits may not depend on how many rows there are: then they are multiplied by so many at a time
     if asked.x.shape[0] > MOST_ROWS and not product.deterministic:
         yield f"{asked.x.shape[0]:,} rows; has up to {MOST_ROWS}"
     if product.N < LEAST_N:
         yield f"N is {product.N}; has {LEAST_N} and more"
-    unit = 32 if product.format == "int4" else 16
+    unit = 32 if kind.is_packed else 16
     if product.K % unit:
         yield f"K is {product.K}; has multiples of {unit}"
     if parts.codes.data_ptr() % 16:
         yield "codes at an address that is no multiple of 16; has aligned ones"
-    if product.format == "int4":
-        if asked.x.dtype not in (torch.bfloat16, torch.float16) or parts.scales.dtype != asked.x.dtype:
-            yield f"x in {asked.x.dtype} and scales in {parts.scales.dtype}; has both in bfloat16, or both in float16"
-        if product.group % 32 or (128 % product.group and product.group % 128 and product.group != product.K):
-            yield f"groups of {product.group} numbers; has 32, 64, multiples of 128 and whole rows"
+    if kind.activations is None:
+        yield from _widened_refusals(asked)
+
+
+def _widened_refusals(asked: Any) -> Iterator[str]:
+    """Yields why weights do not become numbers of x's dtype in registers."""
+    format, group, dtype, scales = asked.product.format, asked.product.group, asked.x.dtype, asked.parts.scales.dtype
+    if format in ("w8", "int4"):
+        if dtype not in (torch.bfloat16, torch.float16) or scales != dtype:
+            yield f"x in {dtype} and scales in {scales}; has both in bfloat16, or both in float16"
+    elif dtype != torch.bfloat16 and (format != "nvfp4" or dtype != torch.float16):
+        # most powers of two are no numbers of fp16
+        yield f"x in {dtype}; {format} has bfloat16{' and float16' if format == 'nvfp4' else ''}"
+    if format == "int4" and (group % 32 or (128 % group and group % 128 and group != asked.product.K)):
+        yield f"groups of {group} numbers; has 32, 64, multiples of 128 and whole rows"
 
 
 def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product) -> Tensor:
@@ -128,7 +138,7 @@ def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | No
     for start in range(0, x.shape[0], MOST_ROWS):
         rows = slice(start, start + MOST_ROWS)
         if x_scales is None:
-            _by_nibbles(x[rows], parts, bias, product, o[rows])
+            _by_widened(x[rows], parts, bias, product, o[rows])
         else:
             _by_codes(_aligned(x[rows]), x_scales[rows].contiguous(), parts, bias, product, o[rows])
     return o
@@ -159,29 +169,33 @@ def start_codes(
     kernel((programs, 1, 1), (parts.codes, x, x_scales, parts.scales, added, o, *shared, *sizes), constants)
 
 
-def _by_nibbles(x: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor) -> None:
+def _by_widened(x: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor) -> None:
     ordered = x.shape[0] > ORDERS
     if ordered:
-        x = in_order(x)
+        x = in_order(x, weight_format(product.format).bits == 8)
     elif x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         # the copy engine steps over multiples of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
-    tile = tile_of(x.shape[0], "int4", product.deterministic)
-    start_nibbles(tile, _programs(tile, x, product), x, ordered, parts, bias, product, o)
+    tile = tile_of(x.shape[0], product.format, product.deterministic)
+    start_widened(tile, _programs(tile, x, product), x, ordered, parts, bias, product, o)
 
 
-def start_nibbles(
+def start_widened(
     tile: Tile, programs: int, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
 ) -> None:  # fmt: skip
-    """Launches a product with codes of 4 bits with a tile; `ordered`: x comes from `in_order`."""
+    """Launches a product whose weights become 16-bit numbers with a tile; `ordered`: x comes from `in_order`."""
     sizes = _sizes(tile, x.shape[0], product)
     shared = _shared_sums(tile, programs, sizes, torch.float32, x.device)
     group = 0 if product.group == product.K else product.group
-    kernel, constants = _kernel_of_nibbles(group, parts.zeros is not None, ordered, bias is not None, tile)
-    zeros = parts.codes if parts.zeros is None else parts.zeros.contiguous()
-    added = parts.scales if bias is None else bias
-    arguments = (parts.codes, x, parts.scales, zeros, added, o, *shared, *sizes, product.K // product.group)
-    kernel((programs, 1, 1), arguments, constants)
+    kernel, constants = _kernel_of_widened(
+        product.format, group, parts.zeros is not None, ordered, bias is not None, tile
+    )  # fmt: skip
+    codes, scales = (x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.int8) else x for x in parts[:2])
+    # a pointer that is not read points anywhere
+    zeros, outer_scales, added = (codes if x is None else x.contiguous() for x in (parts.zeros, parts.outer, bias))
+    # one outer scale of all rows, or one per row
+    counts = (product.K // product.group, int(parts.outer is not None and parts.outer.shape[0] > 1))
+    kernel((programs, 1, 1), (codes, x, scales, zeros, outer_scales, added, o, *shared, *sizes, *counts), constants)
 
 
 def _sizes(tile: Tile, M: int, product: Product) -> tuple[int, int, int, int]:
@@ -215,10 +229,13 @@ def _kernel_of_codes(format: str, bias: bool, tile: Tile) -> tuple[Kernel, dict[
 
 
 @cache
-def _kernel_of_nibbles(group: int, zeros: bool, ordered: bool, bias: bool, tile: Tile) -> tuple[Kernel, dict[str, Any]]:
-    kernel = Kernel(product_of_nibbles, (described(tile.block_n, STEP.value // 2), described(tile.block_m)))
-    constants = {"GROUP": group, "ZEROS": zeros, "ORDERED": ordered, "BIAS": bias, "T": tile} | LAUNCH
-    return kernel, constants
+def _kernel_of_widened(
+    format: str, group: int, zeros: bool, ordered: bool, bias: bool, tile: Tile
+) -> tuple[Kernel, dict[str, Any]]:
+    bits = weight_format(format).bits
+    kernel = Kernel(product_of_widened, (described(tile.block_n, STEP.value * bits // 8), described(tile.block_m)))
+    options = {"FORMAT": format, "GROUP": group, "ZEROS": zeros, "ORDERED": ordered, "BIAS": bias, "T": tile}
+    return kernel, options | LAUNCH
 
 
 def described(rows: int, columns: int = STEP.value) -> Any:
