@@ -92,9 +92,9 @@ def _spread(numbers, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _weights(codes, scales, shifts, operand: gl.constexpr, FORMAT: gl.constexpr):
+def _weights(codes, scales, shifts, operand: gl.constexpr, dtype: gl.constexpr, FORMAT: gl.constexpr):
     """Weights (64, 128) as a left operand: (code - zero) scale, rounded once; shifts are zero points of int4 plus 136 or 1032."""
-    scales = _spread(scales, FORMAT)
+    scales = _spread(_as_numbers(scales, dtype, FORMAT), FORMAT)
     IN_BF16: gl.constexpr = scales.dtype == gl.bfloat16
     if FORMAT == "w8" or FORMAT == "mxfp8":
         bits = gl.inline_asm_elementwise(
@@ -118,6 +118,21 @@ def _weights(codes, scales, shifts, operand: gl.constexpr, FORMAT: gl.constexpr)
 
 
 @gluon.jit
+def _as_numbers(scales, dtype: gl.constexpr, FORMAT: gl.constexpr):
+    """Scales as numbers of 16 bits."""
+    if FORMAT == "mxfp8" or FORMAT == "mxfp4":
+        # the bits of a power of two; the smallest is subnormal
+        bits = gl.where(scales == 0, 64, scales.to(gl.int32) << 7)
+        scales = bits.to(gl.int16).to(dtype, bitcast=True)
+    elif FORMAT == "nvfp4":
+        # e4m3 in the bits of fp16 is a number 2^8 times too small, and in those of bf16 2^120 times
+        MOVED: gl.constexpr = 4 if dtype == gl.bfloat16 else 7
+        FACTOR: gl.constexpr = 2.0**120 if dtype == gl.bfloat16 else 256.0
+        scales = (scales.to(gl.int32) << MOVED).to(gl.int16).to(dtype, bitcast=True) * FACTOR
+    return scales
+
+
+@gluon.jit
 def _scales(
     scales_ptr, zeros_ptr, n_0, step, groups, to: Product, dtype: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
     ZEROS: gl.constexpr,
@@ -133,14 +148,6 @@ def _scales(
     place = gl.expand_dims(n.to(gl.int64) * groups, 1) + gl.expand_dims(group, 0)
     there = gl.expand_dims(n < to.N, 1) & gl.expand_dims(group < groups, 0)
     scales = gl.load(scales_ptr + place, mask=there, other=0)
-    if FORMAT == "mxfp8" or FORMAT == "mxfp4":
-        # the bits of a power of two; the smallest is subnormal
-        bits = gl.where(scales == 0, 64, scales.to(gl.int32) << 7)
-        scales = bits.to(gl.int16).to(dtype, bitcast=True)
-    elif FORMAT == "nvfp4":
-        # e4m3 in the bits of fp16 is a number 2^8 times too small
-        small = (scales.to(gl.int32) << 7).to(gl.int16).to(gl.float16, bitcast=True)
-        scales = (small.to(gl.float32) * 256.0).to(dtype)
     shifts = scales
     if FORMAT == "int4":
         EXCESS: gl.constexpr = 136.0 if dtype == gl.bfloat16 else 1032.0
@@ -195,10 +202,10 @@ def _multiply(
                     fence_async_shared()
                     barrier()
                     x = ordered
-                w = _weights(codes.slice(FIRST, ROWS, 0).load(of_codes), scales, shifts, operand, FORMAT)
+                w = _weights(codes.slice(FIRST, ROWS, 0).load(of_codes), scales, shifts, operand, dtype, FORMAT)
                 acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
                 if TWO:
-                    w_2 = _weights(codes.slice(FIRST + NEXT, ROWS, 0).load(of_codes), scales_2, shifts_2, operand, FORMAT)
+                    w_2 = _weights(codes.slice(FIRST + NEXT, ROWS, 0).load(of_codes), scales_2, shifts_2, operand, dtype, FORMAT)
                     acc_2 = warpgroup_mma(w_2, x.permute((1, 0)), acc_2, is_async=True)
                 # the next step's, while this one's are multiplied
                 if GROUP > 0:
