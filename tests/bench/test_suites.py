@@ -374,7 +374,7 @@ def test_fbgemm_is_given_our_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the layout that FBGEMM documents: signed nibbles, the first in the low half; scales and zeros (K / group, N)."""
     from rooftile.bench.suites import linear
 
-    def multiplied(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    def multiplied(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
         assert codes.dtype == torch.int8
         numbers = torch.stack((codes << 4 >> 4, codes >> 4), -1).flatten(1).float()
         wide = [y.float().T.repeat_interleave(numbers.shape[1] // y.shape[0], 1) for y in (scales, zeros)]

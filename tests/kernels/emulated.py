@@ -17,7 +17,10 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from rooftile.matmul.hopper import codes, launch, schedule, widened
+from rooftile.numerics.activations import ACTIVATIONS, KINDS
 
+# the formulas of `rooftile.numerics.activated`
+ACTIVATED = {KINDS[name]: activation for name, activation in ACTIVATIONS.items()}
 # a role that waits longer than this waits for ever
 PATIENCE_S = 30
 
@@ -272,6 +275,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, value in {
             "gl": language, "Product": Product, "STEP": 128, "ROWS": 64, "tma_load": tma_load,
             "ring": Slots, "mbarrier": SimpleNamespace(expect=expect), "warpgroup_mma": mma, "warpgroup_mma_wait": wait,
+            "activated": lambda x, kind: held(ACTIVATED[kind](x.as_subclass(Tensor))),
             "fence_async_shared": lambda: None, "wait_for_input": lambda: None,
             "barrier": lambda: None, "_layout_of_codes": lambda format: None, "_layout_of_scales": lambda format: None,
             "_layout_of_spread": lambda format: None, "range": lambda *about: map(held, range(*map(int, about))),

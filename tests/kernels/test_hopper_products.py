@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +25,7 @@ from rooftile.matmul.hopper import codes, counters, launch, schedule, widened  #
 from rooftile.matmul.packing import pack  # noqa: E402
 from rooftile.matmul.weight import Parts, dequantised  # noqa: E402
 from rooftile.numerics import QuantisedRows, quantise_rows  # noqa: E402
+from rooftile.numerics.activations import KINDS, gated_halves  # noqa: E402
 from tests.kernels import emulated  # noqa: E402
 from tests.kernels import hopper_machine_code as machine_code  # noqa: E402
 from tests.kernels.test_hopper_compiles import NEWEST, ROOT  # noqa: E402
@@ -120,7 +123,31 @@ def loop_of(ptx: str) -> str:
     ],
 )
 def test_codes_times_16_bits(M: int, name: str, dtype: torch.dtype, group: int, zeros: bool) -> None:
-    tile = launch.tile_of(M, name, False)
+    assert_widens(launch.tile_of(M, name, False), M, name, dtype, group, zeros, "")
+
+
+@pytest.mark.parametrize("M", [1, 32, 64, 256])
+@pytest.mark.parametrize(
+    ("name", "dtype", "group", "zeros", "gate"),
+    [
+        ("int4", torch.bfloat16, 128, False, "silu"),
+        ("int4", torch.float16, 32, True, "tanh"),
+        ("w8", torch.bfloat16, 0, False, "silu"),
+        ("mxfp8", torch.bfloat16, 32, False, "relu"),
+        ("mxfp4", torch.bfloat16, 32, False, "silu"),
+        ("nvfp4", torch.bfloat16, 16, False, "erf"),
+    ],
+)
+def test_gates_in_a_product(M: int, name: str, dtype: torch.dtype, group: int, zeros: bool, gate: str) -> None:
+    ptx = assert_widens(launch.gated_tile_of(M, name), M, name, dtype, group, zeros, gate)
+    # the weight comes in two halves, and x in two of 128 bytes
+    assert ptx.count("cp.async.bulk.tensor.2d") == 4
+    assert ("ex2.approx" in ptx) == (gate != "relu")
+
+
+def assert_widens(
+    tile: schedule.Tile, M: int, name: str, dtype: torch.dtype, group: int, zeros: bool, gate: str
+) -> str:  # fmt: skip
     word, wide = WORDS[dtype], name in ("w8", "mxfp8")
     kinds = {
         "counters_ptr": "*i32",
@@ -131,10 +158,10 @@ def test_codes_times_16_bits(M: int, name: str, dtype: torch.dtype, group: int, 
         "o_ptr": f"*{word}",
     }
     kinds |= {
-        "w_desc": described((tile.block_n, 128 if wide else 64), torch.uint8),
+        "w_desc": described((tile.block_n // 2 if gate else tile.block_n, 128 if wide else 64), torch.uint8),
         "x_desc": described((tile.block_m, 128), dtype),
     }
-    _, constants = launch._kernel_of_widened(name, group, zeros, M > launch.ORDERS, True, tile)
+    _, constants = launch._kernel_of_widened(name, group, zeros, M > launch.ORDERS, gate, True, tile)
     found, ptx = read(widened.product_of_widened, constants, kinds)
     assert_fits(found, 64)
     kind = "bf16.bf16" if dtype == torch.bfloat16 else "f16.f16"
@@ -145,6 +172,7 @@ def test_codes_times_16_bits(M: int, name: str, dtype: torch.dtype, group: int, 
     assert re.search(r"ld\.shared\.v4\.b32", ptx)
     # no exchange among lanes between codes and products
     assert "shfl" not in ptx[: ptx.index("wgmma.mma_async")].split("mbarrier.try_wait")[-1]
+    return ptx
 
 
 class Line:
@@ -416,6 +444,24 @@ def test_no_two_products_of_graphs_share_counters(monkeypatch: pytest.MonkeyPatc
     assert len(counters._RESERVES[None]) == 2, "graphs hold the first, so it stays"
 
 
+@contextmanager
+def emulation(monkeypatch: pytest.MonkeyPatch, processors: int) -> Iterator[None]:
+    """Launches run in Python, on so many processors; all counters are zero before and after."""
+    with monkeypatch.context() as patched:
+        patched.setattr(launch, "Kernel", emulated.emulate(patched))
+        # the kernels are those that the emulator has changed
+        patched.setattr(launch, "product_of_codes", codes.product_of_codes)
+        patched.setattr(launch, "product_of_widened", widened.product_of_widened)
+        patched.setattr(launch, "processors_of", lambda device: processors)
+        count = torch.zeros(10_000, dtype=torch.int32)
+        patched.setattr(launch.counters, "zeros", lambda count_, device: count[:count_])
+        patched.setattr(launch, "in_order", lambda x, wide: widened.in_order(x.reshape(-1, 128), wide).reshape(x.shape))
+        patched.setattr(launch, "_kernel_of_codes", launch._kernel_of_codes.__wrapped__)
+        patched.setattr(launch, "_kernel_of_widened", launch._kernel_of_widened.__wrapped__)
+        yield
+    assert not count.any(), "counters are left at zero"
+
+
 @pytest.mark.parametrize("fixed", [False, True], ids=["any-order", "fixed-order"])
 @pytest.mark.parametrize("processors", [3, 11])
 @pytest.mark.parametrize("M", [1, 13, 64, 70, 257])
@@ -431,23 +477,12 @@ def test_emulated_products(name: str, M: int, processors: int, fixed: bool, monk
         weight = replace(weight, outer=weight.outer * torch.linspace(0.5, 2, N)[:, None])
     x = torch.randn(M, K).bfloat16()
     rows = quantise_rows(x, weight.format) if name in QUANTISES_X else None
-    with monkeypatch.context() as patched:
-        patched.setattr(launch, "Kernel", emulated.emulate(patched))
-        # the kernels are those that the emulator has changed
-        patched.setattr(launch, "product_of_codes", codes.product_of_codes)
-        patched.setattr(launch, "product_of_widened", widened.product_of_widened)
-        patched.setattr(launch, "processors_of", lambda device: processors)
-        count = torch.zeros(10_000, dtype=torch.int32)
-        patched.setattr(launch.counters, "zeros", lambda count_, device: count[:count_])
-        patched.setattr(launch, "in_order", lambda x, wide: widened.in_order(x.reshape(-1, 128), wide).reshape(x.shape))
-        patched.setattr(launch, "_kernel_of_codes", launch._kernel_of_codes.__wrapped__)
-        patched.setattr(launch, "_kernel_of_widened", launch._kernel_of_widened.__wrapped__)
+    with emulation(monkeypatch, processors):
         product = Product(weight.format, weight.group, N, K, torch.float32, fixed)
         if rows is None:
             found = launch.multiply(x, None, weight.parts, bias, product)
         else:
             found = launch.multiply(rows.codes, rows.scales, weight.parts, bias, product)
-    assert not count.any(), "counters are left at zero"
     wide = QuantisedRows(rows.codes, rows.scales, rows.format, torch.float32) if rows else None
     due = defined(wide or x, weight, bias, exact=True)
     if name == "int8":
@@ -456,3 +491,23 @@ def test_emulated_products(name: str, M: int, processors: int, fixed: bool, monk
         # the outer scale multiplies sums, so weights are not rounded
         due = x.double() @ weight.dequantise(torch.float64).T + bias.double()
     torch.testing.assert_close(found.double(), due, rtol=3e-6, atol=3e-6 * float(due.abs().max()))
+
+
+@pytest.mark.parametrize("processors", [3, 11])
+@pytest.mark.parametrize(("M", "activation"), [(1, "silu"), (13, "gelu"), (64, "gelu_pytorch_tanh"), (130, "relu")])
+@pytest.mark.parametrize("name", ["w8", "int4, 32, zeros", "mxfp4", "nvfp4"])
+def test_emulated_gates(name: str, M: int, activation: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both halves of a sum are added by one program, whoever finishes last, and each is rounded before it is gated."""
+    F, K = 304, 640
+    weight, bias = weight_of(name, 2 * F, K), torch.randn(2 * F).bfloat16()
+    if name == "nvfp4":
+        weight = replace(weight, outer=weight.outer * torch.linspace(0.5, 2, 2 * F)[:, None])
+    x = torch.randn(M, K).bfloat16()
+    with emulation(monkeypatch, processors):
+        product = Product(weight.format, weight.group, 2 * F, K, torch.bfloat16, False)
+        found = launch.multiply_gated(x, weight.parts, bias, KINDS[activation], product)
+    w = weight.dequantise(torch.float64 if name == "nvfp4" else torch.bfloat16).double()
+    due = gated_halves((x.double() @ w.T + bias.double()).bfloat16(), activation)
+    # where a half falls between two numbers of bf16 it may be rounded to the other
+    torch.testing.assert_close(found, due, rtol=2e-2, atol=2e-2)
+    assert (found == due).float().mean() > 0.97

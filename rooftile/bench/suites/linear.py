@@ -5,9 +5,9 @@
 
 On a GPU the products of a case are one CUDA graph. Contestants are `rooftile`, which quantises x where the format does, each of
 its backends with x in codes, `bf16` (cuBLAS; fp32 on a CPU), PyTorch's `_scaled_mm` with one scale for a tensor and with scales
-for rows and fast sums, `_int_mm` and `_weight_int4pack_mm`, and FBGEMM's products in FP8 and INT4, where they run. A peer has x in codes, and
-is timed only after its result was compared with its own weights' product; a row that is not timed says why. `of_bf16_ratio` is a
-time over that of 16 bits.
+for rows and fast sums, `_int_mm` and `_weight_int4pack_mm`, and FBGEMM's products in FP8 and INT4, where they run. A peer has x
+as its product takes it, and is timed only after its result was compared with its own weights' product; a row that is not timed
+says why. `of_bf16_ratio` is a time over that of 16 bits.
 """
 
 from __future__ import annotations

@@ -61,18 +61,23 @@ _DTYPES = {
 def tile_of(M: int, format: str, deterministic: bool) -> Tile:
     """Returns the tile of a product with M rows of x."""
     columns = min(max(triton.next_power_of_2(M), 8), 128)
-    kind = weight_format(format)
-    if kind.activations is None:
+    if weight_format(format).activations is None:
         # four warpgroups hide each other's latency where rows are few; a tile has 256 rows of the weight either way
         tile = Tile(1, columns, 1, 0, 4) if columns <= 32 else Tile(2, columns, 1, 0)
-        stage = tile.block_n * STEP.value * kind.bits // 8 + tile.block_m * STEP.value * 2
-        held = tile.WARPGROUPS * tile.block_m * STEP.value * 2 if M <= ORDERS else 0
     else:
         # with factors in the loop there are no registers for a second sum of so many columns
         blocks_m = 2 if M > 128 and format != "fp8_tile" else 1
         tile = Tile(2 if columns == 64 and not deterministic else 1, columns, blocks_m, 0)
-        stage, held = (tile.block_n + tile.block_m) * STEP.value, 0
-    return tile._replace(STAGES=min((SHARED - held) // stage, MOST_STAGES))
+    return tile._replace(STAGES=_stages(tile, M, format))
+
+
+def _stages(tile: Tile, M: int, format: str) -> int:
+    """How many steps of a tile fit into shared memory."""
+    kind = weight_format(format)
+    x_bytes = tile.block_m * STEP.value * (1 if kind.activations else 2)
+    # a warpgroup orders rows of x for itself
+    held = tile.WARPGROUPS * x_bytes if kind.activations is None and M <= ORDERS else 0
+    return min((SHARED - held) // (tile.block_n * STEP.value * kind.bits // 8 + x_bytes), MOST_STAGES)
 
 
 @cache
@@ -169,26 +174,59 @@ def start_codes(
     kernel((programs, 1, 1), (parts.codes, x, x_scales, parts.scales, added, o, *shared, *sizes), constants)
 
 
+def gated_tile_of(M: int, format: str) -> Tile:
+    """Returns the tile of a product whose halves are multiplied with each other: a warpgroup has rows of both."""
+    tile = tile_of(M, format, False)._replace(BLOCKS_N=2, WARPGROUPS=2)
+    return tile._replace(STAGES=_stages(tile, M, format))
+
+
+def multiply_gated(x: Tensor, parts: Parts, bias: Tensor | None, kind: str, product: Product) -> Tensor:
+    """The activation of the first half of a product (M, N) times its second half: (M, N / 2). x has few rows."""
+    o = torch.empty((x.shape[0], product.N // 2), dtype=product.out_dtype, device=x.device)
+    parts = parts._replace(codes=parts.codes.contiguous(), scales=parts.scales.contiguous())
+    if parts.order is not None:
+        x = x.index_select(1, parts.order)
+    x, ordered = _copied(x, product)
+    tile = gated_tile_of(x.shape[0], product.format)
+    half = product._replace(N=product.N // 2)
+    sizes = (x.shape[0], half.N, triton.cdiv(half.N, tile.block_n // 2), triton.cdiv(product.K, STEP.value))
+    programs = programs_of(sizes[2], sizes[3], processors_of(x.device), x.shape[0])
+    _start_widened(tile, programs, sizes, x, ordered, parts, bias, half, o, kind)
+    return o
+
+
 def _by_widened(x: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor) -> None:
+    x, ordered = _copied(x, product)
+    tile = tile_of(x.shape[0], product.format, product.deterministic)
+    start_widened(tile, _programs(tile, x, product), x, ordered, parts, bias, product, o)
+
+
+def _copied(x: Tensor, product: Product) -> tuple[Tensor, bool]:
+    """Returns rows that the copy engine can read, and whether they are in order."""
     ordered = x.shape[0] > ORDERS
     if ordered:
         x = in_order(x, weight_format(product.format).bits == 8)
     elif x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         # the copy engine steps over multiples of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
-    tile = tile_of(x.shape[0], product.format, product.deterministic)
-    start_widened(tile, _programs(tile, x, product), x, ordered, parts, bias, product, o)
+    return x, ordered
 
 
 def start_widened(
     tile: Tile, programs: int, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
 ) -> None:  # fmt: skip
     """Launches a product whose weights become 16-bit numbers with a tile; `ordered`: x comes from `in_order`."""
-    sizes = _sizes(tile, x.shape[0], product)
+    _start_widened(tile, programs, _sizes(tile, x.shape[0], product), x, ordered, parts, bias, product, o, "")
+
+
+def _start_widened(
+    tile: Tile, programs: int, sizes: tuple[int, int, int, int], x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None,
+    product: Product, o: Tensor, gate: str,
+) -> None:  # fmt: skip
     shared = _shared_sums(tile, programs, sizes, torch.float32, x.device)
     group = 0 if product.group == product.K else product.group
     kernel, constants = _kernel_of_widened(
-        product.format, group, parts.zeros is not None, ordered, bias is not None, tile
+        product.format, group, parts.zeros is not None, ordered, gate, bias is not None, tile
     )  # fmt: skip
     codes, scales = (x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.int8) else x for x in parts[:2])
     # a pointer that is not read points anywhere
@@ -230,11 +268,12 @@ def _kernel_of_codes(format: str, bias: bool, tile: Tile) -> tuple[Kernel, dict[
 
 @cache
 def _kernel_of_widened(
-    format: str, group: int, zeros: bool, ordered: bool, bias: bool, tile: Tile
+    format: str, group: int, zeros: bool, ordered: bool, gate: str, bias: bool, tile: Tile
 ) -> tuple[Kernel, dict[str, Any]]:
     bits = weight_format(format).bits
-    kernel = Kernel(product_of_widened, (described(tile.block_n, STEP.value * bits // 8), described(tile.block_m)))
-    options = {"FORMAT": format, "GROUP": group, "ZEROS": zeros, "ORDERED": ordered, "BIAS": bias, "T": tile}
+    rows = tile.block_n // 2 if gate else tile.block_n
+    kernel = Kernel(product_of_widened, (described(rows, STEP.value * bits // 8), described(tile.block_m)))
+    options = {"FORMAT": format, "GROUP": group, "ZEROS": zeros, "ORDERED": ordered, "GATE": gate, "BIAS": bias, "T": tile}
     return kernel, options | LAUNCH
 
 

@@ -140,8 +140,13 @@ def wait_for_input():
 
 @gluon.jit
 def load(w_desc, x_desc, tiles: Ring, xs, to: Product):
-    """The role that has tiles of the weight and of x copied in."""
-    SIZE: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
+    """The role that has tiles of the weight and of x copied in.
+
+    Where a copy is half a tile of the weight, the first half has gates, and the other as many rows from `to.N` on.
+    """
+    TILE: gl.constexpr = w_desc.block_type.shape[0]
+    COPIES: gl.constexpr = to.BLOCK_N // TILE
+    SIZE: gl.constexpr = COPIES * w_desc.block_type.nbytes + x_desc.block_type.nbytes
     # two codes of 4 bits share a column of the weight
     COLUMNS: gl.constexpr = w_desc.block_type.shape[1]
     place, end = to.bounds()
@@ -153,7 +158,12 @@ def load(w_desc, x_desc, tiles: Ring, xs, to: Product):
                 tiles.wait_empty(fill)
                 full = tiles.full_barrier(fill)
                 mbarrier.expect(full, SIZE)
-                tma_load(w_desc, [run.tile * to.BLOCK_N, step * COLUMNS], full, tiles.buffer(fill))
+                w = tiles.buffer(fill)
+                if COPIES == 2:
+                    tma_load(w_desc, [run.tile * TILE, step * COLUMNS], full, w.slice(0, TILE, 0))
+                    tma_load(w_desc, [to.N + run.tile * TILE, step * COLUMNS], full, w.slice(TILE, TILE, 0))
+                else:
+                    tma_load(w_desc, [run.tile * to.BLOCK_N, step * COLUMNS], full, w)
                 tma_load(x_desc, [tile_m * to.BLOCK_M, step * STEP], full, xs.index(fill % to.STAGES))
                 fill += 1
         place += run.stop - run.first
@@ -186,12 +196,54 @@ def whole_sum(acc, run: Run, tile_m, block, to: Product):
 
 
 @gluon.jit
+def whole_pair(acc, acc_2, run: Run, tile_m, block, to: Product):
+    """`whole_sum` of a block and the one after it, both by the same program."""
+    has_it = run.stop - run.first == to.steps
+    if not has_it:
+        layout: gl.constexpr = acc.type.layout
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        column = gl.arange(0, to.COLUMNS, gl.SliceLayout(0, layout))
+        place = gl.expand_dims(row * to.COLUMNS, 1) + gl.expand_dims(column, 0)
+        begins = (run.first == 0).to(gl.int32)
+        gl.store(to.partial(gl.program_id(0), begins, tile_m, block) + place, acc)
+        gl.store(to.partial(gl.program_id(0), begins, tile_m, block + 1) + place, acc_2)
+        # all threads have written before one of them says so
+        barrier()
+        counter = to.counters + ((tile_m * to.tiles + run.tile) * to.BLOCKS + block)
+        before = gl.atomic_add(counter, 1)
+        start = to.program_of(run.tile * to.steps)
+        last = to.program_of(run.tile * to.steps + to.steps - 1)
+        has_it = before == last - start
+        if has_it:
+            # zero again for the next launch
+            gl.store(counter, 0)
+            acc = gl.load(to.partial(start, 1, tile_m, block) + place, cache_modifier=".cg")
+            acc_2 = gl.load(to.partial(start, 1, tile_m, block + 1) + place, cache_modifier=".cg")
+            for program in range(start + 1, last + 1):
+                acc += gl.load(to.partial(program, 0, tile_m, block) + place, cache_modifier=".cg")
+                acc_2 += gl.load(to.partial(program, 0, tile_m, block + 1) + place, cache_modifier=".cg")
+    return acc, acc_2, has_it
+
+
+@gluon.jit
 def write(y, n_0, m_0, to: Product):
     """Adds the bias to results (64, COLUMNS), and writes them to o (M, N): rows of the weight are its columns."""
+    put(with_bias(y, n_0, to.N, to), n_0, m_0, to)
+
+
+@gluon.jit
+def with_bias(y, n_0, end, to: Product):
+    """Results (64, COLUMNS) plus the bias of their rows of the weight, which has rows up to `end`."""
     if to.BIAS:
         of_y: gl.constexpr = y.type.layout
         n = n_0 + gl.arange(0, ROWS, gl.SliceLayout(1, of_y))
-        y = y + gl.expand_dims(gl.load(to.bias + n, mask=n < to.N, other=0.0).to(gl.float32), 1)
+        y = y + gl.expand_dims(gl.load(to.bias + n, mask=n < end, other=0.0).to(gl.float32), 1)
+    return y
+
+
+@gluon.jit
+def put(y, n_0, m_0, to: Product):
+    """Writes results (64, COLUMNS) to o (M, N)."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     y = gl.convert_layout(y.to(to.o.dtype.element_ty).permute((1, 0)), layout)
     m = m_0 + gl.arange(0, to.COLUMNS, gl.SliceLayout(1, layout))

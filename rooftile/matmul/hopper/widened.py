@@ -4,12 +4,14 @@
              of 8. A mask and a shift put two codes into two 16-bit numbers (`rooftile.hopper.ptx`), where they are exact, and
              times the scale they are rounded once: the bits of `QuantisedWeight.dequantise`. The outer scale of nvfp4 multiplies
              sums instead
+    gates    with an activation, a tile has rows of the gate, and as many of the other half of the weight: a warpgroup has the
+             sums of both in registers, and only their gated product is written
     order    an instruction asks each thread for numbers of K that lie apart, and the sum over K does not depend on which they
              are: x is put in the order in which threads hold their codes. A warpgroup does that for few rows of x, on their way
              from one place of shared memory to another; many rows are put in order before (`ordered`)
 
 Lin et al., QServe, arXiv:2405.04532; Frantar et al., MARLIN, arXiv:2408.11743; Rouhani et al., Microscaling data formats,
-arXiv:2310.10537.
+arXiv:2310.10537; Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
 """
 
 from rooftile.hopper import ptx
@@ -22,7 +24,19 @@ from rooftile.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from rooftile.hopper.pipeline import Ring, ring
-from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, load, wait_for_input, whole_sum, write
+from rooftile.matmul.hopper.schedule import (
+    ROWS,
+    STEP,
+    Product,
+    load,
+    put,
+    wait_for_input,
+    whole_pair,
+    whole_sum,
+    with_bias,
+    write,
+)
+from rooftile.numerics.activated import activated
 
 # neighbours of K that a thread has of a row in a step: a quarter
 QUARTER = gl.constexpr(32)
@@ -134,10 +148,10 @@ def _as_numbers(scales, dtype: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _scales(
-    scales_ptr, zeros_ptr, n_0, step, groups, to: Product, dtype: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
+    scales_ptr, zeros_ptr, n_0, end, step, groups, dtype: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
     ZEROS: gl.constexpr,
 ):  # fmt: skip
-    """Scales and shifts of 64 rows in a step: (64, 4), or (64, 8) for nvfp4. GROUP is 0 for a whole row."""
+    """Scales and shifts of 64 rows of a weight that has `end`, in a step: (64, 4), or (64, 8) for nvfp4. GROUP is 0 for a row."""
     SCALES: gl.constexpr = _scales_of(FORMAT)
     layout: gl.constexpr = _layout_of_scales(FORMAT)
     n = n_0 + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -146,7 +160,7 @@ def _scales(
     if GROUP > 0:
         group = (step * STEP + part * (STEP // SCALES)) // GROUP
     place = gl.expand_dims(n.to(gl.int64) * groups, 1) + gl.expand_dims(group, 0)
-    there = gl.expand_dims(n < to.N, 1) & gl.expand_dims(group < groups, 0)
+    there = gl.expand_dims(n < end, 1) & gl.expand_dims(group < groups, 0)
     scales = gl.load(scales_ptr + place, mask=there, other=0)
     shifts = scales
     if FORMAT == "int4":
@@ -159,23 +173,34 @@ def _scales(
 
 
 @gluon.jit
-def _times_outer(y, outer_ptr, stride, n_0, to: Product, FORMAT: gl.constexpr):
+def _times_outer(y, outer_ptr, stride, n_0, end, FORMAT: gl.constexpr):
     """Sums (64, COLUMNS) times the outer scale of their row of the weight; the stride is 0 where all rows have one."""
     if FORMAT == "nvfp4":
         n = n_0 + gl.arange(0, ROWS, gl.SliceLayout(1, y.type.layout))
-        y = y * gl.expand_dims(gl.load(outer_ptr + n * stride, mask=n < to.N, other=0.0), 1)
+        y = y * gl.expand_dims(gl.load(outer_ptr + n * stride, mask=n < end, other=0.0), 1)
     return y
+
+
+@gluon.jit
+def _gated(gate, up, to: Product, GATE: gl.constexpr):
+    """The activation of gates times their other halves, rounded as the kernels that do so one after the other round."""
+    dtype: gl.constexpr = to.o.dtype.element_ty
+    opened = activated(gate.to(dtype).to(gl.float32), GATE).to(dtype).to(gl.float32)
+    return opened * up.to(dtype).to(gl.float32)
 
 
 @gluon.jit
 def _multiply(
     tiles: Ring, xs, ordered, scales_ptr, zeros_ptr, outer_ptr, outer_stride, groups, to: Product, WARPGROUP: gl.constexpr,
-    FORMAT: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, ORDERED: gl.constexpr,
+    FORMAT: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, ORDERED: gl.constexpr, GATE: gl.constexpr,
 ):  # fmt: skip
     """The role that multiplies: this warpgroup's rows of each tile of the weight."""
-    FIRST: gl.constexpr = WARPGROUP * to.BLOCKS_N * ROWS
-    NEXT: gl.constexpr = (to.BLOCKS_N - 1) * ROWS
     TWO: gl.constexpr = to.BLOCKS_N == 2
+    GATED: gl.constexpr = GATE != ""
+    # its rows in a tile, and where the second of its two blocks lies: beside the first, or in the tile's other half
+    FIRST: gl.constexpr = WARPGROUP * ROWS if GATED else WARPGROUP * to.BLOCKS_N * ROWS
+    NEXT: gl.constexpr = to.WARPGROUPS * ROWS if GATED else (to.BLOCKS_N - 1) * ROWS
+    TILE: gl.constexpr = NEXT if GATED else to.BLOCK_N
     BLOCK: gl.constexpr = WARPGROUP * to.BLOCKS_N
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, to.COLUMNS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -187,12 +212,17 @@ def _multiply(
     fill = 0
     while place < end:
         run = to.run_at(place, end)
-        n_0 = run.tile * to.BLOCK_N + FIRST
+        n_0 = run.tile * TILE + FIRST
+        n_1 = n_0 + NEXT
+        rows = to.N
+        if GATED:
+            n_1 = n_0 + to.N
+            rows = to.N * 2
         for tile_m in range(to.tiles_of_rows()):
             acc = gl.zeros([ROWS, to.COLUMNS], gl.float32, layout)
             acc_2 = acc
-            scales, shifts = _scales(scales_ptr, zeros_ptr, n_0, run.first, groups, to, dtype, FORMAT, GROUP, ZEROS)
-            scales_2, shifts_2 = _scales(scales_ptr, zeros_ptr, n_0 + NEXT, run.first, groups, to, dtype, FORMAT, GROUP, ZEROS)
+            scales, shifts = _scales(scales_ptr, zeros_ptr, n_0, rows, run.first, groups, dtype, FORMAT, GROUP, ZEROS)
+            scales_2, shifts_2 = _scales(scales_ptr, zeros_ptr, n_1, rows, run.first, groups, dtype, FORMAT, GROUP, ZEROS)
             for step in range(run.first, run.stop):
                 tiles.wait_full(fill)
                 codes = tiles.buffer(fill)
@@ -205,14 +235,15 @@ def _multiply(
                 w = _weights(codes.slice(FIRST, ROWS, 0).load(of_codes), scales, shifts, operand, dtype, FORMAT)
                 acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
                 if TWO:
-                    w_2 = _weights(codes.slice(FIRST + NEXT, ROWS, 0).load(of_codes), scales_2, shifts_2, operand, dtype, FORMAT)
+                    codes_2 = codes.slice(FIRST + NEXT, ROWS, 0).load(of_codes)
+                    w_2 = _weights(codes_2, scales_2, shifts_2, operand, dtype, FORMAT)
                     acc_2 = warpgroup_mma(w_2, x.permute((1, 0)), acc_2, is_async=True)
                 # the next step's, while this one's are multiplied
                 if GROUP > 0:
-                    scales, shifts = _scales(scales_ptr, zeros_ptr, n_0, step + 1, groups, to, dtype, FORMAT, GROUP, ZEROS)
+                    scales, shifts = _scales(scales_ptr, zeros_ptr, n_0, rows, step + 1, groups, dtype, FORMAT, GROUP, ZEROS)
                     if TWO:
                         scales_2, shifts_2 = _scales(
-                            scales_ptr, zeros_ptr, n_0 + NEXT, step + 1, groups, to, dtype, FORMAT, GROUP, ZEROS
+                            scales_ptr, zeros_ptr, n_1, rows, step + 1, groups, dtype, FORMAT, GROUP, ZEROS
                         )  # fmt: skip
                 if TWO:
                     acc, acc_2 = warpgroup_mma_wait(0, deps=(acc, acc_2))
@@ -221,14 +252,20 @@ def _multiply(
                 tiles.release(fill)
                 fill += 1
             m_0 = tile_m * to.BLOCK_M
-            found, has_it = whole_sum(acc, run, tile_m, BLOCK, to)
-            if has_it:
-                write(_times_outer(found, outer_ptr, outer_stride, n_0, to, FORMAT), n_0, m_0, to)
-            if TWO:
-                found, has_it = whole_sum(acc_2, run, tile_m, BLOCK + 1, to)
+            if GATED:
+                gate, up, has_it = whole_pair(acc, acc_2, run, tile_m, BLOCK, to)
                 if has_it:
-                    found = _times_outer(found, outer_ptr, outer_stride, n_0 + NEXT, to, FORMAT)
-                    write(found, n_0 + NEXT, m_0, to)
+                    gate = with_bias(_times_outer(gate, outer_ptr, outer_stride, n_0, rows, FORMAT), n_0, rows, to)
+                    up = with_bias(_times_outer(up, outer_ptr, outer_stride, n_1, rows, FORMAT), n_1, rows, to)
+                    put(_gated(gate, up, to, GATE), n_0, m_0, to)
+            else:
+                found, has_it = whole_sum(acc, run, tile_m, BLOCK, to)
+                if has_it:
+                    write(_times_outer(found, outer_ptr, outer_stride, n_0, rows, FORMAT), n_0, m_0, to)
+                if TWO:
+                    found, has_it = whole_sum(acc_2, run, tile_m, BLOCK + 1, to)
+                    if has_it:
+                        write(_times_outer(found, outer_ptr, outer_stride, n_1, rows, FORMAT), n_1, m_0, to)
         place += run.stop - run.first
 
 
@@ -236,11 +273,15 @@ def _multiply(
 @gluon.jit(do_not_specialize=["M", "tiles", "steps", "groups", "outer_stride"])
 def product_of_widened(
     w_desc, x_desc, scales_ptr, zeros_ptr, outer_ptr, bias_ptr, o_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, groups,
-    outer_stride, FORMAT: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, ORDERED: gl.constexpr, BIAS: gl.constexpr,
-    T: gl.constexpr,
+    outer_stride, FORMAT: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, ORDERED: gl.constexpr, GATE: gl.constexpr,
+    BIAS: gl.constexpr, T: gl.constexpr,
 ):
     # fmt: on
-    """o (M, N): x (M, K) in 16 bits times a weight (N, K) transposed, in codes of 4 or 8 bits, plus a bias."""
+    """o (M, N): x (M, K) in 16 bits times a weight (N, K) transposed, in codes of 4 or 8 bits, plus a bias.
+
+    GATE is an activation's formula, or "": with it the weight is (2 N, K), and o is the activation of its first half's product
+    times that of its second half.
+    """
     to = Product(o_ptr, bias_ptr, partials_ptr, counters_ptr, M, N, tiles, steps, BIAS, T)
     w_smem = gl.allocate_shared_memory(gl.uint8, [to.STAGES, to.BLOCK_N, w_desc.block_type.shape[1]], w_desc.layout)
     xs = gl.allocate_shared_memory(x_desc.dtype, [to.STAGES, to.BLOCK_M, STEP], x_desc.layout)
@@ -257,9 +298,9 @@ def product_of_widened(
         gl.warp_specialize(
             [
                 (_multiply, (ws, xs, ordered.index(0), scales_ptr, zeros_ptr, outer_ptr, outer_stride,
-                             groups, to, 0, FORMAT, GROUP, ZEROS, ORDERED)),
+                             groups, to, 0, FORMAT, GROUP, ZEROS, ORDERED, GATE)),
                 (_multiply, (ws, xs, ordered.index(OWN), scales_ptr, zeros_ptr, outer_ptr, outer_stride,
-                             groups, to, 1, FORMAT, GROUP, ZEROS, ORDERED)),
+                             groups, to, 1, FORMAT, GROUP, ZEROS, ORDERED, GATE)),
                 (load, loaded),
             ],
             [4, 1], [240, 24],
@@ -268,13 +309,13 @@ def product_of_widened(
         gl.warp_specialize(
             [
                 (_multiply, (ws, xs, ordered.index(0), scales_ptr, zeros_ptr, outer_ptr, outer_stride,
-                             groups, to, 0, FORMAT, GROUP, ZEROS, ORDERED)),
+                             groups, to, 0, FORMAT, GROUP, ZEROS, ORDERED, GATE)),
                 (_multiply, (ws, xs, ordered.index(OWN), scales_ptr, zeros_ptr, outer_ptr, outer_stride,
-                             groups, to, 1, FORMAT, GROUP, ZEROS, ORDERED)),
+                             groups, to, 1, FORMAT, GROUP, ZEROS, ORDERED, GATE)),
                 (_multiply, (ws, xs, ordered.index(OWN * 2), scales_ptr, zeros_ptr, outer_ptr, outer_stride,
-                             groups, to, 2, FORMAT, GROUP, ZEROS, ORDERED)),
+                             groups, to, 2, FORMAT, GROUP, ZEROS, ORDERED, GATE)),
                 (_multiply, (ws, xs, ordered.index(OWN * 3), scales_ptr, zeros_ptr, outer_ptr, outer_stride,
-                             groups, to, 3, FORMAT, GROUP, ZEROS, ORDERED)),
+                             groups, to, 3, FORMAT, GROUP, ZEROS, ORDERED, GATE)),
                 (load, loaded),
             ],
             [4, 4, 4, 1], [112, 112, 112, 24],
