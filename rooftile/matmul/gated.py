@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rooftile.matmul import backends
 from rooftile.matmul.definition import Product
-from rooftile.matmul.product import parts_of, run
+from rooftile.matmul.product import multiply, parts_of, run
 from rooftile.matmul.weight import QuantisedWeight
 from rooftile.numerics.activations import KINDS, gated_halves
 from rooftile.operators import call, define, needs_steps
@@ -20,14 +21,19 @@ from rooftile.operators import call, define, needs_steps
 
 def takes(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> bool:
     """Whether one kernel makes the product and gates it: on Hopper, weights of formats whose activations stay in 16 bits."""
-    return not needs_steps(x, bias) and _takes(x, *_arguments(weight, bias), "")
+    # a compiled graph does not know its rows
+    if torch.compiler.is_compiling() or needs_steps(x, bias):
+        return False
+    return _takes(x, *_arguments(weight, bias), "")
 
 
 def multiply_gated(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, activation: str) -> Tensor:
-    """The activation of the first half of each row of x W^T + bias times its second half, (M, K) to (M, N / 2); no gradient.
+    """The activation of the first half of each row of x W^T + bias times its second half, (M, K) to (M, N / 2).
 
     Each half is rounded to the dtype of x, as are the activation and the result: as in a product and a gate one after the other.
     """
+    if needs_steps(x, bias):
+        return gated_halves(multiply(x, weight, bias, out_dtype=x.dtype, deterministic=False, backend=""), activation)
     found: Tensor = call(linear_gated, _run, x, *_arguments(weight, bias), activation)
     return found
 

@@ -9,9 +9,11 @@ import torch
 
 import rooftile as rt
 from rooftile import launch
-from rooftile.matmul import backends, dequantise
+from rooftile.matmul import backends, dequantise, multiply_gated
+from rooftile.matmul.gated import takes
 from rooftile.numerics import kernels as row_kernels
 from rooftile.numerics import quantise_rows
+from rooftile.numerics.activations import gated_halves
 from rooftile.numerics.rows import rows_as_codes
 from tests.matmul.cases import FORMATS, QUANTISES_X, assert_product, defined, ordered, weight_of
 
@@ -97,6 +99,30 @@ def test_widened_dtypes_and_strides(name: str, dtype: torch.dtype) -> None:
         assert_product(found.flatten(0, 1).to(dtype), x.reshape(-1, 1024), weight)
     with pytest.raises(rt.Unsupported, match=r"x in torch\.float32"):
         rt.linear(x.float(), weight, backend="hopper")
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+@pytest.mark.parametrize("name", ["w8", "int4", "int4, 32, zeros", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(("F", "K"), [(14336, 4096), (304, 640), (4112, 1024)])
+def test_gates_leave_their_product(name: str, F: int, K: int, activation: str) -> None:
+    """One kernel says what the product and the gate say one after the other, but for the order of sums; also in a graph."""
+    skip_elsewhere("hopper")
+    weight, bias = weight_of(name, 2 * F, K, "cuda"), torch.randn(2 * F, device="cuda").bfloat16()
+    for M in (1, 17, 64, 65, 257, 512):
+        x = torch.randn(M, K, device="cuda").bfloat16()
+        assert takes(x, weight, bias)
+        found = multiply_gated(x, weight, bias, activation)
+        due = gated_halves(rt.linear(x, weight, bias, backend="hopper", out_dtype=torch.float32), activation)
+        assert (found.float() - due).abs().mean() <= 2**-8 * due.abs().mean()
+        torch.testing.assert_close(found.float(), due, rtol=3e-2, atol=3e-2 * float(due.abs().max()))
+        for _ in range(5):
+            assert torch.equal(multiply_gated(x, weight, bias, activation), found)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        y = multiply_gated(x, weight, bias, activation)
+    graph.replay()
+    assert torch.equal(y, found)
+    assert not takes(x.repeat(2, 1), weight, bias)
 
 
 @pytest.mark.parametrize("M", [1, 40, 300])

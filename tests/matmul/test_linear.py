@@ -8,8 +8,10 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 
 import rooftile as rt
-from rooftile.matmul import definition
+from rooftile.matmul import definition, multiply_gated
+from rooftile.matmul.gated import takes
 from rooftile.numerics import quantise_rows
+from rooftile.numerics.activations import ACTIVATIONS, gated_halves
 from tests.conformance.operator_calls import watching
 from tests.matmul.cases import FORMATS, QUANTISES_X, assert_product, defined, ordered, weight_of
 
@@ -206,6 +208,35 @@ def test_one_scale_for_all_activations(device: torch.device) -> None:
     assert_product(found, x, given)
     assert (found - rt.linear(x, weight)).abs().max() > 0
     torch.testing.assert_close(found, rt.linear(x, weight), rtol=0.3, atol=0.3)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in QUANTISES_X])
+def test_gates(name: str, activation: str, device: torch.device) -> None:
+    """Where no kernel makes both, it is the product and the gate, one after the other."""
+    weight, bias = weight_of(name, 64, 128, device), torch.randn(64, device=device)
+    x = torch.randn(5, 256, device=device).bfloat16()[:, ::2]
+    for rows in (x, x[:0]):
+        due = gated_halves(rt.linear(rows, weight, bias), activation)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), torch.autocast(device.type, torch.bfloat16):
+                found = multiply_gated(rows, weight, bias, activation)
+            assert (found.dtype, found.shape) == (torch.bfloat16, (len(rows), 32))
+            torch.testing.assert_close(found, due, rtol=2e-2, atol=2e-2)
+    assert not takes(x.cpu(), weight.to("cpu"), None)
+    # derivatives take the steps
+    x.requires_grad_()
+    (found,) = torch.autograd.grad(multiply_gated(x, weight, bias, activation).float().sum(), x)
+    (due,) = torch.autograd.grad(gated_halves(rt.linear(x, weight, bias), activation).float().sum(), x)
+    torch.testing.assert_close(found, due)
+    assert vmap(lambda x: multiply_gated(x, weight, bias, activation))(x.detach()[:, None]).shape == (5, 1, 32)
+
+
+def test_compiled_gates(device: torch.device) -> None:
+    weight, x = weight_of("int4", 64, 128, device), torch.randn(5, 128, device=device)
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: multiply_gated(x, weight, None, "silu"), fullgraph=True, backend="aot_eager")
+    assert torch.equal(run(x), multiply_gated(x, weight, None, "silu"))
 
 
 def test_columns_in_another_order(device: torch.device) -> None:

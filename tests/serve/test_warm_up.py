@@ -93,6 +93,8 @@ def test_rows_stand_for_all_tiles() -> None:
         for deterministic in (False, True):
             all_tiles = {launch.tile_of(M, format, deterministic) for M in range(1, launch.MOST_ROWS + 1)}
             assert all_tiles == {launch.tile_of(M, format, deterministic) for M in warm_up.PRODUCT_ROWS}
+        gated = {launch.gated_tile_of(M, format) for M in range(1, launch.MOST_ROWS + 1)}
+        assert gated == {launch.gated_tile_of(M, format) for M in warm_up.PRODUCT_ROWS}
 
 
 def test_who_hears_of_a_bad_folder_does_not_wait_for_kernels(peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

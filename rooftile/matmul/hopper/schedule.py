@@ -158,12 +158,12 @@ def load(w_desc, x_desc, tiles: Ring, xs, to: Product):
                 tiles.wait_empty(fill)
                 full = tiles.full_barrier(fill)
                 mbarrier.expect(full, SIZE)
-                w = tiles.buffer(fill)
                 if COPIES == 2:
+                    w = tiles.buffer(fill)
                     tma_load(w_desc, [run.tile * TILE, step * COLUMNS], full, w.slice(0, TILE, 0))
                     tma_load(w_desc, [to.N + run.tile * TILE, step * COLUMNS], full, w.slice(TILE, TILE, 0))
                 else:
-                    tma_load(w_desc, [run.tile * to.BLOCK_N, step * COLUMNS], full, w)
+                    tma_load(w_desc, [run.tile * to.BLOCK_N, step * COLUMNS], full, tiles.buffer(fill))
                 tma_load(x_desc, [tile_m * to.BLOCK_M, step * STEP], full, xs.index(fill % to.STAGES))
                 fill += 1
         place += run.stop - run.first
