@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 
 import rooftile as rt
-from rooftile.matmul import definition, multiply_gated
+from rooftile.matmul import backends, definition, multiply_gated
 from rooftile.matmul.gated import takes
 from rooftile.numerics import quantise_rows
 from rooftile.numerics.activations import ACTIVATIONS, gated_halves
@@ -251,6 +253,22 @@ def test_plain_weights(device: torch.device) -> None:
     torch.testing.assert_close(found, rt.linear(x, w, bias))
     assert torch.equal(rt.linear(x[0, :1], w, bias, deterministic=True), found[0, :1])
     assert rt.linear(x, w, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_tile", "int8", "w8"])
+def test_fp8_on_a_chip_without_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, and not computed slowly in silence; the sentence names what multiplies in 16 bits."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    weight = weight_of(name, 64, 128)
+    product = definition.Product(name, weight.group, 64, 128, torch.bfloat16, False)
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(3, 128))
+    if name in ("int8", "w8"):
+        assert backends.chosen(x, None, weight.parts, None, product, "") is backends.BACKENDS["triton"]
+        return
+    with pytest.raises(rt.Unsupported, match=r"capability 8\.0; needs 8\.9: w8 and int4 multiply in 16 bits everywhere"):
+        backends.chosen(x, None, weight.parts, None, product, "")
+    assert backends.chosen(x, None, weight.parts, None, product, "definition") is backends.BACKENDS["definition"]
+    assert backends.explain(backends.Call(x, None, weight.parts, None, product)).endswith("definition  runs if it is named")
 
 
 def test_explain() -> None:
