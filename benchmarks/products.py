@@ -28,7 +28,7 @@ from rooftile.matmul import QuantisedWeight, weight_format
 from rooftile.matmul.definition import Product
 from rooftile.matmul.hopper import launch
 from rooftile.matmul.hopper.ordered import in_order
-from rooftile.matmul.hopper.schedule import Tile
+from rooftile.matmul.hopper.schedule import WARPGROUPS, Tile
 from rooftile.numerics import QuantisedRows, quantise_rows
 
 PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
@@ -36,23 +36,23 @@ PRODUCTS = {"qkv": (6144, 4096), "o": (4096, 4096), "up": (28672, 4096), "down":
 WALKED = 400 << 20
 MOST_ERROR = 0.02
 DEVICE = "cuda"
+# rows of x that a warpgroup can put in order by itself
+MOST_ORDERED = 64
 
 
 def tiles_for(M: int, format: str) -> Iterator[Tile]:
     """Yields tiles whose rings fit into shared memory, with all stages that fit and with fewer."""
     columns = min(max(1 << (M - 1).bit_length(), 8), 128)
-    if format == "int4":
-        shapes = [(1, columns, 1, 4), (2, columns, 1, 2), (1, columns, 1, 2), (2, columns, 1, 4)]
-        shapes = [shape for shape in shapes if shape[3] == 2 or columns <= 32]
-    else:
-        shapes = [(1, columns, 1, 2), (2, columns, 1, 2)]
-        shapes += [(1, columns, 2, 2)] if columns < M and format != "fp8_tile" else []
-        shapes += [(2, columns // 2, 1, 2), (1, columns // 2, 2, 2)] if columns >= 64 and format != "fp8_tile" else []
-    for blocks_n, columns_, blocks_m, warpgroups in shapes:
-        tile = Tile(blocks_n, columns_, blocks_m, 0, warpgroups)
-        if format == "int4":
-            held = warpgroups * tile.block_m * 256 if M <= launch.ORDERS else 0
-            stage = tile.block_n * 64 + tile.block_m * 256
+    kind = weight_format(format)
+    shapes = [(1, columns, 1), (2, columns, 1)]
+    if kind.activations is not None and format != "fp8_tile":
+        shapes += [(1, columns, 2)] if columns < M else []
+        shapes += [(2, columns // 2, 1), (1, columns // 2, 2)] if columns >= 64 else []
+    for blocks_n, columns_, blocks_m in shapes:
+        tile = Tile(blocks_n, columns_, blocks_m, 0)
+        if kind.activations is None:
+            held = WARPGROUPS * tile.block_m * 256 if M <= MOST_ORDERED else 0
+            stage = tile.block_n * 16 * kind.bits + tile.block_m * 256
         else:
             held, stage = 0, (tile.block_n + tile.block_m) * 128
         most = min((launch.SHARED - held) // stage, launch.MOST_STAGES)
@@ -63,7 +63,7 @@ def tiles_for(M: int, format: str) -> Iterator[Tile]:
 
 def variants(M: int, format: str) -> Iterator[tuple[Tile, bool]]:
     """Yields tiles, each with whether x is put in order by a kernel before."""
-    orders = (False, True) if format == "int4" and M <= launch.ORDERS else (M > launch.ORDERS,)
+    orders = (False, True) if weight_format(format).activations is None and M <= MOST_ORDERED else (True,)
     yield from product(tiles_for(M, format), orders)
 
 
@@ -79,9 +79,9 @@ class Layers:
     """Weights and inputs of one product over several layers."""
 
     def __init__(self, format: str, N: int, K: int, M: int, count: int) -> None:
-        self.product = Product(format, 128 if format == "int4" else K, N, K, torch.bfloat16, False)
         self.plain = [torch.randn(N, K, device=DEVICE).bfloat16() * 0.02 for _ in range(count)]
         self.weights = [rt.quantise_weight(w, format) for w in self.plain]
+        self.product = Product(format, self.weights[0].group, N, K, torch.bfloat16, False)
         self.x = torch.randn(M, K, device=DEVICE).bfloat16()
         codes = weight_format(format).activations
         self.rows: QuantisedRows | None = quantise_rows(self.x, codes) if codes else None
@@ -93,8 +93,8 @@ class Layers:
             launch.start_codes(tile, programs, self.rows.codes, self.rows.scales, weight.parts, None, self.product, self.o)
             return self.o
         # putting x in order is part of the product
-        x = in_order(self.x) if ordered else self.x
-        launch.start_nibbles(tile, programs, x, ordered, weight.parts, None, self.product, self.o)
+        x = in_order(self.x, weight_format(weight.format).bits == 8) if ordered else self.x
+        launch.start_widened(tile, programs, x, ordered, weight.parts, None, self.product, self.o)
         return self.o
 
     def error(self, tile: Tile, programs: int, ordered: bool) -> float:
@@ -114,7 +114,7 @@ class Layers:
 def measure(format: str, name: str, M: int) -> Iterator[dict[str, Any]]:
     """Yields a line for each variant of a product, and one for each that is wrong or does not run."""
     N, K = PRODUCTS[name]
-    layers = Layers(format, N, K, M, max(WALKED // (N * K // (2 if format == "int4" else 1)), 2))
+    layers = Layers(format, N, K, M, max(WALKED // (N * K * weight_format(format).bits // 8), 2))
     processors = launch.processors_of(layers.x.device)
     about = {"format": format, "product": name, "rows": M, "device": torch.cuda.get_device_name()}
     works: dict[Any, Any] = {None: layers.in_16_bits}
@@ -132,7 +132,7 @@ def measure(format: str, name: str, M: int) -> Iterator[dict[str, Any]]:
                 continue
             works[tile, programs, ordered] = partial(layers.all_layers, tile, programs, ordered)
     us = medians(works, ReplayClock())
-    own = launch.tile_of(M, format, False)
+    own = launch.tile_of(M, N, format, False)
     table = (own, launch._programs(own, layers.x, layers.product), M > launch.ORDERS)
     for key in sorted(us, key=lambda key: us[key]):
         if key is not None:

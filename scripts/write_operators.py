@@ -62,6 +62,7 @@ COMPUTES = {
     "linear_cross_entropy_reduced_backward": "those times the upstream gradient",
     "quantise_rows": "rows of activations in FP8 or INT8",
     "linear_quantised": "a linear projection with a quantised weight",
+    "linear_gated": "such a projection whose halves are a gate and what it gates, gated",
     "dequantise_weight": "a quantised weight in 16 or 32 bits",
     "rotate": "rotary positions",
     "write_kv": "keys and values written into a paged cache",

@@ -317,8 +317,17 @@ MUTATIONS = {
         "matmul/hopper/schedule.py", "acc += gl.load(to.partial(program, 0,", "acc += gl.load(to.partial(program, 1,",
         ("tests/kernels/test_hopper_products.py", "-k", "emulated"),
     ),
+    "hopper, a gate's partial": Mutation(
+        "matmul/hopper/schedule.py", "acc_2 += gl.load(to.partial(program, 0, tile_m, block + 1) + place",
+        "acc_2 += gl.load(to.partial(program, 0, tile_m, block) + place",
+        ("tests/kernels/test_hopper_products.py", "-k", "emulated_gates"),
+    ),
+    "hopper, the eighth bit of w8": Mutation(
+        "hopper/ptx.py", "lop3.b32 s, w, 0x00800080, 0x43004300, 0xea", "lop3.b32 s, w, 0x00000080, 0x43004300, 0xea",
+        ("tests/kernels/test_hopper_products.py", "-k", "become_exact or order_of_codes"),
+    ),
     "hopper, order of x": Mutation(
-        "matmul/hopper/nibbles.py", "return x.permute((0, 2, 4, 5, 1, 3))", "return x.permute((0, 2, 5, 4, 1, 3))",
+        "matmul/hopper/widened.py", "2, 2, 2]).permute((0, 2, 4, 5, 1, 3))", "2, 2, 2]).permute((0, 2, 5, 4, 1, 3))",
         ("tests/kernels/test_hopper_products.py", "-k", "emulated or order_of_codes"),
     ),
     "weights, gradient of x": Mutation(

@@ -91,6 +91,12 @@ def _linear_quantised(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(2 * x.shape[0] * N * K, _nbytes(arguments), _nbytes(results))
 
 
+def _linear_gated(arguments: tuple[Any, ...], results: Any) -> Work:
+    """The product's own result is neither written nor read."""
+    x, *_, N, K, _ = arguments
+    return Work(2 * x.shape[0] * N * K, _nbytes(arguments), _nbytes(results))
+
+
 def _write(arguments: tuple[Any, ...], results: Any) -> Work:
     k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale = arguments
     tokens = int((slots >= 0).sum())
@@ -296,6 +302,7 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "linear_cross_entropy_reduced_backward": _linear_cross_entropy_reduced_backward,
     "quantise_rows": _once,
     "linear_quantised": _linear_quantised,
+    "linear_gated": _linear_gated,
     "dequantise_weight": _once,
     "rotate": _once,
     "write_kv": _write,

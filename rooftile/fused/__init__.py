@@ -9,7 +9,7 @@ kernel in `rooftile.fused.kernels`. In forward mode and under transforms of `tor
 each of its steps.
 """
 
-from rooftile.fused.gated import ACTIVATIONS, gated, geglu, swiglu
+from rooftile.fused.gated import gated, geglu, swiglu
 from rooftile.fused.linear import linear
 from rooftile.fused.linear_loss import linear_cross_entropy
 from rooftile.fused.loss import cross_entropy
@@ -18,6 +18,7 @@ from rooftile.fused.norms import add_layer_norm, add_rms_norm, layer_norm, rms_n
 from rooftile.fused.rope import Rotation, rotary, rotate
 from rooftile.fused.softmax import softmax
 from rooftile.fused.where import runs_on
+from rooftile.numerics.activations import ACTIVATIONS
 
 __all__ = [
     "ACTIVATIONS", "Norm", "Rotation", "add_layer_norm", "add_norm", "add_rms_norm", "cross_entropy", "gated", "geglu",

@@ -6,30 +6,21 @@ Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.where import checked, quantised, runs_on
+from rooftile.numerics.activations import ACTIVATIONS, gated_halves
 from rooftile.numerics.rows import QuantisedRows, quantise_rows
 from rooftile.operators import call, define, needs_steps
 
 # the longest row that a program gates and quantises at once
 LONGEST = 1 << 15
 _TANH, _CUBIC = math.sqrt(2 / math.pi), 0.044715
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": functional.gelu,
-    # Transformers spells out the formula of "gelu_new" and rounds at each of its steps; one kernel rounds once
-    "gelu_new": lambda x: functional.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-    "silu": functional.silu,
-}
 
 
 def gated(x: Tensor, activation: str, out: str | None = None, scale: Tensor | None = None) -> Any:
@@ -50,17 +41,11 @@ def gated(x: Tensor, activation: str, out: str | None = None, scale: Tensor | No
         gate, up = x.chunk(2, dim=-1)
         return _pair_quantised(gate, up, activation, checked(out), scale)
     if needs_steps(x):
-        return gated_as_defined(x, activation)
+        return gated_halves(x, activation)
     if x.ndim != 2:
         return gated(x.reshape(-1, x.shape[-1]), activation).view(*x.shape[:-1], x.shape[-1] // 2)
     found: Tensor = call(_GATED, _gated, x, activation)
     return found
-
-
-def gated_as_defined(x: Tensor, activation: str) -> Tensor:
-    """`gated` in plain operations."""
-    gate, up = x.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate) * up
 
 
 def _gated(x: Tensor, activation: str) -> Tensor:
@@ -69,7 +54,7 @@ def _gated(x: Tensor, activation: str) -> Tensor:
         from rooftile.fused.kernels import gated as kernels
 
         return kernels.gated(x, activation)
-    return gated_as_defined(x, activation).contiguous()
+    return gated_halves(x, activation).contiguous()
 
 
 def _fake(x: Tensor, activation: str) -> Tensor:

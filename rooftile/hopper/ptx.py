@@ -14,6 +14,8 @@
     exchange_text          the register of the lane that is `lanes` away                               quantised
     dependent_launch_text  nothing: lets the next kernel begin, or waits for the one before            decode, quantised
     nibbles_text           eight codes of 4 bits as 16-bit numbers                                     matmul
+    e2m1_text              eight codes in e2m1 as 16-bit numbers                                       matmul
+    bytes_text             four codes of 8 bits as 16-bit numbers                                      matmul
     fp8_weights_text       n weights in FP8 from n scores, with the rows' sums and references          quantised
     ""                     nothing: the registers that it names are computed by then                   quantised
 
@@ -93,13 +95,13 @@ def unchanged(n):
 
 
 @gluon.constexpr_function
-def nibbles_text(dtype: str) -> str:
+def nibbles_text(bf16: bool) -> str:
     """PTX for four bytes of two codes: their low halves ($0, $1) and high halves ($2, $3) as numbers, less shifts, times scales.
 
     $4 the bytes, $5 and $6 the scales, and $7 and $8 the shifts, two to a register. Codes are put below the digits of 128
     in bf16 and of 1024 in fp16, two at a time: bytes 0 and 2 come first, then 1 and 3.
     """
-    kind, magic = ("bf16x2", "0x43004300") if dtype == "bf16" else ("f16x2", "0x64006400")
+    kind, magic = ("bf16x2", "0x43004300") if bf16 else ("f16x2", "0x64006400")
     lines = ["{ .reg .b32 w;"]
     for bits, out, pair in ((0, 0, 0), (4, 2, 0), (8, 1, 1), (12, 3, 1)):
         lines.append(f"shr.b32 w, $4, {bits};" if bits else "mov.b32 w, $4;")
@@ -107,6 +109,61 @@ def nibbles_text(dtype: str) -> str:
         lines.append(f"lop3.b32 w, w, 0x000f000f, {magic}, 0xea;")
         lines.append(f"sub.rn.{kind} w, w, ${7 + pair}; mul.rn.{kind} ${out}, w, ${5 + pair};")
     return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def e2m1_text(bf16: bool) -> str:
+    """PTX for four bytes of two codes in e2m1: their low halves ($0, $1) and high halves ($2, $3) as numbers, times scales.
+
+    $4 the bytes, $5 and $6 the scales; the order is that of `nibbles_text`. A code's exponent and digit among the bits of a
+    16-bit number make one that is 2^126 times too small in bf16, and 2^14 in fp16: a power of two sets that right.
+    """
+    kind, mask, factor, first = ("bf16x2", "0x01c001c0", "0x7e807e80", 6) if bf16 else ("f16x2", "0x0e000e00", "0x74007400", 9)
+    lines = [f"{{ .reg .b32 w, s, f; mov.b32 f, {factor};"]
+    for bits, out, pair in ((0, 0, 0), (4, 2, 0), (8, 1, 1), (12, 3, 1)):
+        lines.append(_moved("w", "$4", first - bits))
+        lines.append(_moved("s", "$4", 12 - bits))
+        lines.append(f"and.b32 w, w, {mask}; lop3.b32 w, s, 0x80008000, w, 0xea;")
+        lines.append(f"mul.rn.{kind} w, w, f; mul.rn.{kind} ${out}, w, ${5 + pair};")
+    return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def bytes_text(format: str, bf16: bool) -> str:
+    """PTX for four codes of 8 bits as numbers times scales: bytes 0 and 2 ($0), then 1 and 3 ($1).
+
+    $2 the bytes, $3 and $4 the scales, two to a register.
+
+        w8 in bf16    seven bits below the digits of 128, less 128, or less 256 where the eighth is set
+        w8 in fp16    eight bits, the eighth turned, below the digits of 1024; less 1152
+        mxfp8         e4m3 among the bits of bf16 is a number 2^120 times too small
+    """
+    kind = "bf16x2" if bf16 else "f16x2"
+    lines = ["{ .reg .b32 w, s;"]
+    for bits in (0, 8):
+        if format == "mxfp8":
+            lines.append(_moved("w", "$2", 4 - bits))
+            lines.append(_moved("s", "$2", 8 - bits))
+            lines.append("and.b32 w, w, 0x07f007f0; lop3.b32 w, s, 0x80008000, w, 0xea;")
+            lines.append("mov.b32 s, 0x7b807b80; mul.rn.bf16x2 w, w, s;")
+        else:
+            lines.append(_moved("w", "$2", -bits))
+            if bf16:
+                lines.append("lop3.b32 s, w, 0x00800080, 0x43004300, 0xea; lop3.b32 w, w, 0x007f007f, 0x43004300, 0xea;")
+            else:
+                # 0x6a masks with the second operand and turns the bits of the third
+                lines.append("lop3.b32 w, w, 0x00ff00ff, 0x64806480, 0x6a; mov.b32 s, 0x64806480;")
+            lines.append(f"sub.rn.{kind} w, w, s;")
+        lines.append(f"mul.rn.{kind} ${bits // 8}, w, ${3 + bits // 8};")
+    return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _moved(to: str, of: str, left: int) -> str:
+    """Bits moved to the left, or to the right."""
+    if left == 0:
+        return f"mov.b32 {to}, {of};"
+    return f"shl.b32 {to}, {of}, {left};" if left > 0 else f"shr.b32 {to}, {of}, {-left};"
 
 
 def _number(x: float) -> str:

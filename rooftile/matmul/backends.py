@@ -23,8 +23,10 @@ from rooftile.matmul.weight import Parts
 from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
 
 NAMES = ("hopper", "triton", "library", "definition")
-# from this many rows on PyTorch's products are first: reasoned from the rows at which arithmetic binds, not yet measured
-MANY = 512
+# rows up to which our kernels are first, and PyTorch's products beyond: measured for FP8 (h200-linear.jsonl), reasoned for others
+MANY, MANY_OF_OTHERS = {"fp8": 64}, 512
+# rows of INT8 up to which Hopper's own kernel is faster than the portable one (h200-linear.jsonl)
+SOME = 64
 
 
 class Call(NamedTuple):
@@ -105,9 +107,14 @@ def chosen(
     """Returns the named backend, or the fastest that takes this call.
 
     Raises:
-        Unsupported: the named one does not take it.
+        Unsupported: the named one does not take it, or none is named and the chip has no FP8.
     """
     asked = Call(x, x_scales, parts, bias, product)
+    if not name and x.is_cuda:
+        reason = _lack_of_fp8(product.format, torch.cuda.get_device_capability(x.device))
+        if reason:
+            # the definition has it, many times slower than 16 bits: who wants that says so
+            raise Unsupported(f"{reason}; backend='definition' computes the same, slowly")
     if name:
         reasons = list(refusals(name, asked))
         if reasons:
@@ -118,7 +125,10 @@ def chosen(
 
 def order(asked: Call) -> tuple[str, ...]:
     """Returns the names of all backends, fastest first."""
-    return ("library", "hopper", "triton", "definition") if asked.x.shape[0] > MANY else NAMES
+    rows, format = asked.x.shape[0], asked.product.format
+    if rows > MANY.get(format, MANY_OF_OTHERS):
+        return ("library", "hopper", "triton", "definition")
+    return ("triton", "hopper", "library", "definition") if format == "int8" and rows > SOME else NAMES
 
 
 def refusals(name: str, asked: Call) -> Iterator[str]:
@@ -135,17 +145,24 @@ def refusals(name: str, asked: Call) -> Iterator[str]:
     capability = (9, 0) if interpreted else torch.cuda.get_device_capability(x.device)
     if capability < (8, 0):
         yield f"compute capability {capability[0]}.{capability[1]}; needs 8.0 (Ampere)"
-    if product.format in ("fp8", "fp8_tile") and capability < (8, 9):
-        yield (
-            f"FP8 products on compute capability {capability[0]}.{capability[1]}; needs 8.9: w8 and int4 multiply in 16 bits "
-            "everywhere"
-        )
+    if reason := _lack_of_fp8(product.format, capability):
+        yield reason
     if torch.float64 in (x.dtype, product.out_dtype):
         yield "float64; has float32, bfloat16, float16"
     if name == "hopper":
         yield from _hopper_refusals(asked, capability)
     else:
         yield from (library.refusals if name == "library" else _triton_refusals)(asked)
+
+
+def _lack_of_fp8(format: str, capability: tuple[int, int]) -> str:
+    """Says why a chip does not multiply a format; nothing if it does."""
+    if format not in ("fp8", "fp8_tile") or capability >= (8, 9):
+        return ""
+    return (
+        f"FP8 products on compute capability {capability[0]}.{capability[1]}; needs 8.9: w8 and int4 multiply in 16 bits "
+        "everywhere"
+    )
 
 
 def _hopper_refusals(asked: Call, capability: tuple[int, int]) -> Iterator[str]:
@@ -203,7 +220,11 @@ def explain(asked: Call) -> str:
     lines = []
     for name in order(asked):
         reasons = list(refusals(name, asked))
-        lines.append(f"{name:<11} {'; '.join(reasons) if reasons else 'runs'}")
+        x = asked.x
+        lacks = False
+        if name == "definition" and x.is_cuda:
+            lacks = bool(_lack_of_fp8(asked.product.format, torch.cuda.get_device_capability(x.device)))
+        lines.append(f"{name:<11} {'; '.join(reasons) or ('runs if it is named' if lacks else 'runs')}")
         if not reasons:
             break
     return "\n".join(lines)

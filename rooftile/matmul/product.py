@@ -6,6 +6,7 @@ identity, so that adapters can be trained over such weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def _apply(arguments: tuple[Any, ...]) -> Tensor:
         return linear_quantised(*arguments)
     if wants_grad(x, bias) or watched(*arguments) or torch.autograd.forward_ad._current_level >= 0:
         return _Linear.apply(*arguments)
-    return _run(*arguments)
+    return run(*arguments)
 
 
 def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
@@ -59,21 +60,26 @@ def dequantise(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def _parts(arguments: tuple[Any, ...]) -> Parts:
-    return Parts(*arguments[2:7])
+def parts_of(tensors: Sequence[Tensor | None]) -> Parts:
+    """Returns a weight's tensors as they cross an operator's schema."""
+    codes, scales, *others = tensors
+    assert codes is not None
+    assert scales is not None
+    return Parts(codes, scales, *others)
 
 
-def _run(*arguments: Any) -> Tensor:
+def run(*arguments: Any) -> Tensor:
+    """Computes `linear_quantised`, whose arguments it takes."""
     x, x_scales, *_, given, bias = arguments[:_TENSORS]
     format, group, N, K, out_dtype, deterministic, backend = arguments[_TENSORS:]
-    product, parts = Product(format, group, N, K, out_dtype, deterministic), _parts(arguments)
-    run = backends.chosen(x, x_scales, parts, bias, product, backend)
+    product, parts = Product(format, group, N, K, out_dtype, deterministic), parts_of(arguments[2:7])
+    backend_ = backends.chosen(x, x_scales, parts, bias, product, backend)
     if not x.shape[0]:
         return x.new_empty((0, N), dtype=out_dtype)
     with torch.autocast(x.device.type, enabled=False):
         if product.activations is not None and x_scales is None:
-            x, x_scales = run.quantise(x, product.activations, given)
-        return run.multiply(x, x_scales, parts, bias, product)
+            x, x_scales = backend_.quantise(x, product.activations, given)
+        return backend_.multiply(x, x_scales, parts, bias, product)
 
 
 def _fake(*arguments: Any) -> Tensor:
@@ -108,7 +114,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
         with below_autograd():
-            return (linear_quantised if watched(*arguments) or arguments[0].is_meta else _run)(*arguments)
+            return (linear_quantised if watched(*arguments) or arguments[0].is_meta else run)(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -162,7 +168,7 @@ _WEIGHT = "Tensor codes, Tensor scales, Tensor? zeros, Tensor? order, Tensor? ou
 linear_quantised = define(
     f"linear_quantised(Tensor x, Tensor? x_scales, {_WEIGHT}, Tensor? input_scale, Tensor? bias, str format, int group, int N, "
     "int K, ScalarType out_dtype, bool deterministic, str backend) -> Tensor",
-    _run, _fake, _autograd,
+    run, _fake, _autograd,
 )  # fmt: skip
 dequantise_weight = define(
     f"dequantise_weight({_WEIGHT}, str format, int group, int N, int K, ScalarType dtype) -> Tensor", _dequantise,

@@ -13,6 +13,7 @@ from rooftile import matmul
 from rooftile.approximate import compress
 from rooftile.fused import ACTIVATIONS, Rotation, gated, normalise
 from rooftile.matmul import QuantisedWeight, weight_format
+from rooftile.matmul.gated import takes as takes_gates
 from rooftile.models.config import ModelConfig
 from rooftile.models.mixers import BRANCHES, Mixer, NativeSparseSizes
 from rooftile.numerics import QuantisedRows
@@ -88,6 +89,20 @@ class Projection(nn.Module):
             found.append(_multiply_part(x, part, bias, multiply))
             start = stop
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+
+    def gated(
+        self, x: Tensor | QuantisedRows, activation: str, reader: Projection, multiply: Multiply = functional.linear
+    ) -> Tensor | QuantisedRows:  # fmt: skip
+        """Projects x to gates and what they gate, and returns the gated product as the projection that reads it wants it."""
+        if isinstance(x, Tensor) and len(self.parts) == 1 and multiply is functional.linear:
+            (part,) = self.parts
+            # codes of the result need a whole row, and a product's programs have parts of rows
+            if isinstance(part, QuantisedWeight) and not reader.rows(x).out and takes_gates(x, part, self.bias):
+                return matmul.multiply_gated(x, part, self.bias, activation)
+        up = self(x, multiply)
+        found: Tensor | QuantisedRows = gated(up, activation, *reader.rows(up))
+        return found
 
 
 def _multiply_part(
@@ -239,9 +254,11 @@ class Layer(nn.Module):
 
     def feed_forward(self, x: Tensor | QuantisedRows, multiply: Multiply = functional.linear) -> Tensor:
         """Returns what the feed-forward adds to the residual stream, before its post norm; x is normalised."""
-        up = self.up(x, multiply)
         activation = self.config.activation
-        inner = gated(up, activation, *self.down.rows(up)) if self.config.gated else ACTIVATIONS[activation](up)
+        if self.config.gated:
+            inner = self.up.gated(x, activation, self.down, multiply)
+        else:
+            inner = ACTIVATIONS[activation](self.up(x, multiply))
         return self._scaled(self.down(inner, multiply))
 
     def _scaled(self, x: Tensor) -> Tensor:

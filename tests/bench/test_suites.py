@@ -368,3 +368,25 @@ def test_products_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyP
     found = linear.roof_of(SESSION, case)
     assert found.flops == 2 * 16 * 256 * 256
     assert found.bytes_moved == 2 * 16 * 256 * 4 + 256 * 256 + 256 * 4
+
+
+def test_fbgemm_is_given_our_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the layout that FBGEMM documents: signed nibbles, the first in the low half; scales and zeros (K / group, N)."""
+    from rooftile.bench.suites import linear
+
+    def multiplied(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+        assert codes.dtype == torch.int8
+        numbers = torch.stack((codes << 4 >> 4, codes >> 4), -1).flatten(1).float()
+        wide = [y.float().T.repeat_interleave(numbers.shape[1] // y.shape[0], 1) for y in (scales, zeros)]
+        return (x.float() @ (numbers * wide[0] + wide[1]).T).to(x.dtype)
+
+    case = linear.case_of("small-int4-r16", torch.device("cpu"), "bf16")
+    _, why = linear.contestants(case)
+    assert "No module named 'fbgemm_gpu'" in why["fbgemm-int4"]
+    found = SimpleNamespace(preshuffle_i4=lambda codes, scales: (codes, scales), bf16i4bf16_shuffled=multiplied)
+    monkeypatch.setattr(linear, "fbgemm_operators", lambda: found)
+    works, _ = linear.contestants(case)
+    torch.testing.assert_close(works["fbgemm-int4"](), works["rooftile"](), rtol=2e-2, atol=2e-2)
+    found.preshuffle_i4 = lambda codes, scales: (codes.roll(1, 1), scales)
+    _, why = linear.contestants(case)
+    assert "of what is due" in why["fbgemm-int4"]

@@ -222,6 +222,12 @@ def _linear_quantised(device: torch.device) -> Work:
     return Work(2 * 5 * 64 * 3, 5 * 256 + 3 * (32 + 4 + 2) + 12, 5 * 12)
 
 
+def _linear_gated(device: torch.device) -> Work:
+    weight = rt.quantise_weight(torch.randn(64, 64), "w8").to(device)
+    matmul.multiply_gated(torch.randn(5, 64, device=device).bfloat16(), weight, None, "silu")
+    return Work(2 * 5 * 64 * 64, 5 * 128 + 64 * (64 + 2), 5 * 64)
+
+
 def _dequantise_weight(device: torch.device) -> Work:
     matmul.dequantise(_weight(device), torch.bfloat16)
     return Work(0, 3 * (32 + 4 + 2), 3 * 64 * 2)
@@ -459,6 +465,7 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "linear_cross_entropy_reduced_backward": _linear_cross_entropy_reduced_backward,
     "quantise_rows": _quantise_rows,
     "linear_quantised": _linear_quantised,
+    "linear_gated": _linear_gated,
     "dequantise_weight": _dequantise_weight,
     "rotate": _rotate,
     "write_kv": _write,

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from rooftile import fused
 from rooftile.fused import ACTIVATIONS, Rotation, rotate
-from rooftile.fused.gated import gated_as_defined
 from rooftile.fused.norm import added_as_defined, normalised_as_defined
 from rooftile.models import Decoder
 from rooftile.models.config import config_of
 from rooftile.numerics import quantise_rows
+from rooftile.numerics.activations import gated_halves
 from tests.models.checkpoints import CONFIGS
 from tests.models.norms import KINDS, assert_within_an_ulp, norm_of
 
@@ -96,7 +96,7 @@ def test_heads_of_a_projection(total: int, heads: int, size: int, kind: str, dty
 def test_gates(total: int, ffn: int, activation: str, dtype: torch.dtype) -> None:
     x = (4 * torch.randn(total, 2 * ffn, device="cuda")).to(dtype)
     tail = 1e-6 * x.chunk(2, dim=-1)[1].double().abs() if activation.startswith("gelu") else None
-    assert_within_an_ulp(fused.gated(x, activation), gated_as_defined(x, activation), of=2.0, also=tail)
+    assert_within_an_ulp(fused.gated(x, activation), gated_halves(x, activation), of=2.0, also=tail)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,7 +121,7 @@ def test_places_past_2_to_the_31() -> None:
         pytest.skip("needs 16 GiB")
     x = torch.zeros(total, 2 * ffn, device="cuda", dtype=torch.bfloat16)
     x[-2:].normal_()
-    assert torch.equal(fused.gated(x, "relu")[-2:], gated_as_defined(x[-2:], "relu"))
+    assert torch.equal(fused.gated(x, "relu")[-2:], gated_halves(x[-2:], "relu"))
     norm = norm_of("rms", 2 * ffn, torch.bfloat16, "cuda")
     assert torch.equal(fused.normalise(x, norm)[-2:], fused.normalise(x[-2:].clone(), norm))
 

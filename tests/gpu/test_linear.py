@@ -9,9 +9,11 @@ import torch
 
 import rooftile as rt
 from rooftile import launch
-from rooftile.matmul import backends, dequantise
+from rooftile.matmul import backends, dequantise, multiply_gated
+from rooftile.matmul.gated import takes
 from rooftile.numerics import kernels as row_kernels
 from rooftile.numerics import quantise_rows
+from rooftile.numerics.activations import gated_halves
 from rooftile.numerics.rows import rows_as_codes
 from tests.matmul.cases import FORMATS, QUANTISES_X, assert_product, defined, ordered, weight_of
 
@@ -24,11 +26,19 @@ ROWS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 255, 256, 257, 512, 1024)
 OURS = ("hopper", "triton")
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ON_HOPPER = ("fp8", "fp8_tile", "int8", "int4", "int4, 32, zeros", "int4, 64")
+# ... and those whose weights become numbers of bf16, or of fp16, in its registers
+WIDENED = ("w8", "mxfp8", "mxfp4", "nvfp4")
 
 
 def skip_refused(way: str, name: str) -> None:
     """Skips where the kernels for Hopper do not run, and only there."""
     if way == "hopper" and not (IS_HOPPER and name in ON_HOPPER):
+        pytest.skip("refused")
+
+
+def skip_elsewhere(way: str) -> None:
+    """Skips the kernels for Hopper on other chips; of x in bf16 they take every format."""
+    if way == "hopper" and not IS_HOPPER:
         pytest.skip("refused")
 
 
@@ -44,7 +54,7 @@ def test_dequantised_bits(name: str, N: int, K: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("N", "K"), SIZES)
 def test_products(name: str, N: int, K: int, way: str) -> None:
-    skip_refused(way, name)
+    skip_elsewhere(way)
     weight, bias = weight_of(name, N, K, "cuda"), torch.randn(N, device="cuda").bfloat16()
     many = torch.randn(max(ROWS), K, device="cuda").bfloat16()
     for M in ROWS:
@@ -75,14 +85,69 @@ def test_dtypes_and_strides(name: str, dtype: torch.dtype, way: str) -> None:
         assert_product(found.flatten(0, 1).to(dtype), x.reshape(-1, 1024), weight, sums=sums)
 
 
-@pytest.mark.parametrize("name", ["int4", "int4, 32, zeros"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("w8", torch.float16), ("nvfp4", torch.float16), *((name, torch.bfloat16) for name in WIDENED)],
+    ids=str,
+)
+def test_widened_dtypes_and_strides(name: str, dtype: torch.dtype) -> None:
+    skip_elsewhere("hopper")
+    weight = weight_of(name, 512, 1024, "cuda")
+    if name == "w8":
+        weight = replace(weight, scales=weight.scales.to(dtype))
+    x = torch.randn(3, 40, 1100, device="cuda").to(dtype)[:, ::2, :1024]
+    for out_dtype in (None, torch.float32):
+        found = rt.linear(x, weight, out_dtype=out_dtype, backend="hopper")
+        assert_product(found.flatten(0, 1).to(dtype), x.reshape(-1, 1024), weight)
+    with pytest.raises(rt.Unsupported, match=r"x in torch\.float32"):
+        rt.linear(x.float(), weight, backend="hopper")
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+@pytest.mark.parametrize("name", ["w8", "int4", "int4, 32, zeros", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(("F", "K"), [(14336, 4096), (304, 640), (4112, 1024)])
+def test_gates_leave_their_product(name: str, F: int, K: int, activation: str) -> None:
+    """One kernel says what the product and the gate say one after the other, but for the order of sums; also in a graph."""
+    skip_elsewhere("hopper")
+    weight, bias = weight_of(name, 2 * F, K, "cuda"), torch.randn(2 * F, device="cuda").bfloat16()
+    for M in (1, 17, 64, 65, 257, 512):
+        x = torch.randn(M, K, device="cuda").bfloat16()
+        assert takes(x, weight, bias)
+        found = multiply_gated(x, weight, bias, activation)
+        due = gated_halves(rt.linear(x, weight, bias, backend="hopper", out_dtype=torch.float32), activation)
+        assert (found.float() - due).abs().mean() <= 2**-8 * due.abs().mean()
+        torch.testing.assert_close(found.float(), due, rtol=3e-2, atol=3e-2 * float(due.abs().max()))
+        for _ in range(5):
+            assert torch.equal(multiply_gated(x, weight, bias, activation), found)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.graph(graph):
+        y = multiply_gated(x, weight, bias, activation)
+    graph.replay()
+    assert torch.equal(y, found)
+    assert not takes(x.repeat(2, 1), weight, bias)
+
+
+@pytest.mark.parametrize("M", [1, 40, 300])
+def test_an_outer_scale_per_row(M: int) -> None:
+    """Parts of one product, as q, k and v, have outer scales of their own."""
+    skip_elsewhere("hopper")
+    weight = weight_of("nvfp4", 768, 1024, "cuda")
+    weight = replace(weight, outer=weight.outer * torch.linspace(0.5, 2, 768, device="cuda")[:, None])
+    x = torch.randn(M, 1024, device="cuda").bfloat16()
+    assert_product(rt.linear(x, weight, backend="hopper"), x, weight)
+
+
+@pytest.mark.parametrize("name", ["int4", "int4, 32, zeros", "w8", "mxfp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("N", "K"), [(256, 384), (4096, 4096), (77, 1024)])
-def test_weights_of_4_bits_are_those_of_the_definition(name: str, dtype: torch.dtype, N: int, K: int) -> None:
+def test_widened_weights_are_those_of_the_definition(name: str, dtype: torch.dtype, N: int, K: int) -> None:
     """Rows of the identity show each weight as the kernel multiplies it: in order, and with all its bits."""
-    skip_refused("hopper", name)
+    skip_elsewhere("hopper")
+    if name.startswith("mx") and dtype == torch.float16:
+        pytest.skip("has bfloat16")
     weight = weight_of(name, N, K, "cuda")
-    weight = replace(weight, scales=weight.scales.to(dtype))
+    if name in ("w8", "int4", "int4, 32, zeros"):
+        weight = replace(weight, scales=weight.scales.to(dtype))
     due = weight.dequantise(dtype).T
     for rows in (8, 64, 128):
         for start in range(0, K, rows):
@@ -91,11 +156,11 @@ def test_weights_of_4_bits_are_those_of_the_definition(name: str, dtype: torch.d
             assert torch.equal(rt.linear(x, weight, backend="hopper"), due[start : start + rows]), (rows, start)
 
 
-@pytest.mark.parametrize("name", ON_HOPPER)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("N", "K"), [(6144, 4096), (4096, 14336), (4099, 1024)])
 def test_programs_that_share_tiles_agree_with_themselves(name: str, N: int, K: int) -> None:
     """Whoever finishes last adds a tile in the same order: fifty runs have the same bits, with memory full of NaN before."""
-    skip_refused("hopper", name)
+    skip_elsewhere("hopper")
     weight = weight_of(name, N, K, "cuda")
     for M in (1, 16, 64, 200):
         x = torch.randn(M, K, device="cuda").bfloat16()
@@ -110,7 +175,7 @@ def test_programs_that_share_tiles_agree_with_themselves(name: str, N: int, K: i
 @pytest.mark.parametrize("name", ["fp8", "fp8_tile"])
 def test_long_rows_of_one_sign(name: str, way: str) -> None:
     """Sums of 13 bits would be off by more than 2^-10 of the sum of |x w|."""
-    skip_refused(way, name)
+    skip_elsewhere(way)
     w = torch.rand(4096, 14336, device="cuda") + 0.1
     weight = rt.quantise_weight(w, name)
     for M in (1, 64, 256, *[2048] * (way == "triton")):
@@ -122,7 +187,7 @@ def test_long_rows_of_one_sign(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", [*OURS, "library"])
 def test_int8_is_exact(way: str) -> None:
-    skip_refused(way, "int8")
+    skip_elsewhere(way)
     weight, x = weight_of("int8", 1024, 14336, "cuda"), torch.randn(64, 14336, device="cuda")
     rows = quantise_rows(x, "int8")
     sums = (rows.codes.double() @ weight.codes.double().T).float()
@@ -156,7 +221,7 @@ def test_a_row_does_not_know_its_batch(name: str) -> None:
 @pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_nan_stays_in_its_row(name: str, way: str) -> None:
-    skip_refused(way, name)
+    skip_elsewhere(way)
     weight, x = weight_of(name, 512, 1024, "cuda"), torch.randn(70, 1024, device="cuda").bfloat16()
     due = rt.linear(x, weight, backend=way)
     x[33, 7] = torch.nan
@@ -168,7 +233,7 @@ def test_nan_stays_in_its_row(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", OURS)
 def test_columns_in_another_order(way: str) -> None:
-    skip_refused(way, "int4")
+    skip_elsewhere(way)
     weight, x = ordered(weight_of("int4", 512, 1024, "cuda")), torch.randn(5, 1024, device="cuda").bfloat16()
     assert_product(rt.linear(x, weight, backend=way), x, weight)
 
@@ -186,7 +251,7 @@ def test_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("M", [1, 256])
 def test_a_graph_says_the_same(name: str, M: int, way: str) -> None:
-    skip_refused(way, name)
+    skip_elsewhere(way)
     weight, x = weight_of(name, 1024, 4096, "cuda"), torch.randn(M, 4096, device="cuda").bfloat16()
     with torch.inference_mode():
         rt.linear(x, weight, backend=way)
@@ -200,10 +265,10 @@ def test_a_graph_says_the_same(name: str, M: int, way: str) -> None:
             assert torch.equal(y, rt.linear(x, weight, backend=way))
 
 
-@pytest.mark.parametrize("name", ON_HOPPER)
+@pytest.mark.parametrize("name", FORMATS)
 def test_graphs_and_streams_at_once(name: str) -> None:
     """Graphs that are replayed beside each other, and calls on another stream, share no counters."""
-    skip_refused("hopper", name)
+    skip_elsewhere("hopper")
     weight, x = weight_of(name, 4096, 4096, "cuda"), torch.randn(3, 16, 4096, device="cuda").bfloat16()
     with torch.inference_mode():
         due = [rt.linear(rows, weight, backend="hopper") for rows in x]
@@ -224,26 +289,28 @@ def test_graphs_and_streams_at_once(name: str) -> None:
             assert all(torch.equal(y, expected) for y in each)
 
 
-@pytest.mark.parametrize("name", ON_HOPPER)
+@pytest.mark.parametrize("name", FORMATS)
 def test_compiled(name: str) -> None:
-    skip_refused("hopper", name)
+    skip_elsewhere("hopper")
     weight, x = weight_of(name, 1024, 4096, "cuda"), torch.randn(7, 4096, device="cuda").bfloat16()
     run = torch.compile(lambda x: rt.linear(x, weight, backend="hopper"), fullgraph=True)
     assert torch.equal(run(x), rt.linear(x, weight, backend="hopper"))
 
 
-@pytest.mark.parametrize("name", ON_HOPPER)
+@pytest.mark.parametrize("name", FORMATS)
 def test_few_rows_go_to_the_kernels_for_hopper(name: str) -> None:
-    skip_refused("hopper", name)
+    skip_elsewhere("hopper")
     weight = weight_of(name, 4096, 4096, "cuda")
-    for M, way in ((1, "hopper"), (512, "hopper"), (513, "library" if name != "fp8_tile" else "triton")):
+    last = {"fp8": 64, "int8": 64}.get(name, 512)
+    after = {"fp8_tile": "triton", "int8": "triton"}.get(name, "library")
+    for M, way in ((1, "hopper"), (last, "hopper"), (last + 1, after), (4096, "triton" if name == "fp8_tile" else "library")):
         x = torch.zeros(M, 4096, dtype=torch.bfloat16, device="cuda")
         assert rt.explain(x, weight).splitlines()[-1].split() == [way, "runs"]
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4"])
+@pytest.mark.parametrize("name", ["fp8", "int4", "w8"])
 def test_results_and_codes_past_2_to_the_31_on_hopper(name: str) -> None:
-    skip_refused("hopper", name)
+    skip_elsewhere("hopper")
     if torch.cuda.mem_get_info()[0] < 40 << 30:
         pytest.skip("needs 40 GiB")
     # o has more than 2^31 numbers, and so has the weight
@@ -252,8 +319,9 @@ def test_results_and_codes_past_2_to_the_31_on_hopper(name: str) -> None:
     if name == "fp8":
         # no code of NaN
         codes = (codes & 0xF7).view(torch.float8_e4m3fn)
+    codes = codes.view(torch.int8) if name == "w8" else codes
     scales = torch.rand(N, K // 128 if name == "int4" else 1, device="cuda") * 0.01 + 0.01
-    scales = scales.bfloat16() if name == "int4" else scales
+    scales = scales if name == "fp8" else scales.bfloat16()
     weight = rt.QuantisedWeight(codes, scales, None, None, name, 128 if name == "int4" else K, (N, K))
     x = torch.randn(M, K, device="cuda").bfloat16()
     found = rt.linear(x, weight, backend="hopper")
@@ -281,4 +349,4 @@ def test_kernels_run() -> None:
             seen: list[str] = []
             with launch.observe(seen.append):
                 rt.linear(torch.randn(M, 1024, device="cuda").bfloat16(), weight)
-            assert seen or M > backends.MANY, (name, M)
+            assert seen or M > backends.MANY_OF_OTHERS, (name, M)

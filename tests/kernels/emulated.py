@@ -1,7 +1,7 @@
 """Runs the Gluon kernels of products in Python: roles are threads, shared memory and registers are tensors on a CPU.
 
 What is run is the kernels' own code, so their places, masks, barriers and the order of their sums are. Layouts are not: every
-tensor is whole. Inline PTX is written again here.
+tensor is whole. Inline PTX that decodes weights is interpreted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from rooftile.matmul.hopper import codes, launch, nibbles, schedule
+from rooftile.matmul.hopper import codes, launch, schedule, widened
+from rooftile.numerics.activations import ACTIVATIONS, KINDS
 
+# the formulas of `rooftile.numerics.activated`
+ACTIVATED = {KINDS[name]: activation for name, activation in ACTIVATIONS.items()}
 # a role that waits longer than this waits for ever
 PATIENCE_S = 30
 
@@ -28,6 +31,9 @@ class Held(torch.Tensor):
     @property
     def type(self) -> Any:
         return SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Held:
+        return held(self.as_subclass(Tensor).view(dtype) if bitcast else self.as_subclass(Tensor).to(dtype))
 
     def __iadd__(self, other: Any) -> Held:
         # names that stand for one tensor do not change together
@@ -168,15 +174,48 @@ def wait(count: int, deps: tuple[Any, ...]) -> Any:
     return deps[0] if len(deps) == 1 else deps
 
 
-def nibbles_as_numbers(text: str, constraints: str, arguments: list[Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
-    """`ptx.nibbles_text`: bytes 0 and 2 of four come before 1 and 3."""
-    packed, scales, shifts = (x.as_subclass(Tensor) for x in arguments)
+def interpreted(text: str, constraints: str, arguments: list[Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
+    """Runs PTX on bytes and 16-bit numbers (..., n), four neighbours at a time: four bytes or two numbers to a register."""
     assert pack == 4
-    digits = 0x4300 if scales.dtype == torch.bfloat16 else 0x6400
-    four = packed.unflatten(-1, (-1, 4))[..., [0, 2, 1, 3]].flatten(-2).to(torch.int16)
-    return tuple(
-        held((((four >> bits) & 15) | digits).view(scales.dtype).sub(shifts).mul(scales)) for bits in (0, 4)
-    )  # fmt: skip
+    results = constraints.count("=")
+    registers: dict[str, Tensor] = {}
+    for x in arguments:
+        x = x.as_subclass(Tensor).unflatten(-1, (-1, 4)).contiguous()
+        for word in x.view(torch.int32).unbind(-1):
+            registers[f"${results + len(registers)}"] = word.to(torch.int64) & 0xFFFFFFFF
+    assert results + len(registers) == len(constraints.split(","))
+    for line in text.strip("{} ").split(";"):
+        if line.strip() and not line.strip().startswith(".reg"):
+            step(line.strip(), registers)
+    kinds = dtype if isinstance(dtype, tuple) else (dtype,)
+    assert results == 2 * len(kinds)
+    words = [(registers[f"${n}"] - (registers[f"${n}"] >> 31 << 32)).to(torch.int32) for n in range(results)]
+    numbers = [held(torch.stack(words[2 * n : 2 * n + 2], -1).view(kind).flatten(-2)) for n, kind in enumerate(kinds)]
+    return tuple(numbers) if isinstance(dtype, tuple) else numbers[0]
+
+
+def step(line: str, registers: dict[str, Tensor]) -> None:
+    """Runs one instruction."""
+    name, rest = line.split(" ", 1)
+    to, *given = (each.strip() for each in rest.split(","))
+    a, *others = (registers[each] if each in registers else torch.tensor(int(each, 0)) for each in given)
+    kind, dtype = name.split(".")[0], {"bf16x2": torch.bfloat16, "f16x2": torch.float16}.get(name.split(".")[-1])
+    if dtype is not None:
+        assert name.startswith(("sub.rn.", "mul.rn."))
+        a, b = (torch.stack((x & 0xFFFF, x >> 16), -1).to(torch.uint16).view(dtype) for x in (a, others[0]))
+        bits = (a - b if kind == "sub" else a * b).view(torch.uint16).to(torch.int64)
+        found = bits[..., 0] | bits[..., 1] << 16
+    elif kind == "lop3":
+        b, c, table = others[0], others[1], int(others[2])
+        found = torch.zeros_like(a | b | c)
+        for n in range(8):
+            if table >> n & 1:
+                found |= (a if n & 4 else ~a) & (b if n & 2 else ~b) & (c if n & 1 else ~c)
+    elif kind == "mov":
+        found = a
+    else:
+        found = {"shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift, "and": torch.bitwise_and}[kind](a, others[0])
+    registers[to] = found & 0xFFFFFFFF
 
 
 def specialise(roles: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
@@ -204,7 +243,7 @@ class Product:
     def __init__(self, o, bias, partials, counters, M, N, tiles, steps, BIAS, T) -> None:
         self.o, self.bias, self.partials, self.counters, self.BIAS = o, bias, partials, counters, BIAS
         self.M, self.N, self.tiles, self.steps = M, N, tiles, steps
-        self.WARPGROUPS, self.BLOCKS_N, self.COLUMNS, self.BLOCKS_M = T.WARPGROUPS, T.BLOCKS_N, T.COLUMNS, T.BLOCKS_M
+        self.WARPGROUPS, self.BLOCKS_N, self.COLUMNS, self.BLOCKS_M = schedule.WARPGROUPS, T.BLOCKS_N, T.COLUMNS, T.BLOCKS_M
         self.BLOCKS, self.BLOCK_N, self.BLOCK_M, self.STAGES = T.blocks, T.block_n, T.block_m, T.STAGES
 
 
@@ -224,20 +263,22 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
         zeros=lambda shape, dtype, layout: held(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: held(torch.full(shape, value, dtype=dtype)),
         allocate_shared_memory=lambda dtype, shape, layout: Shared(torch.zeros(shape).to(dtype)),
-        warp_specialize=specialise, inline_asm_elementwise=nibbles_as_numbers, int32=torch.int32, int64=torch.int64,
+        warp_specialize=specialise, inline_asm_elementwise=interpreted, int16=torch.int16, int32=torch.int32, int64=torch.int64,
+        where=lambda where, a, b: held(torch.where(where, a, b)),
         float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, uint8=torch.uint8, constexpr=None,
         **dict.fromkeys(("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *about: None),
     )  # fmt: skip
-    for module in (schedule, codes, nibbles):
+    for module in (schedule, codes, widened):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, value.fn)
         for name, value in {
-            "gl": language, "Product": Product, "STEP": 128, "ROWS": 64, "BYTES": 64, "QUARTER": 32, "tma_load": tma_load,
+            "gl": language, "Product": Product, "STEP": 128, "ROWS": 64, "tma_load": tma_load,
             "ring": Slots, "mbarrier": SimpleNamespace(expect=expect), "warpgroup_mma": mma, "warpgroup_mma_wait": wait,
+            "activated": lambda x, kind: held(ACTIVATED[kind](x.as_subclass(Tensor))),
             "fence_async_shared": lambda: None, "wait_for_input": lambda: None, "let_next_begin": lambda: None,
-            "barrier": lambda: None, "_layout_of_codes": lambda: None,
-            "_layout_of_quarters": lambda: None, "range": lambda *about: map(held, range(*map(int, about))),
+            "barrier": lambda: None, "_layout_of_codes": lambda format: None, "_layout_of_scales": lambda format: None,
+            "_layout_of_spread": lambda format: None, "range": lambda *about: map(held, range(*map(int, about))),
         }.items():  # fmt: skip
             monkeypatch.setattr(module, name, value, raising=False)
     monkeypatch.setattr(schedule, "Run", lambda tile, first, stop: SimpleNamespace(tile=tile, first=first, stop=stop))

@@ -177,7 +177,7 @@ def test_products_compile(out: int, sm: int, dtype: torch.dtype) -> None:
 
 def test_every_activation_has_a_kernel() -> None:
     from rooftile.fused import ACTIVATIONS
-    from rooftile.fused.kernels.gated import KINDS
+    from rooftile.numerics.activations import KINDS
 
     assert KINDS.keys() == ACTIVATIONS.keys()
 

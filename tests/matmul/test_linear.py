@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 
 import rooftile as rt
-from rooftile.matmul import definition
+from rooftile.matmul import backends, definition, multiply_gated
+from rooftile.matmul.gated import takes
 from rooftile.numerics import quantise_rows
+from rooftile.numerics.activations import ACTIVATIONS, gated_halves
 from tests.conformance.operator_calls import watching
 from tests.matmul.cases import FORMATS, QUANTISES_X, assert_product, defined, ordered, weight_of
 
@@ -208,6 +212,35 @@ def test_one_scale_for_all_activations(device: torch.device) -> None:
     torch.testing.assert_close(found, rt.linear(x, weight), rtol=0.3, atol=0.3)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in QUANTISES_X])
+def test_gates(name: str, activation: str, device: torch.device) -> None:
+    """Where no kernel makes both, it is the product and the gate, one after the other."""
+    weight, bias = weight_of(name, 64, 128, device), torch.randn(64, device=device)
+    x = torch.randn(5, 256, device=device).bfloat16()[:, ::2]
+    for rows in (x, x[:0]):
+        due = gated_halves(rt.linear(rows, weight, bias), activation)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), torch.autocast(device.type, torch.bfloat16):
+                found = multiply_gated(rows, weight, bias, activation)
+            assert (found.dtype, found.shape) == (torch.bfloat16, (len(rows), 32))
+            torch.testing.assert_close(found, due, rtol=2e-2, atol=2e-2)
+    assert not takes(x.cpu(), weight.to("cpu"), None)
+    # derivatives take the steps
+    x.requires_grad_()
+    (found,) = torch.autograd.grad(multiply_gated(x, weight, bias, activation).float().sum(), x)
+    (due,) = torch.autograd.grad(gated_halves(rt.linear(x, weight, bias), activation).float().sum(), x)
+    torch.testing.assert_close(found, due)
+    assert vmap(lambda x: multiply_gated(x, weight, bias, activation))(x.detach()[:, None]).shape == (5, 1, 32)
+
+
+def test_compiled_gates(device: torch.device) -> None:
+    weight, x = weight_of("int4", 64, 128, device), torch.randn(5, 128, device=device)
+    torch._dynamo.reset()
+    run = torch.compile(lambda x: multiply_gated(x, weight, None, "silu"), fullgraph=True, backend="aot_eager")
+    assert torch.equal(run(x), multiply_gated(x, weight, None, "silu"))
+
+
 def test_columns_in_another_order(device: torch.device) -> None:
     weight, x = ordered(weight_of("int4, 32, zeros", 33, 256, device)), torch.randn(5, 256, device=device)
     assert_product(rt.linear(x, weight), x, weight)
@@ -220,6 +253,22 @@ def test_plain_weights(device: torch.device) -> None:
     torch.testing.assert_close(found, rt.linear(x, w, bias))
     assert torch.equal(rt.linear(x[0, :1], w, bias, deterministic=True), found[0, :1])
     assert rt.linear(x, w, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_tile", "int8", "w8"])
+def test_fp8_on_a_chip_without_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, and not computed slowly in silence; the sentence names what multiplies in 16 bits."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    weight = weight_of(name, 64, 128)
+    product = definition.Product(name, weight.group, 64, 128, torch.bfloat16, False)
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(3, 128))
+    if name in ("int8", "w8"):
+        assert backends.chosen(x, None, weight.parts, None, product, "") is backends.BACKENDS["triton"]
+        return
+    with pytest.raises(rt.Unsupported, match=r"capability 8\.0; needs 8\.9: w8 and int4 multiply in 16 bits everywhere"):
+        backends.chosen(x, None, weight.parts, None, product, "")
+    assert backends.chosen(x, None, weight.parts, None, product, "definition") is backends.BACKENDS["definition"]
+    assert backends.explain(backends.Call(x, None, weight.parts, None, product)).endswith("definition  runs if it is named")
 
 
 def test_explain() -> None:

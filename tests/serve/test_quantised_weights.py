@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
+from rooftile.fused import linear, normalise
 from rooftile.matmul import QuantisedWeight
 from rooftile.models import Decoder
 from rooftile.models.layers import Rows
@@ -140,8 +141,7 @@ class Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         name = operator._schema.name
-        if name.startswith("rooftile::"):
-            self.names[name.removeprefix("rooftile::")] += 1
+        self.names[name.removeprefix("rooftile::")] += 1
         return operator(*arguments, **(options or {}))
 
 
@@ -169,6 +169,65 @@ def test_at_most_one_kernel_a_layer_does_nothing_but_quantise(weights: str, fold
     monkeypatch.setattr("rooftile.models.layers.Projection.rows", lambda self, x: Rows())
     with torch.no_grad():
         assert torch.equal(decoder(tokens, positions, attend), found)
+
+
+@pytest.mark.parametrize("weights", ["auto", "w8", "fp8"])
+def test_an_addition_is_one_kernel_with_the_norm_after_it(weights: str, folder: Path, monkeypatch) -> None:
+    """Also that after the feed-forward, with the next layer's norm; apart, the numbers are the same, bit for bit."""
+    decoder = Decoder.from_folder(folder, weights=weights)
+    tokens, positions = torch.arange(5), torch.arange(5)
+
+    def attend(layer, q, k, v, rotation, gates=None):
+        return q
+
+    with torch.no_grad(), Seen() as seen:
+        found = decoder(tokens, positions, attend)
+    assert seen.names["normalise"] + seen.names["normalise_quantised"] == 1
+    assert seen.names["add_norm"] + seen.names["add_norm_quantised"] == 2 * len(decoder.layers)
+    assert seen.names["aten::add"] == 0
+
+    def apart(x, stream, norm, post=None, out=None, scale=None):
+        stream = stream + (x if post is None else normalise(x, post))
+        return normalise(stream, norm, out, scale), stream
+
+    monkeypatch.setattr("rooftile.models.decoder.add_norm", apart)
+    with torch.no_grad(), Seen() as seen:
+        assert torch.equal(decoder(tokens, positions, attend), found)
+    assert seen.names["aten::add"] == 2 * len(decoder.layers)
+
+
+@pytest.mark.parametrize("weights", ["w8", "int4:32"])
+def test_a_gate_leaves_its_product_where_one_kernel_makes_both(weights: str, folder: Path, monkeypatch) -> None:
+    decoder = Decoder.from_folder(folder, weights=weights)
+    tokens, positions = torch.arange(5), torch.arange(5)
+
+    def attend(layer, q, k, v, rotation, gates=None):
+        return q
+
+    def counted(multiply) -> tuple[torch.Tensor, Counter]:
+        with torch.no_grad(), Seen() as seen:
+            return decoder(tokens, positions, attend, *multiply), seen.names
+
+    due, names = counted(())
+    assert (names["linear_gated"], names["gated"]) == (0, len(decoder.layers)), "no kernel for it on a CPU"
+    monkeypatch.setattr("rooftile.models.layers.takes_gates", lambda x, weight, bias: True)
+    found, names = counted(())
+    assert (names["linear_gated"], names["gated"]) == (len(decoder.layers), 0)
+    assert torch.equal(found, due)
+    # the batch-invariant product has an order of its own
+    _, names = counted((linear,))
+    assert names["linear_gated"] == 0
+
+
+@pytest.mark.parametrize("word", ["fp8", "int8"])
+def test_a_gate_that_leaves_in_codes_stays_by_itself(word: str, folder: Path, monkeypatch) -> None:
+    """The scale of a row needs the whole row."""
+    monkeypatch.setattr("rooftile.models.layers.takes_gates", lambda x, weight, bias: True)
+    decoder = Decoder.from_folder(folder, weights={"*.gate_proj": "w8", "*.up_proj": "w8", "*.down_proj": word})
+    with torch.no_grad(), Seen() as seen:
+        decoder(torch.arange(5), torch.arange(5), lambda layer, q, *others: q)
+    assert seen.names["linear_gated"] == 0
+    assert seen.names["gate_quantised"] == len(decoder.layers)
 
 
 def test_who_asks_for_codes(folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import route
+from rooftile.matmul.formats import WEIGHT_FORMATS
 from rooftile.models.checkpoints import plan
 from rooftile.models.config import config_of
 from rooftile.serve import build, llm, warm_up
@@ -40,7 +41,7 @@ def test_threads_find_all_modules_imported() -> None:
         "rooftile.fused.kernels.norm", "rooftile.fused.kernels.gated",
         "rooftile.fused.kernels.linear", "rooftile.serve.sampling.kernels", "rooftile.fused.kernels.gate_quantised",
         "rooftile.matmul.kernels.launch", "rooftile.matmul.hopper.launch", "rooftile.matmul.hopper.codes",
-        "rooftile.matmul.hopper.nibbles", "rooftile.numerics.kernels",
+        "rooftile.matmul.hopper.widened", "rooftile.numerics.kernels",
     }  # fmt: skip
     assert kernels <= found
 
@@ -88,10 +89,13 @@ def test_products_with_quantised_weights_are_run_for_each_tile(name: str, word: 
 def test_rows_stand_for_all_tiles() -> None:
     from rooftile.matmul.hopper import launch
 
-    for format in ("fp8", "fp8_tile", "int8", "int4"):
+    for format in WEIGHT_FORMATS:
         for deterministic in (False, True):
-            all_tiles = {launch.tile_of(M, format, deterministic) for M in range(1, launch.MOST_ROWS + 1)}
-            assert all_tiles == {launch.tile_of(M, format, deterministic) for M in warm_up.PRODUCT_ROWS}
+            for N in (4096, 28672):
+                all_tiles = {launch.tile_of(M, N, format, deterministic) for M in range(1, launch.MOST_ROWS + 1)}
+                assert all_tiles == {launch.tile_of(M, N, format, deterministic) for M in warm_up.PRODUCT_ROWS}
+        gated = {launch.gated_tile_of(M, format) for M in range(1, launch.MOST_ROWS + 1)}
+        assert gated == {launch.gated_tile_of(M, format) for M in warm_up.PRODUCT_ROWS}
 
 
 def test_who_hears_of_a_bad_folder_does_not_wait_for_kernels(peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

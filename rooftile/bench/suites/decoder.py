@@ -19,11 +19,11 @@ from rooftile.bench.session import Session
 from rooftile.cost import memory_roof, traffic
 from rooftile.cost.io import Traffic
 from rooftile.fused import add_norm, gated, normalise
-from rooftile.fused.gated import gated_as_defined
 from rooftile.fused.norm import added_as_defined, normalised_as_defined
 from rooftile.hardware.clock import Work, clock_for
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Memory, Norm
+from rooftile.numerics.activations import gated_halves
 
 ROWS, HIDDEN, FFN = (1, 256, 8192), (2048, 4096), (8192, 14336)
 # query heads, key heads, head dim
@@ -77,7 +77,7 @@ def contest_of(device: torch.device, what: str, rows: int, size: int) -> Contest
     if what in GATES:
         x = torch.randn(rows, 2 * size, device=device, dtype=torch.bfloat16)
         moved = traffic.gate(rows, size, element)
-        return Contest(moved, partial(gated, x, GATES[what]), partial(gated_as_defined, x, GATES[what]))
+        return Contest(moved, partial(gated, x, GATES[what]), partial(gated_halves, x, GATES[what]))
     if what == "head-norm":
         qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM, device=device, dtype=torch.bfloat16)
         q, norm = qkv.unflatten(-1, (-1, DIM))[:, :HEADS], norm_of(LLAMA, DIM, device)

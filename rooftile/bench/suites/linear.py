@@ -5,9 +5,9 @@
 
 On a GPU the products of a case are one CUDA graph. Contestants are `rooftile`, which quantises x where the format does, each of
 its backends with x in codes, `bf16` (cuBLAS; fp32 on a CPU), PyTorch's `_scaled_mm` with one scale for a tensor and with scales
-for rows and fast sums, `_int_mm` and `_weight_int4pack_mm`, and FBGEMM's FP8 product, where they run. A peer has x in codes, and
-is timed only after its result was compared with its own weights' product; a row that is not timed says why. `of_bf16_ratio` is a
-time over that of 16 bits.
+for rows and fast sums, `_int_mm` and `_weight_int4pack_mm`, and FBGEMM's products in FP8 and INT4, where they run. A peer has x
+as its product takes it, and is timed only after its result was compared with its own weights' product; a row that is not timed
+says why. `of_bf16_ratio` is a time over that of 16 bits.
 """
 
 from __future__ import annotations
@@ -148,10 +148,28 @@ def _scaled_mm_rows(case: Case) -> tuple[Work, list[Tensor]]:
 
 def _fbgemm(case: Case) -> tuple[Work, list[Tensor]]:
     """FP8 of FBGEMM (fbgemm-gpu-genai), with scales for rows."""
-    import_module("fbgemm_gpu.experimental.gen_ai")
     made = _by_rows(case)
-    run = torch.ops.fbgemm.f8f8bf16_rowwise
+    run = fbgemm_operators().f8f8bf16_rowwise
     return lambda: [run(x, w, a.flatten(), b.flatten()) for x, w, a, b in made], _due_of_rows(made)
+
+
+def _fbgemm_int4(case: Case) -> tuple[Work, list[Tensor]]:
+    """INT4 of FBGEMM with our codes and scales: its codes are signed, and its kernel wants them shuffled."""
+    operators = fbgemm_operators()
+    made, due = [], []
+    for x, w in zip(case.inputs, case.weights, strict=True):
+        # a nibble of code + 8 with its highest bit turned is the code
+        codes = (w.codes ^ 0x88).view(torch.int8)
+        scales = w.scales.T.contiguous()  # (K / group, N)
+        made.append((x, *operators.preshuffle_i4(codes, scales), torch.zeros_like(scales)))
+        due.append(x.float() @ w.dequantise(x.dtype).float().T)
+    return lambda: [operators.bf16i4bf16_shuffled(*each) for each in made], due
+
+
+def fbgemm_operators() -> Any:
+    """Returns the operators of fbgemm-gpu-genai."""
+    import_module("fbgemm_gpu.experimental.gen_ai")
+    return torch.ops.fbgemm
 
 
 def _by_rows(case: Case) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -198,6 +216,7 @@ PEERS: dict[str, tuple[tuple[str, ...], Callable[[Case], tuple[Work, list[Tensor
     "fbgemm-fp8": (("fp8",), _fbgemm),
     "torch-int-mm": (("int8",), _int_mm),
     "torch-int4": (("int4",), _int4pack_mm),
+    "fbgemm-int4": (("int4",), _fbgemm_int4),
 }
 
 

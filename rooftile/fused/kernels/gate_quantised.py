@@ -9,10 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.fused.kernels.gated import KINDS, _activated
 from rooftile.fused.kernels.quantised import out_of, rows_for, store_rows
 from rooftile.fused.kernels.tile import warps_for
 from rooftile.launch import Kernel
+from rooftile.numerics.activated import activated
+from rooftile.numerics.activations import KINDS
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def _gate_quantised(
     there = n < SIZE
     gate = tl.load(gate_ptr + row * gate_stride + n, mask=there, other=0.0)
     up = tl.load(up_ptr + row * up_stride + n, mask=there, other=0.0)
-    opened = _activated(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
+    opened = activated(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
     y = (opened * up.to(tl.float32)).to(gate.dtype)
     one = row + tl.arange(0, 1)
     store_rows(y, codes_ptr, row * SIZE + n, scales_ptr + one, given_ptr, there, one >= 0, OUT, False)

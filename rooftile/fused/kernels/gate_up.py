@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.fused.kernels.gated import KINDS, _activated
 from rooftile.fused.kernels.tile import PIECE, warps_for
 from rooftile.launch import Kernel
+from rooftile.numerics.activated import activated
+from rooftile.numerics.activations import KINDS
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def _gate_up(gate_ptr, up_ptr, o_ptr, gate_stride, up_stride, SIZE: tl.constexpr
     n = tl.program_id(0) % pieces * PIECE + tl.arange(0, PIECE)
     gate = tl.load(gate_ptr + row * gate_stride + n, mask=n < SIZE, other=0.0)
     up = tl.load(up_ptr + row * up_stride + n, mask=n < SIZE, other=0.0)
-    opened = _activated(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
+    opened = activated(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
     tl.store(o_ptr + row * SIZE + n, (opened * up.to(tl.float32)).to(gate.dtype), mask=n < SIZE)
 
 
@@ -58,7 +59,7 @@ def _gate_up_gradients(
     up = tl.load(up_ptr + row * up_stride + n, mask=there, other=0.0).to(tl.float32)
     dtype: tl.constexpr = dgate_ptr.dtype.element_ty
     tl.store(dgate_ptr + row * SIZE + n, (dy * up * _slope(gate, KIND)).to(dtype), mask=there)
-    tl.store(dup_ptr + row * SIZE + n, (dy * _activated(gate, KIND)).to(dtype), mask=there)
+    tl.store(dup_ptr + row * SIZE + n, (dy * activated(gate, KIND)).to(dtype), mask=there)
 
 
 _start, _start_gradients = Kernel(_gate_up), Kernel(_gate_up_gradients)

@@ -12,26 +12,8 @@ from torch import Tensor
 
 from rooftile.fused.kernels.tile import PIECE, warps_for
 from rooftile.launch import Kernel
-
-# the kernel's formula for each activation of `rooftile.fused.ACTIVATIONS`
-KINDS = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "relu": "relu", "silu": "silu"}
-
-
-@triton.jit
-def _activated(x, KIND: tl.constexpr):
-    if KIND == "silu":
-        y = x / (1.0 + tl.exp(-x))
-    elif KIND == "tanh":
-        # gelu(x) = x (1 + tanh z) / 2 with z = √(2/π) (x + 0.044715 x³), and (1 + tanh z) / 2 = 1 / (1 + exp(-2z)): nothing
-        # cancels, and exp may overflow, as x / inf is the zero that is due
-        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * (x * x * x))))
-    elif KIND == "erf":
-        y = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
-    else:
-        tl.static_assert(KIND == "relu")
-        # in this order NaN stays NaN
-        y = tl.where(x <= 0.0, 0.0, x)
-    return y
+from rooftile.numerics.activated import activated
+from rooftile.numerics.activations import KINDS
 
 
 @triton.jit
@@ -42,7 +24,7 @@ def _gate(x_ptr, o_ptr, FFN: tl.constexpr, PIECE: tl.constexpr, KIND: tl.constex
     n = tl.program_id(0) % pieces * PIECE + tl.arange(0, PIECE)
     gate = tl.load(x_ptr + row * (2 * FFN) + n, mask=n < FFN, other=0.0)
     up = tl.load(x_ptr + row * (2 * FFN) + FFN + n, mask=n < FFN, other=0.0)
-    opened = _activated(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
+    opened = activated(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
     tl.store(o_ptr + row * FFN + n, (opened * up.to(tl.float32)).to(gate.dtype), mask=n < FFN)
 
 

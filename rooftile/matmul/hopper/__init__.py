@@ -5,6 +5,6 @@ product of one row wastes an eighth of the instruction's width and not 63 of 64 
 
     schedule     how programs share the sum over K, and add their parts in a fixed order
     codes        FP8 and INT8: codes times codes
-    nibbles      INT4 times 16 bits: weights become numbers in registers
+    widened      codes of 4 and 8 bits times 16 bits: weights become numbers in registers
     launch       tiles by rows, descriptors, launches, refusals
 """

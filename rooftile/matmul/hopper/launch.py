@@ -1,8 +1,8 @@
 """Chooses tiles and the number of programs, and launches the kernels of this folder.
 
 Below some 64 rows a product is bound by the bytes of the weight: there what matters is how many of them are in flight, and the
-tiles are small and the rings long. Above, it is bound by what the L2 cache delivers, so tiles grow. The tiles are reasoned for an
-H200 and not yet measured; `benchmarks/products.py` measures others.
+tiles are small, and rings leave room for the next kernel. Above, it is bound by what the L2 cache delivers, so tiles grow. The tiles
+for 16 and 64 rows of FP8 and INT4 were chosen on an H100 by `benchmarks/products.py`; the others are reasoned.
 
 Under `deterministic` every tile of a format has as many rows of the weight and the programs are those of one row of x, so that
 the split of K follows from N and K.
@@ -21,11 +21,12 @@ from torch import Tensor
 from rooftile.hopper.gluon import TensorDescriptor, gl
 from rooftile.launch import Kernel, is_capturing
 from rooftile.matmul.definition import Product
+from rooftile.matmul.formats import weight_format
 from rooftile.matmul.hopper import counters
 from rooftile.matmul.hopper.codes import product_of_codes
-from rooftile.matmul.hopper.nibbles import product_of_nibbles
 from rooftile.matmul.hopper.ordered import in_order
-from rooftile.matmul.hopper.schedule import STEP, Tile
+from rooftile.matmul.hopper.schedule import STEP, WARPGROUPS, Tile
+from rooftile.matmul.hopper.widened import product_of_widened
 from rooftile.matmul.weight import Parts
 
 # rows of x of a launch, at most; beyond them PyTorch's products are asked first
@@ -39,8 +40,10 @@ MOST_STAGES = 12
 ENOUGH = {"bytes": 0.8, "arithmetic": 0.95}
 # rows of x up to which a product is bound by bytes
 BYTES = 64
-# ... and up to which a warpgroup of INT4 orders them for itself
-ORDERS = 64
+# ... and up to which a warpgroup whose weights become 16-bit numbers orders them for itself
+ORDERS = 32
+# rows of a weight from which on tiles of 256 rows are enough for all multiprocessors
+MANY_TILES = 24576
 # steps over K per program, at least
 LEAST_STEPS = 2
 
@@ -57,29 +60,39 @@ _DTYPES = {
 
 
 @cache
-def tile_of(M: int, format: str, deterministic: bool) -> Tile:
-    """Returns the tile of a product with M rows of x."""
+def tile_of(M: int, N: int, format: str, deterministic: bool) -> Tile:
+    """Returns the tile of a product of M rows of x with a weight of N rows."""
     columns = min(max(triton.next_power_of_2(M), 8), 128)
-    if format == "int4":
-        # four warpgroups hide each other's latency where rows are few; a tile has 256 rows of the weight either way
-        tile = Tile(1, columns, 1, 0, 4) if columns <= 32 else Tile(2, columns, 1, 0)
-        stage = tile.block_n * STEP.value // 2 + tile.block_m * STEP.value * 2
-        held = tile.WARPGROUPS * tile.block_m * STEP.value * 2 if M <= ORDERS else 0
+    if weight_format(format).activations is None:
+        # a warpgroup makes its own copy of each x in order, so it takes twice as many rows of the weight where these are many
+        blocks_n = 2 if N >= MANY_TILES or (columns == 128 and not deterministic) else 1
+        tile = Tile(blocks_n, columns, 1, 0)
     else:
         # with factors in the loop there are no registers for a second sum of so many columns
-        blocks_m = 2 if M > 128 and format != "fp8_tile" else 1
-        tile = Tile(2 if columns == 64 and not deterministic else 1, columns, blocks_m, 0)
-        stage, held = (tile.block_n + tile.block_m) * STEP.value, 0
-    return tile._replace(STAGES=min((SHARED - held) // stage, MOST_STAGES))
+        tile = Tile(1, columns, 2 if M > 128 and format != "fp8_tile" else 1, 0)
+    return tile._replace(STAGES=_stages(tile, M, format))
+
+
+def _stages(tile: Tile, M: int, format: str) -> int:
+    """How many steps of a tile are in flight."""
+    kind = weight_format(format)
+    x_bytes = tile.block_m * STEP.value * (1 if kind.activations else 2)
+    # a warpgroup orders rows of x for itself
+    held = WARPGROUPS * x_bytes if kind.activations is None and M <= ORDERS else 0
+    most = min((SHARED - held) // (tile.block_n * STEP.value * kind.bits // 8 + x_bytes), MOST_STAGES)
+    # half of the memory leaves room for a program of the next kernel, whose copies begin while this one ends
+    few = 32 if kind.activations else BYTES
+    return most // 2 if M <= few else most
 
 
 @cache
-def programs_of(tiles: int, steps: int, processors: int, rows: int) -> int:
+def programs_of(tiles: int, steps: int, processors: int, rows: int, whole: bool = False) -> int:
     """Returns how many programs share a product with so many rows of x.
 
-    As many as there are multiprocessors, unless almost as many would have whole tiles, or whole shares of one.
+    As many as there are multiprocessors, unless almost as many would have whole tiles, or whole shares of one; `whole`: at most
+    as many as there are tiles.
     """
-    most = max(min(processors, tiles * steps // LEAST_STEPS), 1)
+    most = max(min(processors, tiles if whole else tiles * steps // LEAST_STEPS), 1)
     enough = ENOUGH["bytes" if rows <= BYTES else "arithmetic"] * most
     for count in range(most, 0, -1):
         if count < enough:
@@ -98,24 +111,32 @@ def processors_of(device: torch.device) -> int:
 def refusals(asked: Any) -> Iterator[str]:
     """Yields why the kernels of this folder do not take a call; the device is known to be Hopper."""
     product, parts = asked.product, asked.parts
-    if product.format not in ("fp8", "fp8_tile", "int8", "int4"):
-        yield f"a weight in {product.format}; has fp8, fp8_tile, int8, int4"
-        return
+    kind = weight_format(product.format)
     # a row's bits may not depend on how many rows there are: then they are multiplied by so many at a time
     if asked.x.shape[0] > MOST_ROWS and not product.deterministic:
         yield f"{asked.x.shape[0]:,} rows; has up to {MOST_ROWS}"
     if product.N < LEAST_N:
         yield f"N is {product.N}; has {LEAST_N} and more"
-    unit = 32 if product.format == "int4" else 16
+    unit = 32 if kind.is_packed else 16
     if product.K % unit:
         yield f"K is {product.K}; has multiples of {unit}"
     if parts.codes.data_ptr() % 16:
         yield "codes at an address that is no multiple of 16; has aligned ones"
-    if product.format == "int4":
-        if asked.x.dtype not in (torch.bfloat16, torch.float16) or parts.scales.dtype != asked.x.dtype:
-            yield f"x in {asked.x.dtype} and scales in {parts.scales.dtype}; has both in bfloat16, or both in float16"
-        if product.group % 32 or (128 % product.group and product.group % 128 and product.group != product.K):
-            yield f"groups of {product.group} numbers; has 32, 64, multiples of 128 and whole rows"
+    if kind.activations is None:
+        yield from _widened_refusals(asked)
+
+
+def _widened_refusals(asked: Any) -> Iterator[str]:
+    """Yields why weights do not become numbers of x's dtype in registers."""
+    format, group, dtype, scales = asked.product.format, asked.product.group, asked.x.dtype, asked.parts.scales.dtype
+    if format in ("w8", "int4"):
+        if dtype not in (torch.bfloat16, torch.float16) or scales != dtype:
+            yield f"x in {dtype} and scales in {scales}; has both in bfloat16, or both in float16"
+    elif dtype != torch.bfloat16 and (format != "nvfp4" or dtype != torch.float16):
+        # most powers of two are no numbers of fp16
+        yield f"x in {dtype}; {format} has bfloat16{' and float16' if format == 'nvfp4' else ''}"
+    if format == "int4" and (group % 32 or (128 % group and group % 128 and group != asked.product.K)):
+        yield f"groups of {group} numbers; has 32, 64, multiples of 128 and whole rows"
 
 
 def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | None, product: Product) -> Tensor:
@@ -128,7 +149,7 @@ def multiply(x: Tensor, x_scales: Tensor | None, parts: Parts, bias: Tensor | No
     for start in range(0, x.shape[0], MOST_ROWS):
         rows = slice(start, start + MOST_ROWS)
         if x_scales is None:
-            _by_nibbles(x[rows], parts, bias, product, o[rows])
+            _by_widened(x[rows], parts, bias, product, o[rows])
         else:
             _by_codes(_aligned(x[rows]), x_scales[rows].contiguous(), parts, bias, product, o[rows])
     return o
@@ -143,7 +164,7 @@ def _aligned(x: Tensor) -> Tensor:
 def _by_codes(
     x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
 ) -> None:  # fmt: skip
-    tile = tile_of(x.shape[0], product.format, product.deterministic)
+    tile = tile_of(x.shape[0], product.N, product.format, product.deterministic)
     start_codes(tile, _programs(tile, x, product), x, x_scales, parts, bias, product, o)
 
 
@@ -159,29 +180,66 @@ def start_codes(
     kernel((programs, 1, 1), (parts.codes, x, x_scales, parts.scales, added, o, *shared, *sizes, _early()), constants)
 
 
-def _by_nibbles(x: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor) -> None:
+def gated_tile_of(M: int, format: str) -> Tile:
+    """Returns the tile of a product whose halves are multiplied with each other: a warpgroup has rows of both."""
+    tile = tile_of(M, 0, format, False)._replace(BLOCKS_N=2)
+    return tile._replace(STAGES=_stages(tile, M, format))
+
+
+def multiply_gated(x: Tensor, parts: Parts, bias: Tensor | None, kind: str, product: Product) -> Tensor:
+    """The activation of the first half of a product (M, N) times its second half: (M, N / 2). x has few rows."""
+    o = torch.empty((x.shape[0], product.N // 2), dtype=product.out_dtype, device=x.device)
+    parts = parts._replace(codes=parts.codes.contiguous(), scales=parts.scales.contiguous())
+    if parts.order is not None:
+        x = x.index_select(1, parts.order)
+    x, ordered = _copied(x, product)
+    tile = gated_tile_of(x.shape[0], product.format)
+    half = product._replace(N=product.N // 2)
+    sizes = (x.shape[0], half.N, triton.cdiv(half.N, tile.block_n // 2), triton.cdiv(product.K, STEP.value))
+    programs = programs_of(sizes[2], sizes[3], processors_of(x.device), x.shape[0])
+    _start_widened(tile, programs, sizes, x, ordered, parts, bias, half, o, kind)
+    return o
+
+
+def _by_widened(x: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor) -> None:
+    x, ordered = _copied(x, product)
+    tile = tile_of(x.shape[0], product.N, product.format, product.deterministic)
+    start_widened(tile, _programs(tile, x, product), x, ordered, parts, bias, product, o)
+
+
+def _copied(x: Tensor, product: Product) -> tuple[Tensor, bool]:
+    """Returns rows that the copy engine can read, and whether they are in order."""
     ordered = x.shape[0] > ORDERS
     if ordered:
-        x = in_order(x)
+        x = in_order(x, weight_format(product.format).bits == 8)
     elif x.stride(-1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         # the copy engine steps over multiples of 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
-    tile = tile_of(x.shape[0], "int4", product.deterministic)
-    start_nibbles(tile, _programs(tile, x, product), x, ordered, parts, bias, product, o)
+    return x, ordered
 
 
-def start_nibbles(
+def start_widened(
     tile: Tile, programs: int, x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None, product: Product, o: Tensor
 ) -> None:  # fmt: skip
-    """Launches a product with codes of 4 bits with a tile; `ordered`: x comes from `in_order`."""
-    sizes = _sizes(tile, x.shape[0], product)
+    """Launches a product whose weights become 16-bit numbers with a tile; `ordered`: x comes from `in_order`."""
+    _start_widened(tile, programs, _sizes(tile, x.shape[0], product), x, ordered, parts, bias, product, o, "")
+
+
+def _start_widened(
+    tile: Tile, programs: int, sizes: tuple[int, int, int, int], x: Tensor, ordered: bool, parts: Parts, bias: Tensor | None,
+    product: Product, o: Tensor, gate: str,
+) -> None:  # fmt: skip
     shared = _shared_sums(tile, programs, sizes, torch.float32, x.device)
     group = 0 if product.group == product.K else product.group
-    kernel, constants = _kernel_of_nibbles(group, parts.zeros is not None, ordered, bias is not None, tile)
-    zeros = parts.codes if parts.zeros is None else parts.zeros.contiguous()
-    added = parts.scales if bias is None else bias
-    arguments = (parts.codes, x, parts.scales, zeros, added, o, *shared, *sizes, _early(), product.K // product.group)
-    kernel((programs, 1, 1), arguments, constants)
+    kernel, constants = _kernel_of_widened(
+        product.format, group, parts.zeros is not None, ordered, gate, bias is not None, tile
+    )  # fmt: skip
+    codes, scales = (x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.int8) else x for x in parts[:2])
+    # a pointer that is not read points anywhere
+    zeros, outer_scales, added = (codes if x is None else x.contiguous() for x in (parts.zeros, parts.outer, bias))
+    # one outer scale of all rows, or one per row
+    counts = (product.K // product.group, int(parts.outer is not None and parts.outer.shape[0] > 1))
+    kernel((programs, 1, 1), (codes, x, scales, zeros, outer_scales, added, o, *shared, *sizes, _early(), *counts), constants)
 
 
 def _early() -> int:
@@ -200,7 +258,10 @@ def _sizes(tile: Tile, M: int, product: Product) -> tuple[int, int, int, int]:
 def _programs(tile: Tile, x: Tensor, product: Product) -> int:
     M, _, tiles, steps = _sizes(tile, x.shape[0], product)
     # under `deterministic` as if there were one row
-    return programs_of(tiles, steps, processors_of(x.device), 1 if product.deterministic else M)
+    rows = 1 if product.deterministic else M
+    # parts of so many columns cost more than multiprocessors without a tile
+    whole = product.activations is not None and 32 < rows <= BYTES
+    return programs_of(tiles, steps, processors_of(x.device), rows, whole)
 
 
 def _shared_sums(
@@ -223,10 +284,14 @@ def _kernel_of_codes(format: str, bias: bool, tile: Tile) -> tuple[Kernel, dict[
 
 
 @cache
-def _kernel_of_nibbles(group: int, zeros: bool, ordered: bool, bias: bool, tile: Tile) -> tuple[Kernel, dict[str, Any]]:
-    kernel = Kernel(product_of_nibbles, (described(tile.block_n, STEP.value // 2), described(tile.block_m)))
-    constants = {"GROUP": group, "ZEROS": zeros, "ORDERED": ordered, "BIAS": bias, "T": tile} | LAUNCH
-    return kernel, constants
+def _kernel_of_widened(
+    format: str, group: int, zeros: bool, ordered: bool, gate: str, bias: bool, tile: Tile
+) -> tuple[Kernel, dict[str, Any]]:
+    bits = weight_format(format).bits
+    rows = tile.block_n // 2 if gate else tile.block_n
+    kernel = Kernel(product_of_widened, (described(rows, STEP.value * bits // 8), described(tile.block_m)))
+    options = {"FORMAT": format, "GROUP": group, "ZEROS": zeros, "ORDERED": ordered, "GATE": gate, "BIAS": bias, "T": tile}
+    return kernel, options | LAUNCH
 
 
 def described(rows: int, columns: int = STEP.value) -> Any:

@@ -17,6 +17,8 @@ from rooftile.hopper.pipeline import Ring
 
 # numbers of K per step, and rows of a warpgroup's matrix instruction
 STEP, ROWS = gl.constexpr(128), gl.constexpr(64)
+# warpgroups of a program that multiply
+WARPGROUPS = 2
 
 
 class Tile(NamedTuple):
@@ -26,12 +28,11 @@ class Tile(NamedTuple):
     COLUMNS: int  # rows of x that one matrix instruction takes
     BLOCKS_M: int  # ... and how many times that many a tile has
     STAGES: int
-    WARPGROUPS: int = 2  # that multiply
 
     @property
     def block_n(self) -> int:
         """Rows of the weight."""
-        return 64 * self.WARPGROUPS * self.BLOCKS_N
+        return 64 * WARPGROUPS * self.BLOCKS_N
 
     @property
     def block_m(self) -> int:
@@ -41,7 +42,7 @@ class Tile(NamedTuple):
     @property
     def blocks(self) -> int:
         """Sums of 64 x COLUMNS."""
-        return self.WARPGROUPS * self.BLOCKS_N * self.BLOCKS_M
+        return WARPGROUPS * self.BLOCKS_N * self.BLOCKS_M
 
 
 @aggregate
@@ -78,12 +79,12 @@ class Product:
         self.tiles = tiles
         self.steps = steps
         self.BIAS = gl.constexpr(BIAS)
-        self.WARPGROUPS = gl.constexpr(T.WARPGROUPS)
+        self.WARPGROUPS = gl.constexpr(WARPGROUPS)
         self.BLOCKS_N = gl.constexpr(T.BLOCKS_N)
         self.COLUMNS = gl.constexpr(T.COLUMNS)
         self.BLOCKS_M = gl.constexpr(T.BLOCKS_M)
-        self.BLOCKS = gl.constexpr(T.WARPGROUPS * T.BLOCKS_N * T.BLOCKS_M)
-        self.BLOCK_N = gl.constexpr(64 * T.WARPGROUPS * T.BLOCKS_N)
+        self.BLOCKS = gl.constexpr(WARPGROUPS * T.BLOCKS_N * T.BLOCKS_M)
+        self.BLOCK_N = gl.constexpr(64 * WARPGROUPS * T.BLOCKS_N)
         self.BLOCK_M = gl.constexpr(T.COLUMNS * T.BLOCKS_M)
         self.STAGES = gl.constexpr(T.STAGES)
 
@@ -146,14 +147,32 @@ def let_next_begin():
 
 
 @gluon.jit
+def _load_weight(w_desc, tiles: Ring, fill, run: Run, step, SIZE: gl.constexpr, to: Product):
+    """Has a tile of the weight copied in; SIZE counts its bytes and those of x.
+
+    Where a copy is half a tile, the first half has gates, and the other as many rows from `to.N` on.
+    """
+    TILE: gl.constexpr = w_desc.block_type.shape[0]
+    # two codes of 4 bits share a column of the weight
+    COLUMNS: gl.constexpr = w_desc.block_type.shape[1]
+    full = tiles.full_barrier(fill)
+    w = tiles.buffer(fill)
+    mbarrier.expect(full, SIZE)
+    if to.BLOCK_N == 2 * TILE:
+        tma_load(w_desc, [run.tile * TILE, step * COLUMNS], full, w.slice(0, TILE, 0))
+        tma_load(w_desc, [to.N + run.tile * TILE, step * COLUMNS], full, w.slice(TILE, TILE, 0))
+    else:
+        tma_load(w_desc, [run.tile * TILE, step * COLUMNS], full, w)
+
+
+@gluon.jit
 def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early):
     """The role that has tiles of the weight and of x copied in.
 
     `early`: the kernel before does not write the weight, so the ring fills with its tiles while that kernel ends.
     """
-    SIZE: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
-    # two codes of 4 bits share a column of the weight
-    COLUMNS: gl.constexpr = w_desc.block_type.shape[1]
+    COPIES: gl.constexpr = to.BLOCK_N // w_desc.block_type.shape[0]
+    SIZE: gl.constexpr = COPIES * w_desc.block_type.nbytes + x_desc.block_type.nbytes
     place, end = to.bounds()
     ahead = 0
     if early != 0:
@@ -162,9 +181,7 @@ def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early):
             run = to.run_at(soon, end)
             for _ in range(to.tiles_of_rows()):
                 for step in range(run.first, gl.minimum(run.stop, run.first + to.STAGES - ahead)):
-                    full = tiles.full_barrier(ahead)
-                    mbarrier.expect(full, SIZE)
-                    tma_load(w_desc, [run.tile * to.BLOCK_N, step * COLUMNS], full, tiles.buffer(ahead))
+                    _load_weight(w_desc, tiles, ahead, run, step, SIZE, to)
                     ahead += 1
             soon += run.stop - run.first
     wait_for_input()
@@ -174,12 +191,12 @@ def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early):
         run = to.run_at(place, end)
         for tile_m in range(to.tiles_of_rows()):
             for step in range(run.first, run.stop):
-                full = tiles.full_barrier(fill)
                 if fill >= ahead:
                     tiles.wait_empty(fill)
-                    mbarrier.expect(full, SIZE)
-                    tma_load(w_desc, [run.tile * to.BLOCK_N, step * COLUMNS], full, tiles.buffer(fill))
-                tma_load(x_desc, [tile_m * to.BLOCK_M, step * STEP], full, xs.index(fill % to.STAGES))
+                    _load_weight(w_desc, tiles, fill, run, step, SIZE, to)
+                tma_load(
+                    x_desc, [tile_m * to.BLOCK_M, step * STEP], tiles.full_barrier(fill), xs.index(fill % to.STAGES)
+                )  # fmt: skip
                 fill += 1
         place += run.stop - run.first
 
@@ -188,6 +205,26 @@ def load(w_desc, x_desc, tiles: Ring, xs, to: Product, early):
 def _part(to: Product, program, last, tile_m, block, place):
     """A program's part of a tile that began before it; zeros past the last program that has one."""
     return gl.load(to.partial(program, 0, tile_m, block) + place, mask=program <= last, other=0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _sum_of_parts(start, last, tile_m, block, place, to: Product):
+    """The parts of all programs that share a tile, added in the order of K."""
+    acc = gl.load(to.partial(start, 1, tile_m, block) + place, cache_modifier=".cg")
+    # four at a time where registers hold them: a program waits once for all of them
+    WIDE: gl.constexpr = to.COLUMNS > 64
+    for program in range(start + 1, last + 1, 1 if WIDE else 4):
+        first = _part(to, program, last, tile_m, block, place)
+        if not WIDE:
+            second = _part(to, program + 1, last, tile_m, block, place)
+            third = _part(to, program + 2, last, tile_m, block, place)
+            fourth = _part(to, program + 3, last, tile_m, block, place)
+        acc += first
+        if not WIDE:
+            acc += second
+            acc += third
+            acc += fourth
+    return acc
 
 
 @gluon.jit
@@ -210,30 +247,56 @@ def whole_sum(acc, run: Run, tile_m, block, to: Product):
         if has_it:
             # zero again for the next launch
             gl.store(counter, 0)
-            acc = gl.load(to.partial(start, 1, tile_m, block) + place, cache_modifier=".cg")
-            # four at a time where registers hold them: a program waits once for all of them
-            WIDE: gl.constexpr = to.COLUMNS > 64
-            for program in range(start + 1, last + 1, 1 if WIDE else 4):
-                first = _part(to, program, last, tile_m, block, place)
-                if not WIDE:
-                    second = _part(to, program + 1, last, tile_m, block, place)
-                    third = _part(to, program + 2, last, tile_m, block, place)
-                    fourth = _part(to, program + 3, last, tile_m, block, place)
-                acc += first
-                if not WIDE:
-                    acc += second
-                    acc += third
-                    acc += fourth
+            acc = _sum_of_parts(start, last, tile_m, block, place, to)
     return acc, has_it
+
+
+@gluon.jit
+def whole_pair(acc, acc_2, run: Run, tile_m, block, to: Product):
+    """`whole_sum` of a block and the one after it, both by the same program."""
+    has_it = run.stop - run.first == to.steps
+    if not has_it:
+        layout: gl.constexpr = acc.type.layout
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        column = gl.arange(0, to.COLUMNS, gl.SliceLayout(0, layout))
+        place = gl.expand_dims(row * to.COLUMNS, 1) + gl.expand_dims(column, 0)
+        begins = (run.first == 0).to(gl.int32)
+        gl.store(to.partial(gl.program_id(0), begins, tile_m, block) + place, acc)
+        gl.store(to.partial(gl.program_id(0), begins, tile_m, block + 1) + place, acc_2)
+        # all threads have written before one of them says so
+        barrier()
+        counter = to.counters + ((tile_m * to.tiles + run.tile) * to.BLOCKS + block)
+        before = gl.atomic_add(counter, 1)
+        start = to.program_of(run.tile * to.steps)
+        last = to.program_of(run.tile * to.steps + to.steps - 1)
+        has_it = before == last - start
+        if has_it:
+            # zero again for the next launch
+            gl.store(counter, 0)
+            acc = _sum_of_parts(start, last, tile_m, block, place, to)
+            acc_2 = _sum_of_parts(start, last, tile_m, block + 1, place, to)
+    return acc, acc_2, has_it
 
 
 @gluon.jit
 def write(y, n_0, m_0, to: Product):
     """Adds the bias to results (64, COLUMNS), and writes them to o (M, N): rows of the weight are its columns."""
+    put(with_bias(y, n_0, to.N, to), n_0, m_0, to)
+
+
+@gluon.jit
+def with_bias(y, n_0, end, to: Product):
+    """Results (64, COLUMNS) plus the bias of their rows of the weight, which has rows up to `end`."""
     if to.BIAS:
         of_y: gl.constexpr = y.type.layout
         n = n_0 + gl.arange(0, ROWS, gl.SliceLayout(1, of_y))
-        y = y + gl.expand_dims(gl.load(to.bias + n, mask=n < to.N, other=0.0).to(gl.float32), 1)
+        y = y + gl.expand_dims(gl.load(to.bias + n, mask=n < end, other=0.0).to(gl.float32), 1)
+    return y
+
+
+@gluon.jit
+def put(y, n_0, m_0, to: Product):
+    """Writes results (64, COLUMNS) to o (M, N)."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     y = gl.convert_layout(y.to(to.o.dtype.element_ty).permute((1, 0)), layout)
     m = m_0 + gl.arange(0, to.COLUMNS, gl.SliceLayout(1, layout))
