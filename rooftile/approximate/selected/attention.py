@@ -62,6 +62,33 @@ def attend(
     return o.unflatten(0, (B, T)), lse.unflatten(0, (B, T)).transpose(1, 2)
 
 
+def attend_in_pages(
+    q: Tensor, k: Tensor, v: Tensor, pages: Tensor, length: int, chosen: Tensor, *, block: int, scale: float
+) -> Tensor:  # fmt: skip
+    """The same for the last T of a sequence's `length` tokens, whose keys the kernel reads where they lie in a cache.
+
+    Args:
+        q: queries (T, H, D), on a device and of sizes that have no `refusal`.
+        k: keys (P, size, Hk, D).
+        v: values (P, size, Hk, Dv).
+        pages: the sequence's pages (N,) int32, N size >= length.
+        length: tokens of the sequence.
+        chosen: blocks (T, Hk, n) int32.
+        block: tokens of a block.
+        scale: of the scores.
+
+    Returns:
+        o (T, H, Dv).
+    """
+    from rooftile.approximate.selected import kernels
+
+    of_queries, of_keys = (torch.arange(2, device=q.device, dtype=torch.int32) * n for n in (q.shape[0], length))
+    with device_of(q):
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        tiles = tiles_of(chosen, of_queries, of_keys, block, queries_for(q.shape[1] // k.shape[2]))
+        return kernels.forward(q, k, v, tiles, scale, block, pages=pages.contiguous())[0]
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The operator, or what it would run where nobody watches; under torch.func the plain operations."""
     if transformed():
