@@ -1,4 +1,4 @@
-"""Calls of approximate attention, on little memory, that launch all of its kernels: the shapes of `tests/gpu` and of benchmarks."""
+"""Calls of approximate attention, on little memory, that launch its kernels: the shapes of `tests/gpu` and of benchmarks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rooftile.approximate.gathered import attention as gathered
 from rooftile.approximate.gathered import choice as gathered_choice
 from rooftile.approximate.paged import loki, native_sparse
 from rooftile.approximate.selected import attend, choice
+from rooftile.approximate.selected.attention import attend_in_pages
 from rooftile.approximate.selected.gated_sum import gated_sum
 from tests.kernels.recorded import Recorded, recorded
 
@@ -84,6 +85,12 @@ def selected(dtype: torch.dtype, H: int, Hk: int, D: int, Dv: int, block: int) -
     _both_ways(lambda *x: attend(*x, chosen, block=block, scale=0.3, backend="triton")[0], q, k, v)
 
 
+def in_pages(dtype: torch.dtype, H: int, Hk: int, D: int, size: int) -> None:
+    k, v = (_draw(dtype, 90, 6, size, Hk, D)[:, n] for n in range(2))
+    table, chosen = torch.zeros(700, dtype=torch.int32), torch.zeros(60, Hk, 16, dtype=torch.int32)
+    attend_in_pages(_draw(dtype, 60, H, D), k, v, table, 700, chosen, block=64, scale=0.3)
+
+
 def chooses(
     dtype: torch.dtype, H: int, Hk: int, D: int, has_lse: bool, length: int, stride: int, block: int, count: int
 ) -> None:  # fmt: skip
@@ -114,7 +121,7 @@ def pages(dtype: torch.dtype, H: int, Hk: int, D: int, r: int, size: int) -> Non
 
 
 RUNS: dict[str, Callable[..., None]] = {
-    run.__name__: run for run in (reformer, routing, hashes, members, selected, chooses, gates, decode, pages)
+    run.__name__: run for run in (reformer, routing, hashes, members, selected, in_pages, chooses, gates, decode, pages)
 }
 DTYPES = (FP32, BF16, FP16)
 PAPER = (32, 16, 64, 16)
@@ -142,6 +149,7 @@ CALLS = [
         )
     ),
     *(Call("selected", dtype, (4, 1, 128, 128, block)) for dtype in DTYPES for block in (16, 32, 48, 128)),
+    *(Call("in_pages", dtype, (*heads, size)) for dtype in DTYPES for heads in ((16, 1, 128), (32, 8, 64)) for size in (16, 48)),
     *(
         Call("chooses", dtype, (H, Hk, D, has_lse, *sizes))
         for dtype, (H, Hk, D), has_lse, sizes in product(
@@ -164,7 +172,7 @@ WIDE = [
     *(
         Call("chooses", dtype, (2 * G, 2, D, False, *sizes))
         for dtype, D, G, sizes in product(
-            (FP32, BF16), (16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64, 128), (PAPER, (16, 16, 16, 64), (16, 2, 60, 16))
+            (FP32, BF16), (16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64, 128), (PAPER, (16, 16, 16, 64), (16, 2, 40, 16))
         )
     ),
     *(

@@ -1,7 +1,8 @@
 """Records the launches of a call without a GPU, and compiles each as Triton would for the very arguments that it was given.
 
-A signature that is written by hand has the specialisations that its author thought of. Triton compiles a kernel anew for an integer
-of one, for a multiple of sixteen, for a pointer that is not aligned: here Triton itself decides, from the arguments of a launch.
+A signature that is written by hand has the specialisations that its author thought of. Triton compiles a kernel anew for an
+integer of one, for a multiple of sixteen, for a pointer that is not aligned: here Triton itself decides, from the arguments of a
+launch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from rooftile import launch
 
 # bytes that a program may have
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
-# Triton adds this where a product needs no more: the values of a reduction
 _TOOLS = "backends/nvidia/bin"
 
 
@@ -71,11 +71,11 @@ def recorded(sm: int) -> Iterator[dict[str, Recorded]]:
         patch.setattr(launch, "_current_device", lambda: 0)
         patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
         patch.setattr(torch.Tensor, "get_device", lambda x: 0)
+        patch.setattr(torch.Tensor, "pin_memory", lambda x: x)
         patch.setattr(torch.cuda, "get_device_capability", lambda *device: divmod(sm, 10))
         for name in ("empty", "empty_like"):
             patch.setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
-        for name in ("new_empty",):
-            patch.setattr(torch.Tensor, name, torch.Tensor.new_zeros)
+        patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
         yield found
 
 
@@ -83,7 +83,7 @@ def _as_compiled(fn: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
     backend, binder = _binder(fn, sm)
     words = constants | {"debug": False}
     bound, specialisation, options = binder(*arguments, **words)
-    unused, signature, constexprs, attributes = fn._pack_args(backend, words, bound, specialisation, options)
+    _, signature, constexprs, attributes = fn._pack_args(backend, words, bound, specialisation, options)
     return Recorded(fn.fn.__name__, fn, options, signature, constexprs, attributes)
 
 
@@ -122,7 +122,7 @@ def _run(*command: Any) -> str:
 
 
 def hot_spills(code: str) -> int:
-    """Accesses to local memory in innermost loops that hold matrix products; the walk that sets NaN aside is rare, and left out."""
+    """Accesses to local memory in the first innermost loop with products; a walk that sets NaN aside comes later, and is rare."""
     labels: dict[str, int] = {}
     lines: list[str] = []
     spans = []
@@ -135,5 +135,5 @@ def hot_spills(code: str) -> int:
             if back and back[1] in labels:
                 spans.append((labels[back[1]], len(lines)))
     inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
-    hot = [lines[a:b] for a, b in inner if any("MMA" in x for x in lines[a:b])][:1]
+    hot = [lines[a:b] for a, b in inner if any("MMA" in x or "FFMA" in x for x in lines[a:b])][:1]
     return sum(bool(re.search(r"\b(LDL|STL)", x)) for body in hot for x in body)

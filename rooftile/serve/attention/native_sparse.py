@@ -5,9 +5,9 @@ branch's and those that are not yet compressed, is in rows that are given back b
 compressed key is kept with the block that has its last token, in the plane COMPRESSED: forks, prefixes and preemption need
 nothing new. Single tokens are read together, by `approximate.paged.native_sparse`.
 
-Prompts are read by the functions of `rooftile.approximate`. Where kernels run they read selected and near keys in place, the latter
-for all prompts of a step at once; compressed keys, one for every `stride` tokens, are copied for the exact kernels, whose pages have
-at least 16 rows. Elsewhere each prompt is read from a copy of its keys and values.
+Prompts are read by the functions of `rooftile.approximate`. Where kernels run they read selected and near keys in place, the
+near ones for all prompts of a step at once. Compressed keys, one for every `stride` tokens, are copied for the exact kernels,
+whose pages have at least 16 rows. Elsewhere each prompt is read from a copy of its keys and values.
 """
 
 from __future__ import annotations

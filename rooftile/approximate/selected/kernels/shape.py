@@ -44,10 +44,12 @@ def rows_of(table_ptr, tile, hk, SHAPE: tl.constexpr):
 @triton.jit
 def lines_of(j, S, pages_ptr, strides, SHAPE: tl.constexpr):
     """The places of the keys at positions j (KEYS, 1) of a sequence; a page has the number that its table says."""
-    if SHAPE.PAGE == 0:
-        return j.to(tl.int64)[:, None] * strides[0]
-    page = tl.load(pages_ptr + j // SHAPE.PAGE, mask=j < S, other=0).to(tl.int64)
-    return (page * strides[2] + (j % SHAPE.PAGE) * strides[0])[:, None]
+    if SHAPE.PAGE:
+        page = tl.load(pages_ptr + j // SHAPE.PAGE, mask=j < S, other=0).to(tl.int64)
+        line = page * strides[2] + (j % SHAPE.PAGE) * strides[0]
+    else:
+        line = j.to(tl.int64) * strides[0]
+    return line[:, None]
 
 
 @triton.jit
@@ -61,7 +63,7 @@ def shape_of(q: Tensor, v: Tensor, Hk: int, block: int, queries: int, page: int 
     group = q.shape[1] // Hk
     padded = [max(16, 1 << (dim - 1).bit_length()) for dim in (queries * group, q.shape[-1], v.shape[-1])]
     # a step's scores and values stay in registers
-    keys = min(block & -block, 64 if q.dtype.itemsize == 2 else 32)
+    keys = min(block & -block, 64 if q.dtype.itemsize == 2 else 32 if max(padded[1:]) <= 64 else 16)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
     return Shape(group, queries, padded[0], block, keys, q.shape[-1], v.shape[-1], padded[1], padded[2], precision, page)
 
@@ -74,8 +76,8 @@ class Launch(NamedTuple):
 
 
 def launch_of(shape: Shape) -> Launch:
-    """Four warps, and eight for wide heads."""
-    return Launch(8 if max(shape.BLOCK_D, shape.BLOCK_DV) > 64 else 4, 3)
+    """Four warps, and eight for wide heads; in fp32 shared memory holds one step."""
+    return Launch(8 if max(shape.BLOCK_D, shape.BLOCK_DV) > 64 else 4, 1 if shape.PRECISION == "ieee" else 3)
 
 
 def constants_of(shape: Shape, launch: Launch | None = None) -> dict[str, Any]:
