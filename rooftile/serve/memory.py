@@ -12,6 +12,7 @@ from rooftile.kvcache import Rotation
 from rooftile.kvcache.route import MOST_GATHERED, route
 from rooftile.models import Decoder
 from rooftile.serve.attention.layout import CacheLayout
+from rooftile.serve.attention.native_sparse import reads_in_place
 from rooftile.serve.sampling.state import SamplingState
 
 # the cache's memory on a CPU, unless num_blocks is given
@@ -56,8 +57,9 @@ def blocks_that_fit(
     # copies of gathered prompts, one layer at a time
     line = 2 * layout.heads * layout.dim * decoder.embedding.dtype.itemsize
     working += min(copied * max_len * line, MOST_GATHERED) + layout.working_bytes(
-        max_len, max_answers, decoder.config.heads, decoder.embedding.dtype
-    )
+        max_len, max_answers, decoder.config.heads, decoder.embedding.dtype, step=max_batched_tokens,
+        in_place=decoder.config.native_sparse is not None and reads_in_place(decoder.config, decoder.embedding),
+    )  # fmt: skip
     free, total = torch.cuda.mem_get_info(device)
     # made when a request first asks for penalties or biases, when it is too late to make the cache smaller
     working += SamplingState.table_bytes(max_answers + 1, decoder.config.vocab_size)

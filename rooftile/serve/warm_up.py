@@ -29,6 +29,7 @@ from rooftile.models.checkpoints.plan import parsed
 from rooftile.models.layers import Multiply, Projection
 from rooftile.serve.attention import masks_of
 from rooftile.serve.sampling.sampler import SamplingFeatures, SamplingState, sample
+from rooftile.serve.warm_up_sparse import SparseLayer
 from rooftile.spec import Asked
 
 # tokens of prompts: so few that the kernels for prompts are not worth it, and usual ones
@@ -93,7 +94,7 @@ def jobs(
     """Returns the jobs that compile kernels, longest first; whatever shares a kernel is one job, so none is compiled twice."""
     decoder = Decoder(_small(config), dtype=dtype, device=device)
     pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
-    masks = tuple(dict.fromkeys(masks_of(config)))
+    masks = tuple(dict.fromkeys(masks_of(config))) if "attention" in config.mixers else ()
     if deterministic:
         # one kernel reads chunks of any length, and no other attention runs
         read = partial(_read_prompts, decoder, pages, asked=Asked(config.scale, config.softcap, deterministic=True))
@@ -103,12 +104,18 @@ def jobs(
             partial(_decode_without_attention, decoder, linear),
             *(partial(_sample, decoder, config.vocab_size, features) for features in FEATURES),
         ]
+    sparse: list[Callable[[], None]] = []
+    if "native_sparse" in config.mixers:
+        layer = SparseLayer(_small(config), dtype, device, size)
+        # prompts of all lengths have most of their kernels in common
+        sparse = [partial(layer.read_prompts, (longest, USUAL, SHORT)), partial(layer.decode, ROWS)]
     # lengths that take the same route share their kernels, so they are one job
     together: dict[Route, list[int]] = {}
     for tokens in (longest, USUAL, SHORT):
         way = route(tokens, 1, size, fp8=kv_dtype == torch.float8_e4m3fn, copy_bytes=0)
         together.setdefault(way, []).append(tokens)
     return [
+        *sparse,
         *(partial(_read_prompts, decoder, pages, mask, tuple(lengths)) for lengths in together.values() for mask in masks),
         *(partial(_read_prompts, decoder, pages, mask, (SHORT,), room=LONG_PROMPT) for mask in masks),
         partial(_decode_alone, decoder, pages, masks),
@@ -179,7 +186,8 @@ def import_kernels() -> None:
     for name in (
         "backends.triton.paged_decode", "backends.triton.paged_fwd", "kvcache.kernels", "fused.kernels.norm",
         "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "matmul.kernels.launch",
-        "matmul.hopper.launch", "numerics.kernels",
+        "matmul.hopper.launch", "numerics.kernels", "approximate.selected.kernels.choice",
+        "approximate.selected.kernels.gated_sum", "approximate.paged.sparse_kernels", "backends.triton.flash_fwd",
     ):  # fmt: skip
         import_module(f"rooftile.{name}")
     import_module("rooftile.serve.sampling.kernels")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from rooftile.approximate.paged import sparse_kernels
 from rooftile.approximate.paged.sparse_kernels import shape
 from rooftile.kvcache import WindowPool
 from rooftile.launch import observe
-from rooftile.models import Decoder
+from rooftile.models import Decoder, ModelConfig, NativeSparseSizes
+from rooftile.models.rotary import Rotary
 from rooftile.serve import LLM, SamplingParams
+from rooftile.serve.attention.native_sparse import SparseStep, reads_in_place
 from tests.models.sparse import checkpoint, likeliest, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -149,3 +152,38 @@ def test_ties_go_to_the_lower_block() -> None:
     gates.zero_()[..., 1] = 1.0
     found, due = both(call, sizes | {"count": 6})
     torch.testing.assert_close(found, due, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("more", [{}, {"max_num_seqs": 2, "max_batched_tokens": 24}], ids=["", "rows given back, in chunks"])
+def test_prompts_are_read_where_they_lie(more: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens that a copy of the pages gives, for two prompts in a step, one beyond its window. No copy is made."""
+    monkeypatch.setattr(shape, "PROGRAMS", 1)
+    decoder = Decoder.from_folder(checkpoint(tmp_path, settings(mixers=["native_sparse"] * 3)))
+    prompts = [[5, 3, 8, 1, 9, 2], [7, 1, 4] * 12]
+    found, copies, read = [], [], SparseStep._read_prompt
+    monkeypatch.setattr(SparseStep, "_read_prompt", lambda *x: copies.append(x) or read(*x))
+    for in_place in (True, False):
+        # asked once per engine
+        monkeypatch.setattr("rooftile.serve.attention.native_sparse.reads_in_place", lambda *x: in_place)  # noqa: B023
+        words = {"max_model_len": 48, "num_blocks": 30, "max_num_seqs": 4} | more
+        llm = LLM(decoder, block_size=8, **words)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        found.append([output.outputs[0].token_ids for output in outputs])
+        assert bool(copies) != in_place
+    assert found[0] == found[1]
+    for prompt, answer in zip(prompts, found[0], strict=True):
+        assert likeliest(decoder, prompt, answer) == answer
+
+
+def test_what_is_read_in_place() -> None:
+    """What the kernels of chosen blocks refuse is copied."""
+    config = ModelConfig(
+        family="llama", vocab_size=9, layers=1, hidden=64, heads=64, kv_heads=2, head_dim=256, ffn=64, max_len=64, scale=1.0,
+        windows=(None,), mixers=("native_sparse",), native_sparse=NativeSparseSizes(), rotary=Rotary(dim=256),
+    )  # fmt: skip
+    for dtype, due in ((torch.bfloat16, True), (torch.float32, True), (torch.float64, False)):
+        assert reads_in_place(config, torch.empty(0, dtype=dtype)) == due
+    # 64 heads of 512 numbers do not fit in fp32
+    more = replace(config, heads=128)
+    assert reads_in_place(more, torch.empty(0, dtype=torch.bfloat16))
+    assert not reads_in_place(more, torch.empty(0))

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 POINTERS = {
     **dict.fromkeys(("lse_ptr", "delta_ptr", "kept_ptr"), "fp32"),
-    **dict.fromkeys(("table_ptr", "counts_ptr", "entries_ptr", "keys_ptr", "parts_ptr", "joins_ptr"), "i32"),
+    **dict.fromkeys(("table_ptr", "counts_ptr", "entries_ptr", "keys_ptr", "parts_ptr", "joins_ptr", "pages_ptr"), "i32"),
 }
 # bytes outside of registers: the walk that sets NaN aside is part of each kernel
 STACK = {"_forward": 64, "_backward_q": 64, "_backward_kv": 256}

@@ -166,6 +166,10 @@ def test_memory_is_shared_out_between_blocks_and_rows(folder: Path) -> None:
     assert layout.rows(500, 3, 24, paged=False) == 500
     # a copy of a prompt's keys and values; sums of two blocks of 16 tokens for each of 3 answers' 4 heads, and ten parts
     assert layout.working_bytes(32, 3, 4, torch.float32) == 4 * 32 * 2 * 8 * 4 + 4 * 3 * 4 * (2 * 2 + 10 * 8)
+    # in place: a copy of 32 / 4 compressed keys and values, lists of 3 blocks for each of 24 tokens and 2 heads, and 4 tensors of
+    # the size of queries
+    found = layout.working_bytes(32, 3, 4, torch.float32, step=24, in_place=True)
+    assert found == 2 * 8 * 2 * 8 * 4 + 64 * 24 * 2 * 3 + 4 * 24 * 4 * 8 * 4 + 4 * 3 * 4 * (2 * 2 + 10 * 8)
 
 
 def test_bf16_runs(folder: Path) -> None:

@@ -14,9 +14,14 @@ import torch
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import route
 from rooftile.matmul.formats import WEIGHT_FORMATS
+from rooftile.models import ModelConfig
 from rooftile.models.checkpoints import plan
 from rooftile.models.config import config_of
 from rooftile.serve import build, llm, warm_up
+from rooftile.serve.attention.native_sparse import SparseStep
+from rooftile.serve.warm_up_sparse import SparseLayer
+from tests.kernels.recorded import recorded
+from tests.models import sparse
 from tests.models.checkpoints import CONFIGS
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
@@ -41,7 +46,9 @@ def test_threads_find_all_modules_imported() -> None:
         "rooftile.fused.kernels.norm", "rooftile.fused.kernels.gated",
         "rooftile.fused.kernels.linear", "rooftile.serve.sampling.kernels", "rooftile.fused.kernels.gate_quantised",
         "rooftile.matmul.kernels.launch", "rooftile.matmul.hopper.launch", "rooftile.matmul.hopper.codes",
-        "rooftile.matmul.hopper.widened", "rooftile.numerics.kernels",
+        "rooftile.matmul.hopper.widened", "rooftile.numerics.kernels", "rooftile.approximate.selected.kernels.choice",
+        "rooftile.approximate.selected.kernels.outputs", "rooftile.approximate.selected.kernels.gated_sum",
+        "rooftile.approximate.paged.sparse_kernels.tokens", "rooftile.backends.triton.flash_fwd",
     }  # fmt: skip
     assert kernels <= found
 
@@ -69,6 +76,40 @@ def test_all_that_is_run_for_its_kernels_runs(name: str, kv_dtype: torch.dtype, 
     with torch.inference_mode():
         for job in found:
             job()
+
+
+@pytest.mark.parametrize("mixers", [["native_sparse"] * 3, ["native_sparse", "attention", "native_sparse"]], ids=["all", "some"])
+def test_layers_of_native_sparse_attention_are_run(mixers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of three lengths as an engine reads them, and single tokens; exact layers only where there are any."""
+    config = ModelConfig.from_folder(sparse.checkpoint(tmp_path, sparse.settings(mixers=mixers)))
+    read: list[int] = []
+    for name in ("_read_prompt", "_decode"):
+        run = getattr(SparseStep, name)
+        monkeypatch.setattr(SparseStep, name, lambda self, layer, q, *x, run=run: read.append(len(q)) or run(self, layer, q, *x))
+    found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=8, kv_dtype=torch.float32, longest=100)
+    exact = "attention" in mixers
+    assert len(found) == 2 + 3 * exact + 4
+    with torch.inference_mode():
+        for job in found:
+            job()
+    assert read == [100, warm_up.USUAL, warm_up.SHORT, warm_up.ROWS]
+
+
+def test_the_kernels_of_a_gpu_are_launched(tmp_path: Path) -> None:
+    """Those of prompts, whose selected keys are read in pages, and those of single tokens."""
+    said = sparse.settings(mixers=["native_sparse"] * 3, length=32, stride=16, block=64, count=16, window=512)
+    config = ModelConfig.from_folder(sparse.checkpoint(tmp_path, said))
+    assert config.native_sparse is not None
+    with recorded(90) as found, torch.inference_mode():
+        layer = SparseLayer(warm_up._small(config), torch.bfloat16, torch.device("cpu"), 16)
+        assert layer.attention.in_place
+        layer.read_prompts((100, 8))
+        prompts = {one.name for one in found.values()}
+        pages = [one.constants[(one.fn.arg_names.index("SHAPE"),)].PAGE for one in found.values() if one.name == "_forward"]
+        layer.decode(4)
+    assert prompts >= {"_choose", "_forward", "_sum"}
+    assert set(pages) == {16}
+    assert {one.name for one in found.values()} >= {"_decode_compressed", "_choose_by_sums", "_decode_tokens", "_merge_branches"}
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "fixed-order"])

@@ -134,16 +134,28 @@ def with_near(
     options: scale, backend and deterministic of the exact kernels.
     """
     S, scale = selected[0].shape[1], options["scale"]
-    far, lse = compressed_attention(q, *compressed, S, length, stride, options)
-    if chosen is None:
-        chosen = choose_blocks(
-            q, compressed[0], block=block, count=count, first=first, length=length, local=local, lse=lse, scale=scale,
-            stride=stride, tokens=S,
-        )  # fmt: skip
+    far, chosen = far_and_chosen(
+        q, compressed, S, options=options, length=length, stride=stride, block=block, count=count, first=first, local=local,
+        chosen=chosen,
+    )  # fmt: skip
     # the exact kernels' other names say nothing of those of selection
     kernels = "triton" if options["backend"] == "triton" else None
     middle = selected_attention(q, *selected, chosen, block=block, backend=kernels, scale=scale)
     return gated_sum((far, middle, api.attention(q, *near, CAUSAL & Window(window - 1), **options)), gates)
+
+
+def far_and_chosen(
+    q: Tensor, compressed: Pair, S: int, *, options: dict[str, Any], length: int, stride: int, block: int, count: int, first: int,
+    local: int, chosen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The compressed branch (B, T, H, Dv) of the last T of S tokens, and the blocks that it chooses unless they are given."""
+    far, lse = compressed_attention(q, *compressed, S, length, stride, options)
+    if chosen is None:
+        chosen = choose_blocks(
+            q, compressed[0], block=block, count=count, first=first, length=length, local=local, lse=lse,
+            scale=options["scale"], stride=stride, tokens=S,
+        )  # fmt: skip
+    return far, chosen
 
 
 def compressed_attention(

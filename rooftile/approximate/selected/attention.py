@@ -19,6 +19,8 @@ from rooftile.operators import below_autograd, define, transformed, wants_grad, 
 LARGEST_DIM = 256
 # the rows of a tile are the queries' heads
 LARGEST_GROUP = 128
+# numbers of a group's queries and outputs that shared memory has room for in fp32, beside the keys and values
+LARGEST_FP32 = 16384
 
 
 def attend(
@@ -62,6 +64,33 @@ def attend(
     return o.unflatten(0, (B, T)), lse.unflatten(0, (B, T)).transpose(1, 2)
 
 
+def attend_in_pages(
+    q: Tensor, k: Tensor, v: Tensor, pages: Tensor, length: int, chosen: Tensor, *, block: int, scale: float
+) -> Tensor:  # fmt: skip
+    """The same for the last T of a sequence's `length` tokens, whose keys the kernel reads where they lie in a cache.
+
+    Args:
+        q: queries (T, H, D), on a device and of sizes that have no `refusal`.
+        k: keys (P, size, Hk, D).
+        v: values (P, size, Hk, Dv).
+        pages: the sequence's pages (N,) int32, N size >= length.
+        length: tokens of the sequence.
+        chosen: blocks (T, Hk, n) int32.
+        block: tokens of a block.
+        scale: of the scores.
+
+    Returns:
+        o (T, H, Dv).
+    """
+    from rooftile.approximate.selected import kernels
+
+    of_queries, of_keys = (torch.arange(2, device=q.device, dtype=torch.int32) * n for n in (q.shape[0], length))
+    with device_of(q):
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        tiles = tiles_of(chosen, of_queries, of_keys, block, queries_for(q.shape[1] // k.shape[2], q.dtype))
+        return kernels.forward(q, k, v, tiles, scale, block, pages=pages.contiguous())[0]
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The operator, or what it would run where nobody watches; under torch.func the plain operations."""
     if transformed():
@@ -87,6 +116,11 @@ def refusal(q: Tensor, v: Tensor, Hk: int, block: int) -> str | None:
         return f"blocks of {block} tokens; has multiples of 16"
     if q.shape[-2] // Hk > LARGEST_GROUP:
         return f"{q.shape[-2] // Hk} query heads to a key head; has up to {LARGEST_GROUP}"
+    # matrix products have powers of two
+    G, D, Dv = (1 << (n - 1).bit_length() for n in (q.shape[-2] // Hk, q.shape[-1], v.shape[-1]))
+    if q.dtype == torch.float32 and G * (D + Dv) > LARGEST_FP32:
+        most = LARGEST_FP32 // (D + Dv)
+        return f"{q.shape[-2] // Hk} query heads to a key head in float32, of dims {q.shape[-1]}, {v.shape[-1]}; has up to {most}"
     return None
 
 
@@ -115,7 +149,7 @@ def _run(
 
     with device_of(q):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        tiles = tiles_of(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1]))
+        tiles = tiles_of(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1], q.dtype))
         return kernels.forward(q, k, v, tiles, scale, block)
 
 
@@ -133,7 +167,7 @@ def _run_backward(
     with device_of(q):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         do = do.contiguous()
-        tiles = tiles_of(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1]))
+        tiles = tiles_of(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1], q.dtype))
         of_keys = key_tiles_of(tiles, cu_k, k.shape[0], block)
         known = do, lse.contiguous(), delta.contiguous(), q, k, v
         return kernels.dq(*known, tiles, scale, block), *kernels.dkdv(*known, tiles, of_keys, scale, block)

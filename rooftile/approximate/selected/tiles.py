@@ -17,6 +17,8 @@ EACH = 2048
 # the rows of a tile's product, at least where the group allows it, and the most queries of a tile: the bits of a word
 ROWS = 64
 MOST_QUERIES = 16
+# fp32 has no matrix instruction: the factors of larger products fill shared memory and registers
+FP32_ROWS = 16
 
 
 class TileTable(NamedTuple):
@@ -50,9 +52,10 @@ class KeyTiles(NamedTuple):
     kept: int  # the most parts that are kept
 
 
-def queries_for(group: int) -> int:
+def queries_for(group: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Returns the queries of a tile."""
-    return min(MOST_QUERIES, 1 << max(ROWS // group, 1).bit_length() - 1)
+    rows = FP32_ROWS if dtype == torch.float32 else ROWS
+    return min(MOST_QUERIES, 1 << max(rows // group, 1).bit_length() - 1)
 
 
 def table_of(cu_q: Tensor, cu_k: Tensor, total: int, queries: int) -> TileTable:

@@ -1,8 +1,8 @@
 """Chooses tiles and the number of programs, and launches the kernels of this folder.
 
-Below some 64 rows a product is bound by the bytes of the weight: there what matters is how many of them are in flight, and the
-tiles are small, and rings leave room for the next kernel. Above, it is bound by what the L2 cache delivers, so tiles grow. The tiles
-for 16 and 64 rows of FP8 and INT4 were chosen on an H100 by `benchmarks/products.py`; the others are reasoned.
+Below some 64 rows a product is bound by the bytes of the weight: there what matters is how many of them are in flight, so tiles are
+small and rings leave room for the next kernel. Above, it is bound by what the L2 cache delivers, so tiles grow. Tiles of FP8 and
+INT4 for 16 and 64 rows were chosen on an H100 by `benchmarks/products.py`; the others are reasoned.
 
 Under `deterministic` every tile of a format has as many rows of the weight and the programs are those of one row of x, so that
 the split of K follows from N and K.
@@ -81,8 +81,8 @@ def _stages(tile: Tile, M: int, format: str) -> int:
     held = WARPGROUPS * x_bytes if kind.activations is None and M <= ORDERS else 0
     most = min((SHARED - held) // (tile.block_n * STEP.value * kind.bits // 8 + x_bytes), MOST_STAGES)
     # half of the memory leaves room for a program of the next kernel, whose copies begin while this one ends
-    few = 32 if kind.activations else BYTES
-    return most // 2 if M <= few else most
+    few = BYTES if kind.activations is None else 32
+    return most if few < M else most // 2
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -31,6 +31,8 @@ class CacheLayout:
             compressed; they are in rows that are fewer than blocks (see `WindowPool`).
         window: how many tokens.
         block: tokens of a block that Native Sparse Attention chooses.
+        chosen: how many such blocks a token chooses.
+        stride: tokens between the beginnings of two compressed keys.
     """
 
     layers: int
@@ -41,6 +43,8 @@ class CacheLayout:
     near_layers: int = 0
     window: int = 1
     block: int = 64
+    chosen: int = 16
+    stride: int = 16
 
     @classmethod
     def of(cls, config: ModelConfig, size: int, loki: LokiLayers | None = None) -> CacheLayout:
@@ -51,9 +55,13 @@ class CacheLayout:
         sparse = config.mixers.count("native_sparse")
         if config.native_sparse is not None and sparse:
             planes[COMPRESSED] = (sparse, 2, size // config.native_sparse.stride, config.kv_heads, config.head_dim)
-        window = 1 if config.native_sparse is None else max(config.native_sparse.window, config.native_sparse.length)
-        block = 64 if config.native_sparse is None else config.native_sparse.block
-        return cls(config.layers, config.kv_heads, config.head_dim, size, planes, (BRANCHES - 1) * sparse, window, block)
+        whole = cls(config.layers, config.kv_heads, config.head_dim, size, planes, (BRANCHES - 1) * sparse)
+        sizes = config.native_sparse
+        if sizes is None:
+            return whole
+        return replace(
+            whole, window=max(sizes.window, sizes.length), block=sizes.block, chosen=sizes.count, stride=sizes.stride
+        )  # fmt: skip
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of one block."""
@@ -93,21 +101,32 @@ class CacheLayout:
         """The most blocks that a cache may have: with Loki, a table numbers each row of each block, in 32 bits."""
         return (1 << 31) // (self.layers * 2 * self.size * self.heads) if LEADING in self.planes else 1 << 31
 
-    def working_bytes(self, tokens: int, answers: int, query_heads: int, dtype: torch.dtype) -> int:
+    def working_bytes(
+        self, tokens: int, answers: int, query_heads: int, dtype: torch.dtype, *, step: int = 0, in_place: bool = False
+    ) -> int:  # fmt: skip
         """Returns what approximate methods take in a step, besides what exact attention takes.
 
-        A prompt of Native Sparse Attention is read from a copy of its keys and values; in decoding a head has two sums per block,
-        and about ten parts of its outputs. Loki's scores of pages are sums, shares and sorted places: about six numbers of four
-        bytes per head and page.
+        A prompt of Native Sparse Attention that kernels read in place takes a copy of its compressed keys and values, sorted
+        lists of the blocks that a step's tokens chose, the outputs of two branches beside the near one, and queries and outputs
+        of the compressed branch in an order of its own. Another prompt is read from a copy of all its keys and values. In
+        decoding a head has two sums per block, and about ten parts of its outputs. Loki's scores of pages are sums, shares and
+        sorted places: about six numbers of four bytes per head and page.
 
         Args:
             tokens: the longest sequence.
             answers: the most answers that run at once.
             query_heads: the model's.
             dtype: that of the keys.
+            step: the most tokens that a step reads.
+            in_place: whether kernels read prompts in place.
         """
         if COMPRESSED in self.planes:
-            copied = 4 * tokens * self.heads * self.dim * dtype.itemsize
+            line = self.dim * dtype.itemsize
+            copied = 4 * tokens * self.heads * line
+            if in_place:
+                # int32 and int64 numbers of each entry: the sorted blocks, their order, bits, words, and masks
+                listed = 64 * step * self.heads * self.chosen
+                copied = 2 * (tokens // self.stride) * self.heads * line + listed + 4 * step * query_heads * line
             return copied + 4 * answers * query_heads * (2 * -(-tokens // self.block) + 10 * self.dim)
         return 24 * answers * query_heads * -(-tokens // self.size) if LEADING in self.planes else 0
 

@@ -77,27 +77,28 @@ def _add_slots(
     BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums parts (B, H GROUP, N, D) at the positions of each place, and over the heads of a group: (B, T, H, D)."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # numbers of rows are columns from the start: Triton 3.6 gives mask and pointers of a row's loads different layouts, and fails,
+    # where it makes columns of them in a loop of unknown length
+    row = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
     there = row < rows
     t = row // H % T
     slice = (row // H // T * H + row % H) * GROUP
-    d = tl.arange(0, BLOCK_D)
-    mask = there[:, None] & (d < D)[None, :]
+    d = tl.arange(0, BLOCK_D)[None, :]
     total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    count = tl.zeros((BLOCK,), tl.int32)
+    count = tl.zeros((BLOCK, 1), tl.int32)
     for g in range(GROUP):
         starts = starts_ptr + (slice + g) * (T + 1) + t
         start = tl.load(starts, mask=there, other=0)
         count = tl.load(starts + 1, mask=there, other=0) - start
-        for n in range(tl.max(count, 0)):
+        for n in range(tl.max(tl.max(count, 1), 0)):
             listed = n < count
             entry = tl.load(entries_ptr + (slice + g) * N + start + n, mask=listed, other=0)
             place = (slice + g) * N + entry
-            part = tl.load(parts_ptr + place[:, None] * D + d[None, :], mask=mask & listed[:, None], other=0.0)
+            part = tl.load(parts_ptr + place * D + d, mask=listed & (d < D), other=0.0)
             total += part.to(tl.float32)
     if MEAN:
-        total = total / tl.maximum(count, 1).to(tl.float32)[:, None]
-    tl.store(out_ptr + row[:, None] * D + d[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
+        total = total / tl.maximum(count, 1).to(tl.float32)
+    tl.store(out_ptr + row * D + d, total.to(out_ptr.dtype.element_ty), mask=there & (d < D))
 
 
 _start_join, _start_rounds, _start_slots = Kernel(_join), Kernel(_add_rounds), Kernel(_add_slots)

@@ -27,6 +27,8 @@ from rooftile.launch import Kernel
 
 # compressed keys of a step, unless more begin in a block
 KEYS = 128
+# dims of a product in fp32, which has no matrix instruction: a whole head would be unrolled, and its keys fill shared memory
+DEPTH = 32
 # a block's number is below this
 FAR = tl.constexpr(2**31 - 1)
 
@@ -40,6 +42,7 @@ class Choice(NamedTuple):
     TILE: int  # queries, padded so that a matrix product has its rows
     D: int
     BLOCK_D: int
+    DEPTH: int  # dims of a product: all of BLOCK_D, or a part at a time
     KEYS: int
     RATIO: int  # strides of a block
     PADDED: int  # the same, padded to a power of two
@@ -56,13 +59,27 @@ class Choice(NamedTuple):
 
 
 @triton.jit
-def _scores(q, k_ptr, k_stride, c, n, position, scale, SHAPE: tl.constexpr):
-    """A tile of scores in log2, -inf for compressed keys that are not there or not complete at a query's position."""
-    d = tl.arange(0, SHAPE.BLOCK_D)
+def _scores(q, q_rows, rows_there, k_ptr, k_stride, c, n, position, scale, SHAPE: tl.constexpr):
+    """A tile of scores in log2, -inf for compressed keys that are not there or not complete at a query's position.
+
+    q is read from its rows again where a product takes a part of the dims at a time.
+    """
     there = (c >= 0) & (c < n)
-    k_tile = k_ptr + c.to(tl.int64)[:, None] * k_stride + d[None, :]
-    k = tl.load(k_tile, mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
-    x = tl.dot(q, tl.trans(k), input_precision=SHAPE.PRECISION) * (scale * LOG2E)
+    k_rows = k_ptr + c.to(tl.int64)[:, None] * k_stride
+    if SHAPE.DEPTH == SHAPE.BLOCK_D:
+        d = tl.arange(0, SHAPE.BLOCK_D)
+        k = tl.load(k_rows + d[None, :], mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
+        x = tl.dot(q, tl.trans(k), input_precision=SHAPE.PRECISION)
+    else:
+        ROWS: tl.constexpr = SHAPE.TILE * SHAPE.HEADS
+        KEYS: tl.constexpr = SHAPE.KEYS
+        x = tl.zeros((ROWS, KEYS), tl.float32)
+        for first in range(0, SHAPE.D, SHAPE.DEPTH):
+            d = first + tl.arange(0, SHAPE.DEPTH)
+            part = tl.load(q_rows + d[None, :], mask=rows_there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
+            k = tl.load(k_rows + d[None, :], mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
+            x = tl.dot(part, tl.trans(k), x, input_precision=SHAPE.PRECISION)
+    x *= scale * LOG2E
     sees = there[None, :] & (c[None, :] * SHAPE.STRIDE + (SHAPE.LENGTH - 1) <= position[:, None])
     return tl.where(sees, x, float("-inf"))
 
@@ -94,9 +111,9 @@ def _choose(
     r, g = m_row // HEADS, m_row % HEADS
     there = (r < held) & (r < SHAPE.QUERIES) & (g < SHAPE.GROUP)
     row, h, position = tl.load(table_ptr + tile * 5).to(tl.int64) + r, hk * SHAPE.GROUP + g, first_position + r
-    d = tl.arange(0, SHAPE.BLOCK_D)
-    q_tile = q_ptr + row[:, None] * q_strides[0] + h[:, None] * q_strides[1] + d[None, :]
-    q = tl.load(q_tile, mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
+    d = tl.arange(0, SHAPE.DEPTH)
+    q_rows = q_ptr + row[:, None] * q_strides[0] + h[:, None] * q_strides[1]
+    q = tl.load(q_rows + d[None, :], mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
     n = tl.load(table_ptr + tile * 5 + 4)
     k_ptr += tl.load(table_ptr + tile * 5 + 3).to(tl.int64) * k_strides[0] + hk * k_strides[1]
     # the last compressed key and the last block that one of the queries sees
@@ -111,7 +128,7 @@ def _choose(
         l = tl.zeros((ROWS,), tl.float32)
         for step in range(tl.cdiv(stop, KEYS)):
             c = step * KEYS + tl.arange(0, KEYS)
-            x = _scores(q, k_ptr, k_strides[0], c, n, position, scale, SHAPE)
+            x = _scores(q, q_rows, there, k_ptr, k_strides[0], c, n, position, scale, SHAPE)
             m_new = tl.maximum(m, tl.max(x, 1))
             reference = tl.where(m_new == float("-inf"), 0.0, m_new)
             l = l * tl.exp2(m - reference) + tl.sum(tl.exp2(x - reference[:, None]), 1)
@@ -132,7 +149,7 @@ def _choose(
     left = tl.zeros((TILE,), tl.float32)
     for step in range(tl.cdiv(blocks, NEW)):
         c = tl.where(inner < SHAPE.RATIO, (step * NEW + at // PADDED) * SHAPE.RATIO + inner, n)
-        x = _scores(q, k_ptr, k_strides[0], c, n, position, scale, SHAPE)
+        x = _scores(q, q_rows, there, k_ptr, k_strides[0], c, n, position, scale, SHAPE)
         p = tl.exp2(x - lse[:, None])
         own_sum = _by_block(p * inside[None, :], SHAPE)
         next_sum = _by_block(p * beyond[None, :], SHAPE)
@@ -174,7 +191,7 @@ def choose(
     tiles = table.rows.shape[0]
     if q.shape[0]:
         numbers = (*strides_of(q, compressed), tiles, q.shape[1], scale)
-        constants = {"SHAPE": shape, "num_warps": 8 if shape.BLOCK_D > 64 else 4}
+        constants = {"SHAPE": shape, "num_warps": 8 if shape.BLOCK_D > 64 or shape.PRECISION == "ieee" else 4}
         # no kernel reads what stands for an absent lse
         tensors = (q, compressed, chosen if lse is None else lse, chosen, table.rows)
         _start((tiles * compressed.shape[1], 1, 1), (*tensors, *numbers), constants)
@@ -192,7 +209,9 @@ def choice_of(
     new = keys // padded
     most = max(triton.next_power_of_2(count), new)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    block_d = max(16, triton.next_power_of_2(dim))
+    depth = min(block_d, DEPTH) if q.dtype == torch.float32 else block_d
     return Choice(
-        group, heads, queries, max(queries, 16 // heads), dim, max(16, triton.next_power_of_2(dim)), keys, ratio, padded, new,
-        most, length, stride, block, count, first, local, has_lse, precision,
+        group, heads, queries, max(queries, 16 // heads), dim, block_d, depth, keys, ratio, padded, new, most, length, stride,
+        block, count, first, local, has_lse, precision,
     )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.approximate.selected.kernels.shape import Launch, constants_of, rows_of, shape_of, strides_of
+from rooftile.approximate.selected.kernels.shape import Launch, constants_of, lines_of, rows_of, shape_of, strides_of
 from rooftile.approximate.selected.tiles import Tiles
 from rooftile.backends.triton.scores import LN2, LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.launch import Kernel
@@ -19,7 +19,7 @@ from rooftile.launch import Kernel
 
 @triton.jit
 def _forward_walk(
-    acc, m, l, q, position, r, k_ptr, v_ptr, k_stride, v_stride, entries, count, S, scale, SHAPE: tl.constexpr,
+    acc, m, l, q, position, r, k_ptr, v_ptr, k_strides, v_strides, entries, count, S, pages_ptr, scale, SHAPE: tl.constexpr,
     NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
     s = tl.arange(0, SHAPE.KEYS)
@@ -31,9 +31,10 @@ def _forward_walk(
         j = tl.load(entries + entry * 2) * SHAPE.BLOCK + (n - entry * PER) * SHAPE.KEYS + s
         word = tl.load(entries + entry * 2 + 1)
         there = (j < S)[:, None]
-        line = j.to(tl.int64)[:, None]
-        k = tl.load(k_ptr + line * k_stride + d[None, :], mask=there & (d < SHAPE.D)[None, :], other=0.0)
-        v = tl.load(v_ptr + line * v_stride + dv[None, :], mask=there & (dv < SHAPE.DV)[None, :], other=0.0)
+        k_tile = k_ptr + lines_of(j, S, pages_ptr, k_strides, SHAPE) + d[None, :]
+        v_tile = v_ptr + lines_of(j, S, pages_ptr, v_strides, SHAPE) + dv[None, :]
+        k = tl.load(k_tile, mask=there & (d < SHAPE.D)[None, :], other=0.0)
+        v = tl.load(v_tile, mask=there & (dv < SHAPE.DV)[None, :], other=0.0)
         if NAN_SAFE:
             x = tl.dot(q, tl.trans(zero_non_finite(k)), input_precision=SHAPE.PRECISION) + nan_if_non_finite(k, 1)[None, :]
         else:
@@ -56,10 +57,10 @@ def _forward_walk(
 
 @triton.jit(do_not_specialize=["tiles", "most", "H"])
 def _forward(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, counts_ptr, entries_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, table_ptr, counts_ptr, entries_ptr, pages_ptr,
     q_strides, k_strides, v_strides, tiles, most, H, scale, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """o (total, H, Dv) and lse (total, H)."""
+    """o (total, H, Dv) and lse (total, H). With pages all queries are of one sequence."""
     ROWS: tl.constexpr = SHAPE.ROWS
     BLOCK_DV: tl.constexpr = SHAPE.BLOCK_DV
     tile = tl.program_id(0) % tiles
@@ -80,14 +81,14 @@ def _forward(
     l = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
     acc, m, l = _forward_walk(
-        acc, m, l, q, position, r, k_ptr, v_ptr, k_strides[0], v_strides[0], entries, count, S, scale, SHAPE, False
+        acc, m, l, q, position, r, k_ptr, v_ptr, k_strides, v_strides, entries, count, S, pages_ptr, scale, SHAPE, False
     )
     if tl.max(tl.where(acc == acc, 0, 1)) > 0:
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         l = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
         acc, m, l = _forward_walk(
-            acc, m, l, q, position, r, k_ptr, v_ptr, k_strides[0], v_strides[0], entries, count, S, scale, SHAPE, True
+            acc, m, l, q, position, r, k_ptr, v_ptr, k_strides, v_strides, entries, count, S, pages_ptr, scale, SHAPE, True
         )
     sees_none = l == 0.0
     l = tl.where(sees_none, 1.0, l)
@@ -101,15 +102,22 @@ _start = Kernel(_forward)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, block: int, launch: Launch | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns o (total, H, Dv) and lse (total, H) of packed tensors whose last axis is contiguous."""
-    (total, H, _), Hk, count = q.shape, k.shape[1], tiles.table.shape[0]
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, block: int, launch: Launch | None = None,
+    pages: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns o (total, H, Dv) and lse (total, H) of packed tensors whose last axis is contiguous.
+
+    pages: the pages (N,) int32 of the one sequence; k and v are then those of a cache, (P, size, Hk, D) and (P, size, Hk, Dv).
+    """
+    (total, H, _), Hk, count = q.shape, k.shape[-2], tiles.table.shape[0]
     o = q.new_empty(total, H, v.shape[-1])
     lse = q.new_empty(total, H, dtype=torch.float32)
-    shape = shape_of(q, v, Hk, block, tiles.queries)
+    shape = shape_of(q, v, Hk, block, tiles.queries, 0 if pages is None else k.shape[1])
     if total:
-        numbers = (*strides_of(q, k, v), count, tiles.entries.shape[2], H, scale)
-        tensors = (q, k, v, o, lse, tiles.table, tiles.counts, tiles.entries)
+        # strides of a token, a head, and of a page
+        strides = strides_of(q, k, v) if pages is None else (*strides_of(q), *((*x.stride()[1:3], x.stride(0)) for x in (k, v)))
+        numbers = (*strides, count, tiles.entries.shape[2], H, scale)
+        # what stands for absent pages is not read
+        tensors = (q, k, v, o, lse, tiles.table, tiles.counts, tiles.entries, tiles.table if pages is None else pages)
         _start((count * Hk, 1, 1), (*tensors, *numbers), constants_of(shape, launch))
     return o, lse

@@ -26,6 +26,7 @@ class Shape(NamedTuple):
     BLOCK_D: int
     BLOCK_DV: int
     PRECISION: str
+    PAGE: int = 0  # tokens of a page of a cache that has the keys; 0: they lie one after the other
 
 
 @triton.jit
@@ -41,19 +42,30 @@ def rows_of(table_ptr, tile, hk, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def lines_of(j, S, pages_ptr, strides, SHAPE: tl.constexpr):
+    """The places of the keys at positions j (KEYS, 1) of a sequence; a page has the number that its table says."""
+    if SHAPE.PAGE:
+        page = tl.load(pages_ptr + j // SHAPE.PAGE, mask=j < S, other=0).to(tl.int64)
+        line = page * strides[2] + (j % SHAPE.PAGE) * strides[0]
+    else:
+        line = j.to(tl.int64) * strides[0]
+    return line[:, None]
+
+
+@triton.jit
 def in_log2(lse):
     """lse in units of log2; rows that see nothing get +inf, and so weights of 0."""
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
-def shape_of(q: Tensor, v: Tensor, Hk: int, block: int, queries: int) -> Shape:
+def shape_of(q: Tensor, v: Tensor, Hk: int, block: int, queries: int, page: int = 0) -> Shape:
     """The configuration of a call with packed q (total, H, D)."""
     group = q.shape[1] // Hk
     padded = [max(16, 1 << (dim - 1).bit_length()) for dim in (queries * group, q.shape[-1], v.shape[-1])]
     # a step's scores and values stay in registers
-    keys = min(block & -block, 64 if q.dtype.itemsize == 2 else 32)
+    keys = min(block & -block, 64 if q.dtype.itemsize == 2 else 32 if max(padded[1:]) <= 64 else 16)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    return Shape(group, queries, padded[0], block, keys, q.shape[-1], v.shape[-1], padded[1], padded[2], precision)
+    return Shape(group, queries, padded[0], block, keys, q.shape[-1], v.shape[-1], padded[1], padded[2], precision, page)
 
 
 class Launch(NamedTuple):
@@ -64,8 +76,8 @@ class Launch(NamedTuple):
 
 
 def launch_of(shape: Shape) -> Launch:
-    """Four warps, and eight for wide heads."""
-    return Launch(8 if max(shape.BLOCK_D, shape.BLOCK_DV) > 64 else 4, 3)
+    """Four warps, and eight for wide heads; in fp32 shared memory holds one step."""
+    return Launch(8 if max(shape.BLOCK_D, shape.BLOCK_DV) > 64 else 4, 1 if shape.PRECISION == "ieee" else 3)
 
 
 def constants_of(shape: Shape, launch: Launch | None = None) -> dict[str, Any]:
