@@ -25,9 +25,10 @@ from rooftile.diagnosis.experiments.step import repeated_us, replayed_share
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.records import Operation, Sample
-from rooftile.diagnosis.remedies.alone import narrower_share, padded_saving_us
+from rooftile.diagnosis.remedies.alone import attention_shares, cast_us, narrower_share, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
 from rooftile.diagnosis.remedies.propose import PRODUCTS, WORTH, Seen, bf16_may_gain, propose
+from rooftile.diagnosis.remedies.queue import Queue
 from rooftile.diagnosis.remedies.remedy import PAD
 from rooftile.diagnosis.steps import Role, Timed
 from rooftile.diagnosis.timeline import Profiled, Timeline
@@ -50,6 +51,8 @@ MOST_KINDS = 20
 SAMPLES_LIMIT = 2 << 30
 # an operator that seems so many times as fast as its roof shows that the roof was measured too low
 ABOVE = 1.2
+# the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
+IN_BF16 = 0.25
 # an attention is worth timing another one if it takes so much of the step
 ATTENTION_SHARE = 0.02
 
@@ -74,6 +77,7 @@ class Observer:
         self._name, self._budget, self._resized, self._pads = name, budget, resized, pads
         self._ncu = ncu
         self._taken: list[float] = []
+        self._asked: list[float] = []
         self._watch = Watch()
         self._devices = Devices()
         self._record: Record | None = None
@@ -82,7 +86,7 @@ class Observer:
     @property
     def roles(self) -> list[Role]:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
-        timed: Role = lambda: Timed(self.device, self._taken)  # noqa: E731
+        timed: Role = lambda: Timed(self.device, self._taken, self._asked)  # noqa: E731
         # the first step may compile, which nothing may watch
         warm_ups: list[Role] = [nullcontext, lambda: self._devices, self._peak]
         return warm_ups + [timed] * TIMED_STEPS + [lambda: self._watch, lambda: self._profiled, self._recording]
@@ -118,8 +122,7 @@ class Observer:
 
     def _us(self, operation: Operation) -> float:
         """The time of all calls of an operation in the profiled step."""
-        shapes = tuple(kind[0] for kind in operation.key[4:] if isinstance(kind, tuple) and kind[0])
-        us = self._timeline.op_us.get((operation.op, shapes))
+        us = self._timeline.op_us.get((operation.op, operation.shapes))
         if us is None:
             same = [(key, us) for key, us in self._timeline.op_us.items() if key[0] == operation.op]
             calls = sum(self._timeline.op_calls[key] for key, _ in same)
@@ -183,9 +186,9 @@ class Observer:
         elif self._ncu:
             notes = ["ncu counts on a GPU only"]
         padded_us: dict[int, float] = {}
-        narrower: dict[int, float] = {}
         # the most expensive first, as the budget may end
         kinds = self._kinds()
+        narrower = self._narrower(samples, time.perf_counter() + IN_BF16 * self._budget) if bf16_may_gain(measured) else {}
         recorded = {
             kind: Recorded(samples[kind], self._us(operations[rows[0]]) / operations[rows[0]].calls)
             for kind, rows in kinds.items() if kind in samples
@@ -200,10 +203,6 @@ class Observer:
         for kind, rows in kinds.items():
             operation = operations[rows[0]]
             sample = samples.pop(kind, None)
-            worth = self._kind_us(rows) >= WORTH * median(self._taken)
-            if bf16_may_gain(measured) and worth and time.perf_counter() < end:
-                share = narrower_share(operation, sample, torch.bfloat16, self.device)
-                narrower |= {} if share is None else dict.fromkeys(rows, share)
             if self._pads and sample is not None and operation.op in PRODUCTS:
                 saved_us = padded_saving_us(sample, self.device)
                 padded_us |= {row: saved_us * operations[row].calls for row in rows}
@@ -216,7 +215,9 @@ class Observer:
         seen = Seen(
             device=self.device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
-            kernels=kernels, attentions=attentions, narrower=narrower, sync_us=self._lines("sync"), wait_us=self._lines("host"),
+            kernels=kernels, attentions=attentions, narrower=narrower, queue=self._queue(),
+            cast_us=cast_us(self.device) if bf16_may_gain(measured) else 0.0,
+            sync_us=self._lines("sync"), wait_us=self._lines("host"),
         )  # fmt: skip
         remedies = [
             replace(r, measured_us=padded_us[r.ops[0]]) if r.name == PAD and r.ops[0] in padded_us else r for r in propose(seen)
@@ -229,6 +230,36 @@ class Observer:
             busy_us=seen.busy_us, kernels=kernels, counters=counted, notes=[*self._notes(), *notes, *refused],
             trace=Trace(self._profiled.trace, findings),
         )  # fmt: skip
+
+    def _narrower(self, samples: Mapping[Kind, Sample], end: float) -> dict[int, float]:
+        """The share of its time that is left in bf16 of each row that takes a part of the step, until the time ends."""
+        operations, found = self._watch.operations, dict[int, float]()
+        if self.device.type == "cuda":
+            tried: dict[tuple[object, ...], tuple[float, float] | None] = {}
+            for one in find_attentions(operations, self._watch.calls):
+                main = operations[one.main]
+                sample, key = samples.get(main.kind), (main.kind, one.backward)
+                if not one.fused or main.dtype != "fp32" or sample is None or time.perf_counter() > end:
+                    continue
+                if key not in tried:
+                    tried[key] = attention_shares(sample, torch.bfloat16, self.device, backward=one.backward)
+                if (shares := tried[key]) is not None:
+                    found |= {row: shares[row != one.main] for row in one.rows}
+        for kind, rows in self._kinds().items():
+            if self._kind_us(rows) < WORTH * median(self._taken) or time.perf_counter() > end:
+                break
+            share = narrower_share(operations[rows[0]], samples.get(kind), torch.bfloat16, self.device)
+            if share is not None:
+                found = dict.fromkeys(rows, share) | found
+        return found
+
+    def _queue(self) -> Queue | None:
+        """The launches of the step on a GPU, at the pace that the host has without a profiler."""
+        timeline = self._timeline
+        if not timeline.launched:
+            return None
+        launches = tuple(one._replace(device_us=one.device_us * self._shrink) for one in timeline.launched)
+        return Queue(launches, timeline.tail_us).paced(median(self._asked))
 
     @property
     def _mode(self) -> str:

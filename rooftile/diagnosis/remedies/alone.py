@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from rooftile.diagnosis.counts.traffic import bound
 from rooftile.diagnosis.records import Operation, Sample
 from rooftile.diagnosis.remedies.prices import PAD_TO
 from rooftile.diagnosis.steps import wait_for
@@ -84,6 +86,56 @@ def narrower_share(
         # this refusal is the answer: there is nothing to gain
         return None
     return other / own
+
+
+def attention_shares(
+    sample: Sample, dtype: torch.dtype, device: torch.device, *, backward: bool
+) -> tuple[float, float] | None:  # fmt: skip
+    """Times a recorded fused attention in fp32 and in a narrower dtype, from the call that chooses its kernel.
+
+    Returns the shares that are left of its forward and of its backward; None where it cannot be called so.
+    """
+    given = bound(sample.function, sample.args, sample.kwargs)  # type: ignore[arg-type]
+    bias = given.get("attn_mask", given.get("attn_bias"))
+
+    def works(width: torch.dtype) -> list[Callable[[], Any]]:
+        q, k, v = (given[word].detach().to(width).requires_grad_(backward) for word in ("query", "key", "value"))
+        mask = bias.to(width) if isinstance(bias, Tensor) and bias.is_floating_point() else bias
+
+        def forward() -> Tensor:
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, given.get("dropout_p") or 0.0, bool(given.get("is_causal")), scale=given.get("scale")
+            )
+
+        def both() -> None:
+            out = forward()
+            torch.autograd.grad(out, (q, k, v), out)
+
+        return [forward, both] if backward else [forward]
+
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(backward):
+            taken = times_us([*works(torch.float32), *works(dtype)], device)
+    except (RuntimeError, KeyError):
+        # this refusal is the answer: nothing is known
+        return None
+    if not backward:
+        return taken[1] / taken[0], 1.0
+    forward_us, both_us, narrow_us, narrow_both_us = taken
+    return narrow_us / forward_us, max(0.0, narrow_both_us - narrow_us) / max(both_us - forward_us, 1e-3)
+
+
+def cast_us(device: torch.device, count: int = 100) -> float:
+    """Returns the host's time for one copy between dtypes, waiting for no device."""
+    x = torch.ones(16, device=device)
+    taken = []
+    for _ in range(5):
+        wait_for(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            x.to(torch.bfloat16)
+        taken.append(time.perf_counter() - start)
+    return min(taken) / count * 1e6
 
 
 def _in_both(
