@@ -25,8 +25,9 @@ from rooftile.diagnosis.experiments.step import repeated_us, replayed_share
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.records import Operation, Sample
-from rooftile.diagnosis.remedies.alone import attention_shares, cast_us, narrower_share, padded_saving_us
+from rooftile.diagnosis.remedies.alone import cast_us, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
+from rooftile.diagnosis.remedies.in_bf16 import shares_in_bf16
 from rooftile.diagnosis.remedies.propose import PRODUCTS, WORTH, Seen, bf16_may_gain, propose
 from rooftile.diagnosis.remedies.queue import Queue
 from rooftile.diagnosis.remedies.remedy import PAD
@@ -188,7 +189,11 @@ class Observer:
         padded_us: dict[int, float] = {}
         # the most expensive first, as the budget may end
         kinds = self._kinds()
-        narrower = self._narrower(samples, time.perf_counter() + IN_BF16 * self._budget) if bf16_may_gain(measured) else {}
+        narrower: dict[int, float] = {}
+        if bf16_may_gain(measured):
+            worth = {kind: rows for kind, rows in kinds.items() if self._kind_us(rows) >= WORTH * median(self._taken)}
+            until = time.perf_counter() + IN_BF16 * self._budget
+            narrower = shares_in_bf16(operations, worth, samples, self.device, until)
         recorded = {
             kind: Recorded(samples[kind], self._us(operations[rows[0]]) / operations[rows[0]].calls)
             for kind, rows in kinds.items() if kind in samples
@@ -230,28 +235,6 @@ class Observer:
             busy_us=seen.busy_us, kernels=kernels, counters=counted, notes=[*self._notes(), *notes, *refused],
             trace=Trace(self._profiled.trace, findings),
         )  # fmt: skip
-
-    def _narrower(self, samples: Mapping[Kind, Sample], end: float) -> dict[int, float]:
-        """The share of its time that is left in bf16 of each row that takes a part of the step, until the time ends."""
-        operations, found = self._watch.operations, dict[int, float]()
-        if self.device.type == "cuda":
-            tried: dict[tuple[object, ...], tuple[float, float] | None] = {}
-            for one in find_attentions(operations, self._watch.calls):
-                main = operations[one.main]
-                sample, key = samples.get(main.kind), (main.kind, one.backward)
-                if not one.fused or main.dtype != "fp32" or sample is None or time.perf_counter() > end:
-                    continue
-                if key not in tried:
-                    tried[key] = attention_shares(sample, torch.bfloat16, self.device, backward=one.backward)
-                if (shares := tried[key]) is not None:
-                    found |= {row: shares[row != one.main] for row in one.rows}
-        for kind, rows in self._kinds().items():
-            if self._kind_us(rows) < WORTH * median(self._taken) or time.perf_counter() > end:
-                break
-            share = narrower_share(operations[rows[0]], samples.get(kind), torch.bfloat16, self.device)
-            if share is not None:
-                found = dict.fromkeys(rows, share) | found
-        return found
 
     def _queue(self) -> Queue | None:
         """The launches of the step on a GPU, at the pace that the host has without a profiler."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from rooftile.diagnosis.dispatched import Dispatched
 from rooftile.diagnosis.records import Call, Operation, Sample
-from rooftile.diagnosis.remedies import alone
+from rooftile.diagnosis.remedies import alone, in_bf16
 from rooftile.diagnosis.remedies.autocast import Narrowed, narrowed
+from rooftile.diagnosis.remedies.in_bf16 import shares_in_bf16, with_backward
 from rooftile.diagnosis.watch import Record, Watch
 
 BOTH = {torch.float32, torch.bfloat16}
@@ -152,12 +154,59 @@ def test_an_attention_is_tried_forward_and_backward_in_both_dtypes(monkeypatch: 
     monkeypatch.setattr(alone.F, "scaled_dot_product_attention", lambda q, *a, **k: dtypes.append(q.dtype) or whole(q, *a, **k))
     monkeypatch.setattr(alone, "times_us", lambda works, device: [work() for work in works] and [10.0, 50.0, 5.0, 15.0])
     cpu = torch.device("cpu")
-    assert alone.attention_shares(sample, torch.bfloat16, cpu, backward=True) == (0.5, 0.25)
+    assert alone.chosen_shares(sample, torch.bfloat16, cpu, backward=True) == (0.5, 0.25)
     assert dtypes == [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
     monkeypatch.setattr(alone, "times_us", lambda works, device: [work() for work in works] and [10.0, 4.0])
-    assert alone.attention_shares(sample, torch.bfloat16, cpu, backward=False) == (0.4, 1.0)
+    assert alone.chosen_shares(sample, torch.bfloat16, cpu, backward=False) == (0.4, 1.0)
     refused = Sample(forward, sample.function, (q[..., :5], k, v), {})
-    assert alone.attention_shares(refused, torch.bfloat16, cpu, backward=False) is None
+    assert alone.chosen_shares(refused, torch.bfloat16, cpu, backward=False) is None
+
+
+def test_a_batch_norm_is_tried_by_the_call_that_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.BatchNorm2d(8), torch.randn(4, 8, 6, 6)
+    watch = Watch()
+    with watch:
+        model(x)
+    record = Record([op for op in watch.operations if "batch_norm" in op.op], 1 << 20)
+    with record:
+        model(x)
+    (sample,) = record.samples.values()
+    before = sample.args[3].clone()
+    dtypes = []
+    whole = torch.batch_norm
+    monkeypatch.setattr(alone.torch, "batch_norm", lambda x, w, *a: dtypes.append((x.dtype, w.dtype)) or whole(x, w, *a))
+    monkeypatch.setattr(alone, "times_us", lambda works, device: [work() for work in works] and [10.0, 50.0, 5.0, 15.0])
+    assert alone.chosen_shares(sample, torch.bfloat16, torch.device("cpu"), backward=True) == (0.5, 0.25)
+    assert dtypes[::2] == [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
+    # the running statistics are as they were
+    assert torch.equal(sample.args[3], before)
+
+
+def test_a_backward_belongs_to_the_operator_that_chose_its_kernel() -> None:
+    rows = [("a", "forward", "aten::cudnn_batch_norm"), ("b", "forward", "aten::_scaled_dot_product_efficient_attention")]
+    rows += [("b", "backward", f"{rows[1][2]}_backward"), ("a", "backward", "aten::cudnn_batch_norm_backward")]
+    rows += [("a", "backward", "aten::mm"), ("c", "backward", "aten::cudnn_batch_norm_backward")]
+    operations = [
+        Operation(
+            module=module, op=op, phase=phase, calls=1, flops=0, special=0, bytes=0, where="", dtype="fp32", device="cuda",
+            key=(), indices=(),
+        ) for module, phase, op in rows
+    ]  # fmt: skip
+    assert with_backward(operations) == [(0, [3]), (1, [2])]
+
+
+def test_rows_are_tried_until_the_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = [
+        Operation(
+            module="", op="aten::mm", phase="forward", calls=1, flops=0, special=0, bytes=0, where="", dtype="fp32", device="cpu",
+            key=("", "", n), indices=(),
+        ) for n in range(3)
+    ]  # fmt: skip
+    kinds = {("a",): [0, 2], ("b",): [1]}
+    monkeypatch.setattr(in_bf16, "narrower_share", lambda operation, *unused: 0.25 + operation.key[2])
+    cpu = torch.device("cpu")
+    assert shares_in_bf16(operations, kinds, {}, cpu, time.perf_counter() + 10) == {0: 0.25, 2: 0.25, 1: 1.25}
+    assert shares_in_bf16(operations, kinds, {}, cpu, time.perf_counter() - 1) == {}
 
 
 def test_a_cast_takes_the_host_some_time() -> None:

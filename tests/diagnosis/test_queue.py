@@ -87,7 +87,10 @@ def test_a_step_is_never_shorter_than_its_host() -> None:
 def test_rows_with_one_key_share_its_launches() -> None:
     rows = [operation("aten::mm", calls=calls) for calls in (1, 3)]
     found = joined({0: Change(device=0.0, host=8.0)}, rows)
-    assert found == {("aten::mm", ()): Change(device=0.75, host=None)}
+    # three of four launches are as before
+    assert found == {("aten::mm", ()): Change(device=0.75, host=8.0, kept=0.75)}
+    queue = Queue(tuple(Launch(20.0, 4.0, ("aten::mm", ())) for _ in range(4))).changed(found)
+    assert [launch[:2] for launch in queue.launches] == [(8.0 / 4 + 15.0, 3.0)] * 4
     found = joined({0: Change(device=0.0, host=8.0, device_us=1.0), 1: Change(device=0.5, host=1.0, host_us=2.0)}, rows)
     assert found == {("aten::mm", ()): Change(device=0.375, device_us=1.0, host=9.0, host_us=2.0)}
 
@@ -180,6 +183,16 @@ def test_compiling_saves_the_bytes_of_chains_and_the_hosts_launches(host_us: flo
     remedy = priced([product, *chain], calls, asked)
     # the fused kernel is spread over the launches of its parts, so its first part may start a little earlier
     assert remedy.predicted_us == pytest.approx(before_us - after_us, abs=fused_us + 5 * LAUNCH_US)
+
+
+def test_compiling_leaves_what_lies_outside_of_modules() -> None:
+    """An engine whose host works beside its model: only the model's launches become cheaper."""
+    inside, outside = (row(f"aten::{name}", Work(flops=0, bytes=4e4), 100, module=name[:1]) for name in ("model", "x"))
+    outside = replace(outside, operation=replace(outside.operation, module=""))
+    calls = [Call(row=n % 2, reads={n: 1 << 14}, writes={n + 9000: 1 << 14}, pointwise=False) for n in range(200)]
+    asked = [Asked(host_us=40.0, device_us=f.call_us, op=f.operation.op) for f in (inside, outside)] * 100
+    after = [replace(one, host_us=LAUNCH_US) if one.op == "aten::model" else one for one in asked]
+    assert priced([inside, outside], calls, asked).predicted_us == pytest.approx(enqueued(asked)[1] - enqueued(after)[1])
 
 
 def test_compiling_an_optimiser_that_the_host_holds_up_leaves_a_launch_for_each_tensor() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -87,7 +87,7 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     chains = find_chains(rest, seen.kept)
     # on a CPU compiled code draws its random numbers in another, slower way: nobody knows what is left of the saving
     draws = seen.device.type == "cpu" and any(_draws(seen.findings[call.row].operation.op) for call in rest)
-    found: list[Remedy | None] = [None if draws else _compiled(seen, chains)]
+    found: list[Remedy | None] = [None if draws else _compiled(seen)]
     if draws:
         chains = [c for c in chains if not any(_draws(seen.findings[call.row].operation.op) for call in c.calls)]
     is_fused = any(seen.findings[call.row].operation.op.startswith("aten::_fused_") for call in of_optimiser)
@@ -95,13 +95,14 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     return [*found, *fuse(chains, seen.findings), fused_optimiser(chain, seen.findings) if chain else None]
 
 
-def _compiled(seen: Seen, chains: Sequence[Chain]) -> Remedy | None:
-    of_modules = [f for f in seen.findings if f.operation.module]
+def _compiled(seen: Seen) -> Remedy | None:
+    of_modules = {n for n, f in enumerate(seen.findings) if f.operation.module}
+    # torch.compile(model) leaves the optimiser and what lies outside of modules as it is; a step without one is compiled whole
+    affected = of_modules or set(range(len(seen.findings)))
+    phases = [(call, seen.findings[call.row].operation.phase) for call in seen.calls if call.row in affected]
+    chains = find_chains([call for call, phase in phases if phase != "optimiser"], seen.kept)
     if not of_modules:
-        # such a step is compiled as a whole; torch.compile(model) leaves the optimiser as it is
-        of_optimiser = [call for call in seen.calls if seen.findings[call.row].operation.phase == "optimiser"]
-        chains = [*chains, *chains_of_tensors(of_optimiser, seen.kept)]
-    affected = [n for n, f in enumerate(seen.findings) if not of_modules or f.operation.phase != "optimiser"]
+        chains += chains_of_tensors([call for call, phase in phases if phase == "optimiser"], seen.kept)
     if seen.queue is not None:
         return _compiled_queue(seen, seen.queue, chains, affected)
     calls, all_calls = (sum(f.operation.calls for f in some) for some in ([seen.findings[n] for n in affected], seen.findings))
@@ -113,7 +114,7 @@ def _compiled(seen: Seen, chains: Sequence[Chain]) -> Remedy | None:
     return compiled(chains, saved_us(chains, seen.findings) + overhead_us)
 
 
-def _compiled_queue(seen: Seen, queue: Queue, chains: Sequence[Chain], affected: Sequence[int]) -> Remedy | None:
+def _compiled_queue(seen: Seen, queue: Queue, chains: Sequence[Chain], affected: Set[int]) -> Remedy | None:
     """torch.compile on a GPU: fewer and shorter kernels, and a host that asks for each in the time of one small operator."""
     left, launch_us = left_of(chains, seen.findings), seen.ceilings.launch_us
     breaks = _breaks(seen, affected)
@@ -138,7 +139,7 @@ def _by_queue(seen: Seen, queue: Queue, changes: Mapping[int, Change]) -> tuple[
     return saved, host_us if host_us > HELD_UP * end_us else None
 
 
-def _breaks(seen: Seen, affected: Sequence[int]) -> int:
+def _breaks(seen: Seen, affected: Set[int]) -> int:
     """How often compiled code ends because a number is read; optimisers read none where they are compiled."""
     its = [seen.findings[n].operation for n in affected]
     return sum(operation.calls for operation in its if operation.op == READ and operation.phase != "optimiser")

@@ -28,6 +28,7 @@ class Change(NamedTuple):
     device: float = 1.0  # the share of its kernels' time that is left
     device_us: float = 0.0  # new kernels' time
     host: float | None = None  # the host's time for it, in place of what it was
+    kept: float = 0.0  # ... for all of its launches but this share
     host_us: float = 0.0  # the host's time for new kernels
 
 
@@ -81,7 +82,7 @@ class Queue:
             if change is not None:
                 count, host_us = counts[launch.key], launch.host_us
                 if change.host is not None:
-                    host_us = change.host / count + max(0.0, host_us - LONG_US)
+                    host_us = change.host / count + max(change.kept * host_us, host_us - LONG_US)
                 launch = launch._replace(
                     host_us=host_us + change.host_us / count,
                     device_us=launch.device_us * change.device + change.device_us / count,
@@ -116,7 +117,8 @@ def joined(changes: Mapping[int, Change], operations: Sequence[Operation]) -> di
         found[key] = Change(
             device=sum(change.device * share for change, share in own),
             device_us=sum(change.device_us for change, _ in own),
-            host=None if any(change.host is None for change, _ in own) else sum(change.host or 0.0 for change, _ in own),
+            host=None if all(change.host is None for change, _ in own) else sum(change.host or 0.0 for change, _ in own),
+            kept=sum(share for change, share in own if change.host is None) if len(own) > 1 else 0.0,
             host_us=sum(change.host_us for change, _ in own),
         )
     return found
