@@ -14,7 +14,7 @@ from rooftile.hardware.ceilings import Ceilings
 def roofs_of(operation: Operation, device: torch.device, measured: Ceilings) -> Roofs:
     """The roofs that an operator meets: by the dtype of its numbers, and whether they are products."""
     name = operation.op.split("::")[1]
-    products = any(word in name for word in ("mm", "conv", "attention", "linear"))
+    products = any(word in name for word in ("mm", "conv", "attention", "linear", "rnn"))
     on_gpu = device.type == "cuda"
     dtype = operation.dtype if operation.dtype in measured.matmul_tflops else "fp32"
     # numbers narrower than fp32 are computed in fp32, outside of products
@@ -37,5 +37,9 @@ def runs_in_tf32(name: str, device: torch.device) -> bool:
     """Whether PyTorch computes an fp32 product in TF32: convolutions and recurrent layers do unless told otherwise."""
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    of_cudnn = "conv" in name or "rnn" in name
-    return bool(torch.backends.cudnn.allow_tf32 if of_cudnn else torch.backends.cuda.matmul.allow_tf32)
+    kind = "conv" if "conv" in name else "rnn" if "rnn" in name else "matmul"
+    if hasattr(torch.backends, "fp32_precision"):
+        # the older flags cannot be read once a program has set these
+        of = torch.backends.cuda.matmul if kind == "matmul" else getattr(torch.backends.cudnn, kind)
+        return bool(of.fp32_precision == "tf32")
+    return bool(torch.backends.cuda.matmul.allow_tf32 if kind == "matmul" else torch.backends.cudnn.allow_tf32)

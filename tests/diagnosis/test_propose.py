@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -261,6 +262,30 @@ def test_a_product_is_tried_in_the_narrower_dtype_with_its_own_strides(monkeypat
     times = iter([[1.0], [500.0]])
     monkeypatch.setattr(alone, "times_us", lambda works, device, runs=1: next(times))
     assert alone.narrower_share(operations["aten::mm"], None, torch.bfloat16, torch.device("cpu")) == 500.0
+
+
+def test_a_gpu_is_timed_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is kept busy for as long as the host needed to ask the last time."""
+    device, busy, clock = torch.device("cuda"), [], iter(range(1000))
+
+    class Event:
+        def __init__(self, **unused: bool) -> None:
+            self.at = 0
+
+        def record(self) -> None:
+            self.at = next(clock)
+
+        def elapsed_time(self, other: Event) -> float:
+            return (other.at - self.at) / 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", busy.append)
+    (us,) = alone.times_us([lambda: time.sleep(0.01)], device, runs=3)
+    assert us == 1.0
+    assert len(busy) == 4
+    # 2000 cycles for each of 10,000 us, and some room
+    assert busy[0] < 2000 * 100 < 2000 * 10_000 < busy[1] < 2000 * 20_000
 
 
 def test_the_lse_of_attention_stays_in_fp32_when_the_rest_is_tried_in_bf16() -> None:
