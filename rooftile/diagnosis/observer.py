@@ -21,7 +21,8 @@ from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all
-from rooftile.diagnosis.experiments.step import repeated_us, replayed_share
+from rooftile.diagnosis.experiments.step import batch_shares, replayed_share
+from rooftile.diagnosis.missing import missing
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.records import Operation, Sample
@@ -52,10 +53,14 @@ MOST_KINDS = 20
 SAMPLES_LIMIT = 2 << 30
 # an operator that seems so many times as fast as its roof shows that the roof was measured too low
 ABOVE = 1.2
+NO_INPUTS = "the step takes no inputs"
 # the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
 IN_BF16 = 0.25
 # an attention is worth timing another one if it takes so much of the step
 ATTENTION_SHARE = 0.02
+
+# devices whose ceilings this process has measured a second time
+_measured_again: set[torch.device] = set()
 
 
 class Observer:
@@ -212,11 +217,16 @@ class Observer:
                 saved_us = padded_saving_us(sample, self.device)
                 padded_us |= {row: saved_us * operations[row].calls for row in rows}
         findings = self._findings(measured, evidence)
-        if any(_is_above(finding) for finding in findings):
-            # the ceilings were measured while something else ran
+        if any(_is_above(finding) for finding in findings) and self.device not in _measured_again:
+            # the ceilings were measured while something else ran; or a library needs fewer FLOPs, and once more is enough
+            _measured_again.add(self.device)
             measured = ceilings.measure_again(self.device)
             findings = self._findings(measured, evidence)
         step, kernels = self._evidence(), self._kernels(findings)
+        left = missing(
+            step_us=step.time_us, operators_us=sum(finding.time_us for finding in findings), idle_us=sum(step.idle_us.values()),
+            replayed_us=self._timeline.replayed_us * self._shrink, on_gpu=self.device.type == "cuda",
+        )  # fmt: skip
         seen = Seen(
             device=self.device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
@@ -232,7 +242,8 @@ class Observer:
             program=Program(command=_command(), step=self._name, torch=torch.__version__, mode=self._mode),
             step=step, findings=findings, remedies=remedies, launches=seen.launches,
             peak_bytes=self._peak_bytes,
-            busy_us=seen.busy_us, kernels=kernels, counters=counted, notes=[*self._notes(), *notes, *refused],
+            busy_us=seen.busy_us, kernels=kernels, counters=counted,
+            notes=[*self._notes(), *left, *notes, *refused],
             trace=Trace(self._profiled.trace, findings),
         )  # fmt: skip
 
@@ -246,6 +257,8 @@ class Observer:
 
     @property
     def _mode(self) -> str:
+        if self._timeline.replayed_us > self._timeline.busy_us / 2:
+            return "graph"
         is_compiled = any(operation.op.startswith(NAMESPACE) for operation in self._watch.operations)
         return "compiled" if is_compiled else "eager"
 
@@ -289,35 +302,42 @@ class Observer:
         spread = 1.25 * (max(self._taken) - min(self._taken)) / len(self._taken)
         why_not: dict[str, str] = {}
         on_gpu = self.device.type == "cuda"
-        graph_us = self._again_us("graph", 1.0, self._replayed_us, why_not) if on_gpu else None
+        graph_us = self._graph_us(why_not) if on_gpu else None
         if not on_gpu:
             why_not["graph"] = "needs a GPU"
-        half, double = (self._again_us("batch", factor, repeated_us, why_not) for factor in (0.5, 2.0))
+        half, double = self._batches_us(why_not)
         return StepEvidence(
             time_us=us, spread_us=spread, graph_us=graph_us, half_batch_us=half, double_batch_us=double, idle_us=idle,
             waiting_us=min(sum(single), idle.get("host", 0.0)),
             why_not=why_not,
         )  # fmt: skip
 
-    def _replayed_us(self, step: Callable[[], None], device: torch.device) -> float:
-        """The time of the step as a CUDA graph."""
+    def _graph_us(self, why_not: dict[str, str]) -> float | None:
+        """The time of the step as a CUDA graph; None if it cannot be one, with the reason."""
+        step = self._resized(1.0) if self._resized is not None else None
+        if step is None:
+            why_not["graph"] = NO_INPUTS
+            return None
         operators: Counter[str] = Counter()
         for operation in self._watch.operations:
             operators[operation.op] += operation.calls
-        return median(self._taken) * replayed_share(step, device, operators)
-
-    def _again_us(
-        self, name: str, factor: float, timed: Callable[[Callable[[], None], torch.device], float], why_not: dict[str, str]
-    ) -> float | None:
-        """The time of the step with a changed batch, as `timed` runs it; None if it cannot be run, with the reason."""
-        step = self._resized(factor) if self._resized is not None else None
         try:
-            if step is None:
-                raise Unsupported("the inputs have no first axis in common" if self._resized else "the step takes no inputs")
-            return timed(step, self.device)
+            return median(self._taken) * replayed_share(step, self.device, operators)
         except Unsupported as reason:
-            why_not[name] = str(reason)
+            why_not["graph"] = str(reason)
             return None
+
+    def _batches_us(self, why_not: dict[str, str]) -> tuple[float | None, float | None]:
+        """The times of the step with half and twice the batch; None where it cannot be run, with the reason."""
+        if self._resized is None or (step := self._resized(1.0)) is None:
+            why_not["batch"] = NO_INPUTS
+            return None, None
+        others = {factor: other for factor in (0.5, 2.0) if (other := self._resized(factor)) is not None}
+        shares, reason = batch_shares(step, others, self.device)
+        if len(others) < 2 or reason:
+            why_not["batch"] = reason or "the inputs have no first axis in common"
+        half, double = (median(self._taken) * shares[factor] if factor in shares else None for factor in (0.5, 2.0))
+        return half, double
 
     def _lines(self, cause: str) -> dict[str, float]:
         """The time of the step's gaps of one cause by line; of the host's only the long ones, which wait for something."""

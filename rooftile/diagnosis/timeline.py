@@ -77,6 +77,7 @@ class Timeline:
     start_ns: int
     launched: tuple[Launch, ...] = ()  # on a GPU, in the order in which the host asked
     tail_us: float = 0.0  # the host's time after the last of them
+    replayed_us: float = 0.0  # kernels of CUDA graphs, which no operator asks for
 
     @property
     def idle_us(self) -> dict[str, float]:
@@ -160,7 +161,7 @@ def _read(
     calls: Counter[OpKey] = Counter()
     kernels: defaultdict[OpKey, list[str]] = defaultdict(list)
     asked: list[Launch] = []
-    tail_us = 0.0
+    tail_us = replayed_us = 0.0
     if on_gpu:
         launched = {e.correlation_id(): e for e in host if e.name().startswith(("cu", "hip"))}
         early = {number for number, e in launched.items() if e.start_ns() < window[0]}
@@ -176,6 +177,7 @@ def _read(
             launch = launched.get(kernel.correlation_id())
             op = owner.get(kernel.linked_correlation_id()) or _around(operators, launch)
             if launch is not None:
+                replayed_us += kernel.duration_ns() / 1e3 if "GraphLaunch" in launch.name() else 0.0
                 work_of.append((launch.start_ns(), kernel.duration_ns() / 1e3, None if op is None else _key(op)))
             if op is not None:
                 total[_key(op)] += kernel.duration_ns() / 1e3
@@ -199,7 +201,7 @@ def _read(
         wall_us=(window[1] - window[0]) / 1e3, busy_us=busy / 1e3, launches=count,
         op_us={key: us / calls[key] for key, us in total.items()}, op_calls=dict(calls),
         kernels={key: tuple(names) for key, names in kernels.items()}, gaps=tuple(gaps), start_ns=window[0],
-        launched=tuple(asked), tail_us=tail_us,
+        launched=tuple(asked), tail_us=tail_us, replayed_us=replayed_us,
     )  # fmt: skip
 
 

@@ -88,11 +88,23 @@ def test_a_gpus_launches_have_the_hosts_time_before_each() -> None:
     assert found.launched == (
         Launch(12.0, 50.0, mm), Launch(18.0, 10.0, add, waits=True), Launch(15.0, 10.0, add)
     )  # fmt: skip
-    assert (found.tail_us, found.busy_us, found.launches) == (10.0, 70.0, 3)
+    assert (found.tail_us, found.busy_us, found.launches, found.replayed_us) == (10.0, 70.0, 3, 0.0)
     assert found.op_us == {mm: 50.0, add: 10.0}
     queue = Queue(found.launched, found.tail_us)
     # the host asks for the last add 15 us of its own after the wait
     assert queue.run() == (12.0 + 50.0 + 10.0 + 15.0 + 10.0, 97.0)
+
+
+def test_kernels_of_a_graph_have_no_operator() -> None:
+    events = [
+        Event("cudaGraphLaunch", 10, 5, number=101),
+        Event("gemm", 20, 50, on="CUDA", number=101),
+        Event("elementwise", 70, 10, on="CUDA", number=101),
+    ]
+    found = _read(events, (0, 100_000), 90_000, [], True, frozenset())
+    assert (found.replayed_us, found.busy_us) == (60.0, 60.0)
+    # the host asks for both at once
+    assert found.launched == (Launch(10.0, 50.0), Launch(0.0, 10.0))
 
 
 def test_gaps_are_what_intervals_leave() -> None:

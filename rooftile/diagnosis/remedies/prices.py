@@ -45,17 +45,20 @@ def larger_batch(step: StepEvidence, *, fixed_us: float | None = None) -> Remedy
 
     The part comes from E2 (batch doubled, else halved), else from `fixed_us`: the sum of the operators' fixed parts and gaps.
     """
+    words = ""
     if step.double_batch_us is not None:
         fixed_us = 2 * step.time_us - step.double_batch_us
     elif step.half_batch_us is not None:
         fixed_us = 2 * step.half_batch_us - step.time_us
+    else:
+        words = "; by the fixed parts of its operators, as no batch was changed"
     if fixed_us is None:
         return None
     two_us = 2 * step.time_us - fixed_us
     return _remedy(
         name=BATCH,
         predicted_us=fixed_us / 2,
-        how=f"twice the batch: one step of {two_us / 1e3:,.3g} ms in place of two of {step.time_us / 1e3:,.3g} ms",
+        how=f"twice the batch: one step of {two_us / 1e3:,.3g} ms in place of two of {step.time_us / 1e3:,.3g} ms{words}",
         changes="memory",
     )
 

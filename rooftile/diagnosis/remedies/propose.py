@@ -67,7 +67,7 @@ class Seen:
 def propose(seen: Seen) -> list[Remedy]:
     """Returns the remedies that save a noticeable part of a step."""
     found = [
-        prices.larger_batch(seen.step),
+        prices.larger_batch(seen.step, fixed_us=_fixed_us(seen)),
         *_fused(seen),
         *_attentions(seen),
         _narrower(seen),
@@ -78,6 +78,21 @@ def propose(seen: Seen) -> list[Remedy]:
         *(prices.remove_wait(where, us) for where, us in seen.wait_us.items()),
     ]
     return [remedy for remedy in found if remedy is not None and remedy.predicted_us >= WORTH * seen.step.time_us]
+
+
+def _fixed_us(seen: Seen) -> float | None:
+    """The part of a step that certainly does not grow with its batch; None for a step without a module, which may have none.
+
+    It is the time that launches take, and that of the optimiser.
+    """
+    if not any(f.operation.module for f in seen.findings):
+        return None
+    optimiser_us = sum(f.time_us for f in seen.findings if f.operation.phase == "optimiser")
+    fixed_us = sum(
+        f.fixed_us * f.operation.calls for f in seen.findings
+        if f.operation.device == "cpu" and f.operation.phase != "optimiser"
+    )  # fmt: skip
+    return min(seen.step.time_us, optimiser_us + fixed_us + _overhead_us(seen))
 
 
 def _fused(seen: Seen) -> list[Remedy | None]:
