@@ -1,4 +1,4 @@
-"""What the operators and the gaps of a step leave of its time, in a sentence."""
+"""A note on what the operators and the gaps of a step leave of its time."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Launch(NamedTuple):
 
     host_us: float  # the host's own time since it asked for the one before, its waits left out
     device_us: float
-    key: OpKey | None = None  # of the operator that asked; None where none is known
+    key: OpKey | None = None  # names the operator that asked; None where none is known
     waits: bool = False  # afterwards the host waited for the device
 
 

@@ -1,4 +1,4 @@
-"""What autocast does to a step: the calls that become narrower and the casts, against a run under autocast."""
+"""Autocast followed through a step: the calls that become narrower and the casts, against a run under autocast."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_calls_that_become_narrower(op: str) -> None:
 
 
 def test_a_gpus_list_has_norms_and_powers_in_fp32() -> None:
-    """As in a GELU that is written out: its power is wide, and what follows too."""
+    """A GELU that is written out has a power, which is wide, and so is what follows."""
     layer, x = nn.Linear(64, 64), torch.randn(32, 64)
 
     def step() -> Tensor:

@@ -33,7 +33,7 @@ NUMBER = 8
 
 @dataclass(slots=True)
 class Narrowed:
-    """What autocast does to a step, by row of the table."""
+    """The calls of a step that autocast narrows and the copies that it adds, by row of the table."""
 
     calls: Counter[int] = field(default_factory=Counter)  # that run in bf16
     casts: Counter[int] = field(default_factory=Counter)  # copies between fp32 and bf16, around the row's calls

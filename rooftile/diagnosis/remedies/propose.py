@@ -147,7 +147,7 @@ def _compiled_queue(seen: Seen, queue: Queue, chains: Sequence[Chain], affected:
 
 
 def _by_queue(seen: Seen, queue: Queue, changes: Mapping[int, Change]) -> tuple[float, float | None]:
-    """What changes of rows save, and the host's time if the changed step cannot be shorter than it."""
+    """The saving of changes of rows, and the host's time if the changed step cannot be shorter than it."""
     by_key = joined(changes, [f.operation for f in seen.findings])
     saved = queue.saved_us(by_key, seen.step.time_us)
     host_us, end_us = queue.changed(by_key).run()
