@@ -162,8 +162,9 @@ def test_an_attention_is_tried_forward_and_backward_in_both_dtypes(monkeypatch: 
     assert alone.chosen_shares(refused, torch.bfloat16, cpu, backward=False) is None
 
 
-def test_a_batch_norm_is_tried_by_the_call_that_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = nn.BatchNorm2d(8), torch.randn(4, 8, 6, 6)
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_batch_norm_is_tried_by_the_call_that_chooses_its_kernel(monkeypatch: pytest.MonkeyPatch, affine: bool) -> None:
+    model, x = nn.BatchNorm2d(8, affine=affine), torch.randn(4, 8, 6, 6)
     watch = Watch()
     with watch:
         model(x)
@@ -174,10 +175,15 @@ def test_a_batch_norm_is_tried_by_the_call_that_chooses_its_kernel(monkeypatch: 
     before = sample.args[3].clone()
     dtypes = []
     whole = torch.batch_norm
-    monkeypatch.setattr(alone.torch, "batch_norm", lambda x, w, *a: dtypes.append((x.dtype, w.dtype)) or whole(x, w, *a))
+
+    def seen(x: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+        dtypes.append((x.dtype, weight is None or weight.dtype))
+        return whole(x, weight, *rest)
+
+    monkeypatch.setattr(alone.torch, "batch_norm", seen)
     monkeypatch.setattr(alone, "times_us", lambda works, device: [work() for work in works] and [10.0, 50.0, 5.0, 15.0])
     assert alone.chosen_shares(sample, torch.bfloat16, torch.device("cpu"), backward=True) == (0.5, 0.25)
-    assert dtypes[::2] == [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
+    assert dtypes[::2] == [(dtype, not affine or torch.float32) for dtype in (torch.float32, torch.bfloat16)]
     # the running statistics are as they were
     assert torch.equal(sample.args[3], before)
 

@@ -137,8 +137,9 @@ def _choosing(sample: Sample, width: torch.dtype, backward: bool) -> list[Callab
     words = ("query", "key", "value") if "query" in given else ("input", "weight", "bias")
     # autocast leaves the statistics and the weights of a norm as they are
     narrow = words if "query" in given else words[:1]
-    x = [
-        given[word].detach().to(width if word in narrow else given[word].dtype).requires_grad_(backward)
+    x: list[Any] = [
+        None if given[word] is None
+        else given[word].detach().to(width if word in narrow else given[word].dtype).requires_grad_(backward)
         for word in words
     ]  # fmt: skip
 
@@ -156,7 +157,7 @@ def _choosing(sample: Sample, width: torch.dtype, backward: bool) -> list[Callab
 
     def both() -> None:
         out = forward()
-        torch.autograd.grad(out, x, torch.ones_like(out))
+        torch.autograd.grad(out, [one for one in x if one is not None], torch.ones_like(out))
 
     return [forward, both] if backward else [forward]
 
