@@ -62,12 +62,15 @@ def row(session: Session, name: str, runs: Sequence[Diagnosis], seconds: Sequenc
             word = remedy.name.replace(" ", "-").replace(":", "")
             measures[f"{word}_predicted_us"] = remedy.predicted_us
             measures[f"{word}_measured_us"] = remedy.measured_us
+    how = {f"{r.name}_how": r.how for r in last.remedies if r.measured_us is not None and r.predicted_us > 0}
+    # a CPU's times depend on them
+    how |= {"threads": torch.get_num_threads()} if session.device.type == "cpu" else {}
     steps = [found.step.time_us for found in runs]
     return Row(
         **session.about(session.dtype), suite="diagnosis", case=name, backend="rooftile", phase="step",
         median_us=figures(median(steps)), low_us=figures(min(steps)), high_us=figures(max(steps)), samples=len(runs),
         measures={word: figures(value) for word, value in measures.items()},
-        settings={"bound": str(last.step.bound), "confidence": last.step.confidence, "budget_s": budget},
+        settings={"bound": str(last.step.bound), "confidence": last.step.confidence, "budget_s": budget} | how,
     )  # fmt: skip
 
 

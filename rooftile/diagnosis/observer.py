@@ -21,13 +21,16 @@ from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.diagnosis import Diagnosis, diagnosis
 from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.experiments.series import Recorded, measure_all
-from rooftile.diagnosis.experiments.step import repeated_us, replayed_share
+from rooftile.diagnosis.experiments.step import batch_shares, replayed_share
+from rooftile.diagnosis.missing import missing
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.records import Operation, Sample
-from rooftile.diagnosis.remedies.alone import narrower_share, padded_saving_us
+from rooftile.diagnosis.remedies.alone import cast_us, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
+from rooftile.diagnosis.remedies.in_bf16 import shares_in_bf16
 from rooftile.diagnosis.remedies.propose import PRODUCTS, WORTH, Seen, bf16_may_gain, propose
+from rooftile.diagnosis.remedies.queue import Queue
 from rooftile.diagnosis.remedies.remedy import PAD
 from rooftile.diagnosis.steps import Role, Timed
 from rooftile.diagnosis.timeline import Profiled, Timeline
@@ -50,8 +53,14 @@ MOST_KINDS = 20
 SAMPLES_LIMIT = 2 << 30
 # an operator that seems so many times as fast as its roof shows that the roof was measured too low
 ABOVE = 1.2
+NO_INPUTS = "the step takes no inputs"
+# the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
+IN_BF16 = 0.25
 # an attention is worth timing another one if it takes so much of the step
 ATTENTION_SHARE = 0.02
+
+# devices whose ceilings this process has measured a second time
+_measured_again: set[torch.device] = set()
 
 
 class Observer:
@@ -74,6 +83,7 @@ class Observer:
         self._name, self._budget, self._resized, self._pads = name, budget, resized, pads
         self._ncu = ncu
         self._taken: list[float] = []
+        self._asked: list[float] = []
         self._watch = Watch()
         self._devices = Devices()
         self._record: Record | None = None
@@ -82,7 +92,7 @@ class Observer:
     @property
     def roles(self) -> list[Role]:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
-        timed: Role = lambda: Timed(self.device, self._taken)  # noqa: E731
+        timed: Role = lambda: Timed(self.device, self._taken, self._asked)  # noqa: E731
         # the first step may compile, which nothing may watch
         warm_ups: list[Role] = [nullcontext, lambda: self._devices, self._peak]
         return warm_ups + [timed] * TIMED_STEPS + [lambda: self._watch, lambda: self._profiled, self._recording]
@@ -118,8 +128,7 @@ class Observer:
 
     def _us(self, operation: Operation) -> float:
         """The time of all calls of an operation in the profiled step."""
-        shapes = tuple(kind[0] for kind in operation.key[4:] if isinstance(kind, tuple) and kind[0])
-        us = self._timeline.op_us.get((operation.op, shapes))
+        us = self._timeline.op_us.get((operation.op, operation.shapes))
         if us is None:
             same = [(key, us) for key, us in self._timeline.op_us.items() if key[0] == operation.op]
             calls = sum(self._timeline.op_calls[key] for key, _ in same)
@@ -183,9 +192,13 @@ class Observer:
         elif self._ncu:
             notes = ["ncu counts on a GPU only"]
         padded_us: dict[int, float] = {}
-        narrower: dict[int, float] = {}
         # the most expensive first, as the budget may end
         kinds = self._kinds()
+        narrower: dict[int, float] = {}
+        if bf16_may_gain(measured):
+            worth = {kind: rows for kind, rows in kinds.items() if self._kind_us(rows) >= WORTH * median(self._taken)}
+            until = time.perf_counter() + IN_BF16 * self._budget
+            narrower = shares_in_bf16(operations, worth, samples, self.device, until)
         recorded = {
             kind: Recorded(samples[kind], self._us(operations[rows[0]]) / operations[rows[0]].calls)
             for kind, rows in kinds.items() if kind in samples
@@ -200,23 +213,26 @@ class Observer:
         for kind, rows in kinds.items():
             operation = operations[rows[0]]
             sample = samples.pop(kind, None)
-            worth = self._kind_us(rows) >= WORTH * median(self._taken)
-            if bf16_may_gain(measured) and worth and time.perf_counter() < end:
-                share = narrower_share(operation, sample, torch.bfloat16, self.device)
-                narrower |= {} if share is None else dict.fromkeys(rows, share)
             if self._pads and sample is not None and operation.op in PRODUCTS:
                 saved_us = padded_saving_us(sample, self.device)
                 padded_us |= {row: saved_us * operations[row].calls for row in rows}
         findings = self._findings(measured, evidence)
-        if any(_is_above(finding) for finding in findings):
-            # the ceilings were measured while something else ran
+        if any(_is_above(finding) for finding in findings) and self.device not in _measured_again:
+            # the ceilings were measured while something else ran; or a library needs fewer FLOPs, and once more is enough
+            _measured_again.add(self.device)
             measured = ceilings.measure_again(self.device)
             findings = self._findings(measured, evidence)
         step, kernels = self._evidence(), self._kernels(findings)
+        left = missing(
+            step_us=step.time_us, operators_us=sum(finding.time_us for finding in findings), idle_us=sum(step.idle_us.values()),
+            replayed_us=self._timeline.replayed_us * self._shrink, on_gpu=self.device.type == "cuda",
+        )  # fmt: skip
         seen = Seen(
             device=self.device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
-            kernels=kernels, attentions=attentions, narrower=narrower, sync_us=self._lines("sync"), wait_us=self._lines("host"),
+            kernels=kernels, attentions=attentions, narrower=narrower, queue=self._queue(),
+            cast_us=cast_us(self.device) if bf16_may_gain(measured) else 0.0,
+            sync_us=self._lines("sync"), wait_us=self._lines("host"),
         )  # fmt: skip
         remedies = [
             replace(r, measured_us=padded_us[r.ops[0]]) if r.name == PAD and r.ops[0] in padded_us else r for r in propose(seen)
@@ -226,12 +242,23 @@ class Observer:
             program=Program(command=_command(), step=self._name, torch=torch.__version__, mode=self._mode),
             step=step, findings=findings, remedies=remedies, launches=seen.launches,
             peak_bytes=self._peak_bytes,
-            busy_us=seen.busy_us, kernels=kernels, counters=counted, notes=[*self._notes(), *notes, *refused],
+            busy_us=seen.busy_us, kernels=kernels, counters=counted,
+            notes=[*self._notes(), *left, *notes, *refused],
             trace=Trace(self._profiled.trace, findings),
         )  # fmt: skip
 
+    def _queue(self) -> Queue | None:
+        """The launches of the step on a GPU, at the pace that the host has without a profiler."""
+        timeline = self._timeline
+        if not timeline.launched:
+            return None
+        launches = tuple(one._replace(device_us=one.device_us * self._shrink) for one in timeline.launched)
+        return Queue(launches, timeline.tail_us).paced(median(self._asked))
+
     @property
     def _mode(self) -> str:
+        if self._timeline.replayed_us > self._timeline.busy_us / 2:
+            return "graph"
         is_compiled = any(operation.op.startswith(NAMESPACE) for operation in self._watch.operations)
         return "compiled" if is_compiled else "eager"
 
@@ -275,35 +302,42 @@ class Observer:
         spread = 1.25 * (max(self._taken) - min(self._taken)) / len(self._taken)
         why_not: dict[str, str] = {}
         on_gpu = self.device.type == "cuda"
-        graph_us = self._again_us("graph", 1.0, self._replayed_us, why_not) if on_gpu else None
+        graph_us = self._graph_us(why_not) if on_gpu else None
         if not on_gpu:
             why_not["graph"] = "needs a GPU"
-        half, double = (self._again_us("batch", factor, repeated_us, why_not) for factor in (0.5, 2.0))
+        half, double = self._batches_us(why_not)
         return StepEvidence(
             time_us=us, spread_us=spread, graph_us=graph_us, half_batch_us=half, double_batch_us=double, idle_us=idle,
             waiting_us=min(sum(single), idle.get("host", 0.0)),
             why_not=why_not,
         )  # fmt: skip
 
-    def _replayed_us(self, step: Callable[[], None], device: torch.device) -> float:
-        """The time of the step as a CUDA graph."""
+    def _graph_us(self, why_not: dict[str, str]) -> float | None:
+        """The time of the step as a CUDA graph; None if it cannot be one, with the reason."""
+        step = self._resized(1.0) if self._resized is not None else None
+        if step is None:
+            why_not["graph"] = NO_INPUTS
+            return None
         operators: Counter[str] = Counter()
         for operation in self._watch.operations:
             operators[operation.op] += operation.calls
-        return median(self._taken) * replayed_share(step, device, operators)
-
-    def _again_us(
-        self, name: str, factor: float, timed: Callable[[Callable[[], None], torch.device], float], why_not: dict[str, str]
-    ) -> float | None:
-        """The time of the step with a changed batch, as `timed` runs it; None if it cannot be run, with the reason."""
-        step = self._resized(factor) if self._resized is not None else None
         try:
-            if step is None:
-                raise Unsupported("the inputs have no first axis in common" if self._resized else "the step takes no inputs")
-            return timed(step, self.device)
+            return median(self._taken) * replayed_share(step, self.device, operators)
         except Unsupported as reason:
-            why_not[name] = str(reason)
+            why_not["graph"] = str(reason)
             return None
+
+    def _batches_us(self, why_not: dict[str, str]) -> tuple[float | None, float | None]:
+        """The times of the step with half and twice the batch; None where it cannot be run, with the reason."""
+        if self._resized is None or (step := self._resized(1.0)) is None:
+            why_not["batch"] = NO_INPUTS
+            return None, None
+        others = {factor: other for factor in (0.5, 2.0) if (other := self._resized(factor)) is not None}
+        shares, reason = batch_shares(step, others, self.device)
+        if len(others) < 2 or reason:
+            why_not["batch"] = reason or "the inputs have no first axis in common"
+        half, double = (median(self._taken) * shares[factor] if factor in shares else None for factor in (0.5, 2.0))
+        return half, double
 
     def _lines(self, cause: str) -> dict[str, float]:
         """The time of the step's gaps of one cause by line; of the host's only the long ones, which wait for something."""

@@ -29,6 +29,11 @@ class Operation:
         """The operator with its shapes, strides and dtypes: rows of one kind, in several modules, take the same time alone."""
         return self.key[2:]
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of its tensors, as a profiler names them: without those of single numbers."""
+        return tuple(kind[0] for kind in self.key[4:] if isinstance(kind, tuple) and kind[0])
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

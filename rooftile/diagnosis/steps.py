@@ -108,11 +108,14 @@ def step() -> Iterator[None]:
 
 
 class Timed:
-    """Times the step that runs in its block, device and host together; the time in µs is added to `taken`."""
+    """Times the step that runs in its block, device and host together; the time in µs is added to `taken`.
 
-    def __init__(self, device: torch.device, taken: list[float]) -> None:
+    The time until the host has asked for all of it is added to `asked`.
+    """
+
+    def __init__(self, device: torch.device, taken: list[float], asked: list[float] | None = None) -> None:
         self._device = device
-        self._taken = taken
+        self._taken, self._asked = taken, asked
 
     def __enter__(self) -> Timed:
         wait_for(self._device)
@@ -120,9 +123,12 @@ class Timed:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        asked = time.perf_counter()
         wait_for(self._device)
         if error[0] is None:
             self._taken.append((time.perf_counter() - self._start) * 1e6)
+            if self._asked is not None:
+                self._asked.append((asked - self._start) * 1e6)
 
 
 def wait_for(device: torch.device) -> None:

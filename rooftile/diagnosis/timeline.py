@@ -54,6 +54,15 @@ class Gap(NamedTuple):
         return (self.end_ns - self.start_ns) / 1e3
 
 
+class Launch(NamedTuple):
+    """Something that the host asked the device for."""
+
+    host_us: float  # the host's own time since it asked for the one before, its waits left out
+    device_us: float
+    key: OpKey | None = None  # names the operator that asked; None where none is known
+    waits: bool = False  # afterwards the host waited for the device
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """One step as a profiler saw it."""
@@ -66,6 +75,9 @@ class Timeline:
     kernels: dict[OpKey, tuple[str, ...]]  # the names of its kernels; none on a CPU
     gaps: tuple[Gap, ...]
     start_ns: int
+    launched: tuple[Launch, ...] = ()  # on a GPU, in the order in which the host asked
+    tail_us: float = 0.0  # the host's time after the last of them
+    replayed_us: float = 0.0  # kernels of CUDA graphs, which no operator asks for
 
     @property
     def idle_us(self) -> dict[str, float]:
@@ -118,6 +130,7 @@ class Profiled:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        host_end = time.time_ns()
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         end = time.time_ns()
@@ -127,7 +140,7 @@ class Profiled:
         if error[0] is None:
             events = list(self._profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
             names = frozenset(self._names())
-            self.timeline = _read(events, (self._start, end), self._lines.seen, self._on_gpu, names)
+            self.timeline = _read(events, (self._start, end), host_end, self._lines.seen, self._on_gpu, names)
             self.trace = pack(self._profiler)
 
 
@@ -138,7 +151,8 @@ def _named(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _read(
-    events: Sequence[Any], window: Interval, lines: Sequence[tuple[int, str]], on_gpu: bool, names: frozenset[str]
+    events: Sequence[Any], window: Interval, host_end: int, lines: Sequence[tuple[int, str]], on_gpu: bool,
+    names: frozenset[str],
 ) -> Timeline:  # fmt: skip
     host = [e for e in events if e.device_type() == torch._C._autograd.DeviceType.CPU]
     here = [e for e in host if "::" in e.name() and _inside(e, window)]
@@ -146,6 +160,8 @@ def _read(
     total: defaultdict[OpKey, float] = defaultdict(float)
     calls: Counter[OpKey] = Counter()
     kernels: defaultdict[OpKey, list[str]] = defaultdict(list)
+    asked: list[Launch] = []
+    tail_us = replayed_us = 0.0
     if on_gpu:
         launched = {e.correlation_id(): e for e in host if e.name().startswith(("cu", "hip"))}
         early = {number for number, e in launched.items() if e.start_ns() < window[0]}
@@ -156,8 +172,13 @@ def _read(
         owner = {e.correlation_id(): e for e in operators}
         for op in operators:
             calls[_key(op)] += 1
+        work_of: list[tuple[int, float, OpKey | None]] = []
         for kernel in device:
-            op = owner.get(kernel.linked_correlation_id()) or _around(operators, launched.get(kernel.correlation_id()))
+            launch = launched.get(kernel.correlation_id())
+            op = owner.get(kernel.linked_correlation_id()) or _around(operators, launch)
+            if launch is not None:
+                replayed_us += kernel.duration_ns() / 1e3 if "GraphLaunch" in launch.name() else 0.0
+                work_of.append((launch.start_ns(), kernel.duration_ns() / 1e3, None if op is None else _key(op)))
             if op is not None:
                 total[_key(op)] += kernel.duration_ns() / 1e3
                 if len(kernels[_key(op)]) < 8:
@@ -165,7 +186,9 @@ def _read(
         moved = [e for e in device if e.name().startswith(BETWEEN)]
         work = [e for e in device if not e.name().startswith(BETWEEN)]
         copies = [_span(e) for e in moved]
-        gaps = _device_gaps(work, copies, launched, host, window, lines)
+        waits = _waits(host)
+        gaps = _device_gaps(work, copies, launched, waits, window, lines)
+        asked, tail_us = _asked(work_of, waits, (window[0], host_end))
         busy, count = _length(_union(_span(e) for e in work)), len(work)
     else:
         for op in operators:
@@ -178,6 +201,7 @@ def _read(
         wall_us=(window[1] - window[0]) / 1e3, busy_us=busy / 1e3, launches=count,
         op_us={key: us / calls[key] for key, us in total.items()}, op_calls=dict(calls),
         kernels={key: tuple(names) for key, names in kernels.items()}, gaps=tuple(gaps), start_ns=window[0],
+        launched=tuple(asked), tail_us=tail_us, replayed_us=replayed_us,
     )  # fmt: skip
 
 
@@ -262,11 +286,38 @@ def _line_during(gap: Interval, lines: Sequence[tuple[int, str]]) -> str:
     return seen.most_common(1)[0][0] if seen else ""
 
 
+def _waits(host: Sequence[Any]) -> list[Interval]:
+    """The times in which the host waits for the device."""
+    return [_span(e) for e in host if any(word in e.name() for word in WAITING) and "Async" not in e.name()]
+
+
+def _asked(
+    work: Iterable[tuple[int, float, OpKey | None]], waits: Iterable[Interval], window: Interval
+) -> tuple[list[Launch], float]:  # fmt: skip
+    """The launches of a step with the host's own time before each, and its time after the last.
+
+    work: of each the time when the host asked, its time on the device in µs, and its operator. window: the host's.
+    """
+    waited = _union(span for span in waits if window[0] <= span[0] < window[1])
+    found: list[Launch] = []
+    before = window[0]
+    for start, device_us, key in sorted(work, key=lambda one: one[0]):
+        between = (before, max(before, start))
+        waits_us = _overlap(between, waited) / 1e3
+        if found and waits_us:
+            found[-1] = found[-1]._replace(waits=True)
+        found.append(Launch((between[1] - before) / 1e3 - waits_us, device_us, key))
+        before = between[1]
+    rest_us = _overlap((before, max(before, window[1])), waited) / 1e3
+    if found and rest_us:
+        found[-1] = found[-1]._replace(waits=True)
+    return found, max(0, window[1] - before) / 1e3 - rest_us
+
+
 def _device_gaps(
-    work: Sequence[Any], copies: Sequence[Interval], launched: dict[int, Any], host: Sequence[Any], window: Interval,
+    work: Sequence[Any], copies: Sequence[Interval], launched: dict[int, Any], waits: Sequence[Interval], window: Interval,
     lines: Sequence[tuple[int, str]],
 ) -> list[Gap]:  # fmt: skip
-    waits = [_span(e) for e in host if any(word in e.name() for word in WAITING) and "Async" not in e.name()]
     spans = _union(_span(e) for e in work)
     starts = {e.start_ns(): launched.get(e.correlation_id()) for e in work}
     found = []

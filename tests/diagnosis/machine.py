@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass, replace
 from statistics import median, pstdev
 
@@ -89,6 +90,35 @@ class Machine:
             launch_us=self.launch_us,
         )
         return replace(known, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A kernel that the simulated host asks for."""
+
+    host_us: float
+    device_us: float
+    op: str
+    reads: bool = False  # the host reads its result, and waits for it
+
+
+def enqueued(asked: list[Asked], tail_us: float = 0.0, *, depth: int = 1024) -> tuple[float, float]:
+    """Runs a step whose host enqueues kernels for the device; returns when the host has asked for all, and when the step ends.
+
+    A kernel is in the queue from the time when it is asked for until it ends; the host waits for room.
+    """
+    queue: deque[float] = deque()
+    now = device_free = 0.0
+    for one in asked:
+        now += one.host_us
+        while queue and queue[0] <= now:
+            queue.popleft()
+        if len(queue) == depth:
+            now = queue.popleft()
+        device_free = max(device_free, now) + one.device_us
+        queue.append(device_free)
+        now = device_free if one.reads else now
+    return now + tail_us, max(now + tail_us, device_free)
 
 
 def operation(work: Work, *, device: str = "cpu", calls: int = 1, index: int = 0, op: str = "aten::x") -> Operation:

@@ -10,6 +10,7 @@ from torch import nn
 
 import rooftile as rt
 from rooftile.diagnosis.program import diagnose_script
+from rooftile.diagnosis.remedies.apply import Trial
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.errors import InvalidInput
 from tests.diagnosis.test_propose import Attention as ByHand
@@ -104,3 +105,10 @@ def test_a_measured_saving_is_shared_by_remedies_of_one_name() -> None:
     two = [Remedy(name="pad to tiles", ops=(n,), predicted_us=us, how="", changes="memory") for n, us in ((0, 30.0), (1, 10.0))]
     object.__setattr__(found, "remedies", tuple(two))
     assert [r.measured_us for r in found.measured("pad to tiles", 20.0).remedies] == [15.0, 5.0]
+
+
+def test_a_saving_is_of_the_step_that_was_diagnosed() -> None:
+    """Neighbours in time are compared: a machine that is slower for a while is so with and without the change."""
+    trial = Trial("dtype", torch.device("cpu"), 100.0)
+    trial._before, trial._after = [100.0, 100.0, 400.0, 500.0, 100.0], [80.0, 80.0, 320.0, 400.0, 80.0]
+    assert trial.saved_us == pytest.approx(20.0)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftile.diagnosis.experiments.evidence import Evidence
+from rooftile.diagnosis.machine import roofs_of
 from rooftile.diagnosis.verdicts.classify import classify, settled
 from rooftile.diagnosis.verdicts.roofs import model
+from rooftile.hardware.ceilings import Ceilings
 from tests.diagnosis.machine import Machine, Work, operation
 
 # outside this margin a verdict is due: the bound takes so many times as long as each of the others
@@ -236,3 +240,29 @@ def test_settled_asks_for_more_runs_near_a_threshold() -> None:
     assert not settled(slower, GPU.roofs(), by_hand(slope=0.05, gain=0.31))
     assert not settled(its, GPU.roofs(), by_hand(slope=0.05, gain=0.6, spread_us=20.0))
     assert not settled(its, GPU.roofs(), by_hand(slope=0.05, gain=0.6, fixed_us=49.9))
+
+
+def test_products_in_tf32_are_under_the_roof_of_the_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's convolutions take TF32 unless told otherwise, and its products do not."""
+    measured = Ceilings(
+        device="a machine", copy_gbs=4000.0, matmul_tflops={"fp32": 50.0, "bf16": 800.0}, cache_gbs=9000.0, fma_tflops=50.0,
+        special_gops=1.0, launch_us=5.0, operator_us=5.0, node_us=1.0, date="",
+    )  # fmt: skip
+    device = torch.device("cuda")
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def roof(op: str) -> tuple[str, float]:
+        its = roofs_of(operation(Work(flops=1.0, bytes=1.0), device="cuda", op=op), device, measured)
+        return its.arithmetic, its.flops_per_s
+
+    conv, matmul = SimpleNamespace(fp32_precision="tf32"), SimpleNamespace(fp32_precision="ieee")
+    monkeypatch.setattr(torch.backends.cudnn, "conv", conv)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
+    assert roof("aten::convolution") == ("tensor", 400e12)
+    assert roof("aten::mm") == ("fp32", 50e12)
+    conv.fp32_precision, matmul.fp32_precision = "ieee", "tf32"
+    assert roof("aten::convolution") == ("fp32", 50e12)
+    assert roof("aten::mm") == ("tensor", 400e12)
+    capability = (7, 5)
+    assert roof("aten::mm") == ("fp32", 50e12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -88,6 +89,39 @@ def test_reductions_of_rows_belong_to_a_chain_and_others_do_not() -> None:
     assert chain.bytes_fused == 2 * BYTES
     columns = watched(lambda: (x * 2).mean(0) + 1)
     assert find_chains(columns.calls, columns.kept) == []
+
+
+def test_what_reads_one_tensor_is_fused_whatever_lies_between() -> None:
+    """A backward's two products with one gradient, with the sum of a bias between them."""
+    grad, a, b = (torch.randn(50, 100) for _ in range(3))
+
+    def step() -> Tensor:
+        left = grad * a
+        grad.sum(0)
+        return left + grad * b
+
+    watch = watched(step)
+    (chain,) = find_chains(watch.calls, watch.kept)
+    assert names(watch, chain.calls) == ["mul", "mul", "add"]
+    assert (chain.bytes_now, chain.bytes_fused) == (9 * 5 * BYTES, 4 * 5 * BYTES)
+
+
+def test_a_chain_waits_for_nothing_that_is_made_of_its_own_result() -> None:
+    x, weight = torch.randn(100, 100), torch.randn(100, 100)
+    through = watched(lambda: x * 2 + (x * 2) @ weight)
+    assert [names(through, chain.calls) for chain in find_chains(through.calls, through.kept)] == [["mul", "mul"]]
+
+    def written() -> Tensor:
+        y = x * 2
+        torch.mm(x, weight, out=y)
+        return y + 1
+
+    replaced = watched(written)
+    assert find_chains(replaced.calls, replaced.kept) == []
+    # two that read the same small tensor have nothing to gain
+    scale = torch.randn(100)
+    apart = watched(lambda: (torch.mul(x, scale), torch.mul(weight, scale)))
+    assert find_chains(apart.calls, apart.kept) == []
 
 
 class Attention(nn.Module):
@@ -230,6 +264,30 @@ def test_a_product_is_tried_in_the_narrower_dtype_with_its_own_strides(monkeypat
     assert alone.narrower_share(operations["aten::mm"], None, torch.bfloat16, torch.device("cpu")) == 500.0
 
 
+def test_a_gpu_is_timed_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is kept busy for as long as the host needed to ask the last time."""
+    device, busy, clock = torch.device("cuda"), [], iter(range(1000))
+
+    class Event:
+        def __init__(self, **unused: bool) -> None:
+            self.at = 0
+
+        def record(self) -> None:
+            self.at = next(clock)
+
+        def elapsed_time(self, other: Event) -> float:
+            return (other.at - self.at) / 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", busy.append)
+    (us,) = alone.times_us([lambda: time.sleep(0.01)], device, runs=3)
+    assert us == 1.0
+    assert len(busy) == 4
+    # 2000 cycles for each of 10,000 us, and some room
+    assert busy[0] < 2000 * 100 < 2000 * 10_000 < busy[1] < 2000 * 20_000
+
+
 def test_the_lse_of_attention_stays_in_fp32_when_the_rest_is_tried_in_bf16() -> None:
     seen = set()
 
@@ -260,10 +318,27 @@ def test_a_program_in_bf16_is_not_told_to_run_what_it_keeps_in_fp32_in_bf16() ->
     mm = finding(GPU, Work(bytes=1e6, flops=1e9), op="aten::mm", calls=1)
     norm = finding(GPU, Work(bytes=1e8, flops=1e6), op="aten::mul", calls=1)
 
-    def proposed(dtype: str) -> Remedy | None:
-        products = replace(mm, operation=replace(mm.operation, dtype=dtype))
-        ceilings = SimpleNamespace(matmul_tflops={"fp32": 50.0, "bf16": 800.0})
-        return _narrower(SimpleNamespace(ceilings=ceilings, findings=[products, norm], narrower={}, device=torch.device("cuda")))
+    calls = [
+        Call(row=0, reads={1: 16, 2: 16}, writes={3: 16}, pointwise=False),
+        Call(row=1, reads={3: 16}, writes={4: 16}, pointwise=True),
+    ]
 
-    assert proposed("bf16") is None
-    assert proposed("fp32").predicted_us > 0
+    def proposed(dtype: str, narrower: dict[int, float]) -> Remedy | None:
+        products = replace(mm, operation=replace(mm.operation, dtype=dtype))
+        ceilings = SimpleNamespace(matmul_tflops={"fp32": 50.0, "bf16": 800.0}, copy_gbs=1000.0, node_us=1.0)
+        return _narrower(
+            SimpleNamespace(
+                ceilings=ceilings, findings=[products, norm], narrower=narrower, device=torch.device("cuda"), calls=calls,
+                kept=frozenset(), queue=None, cast_us=1.0, step=SimpleNamespace(time_us=2000.0),
+            )
+        )
+
+    assert proposed("bf16", {0: 0.1}) is None
+    whole = proposed("fp32", {0: 0.1})
+    # the product's time, half of the traffic after it, and two casts
+    assert whole.predicted_us == pytest.approx(0.9 * mm.time_us + 0.5 * norm.traffic_us - 2 * (1.0 + 1.0), rel=1e-3)
+    assert "not tried" not in whole.how
+    # what no run has shown is in no price
+    untried = proposed("fp32", {})
+    assert untried.predicted_us == pytest.approx(0.5 * norm.traffic_us - 2 * (1.0 + 1.0), rel=1e-3)
+    assert "1 ms of operators were not tried in bf16, and are not in this price" in untried.how

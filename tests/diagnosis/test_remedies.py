@@ -182,6 +182,7 @@ def test_the_price_of_a_larger_batch_is_exact(size: float) -> None:
     fixed = larger_batch(StepEvidence(time_us=one), fixed_us=CPU.fixed_us)
     assert fixed is not None
     assert fixed.predicted_us == pytest.approx(saved, rel=1e-3)
+    assert fixed.how.endswith("; by the fixed parts of its operators, as no batch was changed")
     assert larger_batch(StepEvidence(time_us=one)) is None
 
 

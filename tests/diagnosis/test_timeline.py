@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from rooftile.diagnosis.timeline import Profiled, Timeline, _complement, _union
+from rooftile.diagnosis.remedies.queue import Queue
+from rooftile.diagnosis.timeline import Launch, Profiled, Timeline, _complement, _read, _union
 
 
 def profiled(step: Callable[[], object], names: set[str]) -> Timeline:
@@ -47,6 +49,62 @@ def test_a_sleep_is_found_with_its_line() -> None:
     longest, us = next(iter(found.lines.items()))
     assert longest == f"tests/diagnosis/test_timeline.py:{line}"
     assert us > 45_000
+
+
+class Event:
+    """An event as a profiler of a GPU gives it; times in us."""
+
+    def __init__(
+        self, name: str, start: float, us: float, *, on: str = "CPU", number: int = 0, linked: int = 0, shapes: Any = ()
+    ) -> None:  # fmt: skip
+        self._known = {
+            "name": name, "start_ns": int(start * 1e3), "duration_ns": int(us * 1e3), "end_ns": int((start + us) * 1e3),
+            "device_type": getattr(torch._C._autograd.DeviceType, on), "correlation_id": number,
+            "linked_correlation_id": linked, "shapes": shapes, "start_thread_id": 1, "is_user_annotation": False,
+        }  # fmt: skip
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        return lambda: self._known[name]
+
+
+def test_a_gpus_launches_have_the_hosts_time_before_each() -> None:
+    """mm asked for at 12 us, add at 30; the host waits from 40 to 95, asks for the next add at 100, and is done at 110."""
+    events = [
+        Event("aten::mm", 10, 5, number=1, shapes=[[4, 4], [4, 4]]),
+        Event("cudaLaunchKernel", 12, 2, number=101),
+        Event("gemm", 20, 50, on="CUDA", number=101, linked=1),
+        Event("aten::add", 28, 5, number=2, shapes=[[4]]),
+        Event("cudaLaunchKernel", 30, 2, number=102),
+        Event("elementwise", 70, 10, on="CUDA", number=102, linked=2),
+        Event("cudaStreamSynchronize", 40, 55, number=103),
+        Event("aten::add", 98, 5, number=3, shapes=[[4]]),
+        Event("cudaLaunchKernel", 100, 2, number=104),
+        Event("elementwise", 103, 10, on="CUDA", number=104, linked=3),
+        # the profiler itself waits at the end
+        Event("cudaDeviceSynchronize", 111, 10, number=105),
+    ]
+    found = _read(events, (0, 125_000), 110_000, [], True, frozenset({"aten::mm", "aten::add"}))
+    mm, add = ("aten::mm", ((4, 4), (4, 4))), ("aten::add", ((4,),))
+    assert found.launched == (
+        Launch(12.0, 50.0, mm), Launch(18.0, 10.0, add, waits=True), Launch(15.0, 10.0, add)
+    )  # fmt: skip
+    assert (found.tail_us, found.busy_us, found.launches, found.replayed_us) == (10.0, 70.0, 3, 0.0)
+    assert found.op_us == {mm: 50.0, add: 10.0}
+    queue = Queue(found.launched, found.tail_us)
+    # the host asks for the last add 15 us of its own after the wait
+    assert queue.run() == (12.0 + 50.0 + 10.0 + 15.0 + 10.0, 97.0)
+
+
+def test_kernels_of_a_graph_have_no_operator() -> None:
+    events = [
+        Event("cudaGraphLaunch", 10, 5, number=101),
+        Event("gemm", 20, 50, on="CUDA", number=101),
+        Event("elementwise", 70, 10, on="CUDA", number=101),
+    ]
+    found = _read(events, (0, 100_000), 90_000, [], True, frozenset())
+    assert (found.replayed_us, found.busy_us) == (60.0, 60.0)
+    # the host asks for both at once
+    assert found.launched == (Launch(10.0, 50.0), Launch(0.0, 10.0))
 
 
 def test_gaps_are_what_intervals_leave() -> None:

@@ -19,18 +19,25 @@ Work = Callable[[], None]
 WARM_UPS, RUNS = 3, 7
 
 
-def repeated_us(step: Work, device: torch.device) -> float:
-    """Returns the time of a step, the median of several; raises Unsupported with the reason if it cannot be run."""
-    taken: list[float] = []
-    try:
-        for _ in range(WARM_UPS):
-            step()
-        for _ in range(RUNS):
-            with Timed(device, taken):
-                step()
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise Unsupported(_first_line(error)) from error
-    return median(taken)
+def batch_shares(
+    step: Work, others: Mapping[float, Work], device: torch.device
+) -> tuple[dict[float, float], str]:  # fmt: skip
+    """Returns the time of a step with other batches as shares of its own, and the reason why one is missing.
+
+    All take turns, because a machine is slower at times. others: the step with its batch times a factor, by factor.
+    """
+    works, reason = {1.0: step}, ""
+    for factor, other in others.items():
+        try:
+            other()
+        except (RuntimeError, ValueError, IndexError) as error:
+            reason = _first_line(error)
+        else:
+            works[factor] = other
+    if len(works) == 1:
+        return {}, reason
+    times_us = dict(zip(works, _in_turns(list(works.values()), device), strict=True))
+    return {factor: us / times_us[1.0] for factor, us in times_us.items() if factor != 1}, reason
 
 
 def replayed_share(step: Work, device: torch.device, operators: Mapping[str, int] | None = None) -> float:

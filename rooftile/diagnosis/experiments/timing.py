@@ -168,7 +168,7 @@ class DeviceTimer:
         call.restore()
         queueing_us = self._queueing_us(call)
         call.restore()
-        self._keep_busy(queueing_us)
+        keep_busy(self._device, queueing_us)
         if cold:
             self._evicting.add_(1)
         start.record()
@@ -188,7 +188,7 @@ class DeviceTimer:
         taken = []
         for _ in range(5):
             call.restore()
-            self._keep_busy(queueing_us)
+            keep_busy(self._device, queueing_us)
             start.record()
             runs()
             stop.record()
@@ -221,11 +221,12 @@ class DeviceTimer:
         call.run()
         return (time.perf_counter() - start) * 1e6 + 50.0
 
-    def _keep_busy(self, us: float) -> None:
-        """Lets the GPU wait, so that what is queued now runs without gaps."""
-        torch.cuda.synchronize(self._device)
-        # about two cycles per nanosecond
-        torch.cuda._sleep(int(min(us, 20e3) * 2000))
+
+def keep_busy(device: torch.device, us: float) -> None:
+    """Lets a GPU wait, so that what is queued now runs without gaps."""
+    torch.cuda.synchronize(device)
+    # about two cycles per nanosecond
+    torch.cuda._sleep(int(min(us, 20e3) * 2000))
 
 
 def _own(call: Call) -> list[torch.Tensor]:

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
+from rooftile.diagnosis.counts.traffic import bound
+from rooftile.diagnosis.experiments.timing import keep_busy
 from rooftile.diagnosis.records import Operation, Sample
 from rooftile.diagnosis.remedies.prices import PAD_TO
 from rooftile.diagnosis.steps import wait_for
@@ -25,19 +28,41 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def times_us(works: Sequence[Callable[[], Any]], device: torch.device, runs: int = RUNS) -> list[float]:
-    """The median time of each of several works in µs, run in turns; the first run of each prepares, unless it is the only one."""
+    """The median time of each of several works in µs, run in turns; the first run of each prepares, unless it is the only one.
+
+    On a GPU it is the time of its kernels: the host has asked for them before the first one begins.
+    """
     taken: list[list[float]] = [[] for _ in works]
+    asking_us = [0.0] * len(works)
     end = time.perf_counter() + LIMIT * len(works)
     for run in range(runs + 1):
-        for samples, work in zip(taken, works, strict=True):
-            wait_for(device)
-            start = time.perf_counter()
-            work()
-            wait_for(device)
-            samples.append((time.perf_counter() - start) * 1e6)
+        for n, work in enumerate(works):
+            us, asked_us = _once_us(work, device, asking_us[n])
+            taken[n].append(us)
+            # the first run also loads kernels
+            asking_us[n] = asked_us if run < 2 else min(asked_us, asking_us[n])
         if run and time.perf_counter() > end:
             break
     return [median(samples[1:] or samples) for samples in taken]
+
+
+def _once_us(work: Callable[[], Any], device: torch.device, asking_us: float) -> tuple[float, float]:
+    """The time of one run in µs, and the host's time for it, which was `asking_us` before."""
+    wait_for(device)
+    if device.type != "cuda":
+        began = time.perf_counter()
+        work()
+        us = (time.perf_counter() - began) * 1e6
+        return us, us
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    keep_busy(device, asking_us + 50.0)
+    start.record()
+    began = time.perf_counter()
+    work()
+    asked_us = (time.perf_counter() - began) * 1e6
+    stop.record()
+    wait_for(device)
+    return start.elapsed_time(stop) * 1e3, asked_us
 
 
 def padded_saving_us(sample: Sample, device: torch.device, multiple: int = PAD_TO) -> float:
@@ -84,6 +109,70 @@ def narrower_share(
         # this refusal is the answer: there is nothing to gain
         return None
     return other / own
+
+
+def chosen_shares(
+    sample: Sample, dtype: torch.dtype, device: torch.device, *, backward: bool
+) -> tuple[float, float] | None:  # fmt: skip
+    """Times a recorded attention or batch norm in fp32 and in a narrower dtype, by the call that chooses a kernel for the dtype.
+
+    Returns the shares that are left of its forward and of its backward; None where it cannot be called so.
+    """
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(backward):
+            works = [_choosing(sample, width, backward) for width in (torch.float32, dtype)]
+            taken = times_us([work for pair in works for work in pair], device)
+    except (RuntimeError, KeyError):
+        # this refusal is the answer: nothing is known
+        return None
+    if not backward:
+        return taken[1] / taken[0], 1.0
+    forward_us, both_us, narrow_us, narrow_both_us = taken
+    return narrow_us / forward_us, max(0.0, narrow_both_us - narrow_us) / max(both_us - forward_us, 1e-3)
+
+
+def _choosing(sample: Sample, width: torch.dtype, backward: bool) -> list[Callable[[], Any]]:
+    """The call in a dtype, alone and, where there is a backward, with it."""
+    given = bound(sample.function, sample.args, sample.kwargs)  # type: ignore[arg-type]
+    words = ("query", "key", "value") if "query" in given else ("input", "weight", "bias")
+    # autocast leaves the statistics and the weights of a norm as they are
+    narrow = words if "query" in given else words[:1]
+    x: list[Any] = [
+        None if given[word] is None
+        else given[word].detach().to(width if word in narrow else given[word].dtype).requires_grad_(backward)
+        for word in words
+    ]  # fmt: skip
+
+    def forward() -> Tensor:
+        if "query" not in given:
+            return torch.batch_norm(
+                x[0], x[1], x[2], given["running_mean"], given["running_var"], bool(given.get("training", True)),
+                0.0, float(given.get("epsilon", given.get("eps", 1e-5))), torch.backends.cudnn.enabled,
+            )  # fmt: skip
+        mask = given.get("attn_mask", given.get("attn_bias"))
+        mask = mask.to(width) if isinstance(mask, Tensor) and mask.is_floating_point() else mask
+        return F.scaled_dot_product_attention(
+            x[0], x[1], x[2], mask, given.get("dropout_p") or 0.0, bool(given.get("is_causal")), scale=given.get("scale")
+        )
+
+    def both() -> None:
+        out = forward()
+        torch.autograd.grad(out, [one for one in x if one is not None], torch.ones_like(out))
+
+    return [forward, both] if backward else [forward]
+
+
+def cast_us(device: torch.device, count: int = 100) -> float:
+    """Returns the host's time for one copy between dtypes, waiting for no device."""
+    x = torch.ones(16, device=device)
+    taken = []
+    for _ in range(5):
+        wait_for(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            x.to(torch.bfloat16)
+        taken.append(time.perf_counter() - start)
+    return min(taken) / count * 1e6
 
 
 def _in_both(

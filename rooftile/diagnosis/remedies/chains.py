@@ -1,11 +1,13 @@
 """Chains of operators that one kernel could compute, and what fusing them saves.
 
-A chain is a run of consecutive pointwise calls in which each reads something that an earlier one of them wrote. The fused kernel
-reads each tensor from outside once, and writes only what somebody reads afterwards.
+A chain is a set of pointwise calls in which each reads something that another one of them reads or writes, as a compiler fuses
+them: other calls may lie between, if no member needs what they make of another member's result. The fused kernel reads each
+tensor from outside once, and writes only what somebody reads afterwards.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,10 +15,15 @@ from rooftile.diagnosis.records import Call
 from rooftile.diagnosis.remedies.remedy import COMPILE, FUSE, Remedy
 from rooftile.diagnosis.verdicts.findings import Finding
 
+# chains that may still get members; a compiler looks no farther for something to fuse either
+OPEN = 8
+# bytes of a tensor that is worth reading once for two calls that share nothing else
+SMALL = 1 << 12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Consecutive calls that can be fused."""
+    """Calls that can be fused."""
 
     calls: tuple[Call, ...]
     bytes_now: int
@@ -28,30 +35,72 @@ def find_chains(calls: Sequence[Call], kept: Collection[int] = ()) -> list[Chain
 
     kept: tensors that are read after the step: its results, and tensors that a backward has saved.
     """
-    last_read = {tensor: i for i, call in enumerate(calls) for tensor in call.reads}
-    found: list[Chain] = []
-    start = 0
-    while start < len(calls):
-        stop = _end(calls, start)
-        if stop - start > 1:
-            found.append(_chain(calls[start:stop], stop, last_read, kept))
-        start = stop
-    return found
+    readers = _readers(calls)
+    open_ones: list[_Open] = []
+    found: list[_Open] = []
+    for index, call in enumerate(calls):
+        home = next((one for one in reversed(open_ones) if one.takes(call)), None) if call.pointwise else None
+        for one in open_ones:
+            if one is not home:
+                one.pass_by(call)
+        if home is not None:
+            home.add(index, call)
+        elif call.pointwise:
+            found.append(_Open())
+            found[-1].add(index, call)
+            open_ones = [*open_ones[1 - OPEN :], found[-1]]
+    return [_chain(one.members, calls, readers, kept) for one in found if len(one.members) > 1]
+
+
+class _Open:
+    """A chain that may get more members."""
+
+    def __init__(self) -> None:
+        self.members: list[int] = []
+        self._written: set[int] = set()
+        self._read: dict[int, int] = {}
+        self._after: set[int] = set()  # what other calls have made of its members' results
+        self._changed: set[int] = set()  # tensors that others have written since a member read or wrote them
+        self._largest = 0
+
+    def takes(self, call: Call) -> bool:
+        """Whether a pointwise call shares a tensor with a member, and needs nothing that a member has to wait for."""
+        touched = call.reads.keys() | call.writes.keys()
+        if touched & (self._after | self._changed):
+            return False
+        if call.reads.keys() & self._written:
+            return True
+        # two that only read the same tensor go over the same elements if it is the largest of both
+        shared = call.reads.keys() & self._read.keys()
+        largest = max(call.reads.values(), default=0)
+        return any(call.reads[tensor] == largest == self._largest > SMALL for tensor in shared)
+
+    def add(self, index: int, call: Call) -> None:
+        self.members.append(index)
+        self._written |= call.writes.keys()
+        self._read |= call.reads
+        self._largest = max(self._largest, *call.reads.values(), 0) if call.reads else self._largest
+
+    def pass_by(self, call: Call) -> None:
+        """Another call runs, which is no member."""
+        if call.reads.keys() & (self._written | self._after):
+            self._after |= call.writes.keys()
+        self._changed |= call.writes.keys() & (self._written | self._read.keys())
 
 
 def optimiser_chain(calls: Sequence[Call], kept: Collection[int] = ()) -> Chain | None:
     """Returns the calls of an optimiser as one chain: a fused step reads and writes each tensor once; None if it has no two."""
     if len(calls) < 2:
         return None
-    return _chain(calls, len(calls), {}, kept)
+    return _chain(range(len(calls)), calls, {}, kept)
 
 
 def chains_of_tensors(calls: Sequence[Call], kept: Collection[int] = ()) -> list[Chain]:
     """Returns the calls of an optimiser that a compiler fuses: a chain for all that share a tensor which one of them writes."""
     written = {tensor for call in calls for tensor in call.writes}
-    groups: list[tuple[set[int], list[Call]]] = []
-    for call in calls:
-        own, members = {t for t in {*call.reads, *call.writes} if t in written}, [call]
+    groups: list[tuple[set[int], list[int]]] = []
+    for index, call in enumerate(calls):
+        own, members = {t for t in {*call.reads, *call.writes} if t in written}, [index]
         apart = []
         for tensors, others in groups:
             if tensors & own:
@@ -60,7 +109,7 @@ def chains_of_tensors(calls: Sequence[Call], kept: Collection[int] = ()) -> list
             else:
                 apart.append((tensors, others))
         groups = [*apart, (own, members)]
-    return [_chain(members, len(calls), {}, kept) for _, members in groups if len(members) > 1]
+    return [_chain(sorted(members), calls, {}, kept) for _, members in groups if len(members) > 1]
 
 
 def fuse(chains: Sequence[Chain], findings: Sequence[Finding]) -> list[Remedy]:
@@ -91,13 +140,31 @@ def fused_optimiser(chain: Chain, findings: Sequence[Finding]) -> Remedy | None:
     )
 
 
-def compiled(chains: Sequence[Chain], findings: Sequence[Finding], *, overhead_us: float = 0.0) -> Remedy | None:
-    """Prices torch.compile of the whole step: all of its chains are fused, and no Python runs between operators.
+def left_of(chains: Sequence[Chain], findings: Sequence[Finding]) -> dict[int, tuple[float, float]]:
+    """Returns what fused chains leave of each row of the table: the share of its kernels' time, and of its launches."""
+    time_us: defaultdict[int, float] = defaultdict(float)
+    launches: defaultdict[int, float] = defaultdict(float)
+    for chain in chains:
+        now_us = sum(findings[call.row].call_us for call in chain.calls)
+        for call in chain.calls:
+            if now_us:
+                time_us[call.row] += findings[call.row].call_us / now_us * _saving_us(chain, findings)
+            launches[call.row] += 1 - 1 / len(chain.calls)
+    return {
+        row: (
+            1 - time_us[row] / findings[row].time_us if findings[row].time_us else 1.0,
+            1 - count / findings[row].operation.calls,
+        )
+        for row, count in launches.items()
+    }
 
-    overhead_us: the time between operators that compiled code does not need; negative if it needs more.
+
+def compiled(chains: Sequence[Chain], predicted_us: float, *, host_us: float | None = None) -> Remedy | None:
+    """Returns torch.compile of the whole step: all of its chains are fused, and no Python runs between operators.
+
+    predicted_us: what it saves. host_us: the host's time that is left where the step cannot be shorter than it, on a GPU.
     """
     launches = sum(len(chain.calls) - 1 for chain in chains)
-    predicted_us = saved_us(chains, findings) + overhead_us
     if predicted_us <= 0:
         return None
     saved = sum(chain.bytes_now - chain.bytes_fused for chain in chains)
@@ -106,24 +173,36 @@ def compiled(chains: Sequence[Chain], findings: Sequence[Finding], *, overhead_u
         ops=tuple(sorted({call.row for chain in chains for call in chain.calls})),
         predicted_us=predicted_us,
         how=f"torch.compile(model): {len(chains):,} chains of operators become one kernel each, {saved / 1e6:,.1f} MB and "
-        f"{launches:,} launches fewer",
+        f"{launches:,} launches fewer{held_up(host_us)}",
         changes="rounding",
     )
 
 
-def _end(calls: Sequence[Call], start: int) -> int:
-    """Returns the index after the last call of the chain that begins at `start`."""
-    stop, written = start + 1, set(calls[start].writes)
-    while calls[start].pointwise and stop < len(calls) and calls[stop].pointwise and written & calls[stop].reads.keys():
-        written |= calls[stop].writes.keys()
-        stop += 1
-    return stop
+def held_up(host_us: float | None) -> str:
+    """Says that a changed step waits for the host, if it does."""
+    return "" if host_us is None else f"; then the host holds the step up, with {host_us / 1e3:,.3g} ms"
 
 
-def _chain(calls: Sequence[Call], stop: int, last_read: Mapping[int, int], kept: Collection[int]) -> Chain:
+def _readers(calls: Sequence[Call]) -> dict[int, list[int]]:
+    """The positions of the calls that read each tensor."""
+    found: dict[int, list[int]] = {}
+    for index, call in enumerate(calls):
+        for tensor in call.reads:
+            found.setdefault(tensor, []).append(index)
+    return found
+
+
+def _chain(
+    members: Sequence[int], calls: Sequence[Call], readers: Mapping[int, Sequence[int]], kept: Collection[int]
+) -> Chain:  # fmt: skip
+    """The chain of some calls.
+
+    readers: the calls that read each tensor; a tensor that has none is a result.
+    """
+    own, its = set(members), [calls[index] for index in members]
     inputs: dict[int, int] = {}
     written: dict[int, int] = {}
-    for call in calls:
+    for call in its:
         for tensor, size in call.reads.items():
             if tensor not in written:
                 inputs[tensor] = max(size, inputs.get(tensor, 0))
@@ -133,11 +212,11 @@ def _chain(calls: Sequence[Call], stop: int, last_read: Mapping[int, int], kept:
     outputs = {
         t: size
         for t, size in written.items()
-        if t in kept or t in inputs or t not in last_read or last_read[t] >= stop
+        if t in kept or t in inputs or t not in readers or any(r > members[0] and r not in own for r in readers[t])
     }
     return Chain(
-        calls=tuple(calls),
-        bytes_now=sum(sum(call.reads.values()) + sum(call.writes.values()) for call in calls),
+        calls=tuple(its),
+        bytes_now=sum(sum(call.reads.values()) + sum(call.writes.values()) for call in its),
         bytes_fused=sum(inputs.values()) + sum(outputs.values()),
     )
 

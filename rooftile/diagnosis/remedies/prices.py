@@ -45,17 +45,20 @@ def larger_batch(step: StepEvidence, *, fixed_us: float | None = None) -> Remedy
 
     The part comes from E2 (batch doubled, else halved), else from `fixed_us`: the sum of the operators' fixed parts and gaps.
     """
+    words = ""
     if step.double_batch_us is not None:
         fixed_us = 2 * step.time_us - step.double_batch_us
     elif step.half_batch_us is not None:
         fixed_us = 2 * step.half_batch_us - step.time_us
+    else:
+        words = "; by the fixed parts of its operators, as no batch was changed"
     if fixed_us is None:
         return None
     two_us = 2 * step.time_us - fixed_us
     return _remedy(
         name=BATCH,
         predicted_us=fixed_us / 2,
-        how=f"twice the batch: one step of {two_us / 1e3:,.3g} ms in place of two of {step.time_us / 1e3:,.3g} ms",
+        how=f"twice the batch: one step of {two_us / 1e3:,.3g} ms in place of two of {step.time_us / 1e3:,.3g} ms{words}",
         changes="memory",
     )
 
@@ -80,31 +83,43 @@ def another_attention(
     )
 
 
-def narrower_dtype(
-    rows: Iterable[Row], dtype: str, *, rate_ratio: float, bytes_ratio: float, measured: Mapping[int, float] | None = None
-) -> Remedy | None:  # fmt: skip
-    """Prices a narrower dtype for all rows that gain from it.
+def narrower_shares(
+    rows: Iterable[Row], *, rate_ratio: float, bytes_ratio: float, measured: Mapping[int, float] | None = None
+) -> dict[int, float]:  # fmt: skip
+    """Returns the share of its time that is left of each row in a narrower dtype; rows that do not change are left out.
 
     rate_ratio: the narrower dtype's ceiling over the present one. bytes_ratio: the present bytes' part that is left, 1/2 from
     fp32 to bf16. Special functions do not become faster. measured: by row, the share of its time that was left when it was run
     alone in the narrower dtype; such a row counts whether it gains or loses.
     """
-    ops, saved_us = [], 0.0
+    found = {}
     for row, f in rows:
         arithmetic_us = f.compute_us if f.verdict.model.compute == "special" else f.compute_us / rate_ratio
         after_us = max(arithmetic_us, f.traffic_us * bytes_ratio) + f.fixed_us
         if measured and row in measured:
-            ops.append(row)
-            saved_us += f.time_us * (1 - measured[row])
+            found[row] = measured[row]
         # a bound that the model does not explain stays: nothing is known about it
         elif f.verdict.bound in ("memory", "compute", "balanced") and after_us < f.call_us:
-            ops.append(row)
-            saved_us += (f.call_us - after_us) * f.operation.calls
+            found[row] = after_us / f.call_us
+    return found
+
+
+def narrower_dtype(
+    rows: Iterable[Row], dtype: str, *, rate_ratio: float, bytes_ratio: float, measured: Mapping[int, float] | None = None
+) -> Remedy | None:  # fmt: skip
+    """Prices a narrower dtype for all rows, where nothing is cast and nothing waits for the host."""
+    known = dict(rows)
+    shares = narrower_shares(known.items(), rate_ratio=rate_ratio, bytes_ratio=bytes_ratio, measured=measured)
+    return in_dtype(dtype, tuple(shares), sum(known[row].time_us * (1 - share) for row, share in shares.items()))
+
+
+def in_dtype(dtype: str, rows: Sequence[int], predicted_us: float, words: str = "") -> Remedy | None:
+    """Returns the remedy of a narrower dtype. words: what its price rests on."""
     return _remedy(
         name=f"{DTYPE}: {dtype}",
-        ops=tuple(ops),
-        predicted_us=saved_us,
-        how=NARROWER.get(dtype, f"inputs and weights in {dtype}"),
+        ops=tuple(rows),
+        predicted_us=predicted_us,
+        how=NARROWER.get(dtype, f"inputs and weights in {dtype}") + words,
         changes="rounding",
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from rooftile.diagnosis.records import Call
 from rooftile.diagnosis.remedies import prices
 from rooftile.diagnosis.remedies.alone import has_products, only_a_run_tells
 from rooftile.diagnosis.remedies.attentions import Attention
+from rooftile.diagnosis.remedies.autocast import narrowed
 from rooftile.diagnosis.remedies.chains import (
     Chain,
     chains_of_tensors,
@@ -18,10 +19,13 @@ from rooftile.diagnosis.remedies.chains import (
     find_chains,
     fuse,
     fused_optimiser,
+    held_up,
+    left_of,
     optimiser_chain,
     saved_us,
 )
 from rooftile.diagnosis.remedies.checkpoints import recomputed, without_checkpoint
+from rooftile.diagnosis.remedies.queue import Change, Queue, joined
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import StepEvidence, classify_step
@@ -34,6 +38,8 @@ SLOW = 4
 PRODUCTS = ("aten::mm", "aten::addmm")
 # the host reads a number: compiled code ends there and goes on in another piece, whose guards take the time of so many launches
 READ, BREAK = "aten::_local_scalar_dense", 10
+# a step ends with the host if the host has asked for everything after this share of it
+HELD_UP = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,8 @@ class Seen:
     kernels: Mapping[int, Sequence[str]] = field(default_factory=dict)  # by row
     attentions: Sequence[tuple[Attention, Mapping[str, float], str]] = ()  # with the times of others, and the line to write
     narrower: Mapping[int, float] = field(default_factory=dict)  # by row: the share of its time that is left in bf16, measured
+    queue: Queue | None = None  # a GPU's launches, at the pace of the step without a profiler
+    cast_us: float = 0.0  # the host's time for one copy between dtypes
     sync_us: Mapping[str, float] = field(default_factory=dict)  # by line
     wait_us: Mapping[str, float] = field(default_factory=dict)
     node_us: float = 1.5  # a kernel in a graph
@@ -59,7 +67,7 @@ class Seen:
 def propose(seen: Seen) -> list[Remedy]:
     """Returns the remedies that save a noticeable part of a step."""
     found = [
-        prices.larger_batch(seen.step),
+        prices.larger_batch(seen.step, fixed_us=_fixed_us(seen)),
         *_fused(seen),
         *_attentions(seen),
         _narrower(seen),
@@ -72,6 +80,21 @@ def propose(seen: Seen) -> list[Remedy]:
     return [remedy for remedy in found if remedy is not None and remedy.predicted_us >= WORTH * seen.step.time_us]
 
 
+def _fixed_us(seen: Seen) -> float | None:
+    """The part of a step that certainly does not grow with its batch; None for a step without a module, which may have none.
+
+    It is the time that launches take, and that of the optimiser.
+    """
+    if not any(f.operation.module for f in seen.findings):
+        return None
+    optimiser_us = sum(f.time_us for f in seen.findings if f.operation.phase == "optimiser")
+    fixed_us = sum(
+        f.fixed_us * f.operation.calls for f in seen.findings
+        if f.operation.device == "cpu" and f.operation.phase != "optimiser"
+    )  # fmt: skip
+    return min(seen.step.time_us, optimiser_us + fixed_us + _overhead_us(seen))
+
+
 def _fused(seen: Seen) -> list[Remedy | None]:
     phases = [seen.findings[call.row].operation.phase for call in seen.calls]
     of_optimiser = [call for call, phase in zip(seen.calls, phases, strict=True) if phase == "optimiser"]
@@ -79,7 +102,7 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     chains = find_chains(rest, seen.kept)
     # on a CPU compiled code draws its random numbers in another, slower way: nobody knows what is left of the saving
     draws = seen.device.type == "cpu" and any(_draws(seen.findings[call.row].operation.op) for call in rest)
-    found: list[Remedy | None] = [None if draws else _compiled(seen, chains)]
+    found: list[Remedy | None] = [None if draws else _compiled(seen)]
     if draws:
         chains = [c for c in chains if not any(_draws(seen.findings[call.row].operation.op) for call in c.calls)]
     is_fused = any(seen.findings[call.row].operation.op.startswith("aten::_fused_") for call in of_optimiser)
@@ -87,27 +110,54 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     return [*found, *fuse(chains, seen.findings), fused_optimiser(chain, seen.findings) if chain else None]
 
 
-def _compiled(seen: Seen, chains: Sequence[Chain]) -> Remedy | None:
-    of_modules = [f for f in seen.findings if f.operation.module]
+def _compiled(seen: Seen) -> Remedy | None:
+    of_modules = {n for n, f in enumerate(seen.findings) if f.operation.module}
+    # torch.compile(model) leaves the optimiser and what lies outside of modules as it is; a step without one is compiled whole
+    affected = of_modules or set(range(len(seen.findings)))
+    phases = [(call, seen.findings[call.row].operation.phase) for call in seen.calls if call.row in affected]
+    chains = find_chains([call for call, phase in phases if phase != "optimiser"], seen.kept)
     if not of_modules:
-        # such a step is compiled as a whole; torch.compile(model) leaves the optimiser as it is
-        of_optimiser = [call for call in seen.calls if seen.findings[call.row].operation.phase == "optimiser"]
-        chains = [*chains, *chains_of_tensors(of_optimiser, seen.kept)]
-    affected = [f for f in seen.findings if not of_modules or f.operation.phase != "optimiser"]
-    calls, all_calls = (sum(f.operation.calls for f in some) for some in (affected, seen.findings))
+        chains += chains_of_tensors([call for call, phase in phases if phase == "optimiser"], seen.kept)
+    if seen.queue is not None:
+        return _compiled_queue(seen, seen.queue, chains, affected)
+    calls, all_calls = (sum(f.operation.calls for f in some) for some in ([seen.findings[n] for n in affected], seen.findings))
     share = calls / max(all_calls, 1)
     removed = sum(len(chain.calls) - 1 for chain in chains)
-    # optimisers read no number where they are compiled
-    breaks = sum(f.operation.calls for f in affected if f.operation.op == READ and f.operation.phase != "optimiser")
     # generated code calls its kernels as fast as this machine calls operators one after the other
-    left_us = max(0.0, seen.launches * share - removed + BREAK * breaks) * seen.ceilings.launch_us
-    if seen.device.type == "cpu":
-        overhead_us = _overhead_us(seen) * share - left_us
-    else:
-        # the host launches while kernels run, so only what takes longer than they do remains
-        host_us = seen.step.time_us * (1 - share) + left_us
-        overhead_us = _overhead_us(seen) - max(0.0, host_us - (seen.busy_us - saved_us(chains, seen.findings)))
-    return compiled(chains, seen.findings, overhead_us=overhead_us)
+    left_us = max(0.0, seen.launches * share - removed + BREAK * _breaks(seen, affected)) * seen.ceilings.launch_us
+    overhead_us = _overhead_us(seen) * share - left_us
+    return compiled(chains, saved_us(chains, seen.findings) + overhead_us)
+
+
+def _compiled_queue(seen: Seen, queue: Queue, chains: Sequence[Chain], affected: Set[int]) -> Remedy | None:
+    """torch.compile on a GPU: fewer and shorter kernels, and a host that asks for each in the time of one small operator."""
+    left, launch_us = left_of(chains, seen.findings), seen.ceilings.launch_us
+    breaks = _breaks(seen, affected)
+    reads = sum(seen.findings[n].operation.calls for n in affected if seen.findings[n].operation.op == READ) or 1
+    changes = {}
+    for row in affected:
+        operation = seen.findings[row].operation
+        time_left, launches_left = left.get(row, (1.0, 1.0))
+        host_us = operation.calls * launches_left * launch_us
+        if operation.op == READ:
+            host_us += breaks * BREAK * launch_us * operation.calls / reads
+        changes[row] = Change(device=time_left, host=host_us)
+    predicted_us, held_us = _by_queue(seen, queue, changes)
+    return compiled(chains, predicted_us, host_us=held_us)
+
+
+def _by_queue(seen: Seen, queue: Queue, changes: Mapping[int, Change]) -> tuple[float, float | None]:
+    """The saving of changes of rows, and the host's time if the changed step cannot be shorter than it."""
+    by_key = joined(changes, [f.operation for f in seen.findings])
+    saved = queue.saved_us(by_key, seen.step.time_us)
+    host_us, end_us = queue.changed(by_key).run()
+    return saved, host_us if host_us > HELD_UP * end_us else None
+
+
+def _breaks(seen: Seen, affected: Set[int]) -> int:
+    """How often compiled code ends because a number is read; optimisers read none where they are compiled."""
+    its = [seen.findings[n].operation for n in affected]
+    return sum(operation.calls for operation in its if operation.op == READ and operation.phase != "optimiser")
 
 
 def _draws(op: str) -> bool:
@@ -148,24 +198,39 @@ def _narrower(seen: Seen) -> Remedy | None:
     if in_products[False] > in_products[True]:
         # the program runs in a narrower dtype, and what it keeps in fp32 it keeps there on purpose
         return None
-    # the optimiser's numbers stay in fp32
-    rows = [
-        (n, f) for n, f in enumerate(seen.findings)
-        if f.operation.dtype == "fp32" and f.operation.phase != "optimiser" and (n in seen.narrower or not _needs_a_run(seen, f))
-    ]  # fmt: skip
-    return prices.narrower_dtype(rows, "bf16", rate_ratio=rates["bf16"] / rates["fp32"], bytes_ratio=0.5, measured=seen.narrower)
+    under = narrowed(seen.calls, [f.operation for f in seen.findings], seen.kept, seen.device.type)
+    rows = [(n, f) for n, f in enumerate(seen.findings) if under.calls[n]]
+    untried = [(n, f) for n, f in rows if only_a_run_tells(f.operation.op) and n not in seen.narrower]
+    tried = [row for row in rows if row not in untried]
+    # no rate of arithmetic is needed: what has products was run
+    shares = prices.narrower_shares(tried, rate_ratio=rates["bf16"] / rates["fp32"], bytes_ratio=0.5, measured=seen.narrower)
+    changes: dict[int, Change] = {}
+    for n in {*shares, *under.casts}:
+        casts = under.casts[n]
+        changes[n] = Change(
+            device=1 - (1 - shares.get(n, 1.0)) * under.share(n, seen.findings[n].operation.calls),
+            device_us=under.cast_bytes[n] / (seen.ceilings.copy_gbs * 1e3) + casts * (seen.ceilings.node_us or 0.0),
+            host_us=casts * seen.cast_us,
+        )
+    if seen.queue is not None:
+        saved, host_us = _by_queue(seen, seen.queue, changes)
+    else:
+        saved = sum(
+            seen.findings[n].time_us * (1 - change.device) - change.device_us - change.host_us for n, change in changes.items()
+        )
+        host_us = None
+    casts = sum(under.casts.values())
+    words = f"; {casts:,} casts of {sum(under.cast_bytes.values()) / 1e6:,.1f} MB beside" * bool(casts) + held_up(host_us)
+    missing_us = sum(f.time_us for _, f in untried)
+    if missing_us > WORTH * seen.step.time_us:
+        words += f"; {missing_us / 1e3:,.3g} ms of operators were not tried in bf16, and are not in this price"
+    return prices.in_dtype("bf16", sorted(shares), saved, words)
 
 
 def bf16_may_gain(ceilings: Ceilings) -> bool:
     """Returns whether bf16 is worth a try. Where products in it are slow, trying takes minutes, and nothing makes up for them."""
     rates = ceilings.matmul_tflops
     return "bf16" in rates and rates["bf16"] > rates["fp32"] / SLOW
-
-
-def _needs_a_run(seen: Seen, f: Finding) -> bool:
-    """Whether ceilings say nothing of an operator in a narrower dtype: of a CPU's products, and of batch norms."""
-    op = f.operation.op
-    return has_products(op) if seen.device.type == "cpu" else only_a_run_tells(op) and not has_products(op)
 
 
 def _device_only(seen: Seen) -> list[Remedy | None]:

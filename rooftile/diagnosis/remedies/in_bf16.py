@@ -1,0 +1,66 @@
+"""The operators of a step, run in bf16: the share of each row's time that is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from rooftile.diagnosis.records import Operation, Sample
+from rooftile.diagnosis.remedies.alone import chosen_shares, narrower_share
+from rooftile.diagnosis.remedies.attentions import FUSED
+
+# operators behind a call that chooses one of several kernels for a dtype
+CHOSEN = ("_efficient_attention", "_flash_attention", "cudnn_batch_norm", "native_batch_norm")
+
+
+def shares_in_bf16(
+    operations: Sequence[Operation], kinds: Mapping[tuple[object, ...], Sequence[int]],
+    samples: Mapping[tuple[object, ...], Sample], device: torch.device, end: float,
+) -> dict[int, float]:  # fmt: skip
+    """Returns by row the share of its time that is left in bf16, of the rows that could be run so until the time ended.
+
+    Args:
+        operations: the rows of the table.
+        kinds: the rows of each kind that is worth a run, the most expensive kind first.
+        samples: recorded calls by kind.
+        device: of the step.
+        end: on the clock of `time.perf_counter`.
+    """
+    found: dict[int, float] = {}
+    if device.type == "cuda":
+        tried: dict[tuple[object, ...], tuple[float, float] | None] = {}
+        for main, others in with_backward(operations):
+            sample, key = samples.get(operations[main].kind), (operations[main].kind, bool(others))
+            if sample is None or time.perf_counter() > end:
+                continue
+            if key not in tried:
+                tried[key] = chosen_shares(sample, torch.bfloat16, device, backward=bool(others))
+            if (shares := tried[key]) is not None:
+                found |= {main: shares[0]} | dict.fromkeys(others, shares[1])
+    for kind, rows in kinds.items():
+        if time.perf_counter() > end:
+            break
+        if found.keys() >= {*rows}:
+            continue
+        share = narrower_share(operations[rows[0]], samples.get(kind), torch.bfloat16, device)
+        if share is not None:
+            found = dict.fromkeys(rows, share) | found
+    return found
+
+
+def with_backward(operations: Sequence[Operation]) -> list[tuple[int, list[int]]]:
+    """Returns the rows of fp32 operators whose kernel PyTorch chooses by the dtype, each with the rows of its backward."""
+    found = []
+    for row, operation in enumerate(operations):
+        if operation.phase != "forward" or operation.dtype != "fp32" or not operation.op.endswith(CHOSEN):
+            continue
+        # the backward of an attention may be another kernel's
+        stem = operation.op.rpartition("_")[0] if operation.op.startswith(FUSED) else operation.op
+        its = [
+            n for n, other in enumerate(operations)
+            if other.phase == "backward" and other.module == operation.module and other.op.startswith(stem)
+        ]  # fmt: skip
+        found.append((row, its))
+    return found
