@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise, repeat
 from pathlib import Path
 from statistics import median
@@ -106,7 +106,7 @@ class Bench:
     def first_token(self) -> Row:
         llm, rng = self.engine(), random.Random(0)
         vocabulary = llm.engine.runner.decoder.config.vocab_size
-        offline, http = [], []
+        offline, http, refused = [], [], []
         with Server(self.folder, *self.options) as server:
             for turn in range(20 * self.asked.repeats + 4):
                 prompt = [rng.randrange(vocabulary) for _ in range(256)]
@@ -118,63 +118,73 @@ class Bench:
                 while not llm.engine.idle:
                     llm.engine.step()
                 (reading,) = asyncio.run(read_all(server.port, [stream_of(prompt, 8)]))
+                # what the client, the socket and the parsing of HTTP cost without an engine
+                (refusal,) = asyncio.run(read_all(server.port, [stream_of(prompt, 8, n=99)]))
                 if turn >= 4:
                     offline.append(1e3 * alone)
                     http.append(1e3 * (reading.times[0] - reading.sent))
+                    refused.append(1e3 * (refusal.ended - refusal.sent))
         taken = {
             "http_ttft_ms": http, "offline_ttft_ms": offline, "ratio_of_medians": [median(http) / median(offline)],
-            "above_ms": [median(http) - median(offline)],
+            "above_ms": [median(http) - median(offline)], "refusal_ms": refused,
         }  # fmt: skip
         return self.row("first-token", taken, prompt_tokens=256)
 
     def lag(self) -> Row:
-        """Compares the events of running streams in two windows: a quiet one, and one with requests that cost much."""
+        """Compares the tokens of running streams in two windows: a quiet one, and one with requests that cost much.
+
+        Tokens and not events: those that come while the event loop is busy are joined into one event, and none is lost.
+        """
         with Server(self.folder, *self.options) as server:
             taken = asyncio.run(self._lag(server))
         return self.row("lag", taken, streams=STREAMS, tokens=TOKENS, every_s=self.asked.every, seconds=self.asked.window)
 
     async def _lag(self, server: Server) -> dict[str, Sequence[float]]:
         window, port = self.asked.window, server.port
-        readings: list[Reading] = []
+        begun = 0
 
         async def go_on(first: int) -> None:
+            nonlocal begun
             # answers of every length at any time: a long one takes longer per token, and would make later windows slower
             for tokens in chain([first], repeat(TOKENS)):
-                readings.append(Reading(port, stream_of("The roof", tokens)))
-                await readings[-1].run()
+                begun += 1
+                await Reading(port, stream_of("The roof", tokens)).run()
 
         running = [asyncio.create_task(go_on(TOKENS * n // STREAMS)) for n in range(1, STREAMS + 1)]
-        while len(readings) < 2 * STREAMS:
+        while begun < 2 * STREAMS:
             await asyncio.sleep(0.1)
-        quiet, lost, lags, most = [], [], [], []
+        quiet, lost, lags, most, rate = [], [], [], [], []
         cores: dict[str, list[float]] = {}
         for _ in range(self.asked.repeats):
-            begun, spent = time.perf_counter(), [server.cpu_s]
+            seen, spent = [await Seen.of(port)], [server.cpu_s]
             await asyncio.sleep(window)
             spent.append(server.cpu_s)
-            middle, before = time.perf_counter(), await lag_of(port)
-            hostile = [asyncio.create_task(send_often(port, *each, every_s=self.asked.every)) for each in costly()]
+            seen.append(await Seen.of(port))
+            answered: list[float] = []
+            hostile = [asyncio.create_task(send_often(port, *each, answered, every_s=self.asked.every)) for each in costly()]
             await asyncio.sleep(window)
             spent.append(server.cpu_s)
-            ended, after = time.perf_counter(), await lag_of(port)
+            seen.append(await Seen.of(port))
             for task in hostile:
                 task.cancel()
             await asyncio.gather(*hostile, return_exceptions=True)
             # a grammar that an earlier request began may still be compiling
             await asyncio.sleep(2.0)
-            times = [moment for each in readings for moment in each.times]
-            rates = [sum(a <= moment < b for moment in times) / (b - a) for a, b in ((begun, middle), (middle, ended))]
+            rates = [(after.tokens - before.tokens) / (after.at - before.at) for before, after in pairwise(seen)]
             quiet.append(rates[0])
             lost.append(100 * (1 - rates[1] / rates[0]))
-            lags.append(1e3 * quantile(before, after, 0.99))
-            most.append(1e3 * quantile(before, after, 1.0))
+            rate.append(sum(moment < seen[2].at for moment in answered) / window)
+            lags.append(1e3 * quantile(seen[1].lags, seen[2].lags, 0.99))
+            most.append(1e3 * quantile(seen[1].lags, seen[2].lags, 1.0))
             for when, (first, last) in zip(("quiet", "loaded"), pairwise(spent), strict=True):
                 for who in first:
                     cores.setdefault(f"{who}_cores_{when}", []).append((last[who] - first[who]) / window)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        return {"lag_ms_p99_at_most": lags, "lag_ms_most_at_most": most, "events_s": quiet, "lost_percent": lost} | cores
+        return {
+            "lag_ms_p99_at_most": lags, "lag_ms_most_at_most": most, "tokens_s": quiet, "lost_percent": lost, "costly_s": rate,
+        } | cores  # fmt: skip
 
     def constrained(self) -> Row:
         tokens = min(256, self.asked.max_model_len - 16)
@@ -222,8 +232,8 @@ def costly() -> Iterator[tuple[str, Any]]:
     yield "/v1/completions", stream_of("a", 1, ignore_eos=None, structured_outputs={"json": HOSTILE})
 
 
-async def send_often(port: int, path: str, body: Any, *, every_s: float) -> None:
-    """Sends a request again and again, until it is cancelled."""
+async def send_often(port: int, path: str, body: Any, answered: list[float], *, every_s: float) -> None:
+    """Sends a request again and again until it is cancelled, and notes when it was answered."""
     while True:
         until = time.perf_counter() + every_s
         # no schema is taken from the cache of those that are compiled
@@ -232,14 +242,31 @@ async def send_often(port: int, path: str, body: Any, *, every_s: float) -> None
             fresh = body | {"structured_outputs": {"json": HOSTILE | {"title": os.urandom(8).hex()}}}
         with contextlib.suppress(ConnectionError):
             await Reading(port, fresh, path).run()
+            answered.append(time.perf_counter())
         await asyncio.sleep(max(0.0, until - time.perf_counter()))
 
 
-async def lag_of(port: int) -> dict[float, float]:
-    """Returns how often the event loop's lag was at most so many seconds."""
-    text = (await get(port, "/metrics")).decode()
-    found = re.findall(r'^rooftile:loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', text, re.MULTILINE)
-    return {float(le): float(count) for le, count in found}
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a server's metrics say at a moment.
+
+    Args:
+        at: the moment.
+        tokens: those of all answers so far.
+        lags: how often the event loop's lag was at most so many seconds.
+    """
+
+    at: float
+    tokens: float
+    lags: dict[float, float]
+
+    @classmethod
+    async def of(cls, port: int) -> Seen:
+        """Reads the metrics."""
+        text, at = (await get(port, "/metrics")).decode(), time.perf_counter()
+        (tokens,) = re.findall(r"^rooftile:generation_tokens_total (\S+)$", text, re.MULTILINE)
+        lags = re.findall(r'^rooftile:loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', text, re.MULTILINE)
+        return cls(at, float(tokens), {float(le): float(count) for le, count in lags})
 
 
 def quantile(before: dict[float, float], after: dict[float, float], share: float) -> float:

@@ -166,6 +166,10 @@ def test_metrics_count_what_was_done(small) -> None:
     assert small.metric("prompt_tokens_total") - before["prompt_tokens_total"] == usage["prompt_tokens"]
     assert small.metric("generation_tokens_total") - before["generation_tokens_total"] == 7
     assert small.metric("request_success_total", finished_reason="length") == ended + 1
+    aborted = small.metric("request_success_total", finished_reason="abort")
+    late = small.client.post("/v1/completions", json=LONG | {"n": 2}, headers={"X-Request-Timeout": "0.5"})
+    assert late.status_code == 504, late.text
+    assert small.metric("request_success_total", finished_reason="abort") == aborted + 2
     hits = small.metric("prefix_cache_hits_total")
     for _ in range(2):
         small.post("/v1/completions", prompt=list(range(130, 194)), max_tokens=1)

@@ -29,13 +29,15 @@ def refused(server, path: str, body: object, code: str, param: str | None = None
     [
         ("n", 17, "n is 17; must be a whole number from 1 to 16"),
         ("n", 0, "from 1 to 16"),
-        ("n", True, "n is True"),
-        ("n", "2", "n is '2'; must be a valid integer"),
+        ("n", True, "n is true; must be a whole number"),
+        ("n", "2", "n is '2'; must be a whole number"),
         ("n", 1.5, "n is 1.5"),
         ("best_of", 17, "from n, which is 1, to 16"),
         ("logprobs", 21, "from 0 to 20"),
         ("temperature", -0.1, "temperature is -0.1"),
-        ("temperature", "hot", "temperature is 'hot'"),
+        ("temperature", "hot", "temperature is 'hot'; must be a number"),
+        ("stream", "yes", "stream is 'yes'; must be true or false"),
+        ("user", 5, "user is 5; must be a text"),
         ("top_p", 0, "top_p is 0"),
         ("top_p", 1.1, "at most 1"),
         ("top_k", -2, "top_k is -2"),
@@ -59,7 +61,7 @@ def refused(server, path: str, body: object, code: str, param: str | None = None
         ("allowed_token_ids", [], "empty"),
         ("beam_width", 17, "from 1 to 16"),
         ("length_penalty", 2.0, "without beam_width"),
-        ("cache_salt", "s" * 129, "at most 128 characters"),
+        ("cache_salt", "s" * 129, "; must have at most 128 characters"),
         ("prompt", [], "must have from 1"),
         ("prompt", [[]], "must have from 1"),
         ("prompt", [1, "a"], "a list of token ids"),
@@ -212,15 +214,16 @@ def test_only_json_is_read(server, kind) -> None:
 
 
 def test_unknown_paths_and_methods(server) -> None:
-    for method, path, status in (
-        ("GET", "/v2", 404),
-        ("GET", COMPLETIONS, 405),
-        ("DELETE", "/v1/models", 405),
-        ("PUT", "/", 405),
+    for method, path, status, sentence in (
+        ("GET", "/v2", 404, "the path '/v2' is none of this server's"),
+        ("GET", COMPLETIONS, 405, "the method is GET; this path has POST"),
+        ("DELETE", "/v1/models", 405, "this path has GET"),
+        ("PUT", "/", 405, "this path has GET"),
     ):
         answer = server.client.request(method, path)
         assert answer.status_code == status
         assert answer.json()["error"]["code"] in CODES
+        assert sentence in answer.json()["error"]["message"]
 
 
 def test_an_error_comes_before_the_first_byte_of_a_stream(server) -> None:
