@@ -248,7 +248,7 @@ async def send_often(port: int, path: str, body: Any, answered: list[float], *, 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a server's metrics say at a moment.
+    """A server's metrics at a moment.
 
     Args:
         at: the moment.

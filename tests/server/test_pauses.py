@@ -1,4 +1,4 @@
-"""What one client can make long has a lower priority than the answers of others."""
+"""Work that one client can make long has a lower priority than the answers of others."""
 
 from __future__ import annotations
 
