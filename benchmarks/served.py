@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
 import json
 import os
 import queue
@@ -10,9 +12,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,9 +25,51 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rooftile.bench.models import MODELS
+from rooftile.bench.results import Row
+from rooftile.bench.session import Session, open_session
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 900.0
+
+
+def arguments(about: str | None, *, num_blocks: int) -> argparse.ArgumentParser:
+    """Returns a parser with the arguments that all benchmarks of the server take.
+
+    Args:
+        about: the help text.
+        num_blocks: the usual size of the cache.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--shape", default="tiny", choices=("tiny", "1b", "8b"))
+    parser.add_argument("--num-blocks", type=int, default=num_blocks)
+    parser.add_argument("--folder", type=Path, help="keep the checkpoint in this folder, or take it from there")
+    parser.add_argument("--json", type=Path, help="append rows to this file")
+    return parser
+
+
+@contextlib.contextmanager
+def opened(asked: argparse.Namespace) -> Iterator[tuple[Session, Path]]:
+    """Yields the session of a device and the folder of a checkpoint. On a CPU the engine has one thread, here and in a server."""
+    device = torch.device(asked.device)
+    if device.type == "cpu":
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+    session = open_session(device)
+    with tempfile.TemporaryDirectory() as made:
+        folder = asked.folder or Path(made) / asked.shape
+        if not (folder / "config.json").is_file():
+            make_checkpoint(folder, asked.shape, device)
+        yield session, folder
+
+
+def show(row: Row, file: Path | None) -> None:
+    """Prints a row, and appends it to a file if there is one."""
+    line = row.json()
+    print(line, flush=True)  # noqa: T201 - what a benchmark prints is what it is for
+    if file is not None:
+        with file.open("a") as lines:
+            lines.write(line + "\n")
 
 
 def make_checkpoint(folder: Path, shape: str, device: torch.device) -> Path:
@@ -104,6 +149,17 @@ class Server:
         """The ids of the server's process and of the engine's."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [self.process.pid, *map(int, children.split())]
+
+    @property
+    def cpu_s(self) -> dict[str, float]:
+        """Seconds that the cores have spent so far on the client, which is this process, on the API, and on the engine."""
+        tick = os.sysconf("SC_CLK_TCK")
+        spent = {}
+        for name, pid in zip(("client", "api", "engine"), (os.getpid(), *self.pids), strict=True):
+            # the command's name, in brackets, may hold spaces; user and system time come 12 fields after it
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            spent[name] = (int(fields[11]) + int(fields[12])) / tick
+        return spent
 
     def __enter__(self) -> Server:
         return self

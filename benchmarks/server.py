@@ -12,7 +12,6 @@ start         seconds from the command to listening, and of --help
 On a CPU the engine has one thread, in this process and in the server's: the server's other process needs the second core.
 """
 
-# ruff: noqa: T201 - what it prints is what it is for
 from __future__ import annotations
 
 import argparse
@@ -23,28 +22,29 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.served import ROOT, Reading, Server, get, make_checkpoint, read_all, stream_of
+from benchmarks.served import ROOT, Reading, Server, arguments, get, opened, read_all, show, stream_of
 from rooftile.bench import workloads
 from rooftile.bench.driver import drive, fitted
 from rooftile.bench.measures import measures
 from rooftile.bench.results import Row
 from rooftile.bench.rows import measured
-from rooftile.bench.session import Session, open_session
+from rooftile.bench.session import Session
 from rooftile.serve import LLM, SamplingParams
 
 # 64 answers run at once in the bar on constrained ones
 RUNNING, CONSTRAINED = 64, 8
+# the streams of the bar on lag, and their tokens
+STREAMS, TOKENS = 16, 256
 ROOM = ["--max-waiting", "100000", "--max-waiting-tokens", "100000000", "--deadline", "3600"]
 HOSTILE = {
     "type": "object",
@@ -106,7 +106,7 @@ class Bench:
     def first_token(self) -> Row:
         llm, rng = self.engine(), random.Random(0)
         vocabulary = llm.engine.runner.decoder.config.vocab_size
-        offline, http = [], []
+        offline, http, refused = [], [], []
         with Server(self.folder, *self.options) as server:
             for turn in range(20 * self.asked.repeats + 4):
                 prompt = [rng.randrange(vocabulary) for _ in range(256)]
@@ -118,55 +118,73 @@ class Bench:
                 while not llm.engine.idle:
                     llm.engine.step()
                 (reading,) = asyncio.run(read_all(server.port, [stream_of(prompt, 8)]))
+                # what the client, the socket and the parsing of HTTP cost without an engine
+                (refusal,) = asyncio.run(read_all(server.port, [stream_of(prompt, 8, n=99)]))
                 if turn >= 4:
                     offline.append(1e3 * alone)
                     http.append(1e3 * (reading.times[0] - reading.sent))
+                    refused.append(1e3 * (refusal.ended - refusal.sent))
         taken = {
             "http_ttft_ms": http, "offline_ttft_ms": offline, "ratio_of_medians": [median(http) / median(offline)],
-            "above_ms": [median(http) - median(offline)],
+            "above_ms": [median(http) - median(offline)], "refusal_ms": refused,
         }  # fmt: skip
         return self.row("first-token", taken, prompt_tokens=256)
 
     def lag(self) -> Row:
-        """Compares the events of running streams in two windows: a quiet one, and one with requests that cost much."""
+        """Compares the tokens of running streams in two windows: a quiet one, and one with requests that cost much.
+
+        Tokens and not events: those that come while the event loop is busy are joined into one event, and none is lost.
+        """
         with Server(self.folder, *self.options) as server:
-            taken = asyncio.run(self._lag(server.port))
-        return self.row("lag", taken, streams=16, every_s=self.asked.every, seconds=self.asked.window)
+            taken = asyncio.run(self._lag(server))
+        return self.row("lag", taken, streams=STREAMS, tokens=TOKENS, every_s=self.asked.every, seconds=self.asked.window)
 
-    async def _lag(self, port: int) -> dict[str, Sequence[float]]:
-        window, tokens = self.asked.window, self.asked.max_model_len - 16
-        readings: list[Reading] = []
+    async def _lag(self, server: Server) -> dict[str, Sequence[float]]:
+        window, port = self.asked.window, server.port
+        begun = 0
 
-        async def go_on() -> None:
-            while True:
-                readings.append(Reading(port, stream_of("The roof", tokens)))
-                await readings[-1].run()
+        async def go_on(first: int) -> None:
+            nonlocal begun
+            # answers of every length at any time: a long one takes longer per token, and would make later windows slower
+            for tokens in chain([first], repeat(TOKENS)):
+                begun += 1
+                await Reading(port, stream_of("The roof", tokens)).run()
 
-        running = [asyncio.create_task(go_on()) for _ in range(16)]
-        await asyncio.sleep(1.0)
-        quiet, lost, lags, most = [], [], [], []
+        running = [asyncio.create_task(go_on(TOKENS * n // STREAMS)) for n in range(1, STREAMS + 1)]
+        while begun < 2 * STREAMS:
+            await asyncio.sleep(0.1)
+        quiet, lost, lags, most, rate = [], [], [], [], []
+        cores: dict[str, list[float]] = {}
         for _ in range(self.asked.repeats):
-            begun = time.perf_counter()
+            seen, spent = [await Seen.of(port)], [server.cpu_s]
             await asyncio.sleep(window)
-            middle, before = time.perf_counter(), await lag_of(port)
-            hostile = [asyncio.create_task(repeat(port, *each, every_s=self.asked.every)) for each in costly()]
+            spent.append(server.cpu_s)
+            seen.append(await Seen.of(port))
+            answered: list[float] = []
+            hostile = [asyncio.create_task(send_often(port, *each, answered, every_s=self.asked.every)) for each in costly()]
             await asyncio.sleep(window)
-            ended, after = time.perf_counter(), await lag_of(port)
+            spent.append(server.cpu_s)
+            seen.append(await Seen.of(port))
             for task in hostile:
                 task.cancel()
             await asyncio.gather(*hostile, return_exceptions=True)
             # a grammar that an earlier request began may still be compiling
             await asyncio.sleep(2.0)
-            times = [moment for each in readings for moment in each.times]
-            rates = [sum(a <= moment < b for moment in times) / (b - a) for a, b in ((begun, middle), (middle, ended))]
+            rates = [(after.tokens - before.tokens) / (after.at - before.at) for before, after in pairwise(seen)]
             quiet.append(rates[0])
             lost.append(100 * (1 - rates[1] / rates[0]))
-            lags.append(1e3 * quantile(before, after, 0.99))
-            most.append(1e3 * quantile(before, after, 1.0))
+            rate.append(sum(moment < seen[2].at for moment in answered) / window)
+            lags.append(1e3 * quantile(seen[1].lags, seen[2].lags, 0.99))
+            most.append(1e3 * quantile(seen[1].lags, seen[2].lags, 1.0))
+            for when, (first, last) in zip(("quiet", "loaded"), pairwise(spent), strict=True):
+                for who in first:
+                    cores.setdefault(f"{who}_cores_{when}", []).append((last[who] - first[who]) / window)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        return {"lag_ms_p99_at_most": lags, "lag_ms_most_at_most": most, "events_s": quiet, "lost_percent": lost}
+        return {
+            "lag_ms_p99_at_most": lags, "lag_ms_most_at_most": most, "tokens_s": quiet, "lost_percent": lost, "costly_s": rate,
+        } | cores  # fmt: skip
 
     def constrained(self) -> Row:
         tokens = min(256, self.asked.max_model_len - 16)
@@ -214,8 +232,8 @@ def costly() -> Iterator[tuple[str, Any]]:
     yield "/v1/completions", stream_of("a", 1, ignore_eos=None, structured_outputs={"json": HOSTILE})
 
 
-async def repeat(port: int, path: str, body: Any, *, every_s: float) -> None:
-    """Sends a request again and again, until it is cancelled."""
+async def send_often(port: int, path: str, body: Any, answered: list[float], *, every_s: float) -> None:
+    """Sends a request again and again until it is cancelled, and notes when it was answered."""
     while True:
         until = time.perf_counter() + every_s
         # no schema is taken from the cache of those that are compiled
@@ -224,14 +242,31 @@ async def repeat(port: int, path: str, body: Any, *, every_s: float) -> None:
             fresh = body | {"structured_outputs": {"json": HOSTILE | {"title": os.urandom(8).hex()}}}
         with contextlib.suppress(ConnectionError):
             await Reading(port, fresh, path).run()
+            answered.append(time.perf_counter())
         await asyncio.sleep(max(0.0, until - time.perf_counter()))
 
 
-async def lag_of(port: int) -> dict[float, float]:
-    """Returns how often the event loop's lag was at most so many seconds."""
-    text = (await get(port, "/metrics")).decode()
-    found = re.findall(r'^rooftile:loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', text, re.MULTILINE)
-    return {float(le): float(count) for le, count in found}
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A server's metrics at a moment.
+
+    Args:
+        at: the moment.
+        tokens: those of all answers so far.
+        lags: how often the event loop's lag was at most so many seconds.
+    """
+
+    at: float
+    tokens: float
+    lags: dict[float, float]
+
+    @classmethod
+    async def of(cls, port: int) -> Seen:
+        """Reads the metrics."""
+        text, at = (await get(port, "/metrics")).decode(), time.perf_counter()
+        (tokens,) = re.findall(r"^rooftile:generation_tokens_total (\S+)$", text, re.MULTILINE)
+        lags = re.findall(r'^rooftile:loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', text, re.MULTILINE)
+        return cls(at, float(tokens), {float(le): float(count) for le, count in lags})
 
 
 def quantile(before: dict[float, float], after: dict[float, float], share: float) -> float:
@@ -252,35 +287,18 @@ BARS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", default="tiny", choices=("tiny", "1b", "8b"))
+    parser = arguments(__doc__, num_blocks=20_000)
     parser.add_argument("--bar", action="append", choices=BARS, help="several; all without it")
     parser.add_argument("--scale", type=float, default=1.0, help="the share of W1's requests and of their lengths")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--num-blocks", type=int, default=20_000)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--window", type=float, default=10.0, help="seconds of each window of the bar lag")
     parser.add_argument("--every", type=float, default=2.0, help="seconds from one costly request of a kind to the next")
-    parser.add_argument("--folder", type=Path, help="keep the checkpoint in this folder, or take it from there")
-    parser.add_argument("--json", type=Path, help="append rows to this file")
     asked = parser.parse_args()
-    device = torch.device(asked.device)
-    if device.type == "cpu":
-        os.environ["OMP_NUM_THREADS"] = "1"
-        torch.set_num_threads(1)
-    session = open_session(device)
-    with tempfile.TemporaryDirectory() as made:
-        folder = asked.folder or Path(made) / asked.shape
-        if not (folder / "config.json").is_file():
-            make_checkpoint(folder, asked.shape, device)
+    with opened(asked) as (session, folder):
         bench = Bench(asked, session, folder)
         for name in asked.bar or BARS:
-            line = BARS[name](bench).json()
-            print(line, flush=True)
-            if asked.json:
-                with asked.json.open("a") as file:
-                    file.write(line + "\n")
+            show(BARS[name](bench), asked.json)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,13 @@ afterwards: threads, files, connections, memory and blocks. The program fails if
 request had no end, or if the server died.
 """
 
-# ruff: noqa: T201 - what it prints is what it is for
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,12 +24,11 @@ from typing import Any
 
 import numpy as np
 import psutil
-import torch
 
-from benchmarks.served import Reading, Server, get, make_checkpoint, read_all
+from benchmarks.served import Reading, Server, arguments, get, opened, read_all, show
 from rooftile.bench.results import Row
 from rooftile.bench.rows import figures
-from rooftile.bench.session import open_session
+from rooftile.bench.session import Session
 from rooftile.serve import LLM, SamplingParams
 
 WAITING = 32
@@ -148,32 +144,15 @@ async def idle(port: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", default="tiny", choices=("tiny", "1b", "8b"))
+    parser = arguments(__doc__, num_blocks=4000)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--tokens", type=int, default=24, help="tokens of an answer")
-    parser.add_argument("--num-blocks", type=int, default=4000)
-    parser.add_argument("--folder", type=Path, help="keep the checkpoint in this folder, or take it from there")
-    parser.add_argument("--json", type=Path, help="append the row to this file")
     given = parser.parse_args()
-    device = torch.device(given.device)
-    if device.type == "cpu":
-        os.environ["OMP_NUM_THREADS"] = "1"
-        torch.set_num_threads(1)
-    session = open_session(device)
-    with tempfile.TemporaryDirectory() as made:
-        folder = given.folder or Path(made) / given.shape
-        if not (folder / "config.json").is_file():
-            make_checkpoint(folder, given.shape, device)
-        line = measure(given, session, folder).json()
-    print(line)
-    if given.json:
-        with given.json.open("a") as file:
-            file.write(line + "\n")
+    with opened(given) as (session, folder):
+        show(measure(given, session, folder), given.json)
 
 
-def measure(given: argparse.Namespace, session: Any, folder: Path) -> Row:
+def measure(given: argparse.Namespace, session: Session, folder: Path) -> Row:
     prompts = [f"The roof has {n} tiles, " for n in range(64)]
     llm = LLM(folder, device=given.device, num_blocks=given.num_blocks, max_model_len=1024)
     params = SamplingParams(temperature=0, max_tokens=given.tokens, ignore_eos=True)

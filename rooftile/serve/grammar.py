@@ -8,6 +8,7 @@ interpreter go on; a `Matcher` belongs to one answer.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -168,5 +169,6 @@ def grammar_of(structured: Mapping[str, Any], compiler: Any) -> str:
 
 
 def refused(why: str) -> InvalidInput:
-    """Returns the error for a grammar that cannot be used, with the first line of the reason."""
-    return InvalidInput(f"the grammar cannot be used: {' '.join(why.split())[:200]}")
+    """Returns the error for a grammar that cannot be used, with the reason, but without its place in llguidance's own words."""
+    reason = re.sub(r"^at \d+\(\d+\): ", "", re.split(r"\n +\d+ \| ", why)[0])
+    return InvalidInput(f"the grammar cannot be used: {' '.join(reason.split())[:200]}")

@@ -52,7 +52,7 @@ def new_key(name: str) -> tuple[str, str]:
         InvalidInput: the name is no short word.
     """
     if not _NAME.fullmatch(name):
-        raise InvalidInput(f"the key's name is {name[:80]!r}; must be 1 to 64 letters, digits, dots, lines and underscores")
+        raise InvalidInput(f"the key's name is {name[:80]!r}; must be 1 to 64 letters, digits, dots, hyphens and underscores")
     key = PREFIX + secrets.token_urlsafe(32)
     return key, f"{name}:{_digest(key)}"
 
@@ -67,8 +67,10 @@ def read_keys(file: Path | None, from_environment: str | None = None) -> Keys:
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(f"--api-key-file {file} cannot be read: {error}") from None
+        except OSError as error:
+            raise InvalidInput(f"--api-key-file {file} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise InvalidInput(f"--api-key-file {file} cannot be read: it is no text in UTF-8") from None
         for number, line in enumerate(lines, 1):
             name, _, digest = line.strip().partition(":")
             if not name or name.startswith("#"):

@@ -19,6 +19,7 @@ from rooftile.server.engine.messages import FAILED
 from rooftile.server.http.app import make_app
 from rooftile.server.http.protocol import BoundedProtocol
 from rooftile.server.observe.log import log, start_log
+from rooftile.server.pauses import freeze_garbage
 from rooftile.server.refusals import Refusal
 from rooftile.server.service import Service
 from rooftile.server.settings import ServerSettings
@@ -171,6 +172,7 @@ def run(settings: ServerSettings) -> int:
     # a thread that reads a large body in Python gives way to the event loop after so long
     sys.setswitchinterval(SWITCH_S)
     start_log(as_json=settings.json_log)
+    freeze_garbage()
 
     async def live() -> int:
         return await Run(settings, listener).live()

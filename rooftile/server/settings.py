@@ -68,7 +68,8 @@ class ServerSettings:
         for name in ("deadline_s", "drain_s", "stall_s"):
             value = getattr(self, name)
             if not 0 <= value < 1e7 or (value == 0 and name != "drain_s"):
-                raise InvalidInput(f"--{name.removesuffix('_s')} is {value}; must be a number of seconds")
+                least = "of at least 0" if name == "drain_s" else "above 0"
+                raise InvalidInput(f"--{name.removesuffix('_s')} is {value:g}; must be a number of seconds {least}")
         if not 0 <= self.port < 2**16:
             raise InvalidInput(f"--port is {self.port}; must be from 0 to 65535")
         if not re.fullmatch(r"[a-zA-Z_]\w*", self.metrics_prefix):

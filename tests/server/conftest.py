@@ -11,6 +11,7 @@ import transformers
 from rooftile.serve import LLM
 from tests.serve.folders import core, save
 from tests.server.live import Server
+from tests.server.small import KEY, LINE, OTHER_LINE, ROOM
 
 # the model has more logits than its tokenizer has tokens, as published ones have
 SPARE = 7
@@ -34,6 +35,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(folder: Path):
     with Server(folder) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def small(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A server that runs two answers, and lets three wait."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"{LINE}\n{OTHER_LINE}\n")
+    with Server(folder, *ROOM, "--api-key-file", str(keys), "--json") as made:
+        made.client.headers["Authorization"] = f"Bearer {KEY}"
         yield made
 
 

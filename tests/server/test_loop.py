@@ -46,7 +46,7 @@ def test_what_crosses_is_what_is_new(llm) -> None:
     (due,) = llm.generate([[5, 6, 7]], SamplingParams(**GREEDY, logprobs=1))
     link = play(llm, [Add(1, [5, 6, 7], GREEDY | {"logprobs": 1})])
     assert link.sent[0].taken == [1]
-    assert link.sent[0].started == [1]
+    assert link.sent[1].started == [1]
     pieces = [piece for step in link.sent for news in step.news for piece in news.pieces]
     assert "".join(piece.text for piece in pieces) == due.outputs[0].text
     scored = [token[0] for piece in pieces for token in piece.logprobs]
@@ -67,9 +67,7 @@ def test_a_whole_answer_crosses_once(llm) -> None:
 
 def test_an_aborted_request_says_nothing_more(llm) -> None:
     link = play(llm, [Add(1, [5, 6], GREEDY | {"max_tokens": 500})], [], [Abort(1), Abort(7)])
-    assert len(link.sent) == 3
-    assert [len(step.news) for step in link.sent[:2]] == [1, 1]
-    assert link.sent[2].news == []
+    assert [len(step.news) for step in link.sent] == [0, 1, 1, 0]
 
 
 def test_a_wrong_request_concerns_nobody_else(llm) -> None:
@@ -78,7 +76,23 @@ def test_a_wrong_request_concerns_nobody_else(llm) -> None:
     assert [refused.id for refused in link.sent[0].refused] == [1, 2, 3]
     assert "n is 99" in link.sent[0].refused[0].reason
     assert link.sent[0].taken == [4]
-    assert link.sent[0].news[0].finished
+    assert link.sent[1].news[0].finished
+
+
+def test_a_client_hears_before_the_step_that_its_request_is_taken(llm, monkeypatch) -> None:
+    link, step, told = FakeLink([Add(1, [5, 6, 7], GREEDY)]), llm.engine.step, []
+
+    def watched():
+        told.append([each for message in link.sent for each in message.taken])
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", watched)
+    loop = Loop(llm.engine, link)
+    while not told or not llm.engine.idle:
+        loop.turn()
+    # once, and without a message for steps that take nothing new
+    assert told[0] == told[-1] == [1]
+    assert len(link.sent) == len(told) + 1
 
 
 def test_an_idle_engine_checks_its_books_once(llm, monkeypatch) -> None:

@@ -104,6 +104,19 @@ def test_a_stream_of_a_chat(client) -> None:
     assert {len(token.top_logprobs) for token in content} == {3}
 
 
+def test_an_answers_message_goes_back_in_the_next_turn(client) -> None:
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 6}
+    said = client.chat.completions.create(**asked, messages=MESSAGES).choices[0].message
+    found = [
+        client.chat.completions.create(**asked, messages=[*MESSAGES, again, *MESSAGES[-1:]]).choices[0].message.content
+        for again in ({"role": "assistant", "content": said.content}, said, said.model_dump())
+    ]
+    assert found[0] == found[1] == found[2]
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    with pytest.raises(openai.BadRequestError, match=r"messages\[1\].tool_calls is not supported: messages are text"):
+        client.chat.completions.create(**asked, messages=[MESSAGES[0], said.model_dump() | {"tool_calls": calls}])
+
+
 def test_logprobs_are_the_librarys(client, llm) -> None:
     (due,) = llm.generate("ab abc", SamplingParams(**GREEDY, logprobs=2))
     found = client.completions.create(model="tiny", prompt="ab abc", logprobs=2, **GREEDY).choices[0].logprobs

@@ -2,49 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 import time
-from collections import Counter
 
-import httpx
-import psutil
-import pytest
-
-from rooftile.serve import SamplingParams
-from rooftile.server import limits
-from rooftile.server.http.protocol import ABORT
-from rooftile.server.http.sse import EventStream, event
-from rooftile.server.keys import new_key
-from rooftile.server.observe.log import Account
 from tests.server.live import PATIENCE_S, Server
+from tests.server.small import KEY, OTHER
 from tests.server.sockets import connect, request, status
 
-KEY, LINE = new_key("ann")
-OTHER, OTHER_LINE = new_key("bob")
 LONG = {"prompt": "The roof", "max_tokens": 1500, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def small(folder, tmp_path_factory):
-    """A server that runs two answers, and lets three wait."""
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"{LINE}\n{OTHER_LINE}\n")
-    options = (
-        "--max-num-seqs",
-        "2",
-        "--max-waiting",
-        "3",
-        "--max-waiting-tokens",
-        "300",
-        "--api-key-file",
-        str(keys),
-        "--json",
-    )
-    with Server(folder, *options) as made:
-        made.client.headers["Authorization"] = f"Bearer {KEY}"
-        yield made
 
 
 class Holder:
@@ -166,6 +131,10 @@ def test_metrics_count_what_was_done(small) -> None:
     assert small.metric("prompt_tokens_total") - before["prompt_tokens_total"] == usage["prompt_tokens"]
     assert small.metric("generation_tokens_total") - before["generation_tokens_total"] == 7
     assert small.metric("request_success_total", finished_reason="length") == ended + 1
+    aborted = small.metric("request_success_total", finished_reason="abort")
+    late = small.client.post("/v1/completions", json=LONG | {"n": 2}, headers={"X-Request-Timeout": "0.5"})
+    assert late.status_code == 504, late.text
+    assert small.metric("request_success_total", finished_reason="abort") == aborted + 2
     hits = small.metric("prefix_cache_hits_total")
     for _ in range(2):
         small.post("/v1/completions", prompt=list(range(130, 194)), max_tokens=1)
@@ -180,144 +149,3 @@ def test_metrics_count_what_was_done(small) -> None:
         assert f"rooftile:{name}" in text, name
     assert "ann" not in text
     assert "tiny" not in text
-
-
-OVERLOAD_S = 60.0
-# the server has places for five: two that run and three that wait
-CLIENTS = 10
-SHORT = {"temperature": 0, "max_tokens": 6}
-
-
-class Crowd:
-    """W9: twice as many clients as there are places; a fifth vanish, and one in a hundred asks for nonsense.
-
-    Args:
-        client: sends their requests.
-        due: the answer to each prompt.
-    """
-
-    def __init__(self, client: httpx.AsyncClient, due: dict[str, str]) -> None:
-        self.client = client
-        self.due = due
-        self.ends: Counter[str] = Counter()
-        self._rng = random.Random(0)
-
-    async def come(self, seconds: float) -> None:
-        """Lets all clients ask again and again, for so long."""
-        until = time.monotonic() + seconds
-
-        async def one() -> None:
-            while time.monotonic() < until:
-                patience = self._rng.random() * 0.1 if self._rng.random() < 0.2 else None
-                bad = {"n": 17} if self._rng.random() < 0.01 else {}
-                self.ends[await self._ask(self._rng.choice(list(self.due)), bad, patience)] += 1
-                await asyncio.sleep(self._rng.random() * 0.04)
-
-        await asyncio.wait_for(asyncio.gather(*(one() for _ in range(CLIENTS))), seconds + PATIENCE_S)
-
-    async def _ask(self, prompt: str, bad: dict, patience: float | None) -> str:
-        streams = self._rng.random() < 0.5
-        try:
-            async with asyncio.timeout(patience):
-                answer = await self.client.post("/v1/completions", json={"prompt": prompt, "stream": streams} | SHORT | bad)
-        except TimeoutError:
-            return "gone"
-        if answer.status_code != 200:
-            return str(answer.status_code)
-        if streams:
-            *events, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-            assert last == "[DONE]"
-            text = "".join(json.loads(each)["choices"][0]["text"] for each in events)
-        else:
-            text = answer.json()["choices"][0]["text"]
-        assert not bad
-        assert text == self.due[prompt]
-        return "answered"
-
-
-def test_a_minute_of_twice_what_can_be_answered(small, llm) -> None:
-    """No hang; the excess has 429; all others have the library's answers; and afterwards all is as before."""
-    prompts = [f"The roof {n}" for n in range(40)]
-    outputs = llm.generate(prompts, SamplingParams(**SHORT))
-    due = {prompt: output.outputs[0].text for prompt, output in zip(prompts, outputs, strict=True)}
-    processes = [psutil.Process(small.process.pid), small.engine]
-    before: list = []
-
-    async def test() -> Counter[str]:
-        headers = {"Authorization": f"Bearer {KEY}"}
-        bounds = httpx.Limits(max_connections=200)
-        async with httpx.AsyncClient(base_url=small.url, limits=bounds, timeout=60, trust_env=False, headers=headers) as client:
-            crowd = Crowd(client, due)
-            await crowd.come(2)
-            # threads that were started for the first ones stay
-            before.extend((each.num_threads(), each.memory_info().rss) for each in processes)
-            await crowd.come(OVERLOAD_S)
-            return crowd.ends
-
-    small.wait_until_idle()
-    files = [each.num_fds() for each in processes]
-    ends = asyncio.run(test())
-    small.wait_until_idle()
-    assert set(ends) == {"answered", "429", "400", "gone"}, ends
-    assert ends["429"] > 0.05 * ends.total()
-    assert ends["answered"] > 0.05 * ends.total()
-    until = time.monotonic() + PATIENCE_S
-    while [each.num_fds() for each in processes] > files and time.monotonic() < until:
-        time.sleep(0.05)
-    assert [each.num_fds() for each in processes] <= files
-    for process, (threads, memory) in zip(processes, before, strict=True):
-        assert process.num_threads() <= threads + 4
-        assert process.memory_info().rss - memory < 50e6
-    # an idle engine checks its books after a second, and would have died of a leak
-    time.sleep(1.2)
-    assert small.complete(max_tokens=1)["choices"]
-
-
-def test_a_client_that_reads_nothing_is_cut_off(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "CHUNK_S", 0.05)
-    cut, closed, account = [], [], Account()
-
-    async def events():
-        yield b"data: x\n\n"
-
-    async def send(message):
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    async def receive():
-        return await asyncio.Event().wait()
-
-    async def test() -> None:
-        stream = EventStream(events(), lambda: closed.append(True), account)
-        await stream({"type": "http", "extensions": {ABORT: {"abort": lambda: cut.append(True)}}}, receive, send)
-
-    asyncio.run(asyncio.wait_for(test(), 10))
-    assert (cut, closed, account.end) == ([True], [True], "gone")
-
-
-def test_a_client_that_leaves_ends_its_stream() -> None:
-    closed, account = [], Account()
-
-    async def events():
-        while True:
-            yield b"data: x\n\n"
-            await asyncio.sleep(0.01)
-
-    async def send(message):
-        pass
-
-    async def receive():
-        await asyncio.sleep(0.05)
-        return {"type": "http.disconnect"}
-
-    stream = EventStream(events(), lambda: closed.append(True), account)
-    asyncio.run(asyncio.wait_for(stream({"type": "http"}, receive, send), 10))
-    assert (closed, account.end) == ([True], "gone")
-
-
-@pytest.mark.parametrize("text", ["a\u2028b", "a\u0085b\u2029", "a\r\nb", "\x1c\x0b"])
-def test_an_event_is_one_line_for_every_client(text) -> None:
-    data = event({"text": text}).decode()
-    line, empty = data.splitlines()
-    assert empty == ""
-    assert json.loads(line.removeprefix("data: ")) == {"text": text}

@@ -147,9 +147,9 @@ class Tokenizer:
             ) from None
         if size > most_bytes:
             raise InvalidInput(f"a text has {size} bytes; may have at most {most_bytes}")
-        # only a batch lets other threads go on while it is encoded
+        # only a batch lets other threads go on while it is encoded; the fast kind keeps no offsets, which nobody reads
         if size > LONG:
-            ids: list[int] = self._core.encode_batch([text], add_special_tokens=special)[0].ids
+            ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
         else:
             ids = self._core.encode(text, add_special_tokens=special).ids
         return ids

@@ -11,6 +11,7 @@ from rooftile.errors import InvalidInput
 from rooftile.serve.grammar import Grammars, Matcher
 from rooftile.server import limits
 from rooftile.server.engine.messages import Add
+from rooftile.server.pauses import give_way
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class Compiling:
 
     def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
-        self._threads = ThreadPoolExecutor(limits.COMPILING_THREADS, "grammar")
+        self._threads = ThreadPoolExecutor(limits.COMPILING_THREADS, "grammar", initializer=give_way)
         self._waiting: dict[int, _Waiting] = {}
 
     def __bool__(self) -> bool:

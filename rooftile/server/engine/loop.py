@@ -33,7 +33,7 @@ class Link(Protocol):
 
 
 class Loop:
-    """Runs an engine for the server: orders in, one message per step out.
+    """Runs an engine for the server: orders in, one message per step out, and one before it that says which requests are taken.
 
     Args:
         engine: the engine; only this loop touches it.
@@ -75,6 +75,10 @@ class Loop:
         for add, found in self._compiling.ended():
             self._add(add, message, found)
         self._checked = False
+        if message.taken:
+            # before the step: meanwhile the server's process begins the answer
+            self.link.send(message)
+            message = Step(self._state)
         before = time.perf_counter()
         changed = [] if self.engine.idle else self.engine.step()
         after = time.perf_counter()

@@ -25,6 +25,7 @@ from rooftile.serve.llm import LLM
 from rooftile.server.engine.loop import Loop
 from rooftile.server.engine.messages import FAILED, Failed, Order, Reading, Ready, Report
 from rooftile.server.engine.wire import FrameReader, WireError, frame
+from rooftile.server.pauses import freeze_garbage
 from rooftile.spec import DTYPES
 
 RECEIVED = 1 << 20
@@ -95,6 +96,7 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
     with reading_told(tell):
         llm = LLM(model, dtype=DTYPES.get(dtype, dtype), device=device, **settings)
     folder = None if llm.tokenizer is None else str(llm.config.tokenizer or model)
+    freeze_garbage()
     link.send(ready_message(llm, folder))
     Loop(llm.engine, link).run()
 

@@ -97,14 +97,16 @@ class RemoteEngine:
             raise
         return call
 
-    def leave(self, call: Call) -> None:
-        """Aborts a request unless it has ended."""
-        if self._calls.pop(call.id, None) is not None:
-            if not call.taken.done():
-                call.taken.cancel()
-            self._started(call.id)
-            if self.cause is None:
-                self._send(frame(Abort(call.id)))
+    def leave(self, call: Call) -> bool:
+        """Aborts a request unless it has ended; returns whether it had not."""
+        if self._calls.pop(call.id, None) is None:
+            return False
+        if not call.taken.done():
+            call.taken.cancel()
+        self._started(call.id)
+        if self.cause is None:
+            self._send(frame(Abort(call.id)))
+        return True
 
     async def close(self) -> None:
         """Ends the process, which sees its socket closed."""

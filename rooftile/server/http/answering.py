@@ -50,6 +50,7 @@ class Answering:
         self._engine: RemoteEngine | None = None
         self._began = time.monotonic()
         self._last: dict[tuple[int, int], float] = {}
+        self._ended: set[tuple[int, int]] = set()
         self._cached: dict[int, int] = {}
 
     async def begin(self) -> None:
@@ -132,9 +133,12 @@ class Answering:
     def close(self) -> None:
         """Aborts what still runs, and gives its place in the queue to others."""
         self._service.live.discard(self)
-        for call in self._calls:
+        for place, call in enumerate(self._calls):
             assert self._engine is not None
-            self._engine.leave(call)
+            if self._engine.leave(call):
+                for index in range(self.ask.params.get("n", 1)):
+                    if (place, index) not in self._ended:
+                        self._service.metrics.note_end("abort")
         for ticket in self._tickets:
             ticket.end()
 
@@ -160,12 +164,15 @@ class Answering:
                     account.first_token_s = now - self._began
             self.usage.completion[index] = piece.tokens
             if piece.finish is not None:
+                self._ended.add(index)
                 metrics.note_end(piece.finish)
                 account.end = piece.finish
         account.completion_tokens = sum(self.usage.completion.values())
 
     def _late(self) -> Refusal:
-        return Refusal("deadline_exceeded", f"the request has taken {time.monotonic() - self._began:.1f} s, and may take no more")
+        seconds = time.monotonic() - self._began
+        why = f"the request has taken {seconds:.1f} s, as long as it may (--deadline, or X-Request-Timeout); ask for fewer tokens"
+        return Refusal("deadline_exceeded", why)
 
 
 class _Merged:

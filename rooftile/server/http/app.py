@@ -190,7 +190,7 @@ class Routes:
     def _check_model(self, name: str | None) -> None:
         own = self._service.settings.served_model_name
         if name is not None and name != own:
-            raise Refusal("model_not_found", f"the model {name[:128]!r} is not served here; has {own!r}", param="model")
+            raise Refusal("model_not_found", f"the model {name[:128]!r} is not served here; ask for {own!r}", param="model")
 
 
 async def whole(answering: Answering, objects: Objects) -> dict[str, Any]:
@@ -249,9 +249,12 @@ async def _wrong(request: Request, error: Any) -> Response:
 
 async def _no_route(request: Request, error: Any) -> Response:
     if error.status_code == 405:
-        refusal = Refusal("method_not_allowed", "the path has other methods", headers=dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        why = f"the method is {request.method[:16]}; this path has {headers.get('Allow', 'another')}"
+        refusal = Refusal("method_not_allowed", why, headers=headers)
     else:
-        refusal = Refusal("not_found", "there is no such path; /openapi.json lists them")
+        path = request.scope["path"][:80]
+        refusal = Refusal("not_found", f"the path {path!r} is none of this server's; /openapi.json lists them")
     return _answer_with(request, refusal)
 
 

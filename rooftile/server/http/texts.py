@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
+from rooftile.server.pauses import give_way
 from rooftile.server.refusals import Refusal, retry_later
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ class Texts:
     @classmethod
     async def load(cls, folder: str | None) -> Texts:
         """Loads the tokenizer of a folder, in a thread."""
-        return cls(None if folder is None else await asyncio.to_thread(_load, folder))
+        if folder is None:
+            return cls(None)
+        with ThreadPoolExecutor(1, "loader") as thread:
+            return cls(await asyncio.get_running_loop().run_in_executor(thread, _load, folder))
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns a text's token ids."""
@@ -71,9 +75,13 @@ class Texts:
 
 
 def _load(folder: str) -> Tokenizer:
-    from rooftile.serve.text.tokenizer import Tokenizer
+    """Loads a tokenizer; called in a thread that ends with it."""
+    from rooftile.serve.text.tokenizer import LONG, Tokenizer
 
     tokenizer = Tokenizer.from_folder(Path(folder), place="the checkpoint")
+    # the tokenizer's own threads, which encode long texts, begin here and inherit this thread's priority
+    give_way()
+    tokenizer.encode("a " * LONG)
     if tokenizer.has_template:
         # imports what templates need, so that the first chat does not wait for it; a template may refuse these messages
         with suppress(InvalidInput):

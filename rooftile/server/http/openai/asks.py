@@ -31,6 +31,8 @@ _SAME = (
     "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
     "ignore_eos", "skip_special_tokens", "beam_width", "length_penalty", "early_stopping",
 )  # fmt: skip
+# fields of the messages that the official client makes of answers
+_SENT_BACK = {"refusal", "annotations", "audio", "function_call", "tool_calls"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -193,13 +195,21 @@ def read_messages(given: Any) -> list[dict[str, Any]]:
     found = []
     for place, each in enumerate(given):
         where = f"messages[{place}]"
-        message = read_form(Message, each, where)
+        message = read_form(Message, _without_empty(each, where), where)
         if len(message.role) > limits.NAME_CHARACTERS:
             raise _bad(where, f"{where}.role has more than {limits.NAME_CHARACTERS} characters")
         found.append({"role": message.role, "content": _text_of(message.content, where)})
         if message.name is not None:
             found[-1]["name"] = message.name
     return found
+
+
+def _without_empty(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns a message without the empty fields that clients send back with an answer's message."""
+    for name in _SENT_BACK & message.keys():
+        if message[name] not in (None, []):
+            raise Refusal("unsupported", f"{where}.{name} is not supported: messages are text", param=f"{where}.{name}")
+    return {name: value for name, value in message.items() if name not in _SENT_BACK}
 
 
 def _text_of(content: Any, where: str) -> str:

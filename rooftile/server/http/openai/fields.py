@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from reprlib import Repr
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 
 from rooftile.server.refusals import Refusal
@@ -19,6 +20,11 @@ COMPARED = 60
 _short = Repr()
 _short.maxlevel, _short.maxdict, _short.maxlist = 2, 3, 3
 _short.maxstring = _short.maxlong = _short.maxother = 60
+# pydantic's kinds of errors in a client's words; of several for one field, of which each type was tried, the last counts
+_DUE = {
+    "int_type": "a whole number", "float_type": "a number", "bool_type": "true or false", "string_type": "a text",
+    "list_type": "a list", "literal_error": "false", "string_unicode": "a text of whole characters",
+}  # fmt: skip
 _TEXT = "this server reads and writes text"
 
 # fields of OpenAI's API and of other servers that are refused: why
@@ -72,7 +78,7 @@ def read_part(kind: type[Form], given: Any, name: str) -> Form | None:
     if given is None:
         return None
     if not isinstance(given, dict):
-        raise Refusal("invalid_value", f"{name} is {_short.repr(given)}; must be an object", param=name)
+        raise Refusal("invalid_value", f"{name} is {_shown(given)}; must be an object", param=name)
     return read_form(kind, given, name)
 
 
@@ -94,11 +100,22 @@ def _unknown(kind: type[BaseModel], name: str, where: str) -> Refusal:
 
 def _wrong(error: ValidationError, where: str) -> Refusal:
     """Returns the first mistake of a form as a sentence."""
-    first = error.errors(include_url=False)[0]
+    first, *others = error.errors(include_url=False)
     # the last parts of a place may be the names of types that pydantic has tried
-    name = str(first["loc"][0]) if first["loc"] else "the body"
-    path = f"{where}.{name}" if where else name
+    name, *inside = first["loc"]
+    path = f"{where}.{name}" if where else str(name)
+    if inside and isinstance(inside[0], int):
+        path += f"[{inside[0]}]"
     if first["type"] == "missing":
         return Refusal("invalid_value", f"{path} is missing; it is required", param=path)
-    due = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return Refusal("invalid_value", f"{path} is {_short.repr(first['input'])}; must be {due}", param=path)
+    if first["type"] == "string_too_long":
+        due = f"have at most {first['ctx']['max_length']} characters"
+    else:
+        kinds = [each["type"] for each in (first, *others) if each["loc"][0] == name]
+        due = f"be {_DUE[kinds[-1]]}"
+    return Refusal("invalid_value", f"{path} is {_shown(first['input'])}; must {due}", param=path)
+
+
+def _shown(value: Any) -> str:
+    """Returns a value for a sentence, where JSON has other words than Python in JSON's."""
+    return msgspec.json.encode(value).decode() if value is None or isinstance(value, bool) else _short.repr(value)
