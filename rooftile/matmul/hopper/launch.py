@@ -1,8 +1,8 @@
 """Chooses tiles and the number of programs, and launches the kernels of this folder.
 
-Below some 64 rows a product is bound by the bytes of the weight: there what matters is how many of them are in flight, so tiles are
-small and rings leave room for the next kernel. Above, it is bound by what the L2 cache delivers, so tiles grow. Tiles of FP8 and
-INT4 for 16 and 64 rows were chosen on an H100 by `benchmarks/products.py`; the others are reasoned.
+Below some 64 rows a product is bound by the bytes of the weight: there what matters is how many of them are in flight, so tiles
+are small and rings leave room for the next kernel. Above, it is bound by what the L2 cache delivers, so tiles grow. Tiles of FP8
+and INT4 for 16 and 64 rows were chosen on an H100 by `benchmarks/products.py`; the others are reasoned.
 
 Under `deterministic` every tile of a format has as many rows of the weight and the programs are those of one row of x, so that
 the split of K follows from N and K.
