@@ -299,11 +299,14 @@ def _asked(
     work: of each the time when the host asked, its time on the device in µs, and its operator. window: the host's.
     """
     waited = _union(span for span in waits if window[0] <= span[0] < window[1])
+    starts, ends = [start for start, _ in waited], [end for _, end in waited]
     found: list[Launch] = []
     before = window[0]
     for start, device_us, key in sorted(work, key=lambda one: one[0]):
         between = (before, max(before, start))
-        waits_us = _overlap(between, waited) / 1e3
+        # a loop that reads a number in each round has many waits
+        near = slice(bisect_left(ends, between[0]), bisect_left(starts, between[1]))
+        waits_us = _overlap(between, waited[near]) / 1e3
         if found and waits_us:
             found[-1] = found[-1]._replace(waits=True)
         found.append(Launch((between[1] - before) / 1e3 - waits_us, device_us, key))
