@@ -220,11 +220,12 @@ def explain(asked: Call) -> str:
     lines = []
     for name in order(asked):
         reasons = list(refusals(name, asked))
-        x = asked.x
-        lacks = False
-        if name == "definition" and x.is_cuda:
-            lacks = bool(_lack_of_fp8(asked.product.format, torch.cuda.get_device_capability(x.device)))
-        lines.append(f"{name:<11} {'; '.join(reasons) or ('runs if it is named' if lacks else 'runs')}")
+        lines.append(f"{name:<11} {'; '.join(reasons) or _runs(name, asked)}")
         if not reasons:
             break
     return "\n".join(lines)
+
+
+def _runs(name: str, asked: Call) -> str:
+    capability = torch.cuda.get_device_capability(asked.x.device) if asked.x.is_cuda else (9, 0)
+    return "runs if it is named" if name == "definition" and _lack_of_fp8(asked.product.format, capability) else "runs"

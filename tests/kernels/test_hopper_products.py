@@ -26,6 +26,7 @@ from rooftile.matmul.packing import pack  # noqa: E402
 from rooftile.matmul.weight import Parts, dequantised  # noqa: E402
 from rooftile.numerics import QuantisedRows, quantise_rows  # noqa: E402
 from rooftile.numerics.activations import KINDS, gated_halves  # noqa: E402
+from tests.grids import swept  # noqa: E402
 from tests.kernels import emulated  # noqa: E402
 from tests.kernels import hopper_machine_code as machine_code  # noqa: E402
 from tests.kernels.test_hopper_compiles import NEWEST, ROOT  # noqa: E402
@@ -117,36 +118,40 @@ def loop_of(ptx: str) -> str:
     return ptx[start : ptx.index("bra", ptx.index("mbarrier.arrive", start))]
 
 
-@pytest.mark.parametrize("M", [1, 16, 32, 64, 256])
+WIDENED = [
+    ("int4", torch.bfloat16, 128, False),
+    ("int4", torch.float16, 32, True),
+    ("int4", torch.bfloat16, 0, True),
+    ("w8", torch.bfloat16, 0, False),
+    ("w8", torch.float16, 0, False),
+    ("mxfp8", torch.bfloat16, 32, False),
+    ("mxfp4", torch.bfloat16, 32, False),
+    ("nvfp4", torch.bfloat16, 16, False),
+    ("nvfp4", torch.float16, 16, False),
+]
+GATED = [
+    ("int4", torch.bfloat16, 128, False, "silu"),
+    ("int4", torch.float16, 32, True, "tanh"),
+    ("w8", torch.bfloat16, 0, False, "silu"),
+    ("mxfp8", torch.bfloat16, 32, False, "relu"),
+    ("mxfp4", torch.bfloat16, 32, False, "silu"),
+    ("nvfp4", torch.bfloat16, 16, False, "erf"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype", "group", "zeros"),
-    [
-        ("int4", torch.bfloat16, 128, False),
-        ("int4", torch.float16, 32, True),
-        ("int4", torch.bfloat16, 0, True),
-        ("w8", torch.bfloat16, 0, False),
-        ("w8", torch.float16, 0, False),
-        ("mxfp8", torch.bfloat16, 32, False),
-        ("mxfp4", torch.bfloat16, 32, False),
-        ("nvfp4", torch.bfloat16, 16, False),
-        ("nvfp4", torch.float16, 16, False),
-    ],
+    ("M", "name", "dtype", "group", "zeros"),
+    swept(((M, *case) for M in (1, 16, 32, 64, 256) for case in WIDENED), lambda case: (case[:2], case[1:])),
+    ids=str,
 )
 def test_codes_times_16_bits(M: int, name: str, dtype: torch.dtype, group: int, zeros: bool) -> None:
     assert_widens(launch.tile_of(M, 28672, name, False), M, name, dtype, group, zeros, "")
 
 
-@pytest.mark.parametrize("M", [1, 32, 64, 256])
 @pytest.mark.parametrize(
-    ("name", "dtype", "group", "zeros", "gate"),
-    [
-        ("int4", torch.bfloat16, 128, False, "silu"),
-        ("int4", torch.float16, 32, True, "tanh"),
-        ("w8", torch.bfloat16, 0, False, "silu"),
-        ("mxfp8", torch.bfloat16, 32, False, "relu"),
-        ("mxfp4", torch.bfloat16, 32, False, "silu"),
-        ("nvfp4", torch.bfloat16, 16, False, "erf"),
-    ],
+    ("M", "name", "dtype", "group", "zeros", "gate"),
+    swept(((M, *case) for M in (1, 32, 64, 256) for case in GATED), lambda case: (case[0], case[1:], (case[1], case[0] > 64))),
+    ids=str,
 )
 def test_gates_in_a_product(M: int, name: str, dtype: torch.dtype, group: int, zeros: bool, gate: str) -> None:
     ptx = assert_widens(launch.gated_tile_of(M, name), M, name, dtype, group, zeros, gate)
@@ -222,7 +227,7 @@ class Line:
 @pytest.mark.skipif(not NEWEST.exists(), reason="Triton 3.9 could not be installed when this environment was made")
 def test_newest_triton_compiles_them() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(NEWEST), str(ROOT))), "TRITON_DEFAULT_FP_FUSION": "1"}
-    some = "(codes_times_codes and any-order and fp8-16) or (16_bits and 64 and (int4-dtype2 or w8-dtype3))"
+    some = "(codes_times_codes and any-order and fp8-16) or (16_bits and (64-int4-torch.bfloat16-128 or 64-w8-torch.bfloat16))"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__, "-k", some],
         capture_output=True, text=True, env=environment, cwd=ROOT, check=False,
