@@ -88,10 +88,16 @@ def diagnose(
         def run(trial: Trial) -> None:
             tries = Steps(trial.roles, lambda: None)
             _in(tries, step)
-            # a function that calls no module is compiled as a whole
-            changed = torch.compile(step) if trial.name == "compile" and not trial.modules else None
+            # a function that calls no module is compiled as a whole, with its result, or a compiler would leave out what makes it
+            whole = torch.compile(function) if trial.name == "compile" and not trial.modules else None
+
+            def changed() -> None:
+                result = whole(*inputs)  # type: ignore[misc]
+                if backward:
+                    _backward(result)
+
             while tries.seen < tries.needed:
-                _in(tries, changed if changed is not None and trial.is_changed(tries.seen) else step)
+                _in(tries, changed if whole is not None and trial.is_changed(tries.seen) else step)
 
         return tried(found[0], apply, observer.device, run)
 
