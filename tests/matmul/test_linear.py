@@ -215,7 +215,7 @@ def test_one_scale_for_all_activations(device: torch.device) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in QUANTISES_X])
 def test_gates(name: str, activation: str, device: torch.device) -> None:
-    """Where no kernel makes both, it is the product and the gate, one after the other."""
+    """Without a kernel that makes both, it is the product and the gate, one after the other."""
     weight, bias = weight_of(name, 64, 128, device), torch.randn(64, device=device)
     x = torch.randn(5, 256, device=device).bfloat16()[:, ::2]
     for rows in (x, x[:0]):
