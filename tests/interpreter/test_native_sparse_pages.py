@@ -154,25 +154,25 @@ def test_ties_go_to_the_lower_block() -> None:
     torch.testing.assert_close(found, due, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("more", [{}, {"max_num_seqs": 2, "max_batched_tokens": 24}], ids=["", "rows given back, in chunks"])
-def test_prompts_are_read_where_they_lie(more: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens that a copy of the pages gives, for two prompts in a step, one beyond its window. No copy is made."""
-    monkeypatch.setattr(shape, "PROGRAMS", 1)
-    decoder = Decoder.from_folder(checkpoint(tmp_path, settings(mixers=["native_sparse"] * 3)))
-    prompts = [[5, 3, 8, 1, 9, 2], [7, 1, 4] * 12]
-    found, copies, read = [], [], SparseStep._read_prompt
-    monkeypatch.setattr(SparseStep, "_read_prompt", lambda *x: copies.append(x) or read(*x))
-    for in_place in (True, False):
-        # asked once per engine
-        monkeypatch.setattr("rooftile.serve.attention.native_sparse.reads_in_place", lambda *x: in_place)  # noqa: B023
-        words = {"max_model_len": 48, "num_blocks": 30, "max_num_seqs": 4} | more
-        llm = LLM(decoder, block_size=8, **words)
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-        found.append([output.outputs[0].token_ids for output in outputs])
-        assert bool(copies) != in_place
-    assert found[0] == found[1]
-    for prompt, answer in zip(prompts, found[0], strict=True):
-        assert likeliest(decoder, prompt, answer) == answer
+def test_prompts_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a copy of the pages gives: two prompts in a step, one of them beyond its window, in chunks, with few rows."""
+    said = settings(mixers=["attention", "native_sparse", "attention"], count=2)
+    decoder = Decoder.from_folder(checkpoint(tmp_path, said))
+    prompts, sizes, read = [[5, 3, 8], [7, 1, 4] * 9], [], SparseStep._read_in_place
+
+    def compared(self: SparseStep, layer: int, q: Tensor, gates: Tensor) -> Tensor:
+        found = read(self, layer, q, gates)
+        sequences = [(slice(begin, end), table, length) for begin, end, length, table in self.step.sequences()]
+        due = [self._read_prompt(layer, q[own], gates[own], table, length) for own, table, length in sequences]
+        torch.testing.assert_close(found, torch.cat(due), atol=2e-5, rtol=2e-5)
+        sizes.append([len(one) for one in due])
+        return found
+
+    monkeypatch.setattr(SparseStep, "_read_in_place", compared)
+    llm = LLM(decoder, block_size=8, max_model_len=48, num_blocks=30, max_num_seqs=2, max_batched_tokens=20)
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    assert sizes == [[3, 17], [10]]
+    assert isinstance(llm.engine.pool, WindowPool)
 
 
 def test_what_is_read_in_place() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from rooftile import approximate as ap
 from tests.approximate.test_selected import (  # noqa: F401 - collected here
     test_a_compressed_key_counts_in_both_blocks_that_it_reaches,
     test_a_known_lse_gives_the_same_choice,
@@ -19,3 +21,13 @@ from tests.approximate.test_selected import (  # noqa: F401 - collected here
 
 # numpy warns where a GPU does not
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize(("length", "stride", "block", "count"), [(16, 2, 40, 6), (8, 4, 64, 5)])
+def test_the_choice_where_a_step_has_few_blocks(length: int, stride: int, block: int, count: int) -> None:
+    """More blocks are kept than a step adds, and a block has up to 32 strides."""
+    q, k = torch.randn(1, 9, 2, 16), torch.randn(1, 300, 1, 16)
+    words = {"length": length, "stride": stride, "block": block, "count": count, "tokens": 300}
+    compressed = ap.compress(k, length=length, stride=stride)
+    found, due = (ap.choose_blocks(q, compressed, backend=name, **words) for name in ("triton", "eager"))
+    assert torch.equal(found, due)

@@ -39,6 +39,7 @@ USUAL = {
     "selected float32 16 1 192 128 64": 90,
     "chooses float32 16 1 192 False 32 16 64 16": 90,
     "chooses bfloat16 32 8 64 True 32 16 64 16": 80,
+    "chooses bfloat16 2 2 64 False 16 2 40 16": 90,
     "in_pages bfloat16 16 1 128 16": 90,
     "gates float16 64": 90,
     "decode bfloat16 5 10 2 64 64 32": 90,

@@ -31,6 +31,7 @@ KEYS = 128
 DEPTH = 32
 # a block's number is below this
 FAR = tl.constexpr(2**31 - 1)
+FEW = tl.constexpr(16)
 
 
 class Choice(NamedTuple):
@@ -153,7 +154,12 @@ def _choose(
         p = tl.exp2(x - lse[:, None])
         own_sum = _by_block(p * inside[None, :], SHAPE)
         next_sum = _by_block(p * beyond[None, :], SHAPE)
-        before = tl.gather(next_sum, tl.broadcast_to(tl.maximum(b - 1, 0)[None, :], (TILE, NEW)), 1)
+        if NEW <= FEW:
+            # Triton 3.6 finds no layout for a gather from so few blocks
+            is_before = (b[:, None] - 1 == b[None, :])[None, :, :]
+            before = tl.sum(tl.where(is_before, next_sum[:, None, :], 0.0), 2)
+        else:
+            before = tl.gather(next_sum, tl.broadcast_to(tl.maximum(b - 1, 0)[None, :], (TILE, NEW)), 1)
         score = own_sum + tl.where(b[None, :] == 0, left[:, None], before)
         left = tl.sum(tl.where(b[None, :] == NEW - 1, next_sum, 0.0), 1)
         j = step * NEW + b
@@ -162,8 +168,11 @@ def _choose(
         word = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (-j[None, :] + FAR).to(tl.int64)
         word = tl.where(j[None, :] <= own[:, None], word, -1)
         if NEW < MOST:
-            place = tl.broadcast_to(tl.minimum(i, NEW - 1)[None, :], (TILE, MOST))
-            word = tl.where(i[None, :] < NEW, tl.gather(word, place, 1), -1)
+            if NEW <= FEW:
+                word = tl.max(tl.where((i[:, None] == b[None, :])[None, :, :], word[:, None, :], -1), 2)
+            else:
+                place = tl.broadcast_to(tl.minimum(i, NEW - 1)[None, :], (TILE, MOST))
+                word = tl.where(i[None, :] < NEW, tl.gather(word, place, 1), -1)
         best = tl.topk(tl.reshape(tl.join(best, word), (TILE, 2 * MOST)), MOST)
     number = -(best & FAR).to(tl.int32) + FAR
     number = tl.where((best >= 0) & (i[None, :] < SHAPE.COUNT), number, FAR)
