@@ -11,7 +11,7 @@ from rooftile.errors import InvalidInput
 from rooftile.serve.grammar import Grammars, Matcher
 from rooftile.server import limits
 from rooftile.server.engine.messages import Add
-from rooftile.server.pauses import give_way
+from rooftile.server.engine.pauses import give_way
 
 
 @dataclass(slots=True)

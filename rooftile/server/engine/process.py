@@ -24,8 +24,8 @@ from rooftile.models.checkpoints.weights import reading_told
 from rooftile.serve.llm import LLM
 from rooftile.server.engine.loop import Loop
 from rooftile.server.engine.messages import FAILED, Failed, Order, Reading, Ready, Report
+from rooftile.server.engine.pauses import freeze_garbage
 from rooftile.server.engine.wire import FrameReader, WireError, frame
-from rooftile.server.pauses import freeze_garbage
 from rooftile.spec import DTYPES
 
 RECEIVED = 1 << 20

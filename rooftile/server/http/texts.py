@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
-from rooftile.server.pauses import give_way
+from rooftile.server.engine.pauses import give_way
 from rooftile.server.refusals import Refusal, retry_later
 
 if TYPE_CHECKING:
