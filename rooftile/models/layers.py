@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -57,7 +58,7 @@ class Projection(nn.Module):
     def fill(self, parts: Sequence[QuantisedWeight | Tensor] | None) -> None:
         """Takes the rows of the weight, or with None makes an uninitialised one."""
         self.weight = self.memory.parameter(self.outputs, self.inputs) if parts is None else None
-        self.parts = () if parts is None else tuple(parts)
+        self.parts = () if parts is None else tuple(_with_scales_in(self.memory.dtype, part) for part in parts)
 
     def rows(self, x: Tensor) -> Rows:
         """Returns how it wants an input that is computed from x: in codes where all its parts multiply the same ones."""
@@ -90,7 +91,6 @@ class Projection(nn.Module):
             start = stop
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
-
     def gated(
         self, x: Tensor | QuantisedRows, activation: str, reader: Projection, multiply: Multiply = functional.linear
     ) -> Tensor | QuantisedRows:  # fmt: skip
@@ -103,6 +103,14 @@ class Projection(nn.Module):
         up = self(x, multiply)
         found: Tensor | QuantisedRows = gated(up, activation, *reader.rows(up))
         return found
+
+
+def _with_scales_in(dtype: torch.dtype, part: QuantisedWeight | Tensor) -> QuantisedWeight | Tensor:
+    """A part with its scales in the model's dtype, as kernels for Hopper ask, where that changes none of them."""
+    if isinstance(part, Tensor) or part.format not in ("int4", "w8") or dtype.itemsize != 2:
+        return part
+    scales = part.scales.to(dtype)
+    return replace(part, scales=scales) if torch.equal(scales.to(part.scales.dtype), part.scales) else part
 
 
 def _multiply_part(

@@ -240,3 +240,20 @@ def test_who_asks_for_codes(folder: Path) -> None:
     codes = Decoder.from_folder(folder, weights="int8").layers[0]
     assert codes.qkv.rows(x) == Rows("int8")
     assert codes.qkv.rows(x.requires_grad_()) == Rows()
+
+
+@pytest.mark.parametrize("word", ["int4:32", "w8"])
+def test_scales_have_the_models_dtype_where_that_is_exact(word: str, folder: Path) -> None:
+    """Hopper's kernels multiply fp16 by scales in fp16; `quantise_weight` gives scales of 8 bits, which fp16 has in its range."""
+    kept = Decoder.from_folder(folder, dtype=torch.bfloat16, weights=word)
+    cast = Decoder.from_folder(folder, dtype=torch.float16, weights=word)
+    for layer, other in zip(kept.layers, cast.layers, strict=True):
+        (part,), (same,) = layer.down.parts, other.down.parts
+        assert (part.scales.dtype, same.scales.dtype) == (torch.bfloat16, torch.float16)
+        assert torch.equal(same.dequantise(torch.float16), part.dequantise(torch.float16))
+    # fp16 has no such small number, so these stay as they are
+    small = rt.QuantisedWeight(
+        part.codes, part.scales * 2.0**-40, part.zeros, None, part.format, part.group, part.shape
+    )  # fmt: skip
+    other.down.fill([small])
+    assert other.down.parts[0].scales.dtype == torch.bfloat16
