@@ -155,7 +155,7 @@ def test_ties_go_to_the_lower_block() -> None:
 
 
 def test_prompts_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a copy of the pages gives: two prompts in a step, one of them beyond its window, in chunks, with few rows."""
+    """Equals a copy of the pages: two prompts in a step, one of them beyond its window, in chunks, with few rows."""
     said = settings(mixers=["attention", "native_sparse", "attention"], count=2)
     decoder = Decoder.from_folder(checkpoint(tmp_path, said))
     prompts, sizes, read = [[5, 3, 8], [7, 1, 4] * 9], [], SparseStep._read_in_place
@@ -176,7 +176,7 @@ def test_prompts_are_read_where_they_lie(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_is_read_in_place() -> None:
-    """What the kernels of chosen blocks refuse is copied."""
+    """Copies are made where the kernels of chosen blocks refuse a call."""
     config = ModelConfig(
         family="llama", vocab_size=9, layers=1, hidden=64, heads=64, kv_heads=2, head_dim=256, ffn=64, max_len=64, scale=1.0,
         windows=(None,), mixers=("native_sparse",), native_sparse=NativeSparseSizes(), rotary=Rotary(dim=256),

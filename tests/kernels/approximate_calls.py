@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 
 def launches(call: Call, sm: int) -> list[Recorded]:
-    """What a call launches, forward and backward, on a chip; each kind of launch once."""
+    """Returns the launches of a call, forward and backward, on a chip; each kind once."""
     with recorded(sm) as found, pytest.MonkeyPatch.context() as patch:
         # a device's type cannot be set
         patch.setattr(gathered, "_has_kernels", lambda device: True)
@@ -174,10 +174,12 @@ WIDE = [
         for dtype, D, G, sizes in product(
             (FP32, BF16), (16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64, 128), (PAPER, (16, 16, 16, 64), (16, 2, 40, 16))
         )
+        if dtype == FP32 or G * D <= 16384
     ),
     *(
         Call("selected", dtype, (G, 1, D, D, block))
         for dtype, D, G, block in product((FP32, BF16), (16, 32, 64, 128, 256), (1, 4, 16, 32, 64, 128), (16, 64))
+        if G * 2 * D * dtype.itemsize <= 65536
     ),
     *(
         Call("decode", dtype, (1, 2 * G, 2, D, D, 16))

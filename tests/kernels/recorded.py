@@ -31,7 +31,7 @@ class Recorded(NamedTuple):
 
     name: str
     fn: Any
-    options: dict[str, Any]  # of the compiler, such as num_warps
+    options: dict[str, Any]  # the compiler's, such as num_warps
     signature: dict[str, Any]
     constants: dict[Any, Any]
     attributes: dict[Any, Any]

@@ -50,7 +50,7 @@ BY_NAME = {str(call): call for call in (*CALLS, *WIDE)}
 
 
 def complaints(one: Recorded, sm: int) -> Iterator[str]:
-    """What is wrong with a launch's machine code."""
+    """Says what is wrong with a launch's machine code."""
     try:
         found = compiled(one, sm)
     except (RuntimeError, triton.compiler.CompilationError) as error:
@@ -78,7 +78,7 @@ def test_launches_compile_and_fit(name: str, sm: int) -> None:
 
 
 def test_usual_calls_launch_every_kernel() -> None:
-    """What `make test` compiles has each kernel of the package."""
+    """Each kernel of the package is in one of the calls that `make test` compiles."""
     due = set()
     for module in pkgutil.walk_packages(approximate.__path__, "rooftile.approximate."):
         due |= {of(x.fn) for x in vars(import_module(module.name)).values() if isinstance(x, Kernel)}

@@ -19,8 +19,8 @@ from rooftile.operators import below_autograd, define, transformed, wants_grad, 
 LARGEST_DIM = 256
 # the rows of a tile are the queries' heads
 LARGEST_GROUP = 128
-# numbers of a group's queries and outputs that shared memory has room for in fp32, beside the keys and values
-LARGEST_FP32 = 16384
+# bytes of a group's queries and outputs that shared memory has room for, beside the keys and values
+LARGEST_BYTES = 65536
 
 
 def attend(
@@ -118,9 +118,9 @@ def refusal(q: Tensor, v: Tensor, Hk: int, block: int) -> str | None:
         return f"{q.shape[-2] // Hk} query heads to a key head; has up to {LARGEST_GROUP}"
     # matrix products have powers of two
     G, D, Dv = (1 << (n - 1).bit_length() for n in (q.shape[-2] // Hk, q.shape[-1], v.shape[-1]))
-    if q.dtype == torch.float32 and G * (D + Dv) > LARGEST_FP32:
-        most = LARGEST_FP32 // (D + Dv)
-        return f"{q.shape[-2] // Hk} query heads to a key head in float32, of dims {q.shape[-1]}, {v.shape[-1]}; has up to {most}"
+    most = LARGEST_BYTES // ((D + Dv) * q.dtype.itemsize)
+    if most < G:
+        return f"{q.shape[-2] // Hk} query heads to a key head, of dims {q.shape[-1]}, {v.shape[-1]}, {q.dtype}; has up to {most}"
     return None
 
 

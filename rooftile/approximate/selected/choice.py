@@ -18,6 +18,8 @@ def can_choose(q: Tensor, Hk: int, length: int, block: int, stride: int, count: 
     """Whether the kernel runs such a choice; otherwise plain operations do."""
     is_here = (q.is_cuda and kernels_on(q.get_device())) or (INTERPRETED and q.device.type == "cpu")
     fits = q.shape[-1] <= LARGEST_DIM and q.shape[-2] // Hk <= 128 and count <= MOST_BLOCKS
+    # in fp32 the kernel reads a part of the dims at a time
+    fits = fits and (q.dtype == torch.float32 or q.shape[-2] // Hk <= 64 or q.shape[-1] <= 128)
     return is_here and q.dtype != torch.float64 and fits and block // stride + length // stride <= 32
 
 

@@ -76,8 +76,9 @@ class Launch(NamedTuple):
 
 
 def launch_of(shape: Shape) -> Launch:
-    """Four warps, and eight for wide heads; in fp32 shared memory holds one step."""
-    return Launch(8 if max(shape.BLOCK_D, shape.BLOCK_DV) > 64 else 4, 1 if shape.PRECISION == "ieee" else 3)
+    """Four warps, and eight for wide heads; in fp32, and with heads of 256, shared memory holds one step."""
+    is_large = shape.PRECISION == "ieee" or shape.BLOCK_D + shape.BLOCK_DV > 384
+    return Launch(8 if max(shape.BLOCK_D, shape.BLOCK_DV) > 64 else 4, 1 if is_large else 3)
 
 
 def constants_of(shape: Shape, launch: Launch | None = None) -> dict[str, Any]:
