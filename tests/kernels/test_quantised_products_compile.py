@@ -25,8 +25,8 @@ def compiled(kernel: Any, sm: int, constants: dict[str, Any], **words: str):
     from triton.compiler import ASTSource
 
     constants = dict(constants)
-    options = {"num_warps": constants.pop("num_warps")}
     names = kernel.arg_names
+    options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion") if name in constants}
     signature = {
         name: "constexpr" if name in constants else words.get(name, WORDS.get(name, "*bf16")) for name in names
     }

@@ -23,7 +23,7 @@ def decoder(monkeypatch) -> SimpleNamespace:
     """32 layers with 8 heads of 128 in bf16 take 4,096 bytes per token and layer. 70 GB of 80 are free, and a step takes 2."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * GB, 80 * GB))
     monkeypatch.setattr(memory, "_working_bytes", lambda *_: WORKING)
-    config = SimpleNamespace(layers=32, heads=32, kv_heads=8, head_dim=128, vocab_size=VOCABULARY)
+    config = SimpleNamespace(layers=32, heads=32, kv_heads=8, head_dim=128, vocab_size=VOCABULARY, native_sparse=None)
     return SimpleNamespace(config=config, embedding=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
 
 

@@ -66,7 +66,7 @@ def _run(
     if runs_on(q):
         from rooftile.approximate.paged import sparse_kernels
 
-        if sparse_kernels.refusal(q, cache[1].shape[3], sizes) is None:
+        if sparse_kernels.refusal(q, cache[1].shape[2], cache[1].shape[3], sizes) is None:
             return sparse_kernels.decode(q, gates, cache, table, near_table, lengths, scale=scale, **sizes)
     return decode_as_defined(q, gates, cache, table, near_table, lengths, scale=scale, **sizes)
 

@@ -20,7 +20,7 @@ LARGEST_DIM = 256
 # the rows of a tile are the queries' heads
 LARGEST_GROUP = 128
 # bytes of a group's queries and outputs that shared memory has room for, beside the keys and values
-LARGEST_BYTES = 65536
+LARGEST_BYTES = 32768
 
 
 def attend(

@@ -13,6 +13,8 @@ PROGRAMS = 512
 # compressed keys of a step, unless more begin in a block, and the most
 KEYS, MOST_KEYS = 64, 256
 MOST_SPLITS = 32
+# bytes of a group's queries and outputs that shared memory has room for, beside the keys and values
+LARGEST_BYTES = 32768
 
 
 class Shape(NamedTuple):
@@ -73,7 +75,7 @@ def parts_of(shape: Shape) -> int:
     return shape.SPLITS + shape.CHOSEN + shape.NEAR
 
 
-def refusal(q: Tensor, dim_v: int, sizes: dict[str, Any]) -> str | None:
+def refusal(q: Tensor, Hk: int, dim_v: int, sizes: dict[str, Any]) -> str | None:
     """Why the kernels do not run such a call, or None."""
     ratio = sizes["block"] // sizes["stride"]
     if q.dtype.itemsize == 8:
@@ -84,7 +86,15 @@ def refusal(q: Tensor, dim_v: int, sizes: dict[str, Any]) -> str | None:
         return f"blocks of {ratio} strides; has up to {MOST_KEYS}"
     if sizes["block"] & -sizes["block"] < 16:
         return f"blocks of {sizes['block']} tokens; has multiples of 16"
+    most = LARGEST_BYTES // ((padded(q.shape[2]) + padded(dim_v)) * q.dtype.itemsize)
+    if most < padded(q.shape[1] // Hk):
+        return f"{q.shape[1] // Hk} query heads to a key head, of dims {q.shape[2]}, {dim_v}, {q.dtype}; has up to {most}"
     return None
+
+
+def padded(n: int) -> int:
+    """The rows or columns of a matrix product that has n of them."""
+    return max(int(triton.next_power_of_2(n)), 16)
 
 
 def shape_of(q: Tensor, Hk: int, dim_v: int, size: int, *, window: int, **sizes: Any) -> Shape:
@@ -99,10 +109,10 @@ def shape_of(q: Tensor, Hk: int, dim_v: int, size: int, *, window: int, **sizes:
     # powers of two, so that batches of many sizes share what was compiled
     each = _power_of_two(groups * (chosen + near) // PROGRAMS, 4)
     splits = _power_of_two(PROGRAMS // groups, MOST_SPLITS)
-    padded = [max(triton.next_power_of_2(x), 16) for x in (H // Hk, D, dim_v, sizes["count"])]
+    rows, block_d, block_dv, block_c = (padded(x) for x in (H // Hk, D, dim_v, sizes["count"]))
     return Shape(
-        H // Hk, padded[0], D, dim_v, padded[1], padded[2], size, size // stride, length, stride, block, sizes["count"],
-        sizes["first"], sizes["local"], window, keys, ratio, aligned, keys // aligned, padded[3], tokens, splits, each,
+        H // Hk, rows, D, dim_v, block_d, block_dv, size, size // stride, length, stride, block, sizes["count"],
+        sizes["first"], sizes["local"], window, keys, ratio, aligned, keys // aligned, block_c, tokens, splits, each,
         -(-chosen // each), -(-near // each), "ieee" if q.dtype.itemsize == 4 else "tf32",
     )  # fmt: skip
 
