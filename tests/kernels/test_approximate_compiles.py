@@ -49,8 +49,8 @@ GRID = [(str(call), sm) for call in (*CALLS, *WIDE) for sm in (80, 90)]
 BY_NAME = {str(call): call for call in (*CALLS, *WIDE)}
 
 
-def complaints(one: Recorded, sm: int) -> Iterator[str]:
-    """Says what is wrong with a launch's machine code."""
+def complaints(one: Recorded, sm: int, spills: bool = True) -> Iterator[str]:
+    """Says what is wrong with a launch's machine code, also what it spills."""
     try:
         found = compiled(one, sm)
     except (RuntimeError, triton.compiler.CompilationError) as error:
@@ -59,7 +59,7 @@ def complaints(one: Recorded, sm: int) -> Iterator[str]:
     if found.shared > SHARED[sm]:
         yield f"{one.name} takes {found.shared} bytes of shared memory"
     shape = one.constants.get((one.fn.arg_names.index("SHAPE"),)) if "SHAPE" in one.fn.arg_names else None
-    if getattr(shape, "REPAIR", False):
+    if not spills or getattr(shape, "REPAIR", False):
         # it runs for tiles that held a NaN
         return
     # products of fp32 are no matrix instructions, and unrolled
@@ -74,7 +74,9 @@ def complaints(one: Recorded, sm: int) -> Iterator[str]:
 def test_launches_compile_and_fit(name: str, sm: int) -> None:
     found = launches(BY_NAME[name], sm)
     assert found
-    assert [said for one in found for said in complaints(one, sm)] == []
+    # other calls run as well where registers do not suffice; the program lists them
+    spills = USUAL.get(name) == sm
+    assert [said for one in found for said in complaints(one, sm, spills)] == []
 
 
 def test_usual_calls_launch_every_kernel() -> None:
