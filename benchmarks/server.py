@@ -118,7 +118,7 @@ class Bench:
                 while not llm.engine.idle:
                     llm.engine.step()
                 (reading,) = asyncio.run(read_all(server.port, [stream_of(prompt, 8)]))
-                # what the client, the socket and the parsing of HTTP cost without an engine
+                # a refusal costs the client, the socket and the parsing of HTTP, and no engine
                 (refusal,) = asyncio.run(read_all(server.port, [stream_of(prompt, 8, n=99)]))
                 if turn >= 4:
                     offline.append(1e3 * alone)

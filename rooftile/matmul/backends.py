@@ -25,8 +25,8 @@ from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
 NAMES = ("hopper", "triton", "library", "definition")
 # rows up to which our kernels are first, and PyTorch's products beyond: measured for FP8 (h200-linear.jsonl), reasoned for others
 MANY, MANY_OF_OTHERS = {"fp8": 64}, 512
-# rows of INT8 up to which Hopper's own kernel is faster than the portable one (h200-linear.jsonl)
-SOME = 64
+# rows of INT8 up to which Hopper's own kernel is first, and the portable one beyond: at 256 it is faster (h200-linear.jsonl)
+MOST_INT8_ON_HOPPER = 64
 
 
 class Call(NamedTuple):
@@ -128,7 +128,7 @@ def order(asked: Call) -> tuple[str, ...]:
     rows, format = asked.x.shape[0], asked.product.format
     if rows > MANY.get(format, MANY_OF_OTHERS):
         return ("library", "hopper", "triton", "definition")
-    return ("triton", "hopper", "library", "definition") if format == "int8" and rows > SOME else NAMES
+    return ("triton", "hopper", "library", "definition") if format == "int8" and rows > MOST_INT8_ON_HOPPER else NAMES
 
 
 def refusals(name: str, asked: Call) -> Iterator[str]:

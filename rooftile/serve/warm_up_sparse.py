@@ -53,7 +53,7 @@ class SparseLayer:
         tokens, config = step.cells.shape[0], self.decoder.config
         heads = (config.heads, BRANCHES * config.kv_heads, BRANCHES * config.kv_heads)
         dtype, device = self.decoder.embedding.dtype, self.device
-        # as a layer's projection leaves them
+        # a layer's projection leaves its results side by side, too
         q, k, v = torch.zeros(tokens, sum(heads), config.head_dim, dtype=dtype, device=device).split(heads, dim=1)
         gates = torch.zeros(tokens, config.heads, BRANCHES, dtype=dtype, device=device)
         self.attention.on(step)(0, q, k, v, self.decoder.rotation(step.slots), gates)

@@ -338,7 +338,7 @@ def test_a_program_in_bf16_is_not_told_to_run_what_it_keeps_in_fp32_in_bf16() ->
     # the product's time, half of the traffic after it, and two casts
     assert whole.predicted_us == pytest.approx(0.9 * mm.time_us + 0.5 * norm.traffic_us - 2 * (1.0 + 1.0), rel=1e-3)
     assert "not tried" not in whole.how
-    # what no run has shown is in no price
+    # a price counts only operators that were run
     untried = proposed("fp32", {})
     assert untried.predicted_us == pytest.approx(0.5 * norm.traffic_us - 2 * (1.0 + 1.0), rel=1e-3)
     assert "1 ms of operators were not tried in bf16, and are not in this price" in untried.how

@@ -326,7 +326,7 @@ def test_a_script_that_never_ends(script: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_script_that_never_ends_in_the_background(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rooftile.diagnosis.program.LEAST_PATIENCE", 0.5)
-    # as a shell starts a job with &
+    # a shell starts a job with & like this
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with pytest.raises(InvalidInput, match=r"has reached no step in 0\.5 seconds"):

@@ -24,7 +24,7 @@ from rooftile.approximate.selected.gated_sum import gated_sum
 from tests.kernels.recorded import Recorded, recorded
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# what a paper's model has: tokens of a compressed key and between two, of a block, and how many blocks
+# the sizes of the NSA paper: tokens of a compressed key, between two of them, and of a block; then how many blocks
 SIZES = {"length": 32, "stride": 16, "block": 64, "count": 16, "first": 1, "local": 2}
 
 

@@ -21,7 +21,7 @@ def _in_order(x_ptr, o_ptr, x_stride, K, STEPS: tl.constexpr, WIDE: tl.constexpr
     k = (tl.program_id(1) * STEPS + tl.arange(0, STEPS))[:, None] * 128 + tl.arange(0, 128)[None, :]
     padded = (K + 127) // 128 * 128
     x = tl.load(x_ptr + m * x_stride + k, mask=k < K, other=0.0)
-    # as `widened.in_order` has it
+    # the order is that of `widened.in_order`
     if WIDE:
         x = x.reshape([STEPS, 4, 8, 2, 2]).permute((0, 2, 4, 1, 3)).reshape([STEPS, 128])
     else:

@@ -77,8 +77,8 @@ def _add_slots(
     BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums parts (B, H GROUP, N, D) at the positions of each place, and over the heads of a group: (B, T, H, D)."""
-    # numbers of rows are columns from the start: Triton 3.6 gives mask and pointers of a row's loads different layouts, and fails,
-    # where it makes columns of them in a loop of unknown length
+    # row numbers have the shape (BLOCK, 1) from the start: Triton 3.6 fails to compile a loop of unknown length that gives them
+    # this shape, because a load's mask and pointers then have different layouts
     row = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
     there = row < rows
     t = row // H % T

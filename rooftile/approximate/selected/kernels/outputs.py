@@ -117,7 +117,7 @@ def forward(
         # strides of a token, a head, and of a page
         strides = strides_of(q, k, v) if pages is None else (*strides_of(q), *((*x.stride()[1:3], x.stride(0)) for x in (k, v)))
         numbers = (*strides, count, tiles.entries.shape[2], H, scale)
-        # what stands for absent pages is not read
+        # the kernel reads no pages without SHAPE.PAGE; the table only fills the argument
         tensors = (q, k, v, o, lse, tiles.table, tiles.counts, tiles.entries, tiles.table if pages is None else pages)
         _start((count * Hk, 1, 1), (*tensors, *numbers), constants_of(shape, launch))
     return o, lse
