@@ -228,25 +228,45 @@ def _sum_of_parts(start, last, tile_m, block, place, to: Product):
 
 
 @gluon.jit
+def _places(acc, to: Product):
+    """Places of a block's numbers (64, COLUMNS) in its partial."""
+    layout: gl.constexpr = acc.type.layout
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    column = gl.arange(0, to.COLUMNS, gl.SliceLayout(0, layout))
+    return gl.expand_dims(row * to.COLUMNS, 1) + gl.expand_dims(column, 0)
+
+
+@gluon.jit
+def _put_part(acc, run: Run, tile_m, block, place, to: Product):
+    """Writes this program's part of a block."""
+    gl.store(to.partial(gl.program_id(0), (run.first == 0).to(gl.int32), tile_m, block) + place, acc)
+
+
+@gluon.jit
+def _count(run: Run, tile_m, block, to: Product):
+    """Counts this program's part; returns the first and last program that share the tile, and whether all have counted."""
+    # all threads have written before one of them says so
+    barrier()
+    counter = to.counters + ((tile_m * to.tiles + run.tile) * to.BLOCKS + block)
+    before = gl.atomic_add(counter, 1)
+    start = to.program_of(run.tile * to.steps)
+    last = to.program_of(run.tile * to.steps + to.steps - 1)
+    is_last = before == last - start
+    if is_last:
+        # zero again for the next launch
+        gl.store(counter, 0)
+    return start, last, is_last
+
+
+@gluon.jit
 def whole_sum(acc, run: Run, tile_m, block, to: Product):
     """Returns a block's sum over all K, and whether this program has it: the last to finish of those that share the tile."""
     has_it = run.stop - run.first == to.steps
     if not has_it:
-        layout: gl.constexpr = acc.type.layout
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        column = gl.arange(0, to.COLUMNS, gl.SliceLayout(0, layout))
-        place = gl.expand_dims(row * to.COLUMNS, 1) + gl.expand_dims(column, 0)
-        gl.store(to.partial(gl.program_id(0), (run.first == 0).to(gl.int32), tile_m, block) + place, acc)
-        # all threads have written before one of them says so
-        barrier()
-        counter = to.counters + ((tile_m * to.tiles + run.tile) * to.BLOCKS + block)
-        before = gl.atomic_add(counter, 1)
-        start = to.program_of(run.tile * to.steps)
-        last = to.program_of(run.tile * to.steps + to.steps - 1)
-        has_it = before == last - start
+        place = _places(acc, to)
+        _put_part(acc, run, tile_m, block, place, to)
+        start, last, has_it = _count(run, tile_m, block, to)
         if has_it:
-            # zero again for the next launch
-            gl.store(counter, 0)
             acc = _sum_of_parts(start, last, tile_m, block, place, to)
     return acc, has_it
 
@@ -256,23 +276,11 @@ def whole_pair(acc, acc_2, run: Run, tile_m, block, to: Product):
     """`whole_sum` of a block and the one after it, both by the same program."""
     has_it = run.stop - run.first == to.steps
     if not has_it:
-        layout: gl.constexpr = acc.type.layout
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        column = gl.arange(0, to.COLUMNS, gl.SliceLayout(0, layout))
-        place = gl.expand_dims(row * to.COLUMNS, 1) + gl.expand_dims(column, 0)
-        begins = (run.first == 0).to(gl.int32)
-        gl.store(to.partial(gl.program_id(0), begins, tile_m, block) + place, acc)
-        gl.store(to.partial(gl.program_id(0), begins, tile_m, block + 1) + place, acc_2)
-        # all threads have written before one of them says so
-        barrier()
-        counter = to.counters + ((tile_m * to.tiles + run.tile) * to.BLOCKS + block)
-        before = gl.atomic_add(counter, 1)
-        start = to.program_of(run.tile * to.steps)
-        last = to.program_of(run.tile * to.steps + to.steps - 1)
-        has_it = before == last - start
+        place = _places(acc, to)
+        _put_part(acc, run, tile_m, block, place, to)
+        _put_part(acc_2, run, tile_m, block + 1, place, to)
+        start, last, has_it = _count(run, tile_m, block, to)
         if has_it:
-            # zero again for the next launch
-            gl.store(counter, 0)
             acc = _sum_of_parts(start, last, tile_m, block, place, to)
             acc_2 = _sum_of_parts(start, last, tile_m, block + 1, place, to)
     return acc, acc_2, has_it
