@@ -109,20 +109,26 @@ def compiled(one: Recorded, sm: int) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
-        usage = _run(tools / "cuobjdump", "--dump-resource-usage", file.name)
+        usage = run(tools / "cuobjdump", "--dump-resource-usage", file.name)
         registers, stack = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
         # without a stack nothing spills
-        code = _run(tools / "nvdisasm", "-c", file.name) if stack else ""
+        code = run(tools / "nvdisasm", "-c", file.name) if stack else ""
     matrix = next((word for word in ("wgmma", "mma.sync") if word in built.asm["ptx"]), "")
     return Compiled(registers, stack, built.metadata.shared, hot_spills(code), matrix)
 
 
-def _run(*command: Any) -> str:
+def run(*command: Any) -> str:
     return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
 
 
 def hot_spills(code: str) -> int:
     """Accesses to local memory in the first innermost loop with products; a walk that sets NaN aside comes later, and is rare."""
+    hot = [body for body in innermost_loops(code) if any("MMA" in x or "FFMA" in x for x in body)][:1]
+    return accesses(hot)
+
+
+def innermost_loops(code: str) -> list[list[str]]:
+    """The instructions of each loop that has no other inside."""
     labels: dict[str, int] = {}
     lines: list[str] = []
     spans = []
@@ -135,5 +141,9 @@ def hot_spills(code: str) -> int:
             if back and back[1] in labels:
                 spans.append((labels[back[1]], len(lines)))
     inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
-    hot = [lines[a:b] for a, b in inner if any("MMA" in x or "FFMA" in x for x in lines[a:b])][:1]
-    return sum(bool(re.search(r"\b(LDL|STL)", x)) for body in hot for x in body)
+    return [lines[a:b] for a, b in inner]
+
+
+def accesses(loops: list[list[str]]) -> int:
+    """Accesses to local memory, which holds what registers do not."""
+    return sum(bool(re.search(r"\b(LDL|STL)", x)) for body in loops for x in body)

@@ -7,7 +7,6 @@ registers, and that Hopper's run on wgmma. `python -m tests.kernels.test_triton_
 from __future__ import annotations
 
 import re
-import subprocess
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -20,6 +19,7 @@ import torch
 from rooftile.masks import CAUSAL, FULL, Chunk, Prefix, Window
 from rooftile.spec import Spec
 from tests.grids import swept
+from tests.kernels.recorded import accesses, innermost_loops, run
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -152,10 +152,10 @@ def compiled(kernel: Any, constants: dict[str, Any], tile: Any, dtype: str, sm: 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
-        usage = _run(tools / "cuobjdump", "--dump-resource-usage", file.name)
+        usage = run(tools / "cuobjdump", "--dump-resource-usage", file.name)
         registers, stack = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
         # without a stack nothing spills
-        code = _run(tools / "nvdisasm", "-c", file.name) if stack else ""
+        code = run(tools / "nvdisasm", "-c", file.name) if stack else ""
     matrix = next((word for word in ("tcgen05.mma", "wgmma", "mma.sync") if word in built.asm["ptx"]), "")
     return Compiled(kernel.__name__, registers, stack, built.metadata.shared, _hot_spills(code), matrix)
 
@@ -170,27 +170,10 @@ def _type(name: str, constants: dict[str, Any], dtype: str) -> str | tuple[str, 
     return "i32" if name in INTEGERS else "fp32"
 
 
-def _run(*command: Any) -> str:
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout
-
-
 def _hot_spills(code: str) -> int:
     """Accesses to local memory in innermost loops that hold exponentials and matrix products, the second walk's aside."""
-    labels: dict[str, int] = {}
-    lines: list[str] = []
-    spans = []
-    for line in code.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(lines)
-        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            lines.append(instruction[1])
-            back = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction[1])
-            if back and back[1] in labels:
-                spans.append((labels[back[1]], len(lines)))
-    inner = [(a, b) for a, b in spans if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in spans)]
     # the walk with care comes last in the code and is rare
-    hot = [lines[a:b] for a, b in inner if any("MUFU.EX2" in x for x in lines[a:b])][:2]
-    return sum(bool(re.search(r"\b(LDL|STL)", x)) for body in hot for x in body)
+    return accesses([body for body in innermost_loops(code) if any("MUFU.EX2" in x for x in body)][:2])
 
 
 def _spec(dtype: str, dim: int, dim_v: int, kind: str, sm: int) -> Spec:
