@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-sweep test-gpu check bench tables docs docs-serve wheel clean
+.PHONY: help setup demo test test-all test-sweep test-timing test-gpu check bench tables docs docs-serve wheel clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -22,17 +22,20 @@ demo: $(READY) ## the main job: measure this machine and write the report page, 
 
 test: $(READY) ## every test that needs no GPU; of large grids a few cases that cover them
 	@failed=0; set -x; \
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not sweep" --ignore tests/interpreter $(ARGS) || failed=1; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not sweep" tests/interpreter $(ARGS) || failed=1; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not sweep and not timing" --ignore tests/interpreter $(ARGS) || failed=1; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not sweep and not timing" tests/interpreter $(ARGS) || failed=1; \
 	exit $$failed
 
-test-all: test test-sweep ## make test, then make test-sweep: every case of every grid
+test-all: test test-sweep test-timing ## all of them, with every case of every grid
 
 test-sweep: $(READY) ## the cases of the grids that make test leaves out
 	@failed=0; set -x; \
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m sweep --ignore tests/interpreter $(ARGS) || failed=1; \
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m sweep tests/interpreter $(ARGS) || failed=1; \
 	exit $$failed
+
+test-timing: $(READY) ## the tests that read the clock, one at a time: let the machine do nothing else
+	$(BIN)/python -m pytest -m timing $(ARGS)
 
 test-gpu: $(READY) ## the conformance suite and the GPU tests on this machine's GPU
 	$(BIN)/python -m pytest --device cuda tests/conformance tests/gpu $(ARGS)

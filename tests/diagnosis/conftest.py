@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+import rooftile as rt
+from tests.diagnosis import operators
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
@@ -22,3 +25,14 @@ def one_thread() -> Iterator[None]:
 def nothing_watches_any_more() -> Iterator[None]:
     yield
     assert _get_current_dispatch_mode() is None
+
+
+@pytest.fixture
+def fma_200() -> Iterator[None]:
+    """The operator rooftile_test::fma_200."""
+    with torch.library._scoped_library("rooftile_test", "FRAGMENT") as library:
+        library.define("fma_200(Tensor x) -> Tensor")
+        library.impl("fma_200", operators.fma_200, "CPU")
+        counts = rt.diagnosis.counts(flops=lambda x: 400 * x.numel(), bytes=lambda x: 2 * x.nbytes)
+        counts(torch.ops.rooftile_test.fma_200.default)
+        yield

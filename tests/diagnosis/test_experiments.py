@@ -1,9 +1,8 @@
-"""Experiments on real operators: known answers with wide margins, because the cores of a test machine are shared."""
+"""Experiments on real operators: what they run, what they leave, and their parts. Their answers: test_known_answers.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 from rooftile.diagnosis.experiments.call import Call, held_bytes
-from rooftile.diagnosis.experiments.evidence import Evidence
-from rooftile.diagnosis.experiments.in_cache.slices import cached_share, packed, same_pages
+from rooftile.diagnosis.experiments.in_cache.slices import packed, same_pages
 from rooftile.diagnosis.experiments.intensity import ladder, references
 from rooftile.diagnosis.experiments.intensity.multiply_adds import expected
 from rooftile.diagnosis.experiments.intensity.references import References
@@ -22,92 +20,15 @@ from rooftile.diagnosis.experiments.smaller.axes import axes, piece
 from rooftile.diagnosis.experiments.smaller.fixed import fixed_us, smaller
 from rooftile.diagnosis.experiments.smaller.rules import CHECK_SIZES, RULES
 from rooftile.diagnosis.experiments.timing import HostTimer, error, interleaved
-from rooftile.diagnosis.records import Operation, Sample
 from rooftile.errors import Unsupported
 from rooftile.masks import CAUSAL
 from rooftile.spec import Spec
+from tests.diagnosis.operators import sample
 
 aten = torch.ops.aten
 
 
-def sample(function, *args, **kwargs) -> Sample:
-    operation = Operation(
-        module="", op=str(function), phase="forward", calls=1, flops=1000, special=0, bytes=1000, where="", dtype="fp32",
-        device="cpu", key=(), indices=(0,),
-    )  # fmt: skip
-    return Sample(operation, function, args, kwargs)
-
-
 TIMER = HostTimer()
-
-
-def measure(given: Sample, budget_s: float, in_context_us: float | None = None) -> Evidence:
-    """Everything about one call."""
-    return with_intensity(alone(given, TIMER, budget_s / 2, in_context_us), given, TIMER, budget_s / 2)
-
-
-def again(make: Callable[[], Evidence], holds: Callable[[Evidence], bool]) -> Evidence:
-    """A measurement; further ones, where it fails for what else the machine did meanwhile."""
-    for _ in range(3):
-        found = make()
-        if holds(found):
-            return found
-    return make()
-
-
-def fma_200(x: torch.Tensor) -> torch.Tensor:
-    """200 multiply-adds on each number: of pieces that stay in the cache, as a fused kernel would compute them."""
-    made = torch.empty_like(x)
-    for start in range(0, x.numel(), 8192):
-        part = x[start : start + 8192].clone()
-        for _ in range(200):
-            part.mul_(0.9).add_(0.1)
-        made[start : start + 8192] = part
-    return made
-
-
-# E5 and E6: known answers
-
-
-@pytest.mark.parametrize(
-    ("function", "args"),
-    [(aten.add.Tensor, (torch.randn(1 << 24), 1.5)), (aten.mul_.Tensor, (torch.randn(1 << 24), 0.9)),
-     (aten.embedding.default, (torch.randn(20_000, 512), torch.randint(0, 20_000, (8192,))))],
-    ids=["add", "mul in place", "embedding"],
-)  # fmt: skip
-def test_memory_bounds_large_passes(function, args) -> None:
-    found = again(lambda: alone(sample(function, *args), TIMER, 2), lambda e: e.gain > 0.2)
-    assert found.gain is not None
-    # one core reads its own cache little faster than it reads main memory
-    assert found.gain > 0.2
-    assert found.fixed_us is not None
-    assert found.fixed_us < 0.5 * found.time_us
-    assert found.cached_us == pytest.approx((1 - found.gain) * found.time_us)
-
-
-@pytest.mark.parametrize(
-    ("function", "args"),
-    [(aten.lgamma.default, (torch.rand(1 << 21) + 1,)), (fma_200, (torch.randn(1 << 20),)),
-     (aten.mm.default, (torch.randn(768, 768), torch.randn(768, 768)))],
-    ids=["lgamma", "200 multiply-adds", "product"],
-)  # fmt: skip
-def test_arithmetic_bounds_what_is_not_faster_from_the_cache(function, args) -> None:
-    found = again(lambda: alone(sample(function, *args), TIMER, 2), lambda e: e.gain < 0.2)
-    assert found.gain is not None
-    assert found.gain < 0.2
-    assert found.fixed_us is not None
-    assert found.fixed_us < 0.5 * found.time_us
-
-
-def test_a_tiny_operator_is_all_fixed_cost() -> None:
-    found = alone(sample(aten.add.Tensor, torch.randn(64), 1.0), TIMER, 1)
-    assert found.fixed_us is not None
-    assert found.fixed_us > 0.5 * found.time_us
-
-
-def test_few_rows_of_a_product_are_bound_by_the_weight_that_they_read() -> None:
-    call = Call(aten.mm.default, (torch.randn(4, 4096), torch.randn(4096, 4096)))
-    assert cached_share(call, axes(call), TIMER, 2.0) < 0.75
 
 
 def test_a_table_is_cut_to_the_rows_that_are_read() -> None:
@@ -136,40 +57,7 @@ def test_the_named_operators_exist() -> None:
     assert CHECK_SIZES | RULES.keys() <= there
 
 
-# E4: known answers
-
-
-@pytest.fixture
-def known_references(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """References as they are on an idle machine. Measuring them takes half a minute, which the sweep's test does."""
-    monkeypatch.setattr(references, "cache_directory", lambda: tmp_path)
-    monkeypatch.setattr(references, "_MEASURED", {})
-    monkeypatch.setattr(references, "_measure", lambda *args: References(addition=0.2, multiply_adds=1.0))
-    monkeypatch.setattr(references, "NEEDED_S", {"cpu": 0.0})
-
-
-@pytest.mark.usefixtures("known_references")
-def test_more_arithmetic_is_free_for_an_addition_and_not_for_lgamma() -> None:
-    added = sample(aten.add.Tensor, torch.randn(1 << 23), 1.5)
-    flat = again(lambda: measure(added, budget_s=40), lambda e: e.slope is not None and e.slope < 0.5)
-    special = sample(aten.lgamma.default, torch.rand(1 << 21) + 1)
-    steep = again(lambda: measure(special, budget_s=40), lambda e: e.slope is not None and e.slope > 0.5)
-    for found in (flat, steep):
-        assert found.why_not == {}
-        assert found.added_us[0] == 0
-        assert list(found.added_us) == sorted(found.added_us)
-        assert len(found.swept_us) == len(found.added_us) > 1
-    assert flat.slope < 0.5 < steep.slope
-
-
-@pytest.mark.sweep
-def test_the_references_of_this_machine_can_be_told_apart(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(references, "cache_directory", lambda: tmp_path)
-    monkeypatch.setattr(references, "_MEASURED", {})
-    found = references.references(torch.float32, TIMER, torch.device("cpu"))
-    assert found.addition < found.multiply_adds - 0.3
+# E4
 
 
 def test_references_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -242,13 +130,6 @@ def test_without_a_compiler_the_intensity_says_so_and_the_others_remain(monkeypa
     assert found.slope is None
     assert found.gain is not None
     assert found.fixed_us is not None
-
-
-def test_the_slope_of_a_product_counts_its_own_arithmetic() -> None:
-    found = measure(sample(aten.mm.default, torch.randn(512, 512), torch.randn(512, 512)), budget_s=4)
-    assert found.slope is not None
-    assert found.slope > 0.4
-    assert len(found.added_us) >= 3
 
 
 # the parts
@@ -336,14 +217,6 @@ def test_lists_are_cut_to_some_of_their_tensors() -> None:
     made.call.run()
 
 
-def test_a_pass_over_lists_is_faster_from_the_cache() -> None:
-    weights = [torch.randn(1 << 20) for _ in range(32)]
-    found = measure(sample(aten._foreach_mul_.Scalar, weights, 0.999), budget_s=1.0)
-    assert {"cache", "size"}.isdisjoint(found.why_not)
-    assert found.gain > 0.3
-    assert found.fixed_us < 0.5 * found.time_us
-
-
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.0])
 def test_a_piece_runs_and_knows_its_share(share: float) -> None:
     for function, args in (
@@ -369,7 +242,7 @@ def test_a_result_that_is_given_is_cut_and_grown_too(function, args, out) -> Non
     """A compiled program calls products so; a result of another size would be resized, with a warning."""
     result = torch.empty(out)
     given = sample(function, *args, out=result)
-    found = measure(given, budget_s=0.4)
+    found = alone(given, TIMER, 0.4)
     assert result.shape == out
     assert {"cache", "size"}.isdisjoint(found.why_not)
     made = piece(Call.of(given), axes(Call.of(given)), 0.1).call
@@ -434,10 +307,3 @@ def test_inference_tensors_and_inference_mode() -> None:
     assert found.fixed_us is not None
 
 
-def test_in_context_times_choose_cold_or_warm_caches() -> None:
-    x = torch.randn(1 << 16)
-    cold = alone(sample(aten.add.Tensor, x, 1.0), TIMER, 0.4, in_context_us=1e6)
-    warm = alone(sample(aten.add.Tensor, x, 1.0), TIMER, 0.4, in_context_us=0.1)
-    # between this cache and main memory lies a factor of six
-    assert 2 * warm.time_us < cold.time_us
-    assert (warm.in_context_us, cold.in_context_us) == (0.1, 1e6)

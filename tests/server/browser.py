@@ -82,6 +82,14 @@ class Browser:
             assert time.monotonic() < until, f"never true: {script}"
             time.sleep(0.05)
 
+    def told(self, *methods: str) -> list[dict[str, Any]]:
+        """Waits for an event of one of these kinds and returns all of them; an event may come after its answer."""
+        until = time.monotonic() + PATIENCE_S
+        while not (found := [each for each in self.events if each["method"] in methods]):
+            assert time.monotonic() < until, f"none of {methods} came"
+            self.events += self._read(until)
+        return found
+
     def picture(self, path: Path) -> None:
         """Saves a picture of the page."""
         found = self.call("Page.captureScreenshot", captureBeyondViewport=True)

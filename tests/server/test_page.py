@@ -83,7 +83,7 @@ def test_in_a_browser(server, llm, tmp_path) -> None:
             each["params"]["request"]["url"] for each in browser.events if each["method"] == "Network.requestWillBeSent"
         ]
         assert {urlparse(url).netloc for url in asked} == {urlparse(server.url).netloc}
-        told = [each for each in browser.events if each["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+        told = browser.told("Runtime.exceptionThrown", "Log.entryAdded")
         # the browser itself notes the answer 400
         assert ["400" in each["params"].get("entry", {}).get("text", "") for each in told] == [True]
     finally:
