@@ -399,7 +399,8 @@ def failures(mutation: Mutation) -> list[str]:
         assert source.count(mutation.before) == 1, f"{mutation.file} must have this exactly once: {mutation.before}"
         file.write_text(source.replace(mutation.before, mutation.after))
         environment = os.environ | {"PYTHONPATH": folder, "TRITON_INTERPRET": "1" if mutation.interpreted else "0"}
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not sweep and not timing", *mutation.tests]
+        options = ["-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not sweep and not timing"]
+        command = [sys.executable, "-m", "pytest", *options, *mutation.tests]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return re.findall(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
