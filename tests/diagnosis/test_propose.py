@@ -233,7 +233,8 @@ def test_a_step_without_a_module_is_compiled_with_its_optimiser() -> None:
     remedy = next(r for r in found.remedies if r.name == "compile")
     fused = {found.ops[row].op for row in remedy.ops}
     assert {"aten::mul_", "aten::lerp_", "aten::addcdiv_"} <= fused
-    assert remedy.predicted_us > 0.3 * found.step.time_us
+    assert remedy.predicted_us > 0
+    assert "160 launches fewer" in remedy.how
 
 
 def test_a_number_that_is_read_ends_a_compiled_piece() -> None:

@@ -228,3 +228,16 @@ def test_a_generated_kernel_is_measured() -> None:
     small = torch.rand(1 << 20) + 1
     op = again(lambda: kernel(torch.lgamma, small), lambda op: op.bound == "compute")
     assert op.bound == "compute", op
+
+
+def test_a_step_of_many_small_operators_is_worth_compiling() -> None:
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(20)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    step = torch.optim.AdamW(weights, foreach=False).step
+
+    def share() -> float:
+        found = rt.diagnose(step, budget=1)
+        return sum(r.predicted_us for r in found.remedies if r.name == "compile") / found.step.time_us
+
+    assert again(share, lambda share: share > 0.3) > 0.3
