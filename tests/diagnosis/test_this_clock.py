@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import rooftile as rt
 from rooftile.diagnosis.experiments.call import Call
@@ -241,3 +242,30 @@ def test_a_step_of_many_small_operators_is_worth_compiling() -> None:
         return sum(r.predicted_us for r in found.remedies if r.name == "compile") / found.step.time_us
 
     assert again(share, lambda share: share > 0.3) > 0.3
+
+
+def test_one_fused_loop_takes_the_place_of_ten() -> None:
+    x = torch.randn(3000, 3000)
+
+    def step() -> torch.Tensor:
+        y = x
+        for _ in range(10):
+            y = y * 1.01 + 0.5
+        return y
+
+    found = rt.diagnose(step, apply=["compile"], budget=3)
+    compiled = next(r for r in found.remedies if r.name == "compile")
+    assert compiled.predicted_us > 0.3 * found.step.time_us
+    # the result is still made: one pass of twenty remains
+    assert 0 < compiled.measured_us < 0.995 * found.step.time_us
+
+
+def test_twice_the_batch_takes_longer_and_less_for_each_row() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+    found = rt.diagnose(model, torch.randn(2048, 512), budget=1)
+    times = found.step.experiments
+    assert times["half_batch_us"] < found.step.time_us < times["double_batch_us"]
+    small = again(
+        lambda: rt.diagnose(model, torch.randn(2, 512), budget=1), lambda d: any(r.name == "larger batch" for r in d.remedies)
+    )
+    assert any(remedy.name == "larger batch" for remedy in small.remedies)
