@@ -81,7 +81,7 @@ class SimulatedTimer:
 
 
 class Simulated(NamedTuple):
-    """What a test needs of the machine."""
+    """The parts of the machine that a test needs."""
 
     timer: SimulatedTimer
     roofs: Roofs
