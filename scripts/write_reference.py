@@ -49,6 +49,11 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ),
     ),
     ("Optimiser", "rooftile.optim", ("AdamW",)),
+    (
+        "Quantisation-aware training",
+        "rooftile.qat",
+        ("prepare", "restore", "off", "status", "convert", "save", "QuantisedLinear", "Status"),
+    ),
     ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
     ("Lists of blocks", "rooftile", ("Blocks",)),
     ("FlexAttention's function", "rooftile.integrations.flex_attention", ("flex_attention",)),

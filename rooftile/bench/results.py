@@ -118,8 +118,20 @@ def table(rows: Sequence[Row], *, phase: str, metric: str = "tflops", backends: 
     lines = [f"| {phase}, {unit} | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
     for case in dict.fromkeys(row.case for row in rows):
         lines.append(f"| {case} | {' | '.join(cells.get((case, name), '-') for name in columns)} |")
-    sources = sorted({f"{row.device}, torch {row.torch}, {row.date[:10]}, commit {row.commit}" for row in rows})
-    return "\n".join([*lines, "", *(f"{source}." for source in sources)])
+    return "\n".join([*lines, "", *_sources(rows)])
+
+
+def measures_table(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """A Markdown table of other numbers: cases down, the named `measures` across; a dash where there is none."""
+    rows = latest(rows)
+    lines = [f"| | {' | '.join(name.replace('_', ' ') for name in names)} |", "|---|" + "--:|" * len(names)]
+    for row in rows:
+        lines.append(f"| {row.case} | {' | '.join(str(row.measures.get(name, '-')) for name in names)} |")
+    return "\n".join([*lines, "", *_sources(rows)])
+
+
+def _sources(rows: Iterable[Row]) -> list[str]:
+    return sorted({f"{row.device}, torch {row.torch}, {row.date[:10]}, commit {row.commit}." for row in rows})
 
 
 _MARKED = re.compile(r"(<!-- table: (?P<what>[^>]*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -133,6 +145,8 @@ def write_tables(text: str, folder: Path) -> str:
         asked = dict(word.split("=", 1) for word in words)
         rows = [row for row in read(folder / source) if fnmatch(row.case, asked.get("cases", "*"))]
         backends = [name for name in asked.get("backends", "").split(",") if name]
+        if "measures" in asked:
+            return f"{found[1]}{measures_table(rows, asked['measures'].split(','))}\n{found[3]}"
         made = table(rows, phase=asked.get("phase", "fwd"), metric=asked.get("metric", "tflops"), backends=backends)
         return f"{found[1]}{made}\n{found[3]}"
 

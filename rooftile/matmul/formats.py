@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -10,6 +12,8 @@ from rooftile.errors import InvalidInput
 
 # int4 groups; K, a whole row, is one too
 GROUPS = (32, 64, 128)
+# ... for rows of any length
+ROW = -1
 # rows and columns of a tile that shares a scale
 TILE = 128
 # the longest row whose int8 products are exact in int32: 128 * 127 * K < 2^31
@@ -79,10 +83,10 @@ def group_of(format: WeightFormat, K: int, group: int | None) -> int:
         InvalidInput: the format has no such group, or K is not a multiple of it.
     """
     if format.name == "int4":
-        asked = TILE if group is None else group
+        asked = TILE if group is None else K if group == ROW else group
         if asked != K and asked not in GROUPS:
             raise InvalidInput(
-                f"group is {asked}; int4 has {', '.join(map(str, GROUPS))}, or K (here {K}), a whole row"
+                f"group is {asked}; int4 has {', '.join(map(str, GROUPS))}, or K (here {K}) or -1, a whole row"
             )
     else:
         asked = format.group or K
@@ -95,3 +99,31 @@ def group_of(format: WeightFormat, K: int, group: int | None) -> int:
             "pad w and x with zeros, or take another format"
         )
     return asked
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a pattern means a module: one with * and ?, or after "re:" a regular expression; "model." may be left out."""
+    for name in (module, f"model.{module}", f"transformer.{module}"):
+        if pattern.startswith("re:"):
+            if re.match(pattern[3:], name):
+                return True
+        elif fnmatchcase(name, pattern):
+            return True
+    return False
+
+
+def parsed(word: object) -> tuple[str, int | None]:
+    """Splits "int4:64" or "int4:row" into the format and its group.
+
+    Raises:
+        InvalidInput: it is no such word.
+    """
+    format, _, group = word.partition(":") if isinstance(word, str) else (word, "", "")
+    format = weight_format(format).name
+    if not group:
+        return format, None
+    if group == "row":
+        return format, ROW
+    if not group.isdecimal():
+        raise InvalidInput(f"format is {word!r}; after the colon must be a group's size, as in int4:64, or int4:row")
+    return format, int(group)

@@ -50,7 +50,7 @@ def quantise_weight(w: Tensor, format: str, *, group: int | None = None, zero_po
             - int4: `group` numbers of a row.
             - mxfp8, mxfp4: e4m3 or e2m1, 32 numbers of a row share a power of two.
             - nvfp4: e2m1, 16 numbers of a row share an e4m3 scale, and all of them an fp32 one.
-        group: int4: 32, 64, 128 (the default) or K numbers share a scale.
+        group: int4: 32, 64, 128 (the default) or K numbers share a scale; -1 means K, a whole row.
         zero_points: int4: whether each group has a zero point, which fits groups that lie on one side of zero.
 
     Raises:

@@ -112,6 +112,11 @@ class TrainableDecoder(nn.Module):
         yield "norm.weight", self.norm.weight
         yield "lm_head.weight", self.head.weight
 
+    def stored(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields each tensor that is saved, by its name in the checkpoint."""
+        for name, tensor in self.tensors():
+            yield name if name == "lm_head.weight" else f"model.{name}", tensor
+
     def settings(self) -> dict[str, Any]:
         """The contents of config.json."""
         one, served = self.config, is_served(self.mixers)
@@ -136,8 +141,7 @@ class TrainableDecoder(nn.Module):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.settings(), indent=2), encoding="utf-8")
-        named = {name if name == "lm_head.weight" else f"model.{name}": tensor for name, tensor in self.tensors()}
-        held = {name: tensor.detach().float().cpu().contiguous() for name, tensor in named.items()}
+        held = {name: tensor.detach().float().cpu().contiguous() for name, tensor in self.stored()}
         save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
 
     @classmethod
@@ -189,7 +193,7 @@ class TrainableLayer(nn.Module):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields each tensor by its name in the layer of a checkpoint."""
-        for name, tensor in self.mixer.state_dict().items():
+        for name, tensor in self.mixer.state_dict(keep_vars=True).items():
             yield f"self_attn.{_stored_name(name, self.mixer)}", tensor
         yield from ((f"mlp.{name}_proj.weight", getattr(self, name).weight) for name in ("gate", "up", "down"))
         yield "input_layernorm.weight", self.attention_norm.weight

@@ -23,9 +23,8 @@ from rooftile.kvcache import PagedKV, Pages
 from rooftile.kvcache.route import LONG_PROMPT, Route, route
 from rooftile.masks import Mask
 from rooftile.matmul import QuantisedWeight, quantise_weight, weight_format
-from rooftile.matmul.formats import TILE
+from rooftile.matmul.formats import TILE, parsed
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.checkpoints.plan import parsed
 from rooftile.models.layers import Multiply, Projection
 from rooftile.serve.attention import masks_of
 from rooftile.serve.sampling.sampler import SamplingFeatures, SamplingState, sample

@@ -398,6 +398,14 @@ def test_a_table_is_written_between_its_marks_and_nowhere_else(tmp_path: Path) -
     assert results.write_tables(made, tmp_path) == made
 
 
+def test_other_numbers_have_a_table_too(tmp_path: Path) -> None:
+    rows = [replace(row("a"), measures={"x_nats": 1.5, "y": 2}), replace(row("b"), measures={"y": 3})]
+    results.append(tmp_path / "r.jsonl", [one.json() for one in rows])
+    made = results.write_tables("<!-- table: r.jsonl measures=x_nats,y -->\n<!-- /table -->\n", tmp_path)
+    assert "| | x nats | y |\n|---|--:|--:|\n| a | 1.5 | 2 |\n| b | - | 3 |\n" in made
+
+
+
 def test_against_a_peer_the_geometric_mean_and_the_worst_case() -> None:
     rows = [
         row("a", us=10), row("a", "peer", us=20), row("b", us=10), row("b", "peer", us=5),

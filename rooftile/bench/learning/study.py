@@ -124,9 +124,9 @@ def learn_english(method: str, plan: Plan, text: English, device: torch.device, 
     model.eval()
     tokens, targets = text.tests(plan.tests, length)
     with torch.no_grad(), autocast(device):
-        loss = _loss(model(tokens), targets)
+        loss = loss_of(model(tokens), targets)
     return Read(
-        method=method, loss=loss, frequencies_loss=_loss(_frequencies(text.train).expand(*targets.shape, BYTES), targets),
+        method=method, loss=loss, frequencies_loss=loss_of(_frequencies(text.train).expand(*targets.shape, BYTES), targets),
         parameters=model.parameter_count, trained=trained,
     )  # fmt: skip
 
@@ -142,5 +142,6 @@ def _frequencies(text: Tensor) -> Tensor:
     return (counts / counts.sum()).log()
 
 
-def _loss(logits: Tensor, targets: Tensor) -> float:
+def loss_of(logits: Tensor, targets: Tensor) -> float:
+    """Returns the mean loss in nats."""
     return cross_entropy(logits.float().flatten(0, 1), targets.flatten()).item()

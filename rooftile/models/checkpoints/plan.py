@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul import QuantisedWeight, quantise_weight, weight_format
+from rooftile.matmul import QuantisedWeight, quantise_weight
+from rooftile.matmul.formats import matches, parsed
 from rooftile.models.checkpoints.layouts import awq, compressed_tensors, fp8, gptq, torchao
 from rooftile.models.settings import read_json
 
@@ -69,28 +69,6 @@ class Quantiser:
             return quantise_weight(tensors["weight"], format, group=group)
         except InvalidInput as error:
             raise InvalidInput(f"{module}.weight cannot be quantised to {format}: {error}") from None
-
-
-def matches(pattern: str, module: str) -> bool:
-    """Whether a pattern means a module: one with * and ?, or after "re:" a regular expression; "model." may be left out."""
-    for name in (module, f"model.{module}", f"transformer.{module}"):
-        if pattern.startswith("re:"):
-            if re.match(pattern[3:], name):
-                return True
-        elif fnmatchcase(name, pattern):
-            return True
-    return False
-
-
-def parsed(word: str) -> tuple[str, int | None]:
-    """Splits "int4:64" into the format and its group."""
-    format, _, group = word.partition(":")
-    weight_format(format)
-    if not group:
-        return format, None
-    if not group.isdecimal():
-        raise InvalidInput(f"weights asks for {word!r}; after the colon must be a group's size, as in int4:64")
-    return format, int(group)
 
 
 def check_words(weights: object) -> None:

@@ -6,40 +6,18 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul import QuantisedWeight, quantise_weight, weight_format
-from rooftile.matmul.packing import pack_words, unpack
+from rooftile.matmul import quantise_weight, weight_format
 from rooftile.models.checkpoints import weights
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer, Memory
 from rooftile.models.settings import read_json
-
-_INT = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-_FP8 = _INT | {"type": "float"}
-_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
-# without the scales' dtype compressed-tensors takes mxfp8 for FP8
-_BLOCKS = {"strategy": "group", "group_size": 32, "type": "float", "symmetric": True, "scale_dtype": "torch.uint8"}
-
-# the layout of each format, and how it describes weights and activations
-LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
-    "fp8": ("float-quantized", _FP8, _TOKEN),
-    "fp8_tile": (
-        "float-quantized", _FP8 | {"strategy": "block", "block_structure": [128, 128]},
-        _TOKEN | {"strategy": "group", "group_size": 128},
-    ),
-    "int8": ("int-quantized", _INT, _TOKEN | {"type": "int"}),
-    # what Transformers expects of weights in 8 bits whose activations stay in 16
-    "w8": ("pack-quantized", _INT, None),
-    "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}, None),
-    "mxfp8": ("mxfp8-quantized", {"num_bits": 8} | _BLOCKS, None),
-    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4} | _BLOCKS, None),
-}  # fmt: skip
+from rooftile.qat.compressed import LAYOUTS, configuration, tensors_of
 
 
 def quantise_folder(
@@ -87,18 +65,6 @@ def quantise_folder(
             shutil.copy(path, out / path.name)
 
 
-def configuration(format: str, group: int | None) -> dict[str, Any]:
-    """Returns the quantization_config of a format."""
-    layout, described, inputs = LAYOUTS[format]
-    if format == "int4":
-        described = described | {"group_size": group or 128}
-    scheme = {"targets": ["Linear"], "weights": described, "input_activations": inputs, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": scheme}, "ignore": ["lm_head"],
-        "kv_cache_scheme": None, "quantization_status": "compressed", "global_compression_ratio": None,
-    }  # fmt: skip
-
-
 def _modules(config: ModelConfig) -> list[str]:
     layer = Layer(config, Memory(config.dtype, torch.device("meta")), waits=True)
     names = [name for _, parts in projections_of(layer, config) for name in parts]
@@ -126,19 +92,3 @@ def _write_shard(path: Path, out: Path, modules: set[str], format: str, group: i
             found |= {f"{module}.{suffix}": part.contiguous() for suffix, part in tensors_of(weight).items()}
     save_file(found, out, metadata={"format": "pt"})
     return dict.fromkeys(found, out.name)
-
-
-def tensors_of(weight: QuantisedWeight) -> dict[str, Tensor]:
-    """Returns the tensors of a weight by the last parts of their names."""
-    N, K = weight.shape
-    if weight.format in ("int4", "w8"):
-        words = pack_words(unpack(weight.codes, K)) if weight.format == "int4" else _words_of_bytes(weight.codes)
-        return {"weight_packed": words, "weight_scale": weight.scales, "weight_shape": torch.tensor([N, K])}
-    name = "weight_packed" if weight.format == "mxfp4" else "weight"
-    return {name: weight.codes, "weight_scale": weight.scales}
-
-
-def _words_of_bytes(codes: Tensor) -> Tensor:
-    """Codes of int8 (N, K) plus 128, four in an int32 along K, the first in the lowest byte."""
-    padded = torch.nn.functional.pad((codes.to(torch.int16) + 128).to(torch.uint8), (0, -codes.shape[1] % 4))
-    return padded.contiguous().view(torch.int32)

@@ -1,0 +1,104 @@
+"""Measures what rounding costs a small decoder, and what training for the format wins back.
+
+A model learns English in full precision. Then copies of it take the same further steps on the same batches: one in full
+precision, whose loss is also measured rounded, and one for each format with rounded weights. With L the loss on held-out text,
+
+    recovered = (L_rounded - L_trained) / (L_rounded - L_continued)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rooftile import qat
+from rooftile.bench.learning.english import BYTES, English
+from rooftile.bench.learning.study import loss_of
+from rooftile.bench.learning.training import autocast, train
+from rooftile.models import TrainableDecoder
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The sizes of the study."""
+
+    hidden: int
+    heads: int
+    layers: int
+    ffn: int
+    length: int
+    batch: int
+    steps: int
+    rate: float
+    further_steps: int
+    further_rate: float
+    tests: int  # pieces of held-out text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """Losses of one seed and format, in nats per byte."""
+
+    format: str
+    seed: int
+    continued: float  # after the further steps in full precision
+    rounded: float  # the same model, rounded
+    trained: float  # trained for the format in the further steps
+
+    @property
+    def recovered(self) -> float:
+        """The share of the loss by rounding that training wins back."""
+        return recovered(self.continued, self.rounded, self.trained)
+
+
+def recovered(continued: float, rounded: float, trained: float) -> float:
+    """Returns the share of the loss by rounding that training for the format wins back.
+
+    Example:
+        >>> recovered(1.5, 1.7, 1.55)
+        0.75
+    """
+    return round((rounded - trained) / (rounded - continued), 6)
+
+
+def learn_formats(formats: Sequence[str], plan: Plan, text: English, seed: int, device: torch.device, say: Say) -> list[Learned]:
+    """Trains the models of one seed."""
+    torch.manual_seed(seed)
+    sizes = {"hidden": plan.hidden, "heads": plan.heads, "layers": plan.layers, "ffn": plan.ffn, "max_len": plan.length}
+    base = TrainableDecoder(BYTES, **sizes).to(device)  # type: ignore[arg-type]
+    say(f"seed {seed}: {plan.steps} steps in full precision")
+    _train(base, plan.steps, plan.rate, plan, text, seed, device)
+    continued = copy.deepcopy(base)
+    _train(continued, plan.further_steps, plan.further_rate, plan, text, seed + 1000, device)
+    full = _tested(continued, plan, text, device)
+    found = []
+    for format in formats:
+        qat.prepare(continued, format, skip=("head",))
+        rounded = _tested(continued, plan, text, device)
+        qat.restore(continued)
+        say(f"seed {seed}, {format}: {plan.further_steps} steps with rounded weights")
+        model = qat.prepare(copy.deepcopy(base), format, skip=("head",))
+        _train(model, plan.further_steps, plan.further_rate, plan, text, seed + 1000, device)
+        trained = _tested(model, plan, text, device)
+        found.append(Learned(format=format, seed=seed, continued=full, rounded=rounded, trained=trained))
+    return found
+
+
+def _train(
+    model: TrainableDecoder, steps: int, rate: float, plan: Plan, text: English, seed: int, device: torch.device
+) -> None:  # fmt: skip
+    generator = torch.Generator(device).manual_seed(seed)
+    trained = train(model, lambda: text.draw(plan.batch, plan.length, generator), steps=steps, rate=rate, device=device)
+    if not trained.is_finite:
+        raise ArithmeticError(f"the loss is not finite at the learning rate {rate}")
+
+
+def _tested(model: TrainableDecoder, plan: Plan, text: English, device: torch.device) -> float:
+    tokens, targets = text.tests(plan.tests, plan.length)
+    with torch.no_grad(), autocast(device):
+        return loss_of(model.eval()(tokens), targets)

@@ -1,0 +1,231 @@
+"""`prepare` and what belongs to it: `restore`, `off`, `status`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TypeVar
+
+from torch import nn
+
+from rooftile.errors import InvalidInput
+from rooftile.matmul.formats import group_of, matches, parsed, weight_format
+from rooftile.matmul.weight import dequantised
+from rooftile.qat.layers import PREPARED, Preparation, Prepared, described, prepare_layer, restore_layer
+from rooftile.qat.product import ESTIMATORS, Rounding, inside
+from rooftile.words import answers_foreign_words
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@answers_foreign_words
+def prepare(
+    model: Model, format: str | Mapping[str, str], *, group: int | None = None, skip: Sequence[str] = ("lm_head",),
+    estimator: str = "straight", start_step: int = 0,
+) -> Model:  # fmt: skip
+    """Makes the linear layers of a model multiply with rounded weights, so that training makes up for the rounding.
+
+    The forward of a layer is the product that serves it: codes and scales are those of `rooftile.quantise_weight`, and formats
+    that quantise activations (fp8, fp8_tile, int8) do so here, too. Gradients are those of the rounded numbers; scales count as
+    constants. Parameters stay the same tensors under the same names, so optimisers and state dicts see no difference.
+
+    Args:
+        model: any module; changed in place. Only layers whose class is `nn.Linear` itself are rounded, and `nn.Embedding` where
+            a pattern names it (its weights alone).
+        format: a word of `rooftile.quantise_weight`, also with a group ("int4:32", "int4:row"); or {pattern of names: word}, of
+            which the first that matches counts ("auto" leaves a layer as it is). A pattern has * and ?, or is a regular
+            expression after "re:".
+        group: of int4: 32, 64, 128 (the default) or -1, a whole row, share a scale.
+        skip: patterns of layers that stay, where `format` is one word.
+        estimator: "straight": the gradient of a rounded weight is the weight's; "clip": it is 0 for weights that lie more than
+            half a code beyond the format's numbers.
+        start_step: the step of the optimiser from which on weights are rounded, counted from now. It is no part of a state dict:
+            prepare with 0 where a run is resumed after that step.
+
+    Returns:
+        The model.
+
+    Raises:
+        InvalidInput: nothing is there to prepare, a pattern matches nothing, a layer is prepared already, or a format does not
+            fit the shape of a weight.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+        >>> rooftile.qat.prepare(model, {"0": "int4:32", "2": "int8"})
+        >>> model(torch.randn(3, 64)).sum().backward()
+
+    Jacob et al., arXiv:1712.05877; Bengio et al., arXiv:1308.3432.
+    """
+    if estimator not in ESTIMATORS:
+        raise InvalidInput(f"estimator is {estimator!r}; must be one of {', '.join(ESTIMATORS)}")
+    if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
+        raise InvalidInput(f"start_step is {start_step!r}; must be a number of steps, 0 or more")
+    found = dict(_prepared(model))
+    if found:
+        raise InvalidInput(f"{next(iter(found))} is prepared already; restore the model first")
+    chosen = _chosen(model, format, group, skip, estimator)
+    for name, (layer, rounding) in chosen.items():
+        _check_fits(name, layer, rounding)
+    for name, (layer, rounding) in chosen.items():
+        prepare_layer(layer, Preparation(rounding, name, start_step))
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undoes `prepare`, and returns the model. Weights stay as they were trained.
+
+    Raises:
+        InvalidInput: the model is not prepared.
+    """
+    for _, layer in prepared_layers(model):
+        restore_layer(layer)
+    return model
+
+
+@contextmanager
+def off(model: nn.Module) -> Iterator[None]:
+    """Computes without rounding inside the block, to compare with.
+
+    Raises:
+        InvalidInput: the model is not prepared.
+
+    Example:
+        >>> with rooftile.qat.off(model):
+        ...     full = loss(model, data)
+    """
+    layers = [layer for _, layer in prepared_layers(model)]
+    for layer in layers:
+        layer.qat.ignored += 1
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.qat.ignored -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStatus:
+    """One layer: its name, format, numbers, bytes when quantised, relative error by rounding, share that is clipped, steps."""
+
+    name: str
+    format: str
+    numbers: int
+    nbytes: int
+    error: float
+    clipped: float
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The prepared layers of a model; `print` it for a table."""
+
+    layers: tuple[LayerStatus, ...]
+
+    def __str__(self) -> str:
+        width = max(len("layer"), *(len(one.name) for one in self.layers))
+        lines = [f"{'layer':{width}}  {'format':9} {'numbers':>12} {'bytes':>12} {'error':>8} {'clipped':>8} {'steps':>6}"]
+        for one in self.layers:
+            lines.append(
+                f"{one.name:{width}}  {one.format:9} {one.numbers:12,} {one.nbytes:12,} {one.error:8.2%} {one.clipped:8.2%} "
+                f"{one.steps:6,}"
+            )
+        return "\n".join(lines)
+
+
+def status(model: nn.Module) -> Status:
+    """Returns what each prepared layer rounds to, and what that changes now.
+
+    The error is the norm of what rounding changes over the norm of the weight; "clipped" is the share of weights that lie more
+    than half a code beyond the format's numbers.
+
+    Raises:
+        InvalidInput: the model is not prepared.
+    """
+    return Status(tuple(_status(name, layer) for name, layer in prepared_layers(model)))
+
+
+def _status(name: str, layer: Prepared) -> LayerStatus:
+    codes, w = layer.codes(), layer.weight.detach().float()
+    rounded = dequantised(codes.parts, codes.format, codes.group, codes.shape, w.dtype)
+    size = w.norm().item()
+    error = (rounded - w).norm().item() / size if size else 0.0
+    clipped = 1.0 - inside(w, codes).float().mean().item()
+    return LayerStatus(name, described(layer.qat.rounding), w.numel(), codes.nbytes, error, clipped, layer.qat.steps)
+
+
+def prepared_layers(model: nn.Module) -> list[tuple[str, Prepared]]:
+    """Returns the prepared layers by their names.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model is {type(model).__name__}; must be a torch.nn.Module")
+    found = list(_prepared(model))
+    if not found:
+        raise InvalidInput("the model is not prepared; call rooftile.qat.prepare first")
+    return found
+
+
+def _prepared(model: nn.Module) -> Iterator[tuple[str, Prepared]]:
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model is {type(model).__name__}; must be a torch.nn.Module")
+    return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, Prepared))
+
+
+def _chosen(
+    model: nn.Module, format: str | Mapping[str, str], group: int | None, skip: Sequence[str], estimator: str
+) -> dict[str, tuple[nn.Module, Rounding]]:  # fmt: skip
+    """The layers to prepare by their names; each layer once, however many names it has."""
+    if isinstance(format, Mapping):
+        if group is not None:
+            raise InvalidInput(f"group is {group} and format a dictionary; write the group into its words, as in 'int4:{group}'")
+        words = dict(format)
+        kinds: tuple[type[nn.Module], ...] = tuple(PREPARED)
+    else:
+        skip = (skip,) if isinstance(skip, str) else skip
+        words = dict.fromkeys(skip, "auto") | {"*": format}
+        kinds = (nn.Linear,)
+    layers = {name: layer for name, layer in model.named_modules() if type(layer) in kinds}
+    if not layers:
+        raise InvalidInput(f"{type(model).__name__} has no layer of the class nn.Linear itself, so there is nothing to prepare")
+    if isinstance(format, Mapping):
+        _check_patterns(words, layers)
+    chosen: dict[str, tuple[nn.Module, Rounding]] = {}
+    for name, layer in layers.items():
+        word = next((word for pattern, word in words.items() if _means(pattern, name)), "auto")
+        if word == "auto":
+            continue
+        kind, its_group = parsed(word)
+        chosen[name] = layer, Rounding(kind, its_group if its_group is not None else group, estimator)
+    if not chosen:
+        raise InvalidInput(f"format leaves all {len(layers)} layers as they are; give one of them a format")
+    return chosen
+
+
+def _means(pattern: str, name: str) -> bool:
+    # "lm_head" means the model's own, wherever it is
+    return matches(pattern, name) or name.endswith(f".{pattern}")
+
+
+def _check_patterns(words: Mapping[str, str], layers: Mapping[str, nn.Module]) -> None:
+    for pattern in words:
+        if not isinstance(pattern, str):
+            raise InvalidInput(f"format has the key {pattern!r}; must be a pattern of names, such as '*.mlp.*'")
+        if not any(_means(pattern, name) for name in layers):
+            near = get_close_matches(pattern, layers, n=3, cutoff=0.0)
+            raise InvalidInput(f"format has the pattern {pattern!r}, which matches no layer; near names are {', '.join(near)}")
+
+
+def _check_fits(name: str, layer: nn.Module, rounding: Rounding) -> None:
+    assert isinstance(layer, nn.Linear | nn.Embedding)
+    rows, columns = layer.weight.shape
+    try:
+        group_of(weight_format(rounding.format), columns, rounding.group)
+    except InvalidInput as error:
+        raise InvalidInput(f"{name}.weight ({rows}, {columns}) cannot be {described(rounding)}: {error}") from None
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
+        raise InvalidInput(f"{name} is an embedding with max_norm or sparse gradients; prepare it without, or leave it out")

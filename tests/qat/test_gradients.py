@@ -1,0 +1,198 @@
+"""The gradients of a rounded layer against their definition in fp64, and training over several micro-batches."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import rooftile as rt
+from rooftile.errors import Unsupported
+from rooftile.matmul import weight_format
+from rooftile.numerics import quantise_rows
+from tests.qat.models import FORMATS, inputs, mlp
+
+
+def layer(format: str, estimator: str = "straight", *, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(2)
+    made = nn.Linear(128, 37, bias=bias).to(dtype)
+    with torch.no_grad():
+        # outliers, a row of zeros, and a row of one number
+        made.weight[3, 7] = 9.0
+        made.weight[5] = 0.0
+        made.weight[6] = 0.25
+    return rt.qat.prepare(nn.Sequential(made), format, estimator=estimator)[0]
+
+
+def defined(made, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The result and the gradients of x, the weight and the bias, in fp64, from the codes."""
+    codes = made.codes()
+    w = codes.dequantise(torch.float64)
+    activations = weight_format(codes.format).activations
+    rows = x.double() if activations is None else quantise_rows(x, activations).dequantise(torch.float64)
+    dw = dy.double().flatten(0, -2).T @ rows.flatten(0, -2)
+    if made.qat.rounding.estimator == "clip":
+        scales = codes.scales.double().repeat_interleave(codes.group, 1)
+        steps = made.weight.double() / scales
+        # codes of int4
+        dw = dw * ((steps >= -8.5) & (steps <= 7.5))
+    y = rows @ w.T + (0 if made.bias is None else made.bias.double())
+    return y, dy.double() @ w, dw, dy.double().sum((0, 1))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+def test_gradients_are_those_of_the_rounded_numbers(format: str, bias: bool) -> None:
+    made, x = layer(format, bias=bias), inputs().requires_grad_()
+    y = made(x)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3))
+    y.backward(dy)
+    due = defined(made, x.detach(), dy)
+    for found, exact in zip((y, x.grad, made.weight.grad), due, strict=False):
+        assert (found.double() - exact).norm() <= 1e-6 * exact.norm()
+    if bias:
+        torch.testing.assert_close(made.bias.grad.double(), due[3], rtol=1e-5, atol=1e-5)
+
+
+def test_clip_leaves_out_what_lies_beyond_the_codes() -> None:
+    made, x = layer("int4:32", "clip"), inputs()
+    y = made(x)
+    dy = torch.ones_like(y)
+    y.backward(dy)
+    dw = defined(made, x, dy)[2]
+    torch.testing.assert_close(made.weight.grad.double(), dw, rtol=1e-5, atol=1e-4)
+    straight = layer("int4:32")
+    straight(x).backward(dy)
+    differs = made.weight.grad != straight.weight.grad
+    # the largest of a group is 7.5 codes, and bf16 may round its scale down
+    assert 0 < differs.float().mean() < 0.05
+    assert (made.weight.grad[differs] == 0).all()
+
+
+@pytest.mark.parametrize("format", ["int8", "int4:32"])
+def test_only_wanted_gradients_are_computed(format: str) -> None:
+    made, x = layer(format), inputs().requires_grad_()
+    made.weight.requires_grad_(False)
+    made(x).sum().backward()
+    assert made.weight.grad is None
+    assert x.grad is not None
+    frozen = layer(format)
+    frozen(inputs()).sum().backward()
+    assert frozen.weight.grad is not None
+
+
+@pytest.mark.parametrize("format", ["fp8", "int4:32"])
+def test_micro_batches_share_codes_and_equal_one_batch(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    from rooftile.qat import layers
+
+    taken: list[int] = []
+    original = layers.quantise_weight
+    monkeypatch.setattr(layers, "quantise_weight", lambda *args, **kwargs: taken.append(1) or original(*args, **kwargs))
+    model = rt.qat.prepare(mlp(), format)
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-2)
+    x = torch.cat([inputs(seed=n) for n in range(4)])
+    model(x).square().mean().backward()
+    optimiser.step()
+    optimiser.zero_grad()
+    taken.clear()
+    model(x).square().mean().backward()
+    whole = [p.grad.clone() for p in model.parameters()]
+    optimiser.zero_grad()
+    for part in x.chunk(4):
+        (model(part).square().mean() / 4).backward()
+    # once for each layer, however many forwards
+    assert len(taken) == 3
+    for p, due in zip(model.parameters(), whole, strict=True):
+        torch.testing.assert_close(p.grad, due, rtol=1e-4, atol=1e-4 * due.abs().max().item())
+
+
+def test_changed_weights_have_new_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an optimiser, by hand, through .data, by a state dict: nothing trains with codes of before."""
+    model, x = rt.qat.prepare(mlp(), "int4:32"), inputs()
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def check() -> None:
+        fresh = rt.qat.convert(copy.deepcopy(model))
+        assert torch.equal(model(x), fresh(x))
+        assert torch.equal(model(x), fresh(x))
+
+    check()
+    model(x).square().mean().backward()
+    # before any step of an optimiser, weights may be changed by hand
+    for p in model.parameters():
+        p.data -= 0.1 * p.grad
+    check()
+    optimiser.step()
+    check()
+    for p in model.parameters():
+        p.data.clamp_(-0.02, 0.02)
+    optimiser.step()
+    check()
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    check()
+    model.load_state_dict(mlp(seed=7).state_dict())
+    check()
+    # an average of weights, for an evaluation
+    model(x)
+    for p in model.parameters():
+        p.data.mul_(0.5)
+    with torch.no_grad():
+        check()
+
+
+def test_activation_checkpointing() -> None:
+    model, x = rt.qat.prepare(mlp(), "int8"), inputs().requires_grad_()
+    model(x).square().mean().backward()
+    due = [x.grad, *(p.grad for p in model.parameters())]
+    other, z = rt.qat.prepare(mlp(), "int8"), inputs().requires_grad_()
+    torch.utils.checkpoint.checkpoint(other, z, use_reentrant=False).square().mean().backward()
+    for found, one in zip([z.grad, *(p.grad for p in other.parameters())], due, strict=True):
+        assert torch.equal(found, one)
+
+
+@pytest.mark.parametrize("format", ["fp8", "int4:32"])
+@pytest.mark.parametrize("estimator", ["straight", "clip"])
+def test_compiled_layers(format: str, estimator: str) -> None:
+    model = rt.qat.prepare(mlp(), format, estimator=estimator)
+    x, z = inputs().requires_grad_(), inputs().requires_grad_()
+    due = model(x)
+    due.square().mean().backward()
+    gradients = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    compiled = torch.compile(model, fullgraph=True)
+    for _ in range(2):
+        found = compiled(z)
+        torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-4)
+    found.square().mean().backward()
+    for mine, one in zip([z.grad, *(p.grad for p in model.parameters())], [x.grad, *gradients], strict=True):
+        torch.testing.assert_close(mine, one, rtol=1e-3, atol=1e-3 * one.abs().max().item())
+
+
+def test_torch_func() -> None:
+    model, x = rt.qat.prepare(mlp(), "int4:32"), inputs()
+
+    def loss(parameters, batch):
+        return torch.func.functional_call(model, parameters, (batch,)).square().mean()
+
+    parameters = dict(model.named_parameters())
+    found = torch.func.grad(loss)(parameters, x)
+    model(x).square().mean().backward()
+    for name, p in parameters.items():
+        torch.testing.assert_close(found[name], p.grad)
+    per_row = torch.func.vmap(lambda row: model(row))(x)
+    torch.testing.assert_close(per_row, model(x))
+    with pytest.raises(Unsupported, match=r"torch\.vmap maps the weights of a prepared layer"):
+        torch.func.vmap(loss, in_dims=(dict.fromkeys(parameters, 0), None))(
+            {name: torch.stack([p, p]) for name, p in parameters.items()}, x
+        )
+
+
+def test_a_second_derivative_is_refused() -> None:
+    model, x = rt.qat.prepare(mlp(), "int8"), inputs().requires_grad_()
+    (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()

@@ -1,0 +1,217 @@
+"""`prepare`, `restore`, `off`, `status`: parameters stay, and what cannot be prepared says so."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rooftile as rt
+from rooftile.errors import InvalidInput
+from tests.qat.models import FORMATS, inputs, mlp
+
+
+class Tied(nn.Module):
+    """An embedding and a head of one weight."""
+
+    def __init__(self, tie: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 64, padding_idx=3)
+        self.body = nn.Linear(64, 64)
+        self.lm_head = nn.Linear(64, 20, bias=False)
+        if tie:
+            self.lm_head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.body(self.embedding(tokens)))
+
+
+def test_parameters_stay_the_same_tensors_under_the_same_names() -> None:
+    model = mlp()
+    before, bits = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
+    assert rt.qat.prepare(model, "int4:32") is model
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert len(list(model.parameters())) == len(before)
+    plain = mlp(seed=5)
+    assert plain.load_state_dict(model.state_dict()).missing_keys == []
+    assert all(torch.equal(x, bits[name]) for name, x in plain.state_dict().items())
+    other = rt.qat.prepare(mlp(seed=6), "fp8")
+    other.load_state_dict(bits)
+    assert all(torch.equal(x, bits[name]) for name, x in other.state_dict().items())
+    assert isinstance(model[0], nn.Linear)
+    assert rt.qat.restore(model) is model
+    assert type(model[0]) is nn.Linear
+    assert vars(model[0]).keys() == vars(mlp()[0]).keys()
+    x = inputs()
+    assert torch.equal(model(x), mlp()(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_prepared_and_converted_layers_have_the_same_bits(format: str, dtype: torch.dtype) -> None:
+    model, x = rt.qat.prepare(mlp(dtype=dtype), format), inputs(dtype=dtype)
+    y = model(x)
+    assert y.dtype == dtype
+    codes = [layer.codes() for layer in model if isinstance(layer, nn.Linear)]
+    converted = rt.qat.convert(copy.deepcopy(model))
+    assert torch.equal(converted(x), y)
+    assert torch.equal(converted(x.transpose(0, 1)).transpose(0, 1), model(x.transpose(0, 1)).transpose(0, 1))
+    found = [layer.quantised for layer in converted if isinstance(layer, rt.qat.QuantisedLinear)]
+    for one, due in zip(found, codes, strict=True):
+        for part, other in zip(one.parts, due.parts, strict=True):
+            assert part is other is None or torch.equal(part.view(torch.uint8), other.view(torch.uint8))
+    again = rt.qat.convert(rt.qat.prepare(mlp(seed=9, dtype=dtype), format))
+    again.load_state_dict(converted.state_dict())
+    assert torch.equal(again(x), y)
+    # it matters: the model without rounding says something else
+    with rt.qat.off(model):
+        assert not torch.equal(model(x), y)
+
+
+def test_rounding_is_off_inside_the_block_and_before_its_step() -> None:
+    model, plain, x = rt.qat.prepare(mlp(), "int4:32", start_step=2), mlp(), inputs()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.0)
+    assert torch.equal(model(x), plain(x))
+    for _ in range(2):
+        optimiser.step()
+    rounded = model(x)
+    assert not torch.equal(rounded, plain(x))
+    with rt.qat.off(model), rt.qat.off(model):
+        assert torch.equal(model(x), plain(x))
+    assert torch.equal(model(x), rounded)
+    with pytest.raises(KeyError), rt.qat.off(model):
+        raise KeyError
+    assert torch.equal(model(x), rounded)
+
+
+def test_patterns_choose_formats_and_layers() -> None:
+    model = rt.qat.prepare(mlp(), {"0": "int4:32", "re:[24]$": "int8"})
+    assert [one.format for one in rt.qat.status(model).layers] == ["int4:32", "int8", "int8"]
+    model = rt.qat.prepare(mlp(), {"2": "auto", "*": "fp8"})
+    assert [one.name for one in rt.qat.status(model).layers] == ["0", "4"]
+    tied = rt.qat.prepare(Tied(), "int4:32")
+    assert [one.name for one in rt.qat.status(tied).layers] == ["body"]
+    both = rt.qat.prepare(Tied(), {"*": "int4:32"})
+    assert [one.name for one in rt.qat.status(both).layers] == ["embedding", "body", "lm_head"]
+    assert rt.qat.prepare(mlp(), "int4", group=np.int64(64))[0].codes().group == 64
+
+
+def test_an_embedding_is_rounded_with_its_gradient() -> None:
+    model = rt.qat.prepare(Tied(tie=False), {"embedding": "w8"})
+    tokens = torch.tensor([[1, 3, 5], [5, 5, 0]])
+    numbers = model.embedding.codes().dequantise()
+    assert torch.equal(model.embedding(tokens), numbers[tokens])
+    model.embedding(tokens).sum().backward()
+    due = torch.tensor([1.0, 1, 0, 0, 0, 3]).repeat_interleave(64).view(6, 64)
+    # 3 is padding
+    assert torch.equal(model.embedding.weight.grad[:6], due)
+    converted = rt.qat.convert(model)
+    assert torch.equal(converted.embedding(tokens), numbers[tokens])
+
+
+def test_copies_count_the_steps_of_their_own_optimiser() -> None:
+    model = rt.qat.prepare(mlp(), "int8", start_step=1)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        assert {one.steps for one in rt.qat.status(other).layers} == {1}
+        assert {one.steps for one in rt.qat.status(model).layers} == {0}
+    # an optimiser that holds one layer counts for that one
+    torch.optim.SGD(model[0].parameters(), lr=0.1).step()
+    assert [one.steps for one in rt.qat.status(model).layers] == [1, 0, 0]
+
+
+def test_autocast_inference_mode_and_strides() -> None:
+    model, x = rt.qat.prepare(mlp(), "int8"), inputs()
+    converted = rt.qat.convert(copy.deepcopy(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+        assert y.dtype == torch.bfloat16
+        assert torch.equal(converted(x), y)
+        y.float().sum().backward()
+    assert model[0].weight.grad.dtype == torch.float32
+    with torch.inference_mode():
+        assert torch.equal(model(x), converted(x))
+    assert torch.equal(model(x.mT.contiguous().mT), model(x))
+    assert torch.equal(model(x[0, 0]), converted(x[0, 0]))
+    assert model(x[:, :0]).shape == (2, 0, 37)
+    assert model(x.double()).dtype == torch.float64
+
+
+def test_scales_keep_their_dtype_in_a_model_of_16_bits() -> None:
+    converted = rt.qat.convert(rt.qat.prepare(mlp(), "int8"))
+    layer = converted.to(torch.bfloat16)[0]
+    assert layer.scales.dtype == torch.float32
+    assert layer.bias.dtype == torch.bfloat16
+    assert converted(inputs(dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_status_says_what_rounding_changes() -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    found = rt.qat.status(rt.qat.prepare(model, "int4:32"))
+    zero, other = found.layers[:2]
+    assert (zero.error, zero.clipped) == (0.0, 0.0)
+    assert 0.05 < other.error < 0.12
+    assert 0 <= other.clipped < 0.05
+    assert other.numbers == 256 * 128
+    assert other.nbytes == 256 * 128 // 2 + 256 * 4 * 2
+    lines = str(found).splitlines()
+    assert len(lines) == 4
+    assert "int4:32" in lines[2]
+    assert "PreparedLinear(in_features=128, out_features=256, bias=True, int4:32)" in repr(model)
+
+
+def uneven() -> nn.Module:
+    return nn.Sequential(nn.Linear(33, 4))
+
+
+def lost() -> nn.Module:
+    model = rt.qat.prepare(mlp(), "int8")
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        model[2].weight[1, 3] = torch.nan
+    return model
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: rt.qat.prepare(nn.Sequential(nn.ReLU()), "int8"), "Sequential has no layer of the class nn.Linear itself"),
+        (lambda: rt.qat.prepare(mlp(), {"lm_haed": "int8"}), "pattern 'lm_haed', which matches no layer; near names are"),
+        (lambda: rt.qat.prepare(rt.qat.prepare(mlp(), "int8"), "fp8"), "0 is prepared already; restore the model first"),
+        (lambda: rt.qat.prepare(mlp(), "int5"), "format is 'int5'; must be one of fp8"),
+        (lambda: rt.qat.prepare(mlp(), 8), "format is 8; must be one of fp8"),
+        (lambda: rt.qat.prepare(mlp(), {"*": None}), "format is None; must be one of fp8"),
+        (lambda: rt.qat.prepare(mlp(), {}), "format leaves all 3 layers as they are"),
+        (lambda: rt.qat.prepare(mlp(), {"*": "int4"}, group=32), "group is 32 and format a dictionary"),
+        (lambda: rt.qat.prepare(mlp(), "int4:x"), "format is 'int4:x'; after the colon must be a group's size"),
+        (lambda: rt.qat.prepare(mlp(), "int4", group=48), r"0.weight \(256, 128\) cannot be int4:48: group is 48"),
+        (lambda: rt.qat.prepare(uneven(), "mxfp4"), r"0.weight \(4, 33\) cannot be mxfp4: w has rows of K = 33"),
+        (lambda: rt.qat.prepare(mlp(), "int8", estimator="lsq"), "estimator is 'lsq'; must be one of straight, clip"),
+        (lambda: rt.qat.prepare(mlp(), "int8", start_step=-1), "start_step is -1; must be a number of steps, 0 or more"),
+        (lambda: rt.qat.prepare("model", "int8"), "model is str; must be a torch.nn.Module"),
+        (lambda: rt.qat.prepare(mlp(), "int4", group_size=32), "write group="),
+        (lambda: rt.qat.prepare(nn.Sequential(nn.Embedding(4, 32, max_norm=1.0)), {"0": "w8"}), "0 is an embedding with max_n"),
+        (lambda: rt.qat.convert(mlp()), "the model is not prepared; call rooftile.qat.prepare first"),
+        (lambda: rt.qat.restore(mlp()), "the model is not prepared; call rooftile.qat.prepare first"),
+        (lambda: rt.qat.status(mlp()), "the model is not prepared; call rooftile.qat.prepare first"),
+        (lambda: rt.qat.off(mlp()).__enter__(), "the model is not prepared; call rooftile.qat.prepare first"),
+        (lambda: lost()(inputs()), "2.weight after 1 steps cannot be quantised to int8: w is nan at row 1, column 3"),
+    ],
+)  # fmt: skip
+def test_bad_input(call, sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        call()
+
+
+def test_nothing_is_prepared_where_one_layer_does_not_fit() -> None:
+    model = nn.Sequential(nn.Linear(64, 33), nn.Linear(33, 4))
+    with pytest.raises(InvalidInput, match=r"1\.weight"):
+        rt.qat.prepare(model, "mxfp4")
+    assert type(model[0]) is nn.Linear

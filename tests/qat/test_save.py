@@ -1,0 +1,146 @@
+"""A checkpoint that `save` writes: the engine's weights are the codes of training, and it says what the model says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rooftile as rt
+from rooftile.errors import InvalidInput
+from rooftile.models import Decoder, TrainableDecoder
+from rooftile.qat import checkpoint
+from rooftile.qat.compressed import LAYOUTS
+from tests.qat.models import mlp
+
+VOCAB = 48
+ROOM = {"num_blocks": 24, "device": "cpu", "max_num_seqs": 4}
+
+
+def decoder(seed: int = 0) -> TrainableDecoder:
+    torch.manual_seed(seed)
+    return TrainableDecoder(VOCAB, hidden=128, heads=4, kv_heads=2, layers=2, ffn=256, max_len=64)
+
+
+def trained(format, **options) -> TrainableDecoder:
+    """A model after a few steps with rounding."""
+    model = rt.qat.prepare(decoder(), format, **{"skip": ("head",)} | options)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(VOCAB, (4, 20), generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        logits = model(tokens[:, :-1])
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    return model.eval()
+
+
+def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    found = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            found.append(int(model(torch.tensor([found]))[0, -1].argmax()))
+    return found[len(prompt) :]
+
+
+@pytest.mark.parametrize("format", [*LAYOUTS, "int4:32", "int4:row"])
+def test_the_engine_multiplies_with_the_codes_of_training(tmp_path: Path, format: str) -> None:
+    model = trained(format)
+    rt.qat.save(model, tmp_path / "saved")
+    read = Decoder.from_folder(tmp_path / "saved", device="cpu")
+    for n, layer in enumerate(model.layers):
+        mine = {
+            "qkv": [layer.mixer.q, layer.mixer.k, layer.mixer.v], "o": [layer.mixer.out], "up": [layer.gate, layer.up],
+            "down": [layer.down],
+        }  # fmt: skip
+        for projection, parts in mine.items():
+            stored = getattr(read.layers[n], projection).parts
+            for name in ("codes", "scales"):
+                due, found = (torch.cat([getattr(one, name) for one in x]) for x in ([part.codes() for part in parts], stored))
+                assert torch.equal(found.view(torch.uint8), due.view(torch.uint8)), (projection, name)
+    prompt = [3, 1, 4, 1, 5]
+    asked = rt.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    (output,) = rt.LLM(tmp_path / "saved", **ROOM).generate([prompt], asked)
+    assert list(output.outputs[0].token_ids) == greedy(model, prompt, 12)
+    with torch.no_grad():
+        due = torch.log_softmax(model(torch.tensor([prompt]))[0, -1], 0)
+    first = output.outputs[0].logprobs[0]
+    token = output.outputs[0].token_ids[0]
+    assert first[token].logprob == pytest.approx(float(due[token]), abs=1e-5)
+
+
+def test_formats_are_mixed(tmp_path: Path) -> None:
+    model = trained({"*.mixer.*": "int8", "*.down": "int4:32", "*.gate": "auto", "*.up": "mxfp4"})
+    rt.qat.save(model, tmp_path)
+    section = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert section["format"] == "mixed-precision"
+    assert sorted(group["format"] for group in section["config_groups"].values()) == [
+        "int-quantized", "mxfp4-pack-quantized", "pack-quantized",
+    ]  # fmt: skip
+    assert {"lm_head", "model.layers.0.mlp.gate_proj", "model.layers.1.mlp.gate_proj"} == set(section["ignore"])
+    prompt = [7, 7, 2]
+    (output,) = rt.LLM(tmp_path, **ROOM).generate([prompt], rt.SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
+    assert list(output.outputs[0].token_ids) == greedy(model, prompt, 10)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_model_of_transformers(tmp_path: Path, tie: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=256,
+        vocab_size=VOCAB, max_position_embeddings=64, tie_word_embeddings=tie, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    rt.qat.prepare(model, "int4", group=32)
+    assert not any(one.name == "lm_head" for one in rt.qat.status(model).layers)
+    tokens = torch.randint(VOCAB, (2, 16))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=1e-3).step()
+    rt.qat.save(model, tmp_path)
+    prompt = [5, 9, 2, 6]
+    (output,) = rt.LLM(tmp_path, **ROOM).generate([prompt], rt.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert list(output.outputs[0].token_ids) == greedy(lambda x: model(input_ids=x).logits, prompt, 8)
+
+
+def test_shards_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "SHARD", 100_000)
+    model = trained("int8")
+    rt.qat.save(model, tmp_path)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    prompt = [1, 2, 3]
+    (output,) = rt.LLM(tmp_path, **ROOM).generate([prompt], rt.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert list(output.outputs[0].token_ids) == greedy(model, prompt, 6)
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 64), nn.Linear(64, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def used(folder: Path) -> Path:
+    (folder / "here").write_text("x")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda folder: rt.qat.save(decoder(), folder), "the model is not prepared"),
+        (lambda folder: rt.qat.save(trained("int8"), used(folder)), "is there already; give a new folder"),
+        (lambda folder: rt.qat.save(rt.qat.prepare(mlp(), "int8"), folder), "Sequential has no configuration of Transformers"),
+        (lambda folder: rt.qat.save(trained("nvfp4"), folder), r"layers.0.mixer.q is in nvfp4; written are fp8, fp8_tile"),
+        (lambda folder: rt.qat.save(rt.qat.prepare(Shared(), {"head": "int8"}), folder), "head and embedding share a weight"),
+        (lambda folder: rt.qat.save(rt.qat.convert(trained("int8")), folder), "the model is not prepared"),
+    ],
+)  # fmt: skip
+def test_bad_input(tmp_path: Path, call, sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        call(tmp_path)
