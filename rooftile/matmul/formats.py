@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 
 import torch
 
@@ -80,9 +81,9 @@ def group_of(format: WeightFormat, K: int, group: int | None) -> int:
     """
     if format.name == "int4":
         asked = TILE if group is None else group
-        if asked != K and asked not in GROUPS:
+        if not hasattr(asked, "__index__") or (asked != K and asked not in GROUPS):
             raise InvalidInput(
-                f"group is {asked}; int4 has {', '.join(map(str, GROUPS))}, or K (here {K}), a whole row"
+                f"group is {asked!r}; int4 has {', '.join(map(str, GROUPS))}, or K (here {K}), a whole row"
             )
     else:
         asked = format.group or K
@@ -94,4 +95,4 @@ def group_of(format: WeightFormat, K: int, group: int | None) -> int:
             f"w has rows of K = {K} numbers, and {asked} of {format.name} share a scale; K must be a multiple: "
             "pad w and x with zeros, or take another format"
         )
-    return asked
+    return index(asked)

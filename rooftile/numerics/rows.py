@@ -53,13 +53,19 @@ class QuantisedRows:
         return (self.codes.to(wide) * scales).to(dtype or self.dtype)
 
 
-def quantise_rows(x: Tensor, format: str = "fp8", *, scale: Tensor | None = None) -> QuantisedRows:
+def as_rows(x: Tensor) -> Tensor:
+    """Returns x (..., size) as (rows, size), also where the size is 0."""
+    return x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)
+
+
+def quantise_rows(x: Tensor, format: str = "fp8", *, scale: Tensor | float | None = None) -> QuantisedRows:
     """Quantises each row of activations; computed in fp32.
 
     Args:
         x: (..., K), float.
         format: "fp8" (e4m3, a scale per row), "fp8_tile" (e4m3, a scale for 128 numbers of a row), "int8" (a scale per row).
-        scale: fp8: one fp32 scale for all rows, which was found before; larger numbers saturate.
+        scale: fp8: one scale for all rows, which was found before: a number, or a tensor of one on the device of x. Numbers that
+            are too large saturate.
 
     Raises:
         InvalidInput: x is not such a tensor, or the format does not exist.
@@ -73,9 +79,11 @@ def quantise_rows(x: Tensor, format: str = "fp8", *, scale: Tensor | None = None
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim:
         what = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InvalidInput(f"x is {what}; must be a float tensor (..., K)")
+    if scale is not None and not isinstance(scale, Tensor):
+        scale = torch.tensor(float(scale), device=x.device)
     if scale is not None and (format != "fp8" or scale.numel() != 1):
         raise InvalidInput(f"scale has {scale.numel()} numbers and format {format!r}; fp8 takes one for all rows")
-    codes, scales = call(_QUANTISE_ROWS, _run, x.detach().reshape(-1, x.shape[-1]), format, scale)
+    codes, scales = call(_QUANTISE_ROWS, _run, as_rows(x.detach()), format, scale)
     return QuantisedRows(codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[-1]), format, x.dtype)
 
 
