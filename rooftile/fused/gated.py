@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.where import check_floats, checked, quantised, runs_on
+from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised
 from rooftile.numerics.activations import ACTIVATIONS, gated_halves
 from rooftile.numerics.rows import QuantisedRows, as_rows, quantise_rows
 from rooftile.operators import call, define, needs_steps
@@ -57,7 +57,7 @@ def gated(x: Tensor, activation: str, out: str | None = None, scale: Tensor | No
 
 def _gated(x: Tensor, activation: str) -> Tensor:
     # the kernel computes in fp32
-    if runs_on(x) and x.dtype != torch.float64:
+    if kernels_run_on(x):
         from rooftile.fused.kernels import gated as kernels
 
         return kernels.gated(x, activation)
@@ -98,8 +98,10 @@ def geglu(gate: Tensor, up: Tensor, tanh: bool = True, *, out: str | None = None
 
 
 def _gate_up_or_quantised(gate: Tensor, up: Tensor, activation: str, out: str | None) -> Any:
+    if out is None:
+        return gate_up(gate, up, activation)
     _check(gate, up)
-    if out is None or needs_steps(gate, up):
+    if needs_steps(gate, up):
         return quantised(gate_up(gate, up, activation), out)
     return _pair_quantised(gate, up, activation, checked(out), None)
 
@@ -117,7 +119,7 @@ def _pair_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: 
 
 def _run_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     # a row is in registers at once
-    if _kernels_run_on(gate) and gate.shape[-1] <= LONGEST:
+    if kernels_run_on(gate) and gate.shape[-1] <= LONGEST:
         from rooftile.fused.kernels import gate_quantised as kernels
 
         return kernels.quantised(gate, up, activation, out, scale)
@@ -140,6 +142,7 @@ def _check(gate: Tensor, up: Tensor) -> None:
 
 def gate_up(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """The activation of `gate`, a name in `ACTIVATIONS`, times `up`."""
+    _check(gate, up)
     rows = (as_rows(x) for x in (gate, up))
     (y,) = _GATE_UP(*rows, activation)
     return y.view(gate.shape)
@@ -150,7 +153,7 @@ def _pair_defined(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor]:
 
 
 def _run_pair(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor]:
-    if _kernels_run_on(gate):
+    if kernels_run_on(gate):
         from rooftile.fused.kernels import gate_up as kernels
 
         return (kernels.forward(gate, up, activation),)
@@ -180,15 +183,11 @@ def _with_slope(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def _run_gradients(dy: Tensor, y: None, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    if _kernels_run_on(gate):
+    if kernels_run_on(gate):
         from rooftile.fused.kernels import gate_up as kernels
 
         return kernels.gradients(dy, gate, up, activation)
     return _gradients(dy, None, gate, up, activation)
-
-
-def _kernels_run_on(x: Tensor) -> bool:
-    return runs_on(x) and x.dtype != torch.float64
 
 
 _GATE_UP = Operation(

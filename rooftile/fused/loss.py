@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.where import check_floats, runs_on
+from rooftile.fused.where import check_floats, kernels_run_on
 from rooftile.numerics.rows import as_rows
 from rooftile.words import answers_foreign_words
 
@@ -131,7 +131,7 @@ def gradients(
 
 def run(input: Tensor, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
     """Returns losses and lse (rows,) of logits (rows, V)."""
-    if _kernels_run_on(input):
+    if kernels_run_on(input):
         from rooftile.fused.kernels import cross_entropy as kernels
 
         return kernels.forward(input, target, *numbers)
@@ -146,15 +146,11 @@ def gradient(
     dlosses: Tensor, lse: Tensor, input: Tensor, target: Tensor, *numbers: Any, into: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of logits (rows, V). A kernel writes it to `into`, which may be the logits."""
-    if _kernels_run_on(input):
+    if kernels_run_on(input):
         from rooftile.fused.kernels import cross_entropy as kernels
 
         return kernels.gradient(dlosses, lse, input, target, *numbers, into=into)
     return gradients(dlosses, None, lse, input, target, *numbers)[0]
-
-
-def _kernels_run_on(x: Tensor) -> bool:
-    return runs_on(x) and x.dtype != torch.float64
 
 
 def fake(input: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

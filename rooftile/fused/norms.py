@@ -14,7 +14,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.norm import Weights, has_whole_accesses, normalise, normalised_as_defined
-from rooftile.fused.where import check_floats, checked, quantised, runs_on
+from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised
 from rooftile.numerics.rows import QuantisedRows, as_rows
 from rooftile.operators import call, define, needs_steps
 from rooftile.words import answers_foreign_words
@@ -195,7 +195,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _kernels_run_on(x: Tensor) -> bool:
-    return runs_on(x) and x.dtype != torch.float64 and 0 < x.shape[-1] <= LONGEST
+    return kernels_run_on(x) and 0 < x.shape[-1] <= LONGEST
 
 
 def _fake_gradients(dy: Tensor, y: None, x: Tensor, w: Tensor, b: Tensor | None, *others: Any) -> tuple[Tensor, ...]:

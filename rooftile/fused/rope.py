@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.where import check_floats, runs_on
+from rooftile.fused.where import check_floats, kernels_run_on, runs_on
 from rooftile.numerics.rows import as_rows
 from rooftile.operators import call, define, needs_steps
 from rooftile.words import answers_foreign_words
@@ -125,7 +125,7 @@ def _in_fp64(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _run_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
-    if runs_on(x) and x.dtype != torch.float64:
+    if kernels_run_on(x):
         from rooftile.fused.kernels import rope as kernels
 
         return (kernels.rotate(x, cos, sin),)

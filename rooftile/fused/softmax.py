@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.where import check_floats, runs_on
+from rooftile.fused.where import check_floats, kernels_run_on
 from rooftile.numerics.rows import as_rows
 from rooftile.words import answers_foreign_words
 
@@ -60,7 +60,7 @@ def _run_gradients(dy: Tensor, y: Tensor, _: None, scale: float) -> tuple[Tensor
 
 
 def _kernels_run_on(x: Tensor) -> bool:
-    return runs_on(x) and x.dtype != torch.float64 and 0 < x.shape[-1] <= LONGEST
+    return kernels_run_on(x) and 0 < x.shape[-1] <= LONGEST
 
 
 _SOFTMAX = Operation(

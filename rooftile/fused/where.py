@@ -27,6 +27,11 @@ def runs_on(x: Tensor) -> bool:
     return _triton_is_installed()
 
 
+def kernels_run_on(x: Tensor) -> bool:
+    """Whether kernels run on x that compute in fp32, which is too little for float64."""
+    return runs_on(x) and x.dtype != torch.float64
+
+
 @cache
 def _triton_is_installed() -> bool:
     if util.find_spec("triton") is not None:

@@ -6,14 +6,12 @@ NaN and infinity stay in their row: a row of INT8 that holds one has the scale N
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import util
 
 import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.launch import INTERPRETED
+from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.numerics.formats import FP8_E4M3, INT8, encode
 from rooftile.numerics.scaling import BLOCK, scales_of, set_aside
 from rooftile.operators import call, define
@@ -102,12 +100,7 @@ def _kernel_runs_on(x: Tensor, format: str) -> bool:
     if not x.is_cuda:
         return INTERPRETED and x.device.type == "cpu"
     needed = (8, 0) if format == "int8" else (8, 9)
-    return _triton_is_installed() and torch.cuda.get_device_capability(x.device) >= needed
-
-
-@cache
-def _triton_is_installed() -> bool:
-    return util.find_spec("triton") is not None
+    return triton_is_installed() and torch.cuda.get_device_capability(x.device) >= needed
 
 
 def _fake(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -178,7 +178,9 @@ def _multiply(decoder: Decoder, M: int, multiply: Multiply) -> None:
         projection(normalise(stream, norm, *projection.rows(stream)), multiply)
         add_norm(stream, stream.clone(), norm, None, *projection.rows(stream))
     layer.o(heads, multiply)
-    layer.feed_forward(stream, multiply)
+    # in the codes that the norm before it writes: a product of gate and up has kernels of its own for them
+    norm = layer.ffn_norm
+    layer.feed_forward(stream if norm is None else normalise(stream, norm, *layer.up.rows(stream)), multiply)
 
 
 def import_kernels() -> None:

@@ -270,7 +270,7 @@ def test_gates_in_codes(activation: str, device: torch.device) -> None:
 def test_which_gates_leave_in_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper those of FP8 rows in 16 bits with an FP8 weight, for as many rows as its product is first for."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(backends, "_triton_is_installed", lambda: True)
+    monkeypatch.setattr(backends, "triton_is_installed", lambda: True)
 
     def asked(M: int, name: str = "fp8", N: int = 64, dtype: torch.dtype = torch.bfloat16, order: bool = False) -> bool:
         weight = weight_of(name, N, 128)
