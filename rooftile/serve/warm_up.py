@@ -179,8 +179,8 @@ def _multiply(decoder: Decoder, M: int, multiply: Multiply) -> None:
         add_norm(stream, stream.clone(), norm, None, *projection.rows(stream))
     layer.o(heads, multiply)
     # in the codes that the norm before it writes: a product of gate and up has kernels of its own for them
-    norm = layer.ffn_norm
-    layer.feed_forward(stream if norm is None else normalise(stream, norm, *layer.up.rows(stream)), multiply)
+    last = layer.ffn_norm
+    layer.feed_forward(stream if last is None else normalise(stream, last, *layer.up.rows(stream)), multiply)
 
 
 def import_kernels() -> None:
