@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from importlib import util
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -32,6 +33,14 @@ _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 # Triton's interpreter runs the kernels on CPU tensors, for tests
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+
+@cache
+def triton_is_installed() -> bool:
+    """Whether kernels in Triton can be compiled here."""
+    return util.find_spec("triton") is not None
+
 
 _observers: list[Callable[[str], None]] = []
 

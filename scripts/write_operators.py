@@ -63,6 +63,7 @@ COMPUTES = {
     "quantise_rows": "rows of activations in FP8 or INT8",
     "linear_quantised": "a linear projection with a quantised weight",
     "linear_gated": "such a projection whose halves are a gate and what it gates, gated",
+    "linear_gated_rows": "the same in FP8, of rows in FP8, with one scale for all results",
     "dequantise_weight": "a quantised weight in 16 or 32 bits",
     "rotate": "rotary positions",
     "write_kv": "keys and values written into a paged cache",

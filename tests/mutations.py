@@ -314,21 +314,25 @@ MUTATIONS = {
         ("tests/interpreter/test_quantised_products.py", "-k", "not_split"), interpreted=True,
     ),
     "hopper, a partial's place": Mutation(
-        "matmul/hopper/schedule.py", "acc += gl.load(to.partial(program, 0,", "acc += gl.load(to.partial(program, 1,",
+        "matmul/hopper/schedule.py", "return gl.load(to.partial(program, 0,", "return gl.load(to.partial(program, 1,",
         ("tests/kernels/test_hopper_products.py", "-k", "emulated"),
     ),
     "hopper, a gate's partial": Mutation(
-        "matmul/hopper/schedule.py", "acc_2 += gl.load(to.partial(program, 0, tile_m, block + 1) + place",
-        "acc_2 += gl.load(to.partial(program, 0, tile_m, block) + place",
+        "matmul/hopper/schedule.py", "acc_2 = _sum_of_parts(start, last, tile_m, block + 1, place, to)",
+        "acc_2 = _sum_of_parts(start, last, tile_m, block, place, to)",
         ("tests/kernels/test_hopper_products.py", "-k", "emulated_gates"),
     ),
     "hopper, the eighth bit of w8": Mutation(
         "hopper/ptx.py", "lop3.b32 s, w, 0x00800080, 0x43004300, 0xea", "lop3.b32 s, w, 0x00000080, 0x43004300, 0xea",
-        ("tests/kernels/test_hopper_products.py", "-k", "become_exact or order_of_codes"),
+        ("tests/kernels/test_hopper_decoding.py", "-k", "become_exact or order_of_codes"),
     ),
     "hopper, order of x": Mutation(
         "matmul/hopper/widened.py", "2, 2, 2]).permute((0, 2, 4, 5, 1, 3))", "2, 2, 2]).permute((0, 2, 5, 4, 1, 3))",
-        ("tests/kernels/test_hopper_products.py", "-k", "emulated or order_of_codes"),
+        ("tests/kernels/test_hopper_products.py", "tests/kernels/test_hopper_decoding.py", "-k", "emulated or order_of_codes"),
+    ),
+    "hopper, scales of a gate in codes": Mutation(
+        "matmul/hopper/gated_codes.py", "up = _scaled(up, n_0 + to.N, m,", "up = _scaled(up, n_0, m,",
+        ("tests/kernels/test_hopper_products.py", "-k", "gates_of_codes"),
     ),
     "weights, gradient of x": Mutation(
         "matmul/product.py", "dx = (dy.to(dtype) @ _weight_of(ctx.saved_tensors, ctx.rest, dtype)).to(ctx.dtype)",
@@ -351,7 +355,7 @@ MUTATIONS = {
         ("tests/models/test_quantised_checkpoints.py", "-k", "order or together"),
     ),
     "fused, gradient of a norm": Mutation(
-        "fused/kernels/norm_gradients.py", "dx = g - unit * (tl.sum(g * unit, 0) / SIZE)", "dx = g",
+        "fused/kernels/norm_gradients.py", "dx = g - unit * (products * inverse / SIZE)", "dx = g",
         ("tests/interpreter/test_fused_gradients.py", "-k", "norm"), interpreted=True,
     ),
     "fused, gradient of the stream": Mutation(

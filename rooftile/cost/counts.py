@@ -97,6 +97,11 @@ def _linear_gated(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(2 * x.shape[0] * N * K, _nbytes(arguments), _nbytes(results))
 
 
+def _linear_gated_rows(arguments: tuple[Any, ...], results: Any) -> Work:
+    x, *_, N, K, _, _ = arguments
+    return Work(2 * x.shape[0] * N * K, _nbytes(arguments), _nbytes(results))
+
+
 def _write(arguments: tuple[Any, ...], results: Any) -> Work:
     k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale = arguments
     tokens = int((slots >= 0).sum())
@@ -303,6 +308,7 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "quantise_rows": _once,
     "linear_quantised": _linear_quantised,
     "linear_gated": _linear_gated,
+    "linear_gated_rows": _linear_gated_rows,
     "dequantise_weight": _once,
     "rotate": _once,
     "write_kv": _write,

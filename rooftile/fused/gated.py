@@ -13,22 +13,24 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.where import checked, quantised, runs_on
+from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised
 from rooftile.numerics.activations import ACTIVATIONS, gated_halves
-from rooftile.numerics.rows import QuantisedRows, quantise_rows
+from rooftile.numerics.rows import QuantisedRows, as_rows, quantise_rows
 from rooftile.operators import call, define, needs_steps
+from rooftile.words import answers_foreign_words
 
 # the longest row that a program gates and quantises at once
 LONGEST = 1 << 15
 _TANH, _CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
+@answers_foreign_words
 def gated(x: Tensor, activation: str, out: str | None = None, scale: Tensor | None = None) -> Any:
     """Activation of the first half of each row times its second half: x (..., 2 * ffn) to (..., ffn), rounded twice.
 
     Args:
         x: float, any strides.
-        activation: a name in `ACTIVATIONS`.
+        activation: gelu, gelu_new, gelu_pytorch_tanh, relu or silu.
         out: "fp8" or "int8": the rounded result is quantised in the same kernel, to `QuantisedRows` with the bits of
             `quantise_rows`; without gradient.
         scale: the one scale of all rows in FP8, a tensor of one number; None finds one per row.
@@ -37,20 +39,25 @@ def gated(x: Tensor, activation: str, out: str | None = None, scale: Tensor | No
         >>> gated(torch.randn(5, 12), "silu").shape
         torch.Size([5, 6])
     """
+    check_floats(x=x)
+    if x.shape[-1] % 2:
+        raise InvalidInput(f"x is {tuple(x.shape)}; its last axis must be even: a gate, and as much that it gates")
+    if activation not in ACTIVATIONS:
+        raise InvalidInput(f"activation is {activation!r}; must be one of {', '.join(ACTIVATIONS)}")
     if out is not None:
         gate, up = x.chunk(2, dim=-1)
         return _pair_quantised(gate, up, activation, checked(out), scale)
     if needs_steps(x):
         return gated_halves(x, activation)
     if x.ndim != 2:
-        return gated(x.reshape(-1, x.shape[-1]), activation).view(*x.shape[:-1], x.shape[-1] // 2)
+        return gated(as_rows(x), activation).view(*x.shape[:-1], x.shape[-1] // 2)
     found: Tensor = call(_GATED, _gated, x, activation)
     return found
 
 
 def _gated(x: Tensor, activation: str) -> Tensor:
     # the kernel computes in fp32
-    if runs_on(x) and x.dtype != torch.float64:
+    if kernels_run_on(x):
         from rooftile.fused.kernels import gated as kernels
 
         return kernels.gated(x, activation)
@@ -64,6 +71,7 @@ def _fake(x: Tensor, activation: str) -> Tensor:
 _GATED = define("gated(Tensor x, str activation) -> Tensor", _gated, _fake)
 
 
+@answers_foreign_words
 def swiglu(gate: Tensor, up: Tensor, *, out: str | None = None) -> Any:
     """silu(gate) * up: each rounded to the tensors' dtype, as in a model that computes one after the other.
 
@@ -78,6 +86,7 @@ def swiglu(gate: Tensor, up: Tensor, *, out: str | None = None) -> Any:
     return _gate_up_or_quantised(gate, up, "silu", out)
 
 
+@answers_foreign_words
 def geglu(gate: Tensor, up: Tensor, tanh: bool = True, *, out: str | None = None) -> Any:
     """gelu(gate) * up, with GELU's approximation by tanh, or exact; `out` as in `swiglu`.
 
@@ -89,9 +98,11 @@ def geglu(gate: Tensor, up: Tensor, tanh: bool = True, *, out: str | None = None
 
 
 def _gate_up_or_quantised(gate: Tensor, up: Tensor, activation: str, out: str | None) -> Any:
-    if out is None or needs_steps(gate, up):
-        return quantised(gate_up(gate, up, activation), out)
+    if out is None:
+        return gate_up(gate, up, activation)
     _check(gate, up)
+    if needs_steps(gate, up):
+        return quantised(gate_up(gate, up, activation), out)
     return _pair_quantised(gate, up, activation, checked(out), None)
 
 
@@ -101,14 +112,14 @@ def _pair_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: 
             f"out is {out!r} and a gradient or a transform is wanted, which rounding has none of; leave out away, and quantise "
             "the result"
         )
-    rows = (x.reshape(-1, gate.shape[-1]) for x in (gate, up))
+    rows = (as_rows(x) for x in (gate, up))
     codes, scales = call(_GATE_QUANTISED, _run_quantised, *rows, activation, out, scale)
     return QuantisedRows(codes.view(gate.shape), scales.view(*gate.shape[:-1], 1), out, gate.dtype)
 
 
 def _run_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     # a row is in registers at once
-    if _kernels_run_on(gate) and gate.shape[-1] <= LONGEST:
+    if kernels_run_on(gate) and gate.shape[-1] <= LONGEST:
         from rooftile.fused.kernels import gate_quantised as kernels
 
         return kernels.quantised(gate, up, activation, out, scale)
@@ -122,18 +133,17 @@ def _fake_quantised(gate: Tensor, up: Tensor, activation: str, out: str, scale: 
 
 
 def _check(gate: Tensor, up: Tensor) -> None:
-    if gate.shape != up.shape or gate.dtype != up.dtype or not gate.is_floating_point():
+    check_floats(gate=gate, up=up)
+    if gate.shape != up.shape or gate.dtype != up.dtype:
         raise InvalidInput(
             f"gate is {gate.dtype} {tuple(gate.shape)} and up {up.dtype} {tuple(up.shape)}; must be alike, float"
         )
-    if not gate.ndim:
-        raise InvalidInput("gate is a number; must be (..., F)")
 
 
 def gate_up(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """The activation of `gate`, a name in `ACTIVATIONS`, times `up`."""
     _check(gate, up)
-    rows = (x.reshape(-1, gate.shape[-1]) for x in (gate, up))
+    rows = (as_rows(x) for x in (gate, up))
     (y,) = _GATE_UP(*rows, activation)
     return y.view(gate.shape)
 
@@ -143,7 +153,7 @@ def _pair_defined(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor]:
 
 
 def _run_pair(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor]:
-    if _kernels_run_on(gate):
+    if kernels_run_on(gate):
         from rooftile.fused.kernels import gate_up as kernels
 
         return (kernels.forward(gate, up, activation),)
@@ -173,15 +183,11 @@ def _with_slope(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def _run_gradients(dy: Tensor, y: None, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    if _kernels_run_on(gate):
+    if kernels_run_on(gate):
         from rooftile.fused.kernels import gate_up as kernels
 
         return kernels.gradients(dy, gate, up, activation)
     return _gradients(dy, None, gate, up, activation)
-
-
-def _kernels_run_on(x: Tensor) -> bool:
-    return runs_on(x) and x.dtype != torch.float64
 
 
 _GATE_UP = Operation(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rooftile.fused.where import runs_on
+from rooftile.fused.where import kernels_run_on
 from rooftile.operators import call, define, needs_steps
 
 # rows of a tile of the definition
@@ -46,7 +46,7 @@ def linear_as_defined(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # the kernel sums in fp32
-    if runs_on(x) and x.dtype != torch.float64:
+    if kernels_run_on(x):
         from rooftile.fused.kernels import linear as kernels
 
         return kernels.linear(x, weight, bias)

@@ -20,7 +20,9 @@ from torch.nn import functional
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation, in_transform
 from rooftile.fused.loss import NUMBERS, Reduction, check, defined, fake, gradient, gradients, reduced, run
+from rooftile.fused.where import check_floats
 from rooftile.operators import wants_grad
+from rooftile.words import answers_foreign_words
 
 # memory of the logits that exist at once
 BYTES_AT_ONCE = 480 << 20
@@ -30,6 +32,7 @@ ALIGNED = 64
 ROWS = 128
 
 
+@answers_foreign_words
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, ignore_index: int = -100,
     reduction: Reduction = "mean", label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0,
@@ -55,6 +58,7 @@ def linear_cross_entropy(
         >>> x, w, target = torch.randn(5, 16), torch.randn(100, 16, requires_grad=True), torch.randint(100, (5,))
         >>> linear_cross_entropy(x, w, target).backward()
     """
+    check_floats(input=input, linear_weight=linear_weight, **({} if linear_bias is None else {"linear_bias": linear_bias}))
     if input.ndim != 2 or linear_weight.ndim != 2 or input.shape[1] != linear_weight.shape[1]:
         shapes = f"input is {tuple(input.shape)} and linear_weight {tuple(linear_weight.shape)}"
         raise InvalidInput(f"{shapes}; must be (T, D) and (V, D)")
@@ -65,6 +69,9 @@ def linear_cross_entropy(
     if linear_bias is not None and tuple(linear_bias.shape) != (V,):
         raise InvalidInput(f"linear_bias is {tuple(linear_bias.shape)}; must be ({V},)")
     input, linear_weight, linear_bias = _as_autocast(input, linear_weight, linear_bias)
+    if not input.dtype == linear_weight.dtype == (input if linear_bias is None else linear_bias).dtype:
+        dtypes = f"input is {input.dtype} and linear_weight {linear_weight.dtype}"
+        raise InvalidInput(f"{dtypes}{'' if linear_bias is None else f', linear_bias {linear_bias.dtype}'}; must be alike")
     numbers = (ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss))
     leaves = (input, linear_weight, linear_bias)
     # gradients of fp16 would be too small before they are multiplied by a scaled loss

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.where import runs_on
+from rooftile.fused.where import check_floats, kernels_run_on
+from rooftile.numerics.rows import as_rows
+from rooftile.words import answers_foreign_words
 
 Reduction = Literal["mean", "sum", "none"]
 
 
+@answers_foreign_words
 def cross_entropy(
     input: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: Reduction = "mean", label_smoothing: float = 0.0,
     softcap: float | None = None, z_loss: float = 0.0,
@@ -42,8 +45,9 @@ def cross_entropy(
         >>> cross_entropy(torch.zeros(3, 8), torch.tensor([0, 1, 2]))
         tensor(2.0794)
     """
-    check(input, input.shape[-1] if input.ndim else 0, target, ignore_index, reduction, label_smoothing, softcap)
-    rows, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+    check_floats(input=input)
+    check(input, input.shape[-1], target, ignore_index, reduction, label_smoothing, softcap)
+    rows, targets = as_rows(input), target.reshape(-1)
     losses, _ = _CROSS_ENTROPY(rows, targets, ignore_index, float(label_smoothing), float(softcap or 0.0), float(z_loss))
     return reduced(losses, targets, ignore_index, reduction).reshape(target.shape if reduction == "none" else ())
 
@@ -52,6 +56,11 @@ def check(
     input: Tensor, V: int, target: Tensor, ignore_index: int, reduction: str, label_smoothing: float, softcap: float | None
 ) -> None:  # fmt: skip
     """Raises `InvalidInput` if arguments of a loss do not go together, or if targets on a CPU are out of range."""
+    if not isinstance(target, Tensor) or target.device != input.device:
+        what = f"on {target.device}" if isinstance(target, Tensor) else type(target).__name__
+        raise InvalidInput(f"target is {what}; must be a tensor of whole numbers on {input.device}, where input is")
+    if V < 1:
+        raise InvalidInput("there are no logits: V is 0; must be at least 1")
     if target.shape != input.shape[:-1] or target.dtype not in (torch.int64, torch.int32):
         shapes = f"target is {target.dtype} {tuple(target.shape)} and input {tuple(input.shape)}"
         raise InvalidInput(f"{shapes}; must be int64, one target for each row")
@@ -122,7 +131,7 @@ def gradients(
 
 def run(input: Tensor, target: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
     """Returns losses and lse (rows,) of logits (rows, V)."""
-    if _kernels_run_on(input):
+    if kernels_run_on(input):
         from rooftile.fused.kernels import cross_entropy as kernels
 
         return kernels.forward(input, target, *numbers)
@@ -137,15 +146,11 @@ def gradient(
     dlosses: Tensor, lse: Tensor, input: Tensor, target: Tensor, *numbers: Any, into: Tensor | None = None
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of logits (rows, V). A kernel writes it to `into`, which may be the logits."""
-    if _kernels_run_on(input):
+    if kernels_run_on(input):
         from rooftile.fused.kernels import cross_entropy as kernels
 
         return kernels.gradient(dlosses, lse, input, target, *numbers, into=into)
     return gradients(dlosses, None, lse, input, target, *numbers)[0]
-
-
-def _kernels_run_on(x: Tensor) -> bool:
-    return runs_on(x) and x.dtype != torch.float64
 
 
 def fake(input: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

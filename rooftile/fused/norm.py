@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rooftile.errors import InvalidInput
-from rooftile.fused.where import checked, runs_on
+from rooftile.fused.where import checked, kernels_run_on
 from rooftile.numerics.rows import QuantisedRows, quantise_rows
 from rooftile.operators import call, define, needs_steps
 
@@ -161,7 +161,7 @@ def added_as_defined(x: Tensor, residual: Tensor, norm: Norm, post: Norm | None 
 
 def _normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_one: bool, rounds_once: bool) -> Tensor:
     norm = Weights(weight, bias, eps, plus_one, rounds_once)
-    if _kernels_run_on(x):
+    if kernels_run_on(x):
         from rooftile.fused.kernels import norm as kernels
 
         return kernels.normalise(x, norm)
@@ -177,7 +177,7 @@ def _add_norm(
     post = None
     if post_weight is not None:
         post = Weights(post_weight, post_bias, post_eps, post_plus_one, post_rounds_once)
-    if _kernels_run_on(x) and residual.is_contiguous():
+    if kernels_run_on(x) and residual.is_contiguous():
         from rooftile.fused.kernels import norm as kernels
 
         return kernels.add_norm(x, residual, norm, post)
@@ -187,7 +187,7 @@ def _add_norm(
 
 def _normalise_quantised(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *fields, out, scale = arguments
-    if _kernels_run_on(x) and has_whole_accesses(x):
+    if kernels_run_on(x) and has_whole_accesses(x):
         from rooftile.fused.kernels import norm as kernels
 
         return kernels.quantised(x, None, Weights(*fields), None, out, scale)
@@ -196,7 +196,7 @@ def _normalise_quantised(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _add_norm_quantised(x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *fields, out, scale = arguments
-    if _kernels_run_on(x) and has_whole_accesses(x) and residual.is_contiguous():
+    if kernels_run_on(x) and has_whole_accesses(x) and residual.is_contiguous():
         from rooftile.fused.kernels import norm as kernels
 
         post = None if fields[5] is None else Weights(*fields[5:])
@@ -217,11 +217,6 @@ def _fake_rows(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 def has_whole_accesses(x: Tensor) -> bool:
     """Whether rows are whole accesses of 16 bytes: of others the compiler might take sums in another order than without codes."""
     return x.shape[-1] * x.element_size() % 16 == 0
-
-
-def _kernels_run_on(x: Tensor) -> bool:
-    """They compute in fp32."""
-    return runs_on(x) and x.dtype != torch.float64
 
 
 def _fake(x: Tensor, *others: object) -> Tensor:

@@ -14,14 +14,16 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
 from rooftile.fused.norm import Weights, has_whole_accesses, normalise, normalised_as_defined
-from rooftile.fused.where import checked, quantised, runs_on
-from rooftile.numerics.rows import QuantisedRows
+from rooftile.fused.where import check_floats, checked, kernels_run_on, quantised
+from rooftile.numerics.rows import QuantisedRows, as_rows
 from rooftile.operators import call, define, needs_steps
+from rooftile.words import answers_foreign_words
 
 # the longest row of the kernels
 LONGEST = 1 << 16
 
 
+@answers_foreign_words
 def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False, *, out: str | None = None) -> Any:
     """RMS norm over the last axis: x / sqrt(mean x² + eps) * w, in fp32, in the dtype of x.
 
@@ -40,6 +42,7 @@ def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False, *,
     return _normalised(x, w, None, eps, plus_one, out)
 
 
+@answers_foreign_words
 def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5, *, out: str | None = None) -> Any:
     """Layer norm over the last axis: (x - mean) / sqrt(variance + eps) * w + b; `out` as in `rms_norm`.
 
@@ -51,6 +54,7 @@ def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5, *, out: str |
     return _normalised(x, w, b, eps, False, out)
 
 
+@answers_foreign_words
 def add_rms_norm(
     x: Tensor, stream: Tensor, w: Tensor, eps: float = 1e-6, plus_one: bool = False, *, out: str | None = None
 ) -> tuple[Any, Tensor]:
@@ -65,6 +69,7 @@ def add_rms_norm(
     return _added(x, stream, w, None, eps, plus_one, out)
 
 
+@answers_foreign_words
 def add_layer_norm(
     x: Tensor, stream: Tensor, w: Tensor, b: Tensor, eps: float = 1e-5, *, out: str | None = None
 ) -> tuple[Any, Tensor]:
@@ -80,7 +85,7 @@ def add_layer_norm(
 
 
 def _normalised(x: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool, out: str | None) -> Any:
-    rows = x.reshape(-1, x.shape[-1])
+    eps, rows = float(eps), as_rows(x)
     if out is None or needs_steps(x, w, b) or not _kernels_run_on(rows):
         (y,) = _NORM(rows, w, b, eps, plus_one)
         return quantised(y.view(x.shape), out)
@@ -95,11 +100,12 @@ def _shaped(codes: Tensor, scales: Tensor, x: Tensor, out: str) -> QuantisedRows
 def _added(
     x: Tensor, stream: Tensor, w: Tensor, b: Tensor | None, eps: float, plus_one: bool, out: str | None
 ) -> tuple[Any, Tensor]:  # fmt: skip
+    check_floats(x=x, stream=stream)
     if x.shape != stream.shape or x.dtype != stream.dtype:
         raise InvalidInput(
             f"x is {x.dtype} {tuple(x.shape)} and stream {stream.dtype} {tuple(stream.shape)}; must be alike"
         )
-    rows = [each.reshape(-1, x.shape[-1]) for each in (x, stream)]
+    eps, rows = float(eps), [as_rows(each) for each in (x, stream)]
     if out is None or needs_steps(x, stream, w, b):
         y, total = _SUM_NORM(*rows, w, b, eps, plus_one)
         return quantised(y.view(x.shape), out), total.view(x.shape)
@@ -130,10 +136,7 @@ def _fake_sum(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check(x: Tensor, w: Tensor, b: Tensor | None) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim:
-        raise InvalidInput(
-            f"x is {x.dtype if isinstance(x, Tensor) else type(x).__name__}; must be a float tensor (..., size)"
-        )
+    check_floats(x=x, w=w, **({} if b is None else {"b": b}))
     for name, each in (("w", w), ("b", b)):
         if each is not None and tuple(each.shape) != (x.shape[-1],):
             raise InvalidInput(f"{name} is {tuple(each.shape)} and x {tuple(x.shape)}; must be ({x.shape[-1]},)")
@@ -192,7 +195,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _kernels_run_on(x: Tensor) -> bool:
-    return runs_on(x) and x.dtype != torch.float64 and 0 < x.shape[-1] <= LONGEST
+    return kernels_run_on(x) and 0 < x.shape[-1] <= LONGEST
 
 
 def _fake_gradients(dy: Tensor, y: None, x: Tensor, w: Tensor, b: Tensor | None, *others: Any) -> tuple[Tensor, ...]:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.where import runs_on
+from rooftile.fused.where import check_floats, kernels_run_on, runs_on
+from rooftile.numerics.rows import as_rows
 from rooftile.operators import call, define, needs_steps
+from rooftile.words import answers_foreign_words
 
 
 class Rotation(NamedTuple):
@@ -63,6 +65,7 @@ def _fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _ROTATE = define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _rotate, _fake)
 
 
+@answers_foreign_words
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Rotates pairs of numbers of each head by angles, in fp32, rounded once.
 
@@ -78,8 +81,9 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = F
         >>> rotary(q, k, angles.cos(), angles.sin())[1].shape
         torch.Size([1, 5, 2, 8])
     """
+    check_floats(q=q, k=k, cos=cos, sin=sin)
     for name, x in (("q", q), ("k", k)):
-        if x.ndim != 4 or not x.is_floating_point() or x.shape[:2] != q.shape[:2]:
+        if x.ndim != 4 or x.shape[:2] != q.shape[:2]:
             raise InvalidInput(f"{name} is {x.dtype} {tuple(x.shape)}; must be a float tensor (B, T, heads, D) like q")
     fits = cos.shape == sin.shape and cos.ndim in (2, 3) and cos.shape[-2] == q.shape[1] and 2 * cos.shape[-1] <= q.shape[-1]
     if not fits or (cos.ndim == 3 and cos.shape[0] not in (1, q.shape[0])):
@@ -88,7 +92,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = F
     if cos.requires_grad or sin.requires_grad:
         raise InvalidInput("cos or sin requires a gradient; angles have none here: detach them")
     # angles that all sequences share are read again for each, and not copied
-    cos, sin = (x.reshape(-1, x.shape[-1]) for x in (cos, sin))
+    cos, sin = (as_rows(x) for x in (cos, sin))
     first, second = (_rotated(x, cos, sin, interleaved) for x in (q, k))
     return first, second
 
@@ -121,7 +125,7 @@ def _in_fp64(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _run_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor]:
-    if runs_on(x) and x.dtype != torch.float64:
+    if kernels_run_on(x):
         from rooftile.fused.kernels import rope as kernels
 
         return (kernels.rotate(x, cos, sin),)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.errors import InvalidInput
 from rooftile.fused.differentiable import Operation
-from rooftile.fused.where import runs_on
+from rooftile.fused.where import check_floats, kernels_run_on
+from rooftile.numerics.rows import as_rows
+from rooftile.words import answers_foreign_words
 
 # the longest row of the kernels, which hold it whole
 LONGEST = 1 << 16
 
 
+@answers_foreign_words
 def softmax(x: Tensor, scale: float = 1.0) -> Tensor:
     """softmax(scale * x) over the last axis, in fp32, rounded once; a row of -inf is NaN, as in PyTorch.
 
@@ -24,9 +26,8 @@ def softmax(x: Tensor, scale: float = 1.0) -> Tensor:
         >>> softmax(torch.zeros(2, 4)).unique()
         tensor([0.2500])
     """
-    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim:
-        raise InvalidInput(f"x is {x.dtype if isinstance(x, Tensor) else type(x).__name__}; must be a float tensor (..., size)")
-    (y,) = _SOFTMAX(x.reshape(-1, x.shape[-1]), float(scale))
+    check_floats(x=x)
+    (y,) = _SOFTMAX(as_rows(x), float(scale))
     return y.view(x.shape)
 
 
@@ -59,7 +60,7 @@ def _run_gradients(dy: Tensor, y: Tensor, _: None, scale: float) -> tuple[Tensor
 
 
 def _kernels_run_on(x: Tensor) -> bool:
-    return runs_on(x) and x.dtype != torch.float64 and 0 < x.shape[-1] <= LONGEST
+    return kernels_run_on(x) and 0 < x.shape[-1] <= LONGEST
 
 
 _SOFTMAX = Operation(

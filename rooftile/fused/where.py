@@ -7,11 +7,14 @@ from functools import cache
 from importlib import util
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.launch import INTERPRETED
 from rooftile.numerics.rows import quantise_rows
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def runs_on(x: Tensor) -> bool:
@@ -24,6 +27,11 @@ def runs_on(x: Tensor) -> bool:
     return _triton_is_installed()
 
 
+def kernels_run_on(x: Tensor) -> bool:
+    """Whether kernels run on x that compute in fp32, which is too little for float64."""
+    return runs_on(x) and x.dtype != torch.float64
+
+
 @cache
 def _triton_is_installed() -> bool:
     if util.find_spec("triton") is not None:
@@ -34,6 +42,23 @@ def _triton_is_installed() -> bool:
         stacklevel=3,
     )
     return False
+
+
+def check_floats(**tensors: object) -> None:
+    """Checks tensors (..., size) by their names: float, of at least one axis, on one device.
+
+    Raises:
+        InvalidInput: one is not.
+    """
+    first, place = None, ""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) or x.dtype not in _FLOATS or not x.ndim:
+            what = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise InvalidInput(f"{name} is {what}; must be a tensor (..., size) of bfloat16, float16, float32 or float64")
+        if first is None:
+            first, place = x.device, name
+        elif x.device != first:
+            raise InvalidInput(f"{place} is on {first} and {name} on {x.device}; must be on one device")
 
 
 def checked(out: str) -> str:

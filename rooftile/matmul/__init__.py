@@ -10,15 +10,16 @@ gated       a product whose halves are a gate and what it gates
 backends    what runs it, with refusals
 library     PyTorch's own products
 kernels     Triton
+hopper      Gluon
 """
 
 from rooftile.matmul.formats import WEIGHT_FORMATS, WeightFormat, weight_format
-from rooftile.matmul.gated import multiply_gated
+from rooftile.matmul.gated import multiply_gated, multiply_gated_rows
 from rooftile.matmul.product import dequantise, multiply
 from rooftile.matmul.quantise import quantise_weight
 from rooftile.matmul.weight import QuantisedWeight
 
 __all__ = [
-    "WEIGHT_FORMATS", "QuantisedWeight", "WeightFormat", "dequantise", "multiply", "multiply_gated", "quantise_weight",
-    "weight_format",
+    "WEIGHT_FORMATS", "QuantisedWeight", "WeightFormat", "dequantise", "multiply", "multiply_gated",
+    "multiply_gated_rows", "quantise_weight", "weight_format",
 ]  # fmt: skip

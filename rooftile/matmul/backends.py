@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.launch import INTERPRETED
+from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.matmul import definition, library
 from rooftile.matmul.definition import Product
 from rooftile.matmul.formats import weight_format
@@ -139,7 +139,7 @@ def refusals(name: str, asked: Call) -> Iterator[str]:
         raise InvalidInput(f"backend is {name!r}; must be one of {', '.join(NAMES)}, or None")
     x, product = asked.x, asked.product
     interpreted = INTERPRETED and x.device.type == "cpu" and name == "triton"
-    if not interpreted and not (x.is_cuda and _triton_is_installed()):
+    if not interpreted and not (x.is_cuda and triton_is_installed()):
         yield f"tensors are on {x.device}; needs a CUDA GPU and Triton"
         return
     capability = (9, 0) if interpreted else torch.cuda.get_device_capability(x.device)
@@ -200,14 +200,9 @@ def unpacks(parts: Parts, format: str, group: int, K: int, dtype: torch.dtype) -
         return True
     return (
         parts.codes.is_cuda
-        and _triton_is_installed()
+        and triton_is_installed()
         and torch.cuda.get_device_capability(parts.codes.device) >= (8, 0)
     )
-
-
-@cache
-def _triton_is_installed() -> bool:
-    return util.find_spec("triton") is not None
 
 
 @cache

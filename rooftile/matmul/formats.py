@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import index
 
 import torch
 
@@ -84,9 +85,9 @@ def group_of(format: WeightFormat, K: int, group: int | None) -> int:
     """
     if format.name == "int4":
         asked = TILE if group is None else K if group == ROW else group
-        if asked != K and asked not in GROUPS:
+        if not hasattr(asked, "__index__") or (asked != K and asked not in GROUPS):
             raise InvalidInput(
-                f"group is {asked}; int4 has {', '.join(map(str, GROUPS))}, or K (here {K}) or -1, a whole row"
+                f"group is {asked!r}; int4 has {', '.join(map(str, GROUPS))}, or K (here {K}) or -1, a whole row"
             )
     else:
         asked = format.group or K
@@ -98,7 +99,7 @@ def group_of(format: WeightFormat, K: int, group: int | None) -> int:
             f"w has rows of K = {K} numbers, and {asked} of {format.name} share a scale; K must be a multiple: "
             "pad w and x with zeros, or take another format"
         )
-    return asked
+    return index(asked)
 
 
 def matches(pattern: str, module: str) -> bool:

@@ -25,6 +25,7 @@ from rooftile.words import answers_foreign_words
 AT_ONCE = 1 << 24
 # the largest numbers of e2m1 and e4m3, whose product a weight's largest number becomes in nvfp4
 _NVFP4 = 6.0 * 448.0
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class _Rows(NamedTuple):
@@ -40,7 +41,7 @@ def quantise_weight(w: Tensor, format: str, *, group: int | None = None, zero_po
     """Quantises a weight, for `linear`.
 
     Args:
-        w: (N, K), any float dtype and strides; computed in fp32.
+        w: (N, K), bf16, fp16, fp32 or fp64, any strides; computed in fp32.
         format: the codes of weights, what shares a scale, and what activations are quantised to:
 
             - fp8: e4m3, a row; activations in e4m3 with a scale per token.
@@ -75,16 +76,19 @@ def quantise_weight(w: Tensor, format: str, *, group: int | None = None, zero_po
 
 
 def _check(w: Tensor, kind: WeightFormat, zero_points: bool) -> None:
-    if not isinstance(w, Tensor) or not w.is_floating_point() or w.ndim != 2 or not w.numel():
+    if not isinstance(w, Tensor) or w.dtype not in _FLOATS or w.ndim != 2 or not w.numel():
         what = f"{w.dtype} {tuple(w.shape)}" if isinstance(w, Tensor) else type(w).__name__
-        raise InvalidInput(f"w is {what}; must be a float tensor (N, K) with at least one number")
+        raise InvalidInput(
+            f"w is {what}; must be a tensor (N, K) of bfloat16, float16, float32 or float64 with at least one number"
+        )
     if zero_points and kind.name != "int4":
         raise InvalidInput(f"zero_points is True and format {kind.name!r}; only int4 has zero points")
     if kind.name == "int8" and w.shape[1] > LONGEST_INT8:
         raise InvalidInput(
             f"w has rows of K = {w.shape[1]:,} numbers; int8 sums of at most {LONGEST_INT8:,} are exact: take w8 or fp8"
         )
-    lost = ~w.isfinite()
+    # numbers of fp64 that are infinite in fp32 are lost, too
+    lost = ~(w.float() if w.dtype == torch.float64 else w).isfinite()
     if lost.any():
         row, column = (int(x) for x in lost.nonzero()[0])
         raise InvalidInput(

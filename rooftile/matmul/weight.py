@@ -57,6 +57,8 @@ class QuantisedWeight:
 
     def __post_init__(self) -> None:
         kind, (N, K) = weight_format(self.format), self.shape
+        if self.group < 1 or (self.format != "fp8_tile" and K % self.group):
+            raise InvalidInput(f"group is {self.group} and rows have K = {K} numbers; K must be a multiple of it")
         scales = (-(-N // TILE), -(-K // TILE)) if self.format == "fp8_tile" else (N, K // self.group)
         due = {
             "codes": ((N, -(-K // 2)) if kind.is_packed else (N, K), (kind.codes,)),
@@ -74,6 +76,11 @@ class QuantisedWeight:
         if (self.outer is None) == (self.format == "nvfp4"):
             raise InvalidInput(
                 f"outer is {'missing' if self.outer is None else 'given'} for {self.format}; only nvfp4 has it"
+            )
+        given = self.input_scale
+        if given is not None and (self.format != "fp8" or given.numel() != 1 or not given.is_floating_point()):
+            raise InvalidInput(
+                f"input_scale is {given.dtype} {tuple(given.shape)} for {self.format}; must be one float, and only fp8 has it"
             )
 
     @property

@@ -15,6 +15,7 @@ from rooftile.approximate import compress
 from rooftile.fused import ACTIVATIONS, Rotation, gated, normalise
 from rooftile.matmul import QuantisedWeight, weight_format
 from rooftile.matmul.gated import takes as takes_gates
+from rooftile.matmul.gated import takes_rows
 from rooftile.models.config import ModelConfig
 from rooftile.models.mixers import BRANCHES, Mixer, NativeSparseSizes
 from rooftile.numerics import QuantisedRows
@@ -95,11 +96,15 @@ class Projection(nn.Module):
         self, x: Tensor | QuantisedRows, activation: str, reader: Projection, multiply: Multiply = functional.linear
     ) -> Tensor | QuantisedRows:  # fmt: skip
         """Projects x to gates and what they gate, and returns the gated product as the projection that reads it wants it."""
-        if isinstance(x, Tensor) and len(self.parts) == 1 and multiply is functional.linear:
-            (part,) = self.parts
-            # codes of the result need a whole row, and a product's programs have parts of rows
-            if isinstance(part, QuantisedWeight) and not reader.rows(x).out and takes_gates(x, part, self.bias):
-                return matmul.multiply_gated(x, part, self.bias, activation)
+        part = self.parts[0] if len(self.parts) == 1 else None
+        if isinstance(part, QuantisedWeight) and multiply is functional.linear:
+            out, scale = reader.rows(x if isinstance(x, Tensor) else x.codes)
+            if isinstance(x, Tensor):
+                # to find a scale of the result takes a whole row, and a product's programs have parts of rows
+                if out is None and takes_gates(x, part, self.bias):
+                    return matmul.multiply_gated(x, part, self.bias, activation)
+            elif out == "fp8" and scale is not None and takes_rows(x, part, self.bias):
+                return matmul.multiply_gated_rows(x, part, self.bias, activation, scale)
         up = self(x, multiply)
         found: Tensor | QuantisedRows = gated(up, activation, *reader.rows(up))
         return found

@@ -39,7 +39,7 @@ def codes_of(x, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
 def given_codes(x, scale, LARGEST: tl.constexpr):
     """FP8 codes, still fp32, of x (ROWS, WIDTH) with one given scale; larger numbers saturate."""
     lost = (x != x) | (tl.abs(x) == float("inf"))
-    codes = tl.div_rn(tl.where(lost, 0.0, x), tl.full(x.shape, 1.0, tl.float32) * scale)
+    codes = tl.div_rn(tl.where(lost, 0.0, x), scale)
     return tl.where(lost, float("nan"), tl.minimum(tl.maximum(codes, -LARGEST), LARGEST))
 
 

@@ -6,14 +6,12 @@ NaN and infinity stay in their row: a row of INT8 that holds one has the scale N
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import util
 
 import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.launch import INTERPRETED
+from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.numerics.formats import FP8_E4M3, INT8, encode
 from rooftile.numerics.scaling import BLOCK, scales_of, set_aside
 from rooftile.operators import call, define
@@ -53,13 +51,19 @@ class QuantisedRows:
         return (self.codes.to(wide) * scales).to(dtype or self.dtype)
 
 
-def quantise_rows(x: Tensor, format: str = "fp8", *, scale: Tensor | None = None) -> QuantisedRows:
+def as_rows(x: Tensor) -> Tensor:
+    """Returns x (..., size) as (rows, size), also where the size is 0."""
+    return x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)
+
+
+def quantise_rows(x: Tensor, format: str = "fp8", *, scale: Tensor | float | None = None) -> QuantisedRows:
     """Quantises each row of activations; computed in fp32.
 
     Args:
         x: (..., K), float.
         format: "fp8" (e4m3, a scale per row), "fp8_tile" (e4m3, a scale for 128 numbers of a row), "int8" (a scale per row).
-        scale: fp8: one fp32 scale for all rows, which was found before; larger numbers saturate.
+        scale: fp8: one scale for all rows, which was found before: a number, or a tensor of one on the device of x. Numbers that
+            are too large saturate.
 
     Raises:
         InvalidInput: x is not such a tensor, or the format does not exist.
@@ -73,9 +77,11 @@ def quantise_rows(x: Tensor, format: str = "fp8", *, scale: Tensor | None = None
     if not isinstance(x, Tensor) or not x.is_floating_point() or not x.ndim:
         what = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InvalidInput(f"x is {what}; must be a float tensor (..., K)")
+    if scale is not None and not isinstance(scale, Tensor):
+        scale = torch.tensor(float(scale), device=x.device)
     if scale is not None and (format != "fp8" or scale.numel() != 1):
         raise InvalidInput(f"scale has {scale.numel()} numbers and format {format!r}; fp8 takes one for all rows")
-    codes, scales = call(_QUANTISE_ROWS, _run, x.detach().reshape(-1, x.shape[-1]), format, scale)
+    codes, scales = call(_QUANTISE_ROWS, _run, as_rows(x.detach()), format, scale)
     return QuantisedRows(codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[-1]), format, x.dtype)
 
 
@@ -94,12 +100,7 @@ def _kernel_runs_on(x: Tensor, format: str) -> bool:
     if not x.is_cuda:
         return INTERPRETED and x.device.type == "cpu"
     needed = (8, 0) if format == "int8" else (8, 9)
-    return _triton_is_installed() and torch.cuda.get_device_capability(x.device) >= needed
-
-
-@cache
-def _triton_is_installed() -> bool:
-    return util.find_spec("triton") is not None
+    return triton_is_installed() and torch.cuda.get_device_capability(x.device) >= needed
 
 
 def _fake(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,8 @@ def linear(
 ) -> Tensor:  # (..., N)
     """Multiplies x with a weight, quantised or not: x W^T + bias, summed in fp32 (fp64 for float64), rounded once.
 
+    A plain weight is multiplied by PyTorch in the dtype of x, and `out_dtype` converts that result.
+
     x and bias have gradients, through the dequantised weight; a quantised weight is a constant. Formats fp8, fp8_tile and int8
     quantise x, row by row. A row that holds NaN or infinity is lost as a whole, and the other rows do not change.
 
@@ -52,7 +54,7 @@ def linear(
     if not isinstance(weight, QuantisedWeight):
         return _plain(x, weight, bias, out_dtype, deterministic, backend)
     if isinstance(x, Tensor):
-        x, bias = _autocast(x, bias)
+        x = _autocast(x)
     _check(x, weight, bias)
     out_dtype = _checked_dtype(out_dtype, x.dtype)
     return matmul.multiply(x, weight, bias, out_dtype=out_dtype, deterministic=deterministic, backend=_checked(backend))
@@ -82,47 +84,46 @@ def _plain(
         raise Unsupported(
             f"backend is {backend!r} and the weight a tensor, which PyTorch multiplies; leave backend out"
         )
-    _check_shape(x, weight.shape)
+    _check(x, weight, bias)
+    x, weight, bias = _autocast(x), _autocast(weight), None if bias is None else _autocast(bias)
+    if x.dtype != weight.dtype:
+        raise InvalidInput(f"x is {x.dtype} and the weight {weight.dtype}; must be alike: convert one of them")
+    out_dtype = _checked_dtype(out_dtype, x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
     if fixed_order:
-        x, weight = (
-            x.to(torch.promote_types(x.dtype, weight.dtype)),
-            weight.to(torch.promote_types(x.dtype, weight.dtype)),
-        )
-        rows = fused.linear(x.reshape(-1, x.shape[-1]), weight, None if bias is None else bias.to(x.dtype))
+        rows = fused.linear(x.reshape(-1, x.shape[-1]), weight, bias)
         y = rows.reshape(*x.shape[:-1], weight.shape[0])
     else:
         y = functional.linear(x, weight, bias)
-    return y if out_dtype is None else y.to(out_dtype)
+    return y.to(out_dtype)
 
 
-def _autocast(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _autocast(x: Tensor) -> Tensor:
     """Under autocast, as in PyTorch's linear, x comes in the dtype of autocast, but for float64."""
     if not autocast_on() or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
-        return x, bias
-    return x.to(torch.get_autocast_dtype(x.device.type)), bias
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def _check_shape(x: Tensor | QuantisedRows, shape: tuple[int, ...]) -> None:
-    if len(shape) != 2 or not x.shape or x.shape[-1] != shape[1]:
-        raise InvalidInput(f"x is {tuple(x.shape)} and the weight {tuple(shape)}; must be (..., K) and (N, K)")
-
-
-def _check(x: Tensor | QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) -> None:
+def _check(x: Tensor | QuantisedRows, weight: QuantisedWeight | Tensor, bias: Tensor | None) -> None:
     if not isinstance(x, QuantisedRows) and (not isinstance(x, Tensor) or x.dtype not in _FLOATS):
         what = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InvalidInput(f"x is {what}; must be a tensor of bfloat16, float16, float32 or float64, or QuantisedRows")
-    _check_shape(x, weight.shape)
+    if len(weight.shape) != 2 or not x.shape or x.shape[-1] != weight.shape[1]:
+        raise InvalidInput(f"x is {tuple(x.shape)} and the weight {tuple(weight.shape)}; must be (..., K) and (N, K)")
     N = weight.shape[0]
-    if isinstance(x, QuantisedRows):
+    if isinstance(x, QuantisedRows) and isinstance(weight, QuantisedWeight):
         due = matmul.weight_format(weight.format).activations
         if x.format != due:
             raise InvalidInput(
                 f"x is in {x.format}; a weight in {weight.format} multiplies {due or '16 bits: x.dequantise()'}"
             )
+    if bias is not None and not isinstance(bias, Tensor):
+        raise InvalidInput(f"bias is {type(bias).__name__}; must be a float tensor ({N},), or None")
     if bias is not None and (tuple(bias.shape) != (N,) or not bias.is_floating_point()):
         raise InvalidInput(f"bias is {bias.dtype} {tuple(bias.shape)}; must be float ({N},)")
     codes = x.codes if isinstance(x, QuantisedRows) else x
-    for name, other in (("the weight", weight.codes), ("bias", bias)):
+    for name, other in (("the weight", weight), ("bias", bias)):
         if other is not None and other.device != codes.device:
             raise InvalidInput(f"x is on {codes.device} and {name} on {other.device}; must be on one device")
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rooftile.matmul.hopper.early import weights_stay
 from rooftile.serve.sampling.state import SamplingFeatures, SamplingState
 from rooftile.serve.scheduler import Work
 
@@ -86,6 +87,7 @@ class DecodeGraphs:
             decode(inputs, features)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+        # weights were loaded before, so a product need not wait to read its own
+        with weights_stay(), torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
             logits, tokens = decode(inputs, features)
         return Graph(graph, inputs, logits, tokens)

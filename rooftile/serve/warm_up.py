@@ -177,7 +177,9 @@ def _multiply(decoder: Decoder, M: int, multiply: Multiply) -> None:
         projection(normalise(stream, norm, *projection.rows(stream)), multiply)
         add_norm(stream, stream.clone(), norm, None, *projection.rows(stream))
     layer.o(heads, multiply)
-    layer.feed_forward(stream, multiply)
+    # in the codes that the norm before it writes: a product of gate and up has kernels of its own for them
+    last = layer.ffn_norm
+    layer.feed_forward(stream if last is None else normalise(stream, last, *layer.up.rows(stream)), multiply)
 
 
 def import_kernels() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -390,3 +391,36 @@ def test_fbgemm_is_given_our_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     found.preshuffle_i4 = lambda codes, scales: (codes.roll(1, 1), scales)
     _, why = linear.contestants(case)
     assert "of what is due" in why["fbgemm-int4"]
+
+
+def test_humming_is_given_our_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the layout of its own quantiser: int32 words of eight codes with 8 added, along K; scales (N, K / group)."""
+    from rooftile.bench.suites import linear
+
+    class Layer(torch.nn.Module):
+        def __init__(self, *, shape_n: int, shape_k: int, weight_config: dict, torch_dtype: torch.dtype) -> None:
+            super().__init__()
+            assert (weight_config, torch_dtype) == ({"dtype": "uint4", "group_size": 128}, torch.bfloat16)
+            self.shape = shape_n, shape_k
+
+        def load_from_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+            words, scales = tensors["weight"], tensors["weight_scale"]
+            assert words.dtype == torch.int32
+            codes = ((words[..., None] >> torch.arange(0, 32, 4)) & 15).flatten(1) - 8
+            self.w = (codes.float() * scales.float().repeat_interleave(128, 1)).bfloat16()
+            assert self.w.shape == self.shape
+
+        def transform(self) -> None:
+            self.ready = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.ready
+            return x @ self.w.T
+
+    case = linear.case_of("small-int4-r16", torch.device("cpu"), "bf16")
+    _, why = linear.contestants(case)
+    assert "No module named 'humming'" in why["humming-int4"]
+    monkeypatch.setitem(sys.modules, "humming.layer", SimpleNamespace(HummingLayer=Layer))
+    monkeypatch.setitem(sys.modules, "humming", SimpleNamespace())
+    works, _ = linear.contestants(case)
+    torch.testing.assert_close(works["humming-int4"](), works["rooftile"](), rtol=2e-2, atol=2e-2)

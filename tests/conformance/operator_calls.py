@@ -228,6 +228,13 @@ def _linear_gated(device: torch.device) -> Work:
     return Work(2 * 5 * 64 * 64, 5 * 128 + 64 * (64 + 2), 5 * 64)
 
 
+def _linear_gated_rows(device: torch.device) -> Work:
+    weight, scale = rt.quantise_weight(torch.randn(64, 64), "fp8").to(device), torch.tensor(0.1, device=device)
+    rows = quantise_rows(torch.randn(5, 64, device=device).bfloat16())
+    matmul.multiply_gated_rows(rows, weight, None, "silu", scale)
+    return Work(2 * 5 * 64 * 64, 5 * (64 + 4) + 64 * (64 + 4) + 4, 5 * (32 + 4))
+
+
 def _dequantise_weight(device: torch.device) -> Work:
     matmul.dequantise(_weight(device), torch.bfloat16)
     return Work(0, 3 * (32 + 4 + 2), 3 * 64 * 2)
@@ -466,6 +473,7 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "quantise_rows": _quantise_rows,
     "linear_quantised": _linear_quantised,
     "linear_gated": _linear_gated,
+    "linear_gated_rows": _linear_gated_rows,
     "dequantise_weight": _dequantise_weight,
     "rotate": _rotate,
     "write_kv": _write,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.func import grad, jvp, vmap
@@ -308,7 +309,7 @@ def test_a_loss_under_a_compiler_and_transforms(device: torch.device) -> None:
     ("call", "sentence"),
     [
         (lambda: fused.rms_norm(torch.randn(3, 8), torch.ones(7)), r"w is \(7,\) and x \(3, 8\); must be \(8,\)"),
-        (lambda: fused.layer_norm(torch.ones(3, 8).long(), torch.ones(8), torch.ones(8)), "x is torch.int64; must be a float"),
+        (lambda: fused.layer_norm(torch.ones(3, 8).long(), *torch.ones(2, 8)), r"x is torch.int64 \(3, 8\); must be a tensor"),
         (lambda: fused.add_rms_norm(torch.randn(3, 8), torch.randn(2, 8), torch.ones(8)), "must be alike"),
         (lambda: fused.swiglu(torch.randn(3, 8), torch.randn(3, 7)), r"gate is .* \(3, 8\) and up .* \(3, 7\); must be alike"),
         (lambda: fused.softmax(torch.ones(3).long()), "x is torch.int64"),
@@ -322,8 +323,41 @@ def test_a_loss_under_a_compiler_and_transforms(device: torch.device) -> None:
         (lambda: fused.cross_entropy(torch.randn(1, 8), torch.tensor([0]), label_smoothing=2.0), "label_smoothing is 2.0"),
         (lambda: fused.cross_entropy(torch.randn(1, 8), torch.tensor([0]), softcap=0.0), "softcap is 0.0; must be above 0"),
         (lambda: fused.linear_cross_entropy(torch.randn(1, 8), torch.randn(3, 7), torch.tensor([0])), r"must be \(T, D\) and"),
+        (lambda: fused.rms_norm(torch.randn(3, 8), (8,)), "w is tuple; must be a tensor"),
+        (lambda: fused.rms_norm(torch.randn(3, 8), torch.ones(8, device="meta")), "x is on cpu and w on meta; must be on one"),
+        (lambda: fused.rms_norm(torch.randn(3, 8), weight=torch.ones(8)), "rms_norm has no argument weight: it has x, w, eps"),
+        (lambda: fused.softmax(torch.randn(3, 8), dim=-1), "softmax has no argument dim: it has x, scale"),
+        (lambda: fused.gated(torch.randn(3, 7), "silu"), r"x is \(3, 7\); its last axis must be even"),
+        (lambda: fused.gated(torch.randn(3, 8), "swish"), "activation is 'swish'; must be one of gelu, .*, silu"),
+        (lambda: fused.swiglu(torch.randn(3, 8), [1.0]), "up is list; must be a tensor"),
+        (lambda: fused.cross_entropy(torch.randn(2, 8), [0, 1]), "target is list; must be a tensor of whole numbers on cpu"),
+        (lambda: fused.cross_entropy(torch.randn(2, 0), torch.tensor([0, 1])), "V is 0; must be at least 1"),
+        (
+            lambda: fused.linear_cross_entropy(torch.randn(1, 8).bfloat16(), torch.randn(3, 8), torch.tensor([0])),
+            "input is torch.bfloat16 and linear_weight torch.float32; must be alike",
+        ),
+        (
+            lambda: fused.linear_cross_entropy(torch.randn(1, 8), rt.quantise_weight(torch.randn(3, 8), "w8"), torch.tensor([0])),
+            "linear_weight is QuantisedWeight; must be a tensor",
+        ),
     ],
 )
 def test_wrong_arguments(call, sentence: str) -> None:
     with pytest.raises(rt.InvalidInput, match=sentence):
         call()
+
+
+def test_rows_without_numbers_and_numbers_of_numpy() -> None:
+    x = torch.randn(2, 3, 0, requires_grad=True)
+    none = torch.ones(0)
+    for y in (
+        fused.rms_norm(x, none), fused.layer_norm(x, none, none), fused.softmax(x), fused.gated(x, "silu"), fused.swiglu(x, x),
+        *fused.add_rms_norm(x, x, none),
+    ):  # fmt: skip
+        assert y.shape == (2, 3, 0)
+        assert torch.autograd.grad(y.sum(), x, retain_graph=True)[0].shape == x.shape
+    x, w, eps = torch.randn(3, 8), torch.ones(8), np.float32(1e-5)
+    assert torch.equal(fused.rms_norm(x, w, eps), fused.rms_norm(x, w, float(eps)))
+    assert torch.equal(fused.softmax(x, np.float32(0.5)), fused.softmax(x, 0.5))
+    scale = np.float32(0.25)
+    assert torch.equal(quantise_rows(x, scale=scale).codes.float(), quantise_rows(x, scale=torch.tensor(0.25)).codes.float())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 import rooftile as rt
 from rooftile import launch
-from rooftile.matmul import backends, dequantise, multiply_gated
-from rooftile.matmul.gated import takes
+from rooftile.matmul import backends, dequantise, multiply_gated, multiply_gated_rows
+from rooftile.matmul.gated import takes, takes_rows
+from rooftile.matmul.hopper.early import weights_stay
 from rooftile.numerics import kernels as row_kernels
 from rooftile.numerics import quantise_rows
 from rooftile.numerics.activations import gated_halves
@@ -247,22 +249,73 @@ def test_gradients(name: str) -> None:
     torch.testing.assert_close(x.grad.double(), dy.double() @ weight.dequantise().double(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["", "early"])
 @pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("M", [1, 256])
-def test_a_graph_says_the_same(name: str, M: int, way: str) -> None:
+def test_a_graph_says_the_same(name: str, M: int, way: str, early: bool) -> None:
     skip_elsewhere(way)
     weight, x = weight_of(name, 1024, 4096, "cuda"), torch.randn(M, 4096, device="cuda").bfloat16()
     with torch.inference_mode():
         rt.linear(x, weight, backend=way)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with weights_stay() if early else nullcontext(), torch.cuda.graph(graph):
             y = rt.linear(x, weight, backend=way)
         for _ in range(2):
             x.copy_(torch.randn_like(x))
             graph.replay()
             assert torch.equal(y, rt.linear(x, weight, backend=way))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_graph_may_write_a_weight_before_its_product(name: str) -> None:
+    """The product waits for the kernel in front of it, which takes long: it writes the whole weight."""
+    skip_elsewhere("hopper")
+    N, K = 28672, 4096
+    first, second = (weight_of(name, N, K, "cuda", seed=seed) for seed in (0, 1))
+    weight = replace(first, codes=first.codes.clone())
+    x = torch.randn(8, K, device="cuda").bfloat16()
+    with torch.inference_mode():
+        due = rt.linear(x, replace(first, codes=second.codes), backend="hopper")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            weight.codes.copy_(second.codes)
+            y = rt.linear(x, weight, backend="hopper")
+        for _ in range(20):
+            weight.codes.copy_(first.codes)
+            graph.replay()
+            assert torch.equal(y, due)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+@pytest.mark.parametrize(("F", "K"), [(14336, 4096), (304, 640), (4112, 1024)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_leave_their_product_in_codes(dtype: torch.dtype, F: int, K: int, activation: str) -> None:
+    """One kernel writes the codes of a product, a gate and `quantise_rows`, but for the order of sums; also in a graph."""
+    skip_elsewhere("hopper")
+    weight, bias = weight_of("fp8", 2 * F, K, "cuda"), torch.randn(2 * F, device="cuda").bfloat16()
+    scale = torch.tensor([0.02], device="cuda")
+    for M in (1, 8, 17, 32, 64):
+        x = torch.randn(M, K, device="cuda").to(dtype)
+        x[M // 2, 3] = torch.nan if M > 1 else 0.0
+        rows = quantise_rows(x)
+        assert takes_rows(rows, weight, bias)
+        found = multiply_gated_rows(rows, weight, bias, activation, scale)
+        due = quantise_rows(gated_halves(rt.linear(rows, weight, bias, backend="hopper"), activation), scale=scale)
+        assert torch.equal(found.scales, due.scales)
+        assert torch.equal(found.dequantise().isnan(), due.dequantise().isnan())
+        kept = ~due.dequantise().isnan()
+        torch.testing.assert_close(found.dequantise()[kept], due.dequantise()[kept], rtol=0.13, atol=0.01)
+        for _ in range(5):
+            assert torch.equal(multiply_gated_rows(rows, weight, bias, activation, scale).codes.view(torch.uint8),
+                               found.codes.view(torch.uint8))  # fmt: skip
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode(), weights_stay(), torch.cuda.graph(graph):
+        y = multiply_gated_rows(rows, weight, bias, activation, scale)
+    graph.replay()
+    assert torch.equal(y.codes.view(torch.uint8), found.codes.view(torch.uint8))
+    assert not takes_rows(quantise_rows(x.repeat(2, 1)), weight, bias)
 
 
 @pytest.mark.parametrize("name", FORMATS)

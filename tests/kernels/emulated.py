@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from rooftile.matmul.hopper import codes, launch, schedule, widened
+from rooftile.matmul.hopper import codes, gated_codes, launch, schedule, widened
 from rooftile.numerics.activations import ACTIVATIONS, KINDS
 
 # the formulas of `rooftile.numerics.activated`
@@ -73,6 +73,12 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     value = torch.as_tensor(value, dtype=pointer.memory.dtype).broadcast_to(place.shape).as_subclass(Tensor)
     there = torch.ones_like(place, dtype=torch.bool) if mask is None else torch.as_tensor(mask).broadcast_to(place.shape)
     pointer.memory[place[there].long()] = value[there]
+
+
+def given_codes(x: Tensor, scale: Tensor, largest: float) -> Held:
+    """`numerics.kernels.given_codes`."""
+    codes = (x / scale).as_subclass(Tensor).clamp(-largest, largest)
+    return held(torch.where(x.isfinite().as_subclass(Tensor), codes, torch.nan))
 
 
 def atomic_add(pointer: Pointer, more: int) -> Held:
@@ -268,13 +274,14 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Any:
         float32=torch.float32, bfloat16=torch.bfloat16, float16=torch.float16, uint8=torch.uint8, constexpr=None,
         **dict.fromkeys(("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout"), lambda *about: None),
     )  # fmt: skip
-    for module in (schedule, codes, widened):
+    for module in (schedule, codes, widened, gated_codes):
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 monkeypatch.setattr(module, name, value.fn)
         for name, value in {
             "gl": language, "Product": Product, "STEP": 128, "ROWS": 64, "tma_load": tma_load,
             "ring": Slots, "mbarrier": SimpleNamespace(expect=expect), "warpgroup_mma": mma, "warpgroup_mma_wait": wait,
+            "LARGEST": 448.0, "given_codes": given_codes,
             "activated": lambda x, kind: held(ACTIVATED[kind](x.as_subclass(Tensor))),
             "fence_async_shared": lambda: None, "wait_for_input": lambda: None, "let_next_begin": lambda: None,
             "barrier": lambda: None, "_layout_of_codes": lambda format: None, "_layout_of_scales": lambda format: None,

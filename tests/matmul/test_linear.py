@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 
 import rooftile as rt
-from rooftile.matmul import backends, definition, multiply_gated
-from rooftile.matmul.gated import takes
+from rooftile.matmul import backends, definition, multiply_gated, multiply_gated_rows
+from rooftile.matmul.gated import takes, takes_rows
 from rooftile.numerics import quantise_rows
 from rooftile.numerics.activations import ACTIVATIONS, gated_halves
 from tests.conformance.operator_calls import watching
@@ -241,6 +242,56 @@ def test_compiled_gates(device: torch.device) -> None:
     assert torch.equal(run(x), multiply_gated(x, weight, None, "silu"))
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates_in_codes(activation: str, device: torch.device) -> None:
+    """They have the bits of a product, a gate and `quantise_rows`, one after the other."""
+    weight, bias = weight_of("fp8", 64, 128, device), torch.randn(64, device=device)
+    scale, x = torch.tensor([0.02], device=device), torch.randn(5, 128, device=device).bfloat16()
+    for part in (x, x[:0]):
+        rows = quantise_rows(part)
+        due = quantise_rows(gated_halves(rt.linear(rows, weight, bias), activation), scale=scale)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), torch.autocast(device.type, torch.bfloat16):
+                found = multiply_gated_rows(rows, weight, bias, activation, scale)
+            assert (found.format, found.dtype, found.shape) == ("fp8", torch.bfloat16, (len(part), 32))
+            assert found.codes.dtype == torch.float8_e4m3fn
+            torch.testing.assert_close(found.dequantise(), due.dequantise(), rtol=0.13, atol=0.02)
+            if device.type == "cpu":
+                assert torch.equal(found.codes.view(torch.uint8), due.codes.view(torch.uint8))
+                assert torch.equal(found.scales, due.scales)
+    torch._dynamo.reset()
+    run = torch.compile(
+        lambda x: multiply_gated_rows(quantise_rows(x), weight, bias, activation, scale).dequantise(), fullgraph=True,
+        backend="aot_eager",
+    )  # fmt: skip
+    torch.testing.assert_close(run(x), multiply_gated_rows(quantise_rows(x), weight, bias, activation, scale).dequantise())
+
+
+def test_which_gates_leave_in_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper those of FP8 rows in 16 bits with an FP8 weight, for as many rows as its product is first for."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backends, "triton_is_installed", lambda: True)
+
+    def asked(M: int, name: str = "fp8", N: int = 64, dtype: torch.dtype = torch.bfloat16, order: bool = False) -> bool:
+        weight = weight_of(name, N, 128)
+        weight = ordered(weight) if order else weight
+        rows = quantise_rows(torch.randn(M, 128), name if name in QUANTISES_X else "fp8")
+        codes = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=rows.codes.dtype, shape=(M, 128),
+                                requires_grad=False)  # fmt: skip
+        return takes_rows(replace(rows, codes=codes, dtype=dtype), weight, None)
+
+    pytest.importorskip("triton.experimental.gluon")
+    assert asked(1)
+    assert asked(64)
+    assert asked(3, dtype=torch.float16)
+    assert not asked(65), "PyTorch's product is first"
+    assert not asked(3, "int8")
+    assert not asked(3, "w8")
+    assert not asked(3, N=48)
+    assert not asked(3, dtype=torch.float32)
+    assert not asked(3, order=True)
+
+
 def test_columns_in_another_order(device: torch.device) -> None:
     weight, x = ordered(weight_of("int4, 32, zeros", 33, 256, device)), torch.randn(5, 256, device=device)
     assert_product(rt.linear(x, weight), x, weight)
@@ -253,6 +304,11 @@ def test_plain_weights(device: torch.device) -> None:
     torch.testing.assert_close(found, rt.linear(x, w, bias))
     assert torch.equal(rt.linear(x[0, :1], w, bias, deterministic=True), found[0, :1])
     assert rt.linear(x, w, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+    for fixed in (False, True):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            y = rt.linear(x, w, bias, deterministic=fixed)
+        due = rt.linear(x.bfloat16(), w.bfloat16(), bias.bfloat16(), deterministic=fixed)
+        assert torch.equal(y, due)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_tile", "int8", "w8"])
@@ -325,3 +381,16 @@ def test_wrong_plain_weights() -> None:
         rt.linear(x, torch.randn(5, 64), backend="triton")
     with pytest.raises(rt.InvalidInput, match="x is in fp8 and the weight a tensor"):
         rt.linear(quantise_rows(x), torch.randn(5, 64))
+    for fixed in (False, True):
+        with pytest.raises(rt.InvalidInput, match=r"bias is torch.float32 \(4,\); must be float \(5,\)"):
+            rt.linear(x, torch.randn(5, 64), torch.randn(4), deterministic=fixed)
+        with pytest.raises(rt.InvalidInput, match=r"out_dtype is torch\.int8; must be bfloat16"):
+            rt.linear(x, torch.randn(5, 64), out_dtype=torch.int8, deterministic=fixed)
+        with pytest.raises(rt.InvalidInput, match=r"x is torch.float32 and the weight torch.bfloat16; must be alike"):
+            rt.linear(x, torch.randn(5, 64).bfloat16(), deterministic=fixed)
+    with pytest.raises(rt.InvalidInput, match=r"x is torch\.int64; must be a tensor"):
+        rt.linear(x.long(), torch.randn(5, 64))
+    with pytest.raises(rt.InvalidInput, match="x is on meta and the weight on cpu"):
+        rt.linear(x.to("meta"), torch.randn(5, 64), deterministic=True)
+    with pytest.raises(rt.InvalidInput, match="bias is list; must be a float tensor"):
+        rt.linear(x, torch.randn(5, 64), [0.0] * 5)

@@ -14,7 +14,7 @@ import rooftile as rt
 from rooftile.matmul import QuantisedWeight
 from rooftile.models import Decoder
 from tests.models.checkpoints import assert_same, logits_of_ours, logits_of_theirs, prompts
-from tests.models.quantised import KINDS, configure, plain, quantised
+from tests.models.quantised import KINDS, TOKEN, configure, plain, quantised
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,6 +107,49 @@ def test_modules_that_stay(tmp_path: Path) -> None:
     assert torch.equal(k, model.model.layers[0].self_attn.k_proj.weight)
     assert isinstance(v, QuantisedWeight)
     assert torch.equal(decoder.layers[1].o.weight, model.model.layers[1].self_attn.o_proj.weight)
+
+
+def test_modules_that_gptq_leaves_out(tmp_path: Path) -> None:
+    quantised("gptq", tmp_path)
+    model = plain(tmp_path / "plain")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for suffix in ("qweight", "qzeros", "scales", "g_idx"):
+        del tensors[f"model.layers.0.mlp.down_proj.{suffix}"]
+    tensors["model.layers.0.mlp.down_proj.weight"] = model.model.layers[0].mlp.down_proj.weight.detach()
+    save_file(tensors, tmp_path / "model.safetensors")
+    configure(tmp_path, quantization_config=KINDS["gptq"][0] | {"dynamic": {r"-:.*\.0\.mlp\.down_proj": {}}})
+    decoder = Decoder.from_folder(tmp_path)
+    assert torch.equal(decoder.layers[0].down.weight, model.model.layers[0].mlp.down_proj.weight)
+    assert isinstance(decoder.layers[1].down.parts[0], QuantisedWeight)
+
+
+def test_biases_that_are_zeros_need_no_place(tmp_path: Path) -> None:
+    """AutoGPTQ wrote them for models without biases; others would be lost, so they are refused."""
+    quantised("gptq", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for value in (0.0, 1.0):
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.full((64,), value)
+        save_file(tensors, tmp_path / "model.safetensors")
+        if value:
+            with pytest.raises(rt.InvalidInput, match=r"has model\.layers\.0\.self_attn\.q_proj\.bias, which"):
+                Decoder.from_folder(tmp_path)
+        else:
+            Decoder.from_folder(tmp_path)
+
+
+def test_a_file_of_modelopt_says_what_config_json_does_not(tmp_path: Path) -> None:
+    quantised("modelopt", tmp_path)
+    due = Decoder.from_folder(tmp_path)
+    configure(tmp_path, quantization_config=None)
+    path, own = tmp_path / "hf_quant_config.json", {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    path.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": own}))
+    found = Decoder.from_folder(tmp_path)
+    assert torch.equal(found.layers[0].qkv.parts[0].codes.float(), due.layers[0].qkv.parts[0].codes.float())
+    with pytest.raises(rt.InvalidInput, match=r"is quantised already \(modelopt\)"):
+        Decoder.from_folder(tmp_path, weights="int4")
+    path.write_text(json.dumps({"quantization": own | {"quant_algo": "NVFP4"}}))
+    with pytest.raises(rt.InvalidInput, match="has quant_algo 'NVFP4'; read is FP8"):
+        Decoder.from_folder(tmp_path)
 
 
 def test_scales_of_a_cache_are_left(tmp_path: Path) -> None:
@@ -237,6 +280,9 @@ def test_headers_of_torchao_that_are_not_read(change: dict, sentence: str, tmp_p
         ({"quant_method": "torchao"}, "names torchao, and the header of model.safetensors says nothing of its tensors"),
         ({"bits": 4}, "are quantised \\(no method named\\)"),
         (KINDS["gptq"][0] | {"bits": 3}, "has GPTQ of 3 bits; read are 4 and 8"),
+        (KINDS["gptq"][0] | {"dynamic": {"+:.*": {"bits": 8}}}, r"has the rule '\+:\.\*' with settings .*; read are rules that"),
+        (group("ct int8", input_activations=TOKEN | {"type": "int", "symmetric": False}), "activations with zero points"),
+        (KINDS["ct int4"][0] | {"transform_config": {"config_groups": {"u": {}}}}, "has a transform_config: its activations are"),
         (KINDS["gptq"][0] | {"checkpoint_format": "marlin"}, "has the layout 'marlin'; read are gptq and gptq_v2"),
         (KINDS["gptq"][0] | {"group_size": 0}, "has group_size 0; must be a whole number of at least 1, or -1"),
         (KINDS["gptq"][0] | {"group_size": 48}, "q_proj has rows of K = 64 numbers and groups of 48; K must be a multiple"),

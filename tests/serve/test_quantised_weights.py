@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,28 @@ def test_a_gate_that_leaves_in_codes_stays_by_itself(word: str, folder: Path, mo
         decoder(torch.arange(5), torch.arange(5), lambda layer, q, *others: q)
     assert seen.names["linear_gated"] == 0
     assert seen.names["gate_quantised"] == len(decoder.layers)
+
+
+def test_a_gate_leaves_in_codes_where_their_scale_is_known(tmp_path: Path, monkeypatch) -> None:
+    """A checkpoint with static scales: one kernel multiplies, gates and quantises."""
+    quantised("fp8, one scale", tmp_path)
+    decoder = Decoder.from_folder(tmp_path)
+
+    def counted() -> tuple[torch.Tensor, Counter]:
+        with torch.no_grad(), Seen() as seen:
+            return decoder(torch.arange(5), torch.arange(5), lambda layer, q, *others: q), seen.names
+
+    due, names = counted()
+    assert (names["linear_gated_rows"], names["gate_quantised"]) == (0, len(decoder.layers)), "no kernel for it on a CPU"
+    monkeypatch.setattr("rooftile.models.layers.takes_rows", lambda x, weight, bias: True)
+    found, names = counted()
+    assert (names["linear_gated_rows"], names["gate_quantised"]) == (len(decoder.layers), 0)
+    assert torch.equal(found, due)
+    # a scale that is found at run time needs the whole row
+    for layer in decoder.layers:
+        layer.down.parts = tuple(replace(part, input_scale=None) for part in layer.down.parts)
+    _, names = counted()
+    assert (names["linear_gated_rows"], names["gate_quantised"]) == (0, len(decoder.layers))
 
 
 def test_who_asks_for_codes(folder: Path) -> None:

@@ -14,15 +14,17 @@ import torch
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import route
 from rooftile.matmul.formats import WEIGHT_FORMATS
-from rooftile.models import ModelConfig
+from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints import plan
 from rooftile.models.config import config_of
 from rooftile.serve import build, llm, warm_up
 from rooftile.serve.attention.native_sparse import SparseStep
 from rooftile.serve.warm_up_sparse import SparseLayer
+from tests.conformance.operator_calls import watching
 from tests.kernels.recorded import recorded
 from tests.models import sparse
 from tests.models.checkpoints import CONFIGS
+from tests.models.quantised import quantised
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -125,6 +127,15 @@ def test_products_with_quantised_weights_are_run_for_each_tile(name: str, word: 
             job()
     assert plan.words_of({"*.mlp.*": word, "*q_proj": "auto", "*k_proj": word}) == (word,)
     assert plan.words_of("auto") == ()
+
+
+def test_products_of_a_checkpoint_are_run_on_the_codes_that_norms_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate that leaves its product in codes has a kernel of its own, which takes codes."""
+    quantised("fp8, one scale", tmp_path)
+    monkeypatch.setattr("rooftile.models.layers.takes_rows", lambda x, weight, bias: True)
+    with torch.inference_mode(), watching() as watch:
+        warm_up._multiply(Decoder.from_folder(tmp_path), 3, torch.nn.functional.linear)
+    assert [call.name for call in watch.calls].count("linear_gated_rows") == 1
 
 
 def test_rows_stand_for_all_tiles() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
@@ -153,11 +156,14 @@ def test_a_weight_says_what_it_is() -> None:
         (torch.randn(4, 96), {"format": "int4"}, "K = 96 numbers, and 128 of int4 share a scale; K must be a multiple"),
         (torch.randn(4, 100), {"format": "mxfp4"}, "K = 100 numbers, and 32 of mxfp4 share"),
         (torch.randn(4, 96), {"format": "int4", "group": 48}, "group is 48; int4 has 32, 64, 128, or K"),
+        (torch.randn(4, 96), {"format": "int4", "group": 32.0}, "group is 32.0; int4 has 32, 64, 128, or K"),
+        (torch.randn(4, 96).to(torch.float8_e4m3fn), {"format": "int4"}, "w is torch.float8_e4m3fn"),
+        (torch.full((4, 96), 1e300, dtype=torch.float64), {"format": "w8"}, "w is 1e\\+300 at row 0, column 0; weights must be"),
         (torch.randn(4, 96), {"format": "fp8", "group": 32}, "group is 32; fp8 has 96: leave it out"),
         (torch.randn(4, 96), {"format": "int3"}, "format is 'int3'; must be one of fp8, fp8_tile, int8, w8, int4, mxfp8"),
         (torch.randn(4, 96), {"format": None}, "format is None; must be one of"),
         (torch.randn(4, 96), {"format": "w8", "zero_points": True}, "only int4 has zero points"),
-        (torch.ones(4, 96).long(), {"format": "w8"}, r"w is torch.int64 \(4, 96\); must be a float tensor"),
+        (torch.ones(4, 96).long(), {"format": "w8"}, r"w is torch.int64 \(4, 96\); must be a tensor"),
         (torch.randn(96), {"format": "w8"}, r"w is torch.float32 \(96,\); must be"),
         (torch.randn(0, 96), {"format": "w8"}, r"\(0, 96\); must be"),
         ([[1.0]], {"format": "w8"}, "w is list; must be"),
@@ -167,6 +173,27 @@ def test_a_weight_says_what_it_is() -> None:
 def test_wrong_arguments(w, options, sentence: str) -> None:
     with pytest.raises(rt.InvalidInput, match=sentence):
         rt.quantise_weight(w, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("int4", {"group": 0}, "group is 0 and rows have K = 256 numbers; K must be a multiple of it"),
+        ("w8", {"group": 100}, "group is 100 and rows have K = 256 numbers"),
+        ("fp8", {"input_scale": torch.ones(2)}, r"input_scale is torch.float32 \(2,\) for fp8; must be one float, and only fp8"),
+        ("int8", {"input_scale": torch.ones(1)}, r"input_scale is torch.float32 \(1,\) for int8; must be one float"),
+        ("int4", {"zeros": torch.zeros(3, 2)}, r"zeros of int4 are torch.float32 \(3, 2\); must be int8 \(33, 2\)"),
+    ],
+)
+def test_parts_that_do_not_fit(name: str, changes: dict, sentence: str) -> None:
+    with pytest.raises(rt.InvalidInput, match=sentence):
+        replace(weight_of(name, 33, 256), **changes)
+
+
+def test_a_group_may_be_a_number_of_numpy() -> None:
+    weight = rt.quantise_weight(torch.randn(4, 64), "int4", group=np.int64(32))
+    assert type(weight.group) is int
+    assert weight.scales.shape == (4, 2)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -5,9 +5,9 @@
 
 On a GPU the products of a case are one CUDA graph. Contestants are `rooftile`, which quantises x where the format does, each of
 its backends with x in codes, `bf16` (cuBLAS; fp32 on a CPU), PyTorch's `_scaled_mm` with one scale for a tensor and with scales
-for rows and fast sums, `_int_mm` and `_weight_int4pack_mm`, and FBGEMM's products in FP8 and INT4, where they run. A peer has x
-as its product takes it, and is timed only after its result was compared with its own weights' product; a row that is not timed
-says why. `of_bf16_ratio` is a time over that of 16 bits.
+for rows and fast sums, `_int_mm` and `_weight_int4pack_mm`, FBGEMM's products in FP8 and INT4, and Humming's in INT4, where they
+run. A peer has x as its product takes it, and is timed only after its result was compared with its own weights' product; a row
+that is not timed says why. `of_bf16_ratio` is a time over that of 16 bits.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rooftile.bench.session import Session
 from rooftile.cost import Roof
 from rooftile.hardware.clock import ReplayClock, Work, clock_for
 from rooftile.matmul import QuantisedWeight, backends, weight_format
+from rooftile.matmul.hopper.early import weights_stay
 from rooftile.numerics import QuantisedRows, quantise_rows
 
 # N x K of an 8B model's layer: q, k and v; the output; gate and up; down
@@ -59,7 +60,8 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
     clock = ReplayClock() if session.device.type == "cuda" else clock_for(session.device, 12.0)
     for name in names:
         say(name)
-        with torch.inference_mode():
+        # as in an engine's graphs
+        with torch.inference_mode(), weights_stay():
             case = case_of(name, session.device, session.dtype)
             works, why = contestants(case)
             named: dict[str, Any] = {"suite": "linear", "case": name, "phase": "fwd"}
@@ -172,6 +174,23 @@ def fbgemm_operators() -> Any:
     return torch.ops.fbgemm
 
 
+def _humming_int4(case: Case) -> tuple[Work, list[Tensor]]:
+    """INT4 of Humming (humming-kernels[cu13]) with our codes and scales. It compiles its kernels when they are first used."""
+    layer_of = import_module("humming.layer").HummingLayer
+    made, due = [], []
+    for x, w in zip(case.inputs, case.weights, strict=True):
+        N, K = w.shape
+        layer = layer_of(
+            shape_n=N, shape_k=K, weight_config={"dtype": "uint4", "group_size": w.group}, torch_dtype=x.dtype
+        ).to(x.device)
+        # words of eight codes with 8 added, the first in the lowest bits
+        layer.load_from_tensors({"weight": w.codes.view(torch.int32), "weight_scale": w.scales})
+        layer.transform()
+        made.append((layer, x))
+        due.append(x.float() @ w.dequantise(x.dtype).float().T)
+    return lambda: [layer(x) for layer, x in made], due
+
+
 def _by_rows(case: Case) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Codes of x and of the weight, and scales (M, 1) and (N, 1)."""
     rows = [quantise_rows(x, "fp8") for x in case.inputs]
@@ -217,6 +236,7 @@ PEERS: dict[str, tuple[tuple[str, ...], Callable[[Case], tuple[Work, list[Tensor
     "torch-int-mm": (("int8",), _int_mm),
     "torch-int4": (("int4",), _int4pack_mm),
     "fbgemm-int4": (("int4",), _fbgemm_int4),
+    "humming-int4": (("int4",), _humming_int4),
 }
 
 

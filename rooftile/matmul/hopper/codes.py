@@ -19,7 +19,7 @@ from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, load, wait_for_
 
 
 @gluon.jit
-def _added(acc, w, x, factor, FORMAT: gl.constexpr):
+def added(acc, w, x, factor, FORMAT: gl.constexpr):
     """acc plus a step's product: of FP8 by way of fp32 registers."""
     if FORMAT == "int8":
         acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
@@ -96,9 +96,9 @@ def _multiply(
                 tiles.wait_full(fill)
                 w = tiles.buffer(fill)
                 x = xs.index(fill % to.STAGES)
-                acc = _added(acc, w.slice(FIRST, ROWS, 0), x.slice(0, to.COLUMNS, 0), factor, FORMAT)
+                acc = added(acc, w.slice(FIRST, ROWS, 0), x.slice(0, to.COLUMNS, 0), factor, FORMAT)
                 if TWO:
-                    acc_2 = _added(
+                    acc_2 = added(
                         acc_2, w.slice(FIRST + NEXT_N, ROWS, 0), x.slice(NEXT_M, to.COLUMNS, 0), factor_2, FORMAT
                     )  # fmt: skip
                 tiles.release(fill)

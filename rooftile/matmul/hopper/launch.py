@@ -19,11 +19,13 @@ import triton
 from torch import Tensor
 
 from rooftile.hopper.gluon import TensorDescriptor, gl
-from rooftile.launch import Kernel, is_capturing
+from rooftile.launch import Kernel
 from rooftile.matmul.definition import Product
 from rooftile.matmul.formats import weight_format
 from rooftile.matmul.hopper import counters
 from rooftile.matmul.hopper.codes import product_of_codes
+from rooftile.matmul.hopper.early import may_read_early
+from rooftile.matmul.hopper.gated_codes import product_of_gates
 from rooftile.matmul.hopper.ordered import in_order
 from rooftile.matmul.hopper.schedule import STEP, WARPGROUPS, Tile
 from rooftile.matmul.hopper.widened import product_of_widened
@@ -135,7 +137,8 @@ def _widened_refusals(asked: Any) -> Iterator[str]:
     elif dtype != torch.bfloat16 and (format != "nvfp4" or dtype != torch.float16):
         # most powers of two are no numbers of fp16
         yield f"x in {dtype}; {format} has bfloat16{' and float16' if format == 'nvfp4' else ''}"
-    if format == "int4" and (group % 32 or (128 % group and group % 128 and group != asked.product.K)):
+    # a thread's 32 neighbours share a scale
+    if format in ("w8", "int4") and group != asked.product.K and (group % 32 or (128 % group and group % 128)):
         yield f"groups of {group} numbers; has 32, 64, multiples of 128 and whole rows"
 
 
@@ -177,12 +180,13 @@ def start_codes(
     shared = _shared_sums(tile, programs, sizes, sums, x.device)
     kernel, constants = _kernel_of_codes(product.format, bias is not None, tile)
     added = parts.scales if bias is None else bias
-    kernel((programs, 1, 1), (parts.codes, x, x_scales, parts.scales, added, o, *shared, *sizes, _early()), constants)
+    tensors = (parts.codes, x, x_scales, parts.scales, added, o, *shared)
+    kernel((programs, 1, 1), (*tensors, *sizes, int(may_read_early())), constants)
 
 
 def gated_tile_of(M: int, format: str) -> Tile:
     """Returns the tile of a product whose halves are multiplied with each other: a warpgroup has rows of both."""
-    tile = tile_of(M, 0, format, False)._replace(BLOCKS_N=2)
+    tile = tile_of(M, 0, format, False)._replace(BLOCKS_N=2, BLOCKS_M=1)
     return tile._replace(STAGES=_stages(tile, M, format))
 
 
@@ -195,10 +199,35 @@ def multiply_gated(x: Tensor, parts: Parts, bias: Tensor | None, kind: str, prod
     x, ordered = _copied(x, product)
     tile = gated_tile_of(x.shape[0], product.format)
     half = product._replace(N=product.N // 2)
-    sizes = (x.shape[0], half.N, triton.cdiv(half.N, tile.block_n // 2), triton.cdiv(product.K, STEP.value))
+    sizes = _sizes_of_halves(tile, x.shape[0], half)
     programs = programs_of(sizes[2], sizes[3], processors_of(x.device), x.shape[0])
     _start_widened(tile, programs, sizes, x, ordered, parts, bias, half, o, kind)
     return o
+
+
+def multiply_gated_codes(
+    x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, scale: Tensor, kind: str, product: Product
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`multiply_gated` of FP8 codes, whose result leaves in FP8 with one scale: codes (M, N / 2) and scales (M, 1)."""
+    M, half = x.shape[0], product._replace(N=product.N // 2)
+    o = torch.empty((M, half.N), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((M, 1), dtype=torch.float32, device=x.device)
+    tile = gated_tile_of(M, product.format)
+    sizes = _sizes_of_halves(tile, M, half)
+    whole = 32 < M <= BYTES
+    programs = programs_of(sizes[2], sizes[3], processors_of(x.device), M, whole)
+    shared = _shared_sums(tile, programs, sizes, torch.float32, x.device)
+    kernel, constants = _kernel_of_gates(product.out_dtype, kind, bias is not None, tile)
+    w_scales = parts.scales.contiguous()
+    added = w_scales if bias is None else bias.contiguous()
+    tensors = (parts.codes.contiguous(), _aligned(x), x_scales.contiguous(), w_scales, added, scale, scales, o)
+    kernel((programs, 1, 1), (*tensors, *shared, *sizes, int(may_read_early())), constants)
+    return o, scales
+
+
+def _sizes_of_halves(tile: Tile, M: int, half: Product) -> tuple[int, int, int, int]:
+    """`_sizes` where a tile has as many rows of each half of the weight."""
+    return M, half.N, triton.cdiv(half.N, tile.block_n // 2), triton.cdiv(half.K, STEP.value)
 
 
 def _by_widened(x: Tensor, parts: Parts, bias: Tensor | None, product: Product, o: Tensor) -> None:
@@ -239,15 +268,8 @@ def _start_widened(
     zeros, outer_scales, added = (codes if x is None else x.contiguous() for x in (parts.zeros, parts.outer, bias))
     # one outer scale of all rows, or one per row
     counts = (product.K // product.group, int(parts.outer is not None and parts.outer.shape[0] > 1))
-    kernel((programs, 1, 1), (codes, x, scales, zeros, outer_scales, added, o, *shared, *sizes, _early(), *counts), constants)
-
-
-def _early() -> int:
-    """Whether the weight may be read while the kernel before ends: it was made before the graph that is captured.
-
-    Outside of graphs the kernel before may have written it.
-    """
-    return int(is_capturing())
+    tensors = (codes, x, scales, zeros, outer_scales, added, o, *shared)
+    kernel((programs, 1, 1), (*tensors, *sizes, int(may_read_early()), *counts), constants)
 
 
 def _sizes(tile: Tile, M: int, product: Product) -> tuple[int, int, int, int]:
@@ -281,6 +303,12 @@ def _shared_sums(
 def _kernel_of_codes(format: str, bias: bool, tile: Tile) -> tuple[Kernel, dict[str, Any]]:
     kernel = Kernel(product_of_codes, (described(tile.block_n), described(tile.block_m)))
     return kernel, {"FORMAT": format, "BIAS": bias, "T": tile} | LAUNCH
+
+
+@cache
+def _kernel_of_gates(dtype: torch.dtype, gate: str, bias: bool, tile: Tile) -> tuple[Kernel, dict[str, Any]]:
+    kernel = Kernel(product_of_gates, (described(tile.block_n // 2), described(tile.block_m)))
+    return kernel, {"DTYPE": _DTYPES[dtype], "GATE": gate, "BIAS": bias, "T": tile} | LAUNCH
 
 
 @cache

@@ -182,9 +182,8 @@ def _times_outer(y, outer_ptr, stride, n_0, end, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _gated(gate, up, to: Product, GATE: gl.constexpr):
+def gated_pair(gate, up, dtype: gl.constexpr, GATE: gl.constexpr):
     """The activation of gates times their other halves, rounded as the kernels that do so one after the other round."""
-    dtype: gl.constexpr = to.o.dtype.element_ty
     opened = activated(gate.to(dtype).to(gl.float32), GATE).to(dtype).to(gl.float32)
     return opened * up.to(dtype).to(gl.float32)
 
@@ -258,7 +257,7 @@ def _multiply(
                 if has_it:
                     gate = with_bias(_times_outer(gate, outer_ptr, outer_stride, n_0, rows, FORMAT), n_0, rows, to)
                     up = with_bias(_times_outer(up, outer_ptr, outer_stride, n_1, rows, FORMAT), n_1, rows, to)
-                    put(_gated(gate, up, to, GATE), n_0, m_0, to)
+                    put(gated_pair(gate, up, to.o.dtype.element_ty, GATE), n_0, m_0, to)
             else:
                 found, has_it = whole_sum(acc, run, tile_m, BLOCK, to)
                 if has_it:

@@ -1,16 +1,32 @@
-"""The ways of quantising that are read, and what to do with a checkpoint in another one."""
+"""The ways of quantising that are read, where a folder says which it has, and what to do with a checkpoint in another one."""
 
 from __future__ import annotations
 
-from rooftile.models.settings import Settings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rooftile.models.settings import Settings, read_json
 
 READ = ("compressed-tensors", "gptq", "awq", "fp8", "modelopt", "torchao")
+# ModelOpt's own file; its older versions write nothing into config.json
+_OF_MODELOPT = "hf_quant_config.json"
 _CONVERT = "load it with Transformers, dequantise it there (model.dequantize()) and save it, then give weights="
 _ADVICE = {
     "bitsandbytes": _CONVERT,
     "exl2": "give the 16-bit checkpoint and weights=",
     "marlin": "give the GPTQ checkpoint that it was made from",
 }
+
+
+def section_of(folder: Path) -> Mapping[str, Any]:
+    """Returns a folder's quantization_config, or what ModelOpt has in a file of its own; nothing where weights are plain."""
+    section: Mapping[str, Any] = read_json(folder / "config.json").get("quantization_config") or {}
+    if not section and (folder / _OF_MODELOPT).exists():
+        section = read_json(folder / _OF_MODELOPT).get("quantization") or {}
+        # a folder that names no algorithm has quantised its cache alone
+        section = {"quant_method": "modelopt", **section} if section.get("quant_algo") else {}
+    return section
 
 
 def check_method(settings: Settings) -> None:

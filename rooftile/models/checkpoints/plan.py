@@ -14,7 +14,7 @@ from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight, quantise_weight
 from rooftile.matmul.formats import matches, parsed
 from rooftile.models.checkpoints.layouts import awq, compressed_tensors, fp8, gptq, torchao
-from rooftile.models.settings import read_json
+from rooftile.models.checkpoints.methods import section_of
 
 Weights = str | Mapping[str, str]
 
@@ -129,7 +129,7 @@ def plan_of(weights: Weights, folder: Path) -> Reader | None:
         InvalidInput: `weights` contradicts the checkpoint, or its configuration cannot be read.
     """
     asked = quantiser_of(weights)
-    section = read_json(folder / "config.json").get("quantization_config")
+    section = section_of(folder)
     if not section:
         return asked
     method = section["quant_method"]

@@ -71,6 +71,7 @@ def load(config: ModelConfig, decoder: Filled, files: Iterable[Path], reader: Re
             )
         apart = _fill(config, decoder, projections, taken, reader)
         places = dict(decoder.tensors()) | apart
+        _leave_zero_biases(found, places, taken)
         if head and "lm_head.weight" not in found:
             places.pop("lm_head.weight", None)
         for stored_one, place in weights.matched(config, places, found):
@@ -100,6 +101,13 @@ def _take(found: dict[str, Stored], module: str, reader: Reader) -> dict[str, St
         )
     names = (*needed, *(name for name in optional if f"{module}.{name}" in found))
     return {name: found.pop(f"{module}.{name}") for name in names}
+
+
+def _leave_zero_biases(found: dict[str, Stored], places: dict[str, Tensor], modules: Iterable[str]) -> None:
+    """Leaves biases out that are zeros, where the model has none: AutoGPTQ wrote one for each projection."""
+    for name in [f"{module}.bias" for module in modules]:
+        if name in found and name not in places and not found[name].get_tensor().any():
+            del found[name]
 
 
 def _read(

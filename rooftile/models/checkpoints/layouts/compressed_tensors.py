@@ -204,6 +204,9 @@ def reader_of(section: Mapping[str, Any], folder: str) -> CompressedTensors:
     sparse = (section.get("sparsity_config") or {}).get("format", "dense")
     if sparse not in ("dense", None):
         raise refused(folder, f"has the sparse layout {sparse!r}, which is not read: save the model dense")
+    if (section.get("transform_config") or {}).get("config_groups"):
+        raise refused(folder, "has a transform_config: its activations are rotated at run time, which is not done here: give the "
+                      "16-bit checkpoint and weights=")  # fmt: skip
     schemes = tuple(_scheme_of(group, section, folder) for group in groups.values())
     return CompressedTensors(schemes, tuple(section.get("ignore") or ()), folder)
 
@@ -235,8 +238,10 @@ def _format_of(
     if bits != 8 or kind not in ("float", "int"):
         raise refused(folder, f"has {layout} of {bits} bits ({kind}); read are 8")
     if kind == "int":
-        if inputs is not None and (not inputs.get("dynamic") or inputs.get("strategy") != "token"):
-            raise refused(folder, "has INT8 with static activations; read are dynamic ones, with a scale per token")
+        dynamic = inputs is None or (inputs.get("dynamic") and inputs.get("strategy") == "token")
+        if not dynamic or (inputs is not None and not inputs.get("symmetric", True)):
+            what = "activations with zero points" if dynamic else "static activations"
+            raise refused(folder, f"has INT8 with {what}; read are dynamic ones without zero points, with a scale per token")
         return "w8" if inputs is None else "int8"
     if inputs is None:
         raise refused(

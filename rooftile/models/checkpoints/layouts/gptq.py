@@ -9,7 +9,8 @@ Frantar et al., GPTQ, arXiv:2210.17323.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +42,14 @@ class Gptq:
     sym: bool
     version: int
     folder: str
+    stays: tuple[str, ...] = ()  # regular expressions of modules that are not quantised
 
     def check(self, modules: Collection[str]) -> None:
-        """All projections are quantised."""
+        """All projections are quantised, but for those that stay."""
 
     def covers(self, module: str) -> bool:
-        """The head stays."""
-        return module != "lm_head"
+        """The head stays, and what the configuration leaves out."""
+        return module != "lm_head" and not any(re.match(pattern, f"model.{module}") for pattern in self.stays)
 
     def suffixes(self, module: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Groups of columns may be left out where columns are in order."""
@@ -108,4 +110,14 @@ def reader_of(section: Mapping[str, Any], folder: str) -> Gptq:
     if layout not in ("gptq", "gptq_v2"):
         raise refused(folder, f"has the layout {layout!r}; read are gptq and gptq_v2: save it in one of these")
     version = 2 if layout == "gptq_v2" else 1
-    return Gptq(bits, group_of(section, folder), bool(section.get("sym", True)), version, folder)
+    stays = tuple(_left_out(section.get("dynamic") or {}, folder))
+    return Gptq(bits, group_of(section, folder), bool(section.get("sym", True)), version, folder, stays)
+
+
+def _left_out(rules: Mapping[str, Any], folder: str) -> Iterator[str]:
+    """Yields the patterns of GPTQModel's `dynamic` whose modules are not quantised; rules of other kinds are refused."""
+    for pattern, settings in rules.items():
+        if not pattern.startswith("-:"):
+            raise refused(folder, f"has the rule {pattern!r} with settings {settings} of its own; read are rules that leave "
+                          'modules out ("-:"): quantise all others alike')  # fmt: skip
+        yield pattern[2:]
