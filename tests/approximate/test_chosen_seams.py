@@ -113,7 +113,7 @@ def test_forward_mode(name: str, mode: str) -> None:
 def test_what_vmap_and_torch_func_cannot_have_is_said() -> None:
     q, k, v = inputs(20, B=3).values()
     routed = torch.vmap(lambda q, k, v: ap.routing(q[None], k[None], v[None], CENTROIDS, rt.CAUSAL, strict=True)[0])
-    with pytest.raises(rt.Unsupported, match="routing with strict under torch.vmap: each sample has clusters of other lengths"):
+    with pytest.raises(rt.Unsupported, match=r"routing with strict under torch\.vmap: each sample has clusters of other lengths"):
         routed(q, k, v)
     loki = ap.Loki.fit(k)
     with pytest.raises(rt.Unsupported, match="a backward through attention to a paged cache; it has none"):

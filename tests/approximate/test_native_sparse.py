@@ -312,7 +312,7 @@ def test_the_choice_says_why_a_kernel_does_not_make_it() -> None:
     choose = partial(ap.choose_blocks, x["q"], x["kc"], **SMALL, **COUNTS)
     with pytest.raises(rt.Unsupported, match="backend 'triton' cannot make this choice: return_scores is True; it returns none"):
         choose(backend="triton", return_scores=True)
-    with pytest.raises(rt.InvalidInput, match="lse is a torch.int64 tensor .*; must be a floating-point tensor"):
+    with pytest.raises(rt.InvalidInput, match=r"lse is a torch\.int64 tensor .*; must be a floating-point tensor"):
         choose(lse=torch.zeros(2, 4, 20, dtype=torch.int64))
     for changed, due in (
         ({"count": 65}, "65 blocks to a query; has up to 64"),
