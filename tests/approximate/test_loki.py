@@ -158,6 +158,7 @@ def test_bad_input_is_one_sentence() -> None:
         (lambda: ap.Loki.fit(torch.randn(9, 2, 8)).attend(q, k, v), "this Loki has 2 heads of 8: it was fitted to another model"),
         (lambda: loki.attend(q, k, v, unit="word"), "unit is 'word'; must be 'token' or 'page'"),
         (lambda: loki.attend(q, k, v, page=0), "page is 0; must be an int of at least 1"),
+        (lambda: loki.attend(q, k, v, page=12, unit="page"), "page is 12; must be a power of two"),
         (lambda: loki.attend(q, k, v, chosen=torch.full((2, 2, 3), 16)), "chosen has values from 16 to 16; must be from 0 to 15"),
         (lambda: loki.attend(q, k, v, chosen=torch.zeros(2, 3)), "must be an int32 tensor (B, heads, n) = (2, 2, n)"),
         (lambda: loki.attend(q, k, v, alibi=1), "has no argument alibi"),

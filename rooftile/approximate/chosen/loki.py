@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from rooftile import api
 from rooftile.approximate.arguments import check_choice, check_count, check_flag, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import as_given, check_fraction, check_indices, check_range, check_way
 from rooftile.approximate.chosen.arrange import padded
+from rooftile.approximate.chosen.files import read_tensors, write_tensors
 from rooftile.approximate.chosen.pairs import take
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import PagedKV
@@ -150,7 +150,7 @@ class Loki:
             backend: "eager" is the definition; another name is that of the exact kernels; None or "auto" takes the fastest.
             chosen: ready-made, from `choose`.
             deterministic: as in `rooftile.attention`.
-            page: tokens per page, for unit="page".
+            page: tokens per page, a power of two, for unit="page".
             scale: of the scores; 1 / sqrt(D) if None.
             turned: whether k is what `turn` returned, as a cache holds it.
             unit: "token": each query head chooses its own keys, as in the paper. "page": a group of heads chooses whole pages,
@@ -183,7 +183,7 @@ class Loki:
             raise InvalidInput(f"{came}; this Loki has {heads} heads of {dim}: it was fitted to another model")
         scale, turned = check_scale(scale, dim), check_flag("turned", turned)
         options = check_way(backend, deterministic, scale)
-        unit, page = check_choice("unit", unit, UNITS), check_count("page", page)
+        unit, page = check_choice("unit", unit, UNITS), _check_page(page)
         rows, most = (q.shape[2], k.shape[1]) if unit == "token" else (heads, -(-k.shape[1] // page))
         if chosen is None:
             chosen = self.choose(q, k, page=page, scale=scale, turned=turned, unit=unit)
@@ -244,22 +244,12 @@ def _as_blocks(x: Tensor, page: int) -> Tensor:
     return x.as_strided((max(B * S * Hk - (page - 1) * Hk, 0), page, 1, D), (D, Hk * D, D, 1))
 
 
-def write_tensors(held: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes a dictionary of tensors and numbers."""
-    try:
-        torch.save(held, Path(path))
-    except (OSError, RuntimeError) as error:
-        raise InvalidInput(f"{path} cannot be written: {' '.join(str(error).split())[:200]}") from error
-
-
-def read_tensors(path: str | os.PathLike[str], writer: str) -> Any:
-    """What `write_tensors` wrote, for the function or command `writer`; nothing in the file is run."""
-    try:
-        return torch.load(Path(path), map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
-    except Exception as error:
-        raise InvalidInput(f"{path} is no file of {writer}") from error
+def _check_page(page: Any) -> int:
+    """Tokens per page, as a paged cache has them."""
+    page = check_count("page", page)
+    if page & (page - 1):
+        raise InvalidInput(f"page is {page}; must be a power of two")
+    return page
 
 
 def _check_name(model: Any) -> str:
