@@ -1,7 +1,7 @@
 """Each method once more, in loops over Python's numbers, as its paper writes it: no line is shared with the tested code.
 
-Definitions and fast paths share some functions, so both could be wrong alike. Here neither takes part in the answer but for what a
-method draws or fits: a projection, hashes, a rotation.
+Definitions and fast paths share some functions, so both could be wrong alike. Here neither takes part in the answer, but for
+what a method draws or fits: a projection, hashes, a rotation.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def write_tensors(held: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def read_tensors(path: str | os.PathLike[str], writer: str) -> Any:
-    """What `write_tensors` wrote, for the function or command `writer`; nothing in the file is run."""
+    """Reads what `write_tensors` wrote, for the function or command `writer`; nothing in the file is run."""
     try:
         return torch.load(Path(path), map_location="cpu", weights_only=True)
     except OSError as error:
