@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rooftile.approximate.chosen.arguments import check_fraction
-from rooftile.approximate.chosen.files import read_tensors, write_tensors
-from rooftile.approximate.chosen.loki import Loki
+from rooftile.approximate.chosen.loki import Loki, read_tensors, write_tensors
 from rooftile.errors import InvalidInput
 from rooftile.validate import shown
 

@@ -10,6 +10,7 @@ and no host has to read the offsets.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +21,6 @@ from torch import Tensor
 from rooftile.blocks.block_mask import lists_of_block_mask
 from rooftile.blocks.lists import BITS, LEAST, Lists, lists_of, transposed, unpacked
 from rooftile.errors import InvalidInput
-from rooftile.masks import whole
 
 _OF_BLOCK_MASKS: WeakKeyDictionary[Any, Blocks] = WeakKeyDictionary()
 
@@ -221,8 +221,12 @@ class Blocks:
 
 
 def _checked_size(size: Any) -> tuple[int, int]:
-    rows, keys = (whole(n) for n in size) if isinstance(size, (tuple, list)) and len(size) == 2 else (whole(size),) * 2
-    if rows is None or keys is None or min(rows, keys) < LEAST or rows % LEAST or keys % LEAST:
+    pair = size if isinstance(size, (tuple, list)) else (size, size)
+    try:
+        rows, keys = (operator.index(n) for n in pair)
+    except (TypeError, ValueError):
+        rows = keys = 0
+    if min(rows, keys) < LEAST or rows % LEAST or keys % LEAST:
         raise InvalidInput(f"blocks: size is {size!r}; must be (queries, keys) of a block, multiples of {LEAST}")
     return rows, keys
 

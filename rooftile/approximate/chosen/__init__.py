@@ -9,6 +9,5 @@
     compression          keys and values in blocks, for the last
     selection            the choice of blocks, and attention to them
     centroids            the training of routing's centroids
-    files                files of rotations
     arrange              arrangements of queries that make sets of keys intervals
 """

@@ -6,6 +6,8 @@ paper's method. By pages it is another one: a group of heads chooses whole pages
 decoding reads a shorter table.
 
 Singhania et al., Loki: Low-rank Keys for Efficient Sparse Attention, arXiv:2406.02542.
+
+Longer than other files, as a rotation and its file belong together.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +25,6 @@ from rooftile import api
 from rooftile.approximate.arguments import check_choice, check_count, check_flag, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import as_given, check_fraction, check_indices, check_range, check_way
 from rooftile.approximate.chosen.arrange import padded
-from rooftile.approximate.chosen.files import read_tensors, write_tensors
 from rooftile.approximate.chosen.pairs import take
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import PagedKV
@@ -242,6 +244,24 @@ def _as_blocks(x: Tensor, page: int) -> Tensor:
     """A view of (B, S, Hk, D) as blocks (n, page, 1, D) that overlap: block p page Hk + h is page p of head h."""
     B, S, Hk, D = x.shape
     return x.as_strided((max(B * S * Hk - (page - 1) * Hk, 0), page, 1, D), (D, Hk * D, D, 1))
+
+
+def write_tensors(held: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Writes a dictionary of tensors and numbers."""
+    try:
+        torch.save(held, Path(path))
+    except (OSError, RuntimeError) as error:
+        raise InvalidInput(f"{path} cannot be written: {' '.join(str(error).split())[:200]}") from error
+
+
+def read_tensors(path: str | os.PathLike[str], writer: str) -> Any:
+    """Reads what `write_tensors` wrote, for the function or command `writer`; nothing in the file is run."""
+    try:
+        return torch.load(Path(path), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:
+        raise InvalidInput(f"{path} is no file of {writer}") from error
 
 
 def _check_page(page: Any) -> int:
