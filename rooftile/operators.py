@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import pyfunctorch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
@@ -83,6 +84,9 @@ def transformed() -> bool:
     return not torch.compiler.is_compiling() and _transform() is not None
 
 
+# a context in which tensors are plain ones, whatever transforms of torch.func are active
+outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack
+
 # the same inside torch.compile too, which knows this function
 transforms_active = torch._C._are_functorch_transforms_active
 
@@ -127,6 +131,11 @@ def wants_grad(*tensors: Tensor | None) -> bool:
             if x is not None and x.requires_grad:
                 return True
     return False
+
+
+def in_forward_mode() -> bool:
+    """Whether tangents are computed, outside of torch.compile."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
 def needs_steps(*tensors: Tensor | None) -> bool:

@@ -87,10 +87,13 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 def check_scale(value: Any, dim: int) -> float:
     """The factor of the scores: 1 / sqrt(dim) if None."""
-    if value is None:
-        return float(dim**-0.5)
+    return float(dim**-0.5) if value is None else check_number("scale", value)
+
+
+def check_number(name: str, value: Any) -> float:
+    """A finite number, of Python or numpy."""
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)) or not math.isfinite(value):
-        raise InvalidInput(f"scale is {shown(value)}; must be a finite number")
+        raise InvalidInput(f"{name} is {shown(value)}; must be a finite number")
     return float(value)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rooftile.approximate.chosen.arguments import check_fraction
-from rooftile.approximate.chosen.loki import Loki
+from rooftile.approximate.chosen.loki import Loki, read_tensors, write_tensors
 from rooftile.errors import InvalidInput
 from rooftile.validate import shown
 
@@ -115,10 +114,7 @@ class LokiLayers:
         rotations = torch.stack([loki.p.cpu() for loki in self.layers])
         names = [loki.model for loki in self.layers]
         held = {"dims": self.dims, "keep": self.keep, "p": rotations, "names": names}
-        try:
-            torch.save({"format": FORMAT, **held, "sample": self.sample, "variances": self.variances}, Path(path))
-        except (OSError, RuntimeError) as error:
-            raise InvalidInput(f"{path} cannot be written: {' '.join(str(error).split())[:200]}") from error
+        write_tensors({"format": FORMAT, **held, "sample": self.sample, "variances": self.variances}, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> LokiLayers:
@@ -127,12 +123,7 @@ class LokiLayers:
         Raises:
             InvalidInput: it cannot be read, or holds something else.
         """
-        try:
-            held: Any = torch.load(Path(path), map_location="cpu", weights_only=True)
-        except OSError as error:
-            raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
-        except Exception as error:
-            raise InvalidInput(f"{path} is no file of `rooftile calibrate`") from error
+        held = read_tensors(path, "`rooftile calibrate`")
         if not isinstance(held, dict) or held.get("format") != FORMAT:
             raise InvalidInput(f"{path} is no file of `rooftile calibrate`, or one of another version; must be {FORMAT!r}")
         p: Any = held.get("p")

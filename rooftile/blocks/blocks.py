@@ -10,6 +10,7 @@ and no host has to read the offsets.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -60,7 +61,7 @@ class Blocks:
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", _checked_size(self.size))
         for name, x, axes in (("counts", self.counts, 3), ("indices", self.indices, 4), ("bits", self.bits, 6)):
-            if x is None:
+            if x is None and name == "bits":
                 continue
             if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.ndim != axes:
                 came = f"a {x.dtype} tensor {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
@@ -220,10 +221,14 @@ class Blocks:
 
 
 def _checked_size(size: Any) -> tuple[int, int]:
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or any(isinstance(n, bool) or int(n) != n or n < LEAST or n % LEAST for n in pair):
+    pair = size if isinstance(size, (tuple, list)) else (size, size)
+    try:
+        rows, keys = (operator.index(n) for n in pair)
+    except (TypeError, ValueError):
+        rows = keys = 0
+    if min(rows, keys) < LEAST or rows % LEAST or keys % LEAST:
         raise InvalidInput(f"blocks: size is {size!r}; must be (queries, keys) of a block, multiples of {LEAST}")
-    return int(pair[0]), int(pair[1])
+    return rows, keys
 
 
 def _is_capturing(x: Tensor) -> bool:

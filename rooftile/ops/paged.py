@@ -65,8 +65,12 @@ def without_backward(o: Tensor, lse: Tensor, *inputs: Tensor) -> tuple[Tensor, T
 
 class _NoBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, o, lse, *inputs):
+    def forward(o, lse, *inputs):
         return o.view_as(o), lse.view_as(lse)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Keeps nothing; torch.func takes no Function without it."""
 
     @staticmethod
     def backward(ctx, *grads):

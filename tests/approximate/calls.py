@@ -43,7 +43,6 @@ def _performer(q: Tensor, k: Tensor, v: Tensor, mode: str) -> Tensor:
 
 
 
-
 def _reformer(q: Tensor, k: Tensor, v: Tensor, mode: str) -> Tensor:
     return ap.reformer(q, v, MASKS[mode], buckets=8, chunk=8, rounds=2, strict=mode == "strict")
 

@@ -15,7 +15,7 @@ import rooftile as rt
 import rooftile.nn
 from rooftile import approximate as ap
 from rooftile.approximate.chosen import selection
-from tests.approximate.calls import CALLS, inputs
+from tests.approximate.calls import CALLS, CENTROIDS, inputs
 
 CHOOSE = ["sparse_transformer", "reformer", "routing", "native_sparse"]
 MODES = [(name, mode) for name in CHOOSE for mode in ap.METHODS[name].causality]
@@ -81,6 +81,43 @@ def test_gradients_of_torch_func_are_those_of_autograd(name: str, mode: str) -> 
     found = torch.func.grad(loss, tuple(range(len(names))))(*(tensors[n] for n in names))
     for x, y in zip(found, due, strict=True):
         torch.testing.assert_close(x, y)
+
+
+# the window of a compression has a gradient that PyTorch computes sample by sample
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
+@pytest.mark.parametrize(("name", "mode"), [pair for pair in MODES if pair != ("routing", "strict")])
+def test_samples_of_vmap_are_rows_of_a_batch(name: str, mode: str) -> None:
+    q, k, v = inputs(20, B=3).values()
+
+    def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return CALLS[name].run(q[None], k[None], v[None], mode)[0]
+
+    torch.testing.assert_close(torch.vmap(one)(q, k, v), CALLS[name].run(q, k, v, mode))
+    leaves = [x.requires_grad_() for x in (q, v)]
+    due = torch.autograd.grad(CALLS[name].run(q, k, v, mode).square().sum(), leaves)
+    found = torch.vmap(torch.func.grad(lambda q, k, v: one(q, k, v).square().sum(), (0, 2)))(q.detach(), k, v.detach())
+    for x, y in zip(found, due, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+# PyTorch scripts some of its own rules
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("name", "mode"), MODES)
+def test_forward_mode(name: str, mode: str) -> None:
+    """Outputs are linear in the values, so their tangent along v is the output itself."""
+    q, k, v = inputs(20, B=1).values()
+    o, tangent = torch.func.jvp(lambda v: CALLS[name].run(q, k, v, mode), (v,), (v,))
+    torch.testing.assert_close(tangent, o)
+
+
+def test_what_vmap_and_torch_func_cannot_have_is_said() -> None:
+    q, k, v = inputs(20, B=3).values()
+    routed = torch.vmap(lambda q, k, v: ap.routing(q[None], k[None], v[None], CENTROIDS, rt.CAUSAL, strict=True)[0])
+    with pytest.raises(rt.Unsupported, match=r"routing with strict under torch\.vmap: each sample has clusters of other lengths"):
+        routed(q, k, v)
+    loki = ap.Loki.fit(k)
+    with pytest.raises(rt.Unsupported, match="a backward through attention to a paged cache; it has none"):
+        torch.func.grad(lambda q: loki.attend(q, k, v, unit="page").sum())(q[:, :1])
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

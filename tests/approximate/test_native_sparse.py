@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from torch import Tensor
 import rooftile as rt
 from rooftile import approximate as ap
 from rooftile.approximate.chosen import compression, selection
+from rooftile.approximate.selected.choice import refusal
+from rooftile.launch import INTERPRETED
 from rooftile.reference.approximate import native_sparse as definition
 from tests.approximate.tolerance import assert_within, gradients, sentence_only
 
@@ -263,6 +266,7 @@ def test_bad_input_is_one_sentence(options: dict, due: str) -> None:
 def test_bad_tensors_are_one_sentence() -> None:
     x = inputs(20, 20, 4, 2, 8, 8)
     for name, wrong, due in (
+        ("gates", x["gates"].to("meta"), "gates is on meta; q is on cpu, and all inputs must be on one device"),
         ("gates", x["gates"][..., :2], "gates is a torch.float32 tensor (2, 20, 4, 2); must be a floating-point"),
         ("kn", x["kn"][:, :, :1], "near: v is (2, 20, 2, 8); must be like k"),
         ("vs", x["vs"][..., :4], "the branches have (key heads, value dim) [(2, 8), (2, 4), (2, 8)]; must agree"),
@@ -270,6 +274,11 @@ def test_bad_tensors_are_one_sentence() -> None:
         with pytest.raises(rt.InvalidInput) as raised:
             call(x | {name: wrong})
         assert due in str(raised.value)
+    pairs = {"compressed": (x["kc"], x["vc"]), "selected": (x["ks"], x["vs"]), "near": (x["kn"], x["vn"])}
+    for name in pairs:
+        for wrong, due in ((x["kc"], "is a torch.float32 tensor"), ((x["kc"],), "is a tuple of 1"), (None, "is None")):
+            with pytest.raises(rt.InvalidInput, match=f"{name} {due}.*; must be a pair of keys and values"):
+                ap.native_sparse(x["q"], **pairs | {name: wrong}, gates=x["gates"], **SMALL, **COUNTS)
     for wrong, due in (
         ({"phi": "max"}, "phi is 'max'; must be 'mean', a tensor or a function"),
         ({"phi": torch.zeros(5)}, "phi is a torch.float32 tensor (5,); must be a tensor (l,)"),
@@ -279,3 +288,36 @@ def test_bad_tensors_are_one_sentence() -> None:
         with pytest.raises(rt.InvalidInput) as raised:
             ap.compress(x["ks"], length=8, stride=4, **wrong)
         assert due in str(raised.value)
+
+
+def test_bad_packed_tensors_are_one_sentence() -> None:
+    x = {name: y[0] for name, y in inputs(20, 20, 4, 2, 8, 8).items()}
+    x["chosen"] = torch.zeros(20, 2, 4, dtype=torch.int32)
+    for name, wrong, due in (
+        ("kc", x["kc"][:3], "compressed has a torch.float32 tensor (3, 2, 8); must be packed, and these sequences have 4"),
+        ("vc", None, "compressed has None; must be packed, and these sequences have 4 compressed keys in all"),
+        ("ks", x["ks"][:9], "selected has a torch.float32 tensor (9, 2, 8); must be packed, and these sequences have 20"),
+        ("vn", x["vn"][None], "near has a torch.float32 tensor (1, 20, 2, 8); must be packed"),
+        ("gates", None, "gates is None; must be a floating-point tensor (total, H, 3) = (20, 4, 3)"),
+        ("chosen", 3, "chosen is 3; must be an int32 tensor (total, Hk, n) = (20, 2, n)"),
+    ):
+        given = x | {name: wrong}
+        with pytest.raises(rt.InvalidInput) as raised:
+            call(given, chosen=given["chosen"], cu=torch.tensor([0, 20]))
+        assert due in str(raised.value)
+
+
+def test_the_choice_says_why_a_kernel_does_not_make_it() -> None:
+    x = inputs(20, 20, 4, 2, 8, 8)
+    choose = partial(ap.choose_blocks, x["q"], x["kc"], **SMALL, **COUNTS)
+    with pytest.raises(rt.Unsupported, match="backend 'triton' cannot make this choice: return_scores is True; it returns none"):
+        choose(backend="triton", return_scores=True)
+    with pytest.raises(rt.InvalidInput, match=r"lse is a torch\.int64 tensor .*; must be a floating-point tensor"):
+        choose(lse=torch.zeros(2, 4, 20, dtype=torch.int64))
+    for changed, due in (
+        ({"count": 65}, "65 blocks to a query; has up to 64"),
+        ({"block": 16 * SMALL["block"]}, "blocks of 128 and 8 tokens in strides of 4; has up to 32 strides in both"),
+    ):
+        sizes = SMALL | COUNTS | changed
+        found = refusal(x["q"], 2, sizes["length"], sizes["block"], sizes["stride"], sizes["count"])
+        assert found == (due if INTERPRETED else "tensors are on cpu; needs a CUDA GPU of sm80 (Ampere) or newer, and Triton")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,14 @@ def test_transformers_layer_at_one_round() -> None:
     due = layer(x, buckets=hashes.permute(0, 2, 3, 1).reshape(2, H, T).long()).hidden_states
     found = ap.reformer(qk, v, rt.CAUSAL, hashes=hashes, chunk=4)
     torch.testing.assert_close(found.flatten(2), due, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_in_double_precision_shares_of_pairs_are_double(strict: bool) -> None:
+    """Three rounds share pairs by log 3, which in fp32 would be wrong from the eighth digit on."""
+    qk, v = (torch.randn(1, 30, 2, 8, dtype=torch.float64) for _ in range(2))
+    call = partial(ap.reformer, qk, v, rt.CAUSAL, rounds=3, chunk=8, buckets=4, strict=strict)
+    torch.testing.assert_close(call(), call(backend="eager"), atol=1e-13, rtol=1e-13)
 
 
 def test_hostile_inputs() -> None:

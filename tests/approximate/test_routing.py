@@ -218,6 +218,12 @@ def test_bad_input_is_one_sentence(options: dict, due: str) -> None:
     assert due in str(raised.value)
 
 
+def test_the_weight_of_the_loss_is_a_number() -> None:
+    q, k, _ = inputs(3, 3, 2, 2, 8, 8)
+    with pytest.raises(rt.InvalidInput, match="weight is 'small'; must be a finite number"):
+        ap.commitment_loss(q, k, torch.randn(2, 3, 8), weight="small")
+
+
 def test_strict_needs_as_many_queries_as_keys_or_members() -> None:
     with pytest.raises(rt.InvalidInput, match="with strict they must agree, or pass members="):
         ap.routing(*inputs(3, 8, 2, 2, 8, 8), torch.randn(2, 3, 8), strict=True)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile import approximate as ap
-from rooftile.approximate.selected import attend
+from rooftile.approximate.selected import attend, choice
 from rooftile.approximate.selected.attention import refusal
-from rooftile.approximate.selected.choice import can_choose
 from rooftile.approximate.selected.gated_sum import gated_sum
 from rooftile.approximate.selected.tiles import key_tiles_of, queries_for, tiles_of
 from rooftile.reference.approximate import native_sparse, pairs
@@ -161,7 +160,7 @@ def test_the_kernel_chooses_as_the_definition_does(sizes: tuple[int, ...], optio
     words = {"block": block, "count": count, "first": first, "length": length, "local": local, "stride": stride, "tokens": S}
     due = ap.choose_blocks(q, compressed, backend="eager", **words)
     assert torch.equal(ap.choose_blocks(q, compressed, backend="plain", **words), due)
-    if not can_choose(q, Hk, length, block, stride, count):
+    if choice.refusal(q, Hk, length, block, stride, count) is not None:
         with pytest.raises(rt.Unsupported, match="needs a CUDA GPU"):
             ap.choose_blocks(q, compressed, backend="triton", **words)
         return
@@ -174,7 +173,7 @@ def test_a_compressed_key_counts_in_both_blocks_that_it_reaches(block: int) -> N
     q, compressed = torch.ones(1, 1, 2, 16), torch.zeros(1, 159, 1, 16)
     compressed[0, block * 4 + 3] = 9.0
     words = {"block": 16, "count": 3, "first": 0, "length": 8, "local": 1, "stride": 4, "tokens": 640}
-    for backend in ["eager", "plain"] + ["triton"] * can_choose(q, 1, 8, 16, 4, 3):
+    for backend in ["eager", "plain"] + ["triton"] * (choice.refusal(q, 1, 8, 16, 4, 3) is None):
         assert ap.choose_blocks(q, compressed, backend=backend, **words).flatten().tolist() == [block, block + 1, 39], backend
 
 
@@ -188,7 +187,7 @@ def test_a_known_lse_gives_the_same_choice() -> None:
     lse = x.masked_fill(~seen, -torch.inf).logsumexp(-1)
     due = ap.choose_blocks(q, compressed, backend="eager", **sizes)
     assert torch.equal(ap.choose_blocks(q, compressed, lse=lse, **sizes), due)
-    with pytest.raises(rt.InvalidInput, match=r"lse is .*; must be a tensor \(B, H, T\) = \(1, 4, 100\)"):
+    with pytest.raises(rt.InvalidInput, match=r"lse is .*; must be a floating-point tensor \(B, H, T\) = \(1, 4, 100\)"):
         ap.choose_blocks(q, compressed, lse=lse[..., 1:], **sizes)
 
 

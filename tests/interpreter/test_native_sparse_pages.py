@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftile.approximate.paged import native_sparse as paged
 from rooftile.approximate.paged import sparse_kernels
@@ -114,6 +115,34 @@ def test_what_is_not_seen_is_not_read() -> None:
     found = paged.decode(*call, **sizes)
     assert torch.equal(found[1], clean[1])
     assert found[0].isnan().any()
+
+
+# the operators that copy some of a tensor; the interpreter has others of its own
+COPIES = {"cat", "clone", "gather", "index", "index_select", "repeat", "take_along_dim", "to", "_to_copy"}
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_a_step_copies_no_key() -> None:
+    """Keys of all branches are read where they lie; the definition gathers them."""
+    (q, gates, compressed, selected, near, *rest), sizes = call_of("small")
+    scale = sizes.pop("scale")
+    with Operators() as seen:
+        sparse_kernels.decode(q, gates, [*compressed, *selected, *near], *rest, scale=scale, **sizes)
+    assert not seen.names & COPIES
+    with Operators() as seen:
+        paged.decode_as_defined(q, gates, [*compressed, *selected, *near], *rest, scale=scale, **sizes)
+    assert seen.names & COPIES
 
 
 def test_how_many_programs_share_a_sequence_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:

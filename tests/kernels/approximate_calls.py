@@ -97,7 +97,7 @@ def chooses(
     dtype: torch.dtype, H: int, Hk: int, D: int, has_lse: bool, length: int, stride: int, block: int, count: int
 ) -> None:  # fmt: skip
     q, k = _draw(dtype, 1, 100, H, D), _draw(dtype, 1, 10, Hk, D)
-    assert choice.can_choose(q, Hk, length, block, stride, count)
+    assert choice.refusal(q, Hk, length, block, stride, count) is None
     lse = _draw(FP32, 1, H, 100) if has_lse else None
     sizes = SIZES | {"length": length, "stride": stride, "block": block, "count": count}
     choice.choose(q, k, 200, scale=0.1, lse=lse, **sizes)

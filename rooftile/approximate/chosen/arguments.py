@@ -12,7 +12,7 @@ from rooftile import dispatch
 from rooftile.approximate.arguments import check_backend, check_deterministic
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.masks import CAUSAL, FULL, Mask, whole
-from rooftile.operators import transforms_active
+from rooftile.operators import mapped, transforms_active
 from rooftile.validate import shown
 
 
@@ -72,8 +72,8 @@ def check_indices(name: str, x: Any, shape: tuple[int | None, ...], due: str, li
 
 
 def check_range(name: str, x: Tensor, most: int, least: int = 0) -> None:
-    """Raises InvalidInput for an index out of range, where reading it waits for nobody."""
-    if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling() and not x.is_meta:
+    """Raises InvalidInput for an index out of range, where it can be read, and reading it waits for nobody."""
+    if x.device.type == "cpu" and x.numel() and not torch.compiler.is_compiling() and not mapped(x):
         low, high = int(x.min()), int(x.max())
         if low < least or high >= most:
             raise InvalidInput(f"{name} has values from {low} to {high}; must be from {least} to {most - 1}")

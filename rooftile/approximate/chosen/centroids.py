@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, distributed
 
-from rooftile.approximate.arguments import check_qkv, check_scale
+from rooftile.approximate.arguments import check_number, check_qkv
 from rooftile.approximate.chosen.arguments import as_given, check_fraction
 from rooftile.approximate.chosen.pairs import take
 from rooftile.approximate.chosen.routing import Members, check_centroids, check_clusters, check_members
@@ -76,7 +76,7 @@ def commitment_loss(q: Tensor, k: Tensor, centroids: Tensor, *, weight: float = 
     """
     q, k, _, _ = check_qkv(q, k, k)
     wide = check_centroids(centroids, q)
-    weight = check_scale(weight, 1)
+    weight = check_number("weight", weight)
     loss = q.new_zeros((), dtype=wide.dtype)
     with as_given(q):
         for x in (q, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)):

@@ -6,6 +6,8 @@ paper's method. By pages it is another one: a group of heads chooses whole pages
 decoding reads a shorter table.
 
 Singhania et al., Loki: Low-rank Keys for Efficient Sparse Attention, arXiv:2406.02542.
+
+Longer than other files, as a rotation and its file belong together.
 """
 
 from __future__ import annotations
@@ -52,6 +54,14 @@ class Loki:
     rotated: bool = True
     model: str = ""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.p, Tensor) or self.p.ndim != 3 or self.p.shape[1] != self.p.shape[2]:
+            raise InvalidInput(f"p is {shown(self.p)}; must be a tensor (Hk, D, D)")
+        for name in ("dims", "keep"):
+            object.__setattr__(self, name, check_fraction(name, getattr(self, name)))
+        check_flag("rotated", self.rotated)
+        _check_name(self.model)
+
     @staticmethod
     @answers_foreign_words
     def fit(keys: Tensor, *, dims: float = 0.25, keep: float = 0.25, model: str = "", rotated: bool = True) -> Loki:
@@ -80,8 +90,7 @@ class Loki:
             raise InvalidInput(f"keys has {keys.shape[0]} tokens; must have at least 2")
         if not keys.isfinite().all():
             raise InvalidInput("keys has NaN or infinite values; must be finite")
-        dims, keep = check_fraction("dims", dims), check_fraction("keep", keep)
-        return Loki(definition.components(keys).float(), dims, keep, check_flag("rotated", rotated), _check_name(model))
+        return Loki(definition.components(keys).float(), dims, keep, rotated, model)
 
     def __repr__(self) -> str:
         heads, dim, _ = self.p.shape
@@ -143,7 +152,7 @@ class Loki:
             backend: "eager" is the definition; another name is that of the exact kernels; None or "auto" takes the fastest.
             chosen: ready-made, from `choose`.
             deterministic: as in `rooftile.attention`.
-            page: tokens per page, for unit="page".
+            page: tokens per page, a power of two, for unit="page".
             scale: of the scores; 1 / sqrt(D) if None.
             turned: whether k is what `turn` returned, as a cache holds it.
             unit: "token": each query head chooses its own keys, as in the paper. "page": a group of heads chooses whole pages,
@@ -176,7 +185,7 @@ class Loki:
             raise InvalidInput(f"{came}; this Loki has {heads} heads of {dim}: it was fitted to another model")
         scale, turned = check_scale(scale, dim), check_flag("turned", turned)
         options = check_way(backend, deterministic, scale)
-        unit, page = check_choice("unit", unit, UNITS), check_count("page", page)
+        unit, page = check_choice("unit", unit, UNITS), _check_page(page)
         rows, most = (q.shape[2], k.shape[1]) if unit == "token" else (heads, -(-k.shape[1] // page))
         if chosen is None:
             chosen = self.choose(q, k, page=page, scale=scale, turned=turned, unit=unit)
@@ -195,17 +204,12 @@ class Loki:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes this to a file that `load` reads."""
         held = {"dims": self.dims, "keep": self.keep, "rotated": self.rotated, "model": self.model}
-        torch.save({"format": FORMAT, "p": self.p.cpu(), **held}, Path(path))
+        write_tensors({"format": FORMAT, "p": self.p.cpu(), **held}, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str], *, model: str | None = None) -> Loki:
         """Reads a file that `save` wrote. A name given as `model` must be the one that `fit` was given."""
-        try:
-            held: Any = torch.load(Path(path), map_location="cpu", weights_only=True)
-        except OSError as error:
-            raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
-        except Exception as error:
-            raise InvalidInput(f"{path} is no file of Loki.save") from error
+        held = read_tensors(path, "Loki.save")
         if not isinstance(held, dict) or held.pop("format", None) != FORMAT:
             raise InvalidInput(f"{path} is no file of Loki.save, or one of another version; must have the format {FORMAT!r}")
         loki = Loki(**held)
@@ -240,6 +244,32 @@ def _as_blocks(x: Tensor, page: int) -> Tensor:
     """A view of (B, S, Hk, D) as blocks (n, page, 1, D) that overlap: block p page Hk + h is page p of head h."""
     B, S, Hk, D = x.shape
     return x.as_strided((max(B * S * Hk - (page - 1) * Hk, 0), page, 1, D), (D, Hk * D, D, 1))
+
+
+def write_tensors(held: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Writes a dictionary of tensors and numbers."""
+    try:
+        torch.save(held, Path(path))
+    except (OSError, RuntimeError) as error:
+        raise InvalidInput(f"{path} cannot be written: {' '.join(str(error).split())[:200]}") from error
+
+
+def read_tensors(path: str | os.PathLike[str], writer: str) -> Any:
+    """Reads what `write_tensors` wrote, for the function or command `writer`; nothing in the file is run."""
+    try:
+        return torch.load(Path(path), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:
+        raise InvalidInput(f"{path} is no file of {writer}") from error
+
+
+def _check_page(page: Any) -> int:
+    """Tokens per page, as a paged cache has them."""
+    page = check_count("page", page)
+    if page & (page - 1):
+        raise InvalidInput(f"page is {page}; must be a power of two")
+    return page
 
 
 def _check_name(model: Any) -> str:

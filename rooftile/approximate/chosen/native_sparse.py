@@ -109,8 +109,7 @@ def native_sparse(
     options = check_way(backend, deterministic, scale)
     (B, T, H, _), S, Hk = q.shape, selected[0].shape[1], selected[0].shape[2]
     check_compressed(compressed[0], S, length, stride)
-    if not isinstance(gates, Tensor) or gates.shape != (B, T, H, 3) or not gates.is_floating_point():
-        raise InvalidInput(f"gates is {shown(gates)}; must be a floating-point tensor (B, T, H, 3) = ({B}, {T}, {H}, 3)")
+    _check_gates(gates, "(B, T, H, 3)", (B, T, H, 3), q)
     if chosen is not None:
         check_indices("chosen", chosen, (B, T, Hk, None), f"(B, T, Hk, n) = ({B}, {T}, {Hk}, n)", q)
     with as_given(q):
@@ -187,13 +186,19 @@ def _packed(
     """One sequence after the other."""
     if not isinstance(q, Tensor) or q.ndim != 3:
         raise InvalidInput(f"q is {shown(q)}; with cu it must be packed (total, H, D)")
-    ends = check_offsets("cu", cu, q.shape[0], "tokens", q.device, False).tolist()
+    total, H, _ = q.shape
+    ends = check_offsets("cu", cu, total, "tokens", q.device, False).tolist()
     length, stride = options["length"], options["stride"]
     counts = [max((b - a - length) // stride + 1, 0) for a, b in itertools.pairwise(ends)]
     starts = [0, *itertools.accumulate(counts)]
-    if not isinstance(compressed, (tuple, list)) or compressed[0].shape[0] != starts[-1]:
-        came = shown(compressed[0]) if isinstance(compressed, (tuple, list)) else shown(compressed)
-        raise InvalidInput(f"compressed has {came}; these sequences have {starts[-1]} compressed keys in all")
+    for name, pair, due in (("compressed", compressed, starts[-1]), ("selected", selected, total), ("near", near, total)):
+        for x in _check_pair(name, pair):
+            if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[0] != due:
+                raise InvalidInput(f"{name} has {shown(x)}; must be packed, and these sequences have {due} {name} keys in all")
+    _check_gates(gates, "(total, H, 3)", (total, H, 3), q)
+    if chosen is not None:
+        Hk = selected[0].shape[1]
+        check_indices("chosen", chosen, (total, Hk, None), f"(total, Hk, n) = ({total}, {Hk}, n)", q)
     outs = []
     for (a, b), (c, d) in zip(itertools.pairwise(ends), itertools.pairwise(starts), strict=True):
         pairs = (compressed[0][None, c:d], compressed[1][None, c:d]), _rows(selected, a, b), _rows(near, a, b)
@@ -207,16 +212,28 @@ def _rows(pair: Pair, a: int, b: int) -> Pair:
     return pair[0][None, a:b], pair[1][None, a:b]
 
 
+def _check_pair(name: str, pair: Any) -> Pair:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        came = f"a {type(pair).__name__} of {len(pair)}" if isinstance(pair, (tuple, list)) else shown(pair)
+        raise InvalidInput(f"{name} is {came}; must be a pair of keys and values")
+    return pair[0], pair[1]
+
+
+def _check_gates(gates: Any, axes: str, due: tuple[int, ...], q: Tensor) -> None:
+    if not isinstance(gates, Tensor) or gates.shape != due or not gates.is_floating_point():
+        raise InvalidInput(f"gates is {shown(gates)}; must be a floating-point tensor {axes} = {due}")
+    if gates.device != q.device:
+        raise InvalidInput(f"gates is on {gates.device}; q is on {q.device}, and all inputs must be on one device")
+
+
 def _check_branches(q: Tensor, *branches: Any) -> Any:
     """The tensors in one dtype and shape."""
     found = []
     for name, pair in zip(("compressed", "selected", "near"), branches, strict=True):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise InvalidInput(f"{name} is {shown(pair)}; must be a pair of keys and values")
         try:
-            rows, *own = check_qkv(q, *pair)[:3]
+            rows, *own = check_qkv(q, *_check_pair(name, pair))[:3]
         except InvalidInput as error:
-            raise InvalidInput(f"{name}: {error}") from error
+            raise InvalidInput(str(error) if str(error).startswith(name) else f"{name}: {error}") from error
         found.append(tuple(own))
     shapes = [(k.shape[2], v.shape[3]) for k, v in found]
     if found[1][0].shape[1] != found[2][0].shape[1]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rooftile import api
-from rooftile.operators import transforms_active, wants_grad
+from rooftile.operators import in_forward_mode, transforms_active, wants_grad
 
 
 def take(x: Tensor, places: Tensor) -> Tensor:
@@ -48,11 +48,16 @@ def _sums(rows: Tensor, index: Tensor, length: int) -> Tensor:
 
 
 def _take_flat(x: Tensor, index: Tensor) -> Tensor:
-    return _TakeRows.apply(x, index) if wants_grad(x) or transforms_active() else _rows(x, index)
+    return _TakeRows.apply(x, index) if _has_backward(x) else _rows(x, index)
 
 
 def _add_flat(rows: Tensor, index: Tensor, length: int) -> Tensor:
-    return _AddRows.apply(rows, index, length) if wants_grad(rows) or transforms_active() else _sums(rows, index, length)
+    return _AddRows.apply(rows, index, length) if _has_backward(rows) else _sums(rows, index, length)
+
+
+def _has_backward(x: Tensor) -> bool:
+    """Whether a backward may come. In forward mode PyTorch's own rules do: Dynamo takes no Function that has one."""
+    return (wants_grad(x) or transforms_active()) and not in_forward_mode()
 
 
 class _TakeRows(torch.autograd.Function):

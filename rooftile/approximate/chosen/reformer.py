@@ -191,7 +191,7 @@ def _round(
     seen = allowed & sort.sees(r, i, j)  # (B, H, C, m, n)
     bias = None
     if once and sort.hash.shape[0] > 1:
-        counts = torch.zeros_like(seen, dtype=torch.float32)
+        counts = torch.zeros_like(seen, dtype=torch.promote_types(q.dtype, torch.float32))
         for other in range(sort.hash.shape[0]):
             counts += sort.sees(other, i, j)
         bias = -counts.clamp(min=1).log().flatten(0, 2)

@@ -27,8 +27,9 @@ from rooftile.approximate.chosen.arguments import (
     in_kernels,
 )
 from rooftile.approximate.chosen.pairs import add_rows, attend, cleaned, take, take_flags
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.masks import CAUSAL, FULL, Mask
+from rooftile.operators import mapped, transformed
 from rooftile.reference.approximate import routing as definition
 from rooftile.reference.approximate.routing import normed
 from rooftile.validate import shown
@@ -165,6 +166,11 @@ def _in_clusters(
     q: Tensor, k: Tensor, v: Tensor, clusters: Tensor, c: int, causal: bool, options: dict[str, Any]
 ) -> Tensor:  # fmt: skip
     """The clusters as packed sequences. The queries are the last tokens of the text, and so of each cluster."""
+    if transformed() and mapped(clusters):
+        raise Unsupported(
+            "routing with strict under torch.vmap: each sample has clusters of other lengths; write the mapped axis as the "
+            "batch's, or backend='eager'"
+        )
     B, T, H, _ = q.shape
     S = k.shape[1]
     own = clusters.transpose(1, 2).long()  # (B, H, S)

@@ -22,8 +22,8 @@ from rooftile.approximate.chosen.arguments import as_given, check_indices, check
 from rooftile.approximate.chosen.compression import check_compressed, check_lengths
 from rooftile.approximate.chosen.pairs import best
 from rooftile.approximate.selected import attend as attend_selected
-from rooftile.approximate.selected.choice import can_choose
 from rooftile.approximate.selected.choice import choose as choose_in_kernel
+from rooftile.approximate.selected.choice import refusal
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.operators import transformed
 from rooftile.reference.approximate import native_sparse as definition
@@ -91,16 +91,19 @@ def choose_blocks(
     eager = way == "eager"
     (B, T, H, _), Hk = q.shape, compressed.shape[2]
     blocks, group = -(-S // block), H // Hk
-    if lse is not None and (not isinstance(lse, Tensor) or lse.shape != (B, H, T) or lse.device != q.device):
-        raise InvalidInput(f"lse is {shown(lse)}; must be a tensor (B, H, T) = ({B}, {H}, {T}) on {q.device}")
+    known = isinstance(lse, Tensor) and lse.is_floating_point() and lse.shape == (B, H, T) and lse.device == q.device
+    if lse is not None and not known:
+        due = f"must be a floating-point tensor (B, H, T) = ({B}, {H}, {T}) on {q.device}"
+        raise InvalidInput(f"lse is {shown(lse)}; {due}")
     wants_scores, watched = check_flag("return_scores", return_scores), transformed() or torch.compiler.is_compiling()
-    runs = can_choose(q, Hk, length, block, stride, count) and not watched
-    if way == "triton" and (wants_scores or not runs):
-        raise Unsupported("backend 'triton' cannot make this choice; it needs a CUDA GPU, and returns no scores")
-    if runs and not wants_scores and way in ("auto", "triton"):
+    reason = "return_scores is True; it returns none" if wants_scores else refusal(q, Hk, length, block, stride, count)
+    reason = "a transform of torch.func or a compiler sees the call; has neither" if watched and not reason else reason
+    if way == "triton" and reason is not None:
+        raise Unsupported(f"backend 'triton' cannot make this choice: {reason}")
+    if reason is None and way in ("auto", "triton"):
         sizes = {"length": length, "stride": stride, "block": block, "count": count, "first": first, "local": local}
-        known = None if lse is None else lse.detach()
-        return choose_in_kernel(q.detach(), compressed.detach(), S, scale=scale, lse=known, **sizes)
+        lse = None if lse is None else lse.detach()
+        return choose_in_kernel(q.detach(), compressed.detach(), S, scale=scale, lse=lse, **sizes)
     seen = definition.sees_compressed(T, S, compressed.shape[1], length, stride, q.device)
     found, scores = [], []
     rows = max(T, 1) if eager else max(PIECE // max(4 * B * H * compressed.shape[1], 1), 1)

@@ -12,7 +12,7 @@ from rooftile.approximate.chosen.arguments import as_given, check_seed
 from rooftile.approximate.gathered.choice import can_choose
 from rooftile.approximate.gathered.choice import hashes as hashes_in_kernel
 from rooftile.errors import InvalidInput
-from rooftile.operators import watched
+from rooftile.operators import outside_transforms, transformed, watched
 from rooftile.validate import shown
 from rooftile.words import answers_foreign_words
 
@@ -50,6 +50,10 @@ def lsh(x: Tensor, rounds: int, buckets: int, seed: int = 0) -> Tensor:
 
 def _drawn_on(device: torch.device, shape: tuple[int, ...], seed: int) -> Tensor:
     """Random numbers, which are drawn once: a million of them take the host as long as many layers take a GPU."""
+    if transformed():
+        # all samples of torch.vmap hash alike, as the rows of a batch do
+        with outside_transforms():
+            return _drawn_on(device, shape, seed)
     if torch.compiler.is_compiling() or watched():
         return _drawn(shape, seed).to(device)
     return _remembered(device, shape, seed)

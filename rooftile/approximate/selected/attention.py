@@ -106,10 +106,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 
 def refusal(q: Tensor, v: Tensor, Hk: int, block: int) -> str | None:
     """Why the kernels do not run such a call, or None: what came; what they have."""
-    if not (q.is_cuda and kernels_on(q.get_device())) and not (INTERPRETED and q.device.type == "cpu"):
-        return f"tensors are on {q.device}; needs a CUDA GPU of sm80 (Ampere) or newer, and Triton"
-    if q.dtype == torch.float64:
-        return "float64; has float32, bfloat16, float16"
+    if reason := refusal_of_device(q):
+        return reason
     if max(q.shape[-1], v.shape[-1]) > LARGEST_DIM:
         return f"head dims {q.shape[-1]}, {v.shape[-1]}; has up to {LARGEST_DIM}"
     if block % 16:
@@ -122,6 +120,13 @@ def refusal(q: Tensor, v: Tensor, Hk: int, block: int) -> str | None:
     if most < G:
         return f"{q.shape[-2] // Hk} query heads to a key head, of dims {q.shape[-1]}, {v.shape[-1]}, {q.dtype}; has up to {most}"
     return None
+
+
+def refusal_of_device(q: Tensor) -> str | None:
+    """Why no kernel runs where q is, or in its dtype."""
+    if not (q.is_cuda and kernels_on(q.get_device())) and not (INTERPRETED and q.device.type == "cpu"):
+        return f"tensors are on {q.device}; needs a CUDA GPU of sm80 (Ampere) or newer, and Triton"
+    return "float64; has float32, bfloat16, float16" if q.dtype == torch.float64 else None
 
 
 @cache

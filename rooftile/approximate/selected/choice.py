@@ -5,22 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rooftile.approximate.selected.attention import kernels_on
+from rooftile.approximate.selected.attention import LARGEST_DIM, LARGEST_GROUP, refusal_of_device
 from rooftile.approximate.selected.tiles import queries_for, table_of
-from rooftile.launch import INTERPRETED, device_of
+from rooftile.launch import device_of
 
-LARGEST_DIM = 256
 # blocks that a program keeps in registers
 MOST_BLOCKS = 64
+# strides of a block of tokens and of a compressed block
+MOST_STRIDES = 32
 
 
-def can_choose(q: Tensor, Hk: int, length: int, block: int, stride: int, count: int) -> bool:
-    """Whether the kernel runs such a choice; otherwise plain operations do."""
-    is_here = (q.is_cuda and kernels_on(q.get_device())) or (INTERPRETED and q.device.type == "cpu")
-    fits = q.shape[-1] <= LARGEST_DIM and q.shape[-2] // Hk <= 128 and count <= MOST_BLOCKS
+def refusal(q: Tensor, Hk: int, length: int, block: int, stride: int, count: int) -> str | None:
+    """Why the kernel does not make such a choice, or None: what came; what it has."""
+    dim, group = q.shape[-1], q.shape[-2] // Hk
     # in fp32 the kernel reads a part of the dims at a time
-    fits = fits and (q.dtype == torch.float32 or q.shape[-2] // Hk <= 64 or q.shape[-1] <= 128)
-    return is_here and q.dtype != torch.float64 and fits and block // stride + length // stride <= 32
+    most = LARGEST_GROUP if q.dtype == torch.float32 or dim <= 128 else 64
+    if reason := refusal_of_device(q):
+        return reason
+    if dim > LARGEST_DIM:
+        return f"head dim {dim}; has up to {LARGEST_DIM}"
+    if group > most:
+        return f"{group} query heads to a key head, of dim {dim}, {q.dtype}; has up to {most}"
+    if count > MOST_BLOCKS:
+        return f"{count} blocks to a query; has up to {MOST_BLOCKS}"
+    if (block + length) // stride > MOST_STRIDES:
+        return f"blocks of {block} and {length} tokens in strides of {stride}; has up to {MOST_STRIDES} strides in both"
+    return None
 
 
 def choose(

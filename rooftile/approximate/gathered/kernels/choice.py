@@ -25,7 +25,7 @@ def _hash(
     tiles = (T + ROWS - 1) // ROWS
     b, h = tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
     t = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    rows = x_ptr + b.to(tl.int64) * x_strides[0] + t.to(tl.int64)[:, None] * x_strides[1] + h * x_strides[2]
+    rows = x_ptr + b.to(tl.int64) * x_strides[0] + t.to(tl.int64)[:, None] * x_strides[1] + h.to(tl.int64) * x_strides[2]
     random_ptr += h.to(tl.int64) * D * rounds * half
     for r in range(rounds):
         high = tl.full((ROWS,), float("-inf"), tl.float32)

@@ -88,7 +88,7 @@ def _backward_q(
         statistics = place
         written = there
         target = place + r.to(tl.int64) * B * T * H
-    q_tile = q_ptr + b.to(tl.int64) * q_strides[0] + row[:, None] * q_strides[1] + h * q_strides[2] + d[None, :]
+    q_tile = q_ptr + b.to(tl.int64) * q_strides[0] + row[:, None] * q_strides[1] + h.to(tl.int64) * q_strides[2] + d[None, :]
     q = tl.load(q_tile, mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
     rows_v = there[:, None] & (dv < SHAPE.DV)[None, :]
     do = tl.load(do_ptr + place[:, None] * SHAPE.DV + dv[None, :], mask=rows_v, other=0.0)
@@ -98,8 +98,8 @@ def _backward_q(
     delta = tl.where(lse == float("-inf"), 0.0, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
     tl.store(delta_ptr + statistics, delta, mask=written & (r == 0))
     lse = in_log2(lse)
-    k_ptr += b.to(tl.int64) * k_strides[0] + h // SHAPE.GROUP * k_strides[2]
-    v_ptr += b.to(tl.int64) * v_strides[0] + h // SHAPE.GROUP_V * v_strides[2]
+    k_ptr += b.to(tl.int64) * k_strides[0] + (h // SHAPE.GROUP).to(tl.int64) * k_strides[2]
+    v_ptr += b.to(tl.int64) * v_strides[0] + (h // SHAPE.GROUP_V).to(tl.int64) * v_strides[2]
     keys_ptr += part * M
     stride = B.to(tl.int64) * H * N
     inside = (b * H + h).to(tl.int64) * N
@@ -191,11 +191,13 @@ def _backward_kv(
     dv = tl.arange(0, SHAPE.BLOCK_DV)
     row = j.to(tl.int64)
     j = tl.where(j_there, j, HIDDEN)
-    k_tile = k_ptr + b.to(tl.int64) * k_strides[0] + row[:, None] * k_strides[1] + h // SHAPE.GROUP * k_strides[2] + d[None, :]
-    v_tile = v_ptr + b.to(tl.int64) * v_strides[0] + row[:, None] * v_strides[1] + h // SHAPE.GROUP_V * v_strides[2] + dv[None, :]
+    k_ptr += b.to(tl.int64) * k_strides[0] + (h // SHAPE.GROUP).to(tl.int64) * k_strides[2]
+    v_ptr += b.to(tl.int64) * v_strides[0] + (h // SHAPE.GROUP_V).to(tl.int64) * v_strides[2]
+    k_tile = k_ptr + row[:, None] * k_strides[1] + d[None, :]
+    v_tile = v_ptr + row[:, None] * v_strides[1] + dv[None, :]
     k = tl.load(k_tile, mask=j_there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
     v = tl.load(v_tile, mask=j_there[:, None] & (dv < SHAPE.DV)[None, :], other=0.0)
-    q_ptr += b.to(tl.int64) * q_strides[0] + h * q_strides[2]
+    q_ptr += b.to(tl.int64) * q_strides[0] + h.to(tl.int64) * q_strides[2]
     rows_ptr += part * N
     stride = B.to(tl.int64) * H * N
     inside = (b * H + h).to(tl.int64) * N

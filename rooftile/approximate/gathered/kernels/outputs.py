@@ -85,10 +85,10 @@ def _forward(
     d = tl.arange(0, SHAPE.BLOCK_D)
     dv = tl.arange(0, SHAPE.BLOCK_DV)
     row = i.to(tl.int64)
-    q_tile = q_ptr + b.to(tl.int64) * q_strides[0] + row[:, None] * q_strides[1] + h * q_strides[2] + d[None, :]
+    q_tile = q_ptr + b.to(tl.int64) * q_strides[0] + row[:, None] * q_strides[1] + h.to(tl.int64) * q_strides[2] + d[None, :]
     q = tl.load(q_tile, mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
-    k_ptr += b.to(tl.int64) * k_strides[0] + h // SHAPE.GROUP * k_strides[2]
-    v_ptr += b.to(tl.int64) * v_strides[0] + h // SHAPE.GROUP_V * v_strides[2]
+    k_ptr += b.to(tl.int64) * k_strides[0] + (h // SHAPE.GROUP).to(tl.int64) * k_strides[2]
+    v_ptr += b.to(tl.int64) * v_strides[0] + (h // SHAPE.GROUP_V).to(tl.int64) * v_strides[2]
     keys_ptr += part * M
     stride = B.to(tl.int64) * H * N
     inside = (b * H + h).to(tl.int64) * N

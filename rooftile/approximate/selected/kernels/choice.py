@@ -113,10 +113,10 @@ def _choose(
     there = (r < held) & (r < SHAPE.QUERIES) & (g < SHAPE.GROUP)
     row, h, position = tl.load(table_ptr + tile * 5).to(tl.int64) + r, hk * SHAPE.GROUP + g, first_position + r
     d = tl.arange(0, SHAPE.DEPTH)
-    q_rows = q_ptr + row[:, None] * q_strides[0] + h[:, None] * q_strides[1]
+    q_rows = q_ptr + row[:, None] * q_strides[0] + h.to(tl.int64)[:, None] * q_strides[1]
     q = tl.load(q_rows + d[None, :], mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
     n = tl.load(table_ptr + tile * 5 + 4)
-    k_ptr += tl.load(table_ptr + tile * 5 + 3).to(tl.int64) * k_strides[0] + hk * k_strides[1]
+    k_ptr += tl.load(table_ptr + tile * 5 + 3).to(tl.int64) * k_strides[0] + hk.to(tl.int64) * k_strides[1]
     # the last compressed key and the last block that one of the queries sees
     last = first_position + held - 1
     stop = tl.minimum(tl.maximum(last - (SHAPE.LENGTH - 1) + SHAPE.STRIDE, 0) // SHAPE.STRIDE, n)

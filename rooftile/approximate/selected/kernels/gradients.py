@@ -56,15 +56,15 @@ def _backward_q(
     d = tl.arange(0, SHAPE.BLOCK_D)
     dv = tl.arange(0, SHAPE.BLOCK_DV)
     place = row * H + h
-    q_tile = q_ptr + row[:, None] * q_strides[0] + h[:, None] * q_strides[1] + d[None, :]
+    q_tile = q_ptr + row[:, None] * q_strides[0] + h.to(tl.int64)[:, None] * q_strides[1] + d[None, :]
     q = tl.load(q_tile, mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
     do = tl.load(do_ptr + place[:, None] * SHAPE.DV + dv[None, :], mask=there[:, None] & (dv < SHAPE.DV)[None, :], other=0.0)
     lse = in_log2(tl.load(lse_ptr + place, mask=there, other=float("inf")))
     delta = tl.load(delta_ptr + place, mask=there, other=0.0)
     keys = tl.load(table_ptr + tile * 5 + 3).to(tl.int64)
     S = tl.load(table_ptr + tile * 5 + 4)
-    k_ptr += keys * k_strides[0] + hk * k_strides[1]
-    v_ptr += keys * v_strides[0] + hk * v_strides[1]
+    k_ptr += keys * k_strides[0] + hk.to(tl.int64) * k_strides[1]
+    v_ptr += keys * v_strides[0] + hk.to(tl.int64) * v_strides[1]
     list_row = (hk * tiles + tile).to(tl.int64)
     count = tl.load(counts_ptr + list_row)
     entries = entries_ptr + list_row * most * 2
@@ -93,7 +93,7 @@ def _dkdv_walk(
         word = tl.load(entries_ptr + n * 2 + 1)
         row, h, position, r, there = rows_of(table_ptr, tile, hk, SHAPE)
         place = row * H + h
-        q_tile = q_ptr + row[:, None] * q_stride + h[:, None] * q_stride_h + d[None, :]
+        q_tile = q_ptr + row[:, None] * q_stride + h.to(tl.int64)[:, None] * q_stride_h + d[None, :]
         q = tl.load(q_tile, mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
         do = tl.load(do_ptr + place[:, None] * SHAPE.DV + dv[None, :], mask=there[:, None] & (dv < SHAPE.DV)[None, :], other=0.0)
         lse = in_log2(tl.load(lse_ptr + place, mask=there, other=float("inf")))
@@ -142,8 +142,8 @@ def _backward_kv(
     dv = tl.arange(0, SHAPE.BLOCK_DV)
     row = first + s
     there = (j < S)[:, None]
-    k_tile = k_ptr + row[:, None] * k_strides[0] + hk * k_strides[1] + d[None, :]
-    v_tile = v_ptr + row[:, None] * v_strides[0] + hk * v_strides[1] + dv[None, :]
+    k_tile = k_ptr + row[:, None] * k_strides[0] + hk.to(tl.int64) * k_strides[1] + d[None, :]
+    v_tile = v_ptr + row[:, None] * v_strides[0] + hk.to(tl.int64) * v_strides[1] + dv[None, :]
     k = tl.load(k_tile, mask=there & (d < SHAPE.D)[None, :], other=0.0)
     v = tl.load(v_tile, mask=there & (dv < SHAPE.DV)[None, :], other=0.0)
     dk = tl.zeros((KEYS, BLOCK_D), tl.float32)

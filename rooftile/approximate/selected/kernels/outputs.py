@@ -68,12 +68,12 @@ def _forward(
     row, h, position, r, there = rows_of(table_ptr, tile, hk, SHAPE)
     d = tl.arange(0, SHAPE.BLOCK_D)
     dv = tl.arange(0, SHAPE.BLOCK_DV)
-    q_tile = q_ptr + row[:, None] * q_strides[0] + h[:, None] * q_strides[1] + d[None, :]
+    q_tile = q_ptr + row[:, None] * q_strides[0] + h.to(tl.int64)[:, None] * q_strides[1] + d[None, :]
     q = tl.load(q_tile, mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
     keys = tl.load(table_ptr + tile * 5 + 3).to(tl.int64)
     S = tl.load(table_ptr + tile * 5 + 4)
-    k_ptr += keys * k_strides[0] + hk * k_strides[1]
-    v_ptr += keys * v_strides[0] + hk * v_strides[1]
+    k_ptr += keys * k_strides[0] + hk.to(tl.int64) * k_strides[1]
+    v_ptr += keys * v_strides[0] + hk.to(tl.int64) * v_strides[1]
     list_row = (hk * tiles + tile).to(tl.int64)
     count = tl.load(counts_ptr + list_row)
     entries = entries_ptr + list_row * most * 2
