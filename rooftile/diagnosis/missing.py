@@ -6,12 +6,15 @@ from __future__ import annotations
 UNEXPLAINED = 0.02
 
 
-def missing(*, step_us: float, operators_us: float, idle_us: float, replayed_us: float, on_gpu: bool) -> list[str]:
+def missing(
+    *, step_us: float, profiled_us: float, operators_us: float, idle_us: float, replayed_us: float, on_gpu: bool
+) -> list[str]:  # fmt: skip
     """Returns a note if operators and gaps are not the step within 2 %, else none.
 
     Args:
-        step_us: the step.
-        operators_us: all of its operators.
+        step_us: the step, the median of several.
+        profiled_us: the one step in which operators and gaps were timed.
+        operators_us: all of its operators; a copy in a gap counts as the gap.
         idle_us: its gaps, in which nothing ran.
         replayed_us: kernels of CUDA graphs.
         on_gpu: where it ran.
@@ -28,6 +31,11 @@ def missing(*, step_us: float, operators_us: float, idle_us: float, replayed_us:
         return [
             f"operators and gaps add up to {_ms(operators_us + idle_us)} ms, and the step takes {_ms(step_us)}: some ran beside "
             "others, or took longer under the profiler"
+        ]
+    if step_us - profiled_us > left_us / 2:
+        return [
+            f"the step takes {_ms(step_us)} ms in the median, and took {_ms(profiled_us)} when its operators were timed: the "
+            "machine was busy with something else in the others, or steps differ; read the times as parts of the shorter one"
         ]
     others = "kernels that no operator asked for" if on_gpu else "views and other calls that compute nothing"
     return [f"{_ms(left_us)} ms of the step are in no operator and in no gap: {others}"]

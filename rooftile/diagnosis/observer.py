@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,7 +52,7 @@ MOST_KINDS = 20
 SAMPLES_LIMIT = 2 << 30
 # an operator that seems so many times as fast as its roof shows that the roof was measured too low
 ABOVE = 1.2
-NO_INPUTS = "the step takes no inputs"
+NO_INPUTS = "the program makes its own inputs, so no other can be given to it"
 # the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
 IN_BF16 = 0.25
 # an attention is worth timing another one if it takes so much of the step
@@ -86,6 +85,7 @@ class Observer:
         self._asked: list[float] = []
         self._watch = Watch()
         self._devices = Devices()
+        self._profiled: Profiled
         self._record: Record | None = None
         self._peak_bytes: int | None = None
 
@@ -94,17 +94,27 @@ class Observer:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
         timed: Role = lambda: Timed(self.device, self._taken, self._asked)  # noqa: E731
         # the first step may compile, which nothing may watch
-        warm_ups: list[Role] = [nullcontext, lambda: self._devices, self._peak]
-        return warm_ups + [timed] * TIMED_STEPS + [lambda: self._watch, lambda: self._profiled, self._recording]
+        warm_ups: list[Role] = [nullcontext, self._finding_devices, self._peak]
+        return warm_ups + [timed] * TIMED_STEPS + [self._watching, self._profiling, self._recording]
 
     @property
     def device(self) -> torch.device:
         """The device of the step, known after two steps."""
         return self._devices.main
 
-    @cached_property
-    def _profiled(self) -> Profiled:
-        return Profiled(self.device, lambda: {operation.op for operation in self._watch.operations})
+    # a program may end within a step, and is run again then: each begins with nothing seen
+
+    def _finding_devices(self) -> Devices:
+        self._devices = Devices()
+        return self._devices
+
+    def _watching(self) -> Watch:
+        self._watch = Watch()
+        return self._watch
+
+    def _profiling(self) -> Profiled:
+        self._profiled = Profiled(self.device, lambda: {operation.op for operation in self._watch.operations})
+        return self._profiled
 
     @contextmanager
     def _peak(self) -> Iterator[None]:
@@ -224,8 +234,10 @@ class Observer:
             findings = self._findings(measured, evidence)
         step, kernels = self._evidence(), self._kernels(findings)
         left = missing(
-            step_us=step.time_us, operators_us=sum(finding.time_us for finding in findings), idle_us=sum(step.idle_us.values()),
-            replayed_us=self._timeline.replayed_us * self._shrink, on_gpu=self.device.type == "cuda",
+            step_us=step.time_us, profiled_us=self._timeline.wall_us,
+            operators_us=sum(finding.time_us for finding in findings) - self._timeline.copied_us * self._shrink,
+            idle_us=sum(step.idle_us.values()), replayed_us=self._timeline.replayed_us * self._shrink,
+            on_gpu=self.device.type == "cuda",
         )  # fmt: skip
         seen = Seen(
             device=self.device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
@@ -348,8 +360,17 @@ class Observer:
         return found
 
     def _kernels(self, findings: Sequence[Finding]) -> dict[int, Sequence[str]]:
-        by_op = {key[0]: names for key, names in self._timeline.kernels.items()}
-        return {n: by_op[f.operation.op] for n, f in enumerate(findings) if f.operation.op in by_op}
+        """The names of the kernels of each row: by operator and shapes, as one operator has other kernels for other shapes."""
+        found: dict[int, Sequence[str]] = {}
+        for row, f in enumerate(findings):
+            names = self._timeline.kernels.get((f.operation.op, f.operation.shapes))
+            if names is None:
+                # a profiler names the shapes of some arguments in another way
+                alike = [names for (op, _), names in self._timeline.kernels.items() if op == f.operation.op]
+                names = tuple(dict.fromkeys(name for its in alike for name in its))
+            if names:
+                found[row] = names
+        return found
 
     def _notes(self) -> list[str]:
         lines = {where: us * self._shrink_of_gaps for where, us in self._timeline.lines.items()}

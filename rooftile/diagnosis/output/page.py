@@ -13,7 +13,7 @@ from rooftile.diagnosis.output.pictures.bars import time_line, waterfall
 from rooftile.diagnosis.output.pictures.roofline import roofline
 from rooftile.diagnosis.output.pictures.sweeps import number_of, sweep_chart
 from rooftile.diagnosis.output.rows import Op, Program, Step
-from rooftile.diagnosis.output.table import PHASES, sentence
+from rooftile.diagnosis.output.table import LEGEND, PHASES, alone_words, counted, sentence
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.drawing import page
 from rooftile.drawing.page import Chart, json_element
@@ -25,7 +25,7 @@ SWEEPS = 8
 MOST_ROWS = 12
 HEAD = ("operator", "calls", "time", "share", "FLOPs", "bytes", "F/B", "roof", "reached", "verdict")
 EXPERIMENTS = (
-    "operator", "time of a call", "in the step", "slope", "knee, F/B", "from the cache", "gain", "fixed part", "not possible",
+    "operator", "alone", "in the step", "slope", "knee, F/B", "from the cache", "gain", "fixed part", "not possible",
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequenc
         waterfall=waterfall(step, remedies),
         remedies=[_remedy(remedy) for remedy in remedies],
         uncounted=values["uncounted"],
-        counters=[", ".join(f"{key}: {value}" for key, value in _flat(counter)) for counter in values["counters"]],
+        counters=[counted(counter) for counter in values["counters"]],
         notes=values["notes"],
         step_facts=list(_facts(step)),
         facts=[*_flat(machine), *_flat(ceilings)],
@@ -111,8 +111,8 @@ def _row(n: int, op: Op, remedies: Sequence[Remedy]) -> dict[str, Any]:
         words.append(f"the model says {op.modelled_bound}")
     if op.special:
         words.append(f"{count(op.special)} special functions")
-    if op.in_context_us is not None:
-        words.append(f"in the step {duration(op.in_context_us)}")
+    if (alone := alone_words(op)) is not None:
+        words.append(alone)
     words += [op.where] if op.where else []
     if op.kernels:
         words.append(f"kernels {', '.join(op.kernels)}")
@@ -140,10 +140,10 @@ def _sweeps(ops: Sequence[Op], names: Sequence[str]) -> list[Chart]:
 
 def _experiments(n: int, op: Op, name: str) -> list[str]:
     sweep, cache, fixed = (op.experiments.get(kind) or {} for kind in ("intensity", "cache", "size"))
-    times = sweep.get("time_us") or [None]
+    alone_us = (op.experiments.get("alone") or {}).get("time_us")
     why_not = op.experiments.get("why_not") or {}
     return [
-        f"{n + 1} {name}", _or_dash(times[0], duration), _or_dash(op.in_context_us, duration),
+        f"{n + 1} {name}", _or_dash(alone_us, duration), duration(op.time_us / op.calls),
         _or_dash(sweep.get("slope"), number_of), _or_dash(sweep.get("knee_flops_per_byte"), number_of),
         _or_dash(cache.get("time_us"), duration), _or_dash(cache.get("gain"), percent), _or_dash(fixed.get("fixed_us"), duration),
         "; ".join(f"{kind}: {reason}" for kind, reason in why_not.items()) or "–",
