@@ -28,9 +28,11 @@ from rooftile.diagnosis.records import Operation, Sample
 from rooftile.diagnosis.remedies.alone import cast_us, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
 from rooftile.diagnosis.remedies.in_bf16 import shares_in_bf16
-from rooftile.diagnosis.remedies.propose import PRODUCTS, WORTH, Seen, bf16_may_gain, propose
+from rooftile.diagnosis.remedies.narrower import bf16_may_gain, why_no_price
+from rooftile.diagnosis.remedies.propose import PRODUCTS, propose
 from rooftile.diagnosis.remedies.queue import Queue
-from rooftile.diagnosis.remedies.remedy import PAD
+from rooftile.diagnosis.remedies.remedy import DTYPE, PAD
+from rooftile.diagnosis.remedies.seen import WORTH, Seen
 from rooftile.diagnosis.steps import Role, Timed
 from rooftile.diagnosis.timeline import Profiled, Timeline
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES, classify, settled
@@ -204,11 +206,11 @@ class Observer:
         padded_us: dict[int, float] = {}
         # the most expensive first, as the budget may end
         kinds = self._kinds()
-        narrower: dict[int, float] = {}
+        narrower, too_late = dict[int, float](), frozenset[int]()
         if bf16_may_gain(measured):
             worth = {kind: rows for kind, rows in kinds.items() if self._kind_us(rows) >= WORTH * median(self._taken)}
             until = time.perf_counter() + IN_BF16 * self._budget
-            narrower = shares_in_bf16(operations, worth, samples, self.device, until)
+            narrower, too_late = shares_in_bf16(operations, worth, samples, self.device, until)
         recorded = {
             kind: Recorded(samples[kind], self._us(operations[rows[0]]) / operations[rows[0]].calls)
             for kind, rows in kinds.items() if kind in samples
@@ -242,13 +244,15 @@ class Observer:
         seen = Seen(
             device=self.device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
-            kernels=kernels, attentions=attentions, narrower=narrower, queue=self._queue(),
+            kernels=kernels, attentions=attentions, narrower=narrower, too_late=too_late, queue=self._queue(),
             cast_us=cast_us(self.device) if bf16_may_gain(measured) else 0.0,
             sync_us=self._lines("sync"), wait_us=self._lines("host"),
         )  # fmt: skip
         remedies = [
             replace(r, measured_us=padded_us[r.ops[0]]) if r.name == PAD and r.ops[0] in padded_us else r for r in propose(seen)
         ]
+        if not any(r.name.startswith(DTYPE) for r in remedies):
+            notes += why_no_price(seen)
         return diagnosis(
             machine=describe(self.device).json(), ceilings=measured.json(),
             program=Program(command=_command(), step=self._name, torch=torch.__version__, mode=self._mode),

@@ -211,8 +211,8 @@ def test_rows_are_tried_until_the_time_ends(monkeypatch: pytest.MonkeyPatch) -> 
     kinds = {("a",): [0, 2], ("b",): [1]}
     monkeypatch.setattr(in_bf16, "narrower_share", lambda operation, *unused: 0.25 + operation.key[2])
     cpu = torch.device("cpu")
-    assert shares_in_bf16(operations, kinds, {}, cpu, time.perf_counter() + 10) == {0: 0.25, 2: 0.25, 1: 1.25}
-    assert shares_in_bf16(operations, kinds, {}, cpu, time.perf_counter() - 1) == {}
+    assert shares_in_bf16(operations, kinds, {}, cpu, time.perf_counter() + 10) == ({0: 0.25, 2: 0.25, 1: 1.25}, frozenset())
+    assert shares_in_bf16(operations, kinds, {}, cpu, time.perf_counter() - 1) == ({}, {0, 1, 2})
 
 
 def test_a_cast_takes_the_host_some_time() -> None:

@@ -19,6 +19,16 @@ from rooftile.diagnosis.missing import missing
     ],
 )
 def test_what_is_missing(operators_us: float, replayed_us: float, on_gpu: bool, words: str | None) -> None:
-    found = missing(step_us=1000.0, operators_us=operators_us, idle_us=200.0, replayed_us=replayed_us, on_gpu=on_gpu)
+    found = missing(
+        step_us=1000.0, profiled_us=1000.0, operators_us=operators_us, idle_us=200.0, replayed_us=replayed_us, on_gpu=on_gpu
+    )  # fmt: skip
     assert len(found) == (words is not None)
     assert words is None or found[0].startswith(words)
+
+
+def test_a_machine_that_is_busy_at_times_is_no_operator_that_is_missing() -> None:
+    given = {"operators_us": 400.0, "idle_us": 190.0, "replayed_us": 0.0, "on_gpu": False}
+    (busy,) = missing(step_us=1000.0, profiled_us=600.0, **given)
+    assert busy.startswith("the step takes 1 ms in the median, and took 0.6 when its operators were timed")
+    (views,) = missing(step_us=1000.0, profiled_us=980.0, **given)
+    assert "in no operator and in no gap" in views

@@ -145,13 +145,14 @@ def test_state_is_found_behind_partial_functions_containers_and_other_functions(
 
 
 def test_schedules_scalers_and_generators_go_on_where_they_were() -> None:
-    model, optimiser, step = training()
+    _model, optimiser, step = training()
     schedule, numbers = torch.optim.lr_scheduler.StepLR(optimiser, 1), torch.Generator()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     drawn = torch.rand(3, generator=numbers.clone_state())
     with unchanged([optimiser, schedule, scaler, numbers]):
         step()
         schedule.step()
+        scaler.scale(torch.ones(1))
         scaler.update(2.0)
         torch.rand(9, generator=numbers)
     assert schedule.last_epoch == 0
