@@ -29,7 +29,7 @@ from rooftile.diagnosis.remedies.alone import cast_us, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
 from rooftile.diagnosis.remedies.in_bf16 import shares_in_bf16
 from rooftile.diagnosis.remedies.narrower import bf16_may_gain, why_no_price
-from rooftile.diagnosis.remedies.propose import PRODUCTS, propose
+from rooftile.diagnosis.remedies.propose import PRODUCTS, propose, why_not_compiled
 from rooftile.diagnosis.remedies.queue import Queue
 from rooftile.diagnosis.remedies.remedy import DTYPE, PAD
 from rooftile.diagnosis.remedies.seen import WORTH, Seen
@@ -253,6 +253,7 @@ class Observer:
         ]
         if not any(r.name.startswith(DTYPE) for r in remedies):
             notes += why_no_price(seen)
+        notes += why_not_compiled(seen)
         return diagnosis(
             machine=describe(self.device).json(), ceilings=measured.json(),
             program=Program(command=_command(), step=self._name, torch=torch.__version__, mode=self._mode),

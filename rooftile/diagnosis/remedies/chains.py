@@ -1,8 +1,9 @@
 """Chains of operators that one kernel could compute, and what fusing them saves.
 
 A chain is a set of pointwise calls in which each reads something that another one of them reads or writes, as a compiler fuses
-them: other calls may lie between, if no member needs what they make of another member's result. The fused kernel reads each
-tensor from outside once, and writes only what somebody reads afterwards.
+them: other calls may lie between, if no member needs what they make of another member's result. Reductions of rows are members,
+reductions of all elements end a chain, and none reaches from the forward into the backward. The fused kernel reads each tensor
+from outside once, and writes only what somebody reads afterwards. `recompute` has what a compiler saves between the two.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ class Chain:
     calls: tuple[Call, ...]
     bytes_now: int
     bytes_fused: int
+    inputs: Mapping[int, int]  # bytes that the fused kernel reads, by tensor
+    outputs: Mapping[int, int]  # ... and that it writes
+    again: tuple[Call, ...] = ()  # calls of the forward that a backward's kernel makes once more
 
 
-def find_chains(calls: Sequence[Call], kept: Collection[int] = ()) -> list[Chain]:
+def find_chains(calls: Sequence[Call], kept: Collection[int] = (), fewest: int = 2) -> list[Chain]:
     """Returns the chains of two and more calls.
 
     kept: tensors that are read after the step: its results, and tensors that a backward has saved.
+    fewest: calls of a chain; with 1 also those that are fused with no other.
     """
     readers = _readers(calls)
     open_ones: list[_Open] = []
@@ -49,7 +54,7 @@ def find_chains(calls: Sequence[Call], kept: Collection[int] = ()) -> list[Chain
             found.append(_Open())
             found[-1].add(index, call)
             open_ones = [*open_ones[1 - OPEN :], found[-1]]
-    return [_chain(one.members, calls, readers, kept) for one in found if len(one.members) > 1]
+    return [_chain(one.members, calls, readers, kept) for one in found if len(one.members) >= fewest]
 
 
 class _Open:
@@ -57,6 +62,7 @@ class _Open:
 
     def __init__(self) -> None:
         self.members: list[int] = []
+        self._backward = False
         self._written: set[int] = set()
         self._read: dict[int, int] = {}
         self._after: set[int] = set()  # what other calls have made of its members' results
@@ -65,6 +71,8 @@ class _Open:
 
     def takes(self, call: Call) -> bool:
         """Whether a pointwise call shares a tensor with a member, and needs nothing that a member has to wait for."""
+        if call.backward != self._backward:
+            return False
         touched = call.reads.keys() | call.writes.keys()
         if touched & (self._after | self._changed):
             return False
@@ -77,6 +85,9 @@ class _Open:
 
     def add(self, index: int, call: Call) -> None:
         self.members.append(index)
+        self._backward = call.backward
+        if call.ends:
+            self._after |= call.writes.keys()
         self._written |= call.writes.keys()
         self._read |= call.reads
         self._largest = max(self._largest, *call.reads.values(), 0) if call.reads else self._largest
@@ -168,12 +179,16 @@ def compiled(chains: Sequence[Chain], predicted_us: float, *, host_us: float | N
     if predicted_us <= 0:
         return None
     saved = sum(chain.bytes_now - chain.bytes_fused for chain in chains)
+    fused = sum(len(chain.calls) > 1 for chain in chains)
+    what = (
+        f"{fused:,} chain{'s' * (fused > 1)} of operators become one kernel each, {saved / 1e6:,.1f} MB and {launches:,} launches fewer"
+        if fused else "nothing to fuse, and less time between operators"
+    )  # fmt: skip
     return Remedy(
         name=COMPILE,
         ops=tuple(sorted({call.row for chain in chains for call in chain.calls})),
         predicted_us=predicted_us,
-        how=f"torch.compile(model): {len(chains):,} chains of operators become one kernel each, {saved / 1e6:,.1f} MB and "
-        f"{launches:,} launches fewer{held_up(host_us)}",
+        how=f"torch.compile(model): {what}{held_up(host_us)}",
         changes="rounding",
     )
 
@@ -214,10 +229,14 @@ def _chain(
         for t, size in written.items()
         if t in kept or t in inputs or t not in readers or any(r > members[0] and r not in own for r in readers[t])
     }
+    # a call that needs two passes reads once more what comes from outside
+    more = sum((call.passes - 1) * size for call in its for tensor, size in call.reads.items() if tensor in inputs)
     return Chain(
         calls=tuple(its),
         bytes_now=sum(sum(call.reads.values()) + sum(call.writes.values()) for call in its),
-        bytes_fused=sum(inputs.values()) + sum(outputs.values()),
+        bytes_fused=sum(inputs.values()) + more + sum(outputs.values()),
+        inputs=inputs,
+        outputs=outputs,
     )
 
 
@@ -244,7 +263,7 @@ def _saving_us(chain: Chain, findings: Sequence[Finding]) -> float:
     traffic_us = sum(f.traffic_us for f in members)
     if chain.bytes_now:
         traffic_us *= chain.bytes_fused / chain.bytes_now
-    arithmetic_us = sum(f.compute_us for f in members)
+    arithmetic_us = sum(f.compute_us for f in members) + sum(findings[call.row].compute_us for call in chain.again)
     # nobody knows whether a fused kernel does away with a time that the model does not explain
     fused_us = max(traffic_us, arithmetic_us) + max(f.fixed_us for f in members) + sum(f.unexplained_us for f in members)
     return max(0.0, sum(f.call_us for f in members) - fused_us)

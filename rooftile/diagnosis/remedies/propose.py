@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 
 import torch
 
-from rooftile.diagnosis.records import Call
+from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.remedies import prices
 from rooftile.diagnosis.remedies.attentions import Attention
 from rooftile.diagnosis.remedies.chains import (
@@ -23,6 +23,7 @@ from rooftile.diagnosis.remedies.chains import (
 from rooftile.diagnosis.remedies.checkpoints import recomputed, without_checkpoint
 from rooftile.diagnosis.remedies.narrower import narrower
 from rooftile.diagnosis.remedies.queue import Change, Queue
+from rooftile.diagnosis.remedies.recompute import recompute
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.remedies.seen import WORTH, Seen, by_queue
 from rooftile.diagnosis.verdicts.findings import Finding
@@ -69,8 +70,7 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     of_optimiser = [call for call, phase in zip(seen.calls, phases, strict=True) if phase == "optimiser"]
     rest = [call for call, phase in zip(seen.calls, phases, strict=True) if phase != "optimiser"]
     chains = find_chains(rest, seen.kept)
-    # on a CPU compiled code draws its random numbers in another, slower way: nobody knows what is left of the saving
-    draws = seen.device.type == "cpu" and any(_draws(seen.findings[call.row].operation.op) for call in rest)
+    draws = _draws_on_cpu(seen)
     found: list[Remedy | None] = [None if draws else _compiled(seen)]
     if draws:
         chains = [c for c in chains if not any(_draws(seen.findings[call.row].operation.op) for call in c.calls)]
@@ -80,11 +80,17 @@ def _fused(seen: Seen) -> list[Remedy | None]:
 
 
 def _compiled(seen: Seen) -> Remedy | None:
+    if any(f.operation.op.startswith(NAMESPACE) for f in seen.findings):
+        # it is compiled already
+        return None
     of_modules = {n for n, f in enumerate(seen.findings) if f.operation.module}
     # torch.compile(model) leaves the optimiser and what lies outside of modules as it is; a step without one is compiled whole
     affected = of_modules or set(range(len(seen.findings)))
     phases = [(call, seen.findings[call.row].operation.phase) for call in seen.calls if call.row in affected]
-    chains = find_chains([call for call, phase in phases if phase != "optimiser"], seen.kept)
+    fused = [call for call, phase in phases if phase != "optimiser"]
+    chains = recompute(find_chains(fused, seen.kept, fewest=1), fused, seen.kept)
+    # an operator that nothing is fused with, and that reads no less, stays as it is
+    chains = [chain for chain in chains if len(chain.calls) > 1 or chain.bytes_fused < chain.bytes_now]
     if not of_modules:
         chains += chains_of_tensors([call for call, phase in phases if phase == "optimiser"], seen.kept)
     if seen.queue is not None:
@@ -119,6 +125,18 @@ def _breaks(seen: Seen, affected: Set[int]) -> int:
     """How often compiled code ends because a number is read; optimisers read none where they are compiled."""
     its = [seen.findings[n].operation for n in affected]
     return sum(operation.calls for operation in its if operation.op == READ and operation.phase != "optimiser")
+
+
+def why_not_compiled(seen: Seen) -> list[str]:
+    """Returns a note where nobody knows what torch.compile saves."""
+    if not _draws_on_cpu(seen):
+        return []
+    return ["compile has no price: on a CPU compiled code draws its random numbers in another, slower way; --apply compile tries it"]
+
+
+def _draws_on_cpu(seen: Seen) -> bool:
+    its = [f.operation for f in seen.findings if f.operation.phase != "optimiser"]
+    return seen.device.type == "cpu" and any(_draws(operation.op) for operation in its)
 
 
 def _draws(op: str) -> bool:
