@@ -25,7 +25,7 @@ from rooftile.diagnosis.missing import missing
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.trace import Trace
 from rooftile.diagnosis.records import Operation, Sample
-from rooftile.diagnosis.remedies.alone import cast_us, padded_saving_us
+from rooftile.diagnosis.remedies.alone import aligned_saving_us, cast_us, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
 from rooftile.diagnosis.remedies.in_bf16 import shares_in_bf16
 from rooftile.diagnosis.remedies.narrower import bf16_may_gain, why_no_price
@@ -203,7 +203,7 @@ class Observer:
             counted, notes = counters.count(list(samples.values()))
         elif self._ncu:
             notes = ["ncu counts on a GPU only"]
-        padded_us: dict[int, float] = {}
+        padded_us, aligned_us = dict[int, float](), dict[int, float]()
         # the most expensive first, as the budget may end
         kinds = self._kinds()
         narrower, too_late = dict[int, float](), frozenset[int]()
@@ -225,9 +225,13 @@ class Observer:
         for kind, rows in kinds.items():
             operation = operations[rows[0]]
             sample = samples.pop(kind, None)
-            if self._pads and sample is not None and operation.op in PRODUCTS:
+            if sample is None or operation.op not in PRODUCTS:
+                continue
+            if self._pads:
                 saved_us = padded_saving_us(sample, self.device)
                 padded_us |= {row: saved_us * operations[row].calls for row in rows}
+            if self.device.type == "cuda" and (saved_us := aligned_saving_us(sample, self.device)) > 0:
+                aligned_us |= {row: min(saved_us * operations[row].calls, self._us(operations[row])) for row in rows}
         findings = self._findings(measured, evidence)
         if any(_is_above(finding) for finding in findings) and self.device not in _measured_again:
             # the ceilings were measured while something else ran; or a library needs fewer FLOPs, and once more is enough
@@ -244,8 +248,8 @@ class Observer:
         seen = Seen(
             device=self.device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
-            kernels=kernels, attentions=attentions, narrower=narrower, too_late=too_late, queue=self._queue(),
-            cast_us=cast_us(self.device) if bf16_may_gain(measured) else 0.0,
+            kernels=kernels, attentions=attentions, narrower=narrower, too_late=too_late, aligned_us=aligned_us,
+            queue=self._queue(), cast_us=cast_us(self.device) if bf16_may_gain(measured) else 0.0,
             sync_us=self._lines("sync"), wait_us=self._lines("host"),
         )  # fmt: skip
         remedies = [

@@ -194,7 +194,8 @@ def _modules(calls: list[Call], steps: Steps, patience: float) -> Iterator[None]
                 raise _Reached(calls[0])
         if depth == 0:
             where = user_line(sys._getframe(1))
-            calls[:] = [Call(self, args, kwargs, f"the call of {type(self).__name__}{f' at {where}' if where else ''}", Modes.now())]
+            name = f"the call of {type(self).__name__}{f' at {where}' if where else ''}"
+            calls[:] = [Call(self, args, kwargs, name, Modes.now())]
         depth += 1
         try:
             return original(self, *args, **kwargs)

@@ -20,7 +20,6 @@ from rooftile.diagnosis.remedies import alone
 from rooftile.diagnosis.remedies.attentions import find_attentions
 from rooftile.diagnosis.remedies.chains import find_chains
 from rooftile.diagnosis.remedies.narrower import narrower, why_no_price
-from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.watch import Watch
 from tests.diagnosis.machine import Machine, Work, finding
 

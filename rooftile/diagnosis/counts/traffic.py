@@ -53,7 +53,9 @@ def touched(
     known = {id(x) for x in changed}
     read = [x for x in tensors(tuple(arguments.values())) if id(x) not in known]
     if base_name(func).rstrip("_") + "_" not in FILLING:
-        read += changed
+        # a result that is given as `out` is only written
+        filled = {id(x) for argument in func._schema.arguments if argument.is_out for x in tensors(arguments[argument.name])}
+        read += [x for x in changed if id(x) not in filled]
     return read, [*changed, *(x for x in tensors(result) if id(x) not in known)]
 
 

@@ -13,7 +13,7 @@ from rooftile.diagnosis.output.pictures.bars import time_line, waterfall
 from rooftile.diagnosis.output.pictures.roofline import roofline
 from rooftile.diagnosis.output.pictures.sweeps import number_of, sweep_chart
 from rooftile.diagnosis.output.rows import Op, Program, Step
-from rooftile.diagnosis.output.table import LEGEND, PHASES, alone_words, counted, sentence
+from rooftile.diagnosis.output.table import PHASES, alone_words, counted, sentence
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.drawing import page
 from rooftile.drawing.page import Chart, json_element

@@ -44,7 +44,13 @@ def find_chains(calls: Sequence[Call], kept: Collection[int] = (), fewest: int =
     open_ones: list[_Open] = []
     found: list[_Open] = []
     for index, call in enumerate(calls):
-        home = next((one for one in reversed(open_ones) if one.takes(call)), None) if call.pointwise else None
+        homes = [one for one in reversed(open_ones) if one.takes(call)] if call.pointwise else []
+        home = homes[0] if homes else None
+        for other in homes[1:]:
+            # a call that reads the results of two chains makes one of them
+            if home is not None and other.makes(call.reads) and home.absorbs(other):
+                open_ones.remove(other)
+                found.remove(other)
         for one in open_ones:
             if one is not home:
                 one.pass_by(call)
@@ -82,6 +88,23 @@ class _Open:
         shared = call.reads.keys() & self._read.keys()
         largest = max(call.reads.values(), default=0)
         return any(call.reads[tensor] == largest == self._largest > SMALL for tensor in shared)
+
+    def makes(self, tensors: Collection[int]) -> bool:
+        """Whether a member has written one of some tensors."""
+        return not self._written.isdisjoint(tensors)
+
+    def absorbs(self, other: _Open) -> bool:
+        """Takes over the members of another chain, if none of either waits for what others have made of the other's results."""
+        for one, two in ((self, other), (other, self)):
+            if (one._read.keys() | one._written) & (two._after | two._changed):
+                return False
+        self.members = sorted([*self.members, *other.members])
+        self._written |= other._written
+        self._read |= other._read
+        self._after |= other._after
+        self._changed |= other._changed
+        self._largest = max(self._largest, other._largest)
+        return True
 
     def add(self, index: int, call: Call) -> None:
         self.members.append(index)
@@ -170,20 +193,24 @@ def left_of(chains: Sequence[Chain], findings: Sequence[Finding]) -> dict[int, t
     }
 
 
-def compiled(chains: Sequence[Chain], predicted_us: float, *, host_us: float | None = None) -> Remedy | None:
+def compiled(
+    chains: Sequence[Chain], predicted_us: float, *, host_us: float | None = None, padded_us: float = 0.0
+) -> Remedy | None:  # fmt: skip
     """Returns torch.compile of the whole step: all of its chains are fused, and no Python runs between operators.
 
     predicted_us: what it saves. host_us: the host's time that is left where the step cannot be shorter than it, on a GPU.
+    padded_us: the part of the saving that padded products have.
     """
     launches = sum(len(chain.calls) - 1 for chain in chains)
     if predicted_us <= 0:
         return None
     saved = sum(chain.bytes_now - chain.bytes_fused for chain in chains)
     fused = sum(len(chain.calls) > 1 for chain in chains)
-    what = (
-        f"{fused:,} chain{'s' * (fused > 1)} of operators become one kernel each, {saved / 1e6:,.1f} MB and {launches:,} launches fewer"
-        if fused else "nothing to fuse, and less time between operators"
-    )  # fmt: skip
+    what = "nothing to fuse, and less time between operators"
+    if fused:
+        them = f"{fused:,} chains of operators become one kernel each" if fused > 1 else "a chain of operators becomes one kernel"
+        what = f"{them}, {saved / 1e6:,.1f} MB and {launches:,} launches fewer"
+    what += f"; products padded to whole 16 bytes save {padded_us / 1e3:,.3g} ms of it" * (padded_us > 0)
     return Remedy(
         name=COMPILE,
         ops=tuple(sorted({call.row for chain in chains for call in chain.calls})),

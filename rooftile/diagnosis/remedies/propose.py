@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 
 import torch
 
@@ -69,11 +70,12 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     phases = [seen.findings[call.row].operation.phase for call in seen.calls]
     of_optimiser = [call for call, phase in zip(seen.calls, phases, strict=True) if phase == "optimiser"]
     rest = [call for call, phase in zip(seen.calls, phases, strict=True) if phase != "optimiser"]
-    chains = find_chains(rest, seen.kept)
     draws = _draws_on_cpu(seen)
     found: list[Remedy | None] = [None if draws else _compiled(seen)]
     if draws:
-        chains = [c for c in chains if not any(_draws(seen.findings[call.row].operation.op) for call in c.calls)]
+        # without them the other operators can be fused all the same
+        rest = [replace(call, pointwise=call.pointwise and not call.draws) for call in rest]
+    chains = find_chains(rest, seen.kept)
     is_fused = any(seen.findings[call.row].operation.op.startswith("aten::_fused_") for call in of_optimiser)
     chain = None if is_fused else optimiser_chain(of_optimiser, seen.kept)
     return [*found, *fuse(chains, seen.findings), fused_optimiser(chain, seen.findings) if chain else None]
@@ -116,9 +118,10 @@ def _compiled_queue(seen: Seen, queue: Queue, chains: Sequence[Chain], affected:
         host_us = operation.calls * launches_left * launch_us
         if operation.op == READ:
             host_us += breaks * BREAK * launch_us * operation.calls / reads
-        changes[row] = Change(device=time_left, host=host_us)
+        time_us, padded_us = seen.findings[row].time_us, seen.aligned_us.get(row, 0.0)
+        changes[row] = Change(device=time_left - padded_us / time_us if padded_us else time_left, host=host_us)
     predicted_us, held_us = by_queue(seen, queue, changes)
-    return compiled(chains, predicted_us, host_us=held_us)
+    return compiled(chains, predicted_us, host_us=held_us, padded_us=sum(seen.aligned_us.get(row, 0.0) for row in affected))
 
 
 def _breaks(seen: Seen, affected: Set[int]) -> int:
@@ -131,16 +134,13 @@ def why_not_compiled(seen: Seen) -> list[str]:
     """Returns a note where nobody knows what torch.compile saves."""
     if not _draws_on_cpu(seen):
         return []
-    return ["compile has no price: on a CPU compiled code draws its random numbers in another, slower way; --apply compile tries it"]
+    reason = "on a CPU compiled code draws its random numbers in another, slower way"
+    return [f"compile has no price: {reason}; --apply compile tries it"]
 
 
 def _draws_on_cpu(seen: Seen) -> bool:
-    its = [f.operation for f in seen.findings if f.operation.phase != "optimiser"]
-    return seen.device.type == "cpu" and any(_draws(operation.op) for operation in its)
-
-
-def _draws(op: str) -> bool:
-    return op in ("aten::bernoulli_", "aten::native_dropout")
+    """Whether the step draws random numbers between its operators, as dropout does, on a CPU."""
+    return seen.device.type == "cpu" and any(call.draws and call.pointwise for call in seen.calls)
 
 
 def _overhead_us(seen: Seen) -> float:
