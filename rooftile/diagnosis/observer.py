@@ -30,6 +30,7 @@ from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, t
 from rooftile.diagnosis.remedies.in_bf16 import shares_in_bf16
 from rooftile.diagnosis.remedies.narrower import bf16_may_gain, why_no_price
 from rooftile.diagnosis.remedies.propose import PRODUCTS, propose, why_not_compiled
+from rooftile.diagnosis.remedies.prices import NOT_TRIED
 from rooftile.diagnosis.remedies.queue import Queue
 from rooftile.diagnosis.remedies.remedy import DTYPE, PAD
 from rooftile.diagnosis.remedies.seen import WORTH, Seen
@@ -54,7 +55,7 @@ MOST_KINDS = 20
 SAMPLES_LIMIT = 2 << 30
 # an operator that seems so many times as fast as its roof shows that the roof was measured too low
 ABOVE = 1.2
-NO_INPUTS = "the program makes its own inputs, so no other can be given to it"
+NO_INPUTS = "the program makes its own inputs; name the function of one step by --step to have other batches tried"
 # the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
 IN_BF16 = 0.25
 # an attention is worth timing another one if it takes so much of the step
@@ -337,7 +338,7 @@ class Observer:
         """The time of the step as a CUDA graph; None if it cannot be one, with the reason."""
         step = self._resized(1.0) if self._resized is not None else None
         if step is None:
-            why_not["graph"] = NO_INPUTS
+            why_not["graph"] = NOT_TRIED
             return None
         operators: Counter[str] = Counter()
         for operation in self._watch.operations:

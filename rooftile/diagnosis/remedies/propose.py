@@ -27,6 +27,7 @@ from rooftile.diagnosis.remedies.queue import Change, Queue
 from rooftile.diagnosis.remedies.recompute import recompute
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.remedies.seen import WORTH, Seen, by_queue
+from rooftile.diagnosis.verdicts.classify import COLLECTIVES
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import classify_step
 
@@ -37,6 +38,7 @@ READ, BREAK = "aten::_local_scalar_dense", 10
 
 def propose(seen: Seen) -> list[Remedy]:
     """Returns the remedies that save a noticeable part of a step."""
+    is_collective = any(f.operation.op.startswith(COLLECTIVES) for f in seen.findings)
     found = [
         prices.larger_batch(seen.step, fixed_us=_fixed_us(seen)),
         *_fused(seen),
@@ -46,7 +48,7 @@ def propose(seen: Seen) -> list[Remedy]:
         without_checkpoint(seen.calls, seen.findings),
         recomputed(seen.calls, seen.findings),
         *(prices.remove_synchronisation(where, us) for where, us in seen.sync_us.items()),
-        *(prices.remove_wait(where, us) for where, us in seen.wait_us.items()),
+        *(prices.remove_wait(where, us, is_collective=is_collective) for where, us in seen.wait_us.items()),
     ]
     return [remedy for remedy in found if remedy is not None and remedy.predicted_us >= WORTH * seen.step.time_us]
 
