@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rooftile.diagnosis.output.pictures.bars import time_line, waterfall
+from rooftile.diagnosis.output.pictures.bars import NAMES, time_line, waterfall
 from rooftile.diagnosis.output.pictures.roofline import roofline
 from rooftile.diagnosis.output.pictures.sweeps import number_of, sweep_chart
 from rooftile.diagnosis.output.rows import Op, Program, Step
-from rooftile.diagnosis.output.table import PHASES, alone_words, counted, sentence
+from rooftile.diagnosis.output.table import LEGEND, PHASES, alone_words, counted, sentence
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.drawing import page
 from rooftile.drawing.page import Chart, json_element
@@ -27,6 +27,18 @@ HEAD = ("operator", "calls", "time", "share", "FLOPs", "bytes", "F/B", "roof", "
 EXPERIMENTS = (
     "operator", "alone", "in the step", "slope", "knee, F/B", "from the cache", "gain", "fixed part", "not possible",
 )  # fmt: skip
+
+
+# what the names of the JSON mean, and their units
+FACTS = {
+    "memory bytes": ("memory", "B"), "l2 bytes": ("L2 cache", "B"), "arch": ("architecture", ""),
+    "copy gbs": ("copies in main memory", "GB/s"), "cache gbs": ("copies in the cache", "GB/s"),
+    "fma tflops": ("multiply-adds in fp32", "TFLOP/s"), "special gops": ("exponentials", "G/s"),
+    "launch us": ("one of many small operators, one after the other", "µs"), "operator us": ("one small operator and its result", "µs"),
+    "node us": ("a kernel of nothing in a CUDA graph", "µs"), "date": ("measured", ""),
+}  # fmt: skip
+CHANGES = {"nothing": "nothing", "rounding": "results, by rounding", "memory": "the memory it takes"}
+UNTOLD = ("device", "kind", "uuid")
 
 
 def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequence[Op], remedies: Sequence[Remedy]) -> str:
@@ -51,10 +63,11 @@ def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequenc
         sentence=sentence(step, ops, remedies),
         program=program,
         machine_name=machine.get("name") or "this machine",
-        numbers_on_top=_numbers(step, remedies),
+        numbers_on_top=_numbers(step, remedies, "launches" if on_gpu else "operators"),
         time_line=time_line(step, ops),
         head=HEAD,
         rows=rows[:SHOWN],
+        legend=LEGEND,
         more_rows=rows[SHOWN:],
         more_us=duration(sum(op.time_us for op in ops[SHOWN:])),
         roofline=roofline(ceilings, step, ops, remedies, names, on_gpu),
@@ -68,7 +81,7 @@ def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequenc
         counters=[counted(counter) for counter in values["counters"]],
         notes=values["notes"],
         step_facts=list(_facts(step)),
-        facts=[*_flat(machine), *_flat(ceilings)],
+        facts=list(_machine_facts(machine, ceilings)),
         numbers=json_element(values),
     )
 
@@ -80,16 +93,16 @@ def _bound(step: Step) -> str:
     return others.get(step.bound or "", "without a verdict")
 
 
-def _numbers(step: Step, remedies: Sequence[Remedy]) -> list[dict[str, str]]:
-    """Returns the numbers at the top."""
-    launches = f"{step.launches:,} launches; " if step.launches else ""
+def _numbers(step: Step, remedies: Sequence[Remedy], asked: str) -> list[dict[str, str]]:
+    """Returns the numbers at the top. asked: what the host asks for, launches or operators."""
+    launches = f"{step.launches:,} {asked}; " if step.launches else ""
     spread = f", ± {duration(step.spread_us)}" if step.spread_us else ""
     shown = [{"big": duration(step.time_us), "small": f"{launches}one step{spread}"}]
     if step.overhead_share is not None:
         shown.append({"big": percent(step.overhead_share), "small": "of it is overhead"})
     if rest := [name for name in step.shares if name != "overhead"]:
         largest = max(rest, key=lambda name: step.shares[name])
-        shown.append({"big": percent(step.shares[largest]), "small": f"of it is {largest}; the verdict is {step.confidence}"})
+        shown.append({"big": percent(step.shares[largest]), "small": f"of it is {largest}; the step's verdict is {step.confidence}"})
     best = max(remedies, key=lambda remedy: remedy.saving_us, default=None)
     if best is not None and best.saving_us > 0:
         how = "predicted for" if best.measured_us is None else "measured with"
@@ -158,7 +171,7 @@ def _remedy(remedy: Remedy) -> dict[str, Any]:
         rows = f"row{'s' * (len(remedy.ops) > 1)} {first}{f' and {rest} more' if rest > 0 else ''}"
     return {
         "name": remedy.name, "predicted": duration(remedy.predicted_us), "measured": _or_dash(remedy.measured_us, duration),
-        "how": remedy.how, "changes": remedy.changes, "rows": rows,
+        "how": remedy.how, "changes": CHANGES[remedy.changes], "rows": rows,
     }  # fmt: skip
 
 
@@ -168,12 +181,25 @@ def _facts(step: Step) -> Iterator[tuple[str, str]]:
         ("busy", step.busy_us, duration), ("spread", step.spread_us, duration),
     )  # fmt: skip
     yield from ((name, write(value)) for name, value, write in named if value is not None)
-    yield from ((f"idle, {cause}", duration(us)) for cause, us in step.idle_us.items())
+    yield from ((f"idle: {NAMES.get(cause, cause)}", duration(us)) for cause, us in step.idle_us.items() if us)
     tried = {"graph_us": "as a CUDA graph", "half_batch_us": "half the batch", "double_batch_us": "twice the batch"}
     for name, words in tried.items():
         if step.experiments.get(name) is not None:
             yield words, duration(step.experiments[name])
-    yield from ((f"not possible: {name}", why) for name, why in (step.experiments.get("why_not") or {}).items())
+    why_not = {"graph": "no CUDA graph", "batch": "no other batch"}
+    yield from ((why_not.get(name, name), why) for name, why in (step.experiments.get("why_not") or {}).items())
+
+
+def _machine_facts(machine: Mapping[str, Any], ceilings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields names and values with their units: what the machine is, then what it was measured to do."""
+    for name, value in (*_flat(machine), *_flat(ceilings)):
+        if name in FACTS:
+            words, unit = FACTS[name]
+            yield words, f"{size(int(value.replace(',', '')))}" if unit == "B" else f"{value} {unit}".strip()
+        elif name.startswith("matmul tflops "):
+            yield f"products in {name.rpartition(' ')[2]}", f"{value} TFLOP/s"
+        elif name not in UNTOLD:
+            yield name, value
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
