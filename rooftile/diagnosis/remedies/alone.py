@@ -248,6 +248,6 @@ def has_products(op: str) -> bool:
 
     A generated kernel has the names of its neighbours, and would read tensors of another dtype as those that it was compiled for.
     """
-    if op.startswith(NAMESPACE):
+    if op.startswith(NAMESPACE) or "::convert" in op:
         return False
     return op.rpartition("::")[2] in PRODUCTS or any(word in op for word in ("conv", "attention", "rnn"))
