@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rooftile.diagnosis.output.units import duration
+
 # they are the step but for this part, or the reader is told what is missing
 UNEXPLAINED = 0.02
 
@@ -21,25 +23,21 @@ def missing(
     """
     if replayed_us > UNEXPLAINED * step_us:
         return [
-            f"{_ms(replayed_us)} ms of kernels are replayed from a CUDA graph, which asks for no operators; diagnose the program "
-            "without its graph to see them"
+            f"{duration(replayed_us)} of kernels are replayed from a CUDA graph, which asks for no operators; diagnose the "
+            "program without its graph to see them"
         ]
     left_us = step_us - operators_us - idle_us
     if abs(left_us) <= UNEXPLAINED * step_us:
         return []
     if left_us < 0:
         return [
-            f"operators and gaps add up to {_ms(operators_us + idle_us)} ms, and the step takes {_ms(step_us)}: some ran beside "
-            "others, or took longer under the profiler"
+            f"operators and gaps add up to {duration(operators_us + idle_us)}, and the step takes {duration(step_us)}: some ran "
+            "beside others, or took longer under the profiler"
         ]
     if step_us - profiled_us > left_us / 2:
         return [
-            f"the step takes {_ms(step_us)} ms in the median, and took {_ms(profiled_us)} when its operators were timed: the "
-            "machine was busy with something else in the others, or steps differ; read the times as parts of the shorter one"
+            f"the step takes {duration(step_us)} in the median, and took {duration(profiled_us)} when its operators were timed: "
+            "something else kept the machine busy in the others, or steps differ; read the times as parts of the shorter one"
         ]
     others = "kernels that no operator asked for" if on_gpu else "views and other calls that compute nothing"
-    return [f"{_ms(left_us)} ms of the step are in no operator and in no gap: {others}"]
-
-
-def _ms(us: float) -> str:
-    return f"{us / 1e3:.3g}"
+    return [f"{duration(left_us)} of the step are in no operator and in no gap: {others}"]

@@ -24,13 +24,14 @@ from rooftile.diagnosis.experiments.step import batch_shares, replayed_share
 from rooftile.diagnosis.missing import missing
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.trace import Trace
+from rooftile.diagnosis.output.units import duration
 from rooftile.diagnosis.records import Operation, Sample
 from rooftile.diagnosis.remedies.alone import aligned_saving_us, cast_us, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
 from rooftile.diagnosis.remedies.in_bf16 import shares_in_bf16
 from rooftile.diagnosis.remedies.narrower import bf16_may_gain, why_no_price
-from rooftile.diagnosis.remedies.propose import PRODUCTS, propose, why_not_compiled
 from rooftile.diagnosis.remedies.prices import NOT_TRIED
+from rooftile.diagnosis.remedies.propose import PRODUCTS, propose, why_not_compiled
 from rooftile.diagnosis.remedies.queue import Queue
 from rooftile.diagnosis.remedies.remedy import DTYPE, PAD
 from rooftile.diagnosis.remedies.seen import WORTH, Seen
@@ -385,7 +386,7 @@ class Observer:
     def _notes(self) -> list[str]:
         lines = {where: us * self._shrink_of_gaps for where, us in self._timeline.lines.items()}
         return [
-            f"{where}: {us / 1e3:.3g} ms of the step, in which nothing ran"
+            f"{where}: {duration(us)} of the step, in which nothing ran"
             for where, us in lines.items()
             if us > 0.05 * median(self._taken)
         ]

@@ -44,7 +44,7 @@ def diagnose_script(
     """
     check(apply)
     found: list[Diagnosis] = []
-    observer = Observer(f"a step of {path}", budget, pads="pad" in apply, ncu=ncu)
+    observer = Observer("a step", budget, pads="pad" in apply, ncu=ncu)
 
     def done() -> None:
         _check_device(device, observer.device)

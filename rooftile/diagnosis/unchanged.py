@@ -180,7 +180,7 @@ def _precision_of_products() -> Callable[[], None]:
         kept = torch.get_float32_matmul_precision()
     except RuntimeError:
         cudnn = torch.backends.cudnn
-        owners = [torch.backends, torch.backends.cuda.matmul, cudnn, cudnn.conv, cudnn.rnn]
+        owners = [torch.backends, torch.backends.cuda.matmul, cudnn, *(getattr(cudnn, kind) for kind in ("conv", "rnn"))]
         values = [(owner, owner.fp32_precision) for owner in owners]
 
         def restore() -> None:

@@ -34,7 +34,8 @@ FACTS = {
     "memory bytes": ("memory", "B"), "l2 bytes": ("L2 cache", "B"), "arch": ("architecture", ""),
     "copy gbs": ("copies in main memory", "GB/s"), "cache gbs": ("copies in the cache", "GB/s"),
     "fma tflops": ("multiply-adds in fp32", "TFLOP/s"), "special gops": ("exponentials", "G/s"),
-    "launch us": ("one of many small operators, one after the other", "µs"), "operator us": ("one small operator and its result", "µs"),
+    "launch us": ("one of many small operators, one after the other", "µs"),
+    "operator us": ("one small operator and its result", "µs"),
     "node us": ("a kernel of nothing in a CUDA graph", "µs"), "date": ("measured", ""),
 }  # fmt: skip
 CHANGES = {"nothing": "nothing", "rounding": "results, by rounding", "memory": "the memory it takes"}
@@ -58,7 +59,7 @@ def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequenc
     return page.render(
         "rooftile.diagnosis.output",
         "page.html",
-        title=f"{program.step}: {_bound(step)}",
+        title=f"{duration(step.time_us)} per step, {_bound(step)}",
         headline=f"{duration(step.time_us)} per step, {_bound(step)}",
         sentence=sentence(step, ops, remedies),
         program=program,
@@ -102,11 +103,12 @@ def _numbers(step: Step, remedies: Sequence[Remedy], asked: str) -> list[dict[st
         shown.append({"big": percent(step.overhead_share), "small": "of it is overhead"})
     if rest := [name for name in step.shares if name != "overhead"]:
         largest = max(rest, key=lambda name: step.shares[name])
-        shown.append({"big": percent(step.shares[largest]), "small": f"of it is {largest}; the step's verdict is {step.confidence}"})
+        words = f"of it is {largest}; the step's verdict is {step.confidence}"
+        shown.append({"big": percent(step.shares[largest]), "small": words})
     best = max(remedies, key=lambda remedy: remedy.saving_us, default=None)
     if best is not None and best.saving_us > 0:
-        how = "predicted for" if best.measured_us is None else "measured with"
-        shown.append({"big": duration(best.saving_us), "small": f"saved, {how} {best.name}"})
+        how = "predicted" if best.measured_us is None else "measured"
+        shown.append({"big": duration(best.saving_us), "small": f"less with “{best.name}”, {how}"})
     return shown
 
 
