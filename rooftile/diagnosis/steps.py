@@ -30,7 +30,7 @@ class Steps:
         self._done = done
         self._open: AbstractContextManager[Any] | None = None
         self.seen = 0
-        self.runs = 1  # of the program
+        self.runs = 1  # how often the program was run
         self._is_first = False
         self._process = os.getpid()
         self.is_marked = False  # the program says itself where its steps are

@@ -83,7 +83,7 @@ def state_of(function: Any, inputs: Iterable[Any]) -> list[Any]:
 
 
 def _parts(x: Any) -> tuple[list[Any], bool]:
-    """What an object holds, and whether its tensors are each named by code."""
+    """Lists what an object holds, and says whether code names each of its tensors."""
     if isinstance(x, partial):
         return [x.func, *x.args, *x.keywords.values()], True
     if isinstance(x, MethodType):
@@ -135,7 +135,7 @@ def _random() -> Callable[[], None]:
     return restore
 
 
-# of each an attribute that a program may set
+# a program may set these attributes
 _FLAGS: tuple[tuple[Any, str], ...] = (
     (torch.backends.cudnn, "benchmark"),
     (torch.backends.cudnn, "deterministic"),

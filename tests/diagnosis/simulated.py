@@ -81,7 +81,7 @@ class SimulatedTimer:
 
 
 class Simulated(NamedTuple):
-    """What a test needs of the machine."""
+    """Holds what a test needs of the machine."""
 
     timer: SimulatedTimer
     roofs: Roofs

@@ -47,7 +47,7 @@ MB = torch.randn(64, 128, dtype=torch.bfloat16)
         (lambda: x.exp(), (0, 1200, 2 * 4800)),
         (lambda: x.clone().add_(1), (1200, 0, 4 * 4800)),
         (lambda: torch.mul(x, 2, out=made), (1200, 0, 2 * 4800)),
-        # of each row the log-probability of its target, and a total weight
+        # it reads the log-probability of each row's target, and writes a total weight
         (lambda: torch.nn.functional.nll_loss(x, targets), (0, 0, 30 * 4 + 30 * 8 + 2 * 4)),
         (lambda: torch.zeros(30, 40).copy_(x), (0, 0, 4800 + 2 * 4800)),
         # views cost nothing

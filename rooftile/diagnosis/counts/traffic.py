@@ -204,7 +204,7 @@ def _embedding_backward(given: dict[str, Any], result: Tensor) -> int:
 
 
 def _nll_loss(given: dict[str, Any], result: Any) -> int:
-    """Of each row the number of its target."""
+    """It reads the number of each row's target, and no other."""
     x = given["self"]
     picked = min(given["target"].numel() * x.element_size(), distinct([x]))
     return picked + distinct([given["target"], *tensors(given["weight"])]) + distinct(tensors(result))

@@ -92,7 +92,7 @@ def sentence(step: Step, ops: Sequence[Op], remedies: Sequence[Remedy] = ()) -> 
 
 
 def _asked_for(ops: Sequence[Op]) -> str:
-    """What the host asks for: kernels of a GPU, operators of a CPU."""
+    """Names the work that the host asks for: kernels of a GPU, operators of a CPU."""
     return "kernels" if any(op.kernels for op in ops) else "operators"
 
 

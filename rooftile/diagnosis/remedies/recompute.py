@@ -1,4 +1,4 @@
-"""What a compiler of forward and backward saves between the two: the backward computes from what is there in any case.
+"""A compiler of forward and backward saves bytes between the two: the backward computes from what is there in any case.
 
 PyTorch's partitioner chooses the smallest set of tensors to keep for the backward. Pointwise work and norms are cheap, so their
 results are made again from the tensors that a product has read or written. Random numbers are kept. A tensor that a product of
@@ -56,7 +56,7 @@ def recompute(chains: Sequence[Chain], calls: Sequence[Call], kept: Collection[i
 
 
 def _sources(tensor: int, chain: Chain) -> tuple[dict[int, int], tuple[Call, ...]]:
-    """What a tensor of a chain is made of: tensors from outside and random numbers, with their bytes; and the calls."""
+    """Finds the tensors from outside and random numbers that make a tensor of a chain, with their bytes; and the calls."""
     sources: dict[int, int] = {}
     again: list[Call] = []
     wanted = {tensor}
