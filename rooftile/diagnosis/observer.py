@@ -28,8 +28,8 @@ from rooftile.diagnosis.output.units import duration
 from rooftile.diagnosis.records import Operation, Sample
 from rooftile.diagnosis.remedies.alone import aligned_saving_us, cast_us, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
-from rooftile.diagnosis.remedies.in_bf16 import shares_in_bf16
-from rooftile.diagnosis.remedies.narrower import bf16_may_gain, why_no_price
+from rooftile.diagnosis.remedies.bf16.in_bf16 import shares_in_bf16
+from rooftile.diagnosis.remedies.bf16.narrower import bf16_may_gain, why_no_price
 from rooftile.diagnosis.remedies.prices import NOT_TRIED
 from rooftile.diagnosis.remedies.propose import PRODUCTS, propose, why_not_compiled
 from rooftile.diagnosis.remedies.queue import Queue

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rooftile.diagnosis.remedies import alone
-from rooftile.diagnosis.remedies.chains import Chain, find_chains
-from rooftile.diagnosis.remedies.recompute import recompute
+from rooftile.diagnosis.remedies.fusion.chains import Chain, find_chains
+from rooftile.diagnosis.remedies.fusion.recompute import recompute
 from rooftile.diagnosis.watch import Watch
 from tests.diagnosis.operators import sample
 

@@ -18,8 +18,8 @@ import rooftile as rt
 from rooftile.diagnosis.records import Call, Operation, Sample
 from rooftile.diagnosis.remedies import alone
 from rooftile.diagnosis.remedies.attentions import find_attentions
-from rooftile.diagnosis.remedies.chains import find_chains
-from rooftile.diagnosis.remedies.narrower import narrower, why_no_price
+from rooftile.diagnosis.remedies.bf16.narrower import narrower, why_no_price
+from rooftile.diagnosis.remedies.fusion.chains import find_chains
 from rooftile.diagnosis.watch import Watch
 from tests.diagnosis.machine import Machine, Work, finding
 

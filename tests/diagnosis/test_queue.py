@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rooftile.diagnosis.records import Call, Operation
 from rooftile.diagnosis.remedies import propose
-from rooftile.diagnosis.remedies.narrower import narrower
+from rooftile.diagnosis.remedies.bf16.narrower import narrower
 from rooftile.diagnosis.remedies.queue import Change, Queue, joined
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.timeline import Launch, _asked

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftile.diagnosis.records import Call
-from rooftile.diagnosis.remedies.chains import find_chains, fuse
+from rooftile.diagnosis.remedies.fusion.chains import find_chains, fuse
 from rooftile.diagnosis.remedies.prices import (
     another_attention,
     cuda_graph,

@@ -10,7 +10,9 @@ import torch
 from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.remedies import prices
 from rooftile.diagnosis.remedies.attentions import Attention
-from rooftile.diagnosis.remedies.chains import (
+from rooftile.diagnosis.remedies.bf16.narrower import narrower
+from rooftile.diagnosis.remedies.checkpoints import recomputed, without_checkpoint
+from rooftile.diagnosis.remedies.fusion.chains import (
     Chain,
     chains_of_tensors,
     compiled,
@@ -21,10 +23,8 @@ from rooftile.diagnosis.remedies.chains import (
     optimiser_chain,
     saved_us,
 )
-from rooftile.diagnosis.remedies.checkpoints import recomputed, without_checkpoint
-from rooftile.diagnosis.remedies.narrower import narrower
+from rooftile.diagnosis.remedies.fusion.recompute import recompute
 from rooftile.diagnosis.remedies.queue import Change, Queue
-from rooftile.diagnosis.remedies.recompute import recompute
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.remedies.seen import WORTH, Seen, by_queue
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES

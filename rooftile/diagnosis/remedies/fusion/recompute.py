@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rooftile.diagnosis.records import Call
-from rooftile.diagnosis.remedies.chains import Chain
+from rooftile.diagnosis.remedies.fusion.chains import Chain
 
 
 def recompute(chains: Sequence[Chain], calls: Sequence[Call], kept: Collection[int]) -> list[Chain]:

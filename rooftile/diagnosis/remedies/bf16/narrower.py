@@ -6,8 +6,8 @@ from collections.abc import Set
 
 from rooftile.diagnosis.remedies import prices
 from rooftile.diagnosis.remedies.alone import has_products, only_a_run_tells
-from rooftile.diagnosis.remedies.autocast import Narrowed, narrowed
-from rooftile.diagnosis.remedies.chains import held_up
+from rooftile.diagnosis.remedies.bf16.autocast import Narrowed, narrowed
+from rooftile.diagnosis.remedies.fusion.chains import held_up
 from rooftile.diagnosis.remedies.queue import Change
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.remedies.seen import WORTH, Seen, by_queue
