@@ -20,6 +20,8 @@ from rooftile.diagnosis.counts.arithmetic import POINTWISE, REDUCING
 
 NAMESPACE = "inductor"
 PREFIXES = ("cpp_fused_", "triton_")
+# a kernel from a template of products, whose FLOPs its name does not tell
+TEMPLATE = "triton_tem_"
 # the parameters of a kernel in C++ and in Triton
 SIGNATURE = {"cpp": r"\bkernel\(([^)]*)\)", "triton": r"def {name}\(([^)]*)\)"}
 
@@ -39,8 +41,13 @@ class Kernel(NamedTuple):
         given = [(use, x) for use, x in zip(self.uses, args, strict=False) if isinstance(x, Tensor)]
         return [x for use, x in given if use != "out"], [x for use, x in given if use != "in"]
 
-    def arithmetic(self, args: Sequence[Any]) -> tuple[int, int]:
-        """FLOPs and special functions: those of the operators in its name, each once for every element of its largest tensor."""
+    def arithmetic(self, args: Sequence[Any]) -> tuple[int | None, int | None]:
+        """FLOPs and special functions: those of the operators in its name, each once for every element of its largest tensor.
+
+        None for a kernel from a template.
+        """
+        if self.name.startswith(TEMPLATE):
+            return None, None
         size = max((x.numel() for x in args if isinstance(x, Tensor)), default=0)
         counts = [POINTWISE.get(op) or REDUCING[op] for op in operators_of(self.name)]
         return sum(per.flops for per in counts) * size, sum(per.special for per in counts) * size

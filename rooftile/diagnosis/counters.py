@@ -53,7 +53,8 @@ def count(samples: Sequence[Sample]) -> tuple[list[dict[str, Any]], list[str]]:
             try:
                 rows.append(_counted(sample, path, number))
             except (RuntimeError, ValueError) as error:
-                reason = "no rights to the GPU's counters" if "ERR_NVGPUCTRPERM" in str(error) else str(error).splitlines()[-1]
+                last = (str(error).splitlines() or [type(error).__name__])[-1]
+                reason = "no rights to the GPU's counters" if "ERR_NVGPUCTRPERM" in str(error) else last
                 notes.append(f"ncu could not count {sample.operation.op}: {reason}")
     return rows, notes
 

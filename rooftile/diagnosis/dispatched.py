@@ -80,8 +80,9 @@ class Dispatched(TorchDispatchMode):
         kwargs = kwargs or {}
         if not in_backward():
             self._modules.note()
-        if not isinstance(func, OpOverload) or is_free(func):
+        if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
+        # first of all: some of these only look like views, such as `to` and `reshape`, which may copy
         if torch.is_inference_mode_enabled() and func.namespace == "aten" and func._can_decompose():
             # in inference mode an operator made of others comes whole; the others have rules
             TorchDispatchMode.__enter__(self)
@@ -91,6 +92,8 @@ class Dispatched(TorchDispatchMode):
                 TorchDispatchMode.__exit__(self, None, None, None)
             if result is not NotImplemented:
                 return result
+        if is_free(func):
+            return func(*args, **kwargs)
         before = self._before(func, args, kwargs)
         result = func(*args, **kwargs)
         self._seen(func, args, kwargs, result, before)

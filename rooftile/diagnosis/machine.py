@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from rooftile.diagnosis.compiled import NAMESPACE, TEMPLATE
 from rooftile.diagnosis.records import Operation
 from rooftile.diagnosis.verdicts.roofs import Roofs
 from rooftile.hardware.ceilings import Ceilings
@@ -13,8 +14,7 @@ from rooftile.hardware.ceilings import Ceilings
 
 def roofs_of(operation: Operation, device: torch.device, measured: Ceilings) -> Roofs:
     """The roofs that an operator meets: by the dtype of its numbers, and whether they are products."""
-    name = operation.op.split("::")[1]
-    products = any(word in name for word in ("mm", "conv", "attention", "linear", "rnn"))
+    name, products = operation.op.split("::")[1], _has_products(operation.op)
     on_gpu = device.type == "cuda"
     dtype = operation.dtype if operation.dtype in measured.matmul_tflops else "fp32"
     # numbers narrower than fp32 are computed in fp32, outside of products
@@ -26,11 +26,20 @@ def roofs_of(operation: Operation, device: torch.device, measured: Ceilings) -> 
     return Roofs(
         memory="HBM" if on_gpu else "DRAM", bytes_per_s=measured.copy_gbs * 1e9, cache="L2" if on_gpu else "cache",
         cache_bytes_per_s=measured.cache_gbs * 1e9,
-        arithmetic="tensor" if on_gpu and products and dtype not in ("fp32", "fp64") else wide,
+        # integers are computed beside fp32's units, at no higher rate
+        arithmetic="tensor" if on_gpu and products and dtype not in ("fp32", "fp64") else wide if operation.dtype else "int",
         flops_per_s=rate * 1e12, special_per_s=measured.special_gops * 1e9,
         fixed_us=(measured.node_us or 0.0) if on_gpu else measured.operator_us,
         launch_us=measured.launch_us if on_gpu else 0.0,
     )  # fmt: skip
+
+
+def _has_products(op: str) -> bool:
+    """Whether an operator multiplies matrices. A generated kernel has the names of its neighbours, and only a template does."""
+    name = op.split("::")[1]
+    if op.startswith(NAMESPACE):
+        return name.startswith(TEMPLATE)
+    return any(word in name for word in ("mm", "conv", "attention", "linear", "rnn")) and not name.startswith("convert")
 
 
 def runs_in_tf32(name: str, device: torch.device) -> bool:

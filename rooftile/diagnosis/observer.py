@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,13 +24,17 @@ from rooftile.diagnosis.experiments.step import batch_shares, replayed_share
 from rooftile.diagnosis.missing import missing
 from rooftile.diagnosis.output.rows import Program
 from rooftile.diagnosis.output.trace import Trace
+from rooftile.diagnosis.output.units import duration
 from rooftile.diagnosis.records import Operation, Sample
-from rooftile.diagnosis.remedies.alone import cast_us, padded_saving_us
+from rooftile.diagnosis.remedies.alone import aligned_saving_us, cast_us, padded_saving_us
 from rooftile.diagnosis.remedies.attentions import Attention, find_attentions, time_ours
-from rooftile.diagnosis.remedies.in_bf16 import shares_in_bf16
-from rooftile.diagnosis.remedies.propose import PRODUCTS, WORTH, Seen, bf16_may_gain, propose
+from rooftile.diagnosis.remedies.bf16.in_bf16 import shares_in_bf16
+from rooftile.diagnosis.remedies.bf16.narrower import bf16_may_gain, why_no_price
+from rooftile.diagnosis.remedies.prices import NOT_TRIED
+from rooftile.diagnosis.remedies.propose import PRODUCTS, propose, why_not_compiled
 from rooftile.diagnosis.remedies.queue import Queue
-from rooftile.diagnosis.remedies.remedy import PAD
+from rooftile.diagnosis.remedies.remedy import DTYPE, PAD
+from rooftile.diagnosis.remedies.seen import WORTH, Seen
 from rooftile.diagnosis.steps import Role, Timed
 from rooftile.diagnosis.timeline import Profiled, Timeline
 from rooftile.diagnosis.verdicts.classify import COLLECTIVES, classify, settled
@@ -53,7 +56,7 @@ MOST_KINDS = 20
 SAMPLES_LIMIT = 2 << 30
 # an operator that seems so many times as fast as its roof shows that the roof was measured too low
 ABOVE = 1.2
-NO_INPUTS = "the step takes no inputs"
+NO_INPUTS = "the program makes its own inputs; name the function of one step by --step to have other batches tried"
 # the share of the budget for runs in bf16: a price that rests on runs is worth more than a last verdict
 IN_BF16 = 0.25
 # an attention is worth timing another one if it takes so much of the step
@@ -86,6 +89,7 @@ class Observer:
         self._asked: list[float] = []
         self._watch = Watch()
         self._devices = Devices()
+        self._profiled: Profiled
         self._record: Record | None = None
         self._peak_bytes: int | None = None
 
@@ -94,17 +98,27 @@ class Observer:
         """One for each step: warm-up, times, a watched, a profiled and a recorded step."""
         timed: Role = lambda: Timed(self.device, self._taken, self._asked)  # noqa: E731
         # the first step may compile, which nothing may watch
-        warm_ups: list[Role] = [nullcontext, lambda: self._devices, self._peak]
-        return warm_ups + [timed] * TIMED_STEPS + [lambda: self._watch, lambda: self._profiled, self._recording]
+        warm_ups: list[Role] = [nullcontext, self._finding_devices, self._peak]
+        return warm_ups + [timed] * TIMED_STEPS + [self._watching, self._profiling, self._recording]
 
     @property
     def device(self) -> torch.device:
         """The device of the step, known after two steps."""
         return self._devices.main
 
-    @cached_property
-    def _profiled(self) -> Profiled:
-        return Profiled(self.device, lambda: {operation.op for operation in self._watch.operations})
+    # a program may end within a step, and is run again then: each begins with nothing seen
+
+    def _finding_devices(self) -> Devices:
+        self._devices = Devices()
+        return self._devices
+
+    def _watching(self) -> Watch:
+        self._watch = Watch()
+        return self._watch
+
+    def _profiling(self) -> Profiled:
+        self._profiled = Profiled(self.device, lambda: {operation.op for operation in self._watch.operations})
+        return self._profiled
 
     @contextmanager
     def _peak(self) -> Iterator[None]:
@@ -191,14 +205,14 @@ class Observer:
             counted, notes = counters.count(list(samples.values()))
         elif self._ncu:
             notes = ["ncu counts on a GPU only"]
-        padded_us: dict[int, float] = {}
+        padded_us, aligned_us = dict[int, float](), dict[int, float]()
         # the most expensive first, as the budget may end
         kinds = self._kinds()
-        narrower: dict[int, float] = {}
+        narrower, too_late = dict[int, float](), frozenset[int]()
         if bf16_may_gain(measured):
             worth = {kind: rows for kind, rows in kinds.items() if self._kind_us(rows) >= WORTH * median(self._taken)}
             until = time.perf_counter() + IN_BF16 * self._budget
-            narrower = shares_in_bf16(operations, worth, samples, self.device, until)
+            narrower, too_late = shares_in_bf16(operations, worth, samples, self.device, until)
         recorded = {
             kind: Recorded(samples[kind], self._us(operations[rows[0]]) / operations[rows[0]].calls)
             for kind, rows in kinds.items() if kind in samples
@@ -213,9 +227,13 @@ class Observer:
         for kind, rows in kinds.items():
             operation = operations[rows[0]]
             sample = samples.pop(kind, None)
-            if self._pads and sample is not None and operation.op in PRODUCTS:
+            if sample is None or operation.op not in PRODUCTS:
+                continue
+            if self._pads:
                 saved_us = padded_saving_us(sample, self.device)
                 padded_us |= {row: saved_us * operations[row].calls for row in rows}
+            if self.device.type == "cuda" and (saved_us := aligned_saving_us(sample, self.device)) > 0:
+                aligned_us |= {row: min(saved_us * operations[row].calls, self._us(operations[row])) for row in rows}
         findings = self._findings(measured, evidence)
         if any(_is_above(finding) for finding in findings) and self.device not in _measured_again:
             # the ceilings were measured while something else ran; or a library needs fewer FLOPs, and once more is enough
@@ -224,19 +242,24 @@ class Observer:
             findings = self._findings(measured, evidence)
         step, kernels = self._evidence(), self._kernels(findings)
         left = missing(
-            step_us=step.time_us, operators_us=sum(finding.time_us for finding in findings), idle_us=sum(step.idle_us.values()),
-            replayed_us=self._timeline.replayed_us * self._shrink, on_gpu=self.device.type == "cuda",
+            step_us=step.time_us, profiled_us=self._timeline.wall_us,
+            operators_us=sum(finding.time_us for finding in findings) - self._timeline.copied_us * self._shrink,
+            idle_us=sum(step.idle_us.values()), replayed_us=self._timeline.replayed_us * self._shrink,
+            on_gpu=self.device.type == "cuda",
         )  # fmt: skip
         seen = Seen(
             device=self.device, ceilings=measured, step=step, findings=findings, calls=self._watch.calls,
             kept=self._watch.kept, busy_us=self._timeline.busy_us * self._shrink, launches=self._timeline.launches,
-            kernels=kernels, attentions=attentions, narrower=narrower, queue=self._queue(),
-            cast_us=cast_us(self.device) if bf16_may_gain(measured) else 0.0,
+            kernels=kernels, attentions=attentions, narrower=narrower, too_late=too_late, aligned_us=aligned_us,
+            queue=self._queue(), cast_us=cast_us(self.device) if bf16_may_gain(measured) else 0.0,
             sync_us=self._lines("sync"), wait_us=self._lines("host"),
         )  # fmt: skip
         remedies = [
             replace(r, measured_us=padded_us[r.ops[0]]) if r.name == PAD and r.ops[0] in padded_us else r for r in propose(seen)
         ]
+        if not any(r.name.startswith(DTYPE) for r in remedies):
+            notes += why_no_price(seen)
+        notes += why_not_compiled(seen)
         return diagnosis(
             machine=describe(self.device).json(), ceilings=measured.json(),
             program=Program(command=_command(), step=self._name, torch=torch.__version__, mode=self._mode),
@@ -316,7 +339,7 @@ class Observer:
         """The time of the step as a CUDA graph; None if it cannot be one, with the reason."""
         step = self._resized(1.0) if self._resized is not None else None
         if step is None:
-            why_not["graph"] = NO_INPUTS
+            why_not["graph"] = NOT_TRIED
             return None
         operators: Counter[str] = Counter()
         for operation in self._watch.operations:
@@ -348,13 +371,22 @@ class Observer:
         return found
 
     def _kernels(self, findings: Sequence[Finding]) -> dict[int, Sequence[str]]:
-        by_op = {key[0]: names for key, names in self._timeline.kernels.items()}
-        return {n: by_op[f.operation.op] for n, f in enumerate(findings) if f.operation.op in by_op}
+        """The names of the kernels of each row: by operator and shapes, as one operator has other kernels for other shapes."""
+        found: dict[int, Sequence[str]] = {}
+        for row, f in enumerate(findings):
+            names = self._timeline.kernels.get((f.operation.op, f.operation.shapes))
+            if names is None:
+                # a profiler names the shapes of some arguments in another way
+                alike = [names for (op, _), names in self._timeline.kernels.items() if op == f.operation.op]
+                names = tuple(dict.fromkeys(name for its in alike for name in its))
+            if names:
+                found[row] = names
+        return found
 
     def _notes(self) -> list[str]:
         lines = {where: us * self._shrink_of_gaps for where, us in self._timeline.lines.items()}
         return [
-            f"{where}: {us / 1e3:.3g} ms of the step, in which nothing ran"
+            f"{where}: {duration(us)} of the step, in which nothing ran"
             for where, us in lines.items()
             if us > 0.05 * median(self._taken)
         ]

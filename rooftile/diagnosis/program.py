@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.observer import Observer
 from rooftile.diagnosis.remedies.apply import Trial, check, tried
-from rooftile.diagnosis.run import diagnose
+from rooftile.diagnosis.run import diagnose_call
 from rooftile.diagnosis.script import run
 from rooftile.diagnosis.steps import Finished, Steps
 from rooftile.errors import InvalidInput
@@ -25,7 +26,8 @@ def diagnose_script(
     """Runs a script, finds its step and diagnoses it; see `diagnosis.script` for what counts as a step.
 
     A script that marks its steps, or whose optimiser ends them, is watched while it runs, and stopped when enough was seen. A
-    named function, or a module of a script without either, is called again some twenty times when the script has reached it.
+    named function, or a module of a script without either, is called again some twenty times when the script has reached it, also
+    with half and twice its batch. A script with few steps is run several times.
 
     Args:
         path: the script.
@@ -37,29 +39,33 @@ def diagnose_script(
         ncu: also count bytes by Nsight Compute.
 
     Raises:
-        InvalidInput: there is no such file, no step was found, the script ended before enough steps were seen, or its step runs
+        InvalidInput: there is no such file, no step was found, the script failed or has fewer than three steps, or its step runs
             on another device.
     """
     check(apply)
     found: list[Diagnosis] = []
-    observer = Observer(f"a step of {path}", budget, pads="pad" in apply, ncu=ncu)
+    observer = Observer("a step", budget, pads="pad" in apply, ncu=ncu)
 
     def done() -> None:
         _check_device(device, observer.device)
         found.append(observer.conclude())
         raise Finished
 
-    call = run(path, arguments, Steps(observer.roles, done), function=function, patience=max(LEAST_PATIENCE, 10 * budget))
+    steps = Steps(observer.roles, done)
+    call = run(path, arguments, steps, function=function, patience=max(LEAST_PATIENCE, 10 * budget))
     if call is None:
-        return tried(found[0], apply, observer.device, lambda trial: _again(path, arguments, trial))
+        whole = tried(found[0], apply, observer.device, lambda trial: _again(path, arguments, trial))
+        words = f"{path} was run {steps.runs} times until {steps.needed} of its steps had been seen"
+        return whole.noted(words) if steps.runs > 1 else whole
 
-    def step() -> object:
-        return call.function(*call.args, **call.kwargs)
+    def step(*inputs: Any, **named: Any) -> Any:
+        with call.modes.again():
+            return call.function(*inputs, **named)
 
     step.__qualname__ = call.name
-    named = diagnose(step, apply=apply, budget=budget, ncu=ncu)
-    _check_device(device, torch.device(named.machine["type"]))
-    return named
+    called = diagnose_call(step, call.args, call.kwargs, apply=apply, budget=budget, ncu=ncu)
+    _check_device(device, torch.device(called.machine["type"]))
+    return called.noted(call.note) if call.note else called
 
 
 def _check_device(expected: str | None, found: torch.device) -> None:

@@ -15,6 +15,8 @@ from rooftile.diagnosis.output.units import duration, percent
 FORM = "rooftile.diagnosis.ranks/1"
 # ranks end their experiments at different times
 PATIENCE_SECONDS = 120.0
+# ranks that wait for each other differ by noise only
+ALIKE = 1.05
 
 
 class Rank(NamedTuple):
@@ -73,6 +75,8 @@ def table(ranks: Sequence[dict[str, Any] | None]) -> str:
         lines.append(f"{number:4}  {words}")
     times = [found["step"]["time_us"] for found in ranks if found is not None]
     if len(times) > 1:
+        if max(times) < ALIKE * min(times):
+            return "\n".join([*lines, f"all take the same time within {percent(ALIKE - 1)}"])
         slowest = next(n for n, found in enumerate(ranks) if found is not None and found["step"]["time_us"] == max(times))
         lines.append(f"rank {slowest} is the slowest, by {percent(max(times) / min(times) - 1)} of the fastest one's step")
     return "\n".join(lines)

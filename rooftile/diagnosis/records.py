@@ -56,4 +56,8 @@ class Call:
     reads: Mapping[int, int]
     writes: Mapping[int, int]
     pointwise: bool  # a fused kernel can do it in its pass: also a reduction of rows, a copy
+    ends: bool = False  # ... which ends with it: a reduction of all that it reads
+    passes: int = 1  # that a fused kernel needs over what it reads
+    draws: bool = False  # random numbers
+    backward: bool = False  # a compiler makes a graph of its own for the backward
     again: bool = False  # a checkpoint runs it a second time, in the backward

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rooftile.diagnosis.diagnosis import Diagnosis
 from rooftile.diagnosis.observer import Observer
@@ -57,31 +58,37 @@ def diagnose(
         raise InvalidInput(f"diagnose takes a function or a module; got {type(function).__name__}")
     if not budget > 0:
         raise InvalidInput(f"budget is {budget}; must be a positive number of seconds")
+    return diagnose_call(function, inputs, {}, backward=backward, apply=apply, budget=budget, ncu=ncu)
+
+
+def diagnose_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, backward: bool = False,
+    apply: Sequence[str] = (), budget: float = 60.0, ncu: bool = False,
+) -> Diagnosis:  # fmt: skip
+    """Diagnoses function(*args, **kwargs), as `diagnose` does."""
     apply = [apply] if isinstance(apply, str) else list(apply)
     check(apply)
     name = getattr(function, "__qualname__", type(function).__name__)
 
-    def step() -> None:
-        result = function(*inputs)
-        if backward:
-            _backward(result)
-
-    found: list[Diagnosis] = []
-    def resized(factor: float) -> Callable[[], None] | None:
-        scaled = inputs if factor == 1 else _with_batch(inputs, factor)
-        if scaled is None:
+    def called(function: Callable[..., Any], factor: float = 1.0) -> Callable[[], None] | None:
+        """The step with the batch times a factor; None where the inputs have no batch in common."""
+        given = (args, kwargs) if factor == 1 else _with_batch((args, kwargs), factor)
+        if given is None:
             return None
 
-        def other() -> None:
-            result = function(*scaled)
+        def step() -> None:
+            result = function(*given[0], **given[1])
             if backward:
                 _backward(result)
 
-        return other
+        return step
 
-    observer = Observer(name, budget, resized, pads="pad" in apply, ncu=ncu)
+    step = called(function)
+    assert step is not None
+    found: list[Diagnosis] = []
+    observer = Observer(name, budget, lambda factor: called(function, factor), pads="pad" in apply, ncu=ncu)
     steps = Steps(observer.roles, lambda: found.append(observer.conclude()))
-    with unchanged(state_of(function, inputs)):
+    with unchanged(state_of(function, (*args, *kwargs.values()))):
         for _ in range(steps.needed):
             _in(steps, step)
 
@@ -89,15 +96,10 @@ def diagnose(
             tries = Steps(trial.roles, lambda: None)
             _in(tries, step)
             # a function that calls no module is compiled as a whole, with its result, or a compiler would leave out what makes it
-            whole = torch.compile(function) if trial.name == "compile" and not trial.modules else None
-
-            def changed() -> None:
-                result = whole(*inputs)  # type: ignore[misc]
-                if backward:
-                    _backward(result)
-
+            whole = trial.name == "compile" and not trial.modules
+            changed = called(torch.compile(function)) if whole else None
             while tries.seen < tries.needed:
-                _in(tries, changed if whole is not None and trial.is_changed(tries.seen) else step)
+                _in(tries, changed if changed is not None and trial.is_changed(tries.seen) else step)
 
         return tried(found[0], apply, observer.device, run)
 
@@ -132,12 +134,20 @@ def _tensors(result: Any) -> list[Tensor]:
     return [x for one in result for x in _tensors(one)]
 
 
-def _with_batch(inputs: Sequence[Any], factor: float) -> tuple[Any, ...] | None:
-    """The inputs with the first axis of all tensors times `factor`; None if they have none in common, or nothing to halve."""
-    sizes = {x.shape[0] if x.ndim else 0 for x in inputs if isinstance(x, Tensor)}
+def _with_batch(given: Any, factor: float) -> Any | None:
+    """Arguments with the first axis of all tensors times `factor`; None if they have none in common, or nothing to halve."""
+    sizes = {x.shape[0] if x.ndim else 0 for x in tree_leaves(given) if _may_be_a_batch(x)}
     if len(sizes) != 1 or (size := sizes.pop()) == 0 or (factor < 1 and size < 2):
         return None
-    return tuple(
-        x if not isinstance(x, Tensor) else x[: int(size * factor)] if factor < 1 else torch.cat([x] * round(factor))
-        for x in inputs
-    )
+
+    def resized(x: Any) -> Any:
+        if not _may_be_a_batch(x):
+            return x
+        return x[: int(size * factor)] if factor < 1 else torch.cat([x] * round(factor))
+
+    return tree_map(resized, given)
+
+
+def _may_be_a_batch(x: Any) -> bool:
+    # a weight that is an argument has no batch
+    return isinstance(x, Tensor) and not isinstance(x, nn.Parameter)

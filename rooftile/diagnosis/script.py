@@ -23,11 +23,19 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from rooftile.diagnosis.dispatched import optimiser_steps
+from rooftile.diagnosis.modes import Modes
 from rooftile.diagnosis.steps import Finished, Steps, watching
+from rooftile.diagnosis.where import user_line
 from rooftile.errors import InvalidInput
 
 # outermost calls of modules without an optimiser's step, after which a program that goes on is one that only calls
 MANY_CALLS = 32
+
+
+# steps that a run of the script must have, or it is not run again for more
+FEWEST = 3
+# frames that run no code until somebody asks for a value
+CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR = 0x20, 0x80, 0x200
 
 
 class Call(NamedTuple):
@@ -36,7 +44,9 @@ class Call(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    name: str
+    name: str  # for the reader
+    modes: Modes  # that held around it
+    note: str = ""  # what became of the script
 
 
 class _Reached(BaseException):
@@ -60,17 +70,36 @@ def run(
         patience: seconds until the first step; and seconds for which a script may call modules without one, until the call of a
             module counts as its step.
 
+    A script that ends after three or more steps is run again until there are enough.
+
     Returns:
         The call to be made again: of the named function, else of the outermost module. None if `steps` has seen all of its.
 
     Raises:
-        InvalidInput: there is no such file; the named function was never called; no step was found, or too few, or none in time.
+        InvalidInput: there is no such file; the named function was never called; no step was found, or too few, or none in time;
+            the script failed.
     """
     if not Path(path).is_file():
         raise InvalidInput(f"{path} is not a file; give the path of a Python script")
+    while True:
+        seen = steps.seen
+        call = _run_once(path, arguments, steps, function, patience)
+        if call is not None or steps.seen == steps.needed:
+            return call
+        # what lies before an optimiser's first step is none that was seen
+        made = steps.seen - seen + (not steps.is_marked)
+        if made < FEWEST:
+            raise InvalidInput(
+                f"{path} ended after {made} steps; needs at least {FEWEST}: let it run longer, or name a function by --step"
+            )
+        steps.run_again()
+
+
+def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str | None, patience: float) -> Call | None:
+    """Runs the script from its beginning to its end, or until all steps have been seen; None if it has steps of its own."""
     calls: list[Call] = []
     with _as_main(path, arguments), watching(steps), _modules(calls, steps, patience), _optimisers(steps), _named(function):
-        alarm = _Alarm(patience, lambda: not steps.seen and not calls)
+        alarm = _Alarm(patience, lambda: not steps.is_stepping and not calls)
         try:
             runpy.run_path(path, run_name="__main__")
         except _Reached as reached:
@@ -86,6 +115,14 @@ def run(
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise InvalidInput(f"{path} ended with exit code {error.code} before its step had been seen") from error
+        except InvalidInput:
+            raise
+        except Exception as error:
+            reason = f"{path} failed with {type(error).__name__}: {error} ({_line_of(error)})"
+            if not calls or steps.is_stepping:
+                raise InvalidInput(f"{reason} before enough of its steps had been seen; run it by itself first") from error
+            # the calls of its modules were good until then
+            return calls[-1]._replace(note=f"{reason} after {calls[-1].name}, which is what was diagnosed")
         finally:
             alarm.off()
             if steps.is_elsewhere:
@@ -93,10 +130,8 @@ def run(
                 os._exit(0)
     if function is not None:
         raise InvalidInput(f"{path} never called {function}; name a function that it calls, as in --step train_step")
-    if steps.seen:
-        raise InvalidInput(
-            f"{path} ended after {steps.seen} steps; needs {steps.needed}: let it run longer, or name a function by --step"
-        )
+    if steps.is_stepping:
+        return None
     if not calls:
         raise InvalidInput(
             f"{path} has no step: no optimiser stepped and no module was called; name a function by --step, or mark the step "
@@ -152,13 +187,15 @@ def _modules(calls: list[Call], steps: Steps, patience: float) -> Iterator[None]
 
     def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth, count, first
-        if depth == 0 and not steps.seen and not steps.is_marked:
+        if depth == 0 and not steps.is_stepping:
             count += 1
             first = first or time.monotonic()
             if count > MANY_CALLS and time.monotonic() - first > patience:
                 raise _Reached(calls[0])
         if depth == 0:
-            calls[:] = [Call(self, args, kwargs, f"the call of {type(self).__name__}")]
+            where = user_line(sys._getframe(1))
+            name = f"the call of {type(self).__name__}{f' at {where}' if where else ''}"
+            calls[:] = [Call(self, args, kwargs, name, Modes.now())]
         depth += 1
         try:
             return original(self, *args, **kwargs)
@@ -182,6 +219,7 @@ def _optimisers(steps: Steps) -> Iterator[None]:
             return
         first.append(optimiser)
         if optimiser is first[0]:
+            steps.is_stepping = True
             steps.boundary()
 
     with optimiser_steps:
@@ -211,8 +249,19 @@ def _named(function: str | None) -> Iterator[None]:
         sys.setprofile(None)
 
 
+def _line_of(error: BaseException) -> str:
+    """The innermost line of the user's code that an error came from."""
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        found = user_line(traceback.tb_frame, traceback.tb_lineno, outwards=False) or found
+        traceback = traceback.tb_next
+    return found
+
+
 def _call_of(frame: FrameType, name: str) -> Call:
     code = frame.f_code
+    if code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
+        raise InvalidInput(f"{name} is a generator or a coroutine, whose call runs nothing; name a function that runs one step")
     count = code.co_argcount
     args = [frame.f_locals[word] for word in code.co_varnames[:count]]
     keywords = code.co_varnames[count : count + code.co_kwonlyargcount]
@@ -224,7 +273,7 @@ def _call_of(frame: FrameType, name: str) -> Call:
         kwargs |= frame.f_locals[rest.pop(0)]
     *owner, last = name.split(".")
     if owner:
-        return Call(getattr(args[0], last), tuple(args[1:]), kwargs, name)
+        return Call(getattr(args[0], last), tuple(args[1:]), kwargs, name, Modes.now())
     if last not in frame.f_globals:
         raise InvalidInput(f"{name} is defined inside another function; name one of the module's, or a method as Class.method")
-    return Call(frame.f_globals[last], tuple(args), kwargs, name)
+    return Call(frame.f_globals[last], tuple(args), kwargs, name, Modes.now())

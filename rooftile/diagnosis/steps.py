@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,8 +30,11 @@ class Steps:
         self._done = done
         self._open: AbstractContextManager[Any] | None = None
         self.seen = 0
+        self.runs = 1  # how often the program was run
+        self._is_first = False
         self._process = os.getpid()
         self.is_marked = False  # the program says itself where its steps are
+        self.is_stepping = False  # it does so, or its optimiser has made a step
 
     @property
     def needed(self) -> int:
@@ -43,16 +46,25 @@ class Steps:
         """Whether this is a process that the program has forked: its steps are not those that were asked about."""
         return os.getpid() != self._process
 
+    def run_again(self) -> None:
+        """The program has ended and is run again: its next step warms it up, and is none of those that were asked for."""
+        self._is_first = True
+        self.runs += 1
+
     def begin(self) -> None:
         if not self.is_elsewhere and self.seen < len(self._roles):
-            self._open = self._roles[self.seen]()
-            self._open.__enter__()
+            role = nullcontext() if self._is_first else self._roles[self.seen]()
+            role.__enter__()
+            self._open = role
 
     def end(self) -> None:
         role, self._open = self._open, None
         if role is None or self.is_elsewhere:
             return
         role.__exit__(None, None, None)
+        if self._is_first:
+            self._is_first = False
+            return
         self.seen += 1
         if self.seen == len(self._roles):
             self._done()
@@ -97,7 +109,7 @@ def step() -> Iterator[None]:
         yield
         return
     steps = _watched[-1]
-    steps.is_marked = True
+    steps.is_marked = steps.is_stepping = True
     steps.begin()
     try:
         yield

@@ -78,6 +78,7 @@ class Timeline:
     launched: tuple[Launch, ...] = ()  # on a GPU, in the order in which the host asked
     tail_us: float = 0.0  # the host's time after the last of them
     replayed_us: float = 0.0  # kernels of CUDA graphs, which no operator asks for
+    copied_us: float = 0.0  # copies between host and device beside which no kernel ran: in an operator's time and in a gap
 
     @property
     def idle_us(self) -> dict[str, float]:
@@ -161,7 +162,7 @@ def _read(
     calls: Counter[OpKey] = Counter()
     kernels: defaultdict[OpKey, list[str]] = defaultdict(list)
     asked: list[Launch] = []
-    tail_us = replayed_us = 0.0
+    tail_us = replayed_us = copied_us = 0.0
     if on_gpu:
         launched = {e.correlation_id(): e for e in host if e.name().startswith(("cu", "hip"))}
         early = {number for number, e in launched.items() if e.start_ns() < window[0]}
@@ -189,7 +190,10 @@ def _read(
         waits = _waits(host)
         gaps = _device_gaps(work, copies, launched, waits, window, lines)
         asked, tail_us = _asked(work_of, waits, (window[0], host_end))
-        busy, count = _length(_union(_span(e) for e in work)), len(work)
+        spans = _union(_span(e) for e in work)
+        busy, count = _length(spans), len(work)
+        # a GPU runs copies of both directions at once
+        copied_us = sum(_length([copy]) - _overlap(copy, spans) for copy in _union(copies)) / 1e3
     else:
         for op in operators:
             calls[_key(op)] += 1
@@ -202,6 +206,7 @@ def _read(
         op_us={key: us / calls[key] for key, us in total.items()}, op_calls=dict(calls),
         kernels={key: tuple(names) for key, names in kernels.items()}, gaps=tuple(gaps), start_ns=window[0],
         launched=tuple(asked), tail_us=tail_us, replayed_us=replayed_us,
+        copied_us=copied_us,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ experiments run on.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from rooftile.diagnosis.compiled import NAMESPACE, Kernel
 from rooftile.diagnosis.counts import Counted, count
 from rooftile.diagnosis.counts.arithmetic import dtype_name
-from rooftile.diagnosis.counts.fusable import is_fusable
-from rooftile.diagnosis.counts.traffic import by_storage, distinct, tensors, touched
+from rooftile.diagnosis.counts.fusable import Fusing, fusing
+from rooftile.diagnosis.counts.traffic import RULES, base_name, by_storage, distinct, tensors, touched
 from rooftile.diagnosis.dispatched import Dispatched
 from rooftile.diagnosis.records import Call, Operation, Sample
 from rooftile.diagnosis.where import user_line
@@ -65,15 +65,16 @@ class Watch(Dispatched):
             self._numbers[key] = len(self._numbers)
         row.indices.append(len(self.calls))
         # what a compiler has fused needs no other fusion
-        fusable = not isinstance(func, Kernel) and is_fusable(func, args, kwargs)
+        fused = Fusing() if isinstance(func, Kernel) else fusing(func, args, kwargs)
         read, written = func.touched(args) if isinstance(func, Kernel) else touched(func, args, kwargs, result)
         for x in (*read, *written):
             if x.layout == torch.strided and x.untyped_storage()._cdata not in self._storages:
                 storage = x.untyped_storage()
                 self._storages[storage._cdata] = StorageWeakRef(storage)
         call = Call(
-            row=self._numbers[key], reads=by_storage(read), writes=by_storage(written),
-            pointwise=fusable, again=self.phase == "backward" and _in_checkpoint(sys._getframe()),
+            row=self._numbers[key], reads=_reads(func, read, written, row.counted.bytes), writes=by_storage(written),
+            pointwise=fused.joins, ends=fused.ends, passes=fused.passes, draws=fused.draws,
+            backward=self.phase == "backward", again=self.phase == "backward" and _in_checkpoint(sys._getframe()),
         )  # fmt: skip
         self.calls.append(call)
 
@@ -154,6 +155,18 @@ def _count(func: OpOverload | Kernel, args: tuple[Any, ...], kwargs: dict[str, A
         return count(func, args, kwargs, result)
     read, written = func.touched(args)
     return Counted(*func.arithmetic(args), distinct(read) + distinct(written))
+
+
+def _reads(
+    func: OpOverload | Kernel, read: Sequence[Tensor], written: Sequence[Tensor], counted_bytes: int | None
+) -> dict[int, int]:  # fmt: skip
+    """The bytes that a call reads of each tensor; of the table of a gather only the rows that it touches."""
+    found = by_storage(read)
+    if not isinstance(func, Kernel) and base_name(func) in RULES and counted_bytes is not None and found:
+        table = max(found, key=lambda tensor: found[tensor])
+        untouched = sum(found.values()) + sum(by_storage(written).values()) - counted_bytes
+        found[table] = max(0, found[table] - max(0, untouched))
+    return found
 
 
 def name_of(func: OpOverload | Kernel) -> str:

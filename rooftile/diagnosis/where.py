@@ -11,21 +11,25 @@ import torch
 
 import rooftile
 
+# frames around this file's called the step for a diagnosis: their lines say nothing about its operators
+RUNNER = str(Path(__file__).with_name("run.py"))
 # code of which nobody asks for the line: that of PyTorch, of this package and of Python itself
 OURS = (*tuple(str(Path(module.__file__ or "").parent) for module in (torch, rooftile)), sysconfig.get_path("stdlib"))
 
 
-def user_line(frame: FrameType | None) -> str:
-    """The innermost frame that is the user's, as "file.py:12"; "" if there is none.
+def user_line(frame: FrameType | None, line: int | None = None, *, outwards: bool = True) -> str:
+    """The innermost frame that is the user's, as "file.py:12"; "" if the step has none, as a module of torch.nn.
 
     A library that is neither PyTorch's nor this one counts as the user's, such as Transformers: its line says more than that of
     the call of the whole model.
+
+    line: of this frame; None: the one that it is at. outwards: also ask the frames that called it.
     """
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != RUNNER:
         # Inductor's generated code lies anywhere, and is one of PyTorch's modules
         if _is_user(frame.f_code.co_filename) and not frame.f_globals.get("__name__", "").startswith("torch."):
-            return f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{_shown(frame.f_code.co_filename)}:{line or frame.f_lineno}"
+        line, frame = None, frame.f_back if outwards else None
     return ""
 
 

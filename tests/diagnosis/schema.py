@@ -38,6 +38,7 @@ OP = fixed(
         "roof_share": optional("number"), "bound": BOUND, "unit": UNIT, "modelled_bound": BOUND,
         "confidence": CONFIDENCE, "confirmed_by": STRING,
         "experiments": fixed({
+            "alone": fixed({"time_us": optional("number"), "spread_us": optional("number")}),
             "intensity": fixed({
                 "added_us": listed(NUMBER), "time_us": listed(NUMBER), "slope": optional("number"),
                 "knee_flops_per_byte": optional("number"),

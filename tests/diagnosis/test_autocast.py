@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from rooftile.diagnosis.dispatched import Dispatched
 from rooftile.diagnosis.records import Call, Operation, Sample
-from rooftile.diagnosis.remedies import alone, in_bf16
-from rooftile.diagnosis.remedies.autocast import Narrowed, narrowed
-from rooftile.diagnosis.remedies.in_bf16 import shares_in_bf16, with_backward
+from rooftile.diagnosis.remedies import alone
+from rooftile.diagnosis.remedies.bf16 import in_bf16
+from rooftile.diagnosis.remedies.bf16.autocast import Narrowed, narrowed
+from rooftile.diagnosis.remedies.bf16.in_bf16 import shares_in_bf16, with_backward
 from rooftile.diagnosis.watch import Record, Watch
 
 BOTH = {torch.float32, torch.bfloat16}
@@ -211,8 +212,8 @@ def test_rows_are_tried_until_the_time_ends(monkeypatch: pytest.MonkeyPatch) -> 
     kinds = {("a",): [0, 2], ("b",): [1]}
     monkeypatch.setattr(in_bf16, "narrower_share", lambda operation, *unused: 0.25 + operation.key[2])
     cpu = torch.device("cpu")
-    assert shares_in_bf16(operations, kinds, {}, cpu, time.perf_counter() + 10) == {0: 0.25, 2: 0.25, 1: 1.25}
-    assert shares_in_bf16(operations, kinds, {}, cpu, time.perf_counter() - 1) == {}
+    assert shares_in_bf16(operations, kinds, {}, cpu, time.perf_counter() + 10) == ({0: 0.25, 2: 0.25, 1: 1.25}, frozenset())
+    assert shares_in_bf16(operations, kinds, {}, cpu, time.perf_counter() - 1) == ({}, {0, 1, 2})
 
 
 def test_a_cast_takes_the_host_some_time() -> None:

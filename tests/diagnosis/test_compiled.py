@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,12 @@ import torch
 from torch import Tensor, fx, nn
 
 import rooftile as rt
-from rooftile.diagnosis.compiled import operators_of
+from rooftile.diagnosis.compiled import Kernel, operators_of
 from rooftile.diagnosis.diagnosis import Diagnosis
+from rooftile.diagnosis.machine import roofs_of
+from rooftile.diagnosis.remedies.alone import only_a_run_tells
 from rooftile.diagnosis.watch import Watch
+from tests.diagnosis.machine import Work, operation
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +45,32 @@ def test_products_of_a_compiled_program_are_counted_as_ever(found: Diagnosis) ->
     assert sum(op.flops or 0 for op in found.ops if "mm" in op.op) == 5 * 2 * 1024 * 256 * 256
     assert all(op.where == "" or "torchinductor" not in op.where for op in found.ops)
     assert {op.phase for op in found.ops} == {"forward", "backward"}
+
+
+def test_a_compiled_program_is_not_told_to_compile(found: Diagnosis) -> None:
+    assert not any(remedy.name == "compile" for remedy in found.remedies)
+
+
+@pytest.mark.parametrize(
+    ("name", "products"),
+    [("inductor::cpp_fused_convolution_relu_0", False), ("inductor::triton_poi_fused_convert_element_type_1", False),
+     ("inductor::cpp_fused_native_batch_norm_2", False), ("inductor::triton_tem_fused_mm_3", True), ("aten::convolution", True),
+     ("prims::convert_element_type", False)],
+)  # fmt: skip
+def test_a_generated_kernel_is_no_product_because_its_name_has_one(name: str, products: bool) -> None:
+    """It is under the roof of arithmetic outside of products, and is never run on tensors of another dtype."""
+    ceilings = SimpleNamespace(
+        matmul_tflops={"fp32": 3.0}, fma_tflops=1.0, special_gops=1.0, copy_gbs=1.0, cache_gbs=1.0, operator_us=1.0
+    )
+    given = operation(Work(bytes=8, flops=8), op=name)
+    assert roofs_of(given, torch.device("cpu"), ceilings).flops_per_s == (3e12 if products else 1e12)
+    assert only_a_run_tells(name) == name.startswith("aten::")
+    assert roofs_of(replace(given, dtype=""), torch.device("cpu"), ceilings).arithmetic == "int"
+
+
+def test_a_kernel_of_a_template_is_not_counted_as_nothing() -> None:
+    kernel = Kernel("triton_tem_fused_mm_0", lambda *unused: None, ("in", "in", "out"))
+    assert kernel.arithmetic([torch.ones(2, 2)] * 3) == (None, None)
 
 
 def test_a_compiled_program_stays_compiled() -> None:

@@ -33,6 +33,7 @@ def total(step: Callable[[], Any]) -> tuple[int, int, int]:
 x = torch.randn(30, 40)
 y = torch.randn(30, 40)
 wide = torch.randn(30, 40, dtype=torch.float64)
+targets, made = torch.arange(30), torch.zeros(30, 40)
 MB = torch.randn(64, 128, dtype=torch.bfloat16)
 
 
@@ -45,6 +46,9 @@ MB = torch.randn(64, 128, dtype=torch.bfloat16)
         (lambda: wide * 2, (1200, 0, 2 * 9600)),
         (lambda: x.exp(), (0, 1200, 2 * 4800)),
         (lambda: x.clone().add_(1), (1200, 0, 4 * 4800)),
+        (lambda: torch.mul(x, 2, out=made), (1200, 0, 2 * 4800)),
+        # it reads the log-probability of each row's target, and writes a total weight
+        (lambda: torch.nn.functional.nll_loss(x, targets), (0, 0, 30 * 4 + 30 * 8 + 2 * 4)),
         (lambda: torch.zeros(30, 40).copy_(x), (0, 0, 4800 + 2 * 4800)),
         # views cost nothing
         (lambda: x.t().reshape(40, 30)[3:].unsqueeze(0), (0, 0, 0)),
@@ -259,6 +263,10 @@ def test_inference_mode_has_the_same_operators_with_the_same_counts() -> None:
     given = torch.randn(4, 8)
 
     def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(given)
+        # they are views of what fits, and copies of what does not
+        given.t().contiguous(), given.t().reshape(-1), given.contiguous(), given.to(torch.float64)
         o = model(given)
         F.scaled_dot_product_attention(*[o.view(1, 1, 4, 16)] * 3, is_causal=True)
 

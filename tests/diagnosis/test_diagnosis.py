@@ -139,7 +139,7 @@ def test_the_table_fits_its_width_and_says_everything() -> None:
     lines = str(d).splitlines()
     assert max(map(len, lines)) <= WIDTH
     words = " ".join(str(d).split())
-    assert "Step 53.7 ms: 85 % overhead (1,185 launches, 39 us between them)" in words
+    assert "Step 53.7 ms: 85 % overhead (1,185 launches, 38.8 us between kernels)" in words
     assert "replayed as a CUDA graph it takes 8.1 ms." in words
     assert "Of the 7.3 ms of kernels 60 % are bound by memory (native_layer_norm), 30 % by compute (mm)" in words
     assert "9 % by latency (cumsum), 1 % have no verdict (kernel)." in words
@@ -148,6 +148,8 @@ def test_the_table_fits_its_width_and_says_everything() -> None:
     assert "train.py:7; narrower dtype: fp8 saves 3 ms here and in 1 other row" in words
     assert "no rule has their formula: mine::kernel" in words
     assert "Note: two ranks." in words
+    assert "gain: the share of the time that goes away with its traffic to main memory" in words
+    assert "head mm: 1 kB predicted, 1.01 kB counted in main memory and 2.5 kB in L2 " in words
     assert "CUDA graph: saves 45.6 ms (85 %);" in words
     assert "together at most" in words
     assert "nan" not in words.lower()

@@ -18,9 +18,8 @@ import rooftile as rt
 from rooftile.diagnosis.records import Call, Operation, Sample
 from rooftile.diagnosis.remedies import alone
 from rooftile.diagnosis.remedies.attentions import find_attentions
-from rooftile.diagnosis.remedies.chains import find_chains
-from rooftile.diagnosis.remedies.propose import _narrower
-from rooftile.diagnosis.remedies.remedy import Remedy
+from rooftile.diagnosis.remedies.bf16.narrower import narrower, why_no_price
+from rooftile.diagnosis.remedies.fusion.chains import find_chains
 from rooftile.diagnosis.watch import Watch
 from tests.diagnosis.machine import Machine, Work, finding
 
@@ -324,22 +323,32 @@ def test_a_program_in_bf16_is_not_told_to_run_what_it_keeps_in_fp32_in_bf16() ->
         Call(row=1, reads={3: 16}, writes={4: 16}, pointwise=True),
     ]
 
-    def proposed(dtype: str, narrower: dict[int, float]) -> Remedy | None:
+    def given(dtype: str, shares: dict[int, float], too_late: frozenset[int] = frozenset()) -> Any:
         products = replace(mm, operation=replace(mm.operation, dtype=dtype))
         ceilings = SimpleNamespace(matmul_tflops={"fp32": 50.0, "bf16": 800.0}, copy_gbs=1000.0, node_us=1.0)
-        return _narrower(
-            SimpleNamespace(
-                ceilings=ceilings, findings=[products, norm], narrower=narrower, device=torch.device("cuda"), calls=calls,
-                kept=frozenset(), queue=None, cast_us=1.0, step=SimpleNamespace(time_us=2000.0),
-            )
-        )
+        return SimpleNamespace(
+            ceilings=ceilings, findings=[products, norm], narrower=shares, device=torch.device("cuda"), calls=calls,
+            kept=frozenset(), queue=None, cast_us=1.0, step=SimpleNamespace(time_us=2000.0), too_late=too_late,
+        )  # fmt: skip
 
-    assert proposed("bf16", {0: 0.1}) is None
-    whole = proposed("fp32", {0: 0.1})
+    assert narrower(given("bf16", {0: 0.1})) is None
+    assert why_no_price(given("bf16", {})) == []
+    whole = narrower(given("fp32", {0: 0.1}))
+    assert whole is not None
     # the product's time, half of the traffic after it, and two casts
     assert whole.predicted_us == pytest.approx(0.9 * mm.time_us + 0.5 * norm.traffic_us - 2 * (1.0 + 1.0), rel=1e-3)
-    assert "not tried" not in whole.how
-    # a price counts only operators that were run
-    untried = proposed("fp32", {})
+    assert "in this price" not in whole.how
+    assert why_no_price(given("fp32", {0: 0.1})) == []
+    # a price counts only operators that were run, and the words or a note say which were not, and why
+    untried = narrower(given("fp32", {}))
+    assert untried is not None
     assert untried.predicted_us == pytest.approx(0.5 * norm.traffic_us - 2 * (1.0 + 1.0), rel=1e-3)
-    assert "1 ms of operators were not tried in bf16, and are not in this price" in untried.how
+    assert "operators of 1 ms could not be run alone in it, and are not in this price" in untried.how
+    late = given("fp32", {}, frozenset({0}))
+    assert "were not tried in it, as a quarter of the budget had passed: a larger --budget tries them, and" in narrower(late).how
+    (note,) = why_no_price(late)
+    assert note.startswith("bf16 has no price: operators of 1 ms were not tried in it")
+    slow = given("fp32", {})
+    slow.ceilings.matmul_tflops["bf16"] = 0.5
+    assert narrower(slow) is None
+    assert why_no_price(slow) == ["bf16 has no price: products are 100 times as slow in it on this machine"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rooftile.diagnosis.records import Call, Operation
 from rooftile.diagnosis.remedies import propose
+from rooftile.diagnosis.remedies.bf16.narrower import narrower
 from rooftile.diagnosis.remedies.queue import Change, Queue, joined
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.diagnosis.timeline import Launch, _asked
@@ -142,7 +143,7 @@ def test_bf16_of_a_step_that_the_host_nearly_holds_up() -> None:
         )
     ]  # fmt: skip
     its = seen([product, other], calls, asked, 0.0, narrower={0: 0.1}, cast_us=6.0)
-    remedy = propose._narrower(its)
+    remedy = narrower(its)
     cast_device_us = 1.5 * size / GPU.bytes_per_us
     changed = [
         replace(one, host_us=one.host_us + 2 * 6.0, device_us=0.1 * one.device_us + 2 * cast_device_us)
@@ -153,7 +154,7 @@ def test_bf16_of_a_step_that_the_host_nearly_holds_up() -> None:
     assert remedy.predicted_us == pytest.approx(saved, rel=1e-3)
     # the kernels alone would say 18 ms
     assert remedy.predicted_us < 0.1 * 0.9 * product.time_us
-    assert "200 casts of 1,258.3 MB beside; then the host holds the step up, with 31.2 ms" in remedy.how
+    assert "its 200 casts move 1,258.3 MB; then the host holds the step up, with 31.2 ms" in remedy.how
 
 
 def priced(findings: list[Finding], calls: list[Call], asked: list[Asked]) -> Remedy:

@@ -50,7 +50,15 @@ def test_torchrun(tmp_path: Path) -> None:
         collective = next(op for op in found["ops"] if op["op"] == "c10d::allreduce_")
         assert collective["bound"] == "communication"
     assert done.stdout.count("Step ") == 1
-    assert "is the slowest, by" in done.stdout
+    assert "is the slowest, by" in done.stdout or "all take the same time within 5 %" in done.stdout
+
+
+def test_ranks_are_told_apart_beyond_noise() -> None:
+    step = {"time_us": 1000.0, "overhead_share": 0.25, "bound": "memory"}
+    lines = ranks.table([{"step": step}, {"step": step | {"time_us": 1030.0}}])
+    assert lines.endswith("all take the same time within 5 %")
+    lines = ranks.table([{"step": step}, None, {"step": step | {"time_us": 1200.0}}])
+    assert lines.endswith("rank 2 is the slowest, by 20 % of the fastest one's step")
 
 
 def test_a_rank_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

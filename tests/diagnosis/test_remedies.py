@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rooftile.diagnosis.records import Call
-from rooftile.diagnosis.remedies.chains import find_chains, fuse
+from rooftile.diagnosis.remedies.fusion.chains import find_chains, fuse
 from rooftile.diagnosis.remedies.prices import (
     another_attention,
     cuda_graph,
@@ -20,6 +20,7 @@ from rooftile.diagnosis.remedies.prices import (
     pad,
     recompute,
     remove_synchronisation,
+    remove_wait,
     store,
 )  # fmt: skip
 from rooftile.diagnosis.remedies.remedy import Remedy, ranked, together
@@ -216,6 +217,11 @@ def test_waits() -> None:
     assert (sync.predicted_us, sync.changes) == (300.0, "nothing")
     assert "train.py:12" in sync.how
     assert remove_synchronisation("train.py:12", 0.0) is None
+    for is_collective in (False, True):
+        wait = remove_wait("train.py:3", 300.0, is_collective=is_collective)
+        assert wait is not None
+        assert ("if it waits for other processes, send less often" in wait.how) == is_collective
+        assert "DataLoader(num_workers=4)" in wait.how
     # the kernels cover only as much of the copy as they last
     copy = overlap_copy("train.py:3", copy_us=500.0, busy_us=200.0)
     assert copy is not None

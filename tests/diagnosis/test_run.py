@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -223,6 +224,10 @@ class Trainer:
         train_step(x)
 
 
+def batches():
+    yield x
+
+
 def main(kind):
     if kind == "function":
         for _ in range(2):
@@ -242,6 +247,23 @@ def main(kind):
     if kind == "short":
         for _ in range(2):
             train_step(x)
+    if kind == "few":
+        for _ in range(5):
+            train_step(x)
+    if kind == "few marked":
+        for _ in range(4):
+            with rooftile.diagnosis.step():
+                train_step(x)
+    if kind == "modes":
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            model(x)
+    if kind == "keywords":
+        model(input=x)
+    if kind == "fails late":
+        model(x)
+        raise ValueError("the script's own")
+    if kind == "generator":
+        list(batches())
     if kind == "serves":
         while True:
             model(x)
@@ -282,6 +304,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("marked", None, {"forward", "backward", "optimiser"}),
         ("module", None, {"forward"}),
         ("forks", None, {"forward", "backward", "optimiser"}),
+        ("few", None, {"forward", "backward", "optimiser"}),
+        ("few marked", None, {"forward", "backward", "optimiser"}),
     ],
 )
 def test_a_scripts_step_is_found(script: str, kind: str, function: str | None, phases: set[str]) -> None:
@@ -292,12 +316,30 @@ def test_a_scripts_step_is_found(script: str, kind: str, function: str | None, p
     assert nn.Module.__call__ is call
     if kind == "marked":
         assert not any(op.op == "aten::ones" for op in found.ops)
+    runs = {"few": r"was run \d times until 13 of its steps had been seen", "few marked": "was run 4 times"}
+    assert any(re.search(runs.get(kind, "was run"), note) for note in found.notes) == (kind in runs)
+
+
+def test_a_call_is_made_again_as_the_script_made_it(script: str) -> None:
+    """In inference mode, under autocast; with half and twice its batch, by keyword too; named by its line."""
+    found = diagnose_script(script, ["modes"], budget=0.2)
+    assert leading(found, "addmm").op == "aten::addmm"
+    assert {op.op for op in found.ops} >= {"aten::_to_copy"}
+    assert re.fullmatch(r"the call of Linear at .*train\.py:\d+", found.program.step)
+    # the lines around the call are those of the diagnosis, and not of the script
+    assert all(op.where == "" for op in found.ops)
+    for kind in ("module", "keywords"):
+        batches = diagnose_script(script, [kind], budget=0.2).step.experiments
+        assert batches["half_batch_us"] > 0
+        assert batches["double_batch_us"] > 0
+    with pytest.raises(InvalidInput, match="batches is a generator or a coroutine, whose call runs nothing"):
+        diagnose_script(script, ["generator"], function="batches", budget=0.2)
 
 
 @pytest.mark.parametrize(
     ("kind", "function", "words"),
     [
-        ("short", None, r"ended after \d steps; needs \d+"),
+        ("short", None, r"ended after 2 steps; needs at least 3"),
         ("function", "no_such", "never called no_such"),
         ("nothing", None, "has no step: no optimiser stepped and no module was called"),
         ("exits", None, "ended with exit code 3"),
@@ -334,9 +376,14 @@ def test_a_script_that_never_ends_in_the_background(script: str, monkeypatch: py
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_script_that_fails_shows_its_own_error(script: str) -> None:
-    with pytest.raises(ValueError, match="the script's own"):
+def test_a_script_that_fails_gets_a_sentence_with_its_own_error(script: str) -> None:
+    with pytest.raises(InvalidInput, match=r"failed with ValueError: the script's own \(.*train\.py:\d+\) before") as caught:
         diagnose_script(script, ["fails"], budget=0.5)
+    assert isinstance(caught.value.__cause__, ValueError)
+    # what it did until then is diagnosed
+    found = diagnose_script(script, ["fails late"], budget=0.2)
+    assert leading(found, "addmm").calls == 1
+    assert any("failed with ValueError: the script's own" in note for note in found.notes)
     with pytest.raises(InvalidInput, match="is not a file"):
         diagnose_script(script + "x")
 

@@ -107,6 +107,29 @@ def test_kernels_of_a_graph_have_no_operator() -> None:
     assert found.launched == (Launch(10.0, 50.0), Launch(0.0, 10.0))
 
 
+def test_a_copy_in_a_gap_is_told_apart() -> None:
+    """A copy to the GPU beside which nothing runs is in its operator's time, and in a gap; one beside a kernel is in no gap."""
+    to_gpu = "Memcpy HtoD (Pageable -> Device)"
+    events = [
+        Event("aten::copy_", 1, 5, number=1, shapes=[[4], [4]]),
+        Event("cudaMemcpyAsync", 2, 2, number=101),
+        Event(to_gpu, 5, 40, on="CUDA", number=101, linked=1),
+        Event("aten::mm", 10, 5, number=2, shapes=[[4, 4], [4, 4]]),
+        Event("cudaLaunchKernel", 12, 2, number=102),
+        Event("gemm", 45, 50, on="CUDA", number=102, linked=2),
+        Event("aten::copy_", 20, 5, number=3, shapes=[[8], [8]]),
+        Event("cudaMemcpyAsync", 22, 2, number=103),
+        Event(to_gpu, 60, 20, on="CUDA", number=103, linked=3),
+    ]
+    found = _read(events, (0, 95_000), 90_000, [], True, frozenset({"aten::mm", "aten::copy_"}))
+    assert found.idle_us["copy"] == 45.0
+    assert (found.busy_us, found.copied_us) == (50.0, 40.0)
+    operators_us = sum(us * found.op_calls[key] for key, us in found.op_us.items())
+    # the second copy runs beside the product
+    assert operators_us - found.copied_us + found.idle_us["copy"] == 95.0 + 20.0
+    assert found.kernels["aten::mm", ((4, 4), (4, 4))] == ("gemm",)
+
+
 def test_gaps_are_what_intervals_leave() -> None:
     spans = _union([(5, 7), (1, 3), (6, 9), (3, 4)])
     assert spans == [(1, 4), (5, 9)]

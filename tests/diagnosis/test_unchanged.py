@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy
@@ -115,3 +118,59 @@ def test_state_is_found_where_code_names_it() -> None:
     assert {type(x) for x in held} == {nn.Sequential, torch.optim.AdamW, torch.Tensor}
     assert state_of(model, ()) == [model]
     assert state_of(model.forward, ())[0] is model
+
+
+def test_state_is_found_behind_partial_functions_containers_and_other_functions() -> None:
+    model, optimiser, step = training()
+    numbers = torch.Generator()
+    schedule = torch.optim.lr_scheduler.StepLR(optimiser, 1)
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.parts = {"model": model, "schedules": [schedule]}
+
+        def step(self) -> None:
+            helper()
+
+    def helper() -> None:
+        step()
+        torch.rand(2, generator=numbers)
+
+    expected = [model, optimiser, schedule, numbers]
+    for function in (Trainer().step, partial(Trainer.step, Trainer()), lambda: Trainer().step()):
+        held = state_of(function, ())
+        assert [type(one) for one in expected if not any(one is x for x in held)] == []
+    batch = {"x": torch.ones(3), "more": [torch.ones(2)]}
+    assert {x.numel() for x in state_of(len, (batch,))} == {3, 2}
+
+
+def test_schedules_scalers_and_generators_go_on_where_they_were() -> None:
+    _model, optimiser, step = training()
+    schedule, numbers = torch.optim.lr_scheduler.StepLR(optimiser, 1), torch.Generator()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    drawn = torch.rand(3, generator=numbers.clone_state())
+    with unchanged([optimiser, schedule, scaler, numbers]):
+        step()
+        schedule.step()
+        scaler.scale(torch.ones(1))
+        scaler.update(2.0)
+        torch.rand(9, generator=numbers)
+    assert schedule.last_epoch == 0
+    assert optimiser.param_groups[0]["lr"] == 0.1
+    assert scaler.get_scale() == 8.0
+    assert torch.equal(torch.rand(3, generator=numbers), drawn)
+
+
+def test_a_program_may_say_the_precision_of_products_in_either_way() -> None:
+    script = """
+import torch
+from rooftile.diagnosis.unchanged import unchanged
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+with unchanged([]):
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.set_autocast_enabled("cpu", True)
+print(torch.backends.cuda.matmul.fp32_precision, torch.backends.cuda.flash_sdp_enabled(), torch.is_autocast_enabled("cpu"))
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["tf32", "True", "False"]

@@ -21,7 +21,7 @@ __all__ = ["Counted", "count", "counts"]
 # they make or rename tensors, and run nothing
 FREE = frozenset(names(
         """detach detach_ alias _unsafe_view _reshape_alias empty empty_like empty_strided new_empty new_empty_strided resize_
-        record_stream"""
+        record_stream set_"""
     ))
 
 

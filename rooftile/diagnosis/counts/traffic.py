@@ -53,7 +53,9 @@ def touched(
     known = {id(x) for x in changed}
     read = [x for x in tensors(tuple(arguments.values())) if id(x) not in known]
     if base_name(func).rstrip("_") + "_" not in FILLING:
-        read += changed
+        # a result that is given as `out` is only written
+        filled = {id(x) for argument in func._schema.arguments if argument.is_out for x in tensors(arguments[argument.name])}
+        read += [x for x in changed if id(x) not in filled]
     return read, [*changed, *(x for x in tensors(result) if id(x) not in known)]
 
 
@@ -201,6 +203,24 @@ def _embedding_backward(given: dict[str, Any], result: Tensor) -> int:
     return distinct([given["grad_output"], given["indices"]]) + distinct([result])
 
 
+def _nll_loss(given: dict[str, Any], result: Any) -> int:
+    """It reads the number of each row's target, and no other."""
+    x = given["self"]
+    picked = min(given["target"].numel() * x.element_size(), distinct([x]))
+    return picked + distinct([given["target"], *tensors(given["weight"])]) + distinct(tensors(result))
+
+
+def _nll_loss_backward(given: dict[str, Any], result: Tensor) -> int:
+    """The log-probabilities give it a shape only."""
+    small = [given[name] for name in ("grad_output", "target", "total_weight")]
+    return distinct([*small, *tensors(given["weight"])]) + distinct([result])
+
+
+def _pool_backward(given: dict[str, Any], result: Tensor) -> int:
+    """The images give it a shape only."""
+    return distinct([given["grad_output"], given["indices"], result])
+
+
 def _index_add(given: dict[str, Any], result: Tensor) -> int:
     rows = _rows(given["self"], given["index"], given["dim"])
     return 2 * rows + distinct([given["index"], given["source"]])
@@ -217,6 +237,11 @@ RULES: dict[str, Callable[[dict[str, Any], Any], int]] = {
     "_index_put_impl_": _index_put,
     "index_put": _index_put_copy,
     "index_add_": _index_add,
+    "nll_loss_forward": _nll_loss,
+    "nll_loss2d_forward": _nll_loss,
+    "nll_loss_backward": _nll_loss_backward,
+    "nll_loss2d_backward": _nll_loss_backward,
+    "max_pool2d_with_indices_backward": _pool_backward,
     "scatter_": _scatter,
     "scatter_add_": _scatter_add,
     "scatter": _scatter_copy,

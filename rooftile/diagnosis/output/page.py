@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rooftile.diagnosis.output.pictures.bars import time_line, waterfall
+from rooftile.diagnosis.output.pictures.bars import NAMES, time_line, waterfall
 from rooftile.diagnosis.output.pictures.roofline import roofline
 from rooftile.diagnosis.output.pictures.sweeps import number_of, sweep_chart
 from rooftile.diagnosis.output.rows import Op, Program, Step
-from rooftile.diagnosis.output.table import PHASES, sentence
+from rooftile.diagnosis.output.table import LEGEND, PHASES, alone_words, counted, sentence
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.drawing import page
 from rooftile.drawing.page import Chart, json_element
@@ -25,8 +25,21 @@ SWEEPS = 8
 MOST_ROWS = 12
 HEAD = ("operator", "calls", "time", "share", "FLOPs", "bytes", "F/B", "roof", "reached", "verdict")
 EXPERIMENTS = (
-    "operator", "time of a call", "in the step", "slope", "knee, F/B", "from the cache", "gain", "fixed part", "not possible",
+    "operator", "alone", "in the step", "slope", "knee, F/B", "from the cache", "gain", "fixed part", "not possible",
 )  # fmt: skip
+
+
+# what the names of the JSON mean, and their units
+FACTS = {
+    "memory bytes": ("memory", "B"), "l2 bytes": ("L2 cache", "B"), "arch": ("architecture", ""),
+    "copy gbs": ("copies in main memory", "GB/s"), "cache gbs": ("copies in the cache", "GB/s"),
+    "fma tflops": ("multiply-adds in fp32", "TFLOP/s"), "special gops": ("exponentials", "G/s"),
+    "launch us": ("one of many small operators, one after the other", "µs"),
+    "operator us": ("one small operator and its result", "µs"),
+    "node us": ("a kernel of nothing in a CUDA graph", "µs"), "date": ("measured", ""),
+}  # fmt: skip
+CHANGES = {"nothing": "nothing", "rounding": "results, by rounding", "memory": "the memory it takes"}
+UNTOLD = ("device", "kind", "uuid")
 
 
 def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequence[Op], remedies: Sequence[Remedy]) -> str:
@@ -46,15 +59,16 @@ def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequenc
     return page.render(
         "rooftile.diagnosis.output",
         "page.html",
-        title=f"{program.step}: {_bound(step)}",
+        title=f"{duration(step.time_us)} per step, {_bound(step)}",
         headline=f"{duration(step.time_us)} per step, {_bound(step)}",
         sentence=sentence(step, ops, remedies),
         program=program,
         machine_name=machine.get("name") or "this machine",
-        numbers_on_top=_numbers(step, remedies),
+        numbers_on_top=_numbers(step, remedies, "launches" if on_gpu else "operators"),
         time_line=time_line(step, ops),
         head=HEAD,
         rows=rows[:SHOWN],
+        legend=LEGEND,
         more_rows=rows[SHOWN:],
         more_us=duration(sum(op.time_us for op in ops[SHOWN:])),
         roofline=roofline(ceilings, step, ops, remedies, names, on_gpu),
@@ -65,10 +79,10 @@ def render(values: Mapping[str, Any], program: Program, step: Step, ops: Sequenc
         waterfall=waterfall(step, remedies),
         remedies=[_remedy(remedy) for remedy in remedies],
         uncounted=values["uncounted"],
-        counters=[", ".join(f"{key}: {value}" for key, value in _flat(counter)) for counter in values["counters"]],
+        counters=[counted(counter) for counter in values["counters"]],
         notes=values["notes"],
         step_facts=list(_facts(step)),
-        facts=[*_flat(machine), *_flat(ceilings)],
+        facts=list(_machine_facts(machine, ceilings)),
         numbers=json_element(values),
     )
 
@@ -80,20 +94,21 @@ def _bound(step: Step) -> str:
     return others.get(step.bound or "", "without a verdict")
 
 
-def _numbers(step: Step, remedies: Sequence[Remedy]) -> list[dict[str, str]]:
-    """Returns the numbers at the top."""
-    launches = f"{step.launches:,} launches; " if step.launches else ""
+def _numbers(step: Step, remedies: Sequence[Remedy], asked: str) -> list[dict[str, str]]:
+    """Returns the numbers at the top. asked: what the host asks for, launches or operators."""
+    launches = f"{step.launches:,} {asked}; " if step.launches else ""
     spread = f", ± {duration(step.spread_us)}" if step.spread_us else ""
     shown = [{"big": duration(step.time_us), "small": f"{launches}one step{spread}"}]
     if step.overhead_share is not None:
         shown.append({"big": percent(step.overhead_share), "small": "of it is overhead"})
     if rest := [name for name in step.shares if name != "overhead"]:
         largest = max(rest, key=lambda name: step.shares[name])
-        shown.append({"big": percent(step.shares[largest]), "small": f"of it is {largest}; the verdict is {step.confidence}"})
+        words = f"of it is {largest}; the step's verdict is {step.confidence}"
+        shown.append({"big": percent(step.shares[largest]), "small": words})
     best = max(remedies, key=lambda remedy: remedy.saving_us, default=None)
     if best is not None and best.saving_us > 0:
-        how = "predicted for" if best.measured_us is None else "measured with"
-        shown.append({"big": duration(best.saving_us), "small": f"saved, {how} {best.name}"})
+        how = "predicted" if best.measured_us is None else "measured"
+        shown.append({"big": duration(best.saving_us), "small": f"less with “{best.name}”, {how}"})
     return shown
 
 
@@ -111,8 +126,8 @@ def _row(n: int, op: Op, remedies: Sequence[Remedy]) -> dict[str, Any]:
         words.append(f"the model says {op.modelled_bound}")
     if op.special:
         words.append(f"{count(op.special)} special functions")
-    if op.in_context_us is not None:
-        words.append(f"in the step {duration(op.in_context_us)}")
+    if (alone := alone_words(op)) is not None:
+        words.append(alone)
     words += [op.where] if op.where else []
     if op.kernels:
         words.append(f"kernels {', '.join(op.kernels)}")
@@ -140,10 +155,10 @@ def _sweeps(ops: Sequence[Op], names: Sequence[str]) -> list[Chart]:
 
 def _experiments(n: int, op: Op, name: str) -> list[str]:
     sweep, cache, fixed = (op.experiments.get(kind) or {} for kind in ("intensity", "cache", "size"))
-    times = sweep.get("time_us") or [None]
+    alone_us = (op.experiments.get("alone") or {}).get("time_us")
     why_not = op.experiments.get("why_not") or {}
     return [
-        f"{n + 1} {name}", _or_dash(times[0], duration), _or_dash(op.in_context_us, duration),
+        f"{n + 1} {name}", _or_dash(alone_us, duration), duration(op.time_us / op.calls),
         _or_dash(sweep.get("slope"), number_of), _or_dash(sweep.get("knee_flops_per_byte"), number_of),
         _or_dash(cache.get("time_us"), duration), _or_dash(cache.get("gain"), percent), _or_dash(fixed.get("fixed_us"), duration),
         "; ".join(f"{kind}: {reason}" for kind, reason in why_not.items()) or "–",
@@ -158,7 +173,7 @@ def _remedy(remedy: Remedy) -> dict[str, Any]:
         rows = f"row{'s' * (len(remedy.ops) > 1)} {first}{f' and {rest} more' if rest > 0 else ''}"
     return {
         "name": remedy.name, "predicted": duration(remedy.predicted_us), "measured": _or_dash(remedy.measured_us, duration),
-        "how": remedy.how, "changes": remedy.changes, "rows": rows,
+        "how": remedy.how, "changes": CHANGES[remedy.changes], "rows": rows,
     }  # fmt: skip
 
 
@@ -168,12 +183,25 @@ def _facts(step: Step) -> Iterator[tuple[str, str]]:
         ("busy", step.busy_us, duration), ("spread", step.spread_us, duration),
     )  # fmt: skip
     yield from ((name, write(value)) for name, value, write in named if value is not None)
-    yield from ((f"idle, {cause}", duration(us)) for cause, us in step.idle_us.items())
+    yield from ((f"idle: {NAMES.get(cause, cause)}", duration(us)) for cause, us in step.idle_us.items() if us)
     tried = {"graph_us": "as a CUDA graph", "half_batch_us": "half the batch", "double_batch_us": "twice the batch"}
     for name, words in tried.items():
         if step.experiments.get(name) is not None:
             yield words, duration(step.experiments[name])
-    yield from ((f"not possible: {name}", why) for name, why in (step.experiments.get("why_not") or {}).items())
+    why_not = {"graph": "no CUDA graph", "batch": "no other batch"}
+    yield from ((why_not.get(name, name), why) for name, why in (step.experiments.get("why_not") or {}).items())
+
+
+def _machine_facts(machine: Mapping[str, Any], ceilings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields names and values with their units: what the machine is, then what it was measured to do."""
+    for name, value in (*_flat(machine), *_flat(ceilings)):
+        if name in FACTS:
+            words, unit = FACTS[name]
+            yield words, f"{size(int(value.replace(',', '')))}" if unit == "B" else f"{value} {unit}".strip()
+        elif name.startswith("matmul tflops "):
+            yield f"products in {name.rpartition(' ')[2]}", f"{value} TFLOP/s"
+        elif name not in UNTOLD:
+            yield name, value
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rooftile.diagnosis.experiments.evidence import Evidence
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.errors import InvalidInput
 
+# a call alone that takes so much more or less than in the step is reported
+ALIKE = 0.2
 MODES = ("eager", "compiled", "graph")
 
 
@@ -57,7 +60,7 @@ class Op:
     calls: int
     phase: str
     time_us: float
-    in_context_us: float | None  # in the step, where that differs from the operator alone
+    in_context_us: float | None  # in the step, where a call alone takes over 20 % more or less; else None
     share: float  # 0 to 1
     flops: int | None
     special: int | None
@@ -72,7 +75,7 @@ class Op:
     modelled_bound: str | None
     confidence: str
     confirmed_by: str
-    experiments: dict[str, dict[str, Any]]  # intensity, cache, size, why_not
+    experiments: dict[str, dict[str, Any]]  # alone, intensity, cache, size, why_not
     where: str
     remedies: tuple[int, ...] = ()  # positions in the diagnosis's list
 
@@ -83,7 +86,6 @@ def row(finding: Finding, step_us: float, kernels: tuple[str, ...] = (), remedie
     model = verdict.model
     per_call = {model.memory: its.bytes, "special": its.special}.get(model.roof or "", its.flops)
     roof_us, achieved_us = model.roof_us, finding.call_us
-    context_us = evidence.in_context_us if evidence else None
     return Op(
         module=its.module,
         op=its.op,
@@ -91,7 +93,7 @@ def row(finding: Finding, step_us: float, kernels: tuple[str, ...] = (), remedie
         calls=its.calls,
         phase=its.phase,
         time_us=finding.time_us,
-        in_context_us=None if context_us is None else context_us * its.calls,
+        in_context_us=None if evidence is None or _is_alike(evidence) else (evidence.in_context_us or 0.0) * its.calls,
         share=finding.time_us / step_us,
         flops=_times(its.flops, its.calls),
         special=_times(its.special, its.calls),
@@ -112,9 +114,16 @@ def row(finding: Finding, step_us: float, kernels: tuple[str, ...] = (), remedie
     )
 
 
+def _is_alike(evidence: Evidence) -> bool:
+    """Whether a call alone takes about as long as in the step."""
+    context_us = evidence.in_context_us
+    return context_us is None or abs(evidence.time_us - context_us) <= ALIKE * context_us
+
+
 def _experiments(finding: Finding) -> dict[str, dict[str, Any]]:
     e = finding.evidence
     return {
+        "alone": {"time_us": e.time_us if e else None, "spread_us": e.spread_us if e else None},
         "intensity": {
             "added_us": list(e.added_us) if e else [],
             "time_us": list(e.swept_us) if e else [],

@@ -19,6 +19,14 @@ COLUMNS = (
     ("module", 24), ("operator", 23), ("calls", 6), ("time", 9), ("share", 5), ("FLOPs", 7), ("bytes", 8), ("F/B", 6),
     ("roof", 7), ("reached", 15),
 )  # fmt: skip
+# the words of a verdict, below the table
+LEGEND = (
+    "slope: how much of added arithmetic the time shows (0: none, as memory bounds it; 1: all of it). gain: the share of the "
+    "time that goes away with its traffic to main memory. fixed part: the share that stays at size zero. reached: the share of "
+    "the roof, which is the nearer limit of this machine."
+)
+# a remedy's effect on what the program computes
+CHANGES = {"nothing": "", "rounding": "; results change by rounding", "memory": "; takes another amount of memory"}
 PHASES = {"forward": "", "backward": "bwd ", "optimiser": "opt "}
 
 
@@ -33,18 +41,19 @@ def text(
     lines = [*wrap(sentence(step, ops, remedies)), ""]
     if ops:
         lines += [_line([name for name, _ in COLUMNS]), "-" * WIDTH]
-    for op in ops[:rows]:
+    shown = ops[:rows]
+    for op in shown:
         lines += [_line(_cells(op)), *wrap(_verdict(op, remedies), indent="    ")]
     if len(ops) > rows:
         rest = ops[rows:]
         lines.append(f"... and {len(rest)} more: {duration(sum(op.time_us for op in rest))}")
+    if any(op.confidence != "modelled" for op in shown):
+        lines += ["", *wrap(LEGEND)]
     if remedies:
         lines += ["", *_remedies(step, remedies)]
     if counters:
-        lines += ["", "Bytes of one call: predicted, and counted in main memory and in L2"]
-        for row in counters:
-            predicted, dram, l2 = (count(row[word], "B") for word in ("bytes", "dram_bytes", "l2_bytes"))
-            lines += wrap(f"{row['module']} {row['op'].split('::')[-1]}: {predicted}, {dram}, {l2}", indent="    ", first="  ")
+        lines += ["", "One call by Nsight Compute's counters"]
+        lines += [line for row in counters for line in wrap(counted(row), indent="    ", first="  ")]
     if uncounted:
         lines += ["", *wrap(f"Not counted, because no rule has their formula: {', '.join(uncounted)}.")]
     for note in notes:
@@ -55,14 +64,14 @@ def text(
 
 def sentence(step: Step, ops: Sequence[Op], remedies: Sequence[Remedy] = ()) -> str:
     """Returns the diagnosis in a sentence or two."""
-    words = f"Step {duration(step.time_us)}: {_held_up(step)}"
+    words = f"Step {duration(step.time_us)}: {_held_up(step, ops)}"
     graph_us = step.experiments.get("graph_us")
     if graph_us is not None:
         words += f": replayed as a CUDA graph it takes {duration(graph_us)}"
     elif graph := next((r for r in remedies if r.name == GRAPH), None):
         words += f": as a CUDA graph it would take {duration(step.time_us - graph.predicted_us)}"
     words += "."
-    device = "kernels" if any(op.kernels for op in ops) else "operators"
+    device = _asked_for(ops)
     total = sum(op.time_us for op in ops)
     shares: dict[str, list[Op]] = {}
     for op in ops:
@@ -82,13 +91,19 @@ def sentence(step: Step, ops: Sequence[Op], remedies: Sequence[Remedy] = ()) -> 
     return f"{words} Of the {duration(busy_us)} of {device} {', '.join(parts)}."
 
 
-def _held_up(step: Step) -> str:
-    launches = ""
+def _asked_for(ops: Sequence[Op]) -> str:
+    """Names the work that the host asks for: kernels of a GPU, operators of a CPU."""
+    return "kernels" if any(op.kernels for op in ops) else "operators"
+
+
+def _held_up(step: Step, ops: Sequence[Op]) -> str:
+    launches, waits = "", step.shares.get("host", 0.0)
     if step.launches:
-        each = sum(step.idle_us.values()) / step.launches
-        gaps = f", {duration(each)} between them" if step.idle_us else ""
-        launches = f" ({step.launches:,} launches{gaps})"
-    waits = step.shares.get("host", 0.0)
+        # a wait for data or the device is no time between two of them
+        each = max(0.0, sum(step.idle_us.values()) - waits * step.time_us) / step.launches
+        asked, them = ("launches", "kernels") if _asked_for(ops) == "kernels" else ("operators", "them")
+        gaps = f", {duration(each)} between {them}" if step.idle_us and step.launches > 1 else ""
+        launches = f" ({step.launches:,} {asked if step.launches > 1 else asked[:-1]}{gaps})"
     host = f", {percent(waits)} waiting for data or a synchronisation" if waits >= 0.005 else ""
     if step.overhead_share is None:
         return f"overhead unknown{launches}{host}"
@@ -98,7 +113,7 @@ def _held_up(step: Step) -> str:
 def _bound_by(bound: str) -> str:
     if bound in ("memory", "compute", "overhead", "latency", "communication"):
         return f"are bound by {bound}"
-    return {"host": "wait for the host", "balanced": "are balanced"}.get(bound, "have no verdict")
+    return {"host": "wait for the host", "balanced": "lie between two bounds"}.get(bound, "have no verdict")
 
 
 def _leading(ops: Sequence[Op], most: int = 3) -> str:
@@ -142,8 +157,8 @@ def _line(cells: Sequence[str]) -> str:
 def _verdict(op: Op, remedies: Sequence[Remedy]) -> str:
     bound = f"{op.bound} ({op.unit})" if op.bound and op.unit else op.bound or "no verdict"
     words = [f"{bound}, {op.confidence}: {op.confirmed_by}"]
-    if op.in_context_us is not None:
-        words.append(f"in the step {duration(op.in_context_us)}")
+    if (alone := alone_words(op)) is not None:
+        words.append(alone)
     if op.where:
         words.append(op.where)
     # a remedy that was tried and costs time is none
@@ -156,13 +171,20 @@ def _verdict(op: Op, remedies: Sequence[Remedy]) -> str:
     return "; ".join(words)
 
 
+def alone_words(op: Op) -> str | None:
+    """Returns how long a call takes alone, where that differs from its time in the step."""
+    alone_us = op.experiments.get("alone", {}).get("time_us")
+    if op.in_context_us is None or alone_us is None:
+        return None
+    return f"a call takes {duration(op.in_context_us / op.calls)} in the step and {duration(alone_us)} alone"
+
+
 def _remedies(step: Step, remedies: Sequence[Remedy]) -> list[str]:
     lines = ["Remedies"]
     for remedy in remedies:
         measured = "" if remedy.measured_us is None else f", measured {_saving(remedy.measured_us)}"
         saves = f"{duration(remedy.predicted_us)} ({percent(remedy.predicted_us / step.time_us)}){measured}"
-        changes = "" if remedy.changes == "nothing" else f"; changes {remedy.changes}"
-        lines += wrap(f"{remedy.name}: saves {saves}; {remedy.how}{changes}", indent="    ", first="  ")
+        lines += wrap(f"{remedy.name}: saves {saves}; {remedy.how}{CHANGES[remedy.changes]}", indent="    ", first="  ")
     applied = together(remedies, step.time_us)
     total = sum(us for _, us in applied)
     if len(remedies) > 1:
@@ -170,6 +192,17 @@ def _remedies(step: Step, remedies: Sequence[Remedy]) -> list[str]:
         words = f"together at most {duration(total)}, leaving {duration(step.time_us - total)}: {names}"
         lines += wrap(words, indent="    ", first="  ")
     return lines
+
+
+def counted(row: Mapping[str, Any]) -> str:
+    """Returns one operator's predicted numbers beside those of the counters."""
+    words = [
+        f"{count(row['bytes'], 'B')} predicted, {count(row['dram_bytes'], 'B')} counted in main memory and "
+        f"{count(row['l2_bytes'], 'B')} in L2"
+    ]
+    if row.get("tensor_flops") is not None:
+        words.append(f"{count(row['flops'], 'FLOPs')} predicted, {count(row['tensor_flops'], 'FLOPs')} counted in tensor cores")
+    return f"{row['module']} {row['op'].split('::')[-1]}: {'; '.join(words)}".lstrip()
 
 
 def _saving(us: float) -> str:

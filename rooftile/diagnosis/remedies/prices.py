@@ -15,6 +15,8 @@ from rooftile.diagnosis.verdicts.step import StepEvidence
 # products want rows of whole 128-byte lines in 16 bits
 PAD_TO = 64
 TILE = (128, 128)
+# a program's own steps are not captured, which says nothing about whether they could be
+NOT_TRIED = "the program runs its own steps; name the function of one by --step to have it captured"
 
 # the line to try for each narrower dtype
 NARROWER = {
@@ -31,7 +33,7 @@ def cuda_graph(step: StepEvidence, *, busy_us: float, launches: int, node_us: fl
     """Prices the replay of the step as a CUDA graph: measured by E1, else its kernels with a node's cost between them."""
     graph_us = busy_us + launches * node_us if step.graph_us is None else step.graph_us
     reason = step.why_not.get("graph")
-    first = f"first make it capturable ({reason}); then " if reason else ""
+    first = f"first make it capturable ({reason}); then " if reason and reason != NOT_TRIED else ""
     return _remedy(
         name=GRAPH,
         predicted_us=step.time_us - graph_us,
@@ -191,12 +193,18 @@ def remove_synchronisation(where: str, idle_us: float) -> Remedy | None:
     )
 
 
-def remove_wait(where: str, idle_us: float) -> Remedy | None:
-    """Prices a line that waits for something else than the device, such as data or a sleep."""
+def remove_wait(where: str, idle_us: float, *, is_collective: bool = False) -> Remedy | None:
+    """Prices a line that waits for something else than the device, such as data or a sleep.
+
+    is_collective: the step has collectives, so that the line may wait for other processes.
+    """
+    how = "prepare the data beside the step, such as with DataLoader(num_workers=4), or leave the wait out"
+    if is_collective:
+        how = f"if it waits for other processes, send less often (DDP's no_sync, larger batches); else {how}"
     return _remedy(
         name="remove a wait",
         predicted_us=idle_us,
-        how=f"{where}: prepare the data beside the step, such as with DataLoader(num_workers=4), or leave the wait out",
+        how=f"{where}: {how}",
         changes="nothing",
     )
 

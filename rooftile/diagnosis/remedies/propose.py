@@ -3,79 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import torch
 
-from rooftile.diagnosis.records import Call
+from rooftile.diagnosis.compiled import NAMESPACE
 from rooftile.diagnosis.remedies import prices
-from rooftile.diagnosis.remedies.alone import has_products, only_a_run_tells
 from rooftile.diagnosis.remedies.attentions import Attention
-from rooftile.diagnosis.remedies.autocast import narrowed
-from rooftile.diagnosis.remedies.chains import (
+from rooftile.diagnosis.remedies.bf16.narrower import narrower
+from rooftile.diagnosis.remedies.checkpoints import recomputed, without_checkpoint
+from rooftile.diagnosis.remedies.fusion.chains import (
     Chain,
     chains_of_tensors,
     compiled,
     find_chains,
     fuse,
     fused_optimiser,
-    held_up,
     left_of,
     optimiser_chain,
     saved_us,
 )
-from rooftile.diagnosis.remedies.checkpoints import recomputed, without_checkpoint
-from rooftile.diagnosis.remedies.queue import Change, Queue, joined
+from rooftile.diagnosis.remedies.fusion.recompute import recompute
+from rooftile.diagnosis.remedies.queue import Change, Queue
 from rooftile.diagnosis.remedies.remedy import Remedy
+from rooftile.diagnosis.remedies.seen import WORTH, Seen, by_queue
+from rooftile.diagnosis.verdicts.classify import COLLECTIVES
 from rooftile.diagnosis.verdicts.findings import Finding
-from rooftile.diagnosis.verdicts.step import StepEvidence, classify_step
-from rooftile.hardware.ceilings import Ceilings
+from rooftile.diagnosis.verdicts.step import classify_step
 
-# remedies that save less of the step than this are not worth a line
-WORTH = 0.005
-# a narrower dtype whose products are so many times slower than in fp32 saves nothing
-SLOW = 4
 PRODUCTS = ("aten::mm", "aten::addmm")
 # the host reads a number: compiled code ends there and goes on in another piece, whose guards take the time of so many launches
 READ, BREAK = "aten::_local_scalar_dense", 10
-# a step ends with the host if the host has asked for everything after this share of it
-HELD_UP = 0.95
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """All that is known of a step when its remedies are priced."""
-
-    device: torch.device
-    ceilings: Ceilings
-    step: StepEvidence
-    findings: Sequence[Finding]  # by the rows of `calls`
-    calls: Sequence[Call]
-    kept: frozenset[int]  # tensors that outlive the step
-    busy_us: float
-    launches: int
-    kernels: Mapping[int, Sequence[str]] = field(default_factory=dict)  # by row
-    attentions: Sequence[tuple[Attention, Mapping[str, float], str]] = ()  # with the times of others, and the line to write
-    narrower: Mapping[int, float] = field(default_factory=dict)  # by row: the share of its time that is left in bf16, measured
-    queue: Queue | None = None  # a GPU's launches, at the pace of the step without a profiler
-    cast_us: float = 0.0  # the host's time for one copy between dtypes
-    sync_us: Mapping[str, float] = field(default_factory=dict)  # by line
-    wait_us: Mapping[str, float] = field(default_factory=dict)
-    node_us: float = 1.5  # a kernel in a graph
 
 
 def propose(seen: Seen) -> list[Remedy]:
     """Returns the remedies that save a noticeable part of a step."""
+    is_collective = any(f.operation.op.startswith(COLLECTIVES) for f in seen.findings)
     found = [
         prices.larger_batch(seen.step, fixed_us=_fixed_us(seen)),
         *_fused(seen),
         *_attentions(seen),
-        _narrower(seen),
+        narrower(seen),
         *(_device_only(seen) if seen.device.type == "cuda" else ()),
         without_checkpoint(seen.calls, seen.findings),
         recomputed(seen.calls, seen.findings),
         *(prices.remove_synchronisation(where, us) for where, us in seen.sync_us.items()),
-        *(prices.remove_wait(where, us) for where, us in seen.wait_us.items()),
+        *(prices.remove_wait(where, us, is_collective=is_collective) for where, us in seen.wait_us.items()),
     ]
     return [remedy for remedy in found if remedy is not None and remedy.predicted_us >= WORTH * seen.step.time_us]
 
@@ -99,23 +72,29 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     phases = [seen.findings[call.row].operation.phase for call in seen.calls]
     of_optimiser = [call for call, phase in zip(seen.calls, phases, strict=True) if phase == "optimiser"]
     rest = [call for call, phase in zip(seen.calls, phases, strict=True) if phase != "optimiser"]
-    chains = find_chains(rest, seen.kept)
-    # on a CPU compiled code draws its random numbers in another, slower way: nobody knows what is left of the saving
-    draws = seen.device.type == "cpu" and any(_draws(seen.findings[call.row].operation.op) for call in rest)
+    draws = _draws_on_cpu(seen)
     found: list[Remedy | None] = [None if draws else _compiled(seen)]
     if draws:
-        chains = [c for c in chains if not any(_draws(seen.findings[call.row].operation.op) for call in c.calls)]
+        # without them the other operators can be fused all the same
+        rest = [replace(call, pointwise=call.pointwise and not call.draws) for call in rest]
+    chains = find_chains(rest, seen.kept)
     is_fused = any(seen.findings[call.row].operation.op.startswith("aten::_fused_") for call in of_optimiser)
     chain = None if is_fused else optimiser_chain(of_optimiser, seen.kept)
     return [*found, *fuse(chains, seen.findings), fused_optimiser(chain, seen.findings) if chain else None]
 
 
 def _compiled(seen: Seen) -> Remedy | None:
+    if any(f.operation.op.startswith(NAMESPACE) for f in seen.findings):
+        # it is compiled already
+        return None
     of_modules = {n for n, f in enumerate(seen.findings) if f.operation.module}
     # torch.compile(model) leaves the optimiser and what lies outside of modules as it is; a step without one is compiled whole
     affected = of_modules or set(range(len(seen.findings)))
     phases = [(call, seen.findings[call.row].operation.phase) for call in seen.calls if call.row in affected]
-    chains = find_chains([call for call, phase in phases if phase != "optimiser"], seen.kept)
+    fused = [call for call, phase in phases if phase != "optimiser"]
+    chains = recompute(find_chains(fused, seen.kept, fewest=1), fused, seen.kept)
+    # an operator that nothing is fused with, and that reads no less, stays as it is
+    chains = [chain for chain in chains if len(chain.calls) > 1 or chain.bytes_fused < chain.bytes_now]
     if not of_modules:
         chains += chains_of_tensors([call for call, phase in phases if phase == "optimiser"], seen.kept)
     if seen.queue is not None:
@@ -141,17 +120,10 @@ def _compiled_queue(seen: Seen, queue: Queue, chains: Sequence[Chain], affected:
         host_us = operation.calls * launches_left * launch_us
         if operation.op == READ:
             host_us += breaks * BREAK * launch_us * operation.calls / reads
-        changes[row] = Change(device=time_left, host=host_us)
-    predicted_us, held_us = _by_queue(seen, queue, changes)
-    return compiled(chains, predicted_us, host_us=held_us)
-
-
-def _by_queue(seen: Seen, queue: Queue, changes: Mapping[int, Change]) -> tuple[float, float | None]:
-    """The saving of changes of rows, and the host's time if the changed step cannot be shorter than it."""
-    by_key = joined(changes, [f.operation for f in seen.findings])
-    saved = queue.saved_us(by_key, seen.step.time_us)
-    host_us, end_us = queue.changed(by_key).run()
-    return saved, host_us if host_us > HELD_UP * end_us else None
+        time_us, padded_us = seen.findings[row].time_us, seen.aligned_us.get(row, 0.0)
+        changes[row] = Change(device=time_left - padded_us / time_us if padded_us else time_left, host=host_us)
+    predicted_us, held_us = by_queue(seen, queue, changes)
+    return compiled(chains, predicted_us, host_us=held_us, padded_us=sum(seen.aligned_us.get(row, 0.0) for row in affected))
 
 
 def _breaks(seen: Seen, affected: Set[int]) -> int:
@@ -160,8 +132,17 @@ def _breaks(seen: Seen, affected: Set[int]) -> int:
     return sum(operation.calls for operation in its if operation.op == READ and operation.phase != "optimiser")
 
 
-def _draws(op: str) -> bool:
-    return op in ("aten::bernoulli_", "aten::native_dropout")
+def why_not_compiled(seen: Seen) -> list[str]:
+    """Returns a note where nobody knows what torch.compile saves."""
+    if not _draws_on_cpu(seen):
+        return []
+    reason = "on a CPU compiled code draws its random numbers in another, slower way"
+    return [f"compile has no price: {reason}; --apply compile tries it"]
+
+
+def _draws_on_cpu(seen: Seen) -> bool:
+    """Whether the step draws random numbers between its operators, as dropout does, on a CPU."""
+    return seen.device.type == "cpu" and any(call.draws and call.pointwise for call in seen.calls)
 
 
 def _overhead_us(seen: Seen) -> float:
@@ -185,52 +166,6 @@ def _attentions(seen: Seen) -> list[Remedy | None]:
         how = f"{words}{f' at {where}' if where else ''}, or attn_implementation=\"rooftile\" in Transformers"
         found.append(prices.another_attention([(row, seen.findings[row]) for row in rows], times, how=how, calls=calls))
     return found
-
-
-def _narrower(seen: Seen) -> Remedy | None:
-    rates = seen.ceilings.matmul_tflops
-    if not bf16_may_gain(seen.ceilings):
-        return None
-    in_products = {False: 0.0, True: 0.0}
-    for f in seen.findings:
-        if has_products(f.operation.op):
-            in_products[f.operation.dtype == "fp32"] += f.time_us
-    if in_products[False] > in_products[True]:
-        # the program runs in a narrower dtype, and what it keeps in fp32 it keeps there on purpose
-        return None
-    under = narrowed(seen.calls, [f.operation for f in seen.findings], seen.kept, seen.device.type)
-    rows = [(n, f) for n, f in enumerate(seen.findings) if under.calls[n]]
-    untried = [(n, f) for n, f in rows if only_a_run_tells(f.operation.op) and n not in seen.narrower]
-    tried = [row for row in rows if row not in untried]
-    # no rate of arithmetic is needed: what has products was run
-    shares = prices.narrower_shares(tried, rate_ratio=rates["bf16"] / rates["fp32"], bytes_ratio=0.5, measured=seen.narrower)
-    changes: dict[int, Change] = {}
-    for n in {*shares, *under.casts}:
-        casts = under.casts[n]
-        changes[n] = Change(
-            device=1 - (1 - shares.get(n, 1.0)) * under.share(n, seen.findings[n].operation.calls),
-            device_us=under.cast_bytes[n] / (seen.ceilings.copy_gbs * 1e3) + casts * (seen.ceilings.node_us or 0.0),
-            host_us=casts * seen.cast_us,
-        )
-    if seen.queue is not None:
-        saved, host_us = _by_queue(seen, seen.queue, changes)
-    else:
-        saved = sum(
-            seen.findings[n].time_us * (1 - change.device) - change.device_us - change.host_us for n, change in changes.items()
-        )
-        host_us = None
-    casts = sum(under.casts.values())
-    words = f"; {casts:,} casts of {sum(under.cast_bytes.values()) / 1e6:,.1f} MB beside" * bool(casts) + held_up(host_us)
-    missing_us = sum(f.time_us for _, f in untried)
-    if missing_us > WORTH * seen.step.time_us:
-        words += f"; {missing_us / 1e3:,.3g} ms of operators were not tried in bf16, and are not in this price"
-    return prices.in_dtype("bf16", sorted(shares), saved, words)
-
-
-def bf16_may_gain(ceilings: Ceilings) -> bool:
-    """Returns whether bf16 is worth a try. Where products in it are slow, trying takes minutes, and nothing makes up for them."""
-    rates = ceilings.matmul_tflops
-    return "bf16" in rates and rates["bf16"] > rates["fp32"] / SLOW
 
 
 def _device_only(seen: Seen) -> list[Remedy | None]:

@@ -12,6 +12,8 @@ SAME = 1.1
 # ... and in at least this much: it is
 GROWS = 1.6
 HALF = 0.5
+# a part of a CPU's step that neither operators nor gaps explain is unknown if it is more than this
+UNEXPLAINED = 0.02
 CAUSES = ("host", "sync", "copy", "dependency")
 
 
@@ -82,8 +84,13 @@ def _shares(step: StepEvidence, findings: Sequence[Finding], overhead: float) ->
         times[bound] = times.get(bound, 0.0) + max(0.0, f.time_us - fixed_us)
     rest, total = 1.0 - overhead - host, sum(times.values())
     shares = {"overhead": overhead, "host": host}
+    explained, on_cpu = rest, bool(findings) and all(f.operation.device == "cpu" for f in findings)
+    # a GPU's kernels are the rest of its step; a CPU may have been busy with something else, which no operator explains
+    if on_cpu and rest - total / step.time_us > UNEXPLAINED:
+        explained = total / step.time_us
+        shares["unknown"] = rest - explained
     for bound, us in times.items() if total else [("unknown", 1.0)]:
-        shares[bound] = shares.get(bound, 0.0) + rest * us / (total or 1.0)
+        shares[bound] = shares.get(bound, 0.0) + explained * us / (total or 1.0)
     return dict(sorted(((b, s) for b, s in shares.items() if s > 0), key=lambda item: -item[1]))
 
 

@@ -71,7 +71,7 @@ def references(dtype: torch.dtype, timer: Timer, device: torch.device, end: floa
         else:
             needed_s = NEEDED_S[device.type]
             if time.perf_counter() + needed_s > end:
-                raise Unsupported(f"two references are measured first, once per dtype, in {needed_s:.0f} s of the budget")
+                raise Unsupported(f"its scale is measured first, once per dtype, which takes {needed_s:.0f} s of the budget")
             found = _measure(dtype, timer, device)
             _keep(path, found)
         _MEASURED[str(path)] = found

@@ -64,7 +64,8 @@ def waterfall(step: Step, remedies: Sequence[Remedy]) -> Chart | None:
         end = left if id(remedy) in applied else step.time_us
         words = f"predicted {duration(remedy.predicted_us)}"
         measured = remedy.measured_us
-        words += "" if measured is None else f", measured {duration(measured)}"
+        more = " more time" if measured is not None and measured < 0 else ""
+        words += "" if measured is None else f", measured {duration(abs(measured))}{more}"
         words += "" if id(remedy) in applied else ", alone"
         parts.append(_bar(remedy.name, words, max(0.0, end - remedy.predicted_us), end, "predicted", scale, y))
         if measured is not None:

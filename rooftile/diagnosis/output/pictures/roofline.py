@@ -12,7 +12,7 @@ from typing import Any
 
 from rooftile.diagnosis.output.pictures.roofs import Roof, Spot, roofs, spot, under
 from rooftile.diagnosis.output.rows import Op, Step
-from rooftile.diagnosis.remedies.remedy import Remedy
+from rooftile.diagnosis.remedies.remedy import DTYPE, Remedy
 from rooftile.drawing.labels import Box, Crowd, around
 from rooftile.drawing.page import Chart, Table, safe
 from rooftile.drawing.svg import Axis, decades, svg, text
@@ -51,6 +51,7 @@ def roofline(
     parts += [_arrow(*move, x_axis, y_axis, crowd) for move in moves]
     parts += [_circle(op, names[n], *where) for n, op, *where in circles]
     parts += [_roof_words(roof, x_axis, y_axis, crowd) for roof in lines]
+    parts += [_move_words(*move, x_axis, y_axis, crowd) for move in moves]
     without = 0
     for n, _, x, y, radius in circles:
         place = crowd.put(str(n + 1), around(x, y, radius))
@@ -86,7 +87,10 @@ def _note(lines: Sequence[Roof], moves: Sequence[object], without: int, small: i
         "one arithmetic."
     ]
     if moves:
-        words.append("Arrows: before and after a remedy that was tried, by the FLOPs and bytes of before.")
+        words.append(
+            "Arrows: the operators of a remedy together, before and after it was tried; upwards is faster. FLOPs and bytes are "
+            "those of before."
+        )
     for roof in lines:
         if roof.measured:
             was = count(roof.measured, "B/s" if roof.is_memory else "FLOP/s")
@@ -158,6 +162,15 @@ def _roof_words(roof: Roof, x_axis: Axis, y_axis: Axis, crowd: Crowd) -> str:
     return text(place[0], place[1], roof.words, "tick", place[2]) if place else ""
 
 
+def _move_words(before: Spot, after: Spot, words: str, x_axis: Axis, y_axis: Axis, crowd: Crowd) -> str:
+    """Writes the remedy's name beside its arrow, where there is room."""
+    (x1, y1), (x2, y2) = ((x_axis.place(s.x), y_axis.place(max(s.y, y_axis.low))) for s in (before, after))
+    name = words.partition(":")[0]
+    ends = [(x2, y2), ((x1 + x2) / 2, (y1 + y2) / 2), (x1, y1)]
+    place = crowd.put(name, [spot for x, y in ends for spot in around(x, y, 6.0)])
+    return text(place[0], place[1], name, "tick", place[2]) if place else ""
+
+
 def _circle(op: Op, name: str, x: float, y: float, radius: float) -> str:
     counts = f"{count(op.flops or 0)} FLOPs, {size(op.bytes or 0)}"
     words = escape(f"{name}: {duration(op.time_us)}, {counts}, {op.bound or 'no verdict'}")
@@ -177,7 +190,7 @@ def _moves(step: Step, ops: Sequence[Op], remedies: Sequence[Remedy], lines: Seq
             continue
         after_us = before_us - remedy.measured_us
         before, after = Spot(flops / moved, flops / before_us * 1e6), Spot(flops / moved, flops / after_us * 1e6)
-        words = f"{remedy.name}: {duration(before_us)} before, {duration(after_us)} after"
+        words = f"{remedy.name.removeprefix(f'{DTYPE}: ')}: {duration(before_us)} before, {duration(after_us)} after"
         found.append((before, under(after, lines), words))
     return found
 

@@ -18,8 +18,10 @@ CHOSEN = ("_efficient_attention", "_flash_attention", "cudnn_batch_norm", "nativ
 def shares_in_bf16(
     operations: Sequence[Operation], kinds: Mapping[tuple[object, ...], Sequence[int]],
     samples: Mapping[tuple[object, ...], Sample], device: torch.device, end: float,
-) -> dict[int, float]:  # fmt: skip
-    """Returns by row the share of its time that is left in bf16, of the rows that could be run so until the time ended.
+) -> tuple[dict[int, float], frozenset[int]]:  # fmt: skip
+    """Runs operators in bf16 until the time ends.
+
+    Returns by row the share of its time that is left in bf16, of those that could be run so; and the rows that were too late.
 
     Args:
         operations: the rows of the table.
@@ -29,6 +31,7 @@ def shares_in_bf16(
         end: on the clock of `time.perf_counter`.
     """
     found: dict[int, float] = {}
+    too_late: set[int] = set()
     if device.type == "cuda":
         tried: dict[tuple[object, ...], tuple[float, float] | None] = {}
         for main, others in with_backward(operations):
@@ -40,14 +43,15 @@ def shares_in_bf16(
             if (shares := tried[key]) is not None:
                 found |= {main: shares[0]} | dict.fromkeys(others, shares[1])
     for kind, rows in kinds.items():
-        if time.perf_counter() > end:
-            break
         if found.keys() >= {*rows}:
+            continue
+        if time.perf_counter() > end:
+            too_late |= {*rows}
             continue
         share = narrower_share(operations[rows[0]], samples.get(kind), torch.bfloat16, device)
         if share is not None:
             found = dict.fromkeys(rows, share) | found
-    return found
+    return found, frozenset(too_late - found.keys())
 
 
 def with_backward(operations: Sequence[Operation]) -> list[tuple[int, list[int]]]:

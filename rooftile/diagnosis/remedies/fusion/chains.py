@@ -1,8 +1,9 @@
 """Chains of operators that one kernel could compute, and what fusing them saves.
 
 A chain is a set of pointwise calls in which each reads something that another one of them reads or writes, as a compiler fuses
-them: other calls may lie between, if no member needs what they make of another member's result. The fused kernel reads each
-tensor from outside once, and writes only what somebody reads afterwards.
+them: other calls may lie between, if no member needs what they make of another member's result. Reductions of rows are members,
+reductions of all elements end a chain, and none reaches from the forward into the backward. The fused kernel reads each tensor
+from outside once, and writes only what somebody reads afterwards. `recompute` has what a compiler saves between the two.
 """
 
 from __future__ import annotations
@@ -28,18 +29,28 @@ class Chain:
     calls: tuple[Call, ...]
     bytes_now: int
     bytes_fused: int
+    inputs: Mapping[int, int]  # bytes that the fused kernel reads, by tensor
+    outputs: Mapping[int, int]  # ... and that it writes
+    again: tuple[Call, ...] = ()  # calls of the forward that a backward's kernel makes once more
 
 
-def find_chains(calls: Sequence[Call], kept: Collection[int] = ()) -> list[Chain]:
+def find_chains(calls: Sequence[Call], kept: Collection[int] = (), fewest: int = 2) -> list[Chain]:
     """Returns the chains of two and more calls.
 
     kept: tensors that are read after the step: its results, and tensors that a backward has saved.
+    fewest: calls of a chain; with 1 also those that are fused with no other.
     """
     readers = _readers(calls)
     open_ones: list[_Open] = []
     found: list[_Open] = []
     for index, call in enumerate(calls):
-        home = next((one for one in reversed(open_ones) if one.takes(call)), None) if call.pointwise else None
+        homes = [one for one in reversed(open_ones) if one.takes(call)] if call.pointwise else []
+        home = homes[0] if homes else None
+        for other in homes[1:]:
+            # a call that reads the results of two chains makes one of them
+            if home is not None and other.makes(call.reads) and home.absorbs(other):
+                open_ones.remove(other)
+                found.remove(other)
         for one in open_ones:
             if one is not home:
                 one.pass_by(call)
@@ -49,7 +60,7 @@ def find_chains(calls: Sequence[Call], kept: Collection[int] = ()) -> list[Chain
             found.append(_Open())
             found[-1].add(index, call)
             open_ones = [*open_ones[1 - OPEN :], found[-1]]
-    return [_chain(one.members, calls, readers, kept) for one in found if len(one.members) > 1]
+    return [_chain(one.members, calls, readers, kept) for one in found if len(one.members) >= fewest]
 
 
 class _Open:
@@ -57,6 +68,7 @@ class _Open:
 
     def __init__(self) -> None:
         self.members: list[int] = []
+        self._backward = False
         self._written: set[int] = set()
         self._read: dict[int, int] = {}
         self._after: set[int] = set()  # what other calls have made of its members' results
@@ -65,6 +77,8 @@ class _Open:
 
     def takes(self, call: Call) -> bool:
         """Whether a pointwise call shares a tensor with a member, and needs nothing that a member has to wait for."""
+        if call.backward != self._backward:
+            return False
         touched = call.reads.keys() | call.writes.keys()
         if touched & (self._after | self._changed):
             return False
@@ -75,8 +89,28 @@ class _Open:
         largest = max(call.reads.values(), default=0)
         return any(call.reads[tensor] == largest == self._largest > SMALL for tensor in shared)
 
+    def makes(self, tensors: Collection[int]) -> bool:
+        """Whether a member has written one of some tensors."""
+        return not self._written.isdisjoint(tensors)
+
+    def absorbs(self, other: _Open) -> bool:
+        """Takes over the members of another chain, if none of either waits for what others have made of the other's results."""
+        for one, two in ((self, other), (other, self)):
+            if (one._read.keys() | one._written) & (two._after | two._changed):
+                return False
+        self.members = sorted([*self.members, *other.members])
+        self._written |= other._written
+        self._read |= other._read
+        self._after |= other._after
+        self._changed |= other._changed
+        self._largest = max(self._largest, other._largest)
+        return True
+
     def add(self, index: int, call: Call) -> None:
         self.members.append(index)
+        self._backward = call.backward
+        if call.ends:
+            self._after |= call.writes.keys()
         self._written |= call.writes.keys()
         self._read |= call.reads
         self._largest = max(self._largest, *call.reads.values(), 0) if call.reads else self._largest
@@ -159,21 +193,29 @@ def left_of(chains: Sequence[Chain], findings: Sequence[Finding]) -> dict[int, t
     }
 
 
-def compiled(chains: Sequence[Chain], predicted_us: float, *, host_us: float | None = None) -> Remedy | None:
+def compiled(
+    chains: Sequence[Chain], predicted_us: float, *, host_us: float | None = None, padded_us: float = 0.0
+) -> Remedy | None:  # fmt: skip
     """Returns torch.compile of the whole step: all of its chains are fused, and no Python runs between operators.
 
     predicted_us: what it saves. host_us: the host's time that is left where the step cannot be shorter than it, on a GPU.
+    padded_us: the part of the saving that padded products have.
     """
     launches = sum(len(chain.calls) - 1 for chain in chains)
     if predicted_us <= 0:
         return None
     saved = sum(chain.bytes_now - chain.bytes_fused for chain in chains)
+    fused = sum(len(chain.calls) > 1 for chain in chains)
+    what = "nothing to fuse, and less time between operators"
+    if fused:
+        them = f"{fused:,} chains of operators become one kernel each" if fused > 1 else "a chain of operators becomes one kernel"
+        what = f"{them}, {saved / 1e6:,.1f} MB and {launches:,} launches fewer"
+    what += f"; products padded to whole 16 bytes save {padded_us / 1e3:,.3g} ms of it" * (padded_us > 0)
     return Remedy(
         name=COMPILE,
         ops=tuple(sorted({call.row for chain in chains for call in chain.calls})),
         predicted_us=predicted_us,
-        how=f"torch.compile(model): {len(chains):,} chains of operators become one kernel each, {saved / 1e6:,.1f} MB and "
-        f"{launches:,} launches fewer{held_up(host_us)}",
+        how=f"torch.compile(model): {what}{held_up(host_us)}",
         changes="rounding",
     )
 
@@ -214,10 +256,14 @@ def _chain(
         for t, size in written.items()
         if t in kept or t in inputs or t not in readers or any(r > members[0] and r not in own for r in readers[t])
     }
+    # a call that needs two passes reads once more what comes from outside
+    more = sum((call.passes - 1) * size for call in its for tensor, size in call.reads.items() if tensor in inputs)
     return Chain(
         calls=tuple(its),
         bytes_now=sum(sum(call.reads.values()) + sum(call.writes.values()) for call in its),
-        bytes_fused=sum(inputs.values()) + sum(outputs.values()),
+        bytes_fused=sum(inputs.values()) + more + sum(outputs.values()),
+        inputs=inputs,
+        outputs=outputs,
     )
 
 
@@ -244,7 +290,7 @@ def _saving_us(chain: Chain, findings: Sequence[Finding]) -> float:
     traffic_us = sum(f.traffic_us for f in members)
     if chain.bytes_now:
         traffic_us *= chain.bytes_fused / chain.bytes_now
-    arithmetic_us = sum(f.compute_us for f in members)
+    arithmetic_us = sum(f.compute_us for f in members) + sum(findings[call.row].compute_us for call in chain.again)
     # nobody knows whether a fused kernel does away with a time that the model does not explain
     fused_us = max(traffic_us, arithmetic_us) + max(f.fixed_us for f in members) + sum(f.unexplained_us for f in members)
     return max(0.0, sum(f.call_us for f in members) - fused_us)

@@ -1,0 +1,1 @@
+"""Operators that one kernel could compute, and what a compiler of forward and backward saves besides."""
