@@ -290,12 +290,6 @@ MUTATIONS = {
         '(place <= position[rows, None] + 1)',
         ("tests/approximate/test_native_sparse.py",),
     ),
-    "native sparse, a block twice": Mutation(
-        "approximate/selected/by_block.py",
-        'pairs = torch.unique(pairs, dim=1)',
-        'pairs = pairs[:, pairs[0].sort(stable=True).indices]',
-        ("tests/approximate/test_native_sparse.py",),
-    ),
     "native sparse, complete blocks": Mutation(
         "approximate/chosen/native_sparse.py",
         'place = S - T - (length - 1)',
