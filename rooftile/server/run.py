@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -158,10 +159,12 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host.strip("[]"), port))
         listener.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, TypeError) as error:
         listener.close()
-        if isinstance(error, socket.gaierror) or error.errno != 98:
-            raise InvalidInput(f"host {host}, port {port} cannot be listened on: {error.strerror}") from None
+        if getattr(error, "errno", None) != errno.EADDRINUSE:
+            # a name that is too long for any host is no error of the system's
+            why = getattr(error, "strerror", None) or "it is no name of a host"
+            raise InvalidInput(f"host {host[:80]}, port {port} cannot be listened on: {why}") from None
         raise InvalidInput(f"port {port} is taken; give another one with --port, or end the program that has it") from None
     return listener
 

@@ -166,10 +166,28 @@ def test_the_engine_ends_with_its_server(folder) -> None:
 def test_garbage_on_the_wire_ends_the_engine_and_says_why(folder) -> None:
     async def test() -> None:
         async with living(folder) as it:
-            it.service.engine._send(b"\xff\xff\xff\xff")
+            it.service.engine._write(b"\xff\xff\xff\xff")
             assert await it.life == FAILED
             assert "a frame says that it has 4,294,967,295 bytes" in it.service.engine.detail
             assert it.service.engine.cause == "the engine has failed; the server's log says why"
+
+    run(test())
+
+
+def test_news_that_the_server_cannot_take_ends_it_and_says_why(folder, monkeypatch) -> None:
+    """An error in the task that reads the engine's messages must not end that task in silence."""
+
+    async def test() -> None:
+        async with living(folder) as it:
+
+            def broken(state):
+                raise KeyError("a mistake of ours")
+
+            monkeypatch.setattr(it.service.engine, "_noted", broken)
+            answer = await it.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_down")
+            assert await it.life == FAILED
+            assert it.service.engine.cause == "a message of the engine could not be taken: KeyError"
 
     run(test())
 
@@ -183,6 +201,8 @@ def test_a_taken_port_is_a_sentence() -> None:
     bind("127.0.0.1", port).close()
     with pytest.raises(InvalidInput, match="cannot be listened on"):
         bind("203.0.113.5", port)
+    with pytest.raises(InvalidInput, match=r"cannot be listened on: \w"):
+        bind("a" * 300 + "\u00e9", port)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
