@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -21,9 +23,34 @@ import pytest
 from rooftile.errors import InvalidInput
 from rooftile.server.engine.messages import FAILED, Ready, Report
 from rooftile.server.engine.wire import FrameReader
-from rooftile.server.observe.log import Account, _Lines, _Quiet, tell
+from rooftile.server.observe.log import WAITING_LINES, Account, _Lines, _Queued, _Quiet, tell
 from rooftile.server.run import bind
 from tests.server.living import PATIENCE_S, living
+
+
+def engine_process(folder: Path, *, stderr: int | None = None, **settings: Any) -> tuple[socket.socket, subprocess.Popen]:
+    """Returns our end of the connection to an engine's process, and the process."""
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rooftile.server.engine.process", str(theirs.fileno())], stdin=subprocess.PIPE, stderr=stderr,
+        pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    theirs.close()
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({"model": str(folder), "device": "cpu", "num_blocks": 20} | settings).encode())
+    process.stdin.close()
+    process.stdin = None
+    ours.settimeout(PATIENCE_S)
+    return ours, process
+
+
+def wait_until_ready(ours: socket.socket) -> list[Report]:
+    """Returns what the engine has said until it was ready."""
+    reader: FrameReader[Report] = FrameReader(Report)
+    said: list[Report] = []
+    while not any(isinstance(message, Ready) for message in said):
+        said += reader.feed(ours.recv(65536))
+    return said
 
 
 def run(test) -> None:
@@ -143,24 +170,12 @@ def test_a_model_that_cannot_be_read_ends_the_server(tmp_path) -> None:
 
 def test_the_engine_ends_with_its_server(folder) -> None:
     """When the server dies, the kernel closes its end of the socket, whatever killed it."""
-    ours, theirs = socket.socketpair()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rooftile.server.engine.process", str(theirs.fileno())],
-        stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    theirs.close()
-    assert process.stdin is not None
-    process.stdin.write(json.dumps({"model": str(folder), "device": "cpu", "num_blocks": 20}).encode())
-    process.stdin.close()
-    ours.settimeout(PATIENCE_S)
-    reader: FrameReader[Report] = FrameReader(Report)
-    said = []
-    while not any(isinstance(message, Ready) for message in said):
-        said += reader.feed(ours.recv(65536))
+    ours, process = engine_process(folder)
+    said = wait_until_ready(ours)
     assert [message.percent for message in said[:-1]] == sorted({message.percent for message in said[:-1]})
     assert said[-2].percent == 100
     ours.close()
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_S) == 0
 
 
 def test_garbage_on_the_wire_ends_the_engine_and_says_why(folder) -> None:
@@ -220,6 +235,49 @@ def test_a_full_disk_loses_lines_and_nothing_else(monkeypatch) -> None:
         log.removeHandler(handler)
         with contextlib.suppress(OSError):
             full.close()
+
+
+def test_a_log_that_nobody_reads_holds_up_nobody() -> None:
+    """A pipe to a program that stands still, as a terminal that is scrolled back: writing to it would wait for ever."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as pipe:
+        handler = _Queued(_Quiet(pipe))
+        record = logging.makeLogRecord({"msg": "x" * 10_000})
+        many = threading.Thread(target=lambda: [handler.emit(record) for _ in range(WAITING_LINES + 100)], daemon=True)
+        many.start()
+        many.join(PATIENCE_S)
+        assert not many.is_alive()
+        # the thread that writes is let go
+        read = 0
+        while read < 10_001 * WAITING_LINES:
+            read += len(os.read(reading, 1 << 20))
+        handler.flush()
+    os.close(reading)
+
+
+def test_the_log_of_an_engine_that_fails_is_json_too(folder) -> None:
+    """Its traceback is in one line: who reads the log of --json reads JSON and nothing else."""
+    ours, process = engine_process(folder, stderr=subprocess.PIPE, json_log=True)
+    with ours:
+        wait_until_ready(ours)
+        ours.sendall(b"\xff\xff\xff\xff")
+        _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == FAILED
+    (line,) = (json.loads(each) for each in said.splitlines())
+    assert line["level"] == "error"
+    assert "WireError" in line["message"]
+    assert "Traceback" in line["message"]
+
+
+def test_a_server_that_listens_no_more_ends(folder, caplog) -> None:
+    async def test() -> None:
+        async with living(folder) as it:
+            # uvicorn ends by itself, as it does where its own loop fails
+            it.run._server.should_exit = True
+            assert await it.life == FAILED
+
+    run(test())
+    assert "the server listens no more" in caplog.text
 
 
 @pytest.mark.parametrize("as_json", [True, False])

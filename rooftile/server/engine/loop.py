@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,8 +15,7 @@ from rooftile.serve.stats import stats_of
 from rooftile.server.engine.compiling import Compiling
 from rooftile.server.engine.following import Followed
 from rooftile.server.engine.messages import Abort, Add, News, Order, Refused, State, Step
-
-log = logging.getLogger(__name__)
+from rooftile.server.observe.log import log
 
 # how often an idle engine looks after grammars that are being compiled
 COMPILING_S = 0.005
