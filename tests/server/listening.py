@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 
 import uvicorn
 
@@ -18,6 +19,8 @@ from rooftile.server.settings import ServerSettings
 async def listening():
     """Yields the port of a server without an engine, and uvicorn's state with its connections."""
     listener = bind("127.0.0.1", 0)
+    # connections inherit it: a client that reads nothing is noticed after few bytes
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     port = listener.getsockname()[1]
     app = make_app(Service(ServerSettings(model="m")))
     config = uvicorn.Config(

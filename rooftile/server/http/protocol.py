@@ -6,7 +6,6 @@ import asyncio
 import json
 from asyncio.events import TimerHandle
 
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from rooftile.server import limits
@@ -22,7 +21,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _timer: TimerHandle | None = None
     _reader_timer: TimerHandle | None = None
     _unread_bytes = 0
-    _answered: RequestResponseCycle | None = None
+    _cycles: tuple[RequestResponseCycle, ...] = ()
     _head_bytes = 0
     _in_head = True
     _refusal: Refusal | None = None
@@ -37,13 +36,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the connection, and tells the request that is being answered."""
+        """Forgets the connection, and tells every request on it."""
         self._disarm()
         self._forget_reader()
         # uvicorn tells the newest request only; a client may have sent it before the answer to an earlier one
-        if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True
-            self._answered.message_event.set()
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -75,6 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head, self._head_bytes = False, 0
         if self._check_head(size):
             super().on_headers_complete()
+            self._cycles = (*(each for each in self._cycles if not each.response_complete), self.cycle)
 
     def on_message_complete(self) -> None:
         """Ends a request; the next one may begin."""
@@ -95,10 +96,6 @@ class BoundedProtocol(HttpToolsProtocol):
         """Lets the application go on."""
         super().resume_writing()
         self._forget_reader()
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._answered = cycle
-        super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no HTTP in the form of all errors."""
@@ -156,8 +153,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _watch_reader(self) -> None:
         """Begins to look whether the client reads what is left for it."""
-        self._unread_bytes = self.transport.get_write_buffer_size()
-        if self._reader_timer is None and self._unread_bytes:
+        left = self.transport.get_write_buffer_size()
+        if self._reader_timer is None and left:
+            self._unread_bytes = left
             self._reader_timer = self.loop.call_later(limits.CHUNK_S, self._check_reader)
 
     def _check_reader(self) -> None:

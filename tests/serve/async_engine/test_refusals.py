@@ -86,7 +86,7 @@ def test_a_step_that_fails_is_heard_by_all_who_wait_and_all_who_come(llm: LLM, c
 
 @pytest.mark.parametrize("where", ["output", "abort"])
 def test_a_failure_between_two_steps_is_heard_by_all(llm: LLM, monkeypatch, caplog, where: str) -> None:
-    """Also by callers whose answers were complete but not yet delivered, and by those whose orders were taken and not yet read."""
+    """Also by callers whose answers were complete but not yet delivered, and by those whose orders are behind it."""
     real, failing = (output_of, 2) if where == "output" else (llm.engine.abort, 1)
     count = 0
 
