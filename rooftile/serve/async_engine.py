@@ -16,6 +16,7 @@ import atexit
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 
@@ -32,6 +33,8 @@ from rooftile.serve.text.prompt import Prompt, parse_prompt
 
 # answers that may wait for their first step, and tokens of their prompts; what comes on top is refused
 MAX_WAITING, MAX_WAITING_TOKENS = 1024, 1 << 20
+# an idle engine checks its books after so many seconds
+IDLE_S = 1.0
 # seconds that a closing interpreter waits for the current step
 PATIENCE = 10.0
 
@@ -75,6 +78,8 @@ class AsyncEngine:
         self._stats = stats_of(llm.engine)
         # used by the engine's thread only
         self._calls: dict[int, Call] = {}
+        self._taken: deque[Order] = deque()
+        self._checked = True
         # used by all threads, under the lock
         self._wake = threading.Condition()
         self._orders: list[Order] = []
@@ -236,13 +241,14 @@ class AsyncEngine:
     def _take_orders(self) -> bool:
         """Carries out the callers' orders, and sleeps while there is nothing to do. Returns False when all is over."""
         engine = self.llm.engine
+        self._wait_for_orders()
         with self._wake:
-            while engine.idle and not self._orders and not self._closing:
-                self._wake.wait()
-            orders, self._orders = self._orders, []
+            self._taken.extend(self._orders)
+            self._orders.clear()
             closing = self._closing
         news: list[tuple[Call, RequestOutput | Exception]] = []
-        for kind, subject in orders:
+        while self._taken:
+            kind, subject = self._taken[0]
             if isinstance(subject, int):
                 news += self._abort([subject])
             elif kind == "leave":
@@ -251,11 +257,32 @@ class AsyncEngine:
                 news.append((subject, stopped(None)))
             else:
                 news += self._add(subject)
+            self._taken.popleft()
         if closing:
             news += self._abort(list(self._calls))
         self._stats = stats_of(engine)
         self._deliver(news)
         return not closing or not engine.idle
+
+    def _wait_for_orders(self) -> None:
+        """Sleeps while there is nothing to do; an engine that has been idle for a while checks its books, once.
+
+        Raises:
+            AssertionError: blocks have leaked.
+        """
+        engine = self.llm.engine
+        with self._wake:
+            if engine.idle and not self._checked and not self._orders and not self._closing:
+                self._wake.wait(IDLE_S)
+            due = engine.idle and not self._checked and not self._orders and not self._closing
+        if due:
+            # without the lock: callers need not wait for it
+            engine.check_idle()
+            self._checked = True
+        with self._wake:
+            while engine.idle and self._checked and not self._orders and not self._closing:
+                self._wake.wait()
+        self._checked = False
 
     def _add(self, call: Call) -> list[tuple[Call, Exception]]:
         """Adds a request to the engine; an error concerns its caller alone."""
@@ -273,13 +300,21 @@ class AsyncEngine:
 
     def _abort(self, ids: list[int]) -> list[tuple[Call, RequestOutput]]:
         """Aborts those of the requests that still run or wait; returns their last state."""
-        calls = [call for id_ in ids if (call := self._calls.pop(id_, None)) is not None]
         news = []
-        for call in calls:
-            assert call.request is not None
-            self.llm.engine.abort(call.request)
-            news.append((call, output_of(call.request, call.prompt.text)))
+        for id_ in ids:
+            call = self._calls.get(id_)
+            if call is not None:
+                assert call.request is not None
+                self.llm.engine.abort(call.request)
+                news.append((call, output_of(call.request, call.prompt.text)))
+        self._forget(news)
         return news
+
+    def _forget(self, news: Sequence[tuple[Call, RequestOutput | Exception]]) -> None:
+        """Forgets calls that are over. Not before their last news is made: until then a failure must find them."""
+        for call, newest in news:
+            if call.request is not None and (isinstance(newest, Exception) or newest.finished):
+                self._calls.pop(call.request.id, None)
 
     def _leave(self, call: Call) -> None:
         """Aborts the request of a caller that reads no more, if it has not ended."""
@@ -293,13 +328,11 @@ class AsyncEngine:
             if call is None:
                 # aborted while this step was in flight
                 continue
-            over = not request.live
-            if over:
-                del self._calls[request.id]
             if request.error is not None:
                 news.append((call, RuntimeError(request.error)))
-            elif over or call.streams:
+            elif call.streams or not request.live:
                 news.append((call, output_of(request, call.prompt.text)))
+        self._forget(news)
         self._stats = stats_of(self.llm.engine)
         self._deliver(news)
 
@@ -323,13 +356,17 @@ class AsyncEngine:
         """Takes no more orders, and tells every caller that still waits why."""
         with self._wake:
             self._over, self._cause = True, cause
-            orders, self._orders = self._orders, []
-        waiting = [*self._calls.values(), *(order.subject for order in orders if order.kind == "add")]
+            self._taken.extend(self._orders)
+            self._orders.clear()
+        added = (order.subject for order in self._taken if order.kind == "add")
+        # an order may have been carried out and not yet crossed off
+        waiting = dict.fromkeys([*self._calls.values(), *(call for call in added if isinstance(call, Call))])
         self._calls.clear()
-        self._deliver([(call, stopped(cause)) for call in waiting if isinstance(call, Call)])
+        self._taken.clear()
+        self._deliver([(call, stopped(cause)) for call in waiting])
         try:
             for call in waiting:
-                if isinstance(call, Call) and call.request is not None:
+                if call.request is not None:
                     self.llm.engine.abort(call.request)
         finally:
             self.llm.owned = False

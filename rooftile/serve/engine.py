@@ -96,7 +96,7 @@ class Engine:
             grammar = self.grammars.compile(params.structured)
         request = Request(self._count, prompt, params, limit, ends, cache_salt)
         if self.tokenizer is not None:
-            request.text_of = self.tokenizer.text_of
+            request.text_of, request.bytes_of = self.tokenizer.text_of, self.tokenizer.bytes_of
             request.banned = banned_sequences(self.tokenizer, params.bad_words)
         self._count += 1
         answers = params.n
@@ -136,6 +136,18 @@ class Engine:
         except BaseException:
             self._abort_all()
             raise
+
+    def check_idle(self) -> None:
+        """Checks the books of an idle engine: nobody holds a block or a slot, and the pool's counts agree.
+
+        Raises:
+            AssertionError: they do not; the sentence says what is lost.
+        """
+        held = self.pool.used_blocks
+        assert not held, f"{held:,} of {self.pool.total:,} blocks of the KV cache are held, and no request runs: they have leaked"
+        free = self.scheduler.free_slots
+        assert free == self.max_answers, f"{self.max_answers - free} slots are held, and no request runs: they have leaked"
+        self.pool.check()
 
     def _abort_all(self) -> None:
         """Ends all requests and forgets who owns which block, also what the prefix cache holds.

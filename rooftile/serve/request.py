@@ -114,6 +114,8 @@ class Request:
     which beams go on, which tokens would complete a bad word."""
     text_of: Callable[[int], str] | None = None
     """Returns the text of one token, if the model has a tokenizer."""
+    bytes_of: Callable[[int], bytes] | None = None
+    """Returns the bytes of one token, likewise."""
     cached_tokens: int | None = None
     """How many tokens of the prompt the prefix cache had when the request first ran."""
     error: str | None = None

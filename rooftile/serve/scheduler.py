@@ -73,6 +73,11 @@ class Scheduler:
         """Whether no request waits or runs."""
         return not self.waiting and not self.running
 
+    @property
+    def free_slots(self) -> int:
+        """How many more answers may run."""
+        return len(self._slots)
+
     def add(self, request: Request) -> None:
         """Puts a request at the end of the queue."""
         self.waiting.append(request)

@@ -106,10 +106,22 @@ class Admission:
             if held + size > most:
                 what = f"the queue holds {held:,} {name} and the request has {size:,}; {most:,} may wait ({flag})"
                 raise self._refuse("queue_full", what)
+        self._check_key(key, len(prompts))
         self.waiting += answers
         self.tokens += tokens
         self._per_key[key] += len(prompts)
         return [Ticket(self, key, *each) for each in prompts]
+
+    def _check_key(self, key: str, prompts: int) -> None:
+        """Refuses a request with which its key would have too many prompts."""
+        held, most = self._per_key[key], self.max_per_key
+        if most is None:
+            return
+        if prompts > most:
+            raise Refusal("invalid_value", f"the request has {prompts:,} prompts; a key may have {most:,} (--max-per-key)")
+        if held + prompts > most:
+            what = f"{held:,} prompts of this key wait or run and the request has {prompts:,}; {most:,} may (--max-per-key)"
+            raise self._refuse("key_limit", what)
 
     def retry_s(self) -> int:
         """Returns the seconds in which half of the queue will have gone, by the rate of late; from 1 to 60."""

@@ -37,7 +37,8 @@ class Keys:
         if not self._digests:
             return ""
         scheme, _, key = (authorization or "").partition(" ")
-        given = sha256(key.strip().encode(errors="surrogateescape")).hexdigest()
+        # headers are read as latin-1, which keeps each byte that came
+        given = sha256(key.strip().encode("latin-1", errors="replace")).hexdigest()
         found = None
         for name, digest in self._digests.items():
             if hmac.compare_digest(given, digest) and scheme.lower() == "bearer":
@@ -87,9 +88,12 @@ def read_keys(file: Path | None, from_environment: str | None = None) -> Keys:
     if from_environment is not None:
         if len(from_environment) < 16:
             raise InvalidInput("ROOFTILE_API_KEY is too short; must have at least 16 characters")
+        if "environment" in found:
+            raise InvalidInput(f"{file} has a key named environment, which is the name of ROOFTILE_API_KEY's; give it another")
         found["environment"] = _digest(from_environment)
     return Keys(found)
 
 
 def _digest(key: str) -> str:
-    return sha256(key.encode()).hexdigest()
+    # the environment may hold bytes that are no text
+    return sha256(key.encode(errors="surrogateescape")).hexdigest()

@@ -37,6 +37,8 @@ COMPILING_S = 5.0
 # seconds. No flags: --deadline bounds the whole
 READ_S = 10.0
 CHUNK_S = 60.0
+# so much must be read in CHUNK_S, if there is as much
+CHUNK_BYTES = 4 * 2**10
 IDLE_S = 75.0
 LONGEST_RETRY_S = 60
 # for what a client still sends when it is refused

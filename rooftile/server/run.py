@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -55,7 +56,8 @@ class Run:
         self._stop = asyncio.Event()
         config = uvicorn.Config(
             make_app(self._service), http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, timeout_keep_alive=int(limits.IDLE_S), timeout_graceful_shutdown=2, backlog=BACKLOG,
+            server_header=False, interface="asgi3", proxy_headers=False, timeout_keep_alive=int(limits.IDLE_S),
+            timeout_graceful_shutdown=2, backlog=BACKLOG,
         )  # fmt: skip
         self._server = _Uvicorn(config)
 
@@ -74,25 +76,32 @@ class Run:
                 return await self._fail()
             if not starting.done():
                 starting.cancel()
-                return 0
+                return self._listening_failed(serving)
             self._say_ready()
-            return await self._serve(stopping)
+            return await self._serve(stopping, serving)
         finally:
             stopping.cancel()
             self._server.should_exit = True
             await asyncio.gather(serving, starting, return_exceptions=True)
             await self._service.close()
 
-    async def _serve(self, stopping: asyncio.Task[bool]) -> int:
-        """Serves until a signal comes or the engine dies."""
+    async def _serve(self, stopping: asyncio.Task[bool], serving: asyncio.Task[None]) -> int:
+        """Serves until a signal comes, the engine dies, or nobody listens any more."""
         engine = self._service.engine
         assert engine is not None
         over = asyncio.create_task(engine.over.wait())
-        await asyncio.wait({over, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({over, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
         if not over.done():
             await self._drain(over)
         over.cancel()
-        return await self._fail() if engine.cause is not None else 0
+        return await self._fail() if engine.cause is not None else self._listening_failed(serving)
+
+    def _listening_failed(self, serving: asyncio.Task[None]) -> int:
+        """Returns the exit code of a server whose engine has not failed: 0, unless it listens no more without being asked."""
+        if not serving.done() or self._stop.is_set():
+            return 0
+        log.error("the server listens no more", exc_info=serving.exception())
+        return FAILED
 
     async def _drain(self, over: asyncio.Task[bool]) -> None:
         """Lets running requests finish, and tells those that do not in time."""
@@ -158,10 +167,12 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host.strip("[]"), port))
         listener.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, TypeError) as error:
         listener.close()
-        if isinstance(error, socket.gaierror) or error.errno != 98:
-            raise InvalidInput(f"host {host}, port {port} cannot be listened on: {error.strerror}") from None
+        if getattr(error, "errno", None) != errno.EADDRINUSE:
+            # a name that is too long for any host is no error of the system's
+            why = getattr(error, "strerror", None) or "it is no name of a host"
+            raise InvalidInput(f"host {host[:80]}, port {port} cannot be listened on: {why}") from None
         raise InvalidInput(f"port {port} is taken; give another one with --port, or end the program that has it") from None
     return listener
 
@@ -171,7 +182,7 @@ def run(settings: ServerSettings) -> int:
     listener = bind(settings.host, settings.port)
     # a thread that reads a large body in Python gives way to the event loop after so long
     sys.setswitchinterval(SWITCH_S)
-    start_log(as_json=settings.json_log)
+    start_log(as_json=settings.json_log, queued=True)
     freeze_garbage()
 
     async def live() -> int:

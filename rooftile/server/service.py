@@ -48,7 +48,7 @@ class Service:
         """Starts the engine; returns whether it became ready."""
         # measured from the beginning: also while the model is read
         self._lag = asyncio.create_task(self._measure_lag())
-        settings = {"model": self.settings.model} | self.settings.engine
+        settings = {"model": self.settings.model, "json_log": self.settings.json_log} | self.settings.engine
         self.engine = RemoteEngine(settings, stall_s=self.settings.stall_s, noted=self._note)
         await asyncio.to_thread(_import_serving)
         await self.engine.changed.wait()

@@ -242,6 +242,17 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "unigram"])
+def test_bytes_of_tokens(kind: str, tmp_path: Path) -> None:
+    """Together they are the text's bytes, also where a token is half of a character; all but a space that decode removes."""
+    tokenizer = Tokenizer.from_folder(save(kind, tmp_path))
+    text = "\u00e9\U0001f600na\u00efve\u2013\u00fc<|end|><think>"
+    ids = tokenizer.encode(text, special=False)
+    assert any("\ufffd" in tokenizer.text_of(id) for id in ids)
+    assert b"".join(tokenizer.bytes_of(id) for id in ids) == text.encode()
+    assert tokenizer.bytes_of(10**6) == b""
+
+
 def test_ids_without_a_token(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(save("byte_level", tmp_path))
     assert tokenizer.token(tokenizer.vocab_size) == ""

@@ -50,6 +50,13 @@ def test_a_key_has_its_own_bound() -> None:
     one.start()
     assert refusal(admission).code == "key_limit"
     admission.admit("b", [(1, 1)])
+    # a list of prompts counts as that many
+    with pytest.raises(Refusal, match="1 prompts of this key wait or run and the request has 2; 2 may") as late:
+        admission.admit("b", [(1, 1), (1, 1)])
+    assert late.value.status == 429
+    with pytest.raises(Refusal, match="the request has 3 prompts; a key may have 2") as never:
+        admission.admit("c", [(1, 1)] * 3)
+    assert never.value.status == 400
     one.end()
     admission.admit("a", [(1, 1)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 from fastapi.routing import APIRoute
@@ -36,7 +37,7 @@ ROUTES = routes()
 
 
 def test_the_walk_finds_the_routes() -> None:
-    assert len(ROUTES) == 13
+    assert len(ROUTES) == 13 + 9, "nine may be asked for their head, too"
     assert {path for _, path in ROUTES} >= OPEN
 
 
@@ -54,9 +55,10 @@ def test_without_its_key_no_route_answers(method, path, given) -> None:
         assert answer.status_code in (200, 503)
         return
     assert answer.status_code == 401
-    assert answer.json()["error"]["code"] == "invalid_api_key"
-    assert answer.json()["error"]["type"] == "authentication_error"
     assert answer.headers["www-authenticate"] == "Bearer"
+    if method != "HEAD":
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.json()["error"]["type"] == "authentication_error"
 
 
 @pytest.mark.parametrize(
@@ -96,8 +98,22 @@ def test_the_file_of_keys(tmp_path) -> None:
         read_keys(tmp_path / "none")
     with pytest.raises(InvalidInput, match="at least 16"):
         read_keys(None, "short")
+    file.write_text(LINE.replace("ann", "environment"))
+    with pytest.raises(InvalidInput, match="has a key named environment"):
+        read_keys(file, "s" * 16)
     with pytest.raises(InvalidInput, match="1 to 64 letters"):
         new_key("a:b")
+
+
+def test_a_key_may_have_any_bytes() -> None:
+    """Bytes of the environment that are no text, and letters of any language, as clients send them in UTF-8."""
+    for key in ("\u043a\u043b\u044e\u0447" * 4, os.fsdecode(b"\xff\xfe" * 8)):
+        sent = key.encode(errors="surrogateescape")
+        keys = read_keys(None, key)
+        assert keys.name_of("Bearer " + sent.decode("latin-1")) == "environment"
+        answer = ask("GET", "/v1/models", keys=keys, headers={"Authorization": b"Bearer " + sent})
+        assert answer.status_code == 503
+        assert keys.name_of("Bearer " + (sent + b"x").decode("latin-1")) is None
 
 
 def test_the_command_prints_a_key_and_its_line() -> None:
@@ -122,6 +138,7 @@ def test_without_keys_only_loopback(host) -> None:
         ("127.0.0.1:8000", 503), ("localhost", 503), ("[::1]:8000", 503), ("127.0.0.2", 503), ("evil.example", 403),
         ("evil.example:8000", 403), ("127.0.0.1.evil.example", 403), ("localhost.evil.example", 403), ("", 403),
         ("10.0.0.1", 403), ("mine.example", 503), ("mine.example:8000", 503),
+        ("LocalHost:8000", 503), ("Mine.Example", 503), ("localhost@evil.example", 403), ("evil.example@localhost", 403),
     ],
 )  # fmt: skip
 def test_a_foreign_host_header_is_refused_on_every_route(host, status) -> None:

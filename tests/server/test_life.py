@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -21,9 +23,34 @@ import pytest
 from rooftile.errors import InvalidInput
 from rooftile.server.engine.messages import FAILED, Ready, Report
 from rooftile.server.engine.wire import FrameReader
-from rooftile.server.observe.log import Account, _Lines, _Quiet, tell
+from rooftile.server.observe.log import WAITING_LINES, Account, _Lines, _Queued, _Quiet, tell
 from rooftile.server.run import bind
 from tests.server.living import PATIENCE_S, living
+
+
+def engine_process(folder: Path, *, stderr: int | None = None, **settings: Any) -> tuple[socket.socket, subprocess.Popen]:
+    """Returns our end of the connection to an engine's process, and the process."""
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rooftile.server.engine.process", str(theirs.fileno())], stdin=subprocess.PIPE, stderr=stderr,
+        pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    theirs.close()
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({"model": str(folder), "device": "cpu", "num_blocks": 20} | settings).encode())
+    process.stdin.close()
+    process.stdin = None
+    ours.settimeout(PATIENCE_S)
+    return ours, process
+
+
+def wait_until_ready(ours: socket.socket) -> list[Report]:
+    """Returns what the engine has said until it was ready."""
+    reader: FrameReader[Report] = FrameReader(Report)
+    said: list[Report] = []
+    while not any(isinstance(message, Ready) for message in said):
+        said += reader.feed(ours.recv(65536))
+    return said
 
 
 def run(test) -> None:
@@ -143,33 +170,39 @@ def test_a_model_that_cannot_be_read_ends_the_server(tmp_path) -> None:
 
 def test_the_engine_ends_with_its_server(folder) -> None:
     """When the server dies, the kernel closes its end of the socket, whatever killed it."""
-    ours, theirs = socket.socketpair()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rooftile.server.engine.process", str(theirs.fileno())],
-        stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    theirs.close()
-    assert process.stdin is not None
-    process.stdin.write(json.dumps({"model": str(folder), "device": "cpu", "num_blocks": 20}).encode())
-    process.stdin.close()
-    ours.settimeout(PATIENCE_S)
-    reader: FrameReader[Report] = FrameReader(Report)
-    said = []
-    while not any(isinstance(message, Ready) for message in said):
-        said += reader.feed(ours.recv(65536))
+    ours, process = engine_process(folder)
+    said = wait_until_ready(ours)
     assert [message.percent for message in said[:-1]] == sorted({message.percent for message in said[:-1]})
     assert said[-2].percent == 100
     ours.close()
-    assert process.wait(10) == 0
+    assert process.wait(PATIENCE_S) == 0
 
 
 def test_garbage_on_the_wire_ends_the_engine_and_says_why(folder) -> None:
     async def test() -> None:
         async with living(folder) as it:
-            it.service.engine._send(b"\xff\xff\xff\xff")
+            it.service.engine._write(b"\xff\xff\xff\xff")
             assert await it.life == FAILED
             assert "a frame says that it has 4,294,967,295 bytes" in it.service.engine.detail
             assert it.service.engine.cause == "the engine has failed; the server's log says why"
+
+    run(test())
+
+
+def test_news_that_the_server_cannot_take_ends_it_and_says_why(folder, monkeypatch) -> None:
+    """An error in the task that reads the engine's messages must not end that task in silence."""
+
+    async def test() -> None:
+        async with living(folder) as it:
+
+            def broken(state):
+                raise KeyError("a mistake of ours")
+
+            monkeypatch.setattr(it.service.engine, "_noted", broken)
+            answer = await it.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_down")
+            assert await it.life == FAILED
+            assert it.service.engine.cause == "a message of the engine could not be taken: KeyError"
 
     run(test())
 
@@ -183,6 +216,8 @@ def test_a_taken_port_is_a_sentence() -> None:
     bind("127.0.0.1", port).close()
     with pytest.raises(InvalidInput, match="cannot be listened on"):
         bind("203.0.113.5", port)
+    with pytest.raises(InvalidInput, match=r"cannot be listened on: \w"):
+        bind("a" * 300 + "\u00e9", port)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
@@ -200,6 +235,49 @@ def test_a_full_disk_loses_lines_and_nothing_else(monkeypatch) -> None:
         log.removeHandler(handler)
         with contextlib.suppress(OSError):
             full.close()
+
+
+def test_a_log_that_nobody_reads_holds_up_nobody() -> None:
+    """A pipe to a program that stands still, as a terminal that is scrolled back: writing to it would wait for ever."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as pipe:
+        handler = _Queued(_Quiet(pipe))
+        record = logging.makeLogRecord({"msg": "x" * 10_000})
+        many = threading.Thread(target=lambda: [handler.emit(record) for _ in range(WAITING_LINES + 100)], daemon=True)
+        many.start()
+        many.join(PATIENCE_S)
+        assert not many.is_alive()
+        # the thread that writes is let go
+        read = 0
+        while read < 10_001 * WAITING_LINES:
+            read += len(os.read(reading, 1 << 20))
+        handler.flush()
+    os.close(reading)
+
+
+def test_the_log_of_an_engine_that_fails_is_json_too(folder) -> None:
+    """Its traceback is in one line: who reads the log of --json reads JSON and nothing else."""
+    ours, process = engine_process(folder, stderr=subprocess.PIPE, json_log=True)
+    with ours:
+        wait_until_ready(ours)
+        ours.sendall(b"\xff\xff\xff\xff")
+        _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == FAILED
+    (line,) = (json.loads(each) for each in said.splitlines())
+    assert line["level"] == "error"
+    assert "WireError" in line["message"]
+    assert "Traceback" in line["message"]
+
+
+def test_a_server_that_listens_no_more_ends(folder, caplog) -> None:
+    async def test() -> None:
+        async with living(folder) as it:
+            # uvicorn ends by itself, as it does where its own loop fails
+            it.run._server.should_exit = True
+            assert await it.life == FAILED
+
+    run(test())
+    assert "the server listens no more" in caplog.text
 
 
 @pytest.mark.parametrize("as_json", [True, False])

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from rooftile.serve import SamplingParams
+from rooftile.server.engine.following import Followed
 from rooftile.server.engine.loop import Loop
 from rooftile.server.engine.messages import Abort, Add, Step
 
@@ -97,7 +98,7 @@ def test_a_client_hears_before_the_step_that_its_request_is_taken(llm, monkeypat
 
 def test_an_idle_engine_checks_its_books_once(llm, monkeypatch) -> None:
     checked = []
-    monkeypatch.setattr(llm.engine.pool, "check", lambda: checked.append(True))
+    monkeypatch.setattr(llm.engine, "check_idle", lambda: checked.append(True))
     link = FakeLink([Add(1, [5], {"max_tokens": 1})])
     loop = Loop(llm.engine, link)
     loop.turn()
@@ -120,6 +121,60 @@ def test_a_leak_ends_the_engine(llm) -> None:
     finally:
         llm.engine.pool._free.append(lost)
     llm.engine.pool.check()
+
+
+def test_blocks_that_nobody_gives_back_end_the_engine_with_a_sentence(llm) -> None:
+    """The pool's own counts agree: a table without a request is seen only where no request runs."""
+    loop = Loop(llm.engine, FakeLink([Add(1, [5], {"max_tokens": 1})]))
+    loop.turn()
+    lost = llm.engine.pool.begin([5, 6])
+    llm.engine.pool.append(lost, 2)
+    try:
+        with pytest.raises(AssertionError, match="1 of 600 blocks of the KV cache are held, and no request runs"):
+            loop.turn()
+    finally:
+        llm.engine.pool.free(lost)
+    slot = llm.engine.scheduler._slots.pop()
+    try:
+        with pytest.raises(AssertionError, match="1 slots are held"):
+            llm.engine.check_idle()
+    finally:
+        llm.engine.scheduler._slots.append(slot)
+    llm.engine.check_idle()
+
+
+def test_a_request_that_cannot_be_taken_ends_nobody_elses(llm, monkeypatch, caplog) -> None:
+    add = llm.engine.add
+
+    def broken(prompt, *rest, **more):
+        if prompt == [6]:
+            raise RuntimeError("a mistake of ours")
+        return add(prompt, *rest, **more)
+
+    monkeypatch.setattr(llm.engine, "add", broken)
+    link = play(llm, [Add(1, [6], GREEDY), Add(2, [5], GREEDY)])
+    (refused,) = link.sent[0].refused
+    assert (refused.id, refused.ours) == (1, True)
+    assert "a mistake of ours" in caplog.text
+    assert link.sent[-1].news[0].finished
+
+
+def test_news_that_cannot_be_read_ends_one_request(llm, monkeypatch, caplog) -> None:
+    news = Followed.news
+
+    def broken(followed):
+        if followed.id == 1:
+            raise ValueError("a mistake of ours")
+        return news(followed)
+
+    monkeypatch.setattr(Followed, "news", broken)
+    link = play(llm, [Add(1, [6], GREEDY), Add(2, [5], GREEDY)])
+    told = {each.id: each for step in link.sent for each in step.news}
+    assert told[1].error == "its news could not be read: ValueError"
+    assert told[1].finished
+    assert told[2].error is None
+    assert told[2].finished
+    assert "a mistake of ours" in caplog.text
 
 
 def test_a_bad_grammar_is_refused_and_a_good_one_runs(llm) -> None:

@@ -128,6 +128,23 @@ def test_logprobs_are_the_librarys(client, llm) -> None:
         assert max(top.values()) == pytest.approx(best)
 
 
+def test_the_bytes_of_tokens_join_to_the_text(client, llm) -> None:
+    """Also where a token is half of a character, which its text does not tell."""
+    text = "\U0001f600\u00e9 \u65e5"
+    assert any("\ufffd" in llm.tokenizer.text_of(token) for token in llm.tokenizer.encode(text))
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=3, max_tokens=40, seed=1,
+        extra_body={"structured_outputs": {"choice": [text]}},
+    ).choices[0]  # fmt: skip
+    assert answer.message.content == text
+    tokens = answer.logprobs.content
+    assert b"".join(bytes(token.bytes) for token in tokens).startswith(text.encode())
+    halves = [token for token in tokens if "\ufffd" in token.token]
+    assert halves
+    likely = [each for token in tokens for each in token.top_logprobs if "\ufffd" in each.token]
+    assert all(b"\xef\xbf\xbd" not in bytes(each.bytes) for each in (*halves, *likely))
+
+
 def test_prompts_of_each_kind(client, llm) -> None:
     texts = ["The roof", "a tile"]
     ids = [llm.tokenizer.encode(text) for text in texts]

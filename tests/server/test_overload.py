@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import time
 
 from tests.server.live import PATIENCE_S, Server
@@ -67,6 +69,21 @@ def test_the_queue_is_bounded_and_who_leaves_gives_everything_back(small) -> Non
         wait_for(small, num_requests_waiting=1)
         assert small.client.get("/health").status_code == 200
     small.wait_until_idle()
+
+
+def test_a_client_that_has_sent_its_next_request_and_leaves_is_aborted(small) -> None:
+    """uvicorn tells only the newest request of a connection that its client is gone."""
+    before = small.metric("request_success_total", finished_reason="abort")
+    with Holder(small) as holder:
+        made = connect(small, PATIENCE_S)
+        holder.sockets.append(made)
+        key = f"Authorization: Bearer {KEY}"
+        made.sendall(request(LONG | {"stream": True}, key) + request(LONG, key))
+        assert status(made.recv(100)) == 200
+        # so that the first write after it fails
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    small.wait_until_idle()
+    assert small.metric("request_success_total", finished_reason="abort") == before + 1
 
 
 def test_prompt_tokens_that_wait_are_bounded(small) -> None:

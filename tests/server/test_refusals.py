@@ -30,6 +30,12 @@ from tests.server.asking import CHATS, COMPLETIONS, TALK, TEXT, refused
         ("repetition_penalty", 0, "above 0"),
         ("seed", -1, "seed is -1"),
         ("max_tokens", 0, "max_tokens is 0"),
+        ("max_tokens", 2**64, f"max_tokens is {2**64}; must be a whole number from 1 to {2**63 - 1}"),
+        ("top_k", 10**25, f"must be a whole number from 0 to {2**63 - 1}"),
+        ("truncate_prompt_tokens", 10**25, f"must be a whole number from 1 to {2**63 - 1}"),
+        ("stop_token_ids", [10**25], "the model has 0 to"),
+        ("allowed_token_ids", [10**25], "the model has 0 to"),
+        ("temperature", 10**400, "must be a finite number"),
         ("min_tokens", 5, "min_tokens is 5 and max_tokens 1"),
         ("stop", ["a"] * 17, "at most 16"),
         ("stop", "a" * 257, "1 to 256 characters"),
@@ -69,7 +75,8 @@ def test_a_value_out_of_bounds_names_its_field(server, field, value, sentence) -
         {"n": 16, "max_tokens": 1}, {"logprobs": 20}, {"stop": ["a" * 256] * 16}, {"beam_width": 16}, {"cache_salt": "s" * 128},
         {"prompt": ["a"] * 64}, {"prompt": ["a"] * 8, "n": 16}, {"best_of": 16}, {"logit_bias": {str(n): 1 for n in range(300)}},
         {"seed": 2**63 - 1}, {"temperature": 0}, {"temperature": 1e30}, {"top_k": -1}, {"stop": None, "n": None, "seed": None},
-        {"prompt": [5] * 2040},
+        {"prompt": [5] * 2040}, {"temperature": 10**25}, {"repetition_penalty": 10**30}, {"stop": "\0"},
+        {"top_k": 2**63 - 1},
     ],
 )  # fmt: skip
 def test_just_within_the_bounds_is_answered(server, fields) -> None:

@@ -42,8 +42,8 @@ def test_unknown_paths_and_methods(server) -> None:
     for method, path, status, sentence in (
         ("GET", "/v2", 404, "the path '/v2' is none of this server's"),
         ("GET", COMPLETIONS, 405, "the method is GET; this path has POST"),
-        ("DELETE", "/v1/models", 405, "this path has GET"),
-        ("PUT", "/", 405, "this path has GET"),
+        ("DELETE", "/v1/models", 405, "this path has GET, HEAD"),
+        ("PUT", "/", 405, "this path has GET, HEAD"),
     ):
         answer = server.client.request(method, path)
         assert answer.status_code == status
@@ -59,9 +59,23 @@ def test_an_error_comes_before_the_first_byte_of_a_stream(server) -> None:
 
 
 def test_a_request_id_is_taken_if_it_is_a_short_word(server) -> None:
-    for given, taken in (("abc-1.2_3", True), ("a" * 128, True), ("a" * 129, False), ("a b", False), ("<x>", False)):
+    for given, taken in (("abc-1.2_3", True), ("a" * 128, True), ("a b", False), ("<x>", False)):
         answer = server.client.get("/health", headers={"X-Request-Id": given})
-        assert (answer.headers["x-request-id"] == given) is taken
+        assert (answer.status_code, answer.headers["x-request-id"] == given) == (200, taken)
+    answer = server.client.get("/health", headers={"X-Request-Id": "a" * 129})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
+    assert answer.json()["error"]["message"] == "X-Request-Id has 129 characters; may have at most 128"
+    assert answer.headers["x-request-id"] != "a" * 129
+
+
+def test_head_is_get_without_a_body(server) -> None:
+    for path in ("/", "/page.js", "/health", "/metrics", "/v1/models", "/openapi.json"):
+        head, whole = server.client.head(path), server.client.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+        # the series of metrics grow from one to the other
+        assert path == "/metrics" or head.headers["content-length"] == whole.headers["content-length"]
+    assert server.client.head(COMPLETIONS).status_code == 405
 
 
 def test_while_the_model_is_read_every_request_says_so() -> None:

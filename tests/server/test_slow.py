@@ -6,39 +6,13 @@ import asyncio
 import contextlib
 
 import pytest
-import uvicorn
 from starlette.requests import Request
 
 from rooftile.server import limits
-from rooftile.server.http.app import make_app
 from rooftile.server.http.body import ClientGone, read_object
-from rooftile.server.http.protocol import BoundedProtocol
 from rooftile.server.refusals import Refusal
-from rooftile.server.run import bind
-from rooftile.server.service import Service
-from rooftile.server.settings import ServerSettings
+from tests.server.listening import listening
 from tests.server.sockets import status
-
-
-@contextlib.asynccontextmanager
-async def listening():
-    """Yields the port of a server without an engine."""
-    listener = bind("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    app = make_app(Service(ServerSettings(model="m")))
-    config = uvicorn.Config(
-        app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=60
-    )
-    server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started:
-        await asyncio.sleep(0.01)
-    try:
-        yield port
-    finally:
-        server.should_exit = True
-        await task
 
 
 async def trickle(port: int, first: bytes, more: bytes) -> bytes:
@@ -65,10 +39,23 @@ def test_a_slow_head_ends_in_time(monkeypatch, first, more) -> None:
     monkeypatch.setattr(limits, "READ_S", 0.4)
 
     async def test() -> None:
-        async with listening() as port:
+        async with listening() as (port, _):
             assert status(await trickle(port, first, more)) == 408
 
     asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_the_rest_of_a_refused_body_ends_in_time(monkeypatch) -> None:
+    monkeypatch.setattr(limits, "READ_S", 0.4)
+    head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+
+    async def test() -> None:
+        async with listening() as (port, _):
+            said = await trickle(port, head, b"x")
+            assert status(said) == 404
+            assert said.count(b"HTTP/1.1") == 1
+
+    asyncio.run(test())
 
 
 def test_between_two_requests_a_connection_may_rest(monkeypatch) -> None:
@@ -76,7 +63,7 @@ def test_between_two_requests_a_connection_may_rest(monkeypatch) -> None:
     line = b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     async def test() -> None:
-        async with listening() as port:
+        async with listening() as (port, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             for _ in range(2):
                 writer.write(line)
@@ -96,7 +83,7 @@ def test_too_many_connections_are_closed(monkeypatch) -> None:
     monkeypatch.setattr(limits, "CONNECTIONS", 2)
 
     async def test() -> None:
-        async with listening() as port:
+        async with listening() as (port, _):
             made = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
             with contextlib.suppress(ConnectionError):
                 assert await asyncio.wait_for(made[2][0].read(), 10) == b""

@@ -158,8 +158,12 @@ def test_a_bad_grammar_is_refused(server, grammar, code) -> None:
 
 
 @pytest.mark.parametrize(
-    "grammar", [{}, {"type": "number", "maximum": 2e10}, True, {"type": ["string", "null"]}, nested(4)]
-)
+    "grammar",
+    [
+        {}, {"type": "number", "maximum": 2e10}, True, {"type": ["string", "null"]}, {"const": 10**25}, {"maximum": 2**64},
+        nested(4),
+    ],
+)  # fmt: skip
 def test_odd_grammars_are_answered_or_refused(server, grammar) -> None:
     answer = server.post("/v1/completions", prompt="a", structured_outputs={"json": grammar}, max_tokens=20)
     assert answer.status_code in (200, 400)

@@ -22,6 +22,8 @@ MOST_WORDS = 64
 STRUCTURES = ("json", "regex", "choice")
 # whole numbers that may be None
 OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "beam_width", "truncate_prompt_tokens", "seed")
+# whole numbers have 64 bits on their way to the engine and to the device
+LARGEST = 2**63 - 1
 # a length to a larger power leaves the range of a float
 LARGEST_PENALTY = 10.0
 
@@ -144,15 +146,17 @@ class SamplingParams:
 
     def _check_bounds(self) -> None:
         for name, least, most in (
-            ("n", 1, MOST_SAMPLES), ("top_k", 0, None), ("min_tokens", 0, None), ("max_tokens", 1, None),
+            ("n", 1, MOST_SAMPLES), ("top_k", 0, LARGEST), ("min_tokens", 0, LARGEST), ("max_tokens", 1, LARGEST),
             ("logprobs", 0, MOST_LOGPROBS), ("prompt_logprobs", 0, MOST_LOGPROBS), ("beam_width", 1, MOST_SAMPLES),
-            ("truncate_prompt_tokens", 1, None), ("seed", 0, 2**63 - 1),
+            ("truncate_prompt_tokens", 1, LARGEST), ("seed", 0, LARGEST),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is None and name in OPTIONAL:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-                raise InvalidInput(f"{name} is {value!r}; must be a whole number {_between(least, most)}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                # the largest number of all is told to those who have passed it
+                told = math.inf if most == LARGEST and not (isinstance(value, int) and value > most) else most
+                raise InvalidInput(f"{name} is {value!r}; must be a whole number {_between(least, told)}")
         for name, low, high in (
             ("temperature", 0.0, math.inf), ("min_p", 0.0, 1.0), ("presence_penalty", -2.0, 2.0),
             ("frequency_penalty", -2.0, 2.0), ("length_penalty", -LARGEST_PENALTY, LARGEST_PENALTY),
@@ -244,8 +248,8 @@ def _several(name: str, value: object, due: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _between(least: float, most: float | None) -> str:
-    if most is None or not math.isfinite(most):
+def _between(least: float, most: float) -> str:
+    if most == math.inf:
         return f"of at least {least:g}"
     return f"from {least:g} to {most if isinstance(most, int) else f'{most:g}'}"
 

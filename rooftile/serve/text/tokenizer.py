@@ -170,6 +170,16 @@ class Tokenizer:
             text = self._texts[id] = self.decode([id], skip_special=False)
         return text
 
+    def bytes_of(self, id: int) -> bytes:
+        """Returns the bytes of one token by itself, also of one that is half of a character."""
+        byte = self.byte_ids.get(id)
+        if byte is not None:
+            return bytes([byte])
+        spelt = "" if id in self._added_ids else self.token(id)
+        if self._spells_bytes and spelt and all(character in BYTES for character in spelt):
+            return bytes(BYTES[character] for character in spelt)
+        return self.text_of(id).encode()
+
     def chat(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, *, most_bytes: int = MOST_BYTES
     ) -> list[int]:
@@ -201,16 +211,38 @@ class Tokenizer:
     @cached_property
     def byte_ids(self) -> dict[int, int]:
         """The byte of each token that stands for one byte (byte fallback), by id; decode joins neighbouring ones."""
-        decoder = self._core.decoder
-        if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
+        if not self._decodes_with("ByteFallback"):
             return {}
         spelt = ((f"<0x{byte:{case}}>", byte) for byte in range(256) for case in ("02X", "02x"))
         found = {self._core.token_to_id(token): byte for token, byte in spelt}
         return {id: byte for id, byte in found.items() if id is not None}
 
     @cached_property
+    def _spells_bytes(self) -> bool:
+        """Whether each character of a token's spelling stands for a byte (see BYTES)."""
+        return self._decodes_with("ByteLevel")
+
+    def _decodes_with(self, part: str) -> bool:
+        decoder = self._core.decoder
+        return decoder is not None and f'"{part}"'.encode() in decoder.__getstate__()
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self._core.get_added_tokens_decoder())
+
+    @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(id for id, token in self._core.get_added_tokens_decoder().items() if token.special)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Returns the bytes by the characters that GPT-2's vocabulary spells them with: printable ones stand for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTES = _byte_alphabet()
 
 
 def _cleaned(text: str) -> str:

@@ -13,7 +13,16 @@ class EngineDown(RuntimeError):
 
 
 class EngineRefused(ValueError):
-    """The engine cannot take this request; the sentence says why."""
+    """The engine cannot take this request; the sentence says why.
+
+    Args:
+        reason: the sentence.
+        ours: whether the engine is to blame, and not the request.
+    """
+
+    def __init__(self, reason: str, *, ours: bool = False) -> None:
+        super().__init__(reason)
+        self.ours = ours
 
 
 @dataclass(slots=True)
@@ -63,8 +72,13 @@ class Call:
         self._last = news
         self._changed.set()
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return self._error is not None or (self._last is not None and self._last.finished)
+
     def fail(self, error: Exception) -> None:
-        """Ends the call with an error."""
+        """Ends the call with an error, which comes after what has not been read yet."""
         if not self.taken.done():
             self.taken.set_exception(error)
             # the client may have gone without asking
@@ -79,13 +93,15 @@ class Call:
         """Returns all news since the last call.
 
         Raises:
-            EngineDown: the engine has failed.
+            Exception: the error of `fail`.
         """
-        if self._last is not None and self._last.finished and not self._unread and not self._changed.is_set():
+        if not self._unread and not self._changed.is_set() and self.over:
+            if self._error is not None:
+                raise self._error
             raise StopAsyncIteration
         await self._changed.wait()
         self._changed.clear()
-        if self._error is not None:
+        if self._error is not None and not self._unread:
             raise self._error
         assert self._last is not None
         pieces, self._unread = [unread.read() for unread in self._unread.values()], {}

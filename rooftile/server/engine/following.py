@@ -63,6 +63,10 @@ class Followed:
         found = []
         for token, top in zip(ids, answer.tops[first:tokens], strict=True):
             shown = logprobs_at(token, top, count, request.text_of)
-            scored = {id_: Scored(id_, one.logprob, one.decoded_token or "") for id_, one in shown.items()}
+            scored = {id_: self._scored(id_, one.logprob, one.decoded_token or "") for id_, one in shown.items()}
             found.append([scored[token], *(scored[id_] for id_ in top.ids[:count])])
         return found
+
+    def _scored(self, token: int, logprob: float, text: str) -> Scored:
+        bytes_of = self.request.bytes_of
+        return Scored(token, logprob, text, bytes_of(token) if bytes_of is not None and "\ufffd" in text else None)

@@ -15,6 +15,7 @@ from rooftile.serve.stats import stats_of
 from rooftile.server.engine.compiling import Compiling
 from rooftile.server.engine.following import Followed
 from rooftile.server.engine.messages import Abort, Add, News, Order, Refused, State, Step
+from rooftile.server.observe.log import log
 
 # how often an idle engine looks after grammars that are being compiled
 COMPILING_S = 0.005
@@ -62,7 +63,7 @@ class Loop:
         orders = self.link.orders(COMPILING_S if idle and self._compiling else wait_s)
         if idle and not orders and not self._compiling:
             # a leak is found by us, and not by the request that finds no room
-            self.engine.pool.check()
+            self.engine.check_idle()
             self._checked = True
             return
         began = time.perf_counter()
@@ -100,6 +101,11 @@ class Loop:
         except (InvalidInput, Unsupported, TypeError) as error:
             message.refused.append(Refused(order.id, str(error)))
             return
+        except Exception as error:
+            # the engine has not taken it yet, so nobody else is hurt
+            log.exception("request %d could not be taken", order.id)
+            message.refused.append(Refused(order.id, f"the request could not be taken: {type(error).__name__}", ours=True))
+            return
         followed = Followed(order.id, request, streams=order.streams)
         self._by_id[order.id] = self._by_request[request] = self._waiting[order.id] = followed
         message.taken.append(order.id)
@@ -129,7 +135,13 @@ class Loop:
         if followed is None:
             # aborted while this step was in flight
             return None
-        news = followed.news()
+        try:
+            news = followed.news()
+        except Exception as error:
+            # one request's mistake must not end the others
+            log.exception("the news of request %d could not be read", followed.id)
+            self.engine.abort(request)
+            news = News(followed.id, [], finished=True, error=f"its news could not be read: {type(error).__name__}")
         if news is not None and news.finished:
             self._forget(followed)
         return news

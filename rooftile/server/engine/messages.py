@@ -58,6 +58,8 @@ class Scored(Struct, array_like=True):
     id: int
     logprob: float
     text: str
+    raw: bytes | None = None
+    """The token's bytes where its text does not tell them: half of a character."""
 
 
 class Piece(Struct, array_like=True):
@@ -92,6 +94,8 @@ class Refused(Struct, array_like=True):
 
     id: int
     reason: str
+    ours: bool = False
+    """Whether the engine is to blame, and not the request."""
 
 
 class State(Struct):

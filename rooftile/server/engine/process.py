@@ -8,7 +8,6 @@ manager are the server's to obey; this process obeys the server only.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import select
 import signal
@@ -25,7 +24,8 @@ from rooftile.serve.llm import LLM
 from rooftile.server.engine.loop import Loop
 from rooftile.server.engine.messages import FAILED, Failed, Order, Reading, Ready, Report
 from rooftile.server.engine.pauses import freeze_garbage
-from rooftile.server.engine.wire import FrameReader, WireError, frame
+from rooftile.server.engine.wire import FrameReader, frame
+from rooftile.server.observe.log import log, start_log
 from rooftile.spec import DTYPES
 
 RECEIVED = 1 << 20
@@ -107,14 +107,15 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     settings = json.load(sys.stdin)
+    start_log(as_json=settings.pop("json_log", False), queued=False)
     threading.Thread(target=exit_with, args=(connection,), daemon=True).start()
     link = SocketLink(connection)
     try:
         serve(link, settings)
     except (InvalidInput, Unsupported) as error:
         link.send(Failed(str(error), wrong=True))
-    except (WireError, Exception) as error:
-        logging.getLogger(__name__).exception("the engine has failed")
+    except Exception as error:
+        log.exception("the engine has failed")
         link.send(Failed(f"{type(error).__name__}: {error}"))
     # threads of a device may be stuck, and must not keep this process
     os._exit(FAILED)

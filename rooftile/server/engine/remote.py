@@ -16,6 +16,7 @@ from typing import Any
 from rooftile.server.engine.calls import Call, EngineDown, EngineRefused
 from rooftile.server.engine.messages import Abort, Add, Failed, News, Reading, Ready, Report, State, Step
 from rooftile.server.engine.wire import FrameReader, WireError, frame
+from rooftile.server.observe.log import log
 
 RECEIVED = 1 << 20
 # how often it is checked that steps end
@@ -66,10 +67,10 @@ class RemoteEngine:
         self._writer: asyncio.StreamWriter | None = None
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
 
-    async def begin(
+    def send(
         self, prompt: list[int], params: dict[str, Any], *, salt: str, streams: bool, started: Callable[[], None] = lambda: None
     ) -> Call:
-        """Sends a request, and returns when the engine has taken it.
+        """Sends a request; its `taken` is done when the engine has it. Whoever sends one must `leave` it at the end.
 
         Args:
             prompt: token ids.
@@ -79,7 +80,6 @@ class RemoteEngine:
             started: called once, when the request waits no longer.
 
         Raises:
-            EngineRefused: the engine cannot take the request.
             EngineDown: the engine has failed.
         """
         self._check()
@@ -87,14 +87,9 @@ class RemoteEngine:
             # an idle engine is silent
             self._heard = time.monotonic()
         self._count += 1
+        self._write(frame(Add(self._count, prompt, params, salt, streams)))
         call = Call(self._count)
         self._calls[call.id], self._on_start[call.id] = call, started
-        try:
-            self._send(frame(Add(call.id, prompt, params, salt, streams)))
-            await asyncio.shield(call.taken)
-        except BaseException:
-            self.leave(call)
-            raise
         return call
 
     def leave(self, call: Call) -> bool:
@@ -105,7 +100,7 @@ class RemoteEngine:
             call.taken.cancel()
         self._started(call.id)
         if self.cause is None:
-            self._send(frame(Abort(call.id)))
+            self._write(frame(Abort(call.id)))
         return True
 
     async def close(self) -> None:
@@ -133,7 +128,7 @@ class RemoteEngine:
         if self.ready is None:
             raise EngineDown(f"the model is being read, {self.percent} %")
 
-    def _send(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         """Sends without waiting: what the engine does not read during a step waits in this process."""
         assert self._writer is not None
         self._writer.write(data)
@@ -151,6 +146,11 @@ class RemoteEngine:
             self._end(f"the engine's process has ended {'by signal' if code < 0 else 'with code'} {abs(code)}")
         except (OSError, WireError) as error:
             self._end(f"the connection to the engine has failed: {error}")
+            self.process.kill()
+        except Exception as error:
+            # whatever went wrong, no client may wait until the engine seems to stall
+            log.exception("a message of the engine could not be taken")
+            self._end(f"a message of the engine could not be taken: {type(error).__name__}")
             self.process.kill()
 
     async def _watch(self) -> None:
@@ -188,7 +188,7 @@ class RemoteEngine:
             self._started(refused.id)
             call = self._calls.pop(refused.id, None)
             if call is not None:
-                call.fail(EngineRefused(refused.reason))
+                call.fail(EngineRefused(refused.reason, ours=refused.ours))
         for id_ in step.started:
             self._started(id_)
         for news in step.news:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import TypeVar
 
 from starlette.types import Receive
@@ -75,6 +75,9 @@ class Answering:
             refusal.param = refusal.param or ("messages" if self.ask.chat else "prompt")
             raise refusal from None
         except EngineRefused as error:
+            if error.ours:
+                log.error("request %s: %s", self._account.id, error)
+                raise mistake(self._account.id) from None
             if str(error).startswith("the grammar"):
                 raise Refusal("invalid_grammar", str(error), param=self.ask.grammar_field) from None
             raise refusal_of(error, _FIELDS) from None
@@ -91,20 +94,13 @@ class Answering:
         self._tickets = self._service.admission.admit(self._account.key, [(ask.sampled, size) for size in sizes])
         # a key's name is part of the salt: keys share no prefixes, whose times could tell one what another has asked
         salt = f"{self._account.key}\0{ask.salt}"
-        begun = await asyncio.gather(
-            *(
-                engine.begin(tokens, ask.params, salt=salt, streams=ask.stream, started=ticket.start)
-                for tokens, ticket in zip(self.tokens, self._tickets, strict=True)
-            ),
-            return_exceptions=True,
-        )
-        self._calls = [each for each in begun if isinstance(each, Call)]
-        for each in begun:
-            if isinstance(each, BaseException):
-                raise each
+        for tokens, ticket in zip(self.tokens, self._tickets, strict=True):
+            # noted one by one and before anything is waited for: whatever happens, `close` takes back what was sent
+            self._calls.append(engine.send(tokens, ask.params, salt=salt, streams=ask.stream, started=ticket.start))
+        await asyncio.gather(*(call.taken for call in self._calls))
         self.usage.prompt = self._account.prompt_tokens = sum(sizes)
 
-    async def news(self) -> AsyncIterator[tuple[int, News]]:
+    async def news(self) -> AsyncGenerator[tuple[int, News], None]:
         """Yields the place of a prompt and what is new in its answers, until all are complete.
 
         Raises:
@@ -126,21 +122,26 @@ class Answering:
             merged.close()
 
     def stop(self, refusal: Refusal) -> None:
-        """Ends the request from outside; its client is told why."""
-        for call in self._calls:
-            call.fail(refusal)
+        """Ends what still runs; the client is told why, after what it has."""
+        for place, call in enumerate(self._calls):
+            if not call.over:
+                call.fail(refusal)
+                self._leave(place, call)
 
     def close(self) -> None:
         """Aborts what still runs, and gives its place in the queue to others."""
         self._service.live.discard(self)
         for place, call in enumerate(self._calls):
-            assert self._engine is not None
-            if self._engine.leave(call):
-                for index in range(self.ask.params.get("n", 1)):
-                    if (place, index) not in self._ended:
-                        self._service.metrics.note_end("abort")
+            self._leave(place, call)
         for ticket in self._tickets:
             ticket.end()
+
+    def _leave(self, place: int, call: Call) -> None:
+        assert self._engine is not None
+        if self._engine.leave(call):
+            for index in range(self.ask.params.get("n", 1)):
+                if (place, index) not in self._ended:
+                    self._service.metrics.note_end("abort")
 
     def _note(self, place: int, news: News) -> None:
         """Keeps the account; raises the request's own failure."""

@@ -46,7 +46,9 @@ def make_app(service: Service) -> Envelope:
     # its own routes for a schema and for pages would have no guard
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(guard)], redirect_slashes=False)
     for method, path, endpoint in routes.table:
-        app.add_api_route(path, endpoint, methods=[method], response_class=Response, response_model=None)
+        # whoever may GET may ask for the headers alone
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, endpoint, methods=methods, response_class=Response, response_model=None)
     for kind, handler in (
         (Refusal, _refused), (HTTPException, _no_route), (ClientGone, _gone), (InvalidInput, _wrong), (Unsupported, _wrong),
         (Exception, _mistaken),
@@ -249,9 +251,10 @@ async def _wrong(request: Request, error: Any) -> Response:
 
 async def _no_route(request: Request, error: Any) -> Response:
     if error.status_code == 405:
-        headers = dict(error.headers or {})
-        why = f"the method is {request.method[:16]}; this path has {headers.get('Allow', 'another')}"
-        refusal = Refusal("method_not_allowed", why, headers=headers)
+        # the router has a set of them, in any order
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+        why = f"the method is {request.method[:16]}; this path has {allowed}"
+        refusal = Refusal("method_not_allowed", why, headers={"Allow": allowed})
     else:
         path = request.scope["path"][:80]
         refusal = Refusal("not_found", f"the path {path!r} is none of this server's; /openapi.json lists them")

@@ -10,13 +10,14 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rooftile.server import limits
 from rooftile.server.http.body import ClientGone
 from rooftile.server.http.guard import check_host
 from rooftile.server.observe.log import Account, log, tell
 from rooftile.server.refusals import Refusal
 from rooftile.server.service import Service
 
-_WORD = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_WORD = re.compile(rf"[A-Za-z0-9._-]{{1,{limits.NAME_CHARACTERS}}}")
 # what browsers must not guess, frame or keep
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"), (b"x-frame-options", b"DENY"), (b"referrer-policy", b"no-referrer"),
@@ -58,6 +59,9 @@ class Envelope:
             await send(message)
 
         try:
+            if len(given) > limits.NAME_CHARACTERS:
+                why = f"X-Request-Id has {len(given):,} characters; may have at most {limits.NAME_CHARACTERS}"
+                raise Refusal("invalid_value", why)
             check_host(headers.get(b"host", b"").decode("latin-1"), self._service.settings)
             await self._app(scope, receive, note)
         except ClientGone:

@@ -21,7 +21,9 @@ def check_host(host: str, settings: ServerSettings) -> None:
     if not settings.on_loopback and not settings.allowed_hosts:
         return
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-    if is_loopback(name) or host in settings.allowed_hosts or name in settings.allowed_hosts:
+    # names of hosts are the same in capitals
+    allowed = {each.lower() for each in settings.allowed_hosts}
+    if is_loopback(name.lower()) or not allowed.isdisjoint((host.lower(), name.lower())):
         return
     raise Refusal("host_not_allowed", f"the Host header is {host[:80]!r}; give it to the server as --allowed-host")
 

@@ -6,19 +6,22 @@ import asyncio
 import json
 from asyncio.events import TimerHandle
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from rooftile.server import limits
 from rooftile.server.refusals import Refusal
 
-ABORT = "rooftile.abort"
-"""The ASGI extension with a function that cuts the connection, without waiting for a client that reads nothing."""
-
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits for the request line, the headers, their time, and the number of connections."""
+    """uvicorn's protocol with limits for the request line, the headers, their time, and the number of connections.
+
+    A reader that takes nothing is cut off. Closing would not do: a transport closes when its client has read what is left.
+    """
 
     _timer: TimerHandle | None = None
+    _reader_timer: TimerHandle | None = None
+    _unread_bytes = 0
+    _cycles: tuple[RequestResponseCycle, ...] = ()
     _head_bytes = 0
     _in_head = True
     _refusal: Refusal | None = None
@@ -33,8 +36,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the connection."""
+        """Forgets the connection, and tells every request on it."""
         self._disarm()
+        self._forget_reader()
+        # uvicorn tells the newest request only; a client may have sent it before the answer to an earlier one
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -49,11 +58,13 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._timer is None and self._is_quiet():
                 # empty lines before a request begin none, but have ended uvicorn's own wait for one
                 self._arm()
+        elif self._timer is None and self._is_quiet():
+            # the rest of a body that was refused unread may not take for ever
+            self._arm()
 
     def on_message_begin(self) -> None:
         """Begins a request: its head must be complete in time."""
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT: {"abort": self.transport.abort}}
         self._in_head = True
         self._arm()
 
@@ -64,11 +75,27 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head, self._head_bytes = False, 0
         if self._check_head(size):
             super().on_headers_complete()
+            self._cycles = (*(each for each in self._cycles if not each.response_complete), self.cycle)
 
     def on_message_complete(self) -> None:
         """Ends a request; the next one may begin."""
         super().on_message_complete()
         self._in_head = True
+
+    def on_response_complete(self) -> None:
+        """Ends an answer; its client must read what is left of it."""
+        super().on_response_complete()
+        self._watch_reader()
+
+    def pause_writing(self) -> None:
+        """Lets the application wait: its client reads more slowly than it writes."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Lets the application go on."""
+        super().resume_writing()
+        self._forget_reader()
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no HTTP in the form of all errors."""
@@ -95,7 +122,7 @@ class BoundedProtocol(HttpToolsProtocol):
         # a connection that is closed with something unread is reset, and its client may never see the answer
         self.transport.write_eof()
         self._disarm()
-        self._timer = self.loop.call_later(limits.LINGER_S, self.transport.close)
+        self._timer = self.loop.call_later(limits.LINGER_S, self._close)
 
     def _is_quiet(self) -> bool:
         """Tells whether no request is being answered."""
@@ -112,7 +139,34 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._timer = None
-        if self._is_quiet():
+        if self._in_head and self._is_quiet():
             self._answer(Refusal("read_timeout", f"no whole request has come in {limits.READ_S:g} s"))
         else:
+            self._close()
+
+    def _close(self) -> None:
+        """Closes the connection; what its client has not read by now is lost."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
             self.transport.close()
+
+    def _watch_reader(self) -> None:
+        """Begins to look whether the client reads what is left for it."""
+        left = self.transport.get_write_buffer_size()
+        if self._reader_timer is None and left:
+            self._unread_bytes = left
+            self._reader_timer = self.loop.call_later(limits.CHUNK_S, self._check_reader)
+
+    def _check_reader(self) -> None:
+        self._reader_timer = None
+        left = self.transport.get_write_buffer_size()
+        if left and left > self._unread_bytes - limits.CHUNK_BYTES:
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
+    def _forget_reader(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None

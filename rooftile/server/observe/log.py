@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 log = logging.getLogger("rooftile.server")
+# lines that wait for whoever reads the log, and seconds for the last ones
+WAITING_LINES = 1000
+FLUSH_S = 1.0
 
 
 @dataclass(slots=True)
@@ -43,6 +49,36 @@ class _Quiet(logging.StreamHandler[Any]):
         """Drops the line."""
 
 
+class _Queued(logging.Handler):
+    """Lets a thread write, so that whoever does not read the log holds up no event loop; what is too much is lost.
+
+    Args:
+        writer: the handler that writes.
+    """
+
+    def __init__(self, writer: logging.Handler) -> None:
+        super().__init__()
+        self._writer = writer
+        self._records: queue.Queue[logging.LogRecord] = queue.Queue(WAITING_LINES)
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Leaves a record to the thread."""
+        with suppress(queue.Full):
+            self._records.put_nowait(record)
+
+    def flush(self) -> None:
+        """Waits until all is written, for a second at most."""
+        until = time.monotonic() + FLUSH_S
+        while self._records.unfinished_tasks and time.monotonic() < until:
+            time.sleep(0.005)
+
+    def _write(self) -> None:
+        while True:
+            self._writer.handle(self._records.get())
+            self._records.task_done()
+
+
 class _Lines(logging.Formatter):
     def __init__(self, *, as_json: bool) -> None:
         super().__init__()
@@ -62,12 +98,18 @@ class _Lines(logging.Formatter):
         return f"{at} {record.levelname.lower()} {shown}{words}"
 
 
-def start_log(*, as_json: bool) -> None:
-    """Sends the log of this process to stderr."""
-    handler = _Quiet(sys.stderr)
-    handler.setFormatter(_Lines(as_json=as_json))
+def start_log(*, as_json: bool, queued: bool) -> None:
+    """Sends the log of this process, and Python's warnings, to stderr.
+
+    Args:
+        as_json: whether each line is a JSON object.
+        queued: whether a thread writes it; not in a process that ends by `os._exit`.
+    """
+    writer = _Quiet(sys.stderr)
+    writer.setFormatter(_Lines(as_json=as_json))
     logging.raiseExceptions = False
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[_Queued(writer) if queued else writer], force=True)
+    logging.captureWarnings(True)
     # what clients do wrong is no line of ours: anybody could fill the log with it
     for name in ("uvicorn.error", "uvicorn.access", "httpx"):
         logging.getLogger(name).setLevel(logging.CRITICAL)

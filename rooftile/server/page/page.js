@@ -50,14 +50,19 @@ function take(event, seconds) {
 async function read(answer, began) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
+  let complete = false;
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) return;
+    if (done) {
+      if (!complete) showError("the connection has ended before the answer");
+      return;
+    }
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
       const data = part.replace(/^data: /, "");
-      if (data !== "[DONE]") take(JSON.parse(data), (performance.now() - began) / 1000);
+      complete = data === "[DONE]";
+      if (!complete) take(JSON.parse(data), (performance.now() - began) / 1000);
     }
   }
 }

@@ -8,6 +8,7 @@ import pytest
 
 from rooftile.errors import InvalidInput
 from rooftile.serve import LLM, AsyncEngine, Overloaded, SamplingParams
+from rooftile.serve.output import output_of
 from tests.serve.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts
 from tests.serve.async_engine.asking import LONG, at_rest, read, run, slowed
 
@@ -81,6 +82,70 @@ def test_a_step_that_fails_is_heard_by_all_who_wait_and_all_who_come(llm: LLM, c
     assert len(llm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids) == TOKENS
     assert "no such page" in caplog.text
     assert "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["output", "abort"])
+def test_a_failure_between_two_steps_is_heard_by_all(llm: LLM, monkeypatch, caplog, where: str) -> None:
+    """Also by callers whose answers were complete but not yet delivered, and by those whose orders are behind it."""
+    real, failing = (output_of, 2) if where == "output" else (llm.engine.abort, 1)
+    count = 0
+
+    def broken(*given):
+        nonlocal count
+        count += 1
+        if count == failing:
+            raise ValueError("a mistake of ours")
+        return real(*given)
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            if where == "output":
+                # both end in one step; the first has its output when the second fails
+                monkeypatch.setattr("rooftile.serve.async_engine.output_of", broken)
+                calls = [engine.complete([n], GREEDY) for n in (1, 2)]
+                found = await asyncio.gather(*calls, return_exceptions=True)
+            else:
+                monkeypatch.setattr(llm.engine, "abort", broken)
+                first = asyncio.create_task(engine.complete([1], LONG))
+                while llm.engine.idle:
+                    await asyncio.sleep(0.001)
+                with engine._wake:
+                    (request_id,) = engine._calls
+                    # in one batch of orders: the abort that fails, and a request behind it
+                    engine.abort(request_id)
+                    second = asyncio.create_task(engine.complete([2], LONG))
+                    for _ in range(5):
+                        await asyncio.sleep(0)
+                found = await asyncio.gather(first, second, return_exceptions=True)
+                monkeypatch.undo()
+            assert [str(error) for error in found] == [
+                "the engine has failed, and takes no more requests: ValueError: a mistake of ours"
+            ] * 2
+
+    run(main())
+    assert "a mistake of ours" in caplog.text
+
+
+def test_blocks_that_have_leaked_end_an_idle_engine(llm: LLM, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("rooftile.serve.async_engine.IDLE_S", 0.02)
+
+    async def main() -> None:
+        async with AsyncEngine(llm) as engine:
+            await engine.complete([1, 2], GREEDY)
+            while not engine._checked:
+                await asyncio.sleep(0.001)
+            lost = llm.engine.pool.begin([5, 6])
+            llm.engine.pool.append(lost, 2)
+            await engine.complete([1, 2], GREEDY)
+            while not engine._over:
+                await asyncio.sleep(0.001)
+            with pytest.raises(RuntimeError, match="1 of 600 blocks of the KV cache are held, and no request runs"):
+                await engine.complete([1, 2], GREEDY)
+            llm.engine.pool.free(lost)
+
+    run(main())
+    assert_clean(llm)
+    assert "they have leaked" in caplog.text
 
 
 def test_a_queue_has_an_end(peers) -> None:

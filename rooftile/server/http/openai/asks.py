@@ -31,6 +31,9 @@ _SAME = (
     "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids",
     "ignore_eos", "skip_special_tokens", "beam_width", "length_penalty", "early_stopping",
 )  # fmt: skip
+_FLOATS = {
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty",
+}  # fmt: skip
 # fields of the messages that the official client makes of answers
 _SENT_BACK = {"refusal", "annotations", "audio", "function_call", "tool_calls"}
 
@@ -122,7 +125,9 @@ def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, samp
     grammar = grammar_of(form.response_format, read_part(StructuredOutputs, form.structured_outputs, "structured_outputs"))
     if grammar is not None:
         params["structured"] = grammar
-    check_params(params, type(form).model_fields)
+    check_params(params, type(form).model_fields, ready.vocabulary)
+    # a whole number may be larger than those that cross to the engine
+    params |= {name: float(params[name]) for name in _FLOATS & params.keys()}
     if form.metadata is not None and not isinstance(form.metadata, dict):
         raise _bad("metadata", "metadata must be an object")
     options = read_part(StreamOptions, form.stream_options, "stream_options")
@@ -137,7 +142,7 @@ def _ask(form: Sampling, ready: Ready, *, chat: bool, logprobs: int | None, samp
     )  # fmt: skip
 
 
-def check_params(params: Mapping[str, Any], fields: Collection[str]) -> None:
+def check_params(params: Mapping[str, Any], fields: Collection[str], vocabulary: int) -> None:
     """Lets `SamplingParams` check its keywords, and says which field a mistake is in.
 
     Raises:
@@ -146,7 +151,7 @@ def check_params(params: Mapping[str, Any], fields: Collection[str]) -> None:
     from rooftile.serve.sampling.params import SamplingParams
 
     try:
-        SamplingParams(**params)
+        SamplingParams(**params).check_vocabulary(vocabulary)
     except (InvalidInput, Unsupported) as error:
         raise refusal_of(error, fields) from None
 

@@ -44,7 +44,7 @@ class Sampling(BaseModel):
     """The fields that completions and chats share."""
 
     model_config = ConfigDict(extra="forbid")
-    model: str | None = None
+    model: str | None = Field(default=None, max_length=128)
     n: int | None = None
     temperature: Number | None = None
     top_p: Number | None = None
@@ -125,7 +125,7 @@ class TokenizeForm(BaseModel):
     """`POST /tokenize`: a prompt or a conversation."""
 
     model_config = ConfigDict(extra="forbid")
-    model: str | None = None
+    model: str | None = Field(default=None, max_length=128)
     prompt: str | None = None
     messages: Any = Field(default=None, json_schema_extra={"type": "array", "items": Message.model_json_schema()})
     add_special_tokens: bool = True
@@ -136,6 +136,6 @@ class DetokenizeForm(BaseModel):
     """`POST /detokenize`: token ids."""
 
     model_config = ConfigDict(extra="forbid")
-    model: str | None = None
+    model: str | None = Field(default=None, max_length=128)
     tokens: Any = Field(json_schema_extra={"type": "array", "items": {"type": "integer"}})
     skip_special_tokens: bool = False

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
-
-import msgspec
 
 from rooftile.server import limits
 from rooftile.server.http.body import check_depth
@@ -29,7 +28,7 @@ def grammar_of(response_format: Any, outputs: StructuredOutputs | None) -> dict[
         names = ", ".join(given) or "nothing"
         raise _bad("structured_outputs", f"structured_outputs has {names}; must have json, regex or choice")
     if "json" in given:
-        _check_schema(given["json"], "structured_outputs")
+        given["json"] = _schema_of(given["json"], "structured_outputs")
     if outputs.regex is not None and len(outputs.regex.encode(errors="replace")) > limits.REGEX_BYTES:
         raise _bad("structured_outputs", f"the regex is too long; may have at most {limits.REGEX_BYTES:,} bytes")
     if outputs.choice is not None and not 0 < len(outputs.choice) <= limits.CHOICES:
@@ -46,7 +45,7 @@ def _of_format(given: Any) -> dict[str, Any] | None:
     if kind == "text" and given.keys() == {"type"}:
         return None
     if kind == "json_object" and given.keys() == {"type"}:
-        return {"json": {"type": "object"}}
+        return {"json": '{"type":"object"}'}
     wrapped = given.get("json_schema")
     if kind != "json_schema" or given.keys() != {"type", "json_schema"} or not isinstance(wrapped, dict):
         raise _bad("response_format", "response_format must have the type text, json_object, or json_schema with json_schema")
@@ -57,21 +56,27 @@ def _of_format(given: Any) -> dict[str, Any] | None:
     schema = wrapped.get("schema")
     if schema is None:
         raise _bad("response_format", "response_format.json_schema has no schema")
-    _check_schema(schema, "response_format")
-    return {"json": schema}
+    return {"json": _schema_of(schema, "response_format")}
 
 
-def _check_schema(schema: Any, param: str) -> None:
+def _schema_of(schema: Any, param: str) -> str:
+    """Returns a schema as a text, in which numbers of any size cross to the engine.
+
+    Raises:
+        Refusal: it is none, too deep or too large.
+    """
     if not isinstance(schema, dict | bool):
         raise _bad(param, f"the schema is of type {type(schema).__name__}; must be an object")
     try:
         check_depth(schema, limits.SCHEMA_DEPTH)
     except Refusal:
         raise Refusal("invalid_grammar", f"the schema is nested deeper than {limits.SCHEMA_DEPTH} levels", param=param) from None
-    size = len(msgspec.json.encode(schema))
+    text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    size = len(text.encode())
     if size > limits.SCHEMA_BYTES:
         why = f"the schema has {size:,} bytes; may have at most {limits.SCHEMA_BYTES:,}"
         raise Refusal("invalid_grammar", why, param=param)
+    return text
 
 
 def _bad(param: str, message: str) -> Refusal:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rooftile.server.engine.messages import Scored
 
-# in logprobs, in place of minus infinity, which JSON has not
+# in logprobs, in place of minus infinity and NaN, which JSON has not
 LEAST = -9999.0
 
 
@@ -89,8 +89,10 @@ def _by_text(token: Scored, top: Sequence[Scored]) -> dict[str, float]:
 
 
 def _scored(token: Scored) -> dict[str, Any]:
-    return {"token": token.text, "logprob": _number(token.logprob), "bytes": list(token.text.encode(errors="replace"))}
+    raw = token.text.encode() if token.raw is None else token.raw
+    return {"token": token.text, "logprob": _number(token.logprob), "bytes": list(raw)}
 
 
 def _number(value: float) -> float:
-    return max(value, LEAST)
+    """Returns a logprob for JSON, which has neither minus infinity nor NaN."""
+    return value if value > LEAST else LEAST

@@ -1,0 +1,140 @@
+"""A request on its way to the engine and back: whatever ends it, all that was sent for it is taken back."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rooftile.server.admission import Admission
+from rooftile.server.engine.calls import Call, EngineRefused
+from rooftile.server.engine.messages import News, Piece
+from rooftile.server.http.answering import Answering
+from rooftile.server.http.openai.asks import Ask
+from rooftile.server.observe.log import Account
+from rooftile.server.observe.metrics import Metrics
+from rooftile.server.refusals import Refusal
+
+LATE = Refusal("deadline_exceeded", "the time is over")
+
+
+class FakeEngine:
+    """Keeps the calls that were sent, and notes who leaves."""
+
+    def __init__(self) -> None:
+        self.sent: list[Call] = []
+        self.left: list[Call] = []
+
+    def send(self, prompt: list[int], params: dict[str, Any], **how: Any) -> Call:
+        self.sent.append(Call(len(self.sent)))
+        return self.sent[-1]
+
+    def leave(self, call: Call) -> bool:
+        if call in self.left:
+            return False
+        self.left.append(call)
+        return True
+
+
+def made(engine: FakeEngine, prompts: int = 2, deadline_s: float = 60.0) -> Answering:
+    ready = SimpleNamespace(max_len=100)
+    service: Any = SimpleNamespace(
+        check=lambda: (engine, None, ready), live=set(), admission=Admission(9, 99), metrics=Metrics("test")
+    )
+    ask = Ask(chat=False, prompts=[[5]] * prompts, params={}, salt="", n=1, sampled=1, stream=True)
+    return Answering(service, ask, Account(id="abc"), asyncio.get_running_loop().time() + deadline_s)
+
+
+async def waiting_for_the_second(answering: Answering, engine: FakeEngine) -> asyncio.Task[None]:
+    """Returns the task of a request whose first prompt the engine has taken, and whose second it has not."""
+    task = asyncio.create_task(answering.begin())
+    while len(engine.sent) < 2:
+        await asyncio.sleep(0)
+    engine.sent[0].taken.set_result(None)
+    await asyncio.sleep(0)
+    return task
+
+
+def test_a_client_that_leaves_while_its_second_prompt_waits_takes_the_first_with_it() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        answering = made(engine)
+        task = await waiting_for_the_second(answering, engine)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        answering.close()
+        assert engine.left == engine.sent
+        assert answering._service.admission.waiting == 0
+
+    asyncio.run(test())
+
+
+def test_the_end_of_the_server_is_told_to_who_waits_to_be_taken() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        answering = made(engine)
+        task = await waiting_for_the_second(answering, engine)
+        answering.stop(Refusal("shutting_down", "the server is shutting down"))
+        with pytest.raises(Refusal, match="shutting down"):
+            await task
+        assert engine.left == engine.sent
+
+    asyncio.run(test())
+
+
+def test_what_is_late_is_aborted_also_where_its_client_reads_nothing() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        answering = made(engine, prompts=1, deadline_s=0.2)
+        task = asyncio.create_task(answering.begin())
+        while not engine.sent:
+            await asyncio.sleep(0)
+        (call,) = engine.sent
+        call.taken.set_result(None)
+        await task
+        news = answering.news()
+        call.take(News(0, [Piece(0, "a", 1)]))
+        assert (await anext(news))[1].pieces[0].text == "a"
+        # from here on the client takes nothing, so nobody asks for more
+        call.take(News(0, [Piece(0, "b", 2)]))
+        while not engine.left:
+            await asyncio.sleep(0.01)
+        # it has what came before, and then the reason
+        assert (await anext(news))[1].pieces[0].text == "b"
+        with pytest.raises(Refusal, match="ask for fewer tokens"):
+            await anext(news)
+        answering.close()
+
+    asyncio.run(asyncio.wait_for(test(), 40))
+
+
+def test_an_answer_that_is_complete_is_given_although_the_time_is_over() -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        answering = made(engine, prompts=1)
+        answering._engine = engine  # type: ignore[assignment]
+        answering._calls = [Call(0)]
+        answering._calls[0].take(News(0, [Piece(0, "all", 1, finish="stop")], finished=True))
+        answering.stop(LATE)
+        assert [news.pieces[0].text async for _, news in answering.news()] == ["all"]
+
+    asyncio.run(asyncio.wait_for(test(), 40))
+
+
+@pytest.mark.parametrize(("ours", "code"), [(False, "invalid_value"), (True, "server_error")])
+def test_a_refusal_of_the_engine_says_whose_mistake_it_is(ours, code) -> None:
+    async def test() -> None:
+        engine = FakeEngine()
+        answering = made(engine, prompts=1)
+        task = asyncio.create_task(answering.begin())
+        while not engine.sent:
+            await asyncio.sleep(0)
+        engine.sent[0].fail(EngineRefused("the detail", ours=ours))
+        with pytest.raises(Refusal) as refused:
+            await task
+        assert refused.value.code == code
+        assert ("the detail" in refused.value.message) is not ours
+
+    asyncio.run(asyncio.wait_for(test(), 40))
