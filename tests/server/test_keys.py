@@ -28,7 +28,7 @@ def routes() -> list[tuple[str, str]]:
         app = make_app(Service(ServerSettings(model="m")))._app
         # a route that is no APIRoute would not have the application's dependency
         assert all(isinstance(route, APIRoute) for route in app.routes)
-        return [(method, route.path) for route in app.routes for method in route.methods]
+        return [(method, route.path) for route in app.routes for method in sorted(route.methods)]
 
     return asyncio.run(listed())
 
