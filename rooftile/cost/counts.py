@@ -102,6 +102,18 @@ def _linear_gated_rows(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(2 * x.shape[0] * N * K, _nbytes(arguments), _nbytes(results))
 
 
+def _linear_rounded(arguments: tuple[Any, ...], results: Any) -> Work:
+    """The weight is read, and its codes are neither written nor read again."""
+    x, w, *_ = arguments
+    return Work(2 * x.numel() // x.shape[-1] * w.numel(), _nbytes(arguments), _nbytes(results))
+
+
+def _linear_rounded_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    """A product for each gradient that is wanted."""
+    dy, _, w, *_, needs_x, needs_w = arguments
+    return Work(2 * (needs_x + needs_w) * dy.numel() * w.shape[1], _nbytes(arguments), _nbytes(results))
+
+
 def _write(arguments: tuple[Any, ...], results: Any) -> Work:
     k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale = arguments
     tokens = int((slots >= 0).sum())
@@ -309,6 +321,8 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "linear_quantised": _linear_quantised,
     "linear_gated": _linear_gated,
     "linear_gated_rows": _linear_gated_rows,
+    "linear_rounded": _linear_rounded,
+    "linear_rounded_backward": _linear_rounded_backward,
     "dequantise_weight": _once,
     "rotate": _once,
     "write_kv": _write,

@@ -40,9 +40,12 @@ def decoder():
 
 
 @pytest.fixture(scope="module")
-def rows():
-    # five requests of W1, of which the peer gets three
-    return list(suite.measure(Asked(model="tiny", scale=SCALE, peer_requests=3, w8_requests=4), SESSION))
+def rows(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        # other tests compile kernels meanwhile, which would be counted in a cache that they share
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        # five requests of W1, of which the peer gets three
+        return list(suite.measure(Asked(model="tiny", scale=SCALE, peer_requests=3, w8_requests=4), SESSION))
 
 
 def asks(tokens: list[int]) -> list[Ask]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
-from rooftile import approximate, fused, launch, matmul
+from rooftile import approximate, fused, launch, matmul, qat
 from rooftile.approximate import gathered
 from rooftile.approximate.paged import native_sparse
 from rooftile.approximate.paged.loki import page_scores
@@ -233,6 +233,24 @@ def _linear_gated_rows(device: torch.device) -> Work:
     rows = quantise_rows(torch.randn(5, 64, device=device).bfloat16())
     matmul.multiply_gated_rows(rows, weight, None, "silu", scale)
     return Work(2 * 5 * 64 * 64, 5 * (64 + 4) + 64 * (64 + 4) + 4, 5 * (32 + 4))
+
+
+def _linear_rounded(device: torch.device) -> Work:
+    model = _prepared(device)
+    with torch.no_grad():
+        model(torch.randn(5, 64, device=device))
+    return Work(2 * 5 * 64 * 3, 5 * 256 + 3 * 256 + 12, 5 * 12)
+
+
+def _linear_rounded_backward(device: torch.device) -> Work:
+    x = torch.randn(5, 64, device=device, requires_grad=True)
+    _prepared(device)(x).sum().backward()
+    # two products
+    return Work(2 * 2 * 5 * 64 * 3, 5 * 12 + 5 * 256 + 3 * 256, 5 * 256 + 3 * 256)
+
+
+def _prepared(device: torch.device) -> torch.nn.Module:
+    return qat.prepare(torch.nn.Sequential(torch.nn.Linear(64, 3)).to(device), "int4:32", estimator="clip")
 
 
 def _dequantise_weight(device: torch.device) -> Work:
@@ -474,6 +492,8 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "linear_quantised": _linear_quantised,
     "linear_gated": _linear_gated,
     "linear_gated_rows": _linear_gated_rows,
+    "linear_rounded": _linear_rounded,
+    "linear_rounded_backward": _linear_rounded_backward,
     "dequantise_weight": _dequantise_weight,
     "rotate": _rotate,
     "write_kv": _write,

@@ -109,7 +109,7 @@ def test_gpt2_keeps_its_weights_the_other_way_round(tmp_path: Path) -> None:
         ({}, r"weights is \{\}; must be \{pattern: format\}"),
         ({"*": "int3"}, "format is 'int3'"),
         ({"re:(": "w8"}, r"the pattern 're:\(', which is no regular expression"),
-        ("int4:x", "weights asks for 'int4:x'; after the colon must be a group's size"),
+        ("int4:x", "format is 'int4:x'; after the colon must be a group's size"),
     ],
 )
 def test_words_are_checked_at_once(weights, sentence: str) -> None:

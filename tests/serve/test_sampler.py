@@ -246,7 +246,7 @@ def test_hostile_rows(name: str, kind: str) -> None:
 def test_extreme_parameters() -> None:
     params = [
         SamplingParams(temperature=1e-300), SamplingParams(temperature=1e300), SamplingParams(repetition_penalty=1e-300),
-        SamplingParams(repetition_penalty=1e300), SamplingParams(top_k=10**30, top_p=1e-300), SamplingParams(min_p=1.0),
+        SamplingParams(repetition_penalty=1e300), SamplingParams(top_k=2**63 - 1, top_p=1e-300), SamplingParams(min_p=1.0),
         SamplingParams(temperature=1e-30, top_p=0.5, min_p=0.1), SamplingParams(temperature=1e300, top_p=0.5),
     ]  # fmt: skip
     for vocab in (1, 9):
