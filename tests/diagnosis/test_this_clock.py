@@ -99,9 +99,9 @@ def test_few_rows_of_a_product_are_bound_by_the_weight_that_they_read() -> None:
 
 def test_more_arithmetic_is_free_for_an_addition_and_not_for_lgamma() -> None:
     added = sample(aten.add.Tensor, torch.randn(1 << 23), 1.5)
-    flat = again(lambda: measure(added, budget_s=40), lambda e: e.slope is not None and e.slope < 0.5)
+    flat = again(lambda: measure(added, budget_s=120), lambda e: e.slope is not None and e.slope < 0.5)
     special = sample(aten.lgamma.default, torch.rand(1 << 21) + 1)
-    steep = again(lambda: measure(special, budget_s=40), lambda e: e.slope is not None and e.slope > 0.5)
+    steep = again(lambda: measure(special, budget_s=120), lambda e: e.slope is not None and e.slope > 0.5)
     for found in (flat, steep):
         assert found.why_not == {}
         assert found.added_us[0] == 0
