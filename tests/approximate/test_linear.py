@@ -13,7 +13,7 @@ import rooftile as rt
 from rooftile import approximate as ap
 from rooftile.recurrent.by_chunks import CHUNK
 from tests.approximate.tolerance import assert_within, gradients
-from tests.conformance.operator_calls import watching
+from tests.conformance.watching import watching
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MASKS = [rt.CAUSAL, rt.FULL]

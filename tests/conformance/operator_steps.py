@@ -9,7 +9,7 @@ from rooftile.models import Decoder
 from rooftile.models.config import config_of
 from rooftile.serve.llm import LLM
 from rooftile.serve.sampling.params import SamplingParams
-from tests.conformance.operator_calls import watching
+from tests.conformance.watching import watching
 from tests.models.checkpoints import CONFIGS
 
 

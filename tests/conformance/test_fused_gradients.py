@@ -13,7 +13,7 @@ from rooftile import fused
 from rooftile.fused import linear_loss
 from rooftile.numerics import quantise_rows
 from tests.conformance.fused_cases import DTYPES, OPERATIONS, answers, check, inputs, losses
-from tests.conformance.operator_calls import watching
+from tests.conformance.watching import watching
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 

@@ -12,7 +12,8 @@ from rooftile.cost import counts
 from rooftile.fused import Rotation, add_norm, gated, normalise, rotate, where
 from rooftile.fused.norm import Weights
 from rooftile.operators import DEFINED
-from tests.conformance.operator_calls import CALLS, Seen, watching
+from tests.conformance.operator_calls import CALLS
+from tests.conformance.watching import Seen, watching
 
 # what torch deprecates in itself
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

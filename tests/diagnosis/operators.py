@@ -19,6 +19,18 @@ def sample(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Sample:
     return Sample(operation, function, args, kwargs)
 
 
+def ten_passes(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Returns a step of ten multiplications and additions, which one fused loop can do."""
+
+    def step() -> torch.Tensor:
+        y = x
+        for _ in range(10):
+            y = y * 1.01 + 0.5
+        return y
+
+    return step
+
+
 def fma_200(x: torch.Tensor) -> torch.Tensor:
     """Returns the result of 200 multiply-adds on each number, of pieces that stay in the cache, as in a fused kernel."""
     made = torch.empty_like(x)

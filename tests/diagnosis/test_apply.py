@@ -13,6 +13,7 @@ from rooftile.diagnosis.program import diagnose_script
 from rooftile.diagnosis.remedies.apply import Trial
 from rooftile.diagnosis.remedies.remedy import Remedy
 from rooftile.errors import InvalidInput
+from tests.diagnosis.operators import ten_passes
 from tests.diagnosis.test_propose import Attention as ByHand
 from tests.diagnosis.test_propose import Layers
 
@@ -23,14 +24,7 @@ def remedy(found: rt.diagnosis.Diagnosis, name: str) -> Remedy:
 
 def test_one_fused_loop_takes_the_place_of_ten() -> None:
     x = torch.randn(3000, 3000)
-
-    def step() -> torch.Tensor:
-        y = x
-        for _ in range(10):
-            y = y * 1.01 + 0.5
-        return y
-
-    found = rt.diagnose(step, apply=["compile"], budget=3)
+    found = rt.diagnose(ten_passes(x), apply=["compile"], budget=3)
     compiled = remedy(found, "compile")
     assert compiled.predicted_us > 0
     assert compiled.measured_us is not None

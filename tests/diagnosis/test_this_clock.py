@@ -21,7 +21,7 @@ from rooftile.diagnosis.experiments.timing import HostTimer
 from rooftile.diagnosis.output.rows import Op
 from rooftile.diagnosis.records import Sample
 from tests.diagnosis import operators
-from tests.diagnosis.operators import sample
+from tests.diagnosis.operators import sample, ten_passes
 
 pytestmark = pytest.mark.timing
 
@@ -245,15 +245,7 @@ def test_a_step_of_many_small_operators_is_worth_compiling() -> None:
 
 
 def test_one_fused_loop_takes_the_place_of_ten() -> None:
-    x = torch.randn(3000, 3000)
-
-    def step() -> torch.Tensor:
-        y = x
-        for _ in range(10):
-            y = y * 1.01 + 0.5
-        return y
-
-    found = rt.diagnose(step, apply=["compile"], budget=3)
+    found = rt.diagnose(ten_passes(torch.randn(3000, 3000)), apply=["compile"], budget=3)
     compiled = next(r for r in found.remedies if r.name == "compile")
     assert compiled.predicted_us > 0.3 * found.step.time_us
     # the result is still made: one pass of twenty remains

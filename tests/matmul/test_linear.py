@@ -15,7 +15,7 @@ from rooftile.matmul import backends, definition, multiply_gated, multiply_gated
 from rooftile.matmul.gated import takes, takes_rows
 from rooftile.numerics import quantise_rows
 from rooftile.numerics.activations import ACTIVATIONS, gated_halves
-from tests.conformance.operator_calls import watching
+from tests.conformance.watching import watching
 from tests.matmul.cases import FORMATS, QUANTISES_X, assert_product, defined, ordered, weight_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

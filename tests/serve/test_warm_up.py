@@ -20,7 +20,7 @@ from rooftile.models.config import config_of
 from rooftile.serve import build, llm, warm_up
 from rooftile.serve.attention.native_sparse import SparseStep
 from rooftile.serve.warm_up_sparse import SparseLayer
-from tests.conformance.operator_calls import watching
+from tests.conformance.watching import watching
 from tests.kernels.recorded import recorded
 from tests.models import sparse
 from tests.models.checkpoints import CONFIGS
