@@ -132,7 +132,7 @@ def measure(format: str, name: str, M: int) -> Iterator[dict[str, Any]]:
                 yield line | {"reason": f"its error is {error:.1%} of what is due"}
                 continue
             works[tile, programs, ordered] = partial(layers.all_layers, tile, programs, ordered)
-    # as in an engine's graphs
+    # an engine's graphs let weights be copied early, too
     with weights_stay():
         us = medians(works, ReplayClock())
     own = launch.tile_of(M, N, format, False)

@@ -86,7 +86,7 @@ def run(
         call = _run_once(path, arguments, steps, function, patience)
         if call is not None or steps.seen == steps.needed:
             return call
-        # what lies before an optimiser's first step is none that was seen
+        # the part of a script before an optimiser's first step is not counted as seen, and is a step all the same
         made = steps.seen - seen + (not steps.is_marked)
         if made < FEWEST:
             raise InvalidInput(

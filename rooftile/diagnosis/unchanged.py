@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-# what is put back as a whole
+# objects of these types are put back as a whole
 KEPT = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, torch.Generator)
-# what holds none of it
+# values of these types hold no state
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-# whose own objects and functions are not searched: a data loader would lead to all of its data
+# the search leaves out objects and functions of these packages: a data loader would lead to all of its data
 LIBRARIES = frozenset({"torch", "numpy", "transformers", "builtins", "rooftile", *sys.stdlib_module_names})
 # objects inside of objects that are searched
 DEEPEST = 6
@@ -67,7 +67,7 @@ def state_of(function: Any, inputs: Iterable[Any]) -> list[Any]:
     def visit(x: Any, depth: int, *, named: bool) -> None:
         if depth > DEEPEST or id(x) in seen or isinstance(x, PLAIN):
             return
-        # what is held here keeps its id
+        # an object that this dictionary holds cannot give its id to another
         seen[id(x)] = x
         if isinstance(x, KEPT) or (isinstance(x, Tensor) and named):
             found[id(x)] = x

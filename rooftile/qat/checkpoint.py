@@ -72,7 +72,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
     kept = [name.removesuffix(".weight") for name, x in named.items() if id(x) in linear - codes.keys()]
     folder.mkdir(parents=True, exist_ok=True)
     _write(held, folder)
-    text = json.dumps(settings | {"quantization_config": described(formats, kept)}, indent=2)
+    text = json.dumps(settings | {"quantization_config": quantization_config(formats, kept)}, indent=2)
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
@@ -105,7 +105,7 @@ def _check_shared(model: nn.Module) -> None:
             raise InvalidInput(f"{rounded} and {other} share a weight, and only {rounded} is prepared; prepare both, or neither")
 
 
-def described(formats: Mapping[str, Rounding], kept: Iterable[str]) -> dict[str, Any]:
+def quantization_config(formats: Mapping[str, Rounding], kept: Iterable[str]) -> dict[str, Any]:
     """Returns the quantization_config of layers by their names.
 
     kept: linear layers that stay.

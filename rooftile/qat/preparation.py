@@ -41,8 +41,8 @@ def prepare(
         skip: patterns of layers that stay, where `format` is one word.
         estimator: "straight": the gradient of a rounded weight is the weight's; "clip": it is 0 for weights that lie more than
             half a code beyond the format's numbers.
-        start_step: the step of the optimiser from which on weights are rounded, counted from now. It is no part of a state dict:
-            prepare with 0 where a run is resumed after that step.
+        start_step: the step from which on weights are rounded. The `torch.optim.Optimizer` that holds a weight counts its steps,
+            from now on. They are no part of a state dict: prepare with 0 where a run is resumed after that step.
 
     Returns:
         The model.

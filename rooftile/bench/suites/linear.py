@@ -60,7 +60,7 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
     clock = ReplayClock() if session.device.type == "cuda" else clock_for(session.device, 12.0)
     for name in names:
         say(name)
-        # as in an engine's graphs
+        # an engine's graphs let weights be copied early, too
         with torch.inference_mode(), weights_stay():
             case = case_of(name, session.device, session.dtype)
             works, why = contestants(case)

@@ -29,7 +29,7 @@ EXPERIMENTS = (
 )  # fmt: skip
 
 
-# what the names of the JSON mean, and their units
+# the meaning of each name of the JSON, and its unit
 FACTS = {
     "memory bytes": ("memory", "B"), "l2 bytes": ("L2 cache", "B"), "arch": ("architecture", ""),
     "copy gbs": ("copies in main memory", "GB/s"), "cache gbs": ("copies in the cache", "GB/s"),
