@@ -23,8 +23,10 @@ from rooftile.matmul.weight import Parts
 from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
 
 NAMES = ("hopper", "triton", "library", "definition")
-# rows up to which our kernels are first, and PyTorch's products beyond: measured for FP8 (h200-linear.jsonl), reasoned for others
-MANY, MANY_OF_OTHERS = {"fp8": 64}, 512
+# Rows up to which our kernels are first, and PyTorch's products beyond: for FP8, for formats whose activations keep 16 bits
+# (there a product follows a pass that dequantises the weight), and for others. The first two come from h200-linear.jsonl: INT4
+# takes 0.33 of the library's time at 64 rows and 1.4 times it at 256, and the two lines between cross near 180.
+MANY_IN_FP8, MANY_IN_16_BITS, MANY_OF_OTHERS = 64, 160, 512
 # rows of INT8 up to which Hopper's own kernel is first, and the portable one beyond: at 256 it is faster (h200-linear.jsonl)
 MOST_INT8_ON_HOPPER = 64
 
@@ -126,9 +128,16 @@ def chosen(
 def order(asked: Call) -> tuple[str, ...]:
     """Returns the names of all backends, fastest first."""
     rows, format = asked.x.shape[0], asked.product.format
-    if rows > MANY.get(format, MANY_OF_OTHERS):
+    if rows > last_of_ours(format):
         return ("library", "hopper", "triton", "definition")
     return ("triton", "hopper", "library", "definition") if format == "int8" and rows > MOST_INT8_ON_HOPPER else NAMES
+
+
+def last_of_ours(format: str) -> int:
+    """Returns the rows up to which our kernels are first."""
+    if format == "fp8":
+        return MANY_IN_FP8
+    return MANY_IN_16_BITS if weight_format(format).activations is None else MANY_OF_OTHERS
 
 
 def refusals(name: str, asked: Call) -> Iterator[str]:
