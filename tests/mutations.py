@@ -140,6 +140,14 @@ MUTATIONS = {
         "approximate/selected/tiles.py", "bits.masked_fill(is_again, 0)", "bits.masked_fill(~is_new, 0)",
         ("tests/approximate/test_selected.py", "-k", "union"),
     ),
+    "selected, a query that names a block again": Mutation(
+        "approximate/selected/kernels/lists.py", "has_before & is_same & (query == before)", "there & (query < 0)",
+        ("tests/interpreter/test_selected.py", "-k", "lists_of"), interpreted=True,
+    ),
+    "selected, the place of a part": Mutation(
+        "approximate/selected/kernels/gradients.py", "kept = start // each * 2 + part", "kept = start // each + part",
+        ("tests/interpreter/test_selected.py", "-k", "any_tiles"), interpreted=True,
+    ),
     "selected, a part of a list": Mutation(
         "approximate/selected/kernels/gradients.py", "for part in range(count):", "for part in range(count - 1):",
         ("tests/interpreter/test_selected.py", "-k", "any_tiles"), interpreted=True,

@@ -7,19 +7,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rooftile.approximate.chosen.selection import choose_from
 from rooftile.approximate.selected import attend
-from rooftile.approximate.selected.tiles import KeyTiles, Tiles, key_tiles_of, queries_for, tiles_of
+from rooftile.approximate.selected.tiles import Tiles, queries_for
+
+if TYPE_CHECKING:
+    from rooftile.approximate.selected.kernels import KeyLists
 
 KINDS = {"random": 1, "alike": 16}
 # by rows of a tile: with fewer warps a head dim of 128 spills, as dk and dv do with fewer than four
-WARPS = {16: (2, 4), 32: (4,), 64: (4, 8), 128: (8,)}
+WARPS = {16: (2, 4), 32: (4,), 64: (4,), 128: (8,)}
 # bytes of the scores of a piece
 PIECE = 1 << 28
 
@@ -42,18 +45,18 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """Queries of a tile, and how a kernel is launched; the parts of long lists for dk and dv."""
+    """Queries of a tile, or of a step for dk and dv, and how a kernel is launched; the queries of a part of a long list."""
 
     queries: int
     warps: int
     stages: int
-    each: int = 2048
+    each: int | None = None
 
     def __str__(self) -> str:
         return f"{self.queries} queries, {self.warps} warps, {self.stages} stages"
 
 
-def variants(group: int, queries: tuple[int, ...] = (1, 2, 4, 8), stages: tuple[int, ...] = (2, 3)) -> Iterator[Variant]:
+def variants(group: int, queries: tuple[int, ...] = (1, 2, 4), stages: tuple[int, ...] = (2, 3)) -> Iterator[Variant]:
     """All variants that are worth a compilation."""
     for count in queries:
         rows = max(1 << (count * group - 1).bit_length(), 16)
@@ -101,19 +104,23 @@ class Prepared(NamedTuple):
         chosen = choices(kind, sizes, device)
         from rooftile.approximate.selected import kernels
 
-        tiles = tiles_of(chosen, cu, cu, sizes.block, queries_for(sizes.H // sizes.Hk))
+        tiles = kernels.unions(chosen, cu, cu, sizes.block, queries_for(sizes.H // sizes.Hk))
         o, lse = kernels.forward(q, k, v, tiles, sizes.scale, sizes.block)
         delta = (o.float() * do.float()).sum(-1)
         return cls(q, k, v, do, lse, delta, o, chosen, cu, sizes.scale, sizes.block)
 
     def tiles(self, variant: Variant) -> Tiles:
-        return tiles_of(self.chosen, self.cu, self.cu, self.block, variant.queries)
+        from rooftile.approximate.selected import kernels
 
-    def key_tiles(self, tiles: Tiles, variant: Variant) -> KeyTiles:
-        return key_tiles_of(tiles, self.cu, self.k.shape[0], self.block, variant.each)
+        return kernels.unions(self.chosen, self.cu, self.cu, self.block, variant.queries)
+
+    def lists(self) -> KeyLists:
+        from rooftile.approximate.selected import kernels
+
+        return kernels.key_lists(self.chosen, self.cu, self.cu, self.k.shape[0], self.block)
 
 
-def works(x: Prepared, variant: Variant, tiles: Tiles, of_keys: KeyTiles) -> dict[str, Callable[[], Any]]:
+def works(x: Prepared, variant: Variant, tiles: Tiles, lists: KeyLists) -> dict[str, Callable[[], Any]]:
     """The kernels of a variant, by their phase."""
     from rooftile.approximate.selected import kernels
     from rooftile.approximate.selected.kernels.shape import Launch
@@ -122,7 +129,10 @@ def works(x: Prepared, variant: Variant, tiles: Tiles, of_keys: KeyTiles) -> dic
     return {
         "fwd": lambda: kernels.forward(x.q, x.k, x.v, tiles, x.scale, x.block, launch),
         "dq": lambda: kernels.dq(*known, tiles, x.scale, x.block, launch),
-        "dkdv": lambda: kernels.dkdv(*known, tiles, of_keys, x.scale, x.block, Launch(max(variant.warps, 4), variant.stages)),
+        "dkdv": lambda: kernels.dkdv(
+            *known, lists, x.cu, x.cu, x.scale, x.block, Launch(max(variant.warps, 4), variant.stages), variant.each,
+            variant.queries,
+        ),
     }
 
 
@@ -132,9 +142,8 @@ def complaint(variant: Variant, sizes: Sizes, device: torch.device, dtype: torch
     leaves = [each[None].float().requires_grad_() for each in (x.q, x.k, x.v)]
     due, _ = attend(*leaves, x.chosen[None], block=x.block, scale=x.scale, backend="plain")
     gradients = torch.autograd.grad((due * x.do[None].float()).sum(), leaves)
-    tiles = x.tiles(variant)
     # so that the long lists of a short text have parts, too
-    run = works(x, variant, tiles, x.key_tiles(tiles, Variant(variant.queries, variant.warps, variant.stages, 16)))
+    run = works(x, replace(variant, each=16), x.tiles(variant), x.lists())
     try:
         found = run["fwd"]()[0], run["dq"](), *run["dkdv"]()
     except Exception as error:

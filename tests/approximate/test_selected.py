@@ -14,7 +14,7 @@ from rooftile import approximate as ap
 from rooftile.approximate.selected import attend, choice
 from rooftile.approximate.selected.attention import refusal
 from rooftile.approximate.selected.gated_sum import gated_sum
-from rooftile.approximate.selected.tiles import key_tiles_of, queries_for, tiles_of
+from rooftile.approximate.selected.tiles import queries_for, tiles_of
 from rooftile.reference.approximate import native_sparse, pairs
 
 
@@ -241,15 +241,37 @@ def test_the_union_of_a_tile_and_its_words() -> None:
     assert tiles.table.tolist() == [[0, 4, 30, 0, 35], [4, 1, 34, 0, 35]]
     unions = [tiles.entries[0, n, : tiles.counts[0, n]].tolist() for n in range(2)]
     assert unions == [[[0, 0b1001], [1, 0b0100], [2, 0b0011]], [[0, 1], [2, 1]]]
-    of_keys = key_tiles_of(tiles, cu_k, 35, 16)
-    assert of_keys.parts.tolist() == [[0, 0, 2, -1], [1, 2, 3, -1], [2, 3, 5, -1]]
-    listed = [of_keys.entries[a:b].tolist() for _, a, b, _ in of_keys.parts.tolist()]
-    assert listed == [[[0, 0b1001], [1, 1]], [[0, 0b0100]], [[0, 0b0011], [1, 1]]]
-    # lists of two entries in parts of one: those are kept and joined
-    of_keys = key_tiles_of(tiles, cu_k, 35, 16, each=1)
-    assert of_keys.parts.tolist()[:6] == [[0, 0, 1, 0], [0, 1, 2, 1], [1, 2, 3, -1], [2, 3, 4, 2], [2, 4, 5, 3], [-1, 5, 5, 4]]
-    assert of_keys.joins.tolist() == [[0, 2], [2, 0], [2, 2]]
-    assert of_keys.kept >= 4
+
+
+@pytest.mark.parametrize(("n", "queries"), [(1, 16), (1, 4), (3, 4), (7, 16), (20, 2), (100, 16)])
+def test_the_lists_of_the_kernels(n: int, queries: int) -> None:
+    """Packed sequences, one without queries and one without keys; choices that repeat, and that are not there."""
+    q = torch.randn(1, 1, 2, 16)
+    if len(ways(q, q, 1, 16)) == 1:
+        pytest.skip("needs a GPU or the interpreter")
+    from rooftile.approximate.selected import kernels
+
+    lengths, Hk = ((40, 40), (0, 9), (17, 50), (5, 0), (33, 20)), 3
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int() for x in zip(*lengths, strict=True))
+    torch.manual_seed(n)
+    chosen = torch.randint(-1, 5, (95, Hk, n), dtype=torch.int32)
+    chosen[torch.rand(chosen.shape) < 0.1] = 2**31 - 1
+    found, due = kernels.unions(chosen, cu_q, cu_k, 16, queries), tiles_of(chosen, cu_q, cu_k, 16, queries)
+    assert torch.equal(found.counts, due.counts)
+    used = due.table[:, 1] > 0
+    assert torch.equal(found.table[used], due.table[used])
+    assert not found.table[~used, 1].any()
+    there = torch.arange(due.entries.shape[2]) < due.counts[..., None]
+    assert torch.equal(found.entries[there], due.entries[there])
+    lists = kernels.key_lists(chosen, cu_q, cu_k, 119, 16)
+    places = 119 // 16 + 5
+    for hk in range(Hk):
+        for b, (T, S) in enumerate(lengths):
+            for block in range(-(-S // 16)):
+                at = hk * places + int(cu_k[b]) // 16 + b + block
+                queries_of = lists.queries[lists.starts[at] : lists.starts[at + 1]]
+                named = [t for t in range(T) if block in chosen[int(cu_q[b]) + t, hk] and t + S - T >= block * 16]
+                assert queries_of[queries_of >= 0].tolist() == [int(cu_q[b]) + t for t in named]
 
 
 @pytest.mark.parametrize(("queries", "each"), [(1, 3), (2, 5), (8, 2), (16, 1)])
@@ -270,13 +292,13 @@ def test_any_tiles_and_parts_give_the_gradients(queries: int, each: int) -> None
     of_leaves = torch.autograd.grad((due * do).sum(), wide)
     cu = torch.tensor([0, 60], dtype=torch.int32, device=q.device)
     tiles = tiles_of(chosen[0], cu, cu, it.block, queries)
-    of_keys = key_tiles_of(tiles, cu, 60, it.block, each)
-    assert int(of_keys.joins[:, 1].max()) > 1
+    lists = kernels.key_lists(chosen[0], cu, cu, 60, it.block)
+    assert int(lists.starts.diff().max()) > each
     o, lse = kernels.forward(q[0], k[0], v[0], tiles, 0.3, it.block)
     torch.testing.assert_close(o.double(), due[0], atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(lse.T.double(), due_lse[0], atol=2e-5, rtol=1e-5)
     known = do[0], lse, (do[0] * o).sum(-1), q[0], k[0], v[0]
-    found = kernels.dq(*known, tiles, 0.3, it.block), *kernels.dkdv(*known, tiles, of_keys, 0.3, it.block)
+    found = kernels.dq(*known, tiles, 0.3, it.block), *kernels.dkdv(*known, lists, cu, cu, 0.3, it.block, each=each)
     for a, b in zip(found, of_leaves, strict=True):
         torch.testing.assert_close(a.double(), b[0], atol=1e-4, rtol=1e-4)
 

@@ -16,6 +16,7 @@ from tests.approximate.test_selected import (  # noqa: F401 - collected here
     test_packed_sequences_are_as_alone,
     test_the_gated_sum_and_its_gradients,
     test_the_kernel_chooses_as_the_definition_does,
+    test_the_lists_of_the_kernels,
     test_ties_go_to_the_lower_block,
 )
 

@@ -16,31 +16,38 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 POINTERS = {
     **dict.fromkeys(("lse_ptr", "delta_ptr", "kept_ptr"), "fp32"),
-    **dict.fromkeys(("table_ptr", "counts_ptr", "entries_ptr", "keys_ptr", "parts_ptr", "joins_ptr", "pages_ptr"), "i32"),
+    **dict.fromkeys(
+        (
+            "table_ptr", "counts_ptr", "entries_ptr", "pages_ptr", "cu_q_ptr", "cu_k_ptr", "queries_ptr", "numbers_ptr",
+            "chosen_ptr",
+        ), "i32",
+    ),
+    **dict.fromkeys(("starts_ptr", "order_ptr"), "i64"),
 }
 # bytes outside of registers: the walk that sets NaN aside is part of each kernel
-STACK = {"_forward": 64, "_backward_q": 64, "_backward_kv": 256}
+STACK = {"_forward": 64, "_backward_q": 64, "_backward_kv": 384}
 
 
-def compiled(kernel: Any, shape: Any, warps: int, sm: int) -> tuple[int, int, str]:
-    """Stack and shared memory in bytes, and the matrix instruction."""
+def compiled(kernel: Any, constants: Any, warps: int, sm: int, stages: int = 3) -> tuple[int, int, str]:
+    """Stack and shared memory in bytes, and the matrix instruction. The constants are by name, or the one called SHAPE."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
+    constants = constants if isinstance(constants, dict) else {"SHAPE": constants}
     signature: dict[str, Any] = {}
     for name in names:
-        kind = "constexpr" if name == "SHAPE" else "fp32" if name == "scale" else "i32"
+        kind = "constexpr" if name in constants else "fp32" if name == "scale" else "i32"
         signature[name] = ("i32", "i32") if name.endswith("strides") else kind
         if name.endswith("_ptr"):
             signature[name] = "*" + POINTERS.get(name, "bf16")
     aligned = [(n,) for n, name in enumerate(names) if name.endswith("_ptr")]
     aligned += [(n, axis) for n, name in enumerate(names) if name.endswith("strides") for axis in (0, 1)]
     source = ASTSource(
-        fn=kernel, signature=signature, constexprs={(names.index("SHAPE"),): shape},
+        fn=kernel, signature=signature, constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={place: [["tt.divisibility", 16]] for place in aligned},
     )  # fmt: skip
-    built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps})
+    built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps, "num_stages": stages})
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
@@ -57,20 +64,30 @@ def compiled(kernel: Any, shape: Any, warps: int, sm: int) -> tuple[int, int, st
     [(80, 16, 128, 128), (90, 16, 128, 128), (80, 4, 64, 64), (90, 4, 64, 64), (90, 16, 192, 128)],
 )
 def test_the_kernels_of_a_shape(sm: int, heads: int, dim: int, dim_v: int) -> None:
-    from rooftile.approximate.selected.kernels import gradients, outputs
+    from rooftile.approximate.selected.kernels import gradients, lists, outputs
     from rooftile.approximate.selected.kernels.shape import launch_of, shape_of
-    from rooftile.approximate.selected.tiles import queries_for
+    from rooftile.approximate.selected.tiles import queries_for, queries_of_step
 
     q, v = torch.empty(1, heads, dim, dtype=torch.bfloat16), torch.empty(1, 1, dim_v, dtype=torch.bfloat16)
     shape = shape_of(q, v, 1, 64, queries_for(heads))
     assert shape.ROWS == 64
-    for kernel in (outputs._forward, gradients._backward_q, gradients._backward_kv):
-        stack, shared, matrix = compiled(kernel, shape, launch_of(shape).warps, sm)
+    of_step = shape._replace(QUERIES=queries_of_step(heads))
+    for kernel, each, stages in (
+        (outputs._forward, shape, outputs.STAGES), (gradients._backward_q, shape, gradients.STAGES_Q),
+        (gradients._backward_kv, of_step, gradients.STAGES_KV),
+    ):  # fmt: skip
+        launch = launch_of(each, stages)
+        stack, shared, matrix = compiled(kernel, each, launch.warps, sm, launch.stages)
         assert shared <= SHARED[sm], kernel.__name__
         assert matrix == ("wgmma" if sm == 90 else "mma.sync"), kernel.__name__
         # Ampere's registers are as many, and its matrix instructions need more of them
         assert stack <= STACK[kernel.__name__] * (4 if sm == 80 or dim > 128 else 1), f"{kernel.__name__}: {stack}"
-    assert compiled(gradients._join_kv, shape, launch_of(shape).warps, sm)[::2] == (0, "")
+    if sm == 90:
+        union = lists.Union(queries_for(heads), 16, 16, 64)
+        assert compiled(lists._unite, {"UNION": union}, 1, sm)[0] == 0
+        assert compiled(lists._number, {"COUNT": 16, "BLOCK": 64, "PIECE": lists.PIECE}, 4, sm)[0] == 0
+        assert compiled(lists._name, {"PIECE": lists.PIECE}, 4, sm)[0] == 0
+    assert compiled(gradients._join_kv, shape, launch_of(shape, gradients.STAGES_KV).warps, sm)[::2] == (0, "")
 
 
 @pytest.mark.parametrize("has_lse", [False, True])

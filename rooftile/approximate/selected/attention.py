@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rooftile.approximate.selected import by_block, plain
-from rooftile.approximate.selected.tiles import key_tiles_of, queries_for, tiles_of
+from rooftile.approximate.selected.tiles import queries_for
 from rooftile.errors import Unsupported
 from rooftile.launch import INTERPRETED, device_of
 from rooftile.operators import below_autograd, define, transformed, wants_grad, watched
@@ -87,7 +87,7 @@ def attend_in_pages(
     of_queries, of_keys = (torch.arange(2, device=q.device, dtype=torch.int32) * n for n in (q.shape[0], length))
     with device_of(q):
         q = q if q.stride(-1) == 1 else q.contiguous()
-        tiles = tiles_of(chosen, of_queries, of_keys, block, queries_for(q.shape[1] // k.shape[2], q.dtype))
+        tiles = kernels.unions(chosen, of_queries, of_keys, block, queries_for(q.shape[1] // k.shape[2], q.dtype))
         return kernels.forward(q, k, v, tiles, scale, block, pages=pages.contiguous())[0]
 
 
@@ -154,7 +154,7 @@ def _run(
 
     with device_of(q):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        tiles = tiles_of(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1], q.dtype))
+        tiles = kernels.unions(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1], q.dtype))
         return kernels.forward(q, k, v, tiles, scale, block)
 
 
@@ -172,10 +172,10 @@ def _run_backward(
     with device_of(q):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         do = do.contiguous()
-        tiles = tiles_of(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1], q.dtype))
-        of_keys = key_tiles_of(tiles, cu_k, k.shape[0], block)
+        tiles = kernels.unions(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1], q.dtype))
+        lists = kernels.key_lists(chosen, cu_q, cu_k, k.shape[0], block)
         known = do, lse.contiguous(), delta.contiguous(), q, k, v
-        return kernels.dq(*known, tiles, scale, block), *kernels.dkdv(*known, tiles, of_keys, scale, block)
+        return kernels.dq(*known, tiles, scale, block), *kernels.dkdv(*known, lists, cu_q, cu_k, scale, block)
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:

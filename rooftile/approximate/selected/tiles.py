@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# entries of a part of a block's list
-EACH = 2048
 # the rows of a tile's product, at least where the group allows it, and the most queries of a tile: the bits of a word
 ROWS = 64
 MOST_QUERIES = 16
@@ -26,7 +24,6 @@ class TileTable(NamedTuple):
 
     queries: int  # so many to a tile, a power of two
     rows: Tensor  # the table of `Tiles`
-    sequence: Tensor  # int64 (tiles,)
 
 
 class Tiles(NamedTuple):
@@ -35,27 +32,20 @@ class Tiles(NamedTuple):
     queries: int  # so many to a tile, a power of two
     # int32 (tiles, 5): first row, number of queries, first position, first row of the keys, number of keys
     table: Tensor
-    sequence: Tensor  # int64 (tiles,)
     counts: Tensor  # int32 (Hk, tiles)
     entries: Tensor  # int32 (Hk, tiles, most, 2): a block and its word; rising
-
-
-class KeyTiles(NamedTuple):
-    """The blocks of keys, and for each the tiles that list it, in parts: all queries choose the first block of a text."""
-
-    table: Tensor  # int32 (places, 3): first row, first position, number of keys of its sequence
-    entries: Tensor  # int32 (Hk * tiles * most, 2): a tile and its word
-    # int32 (parts, 4): the block, counted through all heads, -1 for none; its first entry and its last, excluded; the place of
-    # its sums, -1 if it is the block's only one
-    parts: Tensor
-    joins: Tensor  # int32 (Hk * places, 2): where the parts of a block are kept, and how many; 0 if there is one
-    kept: int  # the most parts that are kept
 
 
 def queries_for(group: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Returns the queries of a tile."""
     rows = FP32_ROWS if dtype == torch.float32 else ROWS
     return min(MOST_QUERIES, 1 << max(rows // group, 1).bit_length() - 1)
+
+
+def queries_of_step(group: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Returns the queries of a step over those that chose a block: no bits say which, so there may be more."""
+    rows = FP32_ROWS if dtype == torch.float32 else ROWS
+    return 1 << max(rows // group, 1).bit_length() - 1
 
 
 def table_of(cu_q: Tensor, cu_k: Tensor, total: int, queries: int) -> TileTable:
@@ -68,7 +58,7 @@ def table_of(cu_q: Tensor, cu_k: Tensor, total: int, queries: int) -> TileTable:
     T, S = cu_q.diff()[of], cu_k.diff()[of]
     local = (place - first[of]) * R
     rows = torch.stack([cu_q[of] + local, (T - local).clamp(0, R), local + S - T, cu_k[of], S], dim=-1)
-    return TileTable(R, rows.to(torch.int32), of)
+    return TileTable(R, rows.to(torch.int32))
 
 
 def tiles_of(
@@ -80,7 +70,7 @@ def tiles_of(
 ) -> Tiles:
     """Returns the tiles of queries with the unions of their choices. A block past the end of its sequence is in none."""
     total, Hk, n = chosen.shape
-    R, table, of = table_of(cu_q, cu_k, total, queries)
+    R, table = table_of(cu_q, cu_k, total, queries)
     row, held, _, _, S = table.unbind(-1)
     rows = row[:, None] + torch.arange(R, device=chosen.device)
     is_row = torch.arange(R, device=chosen.device) < held[:, None]  # (tiles, R)
@@ -105,43 +95,4 @@ def tiles_of(
         # blocks that are there again were written to the last place, which is right only where the union fills it
         is_full = counts == keys.shape[-1]
         blocks[..., -1] = torch.where(is_full, keys[..., -1], 0)
-    return Tiles(R, table, of, counts, torch.stack([blocks.to(torch.int32), words.to(torch.int32)], dim=-1))
-
-
-def key_tiles_of(tiles: Tiles, cu_k: Tensor, total_k: int, block: int, each: int = EACH) -> KeyTiles:
-    """Returns the blocks of keys with the tiles that list them, in their order, in parts of `each`."""
-    Hk, count, most = tiles.entries.shape[:3]
-    device = cu_k.device
-    sequences = torch.arange(cu_k.shape[0] - 1, device=device)
-    first = cu_k[:-1] // block + sequences
-    place = torch.arange(total_k // block + cu_k.shape[0] - 1, device=device)
-    of = (torch.searchsorted(first, place, right=True) - 1).clamp(min=0)
-    position = (place - first[of]) * block
-    table = torch.stack([cu_k[of] + position, position, cu_k.diff()[of]], dim=-1).to(torch.int32)
-    places = len(place)
-    listed = tiles.entries[..., 0] + first[tiles.sequence][:, None]
-    is_there = torch.arange(most, device=device) < tiles.counts[..., None]
-    heads = torch.arange(Hk, device=device)[:, None, None] * places
-    keys, order = torch.where(is_there, listed + heads, Hk * places).flatten().sort(stable=True)
-    starts = torch.searchsorted(keys, torch.arange(Hk * places + 1, device=device))
-    tile = torch.arange(count, device=device, dtype=torch.int32)[:, None].expand(Hk, count, most)
-    entries = torch.stack([tile.flatten()[order], tiles.entries[..., 1].flatten()[order]], dim=-1)
-    return KeyTiles(table, entries, *_parts(starts, len(entries), each))
-
-
-def _parts(starts: Tensor, most: int, each: int) -> tuple[Tensor, Tensor, int]:
-    """Cuts lists of at most `most` entries in all, which begin at `starts`, into parts; no length is read from the device."""
-    blocks = len(starts) - 1
-    count = (-(-starts.diff() // each)).clamp(min=1)
-    shared = torch.where(count > 1, count, 0)
-    ends, kept = count.cumsum(0), shared.cumsum(0) - shared
-    part = torch.arange(blocks + most // each, device=starts.device)
-    of = torch.searchsorted(ends, part, right=True).clamp(max=max(blocks - 1, 0))
-    if not blocks:
-        return part.new_zeros(0, 4, dtype=torch.int32), shared.new_zeros(0, 2, dtype=torch.int32), 0
-    within = part - (ends - count)[of]
-    first = starts[of] + within * each
-    place = torch.where(shared[of] > 0, kept[of] + within, -1)
-    is_part = part < ends[-1]
-    parts = torch.stack([torch.where(is_part, of, -1), first, torch.minimum(first + each, starts[of + 1]), place], dim=-1)
-    return parts.to(torch.int32), torch.stack([kept, shared], dim=-1).to(torch.int32), 2 * most // each
+    return Tiles(R, table, counts, torch.stack([blocks.to(torch.int32), words.to(torch.int32)], dim=-1))

@@ -5,14 +5,15 @@ The forward and dq: a program owns a tile of queries with the heads of a group, 
     X = scale Q K_j^T          -inf where the query did not choose the block, or the key comes later
     P = exp(X - L)             O += P V_j;  dP = dO V_j^T;  dQ += P (dP - D) K_j
 
-dk and dv: a program owns a block of keys of one head, and walks the tiles that list it, so every sum has one owner and one order. A
-long list has parts, whose sums are kept in fp32 and added in their order.
+dk and dv: a program owns a block of keys of one head, and walks the queries that chose it, so every sum has one owner and one
+order. A long list has parts, whose sums are kept in fp32 and added in their order.
 
 A product with a weight of 0 is not harmless when the other factor is NaN. A tile whose result holds a NaN is computed again with
 the non-finite factors set aside, and NaN in the rows that see them.
 """
 
 from rooftile.approximate.selected.kernels.gradients import dkdv, dq
+from rooftile.approximate.selected.kernels.lists import KeyLists, key_lists, unions
 from rooftile.approximate.selected.kernels.outputs import forward
 
-__all__ = ["dkdv", "dq", "forward"]
+__all__ = ["KeyLists", "dkdv", "dq", "forward", "key_lists", "unions"]

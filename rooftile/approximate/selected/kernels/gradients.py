@@ -7,10 +7,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.approximate.selected.kernels.shape import Launch, constants_of, in_log2, rows_of, shape_of, strides_of
-from rooftile.approximate.selected.tiles import KeyTiles, Tiles
+from rooftile.approximate.selected.kernels.lists import KeyLists, sequence_of
+from rooftile.approximate.selected.kernels.shape import (
+    Launch,
+    constants_of,
+    in_log2,
+    launch_of,
+    rows_of,
+    shape_of,
+    strides_of,
+)
+from rooftile.approximate.selected.tiles import Tiles, queries_of_step
 from rooftile.backends.triton.scores import LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.launch import Kernel
+
+# All queries choose the first block of a text, so its list has parts: of so many queries at least, and of about so many in all. A
+# step over four queries took 2.7 us on an H200 (h200-native-sparse.jsonl), and the longest part must end with the others.
+LEAST_OF_PART, PARTS = 1024, 2048
+# dq holds two tiles of queries beside its steps
+STAGES_Q, STAGES_KV = 2, 3
 
 
 @triton.jit
@@ -83,22 +98,26 @@ def _backward_q(
 
 @triton.jit
 def _dkdv_walk(
-    dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, table_ptr, entries_ptr, start, stop, hk, S, q_stride, q_stride_h, H,
+    dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, queries_ptr, start, stop, hk, S, later, q_stride, q_stride_h, H,
     scale, SHAPE: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
+    m = tl.arange(0, SHAPE.ROWS)
     d = tl.arange(0, SHAPE.BLOCK_D)
     dv = tl.arange(0, SHAPE.BLOCK_DV)
-    for n in range(start, stop):
-        tile = tl.load(entries_ptr + n * 2)
-        word = tl.load(entries_ptr + n * 2 + 1)
-        row, h, position, r, there = rows_of(table_ptr, tile, hk, SHAPE)
-        place = row * H + h
-        q_tile = q_ptr + row[:, None] * q_stride + h.to(tl.int64)[:, None] * q_stride_h + d[None, :]
+    h = hk * SHAPE.GROUP + m % SHAPE.GROUP
+    for n in range(start, stop, SHAPE.QUERIES):
+        entry = n + m // SHAPE.GROUP
+        row = tl.load(queries_ptr + entry, mask=(entry < stop) & (m < SHAPE.QUERIES * SHAPE.GROUP), other=-1)
+        there = row >= 0
+        place = row.to(tl.int64) * H + h
+        q_tile = q_ptr + (row.to(tl.int64) * q_stride + h.to(tl.int64) * q_stride_h)[:, None] + d[None, :]
         q = tl.load(q_tile, mask=there[:, None] & (d < SHAPE.D)[None, :], other=0.0)
-        do = tl.load(do_ptr + place[:, None] * SHAPE.DV + dv[None, :], mask=there[:, None] & (dv < SHAPE.DV)[None, :], other=0.0)
+        do_tile = do_ptr + (place * SHAPE.DV)[:, None] + dv[None, :]
+        do = tl.load(do_tile, mask=there[:, None] & (dv < SHAPE.DV)[None, :], other=0.0)
         lse = in_log2(tl.load(lse_ptr + place, mask=there, other=float("inf")))
         delta = tl.load(delta_ptr + place, mask=there, other=0.0)
-        sees = (((word >> r) & 1) != 0)[None, :] & (j[:, None] <= position[None, :]) & (j < S)[:, None] & there[None, :]
+        # a row that is not there has weights of 0, as its lse is infinite
+        sees = (j[:, None] <= (row + later)[None, :]) & (j < S)[:, None] & there[None, :]
         if NAN_SAFE:
             q = zero_non_finite(q)
         x = tl.dot(k, tl.trans(q), input_precision=SHAPE.PRECISION)
@@ -117,30 +136,56 @@ def _dkdv_walk(
     return dk, dv_sum
 
 
-@triton.jit(do_not_specialize=["places", "H"])
+@triton.jit(do_not_specialize=["sequences", "places", "extra", "each", "H"])
 def _backward_kv(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, kept_ptr, table_ptr, keys_ptr, parts_ptr, entries_ptr,
-    q_strides, k_strides, v_strides, places, H, scale, SHAPE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, kept_ptr, cu_q_ptr, cu_k_ptr, queries_ptr, starts_ptr,
+    q_strides, k_strides, v_strides, sequences, places, extra, each, H, scale, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """dk (total, Hk, D) and dv (total, Hk, Dv); of a block with several parts their sums, kept (parts, BLOCK, D + Dv) in fp32."""
+    """dk (total, Hk, D) and dv (total, Hk, Dv); of a block with several parts their sums, kept (parts, BLOCK, D + Dv) in fp32.
+
+    The first `extra` programs have the later parts of long lists, by the places of their sums; the others each have the first
+    part of a block.
+    """
     KEYS: tl.constexpr = SHAPE.KEYS
     BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
     BLOCK_DV: tl.constexpr = SHAPE.BLOCK_DV
     PER: tl.constexpr = SHAPE.BLOCK // SHAPE.KEYS
-    part = parts_ptr + tl.program_id(0) // PER * 4
-    n = tl.load(part)
+    part = 0
+    n = tl.program_id(0) // PER - extra
     if n < 0:
+        kept = tl.program_id(0) // PER
+        n = 0
+        step = 1
+        blocks = places * (H // SHAPE.GROUP)
+        while step * 2 < blocks:
+            step *= 2
+        while step > 0:
+            at = n + step
+            if (at < blocks) & (tl.load(starts_ptr + tl.minimum(at, blocks)) // each * 2 <= kept):
+                n = at
+            step //= 2
+        part = (kept - tl.load(starts_ptr + n) // each * 2).to(tl.int32)
+        if part == 0:
+            return
+    start, stop = tl.load(starts_ptr + n), tl.load(starts_ptr + n + 1)
+    is_long = stop - start > each
+    kept = start // each * 2 + part
+    start += part.to(tl.int64) * each
+    if (part > 0) & (start >= stop):
         return
-    start, stop, kept = tl.load(part + 1), tl.load(part + 2), tl.load(part + 3)
+    stop = tl.minimum(start + each, stop)
     place = n % places
     hk = n // places
-    first = tl.load(keys_ptr + place * 3).to(tl.int64)
-    S = tl.load(keys_ptr + place * 3 + 2)
+    b = sequence_of(place, cu_k_ptr, sequences, SHAPE.BLOCK)
+    first_k = tl.load(cu_k_ptr + b)
+    S = tl.load(cu_k_ptr + b + 1) - first_k
+    # a row's position, less its number
+    later = S - tl.load(cu_q_ptr + b + 1)
     s = tl.program_id(0) % PER * SHAPE.KEYS + tl.arange(0, SHAPE.KEYS)
-    j = tl.load(keys_ptr + place * 3 + 1) + s
+    j = (place - first_k // SHAPE.BLOCK - b) * SHAPE.BLOCK + s
     d = tl.arange(0, SHAPE.BLOCK_D)
     dv = tl.arange(0, SHAPE.BLOCK_DV)
-    row = first + s
+    row = first_k.to(tl.int64) + j
     there = (j < S)[:, None]
     k_tile = k_ptr + row[:, None] * k_strides[0] + hk.to(tl.int64) * k_strides[1] + d[None, :]
     v_tile = v_ptr + row[:, None] * v_strides[0] + hk.to(tl.int64) * v_strides[1] + dv[None, :]
@@ -149,18 +194,18 @@ def _backward_kv(
     dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
     dv_sum = tl.zeros((KEYS, BLOCK_DV), tl.float32)
     dk, dv_sum = _dkdv_walk(
-        dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, table_ptr, entries_ptr, start, stop, hk, S, q_strides[0],
+        dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, queries_ptr, start, stop, hk, S, later, q_strides[0],
         q_strides[1], H, scale, SHAPE, False,
     )  # fmt: skip
     if tl.max(tl.where(dk == dk, 0, 1)) + tl.max(tl.where(dv_sum == dv_sum, 0, 1)) > 0:
         dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
         dv_sum = tl.zeros((KEYS, BLOCK_DV), tl.float32)
         dk, dv_sum = _dkdv_walk(
-            dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, table_ptr, entries_ptr, start, stop, hk, S,
-            q_strides[0], q_strides[1], H, scale, SHAPE, True,
+            dk, dv_sum, k, v, j, q_ptr, do_ptr, lse_ptr, delta_ptr, queries_ptr, start, stop, hk, S, later, q_strides[0],
+            q_strides[1], H, scale, SHAPE, True,
         )  # fmt: skip
-    if kept >= 0:
-        line = kept_ptr + (kept.to(tl.int64) * SHAPE.BLOCK + s)[:, None] * (SHAPE.D + SHAPE.DV)
+    if is_long:
+        line = kept_ptr + (kept * SHAPE.BLOCK + s)[:, None] * (SHAPE.D + SHAPE.DV)
         tl.store(line + d[None, :], dk, mask=(d < SHAPE.D)[None, :])
         tl.store(line + SHAPE.D + dv[None, :], dv_sum, mask=(dv < SHAPE.DV)[None, :])
     else:
@@ -177,30 +222,33 @@ def _store_kv(dk, dv_sum, dk_ptr, dv_ptr, place, there, SHAPE: tl.constexpr):
     tl.store(dv_tile, dv_sum.to(dv_ptr.dtype.element_ty), mask=there & (dv < SHAPE.DV)[None, :])
 
 
-@triton.jit(do_not_specialize=["places", "HK"])
-def _join_kv(kept_ptr, joins_ptr, keys_ptr, dk_ptr, dv_ptr, places, HK, SHAPE: tl.constexpr):
+@triton.jit(do_not_specialize=["sequences", "places", "each", "HK"])
+def _join_kv(kept_ptr, cu_k_ptr, starts_ptr, dk_ptr, dv_ptr, sequences, places, each, HK, SHAPE: tl.constexpr):
     """dk and dv of a block whose list has several parts: their sums, in order."""
     KEYS: tl.constexpr = SHAPE.KEYS
     BLOCK_D: tl.constexpr = SHAPE.BLOCK_D
     BLOCK_DV: tl.constexpr = SHAPE.BLOCK_DV
     PER: tl.constexpr = SHAPE.BLOCK // SHAPE.KEYS
     n = tl.program_id(0) // PER
-    first, count = tl.load(joins_ptr + n * 2).to(tl.int64), tl.load(joins_ptr + n * 2 + 1)
-    if count == 0:
+    start = tl.load(starts_ptr + n)
+    count = tl.cdiv(tl.load(starts_ptr + n + 1) - start, each)
+    if count <= 1:
         return
     place = n % places
+    b = sequence_of(place, cu_k_ptr, sequences, SHAPE.BLOCK)
+    first_k = tl.load(cu_k_ptr + b)
     s = tl.program_id(0) % PER * SHAPE.KEYS + tl.arange(0, SHAPE.KEYS)
+    j = (place - first_k // SHAPE.BLOCK - b) * SHAPE.BLOCK + s
     d = tl.arange(0, SHAPE.BLOCK_D)
     dv = tl.arange(0, SHAPE.BLOCK_DV)
     dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
     dv_sum = tl.zeros((KEYS, BLOCK_DV), tl.float32)
     for part in range(count):
-        line = kept_ptr + ((first + part) * SHAPE.BLOCK + s)[:, None] * (SHAPE.D + SHAPE.DV)
+        line = kept_ptr + ((start // each * 2 + part) * SHAPE.BLOCK + s)[:, None] * (SHAPE.D + SHAPE.DV)
         dk += tl.load(line + d[None, :], mask=(d < SHAPE.D)[None, :], other=0.0)
         dv_sum += tl.load(line + SHAPE.D + dv[None, :], mask=(dv < SHAPE.DV)[None, :], other=0.0)
-    there = (tl.load(keys_ptr + place * 3 + 1) + s < tl.load(keys_ptr + place * 3 + 2))[:, None]
-    row = tl.load(keys_ptr + place * 3).to(tl.int64) + s
-    _store_kv(dk, dv_sum, dk_ptr, dv_ptr, row * HK + n // places, there, SHAPE)
+    there = (j < tl.load(cu_k_ptr + b + 1) - first_k)[:, None]
+    _store_kv(dk, dv_sum, dk_ptr, dv_ptr, (first_k.to(tl.int64) + j) * HK + n // places, there, SHAPE)
 
 
 _start_q, _start_kv, _start_join = Kernel(_backward_q), Kernel(_backward_kv), Kernel(_join_kv)
@@ -216,24 +264,35 @@ def dq(
     if q.shape[0]:
         tensors = (q, k, v, do, lse, delta, found, tiles.table, tiles.counts, tiles.entries)
         numbers = (*strides_of(q, k, v), count, tiles.entries.shape[2], q.shape[1], scale)
-        _start_q((count * k.shape[1], 1, 1), (*tensors, *numbers), constants_of(shape, launch))
+        _start_q((count * k.shape[1], 1, 1), (*tensors, *numbers), constants_of(shape, launch or launch_of(shape, STAGES_Q)))
     return found
 
 
 def dkdv(
-    do: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, of_keys: KeyTiles, scale: float,
-    block: int, launch: Launch | None = None,
+    do: Tensor, lse: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lists: KeyLists, cu_q: Tensor, cu_k: Tensor,
+    scale: float, block: int, launch: Launch | None = None, each: int | None = None, queries: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns dk and dv from contiguous do (total, H, Dv), lse and delta (total, H) in fp32."""
-    H, (total_k, Hk, D), places = q.shape[1], k.shape, of_keys.table.shape[0]
+    """Returns dk and dv from contiguous do (total, H, Dv), lse and delta (total, H) in fp32.
+
+    A list of more than `each` queries has parts. Their sums are kept from place 2 (start // each) on: a list from `start` to `stop`
+    has ceil((stop - start) / each) parts, at least 2, and 2 (stop // each) is as many places further on or more. So no length is
+    read from the device.
+
+    queries: of a step.
+    """
+    H, (total_k, Hk, D), sequences = q.shape[1], k.shape, cu_k.shape[0] - 1
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    shape = shape_of(q, v, Hk, block, tiles.queries)
-    constants, per = constants_of(shape, launch), block // shape.KEYS
+    shape = shape_of(q, v, Hk, block, queries or queries_of_step(H // Hk, q.dtype))
+    constants, per = constants_of(shape, launch or launch_of(shape, STAGES_KV)), block // shape.KEYS
     if total_k:
-        kept = torch.empty(of_keys.kept, block, D + v.shape[-1], dtype=torch.float32, device=q.device)
-        tensors = (q, k, v, do, lse, delta, dk, dv, kept, tiles.table, of_keys.table, of_keys.parts, of_keys.entries)
-        numbers = (*strides_of(q, k, v), places, H, scale)
-        _start_kv((of_keys.parts.shape[0] * per, 1, 1), (*tensors, *numbers), constants)
-        if of_keys.kept:
-            _start_join((places * Hk * per, 1, 1), (kept, of_keys.joins, of_keys.table, dk, dv, places, Hk), constants)
+        places, entries = total_k // block + sequences, lists.queries.numel()
+        each = each or max(LEAST_OF_PART, triton.next_power_of_2(entries // PARTS))
+        extra = 2 * (entries // each)
+        kept = torch.empty(extra, block, D + v.shape[-1], dtype=torch.float32, device=q.device)
+        tensors = (q, k, v, do, lse, delta, dk, dv, kept, cu_q, cu_k, lists.queries, lists.starts)
+        numbers = (*strides_of(q, k, v), sequences, places, extra, each, H, scale)
+        _start_kv(((extra + places * Hk) * per, 1, 1), (*tensors, *numbers), constants)
+        if extra:
+            tensors = (kept, cu_k, lists.starts, dk, dv)
+            _start_join((places * Hk * per, 1, 1), (*tensors, sequences, places, each, Hk), constants)
     return dk, dv

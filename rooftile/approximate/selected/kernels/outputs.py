@@ -11,10 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.approximate.selected.kernels.shape import Launch, constants_of, lines_of, rows_of, shape_of, strides_of
+from rooftile.approximate.selected.kernels.shape import (
+    Launch,
+    constants_of,
+    launch_of,
+    lines_of,
+    rows_of,
+    shape_of,
+    strides_of,
+)
 from rooftile.approximate.selected.tiles import Tiles
 from rooftile.backends.triton.scores import LN2, LOG2E, nan_if_non_finite, zero_non_finite
 from rooftile.launch import Kernel
+
+STAGES = 3
 
 
 @triton.jit
@@ -119,5 +129,5 @@ def forward(
         numbers = (*strides, count, tiles.entries.shape[2], H, scale)
         # the kernel reads no pages without SHAPE.PAGE; the table only fills the argument
         tensors = (q, k, v, o, lse, tiles.table, tiles.counts, tiles.entries, tiles.table if pages is None else pages)
-        _start((count * Hk, 1, 1), (*tensors, *numbers), constants_of(shape, launch))
+        _start((count * Hk, 1, 1), (*tensors, *numbers), constants_of(shape, launch or launch_of(shape, STAGES)))
     return o, lse

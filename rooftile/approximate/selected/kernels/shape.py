@@ -17,7 +17,7 @@ class Shape(NamedTuple):
     """The compile-time configuration."""
 
     GROUP: int
-    QUERIES: int  # queries to a tile
+    QUERIES: int  # queries to a tile, or to a step over those of a block
     ROWS: int  # queries times heads, padded to a power of two
     BLOCK: int  # tokens of a chosen block
     KEYS: int  # a step takes so many: a power of two that divides BLOCK
@@ -75,15 +75,19 @@ class Launch(NamedTuple):
     stages: int  # loads of its loop that are under way, and one
 
 
-def launch_of(shape: Shape) -> Launch:
-    """Four warps, and eight for wide heads; in fp32, and with heads of 256, shared memory holds one step."""
+def launch_of(shape: Shape, stages: int) -> Launch:
+    """Four warps and `stages`; for heads above 128, whose sums fill the registers of four warps, eight and three.
+
+    In fp32, and with heads of 256, shared memory holds one step.
+    """
+    is_wide = max(shape.BLOCK_D, shape.BLOCK_DV) > 128
     is_large = shape.PRECISION == "ieee" or shape.BLOCK_D + shape.BLOCK_DV > 384
-    return Launch(8 if max(shape.BLOCK_D, shape.BLOCK_DV) > 64 else 4, 1 if is_large else 3)
+    return Launch(8 if is_wide else 4, 1 if is_large else 3 if is_wide else stages)
 
 
-def constants_of(shape: Shape, launch: Launch | None = None) -> dict[str, Any]:
-    """Returns what a kernel is compiled for, with `launch_of` unless another launch is given."""
-    return _constants(shape, launch_of(shape) if launch is None else launch)
+def constants_of(shape: Shape, launch: Launch) -> dict[str, Any]:
+    """Returns what a kernel is compiled for."""
+    return _constants(shape, launch)
 
 
 @cache
