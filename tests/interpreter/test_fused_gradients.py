@@ -29,6 +29,11 @@ def test_parts_of_dw_are_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(norm_gradients, "PROGRAMS", 3)
     for name in ("rms norm", "add, layer norm"):
         check(name, inputs(name, 11, 33, torch.float32))
+    # more parts than the second kernel adds at once
+    monkeypatch.setattr(norm_gradients, "PARTS", 2)
+    norm_gradients.constants_of_adding.cache_clear()
+    check("layer norm", inputs("layer norm", 11, 33, torch.float32))
+    norm_gradients.constants_of_adding.cache_clear()
 
 
 def test_a_sum_and_its_norm_are_one_launch() -> None:

@@ -1,6 +1,7 @@
 """Gradients of norms. A program owns some rows, one after the other, and adds up its part of dw and db.
 
-Parts are added in order.
+A second kernel adds the parts up, in one order, and writes both gradients in their dtypes. At few rows a launch takes as long as
+the sums, and a sum and a cast for each would be four launches.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from rooftile.launch import Kernel
 
 # programs that share the rows; each writes a part of dw
 PROGRAMS = 264
+# a tile of the parts: so many of them, and so many columns
+PARTS, COLUMNS = 128, 32
 # shared memory for rows that are on their way, and rows in flight at most
 BYTES, MOST_STAGES = 64 * 1024, 4
 
@@ -62,7 +65,24 @@ def _norm_gradients(
         tl.store(db_ptr + part, db, mask=there)
 
 
-_start = Kernel(_norm_gradients)
+@triton.jit(do_not_specialize=["parts"])
+def _add_parts(dw_ptr, db_ptr, dw_out_ptr, db_out_ptr, parts, SIZE: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums over the parts (parts, SIZE) of dw, or of db in programs (., 1)."""
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_bias = tl.program_id(1) == 1
+    sums = tl.zeros((PARTS, COLUMNS), tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        at = part.to(tl.int64)[:, None] * SIZE + n[None, :]
+        there = (part < parts)[:, None] & (n < SIZE)[None, :]
+        sums += tl.load(db_ptr + at, mask=there & is_bias, other=0.0)
+        sums += tl.load(dw_ptr + at, mask=there & (not is_bias), other=0.0)
+    total = tl.sum(sums, 0)
+    tl.store(dw_out_ptr + n, total.to(dw_out_ptr.dtype.element_ty), mask=(n < SIZE) & (not is_bias))
+    tl.store(db_out_ptr + n, total.to(db_out_ptr.dtype.element_ty), mask=(n < SIZE) & is_bias)
+
+
+_start, _start_adding = Kernel(_norm_gradients), Kernel(_add_parts)
 
 
 def gradients(
@@ -75,17 +95,26 @@ def gradients(
     dx = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     per_program = max(triton.cdiv(rows, PROGRAMS), 1)
     programs = triton.cdiv(rows, per_program)
-    dw = torch.empty((programs, size), dtype=torch.float32, device=x.device)
-    db = torch.empty((programs, size), dtype=torch.float32, device=x.device) if b is not None else dw.new_zeros(0)
+    parts = torch.empty((1 if b is None else 2, programs, size), dtype=torch.float32, device=x.device)
+    dw = torch.empty_like(w, memory_format=torch.contiguous_format)
+    db = parts.new_zeros(0) if b is None else torch.empty_like(b, memory_format=torch.contiguous_format)
     if rows:
         added = dx if dtotal is None else dtotal
         arguments = (
-            dy, added, x, w.contiguous(), dx, dw, db if b is not None else dw, rows, per_program, dy.stride(0), added.stride(0),
-            x.stride(0), eps,
+            dy, added, x, w.contiguous(), dx, parts[0], parts[-1], rows, per_program, dy.stride(0), added.stride(0), x.stride(0),
+            eps,
         )  # fmt: skip
         constants = constants_of(size, x.element_size(), b is not None, plus_one, dtotal is not None)
         _start((programs, 1, 1), arguments, constants)
-    return dx, dw.sum(0).to(w.dtype), db if b is None else db.sum(0).to(b.dtype)
+    grid = triton.cdiv(size, COLUMNS), len(parts), 1
+    _start_adding(grid, (parts[0], parts[-1], dw, dw if b is None else db, programs), constants_of_adding(size))
+    return dx, dw, db
+
+
+@cache
+def constants_of_adding(size: int) -> dict[str, object]:
+    """The compile-time arguments of the second kernel."""
+    return {"SIZE": size, "PARTS": PARTS, "COLUMNS": COLUMNS, "num_warps": 4}
 
 
 @cache
