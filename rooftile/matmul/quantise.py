@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
+from rooftile.launch import triton_is_installed
 from rooftile.matmul.formats import LONGEST_INT8, TILE, WeightFormat, group_of, weight_format
 from rooftile.matmul.packing import OFFSET, pack
 from rooftile.matmul.weight import QuantisedWeight
 from rooftile.numerics.block_floating import quantise_blocks
 from rooftile.numerics.formats import FP4_E2M1, FP8_E4M3, INT8, encode
+from rooftile.numerics.rows import LONGEST_ROW
 from rooftile.numerics.scaling import divided, scales_of
+from rooftile.operators import transforms_active, watched
 from rooftile.words import answers_foreign_words
 
 # numbers that are quantised at once: an fp32 copy of a large weight would take twice its memory
@@ -66,6 +69,9 @@ def quantise_weight(w: Tensor, format: str, *, group: int | None = None, zero_po
     w = w.detach()
     N, K = w.shape
     group = group_of(kind, K, group)
+    if w.is_cuda and not zero_points and _runs_kernel(w, kind, group):
+        return _in_one_pass(w, kind, group)
+    _check_finite(w)
     outer = _outer_scale(w) if format == "nvfp4" else None
     # whole tiles
     rows = max(AT_ONCE // K // TILE, 1) * TILE
@@ -87,6 +93,9 @@ def _check(w: Tensor, kind: WeightFormat, zero_points: bool) -> None:
         raise InvalidInput(
             f"w has rows of K = {w.shape[1]:,} numbers; int8 sums of at most {LONGEST_INT8:,} are exact: take w8 or fp8"
         )
+
+
+def _check_finite(w: Tensor) -> None:
     # numbers of fp64 that are infinite in fp32 are lost, too
     lost = ~(w.float() if w.dtype == torch.float64 else w).isfinite()
     if lost.any():
@@ -95,6 +104,23 @@ def _check(w: Tensor, kind: WeightFormat, zero_points: bool) -> None:
             f"w is {w[row, column].item()} at row {row}, column {column}; weights must be finite to be quantised: repair the "
             "checkpoint, or leave this weight in 16 bits"
         )
+
+
+def _runs_kernel(w: Tensor, kind: WeightFormat, group: int) -> bool:
+    """Whether one kernel quantises w, which is on a GPU. It holds a row, and the two codes of a byte."""
+    if w.dtype == torch.float64 or torch.compiler.is_compiling() or transforms_active() or watched(w):
+        return False
+    is_row = kind.name not in ("fp8_tile", "nvfp4") and w.shape[1] <= LONGEST_ROW and group % (1 + kind.is_packed) == 0
+    return is_row and triton_is_installed()
+
+
+def _in_one_pass(w: Tensor, kind: WeightFormat, group: int) -> QuantisedWeight:
+    from rooftile.matmul.kernels import weights
+
+    codes, scales, lost = weights.quantise(w, kind, group)
+    if lost.any():
+        _check_finite(w)
+    return QuantisedWeight(codes, scales, None, None, kind.name, group, (w.shape[0], w.shape[1]), None)
 
 
 def _quantised(w: Tensor, kind: WeightFormat, group: int, zero_points: bool, outer: Tensor | None) -> _Rows:

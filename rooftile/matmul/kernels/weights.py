@@ -1,0 +1,154 @@
+"""Weights quantised in one pass, with the bits of `rooftile.matmul.quantise_weight` in PyTorch's operations.
+
+A program owns a row: it reads the row once, and writes its codes, its scales, and whether a number is not finite.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.launch import Kernel
+from rooftile.matmul.formats import WeightFormat
+from rooftile.numerics.formats import FP8_E4M3, INT8
+from rooftile.numerics.kernels import codes_of
+
+
+class Codes(NamedTuple):
+    """The compile-time configuration."""
+
+    K: int
+    GROUPS: int  # of a row
+    GROUP: int
+    PARTS: int  # groups of a row, padded to a power of two
+    WIDTH: int  # numbers of a group, padded to a power of two
+    RULE: str  # "row": rooftile.numerics; "symmetric": compressed-tensors; "exponent": OCP's microscaling formats
+    LARGEST: float
+    EXPONENT: int  # of the largest power of two of the format
+    IS_INTEGER: bool
+    IS_PACKED: bool
+
+
+@triton.jit
+def _power(exponent):
+    """2^exponent for normal numbers."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded(x):
+    """The nearest whole number, ties to even, of numbers below 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _symmetric(x, HALF: tl.constexpr):
+    """Codes from -HALF to HALF - 1, still fp32, and scales in bf16."""
+    size = tl.max(tl.abs(x), 1)
+    scale = tl.maximum(tl.div_rn(size, tl.full(size.shape, HALF - 0.5, tl.float32)), 1.1754943508222875e-38)
+    scale = tl.where(size == 0.0, 1.0, scale.to(tl.bfloat16).to(tl.float32))
+    steps = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    # a tiny scale is rounded up to the smallest normal number, and a quotient is never far beyond HALF
+    return tl.minimum(tl.maximum(_rounded(steps), -HALF), HALF - 1.0), scale
+
+
+@triton.jit
+def _by_exponent(x, LARGEST: tl.constexpr, EXPONENT: tl.constexpr):
+    """Numbers over the power of two that they share, at most LARGEST, and its exponent."""
+    size = tl.max(tl.abs(x), 1)
+    # of a subnormal number, too, the exponent is below the smallest that is stored
+    exponent = ((size.to(tl.int32, bitcast=True) >> 23) & 255) - 127 - EXPONENT
+    exponent = tl.minimum(tl.maximum(exponent, -127), 127)
+    # neither half of the power leaves the normal numbers; the shift rounds down
+    half = exponent >> 1
+    scaled = x * _power(-half)[:, None] * _power(half - exponent)[:, None]
+    return tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), exponent
+
+
+@triton.jit
+def _e2m1(x):
+    """Codes 0 to 15 of numbers up to 6."""
+    size = tl.abs(x)
+    per_unit = tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
+    steps = _rounded(size * per_unit)
+    size = tl.where(per_unit == 2.0, steps * 0.5, tl.where(per_unit == 1.0, steps, steps * 2.0))
+    code = tl.where(size < 2.0, size * 2.0, tl.where(size < 4.0, size + 2.0, size * 0.5 + 4.0)).to(tl.int32)
+    return code | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def _quantise_weight(w_ptr, codes_ptr, scales_ptr, lost_ptr, stride, CODES: tl.constexpr):
+    """Quantises one row. Numbers that are not finite count as 0, and `lost` says that there are some."""
+    row = tl.program_id(0).to(tl.int64)
+    part, at = tl.arange(0, CODES.PARTS), tl.arange(0, CODES.WIDTH)
+    k = part[:, None] * CODES.GROUP + at[None, :]
+    there = (part[:, None] < CODES.GROUPS) & (at[None, :] < CODES.GROUP)
+    x = tl.load(w_ptr + row * stride + k, mask=there, other=0.0).to(tl.float32)
+    is_finite = (x == x) & (tl.abs(x) != float("inf"))
+    tl.store(lost_ptr + row, tl.max(tl.max(tl.where(is_finite, 0, 1), 1), 0).to(tl.int8))
+    x = tl.where(is_finite, x, 0.0)
+    place = row * CODES.GROUPS + part
+    if CODES.RULE == "exponent":
+        scaled, exponent = _by_exponent(x, CODES.LARGEST, CODES.EXPONENT)
+        tl.store(scales_ptr + place, (exponent + 127).to(tl.uint8), mask=part < CODES.GROUPS)
+        codes = _e2m1(scaled) if CODES.IS_PACKED else scaled
+    elif CODES.RULE == "symmetric":
+        codes, scale = _symmetric(x, CODES.LARGEST)
+        tl.store(scales_ptr + place, scale.to(tl.bfloat16), mask=part < CODES.GROUPS)
+        if CODES.IS_PACKED:
+            codes = (codes + CODES.LARGEST).to(tl.int32)
+    else:
+        codes, scale = codes_of(x, CODES.LARGEST, CODES.IS_INTEGER)
+        tl.store(scales_ptr + place, scale, mask=part < CODES.GROUPS)
+    if CODES.IS_PACKED:
+        pairs = tl.reshape(codes, (CODES.PARTS, CODES.WIDTH // 2, 2))
+        low, high = tl.split(pairs)
+        half = tl.arange(0, CODES.WIDTH // 2)
+        byte = part[:, None] * (CODES.GROUP // 2) + half[None, :]
+        is_byte = (part[:, None] < CODES.GROUPS) & (half[None, :] < CODES.GROUP // 2)
+        tl.store(codes_ptr + row * (CODES.K // 2) + byte, (low | (high << 4)).to(tl.uint8), mask=is_byte)
+    else:
+        tl.store(codes_ptr + row * CODES.K + k, codes.to(codes_ptr.dtype.element_ty), mask=there)
+
+
+_start = Kernel(_quantise_weight)
+
+
+def quantise(w: Tensor, kind: WeightFormat, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns codes (N, K), or (N, K / 2) of 4 bits, scales (N, K / group), and which rows are not finite (N,), int8.
+
+    w: (N, K) in 16 or 32 bits.
+    """
+    w = w if w.stride(-1) == 1 else w.contiguous()
+    N, K = w.shape
+    codes = torch.empty((N, K // 2 if kind.is_packed else K), dtype=kind.codes, device=w.device)
+    scales = torch.empty((N, K // group), dtype=_dtype_of_scales(kind), device=w.device)
+    lost = torch.empty(N, dtype=torch.int8, device=w.device)
+    _start((N, 1, 1), (w, codes, scales, lost, w.stride(0)), constants_of(kind, K, group))
+    return codes, scales, lost
+
+
+def _dtype_of_scales(kind: WeightFormat) -> torch.dtype:
+    if kind.has_exponents:
+        return torch.uint8
+    return torch.float32 if kind.name in ("fp8", "int8") else torch.bfloat16
+
+
+@cache
+def constants_of(kind: WeightFormat, K: int, group: int) -> dict[str, Any]:
+    """The compile-time arguments."""
+    parts, width = triton.next_power_of_2(K // group), triton.next_power_of_2(group)
+    if kind.has_exponents:
+        rule, largest, exponent = ("exponent", 6.0, 2) if kind.is_packed else ("exponent", FP8_E4M3.largest, 8)
+    elif kind.name in ("fp8", "int8"):
+        rule, largest, exponent = "row", (INT8 if kind.name == "int8" else FP8_E4M3).largest, 0
+    else:
+        rule, largest, exponent = "symmetric", 2.0 ** (kind.bits - 1), 0
+    is_integer = rule != "exponent" and kind.name != "fp8"
+    codes = Codes(K, K // group, group, parts, width, rule, largest, exponent, is_integer, kind.is_packed)
+    return {"CODES": codes, "num_warps": min(max(parts * width // 512, 1), 16)}

@@ -1,0 +1,52 @@
+"""The kernel that quantises weights has the bits of PyTorch's operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rooftile as rt
+from rooftile.matmul.formats import group_of, weight_format
+from rooftile.matmul.kernels import weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+
+
+def hostile(N: int, K: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of all sizes, of zeros, of negative zeros, of subnormal numbers, of ties, of the largest numbers."""
+    torch.manual_seed(N + K)
+    w = torch.randn(N, K) * torch.logspace(-38, 38, N)[:, None]
+    w[0], w[1] = 0.0, -0.0
+    w[2] = torch.randint(-9, 10, (K,)) * 0.5
+    # the interpreter takes a subnormal number in bf16 for 0
+    w[3] = torch.finfo(dtype).smallest_normal / (1 if dtype == torch.bfloat16 else 4)
+    w[4] = torch.finfo(dtype).max
+    w[5, 1:], w[5, 0] = 0.25, 7.5
+    w = w.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return torch.where(w.abs() < torch.finfo(dtype).smallest_normal, 0.0, w).to(dtype) if dtype == torch.bfloat16 else w.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "K", "given"),
+    [
+        ("fp8", 100, None), ("int8", 100, None), ("w8", 96, None), ("int4", 256, 32), ("int4", 384, 128), ("int4", 90, -1),
+        ("mxfp8", 96, None), ("mxfp4", 160, None),
+    ],
+)  # fmt: skip
+def test_bits(name: str, K: int, given: int | None, dtype: torch.dtype) -> None:
+    kind, w = weight_format(name), hostile(40, K, dtype)
+    group = group_of(kind, K, given)
+    due = rt.quantise_weight(w, name, group=given)
+    # rows with gaps between them
+    codes, scales, lost = weights.quantise(torch.cat([w, w], 1)[:, :K], kind, group)
+    assert torch.equal(codes.view(torch.uint8), due.codes.view(torch.uint8))
+    assert torch.equal(scales.view(torch.uint8), due.scales.view(torch.uint8))
+    assert not lost.any()
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4", "mxfp4"])
+def test_rows_that_are_not_finite_are_named(name: str) -> None:
+    kind, w = weight_format(name), torch.randn(6, 128)
+    w[1, 5], w[4, 127] = torch.nan, -torch.inf
+    assert weights.quantise(w, kind, group_of(kind, 128, None))[2].tolist() == [0, 1, 0, 0, 1, 0]
