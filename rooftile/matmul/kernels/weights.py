@@ -23,13 +23,13 @@ class Codes(NamedTuple):
     """The compile-time configuration."""
 
     K: int
-    GROUPS: int  # of a row
+    GROUPS: int  # groups of a row
     GROUP: int
     PARTS: int  # groups of a row, padded to a power of two
     WIDTH: int  # numbers of a group, padded to a power of two
     RULE: str  # "row": rooftile.numerics; "symmetric": compressed-tensors; "exponent": OCP's microscaling formats
     LARGEST: float
-    EXPONENT: int  # of the largest power of two of the format
+    EXPONENT: int  # log2 of the largest power of two of the format
     IS_INTEGER: bool
     IS_PACKED: bool
 
@@ -61,7 +61,7 @@ def _symmetric(x, HALF: tl.constexpr):
 def _by_exponent(x, LARGEST: tl.constexpr, EXPONENT: tl.constexpr):
     """Numbers over the power of two that they share, at most LARGEST, and its exponent."""
     size = tl.max(tl.abs(x), 1)
-    # of a subnormal number, too, the exponent is below the smallest that is stored
+    # a subnormal number has an exponent below the smallest that is stored, and 0 stands for it
     exponent = ((size.to(tl.int32, bitcast=True) >> 23) & 255) - 127 - EXPONENT
     exponent = tl.minimum(tl.maximum(exponent, -127), 127)
     # neither half of the power leaves the normal numbers; the shift rounds down
