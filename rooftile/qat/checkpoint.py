@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
-from rooftile.qat.compressed import LAYOUTS, configuration, tensors_of
+from rooftile.qat.compressed import configuration, tensors_of
 from rooftile.qat.layers import Prepared, PreparedEmbedding
 from rooftile.qat.preparation import prepared_layers
 from rooftile.qat.product import Rounding
@@ -51,9 +51,6 @@ def save(model: nn.Module, folder: str | Path) -> None:
     layers = prepared_layers(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInput(f"{folder} is there already; give a new folder")
-    for name, layer in layers:
-        if layer.qat.rounding.format not in LAYOUTS and not isinstance(layer, PreparedEmbedding):
-            raise InvalidInput(f"{name} is in {layer.qat.rounding.format}; written are {', '.join(LAYOUTS)}")
     _check_shared(model)
     named, settings = _contents(model)
     codes = {id(layer.weight): layer.codes() for _, layer in layers}
