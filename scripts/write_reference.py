@@ -39,7 +39,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "BlockScaled", "TwoLevelScaled", "QuantisedQKV", "quantise_rows", "QuantisedRows",
         ),
     ),
-    ("Quantised weights", "rooftile", ("quantise_weight", "QuantisedWeight", "linear")),
+    ("Quantised weights", "rooftile", ("quantise_weight", "quantise_model", "QuantisedWeight", "linear")),
     (
         "Fused operations",
         "rooftile.fused",
