@@ -274,8 +274,8 @@ MUTATIONS = {
     ),
     "training for a format, codes of before": Mutation(
         "qat/layers.py",
-        'now = (self.weight.data_ptr(), self.weight._version, self.qat.steps)',
-        'now = (self.weight.data_ptr(), self.qat.steps)',
+        'now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps)',
+        'now: tuple[int, ...] = (self.weight.data_ptr(), self.qat.steps)',
         ("tests/qat/test_gradients.py",),
     ),
     "native sparse, a block left out": Mutation(

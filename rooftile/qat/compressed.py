@@ -37,9 +37,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 }  # fmt: skip
 
 
-def configuration(format: str, group: int | None) -> dict[str, Any]:
-    """Returns the quantization_config of a format."""
+def configuration(format: str, group: int | None, activations: str | None = None) -> dict[str, Any]:
+    """Returns the quantization_config of a format; `activations` are in mxfp4 where they are named."""
     layout, described, inputs = LAYOUTS[format]
+    if activations is not None:
+        inputs = {"num_bits": 4, "dynamic": True} | _BLOCKS
     if format == "int4":
         described = described | ({"strategy": "channel"} if group == ROW else {"group_size": group or TILE})
     scheme = {"targets": ["Linear"], "weights": described, "input_activations": inputs, "output_activations": None}
