@@ -48,6 +48,10 @@ class Recipe:
     estimator: str = "straight"
     activations: str | None = None
 
+    def __str__(self) -> str:
+        others = (self.estimator if self.estimator != "straight" else "", self.activations and f"activations {self.activations}")
+        return ", ".join(filter(None, (self.format, *others)))
+
     def prepare(self, model: TrainableDecoder) -> TrainableDecoder:
         """Prepares a model, but for its head."""
         return qat.prepare(model, self.format, skip=("head",), estimator=self.estimator, activations=self.activations)
