@@ -45,7 +45,7 @@ def quantise_model(
             then as it was.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
         >>> rooftile.quantise_model(model, {"0": "int4:32"})[0].quantised
         QuantisedWeight((64, 64), int4, group of 32, 2,304 bytes on cpu)
     """

@@ -58,11 +58,11 @@ class Formats:
     """Losses in nats per byte of held-out text."""
 
     parameters: int
-    nbytes: int  # of the model in full precision
+    nbytes: int  # bytes of the model in full precision
     steps: int  # before the copies part
-    full: Losses  # of the model that goes on in full precision
-    rounded: Losses  # of the same, rounded to `pictured` at each reading
-    trained: Losses  # of the model that is trained with rounded weights
+    full: Losses  # the model that goes on in full precision
+    rounded: Losses  # the same, rounded to `pictured` at each reading
+    trained: Losses  # the model that is trained with rounded weights
     pictured: str
     served_rounded: float  # by `rooftile.LLM`, from the checkpoint of the rounded model
     served_trained: float
