@@ -19,6 +19,11 @@ def whole(x: MaybeTensor) -> MaybeTensor:
     return x.detach().full_tensor() if is_sharded(x) else x  # type: ignore[union-attr, attr-defined]
 
 
+def local(x: Tensor) -> Tensor:
+    """Returns the part of a tensor that this process has."""
+    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined, no-any-return]
+
+
 def shards(model: nn.Module) -> str | None:
     """Returns the name of a sharded parameter of a model; None if there is none."""
     return next((name for name, x in model.named_parameters() if is_sharded(x)), None)

@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rooftile.errors import InvalidInput
-from rooftile.qat.learned import LEAST
+from rooftile.qat.learned import LEAST, first_scales
+from rooftile.qat.sharded import local
 
 _COUNTING: WeakSet[Any] = WeakSet()
 _HOOKS: list[Any] = []
@@ -31,16 +32,20 @@ def count(module: nn.Module) -> None:
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuses an optimiser of a weight whose scales no optimiser holds: one that was made before `prepare`."""
     held = _held(optimizer)
+    lacking = []
     for module in _COUNTING:
         if "qat" not in vars(module) or module.scales is None or not module.scales.requires_grad:
             continue
         if id(module.scales) in held:
             module.qat.learns = True
         elif id(module.weight) in held and not module.qat.learns:
-            raise InvalidInput(
-                f"the optimiser holds {module.qat.name}.weight and not its scales, {module.qat.name}.weight_scale, which \"lsq\" "
-                "learns; make it after prepare, from model.parameters()"
-            )
+            lacking.append(module.qat.name)
+    if lacking:
+        name = min(lacking)
+        raise InvalidInput(
+            f"the optimiser holds {name}.weight and not its scales, {name}.weight_scale, which \"lsq\" learns; make it after "
+            "prepare, from model.parameters()"
+        )
 
 
 @torch.no_grad()
@@ -51,6 +56,10 @@ def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             continue
         if id(module.weight) in held:
             module.qat.steps += 1
+            if module.scales is not None and module.qat.steps == module.qat.start_step:
+                # rounding begins with the weights as they are now; FSDP shards rows, which scales share with their weights
+                rounding = module.qat.rounding
+                local(module.scales).copy_(first_scales(local(module.weight), rounding.format, rounding.group))
         if module.scales is not None and id(module.scales) in held:
             module.scales.clamp_(min=LEAST)
 

@@ -142,6 +142,18 @@ def test_training_learns_scales_and_keeps_them_above_the_least() -> None:
     assert (model[0].weight_scale == 2.0**-24).all()
 
 
+def test_a_later_start_begins_with_the_weights_of_then() -> None:
+    model, x = rt.qat.prepare(mlp(), "int4:32", estimator="lsq", start_step=2), inputs()
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(4):
+        (model(x) / 100).square().mean().backward()
+        assert (model[0].weight_scale.grad is None) == (step < 2)
+        optimiser.step()
+        optimiser.zero_grad()
+        due = learned.first_scales(model[0].weight, "int4", 32)
+        assert torch.equal(model[0].weight_scale, due) == (step == 1)
+
+
 def test_state_dicts_hold_scales_and_restore_takes_them_away() -> None:
     model = rt.qat.prepare(mlp(), "int4:32", estimator="lsq")
     assert {name for name in model.state_dict() if name not in mlp().state_dict()} == {f"{n}.weight_scale" for n in (0, 2, 4)}
@@ -190,6 +202,8 @@ def test_compiled_and_functional(format: str) -> None:
     for name, one in due.items():
         torch.testing.assert_close(found[name], one, rtol=1e-4, atol=1e-4 * one.abs().max().item())
     model.zero_grad()
+    # all models of nn.Sequential share one forward, which is compiled anew for each
+    torch._dynamo.reset()
     torch.compile(model, fullgraph=True)(x).square().mean().backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, due[name], rtol=1e-3, atol=1e-3 * due[name].abs().max().item())
