@@ -67,6 +67,8 @@ def quantise_nvfp4(x: Tensor, *, outer: Tensor | None = None) -> TwoLevelScaled:
     if outer is not None and (not isinstance(outer, Tensor) or outer.numel() != 1):
         what = str(tuple(outer.shape)) if isinstance(outer, Tensor) else type(outer).__name__
         raise InvalidInput(f"outer is {what}; must be a tensor of one number, or None")
+    # codes have no gradient
+    x = x.detach()
     groups = set_aside(x.float()).unflatten(-1, (-1, SHARED))
     outer = outer_scale(x) if outer is None else outer.float().reshape(())
     factor = 1.0 / outer

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 import rooftile as rt
@@ -105,6 +106,34 @@ def test_a_model_of_transformers(tmp_path: Path, tie: bool) -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
     torch.optim.AdamW(model.parameters(), lr=1e-3).step()
     rt.qat.save(model, tmp_path)
+    prompt = [5, 9, 2, 6]
+    (output,) = rt.LLM(tmp_path, **ROOM).generate([prompt], rt.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert list(output.outputs[0].token_ids) == greedy(lambda x: model(input_ids=x).logits, prompt, 8)
+
+
+@pytest.mark.parametrize("format", ["int4:32", "w8", "int8"])
+def test_learned_scales_are_stored_as_codes_were_taken_with_them(tmp_path: Path, format: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=128, vocab_size=VOCAB,
+        max_position_embeddings=64, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    rt.qat.prepare(model, format, estimator="lsq")
+    tokens = torch.randint(VOCAB, (2, 16))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    rt.qat.save(model, tmp_path)
+    layer = model.model.layers[0].mlp.down_proj
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        found = file.get_tensor("model.layers.0.mlp.down_proj.weight_scale")
+    assert torch.equal(found, layer.codes().scales)
+    assert found.dtype == (torch.float32 if format == "int8" else torch.bfloat16)
+    assert not torch.equal(found.float(), layer.weight_scale) or format == "int8"
     prompt = [5, 9, 2, 6]
     (output,) = rt.LLM(tmp_path, **ROOM).generate([prompt], rt.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert list(output.outputs[0].token_ids) == greedy(lambda x: model(input_ids=x).logits, prompt, 8)
