@@ -33,7 +33,7 @@ FORMATS = ("int8", "fp8", "int4:32", PICTURED, "mxfp4", "nvfp4")
 READINGS = 8
 
 FULL = Study(
-    hidden=128, heads=4, layers=2, ffn=384, length=128, batch=8, steps=400, rate=3e-3, further_steps=80, further_rate=1e-3, tests=32,
+    hidden=128, heads=4, layers=2, ffn=384, length=128, batch=8, steps=320, rate=3e-3, further_steps=64, further_rate=1e-3, tests=24,
 )  # fmt: skip
 SMALL = Study(
     hidden=32, heads=2, layers=1, ffn=64, length=24, batch=2, steps=8, rate=3e-3, further_steps=8, further_rate=1e-3, tests=2,

@@ -131,7 +131,7 @@ CPU = Plan(
     approximate=ApproximatePlan(limit=8192, seconds=11.0, rounds=2, lost_at=512, pictured=512),
     seconds={
         "machine": 4, "comparison": 25, "tiling": 17, "precision": 15, "approximate": 18,
-        "training": 65, "serving": 10, "weights": 6, "diagnosis": 35, "formats": 45, "recall": 35,
+        "training": 65, "serving": 10, "weights": 6, "diagnosis": 35, "formats": 50, "recall": 35,
     },
 )
 
