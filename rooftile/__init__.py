@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from rooftile.matmul import QuantisedWeight, quantise_weight
     from rooftile.ops.linear import linear
     from rooftile.precision import Precision
+    from rooftile.qat import quantise_model
     from rooftile.serve import LLM, SamplingParams
 
 __version__ = "0.1.0"
@@ -76,6 +77,7 @@ __all__ = [
     "nn",
     "optim",
     "qat",
+    "quantise_model",
     "quantise_qkv",
     "quantise_weight",
     "status",
@@ -93,6 +95,7 @@ _HOMES = {
     ),
     "Blocks": "rooftile.blocks", "Precision": "rooftile.precision", "linear": "rooftile.ops.linear",
     "QuantisedWeight": "rooftile.matmul", "quantise_weight": "rooftile.matmul",
+    "quantise_model": "rooftile.qat",
     "fuse": "rooftile.integrations.fusion", "unfuse": "rooftile.integrations.fusion",
 }  # fmt: skip
 # likewise, but never before they are asked for, since their imports are slow

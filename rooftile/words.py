@@ -18,6 +18,7 @@ AMERICAN = {
     "attention_quantized": "attention_quantised",
     "attention_quantized_with_lse": "attention_quantised_with_lse",
     "quantize_qkv": "quantise_qkv",
+    "quantize_model": "quantise_model",
     "quantize_weight": "quantise_weight",
     "QuantizedWeight": "QuantisedWeight",
 }

@@ -1,8 +1,8 @@
-"""Writes tests/unit/format_vectors.json: torchao's encodings of a few hundred numbers, bit for bit.
+"""Writes tests/unit/format_vectors.json: encodings of a few hundred numbers by torchao and compressed-tensors, bit for bit.
 
-    pip install torchao==0.18.0; python scripts/write_format_vectors.py
+    pip install torchao==0.18.0 compressed-tensors==0.20.0; python scripts/write_format_vectors.py
 
-The tests hold `rooftile.numerics` against these vectors, and against torchao itself where it is installed.
+The tests hold `rooftile.numerics` against these vectors, and against the two libraries themselves where they are installed.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def by_torchao(x: Tensor) -> dict[str, dict[str, list[list[int]]]]:
         for name, dtype in (
             ("mxfp8_e4m3", torch.float8_e4m3fn),
             ("mxfp8_e5m2", torch.float8_e5m2),
+            ("mxfp6_e3m2", "fp6_e3m2"),
+            ("mxfp6_e2m3", "fp6_e2m3"),
             ("mxfp4", torch.float4_e2m1fn_x2),
         ):
             scales, values = to_mx(x, dtype, 32, mode)
@@ -58,9 +60,30 @@ def by_torchao(x: Tensor) -> dict[str, dict[str, list[list[int]]]]:
     return found
 
 
+def by_compressed_tensors(x: Tensor) -> dict[str, dict[str, list[list[int]]]]:
+    """Returns codes, scales and factors of NVFP4, each row of x being a tensor of its own."""
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.quant_scheme import NVFP4A16
+    from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
+
+    arguments, codes, scales, factors = NVFP4A16["weights"], [], [], []
+    for row in x.unsqueeze(1):
+        factor = generate_gparam(row.amin(), row.amax())
+        groups = row.unflatten(-1, (-1, 16))
+        scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments, factor)
+        values = quantize(row, scale, None, arguments, global_scale=factor)
+        packed = pack_fp4_to_uint8(values)
+        codes.append(torch.stack((packed & 15, packed >> 4), -1).flatten().tolist())
+        scales.append(scale.to(torch.float8_e4m3fn).view(torch.uint8).flatten().tolist())
+        factors.append(factor.view(torch.int32).tolist())
+    return {"nvfp4": {"codes": codes, "scales": scales, "factors": factors}}
+
+
 def main() -> None:
     x = inputs()
-    VECTORS.write_text(json.dumps({"inputs": x.view(torch.int32).tolist(), "formats": by_torchao(x)}) + "\n")
+    formats = by_torchao(x) | by_compressed_tensors(x)
+    VECTORS.write_text(json.dumps({"inputs": x.view(torch.int32).tolist(), "formats": formats}) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,11 +35,11 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "Number formats",
         "rooftile.numerics",
         (
-            "quantise", "quantise_blocks", "fake_quantise", "hadamard", "inverse_hadamard", "Scaled", "BlockScaled",
-            "QuantisedQKV", "quantise_rows", "QuantisedRows",
+            "quantise", "quantise_blocks", "quantise_nvfp4", "fake_quantise", "hadamard", "inverse_hadamard", "Scaled",
+            "BlockScaled", "TwoLevelScaled", "QuantisedQKV", "quantise_rows", "QuantisedRows",
         ),
     ),
-    ("Quantised weights", "rooftile", ("quantise_weight", "QuantisedWeight", "linear")),
+    ("Quantised weights", "rooftile", ("quantise_weight", "quantise_model", "QuantisedWeight", "linear")),
     (
         "Fused operations",
         "rooftile.fused",

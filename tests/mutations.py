@@ -280,10 +280,13 @@ MUTATIONS = {
         'dw = (dy.flatten(0, -2).T @ x.flatten(0, -2).to(dy.dtype)).to(w.dtype)',
         ("tests/qat/test_gradients.py",),
     ),
+    "training for a format, scales rounded late": Mutation(
+        "qat/learned.py", '.to(STORED[format])', '.float()', ("tests/qat/test_learned.py",),
+    ),
     "training for a format, codes of before": Mutation(
         "qat/layers.py",
-        'now = (self.weight.data_ptr(), self.weight._version, self.qat.steps)',
-        'now = (self.weight.data_ptr(), self.qat.steps)',
+        'now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps)',
+        'now: tuple[int, ...] = (self.weight.data_ptr(), self.qat.steps)',
         ("tests/qat/test_gradients.py",),
     ),
     "native sparse, a block left out": Mutation(

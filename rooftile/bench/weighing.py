@@ -6,7 +6,9 @@ Projections are those of the layers, as in `LLM(weights=...)`: embedding, head a
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +17,12 @@ from torch.nn import functional
 
 import rooftile as rt
 from rooftile.matmul import QuantisedWeight
+from rooftile.serve import LLM, SamplingParams
 
 # these are the words of `rooftile.quantise_weight`; groups of 32 and 64 divide the rows of small models
 FORMATS = ("fp8", "int8", "w8", "int4:64", "int4:32", "mxfp8", "mxfp4", "nvfp4")
+# tokens of an answer whose rate is measured
+ANSWER = 64
 
 
 class Weighed(NamedTuple):
@@ -85,3 +90,15 @@ def weigh(model: Any, tokens: Tensor, targets: Tensor, formats: Sequence[str] = 
         changed, nbytes = quantised(model, word)
         found.append(Weighed(word, nbytes, nats_per_token(changed, tokens, targets)))
     return found
+
+
+def tokens_per_second(folder: Path, word: str, device: str, count: int = ANSWER) -> float:
+    """The rate of one greedy answer, after one that compiles what it needs."""
+    llm = LLM(folder, weights=word, device=device, max_num_seqs=1, num_blocks=64)
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    taken = []
+    for _ in range(2):
+        began = time.perf_counter()
+        (output,) = llm.generate([[1, 2, 3]], params)
+        taken.append(len(output.outputs[0].token_ids) / (time.perf_counter() - began))
+    return taken[-1]

@@ -1,4 +1,6 @@
-"""`rooftile accuracy`: the error of FP8 and INT8 attention, recipe by recipe, or what each approximate method loses."""
+"""`rooftile accuracy`: what a model loses in each format of weights, the error of each recipe of FP8 and INT8 attention, or what
+each approximate method loses.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rooftile.cli.accuracy_methods import methods_lose
+from rooftile.cli.accuracy_model import formats_lose
 from rooftile.cli.output import DeviceOption, JsonOption, print_json, print_table, progress
 from rooftile.drawing.units import duration, times
 from rooftile.errors import InvalidInput
@@ -21,6 +24,14 @@ MASKS = {"full": FULL, "causal": CAUSAL}
 
 
 def accuracy(
+    model: Annotated[
+        str | None, typer.Argument(help="A checkpoint's folder, or its name on the Hub: measure its formats of weights.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="The text that MODEL reads.")] = None,
+    format: Annotated[
+        list[str] | None, typer.Option("--format", help="A format of MODEL, such as int4:32; several times; all by default.")
+    ] = None,
+    pieces: Annotated[int, typer.Option("--pieces", min=1, help="Pieces of --length tokens that MODEL reads.")] = 8,
     methods: Annotated[
         bool, typer.Option("--methods", help="Measure the approximate methods instead: Gaussian tensors, a needle, your tensors.")
     ] = False,
@@ -31,7 +42,9 @@ def accuracy(
         Path | None, typer.Option("--tensors", help="A file with q, k and v (.safetensors or .pt) to use instead.")
     ] = None,
     dim: Annotated[int, typer.Option("--dim", min=16, max=512, help="The head dim.")] = 128,
-    length: Annotated[int | None, typer.Option("--length", min=1, help="Tokens: 2048 by default, 1024 with --methods.")] = None,
+    length: Annotated[
+        int | None, typer.Option("--length", min=1, help="Tokens: 2048 by default, 1024 with --methods, 512 of MODEL.")
+    ] = None,
     heads: Annotated[int, typer.Option("--heads", min=1, help="Heads.")] = 4,
     draws: Annotated[int, typer.Option("--draws", min=1, help="Random draws to average the errors over.")] = 6,
     dtype: Annotated[str, typer.Option("--dtype", help="Dtype of the tensors: bf16, fp16 or fp32.")] = "bf16",
@@ -41,7 +54,8 @@ def accuracy(
 ) -> None:
     """Measures FP8 and INT8 attention: error of each recipe against fp64, and its time, compared with the tensors' own dtype.
 
-    With --methods: what each approximate method loses on Gaussian tensors, on a needle, and on your tensors.
+    With MODEL and --data: bytes, nats per token and the largest change of a logit in each format of weights, and on a GPU tokens
+    per second. With --methods: what each approximate method loses on Gaussian tensors, on a needle, and on your tensors.
 
     Example: rooftile accuracy --distribution sink --dim 64
     """
@@ -52,6 +66,13 @@ def accuracy(
     if dtype not in DTYPES or dtype == "fp64":
         raise InvalidInput(f"--dtype is {dtype!r}; has bf16, fp16, fp32")
     target = device_of(device)
+    if model is not None or data is not None:
+        others = {"--methods": methods, "--distribution": distribution, "--tensors": tensors, "--mask": mask}
+        given = next((name for name, value in others.items() if value), None)
+        if given is not None:
+            raise InvalidInput(f"{given} is for tensors, and a model reads --data; leave one of them out")
+        formats_lose(model, data, format, length or 512, pieces, target, json)
+        return
     if methods:
         if distribution is not None or mask is not None:
             given = "--mask" if distribution is None else "--distribution"

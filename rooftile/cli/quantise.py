@@ -16,7 +16,7 @@ def quantise(
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write, which is not there yet.")],
     format: Annotated[
-        str, typer.Option("--format", help="Format of the projections: fp8, fp8_tile, int8, w8, int4, mxfp8 or mxfp4.")
+        str, typer.Option("--format", help="Format of the projections: fp8, fp8_tile, int8, w8, int4, mxfp8, mxfp4 or nvfp4.")
     ] = "int4",
     group: Annotated[
         int | None, typer.Option("--group", help="int4: numbers of a row that share a scale: 32, 64 or 128 (the default).")

@@ -22,7 +22,7 @@ def report(
     """Writes an HTML page about attention on this machine: time, memory, error, masks, a small Llama trained, served and
     diagnosed.
 
-    Some three minutes on two CPU cores or a GPU. Prints the page's path; exits with 1 if an experiment failed.
+    Some five minutes on two CPU cores or a GPU. Prints the page's path; exits with 1 if an experiment failed.
 
     Example: rooftile report --out page.html
     """

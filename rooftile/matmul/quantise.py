@@ -18,16 +18,15 @@ from rooftile.matmul.formats import LONGEST_INT8, TILE, WeightFormat, group_of, 
 from rooftile.matmul.packing import OFFSET, pack
 from rooftile.matmul.weight import QuantisedWeight
 from rooftile.numerics.block_floating import quantise_blocks
-from rooftile.numerics.formats import FP4_E2M1, FP8_E4M3, INT8, encode
+from rooftile.numerics.formats import FP8_E4M3, INT8, encode
 from rooftile.numerics.rows import LONGEST_ROW
 from rooftile.numerics.scaling import divided, scales_of
+from rooftile.numerics.two_level import outer_scale, quantise_nvfp4
 from rooftile.operators import transforms_active, watched
 from rooftile.words import answers_foreign_words
 
 # numbers that are quantised at once: an fp32 copy of a large weight would take twice its memory
 AT_ONCE = 1 << 24
-# the largest numbers of e2m1 and e4m3, whose product a weight's largest number becomes in nvfp4
-_NVFP4 = 6.0 * 448.0
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -72,7 +71,7 @@ def quantise_weight(w: Tensor, format: str, *, group: int | None = None, zero_po
     if w.is_cuda and not zero_points and _runs_kernel(w, kind, group):
         return _in_one_pass(w, kind, group)
     _check_finite(w)
-    outer = _outer_scale(w) if format == "nvfp4" else None
+    outer = outer_scale(w).view(1, 1) if format == "nvfp4" else None
     # whole tiles
     rows = max(AT_ONCE // K // TILE, 1) * TILE
     found = [_quantised(part.float(), kind, group, zero_points, outer) for part in w.split(rows)]
@@ -131,7 +130,8 @@ def _quantised(w: Tensor, kind: WeightFormat, group: int, zero_points: bool, out
         found = quantise_blocks(w, "mxfp4" if kind.is_packed else "mxfp8_e4m3")
         return _Rows(pack(found.values) if kind.is_packed else found.values, found.exponents)
     if outer is not None:
-        return _nvfp4(w, group, outer)
+        made = quantise_nvfp4(w, outer=outer)
+        return _Rows(pack(made.values), made.scales)
     if kind.name in ("fp8", "int8"):
         format = FP8_E4M3 if kind.name == "fp8" else INT8
         scales, inverse = scales_of(w.abs().amax(1, keepdim=True), format)
@@ -177,17 +177,3 @@ def _by_tiles(w: Tensor) -> _Rows:
     scales, inverse = scales_of(tiles.abs().amax((1, 3)), FP8_E4M3)
     codes = encode(tiles * inverse[:, None, :, None], FP8_E4M3)
     return _Rows(codes.flatten(2).flatten(0, 1)[:N, :K].contiguous(), scales)
-
-
-def _outer_scale(w: Tensor) -> Tensor:
-    size = w.abs().amax().float().view(1, 1)
-    return divided(size, _NVFP4).clamp(min=torch.finfo(torch.float32).smallest_normal).masked_fill(size == 0, 1.0)
-
-
-def _nvfp4(w: Tensor, group: int, outer: Tensor) -> _Rows:
-    groups = w.unflatten(1, (-1, group))
-    wanted = divided(groups.abs().amax(-1), 6.0) / outer
-    # no scale is zero: the smallest number of e4m3 is 2^-9
-    scales = encode(wanted.clamp(min=2.0**-9), FP8_E4M3)
-    codes = encode(groups / (scales.float() * outer).unsqueeze(-1), FP4_E2M1)
-    return _Rows(pack(codes.flatten(1)), scales)

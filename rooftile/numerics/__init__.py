@@ -7,11 +7,12 @@ from rooftile.numerics.hadamard import hadamard, inverse_hadamard, signs_of
 from rooftile.numerics.recipe import QuantisedQKV, quantise_qkv
 from rooftile.numerics.rows import ROW_FORMATS, QuantisedRows, quantise_rows
 from rooftile.numerics.scaling import BLOCK, GRANULARITIES, Granularity, Scaled, quantise
+from rooftile.numerics.two_level import TwoLevelScaled, quantise_nvfp4
 
 __all__ = [
     "BLOCK", "BLOCK_FORMATS", "FORMATS", "GRANULARITIES", "ROW_FORMATS", "BlockScaled", "Format", "Granularity", "QuantisedQKV",
-    "QuantisedRows", "Scaled", "decode", "encode", "fake_quantise", "hadamard", "inverse_hadamard", "quantise",
-    "quantise_blocks", "quantise_qkv", "quantise_rows", "signs_of",
+    "QuantisedRows", "Scaled", "TwoLevelScaled", "decode", "encode", "fake_quantise", "hadamard", "inverse_hadamard", "quantise",
+    "quantise_blocks", "quantise_nvfp4", "quantise_qkv", "quantise_rows", "signs_of",
 ]  # fmt: skip
 
 

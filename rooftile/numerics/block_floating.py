@@ -1,8 +1,8 @@
 """Block floating point: 32 neighbours of a row share a power of two (OCP Microscaling Formats, MX, 1.0).
 
 The scale is a power of two, stored as its exponent and a bias in one byte (E8M0); 255 says that the block is NaN. Elements are
-8-bit floats (MXFP8) or 4-bit floats (MXFP4). A block that holds a NaN or infinity becomes NaN as a whole, because MXFP4 has no
-NaN.
+floats of 8 (MXFP8), 6 (MXFP6) or 4 bits (MXFP4), or integers of 64ths (MXINT8). A block that holds a NaN or infinity becomes NaN
+as a whole, because only MXFP8 has a NaN.
 """
 
 from __future__ import annotations
@@ -15,11 +15,24 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.numerics.formats import FP4_E2M1, FP8_E4M3, FP8_E5M2, Format, decode, encode
+from rooftile.numerics.formats import (
+    FP4_E2M1,
+    FP6_E2M3,
+    FP6_E3M2,
+    FP8_E4M3,
+    FP8_E5M2,
+    INT8_64THS,
+    Format,
+    decode,
+    encode,
+)
 
 Rule = Literal["floor", "round_up"]
 RULES = get_args(Rule)
-BLOCK_FORMATS = {"mxfp8_e4m3": FP8_E4M3, "mxfp8_e5m2": FP8_E5M2, "mxfp4": FP4_E2M1}
+BLOCK_FORMATS = {
+    "mxfp8_e4m3": FP8_E4M3, "mxfp8_e5m2": FP8_E5M2, "mxfp6_e3m2": FP6_E3M2, "mxfp6_e2m3": FP6_E2M3, "mxfp4": FP4_E2M1,
+    "mxint8": INT8_64THS,
+}  # fmt: skip
 
 # elements that share a scale
 SHARED = 32
@@ -49,7 +62,8 @@ def quantise_blocks(x: Tensor, format: str = "mxfp8_e4m3", *, rule: Rule = "floo
 
     Args:
         x: (..., D), float, D a multiple of 32; computed in fp32.
-        format: mxfp8_e4m3, mxfp8_e5m2 or mxfp4.
+        format: mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4 or mxint8. NVFP4 has scales of another kind:
+            `quantise_nvfp4`.
         rule: how a block's scale is computed from its largest absolute value. "floor", the standard's rule: 2^(floor(log2 size) -
             exponent of the format's largest power of two), so that the largest numbers may saturate. "round_up": the smallest
             power of two for which none saturates.

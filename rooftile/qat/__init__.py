@@ -9,6 +9,7 @@ layers            the layers that round
 product           the forward and the gradients of one of them
 steps             counts an optimiser's steps
 quantised_linear  `convert`, and the layer that it leaves
+quantised_model   `quantise_model`, which rounds without training
 checkpoint        `save`
 compressed        the layouts of compressed-tensors
 """
@@ -16,5 +17,6 @@ compressed        the layouts of compressed-tensors
 from rooftile.qat.checkpoint import save
 from rooftile.qat.preparation import Status, off, prepare, restore, status
 from rooftile.qat.quantised_linear import QuantisedLinear, convert
+from rooftile.qat.quantised_model import quantise_model
 
-__all__ = ["QuantisedLinear", "Status", "convert", "off", "prepare", "restore", "save", "status"]
+__all__ = ["QuantisedLinear", "Status", "convert", "off", "prepare", "quantise_model", "restore", "save", "status"]

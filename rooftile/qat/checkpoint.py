@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from rooftile.errors import InvalidInput
-from rooftile.qat.compressed import LAYOUTS, configuration, tensors_of
+from rooftile.qat.compressed import configuration, tensors_of
 from rooftile.qat.layers import Prepared, PreparedEmbedding
 from rooftile.qat.preparation import prepared_layers
 from rooftile.qat.product import Rounding
+from rooftile.qat.sharded import shards, whole, writes
 
 # bytes of one file, at most
 SHARD = 5 << 30
@@ -34,7 +35,8 @@ def save(model: nn.Module, folder: str | Path) -> None:
     """Writes a prepared model as a checkpoint of compressed-tensors, which `rooftile.LLM`, vLLM and Transformers read.
 
     Codes are taken from the parameters in their own dtype, as in training. What is not rounded is written as it is. An embedding
-    is written as the numbers that it is rounded to. The tokenizer's files are yours to add.
+    is written as the numbers that it is rounded to. The tokenizer's files are yours to add. Where FSDP has sharded the model, all
+    processes call this; parameters are gathered one by one, and the first process writes.
 
     Args:
         model: of Transformers, or a `rooftile.models.TrainableDecoder`; not converted.
@@ -49,31 +51,51 @@ def save(model: nn.Module, folder: str | Path) -> None:
     """
     folder = Path(folder)
     layers = prepared_layers(model)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    is_sharded = shards(model) is not None
+    if (is_sharded or writes()) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInput(f"{folder} is there already; give a new folder")
-    for name, layer in layers:
-        if layer.qat.rounding.format not in LAYOUTS and not isinstance(layer, PreparedEmbedding):
-            raise InvalidInput(f"{name} is in {layer.qat.rounding.format}; written are {', '.join(LAYOUTS)}")
     _check_shared(model)
+    # FSDP puts its shards back for this, so names come before weights
     named, settings = _contents(model)
-    codes = {id(layer.weight): layer.codes() for _, layer in layers}
-    plain = {id(layer.weight) for _, layer in layers if isinstance(layer, PreparedEmbedding)}
+    found = {id(layer.weight): layer for _, layer in layers}
     held: dict[str, Tensor] = {}
-    formats: dict[str, Rounding] = {}
-    roundings = {id(layer.weight): layer.qat.rounding for _, layer in layers}
+    for name, x in _stored(named, layers):
+        if writes():
+            held[name] = x.cpu() if is_sharded else x
+    if writes():
+        modules = {name.removesuffix(".weight"): found.get(id(x)) for name, x in named.items()}
+        formats = {name: layer.qat.rounding for name, layer in modules.items() if layer is not None and _has_codes(layer, layers)}
+        linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
+        kept = [name.removesuffix(".weight") for name, x in named.items() if id(x) in linear - found.keys()]
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(held, folder)
+        text = json.dumps(settings | {"quantization_config": quantization_config(formats, kept)}, indent=2)
+        (folder / "config.json").write_text(text, encoding="utf-8")
+    if is_sharded:
+        # nobody reads the folder before it is written
+        distributed.barrier()
+
+
+def _stored(named: Mapping[str, Tensor], layers: Sequence[tuple[str, Prepared]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a checkpoint: codes and scales of rounded layers, all else as it is."""
+    found = {id(layer.weight): layer for _, layer in layers}
+    learned = {id(layer.scales) for _, layer in layers}
     for name, x in named.items():
-        weight, module = codes.get(id(x)), name.removesuffix(".weight")
-        if weight is None or id(x) in plain:
-            held[name] = x.detach() if weight is None else weight.dequantise(x.dtype)
+        layer = found.get(id(x))
+        if id(x) in learned:
+            continue
+        if layer is None:
+            yield name, whole(x.detach())
+        elif _has_codes(layer, layers):
+            for suffix, part in tensors_of(layer.codes()).items():
+                yield f"{name.removesuffix('.weight')}.{suffix}", part
         else:
-            formats[module] = roundings[id(x)]
-            held |= {f"{module}.{suffix}": part for suffix, part in tensors_of(weight).items()}
-    linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
-    kept = [name.removesuffix(".weight") for name, x in named.items() if id(x) in linear - codes.keys()]
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(held, folder)
-    text = json.dumps(settings | {"quantization_config": quantization_config(formats, kept)}, indent=2)
-    (folder / "config.json").write_text(text, encoding="utf-8")
+            yield name, layer.codes().dequantise(x.dtype)
+
+
+def _has_codes(layer: Prepared, layers: Sequence[tuple[str, Prepared]]) -> bool:
+    """Whether a layer is stored as codes: neither an embedding nor one that shares its weight."""
+    return not any(isinstance(other, PreparedEmbedding) and other.weight is layer.weight for _, other in layers)
 
 
 def _contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -110,9 +132,9 @@ def quantization_config(formats: Mapping[str, Rounding], kept: Iterable[str]) ->
 
     kept: linear layers that stay.
     """
-    schemes: dict[tuple[str, int | None], list[str]] = {}
+    schemes: dict[tuple[str, int | None, str | None], list[str]] = {}
     for name, rounding in formats.items():
-        schemes.setdefault((rounding.format, rounding.group), []).append(name)
+        schemes.setdefault((rounding.format, rounding.group, rounding.activations), []).append(name)
     found = {key: configuration(*key) for key in schemes}
     whole = next(iter(found.values()), configuration("w8", None)) | {"ignore": list(kept)}
     if len(found) == 1:

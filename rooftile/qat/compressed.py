@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.formats import ROW, TILE
+from rooftile.matmul.formats import ROW, TILE, weight_format
 from rooftile.matmul.packing import pack_words, unpack
 
 _INT = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
@@ -30,12 +30,18 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}, None),
     "mxfp8": ("mxfp8-quantized", {"num_bits": 8} | _BLOCKS, None),
     "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4} | _BLOCKS, None),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4} | _BLOCKS | {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}, None,
+    ),
 }  # fmt: skip
 
 
-def configuration(format: str, group: int | None) -> dict[str, Any]:
-    """Returns the quantization_config of a format."""
+def configuration(format: str, group: int | None, activations: str | None = None) -> dict[str, Any]:
+    """Returns the quantization_config of a format; `activations` are in mxfp4 where they are named."""
     layout, described, inputs = LAYOUTS[format]
+    if activations is not None:
+        inputs = {"num_bits": 4, "dynamic": True} | _BLOCKS
     if format == "int4":
         described = described | ({"strategy": "channel"} if group == ROW else {"group_size": group or TILE})
     scheme = {"targets": ["Linear"], "weights": described, "input_activations": inputs, "output_activations": None}
@@ -51,8 +57,10 @@ def tensors_of(weight: QuantisedWeight) -> dict[str, Tensor]:
     if weight.format in ("int4", "w8"):
         words = pack_words(unpack(weight.codes, K)) if weight.format == "int4" else _words_of_bytes(weight.codes)
         return {"weight_packed": words, "weight_scale": weight.scales, "weight_shape": torch.tensor([N, K])}
-    name = "weight_packed" if weight.format == "mxfp4" else "weight"
-    return {name: weight.codes, "weight_scale": weight.scales}
+    name = "weight_packed" if weight_format(weight.format).is_packed else "weight"
+    found = {name: weight.codes, "weight_scale": weight.scales}
+    # the file has the factor of the scales, whose inverse is ours
+    return found if weight.outer is None else found | {"weight_global_scale": 1.0 / weight.outer.flatten()}
 
 
 def _words_of_bytes(codes: Tensor) -> Tensor:

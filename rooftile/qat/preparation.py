@@ -14,7 +14,9 @@ from rooftile.errors import InvalidInput
 from rooftile.matmul.formats import group_of, matches, parsed, weight_format
 from rooftile.matmul.weight import dequantised
 from rooftile.qat.layers import PREPARED, Preparation, Prepared, described, prepare_layer, restore_layer
-from rooftile.qat.product import ESTIMATORS, Rounding, inside
+from rooftile.qat.learned import RANGES, first_scales
+from rooftile.qat.product import ACTIVATIONS, ESTIMATORS, Rounding, inside
+from rooftile.qat.sharded import whole
 from rooftile.words import answers_foreign_words
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -23,7 +25,7 @@ Model = TypeVar("Model", bound=nn.Module)
 @answers_foreign_words
 def prepare(
     model: Model, format: str | Mapping[str, str], *, group: int | None = None, skip: Sequence[str] = ("lm_head",),
-    estimator: str = "straight", start_step: int = 0,
+    estimator: str = "straight", start_step: int = 0, activations: str | None = None,
 ) -> Model:  # fmt: skip
     """Makes the linear layers of a model multiply with rounded weights, so that training makes up for the rounding.
 
@@ -40,9 +42,12 @@ def prepare(
         group: of int4: 32, 64, 128 (the default) or -1, a whole row, share a scale.
         skip: patterns of layers that stay, where `format` is one word.
         estimator: "straight": the gradient of a rounded weight is the weight's; "clip": it is 0 for weights that lie more than
-            half a code beyond the format's numbers.
+            half a code beyond the format's numbers; "lsq", for int4, w8 and int8: scales are parameters, too (`weight_scale` of
+            each layer, fp32, in state dicts), and have a gradient. Make the optimiser after `prepare`, so that it holds them.
         start_step: the step from which on weights are rounded. The `torch.optim.Optimizer` that holds a weight counts its steps,
             from now on. They are no part of a state dict: prepare with 0 where a run is resumed after that step.
+        activations: "mxfp4", for layers in mxfp4: their inputs are rounded to it, too, 32 numbers of a row to a power of two. No
+            kernel here multiplies them, so it is computed by the definition: slower than without.
 
     Returns:
         The model.
@@ -56,8 +61,12 @@ def prepare(
         >>> rooftile.qat.prepare(model, {"0": "int4:32", "2": "int8"})
         >>> model(torch.randn(3, 64)).sum().backward()
 
-    Jacob et al., arXiv:1712.05877; Bengio et al., arXiv:1308.3432.
+    Jacob et al., arXiv:1712.05877; Bengio et al., arXiv:1308.3432; Esser et al., arXiv:1902.08153 ("lsq").
     """
+    if activations is not None and activations not in ACTIVATIONS:
+        raise InvalidInput(
+            f"activations are {activations!r}; must be {' or '.join(map(repr, ACTIVATIONS))}, or None for what the format says"
+        )
     if estimator not in ESTIMATORS:
         raise InvalidInput(f"estimator is {estimator!r}; must be one of {', '.join(ESTIMATORS)}")
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
@@ -65,11 +74,20 @@ def prepare(
     found = dict(_prepared(model))
     if found:
         raise InvalidInput(f"{next(iter(found))} is prepared already; restore the model first")
-    chosen = _chosen(model, format, group, skip, estimator)
+    chosen = {
+        # an embedding has no activations
+        name: (layer, rounding if isinstance(layer, nn.Embedding) else rounding._replace(activations=activations))
+        for name, (layer, rounding) in _chosen(model, format, group, skip, estimator).items()
+    }
     for name, (layer, rounding) in chosen.items():
         _check_fits(name, layer, rounding)
+    # layers that share a weight share its scales
+    scales: dict[int, nn.Parameter] = {}
     for name, (layer, rounding) in chosen.items():
-        prepare_layer(layer, Preparation(rounding, name, start_step))
+        if estimator == "lsq" and id(layer.weight) not in scales:
+            first = first_scales(layer.weight, rounding.format, rounding.group)  # type: ignore[arg-type]
+            scales[id(layer.weight)] = nn.Parameter(first)
+        prepare_layer(layer, Preparation(rounding, name, start_step), scales.get(id(layer.weight)))
     return model
 
 
@@ -126,12 +144,11 @@ class Status:
 
     def __str__(self) -> str:
         width = max(len("layer"), *(len(one.name) for one in self.layers))
-        lines = [f"{'layer':{width}}  {'format':9} {'numbers':>12} {'bytes':>12} {'error':>8} {'clipped':>8} {'steps':>6}"]
+        words = max(9, *(len(one.format) for one in self.layers))
+        lines = [f"{'layer':{width}}  {'format':{words}} {'numbers':>12} {'bytes':>12} {'error':>8} {'clipped':>8} {'steps':>6}"]
         for one in self.layers:
-            lines.append(
-                f"{one.name:{width}}  {one.format:9} {one.numbers:12,} {one.nbytes:12,} {one.error:8.2%} {one.clipped:8.2%} "
-                f"{one.steps:6,}"
-            )
+            sizes = f"{one.numbers:12,} {one.nbytes:12,} {one.error:8.2%} {one.clipped:8.2%} {one.steps:6,}"
+            lines.append(f"{one.name:{width}}  {one.format:{words}} {sizes}")
         return "\n".join(lines)
 
 
@@ -148,7 +165,7 @@ def status(model: nn.Module) -> Status:
 
 
 def _status(name: str, layer: Prepared) -> LayerStatus:
-    codes, w = layer.codes(), layer.weight.detach().float()
+    codes, w = layer.codes(), whole(layer.weight).detach().float()
     rounded = dequantised(codes.parts, codes.format, codes.group, codes.shape, w.dtype)
     size = w.norm().item()
     error = (rounded - w).norm().item() / size if size else 0.0
@@ -223,6 +240,13 @@ def _check_patterns(words: Mapping[str, str], layers: Mapping[str, nn.Module]) -
 def _check_fits(name: str, layer: nn.Module, rounding: Rounding) -> None:
     assert isinstance(layer, nn.Linear | nn.Embedding)
     rows, columns = layer.weight.shape
+    if rounding.activations not in (None, rounding.format):
+        raise InvalidInput(
+            f"{name} is {rounding.format} and its activations {rounding.activations}; both must be in one format: give it "
+            f"{rounding.activations}, or leave activations out"
+        )
+    if rounding.estimator == "lsq" and rounding.format not in RANGES:
+        raise InvalidInput(f"{name} is {rounding.format}; lsq learns scales of {', '.join(RANGES)}: take another estimator")
     try:
         group_of(weight_format(rounding.format), columns, rounding.group)
     except InvalidInput as error:

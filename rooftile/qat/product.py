@@ -4,8 +4,8 @@ Rounding has no gradient. With W' and X' the numbers that codes stand for, and d
 
     dX = dY W'      dW = dY^T X'
 
-"straight" takes them as gradients of what was rounded. "clip" leaves out weights that lie beyond the format's numbers, because
-changing them a little changes nothing. Scales count as constants.
+"straight" takes them as gradients of what was rounded. "clip" leaves out numbers that lie beyond the format's, because changing
+them a little changes nothing. "lsq" has a gradient for scales, too (`learned`); otherwise scales count as constants.
 
 Bengio et al., arXiv:1308.3432; Jacob et al., arXiv:1712.05877.
 """
@@ -23,21 +23,30 @@ from rooftile.errors import Unsupported
 from rooftile.matmul import QuantisedWeight, dequantise, multiply, quantise_weight, weight_format
 from rooftile.matmul.packing import OFFSET
 from rooftile.matmul.weight import factors
+from rooftile.numerics.block_floating import SHARED, quantise_blocks
+from rooftile.numerics.formats import FP4_E2M1
 from rooftile.numerics.rows import quantise_rows
 from rooftile.operators import below_autograd, define, wants_grad, watched
+from rooftile.qat.learned import gradients_of, with_scales
 
-ESTIMATORS = ("straight", "clip")
+ESTIMATORS = ("straight", "clip", "lsq")
+# formats of activations beside those that a format of weights brings: of hardware to come
+ACTIVATIONS = ("mxfp4",)
 # the least and the largest code of each kind of number
 _RANGES = {"int4": (-OFFSET, OFFSET - 1), "int8": (-127, 127), "w8": (-128, 127), "mxfp4": (-6, 6), "nvfp4": (-6, 6)}
 _E4M3 = (-448, 448)
 
 
 class Rounding(NamedTuple):
-    """How a weight is rounded: a word of `quantise_weight`, its group, and the estimator of the gradient."""
+    """How a layer is rounded: a word of `quantise_weight`, its group, the estimator of the gradient, and a format of activations.
+
+    activations: one of ACTIVATIONS; None where they are what the format of the weight says.
+    """
 
     format: str
     group: int | None
     estimator: str
+    activations: str | None = None
 
 
 class Held:
@@ -47,22 +56,45 @@ class Held:
         self.codes = codes
 
 
-def linear(x: Tensor, w: Tensor, bias: Tensor | None, rounding: Rounding, codes: QuantisedWeight | None = None) -> Tensor:
-    """Returns x (..., K) times the rounded w (N, K), plus the bias (N,), with gradients for all three.
+def codes_of(w: Tensor, rounding: Rounding, scales: Tensor | None = None) -> QuantisedWeight:
+    """Returns the codes of a weight: with `scales` under "lsq", otherwise with those that it has by itself."""
+    if scales is None:
+        return quantise_weight(w, rounding.format, group=rounding.group)
+    return with_scales(w, rounding.format, scales)
+
+
+def linear(
+    x: Tensor, w: Tensor, bias: Tensor | None, rounding: Rounding, codes: QuantisedWeight | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns x (..., K) times the rounded w (N, K), plus the bias (N,), with gradients for all of them.
 
     codes: those of w, where they are known already.
+    scales: learned ones (N, K / group), fp32.
     """
     if torch.compiler.is_compiling():
-        found: Tensor = linear_rounded(x, w, bias, *rounding)
+        found: Tensor = linear_rounded(x, w, bias, scales, *rounding)
         return found
-    made: Tensor = _Rounded.apply(x, w, bias, rounding, Held(codes))
+    made: Tensor = _Rounded.apply(x, w, bias, scales, rounding, Held(codes))
     return made
 
 
-def numbers(w: Tensor, rounding: Rounding, codes: QuantisedWeight | None = None) -> Tensor:
-    """Returns the rounded w (N, K) in its dtype, with its gradient."""
-    found: Tensor = _Numbers.apply(w, rounding, Held(codes))
+def numbers(w: Tensor, rounding: Rounding, codes: QuantisedWeight | None = None, scales: Tensor | None = None) -> Tensor:
+    """Returns the rounded w (N, K) in its dtype, with its gradient and that of learned scales."""
+    found: Tensor = _Numbers.apply(w, scales, rounding, Held(codes))
     return found
+
+
+def rounded_activations(x: Tensor, activations: str | None) -> Tensor:
+    """Returns x (..., K) rounded to a format of ACTIVATIONS, in its dtype; x itself for None."""
+    return x if activations is None else quantise_blocks(x, activations).dequantise(x.dtype)
+
+
+def _inside_blocks(x: Tensor, activations: str) -> Tensor:
+    """Returns which activations lie among the format's numbers, or at most half a code beyond them."""
+    exponents = quantise_blocks(x, activations).exponents
+    power = torch.exp2(exponents.float() - 127).repeat_interleave(SHARED, -1)
+    return x.float().abs() <= power * (FP4_E2M1.largest + 0.5)
 
 
 def inside(w: Tensor, weight: QuantisedWeight) -> Tensor:
@@ -74,12 +106,17 @@ def inside(w: Tensor, weight: QuantisedWeight) -> Tensor:
     return (steps >= least - 0.5) & (steps <= most + 0.5)
 
 
-def run(x: Tensor, w: Tensor, bias: Tensor | None, format: str, group: int | None, estimator: str) -> Tensor:
+def run(
+    x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, format: str, group: int | None, estimator: str,
+    activations: str | None,
+) -> Tensor:  # fmt: skip
     """Computes `linear_rounded`."""
-    return _forward(x, quantise_weight(w, format, group=group), bias)
+    rounding = Rounding(format, group, estimator, activations)
+    return _forward(x, codes_of(w, rounding, scales), bias, activations)
 
 
-def _forward(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+def _forward(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, activations: str | None) -> Tensor:
+    x = rounded_activations(x, activations)
     if x.is_cuda and weight_format(weight.format).activations is None:
         # training has many rows: the weight is unpacked once, and PyTorch's product is the fastest
         return functional.linear(x, dequantise(weight, x.dtype), None if bias is None else bias.to(x.dtype))
@@ -90,109 +127,129 @@ def _forward(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
 
 
 def run_backward(
-    dy: Tensor, x: Tensor, w: Tensor, format: str, group: int | None, estimator: str, needs_x: bool, needs_w: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes `linear_rounded_backward`: dX and dW, empty where they are not needed."""
-    return _gradients(dy, x, w, Rounding(format, group, estimator), needs_x, needs_w, None)
+    dy: Tensor, x: Tensor, w: Tensor, scales: Tensor | None, format: str, group: int | None, estimator: str,
+    activations: str | None, needs_x: bool, needs_w: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Computes `linear_rounded_backward`: dX, dW and the gradient of learned scales, empty where they are not needed."""
+    rounding = Rounding(format, group, estimator, activations)
+    return _gradients(dy, x, w, scales, rounding, needs_x, needs_w, None)
 
 
 def _gradients(
-    dy: Tensor, x: Tensor, w: Tensor, rounding: Rounding, needs_x: bool, needs_w: bool, codes: QuantisedWeight | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    weight = codes or quantise_weight(w, rounding.format, group=rounding.group)
-    dx, dw = x.new_empty(0), w.new_empty(0)
+    dy: Tensor, x: Tensor, w: Tensor, scales: Tensor | None, rounding: Rounding, needs_x: bool, needs_w: bool,
+    codes: QuantisedWeight | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    weight = codes or codes_of(w, rounding, scales)
+    clips = rounding.estimator == "clip"
+    dx, dw, dscales = x.new_empty(0), w.new_empty(0), w.new_empty(0)
     if needs_x:
         dx = (dy @ dequantise(weight, dy.dtype)).to(x.dtype)
+        if clips and rounding.activations is not None:
+            dx = dx * _inside_blocks(x, rounding.activations)
     if needs_w:
         activations = weight_format(rounding.format).activations
-        rows = x if activations is None else quantise_rows(x, activations).dequantise()
+        rows = rounded_activations(x, rounding.activations)
+        rows = rows if activations is None else quantise_rows(rows, activations).dequantise()
         dw = (dy.flatten(0, -2).T @ rows.flatten(0, -2).to(dy.dtype)).to(w.dtype)
-        if rounding.estimator == "clip":
+        if scales is not None:
+            dw, dscales = gradients_of(dw, w, weight)
+            dscales = dscales.to(scales.dtype)
+        elif clips:
             dw = dw * inside(w, weight)
-    return dx, dw
+    return dx, dw, dscales
 
 
 def _fake(x: Tensor, w: Tensor, *others: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
-def _fake_backward(dy: Tensor, x: Tensor, w: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _fake_backward(dy: Tensor, x: Tensor, w: Tensor, scales: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     needs_x, needs_w = others[-2:]
-    return x.new_empty(x.shape if needs_x else 0), w.new_empty(w.shape if needs_w else 0)
+    dscales = w.new_empty(0) if scales is None or not needs_w else torch.empty_like(scales)
+    return x.new_empty(x.shape if needs_x else 0), w.new_empty(w.shape if needs_w else 0), dscales
 
 
 class _Rounded(torch.autograd.Function):
     """The layer. Without `held`, as inside torch.compile, the backward takes the codes again."""
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, bias: Tensor | None, rounding: Rounding, held: Held | None) -> Tensor:
+    def forward(
+        x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, rounding: Rounding, held: Held | None
+    ) -> Tensor:  # fmt: skip
         with below_autograd():
-            if held is None or watched(x, w, bias):
-                found: Tensor = linear_rounded(x, w, bias, *rounding)
+            if held is None or watched(x, w, bias, scales):
+                found: Tensor = linear_rounded(x, w, bias, scales, *rounding)
                 return found
-            held.codes = held.codes or quantise_weight(w, rounding.format, group=rounding.group)
-            return _forward(x, held.codes, bias)
+            held.codes = held.codes or codes_of(w, rounding, scales)
+            return _forward(x, held.codes, bias, rounding.activations)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, bias, ctx.rounding, ctx.held = inputs
+        x, w, bias, scales, ctx.rounding, ctx.held = inputs
         ctx.bias = None if bias is None else bias.dtype
-        ctx.save_for_backward(x, w)
+        ctx.save_for_backward(x, w, scales)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
+        x, w, scales = ctx.saved_tensors
+        needs_x, needs_w, needs_bias, needs_scales, *_ = ctx.needs_input_grad
+        either = needs_w or needs_scales
         codes = None if ctx.held is None else ctx.held.codes
-        if codes is None or watched(dy, x, w):
-            dx, dw = linear_rounded_backward(dy, x, w, *ctx.rounding, needs_x, needs_w)
+        if codes is None or watched(dy, x, w, scales):
+            dx, dw, dscales = linear_rounded_backward(dy, x, w, scales, *ctx.rounding, needs_x, either)
         else:
-            dx, dw = _gradients(dy, x, w, ctx.rounding, needs_x, needs_w, codes)
+            dx, dw, dscales = _gradients(dy, x, w, scales, ctx.rounding, needs_x, either, codes)
         dbias = None
         if needs_bias:
             dbias = dy.flatten(0, -2).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(ctx.bias)
-        return dx if needs_x else None, dw if needs_w else None, dbias, None, None
+        wanted = (needs_x, dx), (needs_w, dw), (needs_bias, dbias), (needs_scales, dscales)
+        return *(found if needed else None for needed, found in wanted), None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *others: Any) -> tuple[Tensor, int]:
-        if any(dim is not None for dim in in_dims[1:3]):
+        if any(dim is not None for dim in in_dims[1:4]):
             raise Unsupported("torch.vmap maps the weights of a prepared layer; map its inputs alone, or restore the model first")
         return _Rounded.apply(x.movedim(in_dims[0], 0), *others), 0
 
 
-def _autograd(x: Tensor, w: Tensor, bias: Tensor | None, format: str, group: int | None, estimator: str) -> Tensor:
-    if wants_grad(x, w, bias):
-        found: Tensor = _Rounded.apply(x, w, bias, Rounding(format, group, estimator), None)
+def _autograd(x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, *rounding: Any) -> Tensor:
+    if wants_grad(x, w, bias, scales):
+        found: Tensor = _Rounded.apply(x, w, bias, scales, Rounding(*rounding), None)
         return found
     with below_autograd():
-        return linear_rounded(x, w, bias, format, group, estimator)
+        return linear_rounded(x, w, bias, scales, *rounding)
 
 
 class _Numbers(torch.autograd.Function):
-    """The numbers that a weight's codes stand for, with the weight's gradient."""
+    """The numbers that a weight's codes stand for, with the gradients of the weight and of learned scales."""
 
     @staticmethod
-    def forward(w: Tensor, rounding: Rounding, held: Held) -> Tensor:
-        held.codes = held.codes or quantise_weight(w, rounding.format, group=rounding.group)
+    def forward(w: Tensor, scales: Tensor | None, rounding: Rounding, held: Held) -> Tensor:
+        held.codes = held.codes or codes_of(w, rounding, scales)
         return dequantise(held.codes, w.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        w, ctx.rounding, ctx.held = inputs
+        w, scales, ctx.rounding, ctx.held = inputs
+        ctx.scales = None if scales is None else scales.dtype
         ctx.save_for_backward(w)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dw: Tensor) -> Any:
         (w,) = ctx.saved_tensors
-        return dw * inside(w, ctx.held.codes) if ctx.rounding.estimator == "clip" else dw, None, None
+        if ctx.scales is not None:
+            dw, dscales = gradients_of(dw, w, ctx.held.codes)
+            return dw, dscales.to(ctx.scales), None, None
+        return dw * inside(w, ctx.held.codes) if ctx.rounding.estimator == "clip" else dw, None, None, None
 
 
 linear_rounded = define(
-    "linear_rounded(Tensor x, Tensor w, Tensor? bias, str format, int? group, str estimator) -> Tensor", run, _fake, _autograd
-)
+    "linear_rounded(Tensor x, Tensor w, Tensor? bias, Tensor? scales, str format, int? group, str estimator, str? activations) "
+    "-> Tensor", run, _fake, _autograd,
+)  # fmt: skip
 linear_rounded_backward = define(
-    "linear_rounded_backward(Tensor dy, Tensor x, Tensor w, str format, int? group, str estimator, bool needs_x, bool needs_w) "
-    "-> (Tensor, Tensor)", run_backward, _fake_backward,
+    "linear_rounded_backward(Tensor dy, Tensor x, Tensor w, Tensor? scales, str format, int? group, str estimator, "
+    "str? activations, bool needs_x, bool needs_w) -> (Tensor, Tensor, Tensor)", run_backward, _fake_backward,
 )  # fmt: skip

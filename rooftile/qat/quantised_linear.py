@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
+from rooftile.operators import autocast_on
 from rooftile.ops.linear import linear
 from rooftile.qat.layers import Prepared, PreparedEmbedding
 from rooftile.qat.preparation import prepared_layers
+from rooftile.qat.product import rounded_activations
+from rooftile.qat.sharded import shards
 
 Model = TypeVar("Model", bound=nn.Module)
 _PARTS = ("codes", "scales", "zeros", "order", "outer", "input_scale")
@@ -21,6 +26,7 @@ class QuantisedLinear(nn.Module):
     Args:
         weight: (out_features, in_features), from `rooftile.quantise_weight`.
         bias: (out_features,).
+        activations: a format that x is rounded to before the product, where `rooftile.qat.prepare` was given one.
 
     Its state dict holds the tensors of the weight (codes, scales, ...) and the bias.
 
@@ -32,9 +38,9 @@ class QuantisedLinear(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, weight: QuantisedWeight, bias: nn.Parameter | None = None) -> None:
+    def __init__(self, weight: QuantisedWeight, bias: nn.Parameter | None = None, activations: str | None = None) -> None:
         super().__init__()
-        self.format, self.group = weight.format, weight.group
+        self.format, self.group, self.activations = weight.format, weight.group, activations
         self.out_features, self.in_features = weight.shape
         for name in _PARTS:
             self.register_buffer(name, getattr(weight, name))
@@ -49,7 +55,15 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features), in the dtype of x, or in that of autocast."""
-        return linear(x, self.quantised, self.bias)
+        return linear(self._rounded(x), self.quantised, self.bias)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        if self.activations is None:
+            return x
+        kind = x.device.type
+        if autocast_on() and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(kind))
+        return rounded_activations(x, self.activations)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # .to(dtype), .half() and .bfloat16() mean activations: scales keep the dtype that codes were made with
@@ -63,7 +77,9 @@ class QuantisedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """The sizes and the format."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {self.format}"
+        activations = "" if self.activations is None else f", activations in {self.activations}"
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {self.format}{activations}"
 
 
 def convert(model: Model) -> Model:
@@ -73,9 +89,17 @@ def convert(model: Model) -> Model:
     bits for the same rows. An embedding keeps a parameter, of rounded numbers.
 
     Raises:
-        InvalidInput: the model is not prepared, or is itself a prepared layer.
+        InvalidInput: the model is not prepared, is itself a prepared layer, or is sharded.
     """
     layers = prepared_layers(model)
+    if isinstance(model, Prepared):
+        raise InvalidInput("the model is itself a linear layer, which has no place to be replaced in; put it into nn.Sequential")
+    sharded = shards(model)
+    if sharded is not None:
+        raise InvalidInput(
+            f"{sharded} is sharded, and FSDP would go on gathering the parameters that convert replaces; call rooftile.qat.save, "
+            "which gathers them, and load its folder"
+        )
     made = {id(layer): _converted(layer) for _, layer in layers}
     # a layer may have several names
     for parent in list(model.modules()):
@@ -88,7 +112,7 @@ def convert(model: Model) -> Model:
 def _converted(layer: Prepared) -> nn.Module:
     codes = layer.codes()
     if not isinstance(layer, PreparedEmbedding):
-        return QuantisedLinear(codes, layer.bias)  # type: ignore[arg-type]
+        return QuantisedLinear(codes, layer.bias, layer.qat.rounding.activations)  # type: ignore[arg-type]
     numbers = codes.dequantise(layer.weight.dtype)
     rest = {"padding_idx": layer.padding_idx, "scale_grad_by_freq": layer.scale_grad_by_freq}
     return nn.Embedding.from_pretrained(numbers, freeze=True, **rest)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from rooftile.report import (
     approximate,
     comparison,
     diagnosis,
+    formats,
     machine,
     precision,
     recall,
@@ -44,6 +45,7 @@ class Report:
     training: training.Training | None = None
     serving: serving.Serving | None = None
     weights: weights.Weights | None = None
+    formats: formats.Formats | None = None
     diagnosis: diagnosis.Diagnosed | None = None
     recall: recall.Recall | None = None
     missing: dict[str, str] = field(default_factory=dict)  # an optional package, or the result of another experiment, is missing
@@ -63,6 +65,7 @@ class Report:
             "training": self.training and asdict(self.training),
             "serving": self.serving and self.serving.json(),
             "weights": self.weights and asdict(self.weights),
+            "formats": self.formats and asdict(self.formats),
             "diagnosis": self.diagnosis and self.diagnosis.json(),
             "recall": self.recall and self.recall.json(),
             "missing": self.missing,
@@ -126,4 +129,5 @@ def _run_all(report: Report, plan: Plan, device: str, progress: Progress) -> Non
                 attempt("weights", lambda: weights.measure(plan, folder, device, step("weights")))
             trained = folder if report.training is not None else None
             attempt("diagnosis", lambda: diagnosis.diagnose_all(plan, device, trained, step("diagnosis")))
+    attempt("formats", lambda: formats.measure(plan, device, step("formats")))
     attempt("recall", lambda: recall.measure(plan, device, step("recall")))

@@ -12,7 +12,15 @@ from typing import Any
 from rooftile.drawing import page
 from rooftile.drawing.page import Table, json_element, safe
 from rooftile.drawing.units import duration, number, percent, power, size, times
-from rooftile.report import approximate_section, claims, diagnosis_section, figures, recall_section, weights_section
+from rooftile.report import (
+    approximate_section,
+    claims,
+    diagnosis_section,
+    figures,
+    formats_section,
+    recall_section,
+    weights_section,
+)
 from rooftile.report.comparison import OURS, Comparison
 from rooftile.report.experiments import Report
 from rooftile.report.machine import Machine
@@ -48,6 +56,7 @@ def render(report: Report) -> str:
         on_cpu=report.plan.device == "cpu",
         serving=report.serving and _serving(report.serving),
         weights=report.weights and weights_section.section(report.weights),
+        formats=report.formats and formats_section.section(report.formats),
         diagnosis=report.diagnosis and diagnosis_section.section(report.diagnosis),
         recall=report.recall and recall_section.section(report.recall),
         machine=report.machine and _machine(report.machine),

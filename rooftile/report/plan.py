@@ -65,7 +65,7 @@ class ApproximatePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The measurements of the report. They take some three minutes on a CPU, where they use one core, and on a GPU."""
+    """The measurements of the report. They take some five minutes on a CPU, where they use one core, and on a GPU."""
 
     device: str  # "cpu" or "cuda"
     dtype: str  # the dtype of the comparison
@@ -131,7 +131,7 @@ CPU = Plan(
     approximate=ApproximatePlan(limit=8192, seconds=11.0, rounds=2, lost_at=512, pictured=512),
     seconds={
         "machine": 4, "comparison": 25, "tiling": 17, "precision": 15, "approximate": 18,
-        "training": 65, "serving": 10, "weights": 6, "diagnosis": 35, "recall": 35,
+        "training": 65, "serving": 10, "weights": 6, "diagnosis": 35, "formats": 50, "recall": 35,
     },
 )
 
@@ -166,7 +166,7 @@ CPU_QUICK = Plan(
     approximate=ApproximatePlan(limit=256, seconds=0.0, rounds=1, lost_at=64, pictured=128),
     seconds={
         "machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "approximate": 4,
-        "training": 10, "serving": 2, "weights": 1, "diagnosis": 15, "recall": 3,
+        "training": 10, "serving": 2, "weights": 1, "diagnosis": 15, "formats": 2, "recall": 3,
     },
     is_quick=True,
 )
@@ -202,7 +202,7 @@ GPU = Plan(
     approximate=ApproximatePlan(limit=32_768, seconds=20.0, rounds=2, lost_at=4096, pictured=512),
     seconds={
         "machine": 4, "comparison": 50, "tiling": 10, "precision": 30, "approximate": 30,
-        "training": 50, "serving": 12, "weights": 20, "diagnosis": 20, "recall": 25,
+        "training": 50, "serving": 12, "weights": 20, "diagnosis": 20, "formats": 40, "recall": 25,
     },
 )
 
@@ -237,7 +237,7 @@ GPU_QUICK = Plan(
     approximate=ApproximatePlan(limit=256, seconds=0.0, rounds=1, lost_at=64, pictured=128),
     seconds={
         "machine": 5, "comparison": 5, "tiling": 2, "precision": 3, "approximate": 8,
-        "training": 15, "serving": 8, "weights": 15, "diagnosis": 15, "recall": 3,
+        "training": 15, "serving": 8, "weights": 15, "diagnosis": 15, "formats": 2, "recall": 3,
     },
     is_quick=True,
 )

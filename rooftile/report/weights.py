@@ -6,7 +6,6 @@ request with `rooftile.LLM`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +13,15 @@ from pathlib import Path
 import torch
 
 from rooftile.bench.learning.english import English
-from rooftile.bench.weighing import FORMATS, Weighed, nats_per_token, plain_bytes, quantised
+from rooftile.bench.weighing import FORMATS, Weighed, nats_per_token, plain_bytes, quantised, tokens_per_second
 from rooftile.hardware import ceilings
 from rooftile.report.plan import Plan
 from rooftile.report.training import quiet
-from rooftile.serve import LLM, SamplingParams
 from rooftile.spec import DTYPES
 
 PIECES = 8
 # rows of activations in the roofline: a decode step of one answer, to a prompt
 ROWS = tuple(2**n for n in range(13))
-ANSWER = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,18 +64,6 @@ def measure(plan: Plan, folder: Path, device: str, step: Callable[[float, str], 
             step(0.9, f"an answer with weights in {word}")
             speeds[plan.dtype if word == "auto" else word] = tokens_per_second(folder, word, device)
     return Weights(weighed=tuple(found), tokens_s=speeds, size=size, rooflines=rooflines(plan, device, size))
-
-
-def tokens_per_second(folder: Path, word: str, device: str, count: int = ANSWER) -> float:
-    """The rate of one greedy answer, after one that compiles what it needs."""
-    llm = LLM(folder, weights=word, device=device, max_num_seqs=1, num_blocks=64)
-    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-    taken = []
-    for _ in range(2):
-        began = time.perf_counter()
-        (output,) = llm.generate([[1, 2, 3]], params)
-        taken.append(len(output.outputs[0].token_ids) / (time.perf_counter() - began))
-    return taken[-1]
 
 
 def rooflines(plan: Plan, device: str, size: tuple[int, int], rows: Sequence[int] = ROWS) -> tuple[Roofline, ...]:

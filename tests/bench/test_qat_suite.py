@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rooftile.bench.learning.english import English
-from rooftile.bench.learning.formats import Learned, Plan, learn_formats, recovered
+from rooftile.bench.learning.formats import Learned, Plan, Recipe, learn_formats, recovered
 from rooftile.bench.suites import qat
 from tests.bench.session import SESSION
 
@@ -20,24 +20,34 @@ TINY = Plan(
 def test_the_model_that_is_rounded_is_the_one_that_went_on_in_full_precision() -> None:
     text = English.read("cpu")
     say = lambda words: None  # noqa: E731
-    first = learn_formats(["int8", "mxfp4"], TINY, text, 1, torch.device("cpu"), say)
-    assert [(one.format, one.seed) for one in first] == [("int8", 1), ("mxfp4", 1)]
+    first = learn_formats([Recipe("int8"), Recipe("mxfp4")], TINY, text, 1, torch.device("cpu"), say)
+    assert [(one.recipe.format, one.seed) for one in first] == [("int8", 1), ("mxfp4", 1)]
     assert len({one.continued for one in first}) == 1
     for one in first:
         assert 0 < abs(one.rounded - one.continued) < 0.1
         assert abs(one.trained - one.continued) < 0.2
     assert abs(first[0].rounded - first[0].continued) < abs(first[1].rounded - first[1].continued)
     # formats do not change each other
-    assert learn_formats(["mxfp4"], TINY, text, 1, torch.device("cpu"), say) == first[1:]
+    assert learn_formats([Recipe("mxfp4")], TINY, text, 1, torch.device("cpu"), say) == first[1:]
     # where the further steps change nothing, training for the format is rounding
-    none = learn_formats(["mxfp4"], replace(TINY, further_rate=0.0), text, 1, torch.device("cpu"), say)
+    none = learn_formats([Recipe("mxfp4")], replace(TINY, further_rate=0.0), text, 1, torch.device("cpu"), say)
     assert none[0].trained == none[0].rounded
+
+
+def test_learned_scales_and_rounded_activations() -> None:
+    text = English.read("cpu")
+    recipes = [qat.WORDS["mxfp4"], qat.WORDS["mxfp4-mxfp4"], Recipe("int4:32"), Recipe("int4:32", estimator="lsq")]
+    plain, both, four, learned = learn_formats(recipes, TINY, text, 1, torch.device("cpu"), lambda words: None)
+    assert abs(plain.rounded - plain.continued) != abs(both.rounded - both.continued)
+    # rounding alone learns no scales
+    assert learned.rounded == four.rounded
+    assert learned.trained != four.trained
 
 
 def test_the_row_is_that_of_means() -> None:
     found = [
-        Learned(format="mxfp4", seed=1, continued=1.0, rounded=1.2, trained=1.1),
-        Learned(format="mxfp4", seed=2, continued=2.0, rounded=2.4, trained=2.0),
+        Learned(recipe=Recipe("mxfp4"), seed=1, continued=1.0, rounded=1.2, trained=1.1),
+        Learned(recipe=Recipe("mxfp4"), seed=2, continued=2.0, rounded=2.4, trained=2.0),
     ]
     row = qat.row(SESSION, "mxfp4", found)
     assert row.measures == {"continued_nats": 1.5, "rounded_nats": 1.8, "trained_nats": 1.55, "recovered": 0.833}

@@ -9,8 +9,12 @@ import torch
 
 import rooftile as rt
 from rooftile.matmul import weight_format
+from rooftile.numerics import BLOCK_FORMATS, quantise_blocks, quantise_nvfp4, quantise_rows
 from tests.qat.models import FORMATS, inputs, mlp
 from tests.qat.test_gradients import defined, layer
+from tests.qat.test_learned import FORMATS as LEARNED
+from tests.qat.test_learned import defined as learned_defined
+from tests.qat.test_learned import layer as learned_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -47,6 +51,35 @@ def test_gradients_are_those_of_the_rounded_numbers(format: str) -> None:
     _, dx, dw, db = defined(made, x.detach(), dy)
     for found, exact in ((x.grad, dx), (made.weight.grad, dw), (made.bias.grad, db)):
         assert (found.double() - exact).norm() <= 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("format", LEARNED)
+def test_learned_scales(format: str) -> None:
+    made, other, x = learned_layer(format).cuda(), learned_layer(format), inputs(rows=40).cuda().requires_grad_()
+    assert torch.equal(made.codes().codes.cpu(), other.codes().codes)
+    y = made(x)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).cuda()
+    y.backward(dy)
+    rows = quantise_rows(x.detach(), "int8").dequantise() if format == "int8" else x.detach()
+    _, dw, ds = learned_defined(made, format, dy.double().flatten(0, -2).T @ rows.double().flatten(0, -2))
+    for found, exact in ((made.weight.grad, dw), (made.weight_scale.grad, ds)):
+        assert (found.double() - exact).norm() <= 1e-5 * exact.norm()
+
+
+def test_activations_in_mxfp4() -> None:
+    model, x = rt.qat.prepare(mlp(), "mxfp4", activations="mxfp4").cuda(), inputs(rows=40).cuda()
+    due = rt.qat.prepare(mlp(), "mxfp4", activations="mxfp4")
+    # one layer: a code of the next may fall to the other side
+    torch.testing.assert_close(model[0](x).cpu(), due[0](x.cpu()), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [*BLOCK_FORMATS, "nvfp4"])
+def test_blocks_have_the_bits_of_a_cpu(name: str) -> None:
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)) * torch.exp2(torch.arange(-32.0, 32.0))[:, None]
+    quantise = quantise_nvfp4 if name == "nvfp4" else lambda x: quantise_blocks(x, name)
+    found, due = quantise(x.cuda()), quantise(x)
+    assert torch.equal(found.values.cpu().view(torch.uint8), due.values.view(torch.uint8))
+    assert torch.equal(found.dequantise().cpu(), due.dequantise())
 
 
 @pytest.mark.parametrize("format", ["fp8", "int4:32"])

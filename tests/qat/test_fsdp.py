@@ -1,4 +1,4 @@
-"""Two processes whose weights are sharded train as one process does, bit for bit in the loss."""
+"""Two processes whose weights are sharded train as one process does, and save what one process would save."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 import rooftile as rt
 from tests.qat.models import inputs, mlp
+from tests.qat.test_save import decoder
 
 SCRIPT = """
 import json
@@ -46,18 +48,104 @@ for _ in range(5):
     losses.append(loss.item() / 2)
 if rank == 0:
     print(json.dumps([losses, model[0].qat.steps]))
+# a process that leaves first takes the other's connection with it
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+SAVING = """
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import rooftile as rt
+from tests.qat.test_save import VOCAB, decoder
+
+dist.init_process_group("gloo")
+rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(rank))
+for name, format, options in (
+    ("straight", {"*": "int4:32", "*.down": "int8"}, {}),
+    ("lsq", {"*.mixer.*": "int4:32", "*.up": "w8"}, {"estimator": "lsq"}),
+    ("evaluated", {"*.mixer.*": "nvfp4"}, {}),
+):
+    folder = Path(sys.argv[1]) / name
+    model = rt.qat.prepare(decoder(), format, **options)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for _ in range(2):
+        model(tokens).square().mean().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    if name == "evaluated":
+        # the root stays whole after this
+        with torch.no_grad():
+            model(tokens)
+    rt.qat.save(model, folder)
+    # all processes find the files at once
+    assert (folder / "config.json").is_file()
+    assert rt.qat.status(model).layers[0].error > 0
+    try:
+        rt.qat.convert(model)
+    except rt.InvalidInput as error:
+        assert "is sharded, and FSDP would go on gathering" in str(error)
+    else:
+        raise AssertionError("converted")
+    try:
+        rt.qat.save(model, folder)
+    except rt.InvalidInput as error:
+        assert "is there already" in str(error)
+    else:
+        raise AssertionError("saved twice")
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
+    if rank == 0:
+        torch.save(whole, folder / "whole.pt")
+# a process that leaves first takes the other's connection with it
+dist.barrier()
 dist.destroy_process_group()
 """
 
 
-def test_sharded_weights(tmp_path: Path) -> None:
+def run(program: str, tmp_path: Path, *arguments: object) -> str:
+    """Runs a program in two processes, and returns what they print."""
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    words = [*command, *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found, steps = json.loads(done.stdout)
+    return done.stdout
+
+
+def test_sharded_models_are_saved(tmp_path: Path) -> None:
+    run(SAVING, tmp_path, tmp_path)
+    for name, format, options in (
+        ("straight", {"*": "int4:32", "*.down": "int8"}, {}),
+        ("lsq", {"*.mixer.*": "int4:32", "*.up": "w8"}, {"estimator": "lsq"}),
+        ("evaluated", {"*.mixer.*": "nvfp4"}, {}),
+    ):
+        model = rt.qat.prepare(decoder(), format, **options)
+        model.load_state_dict(torch.load(tmp_path / name / "whole.pt"))
+        rt.qat.save(model, tmp_path / name / "due")
+        found, due = (load_file(folder / "model.safetensors") for folder in (tmp_path / name, tmp_path / name / "due"))
+        assert found.keys() == due.keys()
+        assert any(key.endswith("weight_packed") for key in due)
+        for key, x in due.items():
+            assert torch.equal(found[key].view(torch.uint8), x.view(torch.uint8)), key
+        sections = [(folder / "config.json").read_text() for folder in (tmp_path / name, tmp_path / name / "due")]
+        assert sections[0] == sections[1]
+
+
+def test_sharded_weights(tmp_path: Path) -> None:
+    found, steps = json.loads(run(SCRIPT, tmp_path))
     model = rt.qat.prepare(mlp(), "int4:32")
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     due = []

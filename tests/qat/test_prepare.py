@@ -193,7 +193,7 @@ def lost() -> nn.Module:
         (lambda: rt.qat.prepare(mlp(), "int4:x"), "format is 'int4:x'; after the colon must be a group's size"),
         (lambda: rt.qat.prepare(mlp(), "int4", group=48), r"0.weight \(256, 128\) cannot be int4:48: group is 48"),
         (lambda: rt.qat.prepare(uneven(), "mxfp4"), r"0.weight \(4, 33\) cannot be mxfp4: w has rows of K = 33"),
-        (lambda: rt.qat.prepare(mlp(), "int8", estimator="lsq"), "estimator is 'lsq'; must be one of straight, clip"),
+        (lambda: rt.qat.prepare(mlp(), "int8", estimator="ste"), "estimator is 'ste'; must be one of straight, clip, lsq"),
         (lambda: rt.qat.prepare(mlp(), "int8", start_step=-1), "start_step is -1; must be a number of steps, 0 or more"),
         (lambda: rt.qat.prepare("model", "int8"), "model is str; must be a torch.nn.Module"),
         (lambda: rt.qat.prepare(mlp(), "int4", group_size=32), "write group="),

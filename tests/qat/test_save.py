@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 import rooftile as rt
@@ -61,6 +62,10 @@ def test_the_engine_multiplies_with_the_codes_of_training(tmp_path: Path, format
             for name in ("codes", "scales"):
                 due, found = (torch.cat([getattr(one, name) for one in x]) for x in ([part.codes() for part in parts], stored))
                 assert torch.equal(found.view(torch.uint8), due.view(torch.uint8)), (projection, name)
+            if format == "nvfp4":
+                # each part has its own
+                due = torch.cat([part.codes().outer.expand(part.out_features, 1) for part in parts])
+                assert torch.equal(torch.cat([one.outer.expand(one.shape[0], 1) for one in stored]), due)
     prompt = [3, 1, 4, 1, 5]
     asked = rt.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
     (output,) = rt.LLM(tmp_path / "saved", **ROOM).generate([prompt], asked)
@@ -106,6 +111,34 @@ def test_a_model_of_transformers(tmp_path: Path, tie: bool) -> None:
     assert list(output.outputs[0].token_ids) == greedy(lambda x: model(input_ids=x).logits, prompt, 8)
 
 
+@pytest.mark.parametrize("format", ["int4:32", "w8", "int8"])
+def test_learned_scales_are_stored_as_codes_were_taken_with_them(tmp_path: Path, format: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=128, vocab_size=VOCAB,
+        max_position_embeddings=64, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    rt.qat.prepare(model, format, estimator="lsq")
+    tokens = torch.randint(VOCAB, (2, 16))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    rt.qat.save(model, tmp_path)
+    layer = model.model.layers[0].mlp.down_proj
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        found = file.get_tensor("model.layers.0.mlp.down_proj.weight_scale")
+    assert torch.equal(found, layer.codes().scales)
+    assert found.dtype == (torch.float32 if format == "int8" else torch.bfloat16)
+    assert not torch.equal(found.float(), layer.weight_scale) or format == "int8"
+    prompt = [5, 9, 2, 6]
+    (output,) = rt.LLM(tmp_path, **ROOM).generate([prompt], rt.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert list(output.outputs[0].token_ids) == greedy(lambda x: model(input_ids=x).logits, prompt, 8)
+
+
 def test_shards_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "SHARD", 100_000)
     model = trained("int8")
@@ -136,7 +169,6 @@ def used(folder: Path) -> Path:
         (lambda folder: rt.qat.save(decoder(), folder), "the model is not prepared"),
         (lambda folder: rt.qat.save(trained("int8"), used(folder)), "is there already; give a new folder"),
         (lambda folder: rt.qat.save(rt.qat.prepare(mlp(), "int8"), folder), "Sequential has no configuration of Transformers"),
-        (lambda folder: rt.qat.save(trained("nvfp4"), folder), r"layers.0.mixer.q is in nvfp4; written are fp8, fp8_tile"),
         (lambda folder: rt.qat.save(rt.qat.prepare(Shared(), {"head": "int8"}), folder), "head and embedding share a weight"),
         (lambda folder: rt.qat.save(rt.qat.convert(trained("int8")), folder), "the model is not prepared"),
     ],

@@ -24,7 +24,7 @@ def run(*arguments: object) -> str:
     return found.output
 
 
-@pytest.mark.parametrize("format", ["fp8", "fp8_tile", "int8", "w8", "int4", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("format", ["fp8", "fp8_tile", "int8", "w8", "int4", "mxfp8", "mxfp4", "nvfp4"])
 def test_the_same_tokens(format: str, tmp_path: Path) -> None:
     plain(tmp_path / "model")
     group = ["--group", "32"] if format == "int4" else []
@@ -36,13 +36,13 @@ def test_the_same_tokens(format: str, tmp_path: Path) -> None:
     assert tokens_of(rt.LLM(tmp_path / "out", **ROOM), asked, GREEDY) == due
 
 
-@pytest.mark.parametrize("format", ["fp8", "fp8_tile", "int8", "w8", "int4", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("format", ["fp8", "fp8_tile", "int8", "w8", "int4", "mxfp8", "mxfp4", "nvfp4"])
 def test_transformers_reads_the_folder(format: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
     plain(tmp_path / "model", hidden_size=128)
     run(tmp_path / "model", tmp_path / "out", "--format", format)
     # scales of block formats come as bf16, and of FP8 and INT8 they would be rounded to it
-    dtype = torch.bfloat16 if format.startswith("mx") else torch.float32
+    dtype = torch.bfloat16 if format.startswith(("mx", "nv")) else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
     # its first call dequantises
     model(torch.arange(5)[None])
@@ -71,7 +71,7 @@ def test_refusals(tmp_path: Path) -> None:
     saved(theirs("gpt2"), tmp_path / "gpt2")
     for arguments, sentence in (
         (("model", "out", "--format", "int4"), "_proj.weight cannot be quantised to int4"),
-        (("model", "out2", "--format", "nvfp4"), "format is 'nvfp4'; written are fp8"),
+        (("model", "out2", "--format", "nvfp5"), "format is 'nvfp5'; must be one of fp8"),
         (("model", "full"), "is there already; give a new folder"),
         (("gptq", "out3"), "is quantised already; give the 16-bit checkpoint"),
         (("gpt2", "out4"), "GPT-2 keeps its weights the other way round"),

@@ -113,6 +113,7 @@ CROWDED = {
     "cli": "one command per file",
     "diagnosis": "one part of a diagnosis per file; what has several parts is a folder",
     "integrations": "one library per file, and what they share",
+    "numerics": "one kind of scale per file, and what kernels share with the host",
     "report": "one section of the page per file",
     "serve": "what a step goes through, in one folder; `text` and `sampling` hold the rest",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,11 +40,32 @@ class Plan:
     tests: int  # pieces of held-out text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
-    """Losses of one seed and format, in nats per byte."""
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A format to train for: a word of `rooftile.quantise_weight`, and options of `rooftile.qat.prepare`."""
 
     format: str
+    estimator: str = "straight"
+    activations: str | None = None
+
+    def __str__(self) -> str:
+        others = (self.estimator if self.estimator != "straight" else "", self.activations and f"activations {self.activations}")
+        return ", ".join(filter(None, (self.format, *others)))
+
+    def prepare(self, model: TrainableDecoder) -> TrainableDecoder:
+        """Prepares a model, but for its head."""
+        return qat.prepare(model, self.format, skip=("head",), estimator=self.estimator, activations=self.activations)
+
+    def rounded(self) -> Recipe:
+        """Returns the recipe for rounding alone: scales are found from the weights."""
+        return replace(self, estimator="straight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """Losses of one seed and recipe, in nats per byte."""
+
+    recipe: Recipe
     seed: int
     continued: float  # after the further steps in full precision
     rounded: float  # the same model, rounded
@@ -66,7 +87,9 @@ def recovered(continued: float, rounded: float, trained: float) -> float:
     return round((rounded - trained) / (rounded - continued), 6)
 
 
-def learn_formats(formats: Sequence[str], plan: Plan, text: English, seed: int, device: torch.device, say: Say) -> list[Learned]:
+def learn_formats(
+    recipes: Sequence[Recipe], plan: Plan, text: English, seed: int, device: torch.device, say: Say
+) -> list[Learned]:  # fmt: skip
     """Trains the models of one seed."""
     torch.manual_seed(seed)
     sizes = {"hidden": plan.hidden, "heads": plan.heads, "layers": plan.layers, "ffn": plan.ffn, "max_len": plan.length}
@@ -77,15 +100,14 @@ def learn_formats(formats: Sequence[str], plan: Plan, text: English, seed: int, 
     _train(continued, plan.further_steps, plan.further_rate, plan, text, seed + 1000, device)
     full = _tested(continued, plan, text, device)
     found = []
-    for format in formats:
-        qat.prepare(continued, format, skip=("head",))
-        rounded = _tested(continued, plan, text, device)
+    for recipe in recipes:
+        rounded = _tested(recipe.rounded().prepare(continued), plan, text, device)
         qat.restore(continued)
-        say(f"seed {seed}, {format}: {plan.further_steps} steps with rounded weights")
-        model = qat.prepare(copy.deepcopy(base), format, skip=("head",))
+        say(f"seed {seed}, {recipe}: {plan.further_steps} steps with rounded weights")
+        model = recipe.prepare(copy.deepcopy(base))
         _train(model, plan.further_steps, plan.further_rate, plan, text, seed + 1000, device)
         trained = _tested(model, plan, text, device)
-        found.append(Learned(format=format, seed=seed, continued=full, rounded=rounded, trained=trained))
+        found.append(Learned(recipe=recipe, seed=seed, continued=full, rounded=rounded, trained=trained))
     return found
 
 

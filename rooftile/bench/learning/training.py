@@ -52,8 +52,11 @@ def one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def train(model: TrainableDecoder, draw: Draw, *, steps: int, rate: float, device: torch.device) -> Trained:
-    """Trains a model in place. `rate` is the highest learning rate."""
+def train(
+    model: TrainableDecoder, draw: Draw, *, steps: int, rate: float, device: torch.device,
+    after: Callable[[int], None] = lambda steps: None,
+) -> Trained:  # fmt: skip
+    """Trains a model in place. `rate` is the highest learning rate; `after` is called with the number of steps taken so far."""
     model.train()
     optimiser = torch.optim.AdamW(
         model.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.01, fused=device.type == "cuda"
@@ -65,6 +68,7 @@ def train(model: TrainableDecoder, draw: Draw, *, steps: int, rate: float, devic
         for group in optimiser.param_groups:
             group["lr"] = rate * _share(step, steps)
         losses.append(_step(model, optimiser, *draw(), device))
+        after(step + 1)
         if (step + 1) % part == 0:
             marks.append(_now(device))
     taken = [(after - before) / part * 1e6 for before, after in pairwise(marks)]

@@ -15,15 +15,19 @@ from statistics import mean
 import torch
 
 from rooftile.bench.learning.english import English
-from rooftile.bench.learning.formats import Learned, Plan, learn_formats, recovered
+from rooftile.bench.learning.formats import Learned, Plan, Recipe, learn_formats, recovered
 from rooftile.bench.learning.training import one_thread
 from rooftile.bench.results import Row
 from rooftile.bench.rows import timed_row
 from rooftile.bench.run import Progress
 from rooftile.bench.session import Session
 
-# int4-row has a scale for a row
-WORDS = {"fp8": "fp8", "int8": "int8", "int4-row": "int4:row", "int4-32": "int4:32", "mxfp8": "mxfp8", "mxfp4": "mxfp4"}
+# int4-row has a scale for a row, int4-row-lsq learns it, and mxfp4-mxfp4 has activations in mxfp4, too
+WORDS = {
+    "fp8": Recipe("fp8"), "int8": Recipe("int8"), "int4-row": Recipe("int4:row"), "int4-32": Recipe("int4:32"),
+    "int4-row-lsq": Recipe("int4:row", estimator="lsq"), "mxfp8": Recipe("mxfp8"), "mxfp4": Recipe("mxfp4"),
+    "mxfp4-mxfp4": Recipe("mxfp4", activations="mxfp4"),
+}  # fmt: skip
 GPU = CPU = tuple(WORDS)
 QUICK = ("int8", "int4-row")
 SEEDS = (1, 2, 3)

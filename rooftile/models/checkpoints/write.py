@@ -17,7 +17,7 @@ from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer, Memory
 from rooftile.models.settings import read_json
-from rooftile.qat.compressed import LAYOUTS, configuration, tensors_of
+from rooftile.qat.compressed import configuration, tensors_of
 
 
 def quantise_folder(
@@ -28,7 +28,7 @@ def quantise_folder(
     Args:
         folder: the checkpoint.
         out: a folder that is not there yet, or empty.
-        format: a word of `quantise_weight`, but for nvfp4.
+        format: a word of `quantise_weight`.
         group: of int4.
         say: is told the progress.
 
@@ -36,8 +36,6 @@ def quantise_folder(
         InvalidInput: the folder is no such checkpoint, `out` is in use, or a weight cannot be quantised.
     """
     weight_format(format)
-    if format not in LAYOUTS:
-        raise InvalidInput(f"format is {format!r}; written are {', '.join(LAYOUTS)}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidInput(f"{out} is there already; give a new folder")
     config, files = ModelConfig.from_folder(folder), weights.files_of(folder)
