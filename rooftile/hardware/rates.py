@@ -40,7 +40,7 @@ def cache_copy(device: torch.device) -> float:
 
 
 def matmuls(device: torch.device) -> dict[str, float]:
-    """Returns FLOPs per second of square matrix products by dtype: fp64, fp32, bf16, fp16, and on GPUs that have them fp8 and int8.
+    """Returns FLOPs per second of square matrix products by dtype: fp64, fp32, bf16, fp16; fp8 and int8 on GPUs with them.
 
     A multiply and an add of int8 count as FLOPs, too.
     """

@@ -1,0 +1,157 @@
+"""A module as the target of a plan: its linear layers, seen by hooks while it runs on its inputs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from rooftile.errors import InvalidInput
+from rooftile.matmul.formats import matches
+from rooftile.ops.linear import linear
+from rooftile.planning.costs import Machine
+from rooftile.planning.formats import weight_in
+from rooftile.planning.records import Load, Other, Part
+from rooftile.planning.targets.others import others_of
+from rooftile.planning.targets.outputs import batches_of, first_tensor, loss_over
+from rooftile.planning.targets.recording import Recording
+from rooftile.planning.targets.target import Item
+from rooftile.qat.layers import Prepared
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the module that torch.compile has wrapped, or the module itself."""
+    return cast("nn.Module", getattr(model, "_orig_mod", model))
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """Whether a layer is a plain product: nn.Linear itself, or the Conv1D of Transformers' GPT-2."""
+    of_transformers = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return type(layer) is nn.Linear or type(layer) is of_transformers
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """Returns the weight (N, K) of a layer: Conv1D keeps its as (K, N)."""
+    weight = cast("Tensor", layer.weight).detach()
+    return weight if isinstance(layer, nn.Linear) else weight.T
+
+
+class ModuleTarget:
+    """A module with its inputs.
+
+    Args:
+        model: any module.
+        inputs: of its forward.
+        skip: patterns of names of layers that stay as they are.
+
+    Raises:
+        InvalidInput: the model has no linear layer, its inputs reach none, or it is on several devices.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Sequence[Any], skip: Sequence[str]) -> None:
+        self._model, self._inputs = unwrapped(model), inputs
+        self.name = type(self._model).__name__
+        layers = {name: layer for name, layer in self._model.named_modules() if is_linear(layer)}
+        prepared = next((name for name, layer in self._model.named_modules() if isinstance(layer, Prepared)), None)
+        if prepared is not None:
+            raise InvalidInput(f"{prepared} is prepared for training; restore the model first: rooftile.qat.restore(model)")
+        if not layers:
+            raise InvalidInput(f"{self.name} has no linear layer of the class nn.Linear itself, so there is nothing to plan")
+        self._recording = Recording(layers)
+        with self._recording:
+            self.run()
+        calls = self._recording.calls
+        if not calls:
+            raise InvalidInput(f"the inputs reach none of the {len(layers)} linear layers of {self.name}; give inputs that do")
+        self.items = [self._item(group, layers, skip) for group in self._recording.groups()]
+
+    def run(self) -> Any:
+        """Runs the model on its inputs, without gradients."""
+        with torch.no_grad():
+            return self._model(*self._inputs)
+
+    def step(self) -> list[tuple[float, Callable[[], Any]]]:
+        """Returns what runs the model, whose share of the steps is 1."""
+        return [(1.0, self.run)]
+
+    def output(self) -> Tensor:
+        """Returns the first tensor that the model returns."""
+        return first_tensor(self.run())
+
+    def others(self, machine: Machine) -> list[Other]:
+        """Returns the operators outside of linear layers."""
+        return others_of(self._recording.watch, self._recording.in_layers, machine)
+
+    def loss(self, data: Any) -> Callable[[], float]:
+        """Returns what computes the mean loss on data, with all modules in evaluation mode."""
+        if callable(data):
+            return lambda: self._evaluated(lambda: data(self._model))
+        batches = batches_of(data)
+        return lambda: self._evaluated(lambda: loss_over(self._model, batches))
+
+    @contextmanager
+    def rounded(self, item: Item, word: str) -> Iterator[None]:
+        """Within the block the item's layers multiply in a format."""
+        with ExitStack() as stack:
+            for part in item.parts:
+                stack.enter_context(_computing(self._model.get_submodule(part.name), part.name, word))
+            yield
+
+    def _evaluated(self, loss: Callable[[], Any]) -> float:
+        flags = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                return float(loss())
+        finally:
+            for module, training in flags:
+                module.training = training
+
+    def _item(self, names: Sequence[str], layers: dict[str, nn.Module], skip: Sequence[str]) -> Item:
+        members = [layers[name] for name in names]
+        first = self._recording.calls[names[0]]
+        parent = names[0].rpartition(".")[0]
+        name = names[0] + "".join(f", {one.removeprefix(f'{parent}.')}" for one in names[1:])
+        return Item(
+            name=name,
+            parts=tuple(_part(one, layers[one]) for one in names),
+            loads=tuple(Load(phase="step", rows=rows, calls=float(calls)) for rows, calls in first.rows.items()),
+            dtype=first.dtype,
+            weights=lambda: [weight_of(layer) for layer in members],
+            biases=[cast("Tensor | None", layer.bias) for layer in members],
+            sample=first.sample,
+            fixed=next((why for one in names if (why := self._why_fixed(one, layers[one], skip))), ""),
+        )
+
+    def _why_fixed(self, name: str, layer: nn.Module, skip: Sequence[str]) -> str:
+        for pattern in skip:
+            if matches(pattern, name) or name.endswith(f".{pattern}"):
+                return f"skip has {pattern!r}"
+        for other, module in self._model.named_modules():
+            if module is not layer and any(weight is layer.weight for weight in module.parameters(recurse=False)):
+                return f"its weight is also that of {other or 'the model'}"
+        return ""
+
+
+def _part(name: str, layer: nn.Module) -> Part:
+    N, K = weight_of(layer).shape
+    return Part(name=name, N=N, K=K)
+
+
+@contextmanager
+def _computing(layer: nn.Module, name: str, word: str) -> Iterator[None]:
+    """Within the block a layer multiplies in a format. Its parameters and its class stay."""
+    weight, bias = weight_in(weight_of(layer), word, name), cast("Tensor | None", layer.bias)
+    before = vars(layer).get("forward")
+    layer.forward = lambda x: linear(x, weight, bias)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del layer.forward
+        else:
+            layer.forward = before  # type: ignore[method-assign]
