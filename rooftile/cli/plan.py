@@ -18,10 +18,12 @@ MOST_TOKENS = 16_384
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="The checkpoint's folder (config.json, *.safetensors), or its name on the Hub.")],
+    model: Annotated[
+        str, typer.Argument(help="The checkpoint's folder (config.json, *.safetensors), or its name on the Hub.")
+    ],
     batch: Annotated[int, typer.Option("--batch", min=1, help="Answers that decode at once.")] = 1,
     context: Annotated[int, typer.Option("--context", min=2, help="Tokens of each answer with its prompt.")] = 1024,
-    prompt: Annotated[int, typer.Option("--prompt", min=0, help="Tokens of prompts that a step reads; 0 plans decoding alone.")] = 0,
+    prompt: Annotated[int, typer.Option("--prompt", min=0, help="Tokens of prompts that a step reads; 0: decoding alone.")] = 0,
     prompt_share: Annotated[float, typer.Option("--prompt-share", help="Share of the steps that read prompts.")] = 0.5,
     formats: Annotated[str, typer.Option("--formats", help="Formats to choose from, as bf16,fp8,int4:32.")] = "",
     data: Annotated[

@@ -20,7 +20,7 @@ from rooftile.planning.timing import Times, passes_for
 MOST_NOTES = 8
 
 
-class Whole(NamedTuple):
+class Run(NamedTuple):
     """The run of the whole with the chosen formats, and as it is."""
 
     loss: float
@@ -139,7 +139,7 @@ class Builder:
         own = next((option for option in layer.options if option.format == NAMES[item.dtype]), None)
         return own or self._in(item, KEPT, 0.0)
 
-    def _whole(self, layers: Sequence[Layer]) -> Whole:
+    def _whole(self, layers: Sequence[Layer]) -> Run:
         """Runs the whole once with all formats, for its loss, and for its time if times are measured."""
         items = {item.name: item for item in self._target.items}
         chosen = {
@@ -147,12 +147,12 @@ class Builder:
         }
         loss = self._judge.together(chosen)
         if self._times is None:
-            return Whole(loss, None, None)
+            return Run(loss, None, None)
         kept_us = self._step_us(dict.fromkeys(chosen, KEPT))
         if set(chosen.values()) == {KEPT}:
-            return Whole(loss, kept_us, kept_us)
+            return Run(loss, kept_us, kept_us)
         with all_rounded(self._target, chosen):
-            return Whole(loss, self._step_us(chosen), kept_us)
+            return Run(loss, self._step_us(chosen), kept_us)
 
     def _step_us(self, chosen: dict[str, str]) -> float:
         assert self._times is not None

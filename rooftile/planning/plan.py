@@ -72,13 +72,15 @@ class Plan:
         """
         from rooftile import qat
         from rooftile.planning.targets.applying import check_trainable
+        from rooftile.planning.targets.modules import unwrapped
 
-        check_trainable(self.layers, model)
+        check_trainable(self.layers, self._words(), model)
         # a name is no pattern: qat.prepare would take "0" for "blocks.0" too
         exact = {f"re:{re.escape(name)}$": word for name, word in self._words().items()}
         if not exact:
             raise InvalidInput("the plan keeps all layers as they are, so there is nothing to train for; allow a larger max_loss")
-        return qat.prepare(model, exact, estimator=estimator, start_step=start_step)
+        qat.prepare(unwrapped(model), exact, estimator=estimator, start_step=start_step)
+        return model
 
     def to_json(self) -> str:
         """Returns the plan as JSON, which `from_json` reads."""

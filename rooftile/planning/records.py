@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 # the format of a layer that stays as it is: its own dtype
 KEPT_NAMES = ("fp64", "fp32", "bf16", "fp16")
@@ -166,3 +167,35 @@ class Total:
     base_loss: float | None
     max_loss: float | None
     single_us: dict[str, float]
+
+
+class Whole(Protocol):
+    """A plan, as far as what shows it needs to know."""
+
+    @property
+    def model(self) -> str:
+        """The class of the model, or the folder of its checkpoint."""
+
+    @property
+    def device(self) -> str:
+        """The name of the device."""
+
+    @property
+    def ceilings(self) -> dict[str, Any]:
+        """Its measured ceilings."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The linear layers."""
+
+    @property
+    def others(self) -> tuple[Other, ...]:
+        """All other operators."""
+
+    @property
+    def total(self) -> Total:
+        """The whole step."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the reader should know."""

@@ -118,7 +118,7 @@ def _device_of(model: nn.Module, inputs: Sequence[Any]) -> torch.device:
     tensors = [*model.parameters(), *model.buffers(), *(x for x in tree_leaves(inputs) if isinstance(x, Tensor))]
     found = list(dict.fromkeys(x.device for x in tensors))
     if len(found) > 1:
-        raise InvalidInput(f"the model and its inputs are on {' and '.join(map(str, found))}; move them to one")
+        raise InvalidInput(f"the model and its inputs are on {' and '.join(map(str, found))}; must be on one device: move them")
     return found[0] if found else torch.device("cpu")
 
 

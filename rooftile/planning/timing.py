@@ -80,7 +80,8 @@ class Times:
 
     def of(self, item: Item, word: str, rows: Sequence[int]) -> list[float]:
         """Returns the time of one call for each number of rows, in µs."""
-        keys = [(item.products, gets_codes(item, word), tuple(b is None for b in item.biases), item.dtype, word, one) for one in rows]
+        shape = (item.products, gets_codes(item, word), tuple(b is None for b in item.biases), item.dtype, word)
+        keys = [(*shape, one) for one in rows]
         if any(key not in self._known for key in keys):
             compute = products_of(item, word)
             for key, one in zip(keys, rows, strict=True):
@@ -93,9 +94,8 @@ class Times:
         return self._stopwatch.us(run, passes)
 
     def _timed(self, item: Item, word: str, rows: int, compute: Callable[[Any], Any]) -> float:
-        x: Tensor | QuantisedRows = torch.randn(rows, item.products[0][1], device=self._device).to(item.dtype)
-        if gets_codes(item, word):
-            x = quantise_rows(x, parsed(word)[0])
+        plain = torch.randn(rows, item.products[0][1], device=self._device).to(item.dtype)
+        x: Tensor | QuantisedRows = quantise_rows(plain, parsed(word)[0]) if gets_codes(item, word) else plain
         passes = passes_for(item, word, rows, on_gpu=self._device.type == "cuda")
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             return self._stopwatch.us(lambda: compute(x), passes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rooftile.diagnosis.output.units import duration
 from rooftile.drawing import page
@@ -20,11 +20,8 @@ from rooftile.planning.output.table import (
     sentences,
 )
 
-if TYPE_CHECKING:
-    from rooftile.planning.plan import Plan
 
-
-def render(plan: Plan, values: Mapping[str, Any]) -> str:
+def render(plan: Whole, values: Mapping[str, Any]) -> str:
     """Renders the page of a plan.
 
     values: the whole of it, as in its JSON.
@@ -40,7 +37,7 @@ def render(plan: Plan, values: Mapping[str, Any]) -> str:
     )  # fmt: skip
 
 
-def _roofline(plan: Plan) -> Chart | None:
+def _roofline(plan: Whole) -> Chart | None:
     """The rate of each layer over its intensity, as it is, below the roof of its dtype; None where none was counted."""
     timed = [layer for layer in plan.layers if layer.options[0].us and layer.flops]
     spots = [(layer.intensity, layer.flops / layer.options[0].us * 1e6, layer) for layer in timed]

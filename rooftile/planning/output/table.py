@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from rooftile.diagnosis.output.units import count, digits, duration
 from rooftile.planning.costs import verdict_of
-from rooftile.planning.records import KEPT_NAMES, Layer, Option, Other
-
-if TYPE_CHECKING:
-    from rooftile.planning.plan import Plan
+from rooftile.planning.records import KEPT_NAMES, Layer, Option, Other, Whole
 
 WIDTH = 130
 HEAD = ("module", "operator", "M, N, K", "FLOPs", "bytes", "F/B", "ridge", "bound", "chosen", "fuse with")
 OTHER_HEAD = ("module", "operator", "calls", "FLOPs", "bytes", "F/B", "ridge", "bound", "predicted", "fuse with")
 # operators that are shown, those with most time first
 MOST_OTHERS = 20
+# names of operators that can be fused with one
+MOST_NAMES = 4
 
 
-def text(plan: Plan) -> str:
+def text(plan: Whole) -> str:
     """Returns the whole text."""
     lines = [f"plan for {plan.model} on {plan.device}"]
     groups = groups_of(plan.layers)
@@ -53,7 +51,7 @@ def groups_of(layers: Sequence[Layer]) -> list[list[Layer]]:
 def layer_cells(alike: Sequence[Layer]) -> tuple[str, ...]:
     """Returns the cells of layers that share a row, by `HEAD`; counts are of one."""
     layer = alike[0]
-    name = layer.name if len(alike) == 1 else f"{_pattern(layer.name)} ({len(alike)} times)"
+    name = layer.name or "(the model)" if len(alike) == 1 else f"{_pattern(layer.name)} ({len(alike)} times)"
     rows = "/".join(f"{load.rows:,}" + f" x{load.calls:g}" * (load.calls > 1) for load in layer.loads)
     N = "+".join(f"{part.N:,}" for part in layer.parts)
     bounds = "/".join(_bound(*one) for one in zip(layer.bounds, layer.doubled, strict=True))
@@ -69,7 +67,7 @@ def other_cells(other: Other) -> tuple[str, ...]:
     return (
         other.module, other.operator, f"{other.calls:g}", count(other.flops), count(other.nbytes, "B"),
         "-" if other.intensity is None else digits(other.intensity), digits(other.ridge), other.bound or "not counted",
-        duration(other.predicted_us), f"{other.fuse_with}{saved}",
+        duration(other.predicted_us), f"{_some(other.fuse_with)}{saved}",
     )  # fmt: skip
 
 
@@ -108,7 +106,7 @@ def _why_it_changes(layer: Layer, chosen: Option, kept: Option) -> str:
     return f"{chosen.format} takes {time:.2f} of the time: {bound} bounds the layer, and its weight has {size:.2f} of the bytes."
 
 
-def sentences(plan: Plan) -> Iterator[str]:
+def sentences(plan: Whole) -> Iterator[str]:
     """Yields what the whole comes to."""
     total = plan.total
     measured = ""
@@ -135,6 +133,12 @@ def aligned(rows: Sequence[Sequence[str]], below: Sequence[str] | None) -> list[
         elif below is not None:
             lines += textwrap.wrap(below[n - 1], WIDTH, initial_indent="    ", subsequent_indent="    ")
     return lines
+
+
+def _some(names: str) -> str:
+    """The first few of some names."""
+    listed = names.split(", ")
+    return names if len(listed) <= MOST_NAMES else f"{', '.join(listed[:MOST_NAMES])} and {len(listed) - MOST_NAMES} more"
 
 
 def _pattern(name: str) -> str:

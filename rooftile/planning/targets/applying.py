@@ -16,6 +16,7 @@ from rooftile.planning.records import Layer
 from rooftile.planning.targets.decoders import parts_of
 from rooftile.planning.targets.modules import is_linear, unwrapped, weight_of
 from rooftile.qat import QuantisedLinear
+from rooftile.qat.quantised_linear import put_in_place
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -32,15 +33,11 @@ def apply(layers: Sequence[Layer], words: Mapping[str, str], model: Model) -> Mo
     for name, word in words.items():
         layer = inside.get_submodule(name)
         made[id(layer)] = QuantisedLinear(weight_in(weight_of(layer), word, name), layer.bias)  # type: ignore[arg-type]
-    # a layer may have several names
-    for parent in list(inside.modules()):
-        for name, child in parent.named_children():
-            if id(child) in made:
-                setattr(parent, name, made[id(child)])
+    put_in_place(inside, made)
     return model
 
 
-def check_trainable(layers: Sequence[Layer], model: nn.Module) -> None:
+def check_trainable(layers: Sequence[Layer], words: Mapping[str, str], model: nn.Module) -> None:
     """Checks that a plan is for a model that `rooftile.qat.prepare` can train.
 
     Raises:
@@ -49,6 +46,10 @@ def check_trainable(layers: Sequence[Layer], model: nn.Module) -> None:
     _check(layers, model)
     if isinstance(model, Decoder):
         raise InvalidInput("model is a Decoder, which has no gradients; plan and prepare a module, such as a TrainableDecoder")
+    for name in words:
+        kind = type(unwrapped(model).get_submodule(name))
+        if kind is not nn.Linear:
+            raise InvalidInput(f"{name} is {kind.__name__}, which rooftile.qat does not train; plan with skip=[{name!r}]")
 
 
 def _check(layers: Sequence[Layer], model: nn.Module) -> None:

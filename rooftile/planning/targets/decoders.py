@@ -76,8 +76,9 @@ class DecoderTarget:
             folder = first.rpartition(".")[0]
             self._places[first + "".join(f", {part.removeprefix(f'{folder}.')}" for part in rest)] = projection, parts
         samples = self._samples()
-        self.items = [self._item(name, *place, samples[name]) for name, place in self._places.items()]
-        self.items.append(self._head(samples[HEAD]))
+        head = samples.pop(HEAD)
+        # in the order of their calls
+        self.items = [*(self._item(name, *self._places[name], x) for name, x in samples.items()), self._head(head)]
 
     def step(self) -> list[tuple[float, Callable[[], Any]]]:
         """Returns what runs a step of each phase, with its share."""

@@ -128,6 +128,8 @@ class ModuleTarget:
         )
 
     def _why_fixed(self, name: str, layer: nn.Module, skip: Sequence[str]) -> str:
+        if not name:
+            return "the model itself is the layer, which has no place for another"
         for pattern in skip:
             if matches(pattern, name) or name.endswith(f".{pattern}"):
                 return f"skip has {pattern!r}"
