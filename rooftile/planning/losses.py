@@ -1,4 +1,4 @@
-"""What a model loses by a layer in a format: on data, or without data by the error of the layer's output."""
+"""Measures what a model loses by a layer in a format: on data, or without data by the error of the layer's output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTHING = 1e-6
 
 
 class Judge(Protocol):
-    """What a loss is."""
+    """Measures losses in one way."""
 
     @property
     def kind(self) -> str:

@@ -170,7 +170,7 @@ class Total:
 
 
 class Whole(Protocol):
-    """A plan, as far as what shows it needs to know."""
+    """A plan, as far as the table and the page need it."""
 
     @property
     def model(self) -> str:
@@ -198,4 +198,4 @@ class Whole(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the reader should know."""
+        """Remarks for the reader."""

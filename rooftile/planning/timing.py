@@ -24,7 +24,7 @@ ROUNDS = 3
 
 
 class Stopwatch(Protocol):
-    """What times a call."""
+    """Times calls."""
 
     def us(self, work: Callable[[], Any], passes: Sequence[Pass]) -> float:
         """Returns the time of a call in µs. passes: its kernels, for a clock that only pretends."""

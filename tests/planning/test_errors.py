@@ -1,4 +1,4 @@
-"""What a plan refuses, in one sentence each, and the command."""
+"""A plan refuses bad input in one sentence; and the command."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_format_that_does_not_fit_says_why_and_leaves_the_others() -> None:
 
 
 def test_a_format_that_nothing_multiplies_here_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As FP8 on a GPU without it."""
+    """FP8 on a GPU without it is such a format."""
 
     def refuse(x: Any, weight: Any, bias: Any) -> Any:
         if weight.format == "fp8":

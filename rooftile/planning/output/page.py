@@ -19,6 +19,7 @@ from rooftile.planning.output.table import (
     other_cells,
     sentences,
 )
+from rooftile.planning.records import Whole
 
 
 def render(plan: Whole, values: Mapping[str, Any]) -> str:

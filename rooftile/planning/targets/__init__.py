@@ -1,1 +1,1 @@
-"""What a plan is made for: a module with its inputs, or a decoder; and what puts a plan into them."""
+"""The models that plans are made for: a module with its inputs, or a decoder. `applying` puts a plan into them."""

@@ -205,7 +205,7 @@ class DecoderTarget:
 
     def _head(self, sample: Tensor) -> Item:
         N, K = self._decoder.head.shape
-        # of a prompt the last token's logits are needed
+        # a prompt needs the logits of its last token alone
         rows = {p.name: p.rows if p.name == "decode" else len(self._lengths(p.rows)) for p in self._phases}
         return Item(
             name=HEAD, parts=(Part(name=HEAD, N=N, K=K),), loads=self._loads(rows), dtype=self._dtype,

@@ -1,4 +1,4 @@
-"""What models return, and losses of it."""
+"""Reads the outputs of models, and computes losses of them."""
 
 from __future__ import annotations
 

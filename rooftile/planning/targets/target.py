@@ -1,4 +1,4 @@
-"""What a plan is made for: a module with its inputs, or a decoder. The parts of a plan ask it the same questions."""
+"""`Target`: the questions that the parts of a plan ask a model, be it a module with its inputs or a decoder."""
 
 from __future__ import annotations
 
