@@ -77,6 +77,7 @@ class Builder:
                 options.append(option)
             else:
                 reasons[word] = option
+        doubled = self._doubled(item)
         if KEPT in words or not options:
             options.insert(0, self._in(item, KEPT, 0.0))
         name = NAMES[item.dtype]
@@ -86,7 +87,7 @@ class Builder:
             flops=sum(load.calls * one.flops for load, passes in kept for one in passes),
             nbytes=sum(load.calls * one.bytes for load, passes in kept for one in passes),
             ridge=self._machine.ridge(name), bounds=tuple(self._machine.bound(passes) for _, passes in kept),
-            doubled=self._doubled(item), options=tuple(options), why_not=reasons, chosen=options[0].format,
+            doubled=doubled, options=tuple(options), why_not=reasons, chosen=options[0].format,
             fuse_with="one product of its parts" if len(item.parts) > len(item.products) or len(item.products) > 1 else "",
         )  # fmt: skip
 
@@ -113,8 +114,8 @@ class Builder:
         if self._times is None:
             return (None,) * len(item.loads)
         rows = [load.rows for load in item.loads]
-        once, twice = self._times.of(item, KEPT, rows), self._times.of(item, KEPT, [2 * one for one in rows])
-        return tuple(b / a for a, b in zip(once, twice, strict=True))
+        times = self._times.of(item, KEPT, [*rows, *(2 * one for one in rows)])
+        return tuple(twice / once for once, twice in zip(times[: len(rows)], times[len(rows) :], strict=True))
 
     def _total(
         self, layers: Sequence[Layer], others: Sequence[Other], words: Sequence[str], max_loss: float | None

@@ -103,6 +103,31 @@ def passes_of(
     return [*found, Pass(0, weight + wide, "fp32"), Pass(flops, x + y + wide, "fp32")]
 
 
+def training_passes_of(
+    M: int, N: int, K: int, word: str, dtype: str, itemsize: int, *, on_gpu: bool, needs_dx: bool, has_bias: bool
+) -> list[Pass]:  # fmt: skip
+    """Returns the kernels of a layer's forward and backward, prepared for a format by `rooftile.qat.prepare`.
+
+    Weights are quantised in each step. dW, and dX where it is needed, are products of dequantised numbers. dtype, itemsize: as in
+    `passes_of`, and of the parameter.
+    """
+    flops, x, y, w = 2 * M * N * K, M * K * itemsize, M * N * itemsize, N * K * itemsize
+    # each of the three products has x, y and the weight, or their gradients, as its inputs and its result
+    product = Pass(flops, x + y + w, dtype)
+    backward = [product] * (1 + needs_dx) + [Pass(0, y, dtype)] * has_bias
+    if word in (KEPT, SPARSE):
+        return [*passes_of(M, N, K, word, dtype, itemsize, on_gpu=on_gpu), *backward]
+    codes = weight_bytes(N, K, word, itemsize)
+    quantised, dequantised = Pass(0, w + codes, dtype), Pass(0, codes + w, dtype)
+    activations = weight_format(parsed(word)[0]).activations
+    if on_gpu and activations is None:
+        forward = [dequantised, product]
+    else:
+        forward = passes_of(M, N, K, word, dtype, itemsize, on_gpu=on_gpu)
+    rows = [Pass(0, 2 * x + 2 * M * K, dtype)] if activations is not None else []
+    return [quantised, *forward, *([dequantised] * needs_dx), *rows, *backward]
+
+
 def verdict_of(ratio: float) -> str:
     """Returns what a layer is bound by whose time with twice the rows is `ratio` of its time: "both" between the two."""
     return "memory" if ratio < FLAT else "compute" if ratio > STEEP else "both"

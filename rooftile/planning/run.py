@@ -34,7 +34,8 @@ PHASES = ("decode", "prompt")
 def plan(
     model: nn.Module | str | Path, *inputs: Any, rows: Mapping[str, int] | None = None,
     formats: Sequence[str] | None = None, data: Any = None, max_loss: float | None = None, measure: bool = True,
-    shares: Mapping[str, float] | None = None, context: int = 1024, skip: Sequence[str] = ("lm_head",), device: str = "auto",
+    backward: bool = False, shares: Mapping[str, float] | None = None, context: int = 1024,
+    skip: Sequence[str] = ("lm_head",), device: str = "auto",
 ) -> Plan:  # fmt: skip
     """Chooses a format for each linear layer of a model: the least time on this machine for a loss that you allow.
 
@@ -56,6 +57,8 @@ def plan(
             stands for its loss.
         max_loss: the largest sum of losses. 0 keeps formats that cost nothing measurable; None chooses by time alone.
         measure: whether layers and the whole are timed; else times are those of the ceilings.
+        backward: of a module: whether a step trains: it also has the backward of the sum of the outputs, and layers in a format
+            are those of `rooftile.qat.prepare`.
         shares: of steps, by the words of `rows`; by default alike.
         context: tokens of each sequence of a checkpoint.
         skip: patterns of a module's layers that stay as they are.
@@ -85,10 +88,12 @@ def plan(
                 raise InvalidInput(f"{name} is {value} and the model a module; leave it out: rows come from the inputs")
         on = _device_of(model, inputs)
         with unchanged(state_of(model, inputs)):
-            target = ModuleTarget(model, inputs, (skip,) if isinstance(skip, str) else skip)
+            target = ModuleTarget(model, inputs, (skip,) if isinstance(skip, str) else skip, backward=backward)
             return _planned(target, on, words, data, allowed, measure)
     if inputs:
         raise InvalidInput(f"{len(inputs)} inputs are given for a checkpoint; write rows={{'decode': 256}} in place of them")
+    if backward:
+        raise InvalidInput("backward is True and the model a checkpoint, which only serves; plan a module to train")
     phases, context = _phases(rows, shares), _count("context", context)
     decoder, name = _decoder(model, device)
     with unchanged([]):

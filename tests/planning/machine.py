@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from rooftile.hardware.ceilings import Ceilings
-from rooftile.planning.costs import Machine, Pass
+from rooftile.planning.costs import Machine
+from rooftile.planning.timing import Timed
 
 # 10 GB/s, 0.1 TFLOP/s in fp32 and twice that in bf16, 5 µs for a launch
 CEILINGS = Ceilings(
@@ -25,7 +25,8 @@ class Pretended:
         self.factor, self.calls = factor, 0
         self._machine = Machine(CPU, CEILINGS)
 
-    def us(self, work: Callable[[], Any], passes: Sequence[Pass]) -> float:
-        work()
-        self.calls += 1
-        return self.factor * self._machine.us(passes)
+    def us(self, works: Sequence[Timed]) -> list[float]:
+        for work in works:
+            work.run()
+        self.calls += len(works)
+        return [self.factor * self._machine.us(work.passes) for work in works]

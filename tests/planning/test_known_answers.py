@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from rooftile.matmul import quantise_weight
 from rooftile.planning import Plan
 from rooftile.planning.costs import Machine, Pass, passes_of, verdict_of
 from rooftile.planning.formats import KEPT, SPARSE, weight_bytes
+from rooftile.planning.timing import Timed
 from rooftile.qat import QuantisedLinear
 from tests.planning.machine import CEILINGS, CPU, Pretended
 from tests.planning.models import inputs, llama, mlp, tokens
@@ -117,8 +119,9 @@ def test_without_data_a_loss_is_the_error_of_the_output() -> None:
 class Fast(Pretended):
     """Products in formats take a tenth of their time, as on a machine with units for them."""
 
-    def us(self, work, passes):  # type: ignore[no-untyped-def]
-        return super().us(work, passes) * (0.1 if any(one.flops == 0 for one in passes) else 1.0)
+    def us(self, works: Sequence[Timed]) -> list[float]:
+        factors = [0.1 if any(one.flops == 0 for one in work.passes) else 1.0 for work in works]
+        return [us * factor for us, factor in zip(super().us(works), factors, strict=True)]
 
 
 def test_measured_times_win_over_predicted_ones(monkeypatch: pytest.MonkeyPatch) -> None:

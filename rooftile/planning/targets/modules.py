@@ -10,17 +10,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rooftile.diagnosis.run import run_backward
 from rooftile.errors import InvalidInput
-from rooftile.matmul.formats import matches
+from rooftile.matmul.formats import matches, parsed
 from rooftile.ops.linear import linear
 from rooftile.planning.costs import Machine
 from rooftile.planning.formats import weight_in
 from rooftile.planning.records import Load, Other, Part
 from rooftile.planning.targets.others import others_of
 from rooftile.planning.targets.outputs import batches_of, first_tensor, loss_over
-from rooftile.planning.targets.recording import Recording
+from rooftile.planning.targets.recording import Recording, computed_in
 from rooftile.planning.targets.target import Item
 from rooftile.qat.layers import Prepared
+from rooftile.qat.product import Rounding
+from rooftile.qat.product import linear as rounded_linear
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -47,13 +50,14 @@ class ModuleTarget:
         model: any module.
         inputs: of its forward.
         skip: patterns of names of layers that stay as they are.
+        backward: whether a step has a backward, too.
 
     Raises:
         InvalidInput: the model has no linear layer, its inputs reach none, or it is on several devices.
     """
 
-    def __init__(self, model: nn.Module, inputs: Sequence[Any], skip: Sequence[str]) -> None:
-        self._model, self._inputs = unwrapped(model), inputs
+    def __init__(self, model: nn.Module, inputs: Sequence[Any], skip: Sequence[str], *, backward: bool) -> None:
+        self._model, self._inputs, self._backward = unwrapped(model), inputs, backward
         self.name = type(self._model).__name__
         layers = {name: layer for name, layer in self._model.named_modules() if is_linear(layer)}
         prepared = next((name for name, layer in self._model.named_modules() if isinstance(layer, Prepared)), None)
@@ -69,10 +73,12 @@ class ModuleTarget:
             raise InvalidInput(f"the inputs reach none of the {len(layers)} linear layers of {self.name}; give inputs that do")
         self.items = [self._item(group, layers, skip) for group in self._recording.groups()]
 
-    def run(self) -> Any:
-        """Runs the model on its inputs, without gradients."""
-        with torch.no_grad():
-            return self._model(*self._inputs)
+    def run(self) -> None:
+        """Runs a step: the model on its inputs, and the backward of the sum of its outputs if there is one."""
+        with torch.set_grad_enabled(self._backward):
+            result = self._model(*self._inputs)
+            if self._backward:
+                run_backward(result)
 
     def step(self) -> list[tuple[float, Callable[[], Any]]]:
         """Returns what runs the model, whose share of the steps is 1."""
@@ -80,7 +86,8 @@ class ModuleTarget:
 
     def output(self) -> Tensor:
         """Returns the first tensor that the model returns."""
-        return first_tensor(self.run())
+        with torch.no_grad():
+            return first_tensor(self._model(*self._inputs))
 
     def others(self, machine: Machine) -> list[Other]:
         """Returns the operators outside of linear layers."""
@@ -98,7 +105,9 @@ class ModuleTarget:
         """Within the block the item's layers multiply in a format."""
         with ExitStack() as stack:
             for part in item.parts:
-                stack.enter_context(_computing(self._model.get_submodule(part.name), part.name, word))
+                layer = self._model.get_submodule(part.name)
+                compute = _trained(layer, word) if self._backward else _served(layer, part.name, word)
+                stack.enter_context(_computing(layer, compute))
             yield
 
     def _evaluated(self, loss: Callable[[], Any]) -> float:
@@ -123,7 +132,7 @@ class ModuleTarget:
             dtype=first.dtype,
             weights=lambda: [weight_of(layer) for layer in members],
             biases=[cast("Tensor | None", layer.bias) for layer in members],
-            sample=first.sample,
+            sample=first.sample, trains=self._backward, needs_dx=first.needs_dx,
             fixed=next((why for one in names if (why := self._why_fixed(one, layers[one], skip))), ""),
         )
 
@@ -144,12 +153,30 @@ def _part(name: str, layer: nn.Module) -> Part:
     return Part(name=name, N=N, K=K)
 
 
-@contextmanager
-def _computing(layer: nn.Module, name: str, word: str) -> Iterator[None]:
-    """Within the block a layer multiplies in a format. Its parameters and its class stay."""
+def _served(layer: nn.Module, name: str, word: str) -> Callable[[Tensor], Tensor]:
+    """The layer in a format, as it is served."""
     weight, bias = weight_in(weight_of(layer), word, name), cast("Tensor | None", layer.bias)
+    return lambda x: linear(x, weight, bias)
+
+
+def _trained(layer: nn.Module, word: str) -> Callable[[Tensor], Tensor]:
+    """The layer as `rooftile.qat.prepare` makes it, with gradients for its parameters."""
+    rounding = Rounding(*parsed(word), "straight")
+
+    def compute(x: Tensor) -> Tensor:
+        weight, bias = cast("Tensor", layer.weight), cast("Tensor | None", layer.bias)
+        x = x.to(computed_in(x))
+        with torch.autocast(x.device.type, enabled=False):
+            return rounded_linear(x, weight if isinstance(layer, nn.Linear) else weight.T, bias, rounding)
+
+    return compute
+
+
+@contextmanager
+def _computing(layer: nn.Module, compute: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within the block a layer computes something else. Its parameters and its class stay."""
     before = vars(layer).get("forward")
-    layer.forward = lambda x: linear(x, weight, bias)  # type: ignore[method-assign]
+    layer.forward = compute  # type: ignore[method-assign]
     try:
         yield
     finally:

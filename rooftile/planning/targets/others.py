@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence, Set
 
 from rooftile.diagnosis.machine import roofs_of
+from rooftile.diagnosis.output.table import PHASES
 from rooftile.diagnosis.records import Call, Operation
 from rooftile.diagnosis.remedies.fusion.chains import Chain, find_chains
 from rooftile.diagnosis.verdicts.roofs import model
@@ -40,7 +41,7 @@ def _other(operation: Operation, machine: Machine, fuse_with: str, saved_bytes: 
         bound = "memory" if (found.memory_us or 0.0) >= (found.compute_us or 0.0) else "compute"
     saved_us = saved_bytes / roofs.bytes_per_s * 1e6 if bound == "memory" else 0.0
     return Other(
-        module=operation.module, operator=_short(operation), calls=float(calls),
+        module=operation.module, operator=PHASES.get(operation.phase, "") + _short(operation), calls=float(calls),
         flops=None if operation.flops is None else float(operation.flops * calls),
         nbytes=None if operation.bytes is None else float(operation.bytes * calls),
         ridge=roofs.flops_per_s / roofs.bytes_per_s, bound=_BOUNDS.get(bound, bound),

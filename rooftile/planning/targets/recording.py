@@ -72,7 +72,8 @@ class Recording:
             # the tensor itself is compared: another one may get its address when it is gone
             same = [call.number for call in self.calls.values() if call.first() is x]
             number = same[-1] if same else len(self.calls)
-            self.calls[name] = Calls(number, ref(x), x.detach().reshape(-1, x.shape[-1])[:SAMPLE].clone(), _computed_in(x))
+            sample = x.detach().reshape(-1, x.shape[-1])[:SAMPLE].clone()
+            self.calls[name] = Calls(number, ref(x), sample, computed_in(x), x.requires_grad)
         call, rows = self.calls[name], x.numel() // x.shape[-1]
         call.rows[rows] = call.rows.get(rows, 0) + 1
 
@@ -85,10 +86,13 @@ class Calls:
         first: that input.
         sample: some rows of it.
         dtype: of the computation.
+        needs_dx: whether the input has a gradient.
     """
 
-    def __init__(self, number: int, first: Callable[[], Tensor | None], sample: Tensor, dtype: torch.dtype) -> None:
-        self.number, self.sample, self.dtype = number, sample.to(dtype), dtype
+    def __init__(
+        self, number: int, first: Callable[[], Tensor | None], sample: Tensor, dtype: torch.dtype, needs_dx: bool
+    ) -> None:  # fmt: skip
+        self.number, self.sample, self.dtype, self.needs_dx = number, sample.to(dtype), dtype, needs_dx
         self.first = first
         self.rows: dict[int, int] = {}
 
@@ -100,16 +104,20 @@ class _Operators(Watch):
         super().__init__()
         self._is_inside = is_inside
         self.in_layers: set[int] = set()
+        self._modules_of_layers: set[str] = set()
 
     def _note(self, *call: Any) -> None:
         number = len(self.calls)
         super()._note(*call)
         if self._is_inside():
+            self._modules_of_layers.add(self.module)
+        # the backward of a layer calls no module
+        if self._is_inside() or (self.phase == "backward" and self.module in self._modules_of_layers):
             self.in_layers.add(number)
 
 
-def _computed_in(x: Tensor) -> torch.dtype:
-    """The dtype in which a linear layer computes x now."""
+def computed_in(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which a linear layer computes x now."""
     kind = x.device.type
     is_cast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if is_cast else x.dtype

@@ -29,6 +29,8 @@ class Item:
         biases: (N,) or None, of each product.
         sample: some rows of the input.
         takes_codes: whether the kernel before it writes FP8 or INT8 where it multiplies them, as norms and gates of a decoder do.
+        trains: whether a step has its backward, too.
+        needs_dx: whether that needs the gradient of its input.
         fixed: why it keeps its dtype whatever the formats; "" if it does not.
     """
 
@@ -41,6 +43,8 @@ class Item:
     sample: Tensor
     fixed: str = ""
     takes_codes: bool = False
+    trains: bool = False
+    needs_dx: bool = False
     products: tuple[tuple[int, int], ...] = field(default=())
 
     def __post_init__(self) -> None:
