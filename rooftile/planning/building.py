@@ -14,7 +14,7 @@ from rooftile.planning.losses import Judge, all_rounded
 from rooftile.planning.plan import Plan
 from rooftile.planning.records import Layer, Option, Other, Total
 from rooftile.planning.targets.target import Item, Target
-from rooftile.planning.timing import Times, passes_for
+from rooftile.planning.timing import Times, passes_for, with_doubled
 
 # reasons of formats that do not fit are many where shapes are
 MOST_NOTES = 8
@@ -114,7 +114,7 @@ class Builder:
         if self._times is None:
             return (None,) * len(item.loads)
         rows = [load.rows for load in item.loads]
-        times = self._times.of(item, KEPT, [*rows, *(2 * one for one in rows)])
+        times = self._times.of(item, KEPT, with_doubled(rows))
         return tuple(twice / once for once, twice in zip(times[: len(rows)], times[len(rows) :], strict=True))
 
     def _total(

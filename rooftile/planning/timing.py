@@ -75,6 +75,11 @@ def passes_for(item: Item, word: str, rows: int, *, on_gpu: bool) -> list[Pass]:
     ]
 
 
+def with_doubled(rows: Sequence[int]) -> list[int]:
+    """Returns numbers of rows, and then twice as many of each."""
+    return [*rows, *(2 * one for one in rows)]
+
+
 def gets_codes(item: Item, word: str) -> bool:
     """Whether the kernel before an item writes the codes that it multiplies in a format."""
     return item.takes_codes and word not in (KEPT, SPARSE) and parsed(word)[0] in ("fp8", "int8")

@@ -209,3 +209,18 @@ def test_rows_and_calls_of_a_step_are_counted() -> None:
     assert {(load.rows, load.calls) for load in layer.loads} == {(8, 2.0), (3, 1.0)}
     assert layer.flops == 2 * 128 * 128 * (8 + 8 + 3)
     assert layer.choice.nbytes == 4 * 128 * 128, "its weight is there once"
+
+
+def test_ceilings_that_a_layer_passes_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in a process: they were measured while something else ran."""
+    again = replace(CEILINGS, matmul_tflops=CEILINGS.matmul_tflops | {"fp32": 0.2})
+    measured = []
+    monkeypatch.setattr(ceilings, "measure_again", lambda device: measured.append(device) or again)
+    monkeypatch.setattr("rooftile.planning.run.stopwatch_for", lambda device: Pretended(0.5))
+    monkeypatch.setattr("rooftile.planning.run._measured_again", set())
+    assert rt.plan(mlp(), inputs(), formats=["bf16"]).ceilings["matmul_tflops"]["fp32"] == 0.1, "short calls say little"
+    plan = rt.plan(mlp(), inputs(8192), formats=["bf16"])
+    assert plan.ceilings["matmul_tflops"]["fp32"] == 0.2
+    assert plan.layers[0].choice.predicted_us == pytest.approx(2684.35456 + 5)
+    rt.plan(mlp(), inputs(8192), formats=["bf16"])
+    assert len(measured) == 1
