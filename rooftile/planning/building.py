@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.planning.choice import choose
 from rooftile.planning.costs import Machine
@@ -14,10 +16,18 @@ from rooftile.planning.losses import Judge, all_rounded
 from rooftile.planning.plan import Plan
 from rooftile.planning.records import Layer, Option, Other, Total
 from rooftile.planning.targets.target import Item, Target
-from rooftile.planning.timing import Times, passes_for, with_doubled
+from rooftile.planning.timing import Times, machine_for, passes_for, with_doubled
 
 # reasons of formats that do not fit are many where shapes are
 MOST_NOTES = 8
+
+
+class Seen(NamedTuple):
+    """An item, its losses in the formats that it can have, and the reasons of the others."""
+
+    item: Item
+    losses: dict[str, float]
+    why_not: dict[str, str]
 
 
 class Run(NamedTuple):
@@ -32,13 +42,16 @@ class Builder:
     """Makes a plan of a target.
 
     Args:
+        device: of the model.
         times: measured ones; None without measuring.
         judge: what a loss is.
     """
 
-    def __init__(self, target: Target, machine: Machine, times: Times | None, judge: Judge) -> None:
-        self._target, self._machine, self._times, self._judge = target, machine, times, judge
-        self._on_gpu = machine.device.type == "cuda"
+    _machine: Machine
+
+    def __init__(self, target: Target, device: torch.device, times: Times | None, judge: Judge) -> None:
+        self._target, self._device, self._times, self._judge = target, device, times, judge
+        self._on_gpu = device.type == "cuda"
 
     def plan(self, words: Sequence[str], max_loss: float | None, device: str) -> Plan:
         """Returns the plan.
@@ -46,7 +59,9 @@ class Builder:
         Raises:
             InvalidInput: every choice loses more than max_loss.
         """
-        layers = [self._layer(item, words) for item in self._target.items]
+        seen = [self._look_at(item, words) for item in self._target.items]
+        self._machine = machine_for(self._device, self._target.items, self._times)
+        layers = [self._layer(one, words) for one in seen]
         times, losses = ([[pick(option) for option in layer.options] for layer in layers] for pick in (_us, _loss))
         numbers = choose(times, losses, max_loss)
         if numbers is None:
@@ -65,19 +80,29 @@ class Builder:
             others=tuple(others), total=self._total(layers, others, changing, max_loss), notes=tuple(self._notes(layers)),
         )  # fmt: skip
 
-    def _layer(self, item: Item, words: Sequence[str]) -> Layer:
+    def _look_at(self, item: Item, words: Sequence[str]) -> Seen:
+        """Measures what an item loses in each format that it can have, and its times."""
+        losses: dict[str, float] = {}
         reasons: dict[str, str] = {}
-        options = []
         for word in words:
             if word == KEPT:
                 continue
             reason = item.fixed or next((why for _, K in item.products if (why := why_not(word, K))), "")
-            option = reason or self._option(item, word)
-            if isinstance(option, Option):
-                options.append(option)
-            else:
-                reasons[word] = option
-        doubled = self._doubled(item)
+            if not reason:
+                try:
+                    losses[word] = self._judge.alone(item, word)
+                except Unsupported as refusal:
+                    reason = str(refusal).splitlines()[0]
+            if reason:
+                reasons[word] = reason
+        if self._times is not None:
+            rows = [load.rows for load in item.loads]
+            self._times.take(item, {KEPT: with_doubled(rows)} | dict.fromkeys(losses, rows))
+        return Seen(item, losses, reasons)
+
+    def _layer(self, seen: Seen, words: Sequence[str]) -> Layer:
+        item = seen.item
+        options = [self._in(item, word, loss) for word, loss in seen.losses.items()]
         if KEPT in words or not options:
             options.insert(0, self._in(item, KEPT, 0.0))
         name = NAMES[item.dtype]
@@ -87,16 +112,9 @@ class Builder:
             flops=sum(load.calls * one.flops for load, passes in kept for one in passes),
             nbytes=sum(load.calls * one.bytes for load, passes in kept for one in passes),
             ridge=self._machine.ridge(name), bounds=tuple(self._machine.bound(passes) for _, passes in kept),
-            doubled=doubled, options=tuple(options), why_not=reasons, chosen=options[0].format,
-            fuse_with="one product of its parts" if len(item.parts) > len(item.products) or len(item.products) > 1 else "",
+            doubled=self._doubled(item), options=tuple(options), why_not=seen.why_not, chosen=options[0].format,
+            fuse_with="one product of its parts" if len(item.parts) > 1 else "",
         )  # fmt: skip
-
-    def _option(self, item: Item, word: str) -> Option | str:
-        """The item in a format, or the reason why nothing multiplies in it here."""
-        try:
-            return self._in(item, word, self._judge.alone(item, word))
-        except Unsupported as refusal:
-            return str(refusal).splitlines()[0]
 
     def _in(self, item: Item, word: str, loss: float) -> Option:
         predicted = sum(

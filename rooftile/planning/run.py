@@ -13,25 +13,19 @@ from torch.utils._pytree import tree_leaves
 
 from rooftile.diagnosis.unchanged import state_of, unchanged
 from rooftile.errors import InvalidInput
-from rooftile.hardware import ceilings
 from rooftile.hardware.device import describe, device_of
 from rooftile.models import Decoder
 from rooftile.planning.building import Builder
-from rooftile.planning.costs import Machine
-from rooftile.planning.formats import KEPT, check_formats
+from rooftile.planning.formats import check_formats
 from rooftile.planning.losses import ByData, ByError
 from rooftile.planning.plan import Plan
 from rooftile.planning.targets.decoders import DecoderTarget, Phase
 from rooftile.planning.targets.modules import ModuleTarget
-from rooftile.planning.targets.target import Item, Target
-from rooftile.planning.timing import Times, passes_for, stopwatch_for, with_doubled
+from rooftile.planning.targets.target import Target
+from rooftile.planning.timing import Times, stopwatch_for
 from rooftile.words import answers_foreign_words
 
 PHASES = ("decode", "prompt")
-# a call that takes so long, and is so many times as fast as its roofs, shows that they were measured too low
-LONG_US, ABOVE = 1e3, 1.2
-# devices whose ceilings this process has measured a second time
-_measured_again: set[torch.device] = set()
 
 
 @answers_foreign_words
@@ -109,28 +103,8 @@ def _planned(
     target: Target, device: torch.device, words: tuple[str, ...], data: Any, max_loss: float | None, measure: bool
 ) -> Plan:  # fmt: skip
     times = Times(stopwatch_for(device), device) if measure else None
-    machine = _machine(target, device, times)
     judge = ByError(target) if data is None else ByData(target, data)
-    return Builder(target, machine, times, judge).plan(words, max_loss, describe(device).name)
-
-
-def _machine(target: Target, device: torch.device, times: Times | None) -> Machine:
-    """The machine with its ceilings; they are measured again, once, if a layer is clearly faster than they allow."""
-    machine = Machine(device, ceilings.measure(device))
-    if times is None or device in _measured_again or not any(_is_above(item, machine, times) for item in target.items):
-        return machine
-    _measured_again.add(device)
-    return Machine(device, ceilings.measure_again(device))
-
-
-def _is_above(item: Item, machine: Machine, times: Times) -> bool:
-    """Whether a call that takes a while is faster than the roofs, which were measured on a busy machine then."""
-    rows = [load.rows for load in item.loads]
-    on_gpu = machine.device.type == "cuda"
-    predicted = [machine.us(passes_for(item, KEPT, one, on_gpu=on_gpu)) for one in rows]
-    # twice the rows are timed in the same turns
-    measured = times.of(item, KEPT, with_doubled(rows))
-    return any(us > LONG_US and roof > ABOVE * us for us, roof in zip(measured, predicted, strict=False))
+    return Builder(target, device, times, judge).plan(words, max_loss, describe(device).name)
 
 
 def _decoder(model: object, device: str) -> tuple[Decoder, str]:

@@ -1,8 +1,8 @@
-"""Times layers alone, in each format, and with twice the rows."""
+"""Times layers alone, in each format, and with twice the rows, and knows whether the ceilings agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rooftile.hardware import ceilings
 from rooftile.hardware.clock import clock_for
 from rooftile.matmul.formats import parsed
 from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.ops.linear import linear
-from rooftile.planning.costs import Pass, passes_of, training_passes_of
+from rooftile.planning.costs import Machine, Pass, passes_of, training_passes_of
 from rooftile.planning.formats import KEPT, NAMES, SPARSE, weight_in
 from rooftile.planning.targets.target import Item
 from rooftile.qat.product import Rounding
@@ -23,6 +24,10 @@ from rooftile.qat.product import linear as rounded_linear
 # time of one round: many layers are timed in many formats
 BUDGET_MS = 8.0
 ROUNDS = 3
+# a call that takes so long, and is so many times as fast as its roofs, shows that they were measured too low
+LONG_US, ABOVE = 1e3, 1.2
+# devices whose ceilings this process has measured a second time
+_measured_again: set[torch.device] = set()
 
 
 class Timed(NamedTuple):
@@ -122,25 +127,53 @@ class Times:
         self._stopwatch, self._device = stopwatch, device
         self._known: dict[tuple[Any, ...], float] = {}
 
+    def take(self, item: Item, rows: Mapping[str, Sequence[int]]) -> None:
+        """Times an item in several formats, each with some numbers of rows, so that all of them take turns."""
+        works: dict[tuple[Any, ...], Timed] = {}
+        for word, counts in rows.items():
+            missing = [one for one in dict.fromkeys(counts) if self._key(item, word, one) not in self._known]
+            if missing:
+                compute = (training_of if item.trains else products_of)(item, word)
+                works |= {self._key(item, word, one): self._work(item, word, one, compute) for one in missing}
+        if works:
+            with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+                times = self._stopwatch.us(list(works.values()))
+            self._known |= dict(zip(works, times, strict=True))
+
     def of(self, item: Item, word: str, rows: Sequence[int]) -> list[float]:
         """Returns the time of one call for each number of rows, in µs."""
-        codes, biases = gets_codes(item, word), tuple(b is None for b in item.biases)
-        shape = (item.products, item.trains, item.needs_dx, codes, biases, item.dtype, word)
-        missing = [one for one in dict.fromkeys(rows) if (*shape, one) not in self._known]
-        if missing:
-            compute = (training_of if item.trains else products_of)(item, word)
-            works = [self._work(item, word, one, compute) for one in missing]
-            with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-                times = self._stopwatch.us(works)
-            self._known |= {(*shape, one): us for one, us in zip(missing, times, strict=True)}
-        return [self._known[*shape, one] for one in rows]
+        self.take(item, {word: rows})
+        return [self._known[self._key(item, word, one)] for one in rows]
 
     def of_step(self, run: Callable[[], Any], passes: Sequence[Pass]) -> float:
         """Returns the time of a whole step, in µs."""
         (found,) = self._stopwatch.us([Timed(run, passes)])
         return found
 
+    def _key(self, item: Item, word: str, rows: int) -> tuple[Any, ...]:
+        biases = tuple(b is None for b in item.biases)
+        return item.products, item.trains, item.needs_dx, gets_codes(item, word), biases, item.dtype, word, rows
+
     def _work(self, item: Item, word: str, rows: int, compute: Callable[[Any], Any]) -> Timed:
         plain = torch.randn(rows, item.products[0][1], device=self._device).to(item.dtype)
         x: Tensor | QuantisedRows = quantise_rows(plain, parsed(word)[0]) if gets_codes(item, word) else plain
         return Timed(lambda: compute(x), passes_for(item, word, rows, on_gpu=self._device.type == "cuda"))
+
+
+def machine_for(device: torch.device, items: Sequence[Item], times: Times | None) -> Machine:
+    """Returns a device with its ceilings; they are measured again, once, if a layer is clearly faster than they allow."""
+    machine = Machine(device, ceilings.measure(device))
+    if times is None or device in _measured_again or not any(_is_above(item, machine, times) for item in items):
+        return machine
+    _measured_again.add(device)
+    return Machine(device, ceilings.measure_again(device))
+
+
+def _is_above(item: Item, machine: Machine, times: Times) -> bool:
+    """Whether a call that takes a while is faster than the roofs, which were measured on a busy machine then."""
+    rows = [load.rows for load in item.loads]
+    on_gpu = machine.device.type == "cuda"
+    predicted = [machine.us(passes_for(item, KEPT, one, on_gpu=on_gpu)) for one in rows]
+    return any(
+        us > LONG_US and roof > ABOVE * us for us, roof in zip(times.of(item, KEPT, rows), predicted, strict=True)
+    )

@@ -217,7 +217,7 @@ def test_ceilings_that_a_layer_passes_are_measured_again(monkeypatch: pytest.Mon
     measured = []
     monkeypatch.setattr(ceilings, "measure_again", lambda device: measured.append(device) or again)
     monkeypatch.setattr("rooftile.planning.run.stopwatch_for", lambda device: Pretended(0.5))
-    monkeypatch.setattr("rooftile.planning.run._measured_again", set())
+    monkeypatch.setattr("rooftile.planning.timing._measured_again", set())
     assert rt.plan(mlp(), inputs(), formats=["bf16"]).ceilings["matmul_tflops"]["fp32"] == 0.1, "short calls say little"
     plan = rt.plan(mlp(), inputs(8192), formats=["bf16"])
     assert plan.ceilings["matmul_tflops"]["fp32"] == 0.2
