@@ -122,7 +122,7 @@ def run_backward(result: Any) -> None:
     """
     outputs = [x for x in _tensors(result) if x.requires_grad]
     if not outputs:
-        raise InvalidInput("backward=True, and no output requires a gradient; diagnose without it")
+        raise InvalidInput("backward=True, and no output requires a gradient; leave backward out")
     torch.autograd.backward([x.float().sum() if x.is_floating_point() else x for x in outputs])
 
 

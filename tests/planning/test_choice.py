@@ -71,6 +71,13 @@ def test_a_loss_that_only_rounding_up_forbids_is_allowed() -> None:
     assert choose([[1.0]] * 3, [[0.4]] * 3, 1.0) is None
 
 
+def test_losses_are_rounded_up() -> None:
+    """Down, two times 0.5004 would be 1,000 steps."""
+    found = choose([[2.0, 1.0]] * 2, [[0.0, 0.5004]] * 2, 1.0)
+    assert found is not None
+    assert sum(found) == 1
+
+
 def test_many_items_are_chosen_exactly() -> None:
     """129 items that save a microsecond for a step each, and half of the steps."""
     n = 129
