@@ -137,6 +137,14 @@ def test_losses_are_those_of_evaluation() -> None:
     assert plan.total.base_loss == pytest.approx(cross_entropy(logits.flatten(0, 1), IDS[:, 1:].flatten()).item(), abs=1e-6)
 
 
+def test_errors_of_the_whole_are_those_of_evaluation() -> None:
+    """Two runs with dropout differ by more than rounding."""
+    plan = rt.plan(Blocks().train(), IDS, formats=["bf16"], measure=False)
+    assert plan.total.measured_loss == 0
+    plan = rt.plan(Blocks().train(), IDS, formats=["int8"], measure=False)
+    assert 0 < plan.total.measured_loss < 0.05
+
+
 def test_under_autocast_layers_are_planned_in_its_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         plan = rt.plan(mlp(), inputs(), formats=["bf16", "int8"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftile.diagnosis.run import run_backward
+from rooftile.diagnosis.unchanged import unchanged
 from rooftile.errors import InvalidInput
 from rooftile.matmul.formats import matches, parsed
 from rooftile.ops.linear import linear
@@ -66,7 +67,8 @@ class ModuleTarget:
         if not layers:
             raise InvalidInput(f"{self.name} has no linear layer of the class nn.Linear itself, so there is nothing to plan")
         self._recording = Recording(layers)
-        with self._recording:
+        # losses come later, and are those of the buffers as they are now
+        with unchanged(self._model.buffers()), self._recording:
             self.run()
         calls = self._recording.calls
         if not calls:
@@ -85,9 +87,8 @@ class ModuleTarget:
         return [(1.0, self.run)]
 
     def output(self) -> Tensor:
-        """Returns the first tensor that the model returns."""
-        with torch.no_grad():
-            return first_tensor(self._model(*self._inputs))
+        """Returns the first tensor that the model returns, with all modules in evaluation mode."""
+        return self._evaluated(lambda: first_tensor(self._model(*self._inputs)))
 
     def others(self, machine: Machine) -> list[Other]:
         """Returns the operators outside of linear layers."""
@@ -96,7 +97,7 @@ class ModuleTarget:
     def loss(self, data: Any) -> Callable[[], float]:
         """Returns what computes the mean loss on data, with all modules in evaluation mode."""
         if callable(data):
-            return lambda: self._evaluated(lambda: data(self._model))
+            return lambda: float(self._evaluated(lambda: data(self._model)))
         batches = batches_of(data)
         return lambda: self._evaluated(lambda: loss_over(self._model, batches))
 
@@ -110,12 +111,12 @@ class ModuleTarget:
                 stack.enter_context(_computing(layer, compute))
             yield
 
-    def _evaluated(self, loss: Callable[[], Any]) -> float:
+    def _evaluated(self, compute: Callable[[], Any]) -> Any:
         flags = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
             with torch.no_grad():
-                return float(loss())
+                return compute()
         finally:
             for module, training in flags:
                 module.training = training
