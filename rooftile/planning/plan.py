@@ -46,7 +46,10 @@ class Plan:
 
     @property
     def weights(self) -> dict[str, str] | str:
-        """The format of each layer that changes, for `LLM(weights=...)`: {name: word}; "auto" if all stay as they are."""
+        """The format of each layer that changes: {name: word}; "auto" if all stay as they are.
+
+        `LLM(weights=...)` takes it from the plan of a checkpoint, a `Decoder` or a model of Transformers, whose names it knows.
+        """
         return self._words() or "auto"
 
     def apply(self, model: Model) -> Model:
