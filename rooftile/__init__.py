@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rooftile.integrations.fusion import fuse, unfuse
     from rooftile.matmul import QuantisedWeight, quantise_weight
     from rooftile.ops.linear import linear
+    from rooftile.planning.run import plan
     from rooftile.precision import Precision
     from rooftile.qat import quantise_model
     from rooftile.serve import LLM, SamplingParams
@@ -76,6 +77,7 @@ __all__ = [
     "merge",
     "nn",
     "optim",
+    "plan",
     "qat",
     "quantise_model",
     "quantise_qkv",
@@ -99,7 +101,10 @@ _HOMES = {
     "fuse": "rooftile.integrations.fusion", "unfuse": "rooftile.integrations.fusion",
 }  # fmt: skip
 # likewise, but never before they are asked for, since their imports are slow
-_SLOW = {"LLM": "rooftile.serve", "SamplingParams": "rooftile.serve", "diagnose": "rooftile.diagnosis.run"}
+_SLOW = {
+    "LLM": "rooftile.serve", "SamplingParams": "rooftile.serve", "diagnose": "rooftile.diagnosis.run",
+    "plan": "rooftile.planning.run",
+}  # fmt: skip
 _find = late_names("rooftile", _HOMES | _SLOW)
 
 

@@ -54,6 +54,8 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "rooftile.qat",
         ("prepare", "restore", "off", "status", "convert", "save", "QuantisedLinear", "Status"),
     ),
+    ("A format for each layer", "rooftile", ("plan",)),
+    ("What `plan` returns", "rooftile.planning", ("Plan",)),
     ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
     ("Lists of blocks", "rooftile", ("Blocks",)),
     ("FlexAttention's function", "rooftile.integrations.flex_attention", ("flex_attention",)),

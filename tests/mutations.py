@@ -406,6 +406,32 @@ MUTATIONS = {
         "optim/kernels.py", "scale *= tl.load(clip_ptr).to(tl.float32)", "scale *= 1.0",
         ("tests/interpreter/test_adamw.py",), interpreted=True,
     ),
+    "plan, losses in steps": Mutation(
+        "planning/choice.py", "math.ceil(loss / max_loss * STEPS - 1e-6)", "math.floor(loss / max_loss * STEPS)",
+        ("tests/planning/test_choice.py",),
+    ),
+    "plan, launches": Mutation(
+        "planning/costs.py", "sum(max(self._parts(one)) + self.roofs(one.dtype).fixed_us for one in passes)",
+        "sum(max(self._parts(one)) for one in passes)", ("tests/planning/test_known_answers.py",),
+    ),
+    "plan, projections of one input": Mutation(
+        "planning/targets/recording.py", "same_parent and a.number == b.number and", "same_parent and",
+        ("tests/planning/test_modules.py",),
+    ),
+    "plan, a layer left rounded": Mutation(
+        "planning/targets/modules.py", "            del layer.forward", "            pass",
+        ("tests/planning/test_modules.py", "-k", "changed"),
+    ),
+    "plan, losses in training": Mutation(
+        "planning/targets/modules.py", "        self._model.eval()\n", "", ("tests/planning/test_modules.py", "-k", "evaluation"),
+    ),
+    "plan, names as patterns": Mutation(
+        "planning/plan.py", 'f"re:{re.escape(name)}$"', "name", ("tests/planning/test_plan.py", "-k", "pattern"),
+    ),
+    "plan, a decoder left rounded": Mutation(
+        "planning/targets/decoders.py", "projection.weight, projection.parts = weight, ()", "projection.weight = weight",
+        ("tests/planning/test_decoder.py", "-k", "as_before"),
+    ),
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from rooftile.cli import (
     explain,
     generate,
     mask,
+    plan,
     quantise,
     report,
     serve,
@@ -51,7 +52,7 @@ def _options(
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "doctor": doctor.doctor, "explain": explain.explain, "mask": mask.mask, "warmup": warmup.warmup,
-    "diagnose": diagnose.diagnose,
+    "diagnose": diagnose.diagnose, "plan": plan.plan,
     "accuracy": accuracy.accuracy, "generate": generate.generate, "calibrate": calibrate.calibrate,
     "quantise": quantise.quantise,
     "report": report.report, "serve": serve.serve,

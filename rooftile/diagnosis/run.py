@@ -79,7 +79,7 @@ def diagnose_call(
         def step() -> None:
             result = function(*given[0], **given[1])
             if backward:
-                _backward(result)
+                run_backward(result)
 
         return step
 
@@ -115,10 +115,14 @@ def _in(steps: Steps, step: Callable[[], None]) -> None:
     steps.end()
 
 
-def _backward(result: Any) -> None:
+def run_backward(result: Any) -> None:
+    """Runs the backward of the sum of all tensors in a result that require a gradient.
+
+    Raises InvalidInput if there is none.
+    """
     outputs = [x for x in _tensors(result) if x.requires_grad]
     if not outputs:
-        raise InvalidInput("backward=True, and no output requires a gradient; diagnose without it")
+        raise InvalidInput("backward=True, and no output requires a gradient; leave backward out")
     torch.autograd.backward([x.float().sum() if x.is_floating_point() else x for x in outputs])
 
 

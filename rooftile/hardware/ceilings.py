@@ -30,7 +30,7 @@ class Ceilings:
     device: str  # its name
     kind: str = "measured"
     copy_gbs: float  # read plus written
-    matmul_tflops: dict[str, float]  # by dtype: fp64, fp32, bf16, fp16, and fp8 if torch supports it
+    matmul_tflops: dict[str, float]  # by dtype: fp64, fp32, bf16, fp16, and on GPUs that have them fp8, int8
     cache_gbs: float  # read plus written: from a GPU's L2; from a slice in each core's L2, all cores together, on a CPU
     fma_tflops: float  # multiply-adds outside of matrix units; 2 FLOPs each
     special_gops: float  # exponentials in fp32, in 1e9 per second
@@ -40,7 +40,7 @@ class Ceilings:
     date: str
 
     def rates(self, dtype: str) -> Rates:
-        """Returns the ceilings for a dtype: "fp32", "bf16", "fp16" or "fp8"."""
+        """Returns the ceilings for a dtype: "fp32", "bf16", "fp16", "fp8" or "int8"."""
         if dtype not in self.matmul_tflops:
             raise InvalidInput(f"no ceiling was measured for {dtype!r} here; has {', '.join(self.matmul_tflops)}")
         return Rates(self.matmul_tflops[dtype] * 1e12, self.copy_gbs * 1e9)
@@ -100,8 +100,9 @@ def cache_directory() -> Path:
 def _path(device: torch.device) -> Path:
     here = describe(device)
     threads = str(torch.get_num_threads()) if device.type == "cpu" else ""
-    # the field names are part of the key, so that another version of this class does not read this file
-    words = [here.name, here.uuid, here.torch, threads, *(field.name for field in fields(Ceilings))]
+    # what is measured is part of the key, so that another version of this class does not read this file
+    measured = [field.name for field in fields(Ceilings)] + ["int8"] * rates.has_int8(device)
+    words = [here.name, here.uuid, here.torch, threads, *measured]
     return cache_directory() / f"ceilings-{hashlib.sha256('|'.join(words).encode()).hexdigest()[:16]}.json"
 
 

@@ -40,13 +40,23 @@ def cache_copy(device: torch.device) -> float:
 
 
 def matmuls(device: torch.device) -> dict[str, float]:
-    """Returns FLOPs per second of square matrix products by dtype: fp64, fp32, bf16, fp16, and fp8 if torch supports it."""
+    """Returns FLOPs per second of square matrix products by dtype: fp64, fp32, bf16, fp16; fp8 and int8 on GPUs with them.
+
+    A multiply and an add of int8 count as FLOPs, too.
+    """
     found = {name: _matmul(dtype, device) for name, dtype in DTYPES.items()}
     # AMD's first fp8 format is a different one
     has_fp8 = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
     if has_fp8:
         found["fp8"] = _fp8_matmul(device)
+    if has_int8(device):
+        found["int8"] = _int8_matmul(device)
     return found
+
+
+def has_int8(device: torch.device) -> bool:
+    """Whether PyTorch has a product of int8 that the device's matrix units compute."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def multiply_adds(device: torch.device, product: float) -> float:
@@ -137,6 +147,12 @@ def _fp8_matmul(device: torch.device) -> float:
     one = torch.ones((), device=device)
     work = lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)  # noqa: E731
     return 2 * n**3 / _seconds(device, work)
+
+
+def _int8_matmul(device: torch.device) -> float:
+    n = 8192
+    a, b = (torch.randint(-127, 128, (n, n), dtype=torch.int8, device=device) for _ in range(2))
+    return 2 * n**3 / _seconds(device, lambda: torch._int_mm(a, b.t()))
 
 
 def _seconds(device: torch.device, work: Work) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 
@@ -22,9 +22,17 @@ from rooftile.words import answers_foreign_words
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@runtime_checkable
+class Planned(Protocol):
+    """A plan of formats, as `rooftile.plan` returns it."""
+
+    def prepare(self, model: Any, *, estimator: str = "straight", start_step: int = 0) -> Any:
+        """Prepares the model that it is for."""
+
+
 @answers_foreign_words
 def prepare(
-    model: Model, format: str | Mapping[str, str], *, group: int | None = None, skip: Sequence[str] = ("lm_head",),
+    model: Model, format: str | Mapping[str, str] | Planned, *, group: int | None = None, skip: Sequence[str] = ("lm_head",),
     estimator: str = "straight", start_step: int = 0, activations: str | None = None,
 ) -> Model:  # fmt: skip
     """Makes the linear layers of a model multiply with rounded weights, so that training makes up for the rounding.
@@ -38,7 +46,7 @@ def prepare(
             a pattern names it (its weights alone).
         format: a word of `rooftile.quantise_weight`, also with a group ("int4:32", "int4:row"); or {pattern of names: word}, of
             which the first that matches counts ("auto" leaves a layer as it is). A pattern has * and ?, or is a regular
-            expression after "re:".
+            expression after "re:". Or what `rooftile.plan` returned for this model.
         group: of int4: 32, 64, 128 (the default) or -1, a whole row, share a scale.
         skip: patterns of layers that stay, where `format` is one word.
         estimator: "straight": the gradient of a rounded weight is the weight's; "clip": it is 0 for weights that lie more than
@@ -71,6 +79,13 @@ def prepare(
         raise InvalidInput(f"estimator is {estimator!r}; must be one of {', '.join(ESTIMATORS)}")
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise InvalidInput(f"start_step is {start_step!r}; must be a number of steps, 0 or more")
+    if isinstance(format, Planned):
+        if group is not None:
+            raise InvalidInput(f"group is {group} and format a plan, which has its own groups; leave group out")
+        if activations is not None:
+            raise InvalidInput(f"activations are {activations!r} and format a plan, which has its own; leave activations out")
+        planned: Model = format.prepare(model, estimator=estimator, start_step=start_step)
+        return planned
     found = dict(_prepared(model))
     if found:
         raise InvalidInput(f"{next(iter(found))} is prepared already; restore the model first")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
@@ -100,13 +101,17 @@ def convert(model: Model) -> Model:
             f"{sharded} is sharded, and FSDP would go on gathering the parameters that convert replaces; call rooftile.qat.save, "
             "which gathers them, and load its folder"
         )
-    made = {id(layer): _converted(layer) for _, layer in layers}
-    # a layer may have several names
+    put_in_place(model, {id(layer): _converted(layer) for _, layer in layers})
+    return model
+
+
+def put_in_place(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
+    """Replaces modules inside a model, by their ids. A module may have several names, also in one parent."""
     for parent in list(model.modules()):
-        for name, child in parent.named_children():
+        # named_children names a child once
+        for name, child in list(parent._modules.items()):
             if id(child) in made:
                 setattr(parent, name, made[id(child)])
-    return model
 
 
 def _converted(layer: Prepared) -> nn.Module:

@@ -37,10 +37,12 @@ FLOORS = {
     "bench": 14,
     "drawing": 14,
     "server": 14,
-    "diagnosis": 15, "planning": 15,
-    "report": 16,
-    "cli": 17,
-    "__main__": 18,
+    "diagnosis": 15,
+    # it takes counts, roofs and fusions from the diagnosis
+    "planning": 16,
+    "report": 17,
+    "cli": 18,
+    "__main__": 19,
 }  # fmt: skip
 
 

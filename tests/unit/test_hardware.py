@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rooftile import InvalidInput
-from rooftile.hardware import ceilings
+from rooftile.hardware import ceilings, rates
 from rooftile.hardware.chips import CHIPS, chip_named
 from rooftile.hardware.device import describe, device_of
 
@@ -112,6 +112,23 @@ def test_the_ceilings_of_this_machine_are_those_of_a_computer(empty_cache: Path)
     assert 0.1 < found.operator_us < 1000
     assert found.node_us is None
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_int8_is_a_ceiling_of_gpus_alone() -> None:
+    """A CPU multiplies INT8 by its definition, in fp32."""
+    assert not rates.has_int8(torch.device("cpu"))
+    with pytest.raises(InvalidInput, match="no ceiling was measured for 'int8' here; has fp32"):
+        MADE.rates("int8")
+    assert replace(MADE, matmul_tflops={"int8": 2.0}).rates("int8").flops_per_s == 2e12
+
+
+def test_a_machine_that_got_int8_is_measured_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stored ceilings are of a version that did not measure it."""
+    monkeypatch.setattr(ceilings, "_measure", lambda device: MADE)
+    ceilings.measure("cpu")
+    monkeypatch.setattr(rates, "has_int8", lambda device: True)
+    monkeypatch.setattr(ceilings, "_measure", lambda device: replace(MADE, matmul_tflops={"int8": 2.0}))
+    assert ceilings.measure("cpu").rates("int8").flops_per_s == 2e12
 
 
 def test_ceilings_are_measured_once_and_again_on_refresh(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_torch_has_the_operators_in_either_order(order: str) -> None:
     """An exported program needs them, and calls nothing by its name in Python."""
     late = "[name for name in rooftile.__all__ if name not in vars(rooftile)]"
     found = run(f"{order}; import torch; print(torch.ops.rooftile.attention.default, {late})")
-    assert found == "rooftile.attention.default ['LLM', 'SamplingParams', 'diagnose']"
+    assert found == "rooftile.attention.default ['LLM', 'SamplingParams', 'diagnose', 'plan']"
 
 
 def test_a_module_that_imports_torch_itself_leaves_the_other_names_for_later() -> None:

@@ -1,0 +1,20 @@
+"""A plan of precision: which format each layer of a model should have on this machine, and why.
+
+    print(rooftile.plan(model, *inputs, data=tokens, max_loss=0.01))
+
+run        `plan`
+targets    what is planned: modules (seen by hooks) and decoders; what puts a plan into them
+formats    words, and weights in them
+costs      times by the ceilings
+timing     measured times
+losses     what a format costs
+choice     the knapsack
+building   joins them
+records    the rows of a plan
+plan       `Plan`; `output` shows it
+"""
+
+from rooftile.planning.plan import Plan
+from rooftile.planning.run import plan
+
+__all__ = ["Plan", "plan"]

@@ -1,0 +1,212 @@
+"""Joins times, losses and the choice to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.planning.choice import choose
+from rooftile.planning.costs import Machine
+from rooftile.planning.formats import KEPT, NAMES, weight_bytes, why_not
+from rooftile.planning.losses import Judge, all_rounded
+from rooftile.planning.plan import Plan
+from rooftile.planning.records import Layer, Option, Other, Total
+from rooftile.planning.targets.target import Item, Target
+from rooftile.planning.timing import Times, machine_for, passes_for, with_doubled
+
+# reasons of formats that do not fit are many where shapes are
+MOST_NOTES = 8
+
+
+class Seen(NamedTuple):
+    """An item, its losses in the formats that it can have, and the reasons of the others."""
+
+    item: Item
+    losses: dict[str, float]
+    why_not: dict[str, str]
+
+
+class Run(NamedTuple):
+    """The run of the whole with the chosen formats, and as it is."""
+
+    loss: float
+    measured_us: float | None
+    kept_measured_us: float | None
+
+
+class Builder:
+    """Makes a plan of a target.
+
+    Args:
+        device: of the model.
+        times: measured ones; None without measuring.
+        judge: what a loss is.
+    """
+
+    _machine: Machine
+
+    def __init__(self, target: Target, device: torch.device, times: Times | None, judge: Judge) -> None:
+        self._target, self._device, self._times, self._judge = target, device, times, judge
+        self._on_gpu = device.type == "cuda"
+
+    def plan(self, words: Sequence[str], max_loss: float | None, device: str) -> Plan:
+        """Returns the plan.
+
+        Raises:
+            InvalidInput: every choice loses more than max_loss.
+        """
+        seen = [self._look_at(item, words) for item in self._target.items]
+        self._machine = machine_for(self._device, self._target.items, self._times)
+        layers = [self._layer(one, words) for one in seen]
+        times, losses = ([[pick(option) for option in layer.options] for layer in layers] for pick in (_us, _loss))
+        numbers = choose(times, losses, max_loss)
+        if numbers is None:
+            least = sum(min(option.loss for option in layer.options) for layer in layers)
+            raise InvalidInput(
+                f"max_loss is {max_loss:g}, and the least possible sum of losses is {least:.3g} ({self._judge.kind}); allow "
+                f"so much, or have {KEPT!r} among the formats"
+            )
+        layers = [
+            replace(layer, chosen=layer.options[number].format) for layer, number in zip(layers, numbers, strict=True)
+        ]
+        others = self._target.others(self._machine)
+        changing = [word for word in words if word != KEPT]
+        return Plan(
+            model=self._target.name, device=device, ceilings=self._machine.ceilings.json(), layers=tuple(layers),
+            others=tuple(others), total=self._total(layers, others, changing, max_loss), notes=tuple(self._notes(layers)),
+        )  # fmt: skip
+
+    def _look_at(self, item: Item, words: Sequence[str]) -> Seen:
+        """Measures what an item loses in each format that it can have, and its times."""
+        losses: dict[str, float] = {}
+        reasons: dict[str, str] = {}
+        for word in words:
+            if word == KEPT:
+                continue
+            reason = item.fixed or next((why for _, K in item.products if (why := why_not(word, K))), "")
+            if not reason:
+                try:
+                    losses[word] = self._judge.alone(item, word)
+                except Unsupported as refusal:
+                    reason = str(refusal).splitlines()[0]
+            if reason:
+                reasons[word] = reason
+        if self._times is not None:
+            rows = [load.rows for load in item.loads]
+            self._times.take(item, {KEPT: with_doubled(rows)} | dict.fromkeys(losses, rows))
+        return Seen(item, losses, reasons)
+
+    def _layer(self, seen: Seen, words: Sequence[str]) -> Layer:
+        item = seen.item
+        options = [self._in(item, word, loss) for word, loss in seen.losses.items()]
+        if KEPT in words or not options:
+            options.insert(0, self._in(item, KEPT, 0.0))
+        name = NAMES[item.dtype]
+        kept = [(load, passes_for(item, KEPT, load.rows, on_gpu=self._on_gpu)) for load in item.loads]
+        return Layer(
+            name=item.name, parts=item.parts, loads=item.loads,
+            flops=sum(load.calls * one.flops for load, passes in kept for one in passes),
+            nbytes=sum(load.calls * one.bytes for load, passes in kept for one in passes),
+            ridge=self._machine.ridge(name), bounds=tuple(self._machine.bound(passes) for _, passes in kept),
+            doubled=self._doubled(item), options=tuple(options), why_not=seen.why_not, chosen=options[0].format,
+            fuse_with="one product of its parts" if len(item.parts) > 1 else "",
+        )  # fmt: skip
+
+    def _in(self, item: Item, word: str, loss: float) -> Option:
+        predicted = sum(
+            load.calls * self._machine.us(passes_for(item, word, load.rows, on_gpu=self._on_gpu)) for load in item.loads
+        )
+        measured = None
+        if self._times is not None:
+            each = self._times.of(item, word, [load.rows for load in item.loads])
+            measured = sum(load.calls * us for load, us in zip(item.loads, each, strict=True))
+        nbytes = sum(weight_bytes(N, K, word, item.dtype.itemsize) for N, K in item.products)
+        own = NAMES[item.dtype] if word == KEPT else word
+        return Option(format=own, predicted_us=predicted, measured_us=measured, loss=loss, nbytes=nbytes)
+
+    def _doubled(self, item: Item) -> tuple[float | None, ...]:
+        if self._times is None:
+            return (None,) * len(item.loads)
+        rows = [load.rows for load in item.loads]
+        times = self._times.of(item, KEPT, with_doubled(rows))
+        return tuple(twice / once for once, twice in zip(times[: len(rows)], times[len(rows) :], strict=True))
+
+    def _total(
+        self, layers: Sequence[Layer], others: Sequence[Other], words: Sequence[str], max_loss: float | None
+    ) -> Total:  # fmt: skip
+        chosen, kept = [layer.choice for layer in layers], [self._as_it_is(layer) for layer in layers]
+        rest_us = sum(other.predicted_us or 0.0 for other in others)
+        whole = self._whole(layers)
+        pairs = list(zip(layers, kept, strict=True))
+        singles = {word: sum(_us(_in_format(layer, word, own)) for layer, own in pairs) for word in words}
+        return Total(
+            predicted_us=rest_us + sum(o.predicted_us for o in chosen), kept_us=rest_us + sum(o.predicted_us for o in kept),
+            layers_us=sum(map(_us, chosen)), kept_layers_us=sum(map(_us, kept)),
+            measured_us=whole.measured_us, kept_measured_us=whole.kept_measured_us,
+            nbytes=sum(o.nbytes for o in chosen), kept_nbytes=sum(o.nbytes for o in kept),
+            loss_kind=self._judge.kind, loss=sum(map(_loss, chosen)), measured_loss=whole.loss, base_loss=self._judge.base,
+            max_loss=max_loss, single_us=singles,
+        )  # fmt: skip
+
+    def _as_it_is(self, layer: Layer) -> Option:
+        """A layer in its own dtype, also where that was not to be chosen."""
+        item = next(item for item in self._target.items if item.name == layer.name)
+        own = next((option for option in layer.options if option.format == NAMES[item.dtype]), None)
+        return own or self._in(item, KEPT, 0.0)
+
+    def _whole(self, layers: Sequence[Layer]) -> Run:
+        """Runs the whole once with all formats, for its loss, and for its time if times are measured."""
+        items = {item.name: item for item in self._target.items}
+        chosen = {
+            layer.name: KEPT if layer.chosen == NAMES[items[layer.name].dtype] else layer.chosen for layer in layers
+        }
+        loss = self._judge.together(chosen)
+        if self._times is None:
+            return Run(loss, None, None)
+        kept_us = self._step_us(dict.fromkeys(chosen, KEPT))
+        if set(chosen.values()) == {KEPT}:
+            return Run(loss, kept_us, kept_us)
+        with all_rounded(self._target, chosen):
+            return Run(loss, self._step_us(chosen), kept_us)
+
+    def _step_us(self, chosen: dict[str, str]) -> float:
+        assert self._times is not None
+        total, steps = 0.0, self._target.step()
+        phases = list(dict.fromkeys(load.phase for item in self._target.items for load in item.loads))
+        for (share, run), phase in zip(steps, phases, strict=True):
+            if not share:
+                continue
+            passes = [
+                one
+                for item in self._target.items
+                for load in item.loads if load.phase == phase
+                for one in passes_for(item, chosen[item.name], load.rows, on_gpu=self._on_gpu) * round(load.calls / share)
+            ]  # fmt: skip
+            total += share * self._times.of_step(run, passes)
+        return total
+
+    def _notes(self, layers: Sequence[Layer]) -> list[str]:
+        found = []
+        if self._judge.base is None:
+            found.append("no data: a loss is the relative error of a layer's output, and max_loss bounds the sum of these errors")
+        fixed = {item.name for item in self._target.items if item.fixed}
+        own = [layer for layer in layers if layer.name not in fixed]
+        found += dict.fromkeys(f"{word}: {why}" for layer in own for word, why in layer.why_not.items())
+        return found[:MOST_NOTES]
+
+
+def _us(option: Option) -> float:
+    return option.us
+
+
+def _loss(option: Option) -> float:
+    return option.loss
+
+
+def _in_format(layer: Layer, word: str, kept: Option) -> Option:
+    """A layer in a format if it has it, else as it is."""
+    return next((option for option in layer.options if option.format == word), kept)

@@ -1,0 +1,133 @@
+"""The time of a layer in a format by the machine's measured ceilings.
+
+    time = max(FLOPs / rate, bytes / bandwidth) + launch, for each kernel, one after the other
+
+A layer in its own dtype is one product. Formats that quantise activations have a kernel before it that reads rows and writes
+their codes. A CPU computes quantised products by their definition: it writes the dequantised weight, and multiplies in fp32.
+Roofs are those of the diagnosis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from rooftile.diagnosis.machine import roofs_of
+from rooftile.diagnosis.records import Operation
+from rooftile.diagnosis.verdicts.roofs import Roofs
+from rooftile.hardware.ceilings import Ceilings
+from rooftile.matmul import weight_format
+from rooftile.matmul.formats import parsed
+from rooftile.planning.formats import KEPT, SPARSE, weight_bytes
+
+# cuSPARSELt's rate over the dense one for many rows; twice is the most that the hardware has
+SPARSE_GAIN = 1.6
+# a launch of more than half of the time is what bounds it
+MOST_LAUNCH = 0.5
+# times of twice the rows over those of the rows, below and above which memory and compute bound
+FLAT, STEEP = 1.2, 1.6
+
+
+class Pass(NamedTuple):
+    """One kernel: its FLOPs, the dtype of their rate, and its bytes through main memory."""
+
+    flops: int
+    bytes: int
+    dtype: str
+
+
+class Machine:
+    """A device and its ceilings."""
+
+    def __init__(self, device: torch.device, ceilings: Ceilings) -> None:
+        self.device, self.ceilings = device, ceilings
+        self._roofs: dict[str, Roofs] = {}
+
+    def roofs(self, dtype: str) -> Roofs:
+        """Returns the roofs of a product in a dtype."""
+        if dtype not in self._roofs:
+            product = Operation(
+                module="", op="aten::mm", phase="forward", calls=1, flops=0, special=0, bytes=0, where="", dtype=dtype,
+                device=self.device.type, key=(), indices=(),
+            )  # fmt: skip
+            self._roofs[dtype] = roofs_of(product, self.device, self.ceilings)
+        return self._roofs[dtype]
+
+    def us(self, passes: Iterable[Pass]) -> float:
+        """Returns the time of kernels that run one after the other, in µs."""
+        return sum(max(self._parts(one)) + self.roofs(one.dtype).fixed_us for one in passes)
+
+    def ridge(self, dtype: str) -> float:
+        """Returns the FLOPs per byte from which on arithmetic takes longer than memory."""
+        roofs = self.roofs(dtype)
+        return roofs.flops_per_s / roofs.bytes_per_s
+
+    def bound(self, passes: Sequence[Pass]) -> str:
+        """Returns what bounds kernels together: "memory", "compute" or "overhead"."""
+        launches = sum(self.roofs(one.dtype).fixed_us for one in passes)
+        if launches > MOST_LAUNCH * self.us(passes):
+            return "overhead"
+        longest = max(passes, key=lambda one: max(self._parts(one)))
+        compute_us, memory_us = self._parts(longest)
+        return "compute" if compute_us > memory_us else "memory"
+
+    def _parts(self, one: Pass) -> tuple[float, float]:
+        roofs = self.roofs(one.dtype)
+        return one.flops / roofs.flops_per_s * 1e6, one.bytes / roofs.bytes_per_s * 1e6
+
+
+def passes_of(
+    M: int, N: int, K: int, word: str, dtype: str, itemsize: int, *, on_gpu: bool, gets_codes: bool = False
+) -> list[Pass]:  # fmt: skip
+    """Returns the kernels of a product of x (M, K) with a weight (N, K) in a format.
+
+    dtype, itemsize: of x and the result. gets_codes: whether x is quantised before, by another kernel.
+    """
+    flops, x, y, weight = 2 * M * N * K, M * K * itemsize, M * N * itemsize, weight_bytes(N, K, word, itemsize)
+    if word == KEPT:
+        return [Pass(flops, x + y + weight, dtype)]
+    if word == SPARSE:
+        return [Pass(round(flops / SPARSE_GAIN), x + y + weight, dtype)]
+    activations = weight_format(parsed(word)[0]).activations
+    found = []
+    if activations is not None:
+        x, read = M * K, x
+        if not gets_codes:
+            found.append(Pass(0, read + x, dtype))
+    if on_gpu:
+        rate = dtype if activations is None else "int8" if activations == "int8" else "fp8"
+        return [*found, Pass(flops, x + y + weight, rate)]
+    wide = 4 * N * K
+    return [*found, Pass(0, weight + wide, "fp32"), Pass(flops, x + y + wide, "fp32")]
+
+
+def training_passes_of(
+    M: int, N: int, K: int, word: str, dtype: str, itemsize: int, *, on_gpu: bool, needs_dx: bool, has_bias: bool
+) -> list[Pass]:  # fmt: skip
+    """Returns the kernels of a layer's forward and backward, prepared for a format by `rooftile.qat.prepare`.
+
+    Weights are quantised in each step. dW, and dX where it is needed, are products of dequantised numbers. dtype, itemsize: as in
+    `passes_of`, and of the parameter.
+    """
+    flops, x, y, w = 2 * M * N * K, M * K * itemsize, M * N * itemsize, N * K * itemsize
+    # each of the three products has x, y and the weight, or their gradients, as its inputs and its result
+    product = Pass(flops, x + y + w, dtype)
+    backward = [product] * (1 + needs_dx) + [Pass(0, y, dtype)] * has_bias
+    if word in (KEPT, SPARSE):
+        return [*passes_of(M, N, K, word, dtype, itemsize, on_gpu=on_gpu), *backward]
+    codes = weight_bytes(N, K, word, itemsize)
+    quantised, dequantised = Pass(0, w + codes, dtype), Pass(0, codes + w, dtype)
+    activations = weight_format(parsed(word)[0]).activations
+    if on_gpu and activations is None:
+        forward = [dequantised, product]
+    else:
+        forward = passes_of(M, N, K, word, dtype, itemsize, on_gpu=on_gpu)
+    rows = [Pass(0, 2 * x + 2 * M * K, dtype)] if activations is not None else []
+    return [quantised, *forward, *([dequantised] * needs_dx), *rows, *backward]
+
+
+def verdict_of(ratio: float) -> str:
+    """Returns what a layer is bound by whose time with twice the rows is `ratio` of its time: "both" between the two."""
+    return "memory" if ratio < FLAT else "compute" if ratio > STEEP else "both"

@@ -1,0 +1,83 @@
+"""The formats that a plan chooses among: their words, the layers that they fit, and the weights that serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.matmul import QuantisedWeight, quantise_weight, weight_format
+from rooftile.matmul.formats import ROW, TILE, group_of, parsed
+
+# a layer as it is, whatever its dtype
+KEPT = "bf16"
+SPARSE = "2:4"
+# words of formats whose products are not there yet. Whoever adds them leaves this empty, and makes the weight in `weight_in`
+MISSING = {SPARSE: "products with 2:4 weights are not there yet"}
+DEFAULT = tuple(word for word in (KEPT, "fp8", "int8", "int4", SPARSE) if word not in MISSING)
+
+NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def check_formats(formats: Sequence[str] | str | None) -> tuple[str, ...]:
+    """Returns the formats, each once; None stands for the default ones.
+
+    Raises:
+        InvalidInput: one is no word of `rooftile.quantise_weight`.
+        Unsupported: nothing multiplies in it yet.
+    """
+    words = DEFAULT if formats is None else (formats,) if isinstance(formats, str) else tuple(formats)
+    if not words:
+        raise InvalidInput(f"formats is {formats!r}; must name at least one, such as {', '.join(map(repr, DEFAULT))}")
+    for word in words:
+        if word in MISSING:
+            raise Unsupported(f"formats has {word!r}, and {MISSING[word]}; leave it out")
+        if word not in (KEPT, SPARSE):
+            parsed(word)
+    return tuple(dict.fromkeys(words))
+
+
+def why_not(word: str, K: int) -> str:
+    """Returns why rows of K numbers cannot be in a format; "" if they can."""
+    if word == KEPT:
+        return ""
+    if word == SPARSE:
+        return f"rows have {K} numbers, and 2:4 needs a multiple of 8" if K % 8 else ""
+    format, group = parsed(word)
+    try:
+        group_of(weight_format(format), K, group)
+    except InvalidInput as error:
+        return str(error)
+    return ""
+
+
+def weight_in(w: Tensor, word: str, name: str) -> QuantisedWeight:
+    """Returns the weight w (N, K) of a layer as `rooftile.linear` multiplies it in a format.
+
+    Raises:
+        InvalidInput: it is not finite.
+    """
+    format, group = parsed(word)
+    try:
+        return quantise_weight(w, format, group=group)
+    except InvalidInput as error:
+        raise InvalidInput(f"{name}.weight cannot be quantised to {word}: {error}") from None
+
+
+def weight_bytes(N: int, K: int, word: str, itemsize: int) -> int:
+    """Counts the bytes of a weight (N, K) with its scales, whose numbers have `itemsize` bytes as it is."""
+    if word == KEPT:
+        return N * K * itemsize
+    if word == SPARSE:
+        # half of the numbers, and two bits for the place of each
+        return N * K * itemsize // 2 + N * K // 8
+    format, asked = parsed(word)
+    kind = weight_format(format)
+    codes = N * -(-K * kind.bits // 8)
+    if format == "fp8_tile":
+        return codes + 4 * -(-N // TILE) * -(-K // TILE)
+    group = K if asked == ROW else group_of(kind, K, asked)
+    scale = 4 if kind.activations is not None else 1 if kind.has_exponents or format == "nvfp4" else 2
+    return codes + scale * N * (K // group) + 4 * (format == "nvfp4")

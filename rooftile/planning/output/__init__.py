@@ -1,0 +1,1 @@
+"""How a plan is shown: as a table and as a page."""

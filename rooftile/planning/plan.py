@@ -1,0 +1,136 @@
+"""`Plan`: a format for each layer, with the reasons; printed, kept as JSON, and applied."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from rooftile.errors import InvalidInput
+from rooftile.planning.output.page import render
+from rooftile.planning.output.table import text
+from rooftile.planning.records import KEPT_NAMES, Layer, Load, Option, Other, Part, Total
+
+FORM = "rooftile.plan/1"
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A format for each linear layer of a model. `print(plan)` prints the table.
+
+    Args:
+        model: the class of the model, or the folder of its checkpoint.
+        device: the name of the device.
+        ceilings: its measured ceilings, as in `rooftile.hardware.ceilings.Ceilings`.
+        layers: the linear layers, in the order of their calls; layers that read one input together are one item.
+        others: all other operators.
+        total: the whole step.
+        notes: what the reader should know.
+    """
+
+    model: str
+    device: str
+    ceilings: dict[str, Any]
+    layers: tuple[Layer, ...]
+    others: tuple[Other, ...]
+    total: Total
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return text(self)
+
+    @property
+    def weights(self) -> dict[str, str] | str:
+        """The format of each layer that changes: {name: word}; "auto" if all stay as they are.
+
+        `LLM(weights=...)` takes it from the plan of a checkpoint, a `Decoder` or a model of Transformers, whose names it knows.
+        """
+        return self._words() or "auto"
+
+    def apply(self, model: Model) -> Model:
+        """Quantises the layers of a model as planned, in place, and returns it.
+
+        Layers of a module become `rooftile.qat.QuantisedLinear`; the projections of a `Decoder` are quantised.
+
+        Raises:
+            InvalidInput: the plan is for another model.
+
+        Example:
+            >>> plan.apply(model)(x)
+        """
+        from rooftile.planning.targets.applying import apply
+
+        return apply(self.layers, self._words(), model)
+
+    def prepare(self, model: Model, *, estimator: str = "straight", start_step: int = 0) -> Model:
+        """Prepares a model for training with the planned formats, as `rooftile.qat.prepare` does, and returns it.
+
+        Raises:
+            InvalidInput: the plan is for another model, or keeps all its layers as they are.
+        """
+        from rooftile import qat
+        from rooftile.planning.targets.applying import check_trainable
+        from rooftile.planning.targets.modules import unwrapped
+
+        check_trainable(self.layers, self._words(), model)
+        # a name is no pattern: qat.prepare would take "0" for "blocks.0" too
+        exact = {f"re:{re.escape(name)}$": word for name, word in self._words().items()}
+        if not exact:
+            raise InvalidInput("the plan keeps all layers as they are, so there is nothing to train for; allow a larger max_loss")
+        qat.prepare(unwrapped(model), exact, estimator=estimator, start_step=start_step)
+        return model
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON, which `from_json` reads."""
+        return json.dumps({"form": FORM} | asdict(self), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, written: str) -> Plan:
+        """Reads a plan that `to_json` wrote.
+
+        Raises:
+            InvalidInput: it is something else.
+        """
+        try:
+            values = json.loads(written)
+        except json.JSONDecodeError as error:
+            raise InvalidInput(f"this is not JSON ({error}); pass the text that to_json wrote") from None
+        form = values.pop("form", None) if isinstance(values, dict) else None
+        if form != FORM:
+            raise InvalidInput(f"the JSON has the form {form!r}; must be {FORM!r}, as to_json writes it")
+        try:
+            read = {
+                "layers": tuple(_layer(one) for one in values["layers"]),
+                "others": tuple(Other(**one) for one in values["others"]),
+                "total": Total(**values["total"]),
+                "notes": tuple(values["notes"]),
+            }
+            return cls(**(values | read))
+        except (KeyError, TypeError) as error:
+            raise InvalidInput(f"the JSON is no whole plan ({error}); pass the text that to_json wrote") from None
+
+    def to_html(self) -> str:
+        """Returns the plan as one HTML file, which loads nothing: the table, the roofline, and the JSON.
+
+        Raises:
+            InvalidInput: jinja2 is not installed.
+        """
+        return render(self, json.loads(self.to_json()))
+
+    def _words(self) -> dict[str, str]:
+        changed = [layer for layer in self.layers if layer.chosen not in KEPT_NAMES]
+        return {part.name: layer.chosen for layer in changed for part in layer.parts}
+
+
+def _layer(values: Mapping[str, Any]) -> Layer:
+    read = {
+        "parts": tuple(Part(**one) for one in values["parts"]), "loads": tuple(Load(**one) for one in values["loads"]),
+        "options": tuple(Option(**one) for one in values["options"]), "bounds": tuple(values["bounds"]),
+        "doubled": tuple(values["doubled"]),
+    }  # fmt: skip
+    return Layer(**(dict(values) | read))

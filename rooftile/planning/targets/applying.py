@@ -1,0 +1,76 @@
+"""Puts the formats of a plan into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from torch import nn
+
+from rooftile.errors import InvalidInput
+from rooftile.models import Decoder
+from rooftile.models.checkpoints.plan import Quantiser
+from rooftile.models.checkpoints.quantised import quantise_decoder
+from rooftile.planning.formats import weight_in
+from rooftile.planning.records import Layer
+from rooftile.planning.targets.decoders import parts_of
+from rooftile.planning.targets.modules import is_linear, unwrapped, weight_of
+from rooftile.qat import QuantisedLinear
+from rooftile.qat.quantised_linear import put_in_place
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def apply(layers: Sequence[Layer], words: Mapping[str, str], model: Model) -> Model:
+    """Quantises the layers that `words` names; `layers` are all that the plan is about."""
+    _check(layers, model)
+    if isinstance(model, Decoder):
+        if words:
+            quantise_decoder(model, Quantiser(tuple(words.items())))
+        return model
+    inside = unwrapped(model)
+    made: dict[int, nn.Module] = {}
+    for name, word in words.items():
+        layer = inside.get_submodule(name)
+        made[id(layer)] = QuantisedLinear(weight_in(weight_of(layer), word, name), layer.bias)  # type: ignore[arg-type]
+    put_in_place(inside, made)
+    return model
+
+
+def check_trainable(layers: Sequence[Layer], words: Mapping[str, str], model: nn.Module) -> None:
+    """Checks that a plan is for a model that `rooftile.qat.prepare` can train.
+
+    Raises:
+        InvalidInput: it is not.
+    """
+    _check(layers, model)
+    if isinstance(model, Decoder):
+        raise InvalidInput("model is a Decoder, which has no gradients; plan and prepare a module, such as a TrainableDecoder")
+    for name in words:
+        kind = type(unwrapped(model).get_submodule(name))
+        if kind is not nn.Linear:
+            raise InvalidInput(f"{name} is {kind.__name__}, which rooftile.qat does not train; plan with skip=[{name!r}]")
+
+
+def _check(layers: Sequence[Layer], model: nn.Module) -> None:
+    """Refuses a model that is not the plan's."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model is {type(model).__name__}; must be a torch.nn.Module, the one that was planned")
+    there = parts_of(model) if isinstance(model, Decoder) else _layers_of(unwrapped(model))
+    for layer in layers:
+        for part in layer.parts:
+            kind, shape = there.get(part.name, ("missing", ()))
+            if shape != (part.N, part.K):
+                what = f"{kind} {shape}" if shape else kind
+                raise InvalidInput(
+                    f"the plan is for another model: {part.name} is {what}, and must be a linear layer ({part.N}, {part.K}); "
+                    "plan this model"
+                )
+
+
+def _layers_of(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Names the class of each module, and the shape of a linear layer's weight."""
+    named = model.named_modules(remove_duplicate=False)
+    return {
+        name: (type(layer).__name__, tuple(weight_of(layer).shape) if is_linear(layer) else ()) for name, layer in named
+    }

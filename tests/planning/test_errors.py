@@ -1,0 +1,176 @@
+"""A plan refuses bad input in one sentence; and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import rooftile as rt
+from rooftile.cli.app import app
+from rooftile.planning import Plan, formats
+from tests.planning.models import inputs, llama, mlp, tokens
+
+X = inputs()
+
+
+class Selective(nn.Module):
+    """A module whose layer some inputs do not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.shape[0] < 100 else self.layer(x)
+
+
+def lost() -> nn.Module:
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight[3, 5] = torch.nan
+    return model
+
+
+def on_two_devices() -> nn.Module:
+    return nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (nn.GELU, {}, "GELU has no linear layer of the class nn.Linear itself, so there is nothing to plan"),
+        (Selective, {}, "the inputs reach none of the 1 linear layers of Selective; give inputs that do"),
+        (on_two_devices, {}, "the model and its inputs are on cpu and meta; must be on one device: move them"),
+        (mlp, {"max_loss": -1}, "max_loss is -1; must be a number, 0 or more, or None"),
+        (mlp, {"max_loss": float("nan")}, "max_loss is nan; must be a number"),
+        (mlp, {"max_loss": "much"}, "max_loss is 'much'; must be a number"),
+        (mlp, {"max_loss": True}, "max_loss is True; must be a number"),
+        (mlp, {"formats": []}, "formats is .*; must name at least one"),
+        (mlp, {"formats": ["int3"]}, "format is 'int3'; must be one of"),
+        (mlp, {"formats": ["int4:half"]}, "format is 'int4:half'; after the colon"),
+        (mlp, {"rows": {"decode": 4}}, "rows is .* and the model a module; leave it out"),
+        (mlp, {"shares": {"decode": 4}}, "shares is .* and the model a module; leave it out"),
+        (mlp, {"data": 5}, "data is int; must be a function of the model, a tensor of token ids"),
+        (mlp, {"data": []}, "data has no batch"),
+        (mlp, {"data": [5]}, "data has a batch of int"),
+        (mlp, {"data": torch.randn(3, 4)}, "data has torch.float32"),
+        (mlp, {"data": lambda model: float("inf")}, "the loss on data is inf; must be finite"),
+        (mlp, {"budget": 5}, "plan has no argument budget: it has model, rows, formats, data, max_loss"),
+        (lost, {"formats": ["int8"]}, "2.weight cannot be quantised to int8: w is nan at row 3, column 5"),
+        (lambda: rt.qat.prepare(mlp(), "int8"), {}, "0 is prepared for training; restore the model first"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_a_sentence(model: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(rt.InvalidInput, match=words) as caught:
+        rt.plan(model(), X, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loss_that_no_choice_meets_names_the_least_possible() -> None:
+    plan = rt.plan(mlp(), X, formats=["int8", "int4"], measure=False)
+    least = sum(min(option.loss for option in layer.options) for layer in plan.layers)
+    with pytest.raises(rt.InvalidInput, match=f"max_loss is 1e-06, and the least possible sum of losses is {least:.3g}"):
+        rt.plan(mlp(), X, formats=["int8", "int4"], max_loss=1e-6, measure=False)
+
+
+def test_a_format_without_products_is_refused_by_name_and_is_no_default() -> None:
+    missing = dict(formats.MISSING)
+    if "2:4" not in missing:
+        pytest.skip("2:4 has its products")
+    with pytest.raises(rt.Unsupported, match="formats has '2:4', and products with 2:4 weights are not there yet; leave it out"):
+        rt.plan(mlp(), X, formats=["2:4"])
+    assert "2:4" not in formats.DEFAULT
+
+
+def test_a_format_that_does_not_fit_says_why_and_leaves_the_others() -> None:
+    torch.manual_seed(0)
+    plan = rt.plan(nn.Sequential(nn.Linear(96, 32)), torch.randn(4, 96), measure=False)
+    (layer,) = plan.layers
+    assert [option.format for option in layer.options] == ["fp32", "fp8", "int8"]
+    assert "K must be a multiple" in layer.why_not["int4"]
+    assert "K must be a multiple" in str(plan)
+
+
+def test_a_format_that_nothing_multiplies_here_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 on a GPU without it is such a format."""
+
+    def refuse(x: Any, weight: Any, bias: Any) -> Any:
+        if weight.format == "fp8":
+            raise rt.Unsupported("no FP8 here\nmore words")
+        return rt.linear(x, weight, bias)
+
+    monkeypatch.setattr("rooftile.planning.timing.linear", refuse)
+    plan = rt.plan(mlp(), X, formats=["bf16", "fp8", "int8"])
+    assert all([option.format for option in layer.options] == ["fp32", "int8"] for layer in plan.layers)
+    assert plan.layers[0].why_not == {"fp8": "no FP8 here"}
+
+
+def test_the_model_itself_may_be_the_layer() -> None:
+    torch.manual_seed(0)
+    plan = rt.plan(nn.Linear(128, 32), X, formats=["bf16", "int8"], measure=False)
+    assert plan.layers[0].why_not == {"int8": "the model itself is the layer, which has no place for another"}
+    assert plan.weights == "auto"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bytes")
+    torch.manual_seed(0)
+    from rooftile.models import TrainableDecoder
+
+    TrainableDecoder(256, hidden=64, heads=4, layers=1, ffn=128, max_len=64).save(path)
+    (path / "text.txt").write_text("To be planned. " * 20)
+    return path
+
+
+def command(*words: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *words, "--device", "cpu"])
+
+
+def test_the_command_prints_the_table_and_json(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    words = (str(folder), "--batch", "4", "--context", "32", "--max-loss", "0.01", "--data", str(folder / "text.txt"))
+    shown = command(*words, "--prompt", "64", "--prompt-share", "0.25", "--html", str(page))
+    assert shown.exit_code == 0, shown.output
+    assert "layers.0.self_attn.q_proj, k_proj, v_proj" in shown.output
+    assert "4/64, 64+64+64, 64" in shown.output
+    assert "loss (nats)" in shown.output
+    assert "<svg" in page.read_text()
+    found = command(*words, "--formats", "bf16, int4:32", "--no-measure", "--json")
+    assert found.exit_code == 0, found.output
+    plan = Plan.from_json(found.output)
+    assert json.loads(found.output)["total"]["max_loss"] == 0.01
+    assert [option.format for option in plan.layers[0].options] == ["fp32", "int4:32"]
+    assert plan.layers[0].loads[0].rows == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--prompt-share", "2"), "--prompt-share is 2.0; must be from 0 to 1"),
+        (("--html", "/nowhere/plan.html"), "cannot be written; name a file in a folder that exists"),
+        (("--data", "/nowhere/text.txt"), "--data /nowhere/text.txt cannot be read"),
+        (("--formats", "int5"), "format is 'int5'"),
+        (("--context", "65"), "context is 65 tokens, and the model has 64 positions"),
+    ],
+)
+def test_the_command_refuses_in_a_sentence(folder: Path, words: tuple[str, ...], message: str) -> None:
+    found = command(str(folder), "--context", "32", *words)
+    assert found.exit_code != 0
+    assert message in str(found.exception) + found.output
+
+
+def test_texts_of_a_module_may_be_batches_of_any_kind() -> None:
+    data = tokens()
+    one = rt.plan(llama(), data, data=data, formats=["bf16"], measure=False).total.base_loss
+    other = rt.plan(llama(), data, data=[data[:1], data[1:]], formats=["bf16"], measure=False).total.base_loss
+    pairs = rt.plan(llama(), data, data=((text[:-1][None], text[1:][None]) for text in data), formats=["bf16"], measure=False)
+    assert one == pytest.approx(other, abs=1e-6) == pytest.approx(pairs.total.base_loss, abs=1e-6)
+    mse = rt.plan(mlp(), X, data=(X, torch.zeros(8, 64)), formats=["bf16"], measure=False).total.base_loss
+    assert mse == pytest.approx(mlp()(X).square().mean().item())
