@@ -1,19 +1,22 @@
-"""`save`: a prepared model as a checkpoint of compressed-tensors."""
+"""`save`: a prepared model as a checkpoint, of compressed-tensors or in our own layout of 2:4 weights."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from rooftile.errors import InvalidInput
+from rooftile.qat import two_four
 from rooftile.qat.compressed import LAYOUTS, configuration, tensors_of
-from rooftile.qat.layers import Prepared, PreparedEmbedding
+from rooftile.qat.layers import Prepared, PreparedEmbedding, described
 from rooftile.qat.preparation import prepared_layers
 from rooftile.qat.product import Rounding
+from rooftile.qat.quantised_linear import sparse_weight
+from rooftile.qat.two_four import LAYOUT
 
 # bytes of one file, at most
 SHARD = 5 << 30
@@ -30,7 +33,7 @@ class Checkpointed(Protocol):
         """Yields each tensor by its name in the checkpoint."""
 
 
-def save(model: nn.Module, folder: str | Path) -> None:
+def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None:
     """Writes a prepared model as a checkpoint of compressed-tensors, which `rooftile.LLM`, vLLM and Transformers read.
 
     Codes are taken from the parameters in their own dtype, as in training. What is not rounded is written as it is. An embedding
@@ -39,6 +42,8 @@ def save(model: nn.Module, folder: str | Path) -> None:
     Args:
         model: of Transformers, or a `rooftile.models.TrainableDecoder`; not converted.
         folder: one that is not there yet, or empty.
+        layout: of 2:4 weights: "dense" writes their zeros, too, so that every program reads them; "two_four" writes what is kept
+            and its places, for `rooftile.LLM` alone: layers that are not rounded, or rounded to fp8.
 
     Raises:
         InvalidInput: the model is not prepared or cannot be stored so, or the folder is in use.
@@ -51,29 +56,70 @@ def save(model: nn.Module, folder: str | Path) -> None:
     layers = prepared_layers(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInput(f"{folder} is there already; give a new folder")
-    for name, layer in layers:
-        if layer.qat.rounding.format not in LAYOUTS and not isinstance(layer, PreparedEmbedding):
-            raise InvalidInput(f"{name} is in {layer.qat.rounding.format}; written are {', '.join(LAYOUTS)}")
+    _check_layout(layers, layout)
     _check_shared(model)
     named, settings = _contents(model)
-    codes = {id(layer.weight): layer.codes() for _, layer in layers}
+    linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
+    if layout == LAYOUT:
+        held, section = _sparse(layers, named)
+    else:
+        held, section = _dense(layers, named, linear)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(held, folder)
+    text = json.dumps(settings | section, indent=2)
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def _check_layout(layers: Sequence[tuple[str, Prepared]], layout: str) -> None:
+    if layout not in ("dense", LAYOUT):
+        raise InvalidInput(f"layout is {layout!r}; must be 'dense' or {LAYOUT!r}")
+    for name, layer in layers:
+        rounding, embedding = layer.qat.rounding, isinstance(layer, PreparedEmbedding)
+        if layout == LAYOUT and not embedding and (layer.qat.masking is None or (rounding and rounding.format != "fp8")):
+            raise InvalidInput(f"{name} is {described(layer.qat)}; the layout {LAYOUT!r} has 2:4 alone or with fp8: leave layout out")
+        if layout != LAYOUT and rounding and rounding.format not in LAYOUTS and not embedding:
+            raise InvalidInput(f"{name} is in {rounding.format}; written are {', '.join(LAYOUTS)}")
+
+
+def _dense(
+    layers: Sequence[tuple[str, Prepared]], named: dict[str, Tensor], linear: set[int]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
+    """The tensors in the layouts of compressed-tensors, and the quantization_config, where anything is rounded."""
+    codes = {id(layer.weight): layer.codes() for _, layer in layers if layer.qat.rounding is not None}
+    masked = {id(layer.weight): layer.kept_weight().detach() for _, layer in layers if layer.qat.rounding is None}
     plain = {id(layer.weight) for _, layer in layers if isinstance(layer, PreparedEmbedding)}
     held: dict[str, Tensor] = {}
     formats: dict[str, Rounding] = {}
-    roundings = {id(layer.weight): layer.qat.rounding for _, layer in layers}
+    roundings = {id(layer.weight): layer.qat.rounding for _, layer in layers if layer.qat.rounding is not None}
     for name, x in named.items():
         weight, module = codes.get(id(x)), name.removesuffix(".weight")
-        if weight is None or id(x) in plain:
-            held[name] = x.detach() if weight is None else weight.dequantise(x.dtype)
+        if weight is None:
+            held[name] = masked.get(id(x), x.detach())
+        elif id(x) in plain:
+            held[name] = weight.dequantise(x.dtype)
         else:
             formats[module] = roundings[id(x)]
             held |= {f"{module}.{suffix}": part for suffix, part in tensors_of(weight).items()}
-    linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
     kept = [name.removesuffix(".weight") for name, x in named.items() if id(x) in linear - codes.keys()]
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(held, folder)
-    text = json.dumps(settings | {"quantization_config": quantization_config(formats, kept)}, indent=2)
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    # a model that is masked alone is a plain one with zeros
+    return held, {"quantization_config": quantization_config(formats, kept)} if codes else {}
+
+
+def _sparse(layers: Sequence[tuple[str, Prepared]], named: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors in our own layout of 2:4 weights, and its quantization_config."""
+    found = {id(layer.weight): layer for _, layer in layers}
+    held: dict[str, Tensor] = {}
+    modules = []
+    for name, x in named.items():
+        layer, module = found.get(id(x)), name.removesuffix(".weight")
+        if layer is None:
+            held[name] = x.detach()
+        elif isinstance(layer, PreparedEmbedding):
+            held[name] = layer.codes().dequantise(x.dtype)
+        else:
+            modules.append(module)
+            held |= {f"{module}.{suffix}": part for suffix, part in two_four.tensors_of(sparse_weight(layer)).items()}
+    return held, {"quantization_config": two_four.configuration(modules)}
 
 
 def _contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:

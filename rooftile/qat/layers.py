@@ -11,8 +11,10 @@ from torch import Tensor, distributed, nn
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight, quantise_weight
 from rooftile.matmul.formats import ROW
+from rooftile.matmul.two_four import multiply_masked
 from rooftile.operators import autocast_on, transforms_active
-from rooftile.qat import product, steps
+from rooftile.qat import masking, product, steps
+from rooftile.qat.masking import Masking
 from rooftile.qat.product import Rounding
 
 
@@ -21,32 +23,36 @@ class Preparation:
     """The state of a prepared layer.
 
     Args:
-        rounding: how the weight is rounded.
+        rounding: how the weight is rounded; None: it is not.
         name: of the layer in its model.
         start_step: from which step of the optimiser on it is rounded.
         steps: of the optimiser that holds the weight.
         ignored: how many `rooftile.qat.off` are open.
         kept: codes, with what tells whether they are still those of the weight.
+        masking: of a 2:4 weight.
     """
 
-    rounding: Rounding
+    rounding: Rounding | None
     name: str
     start_step: int
     steps: int = 0
     ignored: int = 0
     kept: tuple[Any, QuantisedWeight] | None = None
+    masking: Masking | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
-        return replace(self, kept=None)
+        return replace(self, kept=None, masking=self.masking and replace(self.masking, seen=None))
 
     def __reduce__(self) -> Any:
-        return Preparation, (self.rounding, self.name, self.start_step, self.steps, self.ignored)
+        masking = self.masking and replace(self.masking, seen=None)
+        return Preparation, (self.rounding, self.name, self.start_step, self.steps, self.ignored, None, masking)
 
 
 class Prepared(nn.Module):
     """The parts that prepared layers share."""
 
     weight: Tensor
+    mask: Tensor
     qat: Preparation
 
     @property
@@ -54,15 +60,20 @@ class Prepared(nn.Module):
         """Whether the forward rounds now."""
         return not self.qat.ignored and self.qat.steps >= self.qat.start_step
 
+    def kept_weight(self) -> Tensor:
+        """Returns the weight as it is now, with zeros where a mask leaves it out; its gradient passes to all of the weight."""
+        return self.weight if self.qat.masking is None else masking.masked(self.weight, masking.kept(self))
+
     def codes(self) -> QuantisedWeight:
         """Returns the codes of the weight as it is now.
 
         Raises:
             InvalidInput: the weight is not finite.
         """
+        assert self.qat.rounding is not None, "a weight that is not rounded has no codes"
         format, group, _ = self.qat.rounding
         try:
-            return quantise_weight(self.weight, format, group=group)
+            return quantise_weight(self.kept_weight(), format, group=group)
         except InvalidInput as error:
             after = f" after {self.qat.steps} steps" if self.qat.steps else ""
             raise InvalidInput(f"{self.qat.name}.weight{after} cannot be quantised to {format}: {error}") from None
@@ -86,7 +97,7 @@ class Prepared(nn.Module):
 
     def extra_repr(self) -> str:
         """Adds the format to what the layer says of itself."""
-        return f"{super().extra_repr()}, {described(self.qat.rounding)}"
+        return f"{super().extra_repr()}, {described(self.qat)}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # a copy counts the steps of its own optimiser
@@ -105,7 +116,11 @@ class PreparedLinear(Prepared, nn.Linear):
         if autocast_on() and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            return product.linear(x, self.weight, self.bias, self.qat.rounding, self.known_codes())
+            if self.qat.rounding is None:
+                assert self.qat.masking is not None, "a prepared weight is rounded or masked"
+                transposable = self.qat.masking.recipe.transposable
+                return multiply_masked(x, self.kept_weight().to(x.dtype), self.bias, transposable=transposable)
+            return product.linear(x, self.kept_weight(), self.bias, self.qat.rounding, self.known_codes())
 
 
 class PreparedEmbedding(Prepared, nn.Embedding):
@@ -115,6 +130,7 @@ class PreparedEmbedding(Prepared, nn.Embedding):
         """tokens, integers of any shape, to (..., embedding_dim)."""
         if not self.rounds:
             return super().forward(tokens)
+        assert self.qat.rounding is not None, "an embedding is prepared to be rounded"
         numbers = product.numbers(self.weight, self.qat.rounding, self.known_codes())
         return nn.functional.embedding(tokens, numbers, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
@@ -128,6 +144,8 @@ def prepare_layer(layer: nn.Module, preparation: Preparation) -> None:
     layer.__class__ = PREPARED[type(layer)]
     assert isinstance(layer, Prepared)
     layer.qat = preparation
+    if preparation.masking is not None:
+        masking.begin(layer, preparation.name)
     steps.count(layer)
 
 
@@ -140,12 +158,21 @@ def restore_layer(layer: Prepared) -> None:
     plain = next((plain for plain, made in PREPARED.items() if type(layer) is made), None)
     if plain is None:
         raise InvalidInput(f"{layer.qat.name} is a {type(layer).__name__} since it was prepared; undo that first")
+    if layer.qat.masking is not None:
+        del layer.mask
     del layer.qat
     layer.__class__ = plain  # type: ignore[assignment]
 
 
-def described(rounding: Rounding) -> str:
-    """Returns the format in words, such as "int4:32"."""
+def described(preparation: Preparation) -> str:
+    """Returns the format in words, such as "int4:32", "2:4" or "int4:32 2:4"."""
+    rounding = preparation.rounding
+    words = [] if rounding is None else [word_of(rounding)]
+    return " ".join(words + ["2:4"] * (preparation.masking is not None))
+
+
+def word_of(rounding: Rounding) -> str:
+    """Returns a format with its group."""
     if rounding.group is None:
         return rounding.format
     return f"{rounding.format}:{'row' if rounding.group == ROW else rounding.group}"

@@ -13,8 +13,10 @@ from torch import nn
 from rooftile.errors import InvalidInput
 from rooftile.matmul.formats import group_of, matches, parsed, weight_format
 from rooftile.matmul.weight import dequantised
-from rooftile.qat.layers import PREPARED, Preparation, Prepared, described, prepare_layer, restore_layer
+from rooftile.qat.layers import PREPARED, Preparation, Prepared, described, prepare_layer, restore_layer, word_of
+from rooftile.qat.masking import Masking
 from rooftile.qat.product import ESTIMATORS, Rounding, inside
+from rooftile.sparsity import Recipe, compress
 from rooftile.words import answers_foreign_words
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -22,10 +24,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @answers_foreign_words
 def prepare(
-    model: Model, format: str | Mapping[str, str], *, group: int | None = None, skip: Sequence[str] = ("lm_head",),
-    estimator: str = "straight", start_step: int = 0,
+    model: Model, format: str | Mapping[str, str] | None, *, group: int | None = None, skip: Sequence[str] = ("lm_head",),
+    estimator: str = "straight", start_step: int = 0, sparsity: Recipe | None = None,
 ) -> Model:  # fmt: skip
-    """Makes the linear layers of a model multiply with rounded weights, so that training makes up for the rounding.
+    """Makes the linear layers of a model multiply with rounded or 2:4 weights, so that training makes up for what that costs.
 
     The forward of a layer is the product that serves it: codes and scales are those of `rooftile.quantise_weight`, and formats
     that quantise activations (fp8, fp8_tile, int8) do so here, too. Gradients are those of the rounded numbers; scales count as
@@ -36,20 +38,22 @@ def prepare(
             a pattern names it (its weights alone).
         format: a word of `rooftile.quantise_weight`, also with a group ("int4:32", "int4:row"); or {pattern of names: word}, of
             which the first that matches counts ("auto" leaves a layer as it is). A pattern has * and ?, or is a regular
-            expression after "re:".
+            expression after "re:". None rounds nothing, and needs `sparsity`.
         group: of int4: 32, 64, 128 (the default) or -1, a whole row, share a scale.
         skip: patterns of layers that stay, where `format` is one word.
         estimator: "straight": the gradient of a rounded weight is the weight's; "clip": it is 0 for weights that lie more than
             half a code beyond the format's numbers.
         start_step: the step from which on weights are rounded. The `torch.optim.Optimizer` that holds a weight counts its steps,
-            from now on. They are no part of a state dict: prepare with 0 where a run is resumed after that step.
+            from now on. They are no part of a state dict: `rooftile.qat.state_dict` has them.
+        sparsity: makes the weights of the linear layers 2:4: masked first, then rounded with the scales of what is kept. A mask is
+            chosen anew after `refresh` steps of an optimiser, whose gradient gets the decay right before it steps.
 
     Returns:
         The model.
 
     Raises:
-        InvalidInput: nothing is there to prepare, a pattern matches nothing, a layer is prepared already, or a format does not
-            fit the shape of a weight.
+        InvalidInput: nothing is there to prepare, a pattern matches nothing, a layer is prepared already, a format or 2:4 does
+            not fit the shape of a weight, or a weight to be made 2:4 is frozen.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -62,14 +66,18 @@ def prepare(
         raise InvalidInput(f"estimator is {estimator!r}; must be one of {', '.join(ESTIMATORS)}")
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise InvalidInput(f"start_step is {start_step!r}; must be a number of steps, 0 or more")
+    _check_sparsity(format, sparsity)
     found = dict(_prepared(model))
     if found:
         raise InvalidInput(f"{next(iter(found))} is prepared already; restore the model first")
     chosen = _chosen(model, format, group, skip, estimator)
     for name, (layer, rounding) in chosen.items():
         _check_fits(name, layer, rounding)
+        _check_sparse(name, layer, sparsity)
     for name, (layer, rounding) in chosen.items():
-        prepare_layer(layer, Preparation(rounding, name, start_step))
+        # rows of an embedding are looked up, so half of their numbers would save nothing
+        masking = None if sparsity is None or isinstance(layer, nn.Embedding) else Masking(sparsity)
+        prepare_layer(layer, Preparation(rounding, name, start_step, masking=masking))
     return model
 
 
@@ -107,7 +115,8 @@ def off(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class LayerStatus:
-    """One layer: its name, format, numbers, bytes when quantised, relative error by rounding, share that is clipped, steps."""
+    """One layer: its name, format, numbers, bytes when served, relative error by rounding and masking, share that is clipped, steps,
+    and for 2:4 the share of places that changed when the mask was last chosen anew."""
 
     name: str
     format: str
@@ -116,6 +125,7 @@ class LayerStatus:
     error: float
     clipped: float
     steps: int
+    flips: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +136,22 @@ class Status:
 
     def __str__(self) -> str:
         width = max(len("layer"), *(len(one.name) for one in self.layers))
-        lines = [f"{'layer':{width}}  {'format':9} {'numbers':>12} {'bytes':>12} {'error':>8} {'clipped':>8} {'steps':>6}"]
+        lines = [
+            f"{'layer':{width}}  {'format':12} {'numbers':>12} {'bytes':>12} {'error':>8} {'clipped':>8} {'steps':>6} {'flips':>8}"
+        ]
         for one in self.layers:
+            flips = "-" if one.flips is None else f"{one.flips:.2%}"
             lines.append(
-                f"{one.name:{width}}  {one.format:9} {one.numbers:12,} {one.nbytes:12,} {one.error:8.2%} {one.clipped:8.2%} "
-                f"{one.steps:6,}"
+                f"{one.name:{width}}  {one.format:12} {one.numbers:12,} {one.nbytes:12,} {one.error:8.2%} {one.clipped:8.2%} "
+                f"{one.steps:6,} {flips:>8}"
             )
         return "\n".join(lines)
 
 
 def status(model: nn.Module) -> Status:
-    """Returns what each prepared layer rounds to, and what that changes now.
+    """Returns what each prepared layer rounds to or keeps, and what that changes now.
 
-    The error is the norm of what rounding changes over the norm of the weight; "clipped" is the share of weights that lie more
+    The error is the norm of what rounding and masking change over the norm of the weight; "clipped" is the share of weights that lie more
     than half a code beyond the format's numbers.
 
     Raises:
@@ -148,12 +161,18 @@ def status(model: nn.Module) -> Status:
 
 
 def _status(name: str, layer: Prepared) -> LayerStatus:
-    codes, w = layer.codes(), layer.weight.detach().float()
-    rounded = dequantised(codes.parts, codes.format, codes.group, codes.shape, w.dtype)
+    w, kept = layer.weight.detach().float(), layer.kept_weight().detach()
+    clipped, masking = 0.0, layer.qat.masking
+    if layer.qat.rounding is None:
+        nbytes, rounded = compress(kept, layer.mask).nbytes, kept.float()
+    else:
+        codes = layer.codes()
+        nbytes, rounded = codes.nbytes, dequantised(codes.parts, codes.format, codes.group, codes.shape, w.dtype)
+        clipped = 1.0 - inside(kept, codes).float().mean().item()
     size = w.norm().item()
     error = (rounded - w).norm().item() / size if size else 0.0
-    clipped = 1.0 - inside(w, codes).float().mean().item()
-    return LayerStatus(name, described(layer.qat.rounding), w.numel(), codes.nbytes, error, clipped, layer.qat.steps)
+    flips = None if masking is None else 0.0 if masking.flips is None else masking.flips.item()
+    return LayerStatus(name, described(layer.qat), w.numel(), nbytes, error, clipped, layer.qat.steps, flips)
 
 
 def prepared_layers(model: nn.Module) -> list[tuple[str, Prepared]]:
@@ -177,27 +196,30 @@ def _prepared(model: nn.Module) -> Iterator[tuple[str, Prepared]]:
 
 
 def _chosen(
-    model: nn.Module, format: str | Mapping[str, str], group: int | None, skip: Sequence[str], estimator: str
-) -> dict[str, tuple[nn.Module, Rounding]]:  # fmt: skip
+    model: nn.Module, format: str | Mapping[str, str] | None, group: int | None, skip: Sequence[str], estimator: str
+) -> dict[str, tuple[nn.Module, Rounding | None]]:  # fmt: skip
     """The layers to prepare by their names; each layer once, however many names it has."""
     if isinstance(format, Mapping):
         if group is not None:
             raise InvalidInput(f"group is {group} and format a dictionary; write the group into its words, as in 'int4:{group}'")
-        words = dict(format)
+        words: dict[str, str | None] = dict(format)
         kinds: tuple[type[nn.Module], ...] = tuple(PREPARED)
     else:
         skip = (skip,) if isinstance(skip, str) else skip
-        words = dict.fromkeys(skip, "auto") | {"*": format}
+        words = {**dict.fromkeys(skip, "auto"), "*": format}
         kinds = (nn.Linear,)
     layers = {name: layer for name, layer in model.named_modules() if type(layer) in kinds}
     if not layers:
         raise InvalidInput(f"{type(model).__name__} has no layer of the class nn.Linear itself, so there is nothing to prepare")
     if isinstance(format, Mapping):
         _check_patterns(words, layers)
-    chosen: dict[str, tuple[nn.Module, Rounding]] = {}
+    chosen: dict[str, tuple[nn.Module, Rounding | None]] = {}
     for name, layer in layers.items():
         word = next((word for pattern, word in words.items() if _means(pattern, name)), "auto")
         if word == "auto":
+            continue
+        if word is None:
+            chosen[name] = layer, None
             continue
         kind, its_group = parsed(word)
         chosen[name] = layer, Rounding(kind, its_group if its_group is not None else group, estimator)
@@ -211,7 +233,7 @@ def _means(pattern: str, name: str) -> bool:
     return matches(pattern, name) or name.endswith(f".{pattern}")
 
 
-def _check_patterns(words: Mapping[str, str], layers: Mapping[str, nn.Module]) -> None:
+def _check_patterns(words: Mapping[str, str | None], layers: Mapping[str, nn.Module]) -> None:
     for pattern in words:
         if not isinstance(pattern, str):
             raise InvalidInput(f"format has the key {pattern!r}; must be a pattern of names, such as '*.mlp.*'")
@@ -220,12 +242,35 @@ def _check_patterns(words: Mapping[str, str], layers: Mapping[str, nn.Module]) -
             raise InvalidInput(f"format has the pattern {pattern!r}, which matches no layer; near names are {', '.join(near)}")
 
 
-def _check_fits(name: str, layer: nn.Module, rounding: Rounding) -> None:
+def _check_sparsity(format: object, sparsity: object) -> None:
+    if sparsity is not None and not isinstance(sparsity, Recipe):
+        raise InvalidInput(f"sparsity is {sparsity!r}; must be a rooftile.sparsity.Recipe, or None")
+    words = format.values() if isinstance(format, Mapping) else (format,)
+    if sparsity is None and None in words:
+        raise InvalidInput("format is None and so is sparsity, so nothing would change; give one of them")
+
+
+def _check_sparse(name: str, layer: nn.Module, sparsity: Recipe | None) -> None:
+    if sparsity is None or not isinstance(layer, nn.Linear):
+        return
+    rows, columns = layer.weight.shape
+    if columns % 4 or (sparsity.transposable and rows % 4):
+        due = "both sizes must be multiples of 4" if sparsity.transposable else "K must be a multiple of 4"
+        raise InvalidInput(f"{name}.weight ({rows}, {columns}) cannot be 2:4; {due}: skip this layer")
+    if not layer.weight.requires_grad:
+        raise InvalidInput(f"{name}.weight is frozen, and 2:4 trains all of a weight; unfreeze it, or skip this layer")
+
+
+def _check_fits(name: str, layer: nn.Module, rounding: Rounding | None) -> None:
     assert isinstance(layer, nn.Linear | nn.Embedding)
+    if rounding is None:
+        if isinstance(layer, nn.Embedding):
+            raise InvalidInput(f"{name} is an embedding, and its format is None; only linear layers are made 2:4: leave it out")
+        return
     rows, columns = layer.weight.shape
     try:
         group_of(weight_format(rounding.format), columns, rounding.group)
     except InvalidInput as error:
-        raise InvalidInput(f"{name}.weight ({rows}, {columns}) cannot be {described(rounding)}: {error}") from None
+        raise InvalidInput(f"{name}.weight ({rows}, {columns}) cannot be {word_of(rounding)}: {error}") from None
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
         raise InvalidInput(f"{name} is an embedding with max_norm or sparse gradients; prepare it without, or leave it out")

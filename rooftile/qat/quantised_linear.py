@@ -8,8 +8,11 @@ from torch import Tensor, nn
 
 from rooftile.matmul import QuantisedWeight
 from rooftile.ops.linear import linear
+from rooftile.qat import masking
 from rooftile.qat.layers import Prepared, PreparedEmbedding
 from rooftile.qat.preparation import prepared_layers
+from rooftile.qat.sparse_linear import SparseLinear
+from rooftile.sparsity import TwoFour, compress
 
 Model = TypeVar("Model", bound=nn.Module)
 _PARTS = ("codes", "scales", "zeros", "order", "outer", "input_scale")
@@ -67,10 +70,11 @@ class QuantisedLinear(nn.Module):
 
 
 def convert(model: Model) -> Model:
-    """Replaces each prepared layer of a model by one with the quantised weight that it was trained with, and returns the model.
+    """Replaces each prepared layer of a model by one with the quantised or 2:4 weight that it was trained with, and returns the model.
 
     Codes come from the parameters as they are, in their own dtype. So a prepared layer and its converted one compute the same
-    bits for the same rows. An embedding keeps a parameter, of rounded numbers.
+    bits for the same rows. An embedding keeps a parameter, of rounded numbers. A layer that is 2:4 and not rounded becomes a
+    `SparseLinear`; one that is both keeps its codes with zeros between.
 
     Raises:
         InvalidInput: the model is not prepared, or is itself a prepared layer.
@@ -86,9 +90,20 @@ def convert(model: Model) -> Model:
 
 
 def _converted(layer: Prepared) -> nn.Module:
+    if layer.qat.rounding is None:
+        return SparseLinear(sparse_weight(layer), layer.bias)  # type: ignore[arg-type]
     codes = layer.codes()
     if not isinstance(layer, PreparedEmbedding):
         return QuantisedLinear(codes, layer.bias)  # type: ignore[arg-type]
     numbers = codes.dequantise(layer.weight.dtype)
     rest = {"padding_idx": layer.padding_idx, "scale_grad_by_freq": layer.scale_grad_by_freq}
     return nn.Embedding.from_pretrained(numbers, freeze=True, **rest)  # type: ignore[arg-type]
+
+
+def sparse_weight(layer: Prepared) -> TwoFour:
+    """Returns the 2:4 weight of a layer that is not rounded, or rounded to FP8."""
+    mask = masking.kept(layer)
+    if layer.qat.rounding is None:
+        return compress(layer.weight, mask)
+    codes = layer.codes()
+    return compress(codes.codes, mask, codes.scales)
