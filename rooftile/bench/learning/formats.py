@@ -1,7 +1,7 @@
-"""Measures what rounding costs a small decoder, and what training for the format wins back.
+"""Measures what rounding or 2:4 weights cost a small decoder, and what training for them wins back.
 
 A model learns English in full precision. Then copies of it take the same further steps on the same batches: one in full
-precision, whose loss is also measured rounded, and one for each format with rounded weights. With L the loss on held-out text,
+precision, whose loss is also measured rounded (or masked), and one for each format with rounded weights. With L the loss on held-out text,
 
     recovered = (L_rounded - L_trained) / (L_rounded - L_continued)
 """
@@ -19,8 +19,11 @@ from rooftile.bench.learning.english import BYTES, English
 from rooftile.bench.learning.study import loss_of
 from rooftile.bench.learning.training import autocast, train
 from rooftile.models import TrainableDecoder
+from rooftile.sparsity import Recipe
 
 Say = Callable[[str], None]
+# words of 2:4 weights, in full precision
+RECIPES = {"2:4": Recipe(), "2:4:transposable": Recipe(transposable=True)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +81,21 @@ def learn_formats(formats: Sequence[str], plan: Plan, text: English, seed: int, 
     full = _tested(continued, plan, text, device)
     found = []
     for format in formats:
-        qat.prepare(continued, format, skip=("head",))
+        _prepared(continued, format)
         rounded = _tested(continued, plan, text, device)
         qat.restore(continued)
-        say(f"seed {seed}, {format}: {plan.further_steps} steps with rounded weights")
-        model = qat.prepare(copy.deepcopy(base), format, skip=("head",))
+        say(f"seed {seed}, {format}: {plan.further_steps} steps with rounded or masked weights")
+        model = _prepared(copy.deepcopy(base), format)
         _train(model, plan.further_steps, plan.further_rate, plan, text, seed + 1000, device)
         trained = _tested(model, plan, text, device)
         found.append(Learned(format=format, seed=seed, continued=full, rounded=rounded, trained=trained))
     return found
+
+
+def _prepared(model: TrainableDecoder, format: str) -> TrainableDecoder:
+    if format not in RECIPES:
+        return qat.prepare(model, format, skip=("head",))
+    return qat.prepare(model, None, skip=("head",), sparsity=RECIPES[format])
 
 
 def _train(
