@@ -64,8 +64,11 @@ def _then(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]
 def _decay(optimizer: Optimizer) -> None:
     # a gradient scaler leaves its scale here for optimisers that unscale in their own kernel
     scale = getattr(optimizer, "grad_scale", None)
+    # layers may share a weight, whose gradient is one
+    decayed: set[int] = set()
     for module, group in _held(optimizer):
-        if module.qat.masking:
+        if module.qat.masking and module.rounds and id(module.weight) not in decayed:
+            decayed.add(id(module.weight))
             masking.decay(module, (-1.0 if group.get("maximize") else 1.0) * (1.0 if scale is None else scale))
 
 
