@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
@@ -14,8 +13,8 @@ from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.plan import quantiser_of
 from rooftile.models.checkpoints.quantised import quantise_decoder
 from rooftile.models.layers import Part, Projection
-from rooftile.sparsity import TwoFour
 from rooftile.models.rotary import Rotary
+from rooftile.sparsity import TwoFour
 from rooftile.spec import DTYPE_NAMES
 
 

@@ -35,7 +35,8 @@ def linear(
     A plain weight is multiplied by PyTorch in the dtype of x, and `out_dtype` converts that result.
 
     x and bias have gradients, through the dense numbers of the weight; a quantised or 2:4 weight is a constant. Formats fp8,
-    fp8_tile and int8, and 2:4 weights in FP8, quantise x, row by row. A row that holds NaN or infinity is lost as a whole, and the other rows do not change.
+    fp8_tile and int8, and 2:4 weights in FP8, quantise x, row by row. A row that holds NaN or infinity is lost as a whole, and
+    the other rows do not change.
 
     Args:
         x: bf16, fp16, fp32 or fp64, any strides; or `rooftile.numerics.QuantisedRows` in the format that the weight multiplies.
@@ -130,9 +131,8 @@ def _check(x: Tensor | QuantisedRows, weight: QuantisedWeight | TwoFour | Tensor
             raise InvalidInput(
                 f"x is in {x.format}; a weight in {weight.format} multiplies {due or '16 bits: x.dequantise()'}"
             )
-    if isinstance(x, QuantisedRows) and isinstance(weight, TwoFour):
-        if x.format != "fp8" or weight.dtype != torch.float8_e4m3fn:
-            raise InvalidInput(f"x is in {x.format} and the 2:4 weight in {weight.dtype}; only FP8 multiplies codes, those of fp8")
+    if isinstance(x, QuantisedRows) and isinstance(weight, TwoFour) and (x.format, weight.dtype) != ("fp8", torch.float8_e4m3fn):
+        raise InvalidInput(f"x is in {x.format} and the 2:4 weight in {weight.dtype}; only FP8 multiplies codes, in fp8")
     if bias is not None and not isinstance(bias, Tensor):
         raise InvalidInput(f"bias is {type(bias).__name__}; must be a float tensor ({N},), or None")
     if bias is not None and (tuple(bias.shape) != (N,) or not bias.is_floating_point()):

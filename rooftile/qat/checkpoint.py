@@ -76,7 +76,8 @@ def _check_layout(layers: Sequence[tuple[str, Prepared]], layout: str) -> None:
     for name, layer in layers:
         rounding, embedding = layer.qat.rounding, isinstance(layer, PreparedEmbedding)
         if layout == LAYOUT and not embedding and (layer.qat.masking is None or (rounding and rounding.format != "fp8")):
-            raise InvalidInput(f"{name} is {described(layer.qat)}; the layout {LAYOUT!r} has 2:4 alone or with fp8: leave layout out")
+            words = described(layer.qat)
+            raise InvalidInput(f"{name} is {words}; the layout {LAYOUT!r} has 2:4 alone or with fp8: leave layout out")
         if layout != LAYOUT and rounding and rounding.format not in LAYOUTS and not embedding:
             raise InvalidInput(f"{name} is in {rounding.format}; written are {', '.join(LAYOUTS)}")
 

@@ -1,7 +1,7 @@
 """SR-STE: a layer multiplies with W * mask, its gradient passes to all of W, and what is left out is decayed.
 
-A mask is a buffer of its layer, outside of the state dict. It is chosen from the weight in the forward, or after an optimiser's step
-where the forward is compiled. `rooftile.qat.state_dict` saves it.
+A mask is a buffer of its layer, outside of the state dict. It is chosen from the weight after an optimiser's step, and in an
+eager forward where the weight has changed since. `rooftile.qat.state_dict` saves it.
 
 Zhou et al., arXiv:2102.04010; Hu et al., arXiv:2404.01847.
 """

@@ -27,7 +27,7 @@ def prepare(
     model: Model, format: str | Mapping[str, str] | None, *, group: int | None = None, skip: Sequence[str] = ("lm_head",),
     estimator: str = "straight", start_step: int = 0, sparsity: Recipe | None = None,
 ) -> Model:  # fmt: skip
-    """Makes the linear layers of a model multiply with rounded or 2:4 weights, so that training makes up for what that costs.
+    """Makes linear layers multiply with rounded or 2:4 weights, so that training makes up for what that costs.
 
     The forward of a layer is the product that serves it: codes and scales are those of `rooftile.quantise_weight`, and formats
     that quantise activations (fp8, fp8_tile, int8) do so here, too. Gradients are those of the rounded numbers; scales count as
@@ -45,8 +45,8 @@ def prepare(
             half a code beyond the format's numbers.
         start_step: the step from which on weights are rounded. The `torch.optim.Optimizer` that holds a weight counts its steps,
             from now on. They are no part of a state dict: `rooftile.qat.state_dict` has them.
-        sparsity: makes the weights of the linear layers 2:4: masked first, then rounded with the scales of what is kept. A mask is
-            chosen anew after `refresh` steps of an optimiser, whose gradient gets the decay right before it steps.
+        sparsity: makes the weights of the linear layers 2:4: masked first, then rounded with the scales of what is kept. A mask
+            is chosen anew after `refresh` steps of an optimiser, whose gradient gets the decay right before it steps.
 
     Returns:
         The model.
@@ -115,8 +115,8 @@ def off(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class LayerStatus:
-    """One layer: its name, format, numbers, bytes when served, relative error by rounding and masking, share that is clipped, steps,
-    and for 2:4 the share of places that changed when the mask was last chosen anew."""
+    """One layer: its name, format, numbers, bytes when served, relative error by rounding and masking, share that is clipped,
+    steps, and for 2:4 the share of places that changed when the mask was last chosen anew."""
 
     name: str
     format: str
@@ -136,9 +136,8 @@ class Status:
 
     def __str__(self) -> str:
         width = max(len("layer"), *(len(one.name) for one in self.layers))
-        lines = [
-            f"{'layer':{width}}  {'format':12} {'numbers':>12} {'bytes':>12} {'error':>8} {'clipped':>8} {'steps':>6} {'flips':>8}"
-        ]
+        heads = f"{'error':>8} {'clipped':>8} {'steps':>6} {'flips':>8}"
+        lines = [f"{'layer':{width}}  {'format':12} {'numbers':>12} {'bytes':>12} {heads}"]
         for one in self.layers:
             flips = "-" if one.flips is None else f"{one.flips:.2%}"
             lines.append(
@@ -151,8 +150,8 @@ class Status:
 def status(model: nn.Module) -> Status:
     """Returns what each prepared layer rounds to or keeps, and what that changes now.
 
-    The error is the norm of what rounding and masking change over the norm of the weight; "clipped" is the share of weights that lie more
-    than half a code beyond the format's numbers.
+    The error is the norm of what rounding and masking change over the norm of the weight; "clipped" is the share of weights that
+    lie more than half a code beyond the format's numbers.
 
     Raises:
         InvalidInput: the model is not prepared.

@@ -70,7 +70,7 @@ class QuantisedLinear(nn.Module):
 
 
 def convert(model: Model) -> Model:
-    """Replaces each prepared layer of a model by one with the quantised or 2:4 weight that it was trained with, and returns the model.
+    """Replaces each prepared layer by one with the quantised or 2:4 weight that it was trained with, and returns the model.
 
     Codes come from the parameters as they are, in their own dtype. So a prepared layer and its converted one compute the same
     bits for the same rows. An embedding keeps a parameter, of rounded numbers. A layer that is 2:4 and not rounded becomes a

@@ -47,4 +47,5 @@ class SparseLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """The sizes and the dtype of the values."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {self.values.dtype}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, {self.values.dtype}"

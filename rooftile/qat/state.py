@@ -25,7 +25,7 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:
         >>> sorted(rooftile.qat.state_dict(model)["0"])
         ['chosen_at', 'mask', 'steps']
     """
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, layer in prepared_layers(model):
         found[name] = {"steps": layer.qat.steps}
         if layer.qat.masking is not None:

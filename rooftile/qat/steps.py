@@ -3,8 +3,8 @@
 A layer keeps its codes from one step to the next. A tensor's version does not tell it that the weight was changed: FSDP fills a
 weight again without raising it, and so does a program that writes to `.data`.
 
-Before a step, 2:4 layers add their decay to the gradient: once, however many micro-batches it was summed over. After it they choose
-their masks.
+Before a step, 2:4 layers add their decay to the gradient: once, however many micro-batches it was summed over. After it they
+choose their masks.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ def two_four(w: Tensor, transposable: bool = False) -> Tensor:
 
     Args:
         w: (N, K), bf16, fp16, fp32, fp64 or FP8 (e4m3), any strides; K a multiple of 4. Infinity is larger than any number.
-        transposable: whether the transposed mask is 2:4, too, so that the gradient of x is a sparse product as well. Each block of
-            4 x 4 takes the one of the 90 patterns with two weights in every row and column whose sum of |w| is largest (in fp32;
-            of equal sums the lower number of `rooftile.sparsity.patterns`). N must be a multiple of 4.
+        transposable: whether the transposed mask is 2:4, too, so that the gradient of x is a sparse product as well. Each block
+            of 4 x 4 takes the one of the 90 patterns with two weights in every row and column whose sum of |w| is largest (in
+            fp32; of equal sums the lower number of `rooftile.sparsity.patterns`). N must be a multiple of 4.
 
     Returns:
         bool (N, K), True where a weight is kept.

@@ -17,7 +17,7 @@ from rooftile.words import answers_foreign_words
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class TwoFour:
-    """A weight (N, K) with two of each four neighbours along K, as `compress` makes it, for `linear`. It is a constant: no gradient.
+    """A weight (N, K) with two of each four neighbours along K, as `compress` makes it, for `linear`. It has no gradient.
 
     Args:
         values: (N, K / 2), bf16, fp16, fp32, fp64 or FP8 (e4m3): the first and the second value of each four.

@@ -15,7 +15,7 @@ from torch import Tensor
 PAIRS = tuple(combinations(range(4), 2))
 
 
-def _all() -> tuple[tuple[int, int, int, int], ...]:
+def _all() -> tuple[tuple[int, ...], ...]:
     found = []
     for rows in product(range(len(PAIRS)), repeat=4):
         columns = [column for pair in rows for column in PAIRS[pair]]

@@ -38,7 +38,9 @@ class Recipe:
     freeze_from: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.decay, bool) or not isinstance(self.decay, Real) or not 0 <= self.decay < math.inf:
+        # NumPy's numbers are no floats to Python, but real ones
+        decay: object = self.decay
+        if isinstance(decay, bool) or not isinstance(decay, Real) or not 0 <= float(decay) < math.inf:
             raise InvalidInput(f"decay is {self.decay!r}; must be a number of at least 0")
         _check_steps("refresh", self.refresh, 1)
         if self.freeze_from is not None:

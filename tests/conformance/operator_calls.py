@@ -240,7 +240,8 @@ def _linear_two_four(device: torch.device) -> Work:
 
 
 def _linear_masked(device: torch.device) -> Work:
-    multiply_masked(torch.randn(5, 64, device=device), _two_four(device).dense(), torch.randn(4, device=device), transposable=True)
+    x, bias = torch.randn(5, 64, device=device), torch.randn(4, device=device)
+    multiply_masked(x, _two_four(device).dense(), bias, transposable=True)
     return Work(2 * 5 * 32 * 4, 5 * 256 + 4 * 256 + 16, 5 * 16)
 
 

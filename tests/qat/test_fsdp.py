@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import rooftile as rt
@@ -15,6 +16,7 @@ from tests.qat.models import inputs, mlp
 
 SCRIPT = """
 import json
+import sys
 import warnings
 
 import torch
@@ -23,13 +25,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import rooftile as rt
-from tests.qat.models import inputs, mlp
+from tests.qat.models import inputs
+from tests.qat.test_fsdp import prepared
 
 warnings.filterwarnings("error", message=".*returned a view tensor")
 dist.init_process_group("gloo")
 rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
-model = rt.qat.prepare(mlp(), "int4:32")
+model = prepared(sys.argv[1])
 for layer in model:
     if isinstance(layer, nn.Linear):
         fully_shard(layer, mesh=mesh)
@@ -50,15 +52,24 @@ dist.destroy_process_group()
 """
 
 
-def test_sharded_weights(tmp_path: Path) -> None:
+def prepared(case: str) -> torch.nn.Module:
+    """The model of a case, as both processes and the one that they are compared with have it."""
+    if case == "rounded":
+        return rt.qat.prepare(mlp(), "int4:32")
+    # masks stay for two steps; a decay that is seen in the loss
+    return rt.qat.prepare(mlp(), None, sparsity=rt.sparsity.Recipe(decay=5.0, refresh=2 if case == "refreshed" else 1))
+
+
+@pytest.mark.parametrize("case", ["rounded", "masked", "refreshed"])
+def test_sharded_weights(tmp_path: Path, case: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), case]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found, steps = json.loads(done.stdout)
-    model = rt.qat.prepare(mlp(), "int4:32")
+    model = prepared(case)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     due = []
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""2:4 weights in training: SR-STE by its formula, masks that are refreshed, frozen and resumed, and what is left of it afterwards."""
+"""2:4 weights in training: SR-STE by its formula, masks that are refreshed, frozen and resumed, and what is converted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -89,7 +90,8 @@ def test_the_decay_is_added_before_the_optimiser(transposable: bool, maximize: b
 
 def test_rooftiles_optimiser_takes_the_decay_too() -> None:
     models = [sparse(), sparse()]
-    optimisers = [torch.optim.AdamW(models[0].parameters(), lr=1e-2, foreach=False), rt.optim.AdamW(models[1].parameters(), lr=1e-2)]
+    torchs = torch.optim.AdamW(models[0].parameters(), lr=1e-2, foreach=False)
+    optimisers = [torchs, rt.optim.AdamW(models[1].parameters(), lr=1e-2)]
     for n in range(3):
         losses = [step(model, optimiser, n) for model, optimiser in zip(models, optimisers, strict=True)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -175,7 +177,7 @@ def test_masks_stay_between_refreshes_and_when_they_are_frozen() -> None:
     for n in range(8):
         step(model, optimiser, n)
         masks.append(model[0].mask.clone())
-    changed = [not torch.equal(a, b) for a, b in zip(masks, masks[1:], strict=False)]
+    changed = [not torch.equal(a, b) for a, b in pairwise(masks)]
     # masks[n] is that of n + 1 steps: chosen anew after 2 and 4, and never from step 5 on
     assert changed == [True, False, True, False, False, False, False]
     model(data())

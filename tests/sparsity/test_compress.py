@@ -46,7 +46,8 @@ def test_all_pairs_of_places_and_hostile_values() -> None:
 
 
 def test_bytes() -> None:
-    for dtype, share in ((torch.bfloat16, 9 / 16), (torch.float16, 9 / 16), (torch.float8_e4m3fn, 5 / 8), (torch.float32, 17 / 32)):
+    shares = {torch.bfloat16: 9 / 16, torch.float16: 9 / 16, torch.float8_e4m3fn: 5 / 8, torch.float32: 17 / 32}
+    for dtype, share in shares.items():
         w = some(64, 256, dtype)
         assert compress(w, two_four(w)).nbytes == share * w.nbytes
 
@@ -115,5 +116,5 @@ def test_bad_input() -> None:
         TwoFour(weight.values, weight.places, (8, 64))
     with pytest.raises(InvalidInput, match=r"shape is \(8, 30\); K must be a multiple of 4"):
         TwoFour(weight.values, weight.places, (8, 30))
-    with pytest.raises(InvalidInput, match="scales are given and values are torch.float32; only FP8 has scales"):
+    with pytest.raises(InvalidInput, match=r"scales are given and values are torch.float32; only FP8 has scales"):
         compress(w, mask, torch.ones(8, 1))

@@ -122,7 +122,7 @@ def test_refusals() -> None:
         rt.linear(x, weight, backend="hopper")
     with pytest.raises(InvalidInput, match=r"x is \(2, 32\) and the weight \(48, 64\)"):
         rt.linear(x[:, :32], weight)
-    with pytest.raises(InvalidInput, match="x is in int8 and the 2:4 weight in torch.float32; only FP8 multiplies codes"):
+    with pytest.raises(InvalidInput, match=r"x is in int8 and the 2:4 weight in torch.float32; only FP8 multiplies codes"):
         rt.linear(quantise_rows(x, "int8"), weight)
     assert "definition  runs" in explain_linear(x, weight)
 

@@ -37,9 +37,11 @@ def some(N: int, K: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> T
 
 def chosen(four: list[float]) -> list[bool]:
     """The pair of four numbers with the largest sizes, of all six pairs; sizes are compared as a sorted list, then places."""
-    best = max(
-        itertools.combinations(range(4), 2), key=lambda pair: (sorted((abs(four[i]) for i in pair), reverse=True), [-i for i in pair])
-    )  # fmt: skip
+
+    def worth(pair: tuple[int, ...]) -> tuple[list[float], list[int]]:
+        return sorted((abs(four[i]) for i in pair), reverse=True), [-i for i in pair]
+
+    best = max(itertools.combinations(range(4), 2), key=worth)
     return [i in best for i in range(4)]
 
 

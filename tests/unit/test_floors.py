@@ -113,6 +113,7 @@ CROWDED = {
     "cli": "one command per file",
     "diagnosis": "one part of a diagnosis per file; what has several parts is a folder",
     "integrations": "one library per file, and what they share",
+    "matmul": "quantised weights in files, and 2:4 ones in a folder; kernels in two more",
     "report": "one section of the page per file",
     "serve": "what a step goes through, in one folder; `text` and `sampling` hold the rest",
 }

@@ -1,7 +1,8 @@
 """Measures what rounding or 2:4 weights cost a small decoder, and what training for them wins back.
 
 A model learns English in full precision. Then copies of it take the same further steps on the same batches: one in full
-precision, whose loss is also measured rounded (or masked), and one for each format with rounded weights. With L the loss on held-out text,
+precision, whose loss is also measured rounded (or masked), and one for each format with rounded weights. With L the loss on
+held-out text,
 
     recovered = (L_rounded - L_trained) / (L_rounded - L_continued)
 """

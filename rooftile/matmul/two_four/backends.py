@@ -1,5 +1,5 @@
-"""Backends of products with 2:4 weights: `triton` (ours, for few rows), `library` (cuSPARSELt, for many), `dense` (the weight expanded,
-and PyTorch's product or our quantised one) and `definition`. Each refuses in sentences, as those of quantised weights do.
+"""Backends of products with 2:4 weights: `triton` (ours, for few rows), `library` (cuSPARSELt, for many), `dense` (the weight
+expanded, and PyTorch's product or our quantised one) and `definition`. Each refuses in sentences.
 """
 
 from __future__ import annotations

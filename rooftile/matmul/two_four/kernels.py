@@ -3,9 +3,9 @@
 Few rows wait for the weight's bytes, and these are 9/16 of the dense ones (5/8 in FP8). Sparse matrix units would not help: they
 halve the arithmetic, which is not what is waited for.
 
-A program owns some rows of the weight, and a part of K where whole rows are too few programs for a chip; a second kernel adds the
-parts in order. The weight is the first matrix, so that 64 of its rows fill Hopper's matrix units, however few rows x has. The next
-tile is read into registers while one is multiplied.
+A program owns some rows of the weight, and a part of K where whole rows are too few programs for a chip; a second kernel adds
+the parts in order. The weight is the first matrix, so that 64 of its rows fill Hopper's matrix units, however few rows x has. The
+next tile is read into registers while one is multiplied.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ W' is the weight with zeros where its mask leaves it out, and dY the gradient of
 
     y = x W'^T      dX = dY W'      dW' = dY^T X
 
-y is a sparse product. dX is one where the mask is transposable, because W' is the transposed matrix there. dW' is dense: it is the
+y is a sparse product. dX is one where the mask is transposable, because the transposed W' is 2:4 then. dW' is dense: it is the
 gradient of all places, and the caller decides which of them it passes on.
 """
 
@@ -25,7 +25,7 @@ from rooftile.operators import below_autograd, define, wants_grad, watched
 
 
 def multiply_masked(x: Tensor, w: Tensor, bias: Tensor | None, *, transposable: bool) -> Tensor:
-    """Returns x (..., K) times w (N, K), a weight that is 2:4 with its zeros in place, plus the bias, with gradients for all three.
+    """Returns x (..., K) times w (N, K), which is 2:4 with its zeros in place, plus the bias, with gradients for all three.
 
     transposable: whether the transposed w is 2:4, too.
     """

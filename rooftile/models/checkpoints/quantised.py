@@ -67,7 +67,8 @@ def load(config: ModelConfig, decoder: Filled, files: Iterable[Path], reader: Re
         taken = {name: _take(found, name, reader) for _, parts in projections for name in parts if reader.covers(name)}
         if head and _is_quantised(found, reader):
             stored = _take(found, "lm_head", reader)
-            decoder.head.copy_(numbers_of(_read(config, reader, "lm_head", stored, tuple(decoder.head.shape)), decoder.head.dtype))
+            weight = _read(config, reader, "lm_head", stored, tuple(decoder.head.shape))
+            decoder.head.copy_(numbers_of(weight, decoder.head.dtype))
         apart = _fill(config, decoder, projections, taken, reader)
         places = dict(decoder.tensors()) | apart
         _leave_zero_biases(found, places, taken)
