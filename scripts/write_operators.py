@@ -64,6 +64,8 @@ COMPUTES = {
     "linear_quantised": "a linear projection with a quantised weight",
     "linear_gated": "such a projection whose halves are a gate and what it gates, gated",
     "linear_gated_rows": "the same in FP8, of rows in FP8, with one scale for all results",
+    "linear_rounded": "a linear projection with a weight that is rounded in training",
+    "linear_rounded_backward": "its gradients",
     "dequantise_weight": "a quantised weight in 16 or 32 bits",
     "two_four_mask": "which two of each four neighbours of a weight are kept",
     "two_four_compress": "what is kept of a weight, and its places",

@@ -16,7 +16,8 @@ from torch import Tensor, distributed
 
 from rooftile.errors import InvalidInput
 from rooftile.operators import transforms_active
-from rooftile.sparsity import Recipe, two_four
+from rooftile.sparsity import Recipe
+from rooftile.sparsity.choice import mask_of
 
 
 @dataclass(slots=True)
@@ -81,7 +82,8 @@ def refresh(layer: Any) -> None:
 def _chosen(layer: Any, name: str) -> Tensor:
     steps, transposable = layer.qat.steps, layer.qat.masking.recipe.transposable
     try:
-        return two_four(layer.weight, transposable)
+        # a check waits for the GPU, at every layer and step; there a loss that is NaN tells
+        return mask_of(layer.weight, transposable, check=not layer.weight.is_cuda)
     except InvalidInput as error:
         after = f" after {steps} steps" if steps else ""
         raise InvalidInput(f"{name}.weight{after} cannot be 2:4: {error}") from None

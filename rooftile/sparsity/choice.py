@@ -10,7 +10,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.operators import call, define
 from rooftile.sparsity import definition
-from rooftile.sparsity.where import check_numbers, check_weight, kernels_run_on
+from rooftile.sparsity.where import check_numbers, check_weight, is_raised, kernels_run_on
 from rooftile.words import answers_foreign_words
 
 
@@ -41,32 +41,41 @@ def two_four(w: Tensor, transposable: bool = False) -> Tensor:
     check_weight(w)
     if transposable and w.shape[0] % 4:
         raise InvalidInput(f"w is {tuple(w.shape)} and transposable is True; N must be a multiple of 4, too")
-    found: Tensor = call(two_four_mask, _run, w.detach(), bool(transposable))
+    return mask_of(w, bool(transposable), check=True)
+
+
+def mask_of(w: Tensor, transposable: bool, *, check: bool) -> Tensor:
+    """`two_four` of a weight that fits. `check` refuses NaN, and waits for a GPU; otherwise a group with NaN has some mask."""
+    found: Tensor = call(two_four_mask, _run, w.detach(), transposable, check)
     return found
 
 
-def _run(w: Tensor, transposable: bool) -> Tensor:
+def _run(w: Tensor, transposable: bool, check: bool) -> Tensor:
     if w.is_meta or not w.numel():
-        return _fake(w, transposable)
-    check_numbers(w)
+        return _fake(w, transposable, check)
     if kernels_run_on(w):
         from rooftile.sparsity import kernels
 
-        return kernels.mask(w, transposable)
+        found, flag = kernels.mask(w, transposable)
+        if check and is_raised(flag):
+            check_numbers(w)
+        return found
+    if check:
+        check_numbers(w)
     return definition.transposable_mask(w) if transposable else definition.row_mask(w)
 
 
-def _fake(w: Tensor, transposable: bool) -> Tensor:
+def _fake(w: Tensor, transposable: bool, check: bool) -> Tensor:
     return torch.empty(w.shape, dtype=torch.bool, device=w.device)
 
 
-two_four_mask = define("two_four_mask(Tensor w, bool transposable) -> Tensor", _run, _fake)
+two_four_mask = define("two_four_mask(Tensor w, bool transposable, bool check) -> Tensor", _run, _fake)
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], w: Tensor, transposable: bool) -> tuple[Tensor, int]:
+def _vmap(info: Any, in_dims: tuple[Any, ...], w: Tensor, transposable: bool, check: bool) -> tuple[Tensor, int]:
     # rows of several weights are rows; blocks of 4 rows do not cross from one weight to the next
     w = w.movedim(in_dims[0], 0)
-    return two_four_mask(w.flatten(0, 1), transposable).view(w.shape), 0
+    return two_four_mask(w.flatten(0, 1), transposable, check).view(w.shape), 0
 
 
 torch.library.register_vmap("rooftile::two_four_mask", _vmap)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.operators import call, define
 from rooftile.sparsity import definition
-from rooftile.sparsity.where import DTYPES, check_weight, kernels_run_on
+from rooftile.sparsity.where import DTYPES, check_weight, is_raised, kernels_run_on
 from rooftile.words import answers_foreign_words
 
 
@@ -119,6 +119,18 @@ def compress(w: Tensor, mask: Tensor, scales: Tensor | None = None) -> TwoFour:
 def _run(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     if w.is_meta or not w.numel():
         return _fake(w, mask)
+    if kernels_run_on(w):
+        from rooftile.sparsity import kernels
+
+        values, places, flag = kernels.compress(w, mask)
+        if is_raised(flag):
+            _check_mask(mask)
+        return values, places
+    _check_mask(mask)
+    return definition.compressed(w, mask)
+
+
+def _check_mask(mask: Tensor) -> None:
     wrong = mask.unflatten(1, (-1, 4)).sum(-1) != 2
     if wrong.any():
         row, group = (int(n) for n in wrong.nonzero()[0])
@@ -126,11 +138,6 @@ def _run(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         raise InvalidInput(
             f"mask keeps {count} of columns {4 * group} to {4 * group + 3} in row {row}; must keep two: take that of two_four"
         )
-    if kernels_run_on(w):
-        from rooftile.sparsity import kernels
-
-        return kernels.compress(w, mask)
-    return definition.compressed(w, mask)
 
 
 def _fake(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

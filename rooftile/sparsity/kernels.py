@@ -39,13 +39,18 @@ def joined(a, b, c, d):
 
 
 @triton.jit
-def _mask(w_ptr, o_ptr, stride, N, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Writes the mask of a tile: the two largest |w| of each four. Bits without the sign are integers in the order of |w|."""
+def _mask(w_ptr, o_ptr, flag_ptr, stride, N, K: tl.constexpr, INFINITE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Writes the mask of a tile: the two largest |w| of each four. Bits without the sign are integers in the order of |w|.
+
+    Those of NaN are above those of infinity, and raise the flag.
+    """
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = (n < N)[:, None] & (k < K)[None, :]
     w = tl.load(w_ptr + (n * stride)[:, None] + k[None, :], mask=there, other=0)
     a, b, c, d = quarters(w & ((1 << (w.dtype.primitive_bitwidth - 1)) - 1))
+    lost = (a > INFINITE) | (b > INFINITE) | (c > INFINITE) | (d > INFINITE)
+    tl.store(flag_ptr, 1, mask=tl.max(lost.to(tl.int32)) > 0)
     ab, ac, ad = (a >= b).to(tl.int8), (a >= c).to(tl.int8), (a >= d).to(tl.int8)
     bc, bd, cd = (b >= c).to(tl.int8), (b >= d).to(tl.int8), (c >= d).to(tl.int8)
     # how many of the others are kept before each
@@ -63,6 +68,7 @@ def _row_of_block(w_ptr, place, there):
     if w.dtype == tl.uint8:
         # e4m3 in the bits of fp16 is a number 2^8 times too small; chips before Ada know no e4m3
         sizes = ((w & 127).to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        sizes = tl.where((w & 127) == 127, float("nan"), sizes)
     else:
         sizes = tl.abs(w.to(tl.float32))
     even, odd = tl.split(tl.reshape(sizes, (w.shape[0], 2, 2)))
@@ -82,7 +88,7 @@ def _pairs(row, PAIRS: tl.constexpr):
 # fmt: off
 @triton.jit
 def _transposable_mask(
-    w_ptr, o_ptr, stride, total, K: tl.constexpr, PAIRS: tl.constexpr, PATTERNS: tl.constexpr, BITS: tl.constexpr,
+    w_ptr, o_ptr, flag_ptr, stride, total, K: tl.constexpr, PAIRS: tl.constexpr, PATTERNS: tl.constexpr, BITS: tl.constexpr,
     COUNT: tl.constexpr, BLOCKS: tl.constexpr,
 ):
     # fmt: on
@@ -94,6 +100,9 @@ def _transposable_mask(
     second = _pairs(_row_of_block(w_ptr, (n + 1) * stride + k, there), PAIRS)
     third = _pairs(_row_of_block(w_ptr, (n + 2) * stride + k, there), PAIRS)
     fourth = _pairs(_row_of_block(w_ptr, (n + 3) * stride + k, there), PAIRS)
+    # sizes are not negative, so a sum of all is NaN where one of them is
+    every = (first[0] + first[5] + second[0] + second[5]) + (third[0] + third[5] + fourth[0] + fourth[5])
+    tl.store(flag_ptr, 1, mask=tl.max((every != every).to(tl.int32)) > 0)
     most = tl.full((BLOCKS,), -1.0, tl.float32)
     found = tl.zeros((BLOCKS,), tl.int32)
     for i in tl.static_range(COUNT):
@@ -107,8 +116,10 @@ def _transposable_mask(
 
 
 @triton.jit
-def _compress(w_ptr, mask_ptr, values_ptr, places_ptr, stride, N, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Writes the values and places of a tile."""
+def _compress(
+    w_ptr, mask_ptr, values_ptr, places_ptr, flag_ptr, stride, N, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Writes the values and places of a tile. A group that does not keep two raises the flag."""
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(1) * COLUMNS
     k = start + tl.arange(0, COLUMNS)
@@ -124,6 +135,8 @@ def _compress(w_ptr, mask_ptr, values_ptr, places_ptr, stride, N, K: tl.constexp
     # groups beyond K have no places
     group = start // 4 + tl.arange(0, COLUMNS // 4)
     four = tl.where((group < K // 4)[None, :], four, 0)
+    wrong = (in_a + in_b + in_c + in_d != 2) & (n < N)[:, None] & (group < K // 4)[None, :]
+    tl.store(flag_ptr, 1, mask=tl.max(wrong.to(tl.int32)) > 0)
     low, high = tl.split(tl.reshape(four, (ROWS, COLUMNS // 8, 2)))
     byte = start // 8 + tl.arange(0, COLUMNS // 8)
     there = (n < N)[:, None] & (byte < (K + 7) // 8)[None, :]
@@ -157,30 +170,38 @@ _start_mask, _start_transposable = Kernel(_mask), Kernel(_transposable_mask)
 _start_compress, _start_dense = Kernel(_compress), Kernel(_dense)
 
 
-def mask(w: Tensor, transposable: bool) -> Tensor:
-    """Returns the mask (N, K), bool."""
+# the bits of infinity, or of the largest number that is not NaN
+_INFINITE = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000, torch.float8_e4m3fn: 0x7E}
+
+
+def mask(w: Tensor, transposable: bool) -> tuple[Tensor, Tensor]:
+    """Returns the mask (N, K), bool, and a flag: not 0 where w holds NaN."""
     w = w if w.stride(1) == 1 else w.contiguous()
     N, K = w.shape
     found = torch.empty((N, K), dtype=torch.bool, device=w.device)
-    o = found.view(torch.int8)
+    o, flag = found.view(torch.int8), _flag(w)
     if transposable:
         blocks = N * K // 16
         numbers = bits_of(w) if w.element_size() == 1 else w
-        _start_transposable((triton.cdiv(blocks, BLOCKS), 1, 1), (numbers, o, w.stride(0), blocks), blocks_of(K))
+        _start_transposable((triton.cdiv(blocks, BLOCKS), 1, 1), (numbers, o, flag, w.stride(0), blocks), blocks_of(K))
     else:
-        _start_mask(_grid(N, K), (bits_of(w), o, w.stride(0), N), tiles_of(K))
-    return found
+        _start_mask(_grid(N, K), (bits_of(w), o, flag, w.stride(0), N), tiles_of(K, _INFINITE[w.dtype]))
+    return found, flag
 
 
-def compress(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns values (N, K / 2) and places (N, K / 8)."""
+def _flag(w: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=w.device)
+
+
+def compress(w: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns values (N, K / 2), places (N, K / 8), and a flag: not 0 where the mask does not keep two of four."""
     w = w if w.stride(1) == 1 else w.contiguous()
     N, K = w.shape
     values = torch.empty((N, K // 2), dtype=w.dtype, device=w.device)
     places = torch.empty((N, -(-K // 8)), dtype=torch.uint8, device=w.device)
-    kept = mask.contiguous().view(torch.int8)
-    _start_compress(_grid(N, K), (bits_of(w), kept, bits_of(values), places, w.stride(0), N), tiles_of(K))
-    return values, places
+    kept, flag = mask.contiguous().view(torch.int8), _flag(w)
+    _start_compress(_grid(N, K), (bits_of(w), kept, bits_of(values), places, flag, w.stride(0), N), tiles_of(K))
+    return values, places, flag
 
 
 def dense(values: Tensor, places: Tensor, K: int) -> Tensor:
@@ -197,9 +218,10 @@ def _grid(N: int, K: int) -> tuple[int, int, int]:
 
 
 @cache
-def tiles_of(K: int) -> dict[str, object]:
-    """The compile-time arguments of what works on tiles."""
-    return {"K": K, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 4}
+def tiles_of(K: int, infinite: int | None = None) -> dict[str, object]:
+    """The compile-time arguments of what works on tiles; of masks also the bits of infinity."""
+    found = {"K": K, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 4}
+    return found if infinite is None else found | {"INFINITE": infinite}
 
 
 @cache

@@ -27,8 +27,13 @@ def check_weight(w: object) -> None:
         raise InvalidInput(f"w is {tuple(w.shape)}; K must be a multiple of 4, since two of each four neighbours are kept")
 
 
+def is_raised(flag: Tensor) -> bool:
+    """Whether a kernel raised its flag. This waits for the device, so it is never asked while a CUDA graph is captured."""
+    return not (flag.is_cuda and is_capturing()) and bool(flag.item())
+
+
 def check_numbers(w: Tensor) -> None:
-    """Raises InvalidInput for NaN, which has no size. A CUDA graph is captured without this check, which waits for the device."""
+    """Raises InvalidInput for NaN, which has no size."""
     if w.is_cuda and is_capturing():
         return
     lost = (w.float() if w.element_size() == 1 else w).isnan()

@@ -34,6 +34,15 @@ def test_the_model_that_is_rounded_is_the_one_that_went_on_in_full_precision() -
     assert none[0].trained == none[0].rounded
 
 
+@pytest.mark.parametrize("format", ["2:4", "2:4:transposable"])
+def test_training_for_2_4_wins_back_more_than_further_training_does(format: str) -> None:
+    text = English.read("cpu")
+    plan = replace(TINY, hidden=64, ffn=128, length=32, batch=8, steps=80, further_steps=40, tests=8)
+    found = [learn_formats([format], plan, text, seed, torch.device("cpu"), print)[0] for seed in (1, 2, 3)]
+    rounded, trained = (sum(getattr(one, what) for one in found) / 3 for what in ("rounded", "trained"))
+    assert trained < rounded
+
+
 def test_the_row_is_that_of_means() -> None:
     found = [
         Learned(format="mxfp4", seed=1, continued=1.0, rounded=1.2, trained=1.1),

@@ -44,6 +44,20 @@ def test_hostile_blocks() -> None:
     assert torch.equal(two_four(w, True), definition.transposable_mask(w))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_masks_of_other_numbers_are_refused(dtype: torch.dtype) -> None:
+    w = some(8, 1028, dtype)
+    mask = two_four(w)
+    lost = w.float().index_put((torch.tensor(5), torch.tensor(1026)), torch.tensor(float("nan"))).to(dtype)
+    for transposable in (False, True):
+        with pytest.raises(rt.InvalidInput, match="w is NaN at row 5, column 1026"):
+            two_four(lost, transposable)
+    mask[7, 1024:] = True
+    with pytest.raises(rt.InvalidInput, match="mask keeps 4 of columns 1024 to 1027 in row 7; must keep two"):
+        compress(w, mask)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("M", "N", "K"), [(1, 70, 256), (17, 130, 516), (64, 33, 128), (70, 64, 1024), (3, 5, 36)])
 def test_products_of_few_rows(M: int, N: int, K: int, dtype: torch.dtype) -> None:

@@ -38,7 +38,7 @@ def trained(format: Any = None, **recipe: Any) -> nn.Module:
 def test_the_engine_serves_it(tmp_path: Path, format: str | None, layout: str, transposable: bool) -> None:
     model = trained(format, transposable=transposable)
     if layout == "two_four" and format == "int4:32":
-        with pytest.raises(InvalidInput, match=r"is int4:32 2:4; the layout 'two_four' has 2:4 alone or with fp8: leave layout out"):
+        with pytest.raises(InvalidInput, match=r"is int4:32 2:4; the layout 'two_four' has 2:4 alone or with fp8"):
             rt.qat.save(model, tmp_path / "saved", layout=layout)
         return
     rt.qat.save(model, tmp_path / "saved", layout=layout)
@@ -64,7 +64,8 @@ def test_our_own_layout(tmp_path: Path, dtype: torch.dtype) -> None:
     read = Decoder.from_folder(tmp_path / "sparse", device="cpu", dtype=dtype)
     plain = Decoder.from_folder(tmp_path / "dense", device="cpu", dtype=dtype)
     layer = model.layers[0]
-    for name, parts in (("qkv", [layer.mixer.q, layer.mixer.k, layer.mixer.v]), ("up", [layer.gate, layer.up]), ("down", [layer.down])):
+    mine = {"qkv": [layer.mixer.q, layer.mixer.k, layer.mixer.v], "up": [layer.gate, layer.up], "down": [layer.down]}
+    for name, parts in mine.items():
         # parts that are one projection are one weight
         (part,) = getattr(read.layers[0], name).parts
         assert isinstance(part, TwoFour)
@@ -116,7 +117,7 @@ def test_bad_checkpoints(tmp_path: Path) -> None:
     file, settings = tmp_path / "saved/model.safetensors", tmp_path / "saved/config.json"
     tensors, name = load_file(file), "model.layers.0.mlp.up_proj.weight_places"
     save_file(tensors | {name: torch.zeros_like(tensors[name])}, file, metadata={"format": "pt"})
-    with pytest.raises(InvalidInput, match=r"layers.0.mlp.up_proj.weight_places has two places in a wrong order; the first must be lower"):
+    with pytest.raises(InvalidInput, match=r"layers.0.mlp.up_proj.weight_places has two places in a wrong order"):
         rt.LLM(tmp_path / "saved", **ROOM)
     save_file(tensors | {name: tensors[name][:, :4].contiguous()}, file, metadata={"format": "pt"})
     with pytest.raises(InvalidInput, match=r"weight_places is \(256, 4\), due \(256, 16\)"):
