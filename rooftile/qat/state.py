@@ -1,4 +1,4 @@
-"""What a resumed run needs beside the parameters: counted steps, and masks of 2:4 weights."""
+"""Saves and loads what a resumed run needs beside the parameters: counted steps, and masks of 2:4 weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where kernels run, and checks that several functions share."""
+"""Says where kernels run, and checks weights."""
 
 from __future__ import annotations
 

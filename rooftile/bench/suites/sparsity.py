@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -140,9 +141,9 @@ def checked(case: Case, make: Callable[[Case], Work]) -> tuple[Work | None, str]
     allowed = MOST_ERROR * (4 if case.format == "fp8" else 1)
     for y, x, w in zip(found, case.inputs, case.dense, strict=True):
         due = x.float() @ w.float().T
-        error = float((y.float() - due).abs().mean() / due.abs().mean())
-        if not error <= allowed:
-            return None, f"its error is {error:.1%} of what is due; may be {allowed:.0%}"
+        share = float((y.float() - due).abs().mean() / due.abs().mean())
+        if not share <= allowed:
+            return None, f"its error is {share:.1%} of what is due; may be {allowed:.0%}"
     return work, ""
 
 
@@ -161,13 +162,12 @@ def _scaled_mm(case: Case) -> Work:
 
 def _torchao(case: Case) -> Work:
     """torchao's layer in FP8 with 2:4 weights; it quantises x."""
-    from torchao.quantization import Float8DynamicActivationFloat8SemiSparseWeightConfig, quantize_
-
+    ao = import_module("torchao.quantization")
     layers = []
     for w in case.dense:
         layer = nn.Linear(w.shape[1], w.shape[0], bias=False, device=w.device, dtype=w.dtype)
         layer.weight = nn.Parameter(w, requires_grad=False)
-        quantize_(layer, Float8DynamicActivationFloat8SemiSparseWeightConfig())
+        ao.quantize_(layer, ao.Float8DynamicActivationFloat8SemiSparseWeightConfig())
         layers.append(layer)
     return lambda: [layer(x) for layer, x in zip(layers, case.inputs, strict=True)]
 
@@ -197,16 +197,16 @@ def _passes(session: Session, name: str) -> Iterator[Row]:
     w = torch.randn(N, K, device=session.device).bfloat16()
     mask = two_four(w)
     weight = compress(w, mask)
-    work: Work = {
+    passes: dict[str, Work] = {
         "mask": partial(two_four, w), "transposable": partial(two_four, w, transposable=True),
         "compress": partial(compress, w, mask), "dense": weight.dense,
-    }[what]  # fmt: skip
+    }  # fmt: skip
     kept = weight.values.nbytes + weight.places.nbytes
     moved = w.nbytes + {"compress": mask.nbytes + kept, "dense": kept}.get(what, mask.nbytes)
     source = torch.empty(moved // 2, dtype=torch.uint8, device=session.device).random_()
     target = torch.empty_like(source)
     roof = Roof(flops=0, bytes_moved=moved, compute_us=0.0, memory_us=moved / session.ceilings.rates("bf16").bytes_per_s * 1e6)
-    works: dict[str, Work] = {"rooftile": work, "copy": partial(target.copy_, source)}
+    works: dict[str, Work] = {"rooftile": passes[what], "copy": partial(target.copy_, source)}
     clock = ReplayClock() if session.device.type == "cuda" else clock_for(session.device, 12.0)
     found = contest(session, works, clock, roofs=roof, suite="sparsity", case=name, phase="fwd")
     us = times_of(found)
