@@ -117,14 +117,27 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(dtype: torch.dtype) -
         assert torch.equal(rt.linear(x[n : n + 1], weight, deterministic=True)[0], found[n])
 
 
-def test_a_captured_product() -> None:
-    weight, x = weight_of(768, 4096, torch.bfloat16), torch.randn(8, 4096, device="cuda").bfloat16()
+@pytest.mark.parametrize("rows", [8, 100])
+def test_a_captured_product(rows: int) -> None:
+    weight, x = weight_of(768, 4096, torch.bfloat16), torch.randn(rows, 4096, device="cuda").bfloat16()
     due = rt.linear(x, weight)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = rt.linear(x, weight)
     graph.replay()
     assert torch.equal(found, due)
+
+
+def test_what_was_not_packed_before_a_graph_is_not_packed_in_it() -> None:
+    weight, x = weight_of(768, 4096, torch.bfloat16), torch.randn(100, 4096, device="cuda").bfloat16()
+    rt.linear(x, weight_of(768, 4096, torch.bfloat16))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = rt.linear(x, weight)
+    assert weight.values not in cusparselt._PACKED
+    graph.replay()
+    due = x.double() @ weight.dense().double().T
+    assert (found.double() - due).norm() <= 0.01 * due.norm()
 
 
 def test_places_beyond_2_to_the_31() -> None:

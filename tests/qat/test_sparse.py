@@ -171,14 +171,14 @@ def test_masks_are_chosen_anew_and_flips_counted() -> None:
 
 
 def test_masks_stay_between_refreshes_and_when_they_are_frozen() -> None:
-    model = sparse(refresh=2, freeze_from=5, decay=0)
+    model = sparse(refresh=2, freeze_from=6, decay=0)
     optimiser = torch.optim.SGD(model.parameters(), lr=20.0)
     masks = []
     for n in range(8):
         step(model, optimiser, n)
         masks.append(model[0].mask.clone())
     changed = [not torch.equal(a, b) for a, b in pairwise(masks)]
-    # masks[n] is that of n + 1 steps: chosen anew after 2 and 4, and never from step 5 on
+    # masks[n] is that of n + 1 steps: chosen anew after 2 and 4, and not from step 6 on
     assert changed == [True, False, True, False, False, False, False]
     model(data())
     assert torch.equal(model[0].mask, masks[3])

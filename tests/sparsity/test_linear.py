@@ -138,6 +138,23 @@ def test_shapes_that_cusparselt_refuses() -> None:
     assert "\n" not in reason
 
 
+def test_nothing_is_tried_or_packed_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCuda:
+        is_cuda = True
+
+    monkeypatch.setattr(cusparselt, "is_capturing", lambda: True)
+    monkeypatch.setattr(cusparselt, "_TRIED", {})
+    device = torch.device("cuda", 0)
+    assert cusparselt.lack_of_library(device).startswith("cuSPARSELt that was not tried before this CUDA graph; needs")
+    assert not cusparselt._TRIED
+    values = OnCuda()
+    weight = backends.Sparse(values, None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(cusparselt, "_PACKED", {})
+    assert cusparselt.lack_of_packed(weight).startswith("a weight that cuSPARSELt has not packed before this CUDA graph")
+    monkeypatch.setattr(cusparselt, "_PACKED", {values: torch.empty(0)})
+    assert cusparselt.lack_of_packed(weight) == ""
+
+
 @pytest.mark.parametrize(("rows", "first"), [(64, "triton"), (65, "library")])
 def test_few_rows_are_ours_and_many_the_librarys(rows: int, first: str) -> None:
     weight = weight_of(torch.bfloat16)

@@ -100,7 +100,7 @@ def _library_refusals(asked: Call) -> Iterator[str]:
     yield from cusparselt.refusals_of_shape(asked.weight.values.dtype, asked.product.N, asked.product.K)
     if asked.weight.values.dtype != FP8 and asked.product.out_dtype != asked.x.dtype:
         yield f"x in {asked.x.dtype} and results in {asked.product.out_dtype}; has one dtype for both"
-    if reason := cusparselt.lack_of_library(asked.x.device):
+    if reason := cusparselt.lack_of_library(asked.x.device) or cusparselt.lack_of_packed(asked.weight):
         yield reason
 
 

@@ -7,7 +7,6 @@ values live: as many bytes again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,17 +14,28 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
+from rooftile.launch import is_capturing
 from rooftile.matmul.two_four.definition import Product, Sparse, scales_of
 from rooftile.sparsity.compressed import two_four_dense
 
 # by dtype: N and K of the weight are multiples of it; and rows are padded to a multiple of the next
 MULTIPLES = {torch.bfloat16: (16, 8), torch.float16: (16, 8), torch.float8_e4m3fn: (32, 16)}
 _PACKED: Any = WeakIdKeyDictionary()
+# why it does not run, by device
+_TRIED: dict[torch.device, str] = {}
 
 
-@cache
 def lack_of_library(device: torch.device) -> str:
     """Says why cuSPARSELt does not run on a device, after one small product there; nothing if it runs."""
+    if device not in _TRIED:
+        if device.type == "cuda" and is_capturing():
+            # what runs while a graph is captured has no result to look at
+            return "cuSPARSELt that was not tried before this CUDA graph; needs one product outside of it"
+        _TRIED[device] = _tried(device)
+    return _TRIED[device]
+
+
+def _tried(device: torch.device) -> str:
     try:
         w = torch.eye(64, dtype=torch.bfloat16, device=device)
         y = torch._cslt_sparse_mm(torch._cslt_compress(w), w, transpose_result=True)
@@ -52,6 +62,14 @@ def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | 
         return multiply_packed(x, packed, None if bias is None else bias.to(x.dtype))
     y = multiply_packed(x, packed, None, torch.float32) * (x_scales * scales_of(weight).T)
     return (y if bias is None else y + bias.float()).to(product.out_dtype)
+
+
+def lack_of_packed(weight: Sparse) -> str:
+    """Says why a weight cannot be packed now; nothing if it can, or is."""
+    if weight.values.is_cuda and is_capturing() and weight.values not in _PACKED:
+        # it would be packed when the graph is replayed, and kept as if it were packed now
+        return "a weight that cuSPARSELt has not packed before this CUDA graph; needs one product outside of it"
+    return ""
 
 
 def packed_of(weight: Sparse, K: int) -> Tensor:
