@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,15 @@ class Preparation:
     ignored: int = 0
     kept: tuple[Any, QuantisedWeight] | None = None
     masking: Masking | None = None
+    # compiled code is compiled anew where a number that it reads changes, so it reads this
+    started: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reach(self.steps)
+
+    def reach(self, steps: int) -> None:
+        """Counts steps: there are so many now."""
+        self.steps, self.started = steps, steps >= self.start_step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
         return replace(self, kept=None, masking=self.masking and replace(self.masking, seen=None))
@@ -58,7 +67,7 @@ class Prepared(nn.Module):
     @property
     def rounds(self) -> bool:
         """Whether the forward rounds now."""
-        return not self.qat.ignored and self.qat.steps >= self.qat.start_step
+        return self.qat.started and not self.qat.ignored
 
     def kept_weight(self) -> Tensor:
         """Returns the weight as it is now, with zeros where a mask leaves it out; its gradient passes to all of the weight."""
@@ -98,6 +107,12 @@ class Prepared(nn.Module):
     def extra_repr(self) -> str:
         """Adds the format to what the layer says of itself."""
         return f"{super().extra_repr()}, {described(self.qat)}"
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        if self.qat.masking is not None:
+            # a compiled forward takes the mask that it finds
+            masking.follow(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # a copy counts the steps of its own optimiser

@@ -128,7 +128,7 @@ def decay(layer: Any, factor: float | Tensor) -> None:
     gradient.add_((torch.where(mask, 0.0, weight) * (rate * factor)).to(gradient.dtype))
 
 
-def stepped(layer: Any) -> None:
-    """Chooses a mask after an optimiser's step, for compiled forwards; a sharded weight's is chosen in the forward alone."""
+def follow(layer: Any) -> None:
+    """Chooses a mask after a weight has changed, for compiled forwards; a sharded weight's is chosen in the forward alone."""
     if not hasattr(layer.weight, "to_local") and layer.qat.masking.is_due(layer.weight, layer.qat.steps):
         refresh(layer)

@@ -50,7 +50,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) ->
         if isinstance(mask, Tensor) and mask.shape != layer.mask.shape:
             raise InvalidInput(f"the mask of {name} is {tuple(mask.shape)}; must be {tuple(layer.mask.shape)}")
     for name, layer in layers.items():
-        layer.qat.steps, layer.qat.kept = int(state[name]["steps"]), None
+        layer.qat.reach(int(state[name]["steps"]))
+        layer.qat.kept = None
         if layer.qat.masking is not None:
             with torch.no_grad():
                 layer.mask.copy_(state[name]["mask"])

@@ -23,7 +23,7 @@ _HOOKS: list[Any] = []
 
 
 def count(module: nn.Module) -> None:
-    """Adds one to `module.qat.steps` after each step of an optimiser that holds its weight, as long as the module lives."""
+    """Counts a step of `module.qat` after each step of an optimiser that holds its weight, as long as the module lives."""
     _COUNTING.add(module)
     if not _HOOKS:
         _HOOKS.extend((register_optimizer_step_pre_hook(_stepping), register_optimizer_step_post_hook(_stepped)))
@@ -74,6 +74,6 @@ def _decay(optimizer: Optimizer) -> None:
 
 def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for module, _ in _held(optimizer):
-        module.qat.steps += 1
+        module.qat.reach(module.qat.steps + 1)
         if module.qat.masking:
-            masking.stepped(module)
+            masking.follow(module)
