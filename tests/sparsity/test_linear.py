@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import rooftile as rt
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.matmul.two_four import backends, cusparselt, multiply_masked
+from rooftile.matmul.two_four import backends, cusparselt, masked, multiply_masked
 from rooftile.numerics import quantise_rows
 from rooftile.ops.linear import explain_linear
 from rooftile.sparsity import TwoFour, compress, two_four
@@ -136,6 +136,69 @@ def test_shapes_that_cusparselt_refuses() -> None:
     assert reason.startswith("cuSPARSELt does not run here (")
     assert reason.endswith("); needs a PyTorch with cuSPARSELt for this chip")
     assert "\n" not in reason
+
+
+class Library:
+    """cuSPARSELt as its documentation says: the first matrix is 2:4, columns of the second come in eights or sixteens."""
+
+    def __init__(self) -> None:
+        self.packed = 0
+
+    def compress(self, w: Tensor) -> Tensor:
+        assert w.is_contiguous()
+        assert ((w.float().unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all()
+        self.packed += 1
+        return w.clone()
+
+    def multiply(
+        self, a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype | None, transpose_result: bool
+    ) -> Tensor:
+        assert a.dtype == b.dtype
+        assert b.T.is_contiguous()
+        assert b.shape[1] % 16 == 0
+        assert bias is None or bias.dtype == a.dtype
+        assert (out_dtype is not None) == (a.dtype == torch.float8_e4m3fn)
+        y = a.float() @ b.float() + (0 if bias is None else bias.float()[:, None])
+        return (y.T if transpose_result else y).to(out_dtype or a.dtype)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    found = Library()
+    monkeypatch.setattr(torch, "_cslt_compress", found.compress)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", found.multiply)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_the_librarys_product_by_its_documentation(library: Library, dtype: torch.dtype) -> None:
+    weight = fp8()[0] if dtype == torch.float8_e4m3fn else weight_of(dtype)
+    parts, bias = backends.Sparse(*weight_tensors(weight)), torch.randn(N).bfloat16()
+    product = backends.Product(N, K, torch.bfloat16, False)
+    for rows in (65, 100, 128):
+        x = torch.randn(rows, 2 * K).bfloat16()[:, ::2]
+        given = quantise_rows(x, "fp8") if dtype == torch.float8_e4m3fn else None
+        arguments = (x, None) if given is None else (given.codes, given.scales)
+        found = cusparselt.multiply(*arguments, parts, bias, product)
+        due = rt.linear(x, weight, bias, backend="definition")
+        torch.testing.assert_close(found, due, rtol=2e-2, atol=2e-2)
+    # made once, and kept as long as the values live
+    assert library.packed == 1
+
+
+@pytest.mark.parametrize("transposable", [False, True])
+def test_sparse_products_in_training_by_the_librarys_documentation(
+    library: Library, monkeypatch: pytest.MonkeyPatch, transposable: bool
+) -> None:
+    monkeypatch.setattr(masked, "takes", lambda rows, w: True)
+    w = some(N, K).bfloat16()
+    w = w * two_four(w, transposable)
+    x, dy = torch.randn(3, 25, K).bfloat16(), torch.randn(3, 25, N).bfloat16()
+    dx, dw = masked.run_backward(dy, x, w, transposable, True, True)
+    # the transposed weight is 2:4 only where its mask is
+    assert library.packed == int(transposable)
+    torch.testing.assert_close(dx.float(), dy.float() @ w.float(), rtol=2e-2, atol=0.2)
+    torch.testing.assert_close(dw.float(), (dy.flatten(0, 1).T.float() @ x.flatten(0, 1).float()), rtol=2e-2, atol=0.2)
 
 
 def test_nothing_is_tried_or_packed_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,10 @@ from rooftile.launch import is_capturing
 from rooftile.matmul.two_four.definition import Product, Sparse, scales_of
 from rooftile.sparsity.compressed import two_four_dense
 
-# by dtype: N and K of the weight are multiples of it; and rows are padded to a multiple of the next
-MULTIPLES = {torch.bfloat16: (16, 8), torch.float16: (16, 8), torch.float8_e4m3fn: (32, 16)}
+# by dtype: N and K of the weight are multiples of it
+MULTIPLES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 32}
+# rows are padded to a multiple, for every dtype
+ROWS = 16
 _PACKED: Any = WeakIdKeyDictionary()
 # why it does not run, by device
 _TRIED: dict[torch.device, str] = {}
@@ -51,8 +53,8 @@ def refusals_of_shape(dtype: torch.dtype, N: int, K: int) -> Iterator[str]:
     """Yields why cuSPARSELt does not take a weight."""
     if dtype not in MULTIPLES:
         yield f"values in {str(dtype).removeprefix('torch.')}; has bfloat16, float16, FP8"
-    elif N % MULTIPLES[dtype][0] or K % MULTIPLES[dtype][0]:
-        yield f"a weight {N} x {K}; has multiples of {MULTIPLES[dtype][0]}"
+    elif N % MULTIPLES[dtype] or K % MULTIPLES[dtype]:
+        yield f"a weight {N} x {K}; has multiples of {MULTIPLES[dtype]}"
 
 
 def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: Product) -> Tensor:
@@ -85,7 +87,8 @@ def packed_of(weight: Sparse, K: int) -> Tensor:
 
 def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """x (M, K) times a packed weight (N, K) transposed, to (M, N), in the dtype of x or, for FP8, in out_dtype."""
-    M = x.shape[0]
-    x = functional.pad(x.view(torch.uint8), (0, 0, 0, -M % 16)).view(x.dtype) if M % 16 else x
+    M, x = x.shape[0], x.contiguous()
+    # bytes: FP8 has no padding
+    x = functional.pad(x.view(torch.uint8), (0, 0, 0, -M % ROWS)).view(x.dtype) if M % ROWS else x
     # the library's first matrix is the sparse one: (W x^T)^T
-    return torch._cslt_sparse_mm(packed, x.contiguous().T, bias=bias, out_dtype=out_dtype, transpose_result=True)[:M]
+    return torch._cslt_sparse_mm(packed, x.T, bias=bias, out_dtype=out_dtype, transpose_result=True)[:M]
