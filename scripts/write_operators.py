@@ -22,8 +22,9 @@ profiler see it. A call that nobody watches goes straight to the kernel. `roofti
 returns the FLOPs and the bytes of a call.
 
 An argument marked `!` in the schema is written to. An operator with gradients has its backward below it, but for
-`linear_quantised` and `linear_two_four`, whose backward is `dequantise_weight`, or `two_four_dense`, and a product; the others
-raise `Unsupported` where a gradient is asked for. `normalise`, `add_norm`, `gated` and `rotate` compute their definition in PyTorch's operations then.
+`linear_quantised` and `linear_two_four`, whose backward is `dequantise_weight`, or `two_four_dense`, and a product; the
+others raise `Unsupported` where a gradient is asked for. `normalise`, `add_norm`, `gated` and `rotate` compute their
+definition in PyTorch's operations then.
 
 | operator | computes | schema |
 |---|---|---|
