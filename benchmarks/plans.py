@@ -66,7 +66,7 @@ def _of_tokens(model: nn.Module, vocabulary: int, shape: tuple[int, int], device
 
 
 def llama(device: torch.device) -> Case:
-    """Of 1B on a GPU, 4 x 2,048 tokens; the report's on a CPU, 1 x 1,024."""
+    """A Llama of 1B on a GPU, 4 x 2,048 tokens; the report's on a CPU, 1 x 1,024."""
     gpu = device.type == "cuda"
     config = transformers.LlamaConfig(
         hidden_size=2048 if gpu else 192, num_hidden_layers=16 if gpu else 2, num_attention_heads=32 if gpu else 6,

@@ -104,7 +104,7 @@ def prepare(
     scales: dict[int, nn.Parameter] = {}
     for name, (layer, rounding) in chosen.items():
         if rounding is not None and estimator == "lsq" and id(layer.weight) not in scales:
-            # of a 2:4 weight all numbers count, because what is left out may come back
+            # all numbers of a 2:4 weight count, because what is left out may come back
             first = first_scales(layer.weight, rounding.format, rounding.group)  # type: ignore[arg-type]
             scales[id(layer.weight)] = nn.Parameter(first)
         # rows of an embedding are looked up, so half of their numbers would save nothing

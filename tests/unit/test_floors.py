@@ -117,6 +117,7 @@ CROWDED = {
     "integrations": "one library per file, and what they share",
     "numerics": "one kind of scale per file, and what kernels share with the host",
     "matmul": "quantised weights in files, and 2:4 ones in a folder; kernels in two more",
+    "qat": "one step of a layer's training per file, and one per thing that is left of it afterwards",
     "report": "one section of the page per file",
     "serve": "what a step goes through, in one folder; `text` and `sampling` hold the rest",
 }
