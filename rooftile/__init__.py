@@ -18,7 +18,7 @@ from rooftile.late_names import late_names
 from rooftile.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
 
 if TYPE_CHECKING:
-    from rooftile import nn, optim, qat
+    from rooftile import nn, optim, qat, sparsity
     from rooftile.api import (
         attention,
         attention_packed,
@@ -82,6 +82,7 @@ __all__ = [
     "quantise_model",
     "quantise_qkv",
     "quantise_weight",
+    "sparsity",
     "status",
     "unfuse",
 ]
@@ -113,7 +114,7 @@ def _load() -> None:
     modules = [module for name, module in sys.modules.copy().items() if name.startswith("rooftile.")]
     # in the middle of one of our own imports the others would find half of a module; names then come when they are used
     if not any(getattr(module.__spec__, "_initializing", False) for module in modules):
-        for name in ("nn", "optim", "qat", *_HOMES):
+        for name in ("nn", "optim", "qat", "sparsity", *_HOMES):
             _find(name)
 
 

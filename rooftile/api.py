@@ -28,6 +28,7 @@ from rooftile.ops.linear import explain_linear
 from rooftile.ops.listed import with_blocks
 from rooftile.ops.padding import with_padding, without_padding
 from rooftile.precision import Precision, recipe_of
+from rooftile.sparsity import TwoFour
 from rooftile.spec import NO_OPTIONS, Asked, Options, Spec, decode, replaced
 from rooftile.words import answers_foreign_words
 
@@ -420,7 +421,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 @answers_foreign_words
 def explain(
     q: Tensor | QuantisedRows,
-    k: Tensor | QuantisedWeight,
+    k: Tensor | QuantisedWeight | TwoFour,
     v: Tensor | None = None,
     mask: Mask | None = FULL,
     *,
@@ -438,16 +439,16 @@ def explain(
 ) -> str:
     """Shows which backend `attention` would run on these arguments, and every reason why the others would not. Runs nothing.
 
-    `explain(x, weight)` does so for `linear`, where weight is what `quantise_weight` returned.
+    `explain(x, weight)` does so for `linear`, where weight is what `quantise_weight` or `sparsity.compress` returned.
 
     Example:
         >>> print(explain(q, k, v, CAUSAL))
         >>> print(explain(torch.randn(3, 64), quantise_weight(torch.randn(32, 64), "w8")))
     """
-    if isinstance(k, QuantisedWeight):
+    if isinstance(k, QuantisedWeight | TwoFour):
         return explain_linear(q, k)
     if isinstance(q, QuantisedRows) or v is None:
-        raise InvalidInput("explain got no v; give q, k and v of attention, or x and a QuantisedWeight")
+        raise InvalidInput("explain got no v; give q, k and v of attention, or x and a QuantisedWeight or TwoFour")
     checks.check_query(q)
     given = q, k, v
     asked = Asked(scale, softcap, dropout, None, deterministic, precision, needs_lse)

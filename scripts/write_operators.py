@@ -22,8 +22,9 @@ profiler see it. A call that nobody watches goes straight to the kernel. `roofti
 returns the FLOPs and the bytes of a call.
 
 An argument marked `!` in the schema is written to. An operator with gradients has its backward below it, but for
-`linear_quantised`, whose backward is `dequantise_weight` and a product; the others raise `Unsupported` where a gradient is asked
-for. `normalise`, `add_norm`, `gated` and `rotate` compute their definition in PyTorch's operations then.
+`linear_quantised` and `linear_two_four`, whose backward is `dequantise_weight`, or `two_four_dense`, and a product; the
+others raise `Unsupported` where a gradient is asked for. `normalise`, `add_norm`, `gated` and `rotate` compute their
+definition in PyTorch's operations then.
 
 | operator | computes | schema |
 |---|---|---|
@@ -64,7 +65,15 @@ COMPUTES = {
     "linear_quantised": "a linear projection with a quantised weight",
     "linear_gated": "such a projection whose halves are a gate and what it gates, gated",
     "linear_gated_rows": "the same in FP8, of rows in FP8, with one scale for all results",
+    "linear_rounded": "a linear projection with a weight that is rounded in training",
+    "linear_rounded_backward": "its gradients",
     "dequantise_weight": "a quantised weight in 16 or 32 bits",
+    "two_four_mask": "which two of each four neighbours of a weight are kept",
+    "two_four_compress": "what is kept of a weight, and its places",
+    "two_four_dense": "a 2:4 weight with zeros in place of what was dropped",
+    "linear_two_four": "a linear projection with a 2:4 weight",
+    "linear_masked": "a linear projection with a masked weight that is trained",
+    "linear_masked_backward": "its gradients",
     "rotate": "rotary positions",
     "write_kv": "keys and values written into a paged cache",
     "write_kv_and_rotate": "the same, with queries rotated",

@@ -52,10 +52,14 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Quantisation-aware training",
         "rooftile.qat",
-        ("prepare", "restore", "off", "status", "convert", "save", "QuantisedLinear", "Status"),
+        (
+            "prepare", "restore", "off", "status", "convert", "save", "state_dict", "load_state_dict", "QuantisedLinear",
+            "SparseLinear", "Status",
+        ),
     ),
     ("A format for each layer", "rooftile", ("plan",)),
     ("What `plan` returns", "rooftile.planning", ("Plan",)),
+    ("2:4 weights", "rooftile.sparsity", ("two_four", "compress", "TwoFour", "Recipe")),
     ("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
     ("Lists of blocks", "rooftile", ("Blocks",)),
     ("FlexAttention's function", "rooftile.integrations.flex_attention", ("flex_attention",)),

@@ -432,6 +432,35 @@ MUTATIONS = {
         "planning/targets/decoders.py", "projection.weight, projection.parts = weight, ()", "projection.weight = weight",
         ("tests/planning/test_decoder.py", "-k", "as_before"),
     ),
+    "2:4, ties": Mutation(
+        "sparsity/definition.py", "ab, ac, ad, bc, bd, cd = a >= b,", "ab, ac, ad, bc, bd, cd = a > b,",
+        ("tests/sparsity/test_masks.py",),
+    ),
+    "2:4, the order of sums": Mutation(
+        "sparsity/patterns.py", "PAIRS = tuple(combinations(range(4), 2))", "PAIRS = tuple(combinations(range(3, -1, -1), 2))",
+        ("tests/sparsity/test_masks.py",),
+    ),
+    "2:4, a place": Mutation(
+        "matmul/two_four/kernels.py", "tl.where(low == 1, first, tl.where(high == 1, second, zero))",
+        "tl.where(low == 1, first, zero)",
+        ("tests/interpreter/test_two_four.py", "-k", "products"), interpreted=True,
+    ),
+    "2:4, the last tile": Mutation(
+        "matmul/two_four/kernels.py", "tl.minimum(step + 1, last - 1)", "tl.minimum(step, last - 1)",
+        ("tests/interpreter/test_two_four.py", "-k", "products"), interpreted=True,
+    ),
+    "2:4, decay of what is kept": Mutation(
+        "qat/masking.py", "torch.where(mask, 0.0, weight) * (rate", "torch.where(mask, weight, 0.0) * (rate",
+        ("tests/qat/test_sparse.py", "-k", "decay"),
+    ),
+    "2:4, frozen masks": Mutation(
+        "qat/masking.py", "steps >= recipe.freeze_from", "steps > recipe.freeze_from",
+        ("tests/qat/test_sparse.py", "-k", "frozen"),
+    ),
+    "2:4, scales before masks": Mutation(
+        "qat/layers.py", "return product.codes_of(self.kept_weight(), rounding", "return product.codes_of(self.weight, rounding",
+        ("tests/qat/test_sparse.py", "-k", "same_bits"),
+    ),
 }  # fmt: skip
 
 

@@ -6,15 +6,15 @@ import math
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.plan import quantiser_of
 from rooftile.models.checkpoints.quantised import quantise_decoder
-from rooftile.models.layers import Projection
+from rooftile.models.layers import Part, Projection
 from rooftile.models.rotary import Rotary
+from rooftile.sparsity import TwoFour
 from rooftile.spec import DTYPE_NAMES
 
 
@@ -95,11 +95,13 @@ def _projections(decoder: Decoder) -> list[Projection]:
     return [module for module in decoder.modules() if isinstance(module, Projection)]
 
 
-def _parts(projection: Projection) -> tuple[QuantisedWeight | Tensor, ...]:
+def _parts(projection: Projection) -> tuple[Part, ...]:
     return projection.parts if projection.weight is None else (projection.weight,)
 
 
-def _word(part: QuantisedWeight | Tensor) -> str:
+def _word(part: Part) -> str:
+    if isinstance(part, TwoFour):
+        return f"2:4 {DTYPE_NAMES.get(part.dtype, 'fp8')}"
     if not isinstance(part, QuantisedWeight):
         return DTYPE_NAMES[part.dtype]
     return f"{part.format}:{part.group}" if part.format == "int4" else part.format

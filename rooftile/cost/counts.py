@@ -114,6 +114,24 @@ def _linear_rounded_backward(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(2 * (needs_x + needs_w) * dy.numel() * w.shape[1], _nbytes(arguments), _nbytes(results))
 
 
+def _linear_two_four(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Products with what was left out of the weight are not counted."""
+    x, _, values, *_ = arguments
+    return Work(2 * x.shape[0] * values.numel(), _nbytes(arguments), _nbytes(results))
+
+
+def _linear_masked(arguments: tuple[Any, ...], results: Any) -> Work:
+    """The weight is read with its zeros, half of all numbers."""
+    x, w, *_ = arguments
+    return Work(x.numel() // x.shape[-1] * w.numel(), _nbytes(arguments), _nbytes(results))
+
+
+def _linear_masked_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    """The gradient of the weight is that of all its places."""
+    dy, _, w, _, needs_x, needs_w = arguments
+    return Work((needs_x + 2 * needs_w) * dy.numel() * w.shape[1], _nbytes(arguments), _nbytes(results))
+
+
 def _write(arguments: tuple[Any, ...], results: Any) -> Work:
     k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale = arguments
     tokens = int((slots >= 0).sum())
@@ -324,6 +342,12 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "linear_rounded": _linear_rounded,
     "linear_rounded_backward": _linear_rounded_backward,
     "dequantise_weight": _once,
+    "two_four_mask": _once,
+    "two_four_compress": _once,
+    "two_four_dense": _once,
+    "linear_two_four": _linear_two_four,
+    "linear_masked": _linear_masked,
+    "linear_masked_backward": _linear_masked_backward,
     "rotate": _once,
     "write_kv": _write,
     "write_kv_and_rotate": _write_and_rotate,

@@ -11,6 +11,7 @@ backends    what runs it, with refusals
 library     PyTorch's own products
 kernels     Triton
 hopper      Gluon
+two_four    2:4 weights
 """
 
 from rooftile.matmul.formats import WEIGHT_FORMATS, WeightFormat, weight_format

@@ -16,10 +16,14 @@ from rooftile.fused import ACTIVATIONS, Rotation, gated, normalise
 from rooftile.matmul import QuantisedWeight, weight_format
 from rooftile.matmul.gated import takes as takes_gates
 from rooftile.matmul.gated import takes_rows
+from rooftile.matmul.two_four import multiply_two_four
 from rooftile.models.config import ModelConfig
 from rooftile.models.mixers import BRANCHES, Mixer, NativeSparseSizes
 from rooftile.numerics import QuantisedRows
+from rooftile.sparsity import TwoFour
 
+# some rows of a weight
+Part = QuantisedWeight | TwoFour | Tensor
 # x (total, in), a weight (out, in) and a bias (out,) or None, to (total, out)
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -45,7 +49,7 @@ class Rows(NamedTuple):
 class Projection(nn.Module):
     """A linear projection: a weight (out, in), and a bias (out,) where the family has one.
 
-    The weight may be quantised: then `weight` is None, and `parts` are its rows, in one piece or several. `waits` makes a
+    The weight may be quantised or 2:4: then `weight` is None, and `parts` are its rows, in one piece or several. `waits` makes a
     projection whose weight comes later (`fill`).
     """
 
@@ -54,12 +58,12 @@ class Projection(nn.Module):
         self.outputs, self.inputs, self.memory = outputs, inputs, memory
         self.weight = None if waits else memory.parameter(outputs, inputs)
         self.bias = memory.parameter(outputs) if bias else None
-        self.parts: tuple[QuantisedWeight | Tensor, ...] = ()
+        self.parts: tuple[Part, ...] = ()
 
-    def fill(self, parts: Sequence[QuantisedWeight | Tensor] | None) -> None:
+    def fill(self, parts: Sequence[Part] | None) -> None:
         """Takes the rows of the weight, or with None makes an uninitialised one."""
         self.weight = self.memory.parameter(self.outputs, self.inputs) if parts is None else None
-        self.parts = () if parts is None else tuple(_with_scales_in(self.memory.dtype, part) for part in parts)
+        self.parts = () if parts is None else tuple(_in_dtype(self.memory.dtype, part) for part in parts)
 
     def rows(self, x: Tensor) -> Rows:
         """Returns how it wants an input that is computed from x: in codes where all its parts multiply the same ones."""
@@ -76,8 +80,7 @@ class Projection(nn.Module):
         """Returns the weight (out, in), dequantised if it is quantised."""
         if self.weight is not None:
             return self.weight
-        dtype = self.memory.dtype
-        return torch.cat([x.dequantise(dtype) if isinstance(x, QuantisedWeight) else x for x in self.parts])
+        return torch.cat([numbers_of(part, self.memory.dtype) for part in self.parts])
 
     def forward(self, x: Tensor | QuantisedRows, multiply: Multiply = functional.linear) -> Tensor:
         """Projects x (total, in), as it is or in the codes that `rows` asks for, to (total, out)."""
@@ -110,8 +113,17 @@ class Projection(nn.Module):
         return found
 
 
-def _with_scales_in(dtype: torch.dtype, part: QuantisedWeight | Tensor) -> QuantisedWeight | Tensor:
-    """A part with its scales in the model's dtype, as kernels for Hopper ask, where that changes none of them."""
+def numbers_of(part: Part, dtype: torch.dtype) -> Tensor:
+    """Returns the rows of a weight as plain numbers."""
+    if isinstance(part, QuantisedWeight):
+        return part.dequantise(dtype)
+    return part.dense(dtype) if isinstance(part, TwoFour) else part
+
+
+def _in_dtype(dtype: torch.dtype, part: Part) -> Part:
+    """A part with 2:4 values in the model's dtype, and scales, too, where that changes none: as kernels ask."""
+    if isinstance(part, TwoFour):
+        return part if part.dtype == torch.float8_e4m3fn else replace(part, values=part.values.to(dtype))
     if isinstance(part, Tensor) or part.format not in ("int4", "w8") or dtype.itemsize != 2:
         return part
     scales = part.scales.to(dtype)
@@ -119,13 +131,15 @@ def _with_scales_in(dtype: torch.dtype, part: QuantisedWeight | Tensor) -> Quant
 
 
 def _multiply_part(
-    x: Tensor | QuantisedRows, part: QuantisedWeight | Tensor, bias: Tensor | None, multiply: Multiply
+    x: Tensor | QuantisedRows, part: Part, bias: Tensor | None, multiply: Multiply
 ) -> Tensor:  # fmt: skip
-    if not isinstance(part, QuantisedWeight):
-        assert isinstance(x, Tensor), "a part in 16 bits asks for no codes"
-        return multiply(x, part, bias)
     # another product than PyTorch's is the batch-invariant one
     fixed = multiply is not functional.linear
+    if not isinstance(part, QuantisedWeight):
+        assert isinstance(x, Tensor), "such a part asks for no codes"
+        if isinstance(part, TwoFour):
+            return multiply_two_four(x, part, bias, out_dtype=x.dtype, deterministic=fixed, backend="")
+        return multiply(x, part, bias)
     return matmul.multiply(x, part, bias, out_dtype=x.dtype, deterministic=fixed, backend="")
 
 

@@ -1,4 +1,4 @@
-"""`linear`: x times a weight, quantised or not."""
+"""`linear`: x times a weight: quantised, 2:4, or plain."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from torch.nn import functional
 from rooftile import fused, matmul
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.matmul import QuantisedWeight, backends
+from rooftile.matmul.two_four import backends as sparse_backends
+from rooftile.matmul.two_four import multiply_two_four
+from rooftile.matmul.two_four.definition import Product, Sparse
 from rooftile.numerics import QuantisedRows
 from rooftile.operators import autocast_on
+from rooftile.sparsity import TwoFour
 from rooftile.words import answers_foreign_words
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -19,28 +23,29 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @answers_foreign_words
 def linear(
     x: Tensor | QuantisedRows,  # (..., K)
-    weight: QuantisedWeight | Tensor,  # (N, K)
+    weight: QuantisedWeight | TwoFour | Tensor,  # (N, K)
     bias: Tensor | None = None,  # (N,)
     *,
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Tensor:  # (..., N)
-    """Multiplies x with a weight, quantised or not: x W^T + bias, summed in fp32 (fp64 for float64), rounded once.
+    """Multiplies x with a weight: x W^T + bias, summed in fp32 (fp64 for float64), rounded once.
 
     A plain weight is multiplied by PyTorch in the dtype of x, and `out_dtype` converts that result.
 
-    x and bias have gradients, through the dequantised weight; a quantised weight is a constant. Formats fp8, fp8_tile and int8
-    quantise x, row by row. A row that holds NaN or infinity is lost as a whole, and the other rows do not change.
+    x and bias have gradients, through the dense numbers of the weight; a quantised or 2:4 weight is a constant. Formats fp8,
+    fp8_tile and int8, and 2:4 weights in FP8, quantise x, row by row. A row that holds NaN or infinity is lost as a whole, and
+    the other rows do not change.
 
     Args:
         x: bf16, fp16, fp32 or fp64, any strides; or `rooftile.numerics.QuantisedRows` in the format that the weight multiplies.
-        weight: from `quantise_weight`, or a tensor, which is multiplied by PyTorch.
+        weight: from `quantise_weight`, from `rooftile.sparsity.compress`, or a tensor, which is multiplied by PyTorch.
         bias: any float dtype.
         out_dtype: the dtype of the result; None takes that of x.
         deterministic: whether a row's bits may not depend on the other rows: the order of each sum follows from N and K.
-        backend: "hopper", "triton", "library" (PyTorch's kernels) or "definition"; None takes the fastest that runs (see
-            `explain`).
+        backend: "hopper", "triton", "library" (PyTorch's kernels) or "definition"; for a 2:4 weight "triton", "library"
+            (cuSPARSELt), "dense" or "definition". None takes the fastest that runs.
 
     Raises:
         InvalidInput: shapes, dtypes or devices do not go together.
@@ -51,20 +56,28 @@ def linear(
         >>> linear(torch.randn(5, 128), weight).shape
         torch.Size([5, 256])
     """
-    if not isinstance(weight, QuantisedWeight):
+    if not isinstance(weight, QuantisedWeight | TwoFour):
         return _plain(x, weight, bias, out_dtype, deterministic, backend)
     if isinstance(x, Tensor):
         x = _autocast(x)
     _check(x, weight, bias)
     out_dtype = _checked_dtype(out_dtype, x.dtype)
-    return matmul.multiply(x, weight, bias, out_dtype=out_dtype, deterministic=deterministic, backend=_checked(backend))
+    if isinstance(weight, TwoFour):
+        named = _checked(backend, sparse_backends.NAMES)
+        return multiply_two_four(x, weight, bias, out_dtype=out_dtype, deterministic=deterministic, backend=named)
+    named = _checked(backend, backends.NAMES)
+    return matmul.multiply(x, weight, bias, out_dtype=out_dtype, deterministic=deterministic, backend=named)
 
 
-def explain_linear(x: Tensor | QuantisedRows, weight: QuantisedWeight) -> str:
+def explain_linear(x: Tensor | QuantisedRows, weight: QuantisedWeight | TwoFour) -> str:
     """Says which backend of `linear` runs on these, and why the others do not."""
     _check(x, weight, None)
     rows, scales = (x.codes, x.scales) if isinstance(x, QuantisedRows) else (x, None)
     rows = rows.reshape(-1, weight.shape[1])
+    if isinstance(weight, TwoFour):
+        sparse = Sparse(weight.values, weight.places, weight.scales)
+        asked = sparse_backends.Call(rows, scales, sparse, None, Product(*weight.shape, x.dtype, False))
+        return f"{tuple(x.shape)} x {weight}\n{sparse_backends.explain(asked)}"
     product = matmul.definition.Product(weight.format, weight.group, *weight.shape, x.dtype, False)
     found = backends.explain(backends.Call(rows, scales, weight.parts, None, product))
     return f"{tuple(x.shape)} x {weight}\n{found}"
@@ -76,7 +89,7 @@ def _plain(
 ) -> Tensor:  # fmt: skip
     if not isinstance(weight, Tensor):
         raise InvalidInput(
-            f"weight is {type(weight).__name__}; must be a tensor (N, K), or what quantise_weight returns"
+            f"weight is {type(weight).__name__}; must be a tensor (N, K), or what quantise_weight or sparsity.compress returns"
         )
     if isinstance(x, QuantisedRows):
         raise InvalidInput(f"x is in {x.format} and the weight a tensor in {weight.dtype}; write x.dequantise()")
@@ -105,7 +118,7 @@ def _autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def _check(x: Tensor | QuantisedRows, weight: QuantisedWeight | Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor | QuantisedRows, weight: QuantisedWeight | TwoFour | Tensor, bias: Tensor | None) -> None:
     if not isinstance(x, QuantisedRows) and (not isinstance(x, Tensor) or x.dtype not in _FLOATS):
         what = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InvalidInput(f"x is {what}; must be a tensor of bfloat16, float16, float32 or float64, or QuantisedRows")
@@ -118,6 +131,8 @@ def _check(x: Tensor | QuantisedRows, weight: QuantisedWeight | Tensor, bias: Te
             raise InvalidInput(
                 f"x is in {x.format}; a weight in {weight.format} multiplies {due or '16 bits: x.dequantise()'}"
             )
+    if isinstance(x, QuantisedRows) and isinstance(weight, TwoFour) and (x.format, weight.dtype) != ("fp8", torch.float8_e4m3fn):
+        raise InvalidInput(f"x is in {x.format} and the 2:4 weight in {weight.dtype}; only FP8 multiplies codes, in fp8")
     if bias is not None and not isinstance(bias, Tensor):
         raise InvalidInput(f"bias is {type(bias).__name__}; must be a float tensor ({N},), or None")
     if bias is not None and (tuple(bias.shape) != (N,) or not bias.is_floating_point()):
@@ -136,7 +151,7 @@ def _checked_dtype(out_dtype: torch.dtype | None, default: torch.dtype) -> torch
     return out_dtype
 
 
-def _checked(backend: str | None) -> str:
-    if backend is not None and backend not in backends.NAMES:
-        raise InvalidInput(f"backend is {backend!r}; must be one of {', '.join(backends.NAMES)}, or None")
+def _checked(backend: str | None, names: tuple[str, ...]) -> str:
+    if backend is not None and backend not in names:
+        raise InvalidInput(f"backend is {backend!r}; must be one of {', '.join(names)}, or None")
     return backend or ""

@@ -88,8 +88,11 @@ def passes_of(
     flops, x, y, weight = 2 * M * N * K, M * K * itemsize, M * N * itemsize, weight_bytes(N, K, word, itemsize)
     if word == KEPT:
         return [Pass(flops, x + y + weight, dtype)]
-    if word == SPARSE:
+    if word == SPARSE and on_gpu:
         return [Pass(round(flops / SPARSE_GAIN), x + y + weight, dtype)]
+    if word == SPARSE:
+        dense = N * K * itemsize
+        return [Pass(0, weight + dense, dtype), Pass(flops, x + y + dense, dtype)]
     activations = weight_format(parsed(word)[0]).activations
     found = []
     if activations is not None:
@@ -115,7 +118,7 @@ def training_passes_of(
     # each of the three products has x, y and the weight, or their gradients, as its inputs and its result
     product = Pass(flops, x + y + w, dtype)
     backward = [product] * (1 + needs_dx) + [Pass(0, y, dtype)] * has_bias
-    if word in (KEPT, SPARSE):
+    if word == KEPT:
         return [*passes_of(M, N, K, word, dtype, itemsize, on_gpu=on_gpu), *backward]
     codes = weight_bytes(N, K, word, itemsize)
     quantised, dequantised = Pass(0, w + codes, dtype), Pass(0, codes + w, dtype)

@@ -10,30 +10,35 @@ from torch import Tensor
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.matmul import QuantisedWeight, quantise_weight, weight_format
 from rooftile.matmul.formats import ROW, TILE, group_of, parsed
+from rooftile.sparsity import TwoFour, compress, two_four
 
 # a layer as it is, whatever its dtype
 KEPT = "bf16"
 SPARSE = "2:4"
-# words of formats whose products are not there yet. Whoever adds them leaves this empty, and makes the weight in `weight_in`
-MISSING = {SPARSE: "products with 2:4 weights are not there yet"}
-DEFAULT = tuple(word for word in (KEPT, "fp8", "int8", "int4", SPARSE) if word not in MISSING)
+# masks without training lose far more than rounding, so who wants 2:4 names it
+DEFAULT = (KEPT, "fp8", "int8", "int4")
 
 NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def check_formats(formats: Sequence[str] | str | None) -> tuple[str, ...]:
+def check_formats(formats: Sequence[str] | str | None, *, of_module: bool, backward: bool) -> tuple[str, ...]:
     """Returns the formats, each once; None stands for the default ones.
 
     Raises:
-        InvalidInput: one is no word of `rooftile.quantise_weight`.
-        Unsupported: nothing multiplies in it yet.
+        InvalidInput: one is no word of `rooftile.quantise_weight`, nor "bf16" or "2:4".
+        Unsupported: it is 2:4, of a checkpoint or in training.
     """
     words = DEFAULT if formats is None else (formats,) if isinstance(formats, str) else tuple(formats)
     if not words:
         raise InvalidInput(f"formats is {formats!r}; must name at least one, such as {', '.join(map(repr, DEFAULT))}")
     for word in words:
-        if word in MISSING:
-            raise Unsupported(f"formats has {word!r}, and {MISSING[word]}; leave it out")
+        if word == SPARSE and not of_module:
+            raise Unsupported(
+                f"formats has {word!r}, and LLM masks no plain checkpoint; leave it out, or train one with "
+                "rooftile.qat.prepare(sparsity=...)"
+            )
+        if word == SPARSE and backward:
+            raise Unsupported(f"formats has {word!r}, and plans of training round alone; leave it out, or plan without backward")
         if word not in (KEPT, SPARSE):
             parsed(word)
     return tuple(dict.fromkeys(words))
@@ -44,7 +49,7 @@ def why_not(word: str, K: int) -> str:
     if word == KEPT:
         return ""
     if word == SPARSE:
-        return f"rows have {K} numbers, and 2:4 needs a multiple of 8" if K % 8 else ""
+        return f"rows have {K} numbers, and 2:4 needs a multiple of 4" if K % 4 else ""
     format, group = parsed(word)
     try:
         group_of(weight_format(format), K, group)
@@ -53,12 +58,17 @@ def why_not(word: str, K: int) -> str:
     return ""
 
 
-def weight_in(w: Tensor, word: str, name: str) -> QuantisedWeight:
+def weight_in(w: Tensor, word: str, name: str) -> QuantisedWeight | TwoFour:
     """Returns the weight w (N, K) of a layer as `rooftile.linear` multiplies it in a format.
 
     Raises:
-        InvalidInput: it is not finite.
+        InvalidInput: it is not finite, or for 2:4 it holds NaN.
     """
+    if word == SPARSE:
+        try:
+            return compress(w, two_four(w))
+        except InvalidInput as error:
+            raise InvalidInput(f"{name}.weight cannot be 2:4: {error}") from None
     format, group = parsed(word)
     try:
         return quantise_weight(w, format, group=group)
@@ -71,8 +81,8 @@ def weight_bytes(N: int, K: int, word: str, itemsize: int) -> int:
     if word == KEPT:
         return N * K * itemsize
     if word == SPARSE:
-        # half of the numbers, and two bits for the place of each
-        return N * K * itemsize // 2 + N * K // 8
+        # half of the numbers, and two bits for the place of each, in whole bytes
+        return N * (K * itemsize // 2 + -(-K // 8))
     format, asked = parsed(word)
     kind = weight_format(format)
     codes = N * -(-K * kind.bits // 8)

@@ -55,7 +55,8 @@ class Plan:
     def apply(self, model: Model) -> Model:
         """Quantises the layers of a model as planned, in place, and returns it.
 
-        Layers of a module become `rooftile.qat.QuantisedLinear`; the projections of a `Decoder` are quantised.
+        Layers of a module become `rooftile.qat.QuantisedLinear`, and 2:4 ones `rooftile.qat.SparseLinear`; the projections of a
+        `Decoder` are quantised.
 
         Raises:
             InvalidInput: the plan is for another model.
@@ -71,7 +72,7 @@ class Plan:
         """Prepares a model for training with the planned formats, as `rooftile.qat.prepare` does, and returns it.
 
         Raises:
-            InvalidInput: the plan is for another model, or keeps all its layers as they are.
+            InvalidInput: the plan is for another model, keeps all its layers as they are, or has 2:4 ones.
         """
         from rooftile import qat
         from rooftile.planning.targets.applying import check_trainable

@@ -1,4 +1,4 @@
-"""Quantisation-aware training: train a model with the rounded weights that will serve it.
+"""Quantisation-aware training: train a model with the rounded or 2:4 weights that will serve it.
 
     rt.qat.prepare(model, "int4", group=32)
     ...                                         # train as before, with any optimiser
@@ -7,16 +7,26 @@
 preparation       `prepare`, `restore`, `off`, `status`
 layers            the layers that round
 product           the forward and the gradients of one of them
+learned           scales that are learned
+masking           masks of 2:4 weights: SR-STE
 steps             counts an optimiser's steps
+state             `state_dict` and `load_state_dict`, for a resumed run
 quantised_linear  `convert`, and the layer that it leaves
+sparse_linear     the layer that it leaves of a 2:4 one
 quantised_model   `quantise_model`, which rounds without training
 checkpoint        `save`
 compressed        the layouts of compressed-tensors
+two_four          our own layout of 2:4 weights
 """
 
 from rooftile.qat.checkpoint import save
 from rooftile.qat.preparation import Status, off, prepare, restore, status
 from rooftile.qat.quantised_linear import QuantisedLinear, convert
 from rooftile.qat.quantised_model import quantise_model
+from rooftile.qat.sparse_linear import SparseLinear
+from rooftile.qat.state import load_state_dict, state_dict
 
-__all__ = ["QuantisedLinear", "Status", "convert", "off", "prepare", "quantise_model", "restore", "save", "status"]
+__all__ = [
+    "QuantisedLinear", "SparseLinear", "Status", "convert", "load_state_dict", "off", "prepare", "quantise_model", "restore",
+    "save", "state_dict", "status",
+]  # fmt: skip

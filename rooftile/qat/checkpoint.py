@@ -1,4 +1,4 @@
-"""`save`: a prepared model as a checkpoint of compressed-tensors."""
+"""`save`: a prepared model as a checkpoint, of compressed-tensors or in our own layout of 2:4 weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, distributed, nn
 
 from rooftile.errors import InvalidInput
+from rooftile.qat import two_four
 from rooftile.qat.compressed import configuration, tensors_of
-from rooftile.qat.layers import Prepared, PreparedEmbedding
+from rooftile.qat.layers import Prepared, PreparedEmbedding, described
 from rooftile.qat.preparation import prepared_layers
 from rooftile.qat.product import Rounding
+from rooftile.qat.quantised_linear import sparse_weight
 from rooftile.qat.sharded import shards, whole, writes
+from rooftile.qat.two_four import LAYOUT
 
 # bytes of one file, at most
 SHARD = 5 << 30
@@ -31,7 +34,7 @@ class Checkpointed(Protocol):
         """Yields each tensor by its name in the checkpoint."""
 
 
-def save(model: nn.Module, folder: str | Path) -> None:
+def save(model: nn.Module, folder: str | Path, *, layout: str = "dense") -> None:
     """Writes a prepared model as a checkpoint of compressed-tensors, which `rooftile.LLM`, vLLM and Transformers read.
 
     Codes are taken from the parameters in their own dtype, as in training. What is not rounded is written as it is. An embedding
@@ -41,6 +44,8 @@ def save(model: nn.Module, folder: str | Path) -> None:
     Args:
         model: of Transformers, or a `rooftile.models.TrainableDecoder`; not converted.
         folder: one that is not there yet, or empty.
+        layout: of 2:4 weights: "dense" writes their zeros, too, so that every program reads them; "two_four" writes what is kept
+            and its places, for `rooftile.LLM` alone: layers that are not rounded, or rounded to fp8.
 
     Raises:
         InvalidInput: the model is not prepared or cannot be stored so, or the folder is in use.
@@ -54,30 +59,39 @@ def save(model: nn.Module, folder: str | Path) -> None:
     is_sharded = shards(model) is not None
     if (is_sharded or writes()) and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InvalidInput(f"{folder} is there already; give a new folder")
+    _check_layout(layers, layout)
     _check_shared(model)
     # FSDP puts its shards back for this, so names come before weights
     named, settings = _contents(model)
-    found = {id(layer.weight): layer for _, layer in layers}
     held: dict[str, Tensor] = {}
-    for name, x in _stored(named, layers):
+    for name, x in _stored(named, layers, layout):
         if writes():
             held[name] = x.cpu() if is_sharded else x
     if writes():
-        modules = {name.removesuffix(".weight"): found.get(id(x)) for name, x in named.items()}
-        formats = {name: layer.qat.rounding for name, layer in modules.items() if layer is not None and _has_codes(layer, layers)}
-        linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
-        kept = [name.removesuffix(".weight") for name, x in named.items() if id(x) in linear - found.keys()]
         folder.mkdir(parents=True, exist_ok=True)
         _write(held, folder)
-        text = json.dumps(settings | {"quantization_config": quantization_config(formats, kept)}, indent=2)
+        text = json.dumps(settings | _section(model, named, layers, layout), indent=2)
         (folder / "config.json").write_text(text, encoding="utf-8")
     if is_sharded:
         # nobody reads the folder before it is written
         distributed.barrier()
 
 
-def _stored(named: Mapping[str, Tensor], layers: Sequence[tuple[str, Prepared]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a checkpoint: codes and scales of rounded layers, all else as it is."""
+def _check_layout(layers: Sequence[tuple[str, Prepared]], layout: str) -> None:
+    if layout not in ("dense", LAYOUT):
+        raise InvalidInput(f"layout is {layout!r}; must be 'dense' or {LAYOUT!r}")
+    for name, layer in layers:
+        rounding = layer.qat.rounding
+        fits = layer.qat.masking is not None and (rounding is None or rounding.format == "fp8")
+        if layout == LAYOUT and not fits and not isinstance(layer, PreparedEmbedding):
+            words = described(layer.qat)
+            raise InvalidInput(f"{name} is {words}; the layout {LAYOUT!r} has 2:4 alone or with fp8: leave layout out")
+
+
+def _stored(
+    named: Mapping[str, Tensor], layers: Sequence[tuple[str, Prepared]], layout: str
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Yields the tensors of a checkpoint: those of prepared layers as they are served, all else as it is."""
     found = {id(layer.weight): layer for _, layer in layers}
     learned = {id(layer.scales) for _, layer in layers}
     for name, x in named.items():
@@ -86,16 +100,37 @@ def _stored(named: Mapping[str, Tensor], layers: Sequence[tuple[str, Prepared]])
             continue
         if layer is None:
             yield name, whole(x.detach())
-        elif _has_codes(layer, layers):
-            for suffix, part in tensors_of(layer.codes()).items():
-                yield f"{name.removesuffix('.weight')}.{suffix}", part
-        else:
+        elif not _has_parts(layer, layers):
             yield name, layer.codes().dequantise(x.dtype)
+        elif layout != LAYOUT and layer.qat.rounding is None:
+            # a weight that is masked alone is a plain one with zeros
+            yield name, layer.kept_weight().detach()
+        else:
+            parts = two_four.tensors_of(sparse_weight(layer)) if layout == LAYOUT else tensors_of(layer.codes())
+            for suffix, part in parts.items():
+                yield f"{name.removesuffix('.weight')}.{suffix}", part
 
 
-def _has_codes(layer: Prepared, layers: Sequence[tuple[str, Prepared]]) -> bool:
-    """Whether a layer is stored as codes: neither an embedding nor one that shares its weight."""
+def _has_parts(layer: Prepared, layers: Sequence[tuple[str, Prepared]]) -> bool:
+    """Whether a layer is neither an embedding nor one that shares its weight, which are stored as plain numbers."""
     return not any(isinstance(other, PreparedEmbedding) and other.weight is layer.weight for _, other in layers)
+
+
+def _section(
+    model: nn.Module, named: Mapping[str, Tensor], layers: Sequence[tuple[str, Prepared]], layout: str
+) -> dict[str, Any]:  # fmt: skip
+    """The quantization_config of a model, under its key; nothing where all weights are plain ones."""
+    found = {id(layer.weight): layer for _, layer in layers if _has_parts(layer, layers)}
+    modules = {name.removesuffix(".weight"): found[id(x)] for name, x in named.items() if id(x) in found}
+    if layout == LAYOUT:
+        return {"quantization_config": two_four.configuration(modules)}
+    rounded = {id(layer.weight) for _, layer in layers if layer.qat.rounding is not None}
+    if not rounded:
+        return {}
+    formats = {name: layer.qat.rounding for name, layer in modules.items() if layer.qat.rounding is not None}
+    linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Linear)}
+    kept = [name.removesuffix(".weight") for name, x in named.items() if id(x) in linear - rounded]
+    return {"quantization_config": quantization_config(formats, kept)}
 
 
 def _contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -116,15 +151,20 @@ def _contents(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _check_shared(model: nn.Module) -> None:
-    """Refuses a weight that one layer rounds and another does not."""
-    users: dict[int, list[tuple[str, bool]]] = {}
+    """Refuses a weight that one layer rounds or masks as another does not."""
+    users: dict[int, dict[str, str]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear | nn.Embedding):
-            users.setdefault(id(layer.weight), []).append((name, isinstance(layer, Prepared)))
+            words = described(layer.qat) if isinstance(layer, Prepared) else ""
+            users.setdefault(id(layer.weight), {})[name] = words.partition(",")[0]
     for found in users.values():
-        if len({rounds for _, rounds in found}) > 1:
-            rounded, other = (next(name for name, rounds in found if rounds is wanted) for wanted in (True, False))
-            raise InvalidInput(f"{rounded} and {other} share a weight, and only {rounded} is prepared; prepare both, or neither")
+        if len(set(found.values())) == 1:
+            continue
+        (one, words), *_ = ((name, words) for name, words in found.items() if words)
+        other, others = next((name, others) for name, others in found.items() if others != words)
+        if not others:
+            raise InvalidInput(f"{one} and {other} share a weight, and only {one} is prepared; prepare both, or neither")
+        raise InvalidInput(f"{one} is {words} and {other} {others}, and they share a weight; prepare both for one format")
 
 
 def quantization_config(formats: Mapping[str, Rounding], kept: Iterable[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor, distributed, nn
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.formats import ROW
+from rooftile.matmul.two_four import multiply_masked
 from rooftile.operators import autocast_on, transforms_active
-from rooftile.qat import product, steps
+from rooftile.qat import masking, product, steps
+from rooftile.qat.masking import Masking
 from rooftile.qat.product import Rounding
 from rooftile.qat.sharded import whole
 
@@ -22,45 +24,63 @@ class Preparation:
     """The state of a prepared layer.
 
     Args:
-        rounding: how the weight is rounded.
+        rounding: how the weight is rounded; None: it is not.
         name: of the layer in its model.
         start_step: from which step of the optimiser on it is rounded.
         steps: of the optimiser that holds the weight.
         ignored: how many `rooftile.qat.off` are open.
         kept: codes, with what tells whether they are still those of the weight.
+        masking: of a 2:4 weight.
         learns: whether an optimiser holds the scales of "lsq".
     """
 
-    rounding: Rounding
+    rounding: Rounding | None
     name: str
     start_step: int
     steps: int = 0
     ignored: int = 0
     kept: tuple[Any, QuantisedWeight] | None = None
+    masking: Masking | None = None
     learns: bool = False
+    # compiled code is compiled anew where a number that it reads changes, so it reads this
+    started: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reach(self.steps)
+
+    def reach(self, steps: int) -> None:
+        """Counts steps: there are so many now."""
+        self.steps, self.started = steps, steps >= self.start_step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
-        return replace(self, kept=None, learns=False)
+        return replace(self, kept=None, learns=False, masking=self.masking and replace(self.masking, seen=None))
 
     def __reduce__(self) -> Any:
-        return Preparation, (self.rounding, self.name, self.start_step, self.steps, self.ignored)
+        masking = self.masking and replace(self.masking, seen=None)
+        return Preparation, (self.rounding, self.name, self.start_step, self.steps, self.ignored, None, masking)
 
 
 class Prepared(nn.Module):
     """The parts that prepared layers share."""
 
     weight: Tensor
+    mask: Tensor
     qat: Preparation
 
     @property
     def rounds(self) -> bool:
         """Whether the forward rounds now."""
-        return not self.qat.ignored and self.qat.steps >= self.qat.start_step
+        return self.qat.started and not self.qat.ignored
 
     @property
     def scales(self) -> Tensor | None:
         """The learned scales, a parameter named `weight_scale`, under the estimator "lsq" alone."""
         return self._parameters.get("weight_scale")
+
+    def kept_weight(self) -> Tensor:
+        """Returns the whole weight as it is now, with zeros where a mask leaves it out; its gradient passes to all of it."""
+        weight = whole(self.weight)
+        return weight if self.qat.masking is None else masking.masked(weight, masking.kept(self, weight))
 
     def codes(self) -> QuantisedWeight:
         """Returns the codes of the weight as it is now.
@@ -69,8 +89,9 @@ class Prepared(nn.Module):
             InvalidInput: the weight is not finite.
         """
         name, rounding = self.qat.name, self.qat.rounding
+        assert rounding is not None, "a weight that is not rounded has no codes"
         try:
-            return product.codes_of(whole(self.weight), rounding, whole(self.scales))
+            return product.codes_of(self.kept_weight(), rounding, whole(self.scales))
         except InvalidInput as error:
             after = f" after {self.qat.steps} steps" if self.qat.steps else ""
             raise InvalidInput(f"{name}.weight{after} cannot be quantised to {rounding.format}: {error}") from None
@@ -96,7 +117,13 @@ class Prepared(nn.Module):
 
     def extra_repr(self) -> str:
         """Adds the format to what the layer says of itself."""
-        return f"{super().extra_repr()}, {described(self.qat.rounding)}"
+        return f"{super().extra_repr()}, {described(self.qat)}"
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        if self.qat.masking is not None:
+            # a compiled forward takes the mask that it finds
+            masking.follow(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # a copy counts the steps of its own optimiser
@@ -115,7 +142,11 @@ class PreparedLinear(Prepared, nn.Linear):
         if autocast_on() and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))
         with torch.autocast(kind, enabled=False):
-            return product.linear(x, self.weight, self.bias, self.qat.rounding, self.known_codes(), self.scales)
+            if self.qat.rounding is None:
+                assert self.qat.masking is not None, "a prepared weight is rounded or masked"
+                transposable = self.qat.masking.recipe.transposable
+                return multiply_masked(x, self.kept_weight().to(x.dtype), self.bias, transposable=transposable)
+            return product.linear(x, self.kept_weight(), self.bias, self.qat.rounding, self.known_codes(), self.scales)
 
 
 class PreparedEmbedding(Prepared, nn.Embedding):
@@ -125,6 +156,7 @@ class PreparedEmbedding(Prepared, nn.Embedding):
         """tokens, integers of any shape, to (..., embedding_dim)."""
         if not self.rounds:
             return super().forward(tokens)
+        assert self.qat.rounding is not None, "an embedding is prepared to be rounded"
         numbers = product.numbers(self.weight, self.qat.rounding, self.known_codes(), self.scales)
         return nn.functional.embedding(tokens, numbers, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
@@ -134,12 +166,14 @@ PREPARED: dict[type[nn.Module], type[Prepared]] = {nn.Linear: PreparedLinear, nn
 
 
 def prepare_layer(layer: nn.Module, preparation: Preparation, scales: nn.Parameter | None = None) -> None:
-    """Makes a linear layer or an embedding round, with scales that are learned or with its own."""
+    """Makes a linear layer or an embedding round, with scales that are learned or with its own, and a linear layer 2:4."""
     layer.__class__ = PREPARED[type(layer)]
     assert isinstance(layer, Prepared)
     layer.qat = preparation
     if scales is not None:
         layer.register_parameter("weight_scale", scales)
+    if preparation.masking is not None:
+        masking.begin(layer, preparation.name)
     steps.count(layer)
 
 
@@ -152,13 +186,24 @@ def restore_layer(layer: Prepared) -> None:
     plain = next((plain for plain, made in PREPARED.items() if type(layer) is made), None)
     if plain is None:
         raise InvalidInput(f"{layer.qat.name} is a {type(layer).__name__} since it was prepared; undo that first")
+    if layer.qat.masking is not None:
+        del layer.mask
     del layer.qat
     layer._parameters.pop("weight_scale", None)
     layer.__class__ = plain  # type: ignore[assignment]
 
 
-def described(rounding: Rounding) -> str:
-    """Returns the format in words, such as "int4:32"."""
-    group = "" if rounding.group is None else f":{'row' if rounding.group == ROW else rounding.group}"
-    activations = "" if rounding.activations is None else f", activations in {rounding.activations}"
-    return f"{rounding.format}{group}{activations}"
+def described(preparation: Preparation) -> str:
+    """Returns the format in words, such as "int4:32", "2:4", "int4:32 2:4" or "mxfp4, activations in mxfp4"."""
+    rounding = preparation.rounding
+    words = [] if rounding is None else [word_of(rounding)]
+    words += ["2:4"] * (preparation.masking is not None)
+    activations = "" if rounding is None or rounding.activations is None else f", activations in {rounding.activations}"
+    return " ".join(words) + activations
+
+
+def word_of(rounding: Rounding) -> str:
+    """Returns a format with its group."""
+    if rounding.group is None:
+        return rounding.format
+    return f"{rounding.format}:{'row' if rounding.group == ROW else rounding.group}"

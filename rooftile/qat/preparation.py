@@ -13,10 +13,12 @@ from torch import nn
 from rooftile.errors import InvalidInput
 from rooftile.matmul.formats import group_of, matches, parsed, weight_format
 from rooftile.matmul.weight import dequantised
-from rooftile.qat.layers import PREPARED, Preparation, Prepared, described, prepare_layer, restore_layer
+from rooftile.qat.layers import PREPARED, Preparation, Prepared, described, prepare_layer, restore_layer, word_of
 from rooftile.qat.learned import RANGES, first_scales
+from rooftile.qat.masking import Masking
 from rooftile.qat.product import ACTIVATIONS, ESTIMATORS, Rounding, inside
 from rooftile.qat.sharded import whole
+from rooftile.sparsity import Recipe, compress
 from rooftile.words import answers_foreign_words
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -32,10 +34,11 @@ class Planned(Protocol):
 
 @answers_foreign_words
 def prepare(
-    model: Model, format: str | Mapping[str, str] | Planned, *, group: int | None = None, skip: Sequence[str] = ("lm_head",),
-    estimator: str = "straight", start_step: int = 0, activations: str | None = None,
+    model: Model, format: str | Mapping[str, str | None] | Planned | None, *, group: int | None = None,
+    skip: Sequence[str] = ("lm_head",), estimator: str = "straight", start_step: int = 0, activations: str | None = None,
+    sparsity: Recipe | None = None,
 ) -> Model:  # fmt: skip
-    """Makes the linear layers of a model multiply with rounded weights, so that training makes up for the rounding.
+    """Makes linear layers multiply with rounded or 2:4 weights, so that training makes up for what that costs.
 
     The forward of a layer is the product that serves it: codes and scales are those of `rooftile.quantise_weight`, and formats
     that quantise activations (fp8, fp8_tile, int8) do so here, too. Gradients are those of the rounded numbers; scales count as
@@ -46,23 +49,26 @@ def prepare(
             a pattern names it (its weights alone).
         format: a word of `rooftile.quantise_weight`, also with a group ("int4:32", "int4:row"); or {pattern of names: word}, of
             which the first that matches counts ("auto" leaves a layer as it is). A pattern has * and ?, or is a regular
-            expression after "re:". Or what `rooftile.plan` returned for this model.
+            expression after "re:". Or what `rooftile.plan` returned for this model. None rounds nothing, and needs `sparsity`.
         group: of int4: 32, 64, 128 (the default) or -1, a whole row, share a scale.
         skip: patterns of layers that stay, where `format` is one word.
         estimator: "straight": the gradient of a rounded weight is the weight's; "clip": it is 0 for weights that lie more than
             half a code beyond the format's numbers; "lsq", for int4, w8 and int8: scales are parameters, too (`weight_scale` of
             each layer, fp32, in state dicts), and have a gradient. Make the optimiser after `prepare`, so that it holds them.
         start_step: the step from which on weights are rounded. The `torch.optim.Optimizer` that holds a weight counts its steps,
-            from now on. They are no part of a state dict: prepare with 0 where a run is resumed after that step.
+            from now on. They are no part of a state dict: `rooftile.qat.state_dict` has them.
         activations: "mxfp4", for layers in mxfp4: their inputs are rounded to it, too, 32 numbers of a row to a power of two. No
             kernel here multiplies them, so it is computed by the definition: slower than without.
+        sparsity: makes the weights of the linear layers 2:4: masked first, then rounded with the scales of what is kept, or with
+            learned ones. A mask is chosen anew after `refresh` steps of an optimiser, whose gradient gets the decay right before
+            it steps.
 
     Returns:
         The model.
 
     Raises:
-        InvalidInput: nothing is there to prepare, a pattern matches nothing, a layer is prepared already, or a format does not
-            fit the shape of a weight.
+        InvalidInput: nothing is there to prepare, a pattern matches nothing, a layer is prepared already, a format or 2:4 does
+            not fit the shape of a weight, or a weight to be made 2:4 is frozen.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -79,30 +85,32 @@ def prepare(
         raise InvalidInput(f"estimator is {estimator!r}; must be one of {', '.join(ESTIMATORS)}")
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise InvalidInput(f"start_step is {start_step!r}; must be a number of steps, 0 or more")
+    _check_sparsity(format, sparsity)
     if isinstance(format, Planned):
-        if group is not None:
-            raise InvalidInput(f"group is {group} and format a plan, which has its own groups; leave group out")
-        if activations is not None:
-            raise InvalidInput(f"activations are {activations!r} and format a plan, which has its own; leave activations out")
+        _check_planned(group=group, activations=activations, sparsity=sparsity)
         planned: Model = format.prepare(model, estimator=estimator, start_step=start_step)
         return planned
     found = dict(_prepared(model))
     if found:
         raise InvalidInput(f"{next(iter(found))} is prepared already; restore the model first")
-    chosen = {
-        # an embedding has no activations
-        name: (layer, rounding if isinstance(layer, nn.Embedding) else rounding._replace(activations=activations))
-        for name, (layer, rounding) in _chosen(model, format, group, skip, estimator).items()
-    }
+    chosen = _chosen(model, format, group, skip, estimator, activations)
     for name, (layer, rounding) in chosen.items():
-        _check_fits(name, layer, rounding)
+        if rounding is None:
+            _check_masked_alone(name, layer, estimator, activations)
+        else:
+            _check_fits(name, layer, rounding)
+        _check_sparse(name, layer, sparsity)
     # layers that share a weight share its scales
     scales: dict[int, nn.Parameter] = {}
     for name, (layer, rounding) in chosen.items():
-        if estimator == "lsq" and id(layer.weight) not in scales:
+        if rounding is not None and estimator == "lsq" and id(layer.weight) not in scales:
+            # all numbers of a 2:4 weight count, because what is left out may come back
             first = first_scales(layer.weight, rounding.format, rounding.group)  # type: ignore[arg-type]
             scales[id(layer.weight)] = nn.Parameter(first)
-        prepare_layer(layer, Preparation(rounding, name, start_step), scales.get(id(layer.weight)))
+        # rows of an embedding are looked up, so half of their numbers would save nothing
+        masking = None if sparsity is None or isinstance(layer, nn.Embedding) else Masking(sparsity)
+        preparation = Preparation(rounding, name, start_step, masking=masking)
+        prepare_layer(layer, preparation, scales.get(id(layer.weight)))
     return model
 
 
@@ -140,7 +148,8 @@ def off(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class LayerStatus:
-    """One layer: its name, format, numbers, bytes when quantised, relative error by rounding, share that is clipped, steps."""
+    """One layer: its name, format, numbers, bytes when served, relative error by rounding and masking, share that is clipped,
+    steps, and for 2:4 the share of places that changed when the mask was last chosen anew."""
 
     name: str
     format: str
@@ -149,6 +158,7 @@ class LayerStatus:
     error: float
     clipped: float
     steps: int
+    flips: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +170,20 @@ class Status:
     def __str__(self) -> str:
         width = max(len("layer"), *(len(one.name) for one in self.layers))
         words = max(9, *(len(one.format) for one in self.layers))
-        lines = [f"{'layer':{width}}  {'format':{words}} {'numbers':>12} {'bytes':>12} {'error':>8} {'clipped':>8} {'steps':>6}"]
+        heads = f"{'error':>8} {'clipped':>8} {'steps':>6} {'flips':>8}"
+        lines = [f"{'layer':{width}}  {'format':{words}} {'numbers':>12} {'bytes':>12} {heads}"]
         for one in self.layers:
-            sizes = f"{one.numbers:12,} {one.nbytes:12,} {one.error:8.2%} {one.clipped:8.2%} {one.steps:6,}"
+            flips = "-" if one.flips is None else f"{one.flips:.2%}"
+            sizes = f"{one.numbers:12,} {one.nbytes:12,} {one.error:8.2%} {one.clipped:8.2%} {one.steps:6,} {flips:>8}"
             lines.append(f"{one.name:{width}}  {one.format:{words}} {sizes}")
         return "\n".join(lines)
 
 
 def status(model: nn.Module) -> Status:
-    """Returns what each prepared layer rounds to, and what that changes now.
+    """Returns what each prepared layer rounds to or keeps, and what that changes now.
 
-    The error is the norm of what rounding changes over the norm of the weight; "clipped" is the share of weights that lie more
-    than half a code beyond the format's numbers.
+    The error is the norm of what rounding and masking change over the norm of the weight; "clipped" is the share of weights that
+    lie more than half a code beyond the format's numbers.
 
     Raises:
         InvalidInput: the model is not prepared.
@@ -180,12 +192,18 @@ def status(model: nn.Module) -> Status:
 
 
 def _status(name: str, layer: Prepared) -> LayerStatus:
-    codes, w = layer.codes(), whole(layer.weight).detach().float()
-    rounded = dequantised(codes.parts, codes.format, codes.group, codes.shape, w.dtype)
+    w, kept = whole(layer.weight).detach().float(), layer.kept_weight().detach()
+    clipped, masking = 0.0, layer.qat.masking
+    if layer.qat.rounding is None:
+        nbytes, rounded = compress(kept, layer.mask).nbytes, kept.float()
+    else:
+        codes = layer.codes()
+        nbytes, rounded = codes.nbytes, dequantised(codes.parts, codes.format, codes.group, codes.shape, w.dtype)
+        clipped = 1.0 - inside(kept, codes).float().mean().item()
     size = w.norm().item()
     error = (rounded - w).norm().item() / size if size else 0.0
-    clipped = 1.0 - inside(w, codes).float().mean().item()
-    return LayerStatus(name, described(layer.qat.rounding), w.numel(), codes.nbytes, error, clipped, layer.qat.steps)
+    flips = None if masking is None else 0.0 if masking.flips is None else masking.flips.item()
+    return LayerStatus(name, described(layer.qat), w.numel(), nbytes, error, clipped, layer.qat.steps, flips)
 
 
 def prepared_layers(model: nn.Module) -> list[tuple[str, Prepared]]:
@@ -209,8 +227,9 @@ def _prepared(model: nn.Module) -> Iterator[tuple[str, Prepared]]:
 
 
 def _chosen(
-    model: nn.Module, format: str | Mapping[str, str], group: int | None, skip: Sequence[str], estimator: str
-) -> dict[str, tuple[nn.Module, Rounding]]:  # fmt: skip
+    model: nn.Module, format: str | Mapping[str, str | None] | None, group: int | None, skip: Sequence[str], estimator: str,
+    activations: str | None,
+) -> dict[str, tuple[nn.Module, Rounding | None]]:  # fmt: skip
     """The layers to prepare by their names; each layer once, however many names it has."""
     if isinstance(format, Mapping):
         if group is not None:
@@ -219,20 +238,25 @@ def _chosen(
         kinds: tuple[type[nn.Module], ...] = tuple(PREPARED)
     else:
         skip = (skip,) if isinstance(skip, str) else skip
-        words = dict.fromkeys(skip, "auto") | {"*": format}
+        words = {**dict.fromkeys(skip, "auto"), "*": format}
         kinds = (nn.Linear,)
     layers = {name: layer for name, layer in model.named_modules() if type(layer) in kinds}
     if not layers:
         raise InvalidInput(f"{type(model).__name__} has no layer of the class nn.Linear itself, so there is nothing to prepare")
     if isinstance(format, Mapping):
         _check_patterns(words, layers)
-    chosen: dict[str, tuple[nn.Module, Rounding]] = {}
+    chosen: dict[str, tuple[nn.Module, Rounding | None]] = {}
     for name, layer in layers.items():
         word = next((word for pattern, word in words.items() if _means(pattern, name)), "auto")
         if word == "auto":
             continue
+        if word is None:
+            chosen[name] = layer, None
+            continue
         kind, its_group = parsed(word)
-        chosen[name] = layer, Rounding(kind, its_group if its_group is not None else group, estimator)
+        # an embedding has no activations
+        inputs = None if isinstance(layer, nn.Embedding) else activations
+        chosen[name] = layer, Rounding(kind, its_group if its_group is not None else group, estimator, inputs)
     if not chosen:
         raise InvalidInput(f"format leaves all {len(layers)} layers as they are; give one of them a format")
     return chosen
@@ -243,13 +267,51 @@ def _means(pattern: str, name: str) -> bool:
     return matches(pattern, name) or name.endswith(f".{pattern}")
 
 
-def _check_patterns(words: Mapping[str, str], layers: Mapping[str, nn.Module]) -> None:
+def _check_patterns(words: Mapping[str, str | None], layers: Mapping[str, nn.Module]) -> None:
     for pattern in words:
         if not isinstance(pattern, str):
             raise InvalidInput(f"format has the key {pattern!r}; must be a pattern of names, such as '*.mlp.*'")
         if not any(_means(pattern, name) for name in layers):
             near = get_close_matches(pattern, layers, n=3, cutoff=0.0)
             raise InvalidInput(f"format has the pattern {pattern!r}, which matches no layer; near names are {', '.join(near)}")
+
+
+def _check_planned(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise InvalidInput(f"{name} is {value!r} and format a plan, which has chosen and timed its own; leave {name} out")
+
+
+def _check_sparsity(format: object, sparsity: object) -> None:
+    if sparsity is not None and not isinstance(sparsity, Recipe):
+        raise InvalidInput(f"sparsity is {sparsity!r}; must be a rooftile.sparsity.Recipe, or None")
+    words = format.values() if isinstance(format, Mapping) else (format,)
+    if sparsity is None and None in words:
+        raise InvalidInput("format is None and so is sparsity, so nothing would change; give one of them")
+
+
+def _check_sparse(name: str, layer: nn.Module, sparsity: Recipe | None) -> None:
+    if sparsity is None or not isinstance(layer, nn.Linear):
+        return
+    rows, columns = layer.weight.shape
+    if columns % 4 or (sparsity.transposable and rows % 4):
+        due = "both sizes must be multiples of 4" if sparsity.transposable else "K must be a multiple of 4"
+        raise InvalidInput(f"{name}.weight ({rows}, {columns}) cannot be 2:4; {due}: skip this layer")
+    if not layer.weight.requires_grad:
+        raise InvalidInput(f"{name}.weight is frozen, and 2:4 trains all of a weight; unfreeze it, or skip this layer")
+
+
+def _check_masked_alone(name: str, layer: nn.Module, estimator: str, activations: str | None) -> None:
+    """Checks a layer that is not rounded."""
+    if isinstance(layer, nn.Embedding):
+        raise InvalidInput(f"{name} is an embedding, and its format is None; only linear layers are made 2:4: leave it out")
+    if activations is not None:
+        raise InvalidInput(
+            f"{name} has the format None and its activations {activations}; both must be in one format: give it {activations}, "
+            "or leave activations out"
+        )
+    if estimator == "lsq":
+        raise InvalidInput(f"{name} has the format None; lsq learns scales of {', '.join(RANGES)}: take another estimator")
 
 
 def _check_fits(name: str, layer: nn.Module, rounding: Rounding) -> None:
@@ -265,6 +327,6 @@ def _check_fits(name: str, layer: nn.Module, rounding: Rounding) -> None:
     try:
         group_of(weight_format(rounding.format), columns, rounding.group)
     except InvalidInput as error:
-        raise InvalidInput(f"{name}.weight ({rows}, {columns}) cannot be {described(rounding)}: {error}") from None
+        raise InvalidInput(f"{name}.weight ({rows}, {columns}) cannot be {word_of(rounding)}: {error}") from None
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
         raise InvalidInput(f"{name} is an embedding with max_norm or sparse gradients; prepare it without, or leave it out")

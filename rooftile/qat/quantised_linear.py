@@ -16,6 +16,8 @@ from rooftile.qat.layers import Prepared, PreparedEmbedding
 from rooftile.qat.preparation import prepared_layers
 from rooftile.qat.product import rounded_activations
 from rooftile.qat.sharded import shards
+from rooftile.qat.sparse_linear import SparseLinear
+from rooftile.sparsity import TwoFour, compress
 
 Model = TypeVar("Model", bound=nn.Module)
 _PARTS = ("codes", "scales", "zeros", "order", "outer", "input_scale")
@@ -84,10 +86,11 @@ class QuantisedLinear(nn.Module):
 
 
 def convert(model: Model) -> Model:
-    """Replaces each prepared layer of a model by one with the quantised weight that it was trained with, and returns the model.
+    """Replaces each prepared layer by one with the quantised or 2:4 weight that it was trained with, and returns the model.
 
     Codes come from the parameters as they are, in their own dtype. So a prepared layer and its converted one compute the same
-    bits for the same rows. An embedding keeps a parameter, of rounded numbers.
+    bits for the same rows. An embedding keeps a parameter, of rounded numbers. A layer that is 2:4 and not rounded becomes a
+    `SparseLinear`; one that is both keeps its codes with zeros between.
 
     Raises:
         InvalidInput: the model is not prepared, is itself a prepared layer, or is sharded.
@@ -115,9 +118,22 @@ def put_in_place(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
 
 
 def _converted(layer: Prepared) -> nn.Module:
+    rounding = layer.qat.rounding
+    if rounding is None:
+        return SparseLinear(sparse_weight(layer), layer.bias)  # type: ignore[arg-type]
     codes = layer.codes()
     if not isinstance(layer, PreparedEmbedding):
-        return QuantisedLinear(codes, layer.bias, layer.qat.rounding.activations)  # type: ignore[arg-type]
+        return QuantisedLinear(codes, layer.bias, rounding.activations)  # type: ignore[arg-type]
     numbers = codes.dequantise(layer.weight.dtype)
     rest = {"padding_idx": layer.padding_idx, "scale_grad_by_freq": layer.scale_grad_by_freq}
     return nn.Embedding.from_pretrained(numbers, freeze=True, **rest)  # type: ignore[arg-type]
+
+
+def sparse_weight(layer: Prepared) -> TwoFour:
+    """Returns the 2:4 weight of a layer that is not rounded, or rounded to FP8."""
+    # either chooses the mask anew where that is due
+    if layer.qat.rounding is None:
+        kept = layer.kept_weight()
+        return compress(kept, layer.mask)
+    codes = layer.codes()
+    return compress(codes.codes, layer.mask, codes.scales)

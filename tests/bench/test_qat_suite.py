@@ -44,6 +44,15 @@ def test_learned_scales_and_rounded_activations() -> None:
     assert learned.trained != four.trained
 
 
+@pytest.mark.parametrize("name", ["2:4", "2:4-transposable"])
+def test_training_for_2_4_wins_back_more_than_further_training_does(name: str) -> None:
+    text = English.read("cpu")
+    plan = replace(TINY, hidden=64, ffn=128, length=32, batch=8, steps=80, further_steps=40, tests=8)
+    found = [learn_formats([qat.WORDS[name]], plan, text, seed, torch.device("cpu"), print)[0] for seed in (1, 2, 3)]
+    rounded, trained = (sum(getattr(one, what) for one in found) / 3 for what in ("rounded", "trained"))
+    assert trained < rounded
+
+
 def test_the_row_is_that_of_means() -> None:
     found = [
         Learned(recipe=Recipe("mxfp4"), seed=1, continued=1.0, rounded=1.2, trained=1.1),

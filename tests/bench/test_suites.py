@@ -371,6 +371,46 @@ def test_products_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyP
     assert found.bytes_moved == 2 * 16 * 256 * 4 + 256 * 256 + 256 * 4
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8"])
+def test_products_of_2_4_weights_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    from rooftile.bench.suites import sparsity
+
+    case = sparsity.case_of(f"small-{format}-r16", torch.device("cpu"), "fp32")
+    works, why = sparsity.contestants(case, "fp32")
+    # PyTorch multiplies dense FP8 on a CPU, too
+    assert set(works) == {"rooftile", "fp32"} | ({"torch-scaled-mm-rows"} if format == "fp8" else set())
+    assert {"triton", "library", "dense"} <= set(why)
+    allowed = {"bf16": 1e-5, "fp8": 0.1}[format]
+    for y, z in zip(works["rooftile"](), works["fp32"](), strict=True):
+        assert float((y - z).abs().mean()) <= allowed * float(z.abs().mean())
+    monkeypatch.setitem(sparsity.PEERS, "wrong", (format, lambda case: lambda: [torch.zeros(16, 256)]))
+    monkeypatch.setitem(sparsity.PEERS, "broken", (format, lambda case: 1 / 0))
+    _, why = sparsity.contestants(case, "fp32")
+    assert why["wrong"].startswith("its error is 100.0% of what is due; may be ")
+    assert why["broken"] == "ZeroDivisionError: division by zero"
+    found = sparsity.roof_of(SESSION, case)
+    assert found.flops == 2 * 16 * 256 * 256
+    kept = {"bf16": 4 * 128, "fp8": 128}[format] + 32 + (4 if format == "fp8" else 0)
+    assert found.bytes_moved == 2 * 16 * 256 * 4 + 256 * kept
+
+
+@pytest.mark.parametrize(("what", "bits"), [("mask", 24), ("transposable", 24), ("compress", 16 + 8 + 9), ("dense", 16 + 9)])
+def test_passes_over_a_weight_count_its_bytes(monkeypatch: pytest.MonkeyPatch, what: str, bits: int) -> None:
+    from rooftile.bench.suites import sparsity
+
+    def timed(session, works, clock, *, roofs, **named):
+        works["rooftile"]()
+        works["copy"]()
+        assert roofs.bytes_moved == 256 * 256 * bits / 8
+        us = {"rooftile": 8.0, "copy": 6.0}
+        return {name: rows.timed_row(SESSION, [time_us], backend=name, **named) for name, time_us in us.items()}
+
+    monkeypatch.setattr(sparsity, "contest", timed)
+    ours, copy = sparsity.measure(SESSION, [f"{what}-256x256"], print)
+    assert ours.measures == {"of_copy_percent": 75.0}
+    assert (copy.backend, copy.median_us) == ("copy", 6.0)
+
+
 def test_fbgemm_is_given_our_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the layout that FBGEMM documents: signed nibbles, the first in the low half; scales and zeros (K / group, N)."""
     from rooftile.bench.suites import linear

@@ -19,6 +19,7 @@ from rooftile.planning.costs import Machine, Pass, passes_of, verdict_of
 from rooftile.planning.formats import KEPT, SPARSE, weight_bytes
 from rooftile.planning.timing import Timed
 from rooftile.qat import QuantisedLinear
+from rooftile.sparsity import compress, two_four
 from tests.planning.machine import CEILINGS, CPU, Pretended
 from tests.planning.models import inputs, llama, mlp, tokens
 
@@ -160,6 +161,9 @@ def test_bytes_of_weights_are_those_of_quantised_ones(word: str, shape: tuple[in
 def test_bytes_of_sparse_weights() -> None:
     """9/16 of 16 bits: half of the numbers, and two bits for each."""
     assert weight_bytes(64, 128, SPARSE, 2) == 64 * 128 * 2 * 9 // 16
+    for shape, dtype in (((37, 20), torch.float32), ((8, 64), torch.bfloat16)):
+        w = torch.randn(shape).to(dtype)
+        assert weight_bytes(*shape, SPARSE, dtype.itemsize) == compress(w, two_four(w)).nbytes
 
 
 def test_kernels_of_a_gpu_by_hand() -> None:

@@ -48,6 +48,30 @@ def test_an_applied_layer_multiplies_as_linear_does() -> None:
     assert torch.equal(plan.apply(model)[0](inputs()), due)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_2_4_layers_are_masked_and_timed_as_they_are_applied(autocast: bool) -> None:
+    model = mlp()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        plan = rt.plan(model, inputs(), formats=["2:4", "int8"], measure=True)
+    (first, *_), weight = plan.layers, model[0].weight.detach()
+    options, mask = {option.format: option for option in first.options}, rt.sparsity.two_four(weight)
+    assert options["2:4"].measured_us > 0
+    assert options["2:4"].nbytes == rt.sparsity.compress(weight.to(torch.bfloat16 if autocast else torch.float32), mask).nbytes
+    assert options["2:4"].loss > 10 * options["int8"].loss
+    plan = rt.plan(model, inputs(), formats=["2:4"], measure=False)
+    assert set(plan.weights.values()) == {"2:4"}
+    applied = plan.apply(copy.deepcopy(model))
+    assert {type(applied.get_submodule(name)) for name in plan.weights} == {rt.qat.SparseLinear}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        due = nn.functional.linear(inputs(), weight * mask, model[0].bias)
+        found = applied[0](inputs())
+    assert found.dtype == due.dtype
+    # in bf16 sums are rounded in another order
+    torch.testing.assert_close(found, due, **{"rtol": 0.02, "atol": 1e-3} if autocast else {})
+    assert "2:4" in str(plan)
+    assert "2:4" in plan.to_html()
+
+
 def test_prepare_trains_for_the_plan() -> None:
     plan = mixed()
     model, other = plan.prepare(llama()), rt.qat.prepare(llama(), plan)

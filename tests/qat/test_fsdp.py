@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -17,6 +18,7 @@ from tests.qat.test_save import decoder
 
 SCRIPT = """
 import json
+import sys
 import warnings
 
 import torch
@@ -25,13 +27,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import rooftile as rt
-from tests.qat.models import inputs, mlp
+from tests.qat.models import inputs
+from tests.qat.test_fsdp import prepared
 
 warnings.filterwarnings("error", message=".*returned a view tensor")
 dist.init_process_group("gloo")
 rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
-model = rt.qat.prepare(mlp(), "int4:32")
+model = prepared(sys.argv[1])
 for layer in model:
     if isinstance(layer, nn.Linear):
         fully_shard(layer, mesh=mesh)
@@ -64,16 +66,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import rooftile as rt
+from tests.qat.test_fsdp import SAVED
 from tests.qat.test_save import VOCAB, decoder
 
 dist.init_process_group("gloo")
 rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
 tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(rank))
-for name, format, options in (
-    ("straight", {"*": "int4:32", "*.down": "int8"}, {}),
-    ("lsq", {"*.mixer.*": "int4:32", "*.up": "w8"}, {"estimator": "lsq"}),
-    ("evaluated", {"*.mixer.*": "nvfp4"}, {}),
-):
+for name, (format, options, layout) in SAVED.items():
     folder = Path(sys.argv[1]) / name
     model = rt.qat.prepare(decoder(), format, **options)
     for layer in model.layers:
@@ -88,7 +87,7 @@ for name, format, options in (
         # the root stays whole after this
         with torch.no_grad():
             model(tokens)
-    rt.qat.save(model, folder)
+    rt.qat.save(model, folder, layout=layout)
     # all processes find the files at once
     assert (folder / "config.json").is_file()
     assert rt.qat.status(model).layers[0].error > 0
@@ -113,6 +112,25 @@ dist.destroy_process_group()
 """
 
 
+def prepared(case: str) -> torch.nn.Module:
+    """The model of a case, as both processes and the one that they are compared with have it."""
+    if case == "rounded":
+        return rt.qat.prepare(mlp(), "int4:32")
+    # masks stay for two steps; a decay that is seen in the loss
+    return rt.qat.prepare(mlp(), None, sparsity=rt.sparsity.Recipe(decay=5.0, refresh=2 if case == "refreshed" else 1))
+
+
+# folders, and the formats, options of `prepare` and the layout of their models
+SAVED = {
+    "straight": ({"*": "int4:32", "*.down": "int8"}, {}, "dense"),
+    "lsq": ({"*.mixer.*": "int4:32", "*.up": "w8"}, {"estimator": "lsq"}, "dense"),
+    "evaluated": ({"*.mixer.*": "nvfp4"}, {}, "dense"),
+    "masked": ({"*.mixer.*": "int4:32", "*.up": None}, {"sparsity": rt.sparsity.Recipe()}, "dense"),
+    "masked-lsq": ({"*.mixer.*": "int4:32"}, {"estimator": "lsq", "sparsity": rt.sparsity.Recipe()}, "dense"),
+    "two_four": ({"*.mixer.*": "fp8", "*.up": None}, {"sparsity": rt.sparsity.Recipe(transposable=True)}, "two_four"),
+}
+
+
 def run(program: str, tmp_path: Path, *arguments: object) -> str:
     """Runs a program in two processes, and returns what they print."""
     script = tmp_path / "train.py"
@@ -127,26 +145,23 @@ def run(program: str, tmp_path: Path, *arguments: object) -> str:
 
 def test_sharded_models_are_saved(tmp_path: Path) -> None:
     run(SAVING, tmp_path, tmp_path)
-    for name, format, options in (
-        ("straight", {"*": "int4:32", "*.down": "int8"}, {}),
-        ("lsq", {"*.mixer.*": "int4:32", "*.up": "w8"}, {"estimator": "lsq"}),
-        ("evaluated", {"*.mixer.*": "nvfp4"}, {}),
-    ):
+    for name, (format, options, layout) in SAVED.items():
         model = rt.qat.prepare(decoder(), format, **options)
         model.load_state_dict(torch.load(tmp_path / name / "whole.pt"))
-        rt.qat.save(model, tmp_path / name / "due")
+        rt.qat.save(model, tmp_path / name / "due", layout=layout)
         found, due = (load_file(folder / "model.safetensors") for folder in (tmp_path / name, tmp_path / name / "due"))
         assert found.keys() == due.keys()
-        assert any(key.endswith("weight_packed") for key in due)
+        assert any(key.endswith(("weight_packed", "weight_values")) for key in due)
         for key, x in due.items():
             assert torch.equal(found[key].view(torch.uint8), x.view(torch.uint8)), key
         sections = [(folder / "config.json").read_text() for folder in (tmp_path / name, tmp_path / name / "due")]
         assert sections[0] == sections[1]
 
 
-def test_sharded_weights(tmp_path: Path) -> None:
-    found, steps = json.loads(run(SCRIPT, tmp_path))
-    model = rt.qat.prepare(mlp(), "int4:32")
+@pytest.mark.parametrize("case", ["rounded", "masked", "refreshed"])
+def test_sharded_weights(tmp_path: Path, case: str) -> None:
+    found, steps = json.loads(run(SCRIPT, tmp_path, case))
+    model = prepared(case)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     due = []
     for _ in range(5):

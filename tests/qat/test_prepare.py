@@ -187,7 +187,7 @@ def lost() -> nn.Module:
         (lambda: rt.qat.prepare(rt.qat.prepare(mlp(), "int8"), "fp8"), "0 is prepared already; restore the model first"),
         (lambda: rt.qat.prepare(mlp(), "int5"), "format is 'int5'; must be one of fp8"),
         (lambda: rt.qat.prepare(mlp(), 8), "format is 8; must be one of fp8"),
-        (lambda: rt.qat.prepare(mlp(), {"*": None}), "format is None; must be one of fp8"),
+        (lambda: rt.qat.prepare(mlp(), {"*": None}), "format is None and so is sparsity"),
         (lambda: rt.qat.prepare(mlp(), {}), "format leaves all 3 layers as they are"),
         (lambda: rt.qat.prepare(mlp(), {"*": "int4"}, group=32), "group is 32 and format a dictionary"),
         (lambda: rt.qat.prepare(mlp(), "int4:x"), "format is 'int4:x'; after the colon must be a group's size"),

@@ -1,7 +1,8 @@
-"""Measures what rounding costs a small decoder, and what training for the format wins back.
+"""Measures what rounding or 2:4 weights cost a small decoder, and what training for them wins back.
 
 A model learns English in full precision. Then copies of it take the same further steps on the same batches: one in full
-precision, whose loss is also measured rounded, and one for each format with rounded weights. With L the loss on held-out text,
+precision, whose loss is also measured rounded (or masked), and one for each format with rounded weights. With L the loss on
+held-out text,
 
     recovered = (L_rounded - L_trained) / (L_rounded - L_continued)
 """
@@ -19,6 +20,7 @@ from rooftile.bench.learning.english import BYTES, English
 from rooftile.bench.learning.study import loss_of
 from rooftile.bench.learning.training import autocast, train
 from rooftile.models import TrainableDecoder
+from rooftile.sparsity import Recipe as Sparsity
 
 Say = Callable[[str], None]
 
@@ -42,19 +44,22 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A format to train for: a word of `rooftile.quantise_weight`, and options of `rooftile.qat.prepare`."""
+    """A format to train for: a word of `rooftile.quantise_weight` or None, and options of `rooftile.qat.prepare`."""
 
-    format: str
+    format: str | None
     estimator: str = "straight"
     activations: str | None = None
+    sparsity: Sparsity | None = None
 
     def __str__(self) -> str:
-        others = (self.estimator if self.estimator != "straight" else "", self.activations and f"activations {self.activations}")
-        return ", ".join(filter(None, (self.format, *others)))
+        estimator = self.estimator if self.estimator != "straight" else ""
+        sparsity = "" if self.sparsity is None else "2:4 transposable" if self.sparsity.transposable else "2:4"
+        return ", ".join(filter(None, (self.format, sparsity, estimator, self.activations and f"activations {self.activations}")))
 
     def prepare(self, model: TrainableDecoder) -> TrainableDecoder:
         """Prepares a model, but for its head."""
-        return qat.prepare(model, self.format, skip=("head",), estimator=self.estimator, activations=self.activations)
+        options = {"estimator": self.estimator, "activations": self.activations, "sparsity": self.sparsity}
+        return qat.prepare(model, self.format, skip=("head",), **options)  # type: ignore[arg-type]
 
     def rounded(self) -> Recipe:
         """Returns the recipe for rounding alone: scales are found from the weights."""
@@ -68,7 +73,7 @@ class Learned:
     recipe: Recipe
     seed: int
     continued: float  # after the further steps in full precision
-    rounded: float  # the same model, rounded
+    rounded: float  # the same model, rounded or masked
     trained: float  # trained for the format in the further steps
 
     @property
@@ -103,7 +108,7 @@ def learn_formats(
     for recipe in recipes:
         rounded = _tested(recipe.rounded().prepare(continued), plan, text, device)
         qat.restore(continued)
-        say(f"seed {seed}, {recipe}: {plan.further_steps} steps with rounded weights")
+        say(f"seed {seed}, {recipe}: {plan.further_steps} steps with rounded or masked weights")
         model = recipe.prepare(copy.deepcopy(base))
         _train(model, plan.further_steps, plan.further_rate, plan, text, seed + 1000, device)
         trained = _tested(model, plan, text, device)

@@ -95,6 +95,7 @@ SUITES = {
         Suite("packed", "Packed sequences and groups of query heads beside a dense batch."),
         Suite("paged", "Attention to a paged cache: decode, prefill, a shared prefix, and writing to the cache."),
         Suite("linear", "Products with quantised weights beside 16 bits and PyTorch's own."),
+        Suite("sparsity", "Products with 2:4 weights beside dense ones, and masks and compression beside a copy."),
         Suite("decoder", "Norms and gates of a decoder: bytes per second beside a copy and the plain operations."),
         Suite("fused", "Fused operations with gradients beside Liger, quack, torch.compile and PyTorch's own."),
         Suite("loss", "Cross-entropy from hidden states beside Liger's, quack's, cut-cross-entropy's and PyTorch's."),

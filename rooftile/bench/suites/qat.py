@@ -2,8 +2,8 @@
 
 `continued_nats` is the loss after further steps in full precision, `rounded_nats` that of the same model rounded, `trained_nats`
 that of a model which took the same further steps with rounded weights; in nats per byte, as means over the seeds, with the least
-and the most of them in `low` and `high`. `recovered` is the share of the loss by rounding that training wins back, of the means;
-it is absent where rounding costs less than what two trainings differ by.
+and the most of them in `low` and `high`. Weights of the cases 2:4 are masked, and not rounded. `recovered` is the share of the
+loss by rounding that training wins back, of the means; it is absent where rounding costs less than what two trainings differ by.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from rooftile.bench.results import Row
 from rooftile.bench.rows import timed_row
 from rooftile.bench.run import Progress
 from rooftile.bench.session import Session
+from rooftile.sparsity import Recipe as Sparsity
 
 # int4-row has a scale for a row, int4-row-lsq learns it, and mxfp4-mxfp4 has activations in mxfp4, too
 WORDS = {
     "fp8": Recipe("fp8"), "int8": Recipe("int8"), "int4-row": Recipe("int4:row"), "int4-32": Recipe("int4:32"),
     "int4-row-lsq": Recipe("int4:row", estimator="lsq"), "mxfp8": Recipe("mxfp8"), "mxfp4": Recipe("mxfp4"),
-    "mxfp4-mxfp4": Recipe("mxfp4", activations="mxfp4"),
+    "mxfp4-mxfp4": Recipe("mxfp4", activations="mxfp4"), "2:4": Recipe(None, sparsity=Sparsity()),
+    "2:4-transposable": Recipe(None, sparsity=Sparsity(transposable=True)),
 }  # fmt: skip
 GPU = CPU = tuple(WORDS)
 QUICK = ("int8", "int4-row")

@@ -8,7 +8,7 @@ from typing import Any
 
 from rooftile.models.settings import Settings, read_json
 
-READ = ("compressed-tensors", "gptq", "awq", "fp8", "modelopt", "torchao")
+READ = ("compressed-tensors", "gptq", "awq", "fp8", "modelopt", "torchao", "rooftile")
 # ModelOpt's own file; its older versions write nothing into config.json
 _OF_MODELOPT = "hf_quant_config.json"
 _CONVERT = "load it with Transformers, dequantise it there (model.dequantize()) and save it, then give weights="

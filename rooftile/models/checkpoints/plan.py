@@ -13,14 +13,15 @@ from torch import Tensor
 from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight, quantise_weight
 from rooftile.matmul.formats import matches, parsed
-from rooftile.models.checkpoints.layouts import awq, compressed_tensors, fp8, gptq, torchao
+from rooftile.models.checkpoints.layouts import awq, compressed_tensors, fp8, gptq, torchao, two_four
 from rooftile.models.checkpoints.methods import section_of
+from rooftile.sparsity import TwoFour
 
 Weights = str | Mapping[str, str]
 
 
 class Reader(Protocol):
-    """Turns the tensors of modules into quantised weights."""
+    """Turns the tensors of modules into quantised or 2:4 weights."""
 
     def check(self, modules: Collection[str]) -> None:
         """Raises InvalidInput if the configuration does not fit these modules."""
@@ -31,7 +32,7 @@ class Reader(Protocol):
     def suffixes(self, module: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The last parts of the names of its tensors: those that must be there, and those that may."""
 
-    def read(self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantisedWeight:
+    def read(self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantisedWeight | TwoFour:
         """The weight (N, K); tensors by the last parts of their names."""
 
 
@@ -119,6 +120,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], str], Reader]] = {
     "fp8": fp8.reader_of,
     "modelopt": fp8.reader_of_modelopt,
     "torchao": torchao.reader_of,
+    "rooftile": two_four.reader_of,
 }
 
 

@@ -23,7 +23,8 @@ from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.checkpoints.plan import Quantiser, Reader
 from rooftile.models.checkpoints.weights import Stored
 from rooftile.models.config import ModelConfig
-from rooftile.models.layers import Layer, Projection
+from rooftile.models.layers import Layer, Projection, numbers_of
+from rooftile.sparsity import TwoFour
 
 # scales of a cache in FP8, which ours finds anew
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
@@ -66,9 +67,8 @@ def load(config: ModelConfig, decoder: Filled, files: Iterable[Path], reader: Re
         taken = {name: _take(found, name, reader) for _, parts in projections for name in parts if reader.covers(name)}
         if head and _is_quantised(found, reader):
             stored = _take(found, "lm_head", reader)
-            decoder.head.copy_(
-                _read(config, reader, "lm_head", stored, tuple(decoder.head.shape)).dequantise(decoder.head.dtype)
-            )
+            weight = _read(config, reader, "lm_head", stored, tuple(decoder.head.shape))
+            decoder.head.copy_(numbers_of(weight, decoder.head.dtype))
         apart = _fill(config, decoder, projections, taken, reader)
         places = dict(decoder.tensors()) | apart
         _leave_zero_biases(found, places, taken)
@@ -87,7 +87,7 @@ def _projections(config: ModelConfig, decoder: Filled) -> Iterator[tuple[Project
 
 
 def _is_quantised(found: dict[str, Stored], reader: Reader) -> bool:
-    return any(f"lm_head.{name}" in found for name in ("weight_scale", "qweight", "_weight_scale"))
+    return any(f"lm_head.{name}" in found for name in ("weight_scale", "qweight", "_weight_scale", "weight_values"))
 
 
 def _take(found: dict[str, Stored], module: str, reader: Reader) -> dict[str, Stored]:
@@ -112,7 +112,7 @@ def _leave_zero_biases(found: dict[str, Stored], places: dict[str, Tensor], modu
 
 def _read(
     config: ModelConfig, reader: Reader, module: str, stored: dict[str, Stored], shape: tuple[int, ...]
-) -> QuantisedWeight:
+) -> QuantisedWeight | TwoFour:
     tensors = {name: one.get_tensor() for name, one in stored.items()}
     N, K = shape
     if config.family == "gpt2" and "weight" in tensors and tuple(tensors["weight"].shape) == (K, N):
@@ -133,7 +133,7 @@ def _fill(
         if not taken.keys() & names.keys():
             projection.fill(None)
             continue
-        parts: list[QuantisedWeight | Tensor] = []
+        parts: list[QuantisedWeight | TwoFour | Tensor] = []
         for name, rows in names.items():
             if name in taken:
                 found = _read(config, reader, name, taken[name], (rows, projection.inputs))
@@ -145,13 +145,15 @@ def _fill(
     return apart
 
 
-def merged(parts: Sequence[QuantisedWeight | Tensor]) -> list[QuantisedWeight | Tensor]:
+def merged(parts: Sequence[QuantisedWeight | TwoFour | Tensor]) -> list[QuantisedWeight | TwoFour | Tensor]:
     """Joins neighbours whose formats go together."""
-    found: list[QuantisedWeight | Tensor] = []
+    found: list[QuantisedWeight | TwoFour | Tensor] = []
     for part in parts:
         last = found[-1] if found else None
         if isinstance(part, QuantisedWeight) and isinstance(last, QuantisedWeight) and _go_together(last, part):
             found[-1] = _joined(last, part)
+        elif isinstance(part, TwoFour) and isinstance(last, TwoFour) and _alike(last, part):
+            found[-1] = _joined_sparse(last, part)
         else:
             found.append(part)
     return found
@@ -181,6 +183,16 @@ def _joined(a: QuantisedWeight, b: QuantisedWeight) -> QuantisedWeight:
     return QuantisedWeight(codes, scales, zeros, a.order, a.format, a.group, shape, outer, given)
 
 
+def _alike(a: TwoFour, b: TwoFour) -> bool:
+    return a.dtype == b.dtype and (a.scales is None) == (b.scales is None)
+
+
+def _joined_sparse(a: TwoFour, b: TwoFour) -> TwoFour:
+    values, places = (torch.cat(pair) for pair in ((a.values, b.values), (a.places, b.places)))
+    scales = None if a.scales is None or b.scales is None else torch.cat((a.scales, b.scales))
+    return TwoFour(values, places, (a.shape[0] + b.shape[0], a.shape[1]), scales)
+
+
 def quantise_decoder(decoder: Filled, quantiser: Quantiser) -> None:
     """Quantises the projections of a decoder in place, as they are when a checkpoint is read."""
     projections = list(_projections(decoder.config, decoder))
@@ -194,7 +206,7 @@ def quantise_decoder(decoder: Filled, quantiser: Quantiser) -> None:
             projection.fill(merged(parts))
 
 
-def _of_plain(quantiser: Quantiser, name: str, w: Tensor) -> QuantisedWeight | Tensor:
+def _of_plain(quantiser: Quantiser, name: str, w: Tensor) -> QuantisedWeight | TwoFour | Tensor:
     if not quantiser.covers(name):
         return w.clone()
     return quantiser.read(name, {"weight": w}, (w.shape[0], w.shape[1]))

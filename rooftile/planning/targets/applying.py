@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch import nn
 
@@ -11,18 +11,19 @@ from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
 from rooftile.models.checkpoints.plan import Quantiser
 from rooftile.models.checkpoints.quantised import quantise_decoder
-from rooftile.planning.formats import weight_in
+from rooftile.planning.formats import SPARSE, weight_in
 from rooftile.planning.records import Layer
 from rooftile.planning.targets.decoders import parts_of
 from rooftile.planning.targets.modules import is_linear, unwrapped, weight_of
-from rooftile.qat import QuantisedLinear
+from rooftile.qat import QuantisedLinear, SparseLinear
 from rooftile.qat.quantised_linear import put_in_place
+from rooftile.sparsity import TwoFour
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def apply(layers: Sequence[Layer], words: Mapping[str, str], model: Model) -> Model:
-    """Quantises the layers that `words` names; `layers` are all that the plan is about."""
+    """Quantises or masks the layers that `words` names; `layers` are all that the plan is about."""
     _check(layers, model)
     if isinstance(model, Decoder):
         if words:
@@ -32,7 +33,8 @@ def apply(layers: Sequence[Layer], words: Mapping[str, str], model: Model) -> Mo
     made: dict[int, nn.Module] = {}
     for name, word in words.items():
         layer = inside.get_submodule(name)
-        made[id(layer)] = QuantisedLinear(weight_in(weight_of(layer), word, name), layer.bias)  # type: ignore[arg-type]
+        weight, bias = weight_in(weight_of(layer), word, name), cast("nn.Parameter | None", layer.bias)
+        made[id(layer)] = SparseLinear(weight, bias) if isinstance(weight, TwoFour) else QuantisedLinear(weight, bias)
     put_in_place(inside, made)
     return model
 
@@ -46,7 +48,12 @@ def check_trainable(layers: Sequence[Layer], words: Mapping[str, str], model: nn
     _check(layers, model)
     if isinstance(model, Decoder):
         raise InvalidInput("model is a Decoder, which has no gradients; plan and prepare a module, such as a TrainableDecoder")
-    for name in words:
+    for name, word in words.items():
+        if word == SPARSE:
+            raise InvalidInput(
+                f"the plan has {name} in 2:4, and rooftile.qat.prepare masks all layers or none; give it your own formats, and "
+                "sparsity=rooftile.sparsity.Recipe()"
+            )
         kind = type(unwrapped(model).get_submodule(name))
         if kind is not nn.Linear:
             raise InvalidInput(f"{name} is {kind.__name__}, which rooftile.qat does not train; plan with skip=[{name!r}]")

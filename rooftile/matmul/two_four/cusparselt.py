@@ -1,0 +1,94 @@
+"""cuSPARSELt, through PyTorch: products with 2:4 weights on the sparse matrix units, for many rows.
+
+The library has a layout of its own, which it makes from the dense weight. It is made once for a `TwoFour` and kept as long as its
+values live: as many bytes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
+
+from rooftile.launch import is_capturing
+from rooftile.matmul.two_four.definition import Product, Sparse, scales_of
+from rooftile.sparsity.compressed import two_four_dense
+
+# by dtype: N and K of the weight are multiples of it
+MULTIPLES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 32}
+# rows are padded to a multiple, for every dtype
+ROWS = 16
+_PACKED: Any = WeakIdKeyDictionary()
+# why it does not run, by device
+_TRIED: dict[torch.device, str] = {}
+
+
+def lack_of_library(device: torch.device) -> str:
+    """Says why cuSPARSELt does not run on a device, after one small product there; nothing if it runs."""
+    if device not in _TRIED:
+        if device.type == "cuda" and is_capturing():
+            # what runs while a graph is captured has no result to look at
+            return "cuSPARSELt that was not tried before this CUDA graph; needs one product outside of it"
+        _TRIED[device] = _tried(device)
+    return _TRIED[device]
+
+
+def _tried(device: torch.device) -> str:
+    try:
+        w = torch.eye(64, dtype=torch.bfloat16, device=device)
+        y = torch._cslt_sparse_mm(torch._cslt_compress(w), w, transpose_result=True)
+        if not torch.equal(y, w):
+            return "cuSPARSELt with wrong results; needs a PyTorch whose cuSPARSELt fits its CUDA"
+    # whatever stops the library is the reason: it may be missing, of another CUDA, or without this chip
+    except (RuntimeError, OSError, AttributeError, NotImplementedError) as error:
+        return f"cuSPARSELt does not run here ({str(error).splitlines()[0][:120]}); needs a PyTorch with cuSPARSELt for this chip"
+    return ""
+
+
+def refusals_of_shape(dtype: torch.dtype, N: int, K: int) -> Iterator[str]:
+    """Yields why cuSPARSELt does not take a weight."""
+    if dtype not in MULTIPLES:
+        yield f"values in {str(dtype).removeprefix('torch.')}; has bfloat16, float16, FP8"
+    elif N % MULTIPLES[dtype] or K % MULTIPLES[dtype]:
+        yield f"a weight {N} x {K}; has multiples of {MULTIPLES[dtype]}"
+
+
+def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: Product) -> Tensor:
+    """Multiplies x (M, K), or its FP8 codes with their scales, with a weight, to (M, N)."""
+    packed = packed_of(weight, product.K)
+    if x_scales is None:
+        return multiply_packed(x, packed, None if bias is None else bias.to(x.dtype))
+    y = multiply_packed(x, packed, None, torch.float32) * (x_scales * scales_of(weight).T)
+    return (y if bias is None else y + bias.float()).to(product.out_dtype)
+
+
+def lack_of_packed(weight: Sparse) -> str:
+    """Says why a weight cannot be packed now; nothing if it can, or is."""
+    if weight.values.is_cuda and is_capturing() and weight.values not in _PACKED:
+        # it would be packed when the graph is replayed, and kept as if it were packed now
+        return "a weight that cuSPARSELt has not packed before this CUDA graph; needs one product outside of it"
+    return ""
+
+
+def packed_of(weight: Sparse, K: int) -> Tensor:
+    """The library's layout of a weight."""
+    found: Tensor | None = _PACKED.get(weight.values)
+    if found is None:
+        # outside of inference mode, so that a later call outside of it may use it, too
+        with torch.inference_mode(False), torch.no_grad():
+            found = torch._cslt_compress(two_four_dense(weight.values, weight.places, K))
+        _PACKED[weight.values] = found
+    return found
+
+
+def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x (M, K) times a packed weight (N, K) transposed, to (M, N), in the dtype of x or, for FP8, in out_dtype."""
+    M, x = x.shape[0], x.contiguous()
+    # bytes: FP8 has no padding
+    x = functional.pad(x.view(torch.uint8), (0, 0, 0, -M % ROWS)).view(x.dtype) if M % ROWS else x
+    # the library's first matrix is the sparse one: (W x^T)^T
+    return torch._cslt_sparse_mm(packed, x.T, bias=bias, out_dtype=out_dtype, transpose_result=True)[:M]

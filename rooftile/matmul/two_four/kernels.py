@@ -1,0 +1,162 @@
+"""Few rows times a 2:4 weight: values and places are read, spread in registers, and multiplied densely.
+
+Few rows wait for the weight's bytes, and these are 9/16 of the dense ones (5/8 in FP8). Sparse matrix units would not help: they
+halve the arithmetic, which is not what is waited for.
+
+A program owns some rows of the weight, and a part of K where whole rows are too few programs for a chip; a second kernel adds
+the parts in order. The weight is the first matrix, so that 64 of its rows fill Hopper's matrix units, however few rows x has. The
+next tile is read into registers while one is multiplied.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rooftile.launch import Kernel
+from rooftile.matmul.kernels import scaled
+from rooftile.matmul.two_four.definition import Product, Sparse, scales_of
+from rooftile.sparsity.definition import bits_of
+from rooftile.sparsity.kernels import joined
+
+# rows of x in a tile, at most
+MOST_ROWS = 64
+# programs that fill a chip of 132 multiprocessors three times, and parts of K
+PROGRAMS, MOST_SPLITS = 396, 16
+
+
+class Tile(NamedTuple):
+    """All that a kernel is compiled for."""
+
+    N: int
+    K: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    STEPS: int  # tiles of K per program
+    SPLITS: int
+    WHOLE: bool  # whether K is a multiple of BLOCK_K
+    SCALED: bool  # FP8
+    BIAS: bool
+
+
+@triton.jit
+def _read(values_ptr, places_ptr, n, k_0, T: tl.constexpr):
+    """Values (BLOCK_N, BLOCK_K / 2) and places (BLOCK_N, BLOCK_K / 8) from column k_0 on."""
+    half = k_0 // 2 + tl.arange(0, T.BLOCK_K // 2)
+    byte = k_0 // 8 + tl.arange(0, T.BLOCK_K // 8)
+    in_rows = (n < T.N)[:, None]
+    in_values, in_places = in_rows, in_rows
+    if not T.WHOLE:
+        in_values, in_places = in_rows & (half < T.K // 2)[None, :], in_rows & (byte < (T.K + 7) // 8)[None, :]
+    values = tl.load(values_ptr + (n * (T.K // 2))[:, None] + half[None, :], mask=in_values, other=0)
+    places = tl.load(places_ptr + (n * ((T.K + 7) // 8))[:, None] + byte[None, :], mask=in_places, other=0)
+    return values, places
+
+
+@triton.jit
+def _spread(values, places, T: tl.constexpr):
+    """The dense tile (BLOCK_N, BLOCK_K). Of three places a value may take, each is a comparison."""
+    four = tl.interleave(places & 15, places >> 4)
+    first, second = tl.split(tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2)))
+    zero = tl.zeros_like(first)
+    low, high = four & 3, four >> 2
+    return joined(
+        tl.where(low == 0, first, zero), tl.where(low == 1, first, tl.where(high == 1, second, zero)),
+        tl.where(low == 2, first, tl.where(high == 2, second, zero)), tl.where(high == 3, second, zero),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_rows(
+    x_ptr, values_ptr, places_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, o_ptr, M, x_stride, dtype: tl.constexpr, T: tl.constexpr
+):
+    """Writes a tile of x w^T with scales and bias, or with splits the sums of its part of K in fp32."""
+    BLOCK_N: tl.constexpr = T.BLOCK_N
+    BLOCK_M: tl.constexpr = T.BLOCK_M
+    tiles = tl.cdiv(M, BLOCK_M)
+    m = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_M + tl.arange(0, T.BLOCK_M)
+    n = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_N + tl.arange(0, T.BLOCK_N)
+    split = tl.program_id(1)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    start, last = split * T.STEPS, tl.minimum((split + 1) * T.STEPS, tl.cdiv(T.K, T.BLOCK_K))
+    values, places = _read(values_ptr, places_ptr, n, start * T.BLOCK_K, T)
+    for step in tl.range(start, last, num_stages=1):
+        k_0 = step * T.BLOCK_K
+        w = _spread(values, places, T).to(dtype, bitcast=True)
+        # past the end the last tile is read again
+        values, places = _read(values_ptr, places_ptr, n, tl.minimum(step + 1, last - 1) * T.BLOCK_K, T)
+        k = k_0 + tl.arange(0, T.BLOCK_K)
+        in_x = (m < M)[:, None]
+        if not T.WHOLE:
+            in_x = in_x & (k < T.K)[None, :]
+        x = tl.load(x_ptr + (m * x_stride)[:, None] + k[None, :], mask=in_x, other=0)
+        acc = tl.dot(w, tl.trans(x.to(dtype, bitcast=True)), acc, max_num_imprecise_acc=T.BLOCK_K)
+    in_columns = n < T.N
+    if T.SPLITS == 1:
+        if T.SCALED:
+            acc *= tl.load(x_scales_ptr + m, mask=m < M, other=0.0)[None, :]
+            acc *= tl.load(w_scales_ptr + n, mask=in_columns, other=0.0)[:, None]
+        if T.BIAS:
+            acc += tl.load(bias_ptr + n, mask=in_columns, other=0.0).to(tl.float32)[:, None]
+    place = (m * T.N)[None, :] + n[:, None] + split.to(tl.int64) * M * T.N
+    tl.store(o_ptr + place, acc.to(o_ptr.dtype.element_ty), mask=in_columns[:, None] & (m < M)[None, :])
+
+
+start = Kernel(_few_rows)
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float8_e4m3fn: tl.float8e4nv}
+
+
+@cache
+def tile_of(M: int, product: Product, scaled: bool, bias: bool) -> Tile:
+    """Returns the tile of a product with M rows, a power of two. Under `deterministic` one serves any number of rows."""
+    N, K = product.N, product.K
+    block_m = MOST_ROWS if product.deterministic else min(max(M, 16), MOST_ROWS)
+    # so many bytes of x are read again for each tile of the weight's rows
+    block_n, block_k = (128 if block_m == MOST_ROWS else 64), 128
+    programs, steps = triton.cdiv(N, block_n), triton.cdiv(K, block_k)
+    splits = min(max(PROGRAMS // programs, 1), MOST_SPLITS, steps)
+    per_split = triton.cdiv(steps, splits)
+    splits = triton.cdiv(steps, per_split)
+    return Tile(N, K, block_m, block_n, block_k, per_split, splits, K % block_k == 0, scaled, bias and splits == 1)
+
+
+def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | None, product: Product) -> Tensor:
+    """Multiplies x (M, K), or its FP8 codes with their scales, with a weight, to (M, N)."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    M, N, dtype = x.shape[0], product.N, weight.values.dtype
+    tile = tile_of(triton.next_power_of_2(M), product, x_scales is not None, bias is not None)
+    shape, kind = ((M, N), product.out_dtype) if tile.SPLITS == 1 else ((tile.SPLITS, M, N), torch.float32)
+    o = torch.empty(shape, dtype=kind, device=x.device)
+    w_scales = None if x_scales is None else scales_of(weight).contiguous()
+    x_scales = None if x_scales is None else x_scales.contiguous()
+    given = [o if one is None else one for one in (x_scales, w_scales, bias)]
+    tensors = (bits_of(x), bits_of(weight.values.contiguous()), weight.places.contiguous(), *given, o)
+    grid = (triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N), tile.SPLITS, 1)
+    start(grid, (*tensors, M, x.stride(0)), constants_of(dtype, tile))
+    return o if tile.SPLITS == 1 else _added(o, x_scales, w_scales, bias, product)
+
+
+def _added(parts: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, product: Product) -> Tensor:
+    splits, M, N = parts.shape
+    o = torch.empty((M, N), dtype=product.out_dtype, device=parts.device)
+    given = [parts if one is None else one for one in (x_scales, w_scales, bias)]
+    constants = _constants_of_adding(N, splits, x_scales is not None, bias is not None)
+    scaled.start_adding((triton.cdiv(M * N, 512), 1, 1), (parts, *given, o, M * N), constants)
+    return o
+
+
+@cache
+def constants_of(dtype: torch.dtype, tile: Tile) -> dict[str, object]:
+    """The compile-time arguments."""
+    return {"dtype": _TYPES[dtype], "T": tile, "num_warps": tile.BLOCK_N // 16}
+
+
+@cache
+def _constants_of_adding(N: int, splits: int, is_scaled: bool, bias: bool) -> dict[str, object]:
+    return {"N": N, "SPLITS": splits, "SCALED": is_scaled, "BIAS": bias, "BLOCK": 512, "num_warps": 4}

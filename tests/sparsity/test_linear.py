@@ -1,0 +1,245 @@
+"""The product with a 2:4 weight is that of the dense one with zeros; x and the bias have gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import rooftile as rt
+from rooftile.errors import InvalidInput, Unsupported
+from rooftile.matmul.two_four import backends, cusparselt, masked, multiply_masked
+from rooftile.numerics import quantise_rows
+from rooftile.ops.linear import explain_linear
+from rooftile.sparsity import TwoFour, compress, two_four
+from tests.sparsity.test_masks import some
+
+# what torch deprecates in itself
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+N, K = 48, 64
+
+
+def weight_of(dtype: torch.dtype = torch.float32, transposable: bool = False) -> TwoFour:
+    w = some(N, K).to(dtype)
+    return compress(w, two_four(w, transposable))
+
+
+def fp8() -> tuple[TwoFour, rt.QuantisedWeight]:
+    """A weight in FP8 as 2:4, and as a dense one with zeros."""
+    w = some(N, K)
+    mask = two_four(w)
+    dense = rt.quantise_weight(w * mask, "fp8")
+    return compress(dense.codes, mask, dense.scales), dense
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_products(dtype: torch.dtype, rows: int) -> None:
+    weight, x, bias = weight_of(dtype), torch.randn(rows, K).to(dtype), torch.randn(N)
+    found = rt.linear(x, weight, bias)
+    exact = x.double() @ weight.dense().double().T + bias.double()
+    assert (found.dtype, found.shape) == (dtype, (rows, N))
+    # summed in fp32 and rounded once
+    size = x.double().abs() @ weight.dense().double().abs().T + bias.double().abs()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    allowed = torch.finfo(dtype).eps * exact.abs() + 16 * torch.finfo(wide).eps * size
+    assert ((found.double() - exact).abs() <= allowed).all()
+
+
+def test_strides_dtypes_and_leading_axes() -> None:
+    weight, x = weight_of(torch.bfloat16), torch.randn(2, 3, 2 * K).bfloat16()[..., ::2]
+    found = rt.linear(x, weight)
+    assert torch.equal(found, rt.linear(x.contiguous(), weight))
+    assert found.shape == (2, 3, N)
+    assert rt.linear(x, weight, out_dtype=torch.float32).dtype == torch.float32
+    assert rt.linear(x[0, 0], weight).shape == (N,)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(rt.linear(x.float(), weight), found)
+
+
+def test_a_row_alone_has_the_bits_that_it_has_among_others() -> None:
+    weight, x = weight_of(), torch.randn(33, K)
+    found = rt.linear(x, weight, deterministic=True)
+    for n in (0, 17, 32):
+        assert torch.equal(rt.linear(x[n : n + 1], weight, deterministic=True)[0], found[n])
+
+
+def test_fp8_is_the_dense_fp8_product_bit_for_bit() -> None:
+    sparse, dense = fp8()
+    x, bias = torch.randn(7, K).bfloat16(), torch.randn(N)
+    assert torch.equal(rt.linear(x, sparse, bias), rt.linear(x, dense, bias))
+    rows = quantise_rows(x, "fp8")
+    assert torch.equal(rt.linear(rows, sparse), rt.linear(rows, dense))
+    plain = compress(dense.codes, two_four(dense.codes))
+    ones = rt.QuantisedWeight(dense.codes, torch.ones(N, 1), None, None, "fp8", K, (N, K))
+    assert torch.equal(rt.linear(x, plain), rt.linear(x, ones))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients(bias: bool) -> None:
+    weight, x = weight_of(torch.float64), torch.randn(3, 5, K, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(N, dtype=torch.float64, requires_grad=True) if bias else None
+    inputs = (x,) if b is None else (x, b)
+    assert torch.autograd.gradcheck(lambda x, b=None: rt.linear(x, weight, b), inputs)
+    assert torch.autograd.gradcheck(lambda x, b=None: rt.linear(x, weight, b), inputs, check_forward_ad=True)
+    jacobian = torch.func.jacrev(lambda x: rt.linear(x, weight, None if b is None else b.detach()))(x.detach()[0, 0])
+    assert torch.equal(jacobian, weight.dense())
+
+
+def test_gradients_of_fp8_go_through_its_numbers() -> None:
+    sparse, dense = fp8()
+    x = torch.randn(5, K, requires_grad=True)
+    (found,) = torch.autograd.grad(rt.linear(x, sparse).square().sum(), x)
+    (due,) = torch.autograd.grad(rt.linear(x, dense).square().sum(), x)
+    assert torch.equal(found, due)
+
+
+def test_transforms_and_compilation() -> None:
+    weight, x = weight_of(), torch.randn(4, 5, K)
+    due = rt.linear(x, weight)
+    torch.testing.assert_close(torch.vmap(lambda x: rt.linear(x, weight))(x), due)
+
+    def several(w: Tensor) -> Tensor:
+        return rt.linear(x[0], compress(w, two_four(w)))
+
+    ws = torch.stack([some(N, K, seed=n) for n in range(2)])
+    torch.testing.assert_close(torch.vmap(several)(ws), torch.stack([several(w) for w in ws]))
+    compiled = torch.compile(lambda x: rt.linear(x, weight), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), due)
+    with torch.inference_mode():
+        assert torch.equal(rt.linear(x, weight), due)
+    assert rt.linear(torch.empty(3, K, device="meta"), weight.to("meta")).shape == (3, N)
+
+
+def test_refusals() -> None:
+    weight, x = weight_of(), torch.randn(2, K)
+    for name in ("triton", "library", "dense"):
+        sentence = f"backend '{name}' cannot multiply this 2:4 weight: tensors are on cpu; needs a CUDA GPU"
+        with pytest.raises(Unsupported, match=sentence):
+            rt.linear(x, weight, backend=name)
+    with pytest.raises(InvalidInput, match="backend is 'hopper'; must be one of triton, library, dense, definition"):
+        rt.linear(x, weight, backend="hopper")
+    with pytest.raises(InvalidInput, match=r"x is \(2, 32\) and the weight \(48, 64\)"):
+        rt.linear(x[:, :32], weight)
+    with pytest.raises(InvalidInput, match=r"x is in int8 and the 2:4 weight in torch.float32; only FP8 multiplies codes"):
+        rt.linear(quantise_rows(x, "int8"), weight)
+    assert "definition  runs" in explain_linear(x, weight)
+
+
+def test_shapes_that_cusparselt_refuses() -> None:
+    assert not list(cusparselt.refusals_of_shape(torch.bfloat16, 4096, 14336))
+    assert list(cusparselt.refusals_of_shape(torch.float32, 64, 64)) == ["values in float32; has bfloat16, float16, FP8"]
+    assert list(cusparselt.refusals_of_shape(torch.float8_e4m3fn, 48, 64)) == ["a weight 48 x 64; has multiples of 32"]
+    # one probe, and one sentence where the library does not run
+    reason = cusparselt.lack_of_library(torch.device("cpu"))
+    assert reason.startswith("cuSPARSELt does not run here (")
+    assert reason.endswith("); needs a PyTorch with cuSPARSELt for this chip")
+    assert "\n" not in reason
+
+
+class Library:
+    """cuSPARSELt as its documentation says: the first matrix is 2:4, columns of the second come in eights or sixteens."""
+
+    def __init__(self) -> None:
+        self.packed = 0
+
+    def compress(self, w: Tensor) -> Tensor:
+        assert w.is_contiguous()
+        assert ((w.float().unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all()
+        self.packed += 1
+        return w.clone()
+
+    def multiply(
+        self, a: Tensor, b: Tensor, *, bias: Tensor | None, out_dtype: torch.dtype | None, transpose_result: bool
+    ) -> Tensor:
+        assert a.dtype == b.dtype
+        assert b.T.is_contiguous()
+        assert b.shape[1] % 16 == 0
+        assert bias is None or bias.dtype == a.dtype
+        assert (out_dtype is not None) == (a.dtype == torch.float8_e4m3fn)
+        y = a.float() @ b.float() + (0 if bias is None else bias.float()[:, None])
+        return (y.T if transpose_result else y).to(out_dtype or a.dtype)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    found = Library()
+    monkeypatch.setattr(torch, "_cslt_compress", found.compress)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", found.multiply)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_the_librarys_product_by_its_documentation(library: Library, dtype: torch.dtype) -> None:
+    weight = fp8()[0] if dtype == torch.float8_e4m3fn else weight_of(dtype)
+    parts, bias = backends.Sparse(*weight_tensors(weight)), torch.randn(N).bfloat16()
+    product = backends.Product(N, K, torch.bfloat16, False)
+    for rows in (65, 100, 128):
+        x = torch.randn(rows, 2 * K).bfloat16()[:, ::2]
+        given = quantise_rows(x, "fp8") if dtype == torch.float8_e4m3fn else None
+        arguments = (x, None) if given is None else (given.codes, given.scales)
+        found = cusparselt.multiply(*arguments, parts, bias, product)
+        due = rt.linear(x, weight, bias, backend="definition")
+        torch.testing.assert_close(found, due, rtol=2e-2, atol=2e-2)
+    # made once, and kept as long as the values live
+    assert library.packed == 1
+
+
+@pytest.mark.parametrize("transposable", [False, True])
+def test_sparse_products_in_training_by_the_librarys_documentation(
+    library: Library, monkeypatch: pytest.MonkeyPatch, transposable: bool
+) -> None:
+    monkeypatch.setattr(masked, "takes", lambda rows, w: True)
+    w = some(N, K).bfloat16()
+    w = w * two_four(w, transposable)
+    x, dy = torch.randn(3, 25, K).bfloat16(), torch.randn(3, 25, N).bfloat16()
+    dx, dw = masked.run_backward(dy, x, w, transposable, True, True)
+    # the transposed weight is 2:4 only where its mask is
+    assert library.packed == int(transposable)
+    torch.testing.assert_close(dx.float(), dy.float() @ w.float(), rtol=2e-2, atol=0.2)
+    torch.testing.assert_close(dw.float(), (dy.flatten(0, 1).T.float() @ x.flatten(0, 1).float()), rtol=2e-2, atol=0.2)
+
+
+def test_nothing_is_tried_or_packed_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCuda:
+        is_cuda = True
+
+    monkeypatch.setattr(cusparselt, "is_capturing", lambda: True)
+    monkeypatch.setattr(cusparselt, "_TRIED", {})
+    device = torch.device("cuda", 0)
+    assert cusparselt.lack_of_library(device).startswith("cuSPARSELt that was not tried before this CUDA graph; needs")
+    assert not cusparselt._TRIED
+    values = OnCuda()
+    weight = backends.Sparse(values, None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(cusparselt, "_PACKED", {})
+    assert cusparselt.lack_of_packed(weight).startswith("a weight that cuSPARSELt has not packed before this CUDA graph")
+    monkeypatch.setattr(cusparselt, "_PACKED", {values: torch.empty(0)})
+    assert cusparselt.lack_of_packed(weight) == ""
+
+
+@pytest.mark.parametrize(("rows", "first"), [(64, "triton"), (65, "library")])
+def test_few_rows_are_ours_and_many_the_librarys(rows: int, first: str) -> None:
+    weight = weight_of(torch.bfloat16)
+    product = backends.Product(N, K, torch.bfloat16, False)
+    asked = backends.Call(torch.empty(rows, K), None, backends.Sparse(*weight_tensors(weight)), None, product)
+    assert backends.order(asked)[0] == first
+    assert backends.order(asked._replace(product=product._replace(deterministic=True)))[0] == "triton"
+
+
+def weight_tensors(weight: TwoFour) -> tuple[Tensor, Tensor, Tensor | None]:
+    return weight.values, weight.places, weight.scales
+
+
+@pytest.mark.parametrize("transposable", [False, True])
+def test_a_masked_weight_that_is_trained(transposable: bool) -> None:
+    w = some(N, K, torch.float64)
+    w = (w * two_four(w, transposable)).requires_grad_()
+    x, bias = torch.randn(3, K, dtype=torch.float64, requires_grad=True), torch.randn(N, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *inputs: multiply_masked(*inputs, transposable=transposable), (x, w, bias))
+    found = multiply_masked(x, w, bias, transposable=transposable)
+    torch.testing.assert_close(found, functional.linear(x, w, bias))
+    sparse = compress(w, two_four(w, transposable))
+    # a prepared layer has the bits of the one that serves it
+    served = TwoFour(sparse.values.float(), sparse.places, sparse.shape)
+    assert torch.equal(multiply_masked(x.float(), w.float(), None, transposable=transposable), rt.linear(x.float(), served))
