@@ -72,11 +72,11 @@ def test_the_kernels_of_a_shape(sm: int, heads: int, dim: int, dim_v: int) -> No
     shape = shape_of(q, v, 1, 64, queries_for(heads))
     assert shape.ROWS == 64
     of_step = shape._replace(QUERIES=queries_of_step(heads))
-    for kernel, each, stages in (
-        (outputs._forward, shape, outputs.STAGES), (gradients._backward_q, shape, gradients.STAGES_Q),
-        (gradients._backward_kv, of_step, gradients.STAGES_KV),
-    ):  # fmt: skip
-        launch = launch_of(each, stages)
+    for kernel, each, launch in (
+        (outputs._forward, shape, launch_of(shape, outputs.STAGES)),
+        (gradients._backward_q, shape, launch_of(shape, gradients.STAGES_Q)),
+        (gradients._backward_kv, of_step, gradients.launch_of_kv(of_step)),
+    ):
         stack, shared, matrix = compiled(kernel, each, launch.warps, sm, launch.stages)
         assert shared <= SHARED[sm], kernel.__name__
         assert matrix == ("wgmma" if sm == 90 else "mma.sync"), kernel.__name__

@@ -10,6 +10,7 @@ from torch import Tensor
 from rooftile.approximate.selected.kernels.lists import KeyLists, sequence_of
 from rooftile.approximate.selected.kernels.shape import (
     Launch,
+    Shape,
     constants_of,
     in_log2,
     launch_of,
@@ -251,6 +252,12 @@ def _join_kv(kept_ptr, cu_k_ptr, starts_ptr, dk_ptr, dv_ptr, sequences, places, 
     _store_kv(dk, dv_sum, dk_ptr, dv_ptr, (first_k.to(tl.int64) + j) * HK + n // places, there, SHAPE)
 
 
+def launch_of_kv(shape: Shape) -> Launch:
+    """As `launch_of`, with eight warps for heads up to 64, whose step spills in four."""
+    launch = launch_of(shape, STAGES_KV)
+    return launch._replace(warps=8) if max(shape.BLOCK_D, shape.BLOCK_DV) <= 64 else launch
+
+
 _start_q, _start_kv, _start_join = Kernel(_backward_q), Kernel(_backward_kv), Kernel(_join_kv)
 
 
@@ -283,7 +290,7 @@ def dkdv(
     H, (total_k, Hk, D), sequences = q.shape[1], k.shape, cu_k.shape[0] - 1
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     shape = shape_of(q, v, Hk, block, queries or queries_of_step(H // Hk, q.dtype))
-    constants, per = constants_of(shape, launch or launch_of(shape, STAGES_KV)), block // shape.KEYS
+    constants, per = constants_of(shape, launch or launch_of_kv(shape)), block // shape.KEYS
     if total_k:
         places, entries = total_k // block + sequences, lists.queries.numel()
         each = each or max(LEAST_OF_PART, triton.next_power_of_2(entries // PARTS))
