@@ -140,6 +140,14 @@ MUTATIONS = {
         "approximate/selected/tiles.py", "bits.masked_fill(is_again, 0)", "bits.masked_fill(~is_new, 0)",
         ("tests/approximate/test_selected.py", "-k", "union"),
     ),
+    "norm, parts of dw": Mutation(
+        "fused/kernels/norm_gradients.py", "for first in range(0, parts, PARTS):", "for first in range(0, parts - PARTS, PARTS):",
+        ("tests/interpreter/test_fused_gradients.py", "-k", "parts"), interpreted=True,
+    ),
+    "weights in one pass, the bits of a scale": Mutation(
+        "matmul/kernels/weights.py", "scale.to(tl.bfloat16).to(tl.float32))", "scale)",
+        ("tests/interpreter/test_quantised_weights.py", "-k", "bits and int4"), interpreted=True,
+    ),
     "selected, a query that names a block again": Mutation(
         "approximate/selected/kernels/lists.py", "has_before & is_same & (query == before)", "there & (query < 0)",
         ("tests/interpreter/test_selected.py", "-k", "lists_of"), interpreted=True,

@@ -15,6 +15,7 @@ from rooftile.diagnosis.output.page import render
 from rooftile.diagnosis.output.rows import Op, Program, Step, row
 from rooftile.diagnosis.output.table import sentence, text
 from rooftile.diagnosis.output.trace import Trace
+from rooftile.diagnosis.output.written import values_of
 from rooftile.diagnosis.remedies.remedy import Remedy, ranked
 from rooftile.diagnosis.verdicts.findings import Finding
 from rooftile.diagnosis.verdicts.step import CAUSES, StepEvidence, classify_step
@@ -112,13 +113,7 @@ class Diagnosis:
 
         Raises InvalidInput for anything else.
         """
-        try:
-            values = json.loads(written)
-        except json.JSONDecodeError as error:
-            raise InvalidInput(f"this is not JSON ({error}); pass the text that to_json wrote") from None
-        form = values.pop("form", None) if isinstance(values, dict) else None
-        if form != FORM:
-            raise InvalidInput(f"this JSON has the form {form!r}; a diagnosis has {FORM!r}: write it with to_json")
+        values = values_of(written, FORM)
         try:
             rebuilt = {"program": Program(**values["program"]), "step": Step(**values["step"])}
             rebuilt["ops"] = tuple(Op(**_tuples(Op, op)) for op in values["ops"])

@@ -63,11 +63,16 @@ def log_chart(
 
 
 def line_chart(
-    series: Sequence[Series], *, title: str, x_name: str, y_name: str, write: Write, log: bool = False
-) -> str:
-    """Draws curves over steps. The first is broad, so that another curve on top of it is visible."""
+    series: Sequence[Series], *, title: str, x_name: str, y_name: str, write: Write, log: bool = False,
+    marks: bool = False, rings: Sequence[tuple[str, Point, str]] = (),
+) -> str:  # fmt: skip
+    """Draws curves over steps: without marks the first is broad, so that another curve on top of it is visible.
+
+    marks: whether each point has a marker with its numbers.
+    rings: around points, each with its kind and words for the reader who points at it.
+    """
     xs = [x for line in series for x, _ in line.points]
-    ys = [y for line in series for _, y in line.points if not log or y > 0] or [1.0]
+    ys = [y for line in series for _, y in line.points if not log or y > 0] + [y for _, (_, y), _ in rings] or [1.0]
     low, high = min(ys), max(ys)
     low, high = (low / 2, high * 3) if log else (low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1))
     x_axis = Axis(low=min(xs), high=max(max(xs), min(xs) + 1), start=LEFT, stop=WIDTH - RIGHT, log=False)
@@ -79,10 +84,16 @@ def line_chart(
     parts.append(text(WIDTH - RIGHT, HEIGHT - 6, x_name, "axis", "end"))
     for n, line in enumerate(series):
         points = [(x_axis.place(x), y_axis.place(max(y, low))) for x, y in line.points]
+        if marks:
+            parts.append(_line(line, points, write, x_name))
+            continue
         broad = " broad" if n == 0 and len(series) > 1 else ""
         parts.append(f'<polyline class="line thin {line.kind}{broad}" points="{path(points)}"/>')
+    for kind, (x, y), words in rings:
+        place = f'cx="{x_axis.place(x):.1f}" cy="{y_axis.place(y):.1f}"'
+        parts.append(f'<circle class="ring {kind}" {place} r="8"><title>{words}</title></circle>')
     if len(series) > 1:
-        parts.append(legend([(line.name, line.kind) for line in series], marks=False))
+        parts.append(legend([(line.name, line.kind) for line in series], marks=marks))
     return svg(title, f"{y_name} over {x_name}", parts)
 
 

@@ -100,7 +100,7 @@ def cache_directory() -> Path:
 def _path(device: torch.device) -> Path:
     here = describe(device)
     threads = str(torch.get_num_threads()) if device.type == "cpu" else ""
-    # what is measured is part of the key, so that another version of this class does not read this file
+    # the key names all measurements, so that another version of this class does not read this file
     measured = [field.name for field in fields(Ceilings)] + ["int8"] * rates.has_int8(device)
     words = [here.name, here.uuid, here.torch, threads, *measured]
     return cache_directory() / f"ceilings-{hashlib.sha256('|'.join(words).encode()).hexdigest()[:16]}.json"

@@ -6,7 +6,7 @@ operator, where they are known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import util
 from typing import NamedTuple, Protocol
@@ -221,10 +221,14 @@ def _gluon_is_installed() -> bool:
 
 def explain(asked: Call) -> str:
     """Says which backend takes a call, and why those before it do not."""
+    return explained((name, list(refusals(name, asked)), _runs(name, asked)) for name in order(asked))
+
+
+def explained(backends: Iterable[tuple[str, list[str], str]]) -> str:
+    """Returns a line for each backend up to the first that runs, from their names, refusals, and words for "runs"."""
     lines = []
-    for name in order(asked):
-        reasons = list(refusals(name, asked))
-        lines.append(f"{name:<11} {'; '.join(reasons) or _runs(name, asked)}")
+    for name, reasons, runs in backends:
+        lines.append(f"{name:<11} {'; '.join(reasons) or runs}")
         if not reasons:
             break
     return "\n".join(lines)

@@ -31,7 +31,7 @@ class Format:
     largest_exponent: int = 0
     # bits of the mantissa of a float that PyTorch has no dtype for
     mantissa: int = 0
-    # what the integer 1 stands for
+    # the value of the integer 1
     unit: float = 1.0
 
     @property

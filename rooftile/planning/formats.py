@@ -39,8 +39,12 @@ def check_formats(formats: Sequence[str] | str | None, *, of_module: bool, backw
             )
         if word == SPARSE and backward:
             raise Unsupported(f"formats has {word!r}, and plans of training round alone; leave it out, or plan without backward")
-        if word not in (KEPT, SPARSE):
+        if word in (KEPT, SPARSE):
+            continue
+        try:
             parsed(word)
+        except InvalidInput as error:
+            raise InvalidInput(f"formats: {error}; or {KEPT!r}, or {SPARSE!r}") from None
     return tuple(dict.fromkeys(words))
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from rooftile.diagnosis.output.written import values_of
 from rooftile.errors import InvalidInput
 from rooftile.planning.output.page import render
 from rooftile.planning.output.table import text
@@ -97,13 +98,7 @@ class Plan:
         Raises:
             InvalidInput: it is something else.
         """
-        try:
-            values = json.loads(written)
-        except json.JSONDecodeError as error:
-            raise InvalidInput(f"this is not JSON ({error}); pass the text that to_json wrote") from None
-        form = values.pop("form", None) if isinstance(values, dict) else None
-        if form != FORM:
-            raise InvalidInput(f"the JSON has the form {form!r}; must be {FORM!r}, as to_json writes it")
+        values = values_of(written, FORM)
         try:
             read = {
                 "layers": tuple(_layer(one) for one in values["layers"]),

@@ -23,7 +23,7 @@ from rooftile.matmul.weight import centred_codes
 
 # the least and the largest code
 RANGES = {"int4": (-OFFSET, OFFSET - 1), "w8": (-128, 127), "int8": (-127, 127)}
-# what files store; an int8 product takes fp32
+# the dtypes of scales in a file; an int8 product takes fp32
 STORED = {"int4": torch.bfloat16, "w8": torch.bfloat16, "int8": torch.float32}
 LEAST = 2.0**-24
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rooftile.drawing.charts import Series
+from rooftile.drawing.charts import Series, line_chart
 from rooftile.drawing.page import Chart, Table, safe
 from rooftile.drawing.svg import (
     BOTTOM,
@@ -65,33 +65,17 @@ def claim(found: Formats) -> str:
 
 
 def _curves(found: Formats, title: str) -> str:
-    """Draws losses over steps, with a dot for each model that was served."""
+    """Draws losses over steps, with a ring for each model that was served."""
     lines = [
         Series(name="full precision", kind="other", points=found.full), Series(name="trained", kind="ours", points=found.trained),
         Series(name="rounded", kind="standard", points=found.rounded),
     ]  # fmt: skip
+    last = found.full[-1][0]
     served = {"standard": found.served_rounded, "ours": found.served_trained}
-    losses = [loss for line in lines for _, loss in line.points] + list(served.values())
-    low, high = _room(min(losses), max(losses))
-    first, last = found.full[0][0], found.full[-1][0]
-    x = Axis(low=first, high=last, start=LEFT, stop=WIDTH - RIGHT - 6, log=False)
-    y = Axis(low=low, high=high, start=HEIGHT - BOTTOM, stop=TOP, log=False)
-    parts = [y_grid(y, even(low, high), lambda loss: f"{loss:.3g}")]
-    parts += [text(x.place(step), HEIGHT - BOTTOM + 16, f"{step:,.0f}", "tick", "middle") for step in even(first, last, 5)]
-    parts.append(text(WIDTH - RIGHT, HEIGHT - 6, "steps", "axis", "end"))
-    for line in lines:
-        points = [(x.place(step), y.place(loss)) for step, loss in line.points]
-        parts.append(f'<polyline class="line {line.kind}" points="{path(points)}"/>')
-        parts += [
-            marker(line.kind, point, f"{line.name}, step {step:,.0f}: {loss:.4f}")
-            for point, (step, loss) in zip(points, line.points, strict=True)
-        ]
-    for kind, loss in served.items():
-        place = (x.place(last), y.place(loss))
-        words = f"served by rooftile.LLM: {loss:.4f}"
-        parts.append(f'<circle class="ring {kind}" cx="{place[0]:.1f}" cy="{place[1]:.1f}" r="8"><title>{words}</title></circle>')
-    parts.append(legend([(line.name, line.kind) for line in lines]))
-    return svg(title, "nats per byte over steps, with the served models as rings", parts)
+    rings = [(kind, (last, loss), f"served by rooftile.LLM: {loss:.4f}") for kind, loss in served.items()]
+    return line_chart(
+        lines, title=title, x_name="steps", y_name="nats per byte", write=lambda loss: f"{loss:.4f}", marks=True, rings=rings
+    )
 
 
 def _frontier(found: Formats, title: str) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
-from rooftile import approximate, fused, matmul, qat, sparsity
+from rooftile import approximate, fused, matmul, qat
 from rooftile.approximate import gathered
 from rooftile.approximate.paged import native_sparse
 from rooftile.approximate.paged.loki import page_scores
@@ -17,11 +17,11 @@ from rooftile.cost.counts import Work
 from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
 from rooftile.fused.norm import Weights
 from rooftile.kvcache import Copy, Pages
-from rooftile.matmul.two_four import multiply_masked
 from rooftile.numerics import quantise_rows
 from rooftile.optim import AdamW
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.sampling.sampler import SamplingState, features_of, sample
+from tests.conformance.sparse_calls import SPARSE_CALLS
 
 
 def _norm(device: torch.device) -> Weights:
@@ -210,46 +210,6 @@ def _prepared(device: torch.device) -> torch.nn.Module:
 def _dequantise_weight(device: torch.device) -> Work:
     matmul.dequantise(_weight(device), torch.bfloat16)
     return Work(0, 3 * (32 + 4 + 2), 3 * 64 * 2)
-
-
-def _two_four(device: torch.device) -> sparsity.TwoFour:
-    w = torch.randn(4, 64, device=device)
-    return sparsity.compress(w, sparsity.two_four(w))
-
-
-def _two_four_mask(device: torch.device) -> Work:
-    sparsity.two_four(torch.randn(4, 64, device=device), transposable=True)
-    return Work(0, 4 * 256, 4 * 64)
-
-
-def _two_four_compress(device: torch.device) -> Work:
-    _two_four(device)
-    # a byte for each place of the mask; half of the values, and half a byte for the places of four
-    return Work(0, 4 * 256 + 4 * 64, 4 * 128 + 4 * 8)
-
-
-def _two_four_dense(device: torch.device) -> Work:
-    _two_four(device).dense()
-    return Work(0, 4 * 128 + 4 * 8, 4 * 256)
-
-
-def _linear_two_four(device: torch.device) -> Work:
-    rt.linear(torch.randn(5, 64, device=device), _two_four(device), torch.randn(4, device=device))
-    # half of the products
-    return Work(2 * 5 * 32 * 4, 5 * 256 + 4 * (128 + 8) + 16, 5 * 16)
-
-
-def _linear_masked(device: torch.device) -> Work:
-    x, bias = torch.randn(5, 64, device=device), torch.randn(4, device=device)
-    multiply_masked(x, _two_four(device).dense(), bias, transposable=True)
-    return Work(2 * 5 * 32 * 4, 5 * 256 + 4 * 256 + 16, 5 * 16)
-
-
-def _linear_masked_backward(device: torch.device) -> Work:
-    x, w = torch.randn(5, 64, device=device, requires_grad=True), _two_four(device).dense().requires_grad_()
-    multiply_masked(x, w, None, transposable=False).sum().backward()
-    # half of the products for x, all of them for the weight
-    return Work(3 * 5 * 64 * 4, 5 * 16 + 5 * 256 + 4 * 256, 5 * 256 + 4 * 256)
 
 
 def _rotation(device: torch.device) -> Rotation:
@@ -489,18 +449,13 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "linear_rounded": _linear_rounded,
     "linear_rounded_backward": _linear_rounded_backward,
     "dequantise_weight": _dequantise_weight,
-    "two_four_mask": _two_four_mask,
-    "two_four_compress": _two_four_compress,
-    "two_four_dense": _two_four_dense,
-    "linear_two_four": _linear_two_four,
-    "linear_masked": _linear_masked,
-    "linear_masked_backward": _linear_masked_backward,
     "rotate": _rotate,
     "write_kv": _write,
     "write_kv_and_rotate": _write_and_rotate,
     "gather_kv": _gather,
     "copy_blocks": _copy,
     "page_scores": _page_scores,
+    **SPARSE_CALLS,
     "native_sparse_decode": _native_sparse_decode,
     "sample": _sample,
     "chunked_recurrence": _recurrence,

@@ -121,7 +121,7 @@ def test_a_number_that_json_lacks_is_null(bad: float) -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ('{"form": "another/1"}', r"the form 'another/1'; a diagnosis has 'rooftile\.diagnosis/1'"),
+        ('{"form": "another/1"}', r"the form 'another/1'; must be 'rooftile\.diagnosis/1'"),
         ("{}", "the form None"),
         ("[]", "the form None"),
         ("oops", "is not JSON"),

@@ -79,7 +79,7 @@ def test_prepare_trains_for_the_plan() -> None:
     assert formats == plan.weights
     assert rt.qat.status(other).layers == rt.qat.status(model).layers
     assert torch.equal(model(tokens()), other(tokens()))
-    # what was prepared, converted, and what was applied, are the same
+    # a prepared model that is converted equals one that the plan was applied to
     applied = plan.apply(llama())
     rt.qat.convert(model)
     assert torch.equal(model(tokens()), applied(tokens()))

@@ -16,20 +16,13 @@ from rooftile.bench.models import formats_of, weight_bytes
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
 from rooftile.sparsity import Recipe, TwoFour, two_four
+from tests.qat import test_save
 from tests.qat.test_save import ROOM, VOCAB, decoder, greedy
 
 
 def trained(format: Any = None, **recipe: Any) -> nn.Module:
     """A model after a few steps with masks."""
-    model = rt.qat.prepare(decoder(), format, skip=("head",), sparsity=Recipe(**recipe))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens = torch.randint(VOCAB, (4, 20), generator=torch.Generator().manual_seed(1))
-    for _ in range(3):
-        logits = model(tokens[:, :-1])
-        nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    return model.eval()
+    return test_save.trained(format, sparsity=Recipe(**recipe))
 
 
 @pytest.mark.parametrize("layout", ["dense", "two_four"])

@@ -21,7 +21,7 @@ from rooftile.errors import InvalidInput
 from rooftile.sparsity import Recipe, two_four
 from tests.qat.models import inputs, mlp
 
-# what torch deprecates in itself
+# torch.compile calls what torch deprecates
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -133,7 +133,7 @@ def test_a_scaled_gradient_gets_a_scaled_decay() -> None:
     layer = model[0]
     optimiser = Still(model.parameters(), {})
     gradient, due = layer.weight.grad.clone(), (~layer.mask) * layer.weight.detach() * DECAY * 8
-    # as torch.amp.GradScaler does for an optimiser that unscales in its own kernel
+    # torch.amp.GradScaler sets this for an optimiser that unscales in its own kernel
     optimiser.grad_scale = torch.tensor(8.0)
     optimiser.step()
     torch.testing.assert_close(layer.weight.grad, gradient + due)

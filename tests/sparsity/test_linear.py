@@ -15,7 +15,7 @@ from rooftile.ops.linear import explain_linear
 from rooftile.sparsity import TwoFour, compress, two_four
 from tests.sparsity.test_masks import some
 
-# what torch deprecates in itself
+# torch.compile calls what torch deprecates
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 N, K = 48, 64
 

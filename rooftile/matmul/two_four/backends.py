@@ -14,6 +14,7 @@ from torch.nn import functional
 from rooftile import matmul
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.launch import INTERPRETED, triton_is_installed
+from rooftile.matmul.backends import explained
 from rooftile.matmul.two_four import cusparselt, definition
 from rooftile.matmul.two_four.definition import Product, Sparse, scales_of
 from rooftile.numerics.rows import LONGEST_ROW, rows_as_codes
@@ -140,10 +141,4 @@ def _dense(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | No
 
 def explain(asked: Call) -> str:
     """Says which backend takes a call, and why those before it do not."""
-    lines = []
-    for name in order(asked):
-        reasons = list(refusals(name, asked))
-        lines.append(f"{name:<11} {'; '.join(reasons) or 'runs'}")
-        if not reasons:
-            break
-    return "\n".join(lines)
+    return explained((name, list(refusals(name, asked)), "runs") for name in order(asked))

@@ -57,7 +57,7 @@ class Recording:
 
     def _begin_of(self, name: str) -> Callable[..., None]:
         def begin(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # what this does itself is no part of the model
+            # operations of the hook itself are no part of the model
             with _disable_current_modes():
                 self._note(name, args[0] if args else next(iter(kwargs.values())))
             self._inside += 1
