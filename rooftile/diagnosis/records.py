@@ -59,5 +59,6 @@ class Call:
     ends: bool = False  # ... which ends with it: a reduction of all that it reads
     passes: int = 1  # that a fused kernel needs over what it reads
     draws: bool = False  # random numbers
+    anew: bool = False  # a compiler's own kernel takes the place of a library's
     backward: bool = False  # a compiler makes a graph of its own for the backward
     again: bool = False  # a checkpoint runs it a second time, in the backward

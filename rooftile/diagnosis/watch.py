@@ -73,7 +73,7 @@ class Watch(Dispatched):
                 self._storages[storage._cdata] = StorageWeakRef(storage)
         call = Call(
             row=self._numbers[key], reads=_reads(func, read, written, row.counted.bytes), writes=by_storage(written),
-            pointwise=fused.joins, ends=fused.ends, passes=fused.passes, draws=fused.draws,
+            pointwise=fused.joins, ends=fused.ends, passes=fused.passes, draws=fused.draws, anew=fused.anew,
             backward=self.phase == "backward", again=self.phase == "backward" and _in_checkpoint(sys._getframe()),
         )  # fmt: skip
         self.calls.append(call)

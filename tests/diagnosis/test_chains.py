@@ -49,6 +49,23 @@ def test_a_sum_of_all_ends_a_chain_and_its_result_begins_another() -> None:
     assert [(names, moved) for names, moved, _ in both] == [("mul sum add_", 2 * BYTES + 4)]
 
 
+def test_a_batch_norm_in_training_is_a_kernel_of_two_passes() -> None:
+    x = torch.randn(ROWS, WIDTH)
+    small = 4 * WIDTH
+    for training, passes in ((True, 2), (False, 1)):
+        mean, var = torch.zeros(WIDTH), torch.ones(WIDTH)
+        ((names, moved, chain),) = chains_of(lambda: F.batch_norm(x, mean, var, training=training).relu())  # noqa: B023
+        assert names == "native_batch_norm relu"
+        assert (chain.calls[0].passes, chain.calls[0].anew, chain.calls[1].anew) == (passes, True, False)
+        assert (1 + passes) * BYTES <= moved <= (1 + passes) * BYTES + 10 * small
+    layer = nn.BatchNorm1d(WIDTH)
+    watch = Watch()
+    with watch:
+        layer(x.requires_grad_()).sum().backward()
+    (backward,) = [call for call in watch.calls if "batch_norm_backward" in watch.operations[call.row].op]
+    assert (backward.passes, backward.anew) == (2, True)
+
+
 def test_a_forward_is_not_fused_with_its_backward() -> None:
     x = weights(ROWS, WIDTH)
     found = chains_of(lambda: x.sin().exp().sum().backward())

@@ -93,6 +93,22 @@ def test_a_fused_chains_price_is_exact(length: int, intensity: float, layers: in
     assert "train.py:7" in remedy.how
 
 
+def test_a_librarys_kernel_that_a_compiler_replaces_takes_the_time_of_the_ceilings() -> None:
+    """A norm whose kernel takes 500 us longer than its bytes need, and a relu."""
+    work = Work(bytes=2 * SIZE, flops=0.0)
+    findings = [finding(GPU, work, index=i, op=f"aten::op{i}") for i in range(2)]
+    findings[0] = replace(findings[0], time_us=findings[0].time_us + 500.0)
+    saved = []
+    for anew in (False, True):
+        # the norm reads its input twice
+        chains = find_chains([replace(pointwise(0, (1,), 2), passes=2, anew=anew), pointwise(1, (2,), 3)])
+        assert chains[0].bytes_fused == 3 * SIZE
+        saved.append(fuse(chains, findings)[0].predicted_us)
+    assert saved[1] == pytest.approx(500.0 + 2 * GPU.exact(work) - GPU.exact(replace(work, bytes=3 * SIZE)))
+    # a kernel that stays as it is keeps its pace
+    assert saved[0] < saved[1] - 300.0
+
+
 @given(st.floats(0.01, 5000), st.sampled_from((1.0, 2.0, 4.0, 16.0)), st.integers(1, 7))
 def test_a_narrower_dtypes_price_is_exact(intensity: float, faster: float, calls: int) -> None:
     wide = Work(bytes=4 * SIZE, flops=4 * SIZE * intensity)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from rooftile import api
 from rooftile.blocks import Blocks, packed
 from rooftile.blocks.lists import LEAST
-from rooftile.masks import CAUSAL
+from rooftile.masks import CAUSAL, Mask
 
 Part = tuple[Tensor, Tensor]
 # summary keys of a group of blocks
@@ -38,15 +38,15 @@ def padded(x: Tensor, before: int, after: int) -> Tensor:
     return F.pad(x, (0, 0, 0, 0, before, after)) if before or after else x
 
 
-def attend_by_head(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Causal attention with a batch of key heads: o (N, T, H, Dv) and lse (N, H, T).
+def attend_by_head(q: Tensor, k: Tensor, v: Tensor, mask: Mask = CAUSAL, **options: Any) -> tuple[Tensor, Tensor]:
+    """Attention with a batch of key heads: o (N, T, H, Dv) and lse (N, H, T).
 
     A short sequence of many heads is usual here, and would look like a tensor with swapped axes.
     """
     (N, _, H, _), Hk = q.shape, k.shape[2]
     q = q.unflatten(2, (Hk, H // Hk)).transpose(1, 2).flatten(0, 1)  # (N Hk, T, G, D)
     k, v = (x.transpose(1, 2).flatten(0, 1).unsqueeze(2) for x in (k, v))  # (N Hk, S, 1, D)
-    o, lse = api.attention_with_lse(q, k, v, CAUSAL, **options)
+    o, lse = api.attention_with_lse(q, k, v, mask, **options)
     return o.unflatten(0, (N, Hk)).transpose(1, 2).flatten(2, 3), lse.unflatten(0, (N, Hk)).flatten(1, 2)
 
 
@@ -59,6 +59,17 @@ def from_groups(o: Tensor, lse: Tensor, length: int, kv_heads: int) -> tuple[Ten
     """Outputs (B, n, Hk l G, Dv) and lse (B, Hk l G, n) as (B, n l, H, Dv) and (B, H, n l)."""
     o = o.unflatten(2, (kv_heads, length, -1)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     return o, lse.unflatten(1, (kv_heads, length, -1)).permute(0, 1, 3, 4, 2).flatten(3).flatten(1, 2)
+
+
+def by_column(x: Tensor, stride: int) -> Tensor:
+    """(B, n l, H, D) as (B l, n, H, D); a view if B is 1."""
+    return x.unflatten(1, (-1, stride)).transpose(1, 2).flatten(0, 1)
+
+
+def from_columns(o: Tensor, lse: Tensor, stride: int) -> Part:
+    """Outputs (B l, n, H, Dv) and lse (B l, H, n) as (B, n l, H, Dv) and (B, H, n l)."""
+    o = o.unflatten(0, (-1, stride)).transpose(1, 2).flatten(1, 2)
+    return o, lse.unflatten(0, (-1, stride)).permute(0, 2, 3, 1).flatten(2)
 
 
 def summaries_are_tiles(q: Tensor, stride: int, summary: int, backend: str | None) -> bool:

@@ -1,7 +1,7 @@
 """Native Sparse Attention: compressed, selected and near keys, in three softmaxes that gates weigh.
 
-The near branch is the exact kernels' window. A query sees a new compressed key every `stride` tokens, so the `stride`
-queries between are heads of one group, and the branch is causal attention over n compressed keys. Selection gathers blocks.
+The near branch is the exact kernels' window. A query sees a new compressed key every `stride` tokens, so every stride-th query,
+from any of `stride` on, is a row of causal attention over n compressed keys. Selection gathers blocks.
 
 Yuan et al., Native Sparse Attention, arXiv:2502.11089.
 """
@@ -17,12 +17,12 @@ from torch import Tensor
 from rooftile import api
 from rooftile.approximate.arguments import check_count, check_qkv, check_scale
 from rooftile.approximate.chosen.arguments import as_given, check_indices, check_way
-from rooftile.approximate.chosen.arrange import as_groups, attend_by_head, from_groups, padded
+from rooftile.approximate.chosen.arrange import attend_by_head, by_column, from_columns
 from rooftile.approximate.chosen.compression import check_compressed, check_lengths
 from rooftile.approximate.chosen.selection import check_counts, choose_blocks, selected_attention
 from rooftile.approximate.selected.gated_sum import gated_sum
 from rooftile.errors import InvalidInput
-from rooftile.masks import CAUSAL, Window
+from rooftile.masks import CAUSAL, FULL, Window
 from rooftile.reference.approximate import native_sparse as definition
 from rooftile.validate import check_offsets, shown
 from rooftile.words import answers_foreign_words
@@ -160,24 +160,52 @@ def far_and_chosen(
 def compressed_attention(
     q: Tensor, k: Tensor, v: Tensor, S: int, length: int, stride: int, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries to the compressed keys that are complete: a causal mask over groups of `stride` queries.
+    """Attention of queries to the compressed keys that are complete.
+
+    The queries of a group of `stride` see as many keys. So whole groups are `stride` batches of causal attention, a view of q
+    where B is 1; queries before the first whole group and after the last are attended on their own.
 
     Returns o (B, T, H, Dv) and lse (B, H, T).
     """
-    T, (n, Hk) = q.shape[1], k.shape[1:3]
+    T, n = q.shape[1], k.shape[1]
     # the place of a query, counted from the first that sees a compressed key
     place = S - T - (length - 1)
     early = min(max(-place, 0), T)
     place = max(place, 0)
     if n == 0 or early == T:
         # no query sees anything
-        lse = torch.full((q.shape[0], q.shape[2], T), -torch.inf, device=q.device)
-        return q.new_zeros(*q.shape[:3], v.shape[-1]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum(), lse
-    before, after = place % stride, n * stride - 1 - (S - length)
-    rows = as_groups(padded(q[:, early:], before, after), stride, Hk)
-    o, lse = from_groups(*attend_by_head(rows, k, v, **options), stride, Hk)
-    here = slice(before, before + T - early)
-    return padded(o[:, here], early, 0), torch.nn.functional.pad(lse[..., here], (early, 0), value=-torch.inf)
+        return _seeing_nothing(q, k, v)
+    lead = min(-place % stride, T - early)
+    groups, tail = divmod(T - early - lead, stride)
+    blind, first, whole, last = q.split((early, lead, groups * stride, tail), 1)
+    # the keys that the queries of the first group see; each group sees one more than the group before
+    seen = place // stride + 1
+    parts = [_seeing_nothing(blind, k, v)] * (early > 0)
+    if lead:
+        parts.append(attend_by_head(first, k[:, :seen], v[:, :seen], FULL, **options))
+    if groups:
+        count = seen + (lead > 0) + groups - 1
+        rows = by_column(whole, stride)
+        keys, values = (_for_each(x[:, :count], stride) for x in (k, v))
+        o, lse = api.attention_with_lse(rows, keys, values, CAUSAL, **options)
+        parts.append(from_columns(o, lse, stride))
+    if tail:
+        parts.append(attend_by_head(last, k, v, FULL, **options))
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 2)
+
+
+def _seeing_nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs of 0 and lse of -inf, from which gradients of 0 flow to all tensors."""
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
+    return q.new_zeros(*q.shape[:3], v.shape[-1]) + q[..., :0].sum() + k[..., :0].sum() + v[..., :0].sum(), lse
+
+
+def _for_each(x: Tensor, count: int) -> Tensor:
+    """Keys (B, n, Hk, D) for each of `count` queries of a group, (B count, n, Hk, D)."""
+    return x.unsqueeze(1).expand(-1, count, -1, -1, -1).flatten(0, 1)
 
 
 def _packed(

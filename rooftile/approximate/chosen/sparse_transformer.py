@@ -23,6 +23,8 @@ from rooftile.approximate.chosen.arguments import check_way
 from rooftile.approximate.chosen.arrange import (
     as_groups,
     attend_by_head,
+    by_column,
+    from_columns,
     from_groups,
     padded,
     summaries_are_tiles,
@@ -149,25 +151,18 @@ def _heads(
 
 def _columns(q: Tensor, k: Tensor, v: Tensor, stride: int, skip: int, options: dict[str, Any]) -> Part:
     """Attention to the keys at i - l m, for all m >= skip."""
-    B, T, S = *q.shape[:2], k.shape[1]
+    T, S = q.shape[1], k.shape[1]
     if T == 1:
         # one query reads its own column alone
         here = slice((S - 1) % stride, max(S - stride * skip, 0), stride)
         return api.attention_with_lse(q, k[:, here], v[:, here], **options)
     before, after = (S - T) % stride, -S % stride
-    q = _by_column(padded(q, before, after), stride)
+    q = by_column(padded(q, before, after), stride)
     # rows of a column, less those that are skipped: aligned bottom-right, the causal mask moves along
-    k, v = (_by_column(padded(x, 0, after), stride) for x in (k, v))
+    k, v = (by_column(padded(x, 0, after), stride) for x in (k, v))
     rows = max(k.shape[1] - skip, 0)
-    o, lse = attend_by_head(q, k[:, :rows], v[:, :rows], **options)
-    o = o.unflatten(0, (B, stride)).transpose(1, 2).flatten(1, 2)
-    lse = lse.unflatten(0, (B, stride)).permute(0, 2, 3, 1).flatten(2)
+    o, lse = from_columns(*attend_by_head(q, k[:, :rows], v[:, :rows], **options), stride)
     return o[:, before : before + T], lse[..., before : before + T]
-
-
-def _by_column(x: Tensor, stride: int) -> Tensor:
-    """(B, n l, H, D) as (B l, n, H, D); a view if B is 1."""
-    return x.unflatten(1, (-1, stride)).transpose(1, 2).flatten(0, 1)
 
 
 def _summaries_before(q: Tensor, k: Tensor, v: Tensor, stride: int, summary: int, options: dict[str, Any]) -> list[Part]:

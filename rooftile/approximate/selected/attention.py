@@ -162,19 +162,20 @@ def _run_backward(
     do: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, chosen: Tensor, cu_q: Tensor, cu_k: Tensor,
     scale: float, block: int, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    # a row that sees nothing has an output of 0, whatever do holds
-    delta = ((o.to(lse.dtype) * do).sum(-1) - dlse).masked_fill(lse == -torch.inf, 0.0)
     if not _runs_kernels(q, v, k.shape[1], block, backend):
+        # a row that sees nothing has an output of 0, whatever do holds
+        delta = ((o.to(lse.dtype) * do).sum(-1) - dlse).masked_fill(lse == -torch.inf, 0.0)
         with torch.autocast(q.device.type, enabled=False):
             return _on(q).backward(do, lse, delta, q, k, v, chosen, cu_q, cu_k, scale, block)
     from rooftile.approximate.selected import kernels
 
     with device_of(q):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        do = do.contiguous()
+        do, lse = do.contiguous(), lse.contiguous()
+        delta = kernels.deltas(o.contiguous(), do, lse, dlse.contiguous())
         tiles = kernels.unions(chosen, cu_q, cu_k, block, queries_for(q.shape[1] // k.shape[1], q.dtype))
         lists = kernels.key_lists(chosen, cu_q, cu_k, k.shape[0], block)
-        known = do, lse.contiguous(), delta.contiguous(), q, k, v
+        known = do, lse, delta, q, k, v
         return kernels.dq(*known, tiles, scale, block), *kernels.dkdv(*known, lists, cu_q, cu_k, scale, block)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rooftile.approximate.selected.attention import LARGEST_DIM, LARGEST_GROUP, refusal_of_device
-from rooftile.approximate.selected.tiles import queries_for, table_of
+from rooftile.approximate.selected.tiles import TileTable, queries_for, table_of
 from rooftile.launch import device_of
 
 # blocks that a program keeps in registers
@@ -44,13 +47,33 @@ def choose(
     from rooftile.approximate.selected.kernels import choice
 
     (B, T, H, _), (n, Hk) = q.shape, compressed.shape[1:3]
-    of_queries, of_keys = (torch.arange(B + 1, device=q.device, dtype=torch.int32) * size for size in (T, n))
-    table = table_of(of_queries, of_keys, B * T, queries_for(H // Hk))
-    # positions are those of tokens, and not of compressed keys
-    rows = table.rows.clone()
-    rows[:, 2] += tokens - n
+    table = _table(B, T, n, tokens, queries_for(H // Hk), q.device)
     q, compressed = (x.flatten(0, 1) if x.stride(-1) == 1 else x.contiguous().flatten(0, 1) for x in (q, compressed))
     with device_of(q):
         lse = None if lse is None else lse.mT.flatten(0, 1).float().contiguous()
-        found = choice.choose(q, compressed, lse, table._replace(rows=rows), scale, length, stride, block, count, first, local)
+        found = choice.choose(q, compressed, lse, table, scale, length, stride, block, count, first, local)
     return found.unflatten(0, (B, T))
+
+
+def _table(B: int, T: int, n: int, tokens: int, queries: int, device: torch.device) -> TileTable:
+    """The tiles of B sequences of T queries and n compressed keys, where the last query is the last of `tokens`."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # what is made now belongs to the graph
+        return _tiles(B, T, n, tokens, queries, device)
+    return _remembered(B, T, n, tokens, queries, device)
+
+
+@lru_cache(maxsize=16)
+def _remembered(*sizes: Any) -> TileTable:
+    """A table is thirty small operations, whose launches take the host longer than the kernel runs on a short text."""
+    # an inference tensor would be one for every later call
+    with torch.inference_mode(False):
+        return _tiles(*sizes)
+
+
+def _tiles(B: int, T: int, n: int, tokens: int, queries: int, device: torch.device) -> TileTable:
+    of_queries, of_keys = (torch.arange(B + 1, device=device, dtype=torch.int32) * size for size in (T, n))
+    table = table_of(of_queries, of_keys, B * T, queries)
+    # positions are those of tokens, and not of compressed keys
+    table.rows[:, 2] += tokens - n
+    return table

@@ -27,7 +27,8 @@ OF_ROWS = frozenset(
 )
 # the gradients of their weights are sums over rows, for which a compiler reads what they read in a pass of its own
 AND_OF_COLUMNS = frozenset(names("native_layer_norm_backward _fused_rms_norm_backward"))
-# a compiler writes these as its own reductions, which begin or end with pointwise work
+# a compiler writes these as its own reductions, which begin or end with pointwise work: in training one pass for the sums over a
+# channel, and one for the result. cuDNN's kernels are far from the copy rate (h200-diagnosis.jsonl, convnet)
 OF_CHANNELS = frozenset(
     names(
         """native_batch_norm native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward _batch_norm_with_update
@@ -46,17 +47,21 @@ class Fusing(NamedTuple):
     ends: bool = False  # nothing in the kernel can read its result
     passes: int = 1  # over what it reads
     draws: bool = False  # random numbers: another run gives others
+    anew: bool = False  # the compiler's own kernel takes the place of a library's
 
 
 def fusing(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fusing:
     """Returns how a call can be fused: pointwise work, norms, reductions of the last axis or of all."""
     name = base_name(func)
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    if torch.Tag.pointwise in func.tags or (func.namespace == "aten" and name in POINTWISE | OF_CHANNELS):
+    if torch.Tag.pointwise in func.tags or (func.namespace == "aten" and name in POINTWISE):
         return Fusing(joins=True, draws=draws)
     if func.namespace != "aten":
         return Fusing()
     given = bound(func, args, kwargs)
+    if name in OF_CHANNELS:
+        trains = given.get("training", given.get("train", given.get("update", True)))
+        return Fusing(joins=True, passes=2 if trains else 1, anew=True)
     if name in OF_ROWS:
         is_last = "dim" not in given or _is_last(given["dim"], given.get("self", given.get("grad_output")))
         return Fusing(joins=is_last, passes=2 if name in AND_OF_COLUMNS else 1)

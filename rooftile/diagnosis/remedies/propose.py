@@ -94,7 +94,7 @@ def _compiled(seen: Seen) -> Remedy | None:
     fused = [call for call, phase in phases if phase != "optimiser"]
     chains = recompute(find_chains(fused, seen.kept, fewest=1), fused, seen.kept)
     # an operator that nothing is fused with, and that reads no less, stays as it is
-    chains = [chain for chain in chains if len(chain.calls) > 1 or chain.bytes_fused < chain.bytes_now]
+    chains = [c for c in chains if len(c.calls) > 1 or c.bytes_fused < c.bytes_now or c.calls[0].anew]
     if not of_modules:
         chains += chains_of_tensors([call for call, phase in phases if phase == "optimiser"], seen.kept)
     if seen.queue is not None:

@@ -12,8 +12,9 @@ A product with a weight of 0 is not harmless when the other factor is NaN. A til
 the non-finite factors set aside, and NaN in the rows that see them.
 """
 
+from rooftile.approximate.selected.kernels.deltas import deltas
 from rooftile.approximate.selected.kernels.gradients import dkdv, dq
 from rooftile.approximate.selected.kernels.lists import KeyLists, key_lists, unions
 from rooftile.approximate.selected.kernels.outputs import forward
 
-__all__ = ["KeyLists", "dkdv", "dq", "forward", "key_lists", "unions"]
+__all__ = ["KeyLists", "deltas", "dkdv", "dq", "forward", "key_lists", "unions"]

@@ -287,12 +287,16 @@ def _remedy(names: tuple[str, ...], chains: Sequence[Chain], findings: Sequence[
 
 def _saving_us(chain: Chain, findings: Sequence[Finding]) -> float:
     members = [findings[call.row] for call in chain.calls]
-    traffic_us = sum(f.traffic_us for f in members)
+    as_now = [f for f, call in zip(members, chain.calls, strict=True) if not call.anew]
+    # a kernel in place of a library's takes the time that the ceilings say, whatever the library's takes
+    anew = [f.verdict.model for f, call in zip(members, chain.calls, strict=True) if call.anew]
+    traffic_us = sum(f.traffic_us for f in as_now) + sum(model.memory_us or 0.0 for model in anew)
     if chain.bytes_now:
         traffic_us *= chain.bytes_fused / chain.bytes_now
-    arithmetic_us = sum(f.compute_us for f in members) + sum(findings[call.row].compute_us for call in chain.again)
+    arithmetic_us = sum(f.compute_us for f in as_now) + sum(model.compute_us or 0.0 for model in anew)
+    arithmetic_us += sum(findings[call.row].compute_us for call in chain.again)
     # nobody knows whether a fused kernel does away with a time that the model does not explain
-    fused_us = max(traffic_us, arithmetic_us) + max(f.fixed_us for f in members) + sum(f.unexplained_us for f in members)
+    fused_us = max(traffic_us, arithmetic_us) + max(f.fixed_us for f in members) + sum(f.unexplained_us for f in as_now)
     return max(0.0, sum(f.call_us for f in members) - fused_us)
 
 
