@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftile.approximate.paged import native_sparse as paged
 from rooftile.approximate.paged import sparse_kernels
-from rooftile.approximate.paged.sparse_kernels import shape
+from rooftile.approximate.paged.sparse_kernels import choice, shape
 from rooftile.kvcache import WindowPool
 from rooftile.launch import observe
 from rooftile.models import Decoder, ModelConfig, NativeSparseSizes
@@ -38,9 +39,13 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, dict[str, int]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs them one after the other."""
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The interpreter runs them one after the other; the choice goes over 16 blocks at a time, so that it has several steps."""
     monkeypatch.setattr(shape, "PROGRAMS", 20)
+    monkeypatch.setattr(choice, "MOST_BLOCKS", 16)
+    choice.constants_of.cache_clear()
+    yield
+    choice.constants_of.cache_clear()
 
 
 def call_of(name: str, dtype: torch.dtype = torch.float32) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -33,11 +33,16 @@ def test_the_kernels_of_a_shape(sm: int, batch: int, group: int, dim: int, dim_v
 
     q = torch.empty(batch, 4 * group, dim, dtype=torch.bfloat16)
     shape = shape_of(q, 4, dim_v, size, **SIZES)
-    for kernel in (compressed._decode_compressed, choice._choose_by_sums, tokens._decode_tokens, merge._merge_branches):
+    every: dict[str, Any] = {"SHAPE": shape, "num_warps": 4}
+    kernels = {
+        compressed._decode_compressed: every, choice._choose_by_sums: choice.constants_of(shape), tokens._decode_tokens: every,
+        merge._merge_branches: merge.constants_of(shape),
+    }  # fmt: skip
+    for kernel, constants in kernels.items():
         names, name_of = kernel.arg_names, kernel.fn.__name__
         signature: dict[str, Any] = {}
         for name in names:
-            kind = "constexpr" if name == "SHAPE" else "fp32" if name == "scale" else "i32"
+            kind = "constexpr" if name in constants else "fp32" if name == "scale" else "i32"
             if name.endswith("strides"):
                 signature[name] = ("i32",) * (2 if name == "q_strides" else 3)
             elif name.endswith("_ptr"):
@@ -49,10 +54,11 @@ def test_the_kernels_of_a_shape(sm: int, batch: int, group: int, dim: int, dim_v
             if name.endswith("strides"):
                 aligned += [(n, axis) for axis in range(len(signature[name]))]
         source = ASTSource(
-            fn=kernel, signature=signature, constexprs={(names.index("SHAPE"),): shape},
+            fn=kernel, signature=signature,
+            constexprs={(names.index(name),): value for name, value in constants.items() if name in names},
             attrs={place: [["tt.divisibility", 16]] for place in aligned},
         )  # fmt: skip
-        built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": 4})
+        built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": constants["num_warps"]})
         tools = Path(triton.__file__).parent / "backends/nvidia/bin"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(built.asm["cubin"])

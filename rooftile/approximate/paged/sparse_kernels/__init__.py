@@ -45,9 +45,9 @@ def decode(
     constants = _constants(shape)
     with device_of(q):
         compressed.launch(q, kc, vc, table, lengths, parts, sums, reference, shape, constants, scale)
-        choice.launch(sums, reference, *parts[1:], lengths, chosen, shape, constants)
+        choice.launch(sums, reference, *parts[1:], lengths, chosen, shape)
         tokens.launch(q, k, v, near_k, near_v, table, near_table, lengths, chosen, parts, shape, constants, scale)
-        merge.launch(parts, gates.contiguous(), o, shape, constants)
+        merge.launch(parts, gates.contiguous(), o, shape)
     return o
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from rooftile.approximate.paged.sparse_kernels.shape import parts_of
+from rooftile.approximate.paged.sparse_kernels.shape import Shape, parts_of
 from rooftile.launch import Kernel
 
 
@@ -42,6 +45,13 @@ def _merge_branches(acc_ptr, top_ptr, total_ptr, gates_ptr, o_ptr, PARTS, SHAPE:
 _start = Kernel(_merge_branches)
 
 
-def launch(parts, gates, o, shape, constants) -> None:
+def launch(parts, gates, o, shape) -> None:
     """Writes o (B, H, Dv), contiguous, from the parts of all branches and contiguous gates (B, H, 3)."""
-    _start((o.shape[0] * o.shape[1], 1, 1), (*parts, gates, o, parts_of(shape)), constants)
+    _start((o.shape[0] * o.shape[1], 1, 1), (*parts, gates, o, parts_of(shape)), constants_of(shape))
+
+
+@cache
+def constants_of(shape: Shape) -> dict[str, Any]:
+    """Returns the compile-time constants of a launch."""
+    # a row is small, and more warps would wait for each other at every sum
+    return {"SHAPE": shape, "num_warps": 1}
