@@ -179,11 +179,14 @@ def test_compiling_saves_the_bytes_of_chains_and_the_hosts_launches(host_us: flo
             calls.append(Call(row=i + 1, reads={first + i: size}, writes={write: size}, pointwise=True))
             asked.append(Asked(host_us=host_us, device_us=chain[i].call_us, op=f"aten::op{i}"))
     fused_us = GPU.exact(work)
-    after = [Asked(host_us=LAUNCH_US, device_us=product.call_us, op=""), Asked(host_us=LAUNCH_US, device_us=fused_us, op="")] * 10
+    pace = propose.PACE * LAUNCH_US
+    after = [Asked(host_us=pace, device_us=product.call_us, op=""), Asked(host_us=pace, device_us=fused_us, op="")] * 10
+    # the code is given one tensor: the first layer's input
+    after[0] = replace(after[0], host_us=pace + propose.GUARD * LAUNCH_US)
     before_us, after_us = enqueued(asked)[1], enqueued(after)[1]
     remedy = priced([product, *chain], calls, asked)
     # the fused kernel is spread over the launches of its parts, so its first part may start a little earlier
-    assert remedy.predicted_us == pytest.approx(before_us - after_us, abs=fused_us + 5 * LAUNCH_US)
+    assert remedy.predicted_us == pytest.approx(before_us - after_us, abs=fused_us + 5 * pace)
 
 
 def test_compiling_leaves_what_lies_outside_of_modules() -> None:
@@ -192,7 +195,9 @@ def test_compiling_leaves_what_lies_outside_of_modules() -> None:
     outside = replace(outside, operation=replace(outside.operation, module=""))
     calls = [Call(row=n % 2, reads={n: 1 << 14}, writes={n + 9000: 1 << 14}, pointwise=False) for n in range(200)]
     asked = [Asked(host_us=40.0, device_us=f.call_us, op=f.operation.op) for f in (inside, outside)] * 100
-    after = [replace(one, host_us=LAUNCH_US) if one.op == "aten::model" else one for one in asked]
+    after = [replace(one, host_us=propose.PACE * LAUNCH_US) if one.op == "aten::model" else one for one in asked]
+    # each call of the model reads a tensor that no other has made
+    after[0] = replace(after[0], host_us=after[0].host_us + 100 * propose.GUARD * LAUNCH_US)
     assert priced([inside, outside], calls, asked).predicted_us == pytest.approx(enqueued(asked)[1] - enqueued(after)[1])
 
 
@@ -206,4 +211,19 @@ def test_compiling_an_optimiser_that_the_host_holds_up_leaves_a_launch_for_each_
     asked = [Asked(host_us=8.0, device_us=findings[0].call_us, op=name) for name in names] * 200
     remedy = priced(findings, calls, asked)
     before = enqueued(asked)[1]
-    assert remedy.predicted_us == pytest.approx(before - 200 * LAUNCH_US, rel=0.05)
+    left_us = 200 * propose.PACE * LAUNCH_US + 400 * propose.GUARD * LAUNCH_US
+    assert remedy.predicted_us == pytest.approx(before - left_us, rel=0.05)
+
+
+def test_compiling_has_no_price_where_many_calls_are_custom_operators() -> None:
+    """An engine's step: a product, and operators of its own."""
+    work = Work(flops=0, bytes=4e4)
+    for custom, is_priced in ((1, True), (40, False)):
+        findings = [row("aten::mm", work, 60), row("rooftile::gated", work, custom)]
+        calls = [
+            Call(row=int(n >= 60), reads={n: 1 << 14}, writes={n + 9000: 1 << 14}, pointwise=False) for n in range(60 + custom)
+        ]
+        asked = [Asked(host_us=40.0, device_us=findings[call.row].call_us, op=findings[call.row].operation.op) for call in calls]
+        its = seen(findings, calls, asked, 0.0)
+        assert any(r is not None and r.name == "compile" for r in propose._fused(its)) == is_priced
+        assert any("custom operators" in note for note in propose.why_not_compiled(its)) == (not is_priced)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import rooftile as rt
+from rooftile import approximate as ap
 from rooftile import dispatch
 from rooftile.blocks import Blocks, packed
 from rooftile.masks import CAUSAL, FULL, Mask, Window
@@ -102,6 +103,26 @@ def test_packed_blocks_of_64_queries_with_bits_equal_the_portable_kernels() -> N
     )
     for x, other in zip(found, due, strict=True):
         near(x.to(BF16), other.to(BF16))
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_bits_of_lists_of_one_step_equal_the_portable_kernels(D: int) -> None:
+    """A program has few steps, and must not read the words of a step that was never copied in."""
+    inputs = tensors(2048, 128, 2, 2, D)
+    counts = (torch.arange(16, device="cuda") > 0).int()[None, None]
+    blocks = with_bits(Blocks(counts, torch.zeros(1, 1, 16, 1, dtype=torch.int32, device="cuda")), 1)
+    for x, due in zip(answer(inputs, FULL, blocks, "hopper"), answer(inputs, FULL, blocks, "triton"), strict=True):
+        near(x, due)
+
+
+@pytest.mark.parametrize("pattern", ["strided", "fixed"])
+def test_sparse_transformers_equal_their_definition(pattern: str) -> None:
+    inputs = [x.requires_grad_() for x in tensors(3000, 3000, 2, 2, 128)]
+    found, due = (ap.sparse_transformer(*inputs, pattern=pattern, stride=128, backend=name) for name in (None, "eager"))
+    do = torch.randn_like(due)
+    gradients, right = (torch.autograd.grad(o, inputs, do) for o in (found, due))
+    for x, y in zip((found, *gradients), (due, *right), strict=True):
+        near(x, y)
 
 
 def test_a_block_mask_trains_on_hopper() -> None:

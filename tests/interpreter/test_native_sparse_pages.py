@@ -40,9 +40,9 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, dict[str, int]]] = {
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter runs them one after the other; the choice goes over 16 blocks at a time, so that it has several steps."""
+    """The interpreter runs them one after the other; the choice compares 16 blocks at a time, so that it has several steps."""
     monkeypatch.setattr(shape, "PROGRAMS", 20)
-    monkeypatch.setattr(choice, "MOST_BLOCKS", 16)
+    monkeypatch.setattr(choice, "COMPARED", 16)
     choice.constants_of.cache_clear()
     yield
     choice.constants_of.cache_clear()

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rooftile import approximate as ap
-from rooftile.approximate.selected.kernels import choice
 from tests.approximate.test_selected import (  # noqa: F401 - collected here
     test_a_compressed_key_counts_in_both_blocks_that_it_reaches,
     test_a_known_lse_gives_the_same_choice,
@@ -31,18 +30,5 @@ def test_the_choice_where_a_step_has_few_blocks(length: int, stride: int, block:
     q, k = torch.randn(1, 9, 2, 16), torch.randn(1, 300, 1, 16)
     words = {"length": length, "stride": stride, "block": block, "count": count, "tokens": 300}
     compressed = ap.compress(k, length=length, stride=stride)
-    found, due = (ap.choose_blocks(q, compressed, backend=name, **words) for name in ("triton", "eager"))
-    assert torch.equal(found, due)
-
-
-@pytest.mark.parametrize("waiting", [0, 128, 256])
-def test_the_choice_of_a_text_of_several_steps(monkeypatch: pytest.MonkeyPatch, waiting: int) -> None:
-    """Three steps of 32 blocks, compared one by one, two and one, or all at the end."""
-    monkeypatch.setattr(choice, "WAITING", waiting)
-    q, k = torch.randn(1, 5, 2, 16), torch.randn(1, 1300, 1, 16)
-    words = {"length": 8, "stride": 4, "block": 16, "count": 5, "tokens": 1300}
-    compressed = ap.compress(k, length=8, stride=4)
-    shape = choice.choice_of(q[0], 1, 16, 8, 4, 16, 5, 1, 2)
-    assert (shape.NEW, min(shape.STEPS, 3)) == (32, {0: 1, 128: 2, 256: 3}[waiting])
     found, due = (ap.choose_blocks(q, compressed, backend=name, **words) for name in ("triton", "eager"))
     assert torch.equal(found, due)

@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 
 FLOATS = ("acc_ptr", "top_ptr", "total_ptr", "sums_ptr", "reference_ptr")
 INTEGERS = ("table_ptr", "near_table_ptr", "lengths_ptr", "chosen_ptr")
+KINDS = {"fp32": FLOATS, "i32": INTEGERS, "i64": ("words_ptr",)}
 SIZES = {"length": 32, "stride": 16, "block": 64, "count": 16, "first": 1, "local": 2, "window": 512}
 # kernels that have matrix products
 PRODUCTS = ("_decode_compressed", "_decode_tokens")
@@ -34,9 +35,10 @@ def test_the_kernels_of_a_shape(sm: int, batch: int, group: int, dim: int, dim_v
     q = torch.empty(batch, 4 * group, dim, dtype=torch.bfloat16)
     shape = shape_of(q, 4, dim_v, size, **SIZES)
     every: dict[str, Any] = {"SHAPE": shape, "num_warps": 4}
+    scored, compared = choice.constants_of(shape)
     kernels = {
-        compressed._decode_compressed: every, choice._choose_by_sums: choice.constants_of(shape), tokens._decode_tokens: every,
-        merge._merge_branches: merge.constants_of(shape),
+        compressed._decode_compressed: every, choice._score_blocks: scored, choice._keep_best: compared,
+        tokens._decode_tokens: every, merge._merge_branches: merge.constants_of(shape),
     }  # fmt: skip
     for kernel, constants in kernels.items():
         names, name_of = kernel.arg_names, kernel.fn.__name__
@@ -46,7 +48,7 @@ def test_the_kernels_of_a_shape(sm: int, batch: int, group: int, dim: int, dim_v
             if name.endswith("strides"):
                 signature[name] = ("i32",) * (2 if name == "q_strides" else 3)
             elif name.endswith("_ptr"):
-                signature[name] = "*" + ("fp32" if name in FLOATS else "i32" if name in INTEGERS else "bf16")
+                signature[name] = "*" + next((kind for kind, known in KINDS.items() if name in known), "bf16")
             else:
                 signature[name] = kind
         aligned = [(n,) for n, name in enumerate(names) if name.endswith("_ptr") and name not in INTEGERS]

@@ -34,6 +34,11 @@ from rooftile.diagnosis.verdicts.step import classify_step
 PRODUCTS = ("aten::mm", "aten::addmm")
 # the host reads a number: compiled code ends there and goes on in another piece, whose guards take the time of so many launches
 READ, BREAK = "aten::_local_scalar_dense", 10
+# in launches of small operators, by h200-diagnosis.jsonl: what the host needs on a GPU for a launch of compiled code, which also
+# allocates its results, and for each tensor that the code is given, which its guards look at
+PACE, GUARD = 2.5, 1.0
+# a compiler calls custom operators as they are: where so many of the calls are theirs, nobody knows what it saves
+CUSTOM = 0.25
 
 
 def propose(seen: Seen) -> list[Remedy]:
@@ -73,7 +78,7 @@ def _fused(seen: Seen) -> list[Remedy | None]:
     of_optimiser = [call for call, phase in zip(seen.calls, phases, strict=True) if phase == "optimiser"]
     rest = [call for call, phase in zip(seen.calls, phases, strict=True) if phase != "optimiser"]
     draws = _draws_on_cpu(seen)
-    found: list[Remedy | None] = [None if draws else _compiled(seen)]
+    found: list[Remedy | None] = [None if draws or _is_custom(seen) else _compiled(seen)]
     if draws:
         # without them the other operators can be fused all the same
         rest = [replace(call, pointwise=call.pointwise and not call.draws) for call in rest]
@@ -108,8 +113,26 @@ def _compiled(seen: Seen) -> Remedy | None:
     return compiled(chains, saved_us(chains, seen.findings) + overhead_us)
 
 
+def _is_custom(seen: Seen) -> bool:
+    """Whether many calls of the step are custom operators."""
+    calls = [(f.operation.op, f.operation.calls) for f in seen.findings]
+    custom = sum(count for op, count in calls if not op.startswith(("aten::", "prims::", NAMESPACE)))
+    return custom > CUSTOM * sum(count for _, count in calls)
+
+
+def _given(seen: Seen, affected: Set[int]) -> int:
+    """How many tensors compiled code is given: those that it reads and has not made."""
+    made: set[int] = set()
+    given: set[int] = set()
+    for call in seen.calls:
+        if call.row in affected:
+            given |= call.reads.keys() - made
+            made |= call.writes.keys()
+    return len(given)
+
+
 def _compiled_queue(seen: Seen, queue: Queue, chains: Sequence[Chain], affected: Set[int]) -> Remedy | None:
-    """torch.compile on a GPU: fewer and shorter kernels, and a host that asks for each in the time of one small operator."""
+    """torch.compile on a GPU: fewer and shorter kernels, and a host that asks for each in the time of a few small operators."""
     left, launch_us = left_of(chains, seen.findings), seen.ceilings.launch_us
     breaks = _breaks(seen, affected)
     reads = sum(seen.findings[n].operation.calls for n in affected if seen.findings[n].operation.op == READ) or 1
@@ -117,11 +140,13 @@ def _compiled_queue(seen: Seen, queue: Queue, chains: Sequence[Chain], affected:
     for row in affected:
         operation = seen.findings[row].operation
         time_left, launches_left = left.get(row, (1.0, 1.0))
-        host_us = operation.calls * launches_left * launch_us
+        host_us = operation.calls * launches_left * launch_us * PACE
         if operation.op == READ:
             host_us += breaks * BREAK * launch_us * operation.calls / reads
         time_us, padded_us = seen.findings[row].time_us, seen.aligned_us.get(row, 0.0)
         changes[row] = Change(device=time_left - padded_us / time_us if padded_us else time_left, host=host_us)
+    first = seen.calls[0].row if seen.calls else min(affected)
+    changes[first] = changes.get(first, Change())._replace(host_us=GUARD * launch_us * _given(seen, affected))
     predicted_us, held_us = by_queue(seen, queue, changes)
     return compiled(chains, predicted_us, host_us=held_us, padded_us=sum(seen.aligned_us.get(row, 0.0) for row in affected))
 
@@ -134,9 +159,12 @@ def _breaks(seen: Seen, affected: Set[int]) -> int:
 
 def why_not_compiled(seen: Seen) -> list[str]:
     """Returns a note where nobody knows what torch.compile saves."""
-    if not _draws_on_cpu(seen):
+    if _draws_on_cpu(seen):
+        reason = "on a CPU compiled code draws its random numbers in another, slower way"
+    elif _is_custom(seen):
+        reason = "many of the step's calls are custom operators, which compiled code calls as they are"
+    else:
         return []
-    reason = "on a CPU compiled code draws its random numbers in another, slower way"
     return [f"compile has no price: {reason}; --apply compile tries it"]
 
 

@@ -1,7 +1,7 @@
-"""Native Sparse Attention of one query per sequence, in four launches that read a paged cache where it lies.
+"""Native Sparse Attention of one query per sequence, in five launches that read a paged cache where it lies.
 
     compressed  attention to the compressed keys, in parts, and sums of their weights by blocks
-    choice      the blocks of each group of heads
+    choice      the scores of blocks, and the best of each group of heads
     tokens      the selected and the near branch, in parts
     merge       parts to branches, branches to the output by their gates
 

@@ -13,8 +13,7 @@ Everything after the products of queries and keys is in fp32, and those products
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,9 +32,6 @@ DEPTH = 32
 # a block's number is below this
 FAR = tl.constexpr(2**31 - 1)
 FEW = tl.constexpr(16)
-# comparing the blocks of each step took two thirds of a step on an H200 (h200-native-sparse.jsonl), since it is a chain of exchanges
-# between threads that is hardly longer for many blocks: so many words of a warp wait for it, in registers
-WAITING = 128
 
 
 class Choice(NamedTuple):
@@ -52,8 +48,7 @@ class Choice(NamedTuple):
     RATIO: int  # strides of a block
     PADDED: int  # the same, padded to a power of two
     NEW: int  # blocks of a step
-    MOST: int  # blocks that are kept: a power of two
-    STEPS: int  # whose blocks wait to be compared with those that are kept: a power of two
+    MOST: int  # blocks that are kept: a power of two, at least NEW
     LENGTH: int
     STRIDE: int
     BLOCK: int
@@ -109,7 +104,6 @@ def _choose(
     MOST: tl.constexpr = SHAPE.MOST
     NEW: tl.constexpr = SHAPE.NEW
     PADDED: tl.constexpr = SHAPE.PADDED
-    STEPS: tl.constexpr = SHAPE.STEPS
     tile = tl.program_id(0) % tiles
     hk = tl.program_id(0) // tiles
     held = tl.load(table_ptr + tile * 5 + 1)
@@ -154,10 +148,7 @@ def _choose(
     best = tl.full((TILE, MOST), -1, tl.int64)
     # this sum goes from the last block of a step to the first block of the next
     left = tl.zeros((TILE,), tl.float32)
-    w = tl.arange(0, STEPS)
-    waiting = tl.full((TILE, STEPS, NEW), -1, tl.int64)
-    steps = tl.cdiv(blocks, NEW)
-    for step in range(steps):
+    for step in range(tl.cdiv(blocks, NEW)):
         c = tl.where(inner < SHAPE.RATIO, (step * NEW + at // PADDED) * SHAPE.RATIO + inner, n)
         x = _scores(q, q_rows, there, k_ptr, k_strides[0], c, n, position, scale, SHAPE)
         p = tl.exp2(x - lse[:, None])
@@ -176,11 +167,13 @@ def _choose(
         score = tl.where(is_always, float("inf"), score)
         word = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (-j[None, :] + FAR).to(tl.int64)
         word = tl.where(j[None, :] <= own[:, None], word, -1)
-        waiting = tl.where((w == step % STEPS)[None, :, None], word[:, None, :], waiting)
-        if (step % STEPS == STEPS - 1) | (step == steps - 1):
-            found = tl.topk(tl.reshape(waiting, (TILE, STEPS * NEW)), MOST)
-            best = tl.topk(tl.reshape(tl.join(best, found), (TILE, 2 * MOST)), MOST)
-            waiting = tl.full((TILE, STEPS, NEW), -1, tl.int64)
+        if NEW < MOST:
+            if NEW <= FEW:
+                word = tl.max(tl.where((i[:, None] == b[None, :])[None, :, :], word[:, None, :], -1), 2)
+            else:
+                place = tl.broadcast_to(tl.minimum(i, NEW - 1)[None, :], (TILE, MOST))
+                word = tl.where(i[None, :] < NEW, tl.gather(word, place, 1), -1)
+        best = tl.topk(tl.reshape(tl.join(best, word), (TILE, 2 * MOST)), MOST)
     number = -(best & FAR).to(tl.int32) + FAR
     number = tl.where((best >= 0) & (i[None, :] < SHAPE.COUNT), number, FAR)
     number = tl.sort(number)
@@ -207,22 +200,11 @@ def choose(
     tiles = table.rows.shape[0]
     if q.shape[0]:
         numbers = (*strides_of(q, compressed), tiles, q.shape[1], scale)
-        constants = _constants(shape)
+        constants = {"SHAPE": shape, "num_warps": 8 if shape.BLOCK_D > 64 or shape.PRECISION == "ieee" else 4}
         # no kernel reads what stands for an absent lse
         tensors = (q, compressed, chosen if lse is None else lse, chosen, table.rows)
         _start((tiles * compressed.shape[1], 1, 1), (*tensors, *numbers), constants)
     return chosen
-
-
-@cache
-def _constants(shape: Choice) -> dict[str, Any]:
-    # two programs fit on a multiprocessor of Hopper: one compares blocks while the other multiplies
-    pair = {"num_stages": 2, "maxnreg": 128} if shape.PRECISION != "ieee" and 64 < shape.BLOCK_D <= 128 else {}
-    return {"SHAPE": shape, "num_warps": _warps(shape.BLOCK_D, shape.PRECISION)} | pair
-
-
-def _warps(block_d: int, precision: str) -> int:
-    return 4 if precision != "ieee" and block_d <= 64 else 8
 
 
 def choice_of(
@@ -234,13 +216,11 @@ def choice_of(
     heads, padded = triton.next_power_of_2(group), triton.next_power_of_2(ratio)
     keys = max(KEYS, padded)
     new = keys // padded
-    most = triton.next_power_of_2(count)
+    most = max(triton.next_power_of_2(count), new)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"
-    tile = max(queries, 16 // heads)
     block_d = max(16, triton.next_power_of_2(dim))
-    steps = max(WAITING * _warps(block_d, precision) // (tile * new), most // new, 1)
     depth = min(block_d, DEPTH) if q.dtype == torch.float32 else block_d
     return Choice(
-        group, heads, queries, tile, dim, block_d, depth, keys, ratio, padded, new, most, steps, length, stride,
+        group, heads, queries, max(queries, 16 // heads), dim, block_d, depth, keys, ratio, padded, new, most, length, stride,
         block, count, first, local, has_lse, precision,
     )

@@ -224,15 +224,18 @@ def _finish_scores(
 
 
 @gluon.jit
-def _read_words(words, lists, fill, row, keys: Ring, config: KernelConfig):
-    """The words of a listed block and the bits of a warpgroup's rows, from `row` on; without lists there are none."""
+def _read_words(words, lists, fill, row, keys: Ring, config: KernelConfig, is_there=True):
+    """The words of a listed block and the bits of a warpgroup's rows, from `row` on; without lists there are none.
+
+    is_there: whether a block was copied in. Otherwise the words may be anything, and no bits are read.
+    """
     word = 0
     place = 0
     bits = 0
     if config.LIST_S > 0:
         word = read_word(words, fill % keys.stages)
     if config.LIST_BITS:
-        place = read_word(words, keys.stages + fill % keys.stages)
+        place = gl.where(is_there, read_word(words, keys.stages + fill % keys.stages), -1)
         bits = lists.bits_of_step(word, place, row, config)
     return word, place, bits
 
@@ -287,7 +290,7 @@ def _compute(
     s = mma_qk(q, config.key_block(keys, 0), config.DIM, config.s_layout)
     if config.PING_PONG:
         named_barrier("arrive", OTHER)
-    read = _read_words(words, lists, 0, work.t + WG * config.ROWS, keys, config)
+    read = _read_words(words, lists, 0, work.t + WG * config.ROWS, keys, config, work.is_valid != 0)
     s = warpgroup_mma_wait(0, deps=(s,))
     keys.release(0)
     s = _finish_scores(
@@ -353,7 +356,7 @@ def _compute(
         queries.wait_full(tile, has_next)
         q = queries.buffers.index(tile % queries.stages * config.NUM_CONSUMERS + WG).reshape([WG_ROWS, config.D])
         s, acc = _issue_mmas(q, 0, keys, values, p, acc, fill, has_next, MINE, OTHER, config, 0)
-        read = _read_words(words, lists, fill, next_work.t + WG * config.ROWS, keys, config)
+        read = _read_words(words, lists, fill, next_work.t + WG * config.ROWS, keys, config, has_next)
         m = m * scoring.scale_log2
         l = gl.convert_layout(gl.sum(l, 1), row_layout)
         rows = gl.arange(0, WG_ROWS, row_layout)
