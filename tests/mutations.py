@@ -469,6 +469,13 @@ MUTATIONS = {
         "qat/layers.py", "return product.codes_of(self.kept_weight(), rounding", "return product.codes_of(self.weight, rounding",
         ("tests/qat/test_sparse.py", "-k", "same_bits"),
     ),
+    "2:4, parts in one product": Mutation(
+        "models/checkpoints/quantised.py", "isinstance(last, TwoFour) and _alike", "isinstance(last, QuantisedWeight) and _alike",
+        ("tests/serve/test_two_four_weights.py", "-k", "one_product or patterns"),
+    ),
+    "2:4, layouts counted twice": Mutation(
+        "serve/memory.py", "return peak - kept", "return peak", ("tests/serve/test_memory.py",),
+    ),
 }  # fmt: skip
 
 

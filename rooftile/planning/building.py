@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.models.checkpoints.formats import why_not
 from rooftile.planning.choice import choose
 from rooftile.planning.costs import Machine
-from rooftile.planning.formats import KEPT, NAMES, weight_bytes, why_not
+from rooftile.planning.formats import KEPT, NAMES, weight_bytes
 from rooftile.planning.losses import Judge, all_rounded
 from rooftile.planning.plan import Plan
 from rooftile.planning.records import Layer, Option, Other, Total

@@ -20,7 +20,8 @@ from rooftile.diagnosis.verdicts.roofs import Roofs
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.matmul import weight_format
 from rooftile.matmul.formats import parsed
-from rooftile.planning.formats import KEPT, SPARSE, weight_bytes
+from rooftile.models.checkpoints.formats import SPARSE
+from rooftile.planning.formats import KEPT, weight_bytes
 
 # cuSPARSELt's rate over the dense one for many rows; twice is the most that the hardware has
 SPARSE_GAIN = 1.6

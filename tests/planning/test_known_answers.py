@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 import rooftile as rt
 from rooftile.hardware import ceilings
 from rooftile.matmul import quantise_weight
+from rooftile.models.checkpoints.formats import SPARSE
 from rooftile.planning import Plan
 from rooftile.planning.costs import Machine, Pass, passes_of, verdict_of
-from rooftile.planning.formats import KEPT, SPARSE, weight_bytes
+from rooftile.planning.formats import KEPT, weight_bytes
 from rooftile.planning.timing import Timed
 from rooftile.qat import QuantisedLinear
 from rooftile.sparsity import compress, two_four

@@ -9,9 +9,9 @@ from torch import nn
 
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
+from rooftile.models.checkpoints.formats import SPARSE, weight_in
 from rooftile.models.checkpoints.plan import Quantiser
 from rooftile.models.checkpoints.quantised import quantise_decoder
-from rooftile.planning.formats import SPARSE, weight_in
 from rooftile.planning.records import Layer
 from rooftile.planning.targets.decoders import parts_of
 from rooftile.planning.targets.modules import is_linear, unwrapped, weight_of
