@@ -19,22 +19,17 @@ DEFAULT = (KEPT, "fp8", "int8", "int4")
 NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def check_formats(formats: Sequence[str] | str | None, *, of_module: bool, backward: bool) -> tuple[str, ...]:
+def check_formats(formats: Sequence[str] | str | None, *, backward: bool) -> tuple[str, ...]:
     """Returns the formats, each once; None stands for the default ones.
 
     Raises:
         InvalidInput: one is no word of `rooftile.quantise_weight`, nor "bf16" or "2:4".
-        Unsupported: it is 2:4, of a checkpoint or in training.
+        Unsupported: it is 2:4, in training.
     """
     words = DEFAULT if formats is None else (formats,) if isinstance(formats, str) else tuple(formats)
     if not words:
         raise InvalidInput(f"formats is {formats!r}; must name at least one, such as {', '.join(map(repr, DEFAULT))}")
     for word in words:
-        if word == SPARSE and not of_module:
-            raise Unsupported(
-                f"formats has {word!r}, and LLM masks no plain checkpoint; leave it out, or train one with "
-                "rooftile.qat.prepare(sparsity=...)"
-            )
         if word == SPARSE and backward:
             raise Unsupported(f"formats has {word!r}, and plans of training round alone; leave it out, or plan without backward")
         check_word(word, KEPT)

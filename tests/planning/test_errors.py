@@ -79,15 +79,10 @@ def test_a_loss_that_no_choice_meets_names_the_least_possible() -> None:
         rt.plan(mlp(), X, formats=["int8", "int4"], max_loss=1e-6, measure=False)
 
 
-def test_2_4_is_no_default_and_is_refused_where_nothing_masks(tmp_path: Path) -> None:
+def test_2_4_is_no_default_and_is_refused_where_it_does_not_fit() -> None:
     assert "2:4" not in formats.DEFAULT
     with pytest.raises(rt.Unsupported, match="formats has '2:4', and plans of training round alone; leave it out"):
         rt.plan(mlp(), X, formats=["2:4"], backward=True)
-    with pytest.raises(rt.Unsupported, match="formats has '2:4', and LLM masks no plain checkpoint; leave it out, or train one"):
-        rt.plan(tmp_path, rows={"decode": 1}, formats=["2:4"])
-    plan = rt.plan(mlp(), X, formats=["2:4"], measure=False)
-    with pytest.raises(rt.InvalidInput, match=r"the plan has .* in 2:4, and rooftile.qat.prepare masks all layers or none"):
-        plan.prepare(mlp())
     with pytest.raises(rt.InvalidInput, match=r"2.weight cannot be 2:4: w is NaN"):
         rt.plan(lost(), X, formats=["2:4"], measure=False)
     plan = rt.plan(nn.Sequential(nn.Linear(6, 8)), torch.randn(2, 6), formats=["2:4"], measure=False)
