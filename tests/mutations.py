@@ -476,6 +476,9 @@ MUTATIONS = {
     "plan, a refused layer left prepared": Mutation(
         "planning/targets/training.py", "qat.restore(inside)", "pass", ("tests/planning/test_two_four.py", "-k", "as_it_was"),
     ),
+    "report, the bytes of a chosen format": Mutation(
+        "report/planned.py", "/ count - kept.nbytes", "/ count", ("tests/report/test_report_planned.py",),
+    ),
     "2:4, parts in one product": Mutation(
         "models/checkpoints/quantised.py", "isinstance(last, TwoFour) and _alike", "isinstance(last, QuantisedWeight) and _alike",
         ("tests/serve/test_two_four_weights.py", "-k", "one_product or patterns"),
