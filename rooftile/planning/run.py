@@ -85,6 +85,8 @@ def plan(
         for name, value in (("rows", rows), ("shares", shares)):
             if value is not None:
                 raise InvalidInput(f"{name} is {value} and the model a module; leave it out: rows come from the inputs")
+        if not inputs:
+            raise InvalidInput("no inputs are given for the module; give those of its forward, as in rooftile.plan(model, x)")
         on = _device_of(model, inputs)
         with unchanged(state_of(model, inputs)):
             target = ModuleTarget(model, inputs, (skip,) if isinstance(skip, str) else skip, backward=backward)

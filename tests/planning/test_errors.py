@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import rooftile as rt
 from rooftile.cli.app import app
 from rooftile.planning import Plan, formats
+from tests.planning.machine import Pretended
 from tests.planning.models import inputs, llama, mlp, tokens
 
 X = inputs()
@@ -77,6 +78,21 @@ def test_a_loss_that_no_choice_meets_names_the_least_possible() -> None:
     least = sum(min(option.loss for option in layer.options) for layer in plan.layers)
     with pytest.raises(rt.InvalidInput, match=f"max_loss is 1e-06, and the least possible sum of losses is {least:.3g}"):
         rt.plan(mlp(), X, formats=["int8", "int4"], max_loss=1e-6, measure=False)
+
+
+def test_a_module_needs_inputs_by_position() -> None:
+    with pytest.raises(rt.InvalidInput, match="no inputs are given for the module; give those of its forward, as in"):
+        rt.plan(mlp())
+    with pytest.raises(rt.InvalidInput, match=r"no argument input_ids: inputs come by position: rooftile.plan\(model, x\)"):
+        rt.plan(mlp(), input_ids=X)  # type: ignore[call-arg]
+
+
+def test_times_far_above_the_ceilings_have_a_note(stopwatch: Pretended) -> None:
+    stopwatch.factor = 4.0
+    assert not any("ceilings allow" in note for note in rt.plan(mlp(), X, formats=["bf16"]).notes)
+    stopwatch.factor = 40.0
+    plan = rt.plan(mlp(), X, formats=["bf16"])
+    assert "the layers as they are take 40 times what the ceilings allow: if other programs run" in str(plan.notes)
 
 
 def test_2_4_is_no_default_and_is_refused_where_it_does_not_fit() -> None:

@@ -92,7 +92,7 @@ class ModuleTarget:
 
     def others(self, machine: Machine) -> list[Other]:
         """Returns the operators outside of linear layers."""
-        return others_of(self._recording.watch, self._recording.in_layers, machine)
+        return others_of(self._recording.watch, self._recording.in_layers, machine, self.name)
 
     def loss(self, data: Any) -> Callable[[], float]:
         """Returns what computes the mean loss on data, with all modules in evaluation mode."""

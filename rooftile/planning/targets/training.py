@@ -55,10 +55,12 @@ def prepare(
 def _check_trainable(words: Mapping[str, str], model: nn.Module) -> None:
     if isinstance(model, Decoder):
         raise InvalidInput("model is a Decoder, which has no gradients; plan and prepare a module, such as a TrainableDecoder")
-    for name in words:
-        kind = type(model.get_submodule(name))
-        if kind is not nn.Linear:
-            raise InvalidInput(f"{name} is {kind.__name__}, which rooftile.qat does not train; plan with skip=[{name!r}]")
+    others = {name: type(model.get_submodule(name)).__name__ for name in words}
+    others = {name: kind for name, kind in others.items() if kind != "Linear"}
+    if others:
+        name, kind = next(iter(others.items()))
+        skip = [f"*.{last}" for last in dict.fromkeys(name.rpartition(".")[2] for name in others)]
+        raise InvalidInput(f"{name} is {kind}, which rooftile.qat does not train; plan with skip={skip}")
 
 
 def _make_sparse(layer: nn.Module, name: str, start_step: int, sparsity: Recipe) -> None:
