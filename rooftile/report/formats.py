@@ -70,7 +70,7 @@ class Formats:
     served_rounded: float  # by `rooftile.LLM`, from the checkpoint of the rounded model
     served_trained: float
     costs: tuple[Cost, ...]
-    planned: planned.Planned  # of the model in full precision
+    planned: planned.Planned  # the model in full precision
 
     @property
     def continued(self) -> float:

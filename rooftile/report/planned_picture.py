@@ -122,7 +122,7 @@ def _roofs(found: Planned) -> list[tuple[str, float, bool]]:
     widest = max(one.nbytes / one.time_us * 1e6 for one in products)
     memories = {"HBM" if found.on_gpu else "DRAM": 1e9 * ceilings["copy_gbs"], "L2" if found.on_gpu else "cache": max(1e9 * ceilings["cache_gbs"], widest)}
     lines = [(f"{name} {count(rate, 'B/s')}", rate, True) for name, rate in memories.items()]
-    # of several that would be drawn on each other the first
+    # where several would be drawn on each other, the first is
     for name, rate in sorted(peaks.items(), key=lambda peak: peak[0] != found.dtype):
         if all(is_memory or abs(math.log(rate / other)) > math.log(SAME) for _, other, is_memory in lines):
             lines.append((f"{name} {count(rate)}", rate, False))
