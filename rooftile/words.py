@@ -40,6 +40,7 @@ ARGUMENTS = {
     "foreach": "leave it out: a step is always one pass on a GPU with Triton",
     "max_grad_norm": "write clip_norm=",
     "group_size": "write group=",
+    **dict.fromkeys(("input_ids", "pixel_values", "inputs_embeds"), "inputs come by position: rooftile.plan(model, x)"),
     "query": _LAYOUT.format("q"), "key": _LAYOUT.format("k"), "value": _LAYOUT.format("v"),
     "queries": _LAYOUT.format("q"), "keys": _LAYOUT.format("k"), "values": _LAYOUT.format("v"),
     "qkv": "write q, k, v = qkv.unbind(dim=2)", "kv": "write k, v = kv.unbind(dim=2)",

@@ -469,6 +469,23 @@ MUTATIONS = {
         "qat/layers.py", "return product.codes_of(self.kept_weight(), rounding", "return product.codes_of(self.weight, rounding",
         ("tests/qat/test_sparse.py", "-k", "same_bits"),
     ),
+    "plan, the recipe that is given": Mutation(
+        "planning/targets/training.py", "Recipe() if sparsity is None else sparsity", "Recipe()",
+        ("tests/planning/test_two_four.py", "-k", "recipe"),
+    ),
+    "plan, a refused layer left prepared": Mutation(
+        "planning/targets/training.py", "qat.restore(inside)", "pass", ("tests/planning/test_two_four.py", "-k", "as_it_was"),
+    ),
+    "report, the bytes of a chosen format": Mutation(
+        "report/planned.py", "/ count - kept.nbytes", "/ count", ("tests/report/test_report_planned.py",),
+    ),
+    "2:4, parts in one product": Mutation(
+        "models/checkpoints/quantised.py", "isinstance(last, TwoFour) and _alike", "isinstance(last, QuantisedWeight) and _alike",
+        ("tests/serve/test_two_four_weights.py", "-k", "one_product or patterns"),
+    ),
+    "2:4, layouts counted twice": Mutation(
+        "serve/memory.py", "return peak - kept", "return peak", ("tests/serve/test_memory.py",),
+    ),
 }  # fmt: skip
 
 

@@ -20,12 +20,13 @@ from rooftile.errors import InvalidInput
 from rooftile.fused import Rotation, rotate
 from rooftile.masks import CAUSAL, Window
 from rooftile.matmul import QuantisedWeight
-from rooftile.matmul.formats import parsed
 from rooftile.models import Decoder
+from rooftile.models.checkpoints.formats import SPARSE, check_word
 from rooftile.models.checkpoints.methods import section_of
 from rooftile.serve.text.tokenizer import Tokenizer
+from rooftile.sparsity import TwoFour
 
-FORMATS = ("fp8", "fp8_tile", "int8", "w8", "int4", "int4:32", "int4:row", "mxfp8", "mxfp4", "nvfp4")
+FORMATS = ("fp8", "fp8_tile", "int8", "w8", "int4", "int4:32", "int4:row", "mxfp8", "mxfp4", "nvfp4", SPARSE)
 # rows whose logits are in memory at once
 AT_ONCE = 256
 _BYTES = 256
@@ -38,7 +39,7 @@ class Accuracy:
     """One format of a model.
 
     Args:
-        format: a word of `rooftile.quantise_weight`, or the model's own dtype.
+        format: a word of `rooftile.quantise_weight`, "2:4", or the model's own dtype.
         nbytes: of all weights; None where the format does not fit the model.
         nats: per token of the text.
         above: nats per token above the model in its own dtype.
@@ -66,7 +67,7 @@ def measure(
         folder: a checkpoint in 16 or 32 bits.
         text: what is read; a checkpoint without a tokenizer and with 256 tokens reads bytes.
         device: where.
-        formats: words of `rooftile.quantise_weight`.
+        formats: words of `rooftile.quantise_weight`, and "2:4".
         length: tokens of a piece, at most.
         pieces: how many, from the start of the text.
         say: is told the progress.
@@ -75,7 +76,7 @@ def measure(
         InvalidInput: the checkpoint is quantised already or not read here, a word is none, or the text is too short.
     """
     for word in formats:
-        parsed(word)
+        check_word(word)
     if section_of(folder):
         raise InvalidInput(f"the checkpoint {folder} is quantised already; give the one in 16 bits")
     say("the model as it is")
@@ -166,5 +167,5 @@ def bytes_of(decoder: Decoder) -> int:
     plain = {id(x): x.nbytes for x in decoder.parameters()}
     for module in decoder.modules():
         parts = getattr(module, "parts", ())
-        plain |= {id(part): part.nbytes for part in parts if isinstance(part, QuantisedWeight | Tensor)}
+        plain |= {id(part): part.nbytes for part in parts if isinstance(part, QuantisedWeight | TwoFour | Tensor)}
     return sum(plain.values())

@@ -58,7 +58,7 @@ def generate(
         str, typer.Option("--dtype", help="Dtype of the model: bf16, fp16, fp32; auto for the checkpoint's.")
     ] = "auto",
     weights: Annotated[
-        str, typer.Option("--weights", help="Format of the projections: fp8, int8, w8, int4, int4:64, ...; auto takes theirs.")
+        str, typer.Option("--weights", help="Format of the projections: fp8, int8, w8, int4:64, 2:4, ...; auto takes theirs.")
     ] = "auto",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits whatever runs beside a prompt, at the price of speed.")

@@ -1,4 +1,4 @@
-"""`rooftile quantise`: writes a checkpoint with quantised weights."""
+"""`rooftile quantise`: writes a checkpoint with quantised or 2:4 weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rooftile.cli.output import JsonOption, print_json, progress
+from rooftile.drawing.units import size
 
 
 def quantise(
@@ -16,7 +17,7 @@ def quantise(
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write, which is not there yet.")],
     format: Annotated[
-        str, typer.Option("--format", help="Format of the projections: fp8, fp8_tile, int8, w8, int4, mxfp8, mxfp4 or nvfp4.")
+        str, typer.Option("--format", help="Format of the projections: fp8, fp8_tile, int8, w8, int4, mxfp8, mxfp4, nvfp4, 2:4.")
     ] = "int4",
     group: Annotated[
         int | None, typer.Option("--group", help="int4: numbers of a row that share a scale: 32, 64 or 128 (the default).")
@@ -27,6 +28,8 @@ def quantise(
     json: JsonOption = False,
 ) -> None:
     """Quantises a checkpoint's projections, and writes it as compressed-tensors, which vLLM and Transformers read too.
+
+    Format 2:4 keeps the two largest of each four weights, without training for it, and has a layout that Rooftile alone reads.
 
     Example: rooftile quantise Llama-3.2-1B Llama-3.2-1B-int4 --format int4 --group 128
     """
@@ -40,4 +43,4 @@ def quantise(
     if json:
         print_json({"model": model, "out": str(out), "format": format, "bytes_before": before, "bytes_after": after})
         return
-    print(f"wrote {out}: {after / 1e9:.2f} GB, {after / before:.0%} of {before / 1e9:.2f} GB")
+    print(f"wrote {out}: {size(after)}, {after / before:.0%} of {size(before)}")

@@ -90,6 +90,19 @@ def marker(kind: str, point: Point, words: str) -> str:
     return f"{shape}<title>{escape(words)}</title></{shape[1:].split(' ', 1)[0]}>"
 
 
+def arrow(start: Point, end: Point, words: str) -> str:
+    """Returns an arrow, with words for the reader who points at it; a very short one has no head."""
+    (x1, y1), (x2, y2) = start, end
+    length = math.hypot(x2 - x1, y2 - y1)
+    head = ""
+    if length > 4:
+        ux, uy = (x2 - x1) / length, (y2 - y1) / length
+        left, right = (x2 - 8 * ux - 4 * uy, y2 - 8 * uy + 4 * ux), (x2 - 8 * ux + 4 * uy, y2 - 8 * uy - 4 * ux)
+        head = f" M {left[0]:.1f} {left[1]:.1f} L {x2:.1f} {y2:.1f} L {right[0]:.1f} {right[1]:.1f}"
+    way = f"M {x1:.1f} {y1:.1f} L {x2:.1f} {y2:.1f}{head}"
+    return f'<path class="move" d="{way}"><title>{escape(words)}</title></path>'
+
+
 def legend(names: Sequence[tuple[str, str]], marks: bool = True) -> str:
     """Draws the names of the series above the picture, where they cover nothing; long ones begin further to the left."""
     width = sum(44 + LETTER * len(name) for name, _ in names)

@@ -95,9 +95,11 @@ def group_of(format: WeightFormat, K: int, group: int | None) -> int:
             raise InvalidInput(f"group is {group}; {format.name} has {asked}: leave it out")
     # the last tile may be narrower, and a row is its own group
     if format.name != "fp8_tile" and K % asked:
+        smaller = max((size for size in GROUPS if K % size == 0), default=None)
+        other = f"int4:{smaller}" if format.name == "int4" and smaller else "another format"
         raise InvalidInput(
             f"w has rows of K = {K} numbers, and {asked} of {format.name} share a scale; K must be a multiple: "
-            "pad w and x with zeros, or take another format"
+            f"pad w and x with zeros, or take {other}"
         )
     return index(asked)
 
@@ -120,7 +122,8 @@ def parsed(word: object) -> tuple[str, int | None]:
         InvalidInput: it is no such word.
     """
     format, _, group = word.partition(":") if isinstance(word, str) else (word, "", "")
-    format = weight_format(format).name
+    # the sentence has the whole word, not what is before its colon
+    format = weight_format(format if format in WEIGHT_FORMATS else word).name
     if not group:
         return format, None
     if group == "row":

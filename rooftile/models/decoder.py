@@ -74,7 +74,7 @@ class Decoder(nn.Module):
             device: None takes torch's default device.
             max_len: the longest sequence that it will read; None for as long as the checkpoint says.
             weights: the format of the layers' projections: "auto" takes the checkpoint's, a word of `rooftile.quantise_weight`
-                quantises them while they are read, and a dictionary {pattern: word} quantises modules by their names.
+                or "2:4" quantises or masks them while they are read, and a dictionary {pattern: word} modules by their names.
 
         Raises:
             InvalidInput: the folder holds no checkpoint that is supported; the sentence says why.

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.models.checkpoints.formats import why_not
 from rooftile.planning.choice import choose
 from rooftile.planning.costs import Machine
-from rooftile.planning.formats import KEPT, NAMES, weight_bytes, why_not
+from rooftile.planning.formats import KEPT, NAMES, weight_bytes
 from rooftile.planning.losses import Judge, all_rounded
 from rooftile.planning.plan import Plan
 from rooftile.planning.records import Layer, Option, Other, Total
@@ -20,6 +21,8 @@ from rooftile.planning.timing import Times, machine_for, passes_for, with_double
 
 # reasons of formats that do not fit are many where shapes are
 MOST_NOTES = 8
+# measured times above predicted ones, from which on the machine may be busy
+BUSY = 5.0
 
 
 class Seen(NamedTuple):
@@ -193,6 +196,13 @@ class Builder:
         found = []
         if self._judge.base is None:
             found.append("no data: a loss is the relative error of a layer's output, and max_loss bounds the sum of these errors")
+        kept = [self._as_it_is(layer) for layer in layers]
+        expected, taken = sum(one.predicted_us for one in kept), sum(map(_us, kept))
+        if taken > BUSY * expected:
+            found.append(
+                f"the layers as they are take {taken / expected:.0f} times what the ceilings allow: if other programs run on "
+                "this machine, plan again without them, or with measure=False"
+            )
         fixed = {item.name for item in self._target.items if item.fixed}
         own = [layer for layer in layers if layer.name not in fixed]
         found += dict.fromkeys(f"{word}: {why}" for layer in own for word, why in layer.why_not.items())

@@ -20,7 +20,9 @@ from rooftile.diagnosis.verdicts.roofs import Roofs
 from rooftile.hardware.ceilings import Ceilings
 from rooftile.matmul import weight_format
 from rooftile.matmul.formats import parsed
-from rooftile.planning.formats import KEPT, SPARSE, weight_bytes
+from rooftile.matmul.two_four.backends import FEW
+from rooftile.models.checkpoints.formats import SPARSE
+from rooftile.planning.formats import KEPT, weight_bytes
 
 # cuSPARSELt's rate over the dense one for many rows; twice is the most that the hardware has
 SPARSE_GAIN = 1.6
@@ -89,7 +91,8 @@ def passes_of(
     if word == KEPT:
         return [Pass(flops, x + y + weight, dtype)]
     if word == SPARSE and on_gpu:
-        return [Pass(round(flops / SPARSE_GAIN), x + y + weight, dtype)]
+        # our kernel for few rows multiplies densely
+        return [Pass(flops if M <= FEW else round(flops / SPARSE_GAIN), x + y + weight, dtype)]
     if word == SPARSE:
         dense = N * K * itemsize
         return [Pass(0, weight + dense, dtype), Pass(flops, x + y + dense, dtype)]

@@ -1,83 +1,39 @@
-"""The formats that a plan chooses among: their words, the layers that they fit, and the weights that serve them."""
+"""The formats that a plan chooses among, and the bytes of a weight in them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.matmul import QuantisedWeight, quantise_weight, weight_format
+from rooftile.matmul import weight_format
 from rooftile.matmul.formats import ROW, TILE, group_of, parsed
-from rooftile.sparsity import TwoFour, compress, two_four
+from rooftile.models.checkpoints.formats import SPARSE, check_word
 
 # a layer as it is, whatever its dtype
 KEPT = "bf16"
-SPARSE = "2:4"
 # masks without training lose far more than rounding, so who wants 2:4 names it
 DEFAULT = (KEPT, "fp8", "int8", "int4")
 
 NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def check_formats(formats: Sequence[str] | str | None, *, of_module: bool, backward: bool) -> tuple[str, ...]:
+def check_formats(formats: Sequence[str] | str | None, *, backward: bool) -> tuple[str, ...]:
     """Returns the formats, each once; None stands for the default ones.
 
     Raises:
         InvalidInput: one is no word of `rooftile.quantise_weight`, nor "bf16" or "2:4".
-        Unsupported: it is 2:4, of a checkpoint or in training.
+        Unsupported: it is 2:4, in training.
     """
     words = DEFAULT if formats is None else (formats,) if isinstance(formats, str) else tuple(formats)
     if not words:
         raise InvalidInput(f"formats is {formats!r}; must name at least one, such as {', '.join(map(repr, DEFAULT))}")
     for word in words:
-        if word == SPARSE and not of_module:
-            raise Unsupported(
-                f"formats has {word!r}, and LLM masks no plain checkpoint; leave it out, or train one with "
-                "rooftile.qat.prepare(sparsity=...)"
-            )
         if word == SPARSE and backward:
             raise Unsupported(f"formats has {word!r}, and plans of training round alone; leave it out, or plan without backward")
-        if word in (KEPT, SPARSE):
-            continue
-        try:
-            parsed(word)
-        except InvalidInput as error:
-            raise InvalidInput(f"formats: {error}; or {KEPT!r}, or {SPARSE!r}") from None
+        check_word(word, KEPT)
     return tuple(dict.fromkeys(words))
-
-
-def why_not(word: str, K: int) -> str:
-    """Returns why rows of K numbers cannot be in a format; "" if they can."""
-    if word == KEPT:
-        return ""
-    if word == SPARSE:
-        return f"rows have {K} numbers, and 2:4 needs a multiple of 4" if K % 4 else ""
-    format, group = parsed(word)
-    try:
-        group_of(weight_format(format), K, group)
-    except InvalidInput as error:
-        return str(error)
-    return ""
-
-
-def weight_in(w: Tensor, word: str, name: str) -> QuantisedWeight | TwoFour:
-    """Returns the weight w (N, K) of a layer as `rooftile.linear` multiplies it in a format.
-
-    Raises:
-        InvalidInput: it is not finite, or for 2:4 it holds NaN.
-    """
-    if word == SPARSE:
-        try:
-            return compress(w, two_four(w))
-        except InvalidInput as error:
-            raise InvalidInput(f"{name}.weight cannot be 2:4: {error}") from None
-    format, group = parsed(word)
-    try:
-        return quantise_weight(w, format, group=group)
-    except InvalidInput as error:
-        raise InvalidInput(f"{name}.weight cannot be quantised to {word}: {error}") from None
 
 
 def weight_bytes(N: int, K: int, word: str, itemsize: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from rooftile.errors import InvalidInput
 from rooftile.planning.output.page import render
 from rooftile.planning.output.table import text
 from rooftile.planning.records import KEPT_NAMES, Layer, Load, Option, Other, Part, Total
+from rooftile.sparsity import Recipe
 
 FORM = "rooftile.plan/1"
 Model = TypeVar("Model", bound=nn.Module)
@@ -69,23 +69,26 @@ class Plan:
 
         return apply(self.layers, self._words(), model)
 
-    def prepare(self, model: Model, *, estimator: str = "straight", start_step: int = 0) -> Model:
+    def prepare(
+        self, model: Model, *, estimator: str = "straight", start_step: int = 0, sparsity: Recipe | None = None
+    ) -> Model:
         """Prepares a model for training with the planned formats, as `rooftile.qat.prepare` does, and returns it.
 
-        Raises:
-            InvalidInput: the plan is for another model, keeps all its layers as they are, or has 2:4 ones.
-        """
-        from rooftile import qat
-        from rooftile.planning.targets.applying import check_trainable
-        from rooftile.planning.targets.modules import unwrapped
+        Args:
+            model: the one that was planned.
+            estimator, start_step: as in `rooftile.qat.prepare`; 2:4 layers have no estimator.
+            sparsity: how 2:4 layers are trained; None for a `rooftile.sparsity.Recipe` as it comes.
 
-        check_trainable(self.layers, self._words(), model)
-        # a name is no pattern: qat.prepare would take "0" for "blocks.0" too
-        exact = {f"re:{re.escape(name)}$": word for name, word in self._words().items()}
-        if not exact:
+        Raises:
+            InvalidInput: the plan is for another model, or keeps all its layers as they are; or `sparsity` is given and no layer
+                is planned as 2:4.
+        """
+        from rooftile.planning.targets.training import prepare
+
+        words = self._words()
+        if not words:
             raise InvalidInput("the plan keeps all layers as they are, so there is nothing to train for; allow a larger max_loss")
-        qat.prepare(unwrapped(model), exact, estimator=estimator, start_step=start_step)
-        return model
+        return prepare(self.layers, words, model, estimator, start_step, sparsity)
 
     def to_json(self) -> str:
         """Returns the plan as JSON, which `from_json` reads."""

@@ -48,8 +48,8 @@ def plan(
         rows: of a checkpoint: {"decode": sequences that decode at once, "prompt": tokens of prompts that are read at once}, or
             one of them.
         formats: words of `rooftile.quantise_weight` to choose from; "bf16" is a layer as it is, in its own dtype. By default
-            "bf16", "fp8", "int8" and "int4". "2:4", of a module without `backward`, keeps two of each four weights without
-            training, as `rooftile.sparsity.two_four` chooses them.
+            "bf16", "fp8", "int8" and "int4". "2:4", which is for plans without `backward`, keeps two of each four weights
+            without training, as `rooftile.sparsity.two_four` chooses them.
         data: for the losses. Of a module: a function of the model that returns a loss; token ids (B, T); or batches, each of them
             a dictionary of arguments (the model returns a loss, as Transformers' do), a pair (input, target) or token ids. Of a
             checkpoint: token ids (B, T) or a list of texts' token ids (T,). None: the relative error of a layer's output
@@ -70,7 +70,7 @@ def plan(
     Raises:
         InvalidInput: the model has no linear layer, its inputs reach none, it is on several devices, an argument is wrong, or
             every choice loses more than max_loss.
-        Unsupported: formats has 2:4 with a checkpoint, or with `backward`.
+        Unsupported: formats has 2:4 with `backward`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
@@ -80,12 +80,13 @@ def plan(
 
     Williams, Waterman and Patterson, Roofline, 2009; Yao et al., HAWQ-V3, arXiv:2011.10680, for choosing by sensitivity.
     """
-    of_module = isinstance(model, nn.Module) and not isinstance(model, Decoder)
-    words, allowed = check_formats(formats, of_module=of_module, backward=backward), _checked_loss(max_loss)
+    words, allowed = check_formats(formats, backward=backward), _checked_loss(max_loss)
     if isinstance(model, nn.Module) and not isinstance(model, Decoder):
         for name, value in (("rows", rows), ("shares", shares)):
             if value is not None:
                 raise InvalidInput(f"{name} is {value} and the model a module; leave it out: rows come from the inputs")
+        if not inputs:
+            raise InvalidInput("no inputs are given for the module; give those of its forward, as in rooftile.plan(model, x)")
         on = _device_of(model, inputs)
         with unchanged(state_of(model, inputs)):
             target = ModuleTarget(model, inputs, (skip,) if isinstance(skip, str) else skip, backward=backward)

@@ -13,10 +13,11 @@ from torch.nn import functional
 from rooftile.hardware import ceilings
 from rooftile.hardware.clock import clock_for
 from rooftile.matmul.formats import parsed
+from rooftile.models.checkpoints.formats import SPARSE, weight_in
 from rooftile.numerics import QuantisedRows, quantise_rows
 from rooftile.ops.linear import linear
 from rooftile.planning.costs import Machine, Pass, passes_of, training_passes_of
-from rooftile.planning.formats import KEPT, NAMES, SPARSE, weight_in
+from rooftile.planning.formats import KEPT, NAMES
 from rooftile.planning.targets.target import Item
 from rooftile.qat.product import Rounding
 from rooftile.qat.product import linear as rounded_linear

@@ -2,7 +2,7 @@
 
 A model learns Python's own documentation in full precision. Copies of it then take the same further steps on the same batches: one in
 full precision, which is rounded after them, and one for each format with rounded weights. All losses are on held-out text. The models of
-one format are also written as checkpoints and read by `rooftile.LLM`, whose own loss is measured.
+one format are also written as checkpoints and read by `rooftile.LLM`, whose own loss is measured. The model in full precision is planned.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from rooftile.bench.learning.formats import Plan as Study
 from rooftile.bench.learning.study import loss_of
 from rooftile.bench.learning.training import autocast, one_thread, train
 from rooftile.models import TrainableDecoder
+from rooftile.report import planned
 from rooftile.report.plan import Plan
 from rooftile.serve import LLM, SamplingParams
 
 # the format whose curves are drawn and whose models are served, and all formats
 PICTURED = "int4:row"
 FORMATS = ("int8", "fp8", "int4:32", PICTURED, "mxfp4", "nvfp4")
+# texts whose losses are measured for each layer in each format
+PLANNED_ON = 8
 # losses of a curve
 READINGS = 8
 
@@ -67,6 +70,7 @@ class Formats:
     served_rounded: float  # by `rooftile.LLM`, from the checkpoint of the rounded model
     served_trained: float
     costs: tuple[Cost, ...]
+    planned: planned.Planned  # the model in full precision
 
     @property
     def continued(self) -> float:
@@ -107,7 +111,7 @@ class _Experiment:
         qat.restore(continued)
         costs, trained, served_trained = [], [(0, rounded[0][1])], 0.0
         for n, format in enumerate(FORMATS):
-            self.say(0.4 + 0.6 * n / len(FORMATS), f"{study.further_steps} further steps in {format}")
+            self.say(0.4 + 0.5 * n / len(FORMATS), f"{study.further_steps} further steps in {format}")
             model = qat.prepare(copy.deepcopy(base), format, skip=("head",))
             self._go_on(model, self._readings(model, trained) if format == PICTURED else lambda steps: None)
             if format == PICTURED:
@@ -118,6 +122,7 @@ class _Experiment:
             parameters=sum(p.numel() for p in base.parameters()), nbytes=sum(p.nbytes for p in base.parameters()),
             steps=study.steps, full=self._after(full), rounded=self._after(rounded), trained=self._after(trained), pictured=PICTURED,
             served_rounded=served_rounded, served_trained=served_trained, costs=tuple(costs),
+            planned=self.planned(continued),
         )  # fmt: skip
 
     def _readings(self, model: TrainableDecoder, curve: list[tuple[int, float]]) -> Callable[[int], None]:
@@ -161,6 +166,14 @@ class _Experiment:
             return self.loss(model)
         finally:
             qat.restore(model)
+
+    def planned(self, model: TrainableDecoder) -> planned.Planned:
+        """Plans the model, with its losses on some of the held-out text."""
+        tokens, targets = self.text.tests(min(PLANNED_ON, self.study.tests), self.study.length)
+        with TemporaryDirectory() as name:
+            model.save(name)
+            texts = torch.cat([tokens, targets[:, -1:]], 1)
+            return planned.measure(Path(name), texts, str(self.device), lambda share, words: self.say(0.9 + 0.1 * share, words))
 
     def served(self, model: TrainableDecoder) -> float:
         """Returns the loss that the engine has on the same text, from the checkpoint that is written."""

@@ -1,4 +1,4 @@
-"""The section of the page about training for a format: curves of losses, and losses against bytes. Its sentences are long lines."""
+"""The section of the page about formats: curves of losses, losses against bytes, and a plan. Its sentences are long lines."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from rooftile.drawing.svg import (
     y_grid,
 )
 from rooftile.drawing.units import percent, size
+from rooftile.report import planned_picture
 from rooftile.report.formats import Cost, Formats
 
 # nats per byte that two trainings differ by
@@ -43,7 +44,7 @@ def section(found: Formats) -> dict[str, Any]:
             "afterwards, and one for each format whose layers multiply with rounded weights while they learn. All losses are on text that was "
             "held out. A program calls rooftile.qat.prepare(model, \"int4\"), trains as before, and serves what rooftile.qat.save wrote."
         ),
-        "charts": [Chart(curves, safe(_curves(found, curves))), Chart(frontier, safe(_frontier(found, frontier)), table=_table(found))],
+        "charts": [Chart(curves, safe(_curves(found, curves))), Chart(frontier, safe(_frontier(found, frontier)), table=_table(found)), planned_picture.chart(found.planned)],
         "note": (
             f"The rings are the losses of rooftile.LLM, which read the checkpoints of both {found.pictured} models: "
             f"{found.served_rounded:.4f} rounded, {found.served_trained:.4f} trained. Embedding and head stay in full precision, which is much of so small a "

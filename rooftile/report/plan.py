@@ -131,7 +131,7 @@ CPU = Plan(
     approximate=ApproximatePlan(limit=8192, seconds=11.0, rounds=2, lost_at=512, pictured=512),
     seconds={
         "machine": 4, "comparison": 25, "tiling": 17, "precision": 15, "approximate": 18,
-        "training": 65, "serving": 10, "weights": 6, "diagnosis": 35, "formats": 50, "recall": 35,
+        "training": 65, "serving": 10, "weights": 6, "diagnosis": 35, "formats": 60, "recall": 35,
     },
 )
 
@@ -202,7 +202,7 @@ GPU = Plan(
     approximate=ApproximatePlan(limit=32_768, seconds=20.0, rounds=2, lost_at=4096, pictured=512),
     seconds={
         "machine": 4, "comparison": 50, "tiling": 10, "precision": 30, "approximate": 30,
-        "training": 50, "serving": 12, "weights": 20, "diagnosis": 20, "formats": 40, "recall": 25,
+        "training": 50, "serving": 12, "weights": 20, "diagnosis": 20, "formats": 55, "recall": 25,
     },
 )
 

@@ -18,6 +18,7 @@ from rooftile.kvcache import BlockPool, Pages, ReservedPool, WindowPool
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.plan import quantiser_of, words_of
 from rooftile.models.checkpoints.quantised import quantise_decoder
+from rooftile.models.layers import Projection
 from rooftile.serve import memory
 from rooftile.serve.attention.layout import CacheLayout
 from rooftile.serve.calibration import sample_of
@@ -26,7 +27,10 @@ from rooftile.serve.engine import Engine
 from rooftile.serve.runner import Runner
 from rooftile.serve.text.tokenizer import Tokenizer
 from rooftile.serve.warm_up import compile_kernels, compile_products
+from rooftile.sparsity import TwoFour
 
+# rows that every library for 2:4 weights takes
+MANY = 512
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -128,7 +132,17 @@ def load_decoder(
         compiled.result()
         # what a checkpoint has in formats of its own; the rest is compiled by now
         compile_products(decoder, deterministic=config.deterministic)
+        if not config.deterministic:
+            lay_out(decoder)
     return decoder
+
+
+@torch.inference_mode()
+def lay_out(decoder: Decoder) -> None:
+    """Runs each projection that is 2:4 once with many rows: a library lays it out then, and may not inside of a CUDA graph."""
+    for module in decoder.modules():
+        if isinstance(module, Projection) and any(isinstance(part, TwoFour) for part in module.parts):
+            module(torch.zeros(MANY, module.inputs, dtype=decoder.embedding.dtype, device=decoder.embedding.device))
 
 
 def start_compiling(

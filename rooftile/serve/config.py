@@ -52,8 +52,8 @@ class EngineConfig:
         approximate: Loki for each layer (`rooftile.approximate.LokiLayers`, or the file that `rooftile calibrate` wrote): answers
             then read only a share of the cached keys. None for exact attention.
         weights: the format of the layers' projections: "auto" takes the checkpoint's, also one that others have quantised; a
-        word of
-            `rooftile.quantise_weight`, as "fp8" or "int4:64", quantises a 16-bit checkpoint while it is read; a dictionary
+            word of `rooftile.quantise_weight`, as "fp8" or "int4:64", quantises a 16-bit checkpoint while it is read; "2:4" keeps
+            the two largest of each four weights of a row (without training for it, this costs much quality); a dictionary
             {pattern of module names: word} mixes them. Embedding, head and norms stay as they are.
 
     Raises:

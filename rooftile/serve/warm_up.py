@@ -22,13 +22,15 @@ from rooftile.fused import add_norm, linear, normalise
 from rooftile.kvcache import PagedKV, Pages
 from rooftile.kvcache.route import LONG_PROMPT, Route, route
 from rooftile.masks import Mask
-from rooftile.matmul import QuantisedWeight, quantise_weight, weight_format
-from rooftile.matmul.formats import TILE, parsed
+from rooftile.matmul import QuantisedWeight
+from rooftile.matmul.formats import TILE
 from rooftile.models import Decoder, ModelConfig
+from rooftile.models.checkpoints.formats import weight_in, why_not
 from rooftile.models.layers import Multiply, Projection
 from rooftile.serve.attention import masks_of
 from rooftile.serve.sampling.sampler import SamplingFeatures, SamplingState, sample
 from rooftile.serve.warm_up_sparse import SparseLayer
+from rooftile.sparsity import TwoFour
 from rooftile.spec import Asked
 
 # tokens of prompts: so few that the kernels for prompts are not worth it, and usual ones
@@ -59,7 +61,7 @@ def compile_kernels(
         kv_dtype: the dtype of the KV cache.
         longest: the most tokens of one prompt that a step reads.
         deterministic: whether an engine is (see `batch_invariant`).
-        formats: words that projections are quantised to, such as "int4:64".
+        formats: words that projections are quantised or masked to, such as "int4:64".
     """
     import_kernels()
     with torch.cuda.device(device):
@@ -133,7 +135,7 @@ def jobs_of_products(
         decoder = Decoder(_small(config), dtype=dtype, device=device, waits=True)
         for projection in _projections(decoder):
             # a pattern may leave out what the format cannot have
-            fits = has_whole_groups(word, projection.inputs)
+            fits = not why_not(word, projection.inputs)
             projection.fill([_zeros(word, projection.outputs, projection.inputs, device)] if fits else None)
         found += [partial(_multiply, decoder, M, multiply) for M in PRODUCT_ROWS]
     return found
@@ -149,19 +151,13 @@ def _projections(decoder: Decoder) -> tuple[Projection, ...]:
     return layer.qkv, layer.o, layer.up, layer.down
 
 
-def has_whole_groups(word: str, K: int) -> bool:
-    """Whether rows of K numbers have whole groups of a format."""
-    format, group = parsed(word)
-    usual = TILE if format == "int4" else weight_format(format).group
-    return format == "fp8_tile" or K % (group or usual or K) == 0
-
-
-def _zeros(word: str, N: int, K: int, device: torch.device) -> QuantisedWeight:
-    """A weight of zeros, made of the quantised form of a few rows."""
-    format, group = parsed(word)
-    few = quantise_weight(torch.zeros(TILE, K, device=device), format, group=group)
+def _zeros(word: str, N: int, K: int, device: torch.device) -> QuantisedWeight | TwoFour:
+    """A weight of zeros, made of the quantised or 2:4 form of a few rows."""
+    few = weight_in(torch.zeros(TILE, K, device=device), word, "layers.0")
     times = -(-N // TILE)
-    rows = times if format == "fp8_tile" else N
+    if isinstance(few, TwoFour):
+        return TwoFour(few.values.repeat(times, 1)[:N], few.places.repeat(times, 1)[:N], (N, K))
+    rows = times if few.format == "fp8_tile" else N
     codes, scales = few.codes.repeat(times, 1)[:N], few.scales.repeat(times, 1)[:rows]
     return replace(few, codes=codes, scales=scales, shape=(N, K))
 
@@ -187,7 +183,7 @@ def import_kernels() -> None:
     for name in (
         "backends.triton.paged_decode", "backends.triton.paged_fwd", "kvcache.kernels", "fused.kernels.norm",
         "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "matmul.kernels.launch",
-        "matmul.hopper.launch", "numerics.kernels", "approximate.selected.kernels.choice",
+        "matmul.hopper.launch", "matmul.two_four.kernels", "numerics.kernels", "approximate.selected.kernels.choice",
         "approximate.selected.kernels.gated_sum", "approximate.paged.sparse_kernels", "backends.triton.flash_fwd",
     ):  # fmt: skip
         import_module(f"rooftile.{name}")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import rooftile as rt
@@ -81,6 +82,9 @@ def test_every_format_but_those_of_long_groups_fits_a_small_model(folder: Path) 
     assert [one.format for one in found] == ["float32", *model_accuracy.FORMATS]
     assert [one.format for one in found if one.reason] == ["int4"]
     nbytes = {one.format: one.nbytes for one in found if one.nbytes}
+    # a weight in fp32 keeps two numbers of four, and two bits for each
+    linear = sum(layer.weight.nbytes for name, layer in decoder().named_modules() if type(layer) is nn.Linear and name != "head")
+    assert nbytes["float32"] - nbytes["2:4"] == linear - linear * 17 // 32
     assert nbytes["int4:row"] < nbytes["mxfp4"] < nbytes["nvfp4"] < nbytes["fp8"] < nbytes["float32"]
 
 

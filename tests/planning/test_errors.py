@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import rooftile as rt
 from rooftile.cli.app import app
 from rooftile.planning import Plan, formats
+from tests.planning.machine import Pretended
 from tests.planning.models import inputs, llama, mlp, tokens
 
 X = inputs()
@@ -79,15 +80,25 @@ def test_a_loss_that_no_choice_meets_names_the_least_possible() -> None:
         rt.plan(mlp(), X, formats=["int8", "int4"], max_loss=1e-6, measure=False)
 
 
-def test_2_4_is_no_default_and_is_refused_where_nothing_masks(tmp_path: Path) -> None:
+def test_a_module_needs_inputs_by_position() -> None:
+    with pytest.raises(rt.InvalidInput, match="no inputs are given for the module; give those of its forward, as in"):
+        rt.plan(mlp())
+    with pytest.raises(rt.InvalidInput, match=r"no argument input_ids: inputs come by position: rooftile.plan\(model, x\)"):
+        rt.plan(mlp(), input_ids=X)  # type: ignore[call-arg]
+
+
+def test_times_far_above_the_ceilings_have_a_note(stopwatch: Pretended) -> None:
+    stopwatch.factor = 4.0
+    assert not any("ceilings allow" in note for note in rt.plan(mlp(), X, formats=["bf16"]).notes)
+    stopwatch.factor = 40.0
+    plan = rt.plan(mlp(), X, formats=["bf16"])
+    assert "the layers as they are take 40 times what the ceilings allow: if other programs run" in str(plan.notes)
+
+
+def test_2_4_is_no_default_and_is_refused_where_it_does_not_fit() -> None:
     assert "2:4" not in formats.DEFAULT
     with pytest.raises(rt.Unsupported, match="formats has '2:4', and plans of training round alone; leave it out"):
         rt.plan(mlp(), X, formats=["2:4"], backward=True)
-    with pytest.raises(rt.Unsupported, match="formats has '2:4', and LLM masks no plain checkpoint; leave it out, or train one"):
-        rt.plan(tmp_path, rows={"decode": 1}, formats=["2:4"])
-    plan = rt.plan(mlp(), X, formats=["2:4"], measure=False)
-    with pytest.raises(rt.InvalidInput, match=r"the plan has .* in 2:4, and rooftile.qat.prepare masks all layers or none"):
-        plan.prepare(mlp())
     with pytest.raises(rt.InvalidInput, match=r"2.weight cannot be 2:4: w is NaN"):
         rt.plan(lost(), X, formats=["2:4"], measure=False)
     plan = rt.plan(nn.Sequential(nn.Linear(6, 8)), torch.randn(2, 6), formats=["2:4"], measure=False)

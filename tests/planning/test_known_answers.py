@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 import rooftile as rt
 from rooftile.hardware import ceilings
 from rooftile.matmul import quantise_weight
+from rooftile.models.checkpoints.formats import SPARSE
 from rooftile.planning import Plan
 from rooftile.planning.costs import Machine, Pass, passes_of, verdict_of
-from rooftile.planning.formats import KEPT, SPARSE, weight_bytes
+from rooftile.planning.formats import KEPT, weight_bytes
 from rooftile.planning.timing import Timed
 from rooftile.qat import QuantisedLinear
 from rooftile.sparsity import compress, two_four
@@ -177,8 +178,10 @@ def test_kernels_of_a_gpu_by_hand() -> None:
     assert of("fp8", gets_codes=True) == [codes]
     assert of("int8")[1] == codes._replace(dtype="int8")
     assert of("int4:32") == [Pass(flops, 2 * (2 * 64 + 2 * 32) + 32 * 32 + 2 * 32 * 2, "bf16")]
-    # 1.6 of the dense rate, and 9/16 of the weight's bytes
-    assert of(SPARSE) == [Pass(flops * 5 // 8, 2 * (2 * 64 + 2 * 32) + 32 * 64 * 9 // 8, "bf16")]
+    # 9/16 of the weight's bytes; with many rows 1.6 of the dense rate, too
+    assert of(SPARSE) == [Pass(flops, 2 * (2 * 64 + 2 * 32) + 32 * 64 * 9 // 8, "bf16")]
+    many = passes_of(512, 32, 64, SPARSE, "bf16", 2, on_gpu=True)
+    assert many == [Pass(256 * flops * 5 // 8, 2 * 512 * (64 + 32) + 32 * 64 * 9 // 8, "bf16")]
 
 
 def test_bounds_of_a_machine() -> None:

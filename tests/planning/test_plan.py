@@ -168,6 +168,20 @@ def test_the_table_has_every_column_and_both_losses() -> None:
     assert max(map(len, text.splitlines())) < 180
 
 
+def test_the_totals_begin_with_what_was_chosen() -> None:
+    assert "chosen: all 9 layers stay as they are" in str(planned(formats=["bf16"]))
+    plan = mixed()
+    counts = [sum(layer.chosen == word for layer in plan.layers) for word in ("int4:32", "fp8")]
+    assert f"chosen: int4:32 for {counts[0]}, fp8 for {counts[1]} of 9 layers; 4 stay as they are" in str(plan)
+    assert "chosen: int4:32 for 8 of 9 layers; 1 stays as it is" in str(planned())
+
+
+def test_operators_are_named_as_layers_are() -> None:
+    plan = planned()
+    assert any(other.module.startswith("layers.") for other in plan.others)
+    assert not any(other.module.startswith("TrainableDecoder.") for other in plan.others)
+
+
 def test_a_page_has_the_layers_and_the_plan_itself() -> None:
     pytest.importorskip("jinja2")
     plan = mixed()

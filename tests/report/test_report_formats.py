@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rooftile.report import formats, formats_section
+from rooftile.report import formats, formats_section, planned
 from rooftile.report.plan import plan_for
 
 COSTS = (
@@ -16,10 +16,20 @@ COSTS = (
     formats.Cost(format="int4:32", nbytes=504_000, rounded=1.519, trained=1.508),
     formats.Cost(format="int4:row", nbytes=483_000, rounded=1.520, trained=1.505),
 )
+PLANNED = planned.Planned(
+    dtype="fp32", on_gpu=False, ceilings={"copy_gbs": 10.0, "cache_gbs": 40.0, "matmul_tflops": {"fp32": 0.1}}, most_loss=0.01,
+    losses=(0.0, 0.0, 0.0), products=tuple(
+        planned.Product(
+            name="down", rows=rows, flops=1e5 * rows, nbytes=2e5, time_us=10.0 + rows, chosen=("fp32", "fp32"),
+            chosen_us=10.0 + rows, chosen_bytes=2e5,
+        )
+        for rows in planned.ROWS
+    ),
+)  # fmt: skip
 FOUND = formats.Formats(
     parameters=492_160, nbytes=1_968_640, steps=400, full=((400, 1.6), (440, 1.55), (480, 1.5)),
     rounded=((400, 1.62), (440, 1.57), (480, 1.52)), trained=((400, 1.62), (440, 1.56), (480, 1.505)), pictured="int4:row",
-    served_rounded=1.5201, served_trained=1.5049, costs=COSTS,
+    served_rounded=1.5201, served_trained=1.5049, costs=COSTS, planned=PLANNED,
 )  # fmt: skip
 
 
@@ -85,7 +95,7 @@ def test_the_title_says_what_training_wins_back(rounded: float, trained: float, 
 
 def test_pictures_have_a_point_for_each_number() -> None:
     shown = formats_section.section(FOUND)
-    curves, frontier = (str(chart.picture) for chart in shown["charts"])
+    curves, frontier, _ = (str(chart.picture) for chart in shown["charts"])
     assert curves.count('class="ring') == 2
     assert "served by rooftile.LLM: 1.5201" in curves
     for loss in ("1.6000", "1.5700", "1.5050"):

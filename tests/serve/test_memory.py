@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rooftile.bench.models import MODELS
 from rooftile.errors import InvalidInput
+from rooftile.models import Decoder
 from rooftile.serve import memory
 from rooftile.serve.attention.layout import CacheLayout
 
@@ -48,6 +50,17 @@ def test_what_prompts_are_copied_to_stays_free(decoder, size: int, dtype, batche
     each = 32 * 2 * size * 8 * (128 * 2 if dtype == torch.bfloat16 else 128 + 4)
     room = 70 * GB - 8 * GB - WORKING - memory.SPARE_BYTES - copied - TABLES
     assert blocks == room // each
+
+
+def test_a_step_takes_what_it_gives_back(monkeypatch) -> None:
+    """Layouts that a library makes of 2:4 weights stay: they are no longer free, and would be counted twice."""
+    left = iter([100, 100 + 30])
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(left))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 + 30 + 500)
+    model = Decoder.random(MODELS["tiny"], torch.float32, "cpu")
+    assert memory._working_bytes(model, 4, 2) == 500
 
 
 def test_no_room_is_said_with_the_arithmetic(decoder, monkeypatch) -> None:

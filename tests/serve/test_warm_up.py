@@ -47,6 +47,7 @@ def test_threads_find_all_modules_imported() -> None:
         "rooftile.backends.triton.paged_decode", "rooftile.backends.triton.paged_fwd", "rooftile.kvcache.kernels",
         "rooftile.fused.kernels.norm", "rooftile.fused.kernels.gated",
         "rooftile.fused.kernels.linear", "rooftile.serve.sampling.kernels", "rooftile.fused.kernels.gate_quantised",
+        "rooftile.matmul.two_four.kernels",
         "rooftile.matmul.kernels.launch", "rooftile.matmul.hopper.launch", "rooftile.matmul.hopper.codes",
         "rooftile.matmul.hopper.widened", "rooftile.numerics.kernels", "rooftile.approximate.selected.kernels.choice",
         "rooftile.approximate.selected.kernels.outputs", "rooftile.approximate.selected.kernels.gated_sum",
@@ -117,7 +118,7 @@ def test_the_kernels_of_a_gpu_are_launched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "fixed-order"])
-@pytest.mark.parametrize("word", ["fp8", "fp8_tile", "int8", "int4:32", "nvfp4"])
+@pytest.mark.parametrize("word", ["fp8", "fp8_tile", "int8", "int4:32", "nvfp4", "2:4"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_products_with_quantised_weights_are_run_for_each_tile(name: str, word: str, deterministic: bool) -> None:
     config = config_of(CONFIGS[name]().to_dict(), "here")

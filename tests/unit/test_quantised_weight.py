@@ -153,7 +153,8 @@ def test_a_weight_says_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("w", "options", "sentence"),
     [
-        (torch.randn(4, 96), {"format": "int4"}, "K = 96 numbers, and 128 of int4 share a scale; K must be a multiple"),
+        (torch.randn(4, 96), {"format": "int4"}, "K = 96 numbers, and 128 of int4 share a scale; .* or take int4:32"),
+        (torch.randn(4, 90), {"format": "int4"}, "share a scale; K must be a multiple: .* or take another format"),
         (torch.randn(4, 100), {"format": "mxfp4"}, "K = 100 numbers, and 32 of mxfp4 share"),
         (torch.randn(4, 96), {"format": "int4", "group": 48}, "group is 48; int4 has 32, 64, 128, or K"),
         (torch.randn(4, 96), {"format": "int4", "group": 32.0}, "group is 32.0; int4 has 32, 64, 128, or K"),

@@ -4,6 +4,7 @@
     places     the parameters' names in a checkpoint
     methods    the ways of quantising that are read, and what to do with the others
     plan       the argument `weights=`: what is quantised, to which format
+    formats    the words for formats, and weights in them
     quantised  quantised tensors into a decoder's projections
     layouts    one file per family of layouts: tensors and configuration into `QuantisedWeight`s
     tensors    checks and conversions that they share

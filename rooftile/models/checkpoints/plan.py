@@ -11,8 +11,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul import QuantisedWeight, quantise_weight
-from rooftile.matmul.formats import matches, parsed
+from rooftile.matmul import QuantisedWeight
+from rooftile.matmul.formats import matches
+from rooftile.models.checkpoints.formats import check_word, weight_in
 from rooftile.models.checkpoints.layouts import awq, compressed_tensors, fp8, gptq, torchao, two_four
 from rooftile.models.checkpoints.methods import section_of
 from rooftile.sparsity import TwoFour
@@ -38,7 +39,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Quantiser:
-    """Quantises plain weights while they are read: {pattern: word}, of which the first that matches counts."""
+    """Quantises or masks plain weights while they are read: {pattern: word}, of which the first that matches counts."""
 
     patterns: tuple[tuple[str, str], ...]
 
@@ -63,13 +64,9 @@ class Quantiser:
         """A plain weight."""
         return ("weight",), ()
 
-    def read(self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantisedWeight:
-        """Quantises the weight."""
-        format, group = parsed(self.word(module))
-        try:
-            return quantise_weight(tensors["weight"], format, group=group)
-        except InvalidInput as error:
-            raise InvalidInput(f"{module}.weight cannot be quantised to {format}: {error}") from None
+    def read(self, module: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> QuantisedWeight | TwoFour:
+        """Quantises or masks the weight."""
+        return weight_in(tensors["weight"], self.word(module), module)
 
 
 def check_words(weights: object) -> None:
@@ -88,7 +85,7 @@ def check_words(weights: object) -> None:
             continue
         if not isinstance(word, str):
             raise InvalidInput(f'weights is {word!r}; must be "auto", a format, or a dictionary {{pattern: format}}')
-        parsed(word)
+        check_word(word)
     for key in weights if isinstance(weights, Mapping) else ():
         if key.startswith("re:"):
             try:

@@ -1,4 +1,4 @@
-"""Writes a quantised checkpoint in the layouts of compressed-tensors, shard by shard."""
+"""Writes a quantised checkpoint in the layouts of compressed-tensors, or a 2:4 one in our own, shard by shard."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.matmul import quantise_weight, weight_format
+from rooftile.matmul.formats import ROW, parsed
 from rooftile.models.checkpoints import weights
+from rooftile.models.checkpoints.formats import SPARSE, check_fits, check_word, weight_in
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.config import ModelConfig
 from rooftile.models.layers import Layer, Memory
 from rooftile.models.settings import read_json
+from rooftile.qat import two_four
 from rooftile.qat.compressed import configuration, tensors_of
+from rooftile.sparsity import TwoFour
 
 
 def quantise_folder(
     folder: Path, out: Path, format: str, *, group: int | None = None, say: Callable[[str], None] | None = None
 ) -> None:  # fmt: skip
-    """Quantises the projections of a 16-bit checkpoint, and copies all else.
+    """Quantises or masks the projections of a 16-bit checkpoint, and copies all else.
 
     Args:
         folder: the checkpoint.
         out: a folder that is not there yet, or empty.
-        format: a word of `quantise_weight`.
+        format: a word of `quantise_weight`, also with its group as in "int4:64", or "2:4".
         group: of int4.
         say: is told the progress.
 
     Raises:
         InvalidInput: the folder is no such checkpoint, `out` is in use, or a weight cannot be quantised.
     """
-    weight_format(format)
+    word = _word(format, group)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidInput(f"{out} is there already; give a new folder")
     config, files = ModelConfig.from_folder(folder), weights.files_of(folder)
@@ -44,32 +47,46 @@ def quantise_folder(
         raise InvalidInput(f"the checkpoint {folder} is quantised already; give the 16-bit checkpoint")
     if config.family == "gpt2":
         raise InvalidInput(
-            "GPT-2 keeps its weights the other way round, for which compressed-tensors has no layout; use weights="
+            "GPT-2 keeps its weights the other way round, for which no layout is written; give weights= to LLM instead"
         )
-    modules = {f"model.{name}" for name in _modules(config)}
+    modules = _modules(config)
+    for name, K in modules.items():
+        check_fits(name, word, K)
     out.mkdir(parents=True, exist_ok=True)
     index: dict[str, str] = {}
     for n, path in enumerate(files, 1):
         if say is not None:
             say(f"{path.name}, {n} of {len(files)}")
-        index |= _write_shard(path, out / path.name, modules, format, group)
+        index |= _write_shard(path, out / path.name, set(modules), word)
     if len(files) > 1:
         text = json.dumps({"metadata": {}, "weight_map": index}, indent=2)
         (out / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-    text = json.dumps(settings | {"quantization_config": configuration(format, group)}, indent=2)
+    section = two_four.configuration(modules) if word == SPARSE else configuration(*parsed(word))
+    text = json.dumps(settings | {"quantization_config": section}, indent=2)
     (out / "config.json").write_text(text, encoding="utf-8")
     for path in folder.iterdir():
         if path.suffix in (".json", ".jinja", ".model", ".txt") and not (out / path.name).exists() and "index" not in path.name:
             shutil.copy(path, out / path.name)
 
 
-def _modules(config: ModelConfig) -> list[str]:
+def _modules(config: ModelConfig) -> dict[str, int]:
+    """Names the projections, with the numbers of their rows."""
     layer = Layer(config, Memory(config.dtype, torch.device("meta")), waits=True)
-    names = [name for _, parts in projections_of(layer, config) for name in parts]
-    return [f"layers.{n}.{name}" for n in range(config.layers) for name in names]
+    inputs = {name: projection.inputs for projection, parts in projections_of(layer, config) for name in parts}
+    return {f"model.layers.{n}.{name}": K for n in range(config.layers) for name, K in inputs.items()}
 
 
-def _write_shard(path: Path, out: Path, modules: set[str], format: str, group: int | None) -> dict[str, str]:
+def _word(format: str, group: int | None) -> str:
+    """Joins a format and its group to one word."""
+    check_word(format)
+    if group is None:
+        return format
+    if format != "int4":
+        raise InvalidInput(f"group is {group} and format {format!r}; only int4 has groups, as in int4:64: leave group out")
+    return f"{format}:{'row' if group == ROW else group}"
+
+
+def _write_shard(path: Path, out: Path, modules: set[str], word: str) -> dict[str, str]:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -83,10 +100,8 @@ def _write_shard(path: Path, out: Path, modules: set[str], format: str, group: i
             if name == module or full not in modules:
                 found[name] = x
                 continue
-            try:
-                weight = quantise_weight(x, format, group=group)
-            except InvalidInput as error:
-                raise InvalidInput(f"{name} cannot be quantised to {format}: {error}") from None
-            found |= {f"{module}.{suffix}": part.contiguous() for suffix, part in tensors_of(weight).items()}
+            weight = weight_in(x, word, module)
+            parts = two_four.tensors_of(weight) if isinstance(weight, TwoFour) else tensors_of(weight)
+            found |= {f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()}
     save_file(found, out, metadata={"format": "pt"})
     return dict.fromkeys(found, out.name)

@@ -7,6 +7,7 @@ their number alone, such as layers.0.down and layers.1.down, share them where th
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rooftile.diagnosis.output.units import count, digits, duration
@@ -109,6 +110,7 @@ def _why_it_changes(layer: Layer, chosen: Option, kept: Option) -> str:
 def sentences(plan: Whole) -> Iterator[str]:
     """Yields what the whole comes to."""
     total = plan.total
+    yield f"chosen: {_chosen(plan.layers)}"
     measured = ""
     if total.measured_us is not None:
         measured = f", measured {duration(total.measured_us)} (as it is {duration(total.kept_measured_us)})"
@@ -119,6 +121,17 @@ def sentences(plan: Whole) -> Iterator[str]:
     allowed = "any" if total.max_loss is None else f"{total.max_loss:g}"
     yield f"loss ({total.loss_kind}): sum {total.loss:.3g}, of the whole {total.measured_loss:.3g}, allowed {allowed}"
     yield from (f"note: {note}" for note in plan.notes)
+
+
+def _chosen(layers: Sequence[Layer]) -> str:
+    """Says how many layers have which format."""
+    counts = Counter(layer.chosen for layer in layers)
+    stay = sum(count for word, count in counts.items() if word in KEPT_NAMES)
+    changed = ", ".join(f"{word} for {count}" for word, count in counts.items() if word not in KEPT_NAMES)
+    if not changed:
+        return f"all {len(layers)} layers stay as they are"
+    rest = "; 1 stays as it is" if stay == 1 else f"; {stay} stay as they are"
+    return f"{changed} of {len(layers)} layers{rest * (stay > 0)}"
 
 
 def aligned(rows: Sequence[Sequence[str]], below: Sequence[str] | None) -> list[str]:

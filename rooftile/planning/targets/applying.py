@@ -9,9 +9,9 @@ from torch import nn
 
 from rooftile.errors import InvalidInput
 from rooftile.models import Decoder
+from rooftile.models.checkpoints.formats import weight_in
 from rooftile.models.checkpoints.plan import Quantiser
 from rooftile.models.checkpoints.quantised import quantise_decoder
-from rooftile.planning.formats import SPARSE, weight_in
 from rooftile.planning.records import Layer
 from rooftile.planning.targets.decoders import parts_of
 from rooftile.planning.targets.modules import is_linear, unwrapped, weight_of
@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def apply(layers: Sequence[Layer], words: Mapping[str, str], model: Model) -> Model:
     """Quantises or masks the layers that `words` names; `layers` are all that the plan is about."""
-    _check(layers, model)
+    check_model(layers, model)
     if isinstance(model, Decoder):
         if words:
             quantise_decoder(model, Quantiser(tuple(words.items())))
@@ -39,28 +39,12 @@ def apply(layers: Sequence[Layer], words: Mapping[str, str], model: Model) -> Mo
     return model
 
 
-def check_trainable(layers: Sequence[Layer], words: Mapping[str, str], model: nn.Module) -> None:
-    """Checks that a plan is for a model that `rooftile.qat.prepare` can train.
+def check_model(layers: Sequence[Layer], model: nn.Module) -> None:
+    """Checks that a model is the plan's.
 
     Raises:
-        InvalidInput: it is not.
+        InvalidInput: it is another one.
     """
-    _check(layers, model)
-    if isinstance(model, Decoder):
-        raise InvalidInput("model is a Decoder, which has no gradients; plan and prepare a module, such as a TrainableDecoder")
-    for name, word in words.items():
-        if word == SPARSE:
-            raise InvalidInput(
-                f"the plan has {name} in 2:4, and rooftile.qat.prepare masks all layers or none; give it your own formats, and "
-                "sparsity=rooftile.sparsity.Recipe()"
-            )
-        kind = type(unwrapped(model).get_submodule(name))
-        if kind is not nn.Linear:
-            raise InvalidInput(f"{name} is {kind.__name__}, which rooftile.qat does not train; plan with skip=[{name!r}]")
-
-
-def _check(layers: Sequence[Layer], model: nn.Module) -> None:
-    """Refuses a model that is not the plan's."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model is {type(model).__name__}; must be a torch.nn.Module, the one that was planned")
     there = parts_of(model) if isinstance(model, Decoder) else _layers_of(unwrapped(model))

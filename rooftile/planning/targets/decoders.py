@@ -13,11 +13,12 @@ from rooftile.cost import flops, io, traffic
 from rooftile.cost.io import Traffic
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.models import Decoder
+from rooftile.models.checkpoints.formats import weight_in
 from rooftile.models.checkpoints.places import projections_of
 from rooftile.models.checkpoints.quantised import merged
 from rooftile.models.layers import Projection
 from rooftile.planning.costs import Machine, Pass
-from rooftile.planning.formats import NAMES, weight_in
+from rooftile.planning.formats import NAMES
 from rooftile.planning.records import Load, Other, Part
 from rooftile.planning.targets.decoder_steps import decoding, hidden_of, loss_of, reading
 from rooftile.planning.targets.outputs import token_ids

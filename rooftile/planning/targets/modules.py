@@ -14,9 +14,9 @@ from rooftile.diagnosis.run import run_backward
 from rooftile.diagnosis.unchanged import unchanged
 from rooftile.errors import InvalidInput
 from rooftile.matmul.formats import matches, parsed
+from rooftile.models.checkpoints.formats import weight_in
 from rooftile.ops.linear import linear
 from rooftile.planning.costs import Machine
-from rooftile.planning.formats import weight_in
 from rooftile.planning.records import Load, Other, Part
 from rooftile.planning.targets.others import others_of
 from rooftile.planning.targets.outputs import batches_of, first_tensor, loss_over
@@ -92,7 +92,7 @@ class ModuleTarget:
 
     def others(self, machine: Machine) -> list[Other]:
         """Returns the operators outside of linear layers."""
-        return others_of(self._recording.watch, self._recording.in_layers, machine)
+        return others_of(self._recording.watch, self._recording.in_layers, machine, self.name)
 
     def loss(self, data: Any) -> Callable[[], float]:
         """Returns what computes the mean loss on data, with all modules in evaluation mode."""

@@ -18,22 +18,23 @@ from rooftile.planning.records import Other
 _BOUNDS = {"latency": "overhead"}
 
 
-def others_of(watch: Watch, in_layers: Set[int], machine: Machine) -> list[Other]:
+def others_of(watch: Watch, in_layers: Set[int], machine: Machine, root: str) -> list[Other]:
     """Returns the operators outside of linear layers, those with most time first.
 
     in_layers: the numbers of the calls that are in one.
+    root: the class of the model, with which the diagnosis begins all names.
     """
     operations = watch.operations
     saved = _saved(find_chains(watch.calls, watch.kept), operations)
     found = [
-        _other(operation, machine, *saved.get(row, ("", 0.0)))
+        _other(operation, machine, root, *saved.get(row, ("", 0.0)))
         for row, operation in enumerate(operations)
         if not in_layers & set(operation.indices)
     ]
     return sorted(found, key=lambda other: -(other.predicted_us or 0.0))
 
 
-def _other(operation: Operation, machine: Machine, fuse_with: str, saved_bytes: float) -> Other:
+def _other(operation: Operation, machine: Machine, root: str, fuse_with: str, saved_bytes: float) -> Other:
     roofs = roofs_of(operation, machine.device, machine.ceilings)
     found = model(operation, roofs)
     calls, bound = operation.calls, found.bound or ""
@@ -41,7 +42,8 @@ def _other(operation: Operation, machine: Machine, fuse_with: str, saved_bytes: 
         bound = "memory" if (found.memory_us or 0.0) >= (found.compute_us or 0.0) else "compute"
     saved_us = saved_bytes / roofs.bytes_per_s * 1e6 if bound == "memory" else 0.0
     return Other(
-        module=operation.module, operator=PHASES.get(operation.phase, "") + _short(operation), calls=float(calls),
+        module=operation.module.removeprefix(f"{root}."), operator=PHASES.get(operation.phase, "") + _short(operation),
+        calls=float(calls),
         flops=None if operation.flops is None else float(operation.flops * calls),
         nbytes=None if operation.bytes is None else float(operation.bytes * calls),
         ridge=roofs.flops_per_s / roofs.bytes_per_s, bound=_BOUNDS.get(bound, bound),

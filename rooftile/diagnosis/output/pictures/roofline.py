@@ -15,7 +15,7 @@ from rooftile.diagnosis.output.rows import Op, Step
 from rooftile.diagnosis.remedies.remedy import DTYPE, Remedy
 from rooftile.drawing.labels import Box, Crowd, around
 from rooftile.drawing.page import Chart, Table, safe
-from rooftile.drawing.svg import Axis, decades, svg, text
+from rooftile.drawing.svg import Axis, arrow, decades, svg, text
 from rooftile.drawing.units import count, duration, number, percent, size
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 380, 62, 12, 10, 40
@@ -196,13 +196,6 @@ def _moves(step: Step, ops: Sequence[Op], remedies: Sequence[Remedy], lines: Seq
 
 
 def _arrow(before: Spot, after: Spot, words: str, x_axis: Axis, y_axis: Axis, crowd: Crowd) -> str:
-    (x1, y1), (x2, y2) = ((x_axis.place(s.x), y_axis.place(max(s.y, y_axis.low))) for s in (before, after))
-    crowd.line((x1, y1), (x2, y2))
-    length = math.hypot(x2 - x1, y2 - y1)
-    head = ""
-    if length > 4:
-        ux, uy = (x2 - x1) / length, (y2 - y1) / length
-        left, right = (x2 - 8 * ux - 4 * uy, y2 - 8 * uy + 4 * ux), (x2 - 8 * ux + 4 * uy, y2 - 8 * uy - 4 * ux)
-        head = f" M {left[0]:.1f} {left[1]:.1f} L {x2:.1f} {y2:.1f} L {right[0]:.1f} {right[1]:.1f}"
-    path = f"M {x1:.1f} {y1:.1f} L {x2:.1f} {y2:.1f}{head}"
-    return f'<path class="move" d="{path}"><title>{escape(words)}</title></path>'
+    start, end = ((x_axis.place(s.x), y_axis.place(max(s.y, y_axis.low))) for s in (before, after))
+    crowd.line(start, end)
+    return arrow(start, end, words)
