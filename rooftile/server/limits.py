@@ -46,6 +46,8 @@ LINGER_S = 0.5
 
 # no flag: the system's own limit of open files comes next
 CONNECTIONS = 2048
+# requests that a connection may hold behind the one that is answered. No flag: the usual clients send none ahead
+PIPELINED = 16
 
 # texts that wait for one of the tokenizer's threads. No flag: more would only wait longer
 TOKENISING = 256
