@@ -198,7 +198,7 @@ def test_news_that_the_server_cannot_take_ends_it_and_says_why(folder, monkeypat
             def broken(state):
                 raise KeyError("a mistake of ours")
 
-            monkeypatch.setattr(it.service.engine, "_noted", broken)
+            monkeypatch.setattr(it.service.engine, "_hand_out", broken)
             answer = await it.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_down")
             assert await it.life == FAILED

@@ -165,8 +165,9 @@ class RemoteEngine:
     def _take(self, message: Report) -> None:
         if isinstance(message, Step):
             self.state = message.state
-            self._noted(message.state)
             self._hand_out(message)
+            # after the callers whom the news has woken: a token does not wait for the metrics
+            asyncio.get_running_loop().call_soon(self._noted, message.state)
         elif isinstance(message, Reading):
             self.percent = message.percent
         elif isinstance(message, Ready):
