@@ -109,6 +109,21 @@ def test_a_second_signal_ends_at_once(folder, monkeypatch) -> None:
     run(test())
 
 
+def test_an_end_does_not_wait_for_a_model_that_is_being_read(folder, monkeypatch) -> None:
+    monkeypatch.setattr("rooftile.server.engine.remote.GONE_S", PATIENCE_S)
+
+    async def test() -> None:
+        async with living(folder, ready=False) as it:
+            while it.service.engine is None:
+                await asyncio.sleep(0.02)
+            it.run._on_signal()
+            assert await it.life == 0
+            assert it.service.engine.ready is None
+            assert it.service.engine.process.returncode == -signal.SIGKILL
+
+    run(test())
+
+
 def test_a_killed_engine_is_noticed_by_all(folder, monkeypatch) -> None:
     monkeypatch.setenv("ROOFTILE_API_KEY", "k" * 16)
 

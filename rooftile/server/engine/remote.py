@@ -104,8 +104,10 @@ class RemoteEngine:
         return True
 
     async def close(self) -> None:
-        """Ends the process, which sees its socket closed."""
+        """Ends the process, which sees its socket closed; one that still reads the model is killed, and loses nothing."""
         self._end("the server stops")
+        if self.ready is None:
+            self.kill()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
