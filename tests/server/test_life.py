@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -21,10 +22,12 @@ import psutil
 import pytest
 
 from rooftile.errors import InvalidInput
+from rooftile.server import limits
 from rooftile.server.engine.messages import FAILED, Ready, Report
 from rooftile.server.engine.wire import FrameReader
 from rooftile.server.observe.log import WAITING_LINES, Account, _Lines, _Queued, _Quiet, tell
-from rooftile.server.run import bind
+from rooftile.server.run import SPARE_FILES, Run, allow_files, bind
+from rooftile.server.settings import ServerSettings
 from tests.server.living import PATIENCE_S, living
 
 
@@ -233,6 +236,33 @@ def test_a_taken_port_is_a_sentence() -> None:
         bind("203.0.113.5", port)
     with pytest.raises(InvalidInput, match=r"cannot be listened on: \w"):
         bind("a" * 300 + "\u00e9", port)
+
+
+def test_files_are_allowed_for_all_connections(monkeypatch) -> None:
+    """A thousand files are usual, and fewer than the connections that the server takes."""
+    found = []
+    monkeypatch.setattr("resource.setrlimit", lambda kind, pair: found.append(pair))
+    due = limits.CONNECTIONS + SPARE_FILES
+    for limit in ((1024, 1 << 20), (1024, -1), (1024, 2000), (due, due), (-1, -1)):
+        monkeypatch.setattr("resource.getrlimit", lambda kind, limit=limit: limit)
+        allow_files()
+    assert found == [(due, 1 << 20), (due, -1), (2000, 2000)]
+
+
+def test_a_lack_of_files_is_one_line(caplog) -> None:
+    """asyncio tells it with a stack for each of a thousand connections, every second."""
+
+    async def test() -> None:
+        alive = Run(ServerSettings(model="m"), socket.socket())
+        for _ in range(1000):
+            alive._note_error(asyncio.get_running_loop(), {"message": "", "exception": OSError(errno.EMFILE, "too many")})
+        assert len(caplog.records) == 1
+        assert "ulimit" in caplog.text
+        alive._note_error(asyncio.get_running_loop(), {"message": "another", "exception": OSError(errno.EIO, "odd")})
+        assert "another" in caplog.text
+        alive._listener.close()
+
+    run(test())
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
