@@ -159,3 +159,23 @@ def test_a_token_does_not_wait_for_the_metrics() -> None:
         assert order == ["a", "metrics"]
 
     asyncio.run(test())
+
+
+def test_the_text_of_an_echo_is_made_within_the_time_and_before_the_engine_is_asked() -> None:
+    class SlowTexts:
+        async def decode(self, ids: list[int], *, skip_special: bool) -> str:
+            return await asyncio.Event().wait() or ""
+
+    async def test() -> None:
+        engine = FakeEngine()
+        answering = made(engine, deadline_s=0.05)
+        answering.ask.echo = True
+        service: Any = answering._service
+        found, _, ready = service.check()
+        service.check = lambda: (found, SlowTexts(), ready)
+        with pytest.raises(Refusal) as late:
+            await answering.begin()
+        answering.close()
+        assert (late.value.code, engine.sent) == ("deadline_exceeded", [])
+
+    asyncio.run(asyncio.wait_for(test(), 30))

@@ -146,7 +146,7 @@ class Routes:
 
     async def _answer(self, request: Request, kind: type[Form], read: Callable[[Form, Ready], Ask]) -> Response:
         service, account = self._service, request.state.account
-        _, texts, ready = service.check()
+        _, _, ready = service.check()
         deadline = asyncio.get_running_loop().time() + _seconds(request, service.settings.deadline_s)
         # before a body is read and parsed for nothing
         service.admission.check_room(account.key)
@@ -169,10 +169,6 @@ class Routes:
         objects = Objects(account.id, service.settings.served_model_name, int(time.time()), chat=ask.chat)
         try:
             await unless_gone(request.receive, answering.begin())
-            if ask.echo:
-                ask.echoes = [
-                    each if isinstance(each, str) else await texts.decode(each, skip_special=True) for each in ask.prompts
-                ]
             if ask.stream:
                 return EventStream(events_of(answering, objects, account), answering.close, account)
             return json_answer(await unless_gone(request.receive, whole(answering, objects)))

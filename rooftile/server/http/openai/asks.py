@@ -63,7 +63,10 @@ class Ask:
     continuous_usage: bool = False
 
     async def tokens(self, texts: Texts) -> list[list[int]]:
-        """Returns the token ids of each prompt."""
+        """Returns the token ids of each prompt; with `echo` it also makes the prompts' texts."""
+        if self.echo:
+            given = self.prompts
+            self.echoes = [each if isinstance(each, str) else await texts.decode(each, skip_special=True) for each in given]
         if self.messages is not None:
             return [await texts.chat(self.messages, self.add_generation_prompt)]
         return [await texts.encode(each) if isinstance(each, str) else each for each in self.prompts]
