@@ -202,11 +202,11 @@ class _Merged:
             await self._queue.put((place, error))
 
 
-def late(began: float, headers: dict[str, str] | None = None) -> Refusal:
+def late(began: float) -> Refusal:
     """Returns the answer to a request that has begun at a moment, and whose time is over."""
     seconds = time.monotonic() - began
     why = f"the request has taken {seconds:.1f} s, as long as it may (--deadline, or X-Request-Timeout); ask for fewer tokens"
-    return Refusal("deadline_exceeded", why, headers=headers)
+    return Refusal("deadline_exceeded", why)
 
 
 async def wait_for_leaving(receive: Receive) -> None:

@@ -161,8 +161,7 @@ class Routes:
             async with asyncio.timeout_at(deadline):
                 ask = await read_object(request, service.bodies, read_ask)
         except TimeoutError:
-            # nobody waits for the rest of the body
-            raise late(began, {"Connection": "close"}) from None
+            raise late(began) from None
         if service.settings.log_prompts:
             account.prompt = str(ask.messages or ask.prompts)
         answering = Answering(service, ask, account, deadline)
