@@ -486,6 +486,33 @@ MUTATIONS = {
     "2:4, layouts counted twice": Mutation(
         "serve/memory.py", "return peak - kept", "return peak", ("tests/serve/test_memory.py",),
     ),
+    "requests ahead": Mutation(
+        "server/http/protocol.py", "if len(self.pipeline) > limits.PIPELINED:", "if len(self.pipeline) > 9999:",
+        ("tests/server/test_ahead.py",),
+    ),
+    "names that stand twice": Mutation(
+        "server/http/body.py", "written != _kept_names(found)", "written < _kept_names(found)", ("tests/server/test_routes.py",)
+    ),
+    "room of bodies": Mutation(
+        "server/http/body.py", "if self.held + taken > limits.BODIES * self.most:", "if taken > limits.BODIES * self.most:",
+        ("tests/server/test_slow.py",),
+    ),
+    "room given back": Mutation(
+        "server/http/body.py", "bodies.held -= taken", "bodies.held -= len(body)", ("tests/server/test_slow.py",)
+    ),
+    "ids as a whole": Mutation(
+        "serve/text/prompt.py", "0 <= min(prompt) <= max(prompt) < vocabulary", "0 <= min(prompt)",
+        ("tests/serve/test_prompts.py",),
+    ),
+    "order of a schema": Mutation(
+        "serve/grammar.py", "key = json.dumps(structured)", "key = json.dumps(structured, sort_keys=True)",
+        ("tests/server/test_structured.py", "-k", "properties_come"),
+    ),
+    "metrics before tokens": Mutation(
+        "server/engine/remote.py", "get_running_loop().call_soon(self._noted, message.state)",
+        "get_running_loop().call_later(1, self._noted, message.state)",
+        ("tests/server/test_answering.py",),
+    ),
 }  # fmt: skip
 
 

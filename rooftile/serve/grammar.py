@@ -60,7 +60,8 @@ class Grammars:
         Raises:
             InvalidInput: the package llguidance is missing, or the grammar is wrong or too complex.
         """
-        key = json.dumps(structured, sort_keys=True)
+        # with its own order, which the answer follows
+        key = json.dumps(structured)
         with self._lock:
             found = self._kept.get(key)
             if found is not None:

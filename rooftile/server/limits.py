@@ -11,6 +11,8 @@ REQUEST_LINE_BYTES = 8 * 2**10
 HEADERS_BYTES = 16 * 2**10
 # a flag, --max-body, for long lists of token ids
 BODY_BYTES = 4 * 2**20
+# so many of the longest bodies are read and parsed at once. No flag: it follows --max-body
+BODIES = 64
 # JSON is parsed by recursion in other programs on the way. No flag: no field is as deep
 JSON_DEPTH = 64
 # a larger body is parsed in a thread, so that it does not hold up running streams
@@ -46,6 +48,8 @@ LINGER_S = 0.5
 
 # no flag: the system's own limit of open files comes next
 CONNECTIONS = 2048
+# requests that a connection may hold behind the one that is answered. No flag: the usual clients send none ahead
+PIPELINED = 16
 
 # texts that wait for one of the tokenizer's threads. No flag: more would only wait longer
 TOKENISING = 256

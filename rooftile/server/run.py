@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 
@@ -30,6 +32,9 @@ FAREWELL_S = 1.0
 WRONG = 2
 SWITCH_S = 0.001
 BACKLOG = 1024
+# files beside those of connections that count: connections that have just come, the engine, the log
+SPARE_FILES = BACKLOG + 256
+TOLD_S = 60.0
 
 
 class _Uvicorn(uvicorn.Server):
@@ -54,6 +59,7 @@ class Run:
         self._listener = listener
         self._service = Service(settings)
         self._stop = asyncio.Event()
+        self._told = -TOLD_S
         config = uvicorn.Config(
             make_app(self._service), http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, interface="asgi3", proxy_headers=False, timeout_keep_alive=int(limits.IDLE_S),
@@ -64,6 +70,7 @@ class Run:
     async def live(self) -> int:
         """Serves until the end; returns the exit code."""
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._note_error)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
@@ -135,6 +142,15 @@ class Run:
             os._exit(1)
         self._stop.set()
 
+    def _note_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Logs an error of the event loop; a lack of files, which it tells for every connection that waits, once per minute."""
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() - self._told >= TOLD_S:
+            self._told = loop.time()
+            log.error("connections wait, because this process may open no more files (ulimit -n)")
+
     @property
     def _address(self) -> str:
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
@@ -182,6 +198,7 @@ def run(settings: ServerSettings) -> int:
     listener = bind(settings.host, settings.port)
     # a thread that reads a large body in Python gives way to the event loop after so long
     sys.setswitchinterval(SWITCH_S)
+    allow_files()
     start_log(as_json=settings.json_log, queued=True)
     freeze_garbage()
 
@@ -190,6 +207,14 @@ def run(settings: ServerSettings) -> int:
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(live())
+
+
+def allow_files() -> None:
+    """Raises this process's limit of open files to what all connections take, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    due = limits.CONNECTIONS + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < due:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (due if hard == resource.RLIM_INFINITY else min(due, hard), hard))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

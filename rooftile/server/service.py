@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from rooftile.server.admission import Admission
 from rooftile.server.engine.messages import Ready, State
 from rooftile.server.engine.remote import RemoteEngine
+from rooftile.server.http.body import Bodies
 from rooftile.server.http.texts import Texts
 from rooftile.server.observe.metrics import Metrics
 from rooftile.server.refusals import Refusal, retry_later
@@ -35,6 +36,7 @@ class Service:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
         self.metrics = Metrics(settings.metrics_prefix)
+        self.bodies = Bodies(settings.max_body)
         self.admission = Admission(settings.max_waiting, settings.max_waiting_tokens, settings.max_per_key)
         self.engine: RemoteEngine | None = None
         self.texts: Texts | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,8 @@ class ServerSettings:
         return is_loopback(self.host)
 
 
+# asked for every request, nearly always about the same few names
+@lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:
     """Tells whether a host's name or address is that of this machine only."""
     if host == "localhost":

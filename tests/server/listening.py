@@ -16,13 +16,13 @@ from rooftile.server.settings import ServerSettings
 
 
 @contextlib.asynccontextmanager
-async def listening():
+async def listening(service: Service | None = None):
     """Yields the port of a server without an engine, and uvicorn's state with its connections."""
     listener = bind("127.0.0.1", 0)
     # connections inherit it: a client that reads nothing is noticed after few bytes
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     port = listener.getsockname()[1]
-    app = make_app(Service(ServerSettings(model="m")))
+    app = make_app(service or Service(ServerSettings(model="m")))
     config = uvicorn.Config(
         app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, timeout_keep_alive=60
     )

@@ -10,7 +10,8 @@ import pytest
 
 from rooftile.server.admission import Admission
 from rooftile.server.engine.calls import Call, EngineRefused
-from rooftile.server.engine.messages import News, Piece
+from rooftile.server.engine.messages import News, Piece, State, Step
+from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.http.answering import Answering
 from rooftile.server.http.openai.asks import Ask
 from rooftile.server.observe.log import Account
@@ -138,3 +139,43 @@ def test_a_refusal_of_the_engine_says_whose_mistake_it_is(ours, code) -> None:
         assert ("the detail" in refused.value.message) is not ours
 
     asyncio.run(asyncio.wait_for(test(), 40))
+
+
+def test_a_token_does_not_wait_for_the_metrics() -> None:
+    async def test() -> None:
+        order: list[str] = []
+        engine: Any = object.__new__(RemoteEngine)
+        engine._calls, engine._on_start, engine._noted = {1: Call(1)}, {}, lambda state: order.append("metrics")
+
+        async def read() -> None:
+            news = await anext(engine._calls[1])
+            order.append(news.pieces[0].text)
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        engine._take(Step(State(), news=[News(1, [Piece(0, "a", 1)])]))
+        await reading
+        await asyncio.sleep(0)
+        assert order == ["a", "metrics"]
+
+    asyncio.run(test())
+
+
+def test_the_text_of_an_echo_is_made_within_the_time_and_before_the_engine_is_asked() -> None:
+    class SlowTexts:
+        async def decode(self, ids: list[int], *, skip_special: bool) -> str:
+            return await asyncio.Event().wait() or ""
+
+    async def test() -> None:
+        engine = FakeEngine()
+        answering = made(engine, deadline_s=0.05)
+        answering.ask.echo = True
+        service: Any = answering._service
+        found, _, ready = service.check()
+        service.check = lambda: (found, SlowTexts(), ready)
+        with pytest.raises(Refusal) as late:
+            await answering.begin()
+        answering.close()
+        assert (late.value.code, engine.sent) == ("deadline_exceeded", [])
+
+    asyncio.run(asyncio.wait_for(test(), 30))

@@ -48,3 +48,10 @@ def test_the_process_that_answers_has_no_torch(server: Server) -> None:
     server.complete("The roof", max_tokens=2, logprobs=1, stop="x")
     libraries = [Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, server.engine.pid)]
     assert ["libtorch" in each for each in libraries] == [False, True]
+
+
+def test_the_engine_looks_for_its_server_before_it_imports_torch() -> None:
+    """Importing takes seconds, in which an engine whose server has been killed would live on."""
+    program = "import sys, rooftile.server.engine.process; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"

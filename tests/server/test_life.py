@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -21,10 +22,12 @@ import psutil
 import pytest
 
 from rooftile.errors import InvalidInput
+from rooftile.server import limits
 from rooftile.server.engine.messages import FAILED, Ready, Report
 from rooftile.server.engine.wire import FrameReader
 from rooftile.server.observe.log import WAITING_LINES, Account, _Lines, _Queued, _Quiet, tell
-from rooftile.server.run import bind
+from rooftile.server.run import SPARE_FILES, Run, allow_files, bind
+from rooftile.server.settings import ServerSettings
 from tests.server.living import PATIENCE_S, living
 
 
@@ -105,6 +108,21 @@ def test_a_second_signal_ends_at_once(folder, monkeypatch) -> None:
             it.run._on_signal()
             assert ended == [1]
             await asyncio.to_thread(it.service.engine.process.wait, 5)
+
+    run(test())
+
+
+def test_an_end_does_not_wait_for_a_model_that_is_being_read(folder, monkeypatch) -> None:
+    monkeypatch.setattr("rooftile.server.engine.remote.GONE_S", PATIENCE_S)
+
+    async def test() -> None:
+        async with living(folder, ready=False) as it:
+            while it.service.engine is None:
+                await asyncio.sleep(0.02)
+            it.run._on_signal()
+            assert await it.life == 0
+            assert it.service.engine.ready is None
+            assert it.service.engine.process.returncode == -signal.SIGKILL
 
     run(test())
 
@@ -198,7 +216,7 @@ def test_news_that_the_server_cannot_take_ends_it_and_says_why(folder, monkeypat
             def broken(state):
                 raise KeyError("a mistake of ours")
 
-            monkeypatch.setattr(it.service.engine, "_noted", broken)
+            monkeypatch.setattr(it.service.engine, "_hand_out", broken)
             answer = await it.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_down")
             assert await it.life == FAILED
@@ -218,6 +236,33 @@ def test_a_taken_port_is_a_sentence() -> None:
         bind("203.0.113.5", port)
     with pytest.raises(InvalidInput, match=r"cannot be listened on: \w"):
         bind("a" * 300 + "\u00e9", port)
+
+
+def test_files_are_allowed_for_all_connections(monkeypatch) -> None:
+    """A thousand files are usual, and fewer than the connections that the server takes."""
+    found = []
+    monkeypatch.setattr("resource.setrlimit", lambda kind, pair: found.append(pair))
+    due = limits.CONNECTIONS + SPARE_FILES
+    for limit in ((1024, 1 << 20), (1024, -1), (1024, 2000), (due, due), (-1, -1)):
+        monkeypatch.setattr("resource.getrlimit", lambda kind, limit=limit: limit)
+        allow_files()
+    assert found == [(due, 1 << 20), (due, -1), (2000, 2000)]
+
+
+def test_a_lack_of_files_is_one_line(caplog) -> None:
+    """asyncio tells it with a stack for each of a thousand connections, every second."""
+
+    async def test() -> None:
+        alive = Run(ServerSettings(model="m"), socket.socket())
+        for _ in range(1000):
+            alive._note_error(asyncio.get_running_loop(), {"message": "", "exception": OSError(errno.EMFILE, "too many")})
+        assert len(caplog.records) == 1
+        assert "ulimit" in caplog.text
+        alive._note_error(asyncio.get_running_loop(), {"message": "another", "exception": OSError(errno.EIO, "odd")})
+        assert "another" in caplog.text
+        alive._listener.close()
+
+    run(test())
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")

@@ -12,6 +12,7 @@ import pytest
 from rooftile.serve import SamplingParams
 from tests.server.browser import CHROMIUM, Browser
 from tests.server.inside import ask
+from tests.server.small import KEY
 
 PAGE = Path(__file__).resolve().parents[2] / "rooftile" / "server" / "page"
 
@@ -89,3 +90,30 @@ def test_in_a_browser(server, llm, tmp_path) -> None:
     finally:
         browser.close()
     server.wait_until_idle()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_without_its_key_the_page_asks_once(small, tmp_path) -> None:
+    """A page that is left open must not fill the server's log, a line per second."""
+    browser = Browser(tmp_path / "profile")
+    status = "document.getElementById('status')?.textContent"
+
+    def asked(path: str) -> int:
+        return sum(
+            urlparse(each["params"]["request"]["url"]).path == path
+            for each in browser.events
+            if each["method"] == "Network.requestWillBeSent"
+        )
+
+    try:
+        browser.call("Page.navigate", url=small.url + "/")
+        browser.wait(f"{status} === 'the server asks for an API key'")
+        begun = asked("/health")
+        while asked("/health") < begun + 3:
+            browser.wait(f"{status} === 'the server asks for an API key'")
+        assert asked("/metrics") == 1
+        browser.run(f"document.getElementById('key').value = {json.dumps(KEY)}")
+        browser.wait(f"{status}.startsWith('tiny')")
+        assert asked("/metrics") >= 2
+    finally:
+        browser.close()

@@ -26,7 +26,7 @@ def test_a_client_that_reads_nothing_is_cut_off(monkeypatch) -> None:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 client.setblocking(False)
                 await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
-                client.send(b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+                client.send(b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * limits.PIPELINED)
                 async with asyncio.timeout(40):
                     while not state.connections:
                         await asyncio.sleep(0.01)

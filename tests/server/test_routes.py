@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from rooftile.server.refusals import CODES
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from rooftile.server.http.body import parse_object
+from rooftile.server.refusals import CODES, Refusal
 from tests.server.asking import CHATS, COMPLETIONS, TEXT, refused
 from tests.server.inside import ask
 
@@ -22,6 +27,51 @@ from tests.server.inside import ask
 def test_bodies_that_are_no_json(server, data, code) -> None:
     answer = server.client.post(COMPLETIONS, content=data, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+
+
+@pytest.mark.parametrize(
+    ("data", "twice"),
+    [
+        (b'{"prompt": "a", "max_tokens": 1, "max_tokens": 9}', True),
+        (b'{"prompt": "a", "max_tokens": 1, "max_\\u0074okens": 9}', True),
+        (b'{"messages": [{"role": "user", "content": "a", "role": "system"}]}', True),
+        (b'{"prompt": "a: \\"b\\": {", "max_tokens": 1, "user": "\\\\"}', False),
+        (b'{"prompt": "\\\\\\":", "max_tokens": 1, "metadata": {"max_tokens": 2, ":": {"a": [1, {"a": 2}]}}}', False),
+    ],
+)
+def test_a_name_that_stands_twice_is_refused(data, twice) -> None:
+    """A parser keeps the last: the first would be ignored, which perhaps a program on the way has looked at."""
+    if not twice:
+        assert parse_object(data) == json.loads(data)
+        return
+    with pytest.raises(Refusal, match="the same name twice") as refused_:
+        parse_object(data)
+    assert refused_.value.code == "invalid_json"
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(st.recursive(st.none() | st.text() | st.integers(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
+def test_names_are_counted_as_they_are_parsed(value) -> None:
+    body = {"a": value}
+    assert parse_object(json.dumps(body, ensure_ascii=False).encode(errors="replace")) is not None
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate, gzip", "br"])
+def test_a_body_in_another_coding_is_refused_by_name(server, coding) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": coding}
+    answer = server.client.post(COMPLETIONS, content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "not_json")
+    assert coding in answer.json()["error"]["message"]
+    headers["Content-Encoding"] = "identity"
+    assert server.client.post(COMPLETIONS, content=b'{"prompt": "a", "max_tokens": 1}', headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("given", [("1_0",), ("nan",), ("inf",), ("0",), ("-1",), ("",), ("0x10",), ("5", "abc"), ("1e7",)])
+def test_a_timeout_is_one_number(server, given) -> None:
+    headers = [("X-Request-Timeout", each) for each in given]
+    answer = server.client.post(COMPLETIONS, json=TEXT, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert "must be one number of seconds" in answer.json()["error"]["message"]
 
 
 def test_the_body_is_bounded(server) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 from starlette.requests import Request
 
 from rooftile.server import limits
-from rooftile.server.http.body import ClientGone, read_object
+from rooftile.server.http.body import Bodies, ClientGone, read_object
 from rooftile.server.refusals import Refusal
+from rooftile.server.service import Service
+from rooftile.server.settings import ServerSettings
 from tests.server.listening import listening
 from tests.server.sockets import status
 
@@ -110,23 +113,70 @@ def test_a_slow_body_ends_in_time(monkeypatch) -> None:
     monkeypatch.setattr(limits, "READ_S", 0.1)
     request = body_of({"type": "http.request", "body": b"{", "more_body": True})
     with pytest.raises(Refusal) as late:
-        asyncio.run(asyncio.wait_for(read_object(request, 100, dict), 10))
+        asyncio.run(asyncio.wait_for(read_object(request, Bodies(100), dict), 10))
     assert late.value.status == 408
+
+
+def ready_service() -> Service:
+    """A server that would read a request's body, and has no engine to send it to."""
+    service = Service(ServerSettings(model="m"))
+    service.engine = SimpleNamespace(cause=None, ready=SimpleNamespace())
+    service.texts = SimpleNamespace()
+    return service
+
+
+def test_a_body_that_comes_later_than_its_request_may_take_is_late() -> None:
+    """The header counts from the request's head on, and not from the end of its body."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 90000\r\n"
+
+    async def test() -> None:
+        async with listening(ready_service()) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head + b"X-Request-Timeout: 0.3\r\n\r\n{")
+            assert status(await reader.readuntil(b"\r\n\r\n")) == 504
+            assert b"deadline_exceeded" in await reader.readuntil(b"}}")
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_bodies_have_room_together() -> None:
+    """Two thousand connections of four MiB each would take eight GiB."""
+    bodies = Bodies(100_000)
+    whole = {"type": "http.request", "body": b"x" * 100_000, "more_body": True}
+
+    async def test() -> None:
+        reading = [asyncio.create_task(read_object(body_of(whole), bodies, dict)) for _ in range(200)]
+        done, waiting = await asyncio.wait(reading, timeout=0.1)
+        assert bodies.held <= limits.BODIES * bodies.most
+        assert len(waiting) == limits.BODIES * bodies.most // (100_000 - limits.PARSED_AT_ONCE_BYTES)
+        refused = [each.exception() for each in done]
+        assert {each.code for each in refused} == {"queue_full"}
+        assert {each.headers["Retry-After"] for each in refused} == {"1"}
+        # a small one is read at any time
+        small = body_of({"type": "http.request", "body": b'{"a": 1}', "more_body": False})
+        assert await read_object(small, bodies, dict) == {"a": 1}
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(test())
+    assert bodies.held == 0
 
 
 def test_a_client_that_leaves_in_its_body_is_gone() -> None:
     request = body_of({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"})
     with pytest.raises(ClientGone):
-        asyncio.run(asyncio.wait_for(read_object(request, 100, dict), 10))
+        asyncio.run(asyncio.wait_for(read_object(request, Bodies(100), dict), 10))
 
 
 def test_a_body_of_any_size_is_read_within_its_limit() -> None:
     parts = [{"type": "http.request", "body": each, "more_body": True} for each in (b'{"a": "', b"x" * 50_000, b'"')]
     request = body_of(*parts, {"type": "http.request", "body": b"}", "more_body": False})
-    assert asyncio.run(read_object(request, 60_000, dict)) == {"a": "x" * 50_000}
+    assert asyncio.run(read_object(request, Bodies(60_000), dict)) == {"a": "x" * 50_000}
     request = body_of(*parts, {"type": "http.request", "body": b"}", "more_body": False})
     with pytest.raises(Refusal) as long:
-        asyncio.run(read_object(request, 50_000, dict))
+        asyncio.run(read_object(request, Bodies(50_000), dict))
     assert long.value.status == 413
 
 
@@ -141,6 +191,6 @@ def test_a_body_without_end_is_not_read_to_its_end() -> None:
 
     request = Request({"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}, receive)
     with pytest.raises(Refusal) as long:
-        asyncio.run(asyncio.wait_for(read_object(request, 100, dict), 10))
+        asyncio.run(asyncio.wait_for(read_object(request, Bodies(100), dict), 10))
     assert long.value.status == 413
     assert len(received) == 5

@@ -225,3 +225,13 @@ def test_a_stream_goes_on_while_a_hostile_grammar_is_compiled(folder) -> None:
             other.cancel()
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+@pytest.mark.parametrize("first", ["ab", "ba"])
+def test_properties_come_in_the_order_of_their_own_schema(llm, first) -> None:
+    """Also where a schema with the same properties in another order was compiled before."""
+    for order in (first, first[::-1]):
+        properties = {name: {"type": "boolean"} for name in order}
+        schema = {"type": "object", "properties": properties, "required": ["a", "b"], "additionalProperties": False}
+        (output,) = llm.generate("a", SamplingParams(structured={"json": schema}, seed=3, max_tokens=1000))
+        assert list(json.loads(output.outputs[0].text)) == list(order)

@@ -70,6 +70,9 @@ def check_tokens(prompt: Sequence[int], vocabulary: int) -> list[int]:
     """
     if not isinstance(prompt, Iterable) or isinstance(prompt, str | bytes | Mapping):
         raise InvalidInput(f"the prompt is {str(prompt)[:40]!r}, of type {type(prompt).__name__}; must be a list of token ids")
+    # an engine's thread checks prompts between two steps: plain integers are told apart as a whole, ten times as fast
+    if type(prompt) is list and set(map(type, prompt)) == {int} and 0 <= min(prompt) <= max(prompt) < vocabulary:
+        return prompt.copy()
     tokens = []
     for token in _iterated(prompt):
         if not _is_whole(token) or not 0 <= operator.index(token) < vocabulary:

@@ -15,18 +15,16 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.hardware.device import device_of
-from rooftile.models.checkpoints.weights import reading_told
-from rooftile.serve.llm import LLM
-from rooftile.server.engine.loop import Loop
 from rooftile.server.engine.messages import FAILED, Failed, Order, Reading, Ready, Report
 from rooftile.server.engine.pauses import freeze_garbage
 from rooftile.server.engine.wire import FrameReader, frame
 from rooftile.server.observe.log import log, start_log
-from rooftile.spec import DTYPES
+
+if TYPE_CHECKING:
+    from rooftile.serve.llm import LLM
 
 RECEIVED = 1 << 20
 
@@ -88,7 +86,13 @@ def serve(link: SocketLink, settings: dict[str, Any]) -> None:
             told = int(share * 100)
             link.send(Reading(told))
 
+    # here and not above: it takes seconds, in which this process already looks whether its server is there
+    from rooftile.hardware.device import device_of
+    from rooftile.models.checkpoints.weights import reading_told
     from rooftile.serve.checkpoint import find_folder
+    from rooftile.serve.llm import LLM
+    from rooftile.server.engine.loop import Loop
+    from rooftile.spec import DTYPES
 
     # the command's words: the server's process has no torch to read them with
     dtype, device = settings.pop("dtype", "auto"), device_of(settings.pop("device", "auto"))

@@ -104,8 +104,10 @@ class RemoteEngine:
         return True
 
     async def close(self) -> None:
-        """Ends the process, which sees its socket closed."""
+        """Ends the process, which sees its socket closed; one that still reads the model is killed, and loses nothing."""
         self._end("the server stops")
+        if self.ready is None:
+            self.kill()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -165,8 +167,9 @@ class RemoteEngine:
     def _take(self, message: Report) -> None:
         if isinstance(message, Step):
             self.state = message.state
-            self._noted(message.state)
             self._hand_out(message)
+            # after the callers whom the news has woken: a token does not wait for the metrics
+            asyncio.get_running_loop().call_soon(self._noted, message.state)
         elif isinstance(message, Reading):
             self.percent = message.percent
         elif isinstance(message, Ready):

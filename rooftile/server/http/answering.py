@@ -69,7 +69,7 @@ class Answering:
                 self._service.check()
                 await self._send(engine)
         except TimeoutError:
-            raise self._late() from None
+            raise late(self._began) from None
         except InvalidInput as error:
             refusal = refusal_of(error, _FIELDS)
             refusal.param = refusal.param or ("messages" if self.ask.chat else "prompt")
@@ -108,7 +108,7 @@ class Answering:
         """
         left, merged, loop = len(self._calls), _Merged(self._calls), asyncio.get_running_loop()
         # one timer for the whole answer, and not one per token
-        timer = loop.call_at(self._deadline, lambda: self.stop(self._late()))
+        timer = loop.call_at(self._deadline, lambda: self.stop(late(self._began)))
         try:
             while left:
                 place, news = await merged.next()
@@ -170,11 +170,6 @@ class Answering:
                 account.end = piece.finish
         account.completion_tokens = sum(self.usage.completion.values())
 
-    def _late(self) -> Refusal:
-        seconds = time.monotonic() - self._began
-        why = f"the request has taken {seconds:.1f} s, as long as it may (--deadline, or X-Request-Timeout); ask for fewer tokens"
-        return Refusal("deadline_exceeded", why)
-
 
 class _Merged:
     """The news of several calls in the order in which they come. What is not read in time waits in its call, joined."""
@@ -205,6 +200,13 @@ class _Merged:
                 await self._queue.put((place, news))
         except Exception as error:
             await self._queue.put((place, error))
+
+
+def late(began: float) -> Refusal:
+    """Returns the answer to a request that has begun at a moment, and whose time is over."""
+    seconds = time.monotonic() - began
+    why = f"the request has taken {seconds:.1f} s, as long as it may (--deadline, or X-Request-Timeout); ask for fewer tokens"
+    return Refusal("deadline_exceeded", why)
 
 
 async def wait_for_leaving(receive: Receive) -> None:

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import Depends, FastAPI
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from rooftile.errors import InvalidInput, Unsupported
 from rooftile.server.engine.messages import Ready
 from rooftile.server.http import schema
-from rooftile.server.http.answering import Answering, unless_gone
-from rooftile.server.http.body import ClientGone, read_object
-from rooftile.server.http.envelope import Envelope, mistake
+from rooftile.server.http.answering import Answering, late, unless_gone
+from rooftile.server.http.body import read_object
+from rooftile.server.http.envelope import Envelope
+from rooftile.server.http.errors import HANDLERS, json_answer
 from rooftile.server.http.guard import Guard
-from rooftile.server.http.openai.asks import Ask, chat_ask, completion_ask, read_messages, refusal_of
+from rooftile.server.http.openai.asks import Ask, chat_ask, completion_ask, read_messages
 from rooftile.server.http.openai.fields import read_form
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm, DetokenizeForm, TokenizeForm
 from rooftile.server.http.openai.gathered import Answer, best
 from rooftile.server.http.openai.objects import Objects
 from rooftile.server.http.sse import EventStream, events_of
-from rooftile.server.observe.log import Account
 from rooftile.server.observe.metrics import CONTENT_TYPE
 from rooftile.server.refusals import Refusal
 from rooftile.server.service import Service
@@ -36,6 +34,7 @@ from rooftile.server.service import Service
 Form = TypeVar("Form", bound=BaseModel)
 
 PAGE = Path(__file__).parent.parent / "page"
+_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
@@ -49,10 +48,7 @@ def make_app(service: Service) -> Envelope:
         # whoever may GET may ask for the headers alone
         methods = ["GET", "HEAD"] if method == "GET" else [method]
         app.add_api_route(path, endpoint, methods=methods, response_class=Response, response_model=None)
-    for kind, handler in (
-        (Refusal, _refused), (HTTPException, _no_route), (ClientGone, _gone), (InvalidInput, _wrong), (Unsupported, _wrong),
-        (Exception, _mistaken),
-    ):  # fmt: skip
+    for kind, handler in HANDLERS:
         app.add_exception_handler(kind, handler)
     return Envelope(app, service)
 
@@ -87,22 +83,22 @@ class Routes:
 
     async def models(self, request: Request) -> Response:
         """Lists the one model."""
-        return _json({"object": "list", "data": [self._service.facts()]})
+        return json_answer({"object": "list", "data": [self._service.facts()]})
 
     async def model(self, request: Request) -> Response:
         """Describes the one model."""
         self._check_model(request.path_params["name"])
-        return _json(self._service.facts())
+        return json_answer(self._service.facts())
 
     async def tokenize(self, request: Request) -> Response:
         """Returns the token ids of a prompt or of a conversation."""
         _, texts, ready = self._service.check()
-        form, messages = await read_object(request, self._service.settings.max_body, self._read_tokenize)
+        form, messages = await read_object(request, self._service.bodies, self._read_tokenize)
         if messages is None:
             tokens = await texts.encode(form.prompt or "", special=form.add_special_tokens)
         else:
             tokens = await texts.chat(messages, form.add_generation_prompt)
-        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_len})
+        return json_answer({"tokens": tokens, "count": len(tokens), "max_model_len": ready.max_len})
 
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of token ids."""
@@ -116,13 +112,13 @@ class Routes:
                 raise Refusal("invalid_value", f"tokens must be a list of ids from 0 to {ready.vocabulary - 1}", param="tokens")
             return form
 
-        form = await read_object(request, self._service.settings.max_body, read)
-        return _json({"prompt": await texts.decode(form.tokens, skip_special=form.skip_special_tokens)})
+        form = await read_object(request, self._service.bodies, read)
+        return json_answer({"prompt": await texts.decode(form.tokens, skip_special=form.skip_special_tokens)})
 
     async def health(self, request: Request) -> Response:
         """Says whether requests are answered."""
         self._service.check()
-        return _json({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
         """Returns Prometheus's series."""
@@ -130,7 +126,7 @@ class Routes:
 
     async def openapi(self, request: Request) -> Response:
         """Describes the routes."""
-        return _json(schema.document())
+        return json_answer(schema.document())
 
     async def page(self, request: Request) -> Response:
         """Returns the page."""
@@ -150,7 +146,7 @@ class Routes:
 
     async def _answer(self, request: Request, kind: type[Form], read: Callable[[Form, Ready], Ask]) -> Response:
         service, account = self._service, request.state.account
-        _, texts, ready = service.check()
+        _, _, ready = service.check()
         deadline = asyncio.get_running_loop().time() + _seconds(request, service.settings.deadline_s)
         # before a body is read and parsed for nothing
         service.admission.check_room(account.key)
@@ -160,20 +156,21 @@ class Routes:
             self._check_model(getattr(form, "model", None))
             return read(form, ready)
 
-        ask = await read_object(request, service.settings.max_body, read_ask)
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout_at(deadline):
+                ask = await read_object(request, service.bodies, read_ask)
+        except TimeoutError:
+            raise late(began) from None
         if service.settings.log_prompts:
             account.prompt = str(ask.messages or ask.prompts)
         answering = Answering(service, ask, account, deadline)
         objects = Objects(account.id, service.settings.served_model_name, int(time.time()), chat=ask.chat)
         try:
             await unless_gone(request.receive, answering.begin())
-            if ask.echo:
-                ask.echoes = [
-                    each if isinstance(each, str) else await texts.decode(each, skip_special=True) for each in ask.prompts
-                ]
             if ask.stream:
                 return EventStream(events_of(answering, objects, account), answering.close, account)
-            return _json(await unless_gone(request.receive, whole(answering, objects)))
+            return json_answer(await unless_gone(request.receive, whole(answering, objects)))
         except BaseException:
             answering.close()
             raise
@@ -215,56 +212,17 @@ async def whole(answering: Answering, objects: Objects) -> dict[str, Any]:
 
 def _seconds(request: Request, most: float) -> float:
     """Returns the seconds that a request may take: --deadline, or less if X-Request-Timeout says so."""
-    given = request.headers.get("x-request-timeout")
-    if given is None:
+    given = request.headers.getlist("x-request-timeout")
+    if not given:
         return most
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
+    # not all that Python reads: its numbers may have underscores
+    seconds = float(given[0]) if len(given) == 1 and _NUMBER.fullmatch(given[0]) else 0.0
     if not 0 < seconds < 1e7:
-        raise Refusal("invalid_value", f"X-Request-Timeout is {given[:40]!r}; must be a number of seconds above 0")
+        shown = ", ".join(given)[:40]
+        why = f"X-Request-Timeout is {shown!r}; must be one number of seconds above 0, and below 10,000,000"
+        raise Refusal("invalid_value", why)
     return min(seconds, most)
-
-
-def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 def _file(name: str, kind: str) -> Response:
     return FileResponse(PAGE / name, media_type=kind, headers={"Content-Security-Policy": _POLICY})
-
-
-def _answer_with(request: Request, refusal: Refusal) -> Response:
-    account: Account = request.state.account
-    account.end = refusal.code
-    return _json(refusal.body, refusal.status, refusal.headers)
-
-
-async def _refused(request: Request, error: Any) -> Response:
-    return _answer_with(request, error)
-
-
-async def _wrong(request: Request, error: Any) -> Response:
-    return _answer_with(request, refusal_of(error, ()))
-
-
-async def _no_route(request: Request, error: Any) -> Response:
-    if error.status_code == 405:
-        # the router has a set of them, in any order
-        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
-        why = f"the method is {request.method[:16]}; this path has {allowed}"
-        refusal = Refusal("method_not_allowed", why, headers={"Allow": allowed})
-    else:
-        path = request.scope["path"][:80]
-        refusal = Refusal("not_found", f"the path {path!r} is none of this server's; /openapi.json lists them")
-    return _answer_with(request, refusal)
-
-
-async def _gone(request: Request, error: Any) -> Response:
-    request.state.account.end = "gone"
-    return Response(status_code=499)
-
-
-async def _mistaken(request: Request, error: Any) -> Response:
-    return _answer_with(request, mistake(request.state.account.id))

@@ -47,34 +47,31 @@ class Envelope:
         account = Account(given if _WORD.fullmatch(given) else secrets.token_hex(12), scope["method"], scope["path"][:128])
         scope.setdefault("state", {})["account"] = account
         began = time.monotonic()
-
-        complete = False
-
-        async def note(message: Message) -> None:
-            nonlocal complete
-            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if message["type"] == "http.response.start":
-                account.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", account.id.encode()), *_HEADERS]
-            await send(message)
-
+        talk = _Talk(account, receive, send, closes=b"expect" in headers)
         try:
-            if len(given) > limits.NAME_CHARACTERS:
-                why = f"X-Request-Id has {len(given):,} characters; may have at most {limits.NAME_CHARACTERS}"
-                raise Refusal("invalid_value", why)
-            check_host(headers.get(b"host", b"").decode("latin-1"), self._service.settings)
-            await self._app(scope, receive, note)
+            self._check(scope, given)
+            await self._app(scope, talk.receive, talk.send)
         except ClientGone:
             account.end = account.end or "gone"
         except Refusal as refusal:
-            await self._refuse(refusal, account, note)
+            await self._refuse(refusal, account, talk.send)
         except Exception:
             log.exception("request %s: a mistake of the server", account.id)
-            if not complete:
-                await self._refuse(mistake(account.id), account, note)
+            if not talk.complete:
+                await self._refuse(mistake(account.id), account, talk.send)
         finally:
             account.seconds = time.monotonic() - began
             self._finish(account)
+
+    def _check(self, scope: Scope, id: str) -> None:
+        """Refuses a request by headers that no route looks at."""
+        if len(id) > limits.NAME_CHARACTERS:
+            why = f"X-Request-Id has {len(id):,} characters; may have at most {limits.NAME_CHARACTERS}"
+            raise Refusal("invalid_value", why)
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) > 1:
+            raise Refusal("invalid_request", f"the request has {len(hosts)} Host headers; must have one")
+        check_host(hosts[0].decode("latin-1") if hosts else "", self._service.settings)
 
     async def _refuse(self, refusal: Refusal, account: Account, send: Send) -> None:
         if account.status:
@@ -95,6 +92,38 @@ class Envelope:
         # an orchestra of probes asks every second
         if account.path not in ("/health", "/metrics") or account.status >= 400:
             tell(account)
+
+
+class _Talk:
+    """The messages of one request between the application and its client, and what is noted of them.
+
+    Args:
+        account: what the log will say about the request.
+        receive, send: the client's end.
+        closes: whether the client asks before it sends its body. Unless it is told to, it sends none, and its next request would
+            be read as the body.
+    """
+
+    def __init__(self, account: Account, receive: Receive, send: Send, *, closes: bool) -> None:
+        self.complete = False
+        self._account = account
+        self._receive = receive
+        self._send = send
+        self._closes = closes
+
+    async def receive(self) -> Message:
+        """Returns the client's next message."""
+        self._closes = False
+        return await self._receive()
+
+    async def send(self, message: Message) -> None:
+        """Sends a message to the client."""
+        self.complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if message["type"] == "http.response.start":
+            self._account.status = message["status"]
+            own = [(b"x-request-id", self._account.id.encode()), *_HEADERS]
+            message["headers"] = [*message.get("headers", ()), *own, *([(b"connection", b"close")] if self._closes else ())]
+        await self._send(message)
 
 
 def mistake(id: str) -> Refusal:

@@ -76,6 +76,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._check_head(size):
             super().on_headers_complete()
             self._cycles = (*(each for each in self._cycles if not each.response_complete), self.cycle)
+            if len(self.pipeline) > limits.PIPELINED:
+                self.transport.abort()
+                # the parser has no other way to leave the rest of what has come unread
+                raise ConnectionError(f"more than {limits.PIPELINED} requests wait on a connection")
 
     def on_message_complete(self) -> None:
         """Ends a request; the next one may begin."""

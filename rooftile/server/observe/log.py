@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 log = logging.getLogger("rooftile.server")
@@ -38,8 +38,9 @@ class Account:
 
     def line(self) -> dict[str, Any]:
         """Returns what the log says."""
-        found = {name: value for name, value in asdict(self).items() if value not in ("", None)}
-        return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        shown = {name: value for name, value in found.items() if value not in ("", None)}
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in shown.items()}
 
 
 class _Quiet(logging.StreamHandler[Any]):

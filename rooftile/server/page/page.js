@@ -138,6 +138,8 @@ function drawChart(rates) {
 
 const rates = [];
 let last = null;
+// the key that the server has refused: asked again with it, it would only write another line into its log
+let refused = null;
 
 function showState(found) {
   const now = performance.now();
@@ -163,10 +165,13 @@ async function watch() {
     if (!health.ok) {
       say("status", (await health.json()).error.message);
     } else {
-      const answer = await fetch("metrics", { headers: headers() });
-      if (answer.status === 401) {
+      const key = at("key").value;
+      const answer = key === refused ? null : await fetch("metrics", { headers: headers() });
+      if (!answer || answer.status === 401) {
+        refused = key;
         say("status", "the server asks for an API key");
       } else {
+        refused = null;
         showState(series(await answer.text()));
         if (!model) model = (await (await fetch("v1/models", { headers: headers() })).json()).data[0];
         say("status", `${model.id}, at most ${numbers.format(model.max_model_len)} tokens per sequence`);

@@ -63,7 +63,10 @@ class Ask:
     continuous_usage: bool = False
 
     async def tokens(self, texts: Texts) -> list[list[int]]:
-        """Returns the token ids of each prompt."""
+        """Returns the token ids of each prompt; with `echo` it also makes the prompts' texts."""
+        if self.echo:
+            given = self.prompts
+            self.echoes = [each if isinstance(each, str) else await texts.decode(each, skip_special=True) for each in given]
         if self.messages is not None:
             return [await texts.chat(self.messages, self.add_generation_prompt)]
         return [await texts.encode(each) if isinstance(each, str) else each for each in self.prompts]
@@ -180,7 +183,7 @@ def list_prompts(given: Any, ready: Ready) -> list[str | list[int]]:
         # in this order: a list that is too long is refused before its elements are looked at
         if isinstance(prompt, list) and (len(prompt) >= ready.max_len or not prompt):
             raise _bad("prompt", f"prompt has {len(prompt):,} tokens; must have from 1 to {ready.max_len - 1:,}")
-        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+        if not isinstance(prompt, list) or set(map(type, prompt)) != {int}:
             raise _bad("prompt", "prompt must be a text, a list of texts, a list of token ids, or a list of such lists")
         if not 0 <= min(prompt) <= max(prompt) < ready.vocabulary:
             raise _bad("prompt", f"prompt has token ids outside of 0 to {ready.vocabulary - 1}")

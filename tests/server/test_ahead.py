@@ -1,0 +1,57 @@
+"""Clients that send requests before they have read earlier answers, and what they announce before they send it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from rooftile.server import limits
+from tests.server.listening import listening
+from tests.server.sockets import connect, send, status
+
+LINE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+async def answers_to(requests: int) -> int:
+    """Returns how many answers come to so many requests in one piece."""
+    found = b""
+    async with listening() as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(LINE * requests)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            while part := await asyncio.wait_for(reader.read(65536), 2):
+                found += part
+        writer.close()
+    return found.count(b"HTTP/1.1 503")
+
+
+def test_a_connection_holds_few_requests_ahead() -> None:
+    """A connection that may hold any number takes memory without end, and the event loop for seconds."""
+    most = limits.PIPELINED + 1
+    assert asyncio.run(answers_to(most)) == most
+    assert asyncio.run(answers_to(most + 500)) <= most
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "due"),
+    [
+        ("text/plain", 30, (415, True)), ("application/json", limits.BODY_BYTES + 1, (413, True)),
+        ("application/json", limits.BODY_BYTES, (100, False)),
+    ],
+)  # fmt: skip
+def test_a_client_that_asks_before_it_sends_is_told_at_once(server, kind, size, due) -> None:
+    """Otherwise it would send a body that nobody reads, or its next request would be read as the body of this one."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\n"
+    with connect(server) as made:
+        made.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        found = made.recv(4096)
+    assert (status(found), b"connection: close" in found) == due
+
+
+def test_two_host_headers_are_refused(server) -> None:
+    """Programs on the way may believe the other one."""
+    found = send(server, b"GET /health HTTP/1.1\r\nHost: evil.example\r\nHost: localhost\r\n\r\n", then_close=False)
+    assert status(found) == 400
+    assert b"2 Host headers" in found
