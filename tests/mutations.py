@@ -414,6 +414,12 @@ MUTATIONS = {
         "optim/kernels.py", "scale *= tl.load(clip_ptr).to(tl.float32)", "scale *= 1.0",
         ("tests/interpreter/test_adamw.py",), interpreted=True,
     ),
+    "qat, flags that stay on the device": Mutation(
+        "qat/finite.py", "for at in copy.nonzero().flatten().tolist():", "for at in ():", ("tests/qat/test_finite.py",),
+    ),
+    "qat, codes of a weight that was not looked at": Mutation(
+        "qat/layers.py", "self.qat.steps, self.training)", "self.qat.steps)", ("tests/qat/test_finite.py", "-k", "at_once"),
+    ),
     "plan, losses in steps": Mutation(
         "planning/choice.py", "math.ceil(loss / max_loss * STEPS - 1e-6)", "math.floor(loss / max_loss * STEPS)",
         ("tests/planning/test_choice.py",),

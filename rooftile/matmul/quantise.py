@@ -22,7 +22,7 @@ from rooftile.numerics.formats import FP8_E4M3, INT8, encode
 from rooftile.numerics.rows import LONGEST_ROW
 from rooftile.numerics.scaling import divided, scales_of
 from rooftile.numerics.two_level import outer_scale, quantise_nvfp4
-from rooftile.operators import transforms_active, watched
+from rooftile.operators import replaced, transforms_active
 from rooftile.words import answers_foreign_words
 
 # numbers that are quantised at once: an fp32 copy of a large weight would take twice its memory
@@ -63,14 +63,38 @@ def quantise_weight(w: Tensor, format: str, *, group: int | None = None, zero_po
         >>> weight = quantise_weight(torch.randn(256, 512), "int4")
         >>> y = linear(torch.randn(3, 512), weight)
     """
+    return _weight(w, format, group, zero_points, None)
+
+
+def quantise_with_flag(w: Tensor, format: str, group: int | None, flag: Tensor) -> QuantisedWeight:
+    """`quantise_weight` that raises a flag where w is not finite, in place of an error that waits for the device.
+
+    flag: int32 (1,) on the device of w, set to 1, and left as it is where w is finite.
+    """
+    return _weight(w, format, group, False, flag)
+
+
+def raise_flag(flag: Tensor, *found: Tensor) -> None:
+    """Raises a flag where a tensor is not finite, in a pass that waits for nothing."""
+    for x in found:
+        # the largest size is NaN where a number is, and infinite in fp32 where one of fp64 is too large
+        largest = torch.linalg.vector_norm(x.detach(), torch.inf).float()
+        flag.bitwise_or_(largest.isfinite().logical_not().to(flag.dtype))
+
+
+def _weight(w: Tensor, format: str, group: int | None, zero_points: bool, flag: Tensor | None) -> QuantisedWeight:
+    """Quantises a weight; without a flag it raises an error where w is not finite."""
     kind = weight_format(format)
     _check(w, kind, zero_points)
     w = w.detach()
     N, K = w.shape
     group = group_of(kind, K, group)
     if w.is_cuda and not zero_points and _runs_kernel(w, kind, group):
-        return _in_one_pass(w, kind, group)
-    _check_finite(w)
+        return _in_one_pass(w, kind, group, flag)
+    if flag is None:
+        _check_finite(w)
+    else:
+        raise_flag(flag, w)
     outer = outer_scale(w).view(1, 1) if format == "nvfp4" else None
     # whole tiles
     rows = max(AT_ONCE // K // TILE, 1) * TILE
@@ -107,17 +131,19 @@ def _check_finite(w: Tensor) -> None:
 
 def _runs_kernel(w: Tensor, kind: WeightFormat, group: int) -> bool:
     """Whether one kernel quantises w, which is on a GPU. It holds a row, and the two codes of a byte."""
-    if w.dtype == torch.float64 or torch.compiler.is_compiling() or transforms_active() or watched(w):
+    if w.dtype == torch.float64 or torch.compiler.is_compiling() or transforms_active() or replaced(w):
         return False
     is_row = kind.name not in ("fp8_tile", "nvfp4") and w.shape[1] <= LONGEST_ROW and group % (1 + kind.is_packed) == 0
     return is_row and triton_is_installed()
 
 
-def _in_one_pass(w: Tensor, kind: WeightFormat, group: int) -> QuantisedWeight:
+def _in_one_pass(w: Tensor, kind: WeightFormat, group: int, flag: Tensor | None) -> QuantisedWeight:
     from rooftile.matmul.kernels import weights
 
-    codes, scales, lost = weights.quantise(w, kind, group)
-    if lost.any():
+    own = torch.zeros(1, dtype=torch.int32, device=w.device) if flag is None else flag
+    codes, scales = weights.quantise(w, kind, group, own)
+    # a look at a flag of its own waits for the device
+    if flag is None and own.item():
         _check_finite(w)
     return QuantisedWeight(codes, scales, None, None, kind.name, group, (w.shape[0], w.shape[1]), None)
 

@@ -9,6 +9,7 @@ layers            the layers that round
 product           the forward and the gradients of one of them
 learned           scales that are learned
 masking           masks of 2:4 weights: SR-STE
+finite            refuses weights that are not finite
 steps             counts an optimiser's steps
 state             `state_dict` and `load_state_dict`, for a resumed run
 quantised_linear  `convert`, and the layer that it leaves

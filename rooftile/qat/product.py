@@ -22,11 +22,13 @@ from torch.nn import functional
 from rooftile.errors import Unsupported
 from rooftile.matmul import QuantisedWeight, dequantise, multiply, quantise_weight, weight_format
 from rooftile.matmul.packing import OFFSET
+from rooftile.matmul.quantise import quantise_with_flag
 from rooftile.matmul.weight import factors
 from rooftile.numerics.block_floating import SHARED, quantise_blocks
 from rooftile.numerics.formats import FP4_E2M1
 from rooftile.numerics.rows import quantise_rows
 from rooftile.operators import below_autograd, define, wants_grad, watched
+from rooftile.qat.finite import flag_for
 from rooftile.qat.learned import gradients_of, with_scales
 
 ESTIMATORS = ("straight", "clip", "lsq")
@@ -56,26 +58,32 @@ class Held:
         self.codes = codes
 
 
-def codes_of(w: Tensor, rounding: Rounding, scales: Tensor | None = None) -> QuantisedWeight:
-    """Returns the codes of a weight: with `scales` under "lsq", otherwise with those that it has by itself."""
-    if scales is None:
-        return quantise_weight(w, rounding.format, group=rounding.group)
-    return with_scales(w, rounding.format, scales)
+def codes_of(w: Tensor, rounding: Rounding, scales: Tensor | None = None, flag: Tensor | None = None) -> QuantisedWeight:
+    """Returns the codes of a weight: with `scales` under "lsq", otherwise with those that it has by itself.
+
+    flag: int32 (1,), raised where numbers are not finite; without it that is an error.
+    """
+    if scales is not None:
+        return with_scales(w, rounding.format, scales, flag)
+    if flag is not None:
+        return quantise_with_flag(w, rounding.format, rounding.group, flag)
+    return quantise_weight(w, rounding.format, group=rounding.group)
 
 
 def linear(
     x: Tensor, w: Tensor, bias: Tensor | None, rounding: Rounding, codes: QuantisedWeight | None = None,
-    scales: Tensor | None = None,
+    scales: Tensor | None = None, in_training: bool = False,
 ) -> Tensor:  # fmt: skip
     """Returns x (..., K) times the rounded w (N, K), plus the bias (N,), with gradients for all of them.
 
     codes: those of w, where they are known already.
     scales: learned ones (N, K / group), fp32.
+    in_training: whether an error about w may come later (`finite`), where compiled code takes the codes.
     """
     if torch.compiler.is_compiling():
-        found: Tensor = linear_rounded(x, w, bias, scales, *rounding)
+        found: Tensor = linear_rounded(x, w, bias, scales, *rounding, in_training)
         return found
-    made: Tensor = _Rounded.apply(x, w, bias, scales, rounding, Held(codes))
+    made: Tensor = _Rounded.apply(x, w, bias, scales, rounding, Held(codes), in_training)
     return made
 
 
@@ -108,11 +116,11 @@ def inside(w: Tensor, weight: QuantisedWeight) -> Tensor:
 
 def run(
     x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, format: str, group: int | None, estimator: str,
-    activations: str | None,
+    activations: str | None, in_training: bool,
 ) -> Tensor:  # fmt: skip
     """Computes `linear_rounded`."""
     rounding = Rounding(format, group, estimator, activations)
-    return _forward(x, codes_of(w, rounding, scales), bias, activations)
+    return _forward(x, codes_of(w, rounding, scales, flag_for(w, in_training)), bias, activations)
 
 
 def _forward(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, activations: str | None) -> Tensor:
@@ -139,7 +147,8 @@ def _gradients(
     dy: Tensor, x: Tensor, w: Tensor, scales: Tensor | None, rounding: Rounding, needs_x: bool, needs_w: bool,
     codes: QuantisedWeight | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    weight = codes or codes_of(w, rounding, scales)
+    # the forward has looked at w, or has raised a flag
+    weight = codes or codes_of(w, rounding, scales, flag_for(w, in_training=True))
     clips = rounding.estimator == "clip"
     dx, dw, dscales = x.new_empty(0), w.new_empty(0), w.new_empty(0)
     if needs_x:
@@ -174,18 +183,19 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, rounding: Rounding, held: Held | None
+        x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, rounding: Rounding, held: Held | None,
+        in_training: bool,
     ) -> Tensor:  # fmt: skip
         with below_autograd():
             if held is None or watched(x, w, bias, scales):
-                found: Tensor = linear_rounded(x, w, bias, scales, *rounding)
+                found: Tensor = linear_rounded(x, w, bias, scales, *rounding, in_training)
                 return found
             held.codes = held.codes or codes_of(w, rounding, scales)
             return _forward(x, held.codes, bias, rounding.activations)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, bias, scales, ctx.rounding, ctx.held = inputs
+        x, w, bias, scales, ctx.rounding, ctx.held, _ = inputs
         ctx.bias = None if bias is None else bias.dtype
         ctx.save_for_backward(x, w, scales)
 
@@ -204,7 +214,7 @@ class _Rounded(torch.autograd.Function):
         if needs_bias:
             dbias = dy.flatten(0, -2).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(ctx.bias)
         wanted = (needs_x, dx), (needs_w, dw), (needs_bias, dbias), (needs_scales, dscales)
-        return *(found if needed else None for needed, found in wanted), None, None
+        return *(found if needed else None for needed, found in wanted), None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *others: Any) -> tuple[Tensor, int]:
@@ -213,12 +223,13 @@ class _Rounded(torch.autograd.Function):
         return _Rounded.apply(x.movedim(in_dims[0], 0), *others), 0
 
 
-def _autograd(x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, *rounding: Any) -> Tensor:
+def _autograd(x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, *options: Any) -> Tensor:
     if wants_grad(x, w, bias, scales):
-        found: Tensor = _Rounded.apply(x, w, bias, scales, Rounding(*rounding), None)
+        *rounding, in_training = options
+        found: Tensor = _Rounded.apply(x, w, bias, scales, Rounding(*rounding), None, in_training)
         return found
     with below_autograd():
-        return linear_rounded(x, w, bias, scales, *rounding)
+        return linear_rounded(x, w, bias, scales, *options)
 
 
 class _Numbers(torch.autograd.Function):
@@ -246,8 +257,8 @@ class _Numbers(torch.autograd.Function):
 
 
 linear_rounded = define(
-    "linear_rounded(Tensor x, Tensor w, Tensor? bias, Tensor? scales, str format, int? group, str estimator, str? activations) "
-    "-> Tensor", run, _fake, _autograd,
+    "linear_rounded(Tensor x, Tensor w, Tensor? bias, Tensor? scales, str format, int? group, str estimator, str? activations, "
+    "bool in_training) -> Tensor", run, _fake, _autograd,
 )  # fmt: skip
 linear_rounded_backward = define(
     "linear_rounded_backward(Tensor dy, Tensor x, Tensor w, Tensor? scales, str format, int? group, str estimator, "

@@ -3,8 +3,9 @@
 A layer keeps its codes from one step to the next. A tensor's version does not tell it that the weight was changed: FSDP fills a
 weight again without raising it, and so does a program that writes to `.data`.
 
-Before a step, an optimiser that lacks learned scales is refused, and 2:4 layers add their decay to the gradient: once, however
-many micro-batches it was summed over. After it they choose their masks, and learned scales stay above zero.
+Before a step, an optimiser that lacks learned scales is refused, weights that are not finite are told, and 2:4 layers add their
+decay to the gradient: once, however many micro-batches it was summed over. After it they choose their masks, and learned scales
+stay above zero.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rooftile.errors import InvalidInput
-from rooftile.qat import masking
+from rooftile.qat import finite, masking
 from rooftile.qat.learned import LEAST, first_scales
 from rooftile.qat.sharded import local
 
@@ -49,6 +50,8 @@ def _held(optimizer: Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 def _stepping(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _check_scales(optimizer)
+    held = _groups(optimizer)
+    finite.read(optimizer, [module for module in _prepared() if id(module.weight) in held or not module.qat.steps])
     if not any(module.qat.masking for module, _ in _held(optimizer)):
         return None
     closure = kwargs.get("closure") or next((x for x in args[1:] if callable(x)), None)

@@ -82,6 +82,56 @@ def test_blocks_have_the_bits_of_a_cpu(name: str) -> None:
     assert torch.equal(found.dequantise().cpu(), due.dequantise())
 
 
+def trained(format: str, estimator: str = "straight", steps: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = rt.qat.prepare(mlp().cuda(), format, estimator=estimator)
+    optimiser = rt.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        model(inputs().cuda()).square().mean().backward()
+        optimiser.step()
+    return model, optimiser
+
+
+@pytest.mark.parametrize("estimator", ["straight", "clip"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_step_waits_for_nothing(format: str, estimator: str) -> None:
+    (model, optimiser), x = trained(format, estimator), inputs().cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimiser.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_tile", "int4:32"])
+def test_a_nan_is_told_a_step_later(format: str) -> None:
+    (model, optimiser), x = trained(format), inputs().cuda()
+    with torch.no_grad():
+        model[2].weight[1, 3] = torch.nan
+    model(x).square().mean().backward()
+    optimiser.step()
+    with pytest.raises(rt.InvalidInput, match=r"2.weight after 3 steps cannot be quantised"):
+        optimiser.step()
+
+
+def test_a_captured_forward_follows_the_weight() -> None:
+    (model, _), x = trained("int4:32"), inputs().cuda()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        model(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        found = model(x)
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+        due = model(x)
+    graph.replay()
+    assert torch.equal(found, due)
+
+
 @pytest.mark.parametrize("format", ["fp8", "int4:32"])
 def test_a_compiled_step_under_autocast(format: str) -> None:
     model, x = prepared(format, torch.float32, "cuda"), inputs(rows=40).cuda()

@@ -25,7 +25,7 @@ def test_rows_of_14336(name: str, given: int | None) -> None:
 
     kind = weight_format(name)
     codes, scales = POINTERS[name]
-    words = {"codes_ptr": codes, "scales_ptr": scales, "lost_ptr": "*i8", "stride": "i32"}
+    words = {"codes_ptr": codes, "scales_ptr": scales, "flag_ptr": "*i32", "stride": "i32"}
     found = compiled(weights._quantise_weight, 90, weights.constants_of(kind, 14336, group_of(kind, 14336, given)), **words)
     assert stack(found) == 0
     assert found.metadata.shared <= 99 * 1024

@@ -1,6 +1,6 @@
 """Weights quantised in one pass, with the bits of `rooftile.matmul.quantise_weight` in PyTorch's operations.
 
-A program owns a row: it reads the row once, and writes its codes, its scales, and whether a number is not finite.
+A program owns a row: it reads the row once, and writes its codes and its scales. A number that is not finite raises a flag.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ def _e2m1(x):
 
 
 @triton.jit
-def _quantise_weight(w_ptr, codes_ptr, scales_ptr, lost_ptr, stride, CODES: tl.constexpr):
-    """Quantises one row. Numbers that are not finite count as 0, and `lost` says that there are some."""
+def _quantise_weight(w_ptr, codes_ptr, scales_ptr, flag_ptr, stride, CODES: tl.constexpr):
+    """Quantises one row. Numbers that are not finite count as 0, and raise the flag."""
     row = tl.program_id(0).to(tl.int64)
     part, at = tl.arange(0, CODES.PARTS), tl.arange(0, CODES.WIDTH)
     k = part[:, None] * CODES.GROUP + at[None, :]
     there = (part[:, None] < CODES.GROUPS) & (at[None, :] < CODES.GROUP)
     x = tl.load(w_ptr + row * stride + k, mask=there, other=0.0).to(tl.float32)
     is_finite = (x == x) & (tl.abs(x) != float("inf"))
-    tl.store(lost_ptr + row, tl.max(tl.max(tl.where(is_finite, 0, 1), 1), 0).to(tl.int8))
+    tl.store(flag_ptr, 1, mask=tl.max(tl.max(tl.where(is_finite, 0, 1), 1), 0) > 0)
     x = tl.where(is_finite, x, 0.0)
     place = row * CODES.GROUPS + part
     if CODES.RULE == "exponent":
@@ -119,18 +119,18 @@ def _quantise_weight(w_ptr, codes_ptr, scales_ptr, lost_ptr, stride, CODES: tl.c
 _start = Kernel(_quantise_weight)
 
 
-def quantise(w: Tensor, kind: WeightFormat, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns codes (N, K), or (N, K / 2) of 4 bits, scales (N, K / group), and which rows are not finite (N,), int8.
+def quantise(w: Tensor, kind: WeightFormat, group: int, flag: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes (N, K), or (N, K / 2) of 4 bits, and scales (N, K / group).
 
     w: (N, K) in 16 or 32 bits.
+    flag: int32 (1,), set to 1 where a number is not finite, and left as it is otherwise.
     """
     w = w if w.stride(-1) == 1 else w.contiguous()
     N, K = w.shape
     codes = torch.empty((N, K // 2 if kind.is_packed else K), dtype=kind.codes, device=w.device)
     scales = torch.empty((N, K // group), dtype=_dtype_of_scales(kind), device=w.device)
-    lost = torch.empty(N, dtype=torch.int8, device=w.device)
-    _start((N, 1, 1), (w, codes, scales, lost, w.stride(0)), constants_of(kind, K, group))
-    return codes, scales, lost
+    _start((N, 1, 1), (w, codes, scales, flag, w.stride(0)), constants_of(kind, K, group))
+    return codes, scales
 
 
 def _dtype_of_scales(kind: WeightFormat) -> torch.dtype:
