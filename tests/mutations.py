@@ -414,6 +414,14 @@ MUTATIONS = {
         "optim/kernels.py", "scale *= tl.load(clip_ptr).to(tl.float32)", "scale *= 1.0",
         ("tests/interpreter/test_adamw.py",), interpreted=True,
     ),
+    "adamw, decay of what is kept": Mutation(
+        "optim/kernels.py", "mask=there) != 0, 0.0, p)", "mask=there) == 0, 0.0, p)",
+        ("tests/interpreter/test_adamw.py", "-k", "step"), interpreted=True,
+    ),
+    "adamw, decay that is clipped": Mutation(
+        "optim/definition.py", "* numbers.left_out\n", "* numbers.left_out * (1.0 if clip is None else clip)\n",
+        ("tests/qat/test_sparse.py", "tests/optim/test_adamw.py", "-k", "in_its_pass or leaves_out"),
+    ),
     "qat, flags that stay on the device": Mutation(
         "qat/finite.py", "for at in copy.nonzero().flatten().tolist():", "for at in ():", ("tests/qat/test_finite.py",),
     ),
