@@ -293,8 +293,8 @@ MUTATIONS = {
     ),
     "training for a format, codes of before": Mutation(
         "qat/layers.py",
-        'now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps)',
-        'now: tuple[int, ...] = (self.weight.data_ptr(), self.qat.steps)',
+        'now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps, self.training)',
+        'now: tuple[int, ...] = (self.weight.data_ptr(), self.qat.steps, self.training)',
         ("tests/qat/test_gradients.py",),
     ),
     "native sparse, a block left out": Mutation(
@@ -422,6 +422,15 @@ MUTATIONS = {
         "optim/definition.py", "* numbers.left_out\n", "* numbers.left_out * (1.0 if clip is None else clip)\n",
         ("tests/qat/test_sparse.py", "tests/optim/test_adamw.py", "-k", "in_its_pass or leaves_out"),
     ),
+    "weights, the bit of what lies inside": Mutation(
+        "matmul/kernels/weights.py", "eights << tl.arange", "eights << 7 - tl.arange",
+        ("tests/interpreter/test_quantised_weights.py", "-k", "one_pass"), interpreted=True,
+    ),
+    "weights, scales of what is left out": Mutation(
+        "matmul/kernels/weights.py", "x = tl.where(tl.load(mask_ptr + row * CODES.K + k, mask=there, other=0) != 0, x, 0.0)",
+        "x = tl.where(tl.load(mask_ptr + row * CODES.K + k, mask=there, other=0) != 2, x, 0.0)",
+        ("tests/interpreter/test_quantised_weights.py", "-k", "one_pass"), interpreted=True,
+    ),
     "qat, flags that stay on the device": Mutation(
         "qat/finite.py", "for at in copy.nonzero().flatten().tolist():", "for at in ():", ("tests/qat/test_finite.py",),
     ),
@@ -480,7 +489,7 @@ MUTATIONS = {
         ("tests/qat/test_sparse.py", "-k", "frozen"),
     ),
     "2:4, scales before masks": Mutation(
-        "qat/layers.py", "return product.codes_of(self.kept_weight(), rounding", "return product.codes_of(self.weight, rounding",
+        "qat/layers.py", "whole(self.scales), flag, mask)", "whole(self.scales), flag)",
         ("tests/qat/test_sparse.py", "-k", "same_bits"),
     ),
 }  # fmt: skip

@@ -15,9 +15,9 @@ from rooftile.matmul.formats import ROW
 from rooftile.matmul.two_four import multiply_masked
 from rooftile.operators import autocast_on, transforms_active
 from rooftile.qat import masking, product, steps
+from rooftile.qat.codes import Rounding, Taken, taken_from
 from rooftile.qat.finite import Raised, flag_for
 from rooftile.qat.masking import Masking
-from rooftile.qat.product import Rounding
 from rooftile.qat.sharded import whole
 
 
@@ -42,7 +42,7 @@ class Preparation:
     start_step: int
     steps: int = 0
     ignored: int = 0
-    kept: tuple[Any, QuantisedWeight] | None = None
+    kept: tuple[Any, Taken] | None = None
     masking: Masking | None = None
     learns: bool = False
     raised: Raised = field(default_factory=Raised)
@@ -92,15 +92,17 @@ class Prepared(nn.Module):
         Raises:
             InvalidInput: the weight is not finite.
         """
-        return self._codes(in_training=False)
+        return self._taken(in_training=False).codes
 
-    def _codes(self, in_training: bool) -> QuantisedWeight:
+    def _taken(self, in_training: bool) -> Taken:
         """The codes of the weight as it is now; in training an error about it may come later (`finite`)."""
         name, rounding = self.qat.name, self.qat.rounding
         assert rounding is not None, "a weight that is not rounded has no codes"
-        weight = self.kept_weight()
+        weight = whole(self.weight)
+        mask = None if self.qat.masking is None else masking.kept(self, weight)
+        flag = flag_for(weight, in_training, self.qat.raised)
         try:
-            return product.codes_of(weight, rounding, whole(self.scales), flag_for(weight, in_training, self.qat.raised))
+            return taken_from(weight, rounding, whole(self.scales), flag, mask)
         except InvalidInput as error:
             after = f" after {self.qat.steps} steps" if self.qat.steps else ""
             raise InvalidInput(f"{name}.weight{after} cannot be quantised to {rounding.format}: {error}") from None
@@ -110,7 +112,7 @@ class Prepared(nn.Module):
         if self.qat.rounding is not None:
             self.codes()
 
-    def known_codes(self) -> QuantisedWeight | None:
+    def known_codes(self) -> Taken | None:
         """Returns the codes for a forward; None where the product finds them itself.
 
         The micro-batches of a step share them. That is safe only where nothing but an optimiser, whose steps are counted, changes
@@ -123,13 +125,13 @@ class Prepared(nn.Module):
         # a captured graph is replayed for other weights
         captured = self.weight.is_cuda and is_capturing()
         if not torch.is_grad_enabled() or not self.qat.steps or is_distributed or captured:
-            return self._codes(self.training)
+            return self._taken(self.training)
         # codes of a training forward may be those of a weight that is not finite
         now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps, self.training)
         if self.scales is not None:
             now = (*now, self.scales.data_ptr(), self.scales._version)
         if self.qat.kept is None or self.qat.kept[0] != now:
-            self.qat.kept = now, self._codes(self.training)
+            self.qat.kept = now, self._taken(self.training)
         return self.qat.kept[1]
 
     def extra_repr(self) -> str:
@@ -163,8 +165,15 @@ class PreparedLinear(Prepared, nn.Linear):
                 assert self.qat.masking is not None, "a prepared weight is rounded or masked"
                 transposable = self.qat.masking.recipe.transposable
                 return multiply_masked(x, self.kept_weight().to(x.dtype), self.bias, transposable=transposable)
-            weight, codes = self.kept_weight(), self.known_codes()
-            return product.linear(x, weight, self.bias, self.qat.rounding, codes, self.scales, self.training)
+            taken = self.known_codes()
+            # a copy with zeros in place would live until the backward
+            weight, mask = (whole(self.weight), self._buffers.get("mask")) if self._tells(taken) else (self.kept_weight(), None)
+            return product.linear(x, weight, self.bias, self.qat.rounding, taken, self.scales, self.training, mask)
+
+    def _tells(self, taken: Taken | None) -> bool:
+        """Whether codes tell all that the gradients of a rounded weight need."""
+        assert self.qat.rounding is not None, "a weight that is not rounded has no codes"
+        return taken is not None and self.scales is None and (taken.inside is not None or not self.qat.rounding.clips)
 
 
 class PreparedEmbedding(Prepared, nn.Embedding):

@@ -13,10 +13,11 @@ from torch import nn
 from rooftile.errors import InvalidInput
 from rooftile.matmul.formats import group_of, matches, parsed, weight_format
 from rooftile.matmul.weight import dequantised
+from rooftile.qat.codes import Rounding, inside
 from rooftile.qat.layers import PREPARED, Preparation, Prepared, described, prepare_layer, restore_layer, word_of
 from rooftile.qat.learned import RANGES, first_scales
 from rooftile.qat.masking import Masking
-from rooftile.qat.product import ACTIVATIONS, ESTIMATORS, Rounding, inside
+from rooftile.qat.product import ACTIVATIONS, ESTIMATORS
 from rooftile.qat.sharded import whole
 from rooftile.sparsity import Recipe, compress
 from rooftile.words import answers_foreign_words

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 import rooftile as rt
+from rooftile import launch
 from rooftile.matmul import weight_format
+from rooftile.matmul.kernels.weights import keep_inside
+from rooftile.matmul.quantise import quantise_trained
 from rooftile.numerics import BLOCK_FORMATS, quantise_blocks, quantise_nvfp4, quantise_rows
+from rooftile.qat.codes import inside
 from tests.qat.models import FORMATS, inputs, mlp
 from tests.qat.test_gradients import defined, layer
 from tests.qat.test_learned import FORMATS as LEARNED
@@ -103,6 +107,28 @@ def test_a_step_waits_for_nothing(format: str, estimator: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("format", ["fp8", "int8", "w8", "int4:32", "int4:row", "mxfp8", "mxfp4"])
+def test_masked_and_clipped_codes_are_one_launch_with_the_bits_of_a_cpu(format: str, sparse: bool) -> None:
+    w = torch.randn(96, 256, generator=torch.Generator().manual_seed(1))
+    w[3] = 0
+    mask = rt.sparsity.two_four(w) if sparse else None
+    kind, _, group = format.partition(":")
+    group = None if not group else -1 if group == "row" else int(group)
+    kept = w if mask is None else torch.where(mask, w, 0.0)
+    due, seen = rt.quantise_weight(kept, kind, group=group), []
+    with launch.observe(seen.append):
+        found, bits = quantise_trained(w.cuda(), kind, group, mask=None if mask is None else mask.cuda(), wants_inside=True)
+    assert seen == ["_quantise_weight"]
+    for a, b in zip(found.parts, due.parts, strict=True):
+        assert a is b is None or torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
+    if bits is None:
+        assert inside(kept, due).all()
+        return
+    dw = torch.randn(96, 256, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(keep_inside(dw.cuda(), bits).cpu(), dw * inside(kept, due))
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp8_tile", "int4:32"])

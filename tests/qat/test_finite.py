@@ -96,7 +96,7 @@ def test_learned_scales(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_too_large_for_fp32() -> None:
     flag = torch.zeros(1, dtype=torch.int32)
-    quantise.quantise_with_flag(torch.full((1, 32), 1e39, dtype=torch.float64), "int4", 32, flag)
+    quantise.quantise_trained(torch.full((1, 32), 1e39, dtype=torch.float64), "int4", 32, flag=flag)
     assert flag.item() == 1
 
 
