@@ -431,6 +431,10 @@ MUTATIONS = {
         "x = tl.where(tl.load(mask_ptr + row * CODES.K + k, mask=there, other=0) != 2, x, 0.0)",
         ("tests/interpreter/test_quantised_weights.py", "-k", "one_pass"), interpreted=True,
     ),
+    "rows, numbers that are not rounded": Mutation(
+        "numerics/kernels.py", "codes = codes.to(tl.float8e4nv).to(tl.float32)", "codes = codes.to(tl.float32)",
+        ("tests/interpreter/test_rounded_rows.py",), interpreted=True,
+    ),
     "qat, flags that stay on the device": Mutation(
         "qat/finite.py", "for at in copy.nonzero().flatten().tolist():", "for at in ():", ("tests/qat/test_finite.py",),
     ),

@@ -23,7 +23,7 @@ from rooftile.errors import Unsupported
 from rooftile.matmul import QuantisedWeight, dequantise, multiply, weight_format
 from rooftile.numerics.block_floating import SHARED, quantise_blocks
 from rooftile.numerics.formats import FP4_E2M1
-from rooftile.numerics.rows import quantise_rows
+from rooftile.numerics.rows import rounded_rows
 from rooftile.operators import below_autograd, define, wants_grad, watched
 from rooftile.qat.codes import Held, Taken, clipped, taken_from
 
@@ -114,7 +114,7 @@ def _gradients(
     if needs_w:
         activations = weight_format(rounding.format).activations
         rows = rounded_activations(x, rounding.activations)
-        rows = rows if activations is None else quantise_rows(rows, activations).dequantise()
+        rows = rows if activations is None else rounded_rows(rows, activations)
         dw = (dy.flatten(0, -2).T @ rows.flatten(0, -2).to(dy.dtype)).to(w.dtype)
         if scales is not None:
             dw, dscales = gradients_of(dw, w, weight)

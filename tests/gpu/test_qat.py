@@ -13,6 +13,7 @@ from rooftile.matmul import weight_format
 from rooftile.matmul.kernels.weights import keep_inside
 from rooftile.matmul.quantise import quantise_trained
 from rooftile.numerics import BLOCK_FORMATS, quantise_blocks, quantise_nvfp4, quantise_rows
+from rooftile.numerics.rows import rounded_rows
 from rooftile.qat.codes import inside
 from tests.qat.models import FORMATS, inputs, mlp
 from tests.qat.test_gradients import defined, layer
@@ -107,6 +108,16 @@ def test_a_step_waits_for_nothing(format: str, estimator: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", ["fp8", "fp8_tile", "int8"])
+def test_activations_are_rounded_in_one_launch_with_the_bits_of_a_cpu(format: str, dtype: torch.dtype) -> None:
+    x, seen = inputs(rows=40, dtype=dtype), []
+    with launch.observe(seen.append):
+        found = rounded_rows(x.cuda(), format)
+    assert seen == ["_round_rows"]
+    assert torch.equal(found.cpu(), quantise_rows(x, format).dequantise())
 
 
 @pytest.mark.parametrize("sparse", [False, True])
