@@ -73,10 +73,15 @@ _jit_trace = torch._C._get_tracing_state
 
 def watched(*arguments: Any) -> bool:
     """Whether something has to see the operator: a mode, a transform, a tensor subclass, the profiler, torch.jit.trace."""
+    return replaced(*arguments) or _profiler_on() or _jit_trace() is not None
+
+
+def replaced(*arguments: Any) -> bool:
+    """Whether tensors may stand for others, so that no kernel can have them: a mode, a transform, a tensor subclass."""
     for x in arguments:
         if type(x) not in _PLAIN:
             return True
-    return _modes() > 0 or _transform() is not None or _profiler_on() or _jit_trace() is not None
+    return _modes() > 0 or _transform() is not None
 
 
 def transformed() -> bool:

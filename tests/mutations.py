@@ -293,8 +293,8 @@ MUTATIONS = {
     ),
     "training for a format, codes of before": Mutation(
         "qat/layers.py",
-        'now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps)',
-        'now: tuple[int, ...] = (self.weight.data_ptr(), self.qat.steps)',
+        'now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps, self.training)',
+        'now: tuple[int, ...] = (self.weight.data_ptr(), self.qat.steps, self.training)',
         ("tests/qat/test_gradients.py",),
     ),
     "native sparse, a block left out": Mutation(
@@ -414,6 +414,33 @@ MUTATIONS = {
         "optim/kernels.py", "scale *= tl.load(clip_ptr).to(tl.float32)", "scale *= 1.0",
         ("tests/interpreter/test_adamw.py",), interpreted=True,
     ),
+    "adamw, decay of what is kept": Mutation(
+        "optim/kernels.py", "mask=there) != 0, 0.0, p)", "mask=there) == 0, 0.0, p)",
+        ("tests/interpreter/test_adamw.py", "-k", "step"), interpreted=True,
+    ),
+    "adamw, decay that is clipped": Mutation(
+        "optim/definition.py", "* numbers.left_out\n", "* numbers.left_out * (1.0 if clip is None else clip)\n",
+        ("tests/qat/test_sparse.py", "tests/optim/test_adamw.py", "-k", "in_its_pass or leaves_out"),
+    ),
+    "weights, the bit of what lies inside": Mutation(
+        "matmul/kernels/weights.py", "eights << tl.arange", "eights << 7 - tl.arange",
+        ("tests/interpreter/test_quantised_weights.py", "-k", "one_pass"), interpreted=True,
+    ),
+    "weights, scales of what is left out": Mutation(
+        "matmul/kernels/weights.py", "x = tl.where(tl.load(mask_ptr + row * CODES.K + k, mask=there, other=0) != 0, x, 0.0)",
+        "x = tl.where(tl.load(mask_ptr + row * CODES.K + k, mask=there, other=0) != 2, x, 0.0)",
+        ("tests/interpreter/test_quantised_weights.py", "-k", "one_pass"), interpreted=True,
+    ),
+    "rows, numbers that are not rounded": Mutation(
+        "numerics/kernels.py", "codes = codes.to(tl.float8e4nv).to(tl.float32)", "codes = codes.to(tl.float32)",
+        ("tests/interpreter/test_rounded_rows.py",), interpreted=True,
+    ),
+    "qat, flags that stay on the device": Mutation(
+        "qat/finite.py", "for at in copy.nonzero().flatten().tolist():", "for at in ():", ("tests/qat/test_finite.py",),
+    ),
+    "qat, codes of a weight that was not looked at": Mutation(
+        "qat/layers.py", "self.qat.steps, self.training)", "self.qat.steps)", ("tests/qat/test_finite.py", "-k", "at_once"),
+    ),
     "plan, losses in steps": Mutation(
         "planning/choice.py", "math.ceil(loss / max_loss * STEPS - 1e-6)", "math.floor(loss / max_loss * STEPS)",
         ("tests/planning/test_choice.py",),
@@ -466,7 +493,7 @@ MUTATIONS = {
         ("tests/qat/test_sparse.py", "-k", "frozen"),
     ),
     "2:4, scales before masks": Mutation(
-        "qat/layers.py", "return product.codes_of(self.kept_weight(), rounding", "return product.codes_of(self.weight, rounding",
+        "qat/layers.py", "whole(self.scales), flag, mask)", "whole(self.scales), flag)",
         ("tests/qat/test_sparse.py", "-k", "same_bits"),
     ),
     "plan, the recipe that is given": Mutation(

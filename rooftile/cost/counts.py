@@ -50,9 +50,9 @@ def _add_norm(arguments: tuple[Any, ...], results: Any) -> Work:
 
 def _adamw(arguments: tuple[Any, ...], results: Any) -> Work:
     """Everything but gradients and numbers on the device is written too."""
-    weights, gradients, first, second, rests, steps, lr, clip, *_ = arguments
+    weights, gradients, first, second, rests, steps, masks, lr, clip, *_ = arguments
     changed = _nbytes((weights, first, second, rests))
-    return Work(0, changed + _nbytes((gradients, steps, lr, clip)), changed)
+    return Work(0, changed + _nbytes((gradients, steps, masks, lr, clip)), changed)
 
 
 def _linear(arguments: tuple[Any, ...], results: Any) -> Work:

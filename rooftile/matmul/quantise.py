@@ -22,7 +22,7 @@ from rooftile.numerics.formats import FP8_E4M3, INT8, encode
 from rooftile.numerics.rows import LONGEST_ROW
 from rooftile.numerics.scaling import divided, scales_of
 from rooftile.numerics.two_level import outer_scale, quantise_nvfp4
-from rooftile.operators import transforms_active, watched
+from rooftile.operators import replaced, transforms_active
 from rooftile.words import answers_foreign_words
 
 # numbers that are quantised at once: an fp32 copy of a large weight would take twice its memory
@@ -63,21 +63,62 @@ def quantise_weight(w: Tensor, format: str, *, group: int | None = None, zero_po
         >>> weight = quantise_weight(torch.randn(256, 512), "int4")
         >>> y = linear(torch.randn(3, 512), weight)
     """
+    return _weight(w, format, group, zero_points, None, None, False)[0]
+
+
+def quantise_trained(
+    w: Tensor, format: str, group: int | None, *, flag: Tensor | None = None, mask: Tensor | None = None,
+    wants_inside: bool = False,
+) -> tuple[QuantisedWeight, Tensor | None]:  # fmt: skip
+    """`quantise_weight` of a weight in training: on a GPU all of it is one pass, where the kernel has the format.
+
+    Args:
+        w: (N, K).
+        format: as there.
+        group: as there.
+        flag: int32 (1,) on the device of w, set to 1 where w is not finite, in place of an error that waits for the device.
+        mask: bool (N, K); what it leaves out counts as 0.
+        wants_inside: whether to say which numbers lie inside the format's, or at most half a code beyond.
+
+    Returns:
+        The weight; and the bits of what lies inside (N, K / 8), for `keep_inside`, where the kernel has written them.
+    """
+    return _weight(w, format, group, False, flag, mask, wants_inside)
+
+
+def raise_flag(flag: Tensor, *found: Tensor) -> None:
+    """Raises a flag where a tensor is not finite, in a pass that waits for nothing."""
+    for x in found:
+        # the largest size is NaN where a number is, and infinite in fp32 where one of fp64 is too large
+        largest = torch.linalg.vector_norm(x.detach(), torch.inf).float()
+        flag.bitwise_or_(largest.isfinite().logical_not().to(flag.dtype))
+
+
+def _weight(
+    w: Tensor, format: str, group: int | None, zero_points: bool, flag: Tensor | None, mask: Tensor | None, wants_inside: bool
+) -> tuple[QuantisedWeight, Tensor | None]:  # fmt: skip
+    """Quantises a weight; without a flag it raises an error where w is not finite."""
     kind = weight_format(format)
     _check(w, kind, zero_points)
     w = w.detach()
     N, K = w.shape
     group = group_of(kind, K, group)
     if w.is_cuda and not zero_points and _runs_kernel(w, kind, group):
-        return _in_one_pass(w, kind, group)
-    _check_finite(w)
+        return _in_one_pass(w, kind, group, flag, mask, wants_inside)
+    if mask is not None:
+        # no product: infinity times zero is NaN
+        w = torch.where(mask, w, 0.0)
+    if flag is None:
+        _check_finite(w)
+    else:
+        raise_flag(flag, w)
     outer = outer_scale(w).view(1, 1) if format == "nvfp4" else None
     # whole tiles
     rows = max(AT_ONCE // K // TILE, 1) * TILE
     found = [_quantised(part.float(), kind, group, zero_points, outer) for part in w.split(rows)]
     codes, scales = (torch.cat(parts) for parts in zip(*((x.codes, x.scales) for x in found), strict=True))
     zeros = torch.cat([x.zeros for x in found if x.zeros is not None]) if zero_points else None
-    return QuantisedWeight(codes, scales, zeros, None, format, group, (N, K), outer)
+    return QuantisedWeight(codes, scales, zeros, None, format, group, (N, K), outer), None
 
 
 def _check(w: Tensor, kind: WeightFormat, zero_points: bool) -> None:
@@ -107,19 +148,25 @@ def _check_finite(w: Tensor) -> None:
 
 def _runs_kernel(w: Tensor, kind: WeightFormat, group: int) -> bool:
     """Whether one kernel quantises w, which is on a GPU. It holds a row, and the two codes of a byte."""
-    if w.dtype == torch.float64 or torch.compiler.is_compiling() or transforms_active() or watched(w):
+    if w.dtype == torch.float64 or torch.compiler.is_compiling() or transforms_active() or replaced(w):
         return False
     is_row = kind.name not in ("fp8_tile", "nvfp4") and w.shape[1] <= LONGEST_ROW and group % (1 + kind.is_packed) == 0
     return is_row and triton_is_installed()
 
 
-def _in_one_pass(w: Tensor, kind: WeightFormat, group: int) -> QuantisedWeight:
+def _in_one_pass(
+    w: Tensor, kind: WeightFormat, group: int, flag: Tensor | None, mask: Tensor | None, wants_inside: bool
+) -> tuple[QuantisedWeight, Tensor | None]:  # fmt: skip
     from rooftile.matmul.kernels import weights
 
-    codes, scales, lost = weights.quantise(w, kind, group)
-    if lost.any():
-        _check_finite(w)
-    return QuantisedWeight(codes, scales, None, None, kind.name, group, (w.shape[0], w.shape[1]), None)
+    own = torch.zeros(1, dtype=torch.int32, device=w.device) if flag is None else flag
+    # eight numbers of a group share a byte; where the largest number sets the scale, all lie inside
+    can_say = group >= 8 and kind.name not in ("fp8", "int8")
+    codes, scales, inside = weights.quantise(w, kind, group, own, mask, wants_inside and can_say)
+    # a look at a flag of its own waits for the device
+    if flag is None and own.item():
+        _check_finite(w if mask is None else torch.where(mask, w, 0.0))
+    return QuantisedWeight(codes, scales, None, None, kind.name, group, (w.shape[0], w.shape[1]), None), inside
 
 
 def _quantised(w: Tensor, kind: WeightFormat, group: int, zero_points: bool, outer: Tensor | None) -> _Rows:

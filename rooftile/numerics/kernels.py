@@ -63,7 +63,22 @@ def _quantise_rows(
     tl.store(scales_ptr + m * COLUMNS + part, scale, mask=part < COLUMNS)
 
 
-_start = Kernel(_quantise_rows)
+@triton.jit
+def _round_rows(
+    x_ptr, o_ptr, x_stride, K: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr, INTEGER: tl.constexpr,
+):  # fmt: skip
+    """Writes the numbers that one row's codes stand for."""
+    m = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, PARTS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    x = tl.load(x_ptr + m * x_stride + k, mask=k < K, other=0.0)
+    codes, scale = codes_of(x.to(tl.float32), LARGEST, INTEGER)
+    if not INTEGER:
+        codes = codes.to(tl.float8e4nv).to(tl.float32)
+    tl.store(o_ptr + m * K + k, (codes * scale[:, None]).to(x.dtype), mask=k < K)
+
+
+_start, _start_rounding = Kernel(_quantise_rows), Kernel(_round_rows)
 
 
 def quantise(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -77,6 +92,22 @@ def quantise(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tens
     if M:
         _start((M, 1, 1), (x, given, codes, scales, x.stride(0)), constants)
     return codes, scales
+
+
+def rounded(x: Tensor, format: str) -> Tensor:
+    """Returns x (M, K) as its codes stand for it, in its dtype."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    M, K = x.shape
+    o = torch.empty((M, K), dtype=x.dtype, device=x.device)
+    if M:
+        _start_rounding((M, 1, 1), (x, o, x.stride(0)), rounding_constants(K, format))
+    return o
+
+
+@cache
+def rounding_constants(K: int, format: str) -> dict[str, object]:
+    """The compile-time arguments of `rounded`."""
+    return {name: value for name, value in constants_of(K, format, False).items() if name != "GIVEN"}
 
 
 @cache

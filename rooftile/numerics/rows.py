@@ -14,7 +14,7 @@ from rooftile.errors import InvalidInput
 from rooftile.launch import INTERPRETED, triton_is_installed
 from rooftile.numerics.formats import FP8_E4M3, INT8, encode
 from rooftile.numerics.scaling import BLOCK, scales_of, set_aside
-from rooftile.operators import call, define
+from rooftile.operators import call, define, replaced
 
 # numbers of a row that the kernel quantises at once
 LONGEST_ROW = 1 << 16
@@ -83,6 +83,16 @@ def quantise_rows(x: Tensor, format: str = "fp8", *, scale: Tensor | float | Non
         raise InvalidInput(f"scale has {scale.numel()} numbers and format {format!r}; fp8 takes one for all rows")
     codes, scales = call(_QUANTISE_ROWS, _run, as_rows(x.detach()), format, scale)
     return QuantisedRows(codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[-1]), format, x.dtype)
+
+
+def rounded_rows(x: Tensor, format: str) -> Tensor:
+    """Returns the numbers that `quantise_rows(x, format)` stands for, in the dtype of x: on a GPU in one pass, without codes."""
+    rows = as_rows(x.detach())
+    if replaced(rows) or torch.compiler.is_compiling() or not _kernel_runs_on(rows, format):
+        return quantise_rows(x, format).dequantise()
+    from rooftile.numerics import kernels
+
+    return kernels.rounded(rows, format).view(x.shape)
 
 
 def _run(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tensor]:

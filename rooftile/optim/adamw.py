@@ -65,6 +65,8 @@ class AdamW(Optimizer):
         self.clip_norm = clip_norm
         # the norm of all gradients together at the last step with clip_norm, on the device
         self.grad_norm: Tensor | None = None
+        # the mask of a weight by its id, and the decay of what it leaves out, for the next step alone
+        self._left_out: dict[int, tuple[Tensor, float]] = {}
         names = ("lr", "betas", "eps", "weight_decay", "maximize", "capturable", "master")
         super().__init__(params, dict(zip(names, (lr, betas, eps, weight_decay, maximize, capturable, master), strict=True)))
 
@@ -92,7 +94,23 @@ class AdamW(Optimizer):
         clips = self._clips([p.grad for weights in work.values() for p in weights if p.grad is not None])
         for (n, *_), weights in work.items():
             self._step(self.param_groups[n], weights, clips)
+        self._left_out.clear()
         return loss
+
+    def decay_left_out(self, weight: Tensor, mask: Tensor, decay: float) -> None:
+        """Adds decay * (1 - mask) * weight to the gradient of the next step, inside its pass: SR-STE, for 2:4 weights.
+
+        The gradient is clipped first, and its norm is that of the gradient alone. Under a split master the fp32 weight decays.
+        `rooftile.qat` calls this before each step for the layers that it made 2:4.
+
+        Args:
+            weight: one of this optimiser; it decays only where it has a gradient.
+            mask: bool, of the weight's shape, True where it is kept.
+            decay: of what is left out.
+        """
+        if mask.shape != weight.shape or mask.dtype != torch.bool:
+            raise InvalidInput(f"mask is {mask.dtype} {tuple(mask.shape)}; must be bool {tuple(weight.shape)}, as the weight")
+        self._left_out[id(weight)] = mask, float(decay)
 
     def _kind(self, p: Tensor, group: dict[str, Any]) -> tuple[Any, ...]:
         """Everything that weights of one launch share; counts the step."""
@@ -103,7 +121,9 @@ class AdamW(Optimizer):
             self._begin(p, group, state)
         state["step"] += 1
         count = None if group["capturable"] else float(state["step"])
-        return p.device, p.dtype, p.grad.dtype if p.grad is not None else None, "rest" in state, count, is_dense(p)
+        decay = self._left_out[id(p)][1] if id(p) in self._left_out else 0.0
+        gradient = p.grad.dtype if p.grad is not None else None
+        return p.device, p.dtype, gradient, "rest" in state, count, is_dense(p), id(p) in self._left_out, decay
 
     def _begin(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         split = group["master"] == "split" and p.dtype == torch.bfloat16
@@ -139,11 +159,13 @@ class AdamW(Optimizer):
         steps = [state["step"] for state in states] if group["capturable"] else []
         count = 0.0 if steps else float(states[0]["step"])
         beta1, beta2 = map(float, group["betas"])
-        numbers = Numbers(float(lr), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), count)
+        left_out = [self._left_out[id(p)] for p in weights if id(p) in self._left_out]
+        masks, decay = [mask.contiguous() for mask, _ in left_out], left_out[0][1] if left_out else 0.0
+        numbers = Numbers(float(lr), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), count, decay)
         first, second = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         rests = [state["rest"] for state in states if "rest" in state]
         gradients = [p.grad for p in weights if p.grad is not None]
-        take_step(weights, gradients, first, second, rests, steps, rate, clips.get(device), numbers, group["maximize"])
+        take_step(weights, gradients, first, second, rests, steps, masks, rate, clips.get(device), numbers, group["maximize"])
 
     def master_weight(self, weight: Tensor) -> Tensor:
         """Returns the fp32 weight that a bf16 weight and its rest are together; another weight in fp32.
@@ -190,7 +212,7 @@ class AdamW(Optimizer):
             state[name] = torch.empty_like(p, dtype=dtype).copy_(saved[name])
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"clip_norm": self.clip_norm, "grad_norm": self.grad_norm}
+        return super().__getstate__() | {"clip_norm": self.clip_norm, "grad_norm": self.grad_norm, "_left_out": {}}
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -22,11 +22,12 @@ class Numbers(NamedTuple):
     eps: float
     weight_decay: float
     step: float  # from 1; 0 where each weight's step is a tensor on its device
+    left_out: float = 0.0  # decay of what masks leave out
 
 
 def update(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rest: Tensor | None, step: Tensor | None, lr: Tensor | None,
-    clip: Tensor | None, numbers: Numbers, maximize: bool,
+    clip: Tensor | None, numbers: Numbers, maximize: bool, mask: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Changes weight, first, second and rest in place; each is computed in fp32 (fp64 for fp64) and rounded once.
 
@@ -40,6 +41,7 @@ def update(
         clip: the factor of all gradients, on the device.
         numbers: those of the step.
         maximize: whether the weight follows the gradient upwards.
+        mask: bool, like weight; numbers.left_out * weight is added to the gradient where it is False.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
     g = gradient.to(dtype)
@@ -50,6 +52,8 @@ def update(
     p, m, v = (x if x.dtype == dtype else x.to(dtype) for x in (weight, first, second))
     if rest is not None:
         p = join(weight, rest)
+    if mask is not None:
+        g = g + torch.where(mask, 0.0, p) * numbers.left_out
     t = numbers.step if step is None else step.double()
     rate = numbers.lr if lr is None else lr
     if numbers.weight_decay:

@@ -1,6 +1,6 @@
 """AdamW for many weights in one launch: a program takes a chunk of one weight.
 
-    g = clip * gradient
+    g = clip * gradient + (1 - mask) d p
     p = (1 - lr λ) p
     m = m + (1 - β₁) (g - m)
     v = β₂ v + (1 - β₂) g²
@@ -27,8 +27,8 @@ from rooftile.launch import BoundedCache, Kernel, is_capturing
 from rooftile.optim.definition import Numbers
 
 CHUNK, BLOCK = 16384, 2048
-# addresses of one weight: weight, gradient, first, second, rest, step
-ADDRESSES = 6
+# addresses of one weight: weight, gradient, first, second, rest, mask, step
+ADDRESSES = 7
 
 
 @triton.jit
@@ -57,8 +57,8 @@ def _halves(x):
 
 @triton.jit
 def _update(
-    w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps, scale,
-    W: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr,
+    w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, mask_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps, scale, left_out,
+    W: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, SPARSE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Updates the numbers at n, of which those from `end` on do not exist (MASKED)."""
     there = n < end if MASKED else None
@@ -70,6 +70,8 @@ def _update(
         p = _joined(w, tl.load(rest_ptr + n, mask=there))
     else:
         p = w.to(tl.float32)
+    if SPARSE:
+        g += tl.where(tl.load(mask_ptr + n, mask=there) != 0, 0.0, p) * left_out
     p *= kept
     m += (1.0 - beta1) * (g - m)
     v = beta2 * v + (1.0 - beta2) * g * g
@@ -88,7 +90,8 @@ def _update(
 @triton.jit
 def _adamw(
     table_ptr, chunks_ptr, lr_ptr, clip_ptr, lr, kept, size_of_step, root, beta1, beta2, log_beta1, log_beta2, eps, decay, sign,
-    W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, COUNTED: tl.constexpr, LR: tl.constexpr,
+    left_out, W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, SPLIT: tl.constexpr, SPARSE: tl.constexpr,
+    COUNTED: tl.constexpr, LR: tl.constexpr,
     CLIP: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ADDRESSES: tl.constexpr,
 ):
     # fmt: on
@@ -100,14 +103,15 @@ def _adamw(
     m_ptr = tl.load(line + 2).to(tl.pointer_type(M))
     v_ptr = tl.load(line + 3).to(tl.pointer_type(M))
     rest_ptr = tl.load(line + 4).to(tl.pointer_type(tl.int16))
+    mask_ptr = tl.load(line + 5).to(tl.pointer_type(tl.int8))
     if ALIGNED:
         w_ptr, g_ptr, rest_ptr = tl.multiple_of(w_ptr, 16), tl.multiple_of(g_ptr, 16), tl.multiple_of(rest_ptr, 16)
-        m_ptr, v_ptr = tl.multiple_of(m_ptr, 16), tl.multiple_of(v_ptr, 16)
+        m_ptr, v_ptr, mask_ptr = tl.multiple_of(m_ptr, 16), tl.multiple_of(v_ptr, 16), tl.multiple_of(mask_ptr, 16)
     if LR:
         lr = tl.load(lr_ptr).to(tl.float32)
         kept = 1.0 - lr * decay
     if COUNTED:
-        t = tl.load(tl.load(line + 5).to(tl.pointer_type(tl.float32)))
+        t = tl.load(tl.load(line + 6).to(tl.pointer_type(tl.float32)))
         size_of_step = lr / _one_less_exp(t * log_beta1)
         root = tl.sqrt_rn(_one_less_exp(t * log_beta2))
     elif LR:
@@ -121,13 +125,13 @@ def _adamw(
         # a mask would break up the loads of 16 bytes
         if start + offset + BLOCK <= end:
             _update(
-                w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps, scale, W, M, SPLIT,
-                False,
+                w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, mask_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps, scale,
+                left_out, W, M, SPLIT, SPARSE, False,
             )  # fmt: skip
         elif start + offset < end:
             _update(
-                w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps, scale, W, M, SPLIT,
-                True,
+                w_ptr, g_ptr, m_ptr, v_ptr, rest_ptr, mask_ptr, n, end, kept, size_of_step, root, beta1, beta2, eps, scale,
+                left_out, W, M, SPLIT, SPARSE, True,
             )  # fmt: skip
 
 
@@ -139,19 +143,19 @@ _spare: dict[int, Tensor] = {}
 
 def step(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], rests: list[Tensor],
-    steps: list[Tensor], lr: Tensor | None, clip: Tensor | None, numbers: Numbers, maximize: bool,
+    steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None, numbers: Numbers, maximize: bool,
 ) -> None:  # fmt: skip
     """One launch for all weights: dense ones, whose gradients lie in memory as they do."""
     gradients = [_lying_as(w, g) for w, g in zip(weights, gradients, strict=True)]
-    lists = (weights, gradients, first, second, rests or weights, steps or weights)
+    lists = (weights, gradients, first, second, rests or weights, masks or weights, steps or weights)
     addresses = [x.data_ptr() for row in zip(*lists, strict=True) for x in row]
     device = weights[0].device
     table, chunks = _table(tuple(addresses), device), _chunks_of(tuple(x.numel() for x in weights), device)
     if not chunks.shape[0]:
         return
     constants = constants_of(
-        weights[0].dtype, gradients[0].dtype, first[0].dtype, bool(rests), bool(steps), lr is not None, clip is not None,
-        not any(address % 16 for n, address in enumerate(addresses) if n % ADDRESSES < 5),
+        weights[0].dtype, gradients[0].dtype, first[0].dtype, bool(rests), bool(masks), bool(steps), lr is not None,
+        clip is not None, not any(address % 16 for n, address in enumerate(addresses) if n % ADDRESSES < 6),
     )  # fmt: skip
     rate = numbers.lr if lr is None else 1.0
     corrections = [1 - beta ** max(numbers.step, 1) for beta in (numbers.beta1, numbers.beta2)]
@@ -159,7 +163,7 @@ def step(
         table, chunks, table if lr is None else lr, table if clip is None else clip, float(rate),
         1 - rate * numbers.weight_decay, rate / corrections[0], math.sqrt(corrections[1]), numbers.beta1, numbers.beta2,
         math.log(numbers.beta1) if numbers.beta1 else -math.inf, math.log(numbers.beta2) if numbers.beta2 else -math.inf,
-        numbers.eps, numbers.weight_decay, -1.0 if maximize else 1.0,
+        numbers.eps, numbers.weight_decay, -1.0 if maximize else 1.0, numbers.left_out,
     )  # fmt: skip
     _start((chunks.shape[0], 1, 1), arguments, constants)
 
@@ -209,13 +213,14 @@ _TYPES: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: tl.
 
 @cache
 def constants_of(
-    weight: torch.dtype, gradient: torch.dtype, moment: torch.dtype, split: bool, counted: bool, lr: bool, clip: bool,
-    aligned: bool,
+    weight: torch.dtype, gradient: torch.dtype, moment: torch.dtype, split: bool, sparse: bool, counted: bool, lr: bool,
+    clip: bool, aligned: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """The compile-time arguments."""
     return {
-        "W": _TYPES[weight], "G": _TYPES[gradient], "M": _TYPES[moment], "SPLIT": split, "COUNTED": counted, "LR": lr,
-        "CLIP": clip, "ALIGNED": aligned, "CHUNK": CHUNK, "BLOCK": BLOCK, "ADDRESSES": ADDRESSES, "num_warps": 8,
+        "W": _TYPES[weight], "G": _TYPES[gradient], "M": _TYPES[moment], "SPLIT": split, "SPARSE": sparse,
+        "COUNTED": counted, "LR": lr, "CLIP": clip,
+        "ALIGNED": aligned, "CHUNK": CHUNK, "BLOCK": BLOCK, "ADDRESSES": ADDRESSES, "num_warps": 8,
         # the compiler would fuse one product of a sum of two, and which one differs between split weights and fp32 ones
         "enable_fp_fusion": False,
     }  # fmt: skip

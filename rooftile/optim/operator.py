@@ -14,18 +14,18 @@ from rooftile.optim.definition import Numbers, update
 
 def step(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], rests: list[Tensor],
-    steps: list[Tensor], lr: Tensor | None, clip: Tensor | None, numbers: Numbers, maximize: bool,
+    steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None, numbers: Numbers, maximize: bool,
 ) -> None:  # fmt: skip
     """Takes one step of all weights, in place. They are on one device, and each list has one dtype.
 
-    `rests` is empty without a split master, and `steps` where the numbers say the step.
+    `rests` is empty without a split master, `steps` where the numbers say the step, and `masks` where nothing is left out.
     """
-    call(_ADAMW, _run, weights, gradients, first, second, rests, steps, lr, clip, list(numbers), maximize)
+    call(_ADAMW, _run, weights, gradients, first, second, rests, steps, masks, lr, clip, list(numbers), maximize)
 
 
 def _run(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], rests: list[Tensor],
-    steps: list[Tensor], lr: Tensor | None, clip: Tensor | None, numbers: list[float], maximize: bool,
+    steps: list[Tensor], masks: list[Tensor], lr: Tensor | None, clip: Tensor | None, numbers: list[float], maximize: bool,
 ) -> None:  # fmt: skip
     if not weights:
         return
@@ -33,11 +33,11 @@ def _run(
     if runs_on(weights[0]) and weights[0].dtype != torch.float64 and all(map(is_dense, weights)):
         from rooftile.optim import kernels
 
-        kernels.step(weights, gradients, first, second, rests, steps, lr, clip, named, maximize)
+        kernels.step(weights, gradients, first, second, rests, steps, masks, lr, clip, named, maximize)
         return
     for n, weight in enumerate(weights):
-        rest, count = rests[n] if rests else None, steps[n] if steps else None
-        update(weight, gradients[n], first[n], second[n], rest, count, lr, clip, named, maximize)
+        rest, count, mask = (each[n] if each else None for each in (rests, steps, masks))
+        update(weight, gradients[n], first[n], second[n], rest, count, lr, clip, named, maximize, mask)
 
 
 def is_dense(weight: Tensor) -> bool:
@@ -51,7 +51,7 @@ def _fake(*arguments: Any) -> None:
 
 _ADAMW = define(
     "adamw(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] rests, "
-    "Tensor[] steps, Tensor? lr, Tensor? clip, float[] numbers, bool maximize) -> ()",
+    "Tensor[] steps, Tensor[] masks, Tensor? lr, Tensor? clip, float[] numbers, bool maximize) -> ()",
     _run,
     _fake,
 )

@@ -7,8 +7,10 @@
 preparation       `prepare`, `restore`, `off`, `status`
 layers            the layers that round
 product           the forward and the gradients of one of them
+codes             the codes of a weight, and what they leave for its gradient
 learned           scales that are learned
 masking           masks of 2:4 weights: SR-STE
+finite            refuses weights that are not finite
 steps             counts an optimiser's steps
 state             `state_dict` and `load_state_dict`, for a resumed run
 quantised_linear  `convert`, and the layer that it leaves

@@ -11,10 +11,10 @@ from torch import Tensor, distributed, nn
 
 from rooftile.errors import InvalidInput
 from rooftile.qat import two_four
+from rooftile.qat.codes import Rounding
 from rooftile.qat.compressed import configuration, tensors_of
 from rooftile.qat.layers import Prepared, PreparedEmbedding, described
 from rooftile.qat.preparation import prepared_layers
-from rooftile.qat.product import Rounding
 from rooftile.qat.quantised_linear import sparse_weight
 from rooftile.qat.sharded import shards, whole, writes
 from rooftile.qat.two_four import LAYOUT

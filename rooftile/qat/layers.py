@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, distributed, nn
 
 from rooftile.errors import InvalidInput
+from rooftile.launch import is_capturing
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.formats import ROW
 from rooftile.matmul.two_four import multiply_masked
 from rooftile.operators import autocast_on, transforms_active
 from rooftile.qat import masking, product, steps
+from rooftile.qat.codes import Rounding, Taken, taken_from
+from rooftile.qat.finite import Raised, flag_for
 from rooftile.qat.masking import Masking
-from rooftile.qat.product import Rounding
 from rooftile.qat.sharded import whole
 
 
@@ -32,6 +34,7 @@ class Preparation:
         kept: codes, with what tells whether they are still those of the weight.
         masking: of a 2:4 weight.
         learns: whether an optimiser holds the scales of "lsq".
+        raised: the flag of a weight that is not finite.
     """
 
     rounding: Rounding | None
@@ -39,9 +42,10 @@ class Preparation:
     start_step: int
     steps: int = 0
     ignored: int = 0
-    kept: tuple[Any, QuantisedWeight] | None = None
+    kept: tuple[Any, Taken] | None = None
     masking: Masking | None = None
     learns: bool = False
+    raised: Raised = field(default_factory=Raised)
     # compiled code is compiled anew where a number that it reads changes, so it reads this
     started: bool = field(init=False)
 
@@ -53,7 +57,7 @@ class Preparation:
         self.steps, self.started = steps, steps >= self.start_step
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Preparation:
-        return replace(self, kept=None, learns=False, masking=self.masking and replace(self.masking, seen=None))
+        return replace(self, kept=None, learns=False, raised=Raised(), masking=self.masking and replace(self.masking, seen=None))
 
     def __reduce__(self) -> Any:
         masking = self.masking and replace(self.masking, seen=None)
@@ -88,15 +92,27 @@ class Prepared(nn.Module):
         Raises:
             InvalidInput: the weight is not finite.
         """
+        return self._taken(in_training=False).codes
+
+    def _taken(self, in_training: bool) -> Taken:
+        """The codes of the weight as it is now; in training an error about it may come later (`finite`)."""
         name, rounding = self.qat.name, self.qat.rounding
         assert rounding is not None, "a weight that is not rounded has no codes"
+        weight = whole(self.weight)
+        mask = None if self.qat.masking is None else masking.kept(self, weight)
+        flag = flag_for(weight, in_training, self.qat.raised)
         try:
-            return product.codes_of(self.kept_weight(), rounding, whole(self.scales))
+            return taken_from(weight, rounding, whole(self.scales), flag, mask)
         except InvalidInput as error:
             after = f" after {self.qat.steps} steps" if self.qat.steps else ""
             raise InvalidInput(f"{name}.weight{after} cannot be quantised to {rounding.format}: {error}") from None
 
-    def known_codes(self) -> QuantisedWeight | None:
+    def check(self) -> None:
+        """Raises the error of `codes` where the weight is not finite; waits for the device."""
+        if self.qat.rounding is not None:
+            self.codes()
+
+    def known_codes(self) -> Taken | None:
         """Returns the codes for a forward; None where the product finds them itself.
 
         The micro-batches of a step share them. That is safe only where nothing but an optimiser, whose steps are counted, changes
@@ -106,13 +122,16 @@ class Prepared(nn.Module):
         if torch.compiler.is_compiling() or transforms_active():
             return None
         is_distributed = distributed.is_available() and distributed.is_initialized()
-        if not torch.is_grad_enabled() or not self.qat.steps or is_distributed:
-            return self.codes()
-        now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps)
+        # a captured graph is replayed for other weights
+        captured = self.weight.is_cuda and is_capturing()
+        if not torch.is_grad_enabled() or not self.qat.steps or is_distributed or captured:
+            return self._taken(self.training)
+        # codes of a training forward may be those of a weight that is not finite
+        now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps, self.training)
         if self.scales is not None:
             now = (*now, self.scales.data_ptr(), self.scales._version)
         if self.qat.kept is None or self.qat.kept[0] != now:
-            self.qat.kept = now, self.codes()
+            self.qat.kept = now, self._taken(self.training)
         return self.qat.kept[1]
 
     def extra_repr(self) -> str:
@@ -146,7 +165,15 @@ class PreparedLinear(Prepared, nn.Linear):
                 assert self.qat.masking is not None, "a prepared weight is rounded or masked"
                 transposable = self.qat.masking.recipe.transposable
                 return multiply_masked(x, self.kept_weight().to(x.dtype), self.bias, transposable=transposable)
-            return product.linear(x, self.kept_weight(), self.bias, self.qat.rounding, self.known_codes(), self.scales)
+            taken = self.known_codes()
+            # a copy with zeros in place would live until the backward
+            weight, mask = (whole(self.weight), self._buffers.get("mask")) if self._tells(taken) else (self.kept_weight(), None)
+            return product.linear(x, weight, self.bias, self.qat.rounding, taken, self.scales, self.training, mask)
+
+    def _tells(self, taken: Taken | None) -> bool:
+        """Whether codes tell all that the gradients of a rounded weight need."""
+        assert self.qat.rounding is not None, "a weight that is not rounded has no codes"
+        return taken is not None and self.scales is None and (taken.inside is not None or not self.qat.rounding.clips)
 
 
 class PreparedEmbedding(Prepared, nn.Embedding):

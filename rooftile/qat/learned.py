@@ -19,6 +19,7 @@ from rooftile.errors import InvalidInput
 from rooftile.matmul import QuantisedWeight
 from rooftile.matmul.formats import group_of, weight_format
 from rooftile.matmul.packing import OFFSET, pack
+from rooftile.matmul.quantise import raise_flag
 from rooftile.matmul.weight import centred_codes
 
 # the least and the largest code
@@ -35,24 +36,33 @@ def first_scales(w: Tensor, format: str, group: int | None) -> Tensor:
     return (2.0 * means / RANGES[format][1] ** 0.5).clamp(min=LEAST)
 
 
-def with_scales(w: Tensor, format: str, scales: Tensor) -> QuantisedWeight:
+def with_scales(w: Tensor, format: str, scales: Tensor, flag: Tensor | None = None) -> QuantisedWeight:
     """Returns the codes of w (N, K) with given scales (N, K / group), rounded to the dtype that is stored.
+
+    flag: int32 (1,), raised where w or a scale is not finite, in place of an error.
 
     Raises:
         InvalidInput: w or a scale is not finite.
     """
-    for name, x in (("w", w), ("a scale", scales)):
-        if not x.isfinite().all():
-            row, column = (int(n) for n in (~x.isfinite()).nonzero()[0])
-            raise InvalidInput(
-                f"{name} is {x[row, column].item()} at row {row}, column {column}; must be finite: lower the learning rate"
-            )
+    if flag is None:
+        _check_finite(w, scales)
+    else:
+        raise_flag(flag, w, scales)
     stored = scales.detach().clamp(min=LEAST).to(STORED[format])
     least, most = RANGES[format]
     group = w.shape[1] // scales.shape[1]
     codes = _steps(w, stored, group).round().clamp(least, most).flatten(1)
     held = pack(codes + OFFSET) if weight_format(format).is_packed else codes.to(torch.int8)
     return QuantisedWeight(held, stored, None, None, format, group, (w.shape[0], w.shape[1]))
+
+
+def _check_finite(w: Tensor, scales: Tensor) -> None:
+    for name, x in (("w", w), ("a scale", scales)):
+        if not x.isfinite().all():
+            row, column = (int(n) for n in (~x.isfinite()).nonzero()[0])
+            raise InvalidInput(
+                f"{name} is {x[row, column].item()} at row {row}, column {column}; must be finite: lower the learning rate"
+            )
 
 
 def gradients_of(dw: Tensor, w: Tensor, weight: QuantisedWeight) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ class _Masked(torch.autograd.Function):
 def decay(layer: Any, factor: float | Tensor) -> None:
     """Adds decay * factor * (1 - mask) * W to the weight's gradient, where it has one."""
     weight, rate = layer.weight, layer.qat.masking.recipe.decay
-    if weight.grad is None or not rate:
+    if weight.grad is None:
         return
     mask, gradient = layer.mask, weight.grad
     if is_sharded(weight):

@@ -13,10 +13,11 @@ from torch import nn
 from rooftile.errors import InvalidInput
 from rooftile.matmul.formats import group_of, matches, parsed, weight_format
 from rooftile.matmul.weight import dequantised
+from rooftile.qat.codes import Rounding, inside
 from rooftile.qat.layers import PREPARED, Preparation, Prepared, described, prepare_layer, restore_layer, word_of
 from rooftile.qat.learned import RANGES, first_scales
 from rooftile.qat.masking import Masking
-from rooftile.qat.product import ACTIVATIONS, ESTIMATORS, Rounding, inside
+from rooftile.qat.product import ACTIVATIONS, ESTIMATORS
 from rooftile.qat.sharded import whole
 from rooftile.sparsity import Recipe, compress
 from rooftile.words import answers_foreign_words
@@ -68,7 +69,9 @@ def prepare(
 
     Raises:
         InvalidInput: nothing is there to prepare, a pattern matches nothing, a layer is prepared already, a format or 2:4 does
-            not fit the shape of a weight, or a weight to be made 2:4 is frozen.
+            not fit the shape of a weight, or a weight to be made 2:4 is frozen. A weight that holds NaN or infinity is refused
+            by the forward; in training on a GPU, after the optimiser's first step, by `optimizer.step()` one step later, so that
+            no forward waits for the device.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))

@@ -12,7 +12,7 @@ Bengio et al., arXiv:1308.3432; Jacob et al., arXiv:1712.05877.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,68 +20,42 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from rooftile.errors import Unsupported
-from rooftile.matmul import QuantisedWeight, dequantise, multiply, quantise_weight, weight_format
-from rooftile.matmul.packing import OFFSET
-from rooftile.matmul.weight import factors
+from rooftile.matmul import QuantisedWeight, dequantise, multiply, weight_format
 from rooftile.numerics.block_floating import SHARED, quantise_blocks
 from rooftile.numerics.formats import FP4_E2M1
-from rooftile.numerics.rows import quantise_rows
+from rooftile.numerics.rows import rounded_rows
 from rooftile.operators import below_autograd, define, wants_grad, watched
-from rooftile.qat.learned import gradients_of, with_scales
+from rooftile.qat.codes import Held, Taken, clipped, taken_from
+
+# the plan of formats takes it from here
+from rooftile.qat.codes import Rounding as Rounding
+from rooftile.qat.finite import flag_for
+from rooftile.qat.learned import gradients_of
 
 ESTIMATORS = ("straight", "clip", "lsq")
 # formats of activations beside those that a format of weights brings: of hardware to come
 ACTIVATIONS = ("mxfp4",)
-# the least and the largest code of each kind of number
-_RANGES = {"int4": (-OFFSET, OFFSET - 1), "int8": (-127, 127), "w8": (-128, 127), "mxfp4": (-6, 6), "nvfp4": (-6, 6)}
-_E4M3 = (-448, 448)
-
-
-class Rounding(NamedTuple):
-    """How a layer is rounded: a word of `quantise_weight`, its group, the estimator of the gradient, and a format of activations.
-
-    activations: one of ACTIVATIONS; None where they are what the format of the weight says.
-    """
-
-    format: str
-    group: int | None
-    estimator: str
-    activations: str | None = None
-
-
-class Held:
-    """The codes of one call, which the forward leaves for the backward."""
-
-    def __init__(self, codes: QuantisedWeight | None = None) -> None:
-        self.codes = codes
-
-
-def codes_of(w: Tensor, rounding: Rounding, scales: Tensor | None = None) -> QuantisedWeight:
-    """Returns the codes of a weight: with `scales` under "lsq", otherwise with those that it has by itself."""
-    if scales is None:
-        return quantise_weight(w, rounding.format, group=rounding.group)
-    return with_scales(w, rounding.format, scales)
-
-
 def linear(
-    x: Tensor, w: Tensor, bias: Tensor | None, rounding: Rounding, codes: QuantisedWeight | None = None,
-    scales: Tensor | None = None,
+    x: Tensor, w: Tensor, bias: Tensor | None, rounding: Rounding, taken: Taken | None = None,
+    scales: Tensor | None = None, in_training: bool = False, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns x (..., K) times the rounded w (N, K), plus the bias (N,), with gradients for all of them.
 
-    codes: those of w, where they are known already.
+    taken: the codes of w, where they are known already.
     scales: learned ones (N, K / group), fp32.
+    mask: of a w without its zeros in place, whose codes are known and tell all that its gradient needs.
+    in_training: whether an error about w may come later (`finite`), where compiled code takes the codes.
     """
     if torch.compiler.is_compiling():
-        found: Tensor = linear_rounded(x, w, bias, scales, *rounding)
+        found: Tensor = linear_rounded(x, w, bias, scales, *rounding, in_training)
         return found
-    made: Tensor = _Rounded.apply(x, w, bias, scales, rounding, Held(codes))
+    made: Tensor = _Rounded.apply(x, w, bias, scales, rounding, Held(taken, mask), in_training)
     return made
 
 
-def numbers(w: Tensor, rounding: Rounding, codes: QuantisedWeight | None = None, scales: Tensor | None = None) -> Tensor:
+def numbers(w: Tensor, rounding: Rounding, taken: Taken | None = None, scales: Tensor | None = None) -> Tensor:
     """Returns the rounded w (N, K) in its dtype, with its gradient and that of learned scales."""
-    found: Tensor = _Numbers.apply(w, scales, rounding, Held(codes))
+    found: Tensor = _Numbers.apply(w, scales, rounding, Held(taken))
     return found
 
 
@@ -97,22 +71,13 @@ def _inside_blocks(x: Tensor, activations: str) -> Tensor:
     return x.float().abs() <= power * (FP4_E2M1.largest + 0.5)
 
 
-def inside(w: Tensor, weight: QuantisedWeight) -> Tensor:
-    """Returns which weights lie among the format's numbers, or at most half a code beyond them: bool (N, K)."""
-    least, most = _RANGES.get(weight.format, _E4M3)
-    steps = w.detach().float()
-    for scales in factors(weight.parts, weight.format, weight.group, weight.shape, torch.float32):
-        steps = steps / scales
-    return (steps >= least - 0.5) & (steps <= most + 0.5)
-
-
 def run(
     x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, format: str, group: int | None, estimator: str,
-    activations: str | None,
+    activations: str | None, in_training: bool,
 ) -> Tensor:  # fmt: skip
     """Computes `linear_rounded`."""
     rounding = Rounding(format, group, estimator, activations)
-    return _forward(x, codes_of(w, rounding, scales), bias, activations)
+    return _forward(x, taken_from(w, rounding, scales, flag_for(w, in_training)).codes, bias, activations)
 
 
 def _forward(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, activations: str | None) -> Tensor:
@@ -137,25 +102,25 @@ def run_backward(
 
 def _gradients(
     dy: Tensor, x: Tensor, w: Tensor, scales: Tensor | None, rounding: Rounding, needs_x: bool, needs_w: bool,
-    codes: QuantisedWeight | None,
+    taken: Taken | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    weight = codes or codes_of(w, rounding, scales)
-    clips = rounding.estimator == "clip"
+    # the forward has looked at w, or has raised a flag
+    weight, bits = taken or taken_from(w, rounding, scales, flag_for(w, in_training=True))
     dx, dw, dscales = x.new_empty(0), w.new_empty(0), w.new_empty(0)
     if needs_x:
         dx = (dy @ dequantise(weight, dy.dtype)).to(x.dtype)
-        if clips and rounding.activations is not None:
+        if rounding.estimator == "clip" and rounding.activations is not None:
             dx = dx * _inside_blocks(x, rounding.activations)
     if needs_w:
         activations = weight_format(rounding.format).activations
         rows = rounded_activations(x, rounding.activations)
-        rows = rows if activations is None else quantise_rows(rows, activations).dequantise()
+        rows = rows if activations is None else rounded_rows(rows, activations)
         dw = (dy.flatten(0, -2).T @ rows.flatten(0, -2).to(dy.dtype)).to(w.dtype)
         if scales is not None:
             dw, dscales = gradients_of(dw, w, weight)
             dscales = dscales.to(scales.dtype)
-        elif clips:
-            dw = dw * inside(w, weight)
+        elif rounding.clips:
+            dw = clipped(dw, w, Taken(weight, bits))
     return dx, dw, dscales
 
 
@@ -174,18 +139,19 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, rounding: Rounding, held: Held | None
+        x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, rounding: Rounding, held: Held | None,
+        in_training: bool,
     ) -> Tensor:  # fmt: skip
         with below_autograd():
             if held is None or watched(x, w, bias, scales):
-                found: Tensor = linear_rounded(x, w, bias, scales, *rounding)
+                found: Tensor = linear_rounded(x, w if held is None else held.masked(w), bias, scales, *rounding, in_training)
                 return found
-            held.codes = held.codes or codes_of(w, rounding, scales)
-            return _forward(x, held.codes, bias, rounding.activations)
+            held.taken = held.taken or taken_from(w, rounding, scales)
+            return _forward(x, held.taken.codes, bias, rounding.activations)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, bias, scales, ctx.rounding, ctx.held = inputs
+        x, w, bias, scales, ctx.rounding, ctx.held, _ = inputs
         ctx.bias = None if bias is None else bias.dtype
         ctx.save_for_backward(x, w, scales)
 
@@ -195,16 +161,17 @@ class _Rounded(torch.autograd.Function):
         x, w, scales = ctx.saved_tensors
         needs_x, needs_w, needs_bias, needs_scales, *_ = ctx.needs_input_grad
         either = needs_w or needs_scales
-        codes = None if ctx.held is None else ctx.held.codes
-        if codes is None or watched(dy, x, w, scales):
+        taken = None if ctx.held is None else ctx.held.taken
+        if taken is None or watched(dy, x, w, scales):
+            w = w if ctx.held is None else ctx.held.masked(w)
             dx, dw, dscales = linear_rounded_backward(dy, x, w, scales, *ctx.rounding, needs_x, either)
         else:
-            dx, dw, dscales = _gradients(dy, x, w, scales, ctx.rounding, needs_x, either, codes)
+            dx, dw, dscales = _gradients(dy, x, w, scales, ctx.rounding, needs_x, either, taken)
         dbias = None
         if needs_bias:
             dbias = dy.flatten(0, -2).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(ctx.bias)
         wanted = (needs_x, dx), (needs_w, dw), (needs_bias, dbias), (needs_scales, dscales)
-        return *(found if needed else None for needed, found in wanted), None, None
+        return *(found if needed else None for needed, found in wanted), None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, *others: Any) -> tuple[Tensor, int]:
@@ -213,12 +180,13 @@ class _Rounded(torch.autograd.Function):
         return _Rounded.apply(x.movedim(in_dims[0], 0), *others), 0
 
 
-def _autograd(x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, *rounding: Any) -> Tensor:
+def _autograd(x: Tensor, w: Tensor, bias: Tensor | None, scales: Tensor | None, *options: Any) -> Tensor:
     if wants_grad(x, w, bias, scales):
-        found: Tensor = _Rounded.apply(x, w, bias, scales, Rounding(*rounding), None)
+        *rounding, in_training = options
+        found: Tensor = _Rounded.apply(x, w, bias, scales, Rounding(*rounding), None, in_training)
         return found
     with below_autograd():
-        return linear_rounded(x, w, bias, scales, *rounding)
+        return linear_rounded(x, w, bias, scales, *options)
 
 
 class _Numbers(torch.autograd.Function):
@@ -226,8 +194,8 @@ class _Numbers(torch.autograd.Function):
 
     @staticmethod
     def forward(w: Tensor, scales: Tensor | None, rounding: Rounding, held: Held) -> Tensor:
-        held.codes = held.codes or codes_of(w, rounding, scales)
-        return dequantise(held.codes, w.dtype)
+        held.taken = held.taken or taken_from(w, rounding, scales)
+        return dequantise(held.taken.codes, w.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -240,14 +208,15 @@ class _Numbers(torch.autograd.Function):
     def backward(ctx: Any, dw: Tensor) -> Any:
         (w,) = ctx.saved_tensors
         if ctx.scales is not None:
-            dw, dscales = gradients_of(dw, w, ctx.held.codes)
+            dw, dscales = gradients_of(dw, w, ctx.held.taken.codes)
             return dw, dscales.to(ctx.scales), None, None
-        return dw * inside(w, ctx.held.codes) if ctx.rounding.estimator == "clip" else dw, None, None, None
+        # the gradient is another's: it stays as it is
+        return clipped(dw.clone(), w, ctx.held.taken) if ctx.rounding.clips else dw, None, None, None
 
 
 linear_rounded = define(
-    "linear_rounded(Tensor x, Tensor w, Tensor? bias, Tensor? scales, str format, int? group, str estimator, str? activations) "
-    "-> Tensor", run, _fake, _autograd,
+    "linear_rounded(Tensor x, Tensor w, Tensor? bias, Tensor? scales, str format, int? group, str estimator, str? activations, "
+    "bool in_training) -> Tensor", run, _fake, _autograd,
 )  # fmt: skip
 linear_rounded_backward = define(
     "linear_rounded_backward(Tensor dy, Tensor x, Tensor w, Tensor? scales, str format, int? group, str estimator, "

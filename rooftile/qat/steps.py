@@ -3,24 +3,34 @@
 A layer keeps its codes from one step to the next. A tensor's version does not tell it that the weight was changed: FSDP fills a
 weight again without raising it, and so does a program that writes to `.data`.
 
-Before a step, an optimiser that lacks learned scales is refused, and 2:4 layers add their decay to the gradient: once, however
-many micro-batches it was summed over. After it they choose their masks, and learned scales stay above zero.
+Before a step, an optimiser that lacks learned scales is refused, weights that are not finite are told, and 2:4 layers add their
+decay to the gradient: once, however many micro-batches it was summed over. After it they choose their masks, and learned scales
+stay above zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rooftile.errors import InvalidInput
-from rooftile.qat import masking
+from rooftile.qat import finite, masking
 from rooftile.qat.learned import LEAST, first_scales
 from rooftile.qat.sharded import local
+
+
+@runtime_checkable
+class DecaysInside(Protocol):
+    """An optimiser that adds the decay of 2:4 weights in its own pass, as `rooftile.optim.AdamW` does."""
+
+    def decay_left_out(self, weight: Tensor, mask: Tensor, decay: float) -> None:
+        """Decays what a mask leaves out of a weight at the next step."""
+
 
 _COUNTING: WeakSet[Any] = WeakSet()
 _HOOKS: list[Any] = []
@@ -49,7 +59,13 @@ def _held(optimizer: Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 def _stepping(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _check_scales(optimizer)
+    held = _groups(optimizer)
+    finite.read(optimizer, [module for module in _prepared() if id(module.weight) in held or not module.qat.steps])
     if not any(module.qat.masking for module, _ in _held(optimizer)):
+        return None
+    if isinstance(optimizer, DecaysInside):
+        for module, _ in _decaying(optimizer):
+            optimizer.decay_left_out(module.weight, module.mask, module.qat.masking.recipe.decay)
         return None
     closure = kwargs.get("closure") or next((x for x in args[1:] if callable(x)), None)
     if closure is None:
@@ -94,12 +110,17 @@ def _then(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]
 def _decay(optimizer: Optimizer) -> None:
     # a gradient scaler leaves its scale here for optimisers that unscale in their own kernel
     scale = getattr(optimizer, "grad_scale", None)
-    # layers may share a weight, whose gradient is one
+    for module, group in _decaying(optimizer):
+        masking.decay(module, (-1.0 if group.get("maximize") else 1.0) * (1.0 if scale is None else scale))
+
+
+def _decaying(optimizer: Optimizer) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields the 2:4 modules that decay, each weight once: layers may share one, whose gradient is one."""
     decayed: set[int] = set()
     for module, group in _held(optimizer):
-        if module.qat.masking and module.rounds and id(module.weight) not in decayed:
+        if module.qat.masking and module.qat.masking.recipe.decay and module.rounds and id(module.weight) not in decayed:
             decayed.add(id(module.weight))
-            masking.decay(module, (-1.0 if group.get("maximize") else 1.0) * (1.0 if scale is None else scale))
+            yield module, group
 
 
 @torch.no_grad()

@@ -8,8 +8,13 @@ import pytest
 import torch
 
 import rooftile as rt
+from rooftile import launch
 from rooftile.matmul import weight_format
+from rooftile.matmul.kernels.weights import keep_inside
+from rooftile.matmul.quantise import quantise_trained
 from rooftile.numerics import BLOCK_FORMATS, quantise_blocks, quantise_nvfp4, quantise_rows
+from rooftile.numerics.rows import rounded_rows
+from rooftile.qat.codes import inside
 from tests.qat.models import FORMATS, inputs, mlp
 from tests.qat.test_gradients import defined, layer
 from tests.qat.test_learned import FORMATS as LEARNED
@@ -80,6 +85,88 @@ def test_blocks_have_the_bits_of_a_cpu(name: str) -> None:
     found, due = quantise(x.cuda()), quantise(x)
     assert torch.equal(found.values.cpu().view(torch.uint8), due.values.view(torch.uint8))
     assert torch.equal(found.dequantise().cpu(), due.dequantise())
+
+
+def trained(format: str, estimator: str = "straight", steps: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = rt.qat.prepare(mlp().cuda(), format, estimator=estimator)
+    optimiser = rt.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        model(inputs().cuda()).square().mean().backward()
+        optimiser.step()
+    return model, optimiser
+
+
+@pytest.mark.parametrize("estimator", ["straight", "clip"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_step_waits_for_nothing(format: str, estimator: str) -> None:
+    (model, optimiser), x = trained(format, estimator), inputs().cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimiser.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", ["fp8", "fp8_tile", "int8"])
+def test_activations_are_rounded_in_one_launch_with_the_bits_of_a_cpu(format: str, dtype: torch.dtype) -> None:
+    x, seen = inputs(rows=40, dtype=dtype), []
+    with launch.observe(seen.append):
+        found = rounded_rows(x.cuda(), format)
+    assert seen == ["_round_rows"]
+    assert torch.equal(found.cpu(), quantise_rows(x, format).dequantise())
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("format", ["fp8", "int8", "w8", "int4:32", "int4:row", "mxfp8", "mxfp4"])
+def test_masked_and_clipped_codes_are_one_launch_with_the_bits_of_a_cpu(format: str, sparse: bool) -> None:
+    w = torch.randn(96, 256, generator=torch.Generator().manual_seed(1))
+    w[3] = 0
+    mask = rt.sparsity.two_four(w) if sparse else None
+    kind, _, group = format.partition(":")
+    group = None if not group else -1 if group == "row" else int(group)
+    kept = w if mask is None else torch.where(mask, w, 0.0)
+    due, seen = rt.quantise_weight(kept, kind, group=group), []
+    with launch.observe(seen.append):
+        found, bits = quantise_trained(w.cuda(), kind, group, mask=None if mask is None else mask.cuda(), wants_inside=True)
+    assert seen == ["_quantise_weight"]
+    for a, b in zip(found.parts, due.parts, strict=True):
+        assert a is b is None or torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8))
+    if bits is None:
+        assert inside(kept, due).all()
+        return
+    dw = torch.randn(96, 256, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(keep_inside(dw.cuda(), bits).cpu(), dw * inside(kept, due))
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_tile", "int4:32"])
+def test_a_nan_is_told_a_step_later(format: str) -> None:
+    (model, optimiser), x = trained(format), inputs().cuda()
+    with torch.no_grad():
+        model[2].weight[1, 3] = torch.nan
+    model(x).square().mean().backward()
+    optimiser.step()
+    with pytest.raises(rt.InvalidInput, match=r"2.weight after 3 steps cannot be quantised"):
+        optimiser.step()
+
+
+def test_a_captured_forward_follows_the_weight() -> None:
+    (model, _), x = trained("int4:32"), inputs().cuda()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        model(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        found = model(x)
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+        due = model(x)
+    graph.replay()
+    assert torch.equal(found, due)
 
 
 @pytest.mark.parametrize("format", ["fp8", "int4:32"])

@@ -18,31 +18,31 @@ def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape).to(dtype) for shape in SHAPES]
 
 
+@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "split"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)]
 )
-def test_a_step(dtype: torch.dtype, split: bool, gradient: torch.dtype, counted: bool) -> None:
+def test_a_step(dtype: torch.dtype, split: bool, gradient: torch.dtype, counted: bool, sparse: bool) -> None:
     torch.manual_seed(0)
     moment = torch.float32 if split else dtype
     weights, gradients = tensors(dtype), tensors(gradient)
     first, second = tensors(moment), [x.abs() for x in tensors(moment)]
     rests = [torch.randint(-(2**15), 2**15, shape, dtype=torch.int16) for shape in SHAPES] if split else []
     steps = [torch.tensor(3.0) for _ in SHAPES] if counted else []
+    masks = [torch.rand(shape) < 0.5 for shape in SHAPES] if sparse else []
     for lr, clip, maximize in ((None, None, False), (torch.tensor(0.02), torch.tensor(0.3), True)):
-        numbers = Numbers(0.01, 0.9, 0.999, 1e-8, 0.1, 0.0 if counted else 3.0)
+        numbers = Numbers(0.01, 0.9, 0.999, 1e-8, 0.1, 0.0 if counted else 3.0, 0.5)
         ours = [[x.clone() for x in each] for each in (weights, first, second, rests)]
         due = [[x.clone() for x in each] for each in (weights, first, second, rests)]
         seen: list[str] = []
         with launch.observe(seen.append):
-            operator.step(ours[0], gradients, *ours[1:], steps, lr, clip, numbers, maximize)
+            operator.step(ours[0], gradients, *ours[1:], steps, masks, lr, clip, numbers, maximize)
         assert seen == ["_adamw"]
         for n in range(len(SHAPES)):
-            rest = due[3][n] if split else None
-            update(
-                due[0][n], gradients[n], due[1][n], due[2][n], rest, steps[n] if counted else None, lr, clip, numbers, maximize
-            )
+            rest, step, mask = (each[n] if each else None for each in (due[3], steps, masks))
+            update(due[0][n], gradients[n], due[1][n], due[2][n], rest, step, lr, clip, numbers, maximize, mask)
             for x, y in zip(ours[:3], due[:3], strict=True):
                 torch.testing.assert_close(x[n], y[n], rtol=2 * torch.finfo(x[n].dtype).eps, atol=1e-7)
             if split:

@@ -8,6 +8,8 @@ import torch
 import rooftile as rt
 from rooftile.matmul.formats import group_of, weight_format
 from rooftile.matmul.kernels import weights
+from rooftile.qat.codes import inside as defined
+from rooftile.sparsity import two_four
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 
@@ -39,14 +41,84 @@ def test_bits(name: str, K: int, given: int | None, dtype: torch.dtype) -> None:
     group = group_of(kind, K, given)
     due = rt.quantise_weight(w, name, group=given)
     # rows with gaps between them
-    codes, scales, lost = weights.quantise(torch.cat([w, w], 1)[:, :K], kind, group)
+    flag = torch.zeros(1, dtype=torch.int32)
+    codes, scales, _ = weights.quantise(torch.cat([w, w], 1)[:, :K], kind, group, flag)
     assert torch.equal(codes.view(torch.uint8), due.codes.view(torch.uint8))
     assert torch.equal(scales.view(torch.uint8), due.scales.view(torch.uint8))
-    assert not lost.any()
+    assert not flag.item()
+
+
+def unpacked(bits: torch.Tensor, K: int) -> torch.Tensor:
+    return (bits[:, :, None] >> torch.arange(8)[None, None, :] & 1).flatten(1)[:, :K].bool()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "K", "given"),
+    [
+        ("fp8", 100, None), ("int8", 100, None), ("w8", 96, None), ("w8", 100, None), ("int4", 256, 32), ("int4", 92, -1),
+        ("mxfp8", 96, None), ("mxfp4", 160, None),
+    ],
+)  # fmt: skip
+def test_masked_and_clipped_in_one_pass(name: str, K: int, given: int | None, dtype: torch.dtype, sparse: bool) -> None:
+    kind, w = weight_format(name), hostile(40, K, dtype)
+    group = group_of(kind, K, given)
+    clips, mask = name not in ("fp8", "int8"), two_four(w) if sparse else None
+    # large numbers are left out, too
+    mask = None if mask is None else mask.roll(1, 0)
+    kept = w if mask is None else torch.where(mask, w, 0.0)
+    due = rt.quantise_weight(kept, name, group=given)
+    flag = torch.zeros(1, dtype=torch.int32)
+    codes, scales, bits = weights.quantise(w, kind, group, flag, mask, clips)
+    assert torch.equal(codes.view(torch.uint8), due.codes.view(torch.uint8))
+    assert torch.equal(scales.view(torch.uint8), due.scales.view(torch.uint8))
+    assert not flag.item()
+    inside = defined(kept, due)
+    if not clips:
+        # the largest number sets the scale, so all are inside
+        assert bits is None
+        assert inside.all()
+        return
+    assert torch.equal(unpacked(bits, K), inside)
+    dw = torch.randn(40, K).to(dtype)
+    dw[0, 0], dw[1, 1] = torch.inf, torch.nan
+    due_dw = dw * inside
+    torch.testing.assert_close(weights.keep_inside(dw, bits), due_dw, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["int4", "mxfp4"])
+def test_numbers_outside_are_found_in_one_pass(name: str) -> None:
+    kind, w = weight_format(name), torch.randn(64, 128)
+    group, flag = group_of(kind, 128, 32 if name == "int4" else None), torch.zeros(1, dtype=torch.int32)
+    bits = weights.quantise(w, kind, group, flag, None, True)[2]
+    inside = unpacked(bits, 128)
+    assert torch.equal(inside, defined(w, rt.quantise_weight(w, name, group=32 if name == "int4" else None)))
+    assert not inside.all()
+    assert inside.float().mean() > 0.9
+
+
+@pytest.mark.parametrize("lost", [torch.nan, torch.inf])
+def test_what_is_left_out_raises_no_flag(lost: float) -> None:
+    w, flag = torch.randn(2, 64), torch.zeros(1, dtype=torch.int32)
+    w[1, 3] = lost
+    mask = torch.ones(2, 64, dtype=torch.bool)
+    mask[1, 3] = False
+    weights.quantise(w, weight_format("int8"), 64, flag, mask)
+    assert flag.item() == 0
+    weights.quantise(w, weight_format("int8"), 64, flag, ~mask)
+    assert flag.item() == 1
 
 
 @pytest.mark.parametrize("name", ["fp8", "int4", "mxfp4"])
-def test_rows_that_are_not_finite_are_named(name: str) -> None:
+@pytest.mark.parametrize("lost", [torch.nan, -torch.inf])
+def test_a_number_that_is_not_finite_raises_the_flag(name: str, lost: float) -> None:
     kind, w = weight_format(name), torch.randn(6, 128)
-    w[1, 5], w[4, 127] = torch.nan, -torch.inf
-    assert weights.quantise(w, kind, group_of(kind, 128, None))[2].tolist() == [0, 1, 0, 0, 1, 0]
+    flag = torch.zeros(1, dtype=torch.int32)
+    weights.quantise(w, kind, group_of(kind, 128, None), flag)
+    assert flag.item() == 0
+    w[4, 127] = lost
+    for rows in (w, torch.randn(6, 128)):
+        weights.quantise(rows, kind, group_of(kind, 128, None), flag)
+        # a weight that is finite leaves it as it is
+        assert flag.item() == 1

@@ -11,21 +11,23 @@ from tests.kernels.test_quantised_products_compile import compiled
 from tests.kernels.test_sampling_compiles import stack
 
 NUMBERS = (
-    "lr", "kept", "size_of_step", "root", "beta1", "beta2", "log_beta1", "log_beta2", "eps", "decay", "sign",
+    "lr", "kept", "size_of_step", "root", "beta1", "beta2", "log_beta1", "log_beta2", "eps", "decay", "sign", "left_out",
 )  # fmt: skip
 WORDS = dict.fromkeys(NUMBERS, "fp32") | {"table_ptr": "*i64", "chunks_ptr": "*i64", "lr_ptr": "*fp32", "clip_ptr": "*fp32"}
 
 
 @pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_it_compiles(dtype: torch.dtype, split: bool, counted: bool, sm: int) -> None:
+def test_it_compiles(dtype: torch.dtype, split: bool, counted: bool, sparse: bool, sm: int) -> None:
     from rooftile.optim import kernels
 
     if split and dtype == torch.float32:
         pytest.skip("weights in fp32 are not split")
     moment = torch.float32 if split else dtype
-    built = compiled(kernels._adamw, sm, kernels.constants_of(dtype, dtype, moment, split, counted, True, True, True), **WORDS)
+    constants = kernels.constants_of(dtype, dtype, moment, split, sparse, counted, True, True, True)
+    built = compiled(kernels._adamw, sm, constants, **WORDS)
     assert stack(built) == 0
     assert "ld.global.v4.b32" in built.asm["ptx"] or "ld.global.v2.b64" in built.asm["ptx"]

@@ -20,14 +20,28 @@ POINTERS = {
     ("name", "given"),
     [("fp8", None), ("int8", None), ("w8", None), ("int4", 32), ("int4", -1), ("mxfp8", None), ("mxfp4", None)],
 )
-def test_rows_of_14336(name: str, given: int | None) -> None:
+@pytest.mark.parametrize("trained", [False, True])
+def test_rows_of_14336(name: str, given: int | None, trained: bool) -> None:
     from rooftile.matmul.kernels import weights
 
     kind = weight_format(name)
     codes, scales = POINTERS[name]
-    words = {"codes_ptr": codes, "scales_ptr": scales, "lost_ptr": "*i8", "stride": "i32"}
-    found = compiled(weights._quantise_weight, 90, weights.constants_of(kind, 14336, group_of(kind, 14336, given)), **words)
+    words = {"codes_ptr": codes, "scales_ptr": scales, "mask_ptr": "*i8", "inside_ptr": "*u8", "flag_ptr": "*i32"}
+    words["stride"] = "i32"
+    constants = weights.constants_of(kind, 14336, group_of(kind, 14336, given), trained, trained and name not in ("fp8", "int8"))
+    found = compiled(weights._quantise_weight, 90, constants, **words)
     assert stack(found) == 0
     assert found.metadata.shared <= 99 * 1024
     assert "div.full" not in found.asm["ptx"]
     assert ("div.rn" in found.asm["ptx"]) == (not kind.has_exponents)
+
+
+@pytest.mark.parametrize("K", [14336, 100])
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+def test_gradients_inside(dtype: str, K: int) -> None:
+    from rooftile.matmul.kernels import weights
+
+    found = compiled(weights._keep_inside, 90, weights._keeping(K), dw_ptr=dtype, bits_ptr="*u8")
+    assert stack(found) == 0
+    # loads of 16 bytes, where rows begin at a multiple of them
+    assert "ld.global.v4.b32" in found.asm["ptx"] or K == 100

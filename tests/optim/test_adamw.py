@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -299,3 +300,41 @@ def test_a_group_that_is_refused_is_not_added_and_sparse_gradients_are_refused()
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(rt.InvalidInput, match=r"a gradient is torch\.sparse_coo; must be strided"):
         AdamW(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("master", [None, "split"])
+def test_what_a_mask_leaves_out_decays(master: Any, clip_norm: float | None, maximize: bool) -> None:
+    torch.manual_seed(0)
+    dtype = torch.float32 if master is None else torch.bfloat16
+    masked, plain = (torch.nn.Parameter(torch.randn(6, 8).to(dtype)) for _ in range(2))
+    mask = torch.rand(6, 8) < 0.5
+    optimiser = AdamW([masked, plain], lr=0.1, weight_decay=0.1, clip_norm=clip_norm, maximize=maximize, master=master)
+    w = masked.detach().double()
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    for t in (1, 2, 3):
+        masked.grad, plain.grad = torch.randn(6, 8).to(dtype), torch.randn(6, 8).to(dtype)
+        norm = torch.cat([masked.grad.double(), plain.grad.double()]).norm()
+        factor = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm.item() + 1e-6))
+        optimiser.decay_left_out(masked, mask, 0.3)
+        optimiser.step()
+        # the clip sees the gradient alone
+        g = masked.grad.double() * factor * (-1 if maximize else 1) + 0.3 * torch.where(mask, 0.0, w)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        w = w * (1 - 0.1 * 0.1) - 0.1 * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+        torch.testing.assert_close(optimiser.master_weight(masked).double(), w, rtol=1e-5, atol=1e-5)
+        if clip_norm is not None:
+            assert optimiser.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+    # it was for these steps
+    masked.grad, before = torch.zeros_like(masked), optimiser.state[masked]["exp_avg"].clone()
+    optimiser.step()
+    torch.testing.assert_close(optimiser.state[masked]["exp_avg"], 0.9 * before)
+
+
+def test_a_mask_that_does_not_fit() -> None:
+    w = torch.nn.Parameter(torch.ones(4, 4))
+    wrong = (torch.ones(4, 2, dtype=torch.bool), r"torch.bool \(4, 2\)"), (torch.ones(4, 4), r"torch.float32 \(4, 4\)")
+    for mask, what in wrong:
+        with pytest.raises(rt.InvalidInput, match=rf"mask is {what}; must be bool \(4, 4\), as the weight"):
+            AdamW([w]).decay_left_out(w, mask, 0.1)

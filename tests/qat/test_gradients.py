@@ -85,11 +85,11 @@ def test_only_wanted_gradients_are_computed(format: str) -> None:
 
 @pytest.mark.parametrize("format", ["fp8", "int4:32"])
 def test_micro_batches_share_codes_and_equal_one_batch(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
-    from rooftile.qat import product
+    from rooftile.qat import codes
 
     taken: list[int] = []
-    original = product.quantise_weight
-    monkeypatch.setattr(product, "quantise_weight", lambda *args, **kwargs: taken.append(1) or original(*args, **kwargs))
+    original = codes.quantise_trained
+    monkeypatch.setattr(codes, "quantise_trained", lambda *args, **kwargs: taken.append(1) or original(*args, **kwargs))
     model = rt.qat.prepare(mlp(), format)
     optimiser = torch.optim.SGD(model.parameters(), lr=1e-2)
     x = torch.cat([inputs(seed=n) for n in range(4)])

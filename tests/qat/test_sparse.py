@@ -111,9 +111,40 @@ def test_micro_batches_and_checkpointing_equal_one_batch() -> None:
         torch.testing.assert_close(other[0].weight, models[0][0].weight)
 
 
-def test_a_closure_gets_the_decay_after_it_computed_gradients() -> None:
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_our_adamw_decays_in_its_pass(maximize: bool, clip_norm: float | None, parts: int) -> None:
     models = [sparse(), sparse()]
-    optimisers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    options: dict[str, Any] = {"lr": 0.01, "maximize": maximize}
+    theirs = torch.optim.AdamW(models[0].parameters(), **options, foreach=False)
+    ours = rt.optim.AdamW(models[1].parameters(), **options, clip_norm=clip_norm)
+    for n in range(4):
+        for model in models:
+            for part in data(16, seed=n).split(16 // parts):
+                (model(part).square().mean() / parts).backward()
+        before = models[1][0].weight.grad.clone()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(models[0].parameters(), clip_norm)
+        theirs.step()
+        ours.step()
+        # nothing was added to the gradient itself
+        assert torch.equal(models[1][0].weight.grad, before)
+        assert not torch.equal(models[0][0].weight.grad, before)
+        for model in models:
+            model.zero_grad()
+    for x, y in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        if clip_norm is None:
+            assert torch.equal(x, y)
+        else:
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(a.mask, b.mask) for a, b in zip(models[0][::2], models[1][::2], strict=True))
+
+
+@pytest.mark.parametrize("made", [torch.optim.SGD, rt.optim.AdamW])
+def test_a_closure_gets_the_decay_after_it_computed_gradients(made: Any) -> None:
+    models = [sparse(), sparse()]
+    optimisers = [made(model.parameters(), lr=0.1) for model in models]
     for n in range(2):
         step(models[0], optimisers[0], n)
 
@@ -149,6 +180,11 @@ def test_layers_that_share_a_weight_decay_it_once() -> None:
     gradient = model[0].weight.grad.clone()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     torch.testing.assert_close(model[0].weight.detach(), w - gradient - DECAY * (~two_four(w)) * w)
+    seen: list[Tensor] = []
+    optimiser = rt.optim.AdamW(model.parameters())
+    optimiser.decay_left_out = lambda weight, mask, decay: seen.append(weight)
+    optimiser.step()
+    assert len(seen) == 1
 
 
 def test_masks_are_chosen_anew_and_flips_counted() -> None:
@@ -263,6 +299,34 @@ def test_only_clipped_weights_of_what_is_kept_lose_their_gradient() -> None:
     lost = model[0].weight.grad == 0
     assert lost.any()
     assert not lost[~model[0].mask].any()
+
+
+@pytest.mark.parametrize("estimator", ["straight", "clip"])
+@pytest.mark.parametrize("format", ["int8", "int4:32"])
+def test_no_copy_of_a_weight_lives_until_the_backward(format: str, estimator: str) -> None:
+    model = rt.qat.prepare(small(), format, sparsity=Recipe(), estimator=estimator)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        y = model(data())
+    shapes = {layer.weight.shape: layer.weight for layer in (model[0], model[2])}
+    weights = [x for x in saved if x.shape in shapes]
+    copied = [x for x in weights if x.data_ptr() != shapes[x.shape].data_ptr()]
+    # the definition of "clip" looks at the weight with its zeros in place
+    assert len(copied) == (2 if estimator == "clip" and format != "int8" else 0)
+    y.square().mean().backward()
+    due = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    # whoever watches sees the operator, which takes a weight with its zeros in place
+    with torch.profiler.profile():
+        model(data()).square().mean().backward()
+    for p, one in zip(model.parameters(), due, strict=True):
+        torch.testing.assert_close(p.grad, one)
+    model.zero_grad()
+    y = model(data())
+    with torch.profiler.profile():
+        y.square().mean().backward()
+    for p, one in zip(model.parameters(), due, strict=True):
+        torch.testing.assert_close(p.grad, one)
 
 
 def test_restored_copied_and_pickled() -> None:

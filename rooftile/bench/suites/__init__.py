@@ -102,6 +102,7 @@ SUITES = {
         Suite("long", "The longest shapes under load: clock, power and the chip's counters beside the peers."),
         Suite("cpu", "Exact attention on a CPU beside PyTorch's kernel, and the memory of a long sequence."),
         Suite("training", "Whole training steps of Transformers models with eager attention, SDPA and Rooftile."),
+        Suite("prepared", "Training steps of a Llama prepared for a format beside 16 bits and torchao's."),
         Suite("quality", "Nats per byte that a small Llama loses by the format of its weights."),
         Suite("qat", "What rounding costs a small Llama in each format, and what training for the format wins back."),
         Suite("recall", "Small decoders trained with each approximate method: recall, loss on English, and a needle."),
