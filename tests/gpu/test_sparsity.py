@@ -82,7 +82,11 @@ def test_products(N: int, K: int, dtype: torch.dtype, way: str) -> None:
         x = torch.randn(rows, 2 * K, device="cuda").to(kind)[:, :K]
         found = rt.linear(x, weight, bias, backend=way)
         due, plain = exact(x, weight, bias), rt.linear(x, weight, bias, backend="definition")
-        error, allowed = (found.double() - due).norm(), 2 * (plain.double() - due).norm() + 1e-5 * due.norm()
+        known = (plain.double() - due).norm()
+        if way == "dense" and dtype != torch.float8_e4m3fn:
+            # cuBLAS cuts long sums and adds the parts in 16 bits
+            known = max(known, (functional.linear(x, weight.dense().to(kind), bias).double() - due).norm())
+        error, allowed = (found.double() - due).norm(), 2 * known + 1e-5 * due.norm()
         assert error <= allowed, (rows, float(error), float(allowed))
 
 
@@ -169,6 +173,8 @@ def test_sparse_products_of_a_weight_that_is_trained(transposable: bool) -> None
         assert (found.double() - exactly).norm() <= 0.01 * exactly.norm()
 
 
+# Dynamo of torch 2.11 reads an attribute of torch.autograd.Function that is deprecated
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("format", [None, "fp8", "int4:32"])
 def test_training_goes_as_on_a_cpu(format: str | None, compiled: bool) -> None:
