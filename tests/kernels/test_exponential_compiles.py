@@ -15,7 +15,9 @@ from tests.kernels.test_sampling_compiles import stack  # noqa: E402
 
 WORDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 NAMES = ("exponents", "sums", "outputs", "queries", "keys", "values")
-IN_DTYPE = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "y_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
+IN_DTYPE = {"q_ptr", "k_ptr", "v_ptr", "x_ptr", "y_ptr", "o_ptr", "do_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "w_ptr", "rest_ptr"}
+# the state is read in the dtype of its products
+STATES = {"s_ptr", "r_ptr"}
 
 
 def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool = True, group: int = 1, packed: bool = False):
@@ -28,14 +30,15 @@ def compiled(name: str, sm: int, dtype: torch.dtype, dim: int, *, causal: bool =
     places = (exponents, exponential, exponential_gradients)
     word = "_exponents" if name == "exponents" else f"_exponential_{name}"
     kernel = next(getattr(place, word) for place in places if hasattr(place, word))
-    constants = by_features.tile_of(name, dim, dim, 256, dtype)
+    constants = by_features.tile_of(name, dim, dim, 256, dtype, sm == 90)
     constants |= {"HEADS": 4, "GROUP": group, "D": dim, "DV": dim, "F": 256, "PACKED": packed}
     constants |= {"CAUSAL": causal, "WEIGHTED": group > 1, "KEYS": True}
     options = {word: constants.pop(word) for word in ("num_warps", "num_stages")}
     constants = {word: value for word, value in constants.items() if word in kernel.arg_names}
     signature = {}
     for argument in kernel.arg_names:
-        pointer = WORDS[dtype] if argument in IN_DTYPE else "*i32" if argument == "cu_ptr" else "*fp32"
+        given = argument in IN_DTYPE or (argument in STATES and dtype == torch.bfloat16)
+        pointer = WORDS[dtype] if given else "*i32" if argument == "cu_ptr" else "*fp32"
         number = "fp32" if argument == "root" else "i32"
         signature[argument] = "constexpr" if argument in constants else pointer if argument.endswith("_ptr") else number
         if argument.endswith("_strides"):

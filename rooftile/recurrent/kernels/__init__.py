@@ -26,7 +26,7 @@ from rooftile.recurrent.kernels import by_features
 from rooftile.recurrent.kernels.gradients import _key_gradients, _query_gradients, _row_gradients, _value_gradients
 from rooftile.recurrent.kernels.outputs import _outputs
 from rooftile.recurrent.kernels.states import _scan, _segment_sums
-from rooftile.recurrent.kernels.tiles import SEGMENT
+from rooftile.recurrent.kernels.tiles import SEGMENT, is_hopper
 from rooftile.recurrent.problem import Recurrence
 
 LARGEST_DIM = 128
@@ -73,12 +73,6 @@ def tile_of(kernel: str, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool,
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
-    """Whether products run on wgmma; the interpreter takes the same tiles."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
 def _constants(
     kernel: str, dim: int, dim_v: int, dtype: torch.dtype, hopper: bool, heads: int, group: int, packed: bool, **own: Any
 ) -> dict[str, Any]:
@@ -119,7 +113,7 @@ class _Call:
 
     def constants(self, kernel: str, group: int | None = None, **own: Any) -> dict[str, Any]:
         group = self.H // self.Hk if group is None else group
-        hopper = _is_hopper(self.device)
+        hopper = is_hopper(self.device)
         return _constants(kernel, self.dim, self.dim_v, self.dtype, hopper, self.Hk, group, self.packed, **own)
 
     def strides(self, x: Tensor) -> tuple[int, int, int]:

@@ -23,6 +23,7 @@ from rooftile.recurrent.kernels.exponential_gradients import (
 )
 from rooftile.recurrent.kernels.exponents import _exponents
 from rooftile.recurrent.kernels.gradients import _row_gradients
+from rooftile.recurrent.kernels.tiles import is_hopper
 from rooftile.recurrent.problem import Recurrence
 
 # numbers of a state that a program of the scan carries
@@ -32,29 +33,37 @@ _start_exponents, _start_sums, _start_scan = Kernel(_exponents), Kernel(_exponen
 _start_outputs, _start_rows = Kernel(_exponential_outputs), Kernel(_row_gradients)
 _start_queries, _start_keys, _start_values = map(Kernel, (_exponential_queries, _exponential_keys, _exponential_values))
 
-# tokens of a chunk, which has a state of its own, and features at a time: for heads up to 64 wide, and for wider ones
+# tokens of a chunk, features at a time and stages: for heads up to 64 wide, and for wider ones. Larger chunks have fewer states
+# to write and read, and products of 64 rows run on wgmma; as compiled by Triton 3.6, larger ones spill in their loops.
 _TILES = {
-    torch.bfloat16: ((64, 32), (32, 32)), torch.float16: ((32, 16), (16, 16)), torch.float32: ((16, 16), (16, 16)),
+    (torch.bfloat16, True): ((128, 64, 2), (128, 32, 2)),
+    (torch.bfloat16, False): ((64, 32, 2), (32, 32, 2)),
+    (torch.float16, True): ((64, 32, 1), (64, 32, 1)),
+    (torch.float16, False): ((64, 32, 1), (32, 16, 1)),
+    (torch.float32, True): ((32, 16, 1), (32, 16, 1)),
+    (torch.float32, False): ((32, 16, 1), (32, 16, 1)),
 }  # fmt: skip
 
 
-def tile_of(kernel: str, dim: int, dim_v: int, F: int, dtype: torch.dtype) -> dict[str, Any]:
+def tile_of(kernel: str, dim: int, dim_v: int, F: int, dtype: torch.dtype, hopper: bool) -> dict[str, Any]:
     """Tokens, columns and features of a tile, how its products are made, and warps."""
-    chunk, split = _TILES[dtype][max(dim, dim_v) > 64]
+    chunk, split, stages = _TILES[dtype, hopper][max(dim, dim_v) > 64]
     block_d, block_v, block_f = (max(triton.next_power_of_2(n), 16) for n in (dim, dim_v, F))
     return {
         "BLOCK": chunk, "BLOCK_D": block_d, "BLOCK_V": block_v, "BLOCK_F": min(block_f, split),
         # the range of fp16 is too small for sums, and tf32 is as exact
         "DOT": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "num_warps": 8, "num_stages": 1,
+        "num_warps": 8, "num_stages": stages,
     }  # fmt: skip
 
 
 @cache
-def _constants(kernel: str, dim: int, dim_v: int, F: int, dtype: torch.dtype, names: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+def _constants(
+    kernel: str, dim: int, dim_v: int, F: int, dtype: torch.dtype, hopper: bool, names: tuple[tuple[str, Any], ...]
+) -> dict[str, Any]:
     """One dictionary for the same arguments: a launch is recognised by it."""
-    found = {"D": dim, "DV": dim_v, "F": F, **tile_of(kernel, dim, dim_v, F, dtype), **dict(names)}
+    found = {"D": dim, "DV": dim_v, "F": F, **tile_of(kernel, dim, dim_v, F, dtype, hopper), **dict(names)}
     if kernel == "exponents":
         for word in ("DV", "BLOCK_V", "DOT", "PRECISION"):
             del found[word]
@@ -69,6 +78,10 @@ def _scan_constants(F: int, dim_v: int, heads: int, chunk: int, packed: bool, ca
     }  # fmt: skip
 
 
+def _dtype_of_states(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
 @cache
 def _row_constants(dim_v: int) -> dict[str, Any]:
     block_v = triton.next_power_of_2(dim_v)
@@ -81,21 +94,25 @@ class _Call:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, state: State, w: Tensor, cu: Tensor | None, problem: Recurrence
     ) -> None:  # fmt: skip
-        self.q, self.k, self.v, self.w, self.causal = q, k, v, w.to(torch.float32).contiguous(), problem.causal
+        self.q, self.k, self.v, self.causal = q, k, v, problem.causal
         self.packed, self.root = cu is not None, problem.scale**0.5
+        # W as the sum of two numbers in the dtype of q
+        w = w.to(torch.float32).contiguous()
+        self.w = w.to(q.dtype)
+        self.rest = (w - self.w).to(q.dtype)
         self.F, self.dim, self.dim_v, self.dtype = w.shape[0], q.shape[-1], v.shape[-1], q.dtype
         self.H, self.Hk = q.shape[-2], k.shape[-2]
         self.B = q.shape[0] if cu is None else cu.shape[0] - 1
         self.T, self.S = q.shape[-3], k.shape[-3]
         # any tensor stands for the offsets of calls that are not packed
         self.cu = k if cu is None else cu
-        self.chunk = _TILES[q.dtype][max(self.dim, self.dim_v) > 64][0]
+        self.hopper = is_hopper(q.device)
+        self.chunk = _TILES[q.dtype, self.hopper][max(self.dim, self.dim_v) > 64][0]
         self.slots_q, self.slots_k = self.slots(self.T), self.slots(self.S)
         self.top_q, _, _ = self.exponents(q, self.slots_q, False)
         self.top_k, self.m, self.running = self.exponents(k, self.slots_k, True)
         self.before, self.peak = self.new(self.slots_k, self.Hk), self.new(self.slots_k, self.Hk)
-        part = self.sums(k, v, self.slots_k, None, None)
-        self.part, self.last = self.scan(part, state, self.S, False)
+        self.starts, self.last = self.scan(self.sums(k, v, self.slots_k, None, None), state, self.S, False)
 
     def new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
@@ -105,7 +122,7 @@ class _Call:
 
     def constants(self, kernel: str, **own: Any) -> dict[str, Any]:
         names = tuple(({"HEADS": self.Hk, "PACKED": self.packed} | own).items())
-        return _constants(kernel, self.dim, self.dim_v, self.F, self.dtype, names)
+        return _constants(kernel, self.dim, self.dim_v, self.F, self.dtype, self.hopper, names)
 
     def options(self, kernel: str, **own: Any) -> dict[str, Any]:
         return self.constants(kernel, **({"GROUP": self.H // self.Hk, "CAUSAL": self.causal} | own))
@@ -122,7 +139,7 @@ class _Call:
         m, running = (torch.empty_like(top), torch.empty_like(top)) if keys else (top, top)
         if slots and x.shape[-2]:
             constants = self.constants("exponents", HEADS=x.shape[-2], KEYS=keys)
-            arguments = (x, self.w, top, m, running, self.cu, *self.strides(x), self.root, x.shape[-3], self.B)
+            arguments = (x, self.w, self.rest, top, m, running, self.cu, *self.strides(x), self.root, x.shape[-3], self.B)
             _start_exponents((slots, x.shape[-2], 1), arguments, constants)
         return top, m, running
 
@@ -133,27 +150,26 @@ class _Call:
             weighted = weight is not None
             constants = self.options("sums", WEIGHTED=weighted, **({} if weighted else {"GROUP": 1}))
             arguments = (
-                x, y, self.w, self.top_q if weighted else self.top_k, self.m, self.running, self.before,
+                x, y, self.w, self.rest, self.top_q if weighted else self.top_k, self.m, self.running, self.before,
                 part if weight is None else weight, part if unit is None else unit, part, self.peak, self.cu,
                 *self.strides(x, y), self.root, x.shape[-3], self.B,
             )  # fmt: skip
             _start_sums((slots, self.Hk, triton.cdiv(self.F, constants["BLOCK_F"])), arguments, constants)
         return part
 
-    def scan(self, part: Tensor, first: State, length: int, reverse: bool) -> tuple[Tensor, State]:
-        """The state that each chunk reads, and the last one."""
+    def scan(self, part: Tensor, first: State, length: int, reverse: bool) -> tuple[tuple[Tensor, Tensor], State]:
+        """S and z as a chunk reads them, its own or those of the whole sequence; and the last state."""
         s, z, largest = (x.contiguous() for x in first)
         last = State(torch.empty_like(s), torch.empty_like(z), torch.empty_like(largest))
+        # their products round S to bf16 in any case
+        before_s = part.new_empty((*part.shape[:2], self.F * self.dim_v), dtype=_dtype_of_states(self.dtype))
+        before_z = self.new(*part.shape[:2], self.F)
         if self.B and self.Hk:
             constants = _scan_constants(self.F, self.dim_v, self.Hk, self.chunk, self.packed, self.causal, reverse)
-            arguments = (part, self.peak, self.before, s, z, largest, *last, self.cu, length, self.B)
+            arguments = (part, self.peak, self.before, before_s, before_z, s, z, largest, *last, self.cu, length, self.B)
             size = self.F * self.dim_v + self.F
             _start_scan((triton.cdiv(size, _SCANNED), self.B, self.Hk), arguments, constants)
-        return part, last
-
-    def starts(self, part: Tensor, last: State) -> tuple[Tensor, Tensor]:
-        """S and z as a chunk reads them: its own, or those of the whole sequence."""
-        return (part, part.flatten()[self.F * self.dim_v :]) if self.causal else (last.s, last.z)
+        return ((before_s, before_z) if self.causal else (last.s.to(before_s.dtype), last.z)), last
 
 
 def forward(
@@ -166,8 +182,8 @@ def forward(
     den = call.new(*q.shape[:-1])
     if call.slots_q and o.numel():
         arguments = (
-            q, k, v, call.w, o, den, call.top_q, call.top_k, call.m, call.running, call.before,
-            *call.starts(call.part, call.last), call.cu, *call.strides(q, k, v), call.root, call.T, call.B,
+            q, k, v, call.w, call.rest, o, den, call.top_q, call.top_k, call.m, call.running, call.before,
+            *call.starts, call.cu, *call.strides(q, k, v), call.root, call.T, call.B,
         )  # fmt: skip
         _start_outputs((call.slots_q, call.H, 1), arguments, call.options("outputs"))
     return o, den, call.last
@@ -188,26 +204,27 @@ def backward(
         programs = triton.cdiv(den.numel(), constants["BLOCK"])
         _start_rows((programs, 1, 1), (do, o, den, weight, unit, den.numel()), constants)
     later = call.sums(q, do, call.slots_q, weight, unit)
-    later, first = call.scan(later, State(d_last.s, d_last.z, state.largest), call.T, True)
+    starts, first = call.scan(later, State(d_last.s, d_last.z, state.largest), call.T, True)
     scalars = (call.root, call.T, call.B)
     exponents = (call.top_q, call.top_k, call.m, call.running, call.before)
     if call.slots_q and dq.numel():
         arguments = (
-            q, k, v, call.w, do, weight, unit, dq, *exponents, *call.starts(call.part, call.last), call.cu,
+            q, k, v, call.w, call.rest, do, weight, unit, dq, *exponents, *call.starts, call.cu,
             *call.stride_tuples(q, k, v), *scalars,
         )  # fmt: skip
         _start_queries((call.slots_q, call.H, 1), arguments, call.options("queries"))
-    r, r_1 = call.starts(later, first)
+    r, r_1 = starts
     scalars = (call.root, call.S, call.B)
     if call.slots_k and dk.numel():
         arguments = (
-            q, k, v, call.w, do, weight, unit, dk, *exponents, call.peak, call.last.largest, r, r_1, call.cu,
+            q, k, v, call.w, call.rest, do, weight, unit, dk, *exponents, call.peak, call.last.largest, r, r_1, call.cu,
             *call.stride_tuples(q, k, v), *scalars,
         )  # fmt: skip
         _start_keys((call.slots_k, call.Hk, 1), arguments, call.options("keys"))
     if call.slots_k and dv.numel():
         arguments = (
-            q, k, call.w, do, weight, dv, *exponents, call.peak, call.last.largest, r, call.cu, *call.strides(q, k), *scalars,
+            q, k, call.w, call.rest, do, weight, dv, *exponents, call.peak, call.last.largest, r, call.cu,
+            *call.strides(q, k), *scalars,
         )  # fmt: skip
         _start_values((call.slots_k, call.Hk, 1), arguments, call.options("values"))
     ds, dz = first.s, first.z

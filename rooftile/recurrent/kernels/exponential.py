@@ -28,7 +28,7 @@ from rooftile.recurrent.kernels.tiles import EMPTY, is_lost, lost_before, part_o
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _exponential_sums(
-    x_ptr, y_ptr, w_ptr, top_ptr, m_ptr, running_ptr, before_ptr, weight_ptr, unit_ptr, part_ptr, peak_ptr, cu_ptr,
+    x_ptr, y_ptr, w_ptr, rest_ptr, top_ptr, m_ptr, running_ptr, before_ptr, weight_ptr, unit_ptr, part_ptr, peak_ptr, cu_ptr,
     x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h, root, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr, WEIGHTED: tl.constexpr, CAUSAL: tl.constexpr,
@@ -69,7 +69,7 @@ def _exponential_sums(
         y = rows(y_ptr + batch * y_stride_b + h.to(tl.int64) * y_stride_h, first, t, e, here, e < DV, y_stride_t)
         row = place * (HEADS * GROUP) + h
         top = tl.load(top_ptr + row, mask=here, other=0.0)
-        f_x = exponential(x, top, w_ptr, f, d, root, F, D) * factor[:, None]
+        f_x = exponential(x, top, w_ptr, rest_ptr, f, d, root, F, D) * factor[:, None]
         if WEIGHTED:
             y = y.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
             z += tl.sum(f_x * tl.load(unit_ptr + row, mask=here, other=0.0)[:, None], 0)
@@ -84,14 +84,15 @@ def _exponential_sums(
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _exponential_scan(
-    part_ptr, peak_ptr, before_ptr, first_s_ptr, first_z_ptr, first_m_ptr, last_s_ptr, last_z_ptr, last_m_ptr, cu_ptr, T, B,
+    part_ptr, peak_ptr, before_ptr, s_ptr, z_ptr, first_s_ptr, first_z_ptr, first_m_ptr, last_s_ptr, last_z_ptr, last_m_ptr,
+    cu_ptr, T, B,
     HEADS: tl.constexpr, SUMS: tl.constexpr, F: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, REVERSE: tl.constexpr,
     CAUSAL: tl.constexpr, PACKED: tl.constexpr,
 ):
     # fmt: on
-    """Replaces the sum of each chunk by the state before it, writes the largest before it, and the last state.
+    """Writes the state before each chunk, S in the dtype of the products that read it, the largest before it, and the last state.
 
-    REVERSE: by the sums over later chunks, relative to the largest after the chunk; reads the largest before it.
+    REVERSE: the sums over later chunks, relative to the largest after the chunk; reads the largest before it.
     """
     b, hk = tl.program_id(1), tl.program_id(2)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -107,11 +108,12 @@ def _exponential_scan(
     state = tl.load(first_s_ptr + head * SUMS + n, mask=in_s, other=0.0)
     state += tl.load(first_z_ptr + head * F + n - SUMS, mask=in_z, other=0.0)
     largest = tl.load(first_m_ptr + head)
-    for i in range(0, chunks):
+    # copies of the next sums run while a sum is added
+    for i in tl.range(0, chunks, num_stages=4):
         own = (slot + (chunks - 1 - i if REVERSE else i)).to(tl.int64) * HEADS + hk
-        place = part_ptr + own * (SUMS + F) + n
-        part = tl.load(place, mask=n < SUMS + F, other=0.0)
-        tl.store(place, state, mask=n < SUMS + F)
+        part = tl.load(part_ptr + own * (SUMS + F) + n, mask=n < SUMS + F, other=0.0)
+        tl.store(s_ptr + own * SUMS + n, state.to(s_ptr.dtype.element_ty), mask=in_s)
+        tl.store(z_ptr + own * F + n - SUMS, state, mask=in_z)
         if REVERSE:
             if CAUSAL:
                 before = tl.load(before_ptr + own)
@@ -132,7 +134,8 @@ def _exponential_scan(
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _exponential_outputs(
-    q_ptr, k_ptr, v_ptr, w_ptr, o_ptr, den_ptr, top_q_ptr, top_k_ptr, m_ptr, running_ptr, before_ptr, s_ptr, z_ptr, cu_ptr,
+    q_ptr, k_ptr, v_ptr, w_ptr, rest_ptr, o_ptr, den_ptr, top_q_ptr, top_k_ptr, m_ptr, running_ptr, before_ptr,
+    s_ptr, z_ptr, cu_ptr,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
     root, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
@@ -153,8 +156,6 @@ def _exponential_outputs(
     place = (0 if PACKED else batch * T) + first + t
     row, key = place * (HEADS * GROUP) + h, place * HEADS + hk
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    step: tl.constexpr = F * DV + F if CAUSAL else F * DV
-    step_z: tl.constexpr = F * DV + F if CAUSAL else F
     q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
     top_q = tl.load(top_q_ptr + row, mask=here, other=0.0)
     o = tl.zeros((BLOCK, BLOCK_V), tl.float32)
@@ -165,12 +166,12 @@ def _exponential_outputs(
         a = tl.zeros((BLOCK, BLOCK), tl.float32)
     for f_0 in range(0, F, BLOCK_F):
         f = f_0 + tl.arange(0, BLOCK_F)
-        f_q = exponential(q, top_q, w_ptr, f, d, root, F, D)
-        s = tl.load(s_ptr + head * step + f[:, None] * DV + e[None, :], mask=(f < F)[:, None] & (e < DV)[None, :], other=0.0)
-        den += tl.sum(f_q * tl.load(z_ptr + head * step_z + f, mask=f < F, other=0.0)[None, :], 1)
-        o = tl.dot(f_q.to(DOT), s.to(DOT), o, input_precision=PRECISION)
+        f_q = exponential(q, top_q, w_ptr, rest_ptr, f, d, root, F, D)
+        s = tl.load(s_ptr + head * (F * DV) + f[:, None] * DV + e[None, :], mask=(f < F)[:, None] & (e < DV)[None, :], other=0.0)
+        den += tl.sum(f_q * tl.load(z_ptr + head * F + f, mask=f < F, other=0.0)[None, :], 1)
+        o = tl.dot(f_q.to(DOT), s, o, input_precision=PRECISION)
         if CAUSAL:
-            f_k = exponential(k, top_k, w_ptr, f, d, root, F, D)
+            f_k = exponential(k, top_k, w_ptr, rest_ptr, f, d, root, F, D)
             a = tl.dot(f_q.to(DOT), tl.trans(f_k.to(DOT)), a, input_precision=PRECISION)
     if CAUSAL:
         before = tl.load(before_ptr + head)

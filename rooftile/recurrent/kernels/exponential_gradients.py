@@ -28,8 +28,8 @@ def through(g, w_ptr, f, d, F: tl.constexpr, D: tl.constexpr, DOT: tl.constexpr,
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _exponential_queries(
-    q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, weight_ptr, unit_ptr, dq_ptr, top_q_ptr, top_k_ptr, m_ptr, running_ptr, before_ptr,
-    s_ptr, z_ptr, cu_ptr,
+    q_ptr, k_ptr, v_ptr, w_ptr, rest_ptr, do_ptr, weight_ptr, unit_ptr, dq_ptr, top_q_ptr, top_k_ptr,
+    m_ptr, running_ptr, before_ptr, s_ptr, z_ptr, cu_ptr,
     q_strides, k_strides, v_strides,
     root, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
@@ -53,8 +53,6 @@ def _exponential_queries(
     place = (0 if PACKED else batch * T) + first + t
     row, key = place * (HEADS * GROUP) + h, place * HEADS + hk
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    step: tl.constexpr = F * DV + F if CAUSAL else F * DV
-    step_z: tl.constexpr = F * DV + F if CAUSAL else F
     q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
     top_q = tl.load(top_q_ptr + row, mask=here, other=0.0)
     do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
@@ -74,23 +72,41 @@ def _exponential_queries(
     dq = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     for f_0 in range(0, F, BLOCK_F):
         f = f_0 + tl.arange(0, BLOCK_F)
-        s = tl.load(s_ptr + head * step + f[:, None] * DV + e[None, :], mask=(f < F)[:, None] & (e < DV)[None, :], other=0.0)
-        z = tl.load(z_ptr + head * step_z + f, mask=f < F, other=0.0)
-        df = tl.dot(dn, tl.trans(s.to(DOT)), input_precision=PRECISION) + u[:, None] * z[None, :]
+        s = tl.load(s_ptr + head * (F * DV) + f[:, None] * DV + e[None, :], mask=(f < F)[:, None] & (e < DV)[None, :], other=0.0)
+        z = tl.load(z_ptr + head * F + f, mask=f < F, other=0.0)
+        df = tl.dot(dn, tl.trans(s), input_precision=PRECISION) + u[:, None] * z[None, :]
         df = df * past[:, None]
         if CAUSAL:
-            f_k = exponential(k, top_k, w_ptr, f, d, root, F, D)
+            f_k = exponential(k, top_k, w_ptr, rest_ptr, f, d, root, F, D)
             df = tl.dot(da, f_k.to(DOT), df, input_precision=PRECISION)
-        g = df * exponential(q, top_q, w_ptr, f, d, root, F, D)
+        g = df * exponential(q, top_q, w_ptr, rest_ptr, f, d, root, F, D)
         dq += through(g, w_ptr, f, d, F, D, DOT, PRECISION)
     tl.store(dq_ptr + row[:, None] * D + d[None, :], (dq * root).to(dq_ptr.dtype.element_ty), mask=here[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _pairs_of_head(
+    q_ptr, do_ptr, weight_ptr, unit_ptr, top_q_ptr, q_strides, batch, first, place, t, d, e, here, v, m, running,
+    h, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A query head's chunk, its largest projections, and B."""
+    q_stride_b, q_stride_t, q_stride_h = q_strides
+    row = place * H + h
+    q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
+    top = tl.load(top_q_ptr + row, mask=here, other=0.0)
+    do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
+    dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
+    u = tl.load(unit_ptr + row, mask=here, other=0.0)
+    da = tl.dot(dn.to(DOT), tl.trans(v), input_precision=PRECISION) + u[:, None]
+    # a row past the end has no weight, and a key's factor there may be infinite
+    return q, top, paired(da, m, running, (t[:, None] >= t[None, :]) & here[:, None]).to(DOT)
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _exponential_keys(
-    q_ptr, k_ptr, v_ptr, w_ptr, do_ptr, weight_ptr, unit_ptr, dk_ptr, top_q_ptr, top_k_ptr, m_ptr, running_ptr, before_ptr,
-    peak_ptr, last_m_ptr, r_ptr, u_ptr, cu_ptr,
+    q_ptr, k_ptr, v_ptr, w_ptr, rest_ptr, do_ptr, weight_ptr, unit_ptr, dk_ptr, top_q_ptr, top_k_ptr,
+    m_ptr, running_ptr, before_ptr, peak_ptr, last_m_ptr, r_ptr, u_ptr, cu_ptr,
     q_strides, k_strides, v_strides,
     root, T, B,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
@@ -99,7 +115,6 @@ def _exponential_keys(
 ):
     # fmt: on
     """dk of a chunk of a key head, summed over the query heads of its group."""
-    q_stride_b, q_stride_t, q_stride_h = q_strides
     k_stride_b, k_stride_t, k_stride_h = k_strides
     v_stride_b, v_stride_t, v_stride_h = v_strides
     slot, hk = tl.program_id(0), tl.program_id(1)
@@ -113,8 +128,6 @@ def _exponential_keys(
     place = (0 if PACKED else batch * T) + first + t
     key = place * HEADS + hk
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    step: tl.constexpr = F * DV + F if CAUSAL else F * DV
-    step_z: tl.constexpr = F * DV + F if CAUSAL else F
     k = rows(k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h, first, t, d, here, d < D, k_stride_t)
     v = rows(v_ptr + batch * v_stride_b + hk.to(tl.int64) * v_stride_h, first, t, e, here, e < DV, v_stride_t).to(DOT)
     top_k = tl.load(top_k_ptr + key, mask=here, other=0.0)
@@ -126,29 +139,37 @@ def _exponential_keys(
     else:
         after = tl.load(last_m_ptr + head)
     future = tl.exp(m - after)
+    if CAUSAL and GROUP == 1:
+        q, top_q, da = _pairs_of_head(
+            q_ptr, do_ptr, weight_ptr, unit_ptr, top_q_ptr, q_strides, batch, first, place, t, d, e, here, v, m, running,
+            hk, HEADS, D, DV, DOT, PRECISION,
+        )
     dk = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for f_0 in range(0, F, BLOCK_F):
         f = f_0 + tl.arange(0, BLOCK_F)
-        r = tl.load(r_ptr + head * step + f[:, None] * DV + e[None, :], mask=(f < F)[:, None] & (e < DV)[None, :], other=0.0)
-        df = tl.dot(v, tl.trans(r.to(DOT)), input_precision=PRECISION)
-        df = (df + tl.load(u_ptr + head * step_z + f, mask=f < F, other=0.0)[None, :]) * future[:, None]
-        if CAUSAL:
-            for i in range(0, GROUP):
-                h = hk * GROUP + i
-                row = place * (HEADS * GROUP) + h
-                q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
-                do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
-                dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]
-                u = tl.load(unit_ptr + row, mask=here, other=0.0)
-                da = tl.dot(dn.to(DOT), tl.trans(v), input_precision=PRECISION) + u[:, None]
-                # a row past the end has no weight, and a key's factor there may be infinite
-                da = paired(da, m, running, (n[:, None] >= n[None, :]) & here[:, None])
-                f_q = exponential(q, tl.load(top_q_ptr + row, mask=here, other=0.0), w_ptr, f, d, root, F, D)
-                df = tl.dot(tl.trans(da.to(DOT)), f_q.to(DOT), df, input_precision=PRECISION)
-        g = df * exponential(k, top_k, w_ptr, f, d, root, F, D)
+        r = tl.load(r_ptr + head * (F * DV) + f[:, None] * DV + e[None, :], mask=(f < F)[:, None] & (e < DV)[None, :], other=0.0)
+        df = tl.dot(v, tl.trans(r), input_precision=PRECISION)
+        df = (df + tl.load(u_ptr + head * F + f, mask=f < F, other=0.0)[None, :]) * future[:, None]
+        if CAUSAL and GROUP == 1:
+            f_q = exponential(q, top_q, w_ptr, rest_ptr, f, d, root, F, D)
+            df = tl.dot(tl.trans(da), f_q.to(DOT), df, input_precision=PRECISION)
+        g = df * exponential(k, top_k, w_ptr, rest_ptr, f, d, root, F, D)
         total += tl.sum(g, 1)
         dk += through(g, w_ptr, f, d, F, D, DOT, PRECISION)
+    if CAUSAL and GROUP > 1:
+        for i in range(0, GROUP):
+            q, top_q, da = _pairs_of_head(
+                q_ptr, do_ptr, weight_ptr, unit_ptr, top_q_ptr, q_strides, batch, first, place, t, d, e, here,
+                v, m, running, hk * GROUP + i, HEADS * GROUP, D, DV, DOT, PRECISION,
+            )
+            for f_0 in range(0, F, BLOCK_F):
+                f = f_0 + tl.arange(0, BLOCK_F)
+                f_q = exponential(q, top_q, w_ptr, rest_ptr, f, d, root, F, D)
+                df = tl.dot(tl.trans(da), f_q.to(DOT), input_precision=PRECISION)
+                g = df * exponential(k, top_k, w_ptr, rest_ptr, f, d, root, F, D)
+                total += tl.sum(g, 1)
+                dk += through(g, w_ptr, f, d, F, D, DOT, PRECISION)
     dk = root * (dk - (root * total)[:, None] * k.to(tl.float32))
     tl.store(dk_ptr + key[:, None] * D + d[None, :], dk.to(dk_ptr.dtype.element_ty), mask=here[:, None] & (d < D)[None, :])
 
@@ -156,7 +177,7 @@ def _exponential_keys(
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _exponential_values(
-    q_ptr, k_ptr, w_ptr, do_ptr, weight_ptr, dv_ptr, top_q_ptr, top_k_ptr, m_ptr, running_ptr, before_ptr,
+    q_ptr, k_ptr, w_ptr, rest_ptr, do_ptr, weight_ptr, dv_ptr, top_q_ptr, top_k_ptr, m_ptr, running_ptr, before_ptr,
     peak_ptr, last_m_ptr, r_ptr, cu_ptr,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
     root, T, B,
@@ -177,7 +198,6 @@ def _exponential_values(
     place = (0 if PACKED else batch * T) + first + t
     key = place * HEADS + hk
     head = (slot if CAUSAL else b).to(tl.int64) * HEADS + hk
-    step: tl.constexpr = F * DV + F if CAUSAL else F * DV
     k = rows(k_ptr + batch * k_stride_b + hk.to(tl.int64) * k_stride_h, first, t, d, here, d < D, k_stride_t)
     top_k = tl.load(top_k_ptr + key, mask=here, other=0.0)
     m = tl.load(m_ptr + key, mask=here, other=0.0)
@@ -188,24 +208,32 @@ def _exponential_values(
     else:
         after = tl.load(last_m_ptr + head)
     dv = tl.zeros((BLOCK, BLOCK_V), tl.float32)
+    a = tl.zeros((BLOCK, BLOCK), tl.float32)
+    if CAUSAL and GROUP == 1:
+        q = rows(q_ptr + batch * q_stride_b + hk.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
+        top_q = tl.load(top_q_ptr + key, mask=here, other=0.0)
     for f_0 in range(0, F, BLOCK_F):
         f = f_0 + tl.arange(0, BLOCK_F)
-        r = tl.load(r_ptr + head * step + f[:, None] * DV + e[None, :], mask=(f < F)[:, None] & (e < DV)[None, :], other=0.0)
-        f_k = exponential(k, top_k, w_ptr, f, d, root, F, D)
-        dv = tl.dot(f_k.to(DOT), r.to(DOT), dv, input_precision=PRECISION)
+        r = tl.load(r_ptr + head * (F * DV) + f[:, None] * DV + e[None, :], mask=(f < F)[:, None] & (e < DV)[None, :], other=0.0)
+        f_k = exponential(k, top_k, w_ptr, rest_ptr, f, d, root, F, D).to(DOT)
+        dv = tl.dot(f_k, r, dv, input_precision=PRECISION)
+        if CAUSAL and GROUP == 1:
+            f_q = exponential(q, top_q, w_ptr, rest_ptr, f, d, root, F, D).to(DOT)
+            a = tl.dot(f_q, tl.trans(f_k), a, input_precision=PRECISION)
     dv = dv * tl.exp(m - after)[:, None]
     if CAUSAL:
         for i in range(0, GROUP):
             h = hk * GROUP + i
             row = place * (HEADS * GROUP) + h
-            q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
-            top_q = tl.load(top_q_ptr + row, mask=here, other=0.0)
-            a = tl.zeros((BLOCK, BLOCK), tl.float32)
-            for f_0 in range(0, F, BLOCK_F):
-                f = f_0 + tl.arange(0, BLOCK_F)
-                f_k = exponential(k, top_k, w_ptr, f, d, root, F, D).to(DOT)
-                f_q = exponential(q, top_q, w_ptr, f, d, root, F, D).to(DOT)
-                a = tl.dot(f_q, tl.trans(f_k), a, input_precision=PRECISION)
+            if GROUP > 1:
+                q = rows(q_ptr + batch * q_stride_b + h.to(tl.int64) * q_stride_h, first, t, d, here, d < D, q_stride_t)
+                top_q = tl.load(top_q_ptr + row, mask=here, other=0.0)
+                a = tl.zeros((BLOCK, BLOCK), tl.float32)
+                for f_0 in range(0, F, BLOCK_F):
+                    f = f_0 + tl.arange(0, BLOCK_F)
+                    f_k = exponential(k, top_k, w_ptr, rest_ptr, f, d, root, F, D).to(DOT)
+                    f_q = exponential(q, top_q, w_ptr, rest_ptr, f, d, root, F, D).to(DOT)
+                    a = tl.dot(f_q, tl.trans(f_k), a, input_precision=PRECISION)
             a = paired(a, m, running, (n[:, None] >= n[None, :]) & here[:, None])
             do = tl.load(do_ptr + row[:, None] * DV + e[None, :], mask=here[:, None] & (e < DV)[None, :], other=0.0)
             dn = do.to(tl.float32) * tl.load(weight_ptr + row, mask=here, other=0.0)[:, None]

@@ -9,22 +9,23 @@ from rooftile.recurrent.kernels.tiles import is_lost, part_of, rows
 
 
 @triton.jit
-def projected(x, w_ptr, f, d, root, F: tl.constexpr, D: tl.constexpr):
+def projected(x, w_ptr, rest_ptr, f, d, root, F: tl.constexpr, D: tl.constexpr):
     """W y, in fp32: 16-bit inputs meet W as the sum of two 16-bit numbers, so that W keeps its digits."""
-    w = tl.load(w_ptr + f[None, :] * D + d[:, None], mask=(f < F)[None, :] & (d < D)[:, None], other=0.0)
+    there = (f < F)[None, :] & (d < D)[:, None]
+    place = f[None, :] * D + d[:, None]
+    w = tl.load(w_ptr + place, mask=there, other=0.0)
     if x.dtype == tl.float32:
         p = tl.dot(x, w, input_precision="ieee")
     else:
-        large = w.to(x.dtype)
-        p = tl.dot(x, large)
-        p = tl.dot(x, (w - large.to(tl.float32)).to(x.dtype), p)
+        p = tl.dot(x, w)
+        p = tl.dot(x, tl.load(rest_ptr + place, mask=there, other=0.0), p)
     return p * root
 
 
 @triton.jit
-def exponential(x, top, w_ptr, f, d, root, F: tl.constexpr, D: tl.constexpr):
+def exponential(x, top, w_ptr, rest_ptr, f, d, root, F: tl.constexpr, D: tl.constexpr):
     """The features f of a tile, relative to the largest of each row; 0 in lost rows."""
-    p = projected(x, w_ptr, f, d, root, F, D)
+    p = projected(x, w_ptr, rest_ptr, f, d, root, F, D)
     return tl.where((is_lost(top) == 0)[:, None] & (f < F)[None, :], tl.exp(p - top[:, None]), 0.0)
 
 
@@ -43,7 +44,7 @@ def paired(a, m, running, lower):
 # fmt: off
 @triton.jit(do_not_specialize=["T", "B"])
 def _exponents(
-    x_ptr, w_ptr, top_ptr, m_ptr, running_ptr, cu_ptr, x_stride_b, x_stride_t, x_stride_h, root, T, B,
+    x_ptr, w_ptr, rest_ptr, top_ptr, m_ptr, running_ptr, cu_ptr, x_stride_b, x_stride_t, x_stride_h, root, T, B,
     HEADS: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,
     KEYS: tl.constexpr, PACKED: tl.constexpr,
 ):
@@ -64,7 +65,7 @@ def _exponents(
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     for f_0 in range(0, F, BLOCK_F):
         f = f_0 + tl.arange(0, BLOCK_F)
-        p = projected(x, w_ptr, f, d, root, F, D)
+        p = projected(x, w_ptr, rest_ptr, f, d, root, F, D)
         p = tl.where(lost[:, None], 0.0, p)
         top = tl.maximum(top, tl.max(tl.where((f < F)[None, :], p, float("-inf")), 1))
     top = tl.where(lost, float("inf"), top)

@@ -6,6 +6,9 @@ stand side by side; sequence b of a packed one owns the slots from cu[b] // SEGM
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 
@@ -13,6 +16,12 @@ import triton.language as tl
 SEGMENT = tl.constexpr(1024)
 # a sum of weights below this counts as zero: rooftile.recurrent.by_chunks.EMPTY
 EMPTY = tl.constexpr(2.0**-110)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether products run on wgmma; the interpreter takes the same tiles."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
