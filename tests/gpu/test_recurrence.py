@@ -88,3 +88,17 @@ def test_performer_runs_in_chunks(kind: str) -> None:
     found = ap.performer(q / 4, k / 4, v, rt.CAUSAL, features=features)
     exact = ap.performer(*(x.double() for x in (q / 4, k / 4, v)), rt.CAUSAL, features=features)
     torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask", [rt.CAUSAL, rt.FULL], ids=str)
+@pytest.mark.parametrize(("T", "H", "Hk", "D"), [(1025, 2, 2, 128), (700, 4, 1, 64)])
+def test_gradients_of_performer_equal_chunks_in_fp64(T: int, H: int, Hk: int, D: int, mask: rt.Mask, dtype: torch.dtype) -> None:
+    features = ap.Features.draw(D, 256, device="cuda")
+    tensors = inputs(T, H, Hk, D, D, dtype)
+    answers = []
+    for kind, path in ((dtype, "triton"), (torch.float64, "tiled"), (dtype, "tiled")):
+        leaves = dict(zip("qkv", (x.to(kind).requires_grad_() for x in tensors), strict=True))
+        outputs = {"o": ap.performer(*leaves.values(), mask, features=features, backend=path)}
+        answers.append(outputs | gradients(outputs, leaves, dtype))
+    assert_within(*answers, dtype, terms=T * H // Hk)
