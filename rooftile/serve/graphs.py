@@ -59,8 +59,6 @@ class DecodeGraphs:
         n = len(works)
         rows = next((rows for rows in LADDER if rows >= n), n)
         padding = rows - n
-        # a draw at temperature 0 is the most likely token, so greedy steps need no graphs of their own
-        features |= SamplingFeatures(chance=True)
         inputs = torch.tensor(
             [
                 [work.answer.ids[work.start] if work.start < len(work.answer.ids) else -1 for work in works] + [0] * padding,

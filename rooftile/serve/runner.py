@@ -153,7 +153,8 @@ class Runner:
 
     def _features_of(self, answers: list[Answer]) -> SamplingFeatures:
         """Returns the union of what the answers ask for."""
-        features = SamplingFeatures()
+        # a draw at temperature 0 is the most likely token, so on a GPU greedy steps need no kernels and graphs of their own
+        features = SamplingFeatures(chance=self.table.is_cuda)
         for wanted in {id(wanted): wanted for wanted in (self._features[answer.slot] for answer in answers)}.values():
             features |= wanted
         return features

@@ -42,8 +42,14 @@ PRODUCT_ROWS = (1, 16, 32, 64, 128, 512)
 # compile threads: the first phase of a compilation holds the GIL, so more threads delay the largest kernel, on which the total
 # depends
 THREADS = 4
-# the features that most requests ask for
+# the features that most requests ask for; a draw at temperature 0 is the most likely token
 FEATURES = (SamplingFeatures(chance=True), SamplingFeatures(chance=True, truncation=True))
+# one more of the others with each: penalties, logit biases, grammars. Two of them in one batch are compiled when they first meet.
+RARER = tuple(
+    plain | more
+    for more in (SamplingFeatures(penalties=True), SamplingFeatures(bias=True), SamplingFeatures(mask=True))
+    for plain in FEATURES
+)
 
 
 @torch.inference_mode()
@@ -51,7 +57,7 @@ def compile_kernels(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, size: int, kv_dtype: torch.dtype, longest: int,
     deterministic: bool = False, formats: Collection[str] = (),
 ) -> None:  # fmt: skip
-    """Compiles all kernels of steps without penalties and logit biases.
+    """Compiles the kernels of steps, and of sampling with one of penalties, logit biases and grammars at a time.
 
     Args:
         config: the model's configuration.
@@ -96,6 +102,7 @@ def jobs(
     decoder = Decoder(_small(config), dtype=dtype, device=device)
     pages = Pages(1, 1, config.kv_heads, config.head_dim, size=size, dtype=kv_dtype, device=device)
     masks = tuple(dict.fromkeys(masks_of(config))) if "attention" in config.mixers else ()
+    sampling = [partial(_sample, decoder, config.vocab_size, kinds) for kinds in (FEATURES[:1], FEATURES[1:], RARER)]
     if deterministic:
         # one kernel reads chunks of any length, and no other attention runs
         read = partial(_read_prompts, decoder, pages, asked=Asked(config.scale, config.softcap, deterministic=True))
@@ -103,7 +110,7 @@ def jobs(
             *(partial(read, mask, (SHORT,), room=room) for mask in masks for room in (0, longest)),
             partial(_decode_alone, decoder, pages, ()),
             partial(_decode_without_attention, decoder, linear),
-            *(partial(_sample, decoder, config.vocab_size, features) for features in FEATURES),
+            *sampling,
         ]
     sparse: list[Callable[[], None]] = []
     if "native_sparse" in config.mixers:
@@ -121,7 +128,7 @@ def jobs(
         *(partial(_read_prompts, decoder, pages, mask, (SHORT,), room=LONG_PROMPT) for mask in masks),
         partial(_decode_alone, decoder, pages, masks),
         partial(_decode_without_attention, decoder),
-        *(partial(_sample, decoder, config.vocab_size, features) for features in FEATURES),
+        *sampling,
     ]
 
 
@@ -230,14 +237,17 @@ def _decode_without_attention(decoder: Decoder, multiply: Multiply = functional.
     decoder(rows, rows, lambda layer, q, k, v, rotation, gates=None: q, multiply)
 
 
-def _sample(decoder: Decoder, vocabulary: int, features: SamplingFeatures) -> None:
-    """Runs the sampler."""
+def _sample(decoder: Decoder, vocabulary: int, kinds: Sequence[SamplingFeatures]) -> None:
+    """Runs the sampler for each kind of batch."""
     device = decoder.embedding.device
     rows = torch.zeros(ROWS, dtype=torch.int64, device=device)
     logits = torch.zeros(ROWS, vocabulary, dtype=decoder.embedding.dtype, device=device)
     if decoder.config.logit_softcap is not None:
         logits = logits.float()
-    sample(logits, rows, rows, SamplingState(1, vocabulary, device), features)
+    state = SamplingState(1, vocabulary, device)
+    for features in kinds:
+        state.prepare(features)
+        sample(logits, rows, rows, state, features)
 
 
 def _projected(decoder: Decoder, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

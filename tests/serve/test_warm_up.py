@@ -19,6 +19,7 @@ from rooftile.models.checkpoints import plan
 from rooftile.models.config import config_of
 from rooftile.serve import build, llm, warm_up
 from rooftile.serve.attention.native_sparse import SparseStep
+from rooftile.serve.sampling.sampler import SamplingFeatures
 from rooftile.serve.warm_up_sparse import SparseLayer
 from tests.conformance.watching import watching
 from tests.kernels.recorded import recorded
@@ -66,8 +67,8 @@ def test_all_that_is_run_for_its_kernels_runs(name: str, kv_dtype: torch.dtype, 
     for longest, size in ((40, 16), (300, 16), (300, 8)):
         found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=size, kv_dtype=kv_dtype, longest=longest)
         masks = len(set(config.windows))
-        # prompts of three lengths, or of two together and one, and a short one after much; the step in two; samples of two kinds
-        assert len(found) == masks * (4 if (longest, size, kv_dtype) == (300, 16, torch.float32) else 3) + 4
+        # prompts of three lengths, or of two together and one, and a short one after much; the step in two; samples in three
+        assert len(found) == masks * (4 if (longest, size, kv_dtype) == (300, 16, torch.float32) else 3) + 5
         with torch.inference_mode():
             for job in found:
                 job()
@@ -75,7 +76,7 @@ def test_all_that_is_run_for_its_kernels_runs(name: str, kv_dtype: torch.dtype, 
         config, torch.float32, torch.device("cpu"), size=16, kv_dtype=kv_dtype, longest=40, deterministic=True
     )  # fmt: skip
     # one kernel for all prompts and single tokens, with its chunks in one program and in several
-    assert len(found) == 2 * masks + 4
+    assert len(found) == 2 * masks + 5
     with torch.inference_mode():
         for job in found:
             job()
@@ -91,7 +92,7 @@ def test_layers_of_native_sparse_attention_are_run(mixers: list[str], tmp_path: 
         monkeypatch.setattr(SparseStep, name, lambda self, layer, q, *x, run=run: read.append(len(q)) or run(self, layer, q, *x))
     found = warm_up.jobs(config, torch.float32, torch.device("cpu"), size=8, kv_dtype=torch.float32, longest=100)
     exact = "attention" in mixers
-    assert len(found) == 2 + 3 * exact + 4
+    assert len(found) == 2 + 3 * exact + 5
     with torch.inference_mode():
         for job in found:
             job()
@@ -168,3 +169,24 @@ def test_who_hears_of_a_bad_folder_does_not_wait_for_kernels(peers, tmp_path: Pa
     assert begun.wait(10)
     assert not compiled
     told.set()
+
+
+def test_the_sampler_is_run_for_every_one_of_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without truncation, and its tables are there; a first grammar must not stop all answers for a compiler."""
+    config, seen = config_of(CONFIGS["llama"]().to_dict(), "here"), []
+
+    def noted(logits, slots, positions, state, features):
+        given = {"penalties": state.counts, "bias": state.bias, "mask": state.masks}
+        assert all(table is not None for name, table in given.items() if getattr(features, name))
+        seen.append(features)
+
+    monkeypatch.setattr(warm_up, "sample", noted)
+    for job in warm_up.jobs(config, torch.float32, torch.device("cpu"), size=16, kv_dtype=torch.float32, longest=40):
+        job()
+    due = {
+        SamplingFeatures(chance=True, truncation=truncation, **more)
+        for truncation in (False, True)
+        for more in ({}, {"penalties": True}, {"bias": True}, {"mask": True})
+    }
+    assert len(seen) == len(due)
+    assert set(seen) == due
