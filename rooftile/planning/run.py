@@ -26,14 +26,16 @@ from rooftile.planning.timing import Times, stopwatch_for
 from rooftile.words import answers_foreign_words
 
 PHASES = ("decode", "prompt")
+# the layers of a module that stay as they are, unless the caller names others
+SKIPPED = ("lm_head",)
 
 
 @answers_foreign_words
 def plan(
     model: nn.Module | str | Path, *inputs: Any, rows: Mapping[str, int] | None = None,
     formats: Sequence[str] | None = None, data: Any = None, max_loss: float | None = None, measure: bool = True,
-    backward: bool = False, shares: Mapping[str, float] | None = None, context: int = 1024,
-    skip: Sequence[str] = ("lm_head",), device: str = "auto",
+    backward: bool = False, shares: Mapping[str, float] | None = None, context: int | None = None,
+    skip: Sequence[str] = SKIPPED, device: str = "auto",
 ) -> Plan:  # fmt: skip
     """Chooses a format for each linear layer of a model: the least time on this machine for a loss that you allow.
 
@@ -59,7 +61,7 @@ def plan(
         backward: of a module: whether a step trains: it also has the backward of the sum of the outputs, and layers in a format
             are those of `rooftile.qat.prepare`.
         shares: of steps, by the words of `rows`; by default alike.
-        context: tokens of each sequence of a checkpoint.
+        context: tokens of each sequence of a checkpoint; 1,024 if None.
         skip: patterns of a module's layers that stay as they are.
         device: of a checkpoint's folder: "cpu", "cuda" or "auto".
 
@@ -82,9 +84,11 @@ def plan(
     """
     words, allowed = check_formats(formats, backward=backward), _checked_loss(max_loss)
     if isinstance(model, nn.Module) and not isinstance(model, Decoder):
-        for name, value in (("rows", rows), ("shares", shares)):
+        for name, value in (("rows", rows), ("shares", shares), ("context", context)):
             if value is not None:
                 raise InvalidInput(f"{name} is {value} and the model a module; leave it out: rows come from the inputs")
+        if device != "auto":
+            raise InvalidInput(f"device is {device!r} and the model a module; move it and its inputs there, and leave device out")
         if not inputs:
             raise InvalidInput("no inputs are given for the module; give those of its forward, as in rooftile.plan(model, x)")
         on = _device_of(model, inputs)
@@ -95,10 +99,12 @@ def plan(
         raise InvalidInput(f"{len(inputs)} inputs are given for a checkpoint; write rows={{'decode': 256}} in place of them")
     if backward:
         raise InvalidInput("backward is True and the model a checkpoint, which only serves; plan a module to train")
-    phases, context = _phases(rows, shares), _count("context", context)
+    if tuple([skip] if isinstance(skip, str) else skip) != SKIPPED:
+        raise InvalidInput(f"skip is {skip!r} and the model a checkpoint; leave it out: its embedding and head always stay")
+    phases, tokens = _phases(rows, shares), _count("context", 1024 if context is None else context)
     decoder, name = _decoder(model, device)
     with unchanged([]):
-        there = DecoderTarget(decoder, name, phases, context)
+        there = DecoderTarget(decoder, name, phases, tokens)
         return _planned(there, decoder.embedding.device, words, data, allowed, measure)
 
 

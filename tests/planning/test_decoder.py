@@ -112,6 +112,7 @@ def test_codes_come_from_the_kernel_before_where_one_writes_them(folder: Path) -
     [
         ({}, r"rows is None; of a checkpoint must be such as \{'decode': 256, 'prompt': 8192\}"),
         ({"rows": {}}, "rows is {}; of a checkpoint must be"),
+        ({"rows": ROWS, "skip": ["*.o_proj"]}, "skip is .* and the model a checkpoint; leave it out: its embedding and head"),
         ({"rows": {"train": 4}}, "rows has 'train'; must be such as"),
         ({"rows": {"decode": 0}}, r"rows\['decode'\] is 0; must be a whole number, 1 or more"),
         ({"rows": {"decode": 4.5}}, r"rows\['decode'\] is 4.5; must be a whole number"),
