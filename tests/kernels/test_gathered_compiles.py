@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 POINTERS = {
     **dict.fromkeys(("lse_ptr", "delta_ptr", "dq_ptr", "dk_ptr", "dv_ptr"), "fp32"),
-    **dict.fromkeys(("random_ptr", "score_ptr"), "fp32"),
+    **dict.fromkeys(("random_ptr", "score_ptr", "centroid_ptr"), "fp32"),
     **dict.fromkeys(("out_ptr", "rows_ptr", "keys_ptr", "marks_ptr", "lows_ptr", "flags_ptr"), "i32"),
 }
 # bytes outside of registers: a few numbers at the edges of the loop; Ampere's matrix instructions need more registers
@@ -92,12 +92,16 @@ def test_the_repair_of_a_shape() -> None:
 
 
 def test_the_choices() -> None:
-    """Sixteen thousand scores of a cluster, and 128 random vectors per round."""
+    """Sixteen thousand scores of a cluster, 64 centroids, and 128 random vectors per round."""
     from rooftile.approximate.gathered.kernels import choice
 
-    for kernel, found in ((choice._hash, choice._hash_constants(128, 128)), (choice._best, choice._best_constants(16384))):
+    for kernel, found in (
+        (choice._hash, choice._hash_constants(128, 128)),
+        (choice._score, choice._score_constants(128, 64, 2)),
+        (choice._best, choice._best_constants(16384)),
+    ):
         constants = {name: x for name, x in found.items() if not name.startswith("num_")}
         stack, shared, matrix = compiled(kernel, constants, found["num_warps"], 90)
         assert stack <= 64, kernel.__name__
-        assert matrix == ("wgmma" if kernel is choice._hash else ""), kernel.__name__
+        assert matrix == ("" if kernel is choice._best else "wgmma"), kernel.__name__
         assert shared <= SHARED[90]

@@ -127,13 +127,14 @@ def choose_members(q: Tensor, k: Tensor, centroids: Tensor, width: int | None) -
     S, c = k.shape[1], centroids.shape[1]
     width = max(-(-S // c), 1) if width is None else check_count("width", width)
     with torch.no_grad():
-        k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
         return Members(*(_best(x, centroids, min(width, x.shape[1])) for x in (q, k)))
 
 
 def _best(x: Tensor, centroids: Tensor, width: int) -> Tensor:
     found = gathered.best_members(x, centroids, width) if gathered.can_choose(x) else None
-    return definition.taken(x, centroids, width).int() if found is None else found
+    if found is None:
+        found = definition.taken(x.repeat_interleave(centroids.shape[0] // x.shape[2], dim=2), centroids, width).int()
+    return found
 
 
 def nearest(q: Tensor, k: Tensor, centroids: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def hashes(x: Tensor, random: Tensor) -> Tensor:
 
 
 def best_members(x: Tensor, centroids: Tensor, width: int) -> Tensor | None:
-    """The places (B, H, c, width) of the best tokens of x (B, T, H, D) for centroids (H, c, D), rising; None for longer texts.
+    """The places (B, H, c, width) of the best tokens of x (B, T, Hk, D) for centroids (H, c, D), rising; None for longer texts.
 
     Scored in fp32 with layer-normed tokens, ties to the lower place.
     """
@@ -36,7 +36,6 @@ def best_members(x: Tensor, centroids: Tensor, width: int) -> Tensor | None:
         return None
     from rooftile.approximate.gathered.kernels import choice
 
-    x = torch.nn.functional.layer_norm(x.detach().float(), x.shape[-1:], eps=1e-5)
-    score = torch.matmul(centroids.float(), x.permute(0, 2, 3, 1))  # (B, H, c, T)
-    with device_of(score):
-        return choice.best(score.contiguous(), width)
+    x = x.detach()
+    with device_of(x):
+        return choice.best(choice.scores(x if x.stride(-1) == 1 else x.contiguous(), centroids.float().contiguous()), width)

@@ -54,6 +54,37 @@ def _hash(
         tl.store(out_ptr + place, answer, mask=t < T)
 
 
+@triton.jit(do_not_specialize=["T", "H", "clusters"])
+def _score(
+    x_ptr, centroid_ptr, score_ptr, x_strides, T, H, clusters, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The products of layer-normed rows with centroids (H, clusters, D), (B, H, clusters, T) in fp32. WIDE: D, padded."""
+    tiles = (T + ROWS - 1) // ROWS
+    b, h = tl.program_id(0) // tiles // H, tl.program_id(0) // tiles % H
+    t = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    rows = x_ptr + b.to(tl.int64) * x_strides[0] + t.to(tl.int64)[:, None] * x_strides[1]
+    rows += (h // GROUP).to(tl.int64) * x_strides[2]
+    d = tl.arange(0, WIDE)
+    there = (t < T)[:, None]
+    whole = tl.load(rows + d[None, :], mask=there & (d < D)[None, :], other=0.0).to(tl.float32)
+    mean = tl.sum(whole, 1) / D
+    whole = tl.where((d < D)[None, :], whole - mean[:, None], 0.0)
+    factor = 1.0 / tl.sqrt_rn(tl.sum(whole * whole, 1) / D + 1e-5)
+    for n in range(0, clusters, COLUMNS):
+        c = n + tl.arange(0, COLUMNS)
+        y = tl.zeros((COLUMNS, ROWS), tl.float32)
+        for start in range(0, D, BLOCK_D):
+            part = start + tl.arange(0, BLOCK_D)
+            x = tl.load(rows + part[None, :], mask=there & (part < D)[None, :], other=0.0).to(tl.float32)
+            x = tl.where((part < D)[None, :], (x - mean[:, None]) * factor[:, None], 0.0)
+            centroids = centroid_ptr + (h.to(tl.int64) * clusters + c)[:, None] * D + part[None, :]
+            centroids = tl.load(centroids, mask=(c < clusters)[:, None] & (part < D)[None, :], other=0.0)
+            y = tl.dot(centroids, tl.trans(x), y, input_precision="tf32x3")
+        out = score_ptr + ((b.to(tl.int64) * H + h) * clusters + c)[:, None] * T + t[None, :]
+        tl.store(out, y, mask=(c < clusters)[:, None] & (t < T)[None, :])
+
+
 @triton.jit(do_not_specialize=["length", "count"])
 def _best(score_ptr, out_ptr, length, count, BLOCK: tl.constexpr):
     """The places of the `count` largest scores of a row, rising; ties go to the lower place, and NaN is the largest."""
@@ -79,7 +110,7 @@ def _best(score_ptr, out_ptr, length, count, BLOCK: tl.constexpr):
     tl.store(out_ptr + row * count + at, t, mask=kept & (at < count))
 
 
-_start_hash, _start_best = Kernel(_hash), Kernel(_best)
+_start_hash, _start_score, _start_best = Kernel(_hash), Kernel(_score), Kernel(_best)
 
 
 def hashes(x: Tensor, random: Tensor) -> Tensor:
@@ -97,6 +128,26 @@ def hashes(x: Tensor, random: Tensor) -> Tensor:
 def _hash_constants(dim: int, half: int) -> dict[str, int]:
     columns = min(VECTORS, max(padded(half), 16))
     return {"D": dim, "BLOCK_D": min(max(padded(dim), 16), DIMS), "ROWS": 64, "COLUMNS": columns, "num_warps": 4, "num_stages": 1}
+
+
+def scores(x: Tensor, centroids: Tensor) -> Tensor:
+    """Returns the products (B, H, c, T) in fp32 of layer-normed x (B, T, Hk, D) with contiguous centroids (H, c, D) in fp32."""
+    (B, T, Hk, D), (H, clusters) = x.shape, centroids.shape[:2]
+    out = torch.empty(B, H, clusters, T, dtype=torch.float32, device=x.device)
+    if out.numel():
+        constants = _score_constants(D, clusters, H // Hk)
+        tiles = -(-T // constants["ROWS"])
+        _start_score((tiles * B * H, 1, 1), (x, centroids, out, *strides_of(x), T, H, clusters), constants)
+    return out
+
+
+@cache
+def _score_constants(dim: int, clusters: int, group: int) -> dict[str, int]:
+    wide = max(padded(dim), 16)
+    return {
+        "GROUP": group, "D": dim, "WIDE": wide, "BLOCK_D": min(wide, DIMS), "ROWS": 64,
+        "COLUMNS": min(VECTORS, max(padded(clusters), 16)), "num_warps": 4, "num_stages": 1,
+    }  # fmt: skip
 
 
 def best(score: Tensor, count: int) -> Tensor:
