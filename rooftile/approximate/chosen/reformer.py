@@ -99,9 +99,11 @@ def reformer(
     scale = 1.0 if scale is None else check_scale(scale, qk.shape[-1])
     options = check_way(backend, deterministic, scale)
     B, T, H, _ = qk.shape
+    # what a caller gives may have any numbers
+    below = None
     if hashes is None:
         buckets = usual_buckets(T, chunk) if buckets is None else buckets
-        hashes = lsh(qk, rounds, buckets, seed)
+        hashes, below = lsh(qk, rounds, buckets, seed), int(buckets)
     hashes = check_indices("hashes", hashes, (B, T, H, None), f"(B, T, H, rounds) = ({B}, {T}, {H}, rounds)", qk)
     if hashes.shape[-1] == 0:
         raise InvalidInput("hashes has no round; must have at least 1")
@@ -115,7 +117,7 @@ def reformer(
         once = duplicates == "once"
         reason = gathered.refusal(qk, v, hashes.shape[-1] if once else 1)
         if in_kernels("reformer", options, reason):
-            return _gathered(qk, v, gathered.from_hashes(hashes, chunk, causal, strict, once), scale)
+            return _gathered(qk, v, gathered.from_hashes(hashes, chunk, causal, strict, once, below), scale)
         sort = _Sort(hashes, chunk, causal, strict)
         (q, lost_q), (values, lost_v) = cleaned(qk), cleaned(v)
         lost = lost_q, lost_q | lost_v.repeat_interleave(H // v.shape[2], dim=2)

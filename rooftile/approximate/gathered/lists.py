@@ -48,11 +48,13 @@ class Lists(NamedTuple):
         return self.kind != "lists"
 
 
-def from_hashes(hashes: Tensor, chunk: int, causal: bool, strict: bool, once: bool) -> Lists:
-    """The lists of Reformer's rounds, from hashes (B, T, H, R)."""
+def from_hashes(
+    hashes: Tensor, chunk: int, causal: bool, strict: bool, once: bool, buckets: int | None = None
+) -> Lists:  # fmt: skip
+    """The lists of Reformer's rounds, from hashes (B, T, H, R), below `buckets` if it is known."""
     T, R = hashes.shape[1], hashes.shape[3]
     chunk = min(chunk, max(T, 1))
-    values, order = sorted_rows(hashes.permute(3, 0, 2, 1))  # (R, B, H, T)
+    values, order = sorted_rows(hashes.permute(3, 0, 2, 1), buckets)  # (R, B, H, T)
     ranks = torch.arange(T, device=hashes.device).expand_as(order)
     once = once and R > 1
     marks = lows = None
@@ -67,14 +69,18 @@ def from_hashes(hashes: Tensor, chunk: int, causal: bool, strict: bool, once: bo
     return Lists(rows, rows, marks, lows, chunk, chunk, "window" if strict else "chunks", causal)
 
 
-def sorted_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys that rise as the integers of each row (..., N) do, and their places, equal ones as they came; int64.
+def sorted_rows(x: Tensor, below: int | None = None) -> tuple[Tensor, Tensor]:
+    """Keys row * below + x, which rise, of integers x (..., N), and the places of the numbers, equal ones as they came; int64.
 
-    One sort of all rows: PyTorch sorts a few long rows on a GPU one after the other.
+    One sort of all rows: PyTorch sorts a few long rows on a GPU one after the other. With `below`, x is in [0, below), and keys
+    have 32 bits where these suffice, which takes half the passes.
     """
     rows, N = x.shape[:-1].numel(), x.shape[-1]
+    if below is None:
+        x, below = x.int().long() + 2**31, 2**32
+    dtype = torch.int32 if rows * below < 2**31 else torch.int64
     row = torch.arange(rows, device=x.device).view(*x.shape[:-1], 1)
-    keys, order = ((row << 32) + (x.int().long() + 2**31)).flatten().sort(stable=True)
+    keys, order = (row.to(dtype) * below + x.to(dtype)).flatten().sort(stable=True)
     return keys.view(x.shape), order.view(x.shape) - row * N
 
 
@@ -99,8 +105,10 @@ class Slots(NamedTuple):
 
 def slots_of(places: Tensor, length: int) -> Slots:
     """The positions at which each place stands in the lists (B, H, N)."""
-    keys, entries = sorted_rows(places)
+    # places outside of the text stand before or after all others
+    below = length + 2
+    keys, entries = sorted_rows(places.clamp(-1, length) + 1, below)
     row = torch.arange(places.shape[:2].numel(), device=places.device).view(*places.shape[:2], 1)
-    due = (row << 32) + 2**31 + torch.arange(length + 1, device=places.device)
+    due = (row * below + 1 + torch.arange(length + 1, device=places.device)).to(keys.dtype)
     starts = torch.searchsorted(keys.flatten(), due.flatten()).view(due.shape) - row * places.shape[2]
     return Slots(starts.int(), entries.int())
