@@ -84,7 +84,7 @@ def run(
     while True:
         seen = steps.seen
         call = _run_once(path, arguments, steps, function, patience)
-        if call is not None or steps.seen == steps.needed:
+        if call is not None or steps.is_finished:
             return call
         # the part of a script before an optimiser's first step is not counted as seen, and is a step all the same
         made = steps.seen - seen + (not steps.is_marked)
@@ -105,6 +105,7 @@ def _run_once(path: str, arguments: Sequence[str], steps: Steps, function: str |
         except _Reached as reached:
             return reached.call
         except Finished:
+            steps.is_finished = True
             return None
         except KeyboardInterrupt:
             if not alarm.rang:

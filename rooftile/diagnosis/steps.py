@@ -34,6 +34,7 @@ class Steps:
         self._is_first = False
         self._process = os.getpid()
         self.is_marked = False  # the program says itself where its steps are
+        self.is_finished = False  # no more steps are asked for, with all seen or not
         self.is_stepping = False  # it does so, or its optimiser has made a step
 
     @property

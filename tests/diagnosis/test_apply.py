@@ -74,12 +74,10 @@ def test_a_remedy_that_nobody_knows() -> None:
         rt.diagnose(torch.relu, torch.ones(2), apply=["magic"])
 
 
-def test_a_script_is_run_again_with_the_change(tmp_path: Path) -> None:
-    path, log = tmp_path / "train.py", tmp_path / "log"
-    path.write_text(f"""
+TRAINING = """
 import torch
 from torch import nn
-with open({str(log)!r}, "a") as log:
+with open({log!r}, "a") as log:
     log.write("run ")
 model = nn.Linear(64, 64)
 optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -87,7 +85,24 @@ while True:
     optimiser.zero_grad()
     model(torch.randn(256, 64)).square().sum().backward()
     optimiser.step()
-""")
+"""
+
+
+def test_a_script_is_run_again_with_the_change(tmp_path: Path) -> None:
+    path, log = tmp_path / "train.py", tmp_path / "log"
+    path.write_text(TRAINING.format(log=str(log)))
+    found = diagnose_script(str(path), apply=["dtype"], budget=1)
+    assert log.read_text() == "run run "
+    assert remedy(found, "narrower dtype: bf16").measured_us is not None
+
+
+def test_a_script_is_not_run_a_third_time_for_a_change_that_is_far_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial ends early, which is no end of the script."""
+    monkeypatch.setattr("rooftile.diagnosis.remedies.apply.HOPELESS", 0.0)
+    path, log = tmp_path / "train.py", tmp_path / "log"
+    path.write_text(TRAINING.format(log=str(log)))
     found = diagnose_script(str(path), apply=["dtype"], budget=1)
     assert log.read_text() == "run run "
     assert remedy(found, "narrower dtype: bf16").measured_us is not None
