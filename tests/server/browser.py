@@ -53,11 +53,13 @@ class Browser:
         os.write(self._out, json.dumps(message).encode() + b"\0")
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
-            for found in self._read(until):
+            read = self._read(until)
+            # events may come behind the answer, in one piece with it
+            self.events += [each for each in read if "id" not in each]
+            for found in read:
                 if found.get("id") == self._count:
                     assert "error" not in found, found
                     return found["result"]
-                self.events.append(found)
         raise AssertionError(f"no answer to {method}")
 
     def _read(self, until: float) -> list[dict[str, Any]]:
