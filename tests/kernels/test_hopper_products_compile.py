@@ -64,9 +64,17 @@ def assert_fits(found: machine_code.Found, stack: int) -> None:
     assert not found.serialised, "ptxas takes the matrix products one by one (a C75xx warning)"
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["any-order", "fixed-order"])
+def _traits(M: int, name: str, rest: tuple) -> tuple:
+    """Each number of rows, each format with all that belongs to it, and both kinds of tiles, for few rows and for many."""
+    return M, (name, rest), (name, M > 64)
+
+
+CODES = [*itertools.product(["fp8"], [1, 16, 64, 128, 512]), ("fp8_tile", 256), ("int8", 64)]
+
+
 @pytest.mark.parametrize(
-    ("name", "M"), [*itertools.product(["fp8"], [1, 16, 64, 128, 512]), ("fp8_tile", 256), ("int8", 64)]
+    ("name", "M", "deterministic"),
+    swept([(*case, fixed) for case in CODES for fixed in (False, True)], lambda case: _traits(case[1], case[0], case[2:])),
 )
 def test_codes_times_codes(name: str, M: int, deterministic: bool) -> None:
     tile = launch.tile_of(M, 4096, name, deterministic)
@@ -127,7 +135,7 @@ GATED = [
 
 @pytest.mark.parametrize(
     ("M", "name", "dtype", "group", "zeros"),
-    swept(((M, *case) for M in (1, 16, 32, 64, 256) for case in WIDENED), lambda case: (case[:2], case[1:])),
+    swept(((M, *case) for M in (1, 16, 32, 64, 256) for case in WIDENED), lambda case: _traits(case[0], case[1], case[2:])),
     ids=str,
 )
 def test_codes_times_16_bits(M: int, name: str, dtype: torch.dtype, group: int, zeros: bool) -> None:
@@ -136,7 +144,7 @@ def test_codes_times_16_bits(M: int, name: str, dtype: torch.dtype, group: int, 
 
 @pytest.mark.parametrize(
     ("M", "name", "dtype", "group", "zeros", "gate"),
-    swept(((M, *case) for M in (1, 32, 64, 256) for case in GATED), lambda case: (case[0], case[1:], (case[1], case[0] > 64))),
+    swept(((M, *case) for M in (1, 32, 64, 256) for case in GATED), lambda case: _traits(case[0], case[1], case[2:])),
     ids=str,
 )
 def test_gates_in_a_product(M: int, name: str, dtype: torch.dtype, group: int, zeros: bool, gate: str) -> None:
