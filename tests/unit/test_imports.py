@@ -33,6 +33,13 @@ def test_importing_rooftile_does_not_import_torch() -> None:
     assert run(program) == "False"
 
 
+def test_no_module_imports_dynamo() -> None:
+    """It takes seconds, of which a server that starts and a short script have none to lose."""
+    names = "approximate, bench, diagnosis, fused, kvcache, models, nn, numerics, optim, planning, qat, report, serve, sparsity"
+    program = f"import sys; from rooftile import {names}; import rooftile.serve.llm; print('torch._dynamo' in sys.modules)"
+    assert run(program) == "False"
+
+
 @pytest.mark.parametrize(
     "order", ["import torch, rooftile", "import rooftile", "import rooftile, importlib.util; importlib.util.find_spec('torch')"],
     ids=["torch first", "rooftile first", "asked for, then imported"],

@@ -66,7 +66,10 @@ def _remembered(device: torch.device, shape: tuple[int, ...], seed: int) -> Tens
         return _drawn(shape, seed).to(device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:
     """Random numbers, which a compiled graph holds: older Dynamos do not trace a generator."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# torch.compiler.assume_constant_result sets this mark; calling it would import Dynamo, over a second
+_drawn._dynamo_marked_constant = True  # type: ignore[attr-defined]
