@@ -338,8 +338,7 @@ def test_a_clients_words_begin_no_line(as_json) -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    # The server that other tests share has its engine as a child of its own; a process that ended and is not yet collected is
-    # no engine any more.
-    alive = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
-    commands = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]) if each in alive]
-    assert [command for command in commands if "engine.process" in command] == []
+    # The server that other tests share has its engine as a child of its own. A process that has ended, collected or not, has no
+    # command here.
+    children = [each.info for each in psutil.process_iter(["ppid", "cmdline"]) if each.info["ppid"] == os.getpid()]
+    assert [each for each in children if "engine.process" in " ".join(each["cmdline"] or ())] == []

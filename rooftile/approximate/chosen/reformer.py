@@ -99,7 +99,7 @@ def reformer(
     scale = 1.0 if scale is None else check_scale(scale, qk.shape[-1])
     options = check_way(backend, deterministic, scale)
     B, T, H, _ = qk.shape
-    # what a caller gives may have any numbers
+    # Hashes that a caller gives may be any integers; those of `lsh` are below the number of buckets.
     below = None
     if hashes is None:
         buckets = usual_buckets(T, chunk) if buckets is None else buckets
