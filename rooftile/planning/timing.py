@@ -19,6 +19,7 @@ from rooftile.ops.linear import linear
 from rooftile.planning.costs import Machine, Pass, passes_of, training_passes_of
 from rooftile.planning.formats import KEPT, NAMES
 from rooftile.planning.targets.target import Item
+from rooftile.qat.codes import taken_from
 from rooftile.qat.product import Rounding
 from rooftile.qat.product import linear as rounded_linear
 
@@ -102,17 +103,24 @@ def products_of(item: Item, word: str) -> Callable[[Any], list[Tensor]]:
 
 
 def training_of(item: Item, word: str) -> Callable[[Any], list[Tensor]]:
-    """Returns what computes an item's products in a format and their gradients, as a prepared layer does."""
+    """Returns what computes an item's products in a format and their gradients, as a prepared layer does.
+
+    In training nobody waits for a look at a weight (`qat.finite`), so here nobody does either.
+    """
     weights = [w.to(item.dtype).requires_grad_() for w in item.weights()]
     biases = [None if b is None else b.detach().to(item.dtype).requires_grad_() for b in item.biases]
     rounding = None if word == KEPT else Rounding(*parsed(word), "straight")
+    flag = torch.zeros(1, dtype=torch.int32, device=weights[0].device) if weights[0].is_cuda else None
+
+    def rounded(x: Tensor, w: Tensor, b: Tensor | None, rounding: Rounding) -> Tensor:
+        return rounded_linear(x, w, b, rounding, taken_from(w, rounding, flag=flag))
 
     def compute(x: Tensor) -> list[Tensor]:
         found: list[Tensor] = []
         with torch.enable_grad():
             x = x.detach().requires_grad_(item.needs_dx)
             for w, b in zip(weights, biases, strict=True):
-                y = functional.linear(x, w, b) if rounding is None else rounded_linear(x, w, b, rounding)
+                y = functional.linear(x, w, b) if rounding is None else rounded(x, w, b, rounding)
                 asked = [tensor for tensor in (x if item.needs_dx else None, w, b) if tensor is not None]
                 # any numbers do for the gradient of y
                 found += torch.autograd.grad(y, asked, y.detach())

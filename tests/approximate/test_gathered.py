@@ -241,7 +241,7 @@ def test_the_methods_take_the_kernels_and_name_what_they_refuse() -> None:
         launched: list[str] = []
         with launch.observe(launched.append):
             torch.testing.assert_close(run("triton"), run("eager"), atol=2e-5, rtol=1e-4)
-        assert launched[0] == "_forward"
+        assert "_forward" in launched
     for x, rounds, due in ((qk.double(), 1, "float64; has"), (qk.repeat(1, 1, 1, 17), 1, "head dims 136"), (qk, 9, "9 rounds")):
         if len(ways()) == 2:
             assert str(gathered.refusal(x, v, rounds)).startswith(due)

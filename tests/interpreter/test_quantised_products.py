@@ -55,6 +55,15 @@ def test_other_dtypes_strides_and_sizes(name: str, dtype: torch.dtype) -> None:
     assert_product(found.flatten(0, 1), wide.reshape(-1, 384), weight)
 
 
+@pytest.mark.parametrize("N", [70, 1024])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_sums_get_their_scales(N: int, splits: int) -> None:
+    sums = torch.randint(-(2**20), 2**20, (splits, 5, N), dtype=torch.int32)
+    x_scales, w_scales, bias = torch.rand(5, 1), torch.rand(1, N), torch.randn(N)
+    due = (sums.sum(0).float() * x_scales * w_scales + bias).bfloat16()
+    assert torch.equal(tiles.added(sums, x_scales, w_scales, bias, torch.bfloat16), due)
+
+
 @pytest.mark.parametrize("name", ["w8", "fp8", "int8", "fp8_tile"])
 def test_rows_of_an_odd_length(name: str) -> None:
     weight, x = weight_of(name, 19, 131), torch.randn(5, 131).bfloat16()

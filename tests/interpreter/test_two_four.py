@@ -103,4 +103,4 @@ def test_k_is_split_where_rows_of_the_weight_are_few() -> None:
     tile = kernels.tile_of(1, product, False, True)
     assert (tile.SPLITS, tile.STEPS, tile.BIAS) == (8, 1, False)
     whole = kernels.tile_of(64, kernels.Product(28672 * 4, 4096, torch.bfloat16, False), False, True)
-    assert (whole.SPLITS, whole.BLOCK_N, whole.BIAS) == (1, 128, True)
+    assert (whole.SPLITS, whole.BLOCK_K, whole.BIAS) == (1, 64, True)

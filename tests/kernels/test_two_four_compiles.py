@@ -81,10 +81,11 @@ def test_products_of_few_rows(dtype: torch.dtype, N: int, K: int, M: int) -> Non
 
     is_fp8 = dtype == torch.float8_e4m3fn
     tile = kernels.tile_of(M, kernels.Product(N, K, torch.bfloat16, False), is_fp8, True)
-    word, o = "*u8" if is_fp8 else "*i16", "*bf16" if tile.SPLITS == 1 else "*fp32"
+    word, groups = ("*u8", "*i16") if is_fp8 else ("*i16", "*i32")
+    o = "*bf16" if tile.SPLITS == 1 else "*fp32"
     constants = kernels.constants_of(dtype, tile)
     for sm in (80, 90) if not is_fp8 else (90,):
-        built = compiled(kernels._few_rows, sm, constants, x_ptr=word, values_ptr=word, o_ptr=o)
+        built = compiled(kernels._few_rows, sm, constants, x_ptr=word, values_ptr=groups, o_ptr=o)
         assert stack(built) == 0, stack(built)
         assert built.metadata.shared <= 100 * 1024
         assert re.search("wgmma" if sm == 90 else r"mma\.sync", built.asm["ptx"])

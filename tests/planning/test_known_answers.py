@@ -16,7 +16,7 @@ from rooftile.hardware import ceilings
 from rooftile.matmul import quantise_weight
 from rooftile.models.checkpoints.formats import SPARSE
 from rooftile.planning import Plan
-from rooftile.planning.costs import Machine, Pass, passes_of, verdict_of
+from rooftile.planning.costs import Machine, Pass, passes_of, share_of_waves, verdict_of
 from rooftile.planning.formats import KEPT, weight_bytes
 from rooftile.planning.timing import Timed
 from rooftile.qat import QuantisedLinear
@@ -172,16 +172,38 @@ def test_kernels_of_a_gpu_by_hand() -> None:
     flops = 2 * 2 * 32 * 64
     arguments = (2, 32, 64)
     of = lambda word, **more: passes_of(*arguments, word, "bf16", 2, on_gpu=True, **more)  # noqa: E731
-    assert of(KEPT) == [Pass(flops, 2 * (2 * 64 + 2 * 32 + 32 * 64), "bf16")]
-    codes = Pass(flops, 2 * 64 + 2 * 2 * 32 + 32 * 64 + 4 * 32, "fp8")
+    y = 2 * 2 * 32
+    assert of(KEPT) == [Pass(flops, 2 * (2 * 64 + 2 * 32 + 32 * 64), "bf16", (2, 32), y)]
+    codes = Pass(flops, 2 * 64 + 2 * 2 * 32 + 32 * 64 + 4 * 32, "fp8", (2, 32), y)
     assert of("fp8") == [Pass(0, 3 * 2 * 64, "bf16"), codes]
     assert of("fp8", gets_codes=True) == [codes]
     assert of("int8")[1] == codes._replace(dtype="int8")
-    assert of("int4:32") == [Pass(flops, 2 * (2 * 64 + 2 * 32) + 32 * 32 + 2 * 32 * 2, "bf16")]
+    assert of("int4:32") == [Pass(flops, 2 * (2 * 64 + 2 * 32) + 32 * 32 + 2 * 32 * 2, "bf16", (2, 32), y)]
     # 9/16 of the weight's bytes; with many rows 1.6 of the dense rate, too
-    assert of(SPARSE) == [Pass(flops, 2 * (2 * 64 + 2 * 32) + 32 * 64 * 9 // 8, "bf16")]
+    assert of(SPARSE) == [Pass(flops, 2 * (2 * 64 + 2 * 32) + 32 * 64 * 9 // 8, "bf16", (2, 32), y)]
     many = passes_of(512, 32, 64, SPARSE, "bf16", 2, on_gpu=True)
-    assert many == [Pass(256 * flops * 5 // 8, 2 * 512 * (64 + 32) + 32 * 64 * 9 // 8, "bf16")]
+    assert many == [Pass(256 * flops * 5 // 8, 2 * 512 * (64 + 32) + 32 * 64 * 9 // 8, "bf16", (512, 32), 2 * 512 * 32)]
+    # 50,257 numbers of 16 bits are no multiple of 16 bytes
+    assert not passes_of(64, 50257, 64, KEPT, "bf16", 2, on_gpu=True)[0].aligned
+
+
+def test_waves_of_tiles_by_hand() -> None:
+    # two rows of three tiles on ten multiprocessors: six tiles, 12, 18 and 24 in 10, 20, 20 and 30 places
+    assert share_of_waves(129, 513, 10) == 18 / 20
+    assert share_of_waves(1, 1, 8) == 4 / 8
+    assert share_of_waves(128 * 5, 256 * 2, 10) == 1
+
+
+def test_a_product_on_a_gpu_by_hand() -> None:
+    """Its waves, its fill and its result; CEILINGS are those of the simulated machine."""
+    machine = Machine(CPU, CEILINGS)
+    one = Pass(10**8, 10**5, "fp32", (128, 256), 10**4)
+    plain, fixed = machine.us([one]), machine.us([Pass(0, 0, "fp32")])
+    assert plain == machine.us([one._replace(sizes=None)])
+    machine._multiprocessors = 10
+    written = 0.65 * (machine.us([Pass(0, 10**4, "fp32")]) - fixed)
+    assert machine.us([one]) == pytest.approx((plain - fixed) / 0.4 + written + fixed + 4.0)
+    assert machine.us([one._replace(aligned=False)]) == pytest.approx((plain - fixed) / 0.4 / 0.32 + written + fixed + 4.0)
 
 
 def test_bounds_of_a_machine() -> None:

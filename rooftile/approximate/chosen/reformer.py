@@ -23,6 +23,7 @@ from rooftile.approximate.chosen.arguments import as_given, check_indices, check
 from rooftile.approximate.chosen.pairs import attend, cleaned, take, take_flags
 from rooftile.approximate.gathered.angles import lsh
 from rooftile.errors import InvalidInput
+from rooftile.fused.norms import rms_norm
 from rooftile.masks import FULL, Mask
 from rooftile.reference.approximate import reformer as definition
 from rooftile.validate import shown
@@ -139,7 +140,7 @@ def unit(x: Tensor) -> Tensor:
 
 def _gathered(qk: Tensor, v: Tensor, lists: gathered.Lists, scale: float) -> Tensor:
     """All rounds at once. Unit keys are those of length sqrt(D) with a smaller scale, and an RMS norm is one kernel."""
-    k = torch.nn.functional.rms_norm(qk, qk.shape[-1:], eps=1e-6)
+    k = rms_norm(qk, torch.ones(qk.shape[-1], dtype=qk.dtype, device=qk.device), 1e-6)
     return gathered.attend(qk, k, v, lists, scale=scale * qk.shape[-1] ** -0.5)
 
 

@@ -28,6 +28,7 @@ from rooftile.approximate.chosen.arguments import (
 )
 from rooftile.approximate.chosen.pairs import add_rows, attend, cleaned, take, take_flags
 from rooftile.errors import InvalidInput, Unsupported
+from rooftile.fused.norms import layer_norm
 from rooftile.masks import CAUSAL, FULL, Mask
 from rooftile.operators import mapped, transformed
 from rooftile.reference.approximate import routing as definition
@@ -117,7 +118,9 @@ def routing(
         if options is None:
             return definition.routing(q, k, v, *members, **own).contiguous(), members
         if in_kernels("routing", options, gathered.refusal(q, v)):
-            q, k = (torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5) for x in (q, k))
+            # 16k rows of 16 heads take PyTorch's own kernel 290 us, where the bytes of its rows take 32
+            w = torch.ones(q.shape[-1], dtype=q.dtype, device=q.device)
+            q, k = (layer_norm(x, w, torch.zeros_like(w), 1e-5) for x in (q, k))
             return gathered.attend(q, k, v, gathered.from_members(*members, causal), scale=own["scale"]), members
         return _between_members(normed(q), normed(k), v, members, causal, options), members
 

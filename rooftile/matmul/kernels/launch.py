@@ -63,7 +63,7 @@ def _weight_only(x: Tensor, parts: Parts, bias: Tensor | None, product: Product)
     codes, scales, zeros, outer = bytes_of(parts)
     arguments = (x, codes, scales, zeros, outer, scales if bias is None else bias, o, x.shape[0], x.stride(0))
     weight_only.start(_grid(x.shape[0], product.N, tile), arguments, _constants(weight, tile, warps))
-    return o if tile.SPLITS == 1 else _added(o, None, None, bias, product)
+    return o if tile.SPLITS == 1 else added(o, None, None, bias, product.out_dtype)
 
 
 def _scaled(x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, product: Product) -> Tensor:
@@ -80,7 +80,7 @@ def _scaled(x: Tensor, x_scales: Tensor, parts: Parts, bias: Tensor | None, prod
     if tile.SPLITS == 1:
         return o
     by_row = product.format != "fp8_tile"
-    return _added(o, x_scales.contiguous() if by_row else None, w_scales, bias, product)
+    return added(o, x_scales.contiguous() if by_row else None, w_scales, bias, product.out_dtype)
 
 
 def _bucket(M: int) -> int:
@@ -98,12 +98,12 @@ def _grid(M: int, N: int, tile: Tile) -> tuple[int, int, int]:
     return triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N), tile.SPLITS, 1
 
 
-def _added(
-    parts: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, product: Product
+def added(
+    parts: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """Returns the sum of all splits' parts (SPLITS, M, N), with scales and bias."""
+    """Returns the sum of all splits' parts (SPLITS, M, N), fp32 or int32, with scales and bias, rounded once."""
     splits, M, N = parts.shape
-    o = torch.empty((M, N), dtype=product.out_dtype, device=parts.device)
+    o = torch.empty((M, N), dtype=out_dtype, device=parts.device)
     constants = _constants_of_adding(N, splits, x_scales is not None, bias is not None)
     given = (x_scales, w_scales, bias)
     arguments = (parts, *(parts if x is None else x for x in given), o, M * N)

@@ -73,14 +73,18 @@ def _add_parts(
     """Adds the parts of all splits in order, and does what comes after a sum: scales, bias, rounding."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < total
-    n = place % N
+    n, m = place % N, place // N
+    if N % BLOCK == 0:
+        # all of a program's places are in one row: no division for each of them
+        n = tl.program_id(0) % (N // BLOCK) * BLOCK + tl.arange(0, BLOCK)
+        m = tl.program_id(0) // (N // BLOCK) + tl.zeros((BLOCK,), tl.int32)
     total_64 = total.to(tl.int64)
     acc = tl.load(parts_ptr + place, mask=there, other=0)
     for split in tl.static_range(1, SPLITS):
         acc += tl.load(parts_ptr + split * total_64 + place, mask=there, other=0)
     acc = acc.to(tl.float32)
     if SCALED:
-        acc = acc * tl.load(x_scales_ptr + place // N, mask=there, other=0.0)
+        acc = acc * tl.load(x_scales_ptr + m, mask=there, other=0.0)
         acc = acc * tl.load(w_scales_ptr + n, mask=there, other=0.0).to(tl.float32)
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=there, other=0.0).to(tl.float32)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
-from rooftile.launch import is_capturing
+from rooftile.launch import is_capturing, triton_is_installed
 from rooftile.matmul.two_four.definition import Product, Sparse, scales_of
 from rooftile.sparsity.compressed import two_four_dense
 
@@ -22,7 +22,11 @@ from rooftile.sparsity.compressed import two_four_dense
 MULTIPLES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 32}
 # rows are padded to a multiple, for every dtype
 ROWS = 16
+# rows beyond which the fastest algorithm stays the same
+SEARCHED = 2048
 _PACKED: Any = WeakIdKeyDictionary()
+# the fastest algorithm, by all that it depends on
+_FASTEST: dict[tuple[Any, ...], int] = {}
 # why it does not run, by device
 _TRIED: dict[torch.device, str] = {}
 
@@ -62,7 +66,12 @@ def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | 
     packed = packed_of(weight, product.K)
     if x_scales is None:
         return multiply_packed(x, packed, None if bias is None else bias.to(x.dtype))
-    y = multiply_packed(x, packed, None, torch.float32) * (x_scales * scales_of(weight).T)
+    y, w_scales = multiply_packed(x, packed, None, torch.float32), scales_of(weight).T
+    if x.is_cuda and triton_is_installed():
+        from rooftile.matmul.kernels import launch
+
+        return launch.added(y[None], x_scales.contiguous(), w_scales.contiguous(), bias, product.out_dtype)
+    y = y * (x_scales * w_scales)
     return (y if bias is None else y + bias.float()).to(product.out_dtype)
 
 
@@ -90,5 +99,20 @@ def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None = None, out_d
     M, x = x.shape[0], x.contiguous()
     # bytes: FP8 has no padding
     x = functional.pad(x.view(torch.uint8), (0, 0, 0, -M % ROWS)).view(x.dtype) if M % ROWS else x
+    named: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "transpose_result": True}
     # the library's first matrix is the sparse one: (W x^T)^T
-    return torch._cslt_sparse_mm(packed, x.T, bias=bias, out_dtype=out_dtype, transpose_result=True)[:M]
+    return torch._cslt_sparse_mm(packed, x.T, **named, alg_id=_algorithm(x, packed, named))[:M]
+
+
+def _algorithm(x: Tensor, packed: Tensor, named: dict[str, Any]) -> int:
+    """The library's fastest algorithm for such sizes, which it finds by trying all, at most a quarter of a second for each kind.
+
+    Its first guess takes up to 1.7 times as long (README of the results, 4722a40).
+    """
+    rows = min(1 << (x.shape[0] - 1).bit_length(), SEARCHED)
+    key = (x.device, x.dtype, packed.shape, x.shape[1], rows, named["bias"] is None, named["out_dtype"])
+    if key not in _FASTEST:
+        if (x.is_cuda and is_capturing()) or not hasattr(torch, "_cslt_sparse_mm_search"):
+            return 0
+        _FASTEST[key] = torch._cslt_sparse_mm_search(packed, x[:SEARCHED].T, **named)
+    return _FASTEST[key]

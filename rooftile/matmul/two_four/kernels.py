@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.launch import Kernel
-from rooftile.matmul.kernels import scaled
+from rooftile.matmul.kernels.launch import added
 from rooftile.matmul.two_four.definition import Product, Sparse, scales_of
 from rooftile.sparsity.definition import bits_of
 from rooftile.sparsity.kernels import joined
@@ -47,29 +47,45 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _read(values_ptr, places_ptr, n, k_0, T: tl.constexpr):
-    """Values (BLOCK_N, BLOCK_K / 2) and places (BLOCK_N, BLOCK_K / 8) from column k_0 on."""
-    half = k_0 // 2 + tl.arange(0, T.BLOCK_K // 2)
+    """The values of whole groups (BLOCK_N, BLOCK_K / 4), both in one number, and places (BLOCK_N, BLOCK_K / 8), from k_0 on."""
+    group = k_0 // 4 + tl.arange(0, T.BLOCK_K // 4)
     byte = k_0 // 8 + tl.arange(0, T.BLOCK_K // 8)
     in_rows = (n < T.N)[:, None]
     in_values, in_places = in_rows, in_rows
     if not T.WHOLE:
-        in_values, in_places = in_rows & (half < T.K // 2)[None, :], in_rows & (byte < (T.K + 7) // 8)[None, :]
-    values = tl.load(values_ptr + (n * (T.K // 2))[:, None] + half[None, :], mask=in_values, other=0)
+        in_values, in_places = in_rows & (group < T.K // 4)[None, :], in_rows & (byte < (T.K + 7) // 8)[None, :]
+    values = tl.load(values_ptr + (n * (T.K // 4))[:, None] + group[None, :], mask=in_values, other=0)
     places = tl.load(places_ptr + (n * ((T.K + 7) // 8))[:, None] + byte[None, :], mask=in_places, other=0)
     return values, places
 
 
 @triton.jit
-def _spread(values, places, T: tl.constexpr):
-    """The dense tile (BLOCK_N, BLOCK_K). Of three places a value may take, each is a comparison."""
-    four = tl.interleave(places & 15, places >> 4)
-    first, second = tl.split(tl.reshape(values, (values.shape[0], values.shape[1] // 2, 2)))
-    zero = tl.zeros_like(first)
-    low, high = four & 3, four >> 2
-    return joined(
-        tl.where(low == 0, first, zero), tl.where(low == 1, first, tl.where(high == 1, second, zero)),
-        tl.where(low == 2, first, tl.where(high == 2, second, zero)), tl.where(high == 3, second, zero),
-    )  # fmt: skip
+def _read_x(x_ptr, m, M, x_stride, k_0, T: tl.constexpr):
+    """x (BLOCK_M, BLOCK_K) from column k_0 on."""
+    k = k_0 + tl.arange(0, T.BLOCK_K)
+    there = (m < M)[:, None]
+    if not T.WHOLE:
+        there = there & (k < T.K)[None, :]
+    return tl.load(x_ptr + (m * x_stride)[:, None] + k[None, :], mask=there, other=0)
+
+
+@triton.jit
+def _spread(values, places):
+    """The dense tile (BLOCK_N, BLOCK_K) in integers: both values of a group are shifted to their places in one number."""
+    # bytes rather than what is made of them cross from one thread to another
+    four = tl.broadcast_to(places[:, :, None], (places.shape[0], places.shape[1], 2)).to(tl.uint32)
+    four = tl.reshape(four >> (tl.arange(0, 2) << 2)[None, None, :].to(tl.uint32), (values.shape[0], values.shape[1]))
+    if values.dtype == tl.int32:
+        both = values.to(tl.uint32, bitcast=True)
+        group = (both & 0xFFFF).to(tl.uint64) << ((four << 4) & 48).to(tl.uint64)
+        group |= (both >> 16).to(tl.uint64) << ((four << 2) & 48).to(tl.uint64)
+        a, c = group.to(tl.uint32), (group >> 32).to(tl.uint32)
+        dense = joined(a.to(tl.int16), (a >> 16).to(tl.int16), c.to(tl.int16), (c >> 16).to(tl.int16))
+    else:
+        both = values.to(tl.uint16, bitcast=True).to(tl.uint32)
+        group = ((both & 0xFF) << ((four << 3) & 24)) | ((both >> 8) << ((four << 1) & 24))
+        dense = joined(group.to(tl.int8), (group >> 8).to(tl.int8), (group >> 16).to(tl.int8), (group >> 24).to(tl.int8))
+    return dense
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -86,17 +102,14 @@ def _few_rows(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     start, last = split * T.STEPS, tl.minimum((split + 1) * T.STEPS, tl.cdiv(T.K, T.BLOCK_K))
     values, places = _read(values_ptr, places_ptr, n, start * T.BLOCK_K, T)
+    x = _read_x(x_ptr, m, M, x_stride, start * T.BLOCK_K, T)
     for step in tl.range(start, last, num_stages=1):
-        k_0 = step * T.BLOCK_K
-        w = _spread(values, places, T).to(dtype, bitcast=True)
+        w, now = _spread(values, places).to(dtype, bitcast=True), x.to(dtype, bitcast=True)
         # past the end the last tile is read again
-        values, places = _read(values_ptr, places_ptr, n, tl.minimum(step + 1, last - 1) * T.BLOCK_K, T)
-        k = k_0 + tl.arange(0, T.BLOCK_K)
-        in_x = (m < M)[:, None]
-        if not T.WHOLE:
-            in_x = in_x & (k < T.K)[None, :]
-        x = tl.load(x_ptr + (m * x_stride)[:, None] + k[None, :], mask=in_x, other=0)
-        acc = tl.dot(w, tl.trans(x.to(dtype, bitcast=True)), acc, max_num_imprecise_acc=T.BLOCK_K)
+        next_k = tl.minimum(step + 1, last - 1) * T.BLOCK_K
+        values, places = _read(values_ptr, places_ptr, n, next_k, T)
+        x = _read_x(x_ptr, m, M, x_stride, next_k, T)
+        acc = tl.dot(w, tl.trans(now), acc, max_num_imprecise_acc=T.BLOCK_K)
     in_columns = n < T.N
     if T.SPLITS == 1:
         if T.SCALED:
@@ -117,8 +130,8 @@ def tile_of(M: int, product: Product, scaled: bool, bias: bool) -> Tile:
     """Returns the tile of a product with M rows, a power of two. Under `deterministic` one serves any number of rows."""
     N, K = product.N, product.K
     block_m = MOST_ROWS if product.deterministic else min(max(M, 16), MOST_ROWS)
-    # so many bytes of x are read again for each tile of the weight's rows
-    block_n, block_k = (128 if block_m == MOST_ROWS else 64), 128
+    # the fastest of those that were tried on an H200; a large tile of x leaves registers for half of K
+    block_n, block_k = 64, 64 if block_m == MOST_ROWS and not scaled else 128
     programs, steps = triton.cdiv(N, block_n), triton.cdiv(K, block_k)
     splits = min(max(PROGRAMS // programs, 1), MOST_SPLITS, steps)
     per_split = triton.cdiv(steps, splits)
@@ -136,27 +149,20 @@ def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | 
     w_scales = None if x_scales is None else scales_of(weight).contiguous()
     x_scales = None if x_scales is None else x_scales.contiguous()
     given = [o if one is None else one for one in (x_scales, w_scales, bias)]
-    tensors = (bits_of(x), bits_of(weight.values.contiguous()), weight.places.contiguous(), *given, o)
+    tensors = (bits_of(x), _groups_of(weight.values), weight.places.contiguous(), *given, o)
     grid = (triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N), tile.SPLITS, 1)
     start(grid, (*tensors, M, x.stride(0)), constants_of(dtype, tile))
-    return o if tile.SPLITS == 1 else _added(o, x_scales, w_scales, bias, product)
+    return o if tile.SPLITS == 1 else added(o, x_scales, w_scales, bias, product.out_dtype)
 
 
-def _added(parts: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, product: Product) -> Tensor:
-    splits, M, N = parts.shape
-    o = torch.empty((M, N), dtype=product.out_dtype, device=parts.device)
-    given = [parts if one is None else one for one in (x_scales, w_scales, bias)]
-    constants = _constants_of_adding(N, splits, x_scales is not None, bias is not None)
-    scaled.start_adding((triton.cdiv(M * N, 512), 1, 1), (parts, *given, o, M * N), constants)
-    return o
+def _groups_of(values: Tensor) -> Tensor:
+    """Values (N, K / 2) as (N, K / 4) integers, each the bits of a group's two."""
+    values = values.contiguous()
+    values = values.clone() if values.storage_offset() % 2 else values
+    return values.view(torch.int32 if values.element_size() == 2 else torch.int16)
 
 
 @cache
 def constants_of(dtype: torch.dtype, tile: Tile) -> dict[str, object]:
     """The compile-time arguments."""
-    return {"dtype": _TYPES[dtype], "T": tile, "num_warps": tile.BLOCK_N // 16}
-
-
-@cache
-def _constants_of_adding(N: int, splits: int, is_scaled: bool, bias: bool) -> dict[str, object]:
-    return {"N": N, "SPLITS": splits, "SCALED": is_scaled, "BIAS": bias, "BLOCK": 512, "num_warps": 4}
+    return {"dtype": _TYPES[dtype], "T": tile, "num_warps": 4}

@@ -96,13 +96,13 @@ def _best(score_ptr, out_ptr, length, count, BLOCK: tl.constexpr):
     # unsigned numbers in the order of the scores, and 0 past the end
     order = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
     order = tl.where(t < length, tl.where(score == score, order, 0xFFFFFFFF), 0).to(tl.uint32)
-    # the count-th largest, bit by bit from the highest
-    edge = tl.zeros((1,), tl.uint32)
-    bit = tl.full((1,), 2147483648, tl.uint32)
-    for _ in range(32):
+    # the count-th largest, bit by bit from the highest, until as many are at least as large
+    edge = tl.full((), 0, tl.uint32)
+    bit = tl.full((), 2147483648, tl.uint32)
+    while bit > 0:
         reached = tl.sum((order >= (edge | bit)).to(tl.int32), 0)
         edge = tl.where(reached >= count, edge | bit, edge)
-        bit = bit >> 1
+        bit = tl.where(reached == count, 0, bit >> 1).to(tl.uint32)
     above = (order > edge).to(tl.int32)
     tied = ((order == edge) & (t < length)).to(tl.int32)
     kept = (above > 0) | ((tied > 0) & (tl.cumsum(tied, 0) <= count - tl.sum(above, 0)))
