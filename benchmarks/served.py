@@ -107,6 +107,12 @@ def _tokenizer(size: int) -> Tokenizer:
     return made
 
 
+def environment() -> dict[str, str]:
+    """Returns the environment of a process that imports this checkout, and what this process finds beside it."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": paths}
+
+
 class Server:
     """`rooftile serve` with a folder, in a process of its own.
 
@@ -122,7 +128,7 @@ class Server:
         began = time.perf_counter()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rooftile", "serve", str(folder), "--port", "0", *options],
-            cwd=ROOT, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            cwd=ROOT, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, env=environment(),
         )  # fmt: skip
         threading.Thread(target=self._read, daemon=True).start()
         self.port = int(self._wait_for(r"listening on http://[^;]*:(\d+);"))

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.served import ROOT, Reading, Server, arguments, get, opened, read_all, show, stream_of
+from benchmarks.served import ROOT, Reading, Server, arguments, environment, get, opened, read_all, show, stream_of
 from rooftile.bench import workloads
 from rooftile.bench.driver import drive, fitted
 from rooftile.bench.measures import measures
@@ -217,7 +217,7 @@ class Bench:
             began = time.perf_counter()
             subprocess.run(
                 [sys.executable, "-m", "rooftile", "serve", "--help"], cwd=ROOT, stdout=subprocess.DEVNULL, check=True,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                env=environment(),
             )  # fmt: skip
             shown.append(time.perf_counter() - began)
         return self.row("start", {"listening_s": listening, "ready_s": ready, "help_s": shown})

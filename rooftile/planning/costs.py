@@ -13,7 +13,7 @@ Roofs are those of the diagnosis.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import ceil
+from math import ceil, gcd
 from typing import NamedTuple
 
 import torch
@@ -37,9 +37,11 @@ FLAT, STEEP = 1.2, 1.6
 
 
 # A product on a GPU: its tile, the parts that its K is split into at most, the time in which its first tiles come, the part of
-# its result's traffic that hides behind no arithmetic, and the part of the rate that cuBLAS reaches where rows do not begin at
-# multiples of 16 bytes. All are fitted to the layers of BERT and ViT in bf16 on an H200 (README of the results, plans)
-TILE, MOST_SPLITS, FILL_US, SHOWN, UNALIGNED = (128, 256), 4, 4.0, 0.65, 0.32
+# its result's traffic that hides behind no arithmetic. All are fitted to the layers of BERT and ViT in bf16 on an H200
+TILE, MOST_SPLITS, FILL_US, SHOWN = (128, 256), 4, 4.0, 0.65
+# the part of the rate that cuBLAS reaches, by the multiple of bytes at which all rows begin: BERT's head has 30,522 columns, and
+# GPT-2's 50,257; eight bytes are taken for four
+ALIGNED = {16: 1.0, 8: 0.32, 4: 0.32, 2: 0.14, 1: 0.14}
 # a sum over rows reaches this part of a copy's rate
 SUM_RATE = 0.7
 
@@ -47,8 +49,8 @@ SUM_RATE = 0.7
 class Pass(NamedTuple):
     """One kernel: its FLOPs, the dtype of their rate, and its bytes through main memory.
 
-    sizes: of a product: rows and columns of its result. written: bytes of its result. aligned: whether all rows begin at
-    multiples of 16 bytes.
+    sizes: of a product: rows and columns of its result. written: bytes of its result. aligned: the multiple of bytes at which
+    all rows begin, up to 16.
     """
 
     flops: int
@@ -56,7 +58,7 @@ class Pass(NamedTuple):
     dtype: str
     sizes: tuple[int, int] | None = None
     written: int = 0
-    aligned: bool = True
+    aligned: int = 16
 
 
 class Machine:
@@ -105,7 +107,7 @@ class Machine:
         roofs = self.roofs(one.dtype)
         compute_us, memory_us = one.flops / roofs.flops_per_s * 1e6, one.bytes / roofs.bytes_per_s * 1e6
         if self._multiprocessors and one.sizes is not None:
-            compute_us /= share_of_waves(*one.sizes, self._multiprocessors) * (1.0 if one.aligned else UNALIGNED)
+            compute_us /= share_of_waves(*one.sizes, self._multiprocessors) * ALIGNED[one.aligned]
             compute_us += SHOWN * one.written / roofs.bytes_per_s * 1e6
         return compute_us, memory_us
 
@@ -125,7 +127,7 @@ def passes_of(
     dtype, itemsize: of x and the result. gets_codes: whether x is quantised before, by another kernel.
     """
     flops, x, y, weight = 2 * M * N * K, M * K * itemsize, M * N * itemsize, weight_bytes(N, K, word, itemsize)
-    aligned = _is_aligned(N, K, itemsize)
+    aligned = _alignment(N, K, itemsize)
     if word == KEPT:
         return [Pass(flops, x + y + weight, dtype, (M, N), y, aligned)]
     if word == SPARSE and on_gpu:
@@ -157,7 +159,7 @@ def training_passes_of(
     """
     flops, x, y, w = 2 * M * N * K, M * K * itemsize, M * N * itemsize, N * K * itemsize
     # each of the three products has x, y and the weight, or their gradients, as its inputs and its result
-    aligned = _is_aligned(N, K, itemsize)
+    aligned = _alignment(N, K, itemsize)
     product = Pass(flops, x + y + w, dtype, (M, N), y, aligned)
     dx, dw = product._replace(sizes=(M, K), written=x), product._replace(sizes=(N, K), written=w)
     backward = [dx] * needs_dx + [dw] + [Pass(0, round(y / SUM_RATE), dtype)] * has_bias
@@ -174,9 +176,9 @@ def training_passes_of(
     return [quantised, *forward, *([dequantised] * needs_dx), *rows, *backward]
 
 
-def _is_aligned(N: int, K: int, itemsize: int) -> bool:
-    """Whether rows of a weight (N, K) and of the result begin at multiples of 16 bytes."""
-    return N * itemsize % 16 == 0 and K * itemsize % 16 == 0
+def _alignment(N: int, K: int, itemsize: int) -> int:
+    """Returns the multiple of bytes, up to 16, at which all rows of a weight (N, K) and of the result begin."""
+    return gcd(16, N * itemsize, K * itemsize)
 
 
 def verdict_of(ratio: float) -> str:

@@ -104,3 +104,18 @@ def test_k_is_split_where_rows_of_the_weight_are_few() -> None:
     assert (tile.SPLITS, tile.STEPS, tile.BIAS) == (8, 1, False)
     whole = kernels.tile_of(64, kernels.Product(28672 * 4, 4096, torch.bfloat16, False), False, True)
     assert (whole.SPLITS, whole.BLOCK_K, whole.BIAS) == (1, 64, True)
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize(("M", "N"), [(1, 16), (70, 130), (128, 64)])
+def test_results_are_turned(M: int, N: int, is_scaled: bool) -> None:
+    from rooftile.matmul.two_four.turned import turned
+
+    y = torch.randn(N, -(-M // 16) * 16)
+    y = y if is_scaled else y.bfloat16()
+    if not is_scaled:
+        assert torch.equal(turned(y, M, None, None, None, torch.bfloat16), y[:, :M].T)
+        return
+    x_scales, w_scales, bias = torch.rand(M, 1), torch.rand(N, 1), torch.randn(N)
+    due = y[:, :M].T * x_scales * w_scales.T + bias
+    assert torch.equal(turned(y, M, x_scales, w_scales, bias, torch.bfloat16), due.bfloat16())

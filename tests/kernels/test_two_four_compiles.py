@@ -16,7 +16,7 @@ WORDS = {
     "mask_ptr": "*i8", "flag_ptr": "*i32", "places_ptr": "*u8", "x_scales_ptr": "*fp32", "w_scales_ptr": "*fp32",
     "bias_ptr": "*bf16",
 }  # fmt: skip
-NUMBERS = ("M", "N", "total", "stride", "x_stride")
+NUMBERS = ("M", "N", "total", "stride", "x_stride", "y_stride")
 
 
 def compiled(kernel: Any, sm: int, constants: dict[str, Any], **words: str):
@@ -92,3 +92,17 @@ def test_products_of_few_rows(dtype: torch.dtype, N: int, K: int, M: int) -> Non
         assert "v4.b32" in widths(built, "ld")
         # 64-bit places: N times K passes 2^31
         assert not re.search(r"arith\.muli .*tensor<\d+xi32>", built.asm["ttir"])
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_results_are_turned_in_whole_words(is_scaled: bool) -> None:
+    from rooftile.matmul.two_four import turned
+
+    word = "*fp32" if is_scaled else "*bf16"
+    for sm in (80, 90):
+        built = compiled(
+            turned._turn, sm, turned.constants_of(4096, is_scaled, is_scaled), y_ptr=word, o_ptr="*bf16"
+        )  # fmt: skip
+        assert stack(built) == 0
+        assert "v4.b32" in widths(built, "ld")
+        assert "v4.b32" in widths(built, "st")

@@ -22,11 +22,7 @@ from rooftile.sparsity.compressed import two_four_dense
 MULTIPLES = {torch.bfloat16: 16, torch.float16: 16, torch.float8_e4m3fn: 32}
 # rows are padded to a multiple, for every dtype
 ROWS = 16
-# rows beyond which the fastest algorithm stays the same
-SEARCHED = 2048
 _PACKED: Any = WeakIdKeyDictionary()
-# the fastest algorithm, by all that it depends on
-_FASTEST: dict[tuple[Any, ...], int] = {}
 # why it does not run, by device
 _TRIED: dict[torch.device, str] = {}
 
@@ -44,7 +40,7 @@ def lack_of_library(device: torch.device) -> str:
 def _tried(device: torch.device) -> str:
     try:
         w = torch.eye(64, dtype=torch.bfloat16, device=device)
-        y = torch._cslt_sparse_mm(torch._cslt_compress(w), w, transpose_result=True)
+        y = torch._cslt_sparse_mm(torch._cslt_compress(w), w)
         if not torch.equal(y, w):
             return "cuSPARSELt with wrong results; needs a PyTorch whose cuSPARSELt fits its CUDA"
     # whatever stops the library is the reason: it may be missing, of another CUDA, or without this chip
@@ -66,13 +62,7 @@ def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | 
     packed = packed_of(weight, product.K)
     if x_scales is None:
         return multiply_packed(x, packed, None if bias is None else bias.to(x.dtype))
-    y, w_scales = multiply_packed(x, packed, None, torch.float32), scales_of(weight).T
-    if x.is_cuda and triton_is_installed():
-        from rooftile.matmul.kernels import launch
-
-        return launch.added(y[None], x_scales.contiguous(), w_scales.contiguous(), bias, product.out_dtype)
-    y = y * (x_scales * w_scales)
-    return (y if bias is None else y + bias.float()).to(product.out_dtype)
+    return _turned(_sums(x, packed, None, torch.float32), x.shape[0], x_scales, scales_of(weight), bias, product.out_dtype)
 
 
 def lack_of_packed(weight: Sparse) -> str:
@@ -94,25 +84,28 @@ def packed_of(weight: Sparse, K: int) -> Tensor:
     return found
 
 
-def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x (M, K) times a packed weight (N, K) transposed, to (M, N), in the dtype of x or, for FP8, in out_dtype."""
+def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (M, K) times a packed weight (N, K) transposed, plus a bias in the dtype of x, to (M, N) in that dtype."""
+    return _turned(_sums(x, packed, bias, None), x.shape[0], None, None, None, x.dtype)
+
+
+def _sums(x: Tensor, packed: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """The product (N, M), with M padded. The library's first matrix is the sparse one: W x^T."""
     M, x = x.shape[0], x.contiguous()
     # bytes: FP8 has no padding
     x = functional.pad(x.view(torch.uint8), (0, 0, 0, -M % ROWS)).view(x.dtype) if M % ROWS else x
-    named: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "transpose_result": True}
-    # the library's first matrix is the sparse one: (W x^T)^T
-    return torch._cslt_sparse_mm(packed, x.T, **named, alg_id=_algorithm(x, packed, named))[:M]
+    return torch._cslt_sparse_mm(packed, x.T, bias=bias, out_dtype=out_dtype)
 
 
-def _algorithm(x: Tensor, packed: Tensor, named: dict[str, Any]) -> int:
-    """The library's fastest algorithm for such sizes, which it finds by trying all, at most a quarter of a second for each kind.
+def _turned(
+    y: Tensor, M: int, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """The first M columns of a product (N, M) as rows, with scales and bias, rounded once."""
+    if y.is_cuda and triton_is_installed():
+        from rooftile.matmul.two_four.turned import turned
 
-    Its first guess takes up to 1.7 times as long (README of the results, 4722a40).
-    """
-    rows = min(1 << (x.shape[0] - 1).bit_length(), SEARCHED)
-    key = (x.device, x.dtype, packed.shape, x.shape[1], rows, named["bias"] is None, named["out_dtype"])
-    if key not in _FASTEST:
-        if (x.is_cuda and is_capturing()) or not hasattr(torch, "_cslt_sparse_mm_search"):
-            return 0
-        _FASTEST[key] = torch._cslt_sparse_mm_search(packed, x[:SEARCHED].T, **named)
-    return _FASTEST[key]
+        return turned(y, M, x_scales, w_scales, bias, out_dtype)
+    y = y[:, :M].T
+    y = y if x_scales is None or w_scales is None else y * x_scales * w_scales.T
+    y = y if bias is None else y + bias.float()
+    return y.to(out_dtype).contiguous()
