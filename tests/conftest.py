@@ -61,19 +61,6 @@ def _seed() -> None:
         torch.cuda.manual_seed_all(0)
 
 
-@pytest.fixture(autouse=True)
-def _nan_in_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes torch.empty and its relatives return NaN, so that an output that a kernel does not write is not zero by chance."""
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-        (torch.Tensor, "new_empty_strided"),
-    ):
-        monkeypatch.setattr(owner, name, _filled(getattr(owner, name)))
-
-
 def _filled(allocate):
     def allocate_nan(*args, **kwargs):
         x = allocate(*args, **kwargs)
@@ -84,6 +71,26 @@ def _filled(allocate):
             return x.fill_(float("nan"))
 
     return allocate_nan
+
+
+# the same functions in every test: Dynamo remembers those that it meets first, and asks for a rule for any other
+_FILLED = [
+    (owner, name, _filled(getattr(owner, name)))
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    )
+]
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes torch.empty and its relatives return NaN, so that an output that a kernel does not write is not zero by chance."""
+    for owner, name, allocate in _FILLED:
+        monkeypatch.setattr(owner, name, allocate)
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,8 @@ def test_usual_calls_launch_every_kernel() -> None:
     for module in pkgutil.walk_packages(approximate.__path__, "rooftile.approximate."):
         due |= {of(x.fn) for x in vars(import_module(module.name)).values() if isinstance(x, Kernel)}
     found = {of(one.fn) for name, sm in USUAL.items() for one in launches(BY_NAME[name], sm)}
-    assert found == due
+    # norms have kernels of another package
+    assert {name for name in found if not name.startswith("rooftile.fused.")} == due
 
 
 def of(fn: Any) -> str:

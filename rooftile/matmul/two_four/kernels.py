@@ -1,11 +1,11 @@
 """Few rows times a 2:4 weight: values and places are read, spread in registers, and multiplied densely.
 
-Few rows wait for the weight's bytes, and these are 9/16 of the dense ones (5/8 in FP8). Sparse matrix units would not help: they
-halve the arithmetic, which is not what is waited for.
+Few rows read 9/16 of a dense weight's bytes (5/8 in FP8). Sparse matrix units would take values as they are, but Triton has none
+of them. So values are spread, and that takes longer than the bytes that are saved (h200-sparsity.jsonl).
 
 A program owns some rows of the weight, and a part of K where whole rows are too few programs for a chip; a second kernel adds
 the parts in order. The weight is the first matrix, so that 64 of its rows fill Hopper's matrix units, however few rows x has. The
-next tile is read into registers while one is multiplied.
+next tiles are read into registers while one is multiplied.
 """
 
 from __future__ import annotations

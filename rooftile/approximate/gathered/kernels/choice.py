@@ -14,6 +14,8 @@ from rooftile.launch import Kernel
 
 # random vectors and dimensions to a product
 VECTORS, DIMS = 64, 32
+# exponents that are tried one by one
+EXPONENTS = tl.constexpr(6)
 
 
 @triton.jit(do_not_specialize=["T", "H", "rounds", "half"])
@@ -96,9 +98,18 @@ def _best(score_ptr, out_ptr, length, count, BLOCK: tl.constexpr):
     # unsigned numbers in the order of the scores, and 0 past the end
     order = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
     order = tl.where(t < length, tl.where(score == score, order, 0xFFFFFFFF), 0).to(tl.uint32)
-    # the count-th largest, bit by bit from the highest, until as many are at least as large
-    edge = tl.full((), 0, tl.uint32)
-    bit = tl.full((), 2147483648, tl.uint32)
+    # the count-th largest: first its sign and exponent, which are often those of the largest or of the next lower one
+    edge = tl.max(order, 0) & 0xFF800000
+    reached = tl.sum((order >= edge).to(tl.int32), 0)
+    tries = 0
+    while (reached < count) & (tries < EXPONENTS):
+        edge = (edge - 0x800000).to(tl.uint32)
+        reached = tl.sum((order >= edge).to(tl.int32), 0)
+        tries += 1
+    bit = tl.where(reached < count, 0x80000000, 0x400000).to(tl.uint32)
+    bit = tl.where(reached == count, 0, bit).to(tl.uint32)
+    edge = tl.where(reached < count, 0, edge).to(tl.uint32)
+    # then the other bits, or all of them, from the highest on, until so many scores are at least as large
     while bit > 0:
         reached = tl.sum((order >= (edge | bit)).to(tl.int32), 0)
         edge = tl.where(reached >= count, edge | bit, edge)
