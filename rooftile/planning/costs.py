@@ -35,14 +35,13 @@ MOST_LAUNCH = 0.5
 # times of twice the rows over those of the rows, below and above which memory and compute bound
 FLAT, STEEP = 1.2, 1.6
 
-
-# A product on a GPU: its tile, the parts that its K is split into at most, the time in which its first tiles come, the part of
-# its result's traffic that hides behind no arithmetic. All are fitted to the layers of BERT and ViT in bf16 on an H200
+# A product on a GPU: its tile, the parts that its K is split into at most, the time in which its first tiles come, and the part
+# of its result's traffic that hides behind no arithmetic. All are fitted to the layers of BERT and ViT in bf16 on an H200
 TILE, MOST_SPLITS, FILL_US, SHOWN = (128, 256), 4, 4.0, 0.65
 # the part of the rate that cuBLAS reaches, by the multiple of bytes at which all rows begin: BERT's head has 30,522 columns, and
 # GPT-2's 50,257; eight bytes are taken for four
 ALIGNED = {16: 1.0, 8: 0.32, 4: 0.32, 2: 0.14, 1: 0.14}
-# a sum over rows reaches this part of a copy's rate
+# the part of a copy's rate that a sum over rows reaches, fitted to the same layers
 SUM_RATE = 0.7
 
 

@@ -190,9 +190,9 @@ def import_kernels() -> None:
     for name in (
         "backends.triton.paged_decode", "backends.triton.paged_fwd", "kvcache.kernels", "fused.kernels.norm",
         "fused.kernels.gated", "fused.kernels.gate_quantised", "fused.kernels.linear", "matmul.kernels.launch",
-        "matmul.hopper.launch", "matmul.two_four.kernels", "matmul.two_four.turned", "numerics.kernels",
-        "approximate.selected.kernels.choice",
-        "approximate.selected.kernels.gated_sum", "approximate.paged.sparse_kernels", "backends.triton.flash_fwd",
+        "matmul.hopper.launch", "matmul.two_four.kernels", "matmul.two_four.transposed", "numerics.kernels",
+        "approximate.selected.kernels.choice", "approximate.selected.kernels.gated_sum",
+        "approximate.paged.sparse_kernels", "backends.triton.flash_fwd",
     ):  # fmt: skip
         import_module(f"rooftile.{name}")
     import_module("rooftile.serve.sampling.kernels")

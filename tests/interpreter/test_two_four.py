@@ -108,14 +108,14 @@ def test_k_is_split_where_rows_of_the_weight_are_few() -> None:
 
 @pytest.mark.parametrize("is_scaled", [False, True])
 @pytest.mark.parametrize(("M", "N"), [(1, 16), (70, 130), (128, 64)])
-def test_results_are_turned(M: int, N: int, is_scaled: bool) -> None:
-    from rooftile.matmul.two_four.turned import turned
+def test_results_are_transposed(M: int, N: int, is_scaled: bool) -> None:
+    from rooftile.matmul.two_four.transposed import transposed
 
     y = torch.randn(N, -(-M // 16) * 16)
     y = y if is_scaled else y.bfloat16()
     if not is_scaled:
-        assert torch.equal(turned(y, M, None, None, None, torch.bfloat16), y[:, :M].T)
+        assert torch.equal(transposed(y, M, None, None, None, torch.bfloat16), y[:, :M].T)
         return
     x_scales, w_scales, bias = torch.rand(M, 1), torch.rand(N, 1), torch.randn(N)
     due = y[:, :M].T * x_scales * w_scales.T + bias
-    assert torch.equal(turned(y, M, x_scales, w_scales, bias, torch.bfloat16), due.bfloat16())
+    assert torch.equal(transposed(y, M, x_scales, w_scales, bias, torch.bfloat16), due.bfloat16())

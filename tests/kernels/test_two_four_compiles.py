@@ -95,13 +95,13 @@ def test_products_of_few_rows(dtype: torch.dtype, N: int, K: int, M: int) -> Non
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_results_are_turned_in_whole_words(is_scaled: bool) -> None:
-    from rooftile.matmul.two_four import turned
+def test_results_are_transposed_in_whole_words(is_scaled: bool) -> None:
+    from rooftile.matmul.two_four import transposed
 
     word = "*fp32" if is_scaled else "*bf16"
     for sm in (80, 90):
         built = compiled(
-            turned._turn, sm, turned.constants_of(4096, is_scaled, is_scaled), y_ptr=word, o_ptr="*bf16"
+            transposed._transpose, sm, transposed.constants_of(4096, is_scaled, is_scaled), y_ptr=word, o_ptr="*bf16"
         )  # fmt: skip
         assert stack(built) == 0
         assert "v4.b32" in widths(built, "ld")

@@ -48,7 +48,7 @@ def test_threads_find_all_modules_imported() -> None:
         "rooftile.backends.triton.paged_decode", "rooftile.backends.triton.paged_fwd", "rooftile.kvcache.kernels",
         "rooftile.fused.kernels.norm", "rooftile.fused.kernels.gated",
         "rooftile.fused.kernels.linear", "rooftile.serve.sampling.kernels", "rooftile.fused.kernels.gate_quantised",
-        "rooftile.matmul.two_four.kernels", "rooftile.matmul.two_four.turned",
+        "rooftile.matmul.two_four.kernels", "rooftile.matmul.two_four.transposed",
         "rooftile.matmul.kernels.launch", "rooftile.matmul.hopper.launch", "rooftile.matmul.hopper.codes",
         "rooftile.matmul.hopper.widened", "rooftile.numerics.kernels", "rooftile.approximate.selected.kernels.choice",
         "rooftile.approximate.selected.kernels.outputs", "rooftile.approximate.selected.kernels.gated_sum",

@@ -62,7 +62,7 @@ def multiply(x: Tensor, x_scales: Tensor | None, weight: Sparse, bias: Tensor | 
     packed = packed_of(weight, product.K)
     if x_scales is None:
         return multiply_packed(x, packed, None if bias is None else bias.to(x.dtype))
-    return _turned(_sums(x, packed, None, torch.float32), x.shape[0], x_scales, scales_of(weight), bias, product.out_dtype)
+    return _transposed(_sums(x, packed, None, torch.float32), x.shape[0], x_scales, scales_of(weight), bias, product.out_dtype)
 
 
 def lack_of_packed(weight: Sparse) -> str:
@@ -86,7 +86,7 @@ def packed_of(weight: Sparse, K: int) -> Tensor:
 
 def multiply_packed(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (M, K) times a packed weight (N, K) transposed, plus a bias in the dtype of x, to (M, N) in that dtype."""
-    return _turned(_sums(x, packed, bias, None), x.shape[0], None, None, None, x.dtype)
+    return _transposed(_sums(x, packed, bias, None), x.shape[0], None, None, None, x.dtype)
 
 
 def _sums(x: Tensor, packed: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
@@ -97,14 +97,14 @@ def _sums(x: Tensor, packed: Tensor, bias: Tensor | None, out_dtype: torch.dtype
     return torch._cslt_sparse_mm(packed, x.T, bias=bias, out_dtype=out_dtype)
 
 
-def _turned(
+def _transposed(
     y: Tensor, M: int, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """The first M columns of a product (N, M) as rows, with scales and bias, rounded once."""
     if y.is_cuda and triton_is_installed():
-        from rooftile.matmul.two_four.turned import turned
+        from rooftile.matmul.two_four.transposed import transposed
 
-        return turned(y, M, x_scales, w_scales, bias, out_dtype)
+        return transposed(y, M, x_scales, w_scales, bias, out_dtype)
     y = y[:, :M].T
     y = y if x_scales is None or w_scales is None else y * x_scales * w_scales.T
     y = y if bias is None else y + bias.float()

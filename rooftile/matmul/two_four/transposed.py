@@ -1,4 +1,4 @@
-"""A result (N, M) turned to (M, N), with what comes after a sum: scales, bias, rounding.
+"""Transposes a result (N, M) to (M, N), and applies scales, bias and rounding.
 
 cuSPARSELt computes W x^T, and takes up to 1.6 times as long to write it transposed itself (h200-sparsity.jsonl).
 """
@@ -18,7 +18,7 @@ ROWS, COLUMNS = 64, 64
 
 
 @triton.jit(do_not_specialize=["M"])
-def _turn(
+def _transpose(
     y_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, o_ptr, M, y_stride, N: tl.constexpr, SCALED: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -37,10 +37,10 @@ def _turn(
     tl.store(o_ptr + place, y.to(o_ptr.dtype.element_ty), mask=in_rows[:, None] & in_columns[None, :])
 
 
-_start = Kernel(_turn)
+_start = Kernel(_transpose)
 
 
-def turned(
+def transposed(
     y: Tensor, M: int, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """Returns (M, N) from a contiguous y (N, at least M), times scales (M, 1) and (N, 1), plus a bias (N,), rounded once."""
