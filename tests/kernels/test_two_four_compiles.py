@@ -16,7 +16,7 @@ WORDS = {
     "mask_ptr": "*i8", "flag_ptr": "*i32", "places_ptr": "*u8", "x_scales_ptr": "*fp32", "w_scales_ptr": "*fp32",
     "bias_ptr": "*bf16",
 }  # fmt: skip
-NUMBERS = ("M", "N", "total", "stride", "x_stride", "y_stride")
+NUMBERS = ("M", "N", "total", "stride", "x_stride", "sixteens")
 
 
 def compiled(kernel: Any, sm: int, constants: dict[str, Any], **words: str):

@@ -17,12 +17,13 @@ from rooftile.launch import Kernel
 ROWS, COLUMNS = 64, 64
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "sixteens"])
 def _transpose(
-    y_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, o_ptr, M, y_stride, N: tl.constexpr, SCALED: tl.constexpr,
+    y_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, o_ptr, M, sixteens, N: tl.constexpr, SCALED: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of o (M, N) from y (N, y_stride), whose padding is read, so that whole words are."""
+    """Writes a tile of o (M, N) from y (N, 16 sixteens), whose padding is read, so that whole words are."""
+    y_stride = sixteens * 16
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     in_rows, in_columns = m < M, n < N
@@ -43,12 +44,15 @@ _start = Kernel(_transpose)
 def transposed(
     y: Tensor, M: int, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """Returns (M, N) from a contiguous y (N, at least M), times scales (M, 1) and (N, 1), plus a bias (N,), rounded once."""
+    """Returns (M, N) from a contiguous y (N, M padded to a multiple of 16), rounded once.
+
+    It is multiplied by scales (M, 1) and (N, 1), and a bias (N,) is added.
+    """
     N = y.shape[0]
     o = torch.empty((M, N), dtype=out_dtype, device=y.device)
     given = [y if one is None else one.contiguous() for one in (x_scales, w_scales, bias)]
     grid = (triton.cdiv(M, ROWS), triton.cdiv(N, COLUMNS), 1)
-    _start(grid, (y, *given, o, M, y.stride(0)), constants_of(N, x_scales is not None, bias is not None))
+    _start(grid, (y, *given, o, M, y.stride(0) // 16), constants_of(N, x_scales is not None, bias is not None))
     return o
 
 
