@@ -276,7 +276,9 @@ def quantile(before: dict[float, float], after: dict[float, float], share: float
 
 
 def gaps_of(reading: Reading) -> list[float]:
-    """Returns the seconds between neighbouring events of a stream."""
+    """Returns the seconds between neighbouring events of a stream; raises RuntimeError if it has less than two."""
+    if len(reading.times) < 2:
+        raise RuntimeError(f"a stream of {len(reading.times)} events: status {reading.status}, {reading.tail[-600:]!r}")
     return [later - earlier for earlier, later in pairwise(reading.times)]
 
 

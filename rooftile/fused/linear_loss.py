@@ -123,7 +123,9 @@ class _Gradients:
         self.input, self.weight, (self.has_dx, self.has_dw, self.has_db) = input, weight, wanted
         self.has_db = self.has_db and bias is not None
         self.dx = input.new_empty(input.shape if self.has_dx else 0)
-        self.dw = weight.new_zeros(weight.shape if self.has_dw else 0, dtype=wide)
+        # the first chunk writes what the others add to; without rows there is none
+        make_dw = weight.new_empty if input.shape[0] else weight.new_zeros
+        self.dw = make_dw(weight.shape if self.has_dw else 0, dtype=wide)
         self.db = weight.new_zeros(weight.shape[0] if self.has_db else 0, dtype=wide)
 
     def add(self, chunk: slice, dz: Tensor) -> None:
@@ -134,10 +136,11 @@ class _Gradients:
             self.db += dz.sum(0, dtype=self.db.dtype)
         if not self.has_dw:
             return
+        before = float(chunk.start > 0)
         if dz.is_cuda and dz.dtype != self.dw.dtype:
-            torch.addmm(self.dw, dz.T, self.input[chunk], out_dtype=self.dw.dtype, out=self.dw)
+            torch.addmm(self.dw, dz.T, self.input[chunk], beta=before, out_dtype=self.dw.dtype, out=self.dw)
         else:
-            self.dw.addmm_(dz.T.to(self.dw.dtype), self.input[chunk].to(self.dw.dtype))
+            self.dw.addmm_(dz.T.to(self.dw.dtype), self.input[chunk].to(self.dw.dtype), beta=before)
 
 
 def _defined(input: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
