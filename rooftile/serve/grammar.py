@@ -12,6 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ KEPT_BYTES = 256 * 2**20
 BYTES_PER_CHARACTER = 128
 # between two parts of JSON; without a bound a model may write spaces until its answer is full
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+# the first version of llguidance with the arguments used here
+OLDEST = (1, 9)
 
 
 class GrammarFailed(RuntimeError):
@@ -58,7 +61,7 @@ class Grammars:
             structured: see `SamplingParams`.
 
         Raises:
-            InvalidInput: the package llguidance is missing, or the grammar is wrong or too complex.
+            InvalidInput: the package llguidance is missing or too old, or the grammar is wrong or too complex.
         """
         # with its own order, which the answer follows
         key = json.dumps(structured)
@@ -79,6 +82,7 @@ class Grammars:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise InvalidInput("the grammar needs the package llguidance; pip install llguidance") from None
+        check_version(version("llguidance"))
         try:
             # an error of many words would show a client the state of the parser
             limits = LLParserLimits(verbose_errors=False)
@@ -167,6 +171,17 @@ def grammar_of(structured: Mapping[str, Any], compiler: Any) -> str:
         texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
         grammar = compiler.grammar_from_lark(f"start: {texts}")
     return grammar
+
+
+def check_version(installed: str) -> None:
+    """Raises InvalidInput for a version of llguidance that is older than the one due.
+
+    Example:
+        >>> check_version("1.9.1")
+    """
+    if tuple(int(part) for part in re.findall(r"\d+", installed)[:2]) < OLDEST:
+        due = "llguidance " + ".".join(map(str, OLDEST))
+        raise InvalidInput(f"the grammar needs {due} or newer, and {installed} is installed; pip install -U llguidance")
 
 
 def refused(why: str) -> InvalidInput:

@@ -112,3 +112,14 @@ def test_compiled_grammars_are_bounded_in_number_and_in_bytes(folder: Path, monk
     # one that is larger than the bound by itself is used, and not kept
     assert grammars.compile({"regex": "b" * 6000}).mask.any()
     assert not grammars._kept
+
+
+def test_an_old_version_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(folder, **ROOM)
+    for version in ("1.8.4", "0.7.30", "1.6.1rc2"):
+        monkeypatch.setattr(grammar, "version", lambda name, version=version: version)
+        answered, free = llm.generate(["cat", "cat"], [SamplingParams(structured={"regex": "[a-f]{9}"}), SamplingParams()])
+        assert f"needs llguidance 1.9 or newer, and {version} is installed; pip install -U" in str(answered.error)
+        assert free.error is None
+    for version in ("1.9", "1.10.0rc1", "2.0"):
+        grammar.check_version(version)

@@ -160,7 +160,8 @@ class Loki(Way):
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor) -> Tensors:
         loki = ap.Loki.fit(k[:, : 2**13], dims=self.dims, keep=self.keep)
-        turned, loki = loki.turn(k), replace(loki, p=loki.p.to(k.device))
+        # an engine's cache has one layout for keys and values
+        turned, loki = loki.turn(k).contiguous(), replace(loki, p=loki.p.to(k.device))
         beside: tuple[Any, ...] = (loki,)
         if k.is_cuda:
             # an engine's cache has the leading dimensions beside the keys, too
