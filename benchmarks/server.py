@@ -88,6 +88,7 @@ class Bench:
             stream_of(ask.prompt, ask.params.max_tokens or 0, temperature=ask.params.temperature) for ask in workload.requests
         ]
         offline, http = [], []
+        cores: dict[str, list[float]] = {}
         with Server(self.folder, *self.options) as server:
             # each compiles and fills what it needs once
             drive(llm.engine, workload)
@@ -95,13 +96,16 @@ class Bench:
             for _ in range(self.asked.repeats):
                 llm.engine.pool.forget_prefixes()
                 offline.append(measures(drive(llm.engine, workload)).output_tok_s)
-                salt = os.urandom(8).hex()
+                salt, before = os.urandom(8).hex(), server.cpu_s
                 readings = asyncio.run(read_all(server.port, [body | {"cache_salt": salt} for body in bodies]))
+                after = server.cpu_s
                 seconds = max(each.ended for each in readings) - min(each.sent for each in readings)
+                for who in after:
+                    cores.setdefault(f"{who}_cores", []).append((after[who] - before[who]) / seconds)
                 http.append(sum(each.tokens for each in readings) / seconds)
         ratios = [each / beside for each, beside in zip(http, offline, strict=True)]
         taken = {"http_tok_s": http, "offline_tok_s": offline, "ratio": ratios, "ratio_of_best": [max(http) / max(offline)]}
-        return self.row("throughput", taken, workload="W1", scale=self.asked.scale)
+        return self.row("throughput", taken | cores, workload="W1", scale=self.asked.scale)
 
     def first_token(self) -> Row:
         llm, rng = self.engine(), random.Random(0)
