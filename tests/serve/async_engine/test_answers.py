@@ -62,8 +62,9 @@ def test_a_slow_reader_misses_states_and_keeps_none(llm: LLM) -> None:
             async for output in engine.generate(prompts()[0], GREEDY):
                 seen.append(output)
                 await at_rest(engine)
-            # the first may be the last already, if the loop was slow to look
-            assert len(seen) <= 2
+            # the first may be the last already, if the loop was slow to look; an engine is at rest a moment before its last state
+            # is told, and then the reader sees the state before the last, too
+            assert len(seen) <= 3 < TOKENS
             assert len(seen[-1].outputs[0].token_ids) == TOKENS
             assert seen[-1].finished
 
