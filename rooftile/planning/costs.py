@@ -35,8 +35,8 @@ MOST_LAUNCH = 0.5
 # times of twice the rows over those of the rows, below and above which memory and compute bound
 FLAT, STEEP = 1.2, 1.6
 
-# A product on a GPU: its tile, the parts that its K is split into at most, the time in which its first tiles come, and the part
-# of its result's traffic that hides behind no arithmetic. All are fitted to the layers of BERT and ViT in bf16 on an H200
+# These four describe a product on a GPU: its tile, the most parts that its K is split into, the time in which its first tiles
+# come, and how much of its result's traffic hides behind no arithmetic. All are fitted to the layers of BERT and ViT on an H200
 TILE, MOST_SPLITS, FILL_US, SHOWN = (128, 256), 4, 4.0, 0.65
 # the part of the rate that cuBLAS reaches, by the multiple of bytes at which all rows begin: BERT's head has 30,522 columns, and
 # GPT-2's 50,257; eight bytes are taken for four

@@ -79,10 +79,11 @@ class Grammars:
 
     def _compile(self, structured: Mapping[str, Any]) -> Matcher:
         try:
+            # before the import: what an old version lacks is an ImportError, too
+            check_version(version("llguidance"))
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise InvalidInput("the grammar needs the package llguidance; pip install llguidance") from None
-        check_version(version("llguidance"))
         try:
             # an error of many words would show a client the state of the parser
             limits = LLParserLimits(verbose_errors=False)
