@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.fused.kernels.rope import NUMBERS, rotate_heads, rotates, store_heads
+from rooftile.hardware.dependent_launch import overlaps, wait_for_inputs
 from rooftile.launch import Kernel
 
 # how much of a block one program copies, in words of four bytes
@@ -23,13 +24,15 @@ def _write(
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, k_stride_p, k_stride_s, k_stride_n, v_stride_p, v_stride_s, v_stride_n,
     cos_stride_t, k_scale_ptr, v_scale_ptr, scale_stride_p, scale_stride_s, q_ptr, o_ptr, q_stride_t, q_stride_h,
     SIZE: tl.constexpr, HEADS: tl.constexpr, Q_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     """Writes keys and values of BLOCK_R heads into their slots, keys rotated; further programs rotate queries.
 
     A token with a slot below 0 is left out.
     """
+    if PDL:
+        wait_for_inputs()
     if Q_HEADS > 0:
         n = tl.program_id(0) - tl.cdiv(total * HEADS, BLOCK_R)
         if n >= 0:
@@ -129,7 +132,7 @@ def write(
     if cos is None:
         cos = sin = k
     q_heads = 0 if q is None else q.shape[1]
-    constants = _writes(heads, q_heads, dim, half, k_cache.shape[1], k_scale is not None)
+    constants = _writes(heads, q_heads, dim, half, k_cache.shape[1], k_scale is not None, k.device)
     block_r = constants["BLOCK_R"]
     arguments = (
         k, v, k_cache, v_cache, slots, cos, sin, total, *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
@@ -187,5 +190,7 @@ def _gathers(heads: int, dim: int, dim_v: int, size: int, past: int, scaled: boo
 
 
 @cache
-def _writes(heads: int, q_heads: int, dim: int, half: int, size: int, scaled: bool) -> dict[str, int]:
-    return rotates(heads, dim, half) | {"Q_HEADS": q_heads, "SIZE": size, "SCALED": scaled}
+def _writes(
+    heads: int, q_heads: int, dim: int, half: int, size: int, scaled: bool, device: torch.device
+) -> dict[str, int]:  # fmt: skip
+    return rotates(heads, dim, half) | {"Q_HEADS": q_heads, "SIZE": size, "SCALED": scaled} | overlaps(device)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.hardware.dependent_launch import overlaps, wait_for_inputs
 from rooftile.launch import Kernel
 from rooftile.numerics.formats import FP8_E4M3, INT8
 from rooftile.numerics.scaling import BLOCK
@@ -47,8 +48,11 @@ def given_codes(x, scale, LARGEST: tl.constexpr):
 def _quantise_rows(
     x_ptr, given_ptr, codes_ptr, scales_ptr, x_stride, K: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, LARGEST: tl.constexpr, INTEGER: tl.constexpr, GIVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Quantises one row."""
+    if PDL:
+        wait_for_inputs()
     m = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     k = part[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -85,7 +89,7 @@ def quantise(x: Tensor, format: str, scale: Tensor | None) -> tuple[Tensor, Tens
     """Returns codes (M, K) and scales (M, 1), or (M, K / 128), of x (M, K)."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     M, K = x.shape
-    constants = constants_of(K, format, scale is not None)
+    constants = constants_of(K, format, scale is not None, x.device)
     codes = torch.empty((M, K), dtype=(INT8 if format == "int8" else FP8_E4M3).dtype, device=x.device)
     scales = torch.empty((M, constants["COLUMNS"]), dtype=torch.float32, device=x.device)
     given = scales if scale is None else scale.float().reshape(1)
@@ -107,17 +111,17 @@ def rounded(x: Tensor, format: str) -> Tensor:
 @cache
 def rounding_constants(K: int, format: str) -> dict[str, object]:
     """The compile-time arguments of `rounded`."""
-    return {name: value for name, value in constants_of(K, format, False).items() if name != "GIVEN"}
-
-
-@cache
-def constants_of(K: int, format: str, given: bool) -> dict[str, object]:
-    """The compile-time arguments."""
     kind = INT8 if format == "int8" else FP8_E4M3
     columns = -(-K // BLOCK) if format == "fp8_tile" else 1
     width = BLOCK if format == "fp8_tile" else triton.next_power_of_2(K)
     parts = triton.next_power_of_2(columns)
     return {
         "K": K, "COLUMNS": columns, "PARTS": parts, "WIDTH": width, "LARGEST": kind.largest, "INTEGER": kind.is_integer,
-        "GIVEN": given, "num_warps": min(max(parts * width // 512, 1), 16),
+        "num_warps": min(max(parts * width // 512, 1), 16),
     }  # fmt: skip
+
+
+@cache
+def constants_of(K: int, format: str, given: bool, device: torch.device) -> dict[str, object]:
+    """The compile-time arguments of `quantise`."""
+    return rounding_constants(K, format) | {"GIVEN": given} | overlaps(device)

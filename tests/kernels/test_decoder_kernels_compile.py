@@ -56,8 +56,8 @@ def compiled(name: str, sm: int, dtype: torch.dtype, constants: dict[str, object
 def constants_of(kind: str, size: int, heads: int, residual: bool, post: bool) -> dict[str, object]:
     from rooftile.fused.kernels.norm import tile_of
 
-    own = {"KIND": kind, "HEADS": heads, "SIZE": size, "RESIDUAL": residual, "POST": kind if post else "", "OUT": ""}
-    return tile_of(size) | own
+    own = {"KIND": kind, "HEADS": heads, "SIZE": size, "RESIDUAL": residual, "POST": kind if post else ""}
+    return tile_of(size) | own | {"OUT": "", "PDL": False}
 
 
 NORMS = [
@@ -115,7 +115,7 @@ def test_gates_compile(sm: int, dtype: torch.dtype, ffn: int, kind: str) -> None
     from rooftile.fused.kernels.tile import PIECE, warps_for
 
     piece = min(PIECE, triton.next_power_of_2(ffn))
-    constants = {"FFN": ffn, "PIECE": piece, "KIND": kind, "num_warps": warps_for(piece)}
+    constants = {"FFN": ffn, "PIECE": piece, "KIND": kind, "PDL": False, "num_warps": warps_for(piece)}
     built = compiled("_gate", sm, dtype, constants)
     if ffn % 16 == 0:
         assert len(re.findall(r"ld\.global\.v4\.b32", built.asm["ptx"])) >= 2
@@ -136,7 +136,7 @@ def test_quantising_norms_and_gates_compile(out: str) -> None:
     # only the stream is
     assert len(re.findall(r"st\.global\.v4\.b32", built.asm["ptx"])) <= 3
     assert stack(built) == 0
-    gate = gate_quantised.constants_of(14336, "silu", out)
+    gate = gate_quantised.constants_of(14336, "silu", out, torch.device("cpu"))
     assert stack(compiled("_gate_quantised", 90, torch.bfloat16, gate, codes_ptr=codes, **words)) == 0
 
 
@@ -186,6 +186,6 @@ def test_places_are_of_64_bits() -> None:
     """Rows times their size may pass 2^31."""
     rows = compiled("_normalise", 90, torch.bfloat16, constants_of("rms", 128, 32, True, False))
     assert not re.search(r"arith\.(muli|addi) .*i32", rows.asm["ttir"])
-    gates = compiled("_gate", 90, torch.bfloat16, {"FFN": 8192, "PIECE": 2048, "KIND": "silu", "num_warps": 4})
+    gates = compiled("_gate", 90, torch.bfloat16, {"FFN": 8192, "PIECE": 2048, "KIND": "silu", "PDL": False, "num_warps": 4})
     # a row's place in what is read, and in what is written
     assert len(re.findall(r"arith\.muli .*i64", gates.asm["ttir"])) == 2

@@ -96,7 +96,8 @@ def test_writing_and_gathering_compile(sm: int) -> None:
     # Ampere has no FP8
     for scaled in (False, True) if sm > 80 else (False,):
         for q_heads in (0, 32):
-            assert_compiles(kernels._write, kernels._writes(8, q_heads, 128, 64, 16, scaled), sm, torch.bfloat16)
+            writes = kernels._writes(8, q_heads, 128, 64, 16, scaled, torch.device("cpu"))
+            assert_compiles(kernels._write, writes, sm, torch.bfloat16)
         assert_compiles(kernels._gather, kernels._gathers(8, 128, 128, 16, 256, scaled), sm, torch.bfloat16)
     assert_compiles(rope._rotate, rope.rotates(8, 128, 64), sm, torch.bfloat16)
 

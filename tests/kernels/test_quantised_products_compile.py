@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -96,10 +97,9 @@ def test_what_comes_before_and_after(sm: int) -> None:
     weight = unpacked.weight_of(some("int4", 16, 4096).parts, "int4", 128, (4096, 4096), 128)
     assert stack(compiled(unpacked._dequantise, sm, {"BLOCK_N": 16, "W": weight, "num_warps": 4})) == 0
     for name in ("int8", *(["fp8", "fp8_tile"] * (sm >= 90))):
-        built = compiled(
-            rows._quantise_rows, sm, rows.constants_of(4096, name, False), codes_ptr="*i8" if name == "int8" else "*fp8e4nv",
-            scales_ptr="*fp32",
-        )  # fmt: skip
+        constants = rows.constants_of(4096, name, False, torch.device("cpu"))
+        codes = "*i8" if name == "int8" else "*fp8e4nv"
+        built = compiled(rows._quantise_rows, sm, constants, codes_ptr=codes, scales_ptr="*fp32")
         assert stack(built) == 0
         assert "ld.global.v4.b32" in built.asm["ptx"]
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from rooftile.backends.device.visibility import Mask, first_key, last_key
+from rooftile.hardware.dependent_launch import wait_for_inputs
 from rooftile.launch import Kernel
 from rooftile.numerics import softmax
 
@@ -129,7 +129,7 @@ def _merge(
     b, _, _, _, n, first = find_sequence(tl.minimum(boundary, total - 1), ends, lengths_ptr, T, mask, SPEC, BLOCK_S)
     if PDL:
         # until here it ran beside the kernel that leaves the partials
-        gdc_wait()
+        wait_for_inputs()
     sequence_start = boundary - first
     if (boundary == total) | (first == 0) | (range_start(split, blocks_per_split, total) > sequence_start):
         return

@@ -11,14 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.fused.kernels.tile import PIECE, warps_for
+from rooftile.hardware.dependent_launch import overlaps, wait_for_inputs
 from rooftile.launch import Kernel
 from rooftile.numerics.activated import activated
 from rooftile.numerics.activations import KINDS
 
 
 @triton.jit
-def _gate(x_ptr, o_ptr, FFN: tl.constexpr, PIECE: tl.constexpr, KIND: tl.constexpr):
+def _gate(x_ptr, o_ptr, FFN: tl.constexpr, PIECE: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     """Writes a piece of a row: the activation of its gate, rounded, times the other half."""
+    if PDL:
+        wait_for_inputs()
     pieces: tl.constexpr = (FFN + PIECE - 1) // PIECE
     row = (tl.program_id(0) // pieces).to(tl.int64)
     n = tl.program_id(0) % pieces * PIECE + tl.arange(0, PIECE)
@@ -38,10 +41,10 @@ def gated(x: Tensor, activation: str) -> Tensor:
     o = torch.empty((total, ffn), dtype=x.dtype, device=x.device)
     piece = min(PIECE, triton.next_power_of_2(ffn))
     if total:
-        _start_gate((total * triton.cdiv(ffn, piece), 1, 1), (x, o), _constants(ffn, piece, activation))
+        _start_gate((total * triton.cdiv(ffn, piece), 1, 1), (x, o), _constants(ffn, piece, activation, x.device))
     return o
 
 
 @cache
-def _constants(ffn: int, piece: int, activation: str) -> dict[str, Any]:
-    return {"FFN": ffn, "PIECE": piece, "KIND": KINDS[activation], "num_warps": warps_for(piece)}
+def _constants(ffn: int, piece: int, activation: str, device: torch.device) -> dict[str, Any]:
+    return {"FFN": ffn, "PIECE": piece, "KIND": KINDS[activation], "num_warps": warps_for(piece)} | overlaps(device)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rooftile.fused.kernels.quantised import out_of, rows_for, store_rows
 from rooftile.fused.kernels.tile import PIECE, warps_for
+from rooftile.hardware.dependent_launch import overlaps, wait_for_inputs
 from rooftile.launch import Kernel
 
 
@@ -40,6 +41,7 @@ def _normalise(
     x_ptr, residual_ptr, stream_ptr, o_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, scales_ptr, given_ptr, total,
     x_stride_t, x_stride_h, eps, post_eps, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr, OUT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # fmt: on
     """Normalises BLOCK_R rows, each a head of a token: x, or the residual plus x, which may itself be normalised first.
@@ -48,6 +50,8 @@ def _normalise(
 
     OUT: empty, or how the rounded rows are quantised (`store_rows`).
     """
+    if PDL:
+        wait_for_inputs()
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     n = tl.arange(0, BLOCK_N)[None, :]
     t, h = r // HEADS, r % HEADS
@@ -130,7 +134,8 @@ def _launch(
     total, heads, size = x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
     first = norm if post is None else post
     weight, bias, first_weight, first_bias = norm.weight, norm.bias, first.weight, first.bias
-    constants = _constants(heads, size, _kind(norm), residual is not None, "" if post is None else _kind(post), out)
+    post_kind = "" if post is None else _kind(post)
+    constants = _constants(heads, size, _kind(norm), residual is not None, post_kind, out, x.device)
     arguments = (
         x, o if residual is None else residual, o if stream is None else stream, o, weight, weight if bias is None else bias,
         first_weight, first_weight if first_bias is None else first_bias, o if scales is None else scales,
@@ -147,11 +152,13 @@ def _kind(norm) -> str:
 
 
 @cache
-def _constants(heads: int, size: int, kind: str, residual: bool, post: str, out: str) -> dict[str, Any]:
+def _constants(
+    heads: int, size: int, kind: str, residual: bool, post: str, out: str, device: torch.device
+) -> dict[str, Any]:  # fmt: skip
     """The compile-time arguments; `post` is the kind of the norm before the addition, and empty if there is none."""
     own = {"HEADS": heads, "SIZE": size, "KIND": kind, "RESIDUAL": residual, "POST": post, "OUT": out}
     # the compiler would fuse one product of a sum of two, and which one differs from kernel to kernel
-    return tile_of(size) | own | {"enable_fp_fusion": False}
+    return tile_of(size) | own | overlaps(device) | {"enable_fp_fusion": False}
 
 
 def tile_of(size: int) -> dict[str, int]:

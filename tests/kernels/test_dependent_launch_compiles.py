@@ -1,0 +1,56 @@
+"""Kernels that begin beside the end of the one in front of them wait for it before they touch memory."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+from rooftile.hardware.dependent_launch import overlaps  # noqa: E402
+from tests.kernels.test_decoder_kernels_compile import compiled, constants_of  # noqa: E402
+from tests.kernels.test_quantised_products_compile import compiled as compiled_rows  # noqa: E402
+
+NORM = constants_of("rms", 4096, 1, True, False)
+GATE = {"FFN": 8192, "PIECE": 2048, "KIND": "silu", "PDL": False, "num_warps": 4}
+
+
+def _quantising(pdl: dict[str, bool]) -> Any:
+    from rooftile.numerics import kernels
+
+    constants = kernels.constants_of(4096, "fp8", False, torch.device("cpu")) | pdl
+    return compiled_rows(kernels._quantise_rows, 90, constants, codes_ptr="*fp8e4nv", scales_ptr="*fp32")
+
+
+def _gating_to_codes(pdl: dict[str, bool]) -> Any:
+    from rooftile.fused.kernels import gate_quantised
+
+    constants = gate_quantised.constants_of(14336, "silu", "fp8", torch.device("cpu")) | pdl
+    words = {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "given_ptr": "*fp32"}
+    return compiled("_gate_quantised", 90, torch.bfloat16, constants, **words)
+
+
+KERNELS = {
+    "norm": lambda pdl: compiled("_normalise", 90, torch.bfloat16, NORM | pdl),
+    "gate": lambda pdl: compiled("_gate", 90, torch.bfloat16, GATE | pdl),
+    "gate to codes": _gating_to_codes,
+    "rows to codes": _quantising,
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_they_wait_before_they_touch_memory(name: str) -> None:
+    lines = KERNELS[name]({"PDL": True}).asm["ptx"].splitlines()
+    (waits,) = [n for n, line in enumerate(lines) if "griddepcontrol.wait" in line]
+    (begins,) = [n for n, line in enumerate(lines) if "griddepcontrol.launch_dependents" in line]
+    touches = [n for n, line in enumerate(lines) if re.search(r"\b(ld|st|atom|red)\.global", line)]
+    # the next kernel may begin before this one has its inputs: it waits for this one's end
+    assert begins < waits < min(touches)
+    assert "griddepcontrol" not in KERNELS[name]({"PDL": False}).asm["ptx"]
+
+
+def test_a_cpu_has_no_such_launches() -> None:
+    assert overlaps(torch.device("cpu")) == {"PDL": False}
