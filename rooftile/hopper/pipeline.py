@@ -60,6 +60,20 @@ def ring(buffers, stages: gl.constexpr, consumers: gl.constexpr, producers: gl.c
 
 
 @gluon.jit
+def wait_for_input():
+    """Waits until the kernel in front has written its results: this one may have been launched beside its end."""
+    text: gl.constexpr = ptx.dependent_launch_text("wait")
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_next_begin():
+    """Lets the next kernel start where a multiprocessor is free; it waits for this one's results by itself."""
+    text: gl.constexpr = ptx.dependent_launch_text("launch_dependents")
+    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def named_barrier(verb: gl.constexpr, name: gl.constexpr):
     """Two warpgroups meet at one of the 16 named barriers: `sync` waits until both have come, `arrive` comes and goes on.
 

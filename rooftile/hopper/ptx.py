@@ -12,7 +12,7 @@
     LOG2                   the approximate log2 of an fp32 number                                      flash_bwd
     ROUND                  the nearest integer to an fp32 number, ties to even                         quantised
     exchange_text          the register of the lane that is `lanes` away                               quantised
-    dependent_launch_text  nothing: lets the next kernel begin, or waits for the one before            decode, quantised
+    dependent_launch_text  nothing: lets the next kernel begin, or waits for the one before            pipeline, quantised
     nibbles_text           eight codes of 4 bits as 16-bit numbers                                     matmul
     e2m1_text              eight codes in e2m1 as 16-bit numbers                                       matmul
     bytes_text             four codes of 8 bits as 16-bit numbers                                      matmul

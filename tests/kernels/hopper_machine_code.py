@@ -117,7 +117,7 @@ class Configuration:
         """The compile-time arguments, as the launchers give them."""
         if self.kernel.startswith("paged_decode"):
             found = decode.constants_of(self.spec, self.size, 256)
-            return {name: value for name, value in found.items() if name not in ("num_warps", "maxnreg")}
+            return {name: value for name, value in found.items() if name not in ("num_warps", "maxnreg", "launch_pdl")}
         if self.precision:
             return {name: value for name, value in quantised.constants(self.spec).items() if name != "num_warps"}
         if self.tile is not None:
@@ -338,6 +338,24 @@ class Found:
 
 def compiled(configuration: Configuration) -> Found:
     """Compiles a configuration and reads its machine code, once: Triton's cache keeps what was found beside the kernel."""
+    source = source_of(configuration)
+    built, words = _build(source, configuration.options)
+    kept = get_cache_manager(built.hash)
+    if (path := kept.get_file(KEPT)) is not None:
+        return Found(**json.loads(Path(path).read_text()))
+    # a kernel from Triton's cache comes without the output of ptxas
+    found = _read(*((built, words) if words else _build(source, configuration.options, anew=True)), configuration)
+    kept.put(json.dumps(asdict(found)), KEPT, binary=False)
+    return found
+
+
+def ptx_of(configuration: Configuration) -> str:
+    """Compiles a configuration; returns its PTX."""
+    return _build(source_of(configuration), configuration.options)[0].asm["ptx"]
+
+
+def source_of(configuration: Configuration) -> GluonASTSource:
+    """Returns a configuration's kernel as it is launched."""
     kernel = configuration.function
     constants = configuration.constants
     words = {"lse_ptr", "sinks_ptr", "partials_ptr", "delta_ptr", "shift_ptr", "q_scales_ptr", "k_scales_ptr", "v_scales_ptr"}
@@ -357,20 +375,12 @@ def compiled(configuration: Configuration) -> Found:
         return "fp32" if name in ("scale", "softcap") else "i32"
 
     names = kernel.arg_names
-    source = GluonASTSource(
+    return GluonASTSource(
         kernel,
         {name: kind(name) for name in names},
         {(names.index(name),): value for name, value in constants.items()},
         {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name.endswith("_ptr")},
     )
-    built, words = _build(source, configuration.options)
-    kept = get_cache_manager(built.hash)
-    if (path := kept.get_file(KEPT)) is not None:
-        return Found(**json.loads(Path(path).read_text()))
-    # a kernel from Triton's cache comes without the output of ptxas
-    found = _read(*((built, words) if words else _build(source, configuration.options, anew=True)), configuration)
-    kept.put(json.dumps(asdict(found)), KEPT, binary=False)
-    return found
 
 
 def _build(source: GluonASTSource, options: dict[str, Any], anew: bool = False) -> tuple[Any, str]:

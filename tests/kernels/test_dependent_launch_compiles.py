@@ -11,6 +11,7 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
 from rooftile.hardware.dependent_launch import overlaps  # noqa: E402
+from tests.kernels import hopper_machine_code  # noqa: E402
 from tests.kernels.test_decoder_kernels_compile import compiled, constants_of  # noqa: E402
 from tests.kernels.test_quantised_products_compile import compiled as compiled_rows  # noqa: E402
 
@@ -50,6 +51,17 @@ def test_they_wait_before_they_touch_memory(name: str) -> None:
     # the next kernel may begin before this one has its inputs: it waits for this one's end
     assert begins < waits < min(touches)
     assert "griddepcontrol" not in KERNELS[name]({"PDL": False}).asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["decode-d128-pages-16-causal", "decode-fp8-d128-pages-16-causal"])
+def test_decoding_waits_before_its_roles_part(name: str) -> None:
+    lines = hopper_machine_code.ptx_of(hopper_machine_code.FORWARD[name]).splitlines()
+    (waits,) = [n for n, line in enumerate(lines) if "griddepcontrol.wait" in line]
+    # the other roles' warps begin at this barrier
+    part = min(n for n, line in enumerate(lines) if re.match(r"\s*barrier\.sync\s+1;", line))
+    touches = [n for n, line in enumerate(lines) if re.search(r"\b(ld|st)\.global|cp\.async", line)]
+    assert waits < min(part, *touches)
+    assert sum("griddepcontrol.launch_dependents" in line for line in lines) == 1
 
 
 def test_a_cpu_has_no_such_launches() -> None:

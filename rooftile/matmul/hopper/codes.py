@@ -14,8 +14,8 @@ from rooftile.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from rooftile.hopper.pipeline import Ring, ring
-from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, load, wait_for_input, whole_sum, write
+from rooftile.hopper.pipeline import Ring, ring, wait_for_input
+from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, load, whole_sum, write
 
 
 @gluon.jit

@@ -8,9 +8,9 @@ Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
 """
 
 from rooftile.hopper.gluon import fence_async_shared, gl, gluon
-from rooftile.hopper.pipeline import Ring, ring
+from rooftile.hopper.pipeline import Ring, ring, wait_for_input
 from rooftile.matmul.hopper.codes import added
-from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, load, wait_for_input, whole_pair, with_bias
+from rooftile.matmul.hopper.schedule import ROWS, STEP, Product, load, whole_pair, with_bias
 from rooftile.matmul.hopper.widened import gated_pair
 from rooftile.numerics.kernels import given_codes
 

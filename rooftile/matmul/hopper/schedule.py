@@ -11,9 +11,8 @@ Osama et al., Stream-K, arXiv:2301.03598.
 
 from typing import NamedTuple
 
-from rooftile.hopper import ptx
 from rooftile.hopper.gluon import aggregate, barrier, gl, gluon, mbarrier, tma_load
-from rooftile.hopper.pipeline import Ring
+from rooftile.hopper.pipeline import Ring, let_next_begin, wait_for_input
 
 # numbers of K per step, and rows of a warpgroup's matrix instruction
 STEP, ROWS = gl.constexpr(128), gl.constexpr(64)
@@ -130,20 +129,6 @@ class Run:
         self.tile = tile
         self.first = first
         self.stop = stop
-
-
-@gluon.jit
-def wait_for_input():
-    """Waits until the kernel before has written x: this one may have been launched beside its end."""
-    text: gl.constexpr = ptx.dependent_launch_text("wait")
-    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def let_next_begin():
-    """Lets the next kernel start where a multiprocessor is free; it waits for this one's results by itself."""
-    text: gl.constexpr = ptx.dependent_launch_text("launch_dependents")
-    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

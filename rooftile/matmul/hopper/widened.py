@@ -23,14 +23,13 @@ from rooftile.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from rooftile.hopper.pipeline import Ring, ring
+from rooftile.hopper.pipeline import Ring, ring, wait_for_input
 from rooftile.matmul.hopper.schedule import (
     ROWS,
     STEP,
     Product,
     load,
     put,
-    wait_for_input,
     whole_pair,
     whole_sum,
     with_bias,

@@ -14,9 +14,8 @@ from rooftile.backends.hopper.device.config import LN2, LOG2E, WG_ROWS, KernelCo
 from rooftile.backends.hopper.device.page_loads import Table, load_pages, load_values
 from rooftile.backends.hopper.device.scheduler import WORK_TILE_WORDS, Mask, WorkTile, consume, publish, publish_end
 from rooftile.backends.hopper.device.softmax import Scoring, make_scoring
-from rooftile.hopper import ptx
 from rooftile.hopper.gluon import barrier, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from rooftile.hopper.pipeline import Ring, ring
+from rooftile.hopper.pipeline import Ring, let_next_begin, ring, wait_for_input
 
 
 @gluon.jit
@@ -64,14 +63,6 @@ def load_keys(
         tile += 1
         position += count
     publish_end(work_tiles, tile)
-
-
-@gluon.jit
-def let_merge_start():
-    """Lets the merge start beside programs that are still at work: it waits for all of them."""
-    gl.inline_asm_elementwise(
-        ptx.dependent_launch_text("launch_dependents"), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -183,7 +174,8 @@ def _compute(
             gl.store(partial + row * (config.DV + 2) + (config.DV + 1), l, mask=in_group)
         tile += 1
         work = consume(work_tiles, tile)
-    let_merge_start()
+    # the merge, which waits for all programs
+    let_next_begin()
 
 
 # fmt: off
@@ -221,6 +213,8 @@ def paged_decode(
     )  # fmt: skip
     k_table = Table(table_ptr, table_stride, k_page, k_head)
     v_table = Table(table_ptr, table_stride, v_page, v_head)
+    # before the roles part: none of them reads anything earlier
+    wait_for_input()
     gl.warp_specialize(
         [
             (_compute, compute),

@@ -13,7 +13,6 @@ Micikevicius et al., FP8 formats for deep learning, arXiv:2209.05433; Shah et al
 
 from rooftile.backends.hopper.decode.bf16 import (
     close_softmax,
-    let_merge_start,
     load_keys,
     visible_blocks,
     zero_hidden_values,
@@ -34,7 +33,7 @@ from rooftile.hopper.gluon import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from rooftile.hopper.pipeline import Ring, ring
+from rooftile.hopper.pipeline import Ring, let_next_begin, ring, wait_for_input
 
 
 @aggregate
@@ -224,7 +223,7 @@ def _compute(
             gl.store(partial + column * (D + 2) + (D + 1), l, mask=in_group)
         tile += 1
         work = consume(work_tiles, tile)
-    let_merge_start()
+    let_next_begin()
 
 
 @gluon.jit
@@ -278,6 +277,7 @@ def paged_decode_8bit(
     k_table = Table(table_ptr, table_stride, k_page, k_head)
     v_table = Table(table_ptr, table_stride, v_page, v_head)
     at = Scales(k_scale_ptr, v_scale_ptr, scale_page, scale_token)
+    wait_for_input()
     gl.warp_specialize(
         [
             (_compute, compute),

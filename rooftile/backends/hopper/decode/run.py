@@ -81,7 +81,7 @@ def constants_of(spec: Spec, size: int, batch: int) -> dict[str, Any]:
         "ROWS": max(triton.next_power_of_2(spec.group), 16),
         "SINKS": spec.has_sinks, "KEYS": BLOCK // spec.dim, "COPY_REGISTERS": 40, "num_warps": 4,
         # registers per thread at the launch; the warp roles redistribute them
-        "maxnreg": 256 // PROGRAMS, **own,
+        "maxnreg": 256 // PROGRAMS, "launch_pdl": True, **own,
     }  # fmt: skip
 
 
