@@ -79,6 +79,7 @@ COMPUTES = {
     "write_kv_and_rotate": "the same, with queries rotated",
     "gather_kv": "sequences gathered out of a paged cache",
     "copy_blocks": "blocks of a paged cache copied",
+    "choose_pages": "the best blocks of a paged cache for each sequence and key head, rising",
     "page_scores": "the weight of each block of a paged cache, by the leading dims of its keys",
     "native_sparse_decode": "Native Sparse Attention of one query per sequence, from a paged cache",
     "sample": "a token for each row of logits",

@@ -293,6 +293,12 @@ def _page_scores(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(2 * tokens * q.shape[1] * r, read, _nbytes(results))
 
 
+def _choose_pages(arguments: tuple[Any, ...], results: Any) -> Work:
+    """The scores of pages that there are; comparing them is no arithmetic."""
+    scores, counts, pages, _ = arguments
+    return Work(0, int(pages.sum()) * scores.shape[1] * scores.element_size() + _nbytes((counts, pages)), _nbytes(results))
+
+
 def _native_sparse_decode(arguments: tuple[Any, ...], results: Any) -> Work:
     q, _, cache, table, near_table, lengths, numbers, _ = arguments
     ends, size = lengths.tolist(), cache[2].shape[1]
@@ -353,6 +359,7 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "write_kv_and_rotate": _write_and_rotate,
     "gather_kv": _gather,
     "copy_blocks": _copy,
+    "choose_pages": _choose_pages,
     "page_scores": _page_scores,
     "native_sparse_decode": _native_sparse_decode,
     "sample": _sample,

@@ -11,7 +11,7 @@ import rooftile as rt
 from rooftile import approximate, fused, matmul, qat
 from rooftile.approximate import gathered
 from rooftile.approximate.paged import native_sparse
-from rooftile.approximate.paged.loki import page_scores
+from rooftile.approximate.paged.loki import choose, page_scores
 from rooftile.approximate.selected.gated_sum import gated_sum
 from rooftile.cost.counts import Work
 from rooftile.fused import Rotation, add_norm, gated, linear, normalise, rotate
@@ -263,6 +263,13 @@ def _page_scores(device: torch.device) -> Work:
     return Work(2 * 7 * 4 * 3, (7 * 2 + 8) * 12 + 3 * 4 + 2 * 4, 2 * 2 * 2 * 4)
 
 
+def _choose_pages(device: torch.device) -> Work:
+    lengths = torch.tensor([40, 17], dtype=torch.int32, device=device)
+    choose(torch.rand(2, 3, 4, device=device), lengths, size=16, keep=0.5)
+    # the scores of five pages for three heads, two numbers per sequence, and two places per sequence and head
+    return Work(0, 5 * 3 * 4 + 2 * 2 * 4, 2 * 3 * 2 * 4)
+
+
 def _native_sparse_decode(device: torch.device) -> Work:
     sizes = {"length": 4, "stride": 2, "block": 4, "count": 1, "first": 0, "local": 1, "window": 3}
     pairs = [tuple(torch.randn(4, rows, 2, 8, device=device) for _ in range(2)) for rows in (2, 4, 4)]
@@ -454,6 +461,7 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "write_kv_and_rotate": _write_and_rotate,
     "gather_kv": _gather,
     "copy_blocks": _copy,
+    "choose_pages": _choose_pages,
     "page_scores": _page_scores,
     **SPARSE_CALLS,
     "native_sparse_decode": _native_sparse_decode,

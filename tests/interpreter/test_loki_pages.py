@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rooftile import launch
 from rooftile.approximate.paged import loki as paged
 from rooftile.kvcache import Pages
 from rooftile.kvcache.operators import write, write_as_defined
@@ -42,6 +43,32 @@ def test_pages_have_the_scores_of_the_definition(size: int, Hk: int, G: int, D: 
     torch.testing.assert_close(found, due, atol=1e-5, rtol=1e-5)
     assert (found[3] == 0).all()
     torch.testing.assert_close(found[:3].sum(-1), torch.full((3, Hk), float(G)))
+
+
+@pytest.mark.parametrize("scores", ["random", "equal", "ties", "signs", "nan"])
+@pytest.mark.parametrize("keep", [0.01, 0.3, 1.0])
+def test_the_best_pages_are_those_of_the_definition(keep: float, scores: str) -> None:
+    torch.manual_seed(3)
+    Hk, N, size = 3, 37, 8
+    # one sequence is empty, one has one key, one ends with its page, one fills the table
+    lengths = torch.tensor([N * size - 3, 0, 1, 5 * size, N * size]).int()
+    x = torch.randn(len(lengths), Hk, N)
+    x = {"random": x.abs(), "equal": x * 0, "ties": (3 * x).round(), "signs": x, "nan": x}[scores]
+    if scores == "nan":
+        x[0, 1, 4], x[0, 2, :2], x[3, 0, 2] = torch.nan, torch.inf, -torch.inf
+    counts, pages = paged.counts_of(lengths, size, keep)
+    most = max(int(counts.max()), 1)
+    due = paged.chosen_as_defined(x, counts, pages, most)
+    seen: list[str] = []
+    with launch.observe(seen.append):
+        found, keys = paged.choose(x, lengths, size=size, keep=keep)
+    assert seen == ["_choose"]
+    assert torch.equal(found[..., :most], due)
+    assert (found[..., most:] == N).all()
+    # the last page is among them, and is the one that may be short
+    for b, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
+        assert count == 0 or (found[b, :, count - 1] == -(-length // size) - 1).all() or scores == "nan"
+        assert keys[b] == max(count * size - (-length % size), 0)
 
 
 @pytest.mark.parametrize("keep", [0.3, 1.0])

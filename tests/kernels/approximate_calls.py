@@ -119,7 +119,8 @@ def decode(dtype: torch.dtype, B: int, H: int, Hk: int, D: int, Dv: int, size: i
 
 def pages(dtype: torch.dtype, H: int, Hk: int, D: int, r: int, size: int) -> None:
     table, lengths = torch.zeros(2, 4, dtype=torch.int32), torch.full((2,), 3, dtype=torch.int32)
-    loki.page_scores(_draw(dtype, 2, H, D), _draw(dtype, 4, size, Hk, r), table, lengths, scale=0.1, softcap=None)
+    scores = loki.page_scores(_draw(dtype, 2, H, D), _draw(dtype, 4, size, Hk, r), table, lengths, scale=0.1, softcap=None)
+    loki.choose(scores, lengths, size=size, keep=0.5)
 
 
 RUNS: dict[str, Callable[..., None]] = {

@@ -1,4 +1,4 @@
-"""The kernel that scores pages compiles without a GPU, on matrix instructions, and keeps its numbers in registers."""
+"""The kernels that score and choose pages compile without a GPU, and keep their numbers in registers."""
 
 from __future__ import annotations
 
@@ -12,28 +12,51 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-POINTERS = {"table_ptr": "i32", "lengths_ptr": "i32", "top_ptr": "fp32", "total_ptr": "fp32"}
+POINTERS = dict.fromkeys(("table_ptr", "lengths_ptr", "count_ptr", "pages_ptr", "out_ptr"), "i32")
+POINTERS |= dict.fromkeys(("top_ptr", "total_ptr", "score_ptr"), "fp32")
 
 
 @pytest.mark.parametrize("sm", [80, 90])
 @pytest.mark.parametrize(("group", "r", "size", "capped"), [(4, 32, 16, False), (8, 16, 64, True), (1, 24, 8, False)])
-def test_the_kernel_of_a_shape(sm: int, group: int, r: int, size: int, capped: bool) -> None:
+def test_scoring(sm: int, group: int, r: int, size: int, capped: bool) -> None:
+    from rooftile.approximate.paged import kernels
+
+    ptx = compiled(kernels._page_sums, sm, kernels.constants_of(group, r, size, capped), aligned=r % 16 == 0)
+    # on matrix instructions
+    assert "mma.sync" in ptx or "wgmma" in ptx
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("pages", [64, 8192, 16384])
+def test_choosing(sm: int, pages: int) -> None:
+    from rooftile.approximate.paged import kernels
+
+    assert pages <= kernels.MOST_PAGES
+    compiled(kernels._choose, sm, kernels.chooses(pages))
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("group", [1, 4, 17])
+def test_sharing(sm: int, group: int) -> None:
+    from rooftile.approximate.paged import kernels
+
+    compiled(kernels._page_shares, sm, kernels.shares_of(group))
+
+
+def compiled(kernel: Any, sm: int, constants: dict[str, Any], *, aligned: bool = True) -> str:
+    """Compiles a kernel, checks that it fits, and returns its PTX. Addresses are multiples of 16, and strides if `aligned`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from rooftile.approximate.paged import kernels
-
-    constants: dict[str, Any] = kernels.constants_of(group, r, size, capped)
+    constants = dict(constants)
     warps = constants.pop("num_warps")
-    kernel = kernels._page_sums
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else "fp32" if name in ("scale", "softcap") else "i32" for name in names}
     signature |= {name: "*" + POINTERS.get(name, "bf16") for name in names if name.endswith("_ptr")}
-    # addresses and strides are multiples of 16 in a cache
-    aligned = [n for n, name in enumerate(names) if name.endswith("_ptr") or (name.startswith("k_stride") and r % 16 == 0)]
+    even = [n for n, name in enumerate(names) if name.endswith("_ptr") or (name.startswith("k_stride") and aligned)]
     source = ASTSource(
         fn=kernel, signature=signature, constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(place,): [["tt.divisibility", 16]] for place in aligned},
+        attrs={(place,): [["tt.divisibility", 16]] for place in even},
     )  # fmt: skip
     built = triton.compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps})
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -44,4 +67,4 @@ def test_the_kernel_of_a_shape(sm: int, group: int, r: int, size: int, capped: b
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert re.search(r"STACK:(\d+)", usage)[1] == "0"
     assert built.metadata.shared <= 99 * 1024
-    assert "mma.sync" in built.asm["ptx"] or "wgmma" in built.asm["ptx"]
+    return built.asm["ptx"]

@@ -1,21 +1,30 @@
-"""The scores of pages in a kernel: the leading dims of the keys are read once, where they lie, and no score is written.
+"""The scores of pages in kernels, and the choice of the best: the leading dims of the keys are read once, where they lie.
 
-A program has the heads of a group and some neighbouring pages of one sequence. It writes, per head and page, the largest score
-and the sum of the exponentials relative to it: page sums of a softmax whose whole is known once all programs are done.
+A program of the first has the heads of a group and some neighbouring pages of one sequence. It writes, per head and page, the
+largest score and the sum of the exponentials relative to it. A program of the second knows the whole softmax of a group's heads,
+and adds up their shares. One of the third has all pages of a sequence and key head in registers, and writes the chosen ones in
+order.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.approximate.gathered.kernels.choice import is_best
 from rooftile.backends.triton.scores import scaled_tanh
 from rooftile.launch import Kernel
 
 # keys of a program, unless a page has more
 KEYS = 128
+# pages of a step over all of them
+PAGES = 512
+# pages that a program holds in registers
+MOST_PAGES = 16384
 
 
 # fmt: off
@@ -30,8 +39,9 @@ def _page_sums(
 ):
     # fmt: on
     """Writes the largest score and the sum of exponentials of PAGES pages, for the heads of a group: (B, H, N) each."""
-    h_k, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first = tl.program_id(0) * PAGES
+    # neighbours in time are the heads of a token, which are neighbours in memory
+    h_k, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    first = tl.program_id(1) * PAGES
     length = tl.load(lengths_ptr + b)
     g, r = tl.arange(0, ROWS), tl.arange(0, BLOCK_R)
     page = first + tl.arange(0, PAGES)
@@ -58,7 +68,56 @@ def _page_sums(
     tl.store(total_ptr + cell, total, mask=in_bounds)
 
 
-_start_page_sums = Kernel(_page_sums)
+@triton.jit(do_not_specialize=["H", "N"])
+def _page_shares(
+    top_ptr, total_ptr, score_ptr, H, N, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Writes the sum of the softmax over each page and the heads of a group, (B, Hk, N), from what `_page_sums` wrote."""
+    h_k, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    g = tl.arange(0, ROWS)
+    lines = (b * H + h_k * GROUP + g)[:, None] * N
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    l = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, N, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        there = (g < GROUP)[:, None] & (n < N)[None, :]
+        top = tl.load(top_ptr + lines + n[None, :], mask=there, other=float("-inf"))
+        total = tl.load(total_ptr + lines + n[None, :], mask=there, other=0.0)
+        m_new = tl.maximum(m, tl.max(top, 1))
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+        l = l * tl.exp(m - pivot) + tl.sum(total * tl.exp(top - pivot[:, None]), 1)
+        m = m_new
+    pivot = tl.where(m == float("-inf"), 0.0, m)
+    # a row that pads a step has no keys
+    l = tl.where(l == 0.0, 1.0, l)
+    out = score_ptr + (b * (H // GROUP) + h_k) * N
+    for first in range(0, N, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        there = (g < GROUP)[:, None] & (n < N)[None, :]
+        top = tl.load(top_ptr + lines + n[None, :], mask=there, other=float("-inf"))
+        total = tl.load(total_ptr + lines + n[None, :], mask=there, other=0.0)
+        share = total * tl.exp(top - pivot[:, None]) / l[:, None]
+        tl.store(out + n, tl.sum(share, 0), mask=n < N)
+
+
+@triton.jit(do_not_specialize=["Hk", "N", "most"])
+def _choose(score_ptr, count_ptr, pages_ptr, out_ptr, Hk, N, most, BLOCK: tl.constexpr):
+    """Writes the places of the best scores of a sequence and key head, rising, and N after them: (B, Hk, most).
+
+    A sequence has `pages` pages, of which `count` are chosen; the last one always is.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    pages, count = tl.load(pages_ptr + row // Hk), tl.load(count_ptr + row // Hk)
+    n = tl.arange(0, BLOCK)
+    score = tl.load(score_ptr + row * N + n, mask=n < pages, other=0.0)
+    kept = is_best(tl.where(n == pages - 1, float("inf"), score), n, pages, count)
+    at = tl.cumsum(kept.to(tl.int32), 0) - 1
+    out = out_ptr + row * most
+    tl.store(out + at, n, mask=kept & (at < count))
+    tl.store(out + n, tl.full((BLOCK,), 0, tl.int32) + N, mask=(n >= count) & (n < most))
+
+
+_start_page_sums, _start_page_shares, _start_choose = Kernel(_page_sums), Kernel(_page_shares), Kernel(_choose)
 
 
 def page_scores(
@@ -69,20 +128,40 @@ def page_scores(
     size, Hk, r = leading.shape[1:]
     q, table = q if q.stride(2) == 1 else q.contiguous(), table if table.stride(1) == 1 else table.contiguous()
     top, total = torch.empty(2, B, H, N, dtype=torch.float32, device=q.device)
+    scores = torch.empty(B, Hk, N, dtype=torch.float32, device=q.device)
     if B and N:
         constants = constants_of(H // Hk, r, size, softcap is not None)
         arguments = (
             q, leading, table, lengths, top, total, H, N, *q.stride()[:2], *leading.stride()[:3], table.stride(0), scale,
             1.0 if softcap is None else softcap,
         )  # fmt: skip
-        _start_page_sums((triton.cdiv(N, constants["PAGES"]), Hk, B), arguments, constants)
-    whole = top.amax(-1, keepdim=True)
-    share = total * torch.exp(top - torch.where(whole == -torch.inf, 0.0, whole))
-    # a row that pads a step has no keys
-    share = share / share.sum(-1, keepdim=True).clamp(min=1e-30)
-    return share.unflatten(1, (Hk, -1)).sum(2)
+        _start_page_sums((Hk, triton.cdiv(N, constants["PAGES"]), B), arguments, constants)
+        _start_page_shares((Hk, B, 1), (top, total, scores, H, N), shares_of(H // Hk))
+    return scores
 
 
+def choose(scores: Tensor, counts: Tensor, pages: Tensor, most: int) -> Tensor:
+    """Returns the chosen pages (B, Hk, most) int32, rising, and N after them, from scores (B, Hk, N), and (B,) int32 each."""
+    B, Hk, N = scores.shape
+    out = torch.empty(B, Hk, most, dtype=torch.int32, device=scores.device)
+    if out.numel():
+        _start_choose((B * Hk, 1, 1), (scores.contiguous(), counts, pages, out, Hk, N, most), chooses(triton.next_power_of_2(N)))
+    return out
+
+
+@cache
+def shares_of(group: int) -> dict[str, int]:
+    """Returns what `_page_shares` is compiled for."""
+    return {"GROUP": group, "ROWS": triton.next_power_of_2(group), "BLOCK": PAGES, "num_warps": 8}
+
+
+@cache
+def chooses(block: int) -> dict[str, int]:
+    """Returns what `_choose` is compiled for."""
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 32)}
+
+
+@cache
 def constants_of(group: int, r: int, size: int, capped: bool) -> dict[str, int]:
     """Returns what the kernel is compiled for; a matrix product takes at least 16 rows and columns."""
     return {

@@ -93,30 +93,52 @@ def choose(scores: Tensor, lengths: Tensor, *, size: int, keep: float) -> tuple[
     """Chooses pages by their scores (B, Hk, N); ties go to the lower page, and the last page is always chosen.
 
     Returns:
-        The chosen pages (B, Hk, n), rising; those after a sequence's last one are out of range. And how many keys they hold,
-        (B,) int32.
+        The chosen pages (B, Hk, n) int32, rising; those after a sequence's last one are N. And how many keys they hold, (B,)
+        int32.
     """
     N = scores.shape[-1]
+    counts, pages = counts_of(lengths, size, keep)
+    most = max(-(-max(math.ceil(keep * N * size), 1) // size), 1)
+    chosen: Tensor = call(_CHOOSE_PAGES, _choose_pages, scores, counts, pages, min(most, N))
+    short = pages * size - lengths
+    return chosen, (counts * size - short).clamp(min=0).int()
+
+
+def counts_of(lengths: Tensor, size: int, keep: float) -> tuple[Tensor, Tensor]:
+    """Returns how many pages sequences of `lengths` (B,) keep, and how many they have, (B,) int32 each."""
     lengths = lengths.long()
-    pages = -(-lengths // size)  # (B,)
+    pages = -(-lengths // size)
     # in fp64 the product is rounded as `Loki.choose` rounds it on the host
     keys = torch.ceil(lengths.double() * keep).long()
-    count = torch.minimum(-(-keys.clamp(min=1) // size), pages)
-    most = max(-(-max(math.ceil(keep * N * size), 1) // size), 1)
+    return torch.minimum(-(-keys.clamp(min=1) // size), pages).int(), pages.int()
+
+
+def _choose_pages(scores: Tensor, counts: Tensor, pages: Tensor, most: int) -> Tensor:
+    if runs_on(scores):
+        from rooftile.approximate.paged import kernels
+
+        if scores.shape[-1] <= kernels.MOST_PAGES:
+            return kernels.choose(scores, counts, pages, most)
+    return chosen_as_defined(scores, counts, pages, most)
+
+
+@torch.no_grad()
+def chosen_as_defined(scores: Tensor, counts: Tensor, pages: Tensor, most: int) -> Tensor:
+    """Chooses, in plain operations, `counts` (B,) of the first `pages` (B,) pages by their scores (B, Hk, N)."""
+    N = scores.shape[-1]
     number = torch.arange(N, device=scores.device)
     last, past = number == pages[:, None] - 1, number >= pages[:, None]
     scores = scores.masked_fill(last[:, None], math.inf).masked_fill(past[:, None], -math.inf)
-    chosen = best(scores, min(most, N))
-    beyond = torch.arange(chosen.shape[-1], device=scores.device) >= count[:, None]
-    chosen = torch.where(beyond[:, None], N, chosen).sort(dim=-1).values
-    short = pages * size - lengths
-    return chosen, (count * size - short).clamp(min=0).int()
+    chosen = best(scores, most)
+    beyond = torch.arange(most, device=scores.device) >= counts[:, None]
+    return torch.where(beyond[:, None], N, chosen).sort(dim=-1).values.int()
 
 
 def attend(q: Tensor, cache: PagedKV, pages: Tensor, lengths: Tensor, asked: Asked) -> Tensor:
     """Exact attention of q (B, H, D) to chosen pages (B, Hk, n) that hold `lengths` keys (B,)."""
     B, Hk, n = pages.shape
-    blocks = cache.table.gather(1, pages.clamp(max=cache.table.shape[1] - 1).flatten(1)).view(B, Hk, n).long()
+    places = pages.clamp(max=cache.table.shape[1] - 1).flatten(1).long()
+    blocks = cache.table.gather(1, places).view(B, Hk, n).long()
     # entries past the chosen pages may name no block, and are not read
     blocks = torch.where(pages < cache.table.shape[1], blocks, 0)
     k, v = (_by_head(x) for x in (cache.k, cache.v))
@@ -135,6 +157,10 @@ def _by_head(x: Tensor) -> Tensor:
     return x.as_strided(((P - 1) * step + Hk, size, 1, D), (D, x.stride(1), D, 1))
 
 
+_CHOOSE_PAGES = define(
+    "choose_pages(Tensor scores, Tensor counts, Tensor pages, int most) -> Tensor", _choose_pages,
+    lambda scores, counts, pages, most: scores.new_empty(*scores.shape[:2], most, dtype=torch.int32),
+)  # fmt: skip
 _PAGE_SCORES = define(
     "page_scores(Tensor q, Tensor leading, Tensor table, Tensor lengths, float scale, float? softcap) -> Tensor",
     _page_scores,

@@ -92,8 +92,17 @@ def _best(score_ptr, out_ptr, length, count, BLOCK: tl.constexpr):
     """The places of the `count` largest scores of a row, rising; ties go to the lower place, and NaN is the largest."""
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, BLOCK)
+    score = tl.load(score_ptr + row * length + t, mask=t < length, other=0.0)
+    kept = is_best(score, t, length, count)
+    at = tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(out_ptr + row * count + at, t, mask=kept & (at < count))
+
+
+@triton.jit
+def is_best(score, t, length, count):
+    """Whether each score at places t below `length` is one of the `count` largest; ties go to the lower place."""
     # -0 is 0
-    score = tl.load(score_ptr + row * length + t, mask=t < length, other=0.0) + 0.0
+    score += 0.0
     bits = tl.where(score == score, score, float("nan")).to(tl.int32, bitcast=True)
     # unsigned numbers in the order of the scores, and 0 past the end
     order = tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
@@ -116,9 +125,7 @@ def _best(score_ptr, out_ptr, length, count, BLOCK: tl.constexpr):
         bit = tl.where(reached == count, 0, bit >> 1).to(tl.uint32)
     above = (order > edge).to(tl.int32)
     tied = ((order == edge) & (t < length)).to(tl.int32)
-    kept = (above > 0) | ((tied > 0) & (tl.cumsum(tied, 0) <= count - tl.sum(above, 0)))
-    at = tl.cumsum(kept.to(tl.int32), 0) - 1
-    tl.store(out_ptr + row * count + at, t, mask=kept & (at < count))
+    return (above > 0) | ((tied > 0) & (tl.cumsum(tied, 0) <= count - tl.sum(above, 0)))
 
 
 _start_hash, _start_score, _start_best = Kernel(_hash), Kernel(_score), Kernel(_best)
