@@ -65,6 +65,26 @@ def test_rows_of_softmax_that_are_lost() -> None:
     torch.testing.assert_close(found[2:], x[2:].softmax(-1))
 
 
+@pytest.mark.parametrize("size", [20000, 33000, 70001])
+def test_rows_of_softmax_that_a_program_reads_in_pieces(size: int) -> None:
+    x = 4 * torch.randn(6, size)
+    # in the first piece, in a later one, in a lane that has seen no number before, at the end
+    x[1], x[2, 9000], x[3, :8192], x[4, 8192:] = -torch.inf, torch.nan, -torch.inf, -torch.inf
+    x[5, -1] = 80.0
+    x[3, 8192 + 7] = torch.nan
+    x.requires_grad_()
+    dy = torch.randn(6, size)
+    found = fused.softmax(x, 0.5)
+    (dx,) = torch.autograd.grad(found, x, dy)
+    exact = x.detach().double().requires_grad_()
+    due = (0.5 * exact).softmax(-1)
+    (due_dx,) = torch.autograd.grad(due, exact, dy.double())
+    assert found[1:4].isnan().all()
+    for rows in (0, 4, 5):
+        torch.testing.assert_close(found[rows].double(), due[rows], atol=1e-9, rtol=1e-5)
+        torch.testing.assert_close(dx[rows].double(), due_dx[rows], atol=1e-9, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("V", [1, 50, 5000])
 def test_cross_entropy(V: int, dtype: torch.dtype) -> None:

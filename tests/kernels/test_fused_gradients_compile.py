@@ -28,7 +28,8 @@ def test_rows_of_4096(sm: int) -> None:
     for kernel, constants in (
         (norm_gradients._norm_gradients, norm), (norm_gradients._add_parts, norm_gradients.constants_of_adding(4096)),
         (gate_up._gate_up, gate), (gate_up._gate_up_gradients, gate),
-        (softmax._softmax, softmax.constants_of(4096)), (softmax._softmax_gradient, softmax.constants_of(4096)),
+        (softmax._softmax, softmax.constants_of(4096, softmax.WHOLE)),
+        (softmax._softmax_gradient, softmax.constants_of(4096, softmax.WHOLE_OF_GRADIENT)),
         (cross_entropy._cross_entropy, loss),
         (cross_entropy._cross_entropy_gradient, cross_entropy.constants_of(128256, True)),
     ):  # fmt: skip
@@ -40,9 +41,11 @@ def test_rows_of_4096(sm: int) -> None:
         assert "ld.global" in found.asm["ptx"]
 
 
-@pytest.mark.parametrize("size", [16384, 65536])
+@pytest.mark.parametrize("size", [16384, 32768, 65536])
 def test_long_rows(size: int) -> None:
     from rooftile.fused.kernels import norm_gradients, softmax
 
-    built(softmax._softmax, 90, softmax.constants_of(size))
+    # what leaves the registers is written and read again
+    assert stack(built(softmax._softmax, 90, softmax.constants_of(size, softmax.WHOLE))) == 0
+    assert stack(built(softmax._softmax_gradient, 90, softmax.constants_of(size, softmax.WHOLE_OF_GRADIENT))) == 0
     built(norm_gradients._norm_gradients, 90, norm_gradients.constants_of(size, 2, False, False, False))

@@ -1,4 +1,4 @@
-"""Softmax of whole rows, and its gradient: one read and one write of each number."""
+"""Softmax of whole rows, and its gradient: one read and one write of each number, and two reads where rows are long."""
 
 from __future__ import annotations
 
@@ -12,27 +12,79 @@ from torch import Tensor
 from rooftile.fused.kernels.tile import warps_for
 from rooftile.launch import Kernel
 
+# numbers of a row that a program holds: more of them leave the registers
+WHOLE, WHOLE_OF_GRADIENT = 32768, 16384
+# ... and that it reads at once of a longer row
+PIECE = 8192
+
+
+@triton.jit
+def _scaled(x_ptr, n, scale, SIZE: tl.constexpr):
+    """Scores, -inf outside of the row."""
+    x = tl.load(x_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32) * scale
+    return tl.where(n < SIZE, x, float("-inf"))
+
 
 @triton.jit
 def _softmax(x_ptr, o_ptr, x_stride, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes the softmax of one row, which is read once if it is a single block, and twice otherwise."""
     row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + n, mask=n < SIZE, other=0.0).to(tl.float32) * scale
-    x = tl.where(n < SIZE, x, float("-inf"))
-    p = tl.exp(x - tl.max(x, 0))
-    # NaN marks a row that holds one, whatever its largest number is
-    total = tl.sum(p, 0) + tl.sum(tl.where(x != x, x, 0.0), 0)
-    tl.store(o_ptr + row * SIZE + n, (p / total).to(o_ptr.dtype.element_ty), mask=n < SIZE)
+    x_ptr += row * x_stride
+    o_ptr += row * SIZE
+    lane = tl.arange(0, BLOCK)
+    if SIZE <= BLOCK:
+        x = _scaled(x_ptr, lane, scale, SIZE)
+        p = tl.exp(x - tl.max(x, 0))
+        # NaN marks a row that holds one, whatever its largest number is
+        total = tl.sum(p, 0) + tl.sum(tl.where(x != x, x, 0.0), 0)
+        tl.store(o_ptr + lane, (p / total).to(o_ptr.dtype.element_ty), mask=lane < SIZE)
+    else:
+        # each lane has a largest of its own; one that has seen nothing but -inf has no sum to scale
+        largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, SIZE, BLOCK):
+            x = _scaled(x_ptr, start + lane, scale, SIZE)
+            above = tl.maximum(largest, x)
+            scaled = sums * tl.exp(largest - above) + tl.exp(x - above)
+            sums = tl.where(above > float("-inf"), scaled, sums + tl.where(x != x, x, 0.0))
+            largest = above
+        top = tl.max(largest, 0)
+        # a row of -inf is NaN, as -inf - -inf is
+        total = tl.sum(tl.where(largest > float("-inf"), sums * tl.exp(largest - top), sums), 0)
+        for start in range(0, SIZE, BLOCK):
+            n = start + lane
+            p = tl.exp(_scaled(x_ptr, n, scale, SIZE) - top)
+            tl.store(o_ptr + n, (p / total).to(o_ptr.dtype.element_ty), mask=n < SIZE)
+
+
+@triton.jit
+def _pair(dy_ptr, y_ptr, n, SIZE: tl.constexpr):
+    dy = tl.load(dy_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
+    return dy, tl.load(y_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _softmax_gradient(dy_ptr, y_ptr, o_ptr, dy_stride, y_stride, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes dx of one row; dy and y are read once if they are a single block, and twice otherwise."""
     row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BLOCK)
-    dy = tl.load(dy_ptr + row * dy_stride + n, mask=n < SIZE, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + row * y_stride + n, mask=n < SIZE, other=0.0).to(tl.float32)
-    dx = scale * y * (dy - tl.sum(dy * y, 0))
-    tl.store(o_ptr + row * SIZE + n, dx.to(o_ptr.dtype.element_ty), mask=n < SIZE)
+    dy_ptr += row * dy_stride
+    y_ptr += row * y_stride
+    o_ptr += row * SIZE
+    lane = tl.arange(0, BLOCK)
+    if SIZE <= BLOCK:
+        dy, y = _pair(dy_ptr, y_ptr, lane, SIZE)
+        dx = scale * y * (dy - tl.sum(dy * y, 0))
+        tl.store(o_ptr + lane, dx.to(o_ptr.dtype.element_ty), mask=lane < SIZE)
+    else:
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, SIZE, BLOCK):
+            dy, y = _pair(dy_ptr, y_ptr, start + lane, SIZE)
+            sums += dy * y
+        total = tl.sum(sums, 0)
+        for start in range(0, SIZE, BLOCK):
+            n = start + lane
+            dy, y = _pair(dy_ptr, y_ptr, n, SIZE)
+            tl.store(o_ptr + n, (scale * y * (dy - total)).to(o_ptr.dtype.element_ty), mask=n < SIZE)
 
 
 _start, _start_gradient = Kernel(_softmax), Kernel(_softmax_gradient)
@@ -43,7 +95,7 @@ def forward(x: Tensor, scale: float) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     o = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if o.numel():
-        _start((x.shape[0], 1, 1), (x, o, x.stride(0), scale), constants_of(x.shape[1]))
+        _start((x.shape[0], 1, 1), (x, o, x.stride(0), scale), constants_of(x.shape[1], WHOLE))
     return o
 
 
@@ -52,12 +104,13 @@ def gradient(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     dy, y = (x if x.stride(-1) == 1 else x.contiguous() for x in (dy, y))
     o = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if o.numel():
-        _start_gradient((y.shape[0], 1, 1), (dy, y, o, dy.stride(0), y.stride(0), scale), constants_of(y.shape[1]))
+        constants = constants_of(y.shape[1], WHOLE_OF_GRADIENT)
+        _start_gradient((y.shape[0], 1, 1), (dy, y, o, dy.stride(0), y.stride(0), scale), constants)
     return o
 
 
 @cache
-def constants_of(size: int) -> dict[str, int]:
-    """The compile-time arguments."""
-    block = triton.next_power_of_2(size)
+def constants_of(size: int, whole: int) -> dict[str, int]:
+    """Returns the compile-time arguments, where a program holds up to `whole` numbers."""
+    block = PIECE if size > whole else triton.next_power_of_2(size)
     return {"SIZE": size, "BLOCK": block, "num_warps": warps_for(block)}
