@@ -23,10 +23,14 @@ class Followed:
         # its mind about every token until its end
         self.streams = (streams or request.params.logprobs is not None) and request.search is None
         self.started = False
+        # text costs this process's core, for which the GPU waits. It is made here where it may end the answer, or where it goes
+        # with logprobs, whose tokens' texts are made here
+        params = request.params
+        self._sends_ids = request.search is None and not params.stops and params.logprobs is None
         self._sent: dict[int, int] = {}
         self._ended: set[int] = set()
         for answer in request.answers:
-            if answer.detokenizer is not None:
+            if answer.detokenizer is not None and not self._sends_ids:
                 answer.detokenizer.follow()
 
     def news(self) -> News | None:
@@ -42,17 +46,22 @@ class Followed:
     def _piece(self, answer: Answer) -> Piece | None:
         if answer.index in self._ended:
             return None
-        text = "" if answer.detokenizer is None else answer.detokenizer.take()
+        text, ids = "", None
+        if answer.detokenizer is not None:
+            if self._sends_ids:
+                ids = answer.detokenizer.take_ids()
+            else:
+                text = answer.detokenizer.take()
         if answer.finish_reason is not None:
             self._ended.add(answer.index)
         wants = answer.request.params.logprobs is not None
         tokens = len(answer.ids) - len(answer.request.prompt)
-        if answer.finish_reason is None and answer.detokenizer is not None:
+        if answer.finish_reason is None and answer.detokenizer is not None and ids is None:
             # a stop string may still take away tokens whose text is held back
             tokens = min(tokens, answer.detokenizer.tokens_released)
         return Piece(
             answer.index, text, tokens, self._logprobs(answer, tokens) if wants else None, answer.finish_reason,
-            answer.stop_reason, answer.logprob if wants else None, answer.score,
+            answer.stop_reason, answer.logprob if wants else None, answer.score, ids,
         )  # fmt: skip
 
     def _logprobs(self, answer: Answer, tokens: int) -> list[list[Scored]]:

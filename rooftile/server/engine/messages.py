@@ -76,6 +76,8 @@ class Piece(Struct, array_like=True):
     logprob: float | None = None
     """The sum of the answer's logprobs, if they were asked for."""
     score: float | None = None
+    ids: list[int] | None = None
+    """The new tokens that belong to the text, where the server's process makes the text; None where it is in `text`."""
 
 
 class News(Struct, array_like=True):
