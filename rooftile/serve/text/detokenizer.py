@@ -123,6 +123,10 @@ class Detokenizer:
         """Searches a piece of text for stop strings, and releases what is now final."""
         if not piece:
             return
+        if not self._stops:
+            self._length += len(piece)
+            self._released.append(piece)
+            return
         begins = self._pieces.begins
         # a stop string may end after this many characters at the earliest: its last one belongs to a token past min_tokens
         least = begins[self._min_tokens] + 1 if self._min_tokens < len(begins) else self._length + len(piece) + 1
@@ -136,7 +140,7 @@ class Detokenizer:
             text, self._held = text[:kept], ""
         else:
             self._length += len(piece)
-            held = max((stop.matched for stop in self._stops), default=0)
+            held = max(stop.matched for stop in self._stops)
             text, self._held = text[: len(text) - held], text[len(text) - held :]
         self._released.append(text)
 

@@ -17,9 +17,10 @@ right for these reasons:
 - A checkpoint that removes spaces before punctuation changes at most the last 8 characters: these are held back, and the window
   is longer.
 
-Tokens that are read together are decoded together, AT_ONCE of them, up to one that ends in a whole character. Its text is decoded
-by itself: if it has come, the text of all tokens before it has. Tokens that decide what is held back are decoded one by one: of
-one byte (byte fallback), of half a character at the end, and all those of a checkpoint that removes spaces.
+Tokens that are read together are decoded together, AT_ONCE of them, up to one that ends in a whole character. If its text has
+come, the text of all tokens before it has. That is certain of a token that spells bytes; others are decoded alone. Tokens that
+decide what is held back are decoded one by one: of one byte (byte fallback), of half a character at the end, and all those of a
+checkpoint that removes spaces.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Pieces:
         # characters of the window's text that were returned, and that are decoded
         self._shown = 0
         self._decoded = 0
+        # whether the text ends with half a character, as far as can be told
+        self._half = False
         # characters of the whole decoded text
         self._length = 0
         # the run of byte tokens at the end: ids with their bytes, None for a token without text among them
@@ -86,8 +89,16 @@ class Pieces:
 
     def add_all(self, ids: Sequence[int]) -> str:
         """Takes tokens; returns the text that they make final, from few decodes."""
-        if len(ids) == 1 or self._margin:
+        if self._margin:
             return "".join([self.add(id) for id in ids])
+        spells = self._tokenizer.spells_bytes
+        if not self._run and len(ids) <= AT_ONCE and all(map(spells, ids)):
+            state, start = self._state(), self._length
+            piece = self._read(ids, 0)
+            if not self._half or len(ids) == 1:
+                self.begins += [start] * len(ids)
+                return piece
+            self._restore(state)
         found, start = [], 0
         while start < len(ids):
             # a run of bytes that waits is ended by the token after it
@@ -119,17 +130,22 @@ class Pieces:
 
     def _add_together(self, ids: Sequence[int]) -> str:
         """Takes tokens of which the last ends in a whole character."""
-        before = self._window.copy(), self._shown, self._decoded, self._length
-        start = self._length
+        state, start = self._state(), self._length
         piece = self._read(ids[:-1], 0)
         last = self._length
         piece += self._read(ids[-1:], 0)
         if self._length == last:
             # the last token has no text, and others before it may have none: where they begin is found one by one
-            self._window, self._shown, self._decoded, self._length = before
+            self._restore(state)
             return "".join([self.add(id) for id in ids])
         self.begins += [start] * len(ids)
         return piece
+
+    def _state(self) -> tuple[list[int], int, int, int]:
+        return self._window, self._shown, self._decoded, self._length
+
+    def _restore(self, state: tuple[list[int], int, int, int]) -> None:
+        self._window, self._shown, self._decoded, self._length = state
 
     def _begin(self) -> None:
         # removing spaces before punctuation may shorten the text below where the previous token began
@@ -159,10 +175,10 @@ class Pieces:
     def _read(self, ids: Sequence[int], margin: int, *, ended: bool = False) -> str:
         """Adds tokens to the window and decodes it; returns the new text."""
         decode = self._tokenizer.decode
-        self._window += ids
+        self._window = [*self._window, *ids]
         text = decode(self._window, self._skip_special)
-        half = not ended and text.endswith("\ufffd")
-        whole = len(text) - half
+        self._half = not ended and text.endswith("\ufffd")
+        whole = len(text) - self._half
         self._length += whole - self._decoded
         final = max(self._shown, whole - margin)
         piece, self._shown, self._decoded = text[self._shown : final], final, whole

@@ -156,23 +156,25 @@ class Answering:
                 raise Refusal("invalid_grammar", news.error)
             log.error("request %s: %s", account.id, news.error)
             raise mistake(account.id)
-        self._cached[place] = news.cached
-        self.usage.cached = account.cached_tokens = sum(self._cached.values())
+        if news.cached != self._cached.get(place):
+            self._cached[place] = news.cached
+            self.usage.cached = account.cached_tokens = sum(self._cached.values())
         for piece in news.pieces:
             index = place, piece.index
-            if piece.tokens > self.usage.completion.get(index, 0):
-                metrics.generated.inc(piece.tokens - self.usage.completion.get(index, 0))
+            more = piece.tokens - self.usage.completion.get(index, 0)
+            if more > 0:
+                metrics.generated.inc(more)
                 if index in self._last:
                     metrics.gaps.observe(now - self._last[index])
                 self._last[index] = now
                 if account.first_token_s is None:
                     account.first_token_s = now - self._began
             self.usage.completion[index] = piece.tokens
+            account.completion_tokens += more
             if piece.finish is not None:
                 self._ended.add(index)
                 metrics.note_end(piece.finish)
                 account.end = piece.finish
-        account.completion_tokens = sum(self.usage.completion.values())
 
 
 class _Merged:
