@@ -121,6 +121,26 @@ def test_a_long_answer_that_is_read_at_its_end_takes_few_decodes(kind: str, end:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_a_few_tokens_that_are_read_take_no_more_decodes_than_one_each(
+    kind: str, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = made(kind)
+    ids = tokenizer.encode("the roof is tiled 😀 " * 20, special=False)
+    handed, decodes = counted(monkeypatch), {}
+    for stop in (None, NEVER):
+        handed.clear()
+        text = Detokenizer(tokenizer, SamplingParams(stop=stop))
+        for start in range(0, len(ids), together):
+            text.add(ids[start : start + together])
+            text.take()
+        decodes[stop] = len(handed)
+    assert 0 < decodes[None] <= decodes[NEVER]
+    if kind == "byte_level" and together == 3:
+        assert decodes[None] < 0.8 * decodes[NEVER]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_garbage_that_is_read_at_its_end_is_linear(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, draw = made(kind), random.Random(3)
     raw = [id for id in range(tokenizer.vocab_size) if "\ufffd" in tokenizer.text_of(id)] or [1]

@@ -89,16 +89,16 @@ class Pieces:
 
     def add_all(self, ids: Sequence[int]) -> str:
         """Takes tokens; returns the text that they make final, from few decodes."""
-        if self._margin:
-            return "".join([self.add(id) for id in ids])
-        spells = self._tokenizer.spells_bytes
-        if not self._run and len(ids) <= AT_ONCE and all(map(spells, ids)):
+        plain = not self._run and not self._margin and len(ids) <= AT_ONCE
+        if plain and all(map(self._tokenizer.spells_bytes, ids)):
             state, start = self._state(), self._length
             piece = self._read(ids, 0)
             if not self._half or len(ids) == 1:
                 self.begins += [start] * len(ids)
                 return piece
             self._restore(state)
+        if self._margin or len(ids) < TOGETHER:
+            return "".join([self.add(id) for id in ids])
         found, start = [], 0
         while start < len(ids):
             # a run of bytes that waits is ended by the token after it
