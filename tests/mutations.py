@@ -174,6 +174,14 @@ MUTATIONS = {
         "serve/text/detokenizer.py", "text[: len(text) - held], text[len(text) - held :]", 'text, ""',
         ("tests/serve/test_detokenizer.py",),
     ),
+    "text, half a character of several tokens": Mutation(
+        "serve/text/pieces.py", "if not self._half or len(ids) == 1:", "if True:",
+        ("tests/serve/test_detokenizer_lazy.py",),
+    ),
+    "text, a token that ends an answer": Mutation(
+        "server/engine/following.py", "detokenizer.take_ids()", "answer.ids[-1:]",
+        ("tests/server/test_spelling.py", "-k", "belongs_to_no_text"),
+    ),
     "strided, a key twice": Mutation(
         "approximate/chosen/sparse_transformer.py",
         '0 if heads == "second" else -(-window // stride)',

@@ -36,11 +36,13 @@ class EngineStats(NamedTuple):
 def stats_of(engine: Engine) -> EngineStats:
     """Returns how an engine stands; called by the thread that runs its steps."""
     scheduler, pool = engine.scheduler, engine.pool
-    answers = [answer for request in scheduler.running for answer in request.live]
-    empty = sum(len(answer.table.blocks) * pool.size - answer.planned for answer in answers if answer.table is not None)
+    # an answer gives its table back when it ends; each that runs has a slot, also before it has a table
+    answers = [answer for request in scheduler.running for answer in request.answers]
+    held = [(len(answer.table.blocks), answer.planned) for answer in answers if answer.table is not None]
+    empty = sum([blocks for blocks, _ in held]) * pool.size - sum([tokens for _, tokens in held])
     used = pool.used_blocks
     return EngineStats(
-        len(answers), *waiting_in(engine), pool.free_blocks, used, pool.cached_blocks,
+        engine.max_answers - scheduler.free_slots, *waiting_in(engine), pool.free_blocks, used, pool.cached_blocks,
         min(1.0, max(0, empty) / (used * pool.size)) if used else 0.0,
         engine.steps["steps"], engine.steps["tokens"], scheduler.preemptions,
     )  # fmt: skip

@@ -54,3 +54,5 @@ PIPELINED = 16
 # texts that wait for one of the tokenizer's threads. No flag: more would only wait longer
 TOKENISING = 256
 TOKENISING_THREADS = 2
+# tokens of an answer whose text is made in the event loop, in less than a millisecond. No flag: the rest is made in a thread
+SPELT_AT_ONCE = 1024

@@ -114,4 +114,4 @@ class Service:
 def _import_serving() -> None:
     """Imports what requests need, while the engine's process reads the model."""
     import rooftile.serve.sampling.params
-    import rooftile.serve.text.tokenizer  # noqa: F401
+    import rooftile.serve.text.detokenizer  # noqa: F401

@@ -58,14 +58,19 @@ def chunks(ids: list[int], draw: random.Random) -> list[list[int]]:
 def run(tokenizer: Tokenizer, params: SamplingParams, parts: Sequence[list[int]]) -> tuple[Detokenizer, list[str]]:
     """A detokenizer at the end of an answer, and what it gave; checks that it never took anything back."""
     text, given = Detokenizer(tokenizer, params), []
+    text.follow()
     for part in parts:
-        given.append(text.add(part))
+        text.add(part)
+        given.append(text.take())
         assert text.text == "".join(given)
         if text.stopped is not None:
-            assert text.add(part) == ""
+            text.add(part)
+            assert text.take() == ""
             break
-    given.append(text.finish())
-    assert text.finish() == ""
+    text.finish()
+    given.append(text.take())
+    text.finish()
+    assert text.take() == ""
     assert text.text == "".join(given)
     return text, given
 
@@ -179,7 +184,11 @@ def test_what_is_held_back(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     text = Detokenizer(tokenizer, SamplingParams(stop=["abcx", "##"]))
 
     def given(part: str) -> list[str]:
-        return [text.add([id]) for c in part for id in tokenizer.encode("\n" + c, special=False)[len(line) :]]
+        return [taken([id]) for c in part for id in tokenizer.encode("\n" + c, special=False)[len(line) :]]
+
+    def taken(ids: list[int]) -> str:
+        text.add(ids)
+        return text.take()
 
     line = tokenizer.encode("\n", special=False)
     assert given("tabcabca") == ["t", "", "", "", "abc", "", "", "abc"]
@@ -189,8 +198,9 @@ def test_what_is_held_back(tokenizers: dict[str, Tokenizer], kind: str) -> None:
         assert given("😀b") == ["", "", "", "😀", "b"]
     else:
         assert given("😀b") == ["", "", "", "", "😀b"]
-    assert text.add(tokenizer.encode("\n😀", special=False)[len(line) :][:2]) == ""
-    assert text.finish() == ("\ufffd" if kind == "byte_level" else "\ufffd\ufffd")
+    assert taken(tokenizer.encode("\n😀", special=False)[len(line) :][:2]) == ""
+    text.finish()
+    assert text.take() == ("\ufffd" if kind == "byte_level" else "\ufffd\ufffd")
 
 
 def test_earliest_of_a_chunk_and_ties(tokenizers: dict[str, Tokenizer]) -> None:
@@ -268,7 +278,10 @@ def test_a_token_costs_the_same_however_long_the_answer(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_at_all(tokenizers: dict[str, Tokenizer], kind: str) -> None:
-    text = Detokenizer(tokenizers[kind], SamplingParams(stop="x"))
-    assert (text.add([]), text.finish(), text.text, text.tokens_kept) == ("", "", "", 0)
+    for stop in ("x", None):
+        text = Detokenizer(tokenizers[kind], SamplingParams(stop=stop))
+        text.add([])
+        text.finish()
+        assert (text.take(), text.text, text.tokens_kept, text.tokens_released) == ("", "", 0, 0)
     with pytest.raises(AssertionError):
         text.add([1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from rooftile.server.engine.messages import News, Piece, State, Step
 from rooftile.server.engine.remote import RemoteEngine
 from rooftile.server.http.answering import Answering
 from rooftile.server.http.openai.asks import Ask
+from rooftile.server.http.openai.objects import Objects
+from rooftile.server.http.sse import events_of
 from rooftile.server.observe.log import Account
 from rooftile.server.observe.metrics import Metrics
 from rooftile.server.refusals import Refusal
@@ -120,6 +123,32 @@ def test_an_answer_that_is_complete_is_given_although_the_time_is_over() -> None
         answering._calls[0].take(News(0, [Piece(0, "all", 1, finish="stop")], finished=True))
         answering.stop(LATE)
         assert [news.pieces[0].text async for _, news in answering.news()] == ["all"]
+
+    asyncio.run(asyncio.wait_for(test(), 40))
+
+
+def test_events_that_come_together_are_sent_together_and_all_tokens_are_counted() -> None:
+    async def test() -> None:
+        answering = made(FakeEngine(), prompts=1)
+        answering.ask.n, answering.ask.chat = 2, True
+        answering.tokens = [[5]]
+        (call,) = answering._calls = [Call(0)]
+        account = answering._account
+        events = events_of(answering, Objects("abc", "tiny", 0, chat=True), account)
+        assert b'"role":"assistant"' in await anext(events)
+        assert b'"index":1' in await anext(events)
+        call.take(News(0, [Piece(0, "a", 1), Piece(1, "b", 1)], cached=16))
+        call.take(News(0, [Piece(0, "c", 3), Piece(1, "", 2)], cached=16))
+        two = await anext(events)
+        deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in two.splitlines() if line]
+        assert deltas == [{"content": "ac"}, {"content": "b"}]
+        assert (account.completion_tokens, account.cached_tokens) == (5, 16)
+        call.take(News(0, [Piece(0, "", 3), Piece(1, "", 4)], cached=16))
+        call.take(News(0, [Piece(0, "", 3, finish="stop"), Piece(1, "d", 5, finish="stop")], finished=True, cached=16))
+        rest = [event async for event in events]
+        assert [event.count(b"data: ") for event in rest] == [2, 1]
+        assert rest[-1] == b"data: [DONE]\n\n"
+        assert account.completion_tokens == sum(answering.usage.completion.values()) == 8
 
     asyncio.run(asyncio.wait_for(test(), 40))
 

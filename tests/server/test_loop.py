@@ -7,6 +7,7 @@ import time
 import pytest
 
 from rooftile.serve import SamplingParams
+from rooftile.serve.stats import stats_of
 from rooftile.server.engine.following import Followed
 from rooftile.server.engine.loop import Loop
 from rooftile.server.engine.messages import Abort, Add, Step
@@ -62,8 +63,31 @@ def test_a_whole_answer_crosses_once(llm) -> None:
     (due,) = llm.generate([[5, 6, 7]], SamplingParams(**GREEDY))
     link = play(llm, [Add(1, [5, 6, 7], GREEDY, streams=False)])
     (news,) = [news for step in link.sent for news in step.news]
-    assert news.pieces[0].text == due.outputs[0].text
+    assert news.pieces[0].ids == due.outputs[0].token_ids
     assert news.pieces[0].tokens == 12
+
+
+def test_the_state_of_every_step_is_that_of_its_answers(llm) -> None:
+    engine, found = llm.engine, []
+    longer = {"temperature": 0, "ignore_eos": True}
+    # the answers of one request end in different steps
+    varied = {"n": 3, "temperature": 2.0, "seed": 2, "allowed_token_ids": [*range(80, 96)], "stop_token_ids": [80, 81]}
+    orders = [
+        Add(1, [5] * 40, longer | varied | {"max_tokens": 25}), Add(2, [6], longer | {"max_tokens": 30}),
+        Add(3, [7] * 20, {"beam_width": 2, "max_tokens": 5}),
+    ]  # fmt: skip
+    loop = Loop(engine, FakeLink(orders))
+    for _ in range(40):
+        loop.turn()
+        live = [answer for request in engine.scheduler.running for answer in request.live]
+        empty = sum(len(answer.table.blocks) * engine.pool.size - answer.planned for answer in live if answer.table)
+        slots, stats = engine.pool.used_blocks * engine.pool.size, stats_of(engine)
+        assert (stats.running, stats.waste) == (len(live), min(1.0, empty / slots) if slots else 0.0)
+        found.append(stats.running)
+        if engine.idle:
+            break
+    assert engine.idle
+    assert {0, 1, 2, 3} < set(found)
 
 
 def test_an_aborted_request_says_nothing_more(llm) -> None:
@@ -191,5 +215,5 @@ def test_a_bad_grammar_is_refused_and_a_good_one_runs(llm) -> None:
             break
     assert [each.id for each in refused] == [1]
     assert refused[0].reason.startswith("the grammar cannot be used")
-    text = "".join(piece.text for step in link.sent for news in step.news for piece in news.pieces)
-    assert text == "ab"
+    ids = [token for step in link.sent for news in step.news for piece in news.pieces for token in piece.ids or ()]
+    assert llm.tokenizer.decode(ids) == "ab"

@@ -3,5 +3,7 @@
     prompt             the prompts of a call, checked and turned into tokens
     tokenizer          the tokenizer of a checkpoint folder, and its chat template
     tokenizer_files    reads a tokenizer's settings from the files of that folder
-    detokenizer        turns tokens into text while they arrive, and finds stop strings
+    detokenizer        turns tokens into text when it is read, and finds stop strings
+    pieces             decodes tokens into text that stays
+    growing            a text that only grows
 """

@@ -73,6 +73,7 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids]))
         self._place = place
         self._texts: dict[int, str] = {}
+        self._spelling: dict[int, bool] = {}
         # a prompt is neither cut nor padded
         core.no_truncation()
         core.no_padding()
@@ -175,10 +176,17 @@ class Tokenizer:
         byte = self.byte_ids.get(id)
         if byte is not None:
             return bytes([byte])
-        spelt = "" if id in self._added_ids else self.token(id)
-        if self._spells_bytes and spelt and all(character in BYTES for character in spelt):
-            return bytes(BYTES[character] for character in spelt)
+        if self.spells_bytes(id):
+            return bytes(BYTES[character] for character in self.token(id))
         return self.text_of(id).encode()
+
+    def spells_bytes(self, id: int) -> bool:
+        """Tells whether a token adds bytes to a text, the same ones beside any others: its spelling has a character for each."""
+        found = self._spelling.get(id)
+        if found is None:
+            spelt = "" if id in self._added_ids or not self._spells_bytes else self.token(id)
+            found = self._spelling[id] = spelt != "" and all(character in BYTES for character in spelt)
+        return found
 
     def chat(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, *, most_bytes: int = MOST_BYTES

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 
-from rooftile.server.engine.messages import News, Piece, Scored
+from rooftile.server.engine.messages import News, Piece
 
 
 class EngineDown(RuntimeError):
@@ -25,24 +24,16 @@ class EngineRefused(ValueError):
         self.ours = ours
 
 
-@dataclass(slots=True)
-class _Unread:
-    """Holds the growth of one answer since its client last read, joined when it is read."""
-
-    newest: Piece
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[list[Scored]] = field(default_factory=list)
-
-    def add(self, piece: Piece) -> None:
-        self.newest = piece
-        self.texts.append(piece.text)
-        self.logprobs += piece.logprobs or ()
-
-    def read(self) -> Piece:
-        piece = self.newest
-        piece.text = "".join(self.texts)
-        piece.logprobs = None if piece.logprobs is None else self.logprobs
-        return piece
+def _joined(pieces: list[Piece]) -> Piece:
+    """Returns the growth of one answer in several pieces as one piece."""
+    newest = pieces[-1]
+    if len(pieces) > 1:
+        newest.text = "".join([piece.text for piece in pieces])
+        if newest.logprobs is not None:
+            newest.logprobs = [scored for piece in pieces for scored in piece.logprobs or ()]
+        if newest.ids is not None:
+            newest.ids = [token for piece in pieces for token in piece.ids or ()]
+    return newest
 
 
 class Call:
@@ -58,7 +49,8 @@ class Call:
         """Done when the engine has the request; or its exception says why not."""
         self.started = False
         """Whether the model has begun to read the prompt."""
-        self._unread: dict[int, _Unread] = {}
+        # what has come of each answer since its client last read
+        self._unread: dict[int, list[Piece]] = {}
         self._last: News | None = None
         self._error: Exception | None = None
         self._changed = asyncio.Event()
@@ -66,9 +58,7 @@ class Call:
     def take(self, news: News) -> None:
         """Takes news from the engine."""
         for piece in news.pieces:
-            if piece.index not in self._unread:
-                self._unread[piece.index] = _Unread(piece)
-            self._unread[piece.index].add(piece)
+            self._unread.setdefault(piece.index, []).append(piece)
         self._last = news
         self._changed.set()
 
@@ -104,5 +94,5 @@ class Call:
         if self._error is not None and not self._unread:
             raise self._error
         assert self._last is not None
-        pieces, self._unread = [unread.read() for unread in self._unread.values()], {}
+        pieces, self._unread = [_joined(pieces) for pieces in self._unread.values()], {}
         return News(self.id, pieces, self._last.finished, self._last.cached, self._last.error)

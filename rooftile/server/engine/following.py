@@ -23,33 +23,39 @@ class Followed:
         # its mind about every token until its end
         self.streams = (streams or request.params.logprobs is not None) and request.search is None
         self.started = False
+        # text costs this process's core, for which the GPU waits. It is made here where it may end the answer, or where it goes
+        # with logprobs, whose tokens' texts are made here
+        params = request.params
+        self._sends_ids = request.search is None and not params.stops and params.logprobs is None
         self._sent: dict[int, int] = {}
         self._ended: set[int] = set()
         for answer in request.answers:
-            if answer.detokenizer is not None:
+            if answer.detokenizer is not None and not self._sends_ids:
                 answer.detokenizer.follow()
 
     def news(self) -> News | None:
         """Returns the growth since the last call; None if nothing is due yet."""
-        request, finished = self.request, not self.request.live
+        request = self.request
+        finished = not request.live
         if request.error is not None:
             return News(self.id, [], True, request.cached_tokens or 0, request.error)
         if not finished and not self.streams:
             return None
-        pieces = [piece for answer in request.answers[: request.params.n] if (piece := self._piece(answer)) is not None]
+        pieces = [self._piece(answer) for answer in request.answers[: request.params.n] if answer.index not in self._ended]
         return News(self.id, pieces, finished, request.cached_tokens or 0) if pieces or finished else None
 
-    def _piece(self, answer: Answer) -> Piece | None:
-        if answer.index in self._ended:
-            return None
-        text = "" if answer.detokenizer is None else answer.detokenizer.take()
+    def _piece(self, answer: Answer) -> Piece:
+        detokenizer, tokens = answer.detokenizer, answer.generated
         if answer.finish_reason is not None:
             self._ended.add(answer.index)
-        wants = answer.request.params.logprobs is not None
-        tokens = len(answer.ids) - len(answer.request.prompt)
-        if answer.finish_reason is None and answer.detokenizer is not None:
+        if self._sends_ids:
+            ids = None if detokenizer is None else detokenizer.take_ids()
+            return Piece(answer.index, "", tokens, None, answer.finish_reason, answer.stop_reason, None, None, ids)
+        text = "" if detokenizer is None else detokenizer.take()
+        if answer.finish_reason is None and detokenizer is not None:
             # a stop string may still take away tokens whose text is held back
-            tokens = min(tokens, answer.detokenizer.tokens_released)
+            tokens = min(tokens, detokenizer.tokens_released)
+        wants = self.request.params.logprobs is not None
         return Piece(
             answer.index, text, tokens, self._logprobs(answer, tokens) if wants else None, answer.finish_reason,
             answer.stop_reason, answer.logprob if wants else None, answer.score,

@@ -1,4 +1,7 @@
-"""The messages between the server's process and the engine's. msgspec checks every type when a message is read."""
+"""The messages between the server's process and the engine's. msgspec checks every type when a message is read.
+
+What is made for each token of each answer holds no cycle, and is hidden from the garbage collector.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class Ready(Struct, tag="ready"):
     has_template: bool = False
 
 
-class Scored(Struct, array_like=True):
+class Scored(Struct, array_like=True, gc=False):
     """A token with its logprob."""
 
     id: int
@@ -62,7 +65,7 @@ class Scored(Struct, array_like=True):
     """The token's bytes where its text does not tell them: half of a character."""
 
 
-class Piece(Struct, array_like=True):
+class Piece(Struct, array_like=True, gc=False):
     """The growth of one answer since the last message about it."""
 
     index: int
@@ -76,9 +79,11 @@ class Piece(Struct, array_like=True):
     logprob: float | None = None
     """The sum of the answer's logprobs, if they were asked for."""
     score: float | None = None
+    ids: list[int] | None = None
+    """The new tokens that belong to the text, where the server's process makes the text; None where it is in `text`."""
 
 
-class News(Struct, array_like=True):
+class News(Struct, array_like=True, gc=False):
     """The growth of a request's answers."""
 
     id: int

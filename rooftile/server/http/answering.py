@@ -19,6 +19,7 @@ from rooftile.server.http.envelope import mistake
 from rooftile.server.http.openai.asks import Ask, refusal_of
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm
 from rooftile.server.http.openai.gathered import Usage
+from rooftile.server.http.texts import Spelling
 from rooftile.server.observe.log import Account, log
 from rooftile.server.refusals import Refusal
 from rooftile.server.service import Service
@@ -48,6 +49,7 @@ class Answering:
         self._calls: list[Call] = []
         self._tickets: list[Ticket] = []
         self._engine: RemoteEngine | None = None
+        self._spelling: Spelling | None = None
         self._began = time.monotonic()
         self._last: dict[tuple[int, int], float] = {}
         self._ended: set[tuple[int, int]] = set()
@@ -60,7 +62,7 @@ class Answering:
             Refusal: it cannot be answered, or not now.
         """
         engine, texts, _ = self._service.check()
-        self._engine = engine
+        self._engine, self._spelling = engine, Spelling(texts, self.ask.params)
         self._service.live.add(self)
         try:
             async with asyncio.timeout_at(self._deadline):
@@ -113,6 +115,8 @@ class Answering:
             while left:
                 place, news = await merged.next()
                 left -= news.finished
+                if self._spelling is not None:
+                    await self._spelling.fill(place, news)
                 self._note(place, news)
                 yield place, news
         except EngineDown as error:
@@ -152,23 +156,25 @@ class Answering:
                 raise Refusal("invalid_grammar", news.error)
             log.error("request %s: %s", account.id, news.error)
             raise mistake(account.id)
-        self._cached[place] = news.cached
-        self.usage.cached = account.cached_tokens = sum(self._cached.values())
+        if news.cached != self._cached.get(place):
+            self._cached[place] = news.cached
+            self.usage.cached = account.cached_tokens = sum(self._cached.values())
         for piece in news.pieces:
             index = place, piece.index
-            if piece.tokens > self.usage.completion.get(index, 0):
-                metrics.generated.inc(piece.tokens - self.usage.completion.get(index, 0))
+            more = piece.tokens - self.usage.completion.get(index, 0)
+            if more > 0:
+                metrics.generated.inc(more)
                 if index in self._last:
                     metrics.gaps.observe(now - self._last[index])
                 self._last[index] = now
                 if account.first_token_s is None:
                     account.first_token_s = now - self._began
             self.usage.completion[index] = piece.tokens
+            account.completion_tokens += more
             if piece.finish is not None:
                 self._ended.add(index)
                 metrics.note_end(piece.finish)
                 account.end = piece.finish
-        account.completion_tokens = sum(self.usage.completion.values())
 
 
 class _Merged:

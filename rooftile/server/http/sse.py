@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -10,6 +10,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from rooftile.server.engine.messages import News
 from rooftile.server.http.answering import Answering, unless_gone
 from rooftile.server.http.body import ClientGone
 from rooftile.server.http.envelope import mistake
@@ -74,11 +75,18 @@ class EventStream(Response):
 
 
 async def events_of(answering: Answering, objects: Objects, account: Account) -> AsyncGenerator[bytes, None]:
-    """Yields the chunks of a stream; an error in the middle is an event, and [DONE] is always the last."""
+    """Yields the chunks of a stream as events; an error in the middle is an event, and [DONE] is always the last."""
+    chunks = _Chunks(answering, objects)
     try:
-        async with aclosing(_chunks(answering, objects)) as chunks:
-            async for chunk in chunks:
-                yield event(chunk)
+        for chunk in chunks.opening():
+            yield event(chunk)
+        async with aclosing(answering.news()) as several:
+            async for place, news in several:
+                # what has come together goes in one piece: each is a call of the system
+                if events := b"".join([event(chunk) for chunk in chunks.growth(place, news)]):
+                    yield events
+        for chunk in chunks.closing():
+            yield event(chunk)
     except Refusal as refusal:
         account.end = refusal.code
         yield event(refusal.body)
@@ -89,24 +97,42 @@ async def events_of(answering: Answering, objects: Objects, account: Account) ->
     yield DONE
 
 
-async def _chunks(answering: Answering, objects: Objects) -> AsyncGenerator[dict[str, Any], None]:
-    ask, usage = answering.ask, answering.usage
-    with_usage = ask.include_usage or ask.continuous_usage
-    for index in range(len(answering.tokens) * ask.n if ask.chat else 0):
-        yield objects.chunk([objects.opening(index)], None, with_usage=with_usage)
-    echoed: set[int] = set()
-    async with aclosing(answering.news()) as several:
-        async for place, news in several:
-            for piece in news.pieces:
-                index, text = place * ask.n + piece.index, piece.text
-                if ask.echo and index not in echoed:
-                    echoed.add(index)
-                    text = ask.echoes[place] + text
-                logprobs = piece.logprobs if ask.logprobs is not None else None
-                # a token may have no text yet: half of a character, or the beginning of a stop string
-                if text or logprobs or piece.finish is not None or ask.continuous_usage:
-                    delta = objects.delta(index, text, piece.finish, piece.stop, logprobs)
-                    now = usage.object() if ask.continuous_usage else None
-                    yield objects.chunk([delta], now, with_usage=with_usage)
-    if with_usage:
-        yield objects.chunk([], usage.object(), with_usage=True)
+class _Chunks:
+    """The chunks of one stream.
+
+    Args:
+        answering: the request.
+        objects: writes its objects.
+    """
+
+    def __init__(self, answering: Answering, objects: Objects) -> None:
+        self._answering = answering
+        self._objects = objects
+        self._with_usage = answering.ask.include_usage or answering.ask.continuous_usage
+        self._echoed: set[int] = set()
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Yields what comes before the answers."""
+        ask = self._answering.ask
+        for index in range(len(self._answering.tokens) * ask.n if ask.chat else 0):
+            yield self._objects.chunk([self._objects.opening(index)], None, with_usage=self._with_usage)
+
+    def growth(self, place: int, news: News) -> Iterator[dict[str, Any]]:
+        """Yields what is new in the answers to a prompt."""
+        ask, objects = self._answering.ask, self._objects
+        for piece in news.pieces:
+            index, text = place * ask.n + piece.index, piece.text
+            if ask.echo and index not in self._echoed:
+                self._echoed.add(index)
+                text = ask.echoes[place] + text
+            logprobs = piece.logprobs if ask.logprobs is not None else None
+            # a token may have no text yet: half of a character, or the beginning of a stop string
+            if text or logprobs or piece.finish is not None or ask.continuous_usage:
+                delta = objects.delta(index, text, piece.finish, piece.stop, logprobs)
+                now = self._answering.usage.object() if ask.continuous_usage else None
+                yield objects.chunk([delta], now, with_usage=self._with_usage)
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Yields what comes after the answers."""
+        if self._with_usage:
+            yield self._objects.chunk([], self._answering.usage.object(), with_usage=True)

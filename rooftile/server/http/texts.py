@@ -1,9 +1,12 @@
-"""`Texts`: the tokenizer of the served model, in two threads, so that no long text holds up the event loop."""
+"""`Texts`: the tokenizer of the served model, in two threads, so that no long text holds up the event loop.
+
+`Spelling` makes the texts of a request's answers with it, in the event loop where the text is short.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -11,11 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
+from rooftile.server.engine.messages import News
 from rooftile.server.engine.pauses import give_way
 from rooftile.server.refusals import Refusal, retry_later
 
 if TYPE_CHECKING:
     # slow to import, and needed only when the engine is ready
+    from rooftile.serve.text.detokenizer import Detokenizer
     from rooftile.serve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -53,6 +58,23 @@ class Texts:
         """Returns the text of token ids."""
         return await self._run(lambda own: own.decode(ids, skip_special))
 
+    def growing(self, skip_special: bool) -> Detokenizer:
+        """Returns what makes the text of one answer, whose tokens nobody searches for stop strings here."""
+        from rooftile.serve.sampling.params import SamplingParams
+        from rooftile.serve.text.detokenizer import Detokenizer
+
+        assert self._tokenizer is not None, "tokens that belong to a text come from an engine with a tokenizer"
+        return Detokenizer(self._tokenizer, SamplingParams(skip_special_tokens=skip_special))
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Returns what `work` returns in one of the threads."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except RuntimeError as error:
+            if "shutdown" in str(error):
+                raise Refusal("shutting_down", "the server is shutting down") from None
+            raise
+
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -65,13 +87,51 @@ class Texts:
         tokenizer = self._tokenizer
         self._queued += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work, tokenizer)
-        except RuntimeError as error:
-            if "shutdown" in str(error):
-                raise Refusal("shutting_down", "the server is shutting down") from None
-            raise
+            return await self.in_thread(lambda: work(tokenizer))
         finally:
             self._queued -= 1
+
+
+class Spelling:
+    """The texts of a request's answers, where the engine sends their tokens only.
+
+    Args:
+        texts: the tokenizer.
+        params: the request's keywords of `SamplingParams`.
+    """
+
+    def __init__(self, texts: Texts, params: Mapping[str, Any]) -> None:
+        self._texts = texts
+        self._skip_special = params.get("skip_special_tokens", True)
+        self._growing: dict[tuple[int, int], Detokenizer] = {}
+
+    async def fill(self, place: int, news: News) -> None:
+        """Gives each piece of news about a prompt the text of its tokens.
+
+        Raises:
+            Refusal: the server is shutting down.
+        """
+        if sum([len(piece.ids) for piece in news.pieces if piece.ids]) > limits.SPELT_AT_ONCE:
+            await self._texts.in_thread(lambda: self._fill(place, news))
+        else:
+            self._fill(place, news)
+
+    def _fill(self, place: int, news: News) -> None:
+        for piece in news.pieces:
+            if piece.ids is None:
+                continue
+            answer = place, piece.index
+            text = self._growing.get(answer)
+            if text is None:
+                text = self._growing[answer] = self._texts.growing(self._skip_special)
+            text.add(piece.ids)
+            if piece.finish is None:
+                piece.text = text.take()
+                # a token is counted when its text is there, like one whose text the engine holds back for a stop string
+                piece.tokens = min(piece.tokens, text.tokens_released)
+            else:
+                text.finish()
+                piece.text = text.take()
 
 
 def _load(folder: str) -> Tokenizer:
