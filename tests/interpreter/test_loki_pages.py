@@ -83,6 +83,14 @@ def test_chosen_pages_are_read_where_they_lie(size: int, Hk: int, G: int, D: int
     torch.testing.assert_close(found, due)
 
 
+def test_chosen_pages_are_not_copied() -> None:
+    pages, table, lengths = cache_of(16, 2, 16, 5)
+    leading, q, seen = pages.planes["leading"][:, 1], torch.randn(4, 4, 16), list[str]()
+    with launch.observe(seen.append):
+        paged.decode(q, pages.view(1, table, lengths), leading, keep=0.3, asked=Asked(0.3))
+    assert seen == ["_page_sums", "_page_shares", "_choose", "_decode", "_merge"]
+
+
 def test_leading_dims_are_written_by_the_kernel_of_the_cache() -> None:
     plane = torch.zeros(4, 3, 16, 2, 5)
     k = torch.randn(37, 2, 24)[..., :5]
