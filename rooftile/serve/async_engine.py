@@ -26,7 +26,7 @@ from rooftile.errors import InvalidInput
 from rooftile.serve.calls import Call, Order, notify, stopped
 from rooftile.serve.growth import growth_of
 from rooftile.serve.llm import LLM
-from rooftile.serve.output import RequestOutput, output_of
+from rooftile.serve.output import RequestOutput
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.stats import EngineStats, stats_of, waiting_in
 from rooftile.serve.text.prompt import Prompt, parse_prompt
@@ -306,7 +306,7 @@ class AsyncEngine:
             if call is not None:
                 assert call.request is not None
                 self.llm.engine.abort(call.request)
-                news.append((call, output_of(call.request, call.prompt.text)))
+                news.append((call, self.llm.engine.output_of(call.request, call.prompt.text)))
         self._forget(news)
         return news
 
@@ -328,10 +328,10 @@ class AsyncEngine:
             if call is None:
                 # aborted while this step was in flight
                 continue
-            if request.error is not None:
-                news.append((call, RuntimeError(request.error)))
-            elif call.streams or not request.live:
-                news.append((call, output_of(request, call.prompt.text)))
+            if request.error is None and request.live and not call.streams:
+                continue
+            output = self.llm.engine.output_of(request, call.prompt.text)
+            news.append((call, output if request.error is None else RuntimeError(request.error)))
         self._forget(news)
         self._stats = stats_of(self.llm.engine)
         self._deliver(news)

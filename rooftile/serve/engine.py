@@ -12,6 +12,7 @@ from rooftile.errors import InvalidInput
 from rooftile.kvcache import BlockPool
 from rooftile.serve.beam_search import BeamSearch
 from rooftile.serve.grammar import GrammarFailed, Grammars, Matcher
+from rooftile.serve.output import RequestOutput, output_of
 from rooftile.serve.request import Answer, FinishReason, Request, Top
 from rooftile.serve.runner import Result, Runner, top_rows
 from rooftile.serve.sampling.params import SamplingParams
@@ -116,6 +117,14 @@ class Engine:
         self.scheduler.add(request)
         return request
 
+    def output_of(self, request: Request, prompt: str | None = None) -> RequestOutput:
+        """Returns a request's state of this moment. One whose text cannot be made ends with an error, and no other does."""
+        try:
+            return output_of(request, prompt)
+        except Exception as error:
+            self._note_failure(request, error)
+            return output_of(request, prompt)
+
     def abort(self, request: Request) -> None:
         """Ends a request; its answers keep the tokens that they have."""
         try:
@@ -160,6 +169,11 @@ class Engine:
             for answer in request.live:
                 self._close(answer, "abort")
 
+    def _note_failure(self, request: Request, error: Exception) -> None:
+        """Ends a request that has met a mistake: it must not end the others."""
+        logging.getLogger(__name__).error("request %d has failed", request.id, exc_info=error)
+        self._fail(request, f"the request has failed: {type(error).__name__}: {error}")
+
     def _fail(self, request: Request, reason: str) -> None:
         """Ends one request for a reason of its own; the others go on."""
         request.error = reason
@@ -199,9 +213,7 @@ class Engine:
             except GrammarFailed as error:
                 self._fail(request, str(error))
             except Exception as error:
-                # one request's mistake must not end the others
-                logging.getLogger(__name__).exception("request %d has failed", request.id)
-                self._fail(request, f"the request has failed: {type(error).__name__}: {error}")
+                self._note_failure(request, error)
         for work, found in result.prompts:
             for place, top in enumerate(top_rows(found), work.start + 1):
                 work.answer.request.prompt_tops[place] = top

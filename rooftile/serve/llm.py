@@ -17,7 +17,7 @@ from rooftile.models.checkpoints.plan import Weights
 from rooftile.serve.build import build_engine, current_device
 from rooftile.serve.checkpoint import RECOMMENDED, find_folder, recommended_params
 from rooftile.serve.config import EngineConfig
-from rooftile.serve.output import RequestOutput, output_of
+from rooftile.serve.output import RequestOutput
 from rooftile.serve.process_lock import ProcessLock
 from rooftile.serve.progress import progress_bar
 from rooftile.serve.request import Request
@@ -157,7 +157,7 @@ class LLM:
                 if isinstance(found, RequestOutput):
                     outputs[place] = found
                 elif not found.live:
-                    outputs[place] = output_of(found, prompt)
+                    outputs[place] = self.engine.output_of(found, prompt)
                 if place in outputs:
                     answered(sum(len(answer.token_ids) for answer in outputs[place].outputs))
         return [outputs[place] for place in sorted(outputs)]
@@ -224,7 +224,7 @@ class LLM:
         for place, found, prompt in self._run(list_prompts(prompts), sampling_params):
             with self._lock:
                 # another thread may be about to take in this request's next token
-                output = found if isinstance(found, RequestOutput) else output_of(found, prompt)
+                output = found if isinstance(found, RequestOutput) else self.engine.output_of(found, prompt)
             yield place, output
 
     def check_process(self) -> None:

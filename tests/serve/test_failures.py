@@ -23,8 +23,10 @@ from rooftile.serve.llm import LLM
 from rooftile.serve.runner import Result
 from rooftile.serve.sampling.params import SamplingParams
 from rooftile.serve.scheduler import Plan, Scheduler
+from rooftile.serve.text.tokenizer import Tokenizer
 from tests.models.checkpoints import SMALL, VOCABULARY, saved
 from tests.serve.asking import GREEDY, ROOM, assert_clean, prompts, tokens_of
+from tests.serve.folders import save
 
 TINY = 8
 BEAMS = SamplingParams(n=4, beam_width=16, max_tokens=5, ignore_eos=True)
@@ -124,6 +126,42 @@ def test_an_error_of_one_request_is_its_own(peers, monkeypatch, caplog) -> None:
         outputs = llm.generate(asked, [GREEDY, beams, GREEDY])
         assert [outputs[n].outputs[0].token_ids for n in (0, 2)] == [due[0], due[2]]
         assert (outputs[1].error, outputs[1].outputs) == (sentence, [])
+        assert_clean(llm)
+        asyncio.run(ask())
+    assert_clean(llm)
+
+
+def test_a_text_that_cannot_be_made_is_one_requests_own(tmp_path, monkeypatch, caplog) -> None:
+    """Text is made when it is read, which is outside of a step."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL | {"vocab_size": 420})
+    save("byte_level", saved(transformers.AutoModelForCausalLM.from_config(config), tmp_path))
+    llm = LLM(tmp_path, **ROOM)
+    asked = prompts(3)
+    due = [answers[0] for answers in tokens_of(llm, asked, GREEDY)]
+    # a token that only one of the answers has
+    decode, lost = Tokenizer.decode, next(token for token in due[1] if token not in due[0] + due[2])
+
+    def fails(self, ids, *given):
+        if lost in ids:
+            raise ZeroDivisionError("no such text")
+        return decode(self, ids, *given)
+
+    sentence = "the request has failed: ZeroDivisionError: no such text"
+
+    async def ask() -> None:
+        async with AsyncEngine(llm) as engine:
+            found = await asyncio.gather(*(engine.complete(prompt, GREEDY) for prompt in asked), return_exceptions=True)
+            assert [found[n].outputs[0].token_ids for n in (0, 2)] == [due[0], due[2]]
+            assert (type(found[1]), str(found[1])) == (RuntimeError, sentence)
+
+    monkeypatch.setattr(Tokenizer, "decode", fails)
+    with caplog.at_level(logging.CRITICAL):
+        outputs = llm.generate(asked, GREEDY)
+        assert [outputs[n].outputs[0].token_ids for n in (0, 2)] == [due[0], due[2]]
+        assert (outputs[1].error, outputs[1].outputs) == (sentence, [])
+        streamed = [output for place, output in llm.stream(asked, GREEDY) if place == 1]
+        assert streamed[-1].error == sentence
         assert_clean(llm)
         asyncio.run(ask())
     assert_clean(llm)
