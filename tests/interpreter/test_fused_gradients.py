@@ -36,6 +36,34 @@ def test_parts_of_dw_are_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None
     norm_gradients.constants_of_adding.cache_clear()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "norm" in name])
+def test_rows_of_norms_that_a_program_reads_in_pieces(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rooftile.fused.kernels import norm, norm_gradients
+
+    rows = {"WHOLE": 16, "LONG_PIECE": 16}
+    for module, sizes in ((norm, rows), (norm_gradients, rows | {"LONG_COLUMNS": 8, "PROGRAMS": 5})):
+        for word, size in sizes.items():
+            monkeypatch.setattr(module, word, size)
+        module.long_constants.cache_clear()
+    try:
+        for rows, size in ((5, 40), (1, 17), (13, 33)):
+            seen: list[str] = []
+            leaves = inputs(name, rows, size, dtype)
+            with launch.observe(seen.append):
+                answers(OPERATIONS[name].call, leaves)
+            assert seen == ["_normalise_long", "_long_sums", "_long_gradients", "_add_parts"]
+            check(name, leaves)
+    finally:
+        norm.long_constants.cache_clear()
+        norm_gradients.long_constants.cache_clear()
+
+
+def test_long_rows_of_norms() -> None:
+    for name in ("add, layer norm", "rms norm"):
+        check(name, inputs(name, 3, 33001, torch.bfloat16))
+
+
 def test_a_sum_and_its_norm_are_one_launch() -> None:
     x, stream, w = torch.randn(3, 40), torch.randn(3, 40), torch.ones(40)
     before, seen = stream.clone(), []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -13,44 +13,62 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this p
 from rooftile.hardware.dependent_launch import overlaps  # noqa: E402
 from tests.kernels import hopper_machine_code  # noqa: E402
 from tests.kernels.test_decoder_kernels_compile import compiled, constants_of  # noqa: E402
+from tests.kernels.test_loki_compiles import compiled as compiled_pages  # noqa: E402
 from tests.kernels.test_quantised_products_compile import compiled as compiled_rows  # noqa: E402
 
 NORM = constants_of("rms", 4096, 1, True, False)
 GATE = {"FFN": 8192, "PIECE": 2048, "KIND": "silu", "PDL": False, "num_warps": 4}
 
 
-def _quantising(pdl: dict[str, bool]) -> Any:
+def _quantising(pdl: dict[str, bool]) -> str:
     from rooftile.numerics import kernels
 
     constants = kernels.constants_of(4096, "fp8", False, torch.device("cpu")) | pdl
-    return compiled_rows(kernels._quantise_rows, 90, constants, codes_ptr="*fp8e4nv", scales_ptr="*fp32")
+    return compiled_rows(kernels._quantise_rows, 90, constants, codes_ptr="*fp8e4nv", scales_ptr="*fp32").asm["ptx"]
 
 
-def _gating_to_codes(pdl: dict[str, bool]) -> Any:
+def _gating_to_codes(pdl: dict[str, bool]) -> str:
     from rooftile.fused.kernels import gate_quantised
 
     constants = gate_quantised.constants_of(14336, "silu", "fp8", torch.device("cpu")) | pdl
     words = {"codes_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "given_ptr": "*fp32"}
-    return compiled("_gate_quantised", 90, torch.bfloat16, constants, **words)
+    return compiled("_gate_quantised", 90, torch.bfloat16, constants, **words).asm["ptx"]
+
+
+def _choosing_pages(name: str, pdl: dict[str, bool]) -> str:
+    from rooftile.approximate.paged import kernels
+
+    device = torch.device("cpu")
+    constants = {
+        "_page_sums": kernels.constants_of(4, 32, 16, False, device), "_page_shares": kernels.shares_of(4, device),
+        "_choose": kernels.chooses(8192, device),
+    }  # fmt: skip
+    return compiled_pages(getattr(kernels, name), 90, constants[name] | pdl)
 
 
 KERNELS = {
-    "norm": lambda pdl: compiled("_normalise", 90, torch.bfloat16, NORM | pdl),
-    "gate": lambda pdl: compiled("_gate", 90, torch.bfloat16, GATE | pdl),
+    "norm": lambda pdl: compiled("_normalise", 90, torch.bfloat16, NORM | pdl).asm["ptx"],
+    "gate": lambda pdl: compiled("_gate", 90, torch.bfloat16, GATE | pdl).asm["ptx"],
     "gate to codes": _gating_to_codes,
     "rows to codes": _quantising,
+    **{name: partial(_choosing_pages, name) for name in ("_page_sums", "_page_shares", "_choose")},
 }
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_they_wait_before_they_touch_memory(name: str) -> None:
-    lines = KERNELS[name]({"PDL": True}).asm["ptx"].splitlines()
+    assert_waits(KERNELS[name]({"PDL": True}))
+    assert "griddepcontrol" not in KERNELS[name]({"PDL": False})
+
+
+def assert_waits(ptx: str) -> None:
+    """A kernel waits once, before it touches memory, and lets the next one begin before that."""
+    lines = ptx.splitlines()
     (waits,) = [n for n, line in enumerate(lines) if "griddepcontrol.wait" in line]
     (begins,) = [n for n, line in enumerate(lines) if "griddepcontrol.launch_dependents" in line]
     touches = [n for n, line in enumerate(lines) if re.search(r"\b(ld|st|atom|red)\.global", line)]
-    # the next kernel may begin before this one has its inputs: it waits for this one's end
+    # the next kernel waits for this one's end
     assert begins < waits < min(touches)
-    assert "griddepcontrol" not in KERNELS[name]({"PDL": False}).asm["ptx"]
 
 
 @pytest.mark.parametrize("name", ["decode-d128-pages-16-causal", "decode-fp8-d128-pages-16-causal"])

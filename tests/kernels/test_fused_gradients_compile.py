@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
@@ -43,9 +44,18 @@ def test_rows_of_4096(sm: int) -> None:
 
 @pytest.mark.parametrize("size", [16384, 32768, 65536])
 def test_long_rows(size: int) -> None:
-    from rooftile.fused.kernels import norm_gradients, softmax
+    from rooftile.fused.kernels import norm, norm_gradients, softmax
 
     # what leaves the registers is written and read again
     assert stack(built(softmax._softmax, 90, softmax.constants_of(size, softmax.WHOLE))) == 0
     assert stack(built(softmax._softmax_gradient, 90, softmax.constants_of(size, softmax.WHOLE_OF_GRADIENT))) == 0
-    built(norm_gradients._norm_gradients, 90, norm_gradients.constants_of(size, 2, False, False, False))
+    if size <= norm_gradients.WHOLE:
+        built(norm_gradients._norm_gradients, 90, norm_gradients.constants_of(size, 2, False, False, False))
+        return
+    summing, adding = norm_gradients.long_constants(size, True, False, True)
+    assert stack(built(norm_gradients._long_sums, 90, summing)) == 0
+    assert stack(built(norm_gradients._long_gradients, 90, adding)) == 0
+    if size > norm.WHOLE:
+        strides = {"x_stride_t": "i32", "x_stride_h": "i32"}
+        constants = norm.long_constants(1, size, "layer", True, torch.device("cpu"))
+        assert stack(compiled(norm._normalise_long, 90, constants, **WORDS, **strides)) == 0

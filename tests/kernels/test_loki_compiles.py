@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
+CPU = torch.device("cpu")
 POINTERS = dict.fromkeys(("table_ptr", "lengths_ptr", "count_ptr", "pages_ptr", "out_ptr"), "i32")
 POINTERS |= dict.fromkeys(("top_ptr", "total_ptr", "score_ptr"), "fp32")
 
@@ -21,7 +23,7 @@ POINTERS |= dict.fromkeys(("top_ptr", "total_ptr", "score_ptr"), "fp32")
 def test_scoring(sm: int, group: int, r: int, size: int, capped: bool) -> None:
     from rooftile.approximate.paged import kernels
 
-    ptx = compiled(kernels._page_sums, sm, kernels.constants_of(group, r, size, capped), aligned=r % 16 == 0)
+    ptx = compiled(kernels._page_sums, sm, kernels.constants_of(group, r, size, capped, CPU), aligned=r % 16 == 0)
     # on matrix instructions
     assert "mma.sync" in ptx or "wgmma" in ptx
 
@@ -32,7 +34,7 @@ def test_choosing(sm: int, pages: int) -> None:
     from rooftile.approximate.paged import kernels
 
     assert pages <= kernels.MOST_PAGES
-    compiled(kernels._choose, sm, kernels.chooses(pages))
+    compiled(kernels._choose, sm, kernels.chooses(pages, CPU))
 
 
 @pytest.mark.parametrize("sm", [80, 90])
@@ -40,7 +42,7 @@ def test_choosing(sm: int, pages: int) -> None:
 def test_sharing(sm: int, group: int) -> None:
     from rooftile.approximate.paged import kernels
 
-    compiled(kernels._page_shares, sm, kernels.shares_of(group))
+    compiled(kernels._page_shares, sm, kernels.shares_of(group, CPU))
 
 
 def compiled(kernel: Any, sm: int, constants: dict[str, Any], *, aligned: bool = True) -> str:

@@ -13,6 +13,8 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
+from tests.kernels.test_dependent_launch_compiles import assert_waits  # noqa: E402
+
 FLOATS = ("acc_ptr", "top_ptr", "total_ptr", "sums_ptr", "reference_ptr")
 INTEGERS = ("table_ptr", "near_table_ptr", "lengths_ptr", "chosen_ptr")
 KINDS = {"fp32": FLOATS, "i32": INTEGERS, "i64": ("words_ptr",)}
@@ -33,7 +35,8 @@ def test_the_kernels_of_a_shape(sm: int, batch: int, group: int, dim: int, dim_v
     from rooftile.approximate.paged.sparse_kernels.shape import shape_of
 
     q = torch.empty(batch, 4 * group, dim, dtype=torch.bfloat16)
-    shape = shape_of(q, 4, dim_v, size, **SIZES)
+    # as on a GPU of that kind
+    shape = shape_of(q, 4, dim_v, size, **SIZES)._replace(PDL=sm >= 90)
     every: dict[str, Any] = {"SHAPE": shape, "num_warps": 4}
     scored, compared = choice.constants_of(shape)
     kernels = {
@@ -68,6 +71,8 @@ def test_the_kernels_of_a_shape(sm: int, batch: int, group: int, dim: int, dim_v
             command = [str(tools / "cuobjdump"), "--dump-resource-usage", file.name]
             usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         ptx = built.asm["ptx"]
+        if shape.PDL:
+            assert_waits(ptx)
         assert re.search(r"STACK:(\d+)", usage)[1] == "0", name_of
         # at least two programs to a multiprocessor, unless heads are wide
         most = 160 if dim > 128 else 80 if sm == 80 else 112

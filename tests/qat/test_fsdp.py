@@ -19,6 +19,7 @@ from tests.qat.test_save import decoder
 SCRIPT = """
 import json
 import sys
+import time
 import warnings
 
 import torch
@@ -50,13 +51,15 @@ for _ in range(5):
     losses.append(loss.item() / 2)
 if rank == 0:
     print(json.dumps([losses, model[0].qat.steps]))
-# a process that leaves first takes the other's connection with it
+# a process that leaves while the other still reads its last message takes the connection, and the other aborts
 dist.barrier()
+time.sleep(0.5)
 dist.destroy_process_group()
 """
 
 SAVING = """
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -106,8 +109,9 @@ for name, (format, options, layout) in SAVED.items():
     whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
     if rank == 0:
         torch.save(whole, folder / "whole.pt")
-# a process that leaves first takes the other's connection with it
+# a process that leaves while the other still reads its last message takes the connection, and the other aborts
 dist.barrier()
+time.sleep(0.5)
 dist.destroy_process_group()
 """
 

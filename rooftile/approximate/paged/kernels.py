@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rooftile.approximate.gathered.kernels.choice import is_best
 from rooftile.backends.triton.scores import scaled_tanh
+from rooftile.hardware.dependent_launch import overlaps, wait_for_inputs
 from rooftile.launch import Kernel
 
 # keys of a program, unless a page has more
@@ -35,10 +36,12 @@ def _page_sums(
     q_ptr, leading_ptr, table_ptr, lengths_ptr, top_ptr, total_ptr, H, N, q_stride_b, q_stride_h,
     k_stride_p, k_stride_s, k_stride_h, table_stride, scale, softcap,
     GROUP: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, SIZE: tl.constexpr, PAGES: tl.constexpr,
-    CAPPED: tl.constexpr,
+    CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):
     # fmt: on
     """Writes the largest score and the sum of exponentials of PAGES pages, for the heads of a group: (B, H, N) each."""
+    if PDL:
+        wait_for_inputs()
     # neighbours in time are the heads of a token, which are neighbours in memory
     h_k, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     first = tl.program_id(1) * PAGES
@@ -70,9 +73,11 @@ def _page_sums(
 
 @triton.jit(do_not_specialize=["H", "N"])
 def _page_shares(
-    top_ptr, total_ptr, score_ptr, H, N, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    top_ptr, total_ptr, score_ptr, H, N, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Writes the sum of the softmax over each page and the heads of a group, (B, Hk, N), from what `_page_sums` wrote."""
+    if PDL:
+        wait_for_inputs()
     h_k, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     g = tl.arange(0, ROWS)
     lines = (b * H + h_k * GROUP + g)[:, None] * N
@@ -101,11 +106,13 @@ def _page_shares(
 
 
 @triton.jit(do_not_specialize=["Hk", "N", "most"])
-def _choose(score_ptr, count_ptr, pages_ptr, out_ptr, Hk, N, most, BLOCK: tl.constexpr):
+def _choose(score_ptr, count_ptr, pages_ptr, out_ptr, Hk, N, most, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Writes the places of the best scores of a sequence and key head, rising, and N after them: (B, Hk, most).
 
     A sequence has `pages` pages, of which `count` are chosen; the last one always is.
     """
+    if PDL:
+        wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     pages, count = tl.load(pages_ptr + row // Hk), tl.load(count_ptr + row // Hk)
     n = tl.arange(0, BLOCK)
@@ -130,13 +137,13 @@ def page_scores(
     top, total = torch.empty(2, B, H, N, dtype=torch.float32, device=q.device)
     scores = torch.empty(B, Hk, N, dtype=torch.float32, device=q.device)
     if B and N:
-        constants = constants_of(H // Hk, r, size, softcap is not None)
+        constants = constants_of(H // Hk, r, size, softcap is not None, q.device)
         arguments = (
             q, leading, table, lengths, top, total, H, N, *q.stride()[:2], *leading.stride()[:3], table.stride(0), scale,
             1.0 if softcap is None else softcap,
         )  # fmt: skip
         _start_page_sums((Hk, triton.cdiv(N, constants["PAGES"]), B), arguments, constants)
-        _start_page_shares((Hk, B, 1), (top, total, scores, H, N), shares_of(H // Hk))
+        _start_page_shares((Hk, B, 1), (top, total, scores, H, N), shares_of(H // Hk, q.device))
     return scores
 
 
@@ -145,26 +152,27 @@ def choose(scores: Tensor, counts: Tensor, pages: Tensor, most: int) -> Tensor:
     B, Hk, N = scores.shape
     out = torch.empty(B, Hk, most, dtype=torch.int32, device=scores.device)
     if out.numel():
-        _start_choose((B * Hk, 1, 1), (scores.contiguous(), counts, pages, out, Hk, N, most), chooses(triton.next_power_of_2(N)))
+        constants = chooses(triton.next_power_of_2(N), scores.device)
+        _start_choose((B * Hk, 1, 1), (scores.contiguous(), counts, pages, out, Hk, N, most), constants)
     return out
 
 
 @cache
-def shares_of(group: int) -> dict[str, int]:
+def shares_of(group: int, device: torch.device) -> dict[str, int]:
     """Returns what `_page_shares` is compiled for."""
-    return {"GROUP": group, "ROWS": triton.next_power_of_2(group), "BLOCK": PAGES, "num_warps": 8}
+    return {"GROUP": group, "ROWS": triton.next_power_of_2(group), "BLOCK": PAGES, "num_warps": 8} | overlaps(device)
 
 
 @cache
-def chooses(block: int) -> dict[str, int]:
+def chooses(block: int, device: torch.device) -> dict[str, int]:
     """Returns what `_choose` is compiled for."""
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 32)}
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 32)} | overlaps(device)
 
 
 @cache
-def constants_of(group: int, r: int, size: int, capped: bool) -> dict[str, int]:
+def constants_of(group: int, r: int, size: int, capped: bool, device: torch.device) -> dict[str, int]:
     """Returns what the kernel is compiled for; a matrix product takes at least 16 rows and columns."""
     return {
         "GROUP": group, "ROWS": max(triton.next_power_of_2(group), 16), "R": r, "BLOCK_R": max(triton.next_power_of_2(r), 16),
-        "SIZE": size, "PAGES": max(KEYS // size, 1), "CAPPED": capped, "num_warps": 4,
+        "SIZE": size, "PAGES": max(KEYS // size, 1), "CAPPED": capped, "num_warps": 4, **overlaps(device),
     }  # fmt: skip

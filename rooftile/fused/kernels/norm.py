@@ -11,9 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from rooftile.fused.kernels.quantised import out_of, rows_for, store_rows
-from rooftile.fused.kernels.tile import PIECE, warps_for
+from rooftile.fused.kernels.tile import LONG_PIECE, PIECE, warps_for
 from rooftile.hardware.dependent_launch import overlaps, wait_for_inputs
 from rooftile.launch import Kernel
+
+# numbers of a row that a program holds: more of them leave the registers
+WHOLE = 32768
 
 
 @triton.jit
@@ -21,7 +24,12 @@ def _normalised(x, weight, bias, there, eps, dtype, SIZE: tl.constexpr, KIND: tl
     """RMS: x / sqrt(mean x² + eps) * w. Layer: the same for x - mean x, plus b. All in fp32; x is 0 outside `there`."""
     if KIND == "layer":
         x = tl.where(there, x - (tl.sum(x, 1) / SIZE)[:, None], 0.0)
-    x = x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None]
+    return _weighted(x * tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None], weight, bias, dtype, KIND)
+
+
+@triton.jit
+def _weighted(x, weight, bias, dtype, KIND: tl.constexpr):
+    """A normalised x times its weight, plus its bias."""
     if KIND == "layer":
         x = x * weight + bias
     elif KIND == "plus one":
@@ -84,7 +92,57 @@ def _normalise(
         store_rows(y, o_ptr, line, scales_ptr + r, given_ptr, there, t < total, OUT, True)
 
 
-_start_normalise = Kernel(_normalise)
+@triton.jit
+def _piece(x_ptr, n, SIZE: tl.constexpr):
+    return tl.load(x_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _normalise_long(
+    x_ptr, residual_ptr, stream_ptr, o_ptr, weight_ptr, bias_ptr, x_stride_t, x_stride_h, eps, HEADS: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_normalise` of one row that would leave the registers: it is read again for each sum, and finds itself in a cache."""
+    if PDL:
+        wait_for_inputs()
+    r = tl.program_id(0).to(tl.int64)
+    x_ptr += r // HEADS * x_stride_t + r % HEADS * x_stride_h
+    lane = tl.arange(0, BLOCK)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        n = start + lane
+        x = _piece(x_ptr, n, SIZE)
+        if RESIDUAL:
+            stream = (_piece(residual_ptr + r * SIZE, n, SIZE) + x).to(dtype)
+            tl.store(stream_ptr + r * SIZE + n, stream, mask=n < SIZE)
+            x = stream.to(tl.float32)
+        sums += x if KIND == "layer" else x * x
+    if RESIDUAL:
+        # other threads of the program may read what one has written
+        tl.debug_barrier()
+        x_ptr = stream_ptr + r * SIZE
+    mean = tl.sum(sums, 0) / SIZE
+    if KIND == "layer":
+        sums = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, SIZE, BLOCK):
+            n = start + lane
+            x = tl.where(n < SIZE, _piece(x_ptr, n, SIZE) - mean, 0.0)
+            sums += x * x
+    inverse = tl.rsqrt(tl.sum(sums, 0) / SIZE + eps)
+    for start in range(0, SIZE, BLOCK):
+        n = start + lane
+        x = _piece(x_ptr, n, SIZE)
+        if KIND == "layer":
+            x -= mean
+        weight = _piece(weight_ptr, n, SIZE)
+        bias = weight
+        if KIND == "layer":
+            bias = _piece(bias_ptr, n, SIZE)
+        tl.store(o_ptr + r * SIZE + n, _weighted(x * inverse, weight, bias, dtype, KIND), mask=n < SIZE)
+
+
+_start_normalise, _start_long = Kernel(_normalise), Kernel(_normalise_long)
 
 
 def normalise(x: Tensor, norm) -> Tensor:
@@ -132,6 +190,9 @@ def _launch(
 ) -> None:  # fmt: skip
     x = x if x.stride(-1) == 1 else x.contiguous()
     total, heads, size = x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
+    if size > WHOLE and post is None and not out:
+        _launch_long(x, residual, stream, o, norm, total * heads, heads)
+        return
     first = norm if post is None else post
     weight, bias, first_weight, first_bias = norm.weight, norm.bias, first.weight, first.bias
     post_kind = "" if post is None else _kind(post)
@@ -143,6 +204,22 @@ def _launch(
         norm.eps, first.eps,
     )  # fmt: skip
     _start_normalise((triton.cdiv(total * heads, constants["BLOCK_R"]), 1, 1), arguments, constants)
+
+
+def _launch_long(x: Tensor, residual: Tensor | None, stream: Tensor | None, o: Tensor, norm, rows: int, heads: int) -> None:
+    bias = norm.weight if norm.bias is None else norm.bias
+    arguments = (
+        x, o if residual is None else residual, o if stream is None else stream, o, norm.weight, bias, x.stride(0),
+        x.stride(1) if heads > 1 else 0, norm.eps,
+    )  # fmt: skip
+    _start_long((rows, 1, 1), arguments, long_constants(heads, x.shape[-1], _kind(norm), residual is not None, x.device))
+
+
+@cache
+def long_constants(heads: int, size: int, kind: str, residual: bool, device: torch.device) -> dict[str, Any]:
+    """The compile-time arguments for a row that is read in pieces."""
+    own = {"HEADS": heads, "SIZE": size, "BLOCK": LONG_PIECE, "KIND": kind, "RESIDUAL": residual}
+    return own | overlaps(device) | {"num_warps": warps_for(LONG_PIECE), "enable_fp_fusion": False}
 
 
 def _kind(norm) -> str:

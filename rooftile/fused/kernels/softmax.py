@@ -9,13 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rooftile.fused.kernels.tile import warps_for
+from rooftile.fused.kernels.tile import LONG_PIECE, warps_for
 from rooftile.launch import Kernel
 
 # numbers of a row that a program holds: more of them leave the registers
 WHOLE, WHOLE_OF_GRADIENT = 32768, 16384
-# ... and that it reads at once of a longer row
-PIECE = 8192
 
 
 @triton.jit
@@ -112,5 +110,5 @@ def gradient(dy: Tensor, y: Tensor, scale: float) -> Tensor:
 @cache
 def constants_of(size: int, whole: int) -> dict[str, int]:
     """Returns the compile-time arguments, where a program holds up to `whole` numbers."""
-    block = PIECE if size > whole else triton.next_power_of_2(size)
+    block = LONG_PIECE if size > whole else triton.next_power_of_2(size)
     return {"SIZE": size, "BLOCK": block, "num_warps": warps_for(block)}

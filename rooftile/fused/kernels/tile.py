@@ -16,6 +16,8 @@ NUMBERS, MOST_WARPS = 16, 16
 # Numbers per program: short rows, and heads, share one. The same for a piece of a gate: a row of 14336 has seven, and 8192
 # rows have so many that each should not be shorter.
 PIECE = 2048
+# ... and of a row that leaves the registers
+LONG_PIECE = 8192
 
 
 def warps_for(numbers: int) -> int:

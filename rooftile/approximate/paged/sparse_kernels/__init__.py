@@ -54,4 +54,4 @@ def decode(
 @cache
 def _constants(shape: Shape) -> dict[str, Any]:
     """One dictionary per shape: a launch knows it by its identity."""
-    return {"SHAPE": shape, "num_warps": 4}
+    return {"SHAPE": shape, "num_warps": 4} | shape.options

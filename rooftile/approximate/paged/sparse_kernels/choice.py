@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from rooftile.approximate.paged.sparse_kernels.shape import MOST_SPLITS, Shape, parts_of
+from rooftile.hardware.dependent_launch import wait_for_inputs
 from rooftile.launch import Kernel
 
 # a block's number is below this
@@ -47,6 +48,8 @@ def _score_blocks(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """words (B, Hk, BLOCKS) int64, of the blocks that a sequence has."""
+    if SHAPE.PDL:
+        wait_for_inputs()
     hk, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     own = _own_block(lengths_ptr, b, SHAPE)
     j = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
@@ -75,6 +78,8 @@ def _score_blocks(
 @triton.jit(do_not_specialize=["HK", "BLOCKS"], do_not_specialize_on_alignment=["lengths_ptr"])
 def _keep_best(words_ptr, lengths_ptr, chosen_ptr, HK, BLOCKS, SHAPE: tl.constexpr, WIDTH: tl.constexpr):
     """chosen (B, Hk, COUNT) int32, rising, then -1."""
+    if SHAPE.PDL:
+        wait_for_inputs()
     hk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     own = _own_block(lengths_ptr, b, SHAPE)
     i = tl.arange(0, SHAPE.MOST)
@@ -114,4 +119,5 @@ def launch(sums, reference, top, total, lengths, chosen, shape) -> None:
 @cache
 def constants_of(shape: Shape) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the compile-time constants of both launches."""
-    return {"SHAPE": shape, "WIDTH": SCORED, "num_warps": 4}, {"SHAPE": shape, "WIDTH": COMPARED, "num_warps": 1}
+    scored, compared = {"WIDTH": SCORED, "num_warps": 4}, {"WIDTH": COMPARED, "num_warps": 1}
+    return {"SHAPE": shape} | scored | shape.options, {"SHAPE": shape} | compared | shape.options

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from rooftile.approximate.paged.sparse_kernels.shape import add_step, parts_of, store_part
 from rooftile.backends.triton.scores import LOG2E
+from rooftile.hardware.dependent_launch import wait_for_inputs
 from rooftile.launch import Kernel
 
 
@@ -25,6 +26,8 @@ def _decode_compressed(
     q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, acc_ptr, top_ptr, total_ptr, sums_ptr, reference_ptr,
     q_strides, k_strides, v_strides, table_stride, H, STEPS, PARTS, scale, SHAPE: tl.constexpr,
 ):  # fmt: skip
+    if SHAPE.PDL:
+        wait_for_inputs()
     ROWS: tl.constexpr = SHAPE.ROWS
     KEYS: tl.constexpr = SHAPE.KEYS
     NEW: tl.constexpr = SHAPE.NEW

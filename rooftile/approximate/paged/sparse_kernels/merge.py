@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from rooftile.approximate.paged.sparse_kernels.shape import Shape, parts_of
+from rooftile.hardware.dependent_launch import wait_for_inputs
 from rooftile.launch import Kernel
 
 
@@ -31,6 +32,8 @@ def _merged(acc_ptr, top_ptr, total_ptr, first, COUNT: tl.constexpr, SHAPE: tl.c
 @triton.jit(do_not_specialize=["PARTS"])
 def _merge_branches(acc_ptr, top_ptr, total_ptr, gates_ptr, o_ptr, PARTS, SHAPE: tl.constexpr):
     """o (B, H, Dv); a program has one row."""
+    if SHAPE.PDL:
+        wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     dv = tl.arange(0, SHAPE.BLOCK_DV)
     first = row * PARTS
@@ -54,4 +57,4 @@ def launch(parts, gates, o, shape) -> None:
 def constants_of(shape: Shape) -> dict[str, Any]:
     """Returns the compile-time constants of a launch."""
     # a row is small, and more warps would wait for each other at every sum
-    return {"SHAPE": shape, "num_warps": 1}
+    return {"SHAPE": shape, "num_warps": 1} | shape.options

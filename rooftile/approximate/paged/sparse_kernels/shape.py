@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rooftile.hardware.dependent_launch import overlaps
+
 # programs of a launch: about four to a multiprocessor
 PROGRAMS = 512
 # compressed keys of a step, unless more begin in a block, and the most
@@ -46,6 +48,12 @@ class Shape(NamedTuple):
     CHOSEN: int  # programs that share the chosen blocks
     NEAR: int  # programs that share the window
     PRECISION: str
+    PDL: bool  # whether a kernel begins beside the end of the one in front of it
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Further arguments of a launch."""
+        return {"launch_pdl": True} if self.PDL else {}
 
 
 @triton.jit
@@ -113,7 +121,7 @@ def shape_of(q: Tensor, Hk: int, dim_v: int, size: int, *, window: int, **sizes:
     return Shape(
         H // Hk, rows, D, dim_v, block_d, block_dv, size, size // stride, length, stride, block, sizes["count"],
         sizes["first"], sizes["local"], window, keys, ratio, aligned, keys // aligned, block_c, tokens, splits, each,
-        -(-chosen // each), -(-near // each), "ieee" if q.dtype.itemsize == 4 else "tf32",
+        -(-chosen // each), -(-near // each), "ieee" if q.dtype.itemsize == 4 else "tf32", overlaps(q.device)["PDL"],
     )  # fmt: skip
 
 

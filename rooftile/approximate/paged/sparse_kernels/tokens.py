@@ -11,6 +11,7 @@ import triton.language as tl
 
 from rooftile.approximate.paged.sparse_kernels.shape import add_step, parts_of, store_part
 from rooftile.backends.triton.scores import LOG2E
+from rooftile.hardware.dependent_launch import wait_for_inputs
 from rooftile.launch import Kernel
 
 
@@ -52,6 +53,8 @@ def _decode_tokens(
     q_strides, k_strides, v_strides, near_k_strides, near_v_strides, table_stride, near_table_stride, H, PARTS, scale,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
+    if SHAPE.PDL:
+        wait_for_inputs()
     ROWS: tl.constexpr = SHAPE.ROWS
     BLOCK_DV: tl.constexpr = SHAPE.BLOCK_DV
     part, hk, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
