@@ -95,6 +95,31 @@ MUTATIONS = {
         "approximate/paged/loki.py", "scores = scores.masked_fill(last[:, None], math.inf)", "scores = scores",
         ("tests/serve/test_loki.py", "-k", "without_a_cache"),
     ),
+    "loki, the last page, in a kernel": Mutation(
+        "approximate/paged/kernels.py", "tl.where(n == pages - 1, float", "tl.where(n == pages, float",
+        ("tests/interpreter/test_loki_pages.py", "-k", "best"), interpreted=True,
+    ),
+    "loki, shares of a head": Mutation(
+        "approximate/paged/kernels.py", "l = l * tl.exp(m - pivot) + tl.sum(total", "l = l + tl.sum(total",
+        ("tests/interpreter/test_loki_pages.py", "-k", "scores"), interpreted=True,
+    ),
+    "softmax, a piece's largest": Mutation(
+        "fused/kernels/softmax.py", "scaled = sums * tl.exp(largest - above)", "scaled = sums",
+        ("tests/interpreter/test_fused_gradients.py", "-k", "pieces"), interpreted=True,
+    ),
+    "norm, the mean of a long row": Mutation(
+        "fused/kernels/norm.py", "x = tl.where(n < SIZE, _piece(x_ptr, n, SIZE) - mean, 0.0)",
+        "x = _piece(x_ptr, n, SIZE) - mean",
+        ("tests/interpreter/test_fused_gradients.py", "-k", "pieces"), interpreted=True,
+    ),
+    "norm, slopes of a long row": Mutation(
+        "fused/kernels/norm_gradients.py", "tl.sum(products, 0) * inverse / SIZE)", "tl.sum(products, 0) / SIZE)",
+        ("tests/interpreter/test_fused_gradients.py", "-k", "pieces"), interpreted=True,
+    ),
+    "text that cannot be made": Mutation(
+        "serve/engine.py", "            self._note_failure(request, error)\n            return output_of(request, prompt)",
+        "            raise", ("tests/serve/test_failures.py", "-k", "text_that"),
+    ),
     "loki, page sums": Mutation(
         "approximate/paged/kernels.py", "seen = j < length\n", "seen = j <= length\n",
         ("tests/interpreter/test_loki_pages.py",), interpreted=True,
@@ -454,8 +479,8 @@ MUTATIONS = {
         ("tests/planning/test_choice.py",),
     ),
     "plan, launches": Mutation(
-        "planning/costs.py", "sum(max(self._parts(one)) + self.roofs(one.dtype).fixed_us for one in passes)",
-        "sum(max(self._parts(one)) for one in passes)", ("tests/planning/test_known_answers.py",),
+        "planning/costs.py", "return self.roofs(one.dtype).fixed_us + fill_us", "return fill_us",
+        ("tests/planning/test_known_answers.py",),
     ),
     "plan, projections of one input": Mutation(
         "planning/targets/recording.py", "same_parent and a.number == b.number and", "same_parent and",
@@ -469,7 +494,8 @@ MUTATIONS = {
         "planning/targets/modules.py", "        self._model.eval()\n", "", ("tests/planning/test_modules.py", "-k", "evaluation"),
     ),
     "plan, names as patterns": Mutation(
-        "planning/plan.py", 'f"re:{re.escape(name)}$"', "name", ("tests/planning/test_plan.py", "-k", "pattern"),
+        "planning/targets/training.py", 'f"re:{re.escape(name)}$": word', "name: word",
+        ("tests/planning/test_plan.py", "-k", "pattern"),
     ),
     "plan, a decoder left rounded": Mutation(
         "planning/targets/decoders.py", "projection.weight, projection.parts = weight, ()", "projection.weight = weight",
@@ -484,8 +510,8 @@ MUTATIONS = {
         ("tests/sparsity/test_masks.py",),
     ),
     "2:4, a place": Mutation(
-        "matmul/two_four/kernels.py", "tl.where(low == 1, first, tl.where(high == 1, second, zero))",
-        "tl.where(low == 1, first, zero)",
+        "matmul/two_four/kernels.py", "(both & 0xFFFF).to(tl.uint64) << ((four << 4) & 48)",
+        "(both & 0xFFFF).to(tl.uint64) << ((four << 2) & 48)",
         ("tests/interpreter/test_two_four.py", "-k", "products"), interpreted=True,
     ),
     "2:4, the last tile": Mutation(

@@ -45,6 +45,17 @@ def test_pages_have_the_scores_of_the_definition(size: int, Hk: int, G: int, D: 
     torch.testing.assert_close(found[:3].sum(-1), torch.full((3, Hk), float(G)))
 
 
+def test_scores_of_pages_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rooftile.approximate.paged import kernels
+
+    monkeypatch.setattr(kernels, "PAGES", 2)
+    kernels.shares_of.cache_clear()
+    try:
+        test_pages_have_the_scores_of_the_definition(16, 2, 3, 16, 5, None)
+    finally:
+        kernels.shares_of.cache_clear()
+
+
 @pytest.mark.parametrize("scores", ["random", "equal", "ties", "signs", "nan"])
 @pytest.mark.parametrize("keep", [0.01, 0.3, 1.0])
 def test_the_best_pages_are_those_of_the_definition(keep: float, scores: str) -> None:
