@@ -15,11 +15,21 @@ import torch
 import triton
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rooftile.hardware.arch import arch
+
+
+def has_dependent_launches(name: str) -> bool:
+    """Whether a GPU such as "sm90" has such launches, also where a CUDA graph is captured.
+
+    Consumer Blackwell (sm120) has them, but a capture with one fails there: SGLang, pull request 18596.
+    """
+    return name.startswith("sm") and 90 <= int(name[2:]) < 120
+
 
 @cache
 def overlaps(device: torch.device) -> dict[str, bool]:
     """Returns the compile-time arguments of kernels that take part, as far as a device has such launches."""
-    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (9, 0):
+    if not has_dependent_launches(arch(device)):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
 

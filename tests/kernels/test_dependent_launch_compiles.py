@@ -10,7 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
-from rooftile.hardware.dependent_launch import overlaps  # noqa: E402
+from rooftile.hardware.dependent_launch import has_dependent_launches, overlaps  # noqa: E402
 from tests.kernels import hopper_machine_code  # noqa: E402
 from tests.kernels.test_decoder_kernels_compile import compiled, constants_of  # noqa: E402
 from tests.kernels.test_loki_compiles import compiled as compiled_pages  # noqa: E402
@@ -80,6 +80,14 @@ def test_decoding_waits_before_its_roles_part(name: str) -> None:
     touches = [n for n, line in enumerate(lines) if re.search(r"\b(ld|st)\.global|cp\.async", line)]
     assert waits < min(part, *touches)
     assert sum("griddepcontrol.launch_dependents" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "due"), [("sm80", False), ("sm89", False), ("sm90", True), ("sm100", True), ("sm103", True), ("sm120", False),
+                      ("gfx942", False), ("cpu", False)],
+)  # fmt: skip
+def test_who_has_such_launches(name: str, due: bool) -> None:
+    assert has_dependent_launches(name) == due
 
 
 def test_a_cpu_has_no_such_launches() -> None:

@@ -32,6 +32,7 @@ from rooftile.backends.device.split_kv import (
 from rooftile.backends.device.visibility import Mask
 from rooftile.backends.triton.call import constants_of, padded
 from rooftile.backends.triton.paged_fwd import _walk, paged_spec, spec_of
+from rooftile.hardware.dependent_launch import has_dependent_launches
 from rooftile.kvcache import PagedKV
 from rooftile.launch import Kernel
 from rooftile.spec import Options, Spec
@@ -184,7 +185,7 @@ def _constants(spec: Spec, size: int, T: int, batch: int) -> dict[str, Any]:
     known = paged_spec(spec_of(spec, T), spec, size, heads, max(triton.next_power_of_2(T * heads), 16))
     return {
         "SPEC": known, "BATCH": batch, "BLOCK_S": 32 if _wide(spec) else 64, "STAGES": 6, "num_warps": _warps(spec),
-        "PDL": spec.device.startswith("sm") and int(spec.device[2:]) >= 90,
+        "PDL": has_dependent_launches(spec.device),
     }  # fmt: skip
 
 
