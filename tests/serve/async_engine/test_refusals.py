@@ -8,7 +8,6 @@ import pytest
 
 from rooftile.errors import InvalidInput
 from rooftile.serve import LLM, AsyncEngine, Overloaded, SamplingParams
-from rooftile.serve.output import output_of
 from tests.serve.asking import GREEDY, ROOM, TOKENS, assert_clean, prompts
 from tests.serve.async_engine.asking import LONG, at_rest, read, run, slowed
 
@@ -87,7 +86,7 @@ def test_a_step_that_fails_is_heard_by_all_who_wait_and_all_who_come(llm: LLM, c
 @pytest.mark.parametrize("where", ["output", "abort"])
 def test_a_failure_between_two_steps_is_heard_by_all(llm: LLM, monkeypatch, caplog, where: str) -> None:
     """Also by callers whose answers were complete but not yet delivered, and by those whose orders are behind it."""
-    real, failing = (output_of, 2) if where == "output" else (llm.engine.abort, 1)
+    real, failing = (llm.engine.output_of, 2) if where == "output" else (llm.engine.abort, 1)
     count = 0
 
     def broken(*given):
@@ -101,7 +100,7 @@ def test_a_failure_between_two_steps_is_heard_by_all(llm: LLM, monkeypatch, capl
         async with AsyncEngine(llm) as engine:
             if where == "output":
                 # both end in one step; the first has its output when the second fails
-                monkeypatch.setattr("rooftile.serve.async_engine.output_of", broken)
+                monkeypatch.setattr(llm.engine, "output_of", broken)
                 calls = [engine.complete([n], GREEDY) for n in (1, 2)]
                 found = await asyncio.gather(*calls, return_exceptions=True)
             else:
