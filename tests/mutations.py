@@ -205,7 +205,7 @@ MUTATIONS = {
     ),
     "text, a token that ends an answer": Mutation(
         "server/engine/following.py", "detokenizer.take_ids()", "answer.ids[-1:]",
-        ("tests/server/test_spelling.py", "-k", "belongs_to_no_text"),
+        ("tests/server/test_answer_texts.py", "-k", "belongs_to_no_text"),
     ),
     "strided, a key twice": Mutation(
         "approximate/chosen/sparse_transformer.py",

@@ -55,4 +55,4 @@ PIPELINED = 16
 TOKENISING = 256
 TOKENISING_THREADS = 2
 # tokens of an answer whose text is made in the event loop, in less than a millisecond. No flag: the rest is made in a thread
-SPELT_AT_ONCE = 1024
+DECODED_AT_ONCE = 1024

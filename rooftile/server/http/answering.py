@@ -19,7 +19,7 @@ from rooftile.server.http.envelope import mistake
 from rooftile.server.http.openai.asks import Ask, refusal_of
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm
 from rooftile.server.http.openai.gathered import Usage
-from rooftile.server.http.texts import Spelling
+from rooftile.server.http.texts import AnswerTexts
 from rooftile.server.observe.log import Account, log
 from rooftile.server.refusals import Refusal
 from rooftile.server.service import Service
@@ -49,7 +49,7 @@ class Answering:
         self._calls: list[Call] = []
         self._tickets: list[Ticket] = []
         self._engine: RemoteEngine | None = None
-        self._spelling: Spelling | None = None
+        self._answer_texts: AnswerTexts | None = None
         self._began = time.monotonic()
         self._last: dict[tuple[int, int], float] = {}
         self._ended: set[tuple[int, int]] = set()
@@ -62,7 +62,7 @@ class Answering:
             Refusal: it cannot be answered, or not now.
         """
         engine, texts, _ = self._service.check()
-        self._engine, self._spelling = engine, Spelling(texts, self.ask.params)
+        self._engine, self._answer_texts = engine, AnswerTexts(texts, self.ask.params)
         self._service.live.add(self)
         try:
             async with asyncio.timeout_at(self._deadline):
@@ -115,8 +115,8 @@ class Answering:
             while left:
                 place, news = await merged.next()
                 left -= news.finished
-                if self._spelling is not None:
-                    await self._spelling.fill(place, news)
+                if self._answer_texts is not None:
+                    await self._answer_texts.fill(place, news)
                 self._note(place, news)
                 yield place, news
         except EngineDown as error:

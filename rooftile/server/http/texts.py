@@ -1,6 +1,6 @@
 """`Texts`: the tokenizer of the served model, in two threads, so that no long text holds up the event loop.
 
-`Spelling` makes the texts of a request's answers with it, in the event loop where the text is short.
+`AnswerTexts` makes the texts of a request's answers with it, in the event loop where the text is short.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Texts:
             self._queued -= 1
 
 
-class Spelling:
+class AnswerTexts:
     """The texts of a request's answers, where the engine sends their tokens only.
 
     Args:
@@ -111,7 +111,7 @@ class Spelling:
         Raises:
             Refusal: the server is shutting down.
         """
-        if sum([len(piece.ids) for piece in news.pieces if piece.ids]) > limits.SPELT_AT_ONCE:
+        if sum([len(piece.ids) for piece in news.pieces if piece.ids]) > limits.DECODED_AT_ONCE:
             await self._texts.in_thread(lambda: self._fill(place, news))
         else:
             self._fill(place, news)

@@ -18,7 +18,7 @@ from rooftile.serve.text.tokenizer import Tokenizer
 from rooftile.server import limits
 from rooftile.server.engine.calls import Call
 from rooftile.server.engine.messages import Add, News, Piece
-from rooftile.server.http.texts import Spelling, Texts
+from rooftile.server.http.texts import AnswerTexts, Texts
 from tests.serve.folders import KINDS
 from tests.serve.test_detokenizer import chunks, stream
 from tests.serve.test_detokenizer_lazy import NEVER, made
@@ -74,7 +74,7 @@ def test_pieces_are_those_of_a_detokenizer_in_the_engine(kind: str, seed: int, s
         text.follow()
 
     async def test() -> None:
-        call, spelling, steps = Call(1), Spelling(Texts(tokenizer), params), max(map(len, answers))
+        call, answer_texts, steps = Call(1), AnswerTexts(Texts(tokenizer), params), max(map(len, answers))
         tokens = [0, 0]
         for step in range(steps):
             last, pieces = step + 1 == steps, []
@@ -87,7 +87,7 @@ def test_pieces_are_those_of_a_detokenizer_in_the_engine(kind: str, seed: int, s
             # news that is not read in time is joined
             if last or draw.random() < 0.5:
                 news = await anext(call)
-                await spelling.fill(0, news)
+                await answer_texts.fill(0, news)
                 for piece in news.pieces:
                     text = due[piece.index]
                     if last:
@@ -98,15 +98,15 @@ def test_pieces_are_those_of_a_detokenizer_in_the_engine(kind: str, seed: int, s
     asyncio.run(test())
 
 
-def spelt(tokenizer: Tokenizer, parts: Sequence[list[int]]) -> list[str]:
+def texts_of(tokenizer: Tokenizer, parts: Sequence[list[int]]) -> list[str]:
     """The texts of one answer whose tokens come in these parts."""
 
     async def go() -> list[str]:
         texts, found = Texts(tokenizer), []
-        spelling = Spelling(texts, {})
+        answer_texts = AnswerTexts(texts, {})
         for part in parts:
             news = News(1, [Piece(0, "", 0, ids=part)])
-            await spelling.fill(0, news)
+            await answer_texts.fill(0, news)
             found.append(news.pieces[0].text)
         texts.close()
         return found
@@ -116,12 +116,12 @@ def spelt(tokenizer: Tokenizer, parts: Sequence[list[int]]) -> list[str]:
 
 def test_a_client_never_gets_half_a_character() -> None:
     ids = made("byte_level").encode("a😀é", special=False)
-    assert spelt(made("byte_level"), [[id] for id in ids]) == ["a", "", "", "", "😀", "é"]
+    assert texts_of(made("byte_level"), [[id] for id in ids]) == ["a", "", "", "", "😀", "é"]
 
 
 def test_a_long_text_is_made_in_a_thread(monkeypatch) -> None:
     tokenizer = made("byte_level")
-    ids = tokenizer.encode("the roof " * 1000, special=False)[: limits.SPELT_AT_ONCE]
+    ids = tokenizer.encode("the roof " * 1000, special=False)[: limits.DECODED_AT_ONCE]
     threads, add = [], Detokenizer.add
 
     def noted(self: Detokenizer, ids: Sequence[int]) -> None:
@@ -129,7 +129,7 @@ def test_a_long_text_is_made_in_a_thread(monkeypatch) -> None:
         add(self, ids)
 
     monkeypatch.setattr(Detokenizer, "add", noted)
-    found = spelt(tokenizer, [ids, [*ids, ids[0]], ids[:1]])
+    found = texts_of(tokenizer, [ids, [*ids, ids[0]], ids[:1]])
     assert "".join(found) == tokenizer.decode([*ids, *ids, ids[0], ids[0]])
     assert threads == [True, False, True]
 
@@ -137,7 +137,7 @@ def test_a_long_text_is_made_in_a_thread(monkeypatch) -> None:
 def test_a_request_with_tokens_only_needs_no_tokenizer() -> None:
     async def go() -> None:
         news = News(1, [Piece(0, "", 3)])
-        await Spelling(Texts(None), {}).fill(0, news)
+        await AnswerTexts(Texts(None), {}).fill(0, news)
         assert news.pieces == [Piece(0, "", 3)]
 
     asyncio.run(go())
