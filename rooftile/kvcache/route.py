@@ -16,6 +16,8 @@ from rooftile.spec import Queries
 
 # the smallest block, in tokens, that the copy engine reads in place: below it, a copy of the block costs more than its tokens
 SMALLEST_BLOCK = 16
+# tokens that the copy engine takes together: it steps from block to block by multiples of them
+TOGETHER = 8
 # queries per sequence, on average, from which the kernels for prompts are worth their start
 PROMPT = 64
 # queries per sequence, on average, whose products take so long that it costs less to copy blocks below LARGE_BLOCK first than to
@@ -35,7 +37,7 @@ class Route(NamedTuple):
 
 def route(
     queries: int, sequences: int, size: int, *, fp8: bool, copy_bytes: int, packed: bool = True, deterministic: bool = False,
-    readable: bool = True,
+    readable: bool = True, apart: bool = True,
 ) -> Route:  # fmt: skip
     """Decides how a call is computed.
 
@@ -48,6 +50,7 @@ def route(
         packed: whether sequences may differ in their number of queries.
         deterministic: whether a sequence's result may not depend on its neighbours; how the fast kernels divide work does.
         readable: whether the copy engine can read the blocks, by their strides and alignment.
+        apart: whether it can step from block to block, which it cannot where they overlap, as a view by heads does.
 
     Example:
         >>> route(3000, 2, 16, fp8=False, copy_bytes=1 << 20)
@@ -61,13 +64,13 @@ def route(
     if queries >= PROMPT * sequences and (not must or copy_bytes <= MOST_GATHERED):
         pays = size < LARGE_BLOCK and queries >= LONG_PROMPT * sequences and copy_bytes <= MOST_GATHERED
         return Route("many", gather=must or pays or not readable)
-    if not packed and queries == sequences and size >= SMALLEST_BLOCK:
+    if not packed and queries == sequences and size >= SMALLEST_BLOCK and apart:
         return Route("one", gather=not readable)
     return Route("any", gather=False)
 
 
 def route_of(q: Tensor, cache: PagedKV, *, deterministic: bool = False, readable: bool = True) -> Route:
-    """The route of queries q (B, T, H, D), or packed (total, H, D), to a cache. Reads shapes and no data."""
+    """The route of queries q (B, T, H, D), or packed (total, H, D), to a cache. Reads shapes and strides, and no data."""
     return route(
         q.shape[:-2].numel(),
         cache.table.shape[0],
@@ -77,4 +80,11 @@ def route_of(q: Tensor, cache: PagedKV, *, deterministic: bool = False, readable
         packed=cache.cu_q is not None,
         deterministic=deterministic,
         readable=readable,
+        apart=_are_apart(cache.k) and _are_apart(cache.v),
     )
+
+
+def _are_apart(blocks: Tensor) -> bool:
+    """Whether blocks (P, size, Hk, D) lie multiples of TOGETHER tokens apart."""
+    step = TOGETHER * blocks.stride(1)
+    return blocks.shape[0] <= 1 or (step > 0 and blocks.stride(0) % step == 0)

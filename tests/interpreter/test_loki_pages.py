@@ -98,7 +98,7 @@ def test_chosen_pages_are_not_copied() -> None:
     pages, table, lengths = cache_of(16, 2, 16, 5)
     leading, q, seen = pages.planes["leading"][:, 1], torch.randn(4, 4, 16), list[str]()
     with launch.observe(seen.append):
-        paged.decode(q, pages.view(1, table, lengths), leading, keep=0.3, asked=Asked(0.3))
+        paged.decode(q, pages.view(1, table, lengths), leading, keep=0.3, asked=Asked(0.3, backend="triton"))
     assert seen == ["_page_sums", "_page_shares", "_choose", "_decode", "_merge"]
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from rooftile.kvcache import PagedKV
+from rooftile import api, dispatch
+from rooftile.approximate import Loki
+from rooftile.approximate.paged import loki as paged
+from rooftile.kvcache import PagedKV, Pages
 from rooftile.kvcache.route import MOST_GATHERED, Route, route, route_of
+from rooftile.masks import CAUSAL
+from rooftile.spec import Asked, Spec
 
 # bytes of a token's keys and values in bf16: 8 heads of 128
 TOKEN = 8 * (128 + 128) * 2
@@ -84,3 +92,30 @@ def test_the_route_of_every_kind_of_call(queries, sequences, size, room, facts, 
     shape = (queries,) if facts["packed"] else (sequences, queries // sequences)
     q = torch.empty(*shape, 32, 128, dtype=torch.bfloat16, device="meta")
     assert route_of(q, cache, deterministic=facts["deterministic"], readable=facts["readable"]) == due
+
+
+def test_blocks_that_overlap_are_read_in_place_by_a_kernel_without_a_copy_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loki's chosen pages are a view by heads: from one head to the next lies less than a block."""
+    seen: list[tuple[Tensor, PagedKV]] = []
+    prepare = api.prepare_paged
+
+    def noted(q: Tensor, cache: PagedKV, *given: Any, **options: Any) -> Any:
+        seen.append((q, cache))
+        return prepare(q, cache, *given, **options)
+
+    monkeypatch.setattr(api, "prepare_paged", noted)
+    k, q = torch.randn(1, 64, 2, 64), torch.randn(1, 1, 4, 64)
+    Loki.fit(k).attend(q, k, k, unit="page")
+    table, lengths = torch.arange(4, dtype=torch.int32)[None], torch.tensor([64], dtype=torch.int32)
+    whole = Pages(8, 1, 2, 64, size=16, dtype=torch.float32).view(0, table, lengths)
+    paged.attend(q[:, 0], whole, torch.tensor([[[0, 3], [1, 3]]]), torch.tensor([32], dtype=torch.int32), Asked(0.1))
+    assert [route_of(*call) for call in seen] == [ANY, ANY]
+    assert route_of(q, whole) == ONE
+
+
+@pytest.mark.parametrize(("queries", "name"), [("one", "hopper"), ("any", "triton")])
+def test_who_decodes_on_hopper(queries: str, name: str) -> None:
+    spec = Spec(
+        dtype=torch.bfloat16, dim=128, dim_v=128, group=4, mask=CAUSAL, scale=1.0, layout="paged", queries=queries, device="sm90"
+    )  # fmt: skip
+    assert next(each.NAME for each in dispatch.ORDER if not [*each.refusals(spec)]) == name

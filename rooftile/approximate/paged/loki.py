@@ -146,9 +146,6 @@ def attend(q: Tensor, cache: PagedKV, pages: Tensor, lengths: Tensor, asked: Ask
     table = blocks * step + torch.arange(Hk, device=q.device)[:, None]
     own = PagedKV(k, v, table.flatten(0, 1).int(), lengths[:, None].expand(B, Hk).flatten())
     rows = q.reshape(B * Hk, 1, q.shape[1] // Hk, q.shape[2])
-    if runs_on(q) and asked.backend is None:
-        # the copy engine cannot step over blocks that overlap, so the first backend would copy them together before it reads them
-        asked = asked._replace(backend="triton")
     o, _ = api.prepare_paged(rows, own, CAUSAL, asked=asked)(rows, own)
     return o.view(B, q.shape[1], -1)
 
