@@ -157,7 +157,9 @@ class LLM:
                 if isinstance(found, RequestOutput):
                     outputs[place] = found
                 elif not found.live:
-                    outputs[place] = self.engine.output_of(found, prompt)
+                    with self._lock:
+                        # a text that cannot be made is noted in the books, which another thread may be changing
+                        outputs[place] = self.engine.output_of(found, prompt)
                 if place in outputs:
                     answered(sum(len(answer.token_ids) for answer in outputs[place].outputs))
         return [outputs[place] for place in sorted(outputs)]

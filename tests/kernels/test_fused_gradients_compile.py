@@ -46,7 +46,7 @@ def test_rows_of_4096(sm: int) -> None:
 def test_long_rows(size: int) -> None:
     from rooftile.fused.kernels import norm, norm_gradients, softmax
 
-    # what leaves the registers is written and read again
+    # ptxas writes numbers for which there are no registers to local memory, and reads them again
     assert stack(built(softmax._softmax, 90, softmax.constants_of(size, softmax.WHOLE))) == 0
     assert stack(built(softmax._softmax_gradient, 90, softmax.constants_of(size, softmax.WHOLE_OF_GRADIENT))) == 0
     if size <= norm_gradients.WHOLE:

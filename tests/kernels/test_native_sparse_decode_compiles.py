@@ -35,7 +35,7 @@ def test_the_kernels_of_a_shape(sm: int, batch: int, group: int, dim: int, dim_v
     from rooftile.approximate.paged.sparse_kernels.shape import shape_of
 
     q = torch.empty(batch, 4 * group, dim, dtype=torch.bfloat16)
-    # as on a GPU of that kind
+    # kernels wait for each other on a GPU of that kind
     shape = shape_of(q, 4, dim_v, size, **SIZES)._replace(PDL=sm >= 90)
     every: dict[str, Any] = {"SHAPE": shape, "num_warps": 4}
     scored, compared = choice.constants_of(shape)

@@ -94,6 +94,7 @@ def _normalise(
 
 @triton.jit
 def _piece(x_ptr, n, SIZE: tl.constexpr):
+    """Numbers n of a row in fp32, 0 past its end."""
     return tl.load(x_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
 
 

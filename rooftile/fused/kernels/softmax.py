@@ -57,6 +57,7 @@ def _softmax(x_ptr, o_ptr, x_stride, scale, SIZE: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _pair(dy_ptr, y_ptr, n, SIZE: tl.constexpr):
+    """Numbers n of a row of dy and of y in fp32, 0 past its end."""
     dy = tl.load(dy_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
     return dy, tl.load(y_ptr + n, mask=n < SIZE, other=0.0).to(tl.float32)
 

@@ -49,7 +49,7 @@ class Call:
         """Done when the engine has the request; or its exception says why not."""
         self.started = False
         """Whether the model has begun to read the prompt."""
-        # what has come of each answer since its client last read
+        # pieces of each answer that its client has not read yet
         self._unread: dict[int, list[Piece]] = {}
         self._last: News | None = None
         self._error: Exception | None = None

@@ -82,7 +82,7 @@ async def events_of(answering: Answering, objects: Objects, account: Account) ->
             yield event(chunk)
         async with aclosing(answering.news()) as several:
             async for place, news in several:
-                # what has come together goes in one piece: each is a call of the system
+                # events that have come together are sent together: each sending is a system call
                 if events := b"".join([event(chunk) for chunk in chunks.growth(place, news)]):
                     yield events
         for chunk in chunks.closing():
