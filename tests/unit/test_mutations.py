@@ -1,4 +1,4 @@
-"""Each line that `tests/mutations.py` breaks is there, once."""
+"""Each line that `tests/mutations/` breaks is there, once."""
 
 from __future__ import annotations
 

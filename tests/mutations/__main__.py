@@ -1,0 +1,7 @@
+"""Runs `python -m tests.mutations`."""
+
+import sys
+
+from tests.mutations import main
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,16 @@
+"""What a mutation is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A line of a file in `rooftile/`, its broken version, and the tests that must fail."""
+
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+    interpreted: bool = False

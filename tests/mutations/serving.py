@@ -1,0 +1,88 @@
+"""Broken lines of models, the engine and the server."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+MUTATIONS = {
+    "text that cannot be made": Mutation(
+        "serve/engine.py", "            self._note_failure(request, error)\n            return output_of(request, prompt)",
+        "            raise", ("tests/serve/test_failures.py", "-k", "text_that"),
+    ),
+    "loki, recomputed": Mutation(
+        "serve/runner.py", "works = apart(plan.work) if self.attention.splits_prompts else plan.work", "works = plan.work",
+        ("tests/serve/test_loki.py", "-k", "schedule"),
+    ),
+    "compressed keys, row": Mutation(
+        "serve/attention/native_sparse.py", "ends % self.size // stride", "0 * ends",
+        ("tests/serve/test_native_sparse.py", "-k", "without_a_cache"),
+    ),
+    "stop string, overlap": Mutation(
+        "serve/text/detokenizer.py", "            while self.matched and self.text[self.matched] != character:\n"
+        "                self.matched = self._borders[self.matched]",
+        "            if self.text[self.matched] != character:\n                self.matched = 0",
+        ("tests/serve/test_detokenizer.py",),
+    ),
+    "stop string, held back": Mutation(
+        "serve/text/detokenizer.py", "text[: len(text) - held], text[len(text) - held :]", 'text, ""',
+        ("tests/serve/test_detokenizer.py",),
+    ),
+    "text, half a character of several tokens": Mutation(
+        "serve/text/pieces.py", "if not self._half or len(ids) == 1:", "if True:",
+        ("tests/serve/test_detokenizer_lazy.py",),
+    ),
+    "text, a token that ends an answer": Mutation(
+        "server/engine/following.py", "detokenizer.take_ids()", "answer.ids[-1:]",
+        ("tests/server/test_answer_texts.py", "-k", "belongs_to_no_text"),
+    ),
+    "gptq, zeros less one": Mutation(
+        "models/checkpoints/layouts/gptq.py", "return stored.to(torch.int16) + 1", "return stored.to(torch.int16)",
+        ("tests/models/test_quantised_checkpoints.py", "-k", "layout"),
+    ),
+    "awq, order in a word": Mutation(
+        "models/checkpoints/layouts/awq.py", "torch.tensor(ORDER).argsort()", "torch.tensor(ORDER)",
+        ("tests/models/test_quantised_checkpoints.py", "-k", "layout and awq"),
+    ),
+    "act-order": Mutation(
+        "models/checkpoints/tensors.py", "order = groups.argsort(stable=True)", "order = groups.argsort(stable=True).flip(0)",
+        ("tests/models/test_quantised_checkpoints.py", "-k", "layout and order"),
+    ),
+    "parts in one product, orders": Mutation(
+        "models/checkpoints/quantised.py", "return torch.equal(a.order, b.order)", "return True",
+        ("tests/models/test_quantised_checkpoints.py", "-k", "order or together"),
+    ),
+    "2:4, parts in one product": Mutation(
+        "models/checkpoints/quantised.py", "isinstance(last, TwoFour) and _alike", "isinstance(last, QuantisedWeight) and _alike",
+        ("tests/serve/test_two_four_weights.py", "-k", "one_product or patterns"),
+    ),
+    "2:4, layouts counted twice": Mutation(
+        "serve/memory.py", "return peak - kept", "return peak", ("tests/serve/test_memory.py",),
+    ),
+    "requests ahead": Mutation(
+        "server/http/protocol.py", "if len(self.pipeline) > limits.PIPELINED:", "if len(self.pipeline) > 9999:",
+        ("tests/server/test_ahead.py",),
+    ),
+    "names that stand twice": Mutation(
+        "server/http/body.py", "written != _kept_names(found)", "written < _kept_names(found)", ("tests/server/test_routes.py",)
+    ),
+    "room of bodies": Mutation(
+        "server/http/body.py", "if self.held + taken > limits.BODIES * self.most:", "if taken > limits.BODIES * self.most:",
+        ("tests/server/test_slow.py",),
+    ),
+    "room given back": Mutation(
+        "server/http/body.py", "bodies.held -= taken", "bodies.held -= len(body)", ("tests/server/test_slow.py",)
+    ),
+    "ids as a whole": Mutation(
+        "serve/text/prompt.py", "0 <= min(prompt) <= max(prompt) < vocabulary", "0 <= min(prompt)",
+        ("tests/serve/test_prompts.py",),
+    ),
+    "order of a schema": Mutation(
+        "serve/grammar.py", "key = json.dumps(structured)", "key = json.dumps(structured, sort_keys=True)",
+        ("tests/server/test_structured.py", "-k", "properties_come"),
+    ),
+    "metrics before tokens": Mutation(
+        "server/engine/remote.py", "get_running_loop().call_soon(self._noted, message.state)",
+        "get_running_loop().call_later(1, self._noted, message.state)",
+        ("tests/server/test_answering.py",),
+    ),
+}  # fmt: skip

@@ -1,0 +1,78 @@
+"""Broken lines of training for a format, plans and the report."""
+
+from __future__ import annotations
+
+from tests.mutations.mutation import Mutation
+
+MUTATIONS = {
+    "training for a format, activations that were not rounded": Mutation(
+        "qat/product.py",
+        'dw = (dy.flatten(0, -2).T @ rows.flatten(0, -2).to(dy.dtype)).to(w.dtype)',
+        'dw = (dy.flatten(0, -2).T @ x.flatten(0, -2).to(dy.dtype)).to(w.dtype)',
+        ("tests/qat/test_gradients.py",),
+    ),
+    "training for a format, scales rounded late": Mutation(
+        "qat/learned.py", '.to(STORED[format])', '.float()', ("tests/qat/test_learned.py",),
+    ),
+    "training for a format, codes of before": Mutation(
+        "qat/layers.py",
+        'now: tuple[int, ...] = (self.weight.data_ptr(), self.weight._version, self.qat.steps, self.training)',
+        'now: tuple[int, ...] = (self.weight.data_ptr(), self.qat.steps, self.training)',
+        ("tests/qat/test_gradients.py",),
+    ),
+    "qat, flags that stay on the device": Mutation(
+        "qat/finite.py", "for at in copy.nonzero().flatten().tolist():", "for at in ():", ("tests/qat/test_finite.py",),
+    ),
+    "qat, codes of a weight that was not looked at": Mutation(
+        "qat/layers.py", "self.qat.steps, self.training)", "self.qat.steps)", ("tests/qat/test_finite.py", "-k", "at_once"),
+    ),
+    "plan, losses in steps": Mutation(
+        "planning/choice.py", "math.ceil(loss / max_loss * STEPS - 1e-6)", "math.floor(loss / max_loss * STEPS)",
+        ("tests/planning/test_choice.py",),
+    ),
+    "plan, launches": Mutation(
+        "planning/costs.py", "return self.roofs(one.dtype).fixed_us + fill_us", "return fill_us",
+        ("tests/planning/test_known_answers.py",),
+    ),
+    "plan, projections of one input": Mutation(
+        "planning/targets/recording.py", "same_parent and a.number == b.number and", "same_parent and",
+        ("tests/planning/test_modules.py",),
+    ),
+    "plan, a layer left rounded": Mutation(
+        "planning/targets/modules.py", "            del layer.forward", "            pass",
+        ("tests/planning/test_modules.py", "-k", "changed"),
+    ),
+    "plan, losses in training": Mutation(
+        "planning/targets/modules.py", "        self._model.eval()\n", "", ("tests/planning/test_modules.py", "-k", "evaluation"),
+    ),
+    "plan, names as patterns": Mutation(
+        "planning/targets/training.py", 'f"re:{re.escape(name)}$": word', "name: word",
+        ("tests/planning/test_plan.py", "-k", "pattern"),
+    ),
+    "plan, a decoder left rounded": Mutation(
+        "planning/targets/decoders.py", "projection.weight, projection.parts = weight, ()", "projection.weight = weight",
+        ("tests/planning/test_decoder.py", "-k", "as_before"),
+    ),
+    "2:4, decay of what is kept": Mutation(
+        "qat/masking.py", "torch.where(mask, 0.0, weight) * (rate", "torch.where(mask, weight, 0.0) * (rate",
+        ("tests/qat/test_sparse.py", "-k", "decay"),
+    ),
+    "2:4, frozen masks": Mutation(
+        "qat/masking.py", "steps >= recipe.freeze_from", "steps > recipe.freeze_from",
+        ("tests/qat/test_sparse.py", "-k", "frozen"),
+    ),
+    "2:4, scales before masks": Mutation(
+        "qat/layers.py", "whole(self.scales), flag, mask)", "whole(self.scales), flag)",
+        ("tests/qat/test_sparse.py", "-k", "same_bits"),
+    ),
+    "plan, the recipe that is given": Mutation(
+        "planning/targets/training.py", "Recipe() if sparsity is None else sparsity", "Recipe()",
+        ("tests/planning/test_two_four.py", "-k", "recipe"),
+    ),
+    "plan, a refused layer left prepared": Mutation(
+        "planning/targets/training.py", "qat.restore(inside)", "pass", ("tests/planning/test_two_four.py", "-k", "as_it_was"),
+    ),
+    "report, the bytes of a chosen format": Mutation(
+        "report/planned.py", "/ count - kept.nbytes", "/ count", ("tests/report/test_report_planned.py",),
+    ),
+}  # fmt: skip
