@@ -1,4 +1,4 @@
-"""What a mutation is."""
+"""`Mutation`: one broken line of the code, and the tests that must notice it."""
 
 from __future__ import annotations
 
